@@ -8,20 +8,17 @@ A trial is a history with one report a day, whose figures have a deviation of 0.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import math
 import random
 import statistics
-from collections.abc import Callable
 from typing import Any
 
-from pytest_llmgpu.gate.history import shifts
 from pytest_llmgpu.gate.noise_model import PRIORS
+from pytest_llmgpu.gate.trends import steps
 
 SD = 0.003
 STEP, STEP_WITHIN = 0.01, 5
-DRIFT, DRIFT_WITHIN = 0.0006, 21
 CASES = 21
 PRIOR = PRIORS["device_compute"]
 AFTER = 60
@@ -44,19 +41,15 @@ def main() -> int:
             any(_alarm(draw, SD, CASES) for _ in range(CASES)) for _ in range(arguments.histories // 5)
         ),
     }
-    changes: tuple[tuple[str, Callable[[int], float], int], ...] = (
-        ("step", lambda _: math.log1p(STEP), STEP_WITHIN),
-        ("drift", lambda day: day * math.log1p(DRIFT), DRIFT_WITHIN),
-    )
     found = {
-        f"{kind} after {before} reports, {cases} cases": _delays(draw, arguments.trials, before, growth, within, cases)
-        for cases, before, (kind, growth, within) in itertools.product((1, CASES), (10, 20, 30, 60), changes)
+        f"step after {before} reports, {cases} cases": _delays(draw, arguments.trials, before, cases)
+        for cases in (1, CASES)
+        for before in (10, 20, 30, 60)
     }
     result = {
         "sd": SD,
         "prior": {"s0": PRIOR.s0, "df0": PRIOR.df0},
         "step": STEP,
-        "drift_a_day": DRIFT,
         "seed": arguments.seed,
         "unchanged": {
             "histories": arguments.histories,
@@ -75,7 +68,7 @@ def main() -> int:
 
 def _alarm(draw: random.Random, sd: float, cases: int = 1) -> bool:
     """Return whether a change is found in a history of 100 reports where nothing changed."""
-    return bool(shifts([math.exp(draw.gauss(0.0, sd)) for _ in range(100)], PRIOR, cases=cases))
+    return bool(steps([math.exp(draw.gauss(0.0, sd)) for _ in range(100)], PRIOR, cases=cases))
 
 
 def _drawn(draw: random.Random) -> float:
@@ -84,25 +77,18 @@ def _drawn(draw: random.Random) -> float:
     return PRIOR.s0 * math.sqrt(degrees / draw.gammavariate(degrees / 2, 2.0))
 
 
-def _history(draw: random.Random, before: int, after: int, growth: Callable[[int], float]) -> list[float]:
-    days = [0] * before + list(range(1, after + 1))
-    return [math.exp(draw.gauss(0.0, SD) + (growth(day) if day else 0.0)) for day in days]
-
-
-def _delays(
-    draw: random.Random, trials: int, before: int, growth: Callable[[int], float], within: int, cases: int
-) -> dict[str, Any]:
-    """Return with which report of the change it is found: 1 is the first one."""
+def _delays(draw: random.Random, trials: int, before: int, cases: int) -> dict[str, Any]:
+    """Return with which report of the step it is found: 1 is the first one."""
     delays = []
     for _ in range(trials):
-        found = shifts(_history(draw, before, AFTER, growth), PRIOR, cases=cases)
+        growth = [0.0] * before + [math.log1p(STEP)] * AFTER
+        found = steps([math.exp(draw.gauss(one, SD)) for one in growth], PRIOR, cases=cases)
         delays.append(next((one.found - before + 1 for one in found if one.found >= before), AFTER))
-    cuts = statistics.quantiles(delays, n=20)
     return {
-        "within": within,
-        "share_within": sum(delay <= within for delay in delays) / trials,
+        "within": STEP_WITHIN,
+        "share_within": sum(delay <= STEP_WITHIN for delay in delays) / trials,
         "median": statistics.median(delays),
-        "p95": cuts[-1],
+        "p95": statistics.quantiles(delays, n=20)[-1],
     }
 
 

@@ -57,18 +57,10 @@ class Exported:
 class Trended:
     """How a metric is followed over stored reports."""
 
-    name: str
-    """Name of the trend's chart and table."""
     title: str
     """Title with the unit."""
     scale: float = 1.0
     """Divisor of the figure: 2**30 where bytes are shown in GiB."""
-    judged_by: tuple[str, ...] = ()
-    """Metrics whose verdicts mark a change."""
-    value: Callable[[CaseResult], float | None] | None = None
-    """Returns the number that is followed where it is not the exported figure; None: the figure."""
-    of_series: bool = False
-    """True if a series has the figure once; its cases have the same one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,16 +169,6 @@ def _accuracy(result: CaseResult) -> Figure | None:
     return None if result.case.load_format == "dummy" else _figure(metric, value)
 
 
-def _any_accuracy(result: CaseResult) -> float | None:
-    """Return the accuracy, also of random weights: a trend shows that it changed."""
-    return result.acc if accuracy_metric(result) == "acc" else result.acc_norm
-
-
-def _largest_peak(result: CaseResult) -> float | None:
-    """Return the largest peak of any launch: the one that decides what fits."""
-    return max(peaks_bytes(result), default=None)
-
-
 def _traffic(result: CaseResult) -> Figure | None:
     return None if result.traffic is None else _figure("bytes/sequence", result.traffic.wire_bytes_per_sequence)
 
@@ -251,12 +233,6 @@ def _eager_batches(launch: Launch) -> list[int]:
     return launch.work.batches if launch.work.eager_batches is None else launch.work.eager_batches
 
 
-def _utilization(result: CaseResult) -> Figure | None:
-    found = [device.metrics.get("utilization_pct") for profile in result.profiles for device in profile.devices]
-    means = [one.mean for one in found if one is not None and one.mean is not None and one.coverage != 0]
-    return _figure("%", statistics.fmean(means)) if means else None
-
-
 def _seconds(value: float) -> str:
     return f"{significant(value)} s"
 
@@ -312,9 +288,7 @@ METRICS: tuple[MetricSpec, ...] = (
         next_step="Read which kernels became slower: `work.ranks` of both reports.",
         figure=lambda result: _median("s", _devices_s(result)),
         exported=Exported(column="device_time_s", label="device time", measure="device-time", measure_scale=1e9),
-        trended=Trended(
-            name="device_time", title="device time of a work pass (s)", judged_by=("outcome", "device_time")
-        ),
+        trended=Trended(title="device time of a work pass (s)"),
     ),
     MetricSpec(
         name="time",
@@ -325,7 +299,7 @@ METRICS: tuple[MetricSpec, ...] = (
         next_step="Read what changed between the two commits, and the ratio of each batch size: one of them or all.",
         figure=lambda result: _figure("s", result.inference_s, launches_s(result)),
         exported=Exported(column="inference_s", label="time", measure="latency", measure_scale=1e9),
-        trended=Trended(name="time", title="time (s)", judged_by=("outcome", "time")),
+        trended=Trended(title="time (s)"),
     ),
     MetricSpec(
         name="first_token",
@@ -338,7 +312,7 @@ METRICS: tuple[MetricSpec, ...] = (
         exported=Exported(
             column="first_token_s", label="time to first token", measure="first-token", measure_scale=1e9
         ),
-        trended=Trended(name="first_token", title="time to first token (s)", judged_by=("outcome", "first_token")),
+        trended=Trended(title="time to first token (s)"),
     ),
     MetricSpec(
         name="token_time",
@@ -349,7 +323,7 @@ METRICS: tuple[MetricSpec, ...] = (
         next_step="Compare the decode steps: `step_s` of `generation` in both reports, and their traffic.",
         figure=lambda result: _figure("s", result.token_p50_s, _medians(result, "step_s")),
         exported=Exported(column="token_p50_s", label="time per token", measure="token-time", measure_scale=1e9),
-        trended=Trended(name="token_time", title="time per token (s)", judged_by=("outcome", "token_time")),
+        trended=Trended(title="time per token (s)"),
     ),
     MetricSpec(
         name="token_p95",
@@ -381,7 +355,7 @@ METRICS: tuple[MetricSpec, ...] = (
             result, result.sequences_per_s, lambda launch: sum(launch.batches.sequences), "sequences/s"
         ),
         exported=Exported(column="sequences_per_s", label="sequences per second", measure="throughput"),
-        trended=Trended(name="throughput", title="throughput (sequences/s)"),
+        trended=Trended(title="throughput (sequences/s)"),
     ),
     MetricSpec(
         name="tokens",
@@ -408,13 +382,7 @@ METRICS: tuple[MetricSpec, ...] = (
         next_step=_ITEMS,
         figure=_accuracy,
         exported=Exported(column="accuracy", label="accuracy", measure="accuracy"),
-        trended=Trended(
-            name="accuracy",
-            title="accuracy (%)",
-            scale=0.01,
-            judged_by=("accuracy", "predictions"),
-            value=_any_accuracy,
-        ),
+        trended=Trended(title="accuracy (%)", scale=0.01),
     ),
     MetricSpec(
         name="predictions", kind="exact", gate=False, points=True, unit="acc", written=_points, next_step=_ITEMS
@@ -428,7 +396,7 @@ METRICS: tuple[MetricSpec, ...] = (
         next_step="Read the ops that changed (`ops` of `work` in the report): the model computes more per token.",
         figure=_flops,
         exported=Exported(column="flops_per_sequence", label="FLOPs per sequence", measure="flops-per-sequence"),
-        trended=Trended(name="flops", title="computed (TFLOP/sequence, all ranks)", scale=1e12, judged_by=("flops",)),
+        trended=Trended(title="computed (TFLOP/sequence, all ranks)", scale=1e12),
     ),
     MetricSpec(
         name="host_syncs",
@@ -452,7 +420,7 @@ METRICS: tuple[MetricSpec, ...] = (
             result, "kernels", "calls/forward", lambda launch: len(launch.work.batches) if launch.work else 0
         ),
         exported=Exported(column="kernels_per_forward", label=None, measure=None),
-        trended=Trended(name="kernels", title="kernel calls (per forward, all ranks)", judged_by=("kernels",)),
+        trended=Trended(title="kernel calls (per forward, all ranks)"),
     ),
     MetricSpec(
         name="ops",
@@ -481,7 +449,7 @@ METRICS: tuple[MetricSpec, ...] = (
         exported=Exported(
             column="wire_bytes_per_sequence", label="sent per sequence", measure="wire-bytes-per-sequence"
         ),
-        trended=Trended(name="sent", title="sent (MB/sequence, all ranks)", scale=1e6, judged_by=("traffic",)),
+        trended=Trended(title="sent (MB/sequence, all ranks)", scale=1e6),
     ),
     MetricSpec(name="path", kind="exact", next_step="Compare `topology` and the NCCL variables of the two reports."),
     MetricSpec(
@@ -493,13 +461,7 @@ METRICS: tuple[MetricSpec, ...] = (
         next_step="Read memory by batch size: weights, workspace or live tensors.",
         figure=lambda result: _median("bytes", list(map(float, peaks_bytes(result)))),
         exported=Exported(column="peak_memory_bytes", label="peak memory", measure="peak-memory-bytes"),
-        trended=Trended(
-            name="memory",
-            title="peak of the fullest GPU (GiB)",
-            scale=float(2**30),
-            judged_by=("memory",),
-            value=_largest_peak,
-        ),
+        trended=Trended(title="peak of the fullest GPU (GiB)", scale=float(2**30)),
     ),
     MetricSpec(
         name="load_time",
@@ -512,7 +474,6 @@ METRICS: tuple[MetricSpec, ...] = (
         next_step="Find what loading the model does since the baseline: files, their cache, kernels that are built.",
         figure=lambda result: _median("s", loads_s(result)),
         exported=Exported(column="load_s", label=None, measure=None),
-        trended=Trended(name="load_time", title="load time (s)", judged_by=("load_time",), of_series=True),
     ),
     *(
         MetricSpec(
@@ -530,13 +491,6 @@ METRICS: tuple[MetricSpec, ...] = (
             ("transfer_time", "s", "Read the traffic, its path, and `collectives` of `work` in the two reports."),
             ("energy", "J", "Compare the time, and the power limit and the clocks of the GPUs."),
         )
-    ),
-    MetricSpec(
-        name="utilization",
-        kind="noisy",
-        judged=False,
-        figure=_utilization,
-        trended=Trended(name="utilization", title="mean GPU utilisation (%)"),
     ),
 )
 """Every metric, in the order in which a reader meets them: outcome before numbers."""

@@ -71,7 +71,6 @@ def test_names_are_unique() -> None:
     exported = [spec.exported for spec in METRICS if spec.exported]
     for names in (
         [spec.name for spec in METRICS],
-        [spec.trended.name for spec in METRICS if spec.trended],
         [one.column for one in exported],
         [one.label for one in exported if one.label],
         [one.measure for one in exported if one.measure],

@@ -12,19 +12,10 @@ from __future__ import annotations
 
 import msgspec
 
-from pytest_llmgpu.render.charts import (
-    accuracy,
-    axes,
-    balance,
-    baseline_ratios,
-    communication,
-    memory,
-    timing,
-)
-from pytest_llmgpu.render.charts.chart import Chart, Charts
-from pytest_llmgpu.render.charts.images import Format, image
-from pytest_llmgpu.render.charts.panels import Panel, panels
-from pytest_llmgpu.render.charts.theme import theme
+from pytest_llmgpu.render.charts import axes, baseline_ratios, communication, sweeps
+from pytest_llmgpu.render.charts.axes import Chart, Charts
+from pytest_llmgpu.render.charts.images import Format, image, theme
+from pytest_llmgpu.render.charts.panels import panels
 from pytest_llmgpu.report.report import Report
 
 __all__ = ["Chart", "Charts", "Format", "image", "of_report", "theme"]
@@ -42,24 +33,22 @@ def of_report(report: Report, baseline: Report | None = None) -> Charts:
         for one in baseline_ratios.charts(report.verdicts)
     ]
     for panel in parts:
-        for module in (timing, communication, memory, accuracy, balance):
-            found += [_named(one, panel) for one in module.charts(panel)]
+        for charts in (sweeps.times, communication.charts, sweeps.memory, sweeps.accuracy):
+            for one in charts(panel):
+                if isinstance(one, str):
+                    found.append(f"{panel.caption}: {one}" if panel.suffix else one)
+                    continue
+                found.append(
+                    msgspec.structs.replace(
+                        one,
+                        id=f"{one.id}{panel.suffix}",
+                        title=f"{one.title}: {panel.caption}" if panel.suffix else one.title,
+                        summary=f"{one.summary} {axes.FAINT}" if panel.before else one.summary,
+                        measured=panel.measured,
+                        filter={"model": panel.entries[0].result.case.model},
+                    )
+                )
     return Charts(
         charts=[one for one in found if isinstance(one, Chart)],
         omitted=[one for one in found if isinstance(one, str)],
-    )
-
-
-def _named(one: Chart | str, panel: Panel) -> Chart | str:
-    if isinstance(one, str):
-        return f"{panel.caption}: {one}" if panel.suffix else one
-    title = f"{one.title}: {panel.caption}" if panel.suffix else one.title
-    summary = f"{one.summary} {axes.FAINT}" if panel.before else one.summary
-    return msgspec.structs.replace(
-        one,
-        id=f"{one.id}{panel.suffix}",
-        title=title,
-        summary=summary,
-        measured=panel.measured,
-        filter={"model": panel.entries[0].result.case.model},
     )

@@ -1,12 +1,68 @@
-"""Axes, channels and layers that several charts share."""
+"""The record of a chart, and the axes, channels and layers that several charts share."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
-from pytest_llmgpu.render.charts.chart import Spec, rounded
+import msgspec
+
 from pytest_llmgpu.render.charts.panels import Panel
-from pytest_llmgpu.render.time_table import Entry
+from pytest_llmgpu.report.text import significant
+
+Spec = dict[str, Any]
+"""A Vega-Lite specification, or a part of one."""
+
+
+class Chart(msgspec.Struct, frozen=True, kw_only=True):
+    """One chart."""
+
+    id: str
+    """The name of the chart's file and of its place in a page: lower-case letters, digits and hyphens."""
+    title: str
+    """The heading of the chart."""
+    summary: str
+    """The sentence that states what the chart shows: the caption, and the text for screen readers."""
+    spec: Spec
+    """The Vega-Lite specification with the data inside, as wide as its container. It names no colour except through
+    the styles and ranges of `theme`, so that one specification serves light and dark pages."""
+    headers: list[str]
+    """The column headers of the table, with units."""
+    rows: list[list[str]]
+    """The cells of the table, with the same figures as the chart."""
+    filter: dict[str, str] = {}
+    """The properties that the cases of the chart share and by which a page hides it: `model`."""
+    measured: str = ""
+    """Model, dtype, GPUs and dataset for an image that stands alone; empty where the title names them."""
+
+
+class Charts(msgspec.Struct, frozen=True, kw_only=True):
+    """The charts of a report."""
+
+    charts: list[Chart]
+    """The charts in display order, with unique ids."""
+    omitted: list[str]
+    """One sentence with the reason for each chart that could not be drawn."""
+
+
+def rounded(value: float) -> float:
+    """Return a figure with four significant digits: a chart shows no more, and the page takes a third of the bytes."""
+    return float(f"{value:.4g}")
+
+
+def formatted(value: float | None, unit: str = "", *, digits: int = 4) -> str:
+    """Return a figure with a number of significant digits and its unit; a hyphen for None."""
+    if value is None:
+        return "-"
+    text = significant(value, digits)
+    return f"{text} {unit}" if unit else text
+
+
+def value_range(values: Sequence[float], unit: str) -> str:
+    """Return the smallest and the largest value: `0.5 to 2 GB/s`."""
+    ends = dict.fromkeys(formatted(value, digits=3) for value in (min(values), max(values)))
+    return f"{' to '.join(ends)} {unit}"
+
 
 HEIGHT = 300
 """Height of a plot in pixels."""
@@ -158,16 +214,15 @@ def limit(value: float, label: str) -> list[Spec]:
     ]
 
 
-def notes(lines: Iterable[Sequence[Spec]], *, color: Spec, tooltip: Spec | list[Spec], x: str = "b") -> list[Spec]:
+def notes(lines: Iterable[Sequence[Spec]], *, color: Spec, tooltip: list[Spec]) -> list[Spec]:
     """Return the layers of texts above the plot, one line of text per layer.
 
     Args:
         lines: the rows of each line, from the plot upwards; their text is in the field `l`.
         color: the colour channel.
         tooltip: the entries of the tooltip.
-        x: the data field of the x axis.
     """
-    place = f"scale('x', datum.{x})"
+    place = "scale('x', datum.b)"
     half = f"{_LETTER / 2} * length(datum.l)"
     # Centred, but not beyond the left or the right edge of the plot, whose width only the browser knows.
     align = f"{place} < {half} ? 'left' : {place} > width - {half} ? 'right' : 'center'"
@@ -195,22 +250,16 @@ def failures(panel: Panel) -> list[Spec]:
     """
     lines: dict[tuple[str, bool], list[Spec]] = {}
     for entry in (*panel.failed, *(entry for entry in panel.completed if entry.result.has_wrong_answers)):
-        failed = entry.result.outcome != "completed"
+        result = entry.result
+        failed = result.outcome != "completed"
         rows = lines.setdefault((entry.title, failed), [])
-        name = f"{entry.title}: {_ending(entry)}"
+        ending = "wrong answers" if not failed else "OOM" if result.outcome == "oom" else result.outcome
+        name = f"{entry.title}: {ending}"
+        why = result.failure.message if result.failure is not None else ""
+        if not failed and result.accuracy_check is not None:
+            why = result.accuracy_check.text
+        reason = why if len(why) <= _MOST_MESSAGE else f"{why[:_MOST_MESSAGE]}..."
         label = name if failed or not rows else "\N{BALLOT X}"
-        rows.append({"s": entry.title, "b": entry.batch_size, "o": name, "l": label, "w": _reason(entry)})
+        rows.append({"s": entry.title, "b": entry.batch_size, "o": name, "l": label, "w": reason})
     tooltip = [text("o", "outcome"), number("b", "batch size"), text("w", "reason")]
     return notes(lines.values(), color=curves(panel), tooltip=tooltip)
-
-
-def _ending(entry: Entry) -> str:
-    if entry.result.outcome == "completed":
-        return "wrong answers"
-    return "OOM" if entry.result.outcome == "oom" else entry.result.outcome
-
-
-def _reason(entry: Entry) -> str:
-    failure, check = entry.result.failure, entry.result.accuracy_check
-    reason = failure.message if failure is not None else check.text if check is not None else ""
-    return reason if len(reason) <= _MOST_MESSAGE else f"{reason[:_MOST_MESSAGE]}..."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from pytest_llmgpu.render.charts import axes
-from pytest_llmgpu.render.charts.chart import Chart, Spec, formatted, rounded
+from pytest_llmgpu.render.charts.axes import Chart, Spec, formatted, rounded
 from pytest_llmgpu.report.verdicts import ALL_CASES, Row, Verdicts
 
 _STEP = 20

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, get_args
 
 from pytest_llmgpu.gate.matching import pairs
-from pytest_llmgpu.render.charts.theme import domain
 from pytest_llmgpu.render.grouping import blocks, captions, differing_parts
 from pytest_llmgpu.render.time_table import Entry
 from pytest_llmgpu.render.time_table import entries as entries_of
@@ -30,6 +29,10 @@ _CARRIERS: dict[Link, frozenset[LinkName]] = {
 
 _COVERED = 0.5
 """Counters below this share of what the program sent: its traffic took links that were not counted."""
+
+
+_FIRST = ("mp", "tp", "iok")
+"""Strategies that have the same colours and shapes in every chart of every report."""
 
 
 class Panel(NamedTuple):
@@ -106,6 +109,23 @@ def _by_series(report: Report, baseline: Report) -> dict[str, list[CaseResult]]:
             series = (pair.head or pair.base).case.series
             found.setdefault(series, []).append(pair.base)
     return found
+
+
+def domain(columns: Sequence[tuple[str, str]]) -> list[str]:
+    """Return the titles in the order of their colours; mp, tp and iok keep their places also when they are absent.
+
+    Args:
+        columns: title and strategy of each curve. The first title of a strategy gets the strategy's colour.
+    """
+    places = list(_FIRST)
+    for title, strategy in columns:
+        if title in places:
+            continue
+        if strategy in places and strategy not in {other for other, _ in columns}:
+            places[places.index(strategy)] = title
+        else:
+            places.append(title)
+    return places
 
 
 def device_means(result: CaseResult, name: str) -> dict[int, float]:

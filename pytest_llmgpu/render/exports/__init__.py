@@ -20,7 +20,6 @@ FORMATS = {
     "github-comment": "github_summary:render_comment",
     "github-summary": "github_summary:render",
     "markdown": "markdown_table:render",
-    "pytest-benchmark": "pytest_benchmark:render",
 }
 """Name of a format to the module and the function that returns a report with its verdicts, if it has any, as text.
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from pytest_llmgpu.render.charts.theme import theme
+from pytest_llmgpu.render.charts import theme
 
 _COLOR = re.compile(r'(?<=")#[0-9a-f]{6}(?=")', re.IGNORECASE)
 

@@ -13,12 +13,10 @@ import msgspec
 
 from pytest_llmgpu.gate import cause_groups, judge
 from pytest_llmgpu.gate.classify import ExitStatus
-from pytest_llmgpu.gate.matching import pairs
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.gate.policy_file import policy_of
 from pytest_llmgpu.render import charts, comparison, grouping
 from pytest_llmgpu.render.charts import timelines
-from pytest_llmgpu.render.charts.chart import Chart
 from pytest_llmgpu.render.html import colors, facts
 from pytest_llmgpu.render.html.templates import MISSING, asset, content_security_policy, templates, vega
 from pytest_llmgpu.render.strategy_comparison import with_reference
@@ -93,7 +91,7 @@ def render(
 def _page(report: Report, baseline: Report | None, policy: Policy, name: str) -> str:
     library = vega()
     drawn = charts.of_report(report, baseline)
-    of_cases = _timelines(report, baseline)
+    of_cases = {result.id: list(timelines.charts(result, report.environment)) for result in report.cases}
     tables = list(_tables(report))
     cells = {cell.id: cell for one in tables for _, row in one["table"].rows for cell in row}
     config, colored = colors.config_and_style()
@@ -232,14 +230,6 @@ def _tables(report: Report) -> Iterator[dict[str, Any]]:
             "works": make_work_tables(cases),
             "notes": [*map(", ".join, with_reference(cases, verbose=True)), *largest],
         }
-
-
-def _timelines(report: Report, baseline: Report | None) -> dict[str, list[Chart]]:
-    """Return the timelines of each case that has samples."""
-    before = {} if baseline is None else {id(pair.head): pair.base for pair in pairs(baseline.cases, report.cases)}
-    return {
-        result.id: list(timelines.charts(result, report.environment, before.get(id(result)))) for result in report.cases
-    }
 
 
 def _json(value: Any) -> str:

@@ -40,8 +40,6 @@ _OF_PAPER = [
     "traffic-utilization-3",
     "memory",
     "accuracy",
-    "balance-utilization",
-    "balance-memory",
 ]
 
 _NOT_COUNTED = "the counters cover less than half of the bytes that"
@@ -129,7 +127,7 @@ def test_a_report_without_a_completed_case_has_reasons_instead_of_charts() -> No
 def test_every_specification_is_valid_vega_lite() -> None:
     """Altair checks each one with Vega-Lite's schema."""
     found = charts.of_report(_judged()).charts + list(timelines.charts(sampled(), make_report().environment))
-    assert len(found) == len(_OF_PAPER) + 6
+    assert len(found) == len(_OF_PAPER) + 4
     for chart in found:
         altair.Chart.from_dict(chart.spec)
 
@@ -391,36 +389,9 @@ def test_accuracy_has_its_interval_and_the_answers_that_differ_from_mp() -> None
     assert "0" not in texts_of(chart)
 
 
-def test_balance_names_the_gpus_that_are_furthest_apart() -> None:
-    """There is one point per GPU; one device has nothing to balance."""
-    chart = _by_id(_paper())["balance-memory"]
-    assert chart.headers == ["strategy", "batch size", "GPU 0 (GiB)", "GPU 1 (GiB)", "GPU 2 (GiB)", "GPU 3 (GiB)"]
-    assert chart.rows[0] == ["mp", "1", "17.12", "17.12", "17.12", "18.12"]
-    assert "17.1 GiB on GPU 0 and 18.1 GiB on GPU 3" in chart.summary
-    same = [msgspec.structs.replace(one, nvml_used_max_bytes=GIB) for one in make_memory(4)]
-    equal = charts.of_report(make_report([make_result(memory=same, devices=4)]))
-    [chart] = [chart for chart in equal.charts if chart.id == "balance-memory"]
-    assert chart.summary == "The GPUs of each case are equal."
-    one = charts.of_report(make_report([make_result(profile=make_profile(1), devices=1)]))
-    assert "GPU utilisation of each GPU: there is one device." in one.omitted
-
-
-def test_a_case_of_one_device_on_several_gpus_has_nothing_to_balance() -> None:
-    """Its launches ran on one GPU after the other; their difference is no imbalance."""
-    result = make_result(profile=make_profile(1), devices=1, memory=make_memory(1))
-    (launch,) = result.launches
-    (device,) = make_profile(1).devices
-    other = make_profile(devices=[msgspec.structs.replace(device, index=1)])
-    memory = [msgspec.structs.replace(launch.memory[0], index=1)]
-    result.launches.append(msgspec.structs.replace(launch, profile=other, memory=memory))
-    found = charts.of_report(make_report([result]))
-    assert "Memory of each GPU: there is one device." in found.omitted
-    assert "GPU utilisation of each GPU: there is one device." in found.omitted
-
-
 def test_strategies_stand_side_by_side_within_each_batch_size() -> None:
     """The offset has the strategies that completed, in the order of the legend."""
-    for name in ("balance-memory", "accuracy"):
+    for name in ("accuracy",):
         spec = _by_id(_paper())[name].spec
         assert spec["encoding"]["x"]["scale"]["domain"] == [1, 2, 4, 8, 16, 32, 64]
         offsets = [layer["encoding"]["xOffset"] for layer in spec["layer"] if "xOffset" in layer["encoding"]]

@@ -12,7 +12,7 @@ from pytest_llmgpu.report.result import Series
 def test_time_lines_show_every_gpu_in_at_most_200_points() -> None:
     """The table has at most 20 lines."""
     found = {chart.id: chart for chart in list(timelines.charts(sampled(2000), make_report().environment))}
-    assert sorted(found) == [f"timeline-{name}" for name in ("memory", "nvlink", "pcie", "power", "utilization")]
+    assert sorted(found) == [f"timeline-{name}" for name in ("memory", "power", "utilization")]
     chart = found["timeline-utilization"]
     rows = list(values_of(chart.spec))
     assert len(rows) == 200

@@ -16,7 +16,7 @@ from pytest_llmgpu.render.exports.figures import figures, names
 from pytest_llmgpu.report.metrics import launches_s
 from pytest_llmgpu.report.report import Report
 
-_JSON = ["bencher", "github-action-benchmark-bigger", "github-action-benchmark-smaller", "pytest-benchmark"]
+_JSON = ["bencher", "github-action-benchmark-bigger", "github-action-benchmark-smaller"]
 
 
 def _no_constant(text: str) -> Any:

@@ -1,14 +1,9 @@
 from __future__ import annotations
 
 import csv
-import importlib
-import importlib.util
 import io
 import json
-import subprocess
-import sys
 import xml.etree.ElementTree as ET
-from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -21,10 +16,6 @@ from pytest_llmgpu.render.exports import export
 from pytest_llmgpu.render.exports.csv_table import COLUMNS
 from pytest_llmgpu.render.exports.junit import properties, verdict_properties
 from pytest_llmgpu.report.report import Report
-
-_NEEDS_PYTEST_BENCHMARK = pytest.mark.skipif(
-    importlib.util.find_spec("pytest_benchmark") is None, reason="reads files back by pytest-benchmark, not installed"
-)
 
 _BENCHER = {
     "type": "object",
@@ -43,71 +34,6 @@ _BENCHER = {
 
 def _rendered(name: str, report: Report) -> Any:
     return json.loads(export(name, report))
-
-
-def _compare(*arguments: str) -> str:
-    code = "import sys; from pytest_benchmark.cli import main; sys.exit(main())"
-    command = [sys.executable, "-c", code, "compare", *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
-
-
-@pytest.mark.slow
-@_NEEDS_PYTEST_BENCHMARK
-def test_pytest_benchmark_compares_two_exports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its command finds the cases in both files, pairs them by name, and prints their times."""
-    monkeypatch.chdir(tmp_path)
-    for name, factor in (("0001_base", 1.0), ("0002_head", 1.25)):
-        Path(f"{name}.json").write_text(export("pytest-benchmark", two_strategies(factor)), encoding="utf-8")
-    table = _compare("0001_base.json", "0002_head.json", "--group-by=param:batch_size", "--csv=out.csv")
-    assert "batch_size=8': 4 tests" in table
-    assert "batch_size=64': 2 tests" in table  # tp is out of memory
-    assert "mp-bs8[huggyllama/llama-30b] (0001_base)" in table
-    lines = csv.DictReader(io.StringIO(Path("out.csv").read_text(encoding="utf-8")))
-    found = {(line["name"], float(line["mean"])) for line in lines}
-    assert ("mp-bs8 (huggyllama/llama-30b, float16, 4 x cuda, hellaswag)", 75.0) in found
-    changes = _compare("0001_base.json", "0002_head.json", "--between=mean")
-    assert changes.count("+25.0%") == 3
-
-
-@pytest.mark.slow
-@_NEEDS_PYTEST_BENCHMARK
-@pytest.mark.parametrize("report", [make_report(), make_report([make_failed()]), nasty()])
-def test_pytest_benchmark_reads_every_export(report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reports without a time and with hostile names are read without a warning."""
-    monkeypatch.chdir(tmp_path)
-    Path("report.json").write_text(export("pytest-benchmark", report), encoding="utf-8")
-    assert "Legend:" in _compare("report.json")
-
-
-@_NEEDS_PYTEST_BENCHMARK
-@pytest.mark.parametrize("count", range(1, 10))
-def test_statistics_are_those_of_pytest_benchmark(count: int) -> None:
-    """It computes the same figures from the same rounds, including quartiles and outliers."""
-    record = importlib.import_module("pytest_benchmark.stats").Stats  # by name: mypy runs where it is not installed
-    expected = record()
-    levels = [1.0, 1.1, 0.9, 1.05, 9.0, 1.2, 0.95, 1.15, 0.1][:count]
-    result = with_launches(levels)
-    for launch in result.launches:
-        expected.update(sum(launch.batches.latency_s))
-    (benchmark,) = _rendered("pytest-benchmark", make_report([result]))["benchmarks"]
-    found = benchmark["stats"]
-    assert found.pop("data") == pytest.approx(expected.data)
-    assert found.pop("iterations") == 1
-    assert found.pop("outliers") == expected.outliers
-    assert found == pytest.approx({name: getattr(expected, name) for name in record.fields if name != "outliers"})
-
-
-def test_pytest_benchmark_files_keep_cases_without_a_time() -> None:
-    """These cases and the verdicts are in a key of their own; no host is named."""
-    document = _rendered("pytest-benchmark", judged(two_strategies(), two_strategies(oom=())))
-    (missing,) = document["llmgpu"]["not_completed"]
-    assert missing["name"].startswith("tp-bs64 (")
-    assert missing["outcome"] == "oom"
-    assert {row["verdict"] for row in document["llmgpu"]["verdicts"]["rows"]} >= {"CAPACITY_REGRESSED"}
-    assert document["machine_info"]["node"] == ""
-    first = document["benchmarks"][0]
-    assert first["extra_info"]["figures"]["accuracy"] == {"value": 0.75, "unit": "acc_norm"}
-    assert first["extra_info"]["verdicts"]["traffic"] == "OK"
 
 
 def test_bencher_gets_its_own_measures_in_its_own_units() -> None:

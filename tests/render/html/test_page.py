@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from support.report_factory import make_report
 
-from pytest_llmgpu.render.charts.theme import theme
+from pytest_llmgpu.render.charts import theme
 from pytest_llmgpu.render.html import colors, facts
 from pytest_llmgpu.report.report import Commit
 

@@ -1,0 +1,316 @@
+"""Times (Table 2 of Shin et al. 2024), memory (figure 6) and accuracy by batch size and strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from pytest_llmgpu.render.charts import axes
+from pytest_llmgpu.render.charts.axes import Chart, Spec, formatted, rounded, value_range
+from pytest_llmgpu.render.charts.panels import Panel, fmean, memory_of
+from pytest_llmgpu.render.time_table import Entry
+from pytest_llmgpu.report.derived import measured, upper_bound, value_of
+from pytest_llmgpu.report.text import GIB, plural
+
+Figure = Callable[[Entry], float | None]
+"""A function that returns a case's figure in the unit of an axis; None where the case has none."""
+
+_FAR = 2.5
+"""A capacity above this multiple of the memory in use is not drawn: it would flatten the curves."""
+
+_Z = 1.96
+"""Quantile of the normal distribution for a two-sided interval of 95 %."""
+
+
+class Point(NamedTuple):
+    """One mark of a chart."""
+
+    entry: Entry
+    """The result that the mark shows."""
+    kind: str
+    """The curve among several curves of one strategy, such as `TX`."""
+    value: float
+    """The figure in the unit of the axis, not rounded: rounding twice may change the last digit."""
+
+
+def points(entries: Iterable[Entry], figures: Mapping[str, Figure]) -> list[Point]:
+    """Return the points of completed cases; `figures` maps the name of a curve to its figure."""
+    completed = list(entries)
+    return [
+        Point(entry, kind, value)
+        for kind, figure in figures.items()
+        for entry in completed
+        if (value := figure(entry)) is not None
+    ]
+
+
+def curves_of(
+    panel: Panel,
+    drawn: Sequence[Point],
+    figures: Mapping[str, Figure],
+    *,
+    title: str,
+    log: bool = True,
+    more: Sequence[Spec] = (),
+) -> Spec:
+    """Return the specification of curves over batch sizes, with those of the baseline.
+
+    Args:
+        panel: the panel of the points.
+        drawn: the points to draw; their values must be above 0 on a logarithmic axis.
+        figures: the figures of the points, by the names of their curves.
+        title: the title of the figure's axis, with its unit.
+        log: whether that axis is logarithmic.
+        more: further layers, drawn below the curves.
+    """
+    kinds = list(dict.fromkeys(point.kind for point in drawn))
+    several = len(kinds) > 1
+    then = [point for point in points(panel.before, figures) if point.kind in kinds and (point.value > 0 or not log)]
+
+    def rows_of(some: Sequence[Point]) -> list[Spec]:
+        found: list[Spec] = []
+        for entry, kind, value in some:
+            row = {"s": entry.title, "b": entry.batch_size, "v": rounded(value)}
+            found.append({**row, "k": kind} if several else row)
+        return found
+
+    rows, before = rows_of(drawn), rows_of(then)
+    dash: Spec = {}
+    tooltip = axes.tooltip(axes.number("v", title))
+    if several:
+        dash = {"strokeDash": {**axes.text("k"), "scale": {"domain": kinds}}}
+        tooltip.insert(1, axes.text("k", "curve"))
+    colour = axes.curves(panel)
+    batch_size = {"field": "b", "type": "quantitative"}
+    layers = [
+        *more,
+        *axes.with_baseline(
+            [
+                {"mark": {"type": "line"}, "encoding": {"color": colour, "order": batch_size, **dash}},
+                {"mark": {"type": "point"}, "encoding": {"color": colour, "shape": colour, "tooltip": tooltip}},
+            ],
+            before,
+        ),
+        *axes.failures(panel),
+    ]
+    sizes = [entry.batch_size for entry in (*panel.completed, *panel.failed, *panel.before)]
+    y = axes.levels([row["v"] for row in (*rows, *before)], title, log=log)
+    return axes.layered(layers, rows, x=axes.batch_sizes(sizes), y=y)
+
+
+def row_of(entry: Entry, values: Iterable[float | None]) -> list[str]:
+    """Return a row of a table with one case per row: strategy, batch size, and these figures."""
+    return [entry.title, str(entry.batch_size), *map(formatted, values)]
+
+
+def table(panel: Panel, figure: Figure, unit: str) -> tuple[list[str], list[list[str]]]:
+    """Return headers and rows of a figure: one row per batch size, one column per strategy, with failed cases."""
+    before = {(entry.title, entry.batch_size): figure(entry) for entry in panel.before}
+    cells: dict[int, dict[str, list[str]]] = {}
+    for entry in panel.entries:
+        value = figure(entry) if entry.result.outcome == "completed" else None
+        ended = {"completed": "-", "oom": "OOM", "skipped_after_oom": "not run"}
+        text = formatted(value) if value is not None else ended.get(entry.result.outcome, entry.result.outcome)
+        if entry.result.has_wrong_answers:
+            text += " (wrong answers)"
+        if (then := before.get((entry.title, entry.batch_size))) is not None:
+            text += f" (was {formatted(then)})"
+        cells.setdefault(entry.batch_size, {}).setdefault(entry.title, []).append(text)
+    headers = ["batch size", *(f"{title} ({unit})" for title in panel.titles)]
+    rows = [
+        [str(size), *("; ".join(by_title.get(title, [])) for title in panel.titles)]
+        for size, by_title in sorted(cells.items())
+    ]
+    return headers, rows
+
+
+def times(panel: Panel) -> Iterator[Chart | str]:
+    """Yield the charts of a panel's time and throughput, or a sentence with the reason why there is none."""
+
+    def milliseconds(name: str) -> Figure:
+        def figure(entry: Entry) -> float | None:
+            value_s: float | None = getattr(entry.result, name)
+            return None if value_s is None else 1000 * value_s
+
+        return figure
+
+    if panel.entries[0].result.case.generates:
+        yield _speed(panel, "time per token", "ms", milliseconds("token_p50_s"), min)
+        yield _speed(panel, "time to first token", "ms", milliseconds("first_token_s"), min)
+    else:
+        yield _speed(panel, "time", "s", lambda entry: entry.result.inference_s, min)
+    yield _speed(panel, "throughput", "sequences/s", lambda entry: entry.result.sequences_per_s, max)
+
+
+def _speed(panel: Panel, name: str, unit: str, figure: Figure, best: Callable[..., Point]) -> Chart | str:
+    title = f"{name.capitalize()} by batch size"
+    drawn = [point for point in points(panel.completed, {name: figure}) if point.value > 0]
+    if not drawn:
+        return f"{title}: no completed case has one."
+    texts = []
+    for one in panel.titles:
+        of_title = [point for point in drawn if point.entry.title == one]
+        if right := [point for point in of_title if not point.entry.result.has_wrong_answers]:
+            winner = best(right, key=lambda point: point.value)
+            texts.append(f"{one} {formatted(winner.value, unit, digits=3)} at batch size {winner.entry.batch_size}")
+        elif of_title:
+            texts.append(f"{one} none, because all its answers are wrong")
+    headers, rows = table(panel, figure, unit)
+    return Chart(
+        id=name.replace(" ", "-"),
+        title=title,
+        summary=f"Best of each strategy: {', '.join(texts)}.",
+        spec=curves_of(panel, drawn, {name: figure}, title=f"{name} ({unit})"),
+        headers=headers,
+        rows=rows,
+    )
+
+
+def memory(panel: Panel) -> Iterator[Chart | str]:
+    """Yield the chart of a panel's memory with its capacity, or the reason why there is none."""
+
+    def gib(of_devices: Callable[[dict[int, float]], float]) -> Figure:
+        def figure(entry: Entry) -> float | None:
+            found, _ = memory_of(entry.result)
+            return of_devices(found) / GIB if found else None
+
+        return figure
+
+    fullest = gib(lambda found: max(found.values()))
+    figures = {"fullest GPU": fullest, **({"mean of the GPUs": gib(fmean)} if panel.several else {})}
+    drawn = points(panel.completed, figures)
+    if not drawn:
+        yield "Memory by batch size: it was not measured."
+        return
+    capacity = _capacity_gib(panel)
+    near = capacity is not None and capacity <= _FAR * max(point.value for point in drawn)
+    texts = []
+    for title in panel.titles:
+        found = [(entry.batch_size, value) for entry in panel.of(title) if (value := fullest(entry)) is not None]
+        if found:
+            (small, low), (large, high) = min(found), max(found)
+            grows = f" to {formatted(high, digits=3)} GiB at {large}" if large > small else ""
+            texts.append(f"{title} {formatted(low, digits=3)} GiB at batch size {small}{grows}")
+    summary = f"Peak of the fullest GPU: {', '.join(texts)}"
+    if capacity is not None:
+        summary += f"; capacity {formatted(capacity)} GiB per GPU{'' if near else ', far above this chart'}"
+    layers: list[Spec] = []
+    if capacity is not None and near:
+        layers = axes.limit(capacity, f"{formatted(capacity)} GiB per GPU")
+    source = next(source for entry in panel.completed for found, source in [memory_of(entry.result)] if found)
+    axis = f"memory in use by {source} (GiB)"
+    yield Chart(
+        id="memory",
+        title="Memory by batch size",
+        summary=f"{summary}.",
+        spec=curves_of(panel, drawn, figures, title=axis, log=False, more=layers),
+        headers=["strategy", "batch size", *(f"{name} (GiB)" for name in figures), "capacity per GPU (GiB)", "outcome"],
+        rows=[
+            [*row_of(entry, [*(figure(entry) for figure in figures.values()), capacity]), entry.result.outcome]
+            for entry in panel.entries
+        ],
+    )
+
+
+def _capacity_gib(panel: Panel) -> float | None:
+    """Return what a case may use of each GPU: its cap, else all of it; None if it is not known or the GPUs differ."""
+    case = panel.entries[0].result.case
+    if case.gpu_memory_bytes is not None:
+        return case.gpu_memory_bytes / GIB
+    sizes = {gpu.memory_bytes for gpu in panel.report.environment.gpus}
+    size = sizes.pop() if len(sizes) == 1 and case.device == "cuda" else None
+    return None if size is None else size / GIB
+
+
+def accuracy(panel: Panel) -> Iterator[Chart | str]:
+    """Yield the chart of a panel's accuracy with its 95 % confidence interval, or the reason why there is none."""
+    title = "Accuracy by batch size"
+    checks = [check for entry in panel.completed if (check := entry.result.accuracy_check) is not None]
+    metric = next((check.metric for check in checks if check.metric in {"acc", "acc_norm"}), "acc_norm")
+    rows, before = (
+        [row for entry in entries if (row := _accuracy_row(entry, metric)) is not None]
+        for entries in (panel.completed, panel.before)
+    )
+    if not rows:
+        yield f"{title}: nothing was scored."
+        return
+    summary = f"{metric} is {value_range([row['v'] for row in rows], '%')} of {max(row['i'] for row in rows):,} items"
+    if panel.entries[0].result.case.load_format == "dummy":
+        summary += " (random weights answer by chance)"
+    if compared := [row for row in rows if "f" in row]:
+        worst = max(compared, key=lambda row: row["f"])
+        where = f"{worst['s']} at batch size {worst['b']}"
+        summary += (
+            f"; at most {plural(worst['f'], 'answer')} different from mp ({where})"
+            if worst["f"]
+            else "; no answer differs from mp"
+        )
+    yield Chart(
+        id="accuracy",
+        title=title,
+        summary=f"{summary}.",
+        spec=_accuracy_spec(panel, rows, before, metric),
+        headers=["strategy", "batch size", f"{metric} (%)", "95 % CI from (%)", "to (%)", "items", "differ from mp"],
+        rows=[
+            [
+                row["s"],
+                str(row["b"]),
+                *(formatted(row[name]) for name in ("v", "l", "h")),
+                f"{row['i']:,}",
+                f"{row['f']:,}" if "f" in row else "-",
+            ]
+            for row in rows
+        ],
+    )
+
+
+def _accuracy_row(entry: Entry, metric: str) -> Spec | None:
+    answers = measured(entry.result)
+    if answers is None:
+        return None
+    value, items = value_of(answers, metric), answers.items
+    row: Spec = {
+        "s": entry.title,
+        "b": entry.batch_size,
+        "v": rounded(100 * value),
+        "l": rounded(100 * (1 - upper_bound(1 - value, items, _Z))),
+        "h": rounded(100 * upper_bound(value, items, _Z)),
+        "i": items,
+    }
+    if entry.result.comparison is not None:
+        row["f"] = len(entry.result.comparison.flipped)
+    return row
+
+
+def _accuracy_spec(panel: Panel, rows: list[Spec], before: list[Spec], metric: str) -> Spec:
+    shared = {"color": axes.curves(panel), "xOffset": axes.offset(panel)}
+    low, high = ({"field": name, "type": "quantitative"} for name in ("l", "h"))
+    tooltip = axes.tooltip(
+        axes.number("v", f"{metric} (%)"),
+        axes.number("l", "95 % CI from (%)"),
+        axes.number("h", "to (%)"),
+        axes.number("i", "items"),
+        axes.number("f", "answers that differ from mp"),
+    )
+    marks: list[Spec] = [
+        {"mark": {"type": "rule", "strokeWidth": 1.5}, "encoding": {**shared, "y": low, "y2": {"field": "h"}}},
+        {"mark": {"type": "point"}, "encoding": {**shared, "shape": shared["color"], "tooltip": tooltip}},
+    ]
+    # The reference accuracy, where it comes from outside the run.
+    ids = {entry.result.id for entry in panel.entries}
+    checks = [one for entry in panel.completed if (one := entry.result.accuracy_check) is not None]
+    outside = [one for one in checks if one.metric == metric and one.source not in ids]
+    published = [one.baseline for one in outside if one.baseline is not None]
+    layers = axes.limit(100 * published[0], f"{formatted(100 * published[0])} % expected") if published else []
+    layers += axes.with_baseline(marks, before)
+    if any(row.get("f") for row in rows):
+        number = {"field": "f", "type": "quantitative", "format": ",d"}
+        layers.append(
+            {
+                "transform": [{"filter": "datum.f > 0"}],
+                "mark": {"type": "text", "style": "note", "dy": -9, "fontWeight": "bold"},
+                "encoding": {**shared, "y": high, "text": number},
+            }
+        )
+    y = axes.levels([row["v"] for row in (*rows, *before)], f"{metric}, 95 % confidence interval (%)", log=False)
+    return axes.layered([*layers, *axes.failures(panel)], rows, x=axes.ordinal_batch_sizes(panel), y=y)
