@@ -96,16 +96,6 @@ replayed() {
   done
   wait
 }
-# Continues from the launches in OUT/slow; with GPUS=0,1,2,3 on several GPUs at once. It uses twice the items, so that a
-# stall of the host of 0.03 s is small compared with the fault.
-slow() {
-  python3 benchmarks/gate/end_to_end.py slow --gpus="${GPUS:-0}" --together --keep="$out/slow" -- "${of_7b[@]}" \
-    --llmgpu-dataset="$dataset" --llmgpu-limit=128 --llmgpu-cuda-graphs=off --llmgpu-batch-sizes=32 >"$out/end-to-end-slow-gpu.json"
-}
-stock_binding() {
-  python3 benchmarks/gate/end_to_end.py stock --gpus="${GPUS:-0}" --rounds=2 --launches=1 --calibrating=2 \
-    --keep="$out/stock" -- "${of_7b[@]}" --llmgpu-dataset="$dataset" --llmgpu-batch-sizes=8 >"$out/end-to-end-stock-gpu.json"
-}
 # Generation and prefill of the plain model and compiled: beside bare replays and transformers, then as whole jobs.
 generation() {
   python3 benchmarks/overhead/generation.py --model llama-7b --device cuda --dtype float16 >"$out/generation-1xH200.jsonl"

@@ -8,9 +8,8 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -64,45 +63,6 @@ def test_a_collective_agrees_within_a_thousandth_and_its_protocol(agreement: Mod
     assert answer["bound"] == (0.999, pytest.approx(1.001 + 4096 / (4 * MIB), abs=1e-6))
 
 
-@pytest.mark.parametrize(
-    ("kind", "message_mib", "repetitions", "counted", "beyond"),
-    [
-        ("all_reduce", 4, 6953, 43_811_240_960, 9600),
-        ("all_reduce", 64, 1450, 145_975_699_456, 9600),
-        ("all_gather", 4, 7009, 22_083_398_656, 4992),
-        ("all_gather", 64, 2408, 121_210_631_168, 4993),
-    ],
-)
-def test_the_bytes_of_the_protocol_do_not_depend_on_the_message(
-    agreement: ModuleType, kind: str, message_mib: int, repetitions: int, counted: int, beyond: float
-) -> None:
-    """With 4 GPUs the ratio falls as messages grow, the added bytes stay, and all are within the bound."""
-    wire_bytes = agreement.formula(kind, message_mib * MIB, 4)
-    given = {
-        **step(kind, message_mib * MIB, wire_bytes, nvlink_tx_bytes=[counted], nvlink_rx_bytes=[counted]),
-        "ranks": 4,
-        "expected_bytes": repetitions * wire_bytes,
-    }
-    answer = agreement.judged(given)
-    assert answer["beyond_bytes_of_one"] == pytest.approx(beyond, abs=1)
-    assert answer["ok"] is True
-    assert agreement.judged({**given, "wire_bytes_of_one": wire_bytes + 1})["ok"] is False
-
-
-def test_the_allowance_of_a_large_message_is_small(agreement: ModuleType) -> None:
-    """The allowance is in bytes, not a ratio: 0.15 % too much of 64 MiB fails."""
-    counted = round(640 * MIB * 1.0015)
-    assert agreement.judged(over_nvlink(counted, 64 * MIB, 64 * MIB))["ok"] is False
-
-
-def test_small_messages_are_shown_and_not_judged(agreement: ModuleType) -> None:
-    """At 1 MiB the flags are too large for the bound: there is a ratio, no verdict, and the reason."""
-    answer = agreement.judged(over_nvlink(11 * MIB, MIB, MIB))
-    assert answer["ok"] is None
-    assert answer["ratios"]["nvlink_tx_bytes"] == [1.0, 1.1]
-    assert "1 MiB" in answer["why"]
-
-
 def test_a_missing_count_does_not_agree(agreement: ModuleType) -> None:
     """A missing counter fails the step, with the reason of the device."""
     answer = agreement.judged(over_nvlink(None))
@@ -128,28 +88,12 @@ def test_without_nvlink_a_collective_is_compared_with_pcie(
     assert (answer["ok"], answer["why"], answer["bound"]) == (ok, why, (0.99, None))
 
 
-def test_the_package_and_the_formula_must_count_the_same(agreement: ModuleType) -> None:
-    """Counters that agree with a wrong count of the package fail."""
-    answer = agreement.judged(over_nvlink(80 * MIB, wire_bytes=8 * MIB))
-    assert answer["ok"] is False
-    assert "formula" in answer["why"]
-
-
 @pytest.mark.parametrize(("ratio", "ok"), [(0.98, False), (1.0, True), (1.14, True), (1.16, False)])
 def test_a_copy_is_counted_with_its_protocol_and_no_more(agreement: ModuleType, ratio: float, ok: bool) -> None:
     """A device receives at least the payload of a copy, and at most the payload with packet headers."""
     counted = round(160 * MIB * ratio)
     given = step("host_to_device", 16 * MIB, 16 * MIB, pcie_rx_bytes=[counted, counted], pcie_tx_bytes=[0, 0])
     assert agreement.judged(given)["ok"] is ok
-
-
-@pytest.mark.parametrize(
-    ("kind", "ranks", "wire_bytes"),
-    [("all_reduce", 4, 96), ("all_gather", 4, 48), ("all_reduce", 2, 64), ("device_to_host", 4, 64)],
-)
-def test_the_formulas_are_those_of_rings(agreement: ModuleType, kind: str, ranks: int, wire_bytes: int) -> None:
-    """For 64 bytes an all-reduce sends 2 (n-1)/n, an all-gather of 64 in total (n-1)/n, a copy all."""
-    assert agreement.formula(kind, 64, ranks) == wire_bytes
 
 
 @pytest.mark.parametrize(
@@ -190,18 +134,6 @@ def test_a_profiler_that_costs_more_than_its_limit_fails_on_a_gpu(
     assert profiler.status(median, least, device) == status
 
 
-@pytest.mark.parametrize(
-    ("flags", "eager"), [(["cpu"], True), (["cuda"], False), (["cuda", "--eager"], True), (["cpu", "--eager"], True)]
-)
-def test_cuda_graphs_are_used_on_gpus_by_default(
-    script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, flags: list[str], eager: bool
-) -> None:
-    """The profiled model runs eagerly on a CPU and with --eager."""
-    profiler = script("profiler")
-    monkeypatch.setattr(sys, "argv", ["profiler.py", "--device", *flags])
-    assert profiler.parse().eager is eager
-
-
 def test_a_command_is_measured_by_itself(script: Callable[[str], ModuleType], tmp_path: Path) -> None:
     """The memory of the process that starts the command does not count."""
     judging = script("gate")
@@ -226,76 +158,6 @@ def test_lateness_and_missed_ticks_come_from_the_stream(script: Callable[[str], 
     assert figures["lateness_max_s"] == pytest.approx(0.051)
     assert figures["lateness_p99_s"] == pytest.approx(0.001)
     assert figures["cpu_s_per_s"] == pytest.approx(0.1)
-
-
-class Nvml:
-    """A library with a call that is refused, and one whose samples alternate."""
-
-    class NVMLError(Exception):
-        """The error of a refused call."""
-
-    def __init__(self) -> None:
-        self.made: list[tuple[object, ...]] = []
-
-    def nvmlDeviceGetPowerUsage(self, handle: int) -> int:  # noqa: N802 - NVML's name
-        """Answer for device 0 only."""
-        self.made.append(("power", handle))
-        if handle:
-            raise self.NVMLError
-        return 1
-
-    def nvmlGpmMetricsGet(self, request: Any) -> None:  # noqa: N802 - NVML's name
-        """Take down which samples it was asked about."""
-        self.made.append(("gpm", request.sample1, request.sample2))
-
-
-class Rounds:
-    """Record the samples of the request."""
-
-    def __init__(self, nvml: Any) -> None:
-        self.nvml = nvml
-        self.request = SimpleNamespace(sample1="a", sample2="b")
-
-    def round(self, _now_s: float) -> None:
-        """Make the calls of a tick."""
-        for handle in (0, 1):
-            with suppress(Nvml.NVMLError):
-                self.nvml.nvmlDeviceGetPowerUsage(handle)
-        self.nvml.nvmlGpmMetricsGet(self.request)
-        self.request.sample1, self.request.sample2 = self.request.sample2, self.request.sample1
-
-    def poll(self) -> None:
-        """Return that no poll is due between ticks."""
-
-
-def test_the_repeated_calls_are_those_of_the_sampler(script: Callable[[str], ModuleType]) -> None:
-    """Refused calls are repeated too, and those of GPM with the samples of their own round."""
-    bare, nvml = script("bare_calls"), Nvml()
-    recorder = bare.Recorder(nvml)
-    rounds = bare.record(Rounds(recorder), recorder, 0.001, 2)
-    nvml.made.clear()
-    cpu_s_per_s, calls_per_s = bare.repeat(rounds, nvml, 0.001, 0.004)
-    assert nvml.made[:6] == [
-        *(("power", 0), ("power", 1), ("gpm", "b", "a")),
-        *(("power", 0), ("power", 1), ("gpm", "a", "b")),
-    ]
-    assert nvml.made[6:] == nvml.made[:6]
-    assert cpu_s_per_s > 0
-    assert calls_per_s == {"nvmlDeviceGetPowerUsage": 2000, "nvmlGpmMetricsGet": 1000}
-    assert [len(each) for each in rounds] == [3, 3]
-
-
-def test_the_cost_of_a_call_is_per_gpu_and_second(script: Callable[[str], ModuleType]) -> None:
-    """Two GPUs, two rounds of a second: three calls of 2 ms and one of 1 ms, the most expensive call first."""
-    bare = script("bare_calls")
-
-    def made(name: str, cpu_s: float) -> Any:
-        return bare.Made(0.0, lambda: None, name, False, cpu_s, 2 * cpu_s)
-
-    rounds = [[made("cheap", 0.001), made("dear", 0.002)], [made("dear", 0.001), made("dear", 0.003)]]
-    found = bare.costs(rounds, 2, 1.0)
-    assert list(found) == ["dear", "cheap"]
-    assert found["dear"] == {"us": 4000.0, "cpu_us": 2000.0, "per_gpu_per_s": 0.75, "cpu_ms_per_gpu_per_s": 1.5}
 
 
 def test_a_sampler_that_is_not_installed_has_the_reason(
@@ -338,18 +200,3 @@ def test_generation_is_compared_with_bare_forwards_and_with_transformers(
         assert (row["execution"], row["compile_s"]) == ("eager", None)
     layers, hidden = 2, 256  # of the bundled model, in float32
     assert [row["kv_cache_bytes"] for row in rows[2:4]] == [2 * layers * hidden * (9 + 3) * 4 * size for size in (1, 2)]
-
-
-def test_sessions_with_and_without_work_passes_are_compared(script: Callable[[str], ModuleType]) -> None:
-    """The share is of the median sessions, and a case has the times of all its launches."""
-    seconds = {"on": [12.0, 11.0, 50.0], "off": [10.0, 10.0, 9.0]}
-    reports = {"on": [_timed(1.01)] * 3, "off": [_timed(1.0)] * 3}
-    found = script("work_passes").summary(["--strategy=tp"], seconds, reports)
-    assert found["added"] == pytest.approx(0.2)
-    (case,) = found["cases"]
-    assert case["on_over_off"] == pytest.approx(1.01)
-    assert case["warmup_s"] == pytest.approx([2.02] * 3 + [2.0] * 3)
-    assert len(case["inference_on_s"]) == len(case["inference_off_s"]) == 3
-    alone = script("work_passes").summary([], {"off": [9.0]}, {"off": reports["off"][:1]})
-    assert "added" not in alone
-    assert "on_over_off" not in alone["cases"][0]

@@ -15,13 +15,11 @@ import pytest
 from support import tiny_model
 from support.report_factory import (
     GIB,
-    PAPER_S,
     make_accuracy,
     make_failed,
     make_profile,
     make_report,
     make_result,
-    make_traffic,
     paper_results,
 )
 
@@ -30,7 +28,6 @@ from pytest_llmgpu.report import file
 from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import AccuracyCheck, Outcome
-from pytest_llmgpu.report.result import Path as TrafficPath
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 PAPER = BENCHMARKS / "paper"
@@ -86,31 +83,6 @@ def test_the_settings_are_those_of_the_publication(pytester: pytest.Pytester) ->
     assert chosen.profile_method == "polling"
     assert chosen.sample_period == pytest.approx(1 / 6)
     assert os.environ[VARIABLE] == "1"
-
-
-def test_batch_sizes_double_from_1_to_beyond_the_published_ones(pytester: pytest.Pytester) -> None:
-    """They continue until one is out of memory, and the default items make up the largest of them."""
-    chosen = _chosen(pytester)
-    assert chosen.batch_sizes == tuple(2**power for power in range(len(chosen.batch_sizes)))
-    assert chosen.limit is not None
-    assert max(PAPER_S["mp"]) < max(chosen.batch_sizes) <= 4 * chosen.limit
-
-
-def test_given_weights_are_measured_on_the_whole_dataset(pytester: pytest.Pytester) -> None:
-    """With --llmgpu-model the command measures the whole published table."""
-    chosen = _chosen(pytester, "--llmgpu-model=huggyllama/llama-30b")
-    assert (chosen.model, chosen.load_format) == ("huggyllama/llama-30b", "auto")
-    assert (chosen.dataset, chosen.limit) == ("hellaswag", None)
-    assert chosen.scoring == "harness"
-
-
-def test_a_flag_wins_over_every_setting(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A flag overrides the ini file and the default model, and a variable that is set is kept."""
-    monkeypatch.setenv(VARIABLE, "0")
-    chosen = _chosen(pytester, "--strategy=tp", "--llmgpu-limit=60", "--llmgpu-scoring=lean")
-    assert (chosen.strategy, chosen.limit, chosen.scoring) == (("tp",), 60, "lean")
-    assert (chosen.model, chosen.load_format) == ("llama-30b", "dummy")
-    assert os.environ[VARIABLE] == "0"
 
 
 def test_the_main_job_does_not_collect_the_experiment(pytester: pytest.Pytester) -> None:
@@ -211,15 +183,6 @@ def test_a_wrong_answer_is_no_best_time(claims: ModuleType) -> None:
     ]
 
 
-def test_a_part_of_the_experiment_judges_no_other_claim(claims: ModuleType) -> None:
-    """One batch size of one strategy is no series; a claim without data is not shown."""
-    report = make_report([make_result(60.0, make_accuracy(0.5), strategy="iok", batch_size=16)])
-    rows = _rows(claims, report)
-    assert {holds for _, holds in rows.values()} == {None}
-    assert rows["iok: best batch size"][0] == "16 (60.00 s)"
-    assert rows["mp: best batch size"][0] == rows["order at batch size 1"][0] == "not shown"
-
-
 @pytest.mark.parametrize(
     ("cap", "ours", "holds"),
     [
@@ -239,17 +202,6 @@ def test_a_threshold_is_compared_at_the_published_cap_only(
     assert _rows(claims, report)["mp: largest batch size in 32 GiB a GPU"] == (text, holds)
 
 
-@pytest.mark.parametrize(("largest", "holds"), [(64, None), (128, False)])
-def test_a_larger_batch_than_published_is_a_different_threshold(
-    claims: ModuleType, largest: int, holds: bool | None
-) -> None:
-    """This holds if nothing was out of memory; the published size alone is no threshold yet."""
-    report = make_report(
-        [make_result(60.0, sequences=128, batch_size=largest, strategy="tp", gpu_memory_bytes=32 * GIB)]
-    )
-    assert _rows(claims, report)["tp: largest batch size in 32 GiB a GPU"][1] is holds
-
-
 @pytest.mark.parametrize(
     ("busy", "holds"), [((90.0, 60.0, 40.0, 30.0), True), ((40.0, 60.0, 80.0, 90.0), False), ((90.0,) * 4, False)]
 )
@@ -264,69 +216,6 @@ def test_utilisation_is_compared_with_traffic(claims: ModuleType, busy: tuple[fl
     assert _rows(claims, report)["tp: utilisation falls as traffic grows"][1] is holds
 
 
-def test_counters_of_a_part_of_the_traffic_give_no_ratio(claims: ModuleType) -> None:
-    """Copies of mp may use NVLink while tp cannot: PCIe then has background traffic only."""
-    wire_bytes, cases = 40e6, []
-    for strategy, tx, nvlink in (("mp", 1e6, 1e8), ("tp", 1e11, 0.0)):
-        profile = make_profile(tx=tx, nvlink=nvlink)
-        cases.append(make_result(1.0, profile=profile, traffic=make_traffic(4, wire_bytes / 8), strategy=strategy))
-    rows = _rows(claims, make_report(cases))
-    assert rows["tp sends two orders more a second than mp: PCIe TX"] == (
-        "not shown: mp's copies took another link",
-        None,
-    )
-    over_both = rows["tp sends two orders more a second than mp: PCIe and NVLink TX"]
-    assert over_both == (f"{1e11 / 1.01e8:.0f} to {1e11 / 1.01e8:.0f} times (at 1)", True)
-    assert rows["tp sends two orders more a second than mp: sent by the program"] == ("1 to 1 times (at 1)", False)
-
-
-def test_a_link_that_was_not_counted_is_reported_for_its_batch_size(claims: ModuleType) -> None:
-    """Only the traffic at the largest batch size decides, whose rate is shown."""
-    found = []
-    for largest in (1e6, 1e9):
-        cases = [
-            make_result(
-                1.0, profile=make_profile(tx=tx), traffic=make_traffic(4, 1e9 / 16), strategy="tp", batch_size=size
-            )
-            for size, tx in ((1, 1e9), (2, 1e6), (4, largest))
-        ]
-        found.append(_rows(claims, make_report(cases))["tp: PCIe TX at the largest batch size, GB/s"][0])
-    assert found == ["0.00103 (at 4); it sent more, over a link that was not counted", "1.02 (at 4)"]
-
-
-def test_a_counted_path_gives_a_rate(claims: ModuleType) -> None:
-    """A rate is shown if the link of the path was counted, whatever the sum."""
-    path = msgspec.convert({"link": "nvlink", "expected_bytes": 1, "text": "x"}, TrafficPath)
-    traffic = msgspec.structs.replace(make_traffic(), path=path)
-    (case,) = make_report([make_result(1.0, profile=make_profile(tx=1e3, nvlink=1e3), traffic=traffic)]).cases
-    figures = claims.figures
-    assert figures.seen(figures.links)(case) == figures.links(case) is not None
-    assert figures.seen(figures.pcie, "pcie")(case) is None
-
-
-def test_a_reading_of_another_time_is_no_value(claims: ModuleType) -> None:
-    """A case without a sample has no value, although its profile has the nearest reading."""
-    cases = [
-        make_result(profile=make_profile(tx=1e9 * size, samples=0), strategy="tp", batch_size=size)
-        for size in (1, 2, 4, 8)
-    ]
-    assert _rows(claims, make_report(cases))["tp: utilisation falls as traffic grows"] == ("not shown", None)
-
-
-def test_random_weights_do_not_judge_accuracy(claims: ModuleType) -> None:
-    """A workspace that was cut short is named with random weights too."""
-    report = make_report(
-        [
-            make_result(accuracy=make_accuracy(value), strategy="iok", batch_size=size, load_format="dummy")
-            for size, value in ((16, 0.25), (32, 0.31))
-        ]
-    )
-    launch = report.cases[1].launches[0]
-    launch.tokens_requested, launch.tokens_granted = 88, 23
-    found = _rows(claims, report)["iok: accuracy over batch sizes"]
-    assert found == ("25.0 to 31.0 %; 23 of 88 tokens at 32 (random weights: chance)", None)
-
-
 @pytest.mark.parametrize(("outcome", "cell"), [("oom", "OoM"), ("skipped_after_oom", ""), ("timeout", "timeout")])
 def test_the_outcome_of_a_case_is_shown_in_place_of_its_time(claims: ModuleType, outcome: Outcome, cell: str) -> None:
     """A cell of the table has the outcome of a case without a time."""
@@ -336,30 +225,6 @@ def test_the_outcome_of_a_case_is_shown_in_place_of_its_time(claims: ModuleType,
     lines = claims.markdown({"a": report}).splitlines()
     assert "| 32 | **3,705** | 4,087 | 4,201 (26 %) | **60.00** |" in lines
     assert f"| 64 | 3,800 | **4,079** | OoM | {cell} |" in lines
-
-
-def test_the_command_prints_the_tables(claims: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each report has a column, after a line on what was measured."""
-    report = make_report(paper_results())
-    report.environment.variables[VARIABLE] = "1"
-    file.dump(report, tmp_path / "published.json.gz")
-    claims.main([str(tmp_path / "published.json.gz")])
-    printed = capsys.readouterr().out
-    assert printed.startswith(
-        "published: huggyllama/llama-30b, real weights, float16, on 4 NVIDIA H200, NCCL_P2P_DISABLE=1; "
-        "10,042 items of hellaswag, lean scoring.\n"
-    )
-    assert "| order at batch size 1 | iok 4,959 s, tp 6,548 s, mp 10,258 s | holds: iok 4959.00 s, tp" in printed
-
-
-def test_a_report_without_the_strategies_is_refused(
-    claims: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """One line has the reason, with the exit status of argparse."""
-    file.dump(make_report([make_result(strategy="mine")]), tmp_path / "mine.json")
-    with pytest.raises(SystemExit, match="2"):
-        claims.main([str(tmp_path / "mine.json")])
-    assert "mine: this report has no case of mp, tp, iok" in capsys.readouterr().err
 
 
 def test_the_readme_has_the_figures_of_the_reports(claims: ModuleType) -> None:
