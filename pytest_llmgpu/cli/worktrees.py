@@ -44,8 +44,7 @@ def checked_out(references: Sequence[str], folder: Path = Path()) -> Iterator[li
     Raises:
         ValueError: one line: there is no repository or no such commit, or the commit does not have that folder.
     """
-    repository = Path(git_output(folder, "rev-parse", "--show-toplevel").removesuffix("\n"))
-    inside = git_output(folder, "rev-parse", "--show-prefix").removesuffix("\n")
+    inside, repository = place(folder)
     commits = [sha_of(reference, folder) for reference in references]
     with temporary(folder) as add:
         trees = []
@@ -57,20 +56,25 @@ def checked_out(references: Sequence[str], folder: Path = Path()) -> Iterator[li
         yield trees
 
 
+def place(folder: Path) -> tuple[str, Path]:
+    """Return the path of a folder within its working tree, and the root of that."""
+    answers = [git_output(folder, "rev-parse", f"--show-{what}").removesuffix("\n") for what in ("prefix", "toplevel")]
+    return answers[0], Path(answers[1])
+
+
 @contextmanager
-def temporary(folder: Path) -> Iterator[Callable[..., Path]]:
+def temporary(folder: Path) -> Iterator[Callable[[str, str], Path]]:
     """Yield a function that adds a worktree, and remove the worktrees at the end, also after an error.
 
-    The arguments of the function are the name of the worktree, the hash of its commit and options of
-    `git worktree add`. It returns the root of the worktree.
+    The arguments of the function are the name of the worktree and the hash of its commit. It returns its root.
     """
     parent = Path(tempfile.mkdtemp(prefix="llmgpu-")).resolve()
     made: list[Path] = []
 
-    def add(name: str, sha: str, *options: str) -> Path:
+    def add(name: str, sha: str) -> Path:
         root = parent / name
         made.append(root)
-        git_output(folder, "worktree", "add", "--quiet", "--detach", *options, str(root), sha)
+        git_output(folder, "worktree", "add", "--quiet", "--detach", str(root), sha)
         return root
 
     try:

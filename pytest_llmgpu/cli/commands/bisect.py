@@ -1,58 +1,75 @@
-"""`llmgpu bisect`: find the commit that made a metric worse."""
+"""`llmgpu bisect`: find the commit that made a metric worse, by git's own bisection and one launch a commit.
+
+A commit is bad if its figure is nearer to that of the bad end than to that of the good end: of several slower commits
+the one that crosses the middle is found, and a difference of little more than the threshold needs no more launches.
+"""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import enum
 import math
+import re
 import shlex
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal, NamedTuple
 
-from pytest_llmgpu.cli import bisection, launches, subprocesses, worktrees
-from pytest_llmgpu.cli.bisection import Bisection
+from pytest_llmgpu.analysis.launch_merging import merge
+from pytest_llmgpu.cli import launches, subprocesses, worktrees
 from pytest_llmgpu.cli.gate_arguments import add_rules, rules_of
 from pytest_llmgpu.cli.output import show
 from pytest_llmgpu.cli.versions import LETTERS, Version, add_command, policy_at, prepare
-from pytest_llmgpu.gate import ab, bisect, judge, policy_file
-from pytest_llmgpu.gate.ab import Side
-from pytest_llmgpu.gate.bisect import Ends, Found, NotBuiltError, Step
-from pytest_llmgpu.gate.policy import Policy
+from pytest_llmgpu.cli.worktrees import Worktree
+from pytest_llmgpu.gate import ab, judge, policy_file
+from pytest_llmgpu.gate.ab import LOOKS, Both, is_open
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.metrics import JUDGED, spec_of
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.text import plural, signed_percent
-from pytest_llmgpu.report.verdicts import WORSE, Row, Verdicts
+from pytest_llmgpu.report.verdicts import BETTER, SEVERITY, WORSE, Row, Verdicts
 
 _EPILOG = """\
-git bisect chooses the commits. Its state and each commit are in temporary git worktrees under TMPDIR: your working
+git bisect chooses the commits. Its state and its commits are in temporary git worktrees under TMPDIR: your working
 tree, its index, its HEAD and a bisection of your own are not changed. First GOOD and BAD are launched alternately. Then
-each commit is launched once for an exact metric, and for a time until its mark is certain: nearer to one end, and
-significantly different from the other. Only the test of the case is launched. Commits that cannot be built or measured
-are skipped. Reports and logs are kept in .llmgpu/bisect. Exit status: 0 found, 2 bad usage or GOOD or BAD cannot be
-measured, 3 undecided: the range that remains is printed, 4 BAD is not worse than GOOD."""
+each commit is launched until its row is decided: once for exact metrics and mostly for device time. Only the test of
+the case is launched. Commits that cannot be built or measured are skipped. Reports and logs are kept in .llmgpu/bisect.
+Exit status: 0 found, 2 bad usage or GOOD or BAD cannot be measured, 3 undecided, or BAD is not worse than GOOD."""
 
 _KEPT = Path(".llmgpu") / "bisect"
-
 _FEWEST = 3
 """Fewest launches that are useful: one of each end and one of a commit."""
-
 _INDENT = " " * 4
-
 _SHOWN = 20
 """Most commits of a remaining range that are printed."""
+_FIRST_BAD = re.compile(r"^# first bad commit: \[([0-9a-f]+)\]", re.MULTILINE)
+_ONLY_SKIPPED = re.compile(r"^# only skipped commits left to test", re.MULTILINE)
+
+Mark = Literal["good", "bad", "skip"]
+"""The mark of a commit, as git's bisection names it."""
+MeasureCommit = Callable[[str, int, Sequence[str]], Report]
+"""Runs one launch. The arguments are the hash of the commit, the number of the launch and the node ids to deselect.
+ValueError: the commit cannot be built or measured."""
+JudgeTwo = Callable[[Report, Report], Verdicts]
+"""Compares a candidate (second) with a baseline (first)."""
 
 
-class ExitStatus(enum.IntEnum):
-    """Exit status of `llmgpu bisect`; 2 is bad usage, as for every command."""
+class Step(NamedTuple):
+    """One commit of a bisection."""
 
-    FOUND = 0
-    UNDECIDED = 3
-    """Skipped commits are in the way, or the allowed launches are used up."""
-    NO_DIFFERENCE = 4
-    """The bad end is not worse than the good end."""
+    sha: str
+    """The hash of the commit."""
+    mark: Mark | None
+    """The mark of the commit; None if the allowed launches did not decide."""
+    reason: str = ""
+    """The reason why the commit was skipped; else empty."""
+    launches: int = 0
+    """The number of launches with a report."""
+    row: Row | None = None
+    """The comparison with the good end; None if there is none."""
+    report: Report | None = None
+    """The report with all launches of the commit; None if it could not be measured."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,199 +78,327 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("good_ref", metavar="GOOD", help="commit before the regression: a branch, a tag, a hash")
     parser.add_argument("bad_ref", metavar="BAD", help="commit with the regression, a descendant of GOOD")
     add_command(parser)
-    parser.add_argument(
-        "--metric",
-        metavar="M",
-        help="metric of the regression, such as device_time, gated or not (default: of the worst gated regression)",
-    )
-    parser.add_argument(
-        "--case", metavar="C", help="case of the regression, such as tp-bs8 (default: of the worst regression)"
-    )
-    parser.add_argument(
-        "--max-launches",
-        metavar="N",
-        type=launches.count,
-        default=16,
-        help="largest number of launches, those of GOOD and BAD included (default: 16)",
-    )
+    text = "metric of the regression, such as device_time, gated or not (default: of the worst gated regression)"
+    parser.add_argument("--metric", metavar="M", help=text)
+    text = "case of the regression, such as tp-bs8 (default: of the worst regression)"
+    parser.add_argument("--case", metavar="C", help=text)
+    text = "largest number of launches, those of GOOD and BAD included (default: 16)"
+    parser.add_argument("--max-launches", metavar="N", type=launches.count, default=16, help=text)
     add_rules(parser)
     parser.set_defaults(in_turn=True)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
-    _check(arguments)
-    good, bad = (worktrees.sha_of(name) for name in (arguments.good_ref, arguments.bad_ref))
-    with subprocesses.interruptible(), bisection.begun(good, bad) as history:
-        return _Job(arguments, history, good, bad).run()
-
-
-def _check(arguments: argparse.Namespace) -> None:
     launches.check(arguments.command)
     if arguments.metric is not None and arguments.metric not in JUDGED:
         raise ValueError(f"--metric={arguments.metric}: is no metric of the gate: allowed are {', '.join(JUDGED)}")
-    if arguments.max_launches < _FEWEST:
-        raise ValueError(
-            f"--max-launches={arguments.max_launches}: at least {_FEWEST} are needed: GOOD, BAD and one commit"
-        )
-
-
-class _Job:
-    """One bisection."""
-
-    def __init__(self, arguments: argparse.Namespace, history: Bisection, good: str, bad: str) -> None:
-        self._arguments, self._history = arguments, history
-        self._references = {"good": arguments.good_ref, "bad": arguments.bad_ref}
-        self._shas = {"good": good, "bad": bad}
-        self._kept = launches.kept(_KEPT, "_".join(sha[:LETTERS] for sha in (good, bad)))
-        self._policy: Policy
-
-    def run(self) -> int:
-        """Measure the ends, find the commit, print it and return the exit status."""
-        ends = self._measured_ends()
-        end = bisect.worst(ends.verdicts, self._arguments.metric, self._arguments.case)
-        if end is None:
-            return self._no_difference(ends.verdicts)
-        commits = len(self._history.remaining())
-        show(
-            f"{end.metric} of {end.id}  {end.verdict}\n{textwrap.indent(end.reason, _INDENT)}\n"
-            f"{plural(commits, 'commit')} to search, about {plural(math.ceil(math.log2(commits)), 'step')}"
-        )
-        with contextlib.closing(_Candidates(self._arguments, self._kept)) as candidates:
-            found = bisect.find(
-                self._history,
-                candidates.measure,
-                self._judge,
-                self._policy,
-                ends.both,
-                end,
-                launches=self._arguments.max_launches - ends.launches,
-                on_step=self._show,
-            )
-        used = plural(ends.launches + found.launches, "launch")
-        show(f"\n{used}: {ends.launches} of GOOD and BAD, {found.launches} of the commits between them")
-        lines = self._undecided(found) if found.first_bad is None else self._found(found.first_bad, found, ends, end)
-        show("\n".join(lines))
-        show(f"reports, policy and logs: {_KEPT / self._kept.name}")
-        return ExitStatus.UNDECIDED if found.first_bad is None else ExitStatus.FOUND
-
-    def _measured_ends(self) -> Ends:
-        with worktrees.checked_out([*self._references.values()]) as trees:
-            self._policy, in_words = policy_at(trees[0], self._arguments)
-            (self._kept / "policy.toml").write_text(policy_file.dump(self._policy), encoding="utf-8")
-            versions = [Version(name, tree, self._kept) for name, tree in zip(self._shas, trees, strict=True)]
-            prepare(versions, self._arguments.setup)
+    if (most := arguments.max_launches) < _FEWEST:
+        raise ValueError(f"--max-launches={most}: at least {_FEWEST} are needed: GOOD, BAD and one commit")
+    references = {"good": arguments.good_ref, "bad": arguments.bad_ref}
+    good, bad = (worktrees.sha_of(name) for name in references.values())
+    looks = ends_looks(most)
+    with subprocesses.interruptible(), begun(good, bad) as history:
+        kept = launches.kept(_KEPT, f"{good[:LETTERS]}_{bad[:LETTERS]}")
+        with worktrees.checked_out([*references.values()]) as trees:
+            policy, in_words = policy_at(trees[0], arguments)
+            policy = ab.split(policy, len(looks))
+            (kept / "policy.toml").write_text(policy_file.dump(policy), encoding="utf-8")
+            versions = [Version(name, tree, kept) for name, tree in zip(references, trees, strict=True)]
+            prepare(versions, arguments.setup)
             show(in_words)
 
-            def measure(side: Side, number: int, deselected: Sequence[str]) -> Report:
-                return versions[ab.SIDES.index(side)].launch(self._arguments.command, number, deselected)
+            def measure_end(side: ab.Side, number: int, deselected: Sequence[str]) -> Report:
+                return versions[ab.SIDES.index(side)].launch(arguments.command, number, deselected)
 
-            return bisect.measure_ends(
-                measure,
-                self._judge,
-                self._policy,
-                launches=self._arguments.max_launches,
-                metric=self._arguments.metric,
-                case=self._arguments.case,
-            )
+            def judge_two(base: Report, head: Report) -> Verdicts:
+                today, noise = rules_of(arguments, head)
+                return judge.judge(base, head, policy, today=today, calibration=noise, in_turn=True)
 
-    def _judge(self, base: Report, head: Report, policy: Policy) -> Verdicts:
-        today, noise = rules_of(self._arguments, head)
-        return judge.judge(base, head, policy, today=today, calibration=noise, in_turn=True)
-
-    def _show(self, step: Step) -> None:
-        text = self._history.text(step.sha)
-        change = "" if step.row is None or step.row.ratio is None else f"  {signed_percent(step.row.ratio - 1)}"
-        reason = f"  {step.reason}" if step.reason else ""
-        show(f"{step.sha[:LETTERS]}  {step.mark or 'undecided'}{change}  {text.subject}{reason}")
-
-    def _no_difference(self, verdicts: Verdicts) -> int:
-        metric, case = self._arguments.metric, self._arguments.case
-        rows = bisect.selected(verdicts, metric, case)
-        if not rows:
-            wanted = " of ".join(filter(None, (metric or "a gated metric", case)))
-            there = sorted({row.id for row in verdicts.rows if metric in {None, row.metric}})
-            raise ValueError(f"the reports of GOOD and BAD have no row of {wanted}; rows are of {', '.join(there)}")
-        unknown = [row for row in rows if ab.is_open(row)]
-        for row in rows if metric is not None or case is not None else unknown:
-            show(f"{row.metric} of {row.id}  {row.verdict}\n{textwrap.indent(row.reason, _INDENT)}")
-        names = " ".join(self._references.values())
-        if unknown:
-            show(f"UNDECIDED: BAD and GOOD do not differ significantly in {plural(len(unknown), 'row')}")
+            ends, verdicts = measure_ends(measure_end, judge_two, looks, arguments.metric, arguments.case)
+        if (end := worst(verdicts, arguments.metric, arguments.case)) is None:
+            lines = _no_difference(arguments, verdicts)
         else:
-            show(f"NO DIFFERENCE: BAD is not worse than GOOD in {plural(len(rows), 'row')}")
-        exact = all(spec_of(row.metric).kind == "exact" for row in rows)
-        ab_of_both = f"llmgpu ab {names} --launches 20 -- {shlex.join(self._arguments.command)}"
-        show(f"next: {'other commits, or another --metric: exact figures do not vary' if exact else ab_of_both}")
-        return ExitStatus.UNDECIDED if unknown else ExitStatus.NO_DIFFERENCE
-
-    def _found(self, sha: str, found: Found, ends: Ends, end: Row) -> Iterator[str]:
-        """Yield the lines on the first bad commit, and keep its report and that of the commit before it."""
-        measured = {step.sha: step.report for step in found.steps if step.report is not None}
-        measured |= {self._shas["good"]: ends.both.base, self._shas["bad"]: ends.both.head}
-        before = next((one for one in self._history.parents(sha) if one in measured), self._shas["good"])
-        report = measured[sha]
-        report.verdicts = self._judge(measured[before], report, self._policy)
-        row = bisect.row_of(report.verdicts, end)
-        paths = [_KEPT / self._kept.name / name for name in ("before.json.gz", "first-bad.json.gz")]
-        for path, one in zip(paths, (measured[before], report), strict=True):
-            file.dump(one, path)
-        text = self._history.text(sha)
-        yield f"FOUND: {sha} is the first bad commit: {text.subject}"
-        yield f"{_INDENT}{text.author}, {text.date}"
-        if row is not None:
-            yield f"{_INDENT}{end.metric} of {end.id}, compared with {before[:LETTERS]}:"
-            yield textwrap.indent(row.reason, _INDENT)
-        earlier = next((step.row for step in found.steps if step.sha == before), None)
-        if earlier is not None and earlier.ratio is not None and earlier.verdict in WORSE:
-            yield (
-                f"{_INDENT}{before[:LETTERS]} is worse than GOOD as well ({signed_percent(earlier.ratio - 1)}): "
-                f"llmgpu bisect {self._references['good']} {before[:LETTERS]} finds the reason"
-            )
-        yield f"next: git show {sha[:LETTERS]}; llmgpu compare {' '.join(map(str, paths))}"
-
-    def _undecided(self, found: Found) -> Iterator[str]:
-        yield f"UNDECIDED: the first bad commit is one of {plural(len(found.remaining), 'commit')}:"
-        for sha in found.remaining[:_SHOWN]:
-            yield f"{_INDENT}{sha[:LETTERS]}  {self._history.text(sha).subject}"
-        if len(found.remaining) > _SHOWN:
-            yield f"{_INDENT}and {len(found.remaining) - _SHOWN:,} more"
-        good, bad = (
-            next((step.sha[:LETTERS] for step in reversed(found.steps) if step.mark == mark), self._references[mark])
-            for mark in ("good", "bad")
-        )
-        if any(step.mark is None for step in found.steps):
-            more = 2 * self._arguments.max_launches
-            yield f"next: llmgpu bisect {good} {bad} --max-launches {more} -- {shlex.join(self._arguments.command)}"
-        else:
-            yield f"next: make the skipped commits measurable (--setup), then llmgpu bisect {good} {bad}"
+            lines = _searched(arguments, history, judge_two, ends, end, kept)
+        show("\n".join([*lines, f"reports, policy and logs: {_KEPT / kept.name}"]))
+    return 0 if (kept / "first-bad.json.gz").exists() else 3
 
 
-class _Candidates:
-    """The commits between the ends, of which one at a time has a worktree."""
+def _searched(
+    arguments: argparse.Namespace, history: Bisection, judge_two: JudgeTwo, ends: Both, end: Row, kept: Path
+) -> list[str]:
+    """Search the first bad commit, keep its report and that of the commit before it, and return the closing lines."""
+    commits = len(history.remaining())
+    show(f"{end.metric} of {end.id}  {end.verdict}\n{textwrap.indent(end.reason, _INDENT)}")
+    show(f"{plural(commits, 'commit')} to search, about {plural(math.ceil(math.log2(commits)), 'step')}")
 
-    def __init__(self, arguments: argparse.Namespace, kept: Path) -> None:
-        self._arguments, self._kept = arguments, kept
-        self._open = contextlib.ExitStack()
-        self._version: Version | None = None
+    def measure(sha: str, number: int, deselected: Sequence[str]) -> Report:
+        version = Version(sha[:LETTERS], history.tree(sha), kept)
+        version.build(arguments.setup if number == 1 else None)
+        return version.launch(arguments.command, number, deselected)
 
-    def measure(self, sha: str, number: int, deselected: Sequence[str]) -> Report:
-        """Run one launch of a commit; see `gate.bisect.MeasureCommit`."""
-        if self._version is None or self._version.tree.sha != sha:
-            self.close()
-            self._version = self._built(sha)
-        return self._version.launch(self._arguments.command, number, deselected)
+    def show_step(step: Step) -> None:
+        change = "" if step.row is None or step.row.ratio is None else signed_percent(step.row.ratio - 1)
+        parts = step.sha[:LETTERS], step.mark or "undecided", change, history.text(step.sha, "%s"), step.reason
+        show("  ".join(filter(None, parts)))
 
-    def close(self) -> None:
-        """Remove the worktree."""
-        self._version = None
-        self._open.close()
+    used = len([*(kept / "launches").glob("*.json.gz")])
+    steps = find(history, measure, judge_two, ends, end, launches=arguments.max_launches - used, on_step=show_step)
+    between = sum(step.launches for step in steps)
+    show(f"\n{plural(used + between, 'launch')}: {used} of GOOD and BAD, {between} of the commits between them")
+    if (sha := history.first_bad()) is None:
+        return _undecided(arguments, history, steps)
+    good, bad = (worktrees.sha_of(name) for name in (arguments.good_ref, arguments.bad_ref))
+    measured = {good: ends.base, bad: ends.head}
+    measured |= {step.sha: step.report for step in steps if step.report is not None}
+    before = next((one for one in history.text(sha, "%P").split() if one in measured), good)
+    report = measured[sha]
+    report.verdicts = judge_two(measured[before], report)
+    for name, one in (("before", measured[before]), ("first-bad", report)):
+        file.dump(one, kept / f"{name}.json.gz")
+    lines = [f"FOUND: {sha} is the first bad commit: {history.text(sha, f'%s%n{_INDENT}%an, %aI')}"]
+    if (row := _row_of(report.verdicts, end)) is not None:
+        reason = textwrap.indent(row.reason, _INDENT)
+        lines.append(f"{_INDENT}{end.metric} of {end.id}, compared with {before[:LETTERS]}:\n{reason}")
+    folder = _KEPT / kept.name
+    return [*lines, f"next: git show {sha[:LETTERS]}; llmgpu gate {folder}/before.json.gz {folder}/first-bad.json.gz"]
 
-    def _built(self, sha: str) -> Version:
+
+def _no_difference(arguments: argparse.Namespace, verdicts: Verdicts) -> list[str]:
+    metric, case = arguments.metric, arguments.case
+    rows = _selected(verdicts, metric, case)
+    if not rows:
+        wanted = " of ".join(filter(None, (metric or "a gated metric", case)))
+        there = sorted({row.id for row in verdicts.rows if metric in {None, row.metric}})
+        raise ValueError(f"the reports of GOOD and BAD have no row of {wanted}; rows are of {', '.join(there)}")
+    unknown = [row for row in rows if is_open(row)]
+    shown = rows if metric is not None or case is not None else unknown
+    lines = [f"{row.metric} of {row.id}  {row.verdict}\n{textwrap.indent(row.reason, _INDENT)}" for row in shown]
+    if unknown:
+        lines.append(f"UNDECIDED: BAD and GOOD do not differ significantly in {plural(len(unknown), 'row')}")
+    else:
+        lines.append(f"NO DIFFERENCE: BAD is not worse than GOOD in {plural(len(rows), 'row')}")
+    again = f"llmgpu ab {arguments.good_ref} {arguments.bad_ref} --launches 20 -- {shlex.join(arguments.command)}"
+    if all(spec_of(row.metric).kind == "exact" for row in rows):
+        again = "other commits, or another --metric: exact figures do not vary"
+    return [*lines, f"next: {again}"]
+
+
+def _undecided(arguments: argparse.Namespace, history: Bisection, steps: Sequence[Step]) -> list[str]:
+    remaining = history.remaining()
+    lines = [f"UNDECIDED: the first bad commit is one of {plural(len(remaining), 'commit')}:"]
+    lines += [f"{_INDENT}{sha[:LETTERS]}  {history.text(sha, '%s')}" for sha in remaining[:_SHOWN]]
+    if len(remaining) > _SHOWN:
+        lines.append(f"{_INDENT}and {len(remaining) - _SHOWN:,} more")
+    marked = {step.mark: step.sha[:LETTERS] for step in steps}
+    again = f"llmgpu bisect {marked.get('good', arguments.good_ref)} {marked.get('bad', arguments.bad_ref)}"
+    if None in marked:
+        more = f"--max-launches {2 * arguments.max_launches} -- {shlex.join(arguments.command)}"
+        return [*lines, f"next: {again} {more}"]
+    return [*lines, f"next: make the skipped commits measurable (--setup), then {again}"]
+
+
+class Bisection:
+    """A bisection under way. git chooses each commit and checks it out; its state is in the worktree."""
+
+    def __init__(self, root: Path, folder: Path) -> None:
+        self._root, self._folder = root, folder
+
+    def candidate(self) -> str | None:
+        """Return the hash of the commit to measure next; None if no commit is left."""
+        log = self._git("bisect", "log")
+        return None if _FIRST_BAD.search(log) or _ONLY_SKIPPED.search(log) else self._git("rev-parse", "HEAD").strip()
+
+    def tree(self, sha: str) -> Worktree:
+        """Return the worktree, in which git has checked out this commit."""
+        inside, repository = worktrees.place(self._folder)
+        return Worktree(sha, sha, self._root, self._root / inside, repository)
+
+    def mark(self, mark: Mark) -> None:
+        """Mark the candidate, and check out the next one without the files that the launches left.
+
+        Raises:
+            ValueError: one line: git cannot continue, for example because a merge base is bad.
+        """
+        self._git("reset", "--hard", "--quiet")
+        self._git("clean", "-ffdxq")
         try:
-            (tree,) = self._open.enter_context(worktrees.checked_out([sha]))
-            version = Version(sha[:LETTERS], tree, self._kept)
-            version.build(self._arguments.setup)
-        except ValueError as error:
-            raise NotBuiltError(str(error)) from None
-        return version
+            self._git("bisect", mark)
+        except ValueError:
+            if not _ONLY_SKIPPED.search(self._git("bisect", "log")):
+                raise
+
+    def first_bad(self) -> str | None:
+        """Return the hash of the first bad commit; None if it is not known."""
+        found = _FIRST_BAD.search(self._git("bisect", "log"))
+        return None if found is None else found[1]
+
+    def remaining(self) -> list[str]:
+        """Return the hashes of the commits of which one is the first bad commit, the newest first."""
+        return self._git("rev-list", "refs/bisect/bad", "--not", "--glob=refs/bisect/good-*").split()
+
+    def text(self, sha: str, form: str) -> str:
+        """Return the text of a commit in a format of `git show`."""
+        return self._git("show", "--no-patch", "--no-show-signature", f"--format={form}", sha).rstrip("\n")
+
+    def _git(self, *arguments: str) -> str:
+        return worktrees.git_output(self._root, *arguments)
+
+
+@contextmanager
+def begun(good: str, bad: str, folder: Path = Path()) -> Iterator[Bisection]:
+    """Begin a bisection in a temporary worktree, and remove it at the end, also after an error.
+
+    Raises:
+        ValueError: one line: git cannot bisect between these commits.
+    """
+    if good == bad:
+        raise ValueError(f"GOOD and BAD are the same commit, {good}: there is nothing to search")
+    try:
+        fork = worktrees.git_output(folder, "merge-base", good, bad).strip()
+    except ValueError:
+        missing = f"GOOD {good} and BAD {bad} have no common ancestor in this clone: fetch its history"
+        raise ValueError(missing) from None
+    if fork == bad:
+        raise ValueError(f"GOOD {good} is a descendant of BAD {bad}: exchange them")
+    if fork != good:
+        raise ValueError(f"GOOD {good} is not an ancestor of BAD {bad}: give their merge base {fork} as GOOD")
+    with worktrees.temporary(folder) as add:
+        root = add("bisection", bad)
+        worktrees.git_output(root, "bisect", "start", bad, good)
+        yield Bisection(root, folder)
+
+
+def ends_looks(launches: int) -> tuple[int, ...]:
+    """Return the numbers of launches of each end after which they are compared: the ends take at most half of all."""
+    return ab.looks(max(1, launches // 4))
+
+
+def measure_ends(
+    measure: ab.Measure,
+    judge_two: JudgeTwo,
+    looks: Sequence[int],
+    metric: str | None = None,
+    case: str | None = None,
+) -> tuple[Both, Verdicts]:
+    """Launch both ends in turn until a regression is found or no row can show one, and compare them as `gate.ab` does.
+
+    The good end is `base`. The other arguments are those of `ab.compare` and `worst`.
+    """
+
+    def again(verdicts: Verdicts) -> set[str]:
+        if worst(verdicts, metric, case) is not None:
+            return set()
+        times = [row for row in _selected(verdicts, metric, case) if spec_of(row.metric).kind != "exact"]
+        # A row that is OK is launched again: the user saw a regression, and chance hides some.
+        return {row.key for row in times if is_open(row) or row.verdict == "OK"}
+
+    return ab.compare(measure, lambda both: judge_two(*both), again, looks)
+
+
+def worst(verdicts: Verdicts, metric: str | None = None, case: str | None = None) -> Row | None:
+    """Return the regression to bisect; None if there is none.
+
+    The worst verdict comes first. Among equal verdicts exact metrics come first and noisy ones last, because they need
+    the fewest launches; then the row with the smallest p, which is the least hidden by noise, and then the one with the
+    largest change. A row over several cases, which needs launches of all of them, comes last.
+
+    Args:
+        verdicts: The comparison of the bad end with the good end.
+        metric: The metric to bisect, which need not be gated; None: any gated metric.
+        case: The id of the case, as in the rows of verdicts; None: any.
+    """
+
+    def order(row: Row) -> tuple[bool, int, int, float, float]:
+        kind = ("exact", "quiet", "noisy").index(spec_of(row.metric).kind)
+        return row.nodeid is None, SEVERITY.index(row.verdict), kind, row.p or 0.0, -abs(math.log(row.ratio or 1.0))
+
+    return min((row for row in _selected(verdicts, metric, case) if row.verdict in WORSE), key=order, default=None)
+
+
+def _selected(verdicts: Verdicts, metric: str | None, case: str | None) -> list[Row]:
+    """Return the rows in which `worst` looks for a regression."""
+    return [
+        row
+        for row in verdicts.rows
+        if (row.metric == metric if metric is not None else row.gated and row.known is None)
+        and case in {None, row.id, *(row.cases or ())}
+    ]
+
+
+def _row_of(verdicts: Verdicts, end: Row) -> Row | None:
+    """Return the row of the same metric and case as that of the ends; None if there is none."""
+    return next((row for row in verdicts.rows if (row.key, row.metric) == (end.key, end.metric)), None)
+
+
+def find(
+    history: Bisection,
+    measure: MeasureCommit,
+    judge_two: JudgeTwo,
+    ends: Both,
+    end: Row,
+    *,
+    launches: int,
+    on_step: Callable[[Step], None] = lambda _: None,
+) -> list[Step]:
+    """Measure the commits that the bisection proposes until one is left, and return them in that order.
+
+    A commit is launched again while its row is undecided, up to eight times. One that cannot be measured is skipped.
+
+    Args:
+        history: The bisection.
+        measure: The function that runs one launch. Only the test of the case is selected.
+        judge_two: The function that compares two reports.
+        ends: The reports of the good and of the bad end.
+        end: The row of `judge_two` on the ends that is to be explained.
+        launches: The largest number of launches of all commits together.
+        on_step: Called after each commit.
+    """
+    deselected = ab.left_out(ends.base, {end.key}) if end.nodeid is not None else []
+    steps: list[Step] = []
+    while (sha := history.candidate()) is not None:
+        reports: list[Report] = []
+        step = Step(sha, None, "the allowed launches are used up")
+        while step.mark is None and launches and len(reports) < LOOKS[-1]:
+            try:
+                reports.append(measure(sha, len(reports) + 1, deselected))
+                report = merge(reports, [f"launch {number}" for number in range(1, len(reports) + 1)])
+            except ValueError as error:
+                step = step._replace(mark="skip", reason=str(error))
+                break
+            launches -= 1
+            verdicts = judge_two(ends.base, report)
+            mark, reason = mark_of(end, verdicts, report)
+            step = Step(sha, mark, reason or step.reason * (mark is None), len(reports), _row_of(verdicts, end), report)
+        if step.mark is None and len(reports) == LOOKS[-1]:
+            step = step._replace(mark="skip", reason=f"{LOOKS[-1]} launches do not decide")
+        steps.append(step)
+        on_step(step)
+        if step.mark is None:
+            break
+        history.mark(step.mark)
+    return steps
+
+
+def mark_of(end: Row, verdicts: Verdicts, report: Report) -> tuple[Mark | None, str]:
+    """Return the mark of a commit and why it is skipped; None if more launches are needed to decide.
+
+    Args:
+        end: The comparison of the bad end with the good end.
+        verdicts: The comparison of the commit with the good end.
+        report: The report of the commit.
+    """
+    row = _row_of(verdicts, end)
+    if row is None:
+        outcome = next((one for one in verdicts.rows if (one.key, one.metric) == (end.key, "outcome")), None)
+        measured = end.key in {key for result in report.cases for key in (result.key, result.case.series)}
+        if measured and outcome is None and spec_of(end.metric).kind == "exact":
+            return "good", ""  # the metric has a row only where it changed
+        return "skip", f"it has no {end.metric} of {end.id}" if outcome is None else outcome.reason
+    if is_open(row):
+        return None, ""
+    if row.ratio is not None and end.ratio is not None and end.ratio != 1:
+        return "bad" if (row.ratio - 1) / (end.ratio - 1) > 1 / 2 else "good", ""
+    if row.verdict == end.verdict:
+        return "bad", ""
+    return ("good", "") if row.verdict in {"OK", *BETTER} else ("skip", row.reason)

@@ -1,24 +1,224 @@
 from __future__ import annotations
 
 import hashlib
+import math
+import os
+import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from statistics import NormalDist, fmean
+from typing import Any
 
 import pytest
 from support.measured_project import STEADY, Project, make_project
+from support.report_factory import make_failed, make_report
+from support.repository import git
+from support.verdict_factory import with_launches
 
 from pytest_llmgpu.cli import main
+from pytest_llmgpu.cli.commands.bisect import Mark, Step, begun, find, mark_of, measure_ends, worst
+from pytest_llmgpu.gate.ab import Both
 from pytest_llmgpu.report import file
+from pytest_llmgpu.report.report import Report
+from pytest_llmgpu.report.verdicts import Armed, Row, Verdict, Verdicts
 
 _EXACT = "[tool.llmgpu.gate.time]\ngate = false\n"
 """A policy under which one launch decides."""
+_SD = 0.001
+"""Noise between launches in the fake gate."""
 
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
     """An empty project in the working directory."""
     return make_project(tmp_path, monkeypatch)
+
+
+def _commit(folder: Path, message: str, *parents: str) -> str:
+    """Return a commit without files."""
+    tree = git(folder, "hash-object", "-w", "-t", "tree", os.devnull).strip()
+    return git(folder, "commit-tree", tree, *(f"-p{parent}" for parent in parents), "-m", message).strip()
+
+
+def _report(seconds: float) -> Report:
+    cases = [with_launches([seconds]), with_launches([1.0], batch_size=2)]
+    for result in cases:
+        result.nodeid = f"b.py::t[{result.id}]"
+    return make_report(cases)
+
+
+def _verdicts(*rows: Row) -> Verdicts:
+    return Verdicts(policy="", policy_sha256="", armed=Armed(), rows=list(rows))
+
+
+def _row(metric: str, verdict: Verdict = "REGRESSED", size: int = 1, **figures: Any) -> Row:
+    result = with_launches([1.0], batch_size=size)
+    result.nodeid = f"b.py::t[{result.id}]"
+    return Row.of(result, metric, verdict, "", **figures)
+
+
+def _judge(metric: str) -> Callable[[Report, Report], Verdicts]:
+    """Return a gate of one case: a normal test for times, and exact figures for other metrics."""
+
+    def judge(base: Report, head: Report) -> Verdicts:
+        if head.cases[0].outcome != "completed":
+            return _verdicts(Row.of(head.cases[0], "outcome", "FAILED", "The case crashed."))
+        times = [[one.batches.latency_s[0] for one in report.cases[0].launches] for report in (base, head)]
+        ratio = fmean(times[1]) / fmean(times[0])
+        error = _SD * math.sqrt(sum(1 / len(launches) for launches in times))
+        decided = metric != "time" or abs(ratio - 1.005) > 2 * error
+        verdict: Verdict = "NOT_ENOUGH_DATA" if not decided else "REGRESSED" if ratio > 1.005 else "OK"
+        p = NormalDist().cdf(-abs(ratio - 1) / error)
+        return _verdicts(Row.of(head.cases[0], metric, verdict, "", ratio=ratio, p=p, n=1))
+
+    return judge
+
+
+def _found(
+    project: Project, seconds: Sequence[float | None], metric: str = "time", launches: int = 100
+) -> tuple[str | None, list[str], list[Step], list[str]]:
+    """Bisect commits with these times; None cannot be measured.
+
+    Returns:
+        The number of the first bad commit, those of the remaining ones, the steps, and the launched commits.
+    """
+    shas: list[str] = []
+    for number in range(len(seconds)):
+        shas.append(_commit(project.root, f"c{number}", *shas[-1:]))
+    ran = []
+
+    def measure(sha: str, number: int, deselected: Sequence[str]) -> Report:
+        ran.append(f"{shas.index(sha)}-{number}")
+        assert deselected == ["b.py::t[mp-bs2]"]
+        value = seconds[shas.index(sha)]
+        if value is None:
+            raise ValueError("it cannot be built")
+        return _report(value)
+
+    ends = Both(*(_report(value) for value in (seconds[0], seconds[-1]) if value is not None))
+    judge = _judge(metric)
+    end = worst(judge(*ends))
+    assert end is not None
+    with begun(shas[0], shas[-1]) as history:
+        steps = find(history, measure, judge, ends, end, launches=launches)
+        first, remaining = history.first_bad(), [str(shas.index(sha)) for sha in history.remaining()]
+    assert list((project.root.parent / "tmp").iterdir()) == []
+    return None if first is None else str(shas.index(first)), remaining, steps, ran
+
+
+@pytest.mark.parametrize(("before", "after", "metric"), [(1, 1, "time"), (5, 9, "time"), (13, 3, "memory")])
+def test_the_first_slower_commit_is_found(project: Project, before: int, after: int, metric: str) -> None:
+    """A clear change takes one launch a commit; only the test of the case is launched."""
+    first, _, steps, ran = _found(project, [1.0] * before + [1.1] * after, metric)
+    assert first == str(before)
+    assert len(ran) == len(steps) <= math.ceil(math.log2(before + after)) + 1
+
+
+@pytest.mark.parametrize("metric", ["time", "memory"])
+def test_of_several_changes_the_one_that_crosses_the_middle_is_found(project: Project, metric: str) -> None:
+    """A smaller change before it is nearer to the good end, although it is significant."""
+    assert _found(project, [1.0, 1.03, 1.03, 1.1, 1.11], metric)[0] == "3"
+
+
+def test_an_undecided_commit_is_launched_again(project: Project) -> None:
+    """More launches decide; after eight without a decision it is skipped."""
+    first, _, steps, ran = _found(project, [1.0, 1.0075, 1.02])
+    assert (first, len(steps), len(ran) > 1) == ("2", 1, True)
+    assert ran == [f"1-{number}" for number in range(1, len(ran) + 1)]
+    first, remaining, steps, ran = _found(project, [1.0, 1.005, 1.02])
+    assert (first, remaining, len(ran)) == (None, ["2", "1"], 8)
+    assert [(step.mark, step.launches) for step in steps] == [("skip", 8)]
+
+
+def test_commits_that_cannot_be_measured_hide_no_other(project: Project) -> None:
+    """The first bad commit is among the remaining ones; the skipped ones take no launch."""
+    first, remaining, steps, _ = _found(project, [1.0, 1.0, None, 1.1, 1.1])
+    assert (first, remaining) == (None, ["3", "2"])
+    assert [(step.launches, step.reason) for step in steps if step.mark == "skip"] == [(0, "it cannot be built")]
+    first, remaining, steps, _ = _found(project, [1.0] * 14 + [1.1] * 18, launches=2)
+    assert (first, len(remaining), steps[-1].mark) == (None, 8, None)
+    assert "14" in remaining
+
+
+def test_merges_are_bisected(project: Project) -> None:
+    """A commit is bad if the culprit is among its ancestors."""
+    for seed in range(2):
+        chance = random.Random(seed)
+        shas = [_commit(project.root, "root")]
+        ancestors = {shas[0]: {shas[0]}}
+        for number in range(12):
+            # The last commit merges everything, as does each fourth one a part.
+            tips = [sha for sha in shas if not any(sha in seen for other, seen in ancestors.items() if other != sha)]
+            parents = tips if number == 11 else tips[:2] if number % 4 == 3 else [chance.choice(shas[-3:])]
+            new = _commit(project.root, f"c{number}", *parents)
+            ancestors[new] = {new}.union(*(ancestors[parent] for parent in parents))
+            shas.append(new)
+        culprit = chance.choice(shas[1:])
+        with begun(shas[0], shas[-1]) as bisection:
+            while (sha := bisection.candidate()) is not None:
+                assert culprit in bisection.remaining()
+                bisection.mark("bad" if culprit in ancestors[sha] else "good")
+            assert bisection.first_bad() == culprit
+
+
+@pytest.mark.parametrize(
+    ("end", "own", "mark"),
+    [
+        (_row("outcome", "CAPACITY_REGRESSED"), _row("outcome", "CAPACITY_REGRESSED"), "bad"),
+        (_row("outcome", "CAPACITY_REGRESSED"), _row("outcome", "OK"), "good"),
+        (_row("outcome", "CAPACITY_REGRESSED"), _row("outcome", "CAPACITY_IMPROVED"), "good"),
+        (_row("outcome", "CAPACITY_REGRESSED"), _row("outcome", "FAILED"), "skip"),
+        (_row("outcome", "FAILED"), _row("outcome", "NOT_COMPARABLE"), "skip"),
+        (_row("outcome", "FAILED"), None, "good"),
+        (_row("execution"), None, "good"),
+        (_row("time", ratio=1.1), None, "skip"),
+        (_row("time", ratio=1.1), _row("outcome", "FAILED"), "skip"),
+        (_row("time", ratio=1.1), _row("time", "INVALID"), None),
+        (_row("time", ratio=1.1), _row("time", "NOT_COMPARABLE"), "skip"),
+        (_row("time", ratio=1.1), _row("time", "OK", ratio=1.04), "good"),
+        (_row("time", ratio=1.1), _row("time", "OK", ratio=1.06), "bad"),
+        (_row("throughput", ratio=0.9), _row("throughput", "OK", ratio=0.94), "bad"),
+    ],
+)
+def test_a_commit_is_marked_by_its_row(end: Row, own: Row | None, mark: Mark | None) -> None:
+    """The nearer end decides, without figures the verdict; another trouble skips, an undecided row is launched again."""
+    verdicts = _verdicts() if own is None else _verdicts(own)
+    assert mark_of(end, verdicts, make_report([with_launches([1.0])]))[0] == mark
+
+
+def test_the_worst_gated_regression_is_bisected() -> None:
+    """Exact metrics come before times, and among times the most significant one; rows over all cases come last."""
+    all_cases = Row(key="all cases", id="all cases", metric="time", verdict="REGRESSED", reason="", ratio=2.0, p=0.0)
+    shown, accepted = _row("memory", gated=False), _row("memory", known="accepted")
+    small, large = _row("time", ratio=1.1, p=1e-9), _row("time", size=2, ratio=1.2, p=1e-3)
+    rows = [all_cases, shown, accepted, large, small, _row("accuracy", "OK")]
+    assert worst(_verdicts(*rows)) == small
+    assert worst(_verdicts(*rows, exact := _row("traffic", size=4))) == exact
+    assert worst(_verdicts(*rows[:3])) == all_cases
+    assert worst(_verdicts(*rows), metric="memory") == shown
+    assert worst(_verdicts(*rows), case="mp-bs2") == large
+    assert worst(_verdicts(*rows), metric="accuracy") is None
+
+
+@pytest.mark.parametrize(
+    ("verdict", "asked", "launches"),
+    [
+        ("NOT_ENOUGH_DATA", {}, 3),
+        ("OK", {}, 3),
+        ("NOT_ENOUGH_DATA", {"metric": "memory"}, 1),
+        ("NOT_ENOUGH_DATA", {"case": "mp-bs2"}, 1),
+        ("REGRESSED", {}, 1),
+    ],
+)
+def test_the_ends_are_launched_until_the_row_is_decided(
+    verdict: Verdict, asked: dict[str, str], launches: int
+) -> None:
+    """The user saw a regression, so that an OK is launched again; other rows need no further launch."""
+    both, _ = measure_ends(
+        lambda *_: _report(1.0), lambda *_: _verdicts(_row("time", verdict)), looks=(1, 3), **asked
+    )
+    assert [len(report.cases[0].launches) for report in both] == [launches] * 2
 
 
 def _commits(project: Project, first_bad: int, last: int, **others: dict[str, object]) -> None:
@@ -33,106 +233,66 @@ def _bisect(*options: str, refs: Sequence[str] = ("c0", "HEAD"), command: Sequen
     return main(["bisect", *refs, *options, "--", *(command or (sys.executable, "measure.py"))])
 
 
-def _state(project: Project) -> dict[str, str]:
-    """Return what the user has: files, index, references, HEAD, and the state of his own bisection.
+def _state(project: Project) -> Iterator[str]:
+    """Yield what the user has: files, index, references, HEAD, and the state of his own bisection.
 
     `packed-refs` is left out: git may write it at any time, and `for-each-ref` has its contents.
     """
-    found = {name: project.git(*name.split()) for name in ("status --porcelain", "for-each-ref", "worktree list")}
-    for path in sorted((project.root / ".git").iterdir()):
+    yield from (project.git(*name.split()) for name in ("status --porcelain", "for-each-ref", "worktree list"))
+    for path in sorted([*(project.root / ".git").iterdir(), *project.root.iterdir()]):
         if path.is_file() and path.name != "packed-refs":
-            found[path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
-    found |= {path.name: path.read_text() for path in project.root.iterdir() if path.is_file()}
-    return found
+            yield f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}"
 
 
 @pytest.mark.slow
-def test_the_first_bad_commit_is_found(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
-    """One launch a commit, of the case alone; the reports of both neighbours are kept."""
-    _commits(project, first_bad=5, last=8)
-    sha = project.git("rev-parse", "c5").strip()
-    assert _bisect() == 0
+def test_a_commit_of_a_repository_is_found(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    """The reports of both neighbours are kept; a commit that cannot be built or run is skipped with the reason."""
+    broken = {"seconds": STEADY, "broken": True}
+    _commits(project, first_bad=6, last=8, c4=broken, c3={"status": 7})
+    setup = '! grep -q broken behaviour.json || { echo "does not compile"; exit 1; }'
+    assert _bisect("--setup", setup) == 0
     out = capsys.readouterr().out
-    assert f"FOUND: {sha} is the first bad commit: c5\n    a, " in out
-    launches = project.launches()
-    assert launches[:2] == ["good-1", "bad-1"]
-    assert len(launches) == 5
-    assert f"\n{len(launches)} launches: 2 of GOOD and BAD, 3 of the commits between them\n" in out
-    logs = [(project.kept / "launches" / f"{name}.log").read_text() for name in launches]
-    assert ["--deselect=b.py::t[mp-bs2]" in log for log in logs] == [False, False, True, True, True]
+    sha = project.git("rev-parse", "c6").strip()
+    assert f"FOUND: {sha} is the first bad commit: c6\n    a, " in out
+    assert "skip  c4" in out
+    assert "--setup ended with status 1: does not compile" in out
+    names = project.launches()
+    assert names[:2] == ["good-1", "bad-1"]
+    launches = [name for name in names if (project.kept / "launches" / f"{name}.json.gz").exists()]
+    assert f"\n{len(launches)} launches: 2 of GOOD and BAD, {len(launches) - 2} of the commits between them\n" in out
+    logs = [(project.kept / "launches" / f"{name}.log").read_text() for name in names]
+    assert ["--deselect=b.py::t[mp-bs2]" in log for log in logs] == [False, False] + [True] * (len(names) - 2)
     before, first = (file.load(project.kept / f"{name}.json.gz") for name in ("before", "first-bad"))
-    assert [before.commit.sha, first.commit.sha] == project.git("rev-parse", "c4", "c5").split()
+    assert [before.commit.sha, first.commit.sha] == project.git("rev-parse", "c5", "c6").split()
     assert first.verdicts is not None
     assert ("traffic", "REGRESSED") in {(row.metric, row.verdict) for row in first.verdicts.rows}
     project.untouched()
-
-
-def test_an_earlier_commit_with_a_part_of_the_change_is_named(
-    project: Project, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The commit that crosses the middle between both ends is found; the one before it is worse than the good end."""
-    part = {"seconds": STEADY, "calls": 68}
-    _commits(project, first_bad=2, last=2, c1=part)
-    sha = project.git("rev-parse", "c1").strip()[:8]
-    assert _bisect() == 0
-    out = capsys.readouterr().out
-    assert "is the first bad commit: c2\n" in out
-    assert f"{sha} is worse than GOOD as well (+6.2 %): llmgpu bisect c0 {sha} finds the reason\n" in out
-
-
-def test_neighbours_need_no_further_launch(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
-    """The only commit between the ends is the bad end itself."""
-    _commits(project, first_bad=1, last=1)
-    assert _bisect() == 0
-    assert "is the first bad commit: c1\n" in capsys.readouterr().out
-    assert project.launches() == ["good-1", "bad-1"]
 
 
 @pytest.mark.slow
 def test_the_users_tree_and_his_own_bisection_stay_as_they_are(
     project: Project, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """He has staged and unstaged changes, and is bisecting something else himself."""
+    """He has staged and unstaged changes, and is bisecting something else himself; Ctrl-C leaves nothing either."""
     _commits(project, first_bad=3, last=6)
+    project.commit("interrupted", interrupt=True)
+    project.commit("last", seconds=STEADY, calls=80)
     project.git("bisect", "start", "c6", "c1")
     project.git("bisect", "good", "c2")
     (project.root / "staged").write_text("staged")
     project.git("add", "staged")
     (project.root / "measure.py").write_text("changed")
     (project.root / "untracked").write_text("untracked")
-    before = _state(project)
-    assert "BISECT_LOG" in before
+    before = [*_state(project)]
     command = ["/bin/sh", "-c", f'exec {sys.executable} measure.py "$@"', "sh"]
     assert _bisect(refs=("c0", "c6"), command=command) == 0
     out = capsys.readouterr().out
     assert "is the first bad commit: c3\n" in out
     assert "note: your uncommitted changes are not measured\n" in out
-    assert _state(project) == before
+    assert _bisect(refs=("c6", "last"), command=command) == 3
+    assert _bisect(refs=("c0", "interrupted"), command=command) == 130
+    assert [*_state(project)] == before
     assert list((project.root.parent / "tmp").iterdir()) == []
-
-
-@pytest.mark.slow
-def test_ctrl_c_leaves_nothing(project: Project) -> None:
-    """The current launch is ended, and worktrees and bisection are removed; the exit status is 130."""
-    _commits(project, first_bad=3, last=4, c2={"interrupt": True})
-    before = _state(project)
-    assert _bisect() == 130
-    assert _state(project) == before
-    project.untouched()
-
-
-@pytest.mark.slow
-def test_commits_that_cannot_be_built_or_run_are_skipped(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
-    """The reason is printed. The commit is found if none of them is next to it."""
-    setup = '! grep -q broken behaviour.json || { echo "does not compile"; exit 1; }'
-    broken = {"seconds": STEADY, "broken": True}
-    _commits(project, first_bad=6, last=8, c4=broken, c3={"status": 7})
-    assert _bisect("--setup", setup) == 0
-    out = capsys.readouterr().out
-    assert "is the first bad commit: c6\n" in out
-    assert "skip  c4" in out
-    assert "--setup ended with status 1: does not compile" in out
-    project.untouched()
 
 
 @pytest.mark.slow
@@ -143,10 +303,8 @@ def test_device_time_is_bisected_with_one_launch_a_commit(project: Project, caps
     assert _bisect() == 0
     assert project.launches()[:2] == ["good-1", "bad-1"]
     assert len(project.launches()) <= 6
-    out = capsys.readouterr().out
-    assert "is the first bad commit: c3\n" in out
-    before, first = (file.load(project.kept / f"{name}.json.gz") for name in ("before", "first-bad"))
-    assert [before.commit.sha, first.commit.sha] == project.git("rev-parse", "c2", "c3").split()
+    assert "is the first bad commit: c3\n" in capsys.readouterr().out
+    first = file.load(project.kept / "first-bad.json.gz")
     assert first.verdicts is not None
     (row,) = (row for row in first.verdicts.rows if row.metric == "device_time" and row.id == "mp-bs1")
     assert row.ratio == pytest.approx(1.03)
@@ -155,115 +313,56 @@ def test_device_time_is_bisected_with_one_launch_a_commit(project: Project, caps
 
 
 @pytest.mark.slow
-def test_skipped_commits_in_the_way_are_undecided(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
-    """The range that remains is printed, and the exit status is 3."""
+def test_an_undecided_bisection_prints_the_range(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    """Skipped commits or the allowed launches end it with status 3 and the next command."""
     _commits(project, first_bad=2, last=4, c2={"status": 7}, c3={"status": 7})
     assert _bisect() == 3
     out = capsys.readouterr().out
     assert "UNDECIDED: the first bad commit is one of 3 commits:\n" in out
     listed = out.partition("UNDECIDED")[2].splitlines()[1:4]
     assert [line.split()[1:] for line in listed] == [["c4"], ["c3"], ["c2"]]
-    project.untouched()
+    assert _bisect("--max-launches", "3", refs=("c0", "c4")) == 3
+    assert "next: " in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_the_allowed_launches_end_it_undecided(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
-    """The next command continues with the smaller range."""
-    _commits(project, first_bad=3, last=8)
-    assert _bisect("--max-launches", "3") == 3
-    assert len(project.launches()) == 3
-    out = capsys.readouterr().out
-    assert "UNDECIDED: the first bad commit is one of 4 commits:\n" in out
-    assert f"next: llmgpu bisect c0 {project.git('rev-parse', 'c4')[:8]} --max-launches 6 -- " in out
-    project.untouched()
-
-
-def test_ends_that_do_not_differ_are_exit_4(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
-    """No commit between them is launched; an improvement is no regression."""
-    _commits(project, first_bad=9, last=2)
-    assert _bisect() == 4
-    out = capsys.readouterr().out
-    assert "NO DIFFERENCE: BAD is not worse than GOOD in " in out
-    assert "next: other commits" in out  # more launches do not change exact figures
-    assert project.launches() == ["good-1", "bad-1"]
-    project.untouched()
-
-
-@pytest.mark.slow
-def test_ends_with_too_few_launches_are_undecided(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
-    """The ends take at most half of the launches; a row that they do not decide is exit status 3."""
-    project.commit("c0", seconds=STEADY)
-    project.commit("c1", seconds=STEADY)
-    project.commit("c2", seconds=STEADY)
-    assert _bisect("--metric", "time", "--case", "mp-bs2", "--max-launches", "8") == 3
-    assert len(project.launches()) == 4
-    out = capsys.readouterr().out
-    assert "UNDECIDED: BAD and GOOD do not differ significantly in 1 row\n" in out
-    assert "next: llmgpu ab c0 HEAD --launches 20 -- " in out
-
-
-@pytest.mark.slow
-def test_a_metric_that_is_not_gated_can_be_bisected(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
-    """By default there is nothing to find; with its name the metric is bisected."""
+def test_ends_that_do_not_differ_end_it(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    """No commit between them is launched; a metric that is not gated is bisected if it is named."""
     policy = f"{_EXACT}[tool.llmgpu.gate.traffic]\ngate = false\n"
     for number, calls in enumerate((64, 64, 80, 80)):
         project.commit(f"c{number}", policy, seconds=STEADY, calls=calls)
-    assert _bisect() == 2
+    assert _bisect("--metric", "time", "--case", "mp-bs2", "--max-launches", "8") == 3
+    out = capsys.readouterr().out
+    assert "UNDECIDED: BAD and GOOD do not differ significantly in 1 row\n" in out
+    assert "next: llmgpu ab c0 HEAD --launches 20 -- " in out
     assert _bisect("--metric", "traffic", "--case", "mp-bs2") == 0
     assert "is the first bad commit: c2\n" in capsys.readouterr().out
+    assert _bisect("--metric", "traffic", refs=("c0", "c1")) == 3
+    out = capsys.readouterr().out
+    assert "NO DIFFERENCE: BAD is not worse than GOOD in " in out
+    assert "next: other commits" in out  # more launches do not change exact figures
 
 
-@pytest.mark.parametrize(
-    ("refs", "options", "reason"),
-    [
+@pytest.mark.slow
+def test_bad_usage_is_exit_2(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line names the value and what is allowed."""
+    _commits(project, first_bad=9, last=3, c3={"status": 4})
+    project.git("checkout", "--quiet", "--orphan", "other")
+    project.commit("alone", seconds=STEADY)
+    for refs, options, reason in (
         (("nowhere", "c2"), [], "there is no commit 'nowhere'"),
         (("c1", "c1"), [], "are the same commit"),
         (("c2", "c0"), [], "is a descendant of BAD"),
+        (("c0", "alone"), [], "have no common ancestor in this clone: fetch its history"),
         (("c0", "c2"), ["--metric", "speed"], "--metric=speed: is no metric of the gate: allowed are outcome, "),
         (("c0", "c2"), ["--max-launches", "2"], "--max-launches=2: at least 3 are needed"),
         (("c0", "c2"), ["--case", "tp-bs8"], "no row of a gated metric of tp-bs8; rows are of mp-bs1, mp-bs2"),
         (("c0", "c2"), ["--setup", "exit 9"], "good: --setup ended with status 9"),
         (("c0", "c3"), [], "bad-1: "),
         (("c0", "c2"), ["--policy", "nowhere.toml"], "policy nowhere.toml: cannot be read"),
-    ],
-)
-def test_bad_usage_is_exit_2(
-    project: Project, refs: tuple[str, str], options: list[str], reason: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """One line names the value and what is allowed."""
-    _commits(project, first_bad=9, last=3, c3={"status": 4})
-    assert _bisect(*options, refs=refs) == 2
-    error = capsys.readouterr().err
-    assert reason in error
-    assert error.count("\n") == 1
-    project.untouched()
-
-
-def test_a_history_that_is_not_there_is_exit_2(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
-    """A shallow clone lacks the common ancestor."""
-    _commits(project, first_bad=9, last=0)
-    project.git("checkout", "--quiet", "--orphan", "other")
-    project.commit("alone", seconds=STEADY)
-    assert _bisect(refs=("c0", "alone")) == 2
-    assert "have no common ancestor in this clone: fetch its history" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_commit_without_the_users_folder_is_skipped(
-    project: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The command runs in the user's folder of each commit."""
-    (project.root / "sub").mkdir()
-    (project.root / "sub" / "file").write_text("x")
-    _commits(project, first_bad=3, last=1)
-    project.git("rm", "--quiet", "-r", "sub")
-    project.commit("without", seconds=STEADY, calls=64)
-    (project.root / "sub").mkdir()
-    (project.root / "sub" / "file").write_text("x")
-    for number in (3, 4, 5):
-        project.commit(f"c{number}", seconds=STEADY, calls=64 if number < 4 else 80)
-    monkeypatch.chdir(project.root / "sub")
-    command = ["/bin/sh", "-c", f'cd .. && exec {sys.executable} measure.py "$@"', "sh"]
-    assert _bisect(refs=("c0", "c5"), command=command) == 0
-    out = capsys.readouterr().out
-    assert "is the first bad commit: c4\n" in out
+    ):
+        assert _bisect(*options, refs=refs) == 2
+        error = capsys.readouterr().err
+        assert reason in error
+        assert error.count("\n") == 1
+    assert list((project.root.parent / "tmp").iterdir()) == []
