@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from support.measured_project import STEADY, Project, make_project
-from support.report_factory import make_failed, make_report
+from support.report_factory import make_report
 from support.repository import git
 from support.verdict_factory import with_launches
 
@@ -182,7 +182,7 @@ def test_merges_are_bisected(project: Project) -> None:
     ],
 )
 def test_a_commit_is_marked_by_its_row(end: Row, own: Row | None, mark: Mark | None) -> None:
-    """The nearer end decides, without figures the verdict; another trouble skips, an undecided row is launched again."""
+    """The nearer end decides, without figures the verdict; an undecided row is launched again."""
     verdicts = _verdicts() if own is None else _verdicts(own)
     assert mark_of(end, verdicts, make_report([with_launches([1.0])]))[0] == mark
 
@@ -211,13 +211,9 @@ def test_the_worst_gated_regression_is_bisected() -> None:
         ("REGRESSED", {}, 1),
     ],
 )
-def test_the_ends_are_launched_until_the_row_is_decided(
-    verdict: Verdict, asked: dict[str, str], launches: int
-) -> None:
+def test_the_ends_are_launched_until_the_row_is_decided(verdict: Verdict, asked: dict[str, str], launches: int) -> None:
     """The user saw a regression, so that an OK is launched again; other rows need no further launch."""
-    both, _ = measure_ends(
-        lambda *_: _report(1.0), lambda *_: _verdicts(_row("time", verdict)), looks=(1, 3), **asked
-    )
+    both, _ = measure_ends(lambda *_: _report(1.0), lambda *_: _verdicts(_row("time", verdict)), looks=(1, 3), **asked)
     assert [len(report.cases[0].launches) for report in both] == [launches] * 2
 
 
