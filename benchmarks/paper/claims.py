@@ -30,7 +30,7 @@ PUBLISHED_S: dict[str, dict[int, float]] = {
 
 _COLLAPSED, _OUT_OF_MEMORY = ("iok", 32), ("iok", 64)
 _CAP_BYTES = 32 << 30
-_SCORING = {"loglikelihood": "lean scoring", "loglikelihood_full_logits": "every logit and a KV cache"}
+_SCORING = {"lean": "lean scoring", "harness": "every logit and a KV cache"}
 _NOT_SHOWN = "not shown"
 _TOLERANCE = 0.02
 """Two values of a strategy within this relative difference count as equal."""
@@ -254,7 +254,7 @@ def _measured(report: Report, series: dict[str, Cases]) -> str:
     data = f"{items:,} items of {case.dataset}" if items else case.dataset
     return (
         f"{case.model}, {weights}, {case.dtype}, on {case.devices} {' and '.join(names) or case.device}{cap}{peers}; "
-        f"{data}, {_SCORING.get(case.workload, case.workload)}."
+        f"{data}, {_SCORING[case.scoring]}."
     )
 
 

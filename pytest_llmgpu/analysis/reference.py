@@ -17,6 +17,7 @@ from pytest_llmgpu.report.result import Accuracy, CaseResult, Comparison
 
 _decisive = attrgetter(
     "workload",
+    "scoring",
     "model",
     "revision",
     "load_format",
@@ -79,16 +80,16 @@ def missing(result: CaseResult, earlier: Sequence[CaseResult]) -> str:
 
 def by_series(results: Iterable[CaseResult]) -> list[list[CaseResult]]:
     """Return the results of each series, in the order in which they appear."""
-    found: dict[tuple[object, ...], list[CaseResult]] = {}
+    found: dict[str, list[CaseResult]] = {}
     for result in results:
-        found.setdefault(result.case.series_fields, []).append(result)
+        found.setdefault(result.case.series, []).append(result)
     return list(found.values())
 
 
 def same_series(result: CaseResult, earlier: Sequence[CaseResult]) -> list[CaseResult]:
     """Return the other results that differ from a result in their batch size at most."""
-    fields = result.case.series_fields
-    return [other for other in earlier if other is not result and other.case.series_fields == fields]
+    fields = result.case.series
+    return [other for other in earlier if other is not result and other.case.series == fields]
 
 
 def compare(result: CaseResult, reference: CaseResult, metric: str) -> Comparison:

@@ -167,7 +167,7 @@ def rows(cases: Sequence[Answered], confidence: float, note: str) -> list[Row]:
     """
     groups: dict[tuple[object, AccuracyRule], list[Answered]] = {}
     for case in cases:
-        groups.setdefault((case.result.case.series_fields, case.rule), []).append(case)
+        groups.setdefault((case.result.case.series, case.rule), []).append(case)
     tested = [_tests(group, 1 - confidence) for group in groups.values() if not group[0].random_weights]
     gates = [tests.cases[0].rule.gate for tests in tested]
     adjusted = zip(

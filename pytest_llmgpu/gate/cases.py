@@ -100,9 +100,9 @@ class Comparison:
                 self._case(pair.base, pair.head, pair.differing)
         self._entries += accuracy.rows(self._answered, self.policy.confidence, self._note())
         then, now = by_series(before), by_series(self.head.cases)
-        measured_by: dict[str, set[tuple[object, ...]]] = {}
+        measured_by: dict[str, set[str]] = {}
         for result in self.head.cases if gone else ():
-            measured_by.setdefault(result.nodeid or "", set()).add(result.case.series_fields)
+            measured_by.setdefault(result.nodeid or "", set()).add(result.case.series)
         for result in gone:
             if settled(result, now, measured_by):
                 self.left_out["a probe for the largest batch size"] += 1

@@ -53,12 +53,12 @@ class Series(msgspec.Struct, kw_only=True):
         return bool(self.fits) or self.fails is not None
 
 
-def by_series(results: Sequence[CaseResult]) -> dict[tuple[object, ...], Series]:
-    """Return the series of a report's results by `Case.series_fields`."""
-    found: dict[tuple[object, ...], Series] = {}
+def by_series(results: Sequence[CaseResult]) -> dict[str, Series]:
+    """Return the series of a report's results by `Case.series`."""
+    found: dict[str, Series] = {}
     for result in results:
         size = result.case.batch_size
-        series = found.setdefault(result.case.series_fields, Series(result=result))
+        series = found.setdefault(result.case.series, Series(result=result))
         if result.outcome == "completed":
             series.fits = max(series.fits, size)
             series.completed.setdefault(size, result)
@@ -163,7 +163,7 @@ def with_distinct_names(rows: Sequence[Row], results: Sequence[CaseResult]) -> S
     names: dict[str, str] = {}
     for strategy, several in keys.items():
         if len(several) > 1:
-            cases = {result.case.series_fields: result.case for result in results if result.case.strategy == strategy}
+            cases = {result.case.series: result.case for result in results if result.case.strategy == strategy}
             fields = {
                 case.series: {**msgspec.structs.asdict(case), **case.strategy_options, "strategy_options": None}
                 for case in cases.values()
@@ -183,9 +183,7 @@ def with_distinct_names(rows: Sequence[Row], results: Sequence[CaseResult]) -> S
     return [msgspec.structs.replace(row, id=names[row.key]) if row.key in names else row for row in rows]
 
 
-def settled(
-    gone: CaseResult, heads: Mapping[tuple[object, ...], Series], measured_by: Mapping[str, set[tuple[object, ...]]]
-) -> bool:
+def settled(gone: CaseResult, heads: Mapping[str, Series], measured_by: Mapping[str, set[str]]) -> bool:
     """Return whether a case that only the baseline has was a probe for the largest batch size, and needs no second one.
 
     Each run probes other sizes, in the test whose own case was out of memory. So the candidate's series has to have
@@ -197,7 +195,7 @@ def settled(
         heads: The candidate's series, from `by_series`.
         measured_by: Node id to the series that the candidate measured in that test.
     """
-    series = gone.case.series_fields
+    series = gone.case.series
     head = heads.get(series)
     if head is None or head.fails is None or gone.nodeid is None or series not in measured_by.get(gone.nodeid, ()):
         return False

@@ -1,7 +1,7 @@
 """Log-likelihoods of endings given their contexts, equal to those of lm-evaluation-harness and computed faster.
 
 The batches are the same (see `batching`). The differences: logits are computed only for the tokens of an ending (unless
-the workload asks for all of them), and each batch needs one copy to the device and one copy back.
+the scoring asks for all of them), and each batch needs one copy to the device and one copy back.
 
 Shapes: B rows of a batch, S tokens of its longest row, N predicted tokens, H hidden size, V vocabulary, R requests,
 L tokens of the longest ending.
@@ -24,10 +24,8 @@ from pytest_llmgpu.report.result import Batches
 if TYPE_CHECKING:
     import torch
 
-LEAN, FULL_LOGITS = "loglikelihood", "loglikelihood_full_logits"
-
-WORKLOADS = {"lean": LEAN, "harness": FULL_LOGITS}
-"""The value of `--llmgpu-scoring` to the value of `Case.workload`."""
+LEAN, HARNESS = SCORINGS = "lean", "harness"
+"""Values of `--llmgpu-scoring` and of `Case.scoring`."""
 
 _MOST_BYTES = 64 * 2**20
 
@@ -129,11 +127,11 @@ class FullLogits:
 Way = EndingHead | FullLogits
 
 
-def way(model: torch.nn.Module, workload: str) -> Way:
-    """Return the context manager of a `Case.workload`; enter it before the first forward."""
-    if workload not in WORKLOADS.values():
-        raise ValueError(f"workload {workload!r} is not allowed: allowed are {', '.join(WORKLOADS.values())}")
-    return FullLogits(model) if workload == FULL_LOGITS else EndingHead(model)
+def way(model: torch.nn.Module, logits: str) -> Way:
+    """Return the context manager of a `Case.scoring`; enter it before the first forward."""
+    if logits not in SCORINGS:
+        raise ValueError(f"scoring {logits!r} is not allowed: allowed are {', '.join(SCORINGS)}")
+    return FullLogits(model) if logits == HARNESS else EndingHead(model)
 
 
 def log_probabilities(
@@ -176,7 +174,7 @@ def warm_up(
     on_batch: Callable[[float, int, int, int], None] | None = None,
     input_device: torch.device,
     devices: Sequence[torch.device] = (),
-    workload: str = LEAN,
+    logits: str = LEAN,
 ) -> None:
     """Run one batch of every shape, so that no measured batch is the first of its shape.
 
@@ -185,7 +183,7 @@ def warm_up(
     """
     _pin(plan, input_device)
     batches = [*{(batch.rows, batch.width): batch for batch in plan.batches}.values()]
-    run(model, batches, on_batch=on_batch, input_device=input_device, devices=devices, workload=workload)
+    run(model, batches, on_batch=on_batch, input_device=input_device, devices=devices, logits=logits)
 
 
 def score(
@@ -195,7 +193,7 @@ def score(
     on_batch: Callable[[float, int, int, int], None] | None = None,
     input_device: torch.device,
     devices: Sequence[torch.device] = (),
-    workload: str = LEAN,
+    logits: str = LEAN,
 ) -> Scores:
     """Score every request of a plan.
 
@@ -207,14 +205,14 @@ def score(
         input_device: The device of the input ids. The device of the output head is best: accelerate returns logits to
             the device of the input.
         devices: All devices of the model; they are idle when the clock of a batch starts and stops.
-        workload: One of `WORKLOADS`.
+        logits: One of `SCORINGS`.
 
     Raises:
         ValueError: A log-likelihood is not finite.
     """
     _pin(plan, input_device)
     batches, answers = run(
-        model, plan.batches, on_batch=on_batch, input_device=input_device, devices=devices, workload=workload
+        model, plan.batches, on_batch=on_batch, input_device=input_device, devices=devices, logits=logits
     )
     in_order = [answers[number] for number in range(len(plan.requests.requests))]
     ends = accumulate(plan.requests.endings)
@@ -231,14 +229,14 @@ def run(
     on_batch: Callable[[float, int, int, int], None] | None = None,
     input_device: torch.device,
     devices: Sequence[torch.device],
-    workload: str = LEAN,
+    logits: str = LEAN,
 ) -> tuple[Batches, dict[int, float]]:
     """Run batches; return their times and sizes, and the log-likelihood of each request by its index."""
     import torch
 
     columns = Batches()
     answers: dict[int, float] = {}
-    with way(model, workload) as chosen, torch.inference_mode():
+    with way(model, logits) as chosen, torch.inference_mode():
         for number, batch in enumerate(batches, start=1):
             synchronize(devices)
             started_s = time.perf_counter()

@@ -59,7 +59,7 @@ def decide(
     batch_size: int,
     *,
     requested: str,
-    workload: str = scoring.LEAN,
+    logits: str = scoring.LEAN,
     not_recorded: str | None = None,
 ) -> Decision:
     """Return how the forwards of a case run.
@@ -69,18 +69,18 @@ def decide(
         requests: The tokenised dataset.
         batch_size: Sequences per forward.
         requested: `auto`, `on` (CUDA graphs, if they can be recorded) or `off`.
-        workload: One of `scoring.WORKLOADS`.
+        logits: One of `scoring.SCORINGS`.
         not_recorded: The operation that could not be recorded when it was tried; None if nothing failed.
     """
     own = plan(requests, batch_size)
     large = requested != "on" and _largest_forward(own) > MOST_TOKENS
-    exclusion = _exclusion(loaded, requested, workload)
+    exclusion = _exclusion(loaded, requested, logits)
     if requests.new_tokens and loaded.own_kv_cache:
         exclusion = (
             "the kernels of the strategy count the tokens of a text on the host, so that a graph repeats one step"
         )
     compiled = loaded.compiled is not None
-    own_widths = large or loaded.devices[0].type != "cuda" or workload == scoring.FULL_LOGITS
+    own_widths = large or loaded.devices[0].type != "cuda" or logits == scoring.HARNESS
     chosen = own if own_widths and not compiled else plan(requests, batch_size, few_shapes=True)
     reason: Reason = "requested" if requested == "on" else "small"
     if exclusion is not None:
@@ -153,9 +153,9 @@ def check_answers(loaded: Loaded, plan: Plan, decoder: GraphedDecoder, dtype: st
         )
 
 
-def _exclusion(loaded: Loaded, requested: str, workload: str) -> str | None:
+def _exclusion(loaded: Loaded, requested: str, logits: str) -> str | None:
     """Return why the forwards must not run as CUDA graphs; None if they may."""
-    if workload == scoring.FULL_LOGITS:
+    if logits == scoring.HARNESS:
         return "--llmgpu-scoring=harness keeps a KV cache, which a CUDA graph does not"
     if not loaded.recordable:
         return "the strategy forbids CUDA graphs"

@@ -121,7 +121,7 @@ def count(forward: Callable[[], object], *, world_size: int) -> list[Collective]
     return _records(_tally(forward, world_size))
 
 
-def of_plan(loaded: Loaded, plan: Plan, *, workload: str = scoring.LEAN) -> list[Collective]:
+def of_plan(loaded: Loaded, plan: Plan, *, logits: str = scoring.LEAN) -> list[Collective]:
     """Return the traffic of this rank by kind when all batches of a plan are scored once.
 
     Five small forwards give the traffic per padded token, per row, per token of row length and per predicted token:
@@ -132,12 +132,12 @@ def of_plan(loaded: Loaded, plan: Plan, *, workload: str = scoring.LEAN) -> list
     Args:
         loaded: The model. Its decoder must not replay CUDA graphs.
         plan: The batches.
-        workload: One of `scoring.WORKLOADS`. With full logits, the traffic does not depend on predicted tokens.
+        logits: One of `scoring.SCORINGS`. With full logits, the traffic does not depend on predicted tokens.
 
     Raises:
         ValueError: An op is unknown, or the traffic depends on other numbers.
     """
-    return _records(_of_prefills(loaded, plan, workload))
+    return _records(_of_prefills(loaded, plan, logits))
 
 
 def of_generation(loaded: Loaded, plan: Plan) -> tuple[list[Collective], list[Collective]]:
@@ -161,10 +161,10 @@ def of_generation(loaded: Loaded, plan: Plan) -> tuple[list[Collective], list[Co
     return _records(total), _records(largest)
 
 
-def _of_prefills(loaded: Loaded, plan: Plan, workload: str) -> _Tally:
-    counted = [_of_forward(loaded, *shape, workload) for shape in _SHAPES]
+def _of_prefills(loaded: Loaded, plan: Plan, logits: str) -> _Tally:
+    counted = [_of_forward(loaded, *shape, logits) for shape in _SHAPES]
     smallest = plan.batches[-1]
-    seen = _records(_of_forward(loaded, smallest.rows, smallest.width, smallest.predicted, workload))
+    seen = _records(_of_forward(loaded, smallest.rows, smallest.width, smallest.predicted, logits))
     expected = _records(_combined(counted, [smallest]))
     if seen != expected:
         raise ValueError(
@@ -194,13 +194,13 @@ def wire_bytes_per_sequence(ranks: Iterable[Iterable[Collective]], sequences: in
     return sum(one.sent_bytes for rank in ranks for one in rank) / sequences
 
 
-def _of_forward(loaded: Loaded, rows: int, width: int, predicted: int, workload: str = scoring.LEAN) -> _Tally:
+def _of_forward(loaded: Loaded, rows: int, width: int, predicted: int, logits: str = scoring.LEAN) -> _Tally:
     """Return the traffic of a forward as `scoring` runs it; it does not depend on the tokens."""
     import torch
 
     ids_BS = torch.zeros(rows, width, dtype=torch.int64, device=loaded.input_device)
     rows_N = torch.zeros(predicted, dtype=torch.int64, device=loaded.input_device)
-    with scoring.way(loaded.model, workload) as chosen, torch.inference_mode():
+    with scoring.way(loaded.model, logits) as chosen, torch.inference_mode():
         return _tally(lambda: chosen.forward(ids_BS, rows_N), loaded.world_size)
 
 

@@ -316,9 +316,9 @@ def _numbered(rows: Sequence[NamedRow] | None, kernel_names: dict[str, int]) -> 
 
 
 @contextmanager
-def scoring_forward(loaded: Loaded, workload: str) -> Iterator[Forward]:
-    """Return a context manager whose value scores a batch; `workload` is one of `scoring.WORKLOADS`."""
-    with scoring.way(loaded.model, workload) as chosen:
+def scoring_forward(loaded: Loaded, logits: str) -> Iterator[Forward]:
+    """Return a context manager whose value scores a batch; `logits` is one of `scoring.SCORINGS`."""
+    with scoring.way(loaded.model, logits) as chosen:
 
         def forward(batch: Batch) -> None:
             packed = batch.packed.to(loaded.input_device, non_blocking=True)

@@ -260,7 +260,7 @@ def warm_up(state: RankState, case: Case, not_recorded: str | None = None) -> No
         requests,
         case.batch_size,
         requested=case.cuda_graphs,
-        workload=case.workload,
+        logits=case.scoring,
         not_recorded=not_recorded,
     )
     state.plan = plan = decision.plan
@@ -282,7 +282,7 @@ def warm_up(state: RankState, case: Case, not_recorded: str | None = None) -> No
                 on_batch=_report_to(state, planned=0),
                 input_device=loaded.input_device,
                 devices=loaded.devices,
-                workload=case.workload,
+                logits=case.scoring,
             )
             if decoder is not None:
                 execution.check_answers(loaded, plan, decoder, case.dtype)
@@ -323,7 +323,7 @@ def measure(state: RankState) -> ScoreReply:
                 on_batch=on_batch,
                 input_device=loaded.input_device,
                 devices=loaded.devices,
-                workload=state.case.workload,
+                logits=state.case.scoring,
             )
             batches = scores.batches
     ended_s = time.monotonic()
@@ -391,7 +391,7 @@ def account(state: RankState) -> TrafficReply:
             if state.case.generates:
                 total, step = traffic.of_generation(loaded, plan)
                 return TrafficReply(collectives=total, step=step)
-            return TrafficReply(collectives=traffic.of_plan(loaded, plan, workload=state.case.workload))
+            return TrafficReply(collectives=traffic.of_plan(loaded, plan, logits=state.case.scoring))
     except ValueError as error:
         return TrafficReply(collectives=None, why=str(error))
 
@@ -403,7 +403,7 @@ def record_work(state: RankState) -> None:
     """
     loaded, plan, on_batch = state.loaded, state.plan, _sign_of_life(state)
     if state.generator is None:
-        with work.scoring_forward(loaded, state.case.workload) as forward:
+        with work.scoring_forward(loaded, state.case.scoring) as forward:
             state.passes = [work.record(loaded, plan, forward, on_batch=on_batch)]
         return
     steps = work.record(loaded, plan, state.generator.step, on_batch=on_batch)
@@ -420,7 +420,7 @@ def run_eager_passes(state: RankState) -> list[WorkReply]:
     state.graphs.close()
     loaded, plan, on_batch = state.loaded, state.plan, _sign_of_life(state)
     if not state.case.generates:
-        with work.scoring_forward(loaded, state.case.workload) as forward, compiled_layers.suspended():
+        with work.scoring_forward(loaded, state.case.scoring) as forward, compiled_layers.suspended():
             return [work.measure(loaded, plan, state.passes[0], forward, on_batch=on_batch)]
     steps, prefills = state.passes
     with execution.generator(loaded, plan) as generator, compiled_layers.suspended():

@@ -20,8 +20,6 @@ _DEFAULT_WORDS = {
 }
 """A caption leaves these defaults out. They are written where another block has another value."""
 
-_FULL_LOGITS = "loglikelihood_full_logits"  # its value in `inference/scoring.py`, which a page does not load
-
 _COLUMN_FIELDS = ("strategy", "backend", "strategy_options", "execution")
 """Fields of a case that may differ within a table. `execution` is one of them: each batch size may run differently."""
 
@@ -123,4 +121,4 @@ def _workload(case: Case) -> str:
     """Return what a case computes; empty for the default."""
     if case.generates:
         return f"{plural(case.new_tokens or 0, 'new token')} after prompts of at most {case.prompt_tokens}"
-    return "every logit and a KV cache" if case.workload == _FULL_LOGITS else ""
+    return "every logit and a KV cache" if case.scoring == "harness" else ""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import operator
 from typing import Any
 
 import msgspec
@@ -19,8 +18,11 @@ from pytest_llmgpu.report.bounds import Count, Positive
 REFERENCE_STRATEGY = "mp"
 """Strategy that other strategies are compared with."""
 
-GENERATE = "generate"
-"""Value of `Case.workload` of a case that generates text."""
+SCORE, GENERATE = "score", "generate"
+"""Values of `Case.workload`."""
+
+_SCORINGS = {"loglikelihood": "lean", "loglikelihood_full_logits": "harness"}
+"""The scoring of a workload that has the name of stored reports."""
 
 DEFAULT_TASK = "hellaswag"
 """Task of a case or an item that names none, such as the cases of older reports."""
@@ -37,10 +39,12 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     """Values of the options that only this strategy has."""
     batch_size: Positive
     """Sequences per forward. The task decides how many sequences an item has: in HellaSwag 4."""
-    workload: str = "loglikelihood"
-    """Computation of the case. `loglikelihood` computes log-likelihoods of endings given their contexts.
-    `loglikelihood_full_logits` does the same with the logits of every position and a KV cache, as
-    lm-evaluation-harness does. `generate` continues each prompt greedily by `new_tokens` tokens."""
+    workload: str = SCORE
+    """Computation of the case. `score` computes log-likelihoods of endings given their contexts. `generate` continues
+    each prompt greedily by `new_tokens` tokens."""
+    scoring: str = "lean"
+    """Logits that a case which scores computes: `lean` only those where an ending is predicted, `harness` those of
+    every position with a KV cache, as lm-evaluation-harness does."""
     model: str
     """Model: `bundled`, a preset, a hub id, or a directory relative to the rootdir. Of a directory outside the rootdir
     only the base name is kept."""
@@ -57,7 +61,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     devices: Positive
     """Number of devices that the model is spread over."""
     launcher: str = "local"
-    """Launcher that started the ranks: `local`, or `env` for torchrun, Slurm and Ray."""
+    """Launcher that started the ranks: `local`, or `env` for torchrun, Slurm and Ray. It is not part of the keys."""
     nodes: Positive = 1
     """Number of nodes that the ranks run on."""
     cuda_graphs: str = "auto"
@@ -89,6 +93,12 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     new_tokens: Positive | None = None
     """Number of tokens generated for each prompt; null for a case that scores."""
 
+    def __post_init__(self) -> None:
+        """Replace the workload of a stored report by its present name."""
+        if self.workload in _SCORINGS:
+            msgspec.structs.force_setattr(self, "scoring", _SCORINGS[self.workload])
+            msgspec.structs.force_setattr(self, "workload", SCORE)
+
     @property
     def generates(self) -> bool:
         """True if the case generates text; False if it scores."""
@@ -101,11 +111,10 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> str:
-        """SHA-256 over the fields that differ from their defaults, except `execution`: equal keys are the same
-        measurement.
+        """SHA-256 over the fields that differ from their defaults, except `execution` and `launcher`.
 
-        A report that was written before a field existed has its default. A new field therefore changes no key, and the
-        default of a field must stay as it is.
+        Equal keys are the same measurement. A report that was written before a field existed has its default. A new
+        field therefore changes no key, and the default of a field must stay as it is.
         """
         return self._digest()
 
@@ -115,21 +124,16 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         return self._digest("batch_size")
 
     @property
-    def series_fields(self) -> tuple[object, ...]:
-        """The fields of `series`: equal where it is, and faster to compute. The strategy's options are text."""
-        return _of_series(self), str(self.strategy_options)
-
-    @property
     def loading(self) -> str:
         """SHA-256 over the fields that loading a model depends on: cases with an equal value share their processes."""
         data = ("dataset", "dataset_sha256", "limit", "task")
-        return self._digest("batch_size", "workload", "prompt_tokens", "new_tokens", *data)
+        return self._digest("batch_size", "workload", "scoring", "prompt_tokens", "new_tokens", *data)
 
     def _digest(self, *left_out: str) -> str:
         fields = {
             name: value
-            for (name, default), value in zip(_defaults(), _of_key(self), strict=True)
-            if value != default and name not in left_out
+            for name, default in _defaults().items()
+            if name not in left_out and (value := getattr(self, name)) != default
         }
         try:
             data = msgspec.json.encode(fields, order="sorted")
@@ -138,18 +142,11 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         return hashlib.sha256(data).hexdigest()
 
 
-_of_key = operator.attrgetter(*(name for name in Case.__struct_fields__ if name != "execution"))
-
-_of_series = operator.attrgetter(
-    *(name for name in Case.__struct_fields__ if name not in {"batch_size", "execution", "strategy_options"})
-)
-
-
 @functools.cache
-def _defaults() -> tuple[tuple[str, Any], ...]:
+def _defaults() -> dict[str, Any]:
     """Return each field of a key with its default; a field without one has `NODEFAULT`, which equals no value."""
-    return tuple(
-        (field.name, field.default_factory() if callable(field.default_factory) else field.default)
+    return {
+        field.name: field.default_factory() if callable(field.default_factory) else field.default
         for field in msgspec.structs.fields(Case)
-        if field.name != "execution"
-    )
+        if field.name not in {"execution", "launcher"}
+    }

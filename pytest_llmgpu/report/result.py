@@ -439,8 +439,8 @@ class CaseResult(msgspec.Struct, kw_only=True):
     markers: list[str] = []
     """Names of the markers of the test. A policy can have other thresholds for a marker."""
     key: str
-    """SHA-256 over the fields of `case` that differ from their defaults, except `execution`: results with an equal key
-    are measurements of the same case. It is computed again when a report is read."""
+    """SHA-256 over the fields of `case` that differ from their defaults, except `execution` and `launcher`: results
+    with an equal key are measurements of the same case. It is computed again when a report is read."""
     case: Case
     """Settings of the measurement."""
     outcome: Outcome

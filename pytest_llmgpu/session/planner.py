@@ -11,13 +11,13 @@ from types import SimpleNamespace
 import msgspec
 
 from pytest_llmgpu import strategies
-from pytest_llmgpu.inference import generation, models, scoring, tasks
+from pytest_llmgpu.inference import generation, models, tasks
 from pytest_llmgpu.inference.models import ModelSource, TokenizerError
 from pytest_llmgpu.inference.tasks.protocol import Dataset, Item, Task
 from pytest_llmgpu.profiling import nvml
 from pytest_llmgpu.profiling.machine import Machine
 from pytest_llmgpu.profiling.sampler import devices
-from pytest_llmgpu.report.case import DEFAULT_TASK, GENERATE, Case
+from pytest_llmgpu.report.case import DEFAULT_TASK, GENERATE, SCORE, Case
 from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.report.text import gib, plural
 from pytest_llmgpu.session.runner import Request
@@ -148,7 +148,8 @@ class Planner:
                 backend=backend,
                 strategy_options=strategy_options,
                 batch_size=batch_size,
-                workload=GENERATE if generates else scoring.WORKLOADS[options.scoring],
+                workload=GENERATE if generates else SCORE,
+                scoring=options.scoring,
                 model=source.name,
                 revision=source.revision,
                 load_format=options.load_format,

@@ -29,7 +29,7 @@ class Compiled(TensorParallel):
 
     def check(self, case: Case, source: ModelSource) -> None:
         """Refuse what tp refuses, except a single device, and a KV cache that grows."""
-        if case.workload == scoring.FULL_LOGITS:
+        if case.scoring == scoring.HARNESS:
             raise ValueError(
                 "--llmgpu-scoring=harness: it keeps a KV cache that grows, which strategy compile would have to "
                 "compile for each layer: use --llmgpu-scoring=lean"

@@ -121,9 +121,9 @@ def test_the_command_measures(tiny: Path, pytester: pytest.Pytester) -> None:
     result = pytester.runpytest_subprocess("paper", *flags, *for_the_cpu, "-p", "no:cacheprovider")
     result.assert_outcomes(passed=2)
     report = file.load(folder / "report.json.gz")
-    assert [(case.id, case.case.workload) for case in report.cases] == [
-        ("mp-bs2", "loglikelihood_full_logits"),
-        ("mp-bs8", "loglikelihood_full_logits"),
+    assert [(case.id, case.case.scoring) for case in report.cases] == [
+        ("mp-bs2", "harness"),
+        ("mp-bs8", "harness"),
     ]
     assert report.environment.variables[VARIABLE] == "1"
     assert report.options["--llmgpu-scoring"] == "harness"

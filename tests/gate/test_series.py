@@ -95,7 +95,7 @@ def test_a_probe_needs_no_second_one() -> None:
     """A size between, that this run has settled in the same test; not one that is simply gone."""
     head = _series([32, 48], [64, 50])
     found = by_series(head)
-    by_test = {TEST: {head[0].case.series_fields}}
+    by_test = {TEST: {head[0].case.series}}
     settles = {size: settled(_series([size], [])[0], found, by_test) for size in (40, 48, 49, 50, 56)}
     assert settles == {40: True, 48: True, 49: False, 50: True, 56: True}
     elsewhere = _series([40], [])[0]

@@ -133,11 +133,10 @@ def test_the_head_is_whole_again_after_scoring(model: Any) -> None:
 
 @pytest.mark.parametrize("batch_size", [1, 2, 5])
 def test_the_harness_way_gives_the_same_numbers(model: Any, batch_size: int) -> None:
-    """Both workloads give equal choices."""
+    """Both scorings give equal choices."""
     plan = batching.plan(_requests(*MIXED), batch_size)
     lean, harness = (
-        scoring.score(model, plan, input_device=CPU, workload=workload).loglikelihoods
-        for workload in scoring.WORKLOADS.values()
+        scoring.score(model, plan, input_device=CPU, logits=logits).loglikelihoods for logits in scoring.SCORINGS
     )
     assert [row[0] for row in harness] == pytest.approx([row[0] for row in lean], rel=1e-5)
 
@@ -166,7 +165,7 @@ def test_the_harness_way_computes_every_logit_beside_a_cache(
     monkeypatch.setattr(torch, "log_softmax", spy)
     model.register_forward_hook(at_the_end)
     plan = batching.plan(_requests(*MIXED), 5)
-    scoring.score(model, plan, input_device=CPU, workload=scoring.FULL_LOGITS)
+    scoring.score(model, plan, input_device=CPU, logits=scoring.HARNESS)
     full = (5, 7, VOCABULARY)
     assert seen == [(full, dtype, full, dtype, 0)], "as HFLM, which lets the cache go before the log-softmax"
     assert len(caches) == 1
@@ -182,9 +181,9 @@ def test_the_lean_way_keeps_no_cache(model: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workload", scoring.WORKLOADS.values())
-def test_the_warm_up_runs_what_is_measured(model: Any, workload: str) -> None:
-    """The warm-up runs the forwards of the measured workload."""
+@pytest.mark.parametrize("logits", scoring.SCORINGS)
+def test_the_warm_up_runs_what_is_measured(model: Any, logits: str) -> None:
+    """The warm-up runs the forwards of the measured scoring."""
     shapes: list[set[tuple[int, ...]]] = []
     plan = batching.plan(_requests(*MIXED), 2)
     for run in (scoring.warm_up, scoring.score):
@@ -192,7 +191,7 @@ def test_the_warm_up_runs_what_is_measured(model: Any, workload: str) -> None:
         hook = model.get_output_embeddings().register_forward_hook(
             lambda _, __, logits: shapes[-1].add(tuple(logits.shape))
         )
-        run(model, plan, input_device=CPU, workload=workload)
+        run(model, plan, input_device=CPU, logits=logits)
         hook.remove()
     assert shapes[0] == shapes[1]
 
@@ -205,12 +204,12 @@ def test_a_model_that_answers_with_some_logits_is_refused_by_the_harness_way() -
             return type("Output", (), {"logits": torch.zeros(len(input_ids), 1, VOCABULARY)})
 
     with pytest.raises(ValueError, match="Short does not return the logits of every position"):
-        scoring.score(Short(), batching.plan(_requests(*MIXED), 2), input_device=CPU, workload=scoring.FULL_LOGITS)
+        scoring.score(Short(), batching.plan(_requests(*MIXED), 2), input_device=CPU, logits=scoring.HARNESS)
 
 
-def test_an_unknown_workload_is_refused(model: Any) -> None:
-    """An unknown workload is refused."""
-    with pytest.raises(ValueError, match="workload 'prefill' is not allowed: allowed are loglikelihood, "):
+def test_an_unknown_scoring_is_refused(model: Any) -> None:
+    """The message has the allowed values."""
+    with pytest.raises(ValueError, match="scoring 'prefill' is not allowed: allowed are lean, harness"):
         scoring.way(model, "prefill")
 
 

@@ -130,7 +130,7 @@ def test_large_eager_forwards_keep_their_widths(model: Any, monkeypatch: pytest.
 @pytest.mark.parametrize("requested", ["auto", "on"])
 def test_a_forward_that_keeps_a_cache_is_not_recorded(model: Any, requested: str) -> None:
     """Scoring as the harness excludes CUDA graphs, and the reason names the option."""
-    decision = _decide(_loaded(model), requested, workload=scoring.FULL_LOGITS)
+    decision = _decide(_loaded(model), requested, logits=scoring.HARNESS)
     assert decision.reason == "excluded"
     assert "--llmgpu-scoring=harness" in decision.detail
     assert decision.plan.sha256 == batching.plan(_requests(), _BATCH_SIZE).sha256

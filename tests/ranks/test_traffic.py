@@ -267,11 +267,11 @@ def _run(group: RankGroup, fn: Callable[..., Any], *args: Any) -> list[Any]:
     return group.ask(worker.call, fn, args, phase="forward", timeout_s=300)
 
 
-def _assert_plan_is_its_batches(group: RankGroup, workload: str = scoring.LEAN) -> list[Collective]:
+def _assert_plan_is_its_batches(group: RankGroup, logits: str = scoring.LEAN) -> list[Collective]:
     """Check that the traffic of the plan is the sum over its batches; return it."""
-    first, second = _run(group, ranks.of_plan, workload)
+    first, second = _run(group, ranks.of_plan, logits)
     assert first == second
-    batches = _run(group, ranks.of_each_batch, workload)[0]
+    batches = _run(group, ranks.of_each_batch, logits)[0]
     summed = [
         _one(
             same[0].collective,
@@ -307,7 +307,7 @@ def test_transformers_sends_hidden_states_and_logits(load: Callable[..., RankGro
 
 def test_full_logits_are_sent_for_every_padded_token(load: Callable[..., RankGroup], bundled: ModelSource) -> None:
     """Scoring as the harness sends all logits; the KV cache is not sent."""
-    traffic_of_plan = _assert_plan_is_its_batches(load(_TP), scoring.FULL_LOGITS)
+    traffic_of_plan = _assert_plan_is_its_batches(load(_TP), scoring.HARNESS)
     plan, reductions = ranks.make_plan(), 2 * _LAYERS + 1
     hidden, batches = _hidden()[0], len(plan.batches)
     size = sum(batch.padded_tokens for batch in plan.batches) * bundled.config["vocab_size"] * _ELEMENT
@@ -355,9 +355,7 @@ def test_deepspeed_sends_full_logits_if_it_sends_logits(
     load: Callable[..., RankGroup], bundled: ModelSource, place: str, strategy: str, logits_sent: int
 ) -> None:
     """AutoTP sums the logits of every padded token; injected kernels have the whole head on every rank."""
-    traffic_of_plan = _assert_plan_is_its_batches(
-        load(place, strategy=strategy, backend="deepspeed"), scoring.FULL_LOGITS
-    )
+    traffic_of_plan = _assert_plan_is_its_batches(load(place, strategy=strategy, backend="deepspeed"), scoring.HARNESS)
     plan, hidden = ranks.make_plan(), _hidden()[0]
     tokens = sum(batch.padded_tokens for batch in plan.batches)
     size = 2 * _LAYERS * hidden + logits_sent * tokens * bundled.config["vocab_size"] * _ELEMENT
@@ -389,9 +387,9 @@ def test_a_single_process_sends_nothing(bundled: ModelSource) -> None:
     assert ranks.of_plan(loaded) == []
 
 
-@pytest.mark.parametrize("workload", scoring.WORKLOADS.values())
+@pytest.mark.parametrize("logits", scoring.SCORINGS)
 def test_the_copies_of_accelerate_are_counted(
-    monkeypatch: pytest.MonkeyPatch, bundled: ModelSource, workload: str
+    monkeypatch: pytest.MonkeyPatch, bundled: ModelSource, logits: str
 ) -> None:
     """Hidden states move once, rotary tables to every layer; their bytes depend on the row length only."""
     model: Any = LayerParallel().load(msgspec.structs.replace(_CASE, strategy="mp", devices=1), bundled).model
@@ -404,8 +402,8 @@ def test_the_copies_of_accelerate_are_counted(
     monkeypatch.setattr(traffic, "between_gpus", lambda source, target: source != target)
     cpu = torch.device("cpu")
     loaded = Loaded(model=model, config=model.config, input_device=cpu, devices=(cpu,))
-    (copies,) = ranks.of_plan(loaded, workload)
-    each = [ranks.of_batch(loaded, batch, workload)[0] for batch in ranks.make_plan().batches]
+    (copies,) = ranks.of_plan(loaded, logits)
+    each = [ranks.of_batch(loaded, batch, logits)[0] for batch in ranks.make_plan().batches]
     assert copies.collective == "peer_copy"
     assert copies.calls == sum(one.calls for one in each)
     assert copies.payload_bytes == copies.wire_bytes == sum(one.payload_bytes for one in each)

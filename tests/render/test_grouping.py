@@ -55,7 +55,7 @@ def test_a_caption_has_the_number_of_nodes() -> None:
 
 def test_a_caption_names_scoring_by_the_harness() -> None:
     """This scoring needs more memory, and a caption has it; the default scoring is left out."""
-    result = make_result(workload=scoring.FULL_LOGITS)
+    result = make_result(scoring=scoring.HARNESS)
     usual = make_result()
     [caption] = captions([[result]], make_report([result]))
     assert [*captions([[usual]], make_report([usual])), "every logit and a KV cache"] == caption.rsplit(", ", 1)

@@ -14,6 +14,7 @@ _CHANGES: dict[str, Any] = {
     "strategy_options": {"replace": True},
     "batch_size": 2,
     "workload": "prefill",
+    "scoring": "harness",
     "model": "bundled",
     "revision": "abc",
     "load_format": "dummy",
@@ -50,18 +51,17 @@ def test_every_field_has_a_changed_value_in_this_file() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(_CHANGES))
-def test_every_field_but_the_execution_changes_the_key(name: str) -> None:
-    """Different settings are different measurements; the execution can be decided during the run."""
-    assert (make_case().key == make_case(**{name: _CHANGES[name]}).key) is (name == "execution")
+def test_a_field_changes_key_series_and_loading(name: str) -> None:
+    """Other settings are another measurement; how the ranks were started, and how the forwards ran, are none.
 
-
-@pytest.mark.parametrize("name", sorted(_CHANGES))
-def test_every_field_but_batch_size_and_execution_changes_the_series(name: str) -> None:
-    """A series is a curve over batch sizes, with all other settings equal."""
-    changed = make_case(**{name: _CHANGES[name]})
-    of_series = name in {"batch_size", "execution"}
-    assert (make_case().series == changed.series) is of_series
-    assert (make_case().series_fields == changed.series_fields) is of_series
+    A series is a curve over batch sizes. A loaded model serves every batch size, dataset and workload.
+    """
+    default, changed = make_case(), make_case(**{name: _CHANGES[name]})
+    same = {"execution", "launcher"}
+    assert (default.key == changed.key) is (name in same)
+    assert (default.series == changed.series) is (name in same | {"batch_size"})
+    data = {"dataset", "dataset_sha256", "limit", "task", "workload", "scoring", "prompt_tokens", "new_tokens"}
+    assert (default.loading == changed.loading) is (name in same | {"batch_size"} | data)
 
 
 def test_the_key_survives_a_report() -> None:
@@ -83,22 +83,16 @@ def test_a_field_of_another_version_does_not_change_the_key() -> None:
 def test_keys_do_not_change_between_versions() -> None:
     """Scripts can join reports by their keys: fields of each type, and no field that has its default."""
     assert make_case().key == "c736f18c6448649dd909c279dd3f345fdce98e4c6458e2113e4126f634b9b40c"
-    before = {name: value for name, value in _CHANGES.items() if name != "attention"}
-    older = {name: value for name, value in before.items() if name not in {"prompt_tokens", "new_tokens", "nodes"}}
-    assert make_case(**older).key == "1b0b3be0aad2f519fa14ca425d4aef2c615217642487bf59cb470c180199f562"
-    newer = {**older, **{name: _CHANGES[name] for name in ("prompt_tokens", "new_tokens")}}
-    assert make_case(**newer).key == "e3bf16b15046bf53fca76b60e94fc4efb9ce7c8f15fbb2f84c6d21706b25b3aa"
-    assert make_case(**before).key == "876828b3febb003e3af8988545d31c0b2b2979b8a36492148b79ef780f2d375a"
+    assert make_case(**_CHANGES).key == "0588d94cc47b16095178af487e6bed078c233f79f9a6c25a1903dbf8a3cf3fc2"
 
 
-@pytest.mark.parametrize("name", sorted(_CHANGES))
-def test_batch_size_dataset_and_workload_do_not_need_another_loaded_model(name: str) -> None:
-    """A loaded model serves every batch size, dataset and workload; every other setting needs new processes."""
-    shared = name in {
-        *("batch_size", "execution", "dataset", "dataset_sha256", "limit", "task"),
-        *("workload", "prompt_tokens", "new_tokens"),
-    }
-    assert (make_case().loading == make_case(**{name: _CHANGES[name]}).loading) is shared
+@pytest.mark.parametrize(("stored", "scoring"), [("loglikelihood", "lean"), ("loglikelihood_full_logits", "harness")])
+def test_a_stored_workload_has_its_present_name(stored: str, scoring: str) -> None:
+    """A stored report and a new one of the same measurement have equal keys."""
+    read = msgspec.convert({**msgspec.to_builtins(make_case()), "workload": stored}, Case)
+    assert (read.workload, read.scoring) == ("score", scoring)
+    assert read == make_case(scoring=scoring)
+    assert read.key == make_case(scoring=scoring).key
 
 
 def test_options_of_other_types_are_other_measurements() -> None:

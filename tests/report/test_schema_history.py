@@ -42,7 +42,7 @@ def test_the_figures_of_a_stored_report_keep_their_meaning() -> None:
     assert (report.session.complete, report.options["--strategy"]) == (False, ["mp", "tp"])
     assert ceilings is not None
     assert (ceilings.devices[0].gemm_flops_per_s, ceilings.all_reduce_bytes_per_s) == ({"float16": 7.6e14}, 3.5e11)
-    assert (tp.case.workload, again.id) == ("loglikelihood", "mp-bs4#2")
+    assert (tp.case.workload, again.id) == ("score", "mp-bs4#2")
     launch = tp.launches[0]
     assert launch.batches.latency_s == [1.0, 1.0, 1.0]
     assert launch.accuracy is not None

@@ -296,7 +296,7 @@ def test_scoring_like_the_harness_is_another_measurement(tmp_path: Path, choose:
     lean, harness = (
         _planner(tmp_path, devices=1).request(choose(scoring=way), "mp", 4).case for way in ("lean", "harness")
     )
-    assert (lean.workload, harness.workload) == ("loglikelihood", "loglikelihood_full_logits")
+    assert (lean.scoring, harness.scoring) == ("lean", "harness")
     assert lean.key != harness.key
     with pytest.raises(ValueError, match="--llmgpu-cuda-graphs=on: --llmgpu-scoring=harness keeps a KV cache"):
         _planner(tmp_path, devices=1).request(choose(scoring="harness", cuda_graphs="on"), "mp", 4)
@@ -413,7 +413,7 @@ def test_prompts_are_continued_and_other_items_where_the_option_asks(
     """The fixture or the option decides; each item is one sequence, and the same loaded model serves both workloads."""
     planner = _planner(tmp_path)
     scored = planner.request(choose(), "mp", 4).case
-    assert (scored.workload, scored.prompt_tokens, scored.new_tokens) == ("loglikelihood", None, None)
+    assert (scored.workload, scored.prompt_tokens, scored.new_tokens) == ("score", None, None)
     prompts = planner.request(choose(), "mp", 4, task="prompts").case
     assert (prompts.id, prompts.prompt_tokens, prompts.new_tokens) == ("mp-generate-bs4", 96, 64)
     contexts = planner.request(choose(workload="generate", prompt_tokens=8), "mp", 4).case

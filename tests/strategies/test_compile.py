@@ -157,7 +157,7 @@ def test_a_cache_folder_of_another_user_is_refused(
 
 def test_a_cache_that_grows_is_refused(bundled: ModelSource) -> None:
     """The line names the option and the allowed value."""
-    case = _case(_items("hellaswag"), workload=scoring.FULL_LOGITS)
+    case = _case(_items("hellaswag"), scoring=scoring.HARNESS)
     with pytest.raises(ValueError, match=r"--llmgpu-scoring=harness: .* use --llmgpu-scoring=lean"):
         Compiled().check(case, bundled)
 

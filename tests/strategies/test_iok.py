@@ -345,10 +345,10 @@ def test_scoring_as_the_harness_gives_the_same_numbers(
     """The kernels keep the KV cache in their workspace, so that the workspace does not grow."""
     replies = []
     items = HellaSwag().load("bundled", rootdir=Path.cwd(), limit=8).items
-    for workload in scoring.WORKLOADS.values():
+    for logits in scoring.SCORINGS:
         reset_deepspeed(monkeypatch)
         state = worker.RankState(on_batch=lambda _: None)
-        case = msgspec.structs.replace(_CASE, workload=workload)
+        case = msgspec.structs.replace(_CASE, scoring=logits)
         worker.load(state, case, bundled, "support.emulated_iok:EmulatedInjection")
         worker.give(state, "items", items, tasks.BUILT_IN["hellaswag"])
         replies.append(

@@ -37,18 +37,18 @@ def make_plan() -> Plan:
     )
 
 
-def of_plan(loaded: Loaded, workload: str = scoring.LEAN) -> list[Collective]:
+def of_plan(loaded: Loaded, logits: str = scoring.LEAN) -> list[Collective]:
     """Return the traffic of the plan by `traffic.of_plan`."""
-    return traffic.of_plan(loaded, make_plan(), workload=workload)
+    return traffic.of_plan(loaded, make_plan(), logits=logits)
 
 
-def of_each_batch(loaded: Loaded, workload: str = scoring.LEAN) -> list[list[Collective]]:
+def of_each_batch(loaded: Loaded, logits: str = scoring.LEAN) -> list[list[Collective]]:
     """Return the traffic of each batch of the plan, counted while the batch is scored."""
     batches = make_plan().batches
     return [
         traffic.count(
             lambda one=batch: scoring.run(  # type: ignore[misc]  # mypy takes a default for no type
-                loaded.model, [one], input_device=loaded.input_device, devices=loaded.devices, workload=workload
+                loaded.model, [one], input_device=loaded.input_device, devices=loaded.devices, logits=logits
             ),
             world_size=loaded.world_size,
         )
@@ -56,13 +56,13 @@ def of_each_batch(loaded: Loaded, workload: str = scoring.LEAN) -> list[list[Col
     ]
 
 
-def of_batch(loaded: Loaded, batch: Batch, workload: str) -> list[Collective]:
+def of_batch(loaded: Loaded, batch: Batch, logits: str) -> list[Collective]:
     """Return the traffic of a batch by its shape, on a device that computes nothing as well."""
     import torch
 
     ids_BS = torch.zeros(batch.rows, batch.width, dtype=torch.int64)
     rows_N = torch.zeros(batch.predicted, dtype=torch.int64)
-    with scoring.way(loaded.model, workload) as way, torch.inference_mode():
+    with scoring.way(loaded.model, logits) as way, torch.inference_mode():
         return traffic.count(lambda: way.forward(ids_BS, rows_N), world_size=loaded.world_size)
 
 
