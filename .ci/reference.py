@@ -1,4 +1,4 @@
-"""Write the generated parts of `docs/`: options, commands, metrics with their thresholds, and the fields of a report.
+"""Write the generated parts of `docs/`: options, commands, and metrics with their thresholds.
 
 `python .ci/reference.py` rewrites the files; with `--check` it names each file that is not up to date and fails.
 """
@@ -10,7 +10,6 @@ import dataclasses
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -18,7 +17,6 @@ from pytest_llmgpu import cli
 from pytest_llmgpu.gate import policy
 from pytest_llmgpu.report.metrics import METRICS
 from pytest_llmgpu.report.options import Options, flag_of, ini_key_of
-from pytest_llmgpu.report.schema import schema
 
 _DOCS = Path(__file__).parents[1] / "docs"
 
@@ -64,21 +62,6 @@ def metrics() -> str:
     )
 
 
-def report() -> str:
-    """Return the fields of each record of a report."""
-    described = schema()
-    parts = []
-    for name, record in described["$defs"].items():
-        if not record.get("properties"):
-            continue
-        rows = [
-            [f"`{field}`", _type(part), part.get("description", "")] for field, part in record["properties"].items()
-        ]
-        about = " ".join(record.get("description", "").split())
-        parts.append(f"## {name}\n\n{about}\n\n{_table(['field', 'type', 'meaning'], rows)}")
-    return "\n\n".join(parts)
-
-
 PAGES = {
     "options.md": ("Options", "Flags of pytest, with their keys in ini files and markers.", options),
     "commands.md": (
@@ -87,7 +70,6 @@ PAGES = {
         commands,
     ),
     "metrics.md": ("Metrics", "What the gate judges, in the order of its rows.", metrics),
-    "report-fields.md": ("Fields of a report", "The same text as `llmgpu schema`, as tables.", report),
 }
 """File to its title, its first sentence and the function that makes the rest."""
 
@@ -112,22 +94,6 @@ def _toml(value: object) -> str:
         if isinstance(value, float)
         else str(value)
     )
-
-
-def _type(part: dict[str, Any]) -> str:
-    """Return the type of a field in a few words."""
-    if "$ref" in part:
-        return part["$ref"].rpartition("/")[2]
-    if "anyOf" in part:
-        return " or ".join(dict.fromkeys(map(_type, part["anyOf"])))
-    if "enum" in part:
-        return ", ".join(f"`{value}`" for value in part["enum"])
-    if part.get("type") == "array":
-        return f"list of {_type(part.get('items') or {})}"
-    if part.get("type") == "object":
-        return f"map to {_type(part.get('additionalProperties') or {})}"
-    kind = part.get("type", "any")
-    return " or ".join(kind) if isinstance(kind, list) else str(kind)
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:

@@ -351,7 +351,6 @@ def _new_session(config: pytest.Config) -> BenchmarkSession:
             options=chosen,
             known=strategies.merge(config.hook.pytest_llmgpu_strategies(config=config)),
             known_tasks=known_tasks,
-            arguments=[str(argument) for argument in config.invocation_params.args],
             live=live,
             nodes=nodes,
         )

@@ -6,7 +6,6 @@ import getpass
 import os
 import re
 import socket
-from collections.abc import Sequence
 from pathlib import Path
 
 _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
@@ -18,34 +17,6 @@ _CREDENTIALS = re.compile(
 )
 """Secrets that have a form of their own: Hugging Face, GitHub, GitLab, AWS, OpenAI, HTTP."""
 _HIDDEN = "***"
-_PYTEST_OPTIONS = frozenset(
-    [
-        "--basetemp",
-        "--capture",
-        "--collect-only",
-        "--color",
-        "--confcutdir",
-        "--config-file",
-        "--deselect",
-        "--durations",
-        "--ignore",
-        "--import-mode",
-        "--junit-xml",
-        "--junitxml",
-        "--maxfail",
-        "--pyargs",
-        "--rootdir",
-        "--show-capture",
-        "--strategy",
-        "--tb",
-        "--verbosity",
-        "--log-cli-level",
-        "--log-file",
-        "--log-level",
-    ]
-)
-"""Long options of pytest and this plugin whose values are kept. Options of this plugin begin with `--llmgpu-`."""
-_INI_OPTIONS = ("-o", "--override-ini")
 _COMPONENT_END = r"(?![^/:,;'\"\s])"
 # A quoted path can contain blanks. An unquoted one does not begin inside a word, a URL or another path.
 _ABSOLUTE_PATH = re.compile(
@@ -104,42 +75,3 @@ def anonymous(text: str) -> str:
         # pytest's tmp_path is in a folder like `pytest-of-ada`.
         text = re.sub(rf"(?:(?<=/)|(?<=/pytest-of-)){re.escape(user)}{_COMPONENT_END}", "<user>", text)
     return re.sub(rf"(?<![\w-]){re.escape(socket.gethostname())}(?![\w-])", "<host>", text)
-
-
-def public_arguments(arguments: Sequence[str], rootdir: Path) -> list[str]:
-    """Return command-line arguments of pytest for publication: options of other plugins have no value.
-
-    A path in `rootdir` becomes relative to it, another absolute path keeps its last component.
-    """
-    public: list[str] = []
-    before = ""
-    for argument in arguments:
-        name, equals, value = argument.partition("=") if argument.startswith("--") else (before, "", argument)
-        if argument.startswith("-"):
-            public.append(f"{name}={_public(name, value, rootdir)}" if equals else anonymous(argument))
-        else:
-            public.append(_public(before, argument, rootdir))
-        before = argument
-    return public
-
-
-def _public(option: str, value: str, rootdir: Path) -> str:
-    """Return the value of an option, or an argument that follows no option."""
-    ini, equals, _ = value.partition("=")
-    if option in _INI_OPTIONS and equals and not ini.startswith("llmgpu_"):
-        return f"{ini}={_HIDDEN}"
-    ours = not option.startswith("--") or option.startswith("--llmgpu-") or "=" in option or option in _PYTEST_OPTIONS
-    # What follows an option of another plugin may be the path of a test.
-    if not (ours or option in _INI_OPTIONS or _exists(Path(value.partition("::")[0]))):
-        return _HIDDEN
-    path = Path(value)
-    if path.is_absolute():
-        value = str(path.relative_to(rootdir)) if path.is_relative_to(rootdir) else path.name
-    return anonymous(value)
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except (OSError, ValueError):  # the name is too long, or has a null byte
-        return False

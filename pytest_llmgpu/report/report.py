@@ -123,8 +123,6 @@ class Resumption(msgspec.Struct, frozen=True, kw_only=True):
 
     created: str
     """Time at which the session was resumed, in UTC as RFC 3339."""
-    argv: list[str] = []
-    """Arguments of pytest, as in `argv` of the report."""
     source: str
     """Name of the report that was continued, as the user gave it but without private folders."""
     sha256: str
@@ -167,8 +165,6 @@ class Report(msgspec.Struct, kw_only=True):
     """Time at which the report was created, in UTC as RFC 3339."""
     plugin_version: str | None
     """Version of pytest-llmgpu; null if it is not known."""
-    argv: list[str] = []
-    """Arguments of pytest. Paths are relative to the rootdir; of paths outside it only the base name is kept."""
     options: dict[str, OptionValue] = {}
     """Option flag mapped to its value."""
     session: Session = msgspec.field(default_factory=Session)

@@ -20,7 +20,7 @@ from pytest_llmgpu.profiling.machine import Machine
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.options import LATEST, Options
-from pytest_llmgpu.report.privacy import anonymous, public_arguments, short_paths
+from pytest_llmgpu.report.privacy import anonymous, short_paths
 from pytest_llmgpu.report.report import OptionValue, Report, Session, next_id
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.text import beginning, valid
@@ -42,7 +42,6 @@ class Recorder:
         storage_path: Path,
         rootdir: Path,
         options: Options,
-        arguments: Sequence[str],
         page_path: Path | None = None,
     ) -> None:
         """Prepare a report.
@@ -52,7 +51,6 @@ class Recorder:
             storage_path: The folder of the store, for a run that is saved there.
             rootdir: The folder that relative paths in the report start from, and whose commit is recorded.
             options: The options of the run, without the markers of tests.
-            arguments: The command-line arguments of pytest.
             page_path: The path of the HTML page; None for no page.
 
         Raises:
@@ -61,7 +59,6 @@ class Recorder:
         self._rootdir = rootdir
         self._storage_path = storage_path
         self._options = options
-        self._arguments = arguments
         self.path = path
         self.report: Report | None = None
         """The report so far; None until the first case is there."""
@@ -92,7 +89,7 @@ class Recorder:
             from pytest_llmgpu.render.html import report  # imports the charts
 
             report.check(page_path)
-        if options.save is not None or options.autosave:
+        if options.save is not None:
             file.check_writable(storage_path / "0001.json")
 
     @property
@@ -266,9 +263,8 @@ class Recorder:
         """Save the finished report in the store, if an option requests that."""
         if self.report is None:
             return
-        passed = self.report.session.complete and self.report.session.exit_status == 0
         name = self.report.options.get(resume.SAVE)
-        if name is not None or (self._options.autosave and passed):
+        if name is not None:
             self._save(self.report, str(name or "") or None)
 
     def write_page(self, baseline: Report | None) -> None:
@@ -305,7 +301,6 @@ class Recorder:
         started = Report(
             created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z"),
             plugin_version=machine.installed_version("pytest-llmgpu"),
-            argv=public_arguments(self._arguments, self._rootdir),
             options={
                 flag: anonymous(_relative(value, self._rootdir)) if isinstance(value, str) else _plain(value)
                 for flag, value in self._options.in_force().items()

@@ -40,7 +40,7 @@ def continued(broken: Report, now: Report, *, name: str, sha256: str) -> Report:
         raise ValueError(refusal)
     save = now.options.get(SAVE) if now.options.get(SAVE) is not None else broken.options.get(SAVE)
     cases = [whole for result in broken.cases if (whole := _whole(result)) is not None]
-    resumption = Resumption(created=now.created, argv=now.argv, source=name, sha256=sha256, kept=len(cases))
+    resumption = Resumption(created=now.created, source=name, sha256=sha256, kept=len(cases))
     return msgspec.structs.replace(
         broken,
         schema_version=now.schema_version,

@@ -65,7 +65,6 @@ class BenchmarkSession:
         options: Options,
         known: Mapping[str, str],
         known_tasks: Mapping[str, str] = tasks.BUILT_IN,
-        arguments: Sequence[str],
         live: LiveLine,
         nodes: Nodes | None = None,
     ) -> None:
@@ -77,7 +76,7 @@ class BenchmarkSession:
         self._devices = None if nodes is None else Devices(nodes)
         find_machine = environment.machine if self._devices is None else self._devices.machine
         self.planner = Planner(rootdir, find_machine, known, known_tasks)
-        self.recorder = Recorder(report_path, storage_path, rootdir, options, arguments, page_path)
+        self.recorder = Recorder(report_path, storage_path, rootdir, options, page_path)
         self.judge: Judge | None = None
         """Compares the run with its baseline; None without one."""
         if options.compare is not None:

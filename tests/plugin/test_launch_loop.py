@@ -212,7 +212,7 @@ def test_launches_of_a_case_are_assessed_together(tmp_path: Path, monkeypatch: p
     """The report has one case with the findings on its launches; unequal traffic is unknown, with the reason."""
     monkeypatch.setattr(recorder, "commit", lambda _: Commit())
     monkeypatch.setattr(machine, "fingerprint", lambda _: Environment(python="3.11.7", platform="Linux"))
-    kept = Recorder(tmp_path / "report.json", tmp_path / "store", tmp_path, Options(), [])
+    kept = Recorder(tmp_path / "report.json", tmp_path / "store", tmp_path, Options())
     devices = machine.Machine(device="cpu", devices=1, gpus=[], facts=TorchFacts(version="2"))
     for number, (seconds, ranks) in enumerate(((1.2, 4), (1.0, 2), (3.1, 4)), start=1):
         kept.start_launch(number)

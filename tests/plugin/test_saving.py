@@ -37,7 +37,7 @@ def _finished(
     result: CaseResult | None = None,
 ) -> Recorder:
     """Return the recorder of a run of one case."""
-    kept = Recorder(tmp_path / "report.json", tmp_path / "store", tmp_path, options, [])
+    kept = Recorder(tmp_path / "report.json", tmp_path / "store", tmp_path, options)
     kept.add(
         result or make_result(device="cpu", devices=1),
         options,
@@ -92,37 +92,18 @@ def test_who_asks_for_a_run_to_be_saved_gets_it_whatever_came_of_it(
     assert file.load(one.path).session.exit_status == exit_status
 
 
-@pytest.mark.parametrize(
-    ("exit_status", "interrupted", "kept"), [(0, False, 1), (1, False, 0), (0, True, 0), (2, True, 0)]
-)
-def test_autosave_keeps_what_is_complete_and_green(
-    tmp_path: Path, exit_status: int, interrupted: bool, kept: int
-) -> None:
-    """--llmgpu-autosave keeps complete runs without a failure only."""
-    recorded = _finished(tmp_path, Options(autosave=True), exit_status=exit_status, interrupted=interrupted)
-    assert len(store.stored(tmp_path / "store")) == kept
-    assert len(recorded.whereabouts()) == 1 + kept
-
-
-def test_autosave_and_a_name_save_once(tmp_path: Path) -> None:
-    """--llmgpu-save and --llmgpu-autosave together keep one report."""
-    _finished(tmp_path, Options(autosave=True, save="mine"))
-    assert [one.name for one in store.stored(tmp_path / "store")] == ["mine"]
-
-
 def test_nothing_is_saved_unless_asked_for(tmp_path: Path) -> None:
     """Without the options no store is created."""
     _finished(tmp_path, Options(), result=make_failed("oom", device="cpu", devices=1))
     assert not (tmp_path / "store").exists()
 
 
-@pytest.mark.parametrize("options", [Options(save=""), Options(autosave=True)])
-def test_a_store_that_cannot_be_written_is_refused_before_the_run(tmp_path: Path, options: Options) -> None:
+def test_a_store_that_cannot_be_written_is_refused_before_the_run(tmp_path: Path) -> None:
     """A store that cannot be written is refused before the run."""
     (tmp_path / "store").write_text("a file")
     with pytest.raises(ValueError, match="cannot be written"):
-        Recorder(tmp_path / "report.json", tmp_path / "store", tmp_path, options, [])
-    Recorder(tmp_path / "report.json", tmp_path / "store", tmp_path, Options(), [])
+        Recorder(tmp_path / "report.json", tmp_path / "store", tmp_path, Options(save=""))
+    Recorder(tmp_path / "report.json", tmp_path / "store", tmp_path, Options())
 
 
 def test_a_run_that_could_not_be_saved_is_not_green(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_llmgpu.report.privacy import anonymous, is_secret, public_arguments, short_paths
+from pytest_llmgpu.report.privacy import anonymous, is_secret, short_paths
 
 
 @pytest.fixture(autouse=True)
@@ -124,27 +124,3 @@ def test_a_home_folder_inside_another_path_is_kept(monkeypatch: pytest.MonkeyPat
     """The home of root is a component of other paths."""
     monkeypatch.setenv("HOME", "/root")
     assert anonymous("/home/root/x:/root/x file:///root") == "/home/root/x:~/x file://~"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "shown"),
-    [
-        (["--api-token=abc"], ["--api-token=***"]),
-        (["--api-token", "abc", "-x"], ["--api-token", "***", "-x"]),
-        (["--cov", "tests/test_a.py::test_x"], ["--cov", "tests/test_a.py::test_x"]),
-        (["-o", "hook=abc", "--override-ini=hook=abc"], ["-o", "hook=***", "--override-ini=hook=***"]),
-        (["-o", "llmgpu_model=bundled"], ["-o", "llmgpu_model=bundled"]),
-        (["--llmgpu-model=/models/m", "--llmgpu-save"], ["--llmgpu-model=m", "--llmgpu-save"]),
-        (["--llmgpu-model", "https://a:b@c/m"], ["--llmgpu-model", "https://***@c/m"]),
-        (["-k", "a and b", "--tb=short", "--strategy=mp,tp"], ["-k", "a and b", "--tb=short", "--strategy=mp,tp"]),
-        (["tests", "gone/test_b.py"], ["tests", "gone/test_b.py"]),
-    ],
-)
-def test_options_of_other_plugins_have_no_value(
-    arguments: list[str], shown: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A report keeps the values of pytest's options and of ours."""
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "tests" / "test_a.py").touch()
-    monkeypatch.chdir(tmp_path)
-    assert public_arguments(arguments, tmp_path) == shown

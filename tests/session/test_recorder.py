@@ -29,12 +29,11 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recorder:
     monkeypatch.setattr(socket, "gethostname", lambda: "node17")
     monkeypatch.setattr(recorder, "commit", lambda _: Commit())
     monkeypatch.setattr(machine, "fingerprint", lambda _: Environment(python="3.11.7", platform="Linux"))
-    return _recorder(tmp_path, Options())
+    return _recorder(tmp_path, Options(dataset="/home/ada/d.jsonl"))
 
 
 def _recorder(tmp_path: Path, options: Options) -> Recorder:
-    arguments = ["--llmgpu-dataset=/home/ada/d.jsonl", "tests"]
-    return Recorder(tmp_path / "report.json", tmp_path / "store", tmp_path, options, arguments)
+    return Recorder(tmp_path / "report.json", tmp_path / "store", tmp_path, options)
 
 
 def _add(recorded: Recorder, result: CaseResult) -> CaseResult:
@@ -139,11 +138,11 @@ def test_a_session_is_complete_once_all_expected_tests_measured(
     assert (session.complete, session.exit_status, session.deselected) == (complete, 1, ["other"])
 
 
-def test_arguments_lose_their_folders(recorded: Recorder) -> None:
-    """The command line can be repeated; private folders are removed."""
+def test_options_lose_their_folders(recorded: Recorder) -> None:
+    """The values in force are recorded; private folders are removed."""
     _add(recorded, make_result(device="cpu", devices=1))
     assert recorded.report is not None
-    assert recorded.report.argv == ["--llmgpu-dataset=d.jsonl", "tests"]
+    assert recorded.report.options["--llmgpu-dataset"] == "d.jsonl"
 
 
 def test_a_case_is_compared_with_mp_of_the_same_session(recorded: Recorder) -> None:
@@ -182,11 +181,10 @@ def test_a_figure_that_is_not_finite_loses_no_report(
 
 
 def test_secrets_reach_no_part_of_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Arguments, variables, failures and reasons are searched."""
+    """Options, variables, failures and reasons are searched."""
     monkeypatch.setattr(recorder, "commit", lambda _: Commit())
     monkeypatch.setenv("NCCL_PROXY", "http://user:hunter2@proxy")
-    arguments = ["--api-key=hunter2", "--password", "hunter2"]
-    recorded = Recorder(tmp_path / "report.json", tmp_path / "store", tmp_path, Options(), arguments)
+    recorded = _recorder(tmp_path, Options(model="https://a:hunter2@hub/m"))
     failure = Failure(phase="load", message="GET http://a:hunter2@b: 401", log_tail="Bearer hunter2\n")
     result = make_failed("error", failure)
     result.why["traffic"] = result.launches[0].why["work"] = "failed: hf_hunter2hunter2"

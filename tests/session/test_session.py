@@ -25,7 +25,6 @@ def session(tmp_path: Path) -> Iterator[BenchmarkSession]:
         calibration_path=None,
         page_path=None,
         options=Options(),
-        arguments=[],
         live=LiveLine(nullcontext, lambda: 80),
         known={},
     )

@@ -30,7 +30,7 @@ def paper_report(points: int = 30) -> Report:
     report = make_report(paper_results())
     report.session = Session(complete=True, exit_status=0, collected=len(report.cases))
     report.commit = Commit(sha="3b1f09ac" * 5, branch="main", dirty=False)
-    report.argv = ["benchmarks", "--strategy=mp,tp,iok", "-k", "a b"]
+    report.options = {"--strategy": ["mp", "tp", "iok"], "--llmgpu-dataset": "a b", "--llmgpu-dtype": "auto"}
     report.environment.versions = {"torch": "2.11.0", "absent": None}
     for result in report.cases:
         for launch in result.launches:

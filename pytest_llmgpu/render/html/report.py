@@ -25,6 +25,7 @@ from pytest_llmgpu.render.time_table import entries, make_time_table
 from pytest_llmgpu.render.work_table import make_work_tables
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.metrics import MetricName, spec_of
+from pytest_llmgpu.report.options import flags_of
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.verdicts import Row, Verdicts, worst_first
@@ -139,7 +140,7 @@ def _page(report: Report, baseline: Report | None, policy: Policy, name: str) ->
         machine=facts.compared(facts.machine, report, baseline),
         libraries=facts.compared(facts.libraries, report, baseline),
         options=facts.compared(facts.options, report, baseline, absent="default"),
-        command=[shlex.quote(word) for word in ("pytest", *report.argv)],
+        command=["pytest", *map(shlex.quote, flags_of(report.options))],
         licenses=asset("licenses.txt"),
         data=_json({"config": config}),
     )

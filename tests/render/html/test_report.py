@@ -165,7 +165,7 @@ def test_text_of_a_report_is_never_markup() -> None:
     report.cases[0].id = report.cases[-1].id = EVIL
     report.cases[-1].failure = Failure(phase="forward", message=EVIL)
     report.cases[0].findings = [Finding(code=EVIL, severity="failure", text=EVIL, next_step=EVIL)]
-    report.argv = [EVIL]
+    report.options = {"--llmgpu-model": EVIL}
     report.environment.versions = {EVIL: EVIL}
     report.environment.variables = {"NCCL_X": EVIL}
     report.verdicts = make_verdicts(time_row(report, reason=EVIL))
@@ -193,7 +193,7 @@ def test_the_status_comes_first() -> None:
         "★ most sequences/s 61.8 min / 82.8 %",
         "OOM out of memory",
         "Throughput by batch size",
-        "Environment and command pytest benchmarks --strategy=mp,tp,iok -k 'a b'",
+        "Environment and command pytest --strategy=mp,tp,iok '--llmgpu-dataset=a b'",
     ):
         place = text.index(words, place)
 
