@@ -186,7 +186,7 @@ def parse(data: bytes, name: str) -> Report:
     """
     try:
         text = with_present_names(unpack(data))
-        check_version(text)
+        _check_version(text)
         try:
             report = msgspec.json.decode(text, type=Report)
             _check(report.cases)
@@ -204,7 +204,7 @@ def parse(data: bytes, name: str) -> Report:
     return report
 
 
-def check_version(text: bytes) -> None:
+def _check_version(text: bytes) -> None:
     """Check that a text is a report of the version that this pytest-llmgpu reads.
 
     Raises:

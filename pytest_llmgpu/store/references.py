@@ -12,7 +12,7 @@ import msgspec
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.options import LATEST
 from pytest_llmgpu.report.report import Report
-from pytest_llmgpu.report.text import plural
+from pytest_llmgpu.report.text import listed, plural
 from pytest_llmgpu.report.verdicts import Baseline
 from pytest_llmgpu.store import git
 from pytest_llmgpu.store.store import Stored, compact_time, stored
@@ -79,12 +79,18 @@ def resolve(reference: str, storage: Path, *, machine: str | None = None, reposi
         return Source(name=reference, data=git.content(reference, repository))
     path = Path(reference)
     found = _find(reference, stored(storage), machine)
-    if reference == LATEST and (last := _unkept_run(storage, found)) is not None:
-        return last
+    if reference == LATEST and _exists(last := last_run(storage)):
+        source = _of_path(last)
+        created = compact_time(source.report())
+        if all(one.created < created for one in found):
+            return source
     exists = _exists(path)
     if len(found) + exists > 1:
-        candidates = [f"./{reference}"] * exists + _shown(found)
-        raise ValueError(f"{reference!r} is ambiguous: it can be {', '.join(candidates)}")
+        candidates = [f"./{reference}"] * exists
+        candidates += [
+            f"{one.reference} ({', '.join(filter(None, [one.commit, one.created, one.name]))})" for one in found
+        ]
+        raise ValueError(f"{reference!r} is ambiguous: it can be {listed(candidates, _SHOWN)}")
     if found:
         return msgspec.structs.replace(_of_path(found[0].path), stored=found[0])
     if exists or reference.endswith(_SUFFIXES):
@@ -97,16 +103,6 @@ def resolve(reference: str, storage: Path, *, machine: str | None = None, reposi
 def last_run(storage: Path) -> Path:
     """Return the file of the last run in the folder of the store, whether that run was kept or not."""
     return storage / _LAST_RUN
-
-
-def _unkept_run(storage: Path, kept: Sequence[Stored]) -> Source | None:
-    """Return the report of the last run if it is newer than the newest kept reports."""
-    path = last_run(storage)
-    if not _exists(path):
-        return None
-    source = _of_path(path)
-    created = compact_time(source.report())
-    return source if all(one.created < created for one in kept) else None
 
 
 def _exists(path: Path) -> bool:
@@ -122,8 +118,9 @@ def _find(reference: str, kept: Sequence[Stored], machine: str | None) -> list[S
     if slash:
         return _find(rest, [one for one in kept if one.machine == folder], None)
     if reference == LATEST:
-        newest = {one.machine: one for one in sorted(kept, key=_recency)}
-        found = list(newest.values())
+        # The number alone is not enough: a promoted copy has the highest number and the time of its original.
+        by_time = sorted(kept, key=lambda one: (one.created, one.name != BASELINE, one.number))
+        found = list({one.machine: one for one in by_time}.values())
     else:
         number = int(reference) if _NUMBER.fullmatch(reference) else None
         commit = reference.lower() if _SHA.fullmatch(reference.lower()) else None
@@ -136,20 +133,6 @@ def _find(reference: str, kept: Sequence[Stored], machine: str | None) -> list[S
             or (commit and one.commit and (one.commit.startswith(commit) or commit.startswith(one.commit)))
         ]
     return [one for one in found if one.machine == machine] or found
-
-
-def _recency(one: Stored) -> tuple[str, bool, int]:
-    # The number alone is not enough: a promoted copy has the highest number and the time of its original.
-    return (one.created, one.name != BASELINE, one.number)
-
-
-def _shown(found: Sequence[Stored]) -> list[str]:
-    """Return the unique reference of each report, with commit, time and name."""
-    lines = [
-        f"{one.reference} ({', '.join(filter(None, [one.commit, one.created, one.name]))})" for one in found[:_SHOWN]
-    ]
-    more = len(found) - _SHOWN
-    return [*lines, f"and {more:,} more"] if more > 0 else lines
 
 
 def _of_path(path: Path) -> Source:

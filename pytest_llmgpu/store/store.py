@@ -6,11 +6,10 @@ A stored report is overwritten only by the continuation of its own session, and 
 from __future__ import annotations
 
 import collections
-import concurrent.futures
 import datetime
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,8 +19,7 @@ from tabulate import tabulate
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.options import LONGEST_NAME, check_name
 from pytest_llmgpu.report.report import Commit, Report
-from pytest_llmgpu.report.result import Outcome
-from pytest_llmgpu.report.text import gib
+from pytest_llmgpu.report.text import GIB
 
 DEFAULT = Path(".llmgpu")
 """Default folder of the store, relative to the working directory."""
@@ -73,8 +71,11 @@ def hardware(report: Report) -> str:
     environment = report.environment
     if environment.gpus and any(result.case.device == "cuda" for result in report.cases):
         kinds = collections.Counter((gpu.name, gpu.memory_bytes) for gpu in environment.gpus)
-        return _safe("+".join(f"{count}x-{name}{_memory(size)}" for (name, size), count in kinds.items()))
-    return _safe(f"CPU-{_MARKS.sub(' ', environment.cpu or 'unknown')}")
+        sizes = {size: "" if size is None else f"-{size / GIB:.0f}GiB" for _, size in kinds}
+        text = "+".join(f"{count}x-{name}{sizes[size]}" for (name, size), count in kinds.items())
+    else:
+        text = f"CPU-{_MARKS.sub(' ', environment.cpu or 'unknown')}"
+    return re.sub(r"[^A-Za-z0-9.+]+", "-", text).strip("-.")[:LONGEST_NAME].rstrip("-.")
 
 
 def prepare(storage: Path) -> None:
@@ -128,15 +129,21 @@ def save(report: Report, storage: Path, name: str | None = None, *, compressed: 
     data = file.encode(report, compressed=compressed)
     prepare(storage)
     folder = storage / hardware(report)
-    parts = filter(None, (_commit(report), compact_time(report), name))
+    # The commit may come from a variable of a CI system and contain any letter.
+    sha = re.sub(r"[^0-9a-z]", "", (report.commit.sha or "").lower())[:_SHA_LETTERS] or _NO_COMMIT
+    parts = filter(None, (sha, compact_time(report), name))
     tail = f"_{'_'.join(parts)}.json{'.gz' if compressed else ''}"
     folder.mkdir(parents=True, exist_ok=True)
     earlier = [one.path for one in _stored_in(folder) if report.resumed and one.path.name == f"{one.number:04}{tail}"]
     if earlier:
         file.write(earlier[0], data)
         return earlier[0]
-    if name is not None:
-        _release(folder, name)
+    for one in list(_stored_in(folder)) if name is not None else []:
+        # A run that did not complete loses its name, and keeps its number. A file that cannot be read keeps its name;
+        # another run may have taken the name at the same moment.
+        with suppress(ValueError, OSError):
+            if one.name == name and not file.load(one.path).session.complete:
+                one.path.rename(unnamed(one))
     number, claim = _claim(folder)
     target = folder / f"{number:04}{tail}"
     try:
@@ -144,15 +151,6 @@ def save(report: Report, storage: Path, name: str | None = None, *, compressed: 
     finally:
         claim.unlink()
     return target
-
-
-def _release(folder: Path, name: str) -> None:
-    """Take a name from runs that did not complete. They keep their number."""
-    for one in list(_stored_in(folder)):
-        # A file that cannot be read keeps its name; another run may have taken the name at the same moment.
-        with suppress(ValueError, OSError):
-            if one.name == name and not file.load(one.path).session.complete:
-                one.path.rename(unnamed(one))
 
 
 def unnamed(one: Stored) -> Path:
@@ -196,11 +194,6 @@ def _stored_in(folder: Path) -> Iterator[Stored]:
             )
 
 
-def _commit(report: Report) -> str:
-    # The value may come from a variable of a CI system and contain any letter.
-    return re.sub(r"[^0-9a-z]", "", (report.commit.sha or "").lower())[:_SHA_LETTERS] or _NO_COMMIT
-
-
 def compact_time(report: Report) -> str:
     """Return the time of a report in UTC: `20260102T030405Z`."""
     try:
@@ -211,61 +204,28 @@ def compact_time(report: Report) -> str:
     return created.astimezone(datetime.timezone.utc).strftime("%Y%m%dT%H%M%SZ")
 
 
-def _memory(size_bytes: int | None) -> str:
-    return "" if size_bytes is None else f"-{gib(size_bytes, 0)}".replace(" ", "")
-
-
-def _safe(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9.+]+", "-", text).strip("-.")[:LONGEST_NAME].rstrip("-.")
-
-
-class _Case(msgspec.Struct, frozen=True):
-    strategy: str
-
-
-class _Result(msgspec.Struct, frozen=True):
-    case: _Case
-    outcome: Outcome
-
-
-class _Session(msgspec.Struct, frozen=True):
-    complete: bool = False
-
-
-class Summary(msgspec.Struct, frozen=True):
-    """The fields of a report that its line shows, named as in the report."""
-
-    schema_version: int
-    created: str
-    cases: list[_Result]
-    commit: Commit = Commit()
-    session: _Session = _Session()
-
-
-def summarise(kept: Sequence[Stored]) -> list[Summary | str]:
-    """Return the summary of each report; for a file that cannot be read, the reason in one line."""
-    # Threads help: reading and decompressing take most of the time and release the interpreter lock.
-    with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
-        return list(threads.map(_summary, kept))
-
-
-def table(lines: Iterable[tuple[Stored, Summary]]) -> str:
-    """Return a table with one line per report."""
-    rows = [
-        (
-            f"{one.number:04}",
-            one.name or "",
-            summary.created,
-            commit(summary.commit),
-            one.machine,
-            ", ".join(dict.fromkeys(result.case.strategy for result in summary.cases)),
-            len(summary.cases),
-            _outcomes(summary),
+def table(kept: Iterable[Stored]) -> tuple[str, list[str]]:
+    """Return a table with one line per report, and the reason in one line for each file that cannot be read."""
+    rows, broken = [], []
+    for one in kept:
+        try:
+            report = file.load(one.path)
+        except ValueError as error:
+            broken.append(str(error))
+            continue
+        counted = collections.Counter(result.outcome for result in report.cases)
+        outcomes = [f"{count} {outcome}" for outcome, count in counted.items()]
+        rows.append(
+            (
+                *(f"{one.number:04}", one.name or "", report.created, commit(report.commit), one.machine),
+                ", ".join(dict.fromkeys(result.case.strategy for result in report.cases)),
+                len(report.cases),
+                ", ".join(outcomes if report.session.complete else [*outcomes, "run not complete"]),
+            )
         )
-        for one, summary in lines
-    ]
     headers = ("number", "name", "when", "commit", "machine", "strategies", "cases", "outcomes")
-    return tabulate(rows, headers, tablefmt="simple", disable_numparse=True, colalign=("right", *["left"] * 5, "right"))
+    alignment = ("right", *["left"] * 5, "right")
+    return tabulate(rows, headers, tablefmt="simple", disable_numparse=True, colalign=alignment) if rows else "", broken
 
 
 def commit(of: Commit) -> str:
@@ -273,20 +233,3 @@ def commit(of: Commit) -> str:
     sha = (of.sha or "unknown")[:_SHA_LETTERS]
     text = f"{sha} {of.branch}" if of.branch else sha
     return f"{text} (changed)" if of.dirty else text
-
-
-def _summary(one: Stored) -> Summary | str:
-    try:
-        data = file.unpack(file.read(one.path))
-        file.check_version(data)
-        return msgspec.json.decode(data, type=Summary)
-    except OSError as error:
-        return f"report {one.path}: cannot be read: {error.strerror}"
-    except (ValueError, RecursionError) as error:
-        return f"report {one.path}: {file.one_line(error)}"
-
-
-def _outcomes(summary: Summary) -> str:
-    counted = collections.Counter(result.outcome for result in summary.cases)
-    parts = [f"{count} {outcome}" for outcome, count in counted.items()]
-    return ", ".join(parts if summary.session.complete else [*parts, "run not complete"])

@@ -113,7 +113,7 @@ def test_more_than_five_candidates_are_counted() -> None:
     """The message stays short."""
     for _ in range(8):
         save(measured(), _STORE, "base")
-    with pytest.raises(ValueError, match=rf"{H200}/0005 [^/]*, and 3 more$"):
+    with pytest.raises(ValueError, match=rf"{H200}/0005 [^/]* and 3 more$"):
         resolve("base", _STORE)
 
 

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
+import gzip
 import os
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,8 @@ from support.stored_reports import H200, gpus, measured
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.file import dump, encode, load
 from pytest_llmgpu.report.options import check_name, check_name_is_free
-from pytest_llmgpu.report.report import Report, Session
-from pytest_llmgpu.store.store import hardware, save, stored
+from pytest_llmgpu.report.report import Commit, Report, Session
+from pytest_llmgpu.store.store import hardware, save, stored, table
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
 
@@ -83,19 +83,6 @@ def test_threads_that_save_at_the_same_time_get_different_numbers() -> None:
     assert len({one.number for one in kept}) == 40
     assert {one.commit for one in kept} == {f"{number:08x}" for number in range(40)}
     assert not list((_STORE / H200).glob(".*"))
-
-
-def test_processes_that_save_at_the_same_time_get_different_numbers() -> None:
-    """Processes share only the folder."""
-    dump(measured(), Path("report.json"))
-    code = (
-        "from pathlib import Path; from pytest_llmgpu.report import file; from pytest_llmgpu.store import store;"
-        "of = file.load(Path('report.json'));"
-        "[store.save(of, Path('.llmgpu')) for _ in range(25)]"
-    )
-    running = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(4)]
-    assert [process.wait() for process in running] == [0] * 4
-    assert len({one.number for one in stored(_STORE)}) == 100
 
 
 def test_a_writer_that_was_overtaken_takes_the_next_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,3 +227,28 @@ def test_a_store_that_cannot_be_read_is_refused_in_one_line() -> None:
     _STORE.touch()
     with pytest.raises(ValueError, match=r"^storage \.llmgpu: cannot be read: Not a directory$"):
         stored(_STORE)
+
+
+def test_the_list_describes_each_report_and_names_broken_files() -> None:
+    """A line has number, name, time, commit, machine, strategies and outcomes; a broken file hides no other."""
+    save(measured(), _STORE, "base")
+    changed = measured(sha=None)
+    changed.commit = Commit(sha="c" * 40, dirty=True)
+    changed.session = Session(complete=False)
+    save(changed, _STORE)
+    reasons = {
+        b"{": "is not valid JSON: Input data was truncated",
+        gzip.compress(b"{}")[:-3]: "cannot be decompressed",
+        b'{"benchmarks": [], "version": "5.3.1"}': "is not a report of pytest-llmgpu",
+        b'{"schema_version": 9, "cases": {}}': "schema_version 9 is newer than 2; upgrade pytest-llmgpu",
+    }
+    paths = [save(measured(), _STORE) for _ in reasons]
+    for path, data in zip(paths, reasons, strict=True):
+        path.write_bytes(data)
+    lines, broken = table(stored(_STORE))
+    assert [" ".join(line.split()) for line in lines.splitlines()[2:]] == [
+        f"0001 base 2026-01-02T03:04:05Z 3b1f09ac main {H200} mp, tp 2 1 completed, 1 oom",
+        f"0002 2026-01-02T03:04:05Z cccccccc (changed) {H200} mp, tp 2 1 completed, 1 oom, run not complete",
+    ]
+    for line, path, reason in zip(broken, paths, reasons.values(), strict=True):
+        assert line.startswith(f"report {path}: {reason}")

@@ -20,18 +20,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.storage is not None and not folder.is_dir():
         raise ValueError(f"storage {folder}: is not a folder")
     kept = store.stored(folder)
-    lines, broken = [], []
-    for one, summary in zip(kept, store.summarise(kept), strict=True):
-        if isinstance(summary, str):
-            broken.append(summary)
-        else:
-            lines.append((one, summary))
-    if lines or not kept:
-        show(
-            store.table(lines)
-            if lines
-            else f"the store {folder} is empty; pytest --llmgpu-save keeps the report of a run in it"
-        )
+    table, broken = store.table(kept)
+    if table or not kept:
+        show(table or f"the store {folder} is empty; pytest --llmgpu-save keeps the report of a run in it")
     for line in broken:
         complain(line)
     return 2 if broken else 0
