@@ -7,10 +7,9 @@ import binascii
 import math
 import operator
 import statistics
-import sys
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import msgspec
 
@@ -28,8 +27,6 @@ from pytest_llmgpu.report.result import (
 LOGLIKELIHOOD_TOLERANCES = {"float32": 1e-5, "float16": 5e-3, "bfloat16": 4e-2}
 """Largest rounding difference that padding and other kernels may cause, as a fraction of the log-likelihood."""
 
-_Number = TypeVar("_Number", int, float)
-
 _LEAST_FOREIGN = 1e-3
 """Typical differences of log-likelihoods up to this fraction are explained by rounding for every dtype."""
 
@@ -41,14 +38,12 @@ _FEWEST_FOR_P99 = 100
 
 _P95 = 0.95
 
+_ENERGIES = "energy_j_per_sequence", "energy_j_per_token"
 _FIGURES = (
     *("inference_s", "sequences_per_s", "tokens_per_s", "acc", "acc_norm"),
-    *("first_token_s", "token_p50_s", "token_p95_s", "token_p99_s"),
-    *("energy_j_per_sequence", "energy_j_per_token"),
+    *("first_token_s", "token_p50_s", "token_p95_s", "token_p99_s", *_ENERGIES),
 )
 """Fields of a result that are derived."""
-
-_COLUMNS = {"acc": "predictions", "acc_norm": "predictions_norm"}
 
 
 def inference_s(launch: Launch) -> float:
@@ -117,56 +112,47 @@ def derive(result: CaseResult) -> None:
     launches = [launch for launch in result.launches if launch.batches.latency_s]
     if result.outcome != "completed" or not launches:
         return
-    result.inference_s = statistics.median(map(inference_s, launches))
-    if result.inference_s > 0:  # a file may contain latencies of 0.0
+    figures = [_figures_of(launch, result.case.new_tokens) for launch in launches]
+    medians = {}
+    for name in figures[0]:
+        known = [value for one in figures if (value := one[name]) is not None]
+        medians[name] = statistics.median(known) if known else None
+    missing = [name for name in _ENERGIES if any(one[name] is None for one in figures)]
+    reason = f"the energy of a window of at least {_LEAST_ENERGY_WINDOW_S:g} s is not known"
+    result.why = {name: text for name, text in result.why.items() if name not in _ENERGIES}
+    result.why |= dict.fromkeys(missing, reason)
+    medians |= dict.fromkeys(missing)
+    if time_s := medians["inference_s"]:  # a file may contain latencies of 0.0
         # From the median time: medians of their own would disagree with it where launches scatter.
-        all_batches, new_tokens = [launch.batches for launch in launches], result.case.new_tokens
-        sequences = statistics.median(sum(batches.sequences) for batches in all_batches)
-        tokens = statistics.median(counted_tokens(batches, new_tokens) for batches in all_batches)
-        result.sequences_per_s, result.tokens_per_s = sequences / result.inference_s, tokens / result.inference_s
-    _derive_token_times(result, launches)
-    _derive_energy(result, launches)
-    accuracies = [launch.accuracy for launch in launches if launch.accuracy is not None]
-    if accuracies:
-        result.acc = statistics.median(accuracy.acc for accuracy in accuracies)
-        result.acc_norm = statistics.median(accuracy.acc_norm for accuracy in accuracies)
+        medians["sequences_per_s"] = (medians["sequences"] or 0) / time_s
+        medians["tokens_per_s"] = (medians["tokens"] or 0) / time_s
+    for name in _FIGURES:
+        setattr(result, name, medians.get(name))
 
 
-def _derive_energy(result: CaseResult, launches: Sequence[Launch]) -> None:
-    """Fill in the energy, or the reason why it is not known."""
-    names = "energy_j_per_sequence", "energy_j_per_token"
-    measured = [(launch.batches, energy_j) for launch in launches if (energy_j := launch_energy_j(launch)) is not None]
-    if len(measured) < len(launches):
-        reason = f"the energy of a window of at least {_LEAST_ENERGY_WINDOW_S:g} s is not known"
-        result.why = {**result.why, **dict.fromkeys(names, reason)}
-        return
-    result.why = {name: reason for name, reason in result.why.items() if name not in names}
-    result.energy_j_per_sequence = statistics.median(
-        energy_j / max(1, sum(batches.sequences)) for batches, energy_j in measured
-    )
-    result.energy_j_per_token = statistics.median(
-        energy_j / max(1, counted_tokens(batches, result.case.new_tokens)) for batches, energy_j in measured
-    )
+def _figures_of(launch: Launch, new_tokens: int | None) -> dict[str, float | None]:
+    """Return the figures of one launch by name, and what the rates count; None where one is not known."""
+    batches, accuracy, texts = launch.batches, launch.accuracy, launch.generation
+    steps_s = [] if texts is None else texts.step_s
+    sequences, tokens, energy_j = sum(batches.sequences), counted_tokens(batches, new_tokens), launch_energy_j(launch)
+    return {
+        "inference_s": inference_s(launch),
+        "sequences": sequences,
+        "tokens": tokens,
+        "acc": None if accuracy is None else accuracy.acc,
+        "acc_norm": None if accuracy is None else accuracy.acc_norm,
+        "first_token_s": None if texts is None else statistics.median(texts.first_token_s),
+        "token_p50_s": quantile(steps_s, 0.5) if steps_s else None,
+        "token_p95_s": quantile(steps_s, 0.95) if steps_s else None,
+        "token_p99_s": quantile(steps_s, 0.99) if len(steps_s) >= _FEWEST_FOR_P99 else None,
+        "energy_j_per_sequence": None if energy_j is None else energy_j / max(1, sequences),
+        "energy_j_per_token": None if energy_j is None else energy_j / max(1, tokens),
+    }
 
 
 def counted_tokens(batches: Batches, new_tokens: int | None) -> int:
     """Return the tokens that throughput and energy count: input tokens, or those that were generated."""
     return sum(batches.tokens) if new_tokens is None else new_tokens * sum(batches.sequences)
-
-
-def _derive_token_times(result: CaseResult, launches: Sequence[Launch]) -> None:
-    """Fill in the time to first token and the time per output token."""
-    texts = [launch.generation for launch in launches if launch.generation is not None]
-    if not texts:
-        return
-    result.first_token_s = statistics.median(statistics.median(one.first_token_s) for one in texts)
-    steps = [one.step_s for one in texts if one.step_s]
-    if steps:
-        result.token_p50_s, result.token_p95_s = (
-            statistics.median(quantile(one, share) for one in steps) for share in (0.5, 0.95)
-        )
-    if steps and min(map(len, steps)) >= _FEWEST_FOR_P99:
-        result.token_p99_s = statistics.median(quantile(one, 0.99) for one in steps)
 
 
 def batch_latency_s(result: CaseResult, share: float) -> float | None:
@@ -226,53 +212,36 @@ def generated(result: CaseResult) -> Generation | None:
 
 def decode(loglikelihoods: str) -> array[float]:
     """Return the numbers of `Accuracy.loglikelihoods`."""
-    return _decode(array("f"), loglikelihoods)
+    numbers = array("f")
+    numbers.frombytes(binascii.a2b_base64(loglikelihoods))
+    return numbers
 
 
 def encode(values: Iterable[float]) -> str:
-    """Return numbers as text for `Accuracy.loglikelihoods`: base64 of little-endian float32."""
-    return _encode(array("f", values))
+    """Return numbers as text for `Accuracy.loglikelihoods`: base64 of float32, little-endian as every host of a GPU."""
+    return base64.b64encode(array("f", values).tobytes()).decode()
 
 
 def decode_tokens(tokens: str) -> array[int]:
     """Return the numbers of `Generation.tokens`."""
-    return _decode(array("i"), tokens)
-
-
-def encode_tokens(tokens: Iterable[int]) -> str:
-    """Return token ids as text for `Generation.tokens`: base64 of little-endian int32."""
-    return _encode(array("i", tokens))
-
-
-def _decode(numbers: array[_Number], text: str) -> array[_Number]:
-    numbers.frombytes(binascii.a2b_base64(text))
-    if sys.byteorder == "big":
-        numbers.byteswap()
+    numbers = array("i")
+    numbers.frombytes(binascii.a2b_base64(tokens))
     return numbers
 
 
-def _encode(numbers: array[_Number]) -> str:
-    if sys.byteorder == "big":
-        numbers.byteswap()
-    return base64.b64encode(numbers.tobytes()).decode()
+def encode_tokens(tokens: Iterable[int]) -> str:
+    """Return token ids as text for `Generation.tokens`: base64 of int32."""
+    return base64.b64encode(array("i", tokens).tobytes()).decode()
 
 
 def value_of(accuracy: Accuracy, metric: str) -> float:
-    """Return `acc` or `acc_norm` by name; ValueError for another name."""
-    _column_of(metric)
+    """Return `acc` or `acc_norm` by name."""
     return accuracy.acc if metric == "acc" else accuracy.acc_norm
 
 
 def predictions_of(accuracy: Accuracy, metric: str) -> list[int]:
-    """Return the predictions for `acc` or `acc_norm`; ValueError for another name."""
-    predictions: list[int] = getattr(accuracy, _column_of(metric))
-    return predictions
-
-
-def _column_of(metric: str) -> str:
-    if metric not in _COLUMNS:
-        raise ValueError(f"accuracy metric {metric!r}: allowed are {', '.join(_COLUMNS)}")
-    return _COLUMNS[metric]
+    """Return the predictions for `acc` or `acc_norm`."""
+    return accuracy.predictions if metric == "acc" else accuracy.predictions_norm
 
 
 def explained(dtype: str) -> float:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal
 
 import msgspec
 
-from pytest_llmgpu.report.result import DeviceProfile, HostUse, Launch, Profile
+from pytest_llmgpu.report.result import HostUse, Launch, Profile
 from pytest_llmgpu.report.text import GIB, MIB
 
 _THROTTLED = 0.005
@@ -53,33 +53,25 @@ COOLER = "Cool the GPUs, or lock their clocks (nvidia-smi --lock-gpu-clocks)."
 
 _ALONE = "End the other programs on these GPUs; nvidia-smi lists them."
 _BROKEN = "Read the driver's log (dmesg), and reset or replace the GPU."
+_FREE = "End the other programs on this machine (top lists them), or lower OMP_NUM_THREADS to its free cores."
 
-_REMEDIES: dict[Kind, str] = {
-    "lost": _BROKEN,
-    "throttled": COOLER,
-    "clock": COOLER,
-    "processes": _ALONE,
-    "memory": _ALONE,
-    "ecc": _BROKEN,
-    "xid": _BROKEN,
-    "cpu": "End the other programs on this machine (top lists them), or lower OMP_NUM_THREADS to its free cores.",
+_KINDS: dict[Kind, tuple[str, str]] = {
+    "lost": ("GPU {index} ({value})", _BROKEN),
+    "throttled": ("GPU {index} for {value:.1f} % of the time", COOLER),
+    "clock": ("GPU {index} ran at {value:,.0f} instead of {expected:,.0f} MHz", COOLER),
+    "processes": ("GPU {index} has {value:.0f} besides {expected:.0f} of this run", _ALONE),
+    "memory": ("GPU {index} had {value:.2f} GiB", _ALONE),
+    "ecc": ("GPU {index} had {value:.0f}", _BROKEN),
+    "xid": ("GPU {index} had {value:.0f}", _BROKEN),
+    "cpu": ("", _FREE),
 }
-"""The next step for each kind."""
+"""The text about one device of each kind, and the next step."""
 
-_DETAILS: dict[Kind, str] = {
-    "lost": "GPU {index} ({value})",
-    "throttled": "GPU {index} for {value:.1f} % of the time",
-    "clock": "GPU {index} ran at {value:,.0f} instead of {expected:,.0f} MHz",
-    "processes": "GPU {index} has {value:.0f} besides {expected:.0f} of this run",
-    "memory": "GPU {index} had {value:.2f} GiB",
-    "ecc": "GPU {index} had {value:.0f}",
-    "xid": "GPU {index} had {value:.0f}",
-}
+_COUNTERS: dict[Kind, str] = {"ecc": "ecc_uncorrected", "xid": "xids"}
+"""The counter of errors of each kind."""
 
-_POWER = (TITLES["throttled"], TITLES["clock"], f"SM clock more than {100 * _CLOCK:.0f} % off")
-"""Beginnings of the sentences about power and heat. Older reports have the last one."""
-
-_NOT_KNOWN: Mapping[str, int] = MappingProxyType({})
+_POWER = ("throttled by power", "SM clock")
+"""Beginnings of the sentences about power and heat."""
 
 
 class Disturbance(msgspec.Struct, frozen=True):
@@ -99,7 +91,7 @@ def find(
     profile: Profile,
     first: Profile | None = None,
     ranks_per_device: Mapping[str, int] | None = None,
-    used_before: Mapping[str, int] = _NOT_KNOWN,
+    used_before: Mapping[str, int] = MappingProxyType({}),
 ) -> list[Disturbance]:
     """Return the disturbances of a profile by kind and device.
 
@@ -114,16 +106,29 @@ def find(
         used_before: UUID to the bytes in use before any rank was started, if known.
     """
     clocks, first_clocks = clocks_mhz(profile), {} if first is None else clocks_mhz(first)
-    found = [
-        Disturbance(kind, device.index, value, expected)
-        for device in profile.devices
-        for kind, value, expected in (
-            *_errors(device),
-            *_throttling(device, profile.duration_s),
-            *_clock_change(clocks.get(device.uuid), first_clocks.get(device.uuid)),
-            *_other_programs(device, ranks_per_device, used_before.get(device.uuid, 0)),
-        )
-    ]
+    found: list[Disturbance] = []
+    for device in profile.devices:
+
+        def add(kind: Kind, value: float | str, expected: float = 0, index: int = device.index) -> None:
+            found.append(Disturbance(kind, index, value, expected))
+
+        lost = [reason for reason in device.why.values() if reason.endswith(_LOST)]
+        if lost:
+            add("lost", lost[0])
+        if (throttled_s := device.throttled_s or 0.0) > _THROTTLED * profile.duration_s:
+            # Power and heat are counted separately and can overlap; the counters are read just outside the window.
+            add("throttled", 100 * min(1.0, throttled_s / profile.duration_s) if profile.duration_s else 100)
+        mhz, first_mhz = clocks.get(device.uuid), first_clocks.get(device.uuid)
+        if mhz is not None and first_mhz is not None and abs(mhz - first_mhz) > _CLOCK * first_mhz:
+            add("clock", mhz, first_mhz)
+        ours, processes = (ranks_per_device or {}).get(device.uuid, 0), device.counters.get("compute_processes", 0)
+        if ranks_per_device is not None and processes > ours:
+            add("processes", processes - ours, ours)
+        if (used_bytes := used_before.get(device.uuid, 0)) > _IDLE_BYTES:
+            add("memory", used_bytes / GIB)
+        for kind, counter in _COUNTERS.items():
+            if (count := device.counters.get(counter, 0)) > 0:
+                add(kind, count)
     return sorted(found, key=lambda disturbance: list(TITLES).index(disturbance.kind))
 
 
@@ -131,7 +136,7 @@ def describe(found: Sequence[Disturbance]) -> list[str]:
     """Return one sentence for each kind of disturbance, with all its devices and without a full stop."""
     sentences = []
     for kind in dict.fromkeys(disturbance.kind for disturbance in found):
-        details = [_DETAILS[kind].format(**msgspec.structs.asdict(one)) for one in found if one.kind == kind]
+        details = [_KINDS[kind][0].format(**msgspec.structs.asdict(one)) for one in found if one.kind == kind]
         sentences.append(f"{TITLES[kind]}: {', '.join(details)}")
     return sentences
 
@@ -184,7 +189,7 @@ def is_power(sentence: str) -> bool:
 
 def remedy(sentence: str) -> str:
     """Return the next step for the disturbance of a sentence of `describe`; empty for other sentences."""
-    return next((_REMEDIES[kind] for kind, title in TITLES.items() if sentence.startswith(title)), "")
+    return next((_KINDS[kind][1] for kind, title in TITLES.items() if sentence.startswith(title)), "")
 
 
 def disturbed(profile: Profile) -> str | None:
@@ -231,37 +236,3 @@ def slowest_mhz(profile: Profile) -> float | None:
     """Return the lowest mean SM clock of the devices; None if one of them is not known."""
     means = [clock.mean if (clock := device.metrics.get("sm_clock_mhz")) else None for device in profile.devices]
     return min((mhz for mhz in means if mhz is not None), default=None) if None not in means else None
-
-
-_Found = Iterator[tuple[Kind, float | str, float]]
-
-
-def _errors(device: DeviceProfile) -> _Found:
-    lost = [reason for reason in device.why.values() if reason.endswith(_LOST)]
-    if lost:
-        yield "lost", lost[0], 0
-    if (count := device.counters.get("ecc_uncorrected", 0)) > 0:
-        yield "ecc", count, 0
-    if (count := device.counters.get("xids", 0)) > 0:
-        yield "xid", count, 0
-
-
-def _throttling(device: DeviceProfile, duration_s: float) -> _Found:
-    throttled_s = device.throttled_s or 0.0
-    if throttled_s > _THROTTLED * duration_s:
-        # Power and heat are counted separately and can overlap, and the counters are read just outside the window.
-        yield "throttled", 100 * min(1.0, throttled_s / duration_s) if duration_s else 100, 0
-
-
-def _clock_change(mhz: float | None, first_mhz: float | None) -> _Found:
-    if mhz is not None and first_mhz is not None and abs(mhz - first_mhz) > _CLOCK * first_mhz:
-        yield "clock", mhz, first_mhz
-
-
-def _other_programs(device: DeviceProfile, ranks_per_device: Mapping[str, int] | None, used_bytes: int) -> _Found:
-    if ranks_per_device is not None:
-        ours, processes = ranks_per_device.get(device.uuid, 0), device.counters.get("compute_processes", 0)
-        if processes > ours:
-            yield "processes", processes - ours, ours
-    if used_bytes > _IDLE_BYTES:
-        yield "memory", used_bytes / GIB, 0
