@@ -317,10 +317,10 @@ def _measure(request: pytest.FixtureRequest) -> Measure:
 
 def _add_junit_properties(item: pytest.Item, result: CaseResult) -> None:
     """Add the figures of a case to the properties of its test; they replace those of an earlier launch."""
-    from pytest_llmgpu.render.exports import junit
+    from pytest_llmgpu.render.exports.tools import junit_properties
 
     properties = item.stash.setdefault(_PROPERTIES, {})
-    properties[result.id] = junit.properties(result)
+    properties[result.id] = junit_properties(result)
     others = [pair for pair in item.user_properties if not pair[0].startswith("llmgpu.")]
     item.user_properties[:] = [*others, *(pair for pairs in properties.values() for pair in pairs)]
 

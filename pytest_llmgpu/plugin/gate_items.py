@@ -17,7 +17,7 @@ import pytest
 from pytest_llmgpu.plugin import selection
 from pytest_llmgpu.plugin.fixtures import SESSION
 from pytest_llmgpu.plugin.selection import DESELECTED
-from pytest_llmgpu.render.exports.junit import verdict_properties
+from pytest_llmgpu.render.exports.tools import junit_verdicts
 from pytest_llmgpu.report.text import printable_lines
 
 NAME = "llmgpu gate"
@@ -61,7 +61,7 @@ class GateItem(pytest.Item):
             self.config.stash[_CONCLUDED] = True
         ruling = benchmark.judge.ruling(self._judged)
         self.stash[_VERDICT] = ruling.verdict
-        self.user_properties += verdict_properties(ruling.rows)
+        self.user_properties += junit_verdicts(ruling.rows)
         if ruling.fails:
             pytest.fail(printable_lines(ruling.text), pytrace=False)
         if ruling.open:

@@ -63,6 +63,14 @@ def counts(verdicts: Verdicts) -> str:
     return f"{text}; {sum(armed.unarmed.values()):,} not compared: {missing}" if missing else text
 
 
+def by_id(verdicts: Verdicts | None) -> dict[str, list[Row]]:
+    """Return the rows by id of their case, or by strategy for a series, worst first."""
+    rows: dict[str, list[Row]] = {}
+    for row in worst_first(verdicts.rows) if verdicts is not None else ():
+        rows.setdefault(row.id, []).append(row)
+    return rows
+
+
 def cases(rows: Iterable[Row]) -> list[Row]:
     """Return one row for each case: wrong answers without a baseline, its outcome if that changed, else its time.
 

@@ -8,7 +8,7 @@ from pytest_llmgpu.render.charts import axes
 from pytest_llmgpu.render.charts.axes import Chart, Spec, formatted, rounded, value_range
 from pytest_llmgpu.render.charts.panels import Panel, covers_traffic, device_means, fmean, link_rates
 from pytest_llmgpu.render.charts.sweeps import Figure, curves_of, points, row_of, table
-from pytest_llmgpu.render.time_table import Entry
+from pytest_llmgpu.render.table import Entry
 
 _GB = 1e9
 _MB = 1e6

@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple, get_args
 
 from pytest_llmgpu.gate.matching import pairs
 from pytest_llmgpu.render.grouping import blocks, captions, differing_parts
-from pytest_llmgpu.render.time_table import Entry
-from pytest_llmgpu.render.time_table import entries as entries_of
+from pytest_llmgpu.render.table import Entry
+from pytest_llmgpu.render.table import entries as entries_of
 from pytest_llmgpu.report.derived import of_window
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult, DeviceMemory, Launch, Link

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from pytest_llmgpu.render.charts import axes
 from pytest_llmgpu.render.charts.axes import Chart, Spec, formatted, rounded, value_range
 from pytest_llmgpu.render.charts.panels import Panel, fmean, memory_of
-from pytest_llmgpu.render.time_table import Entry
+from pytest_llmgpu.render.table import Entry
 from pytest_llmgpu.report.derived import measured, upper_bound, value_of
 from pytest_llmgpu.report.text import GIB, plural
 

@@ -1,7 +1,4 @@
-"""Reports in the formats of other tools: `FORMATS` maps each name that `llmgpu export` takes to its function.
-
-`junit` is for pytest's own file, `escaping`, `figures` and `notices` are shared.
-"""
+"""Reports in the formats of other tools: `FORMATS` maps each name that `llmgpu export` takes to its function."""
 
 from __future__ import annotations
 
@@ -12,14 +9,14 @@ if TYPE_CHECKING:
     from pytest_llmgpu.report.report import Report
 
 FORMATS = {
-    "bencher": "bencher:render",
-    "csv": "csv_table:render",
-    "github-action-benchmark-bigger": "github_action_benchmark:render_bigger",
-    "github-action-benchmark-smaller": "github_action_benchmark:render_smaller",
-    "github-annotations": "github_annotations:render",
-    "github-comment": "github_summary:render_comment",
-    "github-summary": "github_summary:render",
-    "markdown": "markdown_table:render",
+    "bencher": "tools:render_bencher",
+    "csv": "tables:render_csv",
+    "github-action-benchmark-bigger": "tools:render_bigger",
+    "github-action-benchmark-smaller": "tools:render_smaller",
+    "github-annotations": "github:render_annotations",
+    "github-comment": "github:render_comment",
+    "github-summary": "github:render_summary",
+    "markdown": "tables:render_markdown",
 }
 """Name of a format to the module and the function that returns a report with its verdicts, if it has any, as text.
 

@@ -21,8 +21,7 @@ from pytest_llmgpu.render.html import colors, facts
 from pytest_llmgpu.render.html.templates import MISSING, asset, content_security_policy, templates, vega
 from pytest_llmgpu.render.strategy_comparison import with_reference
 from pytest_llmgpu.render.summary import Conclusion, conclude, describe
-from pytest_llmgpu.render.time_table import entries, make_time_table
-from pytest_llmgpu.render.work_table import make_work_tables
+from pytest_llmgpu.render.table import entries, figure_tables, make_time_table
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.metrics import MetricName, spec_of
 from pytest_llmgpu.report.options import flags_of
@@ -228,7 +227,7 @@ def _tables(report: Report) -> Iterator[dict[str, Any]]:
             "caption": caption,
             "model": cases[0].case.model,
             "table": make_time_table(cases),
-            "works": make_work_tables(cases),
+            "works": list(figure_tables(cases).values()),
             "notes": [*map(", ".join, with_reference(cases, verbose=True)), *largest],
         }
 

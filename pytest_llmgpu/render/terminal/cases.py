@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import itertools
 import re
+import statistics
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from tabulate import tabulate
 
+from pytest_llmgpu.analysis.capacity import split
 from pytest_llmgpu.analysis.reference import by_series
-from pytest_llmgpu.render.device_columns import (
-    COMMUNICATION,
-    MEMORY,
-    Column,
-    collectives,
-    device_values,
+from pytest_llmgpu.render.table import (
+    COLUMNS,
+    LEGEND,
+    TABLES,
+    Entry,
     digits,
-    mean_and_largest,
-    missing,
+    entries,
+    figure_tables,
+    make_time_table,
+    written,
 )
-from pytest_llmgpu.render.time_table import LEGEND, Cell, Entry, entries, make_time_table
-from pytest_llmgpu.render.work_table import SUMMARY, make_work_tables, written
 from pytest_llmgpu.report.report import Environment
-from pytest_llmgpu.report.result import CaseResult, Path
+from pytest_llmgpu.report.result import CaseResult, CollectiveKind, Path
 
 WIDTH = 100
 """The largest width of a table or message, in columns of the terminal; three strategies fit."""
@@ -40,6 +41,18 @@ _RED, _GREEN, _YELLOW = "31", "32", "33"
 _MARKS = {"best": "*", "wrong": "x", "graphs": "g:", "oom": "OOM:", "skipped": "-:"}
 """The marks of the legend. A case that failed needs none: its cell has the outcome."""
 
+_SEVERAL = ("nvlink_tx_bytes_per_s", "sent_bytes")
+"""Columns of devices that are shown only if a case ran on several."""
+
+
+class _Column(NamedTuple):
+    title: str
+    """The first line is the name, the second line is the unit."""
+    texts: Sequence[str]
+    """The cell of each case."""
+    drop_order: int = 0
+    """If the table is too wide, the column with the largest number is dropped first; 0 is never dropped."""
+
 
 def summary_table(cases: Sequence[CaseResult], paint: Painter, most: int | None = None) -> tuple[str, int]:
     """Return the table with one row per case, and the number of its rows.
@@ -53,23 +66,33 @@ def summary_table(cases: Sequence[CaseResult], paint: Painter, most: int | None 
     cells = {cell.id: cell for _, row in table.rows for cell in row}
     shown = entries(cases)
     if most is not None and len(shown) > most:
-        fastest = {id(max(found, key=_rank)) for found in by_series(entry.result for entry in shown)}
+        fastest = {
+            id(max(found, key=lambda result: (not result.has_wrong_answers, result.sequences_per_s or 0.0)))
+            for found in by_series(entry.result for entry in shown)
+        }
         shown = [entry for entry in shown if id(entry.result) in fastest][:most]
-    shown_cells = [cells[entry.result.id] for entry in shown]
-    rate, *others = [(column, [column.value(entry.result) for entry in shown]) for column in SUMMARY]
-    known = {column.name for column, values in others if any(values)}
-    if "device_busy" in known:
-        known.discard("utilization_pct")  # the less exact one of the two
-    columns = [
-        _Column(table.time_title, [_cell(cell, paint) for cell in shown_cells]),
-        _Column(rate[0].title, written(rate[1], rate[0].unit)),
-        _Column(table.metric, [cell.second for cell in shown_cells]),
-        *(
-            _Column(column.title, written(values, column.unit), column.drop_order)
-            for column, values in others
-            if column.name in known
-        ),
-    ]
+    times = []
+    for entry in shown:
+        cell = cells[entry.result.id]
+        text = cell.word or f"{'g ' * cell.graphs}{cell.time}"
+        if cell.word:
+            text = paint(text, _RED if cell.kind == "failed" else _YELLOW)
+        elif cell.kind == "wrong":
+            text = paint(f"{_MARKS['wrong']} {text}", _RED)
+        elif cell.kind == "best":
+            text = paint(f"{_MARKS['best']} {text}", _GREEN)
+        times.append(text)
+    values = {name: [COLUMNS[name].value(entry.result) for entry in shown] for name in TABLES["summary"]}
+    known = [name for name, found in values.items() if any(found)]
+    if "device_busy" in known and "utilization_pct" in known:
+        known.remove("utilization_pct")  # the less exact one of the two
+    figures = {
+        name: _Column(COLUMNS[name].title, written(values[name], COLUMNS[name].unit), TABLES["summary"][name])
+        for name in known
+    }
+    rates = [figures.pop("sequences_per_s")] if "sequences_per_s" in figures else []
+    seconds = _Column(table.metric, [cells[entry.result.id].second for entry in shown])
+    columns = [_Column(table.time_title, times), *rates, seconds, *figures.values()]
     text, *_ = _fitted([entry[:2] for entry in shown], [column for column in columns if any(column.texts)])
     notes = [f"{_MARKS[key]} {LEGEND[key][1]}" for key in table.used if key in _MARKS]
     notes += ["#2: measured again, by another test or strategy"] * any("#" in one.row for one in shown)
@@ -77,18 +100,14 @@ def summary_table(cases: Sequence[CaseResult], paint: Painter, most: int | None 
     return "\n".join([table.title.removesuffix(f" / {table.metric}"), text, *legend]), len(shown)
 
 
-def _rank(result: CaseResult) -> tuple[bool, float]:
-    """Return the sort key by which the best case of a series is the last one."""
-    return not result.has_wrong_answers, result.sequences_per_s or 0.0
-
-
 def work_table(cases: Sequence[CaseResult]) -> str:
     """Return the tables of work, energy, latencies and tokens; empty if none of it was measured."""
     texts = []
-    for table in make_work_tables(cases):
+    for place, table in figure_tables(cases).items():
+        cells = zip(*(texts for _, _, texts in table.rows), strict=True)
         columns = [
-            _Column(column.title, [texts[number] for _, _, texts in table.rows], column.drop_order)
-            for number, column in enumerate(table.columns)
+            _Column(column.title, of_cases, TABLES[place][column.name])
+            for column, of_cases in zip(table.columns, cells, strict=True)
         ]
         texts.append("\n".join([table.title, *_fitted([row[:2] for row in table.rows], columns)]))
     return "\n\n".join(texts)
@@ -105,10 +124,10 @@ def device_tables(cases: Sequence[CaseResult], environment: Environment) -> str:
     if cases[0].case.device == "cpu":
         return "\n".join(_collectives(by_title))
     reasons: dict[str, list[str]] = {}
-    communication = _device_table("Communication per GPU", COMMUNICATION, order, reasons, environment)
+    communication = _device_table("communication", order, reasons, environment)
     tables = [
         "\n".join(filter(None, [communication, *_collectives(by_title), *_paths(by_title)])),
-        _device_table("Memory per GPU", MEMORY, order, reasons, environment),
+        _device_table("memory", order, reasons, environment),
     ]
     lines = [line for why, names in reasons.items() for line in textwrap.wrap(f"No {', '.join(names)}: {why}.", WIDTH)]
     return "\n\n".join(filter(None, [*tables, "\n".join(lines)]))
@@ -119,9 +138,13 @@ def painter(color: bool) -> Painter:
     return lambda text, style: f"\x1b[{style}m{text}\x1b[0m" if color and text else text
 
 
+def filled(text: str) -> str:
+    """Return text in lines of the largest width."""
+    return textwrap.fill(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+
+
 def _device_table(
-    title: str,
-    columns: Sequence[Column],
+    place: Literal["communication", "memory"],
     order: Sequence[Entry],
     reasons: dict[str, list[str]],
     environment: Environment,
@@ -130,23 +153,55 @@ def _device_table(
     results = [entry.result for entry in order]
     several = any(result.case.devices > 1 for result in results)
     shown, with_largest = [], False
-    for column in columns:
-        values = [device_values(result, column) for result in results]
-        if column.several and not several:
+    for name, drop_order in TABLES[place].items():
+        column = COLUMNS[name]
+        values = [[value / column.unit for value in column.devices(result)] for result in results]
+        if name in _SEVERAL and not several:
             continue
         if any(values):
-            shown.append(_Column(column.title, mean_and_largest(values), column.drop_order))
+            means = [statistics.fmean(each) if each else None for each in values]
+            places = digits(min((mean for mean in means if mean), default=1.0))
+            texts = []
+            for mean, each in zip(means, values, strict=True):
+                largest = f" ({max(each):.{places}f})" if len(each) > 1 else ""
+                texts.append("" if mean is None else f"{mean:.{places}f}{largest}")
+            shown.append(_Column(column.title, texts, drop_order))
             with_largest = with_largest or any(len(each) > 1 for each in values)
-        elif column.key != "workspace_bytes":  # most strategies have no workspace
-            reasons.setdefault(missing(results, column, environment), []).append(column.name)
-    heading = f"{title}{': mean over the GPUs (largest)' if with_largest else ''}"
+        elif name != "workspace_bytes":  # most strategies have no workspace
+            why = _missing(results, name, environment, sampled=place == "communication")
+            reasons.setdefault(why, []).append(column.title.partition("\n")[0])
+    heading = f"{place.capitalize()} per GPU{': mean over the GPUs (largest)' if with_largest else ''}"
     return "\n".join([heading, *_fitted([entry[:2] for entry in order], shown)]) if shown else ""
+
+
+def _missing(results: Sequence[CaseResult], name: str, environment: Environment, *, sampled: bool) -> str:
+    """Return the reason why no case has a value of a column.
+
+    The reports keep reasons in `why`. The most specific one wins: the case, then its launches, then the environment,
+    then the samples of the profile.
+    """
+    key = "traffic" if name == "sent_bytes" else name
+    for result in results:
+        if reason := result.why.get(key):
+            return reason.rstrip(".")
+    launches = [launch for result in results for launch in result.launches]
+    for launch in launches:
+        maps = [launch.why, *(memory.why for memory in launch.memory), *(split(memory).why for memory in launch.memory)]
+        if launch.profile is not None:
+            maps += [launch.profile.why, *(device.why for device in launch.profile.devices)]
+        for why in maps:
+            if reason := why.get(key) or why.get("profile"):
+                return reason.rstrip(".")
+    if (reason := environment.why.get("nvml")) is not None:
+        return reason
+    profiles = [launch.profile for launch in launches if launch.profile is not None and sampled]
+    return next(filter(None, (profile.why.get("samples") for profile in profiles)), "no sample was taken").rstrip(".")
 
 
 def _collectives(by_title: Mapping[str, Sequence[CaseResult]]) -> Iterator[str]:
     """Yield per strategy how often its ranks communicate and how many bytes they send, by kind of collective."""
     for (title, results), of_step in itertools.product(by_title.items(), (False, True)):
-        found = [collectives(result, of_step=of_step) for result in results]
+        found = [_calls_and_bytes(result, of_step=of_step) for result in results]
         whole, share = ("decode step", "token") if of_step else ("batch", "sequence")
         parts = []
         for kind in dict.fromkeys(kind for of_case in found for kind in of_case):
@@ -159,6 +214,27 @@ def _collectives(by_title: Mapping[str, Sequence[CaseResult]]) -> Iterator[str]:
             several = any(len(of_case) > 1 for of_case in ranks)
             sender = "each rank" if several and equal else "mean over the ranks" if several else "one process"
             yield filled(f"{title}, {sender}: {', '.join(parts)}")
+
+
+def _calls_and_bytes(result: CaseResult, *, of_step: bool) -> dict[CollectiveKind, tuple[float, float]]:
+    """Return per kind the calls per batch and the wire bytes per sequence: both are means over the ranks.
+
+    Args:
+        result: the case.
+        of_step: True: calls per decode step of the largest batch and bytes per token; none for a case that scores.
+    """
+    sequences = result.launches[-1].batches.sequences if result.launches else []
+    if result.traffic is None or not sum(sequences):
+        return {}
+    ranks, batches, rows = result.traffic.ranks, len(sequences), sum(sequences)
+    if of_step:
+        ranks, batches, rows = result.traffic.step or [], 1, max(sequences)
+    sums: dict[CollectiveKind, tuple[float, float]] = {}
+    for one in itertools.chain.from_iterable(ranks):
+        calls, size = sums.get(one.collective, (0.0, 0.0))
+        calls += one.calls / batches / len(ranks)
+        sums[one.collective] = (calls, size + one.wire_bytes / rows / len(ranks))
+    return sums
 
 
 def _paths(by_title: Mapping[str, Sequence[CaseResult]]) -> Iterator[str]:
@@ -187,17 +263,6 @@ def _range(values: Iterable[float]) -> str:
     return " to ".join(dict.fromkeys(shown))
 
 
-class _Column(NamedTuple):
-    """A column of a table of cases."""
-
-    title: str
-    """The first line is the name, the second line is the unit."""
-    texts: Sequence[str]
-    """The cell of each case."""
-    drop_order: int = 0
-    """If the table is too wide, the column with the largest number is dropped first; 0 is never dropped."""
-
-
 def _fitted(places: Sequence[tuple[str, str]], columns: Sequence[_Column]) -> list[str]:
     """Return the table of the columns that fit the width, and a line with the names of those that were dropped.
 
@@ -219,17 +284,3 @@ def _fitted(places: Sequence[tuple[str, str]], columns: Sequence[_Column]) -> li
         dropped.append(last.title.replace("\n", " "))
     note = f"Columns dropped to fit the width (the report has them): {', '.join(dropped)}."
     return [table, note] if dropped else [table]
-
-
-def _cell(cell: Cell, paint: Painter) -> str:
-    if cell.word:
-        return paint(cell.word, _RED if cell.kind == "failed" else _YELLOW)
-    text = f"{'g ' * cell.graphs}{cell.time}"
-    if cell.kind == "wrong":
-        return paint(f"{_MARKS['wrong']} {text}", _RED)
-    return paint(f"* {text}", _GREEN) if cell.kind == "best" else text
-
-
-def filled(text: str) -> str:
-    """Return text in lines of the largest width."""
-    return textwrap.fill(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)

@@ -11,12 +11,10 @@ from support.export_reports import NASTY, TODAY, judged, nasty, row, two_strateg
 from support.report_factory import make_accuracy, make_failed, make_report, make_result
 
 from pytest_llmgpu.gate.policy import Known, Policy
-from pytest_llmgpu.render.exports import export, github_summary
+from pytest_llmgpu.render.exports import export, github
 from pytest_llmgpu.render.exports.escaping import code, command_property, command_value, markdown, one_line, spreadsheet
-from pytest_llmgpu.render.exports.github_annotations import LIMIT
-from pytest_llmgpu.render.exports.github_summary import COMMENT_BYTES, COMMENT_MARK, LIMIT_BYTES
-from pytest_llmgpu.render.exports.markdown_table import header
-from pytest_llmgpu.render.exports.notices import notices
+from pytest_llmgpu.render.exports.github import ANNOTATIONS, COMMENT_BYTES, COMMENT_MARK, LIMIT_BYTES, notices
+from pytest_llmgpu.render.exports.tables import markdown_header
 from pytest_llmgpu.report.metrics import spec_of
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import Finding
@@ -54,12 +52,12 @@ def test_annotations_are_limited_to_what_github_shows() -> None:
     rows = [row("NOT_ENOUGH_DATA", id=f"mp-bs{n}", reason=f"Noise {'x' * n}.") for n in range(20)]
     report.verdicts = verdicts([*rows, row("REGRESSED", id="tp-bs1"), row("FAILED", id="tp-bs2", metric="outcome")])
     lines = _annotations(report)
-    assert len(lines) == LIMIT
+    assert len(lines) == ANNOTATIONS
     assert [_parsed(line)[0] for line in lines] == ["error", "error", *["warning"] * 8]
     assert _parsed(lines[0])[1]["title"] == "pytest-llmgpu: FAILED: tp-bs2: as said"
     assert _parsed(lines[-1])[2].startswith("13 more are not shown")
-    report.verdicts = verdicts(rows[:LIMIT])
-    assert len(_annotations(report)) == LIMIT
+    report.verdicts = verdicts(rows[:ANNOTATIONS])
+    assert len(_annotations(report)) == ANNOTATIONS
     assert "are not shown" not in _annotations(report)[-1]
 
 
@@ -212,7 +210,13 @@ def test_the_summary_begins_with_the_worst() -> None:
     page = _summary(report)
     places = [
         page.index(text)
-        for text in ("CAPACITY_REGRESSED |", "| NOT_ENOUGH_DATA |", "**Comparison**", header(report)[0], "| OK |")
+        for text in (
+            "CAPACITY_REGRESSED |",
+            "| NOT_ENOUGH_DATA |",
+            "**Comparison**",
+            markdown_header(report)[0],
+            "| OK |",
+        )
     ]
     assert places == sorted(places)
     assert page.count("<details>") == page.count("</details>") == 2
@@ -242,7 +246,7 @@ def test_a_page_of_any_size_stays_below_its_limit(monkeypatch: pytest.MonkeyPatc
     report = judged(two_strategies(), two_strategies(oom=()))
     whole = len(_summary(report).encode())
     for limit in range(2500, whole + 2000, 97):
-        monkeypatch.setattr(github_summary, "LIMIT_BYTES", limit)
+        monkeypatch.setattr(github, "LIMIT_BYTES", limit)
         page = _summary(report)
         assert len(page.encode()) <= limit
         if limit > whole + 1000:
@@ -292,7 +296,7 @@ def test_a_table_of_cases_has_units_and_reasons() -> None:
     """Figures have units; wrong answers and failures are with the outcome."""
     report = judged(two_strategies(), two_strategies(oom=()))
     lines = export("markdown", report).splitlines()
-    assert lines[:2] == list(header(report))
+    assert lines[:2] == list(markdown_header(report))
     assert lines[2] == (
         "| <code>mp-bs8</code> | huggyllama/llama-30b, float16, 4 x cuda, hellaswag | completed | 60 s | 1.067 "
         "| 75.00 % | 17.00 GiB | 40 MB | NOT_ENOUGH_DATA: time |"

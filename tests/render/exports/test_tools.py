@@ -13,8 +13,8 @@ from support.report_factory import make_failed, make_report, make_result
 from support.verdict_factory import with_launches
 
 from pytest_llmgpu.render.exports import export
-from pytest_llmgpu.render.exports.csv_table import COLUMNS
-from pytest_llmgpu.render.exports.junit import properties, verdict_properties
+from pytest_llmgpu.render.exports.tables import CSV_COLUMNS
+from pytest_llmgpu.render.exports.tools import junit_properties, junit_verdicts
 from pytest_llmgpu.report.report import Report
 
 _BENCHER = {
@@ -157,7 +157,7 @@ def test_csv_runs_nothing_in_a_spreadsheet() -> None:
     assert len(text.splitlines()) == 3
     assert (lines[0]["model"], lines[0]["dataset"]) == ("'=1+1", "'@SUM(A1)")
     assert lines[1]["model"].startswith("<script>alert(1)</script> | a`b`")
-    assert set(lines[1]) == set(COLUMNS)
+    assert set(lines[1]) == set(CSV_COLUMNS)
 
 
 @pytest.mark.slow
@@ -165,7 +165,7 @@ def test_junit_properties_reach_the_xml(pytester: pytest.Pytester) -> None:
     """As an item's user properties they are in the file, which is well-formed with any text."""
     report = nasty()
     rows = report.verdicts.rows if report.verdicts is not None else []
-    pairs = [*properties(report.cases[1]), *verdict_properties(rows[:1])]
+    pairs = [*junit_properties(report.cases[1]), *junit_verdicts(rows[:1])]
     pytester.makepyfile(
         f"""
         def test_case(request):
@@ -181,7 +181,7 @@ def test_junit_properties_reach_the_xml(pytester: pytest.Pytester) -> None:
 
 def test_junit_properties_name_their_units() -> None:
     """The name of a figure ends in its unit."""
-    pairs = dict(properties(two_strategies().cases[0]))
+    pairs = dict(junit_properties(two_strategies().cases[0]))
     assert {name: pairs[f"llmgpu.{name}"] for name in ("time_s", "sequences_per_s", "tokens_per_s", "acc_norm")} == {
         "time_s": "60.0",
         "sequences_per_s": repr(64 / 60),
@@ -190,4 +190,4 @@ def test_junit_properties_name_their_units() -> None:
     }
     assert pairs["llmgpu.memory_bytes"] == str(17.0 * 2**30)
     assert pairs["llmgpu.traffic_bytes_per_sequence"] == "40000000.0"
-    assert all(NASTY not in value and value.isprintable() for _, value in properties(nasty().cases[0]))
+    assert all(NASTY not in value and value.isprintable() for _, value in junit_properties(nasty().cases[0]))

@@ -1,0 +1,263 @@
+"""GitHub: a page for the step summary, the same page as a comment on a pull request, annotations at the tests.
+
+`llmgpu export github-summary latest >> "$GITHUB_STEP_SUMMARY"`. GitHub rejects the whole page of a step if it is larger
+than 1024 KiB. The worst rows come first, and each table is cut at its end to fit, with the number of lines left out.
+
+Annotations are workflow commands that a step prints, shown at the line of the test. GitHub shows the first 10 of a
+step: the worst come first, and the last one has the number of those that are left out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal, NamedTuple
+
+from pytest_llmgpu.gate import cause_groups, headline
+from pytest_llmgpu.gate.classify import ExitStatus, RowClass, classify, exit_status
+from pytest_llmgpu.gate.policy import Policy
+from pytest_llmgpu.gate.policy_file import policy_of
+from pytest_llmgpu.render import comparison
+from pytest_llmgpu.render.exports.escaping import code, command_property, command_value, markdown, one_line
+from pytest_llmgpu.render.exports.tables import markdown_header, markdown_line, markdown_lines
+from pytest_llmgpu.report.report import Report
+from pytest_llmgpu.report.verdicts import Row, Verdicts, worst_first
+from pytest_llmgpu.store.store import commit, hardware
+
+LIMIT_BYTES = 1000 * 1024
+"""Most bytes of the page: 24 KiB less than GitHub allows, for other output of the step."""
+
+COMMENT_BYTES = 60_000
+"""Most bytes of a comment, for which GitHub allows 65,536 characters."""
+
+COMMENT_MARK = "<!-- pytest-llmgpu -->"
+"""The first line of a comment, by which a workflow finds its own comment and edits it."""
+
+ANNOTATIONS = 10
+"""Most annotations of one step."""
+
+_NOTE_BYTES = 200
+"""Bytes reserved for the line on the rows that are left out of a table."""
+
+_REASONS = 5
+"""Most reasons that are listed for rows that were not compared."""
+
+Level = Literal["failure", "warning", "info"]
+"""The severity of a notice."""
+
+_MARKS: dict[Level, str] = {"failure": "❌", "warning": "⚠️", "info": "✅"}
+"""The levels, worst first, with their marks."""
+
+_COMMANDS: dict[Level, str] = {"failure": "error", "warning": "warning", "info": "notice"}
+_LEVELS: dict[RowClass, Level] = {RowClass.FAILS: "failure", RowClass.ALLOWED: "warning", RowClass.UNCLEAR: "warning"}
+_BROKEN = frozenset(("crashed", "timeout", "error"))
+_COLUMNS = ("", "case", "metric", "verdict", "baseline", "now", "change", "reason")
+_VERDICT_HEADER = (markdown_line(_COLUMNS), "|---|---|---|---|---:|---:|---:|---|")
+
+
+class Notice(NamedTuple):
+    """One notice."""
+
+    level: Level
+    """How severe it is."""
+    title: str
+    """The finding and the case in a few words: `REGRESSED: mp-bs8 wall time +5.0 % (220.5 s, was 210 s)`."""
+    text: str
+    """The reason in a few lines: the result, then its cause, then the other cases and the next step."""
+    nodeid: str | None = None
+    """The node id of the test; None if the notice belongs to no test."""
+
+
+def notices(report: Report) -> list[Notice]:
+    """Return all notices, worst first; unchanged and better rows have none."""
+    found = []
+    if (verdicts := report.verdicts) is not None:
+        policy = policy_of(verdicts)
+        if exit_status(verdicts, policy) == ExitStatus.NOTHING_COMPARED:
+            found.append(Notice("failure", "Gate", headline.describe(headline.decide(verdicts, policy))))
+        for group in cause_groups.group(verdicts, policy):
+            worst = group.rows[0]
+            found.append(
+                Notice(
+                    min((level(row, policy) for row in group.rows), key=list(_MARKS).index),
+                    f"{worst.verdict}: {cause_groups.title(group)}",
+                    "\n".join([*cause_groups.lines(group), f"Next: {cause_groups.next_step(group)}"]),
+                    group.largest.nodeid or worst.nodeid,
+                )
+            )
+    return _sorted([*found, *other_notices(report)])
+
+
+def other_notices(report: Report) -> list[Notice]:
+    """Return the notices except those of rows, worst first: warnings of the comparison, findings and outcomes."""
+    rows, warnings = ([], []) if report.verdicts is None else (report.verdicts.rows, report.verdicts.warnings)
+    found = [Notice("warning", "Comparison", text) for text in warnings]
+    judged = {row.id for row in rows if row.metric == "outcome"}
+    for result in report.cases:
+        completed = result.outcome == "completed"
+        for finding in result.findings:
+            if finding.severity != "info" and not (result.id in judged and not completed):
+                text = f"{finding.text}\n{finding.next_step}"
+                found.append(Notice(finding.severity, f"{finding.code}: {result.id}", text, result.nodeid))
+        if not completed and not result.findings and result.id not in judged:
+            # Out of memory is a result, not a failure.
+            severity: Level = "failure" if result.outcome in _BROKEN else "info"
+            title = f"{result.outcome.replace('_', ' ')}: {result.id}"
+            text = result.failure.message if result.failure is not None else "The case did not complete."
+            found.append(Notice(severity, title, text, result.nodeid))
+    return _sorted(found)
+
+
+def level(row: Row, policy: Policy) -> Level:
+    """Return the severity of a row under a policy."""
+    return _LEVELS.get(classify(row, policy), "info")
+
+
+def _sorted(found: Iterable[Notice]) -> list[Notice]:
+    return sorted(found, key=lambda notice: list(_MARKS).index(notice.level))
+
+
+def render_annotations(report: Report) -> str:
+    """Return the notices of the report as workflow commands, one at the line of each test or of its file."""
+    found = notices(report)
+    if len(found) > ANNOTATIONS:
+        rest = found[ANNOTATIONS - 1 :]
+        text = f"{len(rest)} more are not shown, because GitHub shows {ANNOTATIONS}: see the summary or the report."
+        found = [*found[: ANNOTATIONS - 1], Notice(rest[0].level, "And more", text)]
+    lines = {result.nodeid: result.line for result in report.cases}
+    commands = []
+    for notice in found:
+        properties = [f"title={command_property(one_line(f'pytest-llmgpu: {notice.title}'))}"]
+        if notice.nodeid:
+            file = command_property(one_line(notice.nodeid.partition("::")[0]))
+            properties = [f"file={file}", f"line={lines.get(notice.nodeid) or 1}", *properties]
+        text = "\n".join(one_line(line) for line in notice.text.splitlines() if line.strip())
+        # GitHub ignores an annotation without a message.
+        message = command_value(text or notice.level)
+        commands.append(f"::{_COMMANDS[notice.level]} {','.join(properties)}::{message}")
+    return "\n".join(commands)
+
+
+class _Table(NamedTuple):
+    """A table that may be cut at its end."""
+
+    before: Sequence[str]
+    """The title and the header."""
+    lines: Sequence[str]
+    """The lines that may be left out."""
+    after: Sequence[str] = ()
+    """The lines after the table."""
+
+
+def render_summary(report: Report) -> str:
+    """Return the page of the report."""
+    return _page(report, [], LIMIT_BYTES)
+
+
+def render_comment(report: Report) -> str:
+    """Return the page as a comment on a pull request."""
+    return _page(report, [COMMENT_MARK], COMMENT_BYTES)
+
+
+def _page(report: Report, first: Sequence[str], limit_bytes: int) -> str:
+    verdicts = report.verdicts
+    if verdicts is None:
+        counted: Counter[str] = Counter(result.outcome.replace("_", " ") for result in report.cases)
+        failing = sum(notice.level == "failure" for notice in notices(report))
+        result = f"{_MARKS['failure']} {failing} to look at" if failing else "nothing was compared"
+    else:
+        policy = policy_of(verdicts)
+        counted = Counter(row.verdict for row in worst_first(verdicts.rows) if row.gated)
+        found = headline.decide(verdicts, policy)
+        # It is green only if gated rows were compared and none is unclear.
+        unclear = any(level(row, policy) == "warning" for row in verdicts.rows)
+        passed: Level = "warning" if unclear or found.states or not verdicts.armed.gated else "info"
+        mark = _MARKS[passed if found.status == ExitStatus.PASSED else "failure"]
+        result = f"{mark} {markdown(headline.describe(found))}"
+    counts = ", ".join(f"{number:,} {word}" for word, number in counted.items())
+    parts = [f"Commit {code(commit(report.commit))} on {markdown(hardware(report))}, {markdown(report.created)}."]
+    if not report.session.complete:
+        parts.append("**The run is not complete.**")
+    if verdicts is not None:
+        parts.append(_against(verdicts))
+    title = f"## LLM inference: {result}{f' ({counts})' if counts else ''}"
+    return _fitted([*first, title, "", " ".join(parts), ""], list(_tables(report)), limit_bytes)
+
+
+def _against(verdicts: Verdicts) -> str:
+    baseline, armed = verdicts.baseline, verdicts.armed
+    if baseline is None:
+        return "There is no baseline."
+    named = [code(baseline.name)] if baseline.name else []
+    named += [f"commit {code(baseline.commit[:8])}"] if baseline.commit else []
+    often = sorted(armed.unarmed.items(), key=lambda pair: -pair[1])
+    unarmed = "; ".join(f"{markdown(why)} ({number:,})" for why, number in often[:_REASONS])
+    if len(often) > _REASONS:
+        unarmed += f"; and {len(often) - _REASONS:,} more reasons"
+    return (
+        f"Compared with {', '.join(named) or 'a baseline'}: {armed.compared:,} rows compared, {armed.gated:,} of them "
+        f"gated.{f' Not compared: {unarmed}.' if unarmed else ''}"
+    )
+
+
+def _tables(report: Report) -> Iterator[_Table]:
+    if report.verdicts is not None:
+        policy = policy_of(report.verdicts)
+        levels = [(level(row, policy), row) for row in worst_first(report.verdicts.rows)]
+        levels.sort(key=lambda pair: list(_MARKS).index(pair[0]))
+        noticed = [_verdict_line(severity, row) for severity, row in levels if severity != "info"]
+        others = [_verdict_line(severity, row) for severity, row in levels if severity == "info"]
+        if noticed:
+            yield _Table(["### To look at", "", *_VERDICT_HEADER], noticed)
+        yield _notice_table(other_notices(report))
+        yield _Table(_folded("Cases", markdown_header(report)), list(markdown_lines(report)), ["", "</details>"])
+        if others:
+            yield _Table(_folded("All other verdicts", _VERDICT_HEADER), others, ["", "</details>"])
+    else:
+        yield _notice_table(notices(report))
+        yield _Table(["### Cases", "", *markdown_header(report)], list(markdown_lines(report)))
+
+
+def _notice_table(found: Sequence[Notice]) -> _Table:
+    lines = [
+        f"- {_MARKS[notice.level]} **{markdown(notice.title)}**: {'<br>'.join(map(markdown, notice.text.splitlines()))}"
+        for notice in found
+        if notice.level != "info"
+    ]
+    return _Table(["### Findings", ""] if lines else [], lines)
+
+
+def _verdict_line(severity: Level, row: Row) -> str:
+    was, now, change, interval = comparison.figures(row)
+    reason = [*row.reason.splitlines(), *([f"Known: {row.known}"] if row.known is not None else [])]
+    verdict = row.verdict + ("" if row.gated else " (not gated)")
+    words = [row.metric.replace("_", " "), verdict, was, now, f"{change} ({interval})" if interval else change]
+    return markdown_line([_MARKS[severity], code(row.id), *words, "<br>".join(map(markdown, reason))])
+
+
+def _folded(title: str, header: Sequence[str]) -> list[str]:
+    return ["<details>", f"<summary>{title}</summary>", "", *header]
+
+
+def _fitted(head: Sequence[str], tables: Sequence[_Table], limit_bytes: int) -> str:
+    """Return the page with its tables cut, the last ones first, to the limit."""
+    frames = [sum(map(_size, (*table.before, *table.after, ""))) + _NOTE_BYTES for table in tables]
+    left = limit_bytes - sum(map(_size, head)) - sum(frames)
+    page = list(head)
+    for table in tables:
+        if not table.lines:
+            continue
+        taken = 0
+        for text in table.lines:
+            if _size(text) > left:
+                break
+            left -= _size(text)
+            taken += 1
+        page += [*table.before, *table.lines[:taken], *table.after, ""]
+        if rest := len(table.lines) - taken:
+            page += [f"**{rest:,} more lines are left out: GitHub limits the size. The report has all of them.**", ""]
+    return "\n".join(page).rstrip("\n")
+
+
+def _size(text: str) -> int:
+    return len(text.encode()) + 1

@@ -1,0 +1,146 @@
+"""CSV and Markdown: one line per case, then one per other id with verdicts: series, cases of the baseline alone.
+
+CSV has every figure in the units of the report. The Markdown table is to paste into an issue or a page.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator, Sequence
+
+from pytest_llmgpu.render import comparison
+from pytest_llmgpu.render.exports.escaping import code, markdown, one_line, spreadsheet
+from pytest_llmgpu.render.exports.tools import describe
+from pytest_llmgpu.render.grouping import unique
+from pytest_llmgpu.render.table import COLUMNS, MARKDOWN, TABLES
+from pytest_llmgpu.report.metrics import JUDGED, METRICS, spec_of
+from pytest_llmgpu.report.report import Report
+from pytest_llmgpu.report.verdicts import Row
+from pytest_llmgpu.store.store import hardware
+
+_CASE = (
+    *("strategy", "batch_size", "model", "load_format", "dtype", "device", "devices", "dataset", "limit"),
+    "execution",
+)
+_FIRST = (
+    *("id", "nodeid", *_CASE, "outcome", "failure", "launches", "inference_s", "sequences_per_s", "tokens_per_s"),
+    *("accuracy", "peak_memory_bytes", "wire_bytes_per_sequence", "inference_s_low", "inference_s_high"),
+    *("verdict_outcome", "verdict_largest_batch", "verdict_time", "verdict_accuracy", "verdict_predictions"),
+    *("verdict_traffic", "verdict_path", "verdict_memory", "reasons"),
+)
+"""The columns of version 0.1 in their order, which must not change."""
+
+_OF_METRICS = [spec.exported.column for spec in METRICS if spec.exported]
+
+_FIGURES = [*_OF_METRICS, *TABLES["work"], *TABLES["tokens"]]
+
+CSV_COLUMNS = tuple(
+    dict.fromkeys(
+        [
+            *_FIRST,
+            *_OF_METRICS,
+            *(f"verdict_{name}" for name in JUDGED),
+            *_FIGURES,
+            *("created", "commit", "machine", "gpu", "gpu_memory_bytes"),
+        ]
+    )
+)
+"""The header of the CSV table; new columns are appended at the end."""
+
+_MESSAGE = 120
+"""Most characters of a failure's message in Markdown; its numbers come first."""
+
+
+def render_csv(report: Report) -> str:
+    """Return the report as CSV."""
+    rows = comparison.by_id(report.verdicts)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, CSV_COLUMNS, restval="", lineterminator="\n")
+    writer.writeheader()
+    session = {
+        "created": report.created,
+        "commit": spreadsheet(report.commit.sha or ""),
+        "machine": spreadsheet(hardware(report)),
+        "gpu": spreadsheet(", ".join(unique(gpu.name for gpu in report.environment.gpus))),
+    }
+    time_of = spec_of("time").figure
+    for result in report.cases:
+        fields: dict[str, object] = {name: getattr(result.case, name) for name in _CASE}
+        fields |= {
+            "id": result.id,
+            "nodeid": result.nodeid or "",
+            "outcome": result.outcome,
+            "failure": result.failure.message if result.failure is not None else "",
+            "launches": len(result.launches),
+            "gpu_memory_bytes": result.case.gpu_memory_bytes,  # the cap; empty without one
+        }
+        line = {name: spreadsheet(value) if isinstance(value, str) else value for name, value in fields.items()}
+        line |= {name: COLUMNS[name].value(result) for name in _FIGURES}
+        time = time_of(result) if time_of is not None and result.outcome == "completed" else None
+        if time is not None:
+            line |= {"inference_s_low": time.low, "inference_s_high": time.high}
+        writer.writerow({**session, **line, **_verdicts(rows.pop(result.id, ()))})
+    for name, others in rows.items():
+        nodeid = spreadsheet(others[0].nodeid or "")
+        writer.writerow({**session, "id": spreadsheet(name), "nodeid": nodeid, **_verdicts(others)})
+    return text.getvalue().rstrip("\n")
+
+
+def _verdicts(rows: Sequence[Row]) -> dict[str, object]:
+    verdicts: dict[str, object] = {f"verdict_{row.metric}": row.verdict for row in rows}
+    reasons = " / ".join(f"{row.metric}: {row.reason}" for row in rows if row.verdict != "OK")
+    return {**verdicts, "reasons": spreadsheet(reasons)}
+
+
+def render_markdown(report: Report) -> str:
+    """Return the report as a table of Markdown."""
+    return "\n".join([*markdown_header(report), *markdown_lines(report)])
+
+
+def markdown_header(report: Report) -> tuple[str, str]:
+    """Return the first two lines of the table."""
+    titles = [MARKDOWN[name] for name in _shown(report)]
+    return (
+        markdown_line(["case", "measured", "outcome", *titles, "verdict"]),
+        f"|---|---|---|{'---:|' * len(titles)}---|",
+    )
+
+
+def markdown_lines(report: Report) -> Iterator[str]:
+    """Yield the lines of the cases in the order of the report, then those of other ids with verdicts."""
+    rows, columns = comparison.by_id(report.verdicts), _shown(report)
+    for result in report.cases:
+        values = [(COLUMNS[name], COLUMNS[name].value(result)) for name in columns]
+        outcome = result.outcome.replace("_", " ") + (", wrong answers" if result.has_wrong_answers else "")
+        if result.failure is not None:
+            outcome += f": {one_line(result.failure.message, _MESSAGE)}"
+        yield markdown_line(
+            [
+                code(result.id),
+                markdown(describe(result.case)),
+                markdown(outcome),
+                *("" if value is None else column.written(value) for column, value in values),
+                _worst(rows.pop(result.id, ())),
+            ]
+        )
+    for name, others in rows.items():
+        yield markdown_line([code(name), *[""] * (2 + len(columns)), _worst(others)])
+
+
+def markdown_line(cells: Sequence[str]) -> str:
+    """Return a line of the table; its cells must be escaped."""
+    return f"| {' | '.join(cells)} |"
+
+
+def _shown(report: Report) -> list[str]:
+    """Return the columns of the Markdown table that have a figure."""
+    return [name for name in MARKDOWN if any(COLUMNS[name].value(result) is not None for result in report.cases)]
+
+
+def _worst(rows: Sequence[Row]) -> str:
+    """Return the worst verdict with all metrics that have it."""
+    if not rows:
+        return ""
+    worst = comparison.verdict(rows[0])
+    return f"{worst}: {', '.join(row.metric.replace('_', ' ') for row in rows if comparison.verdict(row) == worst)}"

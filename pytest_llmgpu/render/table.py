@@ -1,0 +1,517 @@
+"""The figures of each case as columns, and the tables of a block of cases, for terminal, page, CSV and Markdown.
+
+`COLUMNS` has every figure once: a metric with its row of the table of metrics, any other with its function. `TABLES`
+and `MARKDOWN` have the columns of each table in their order.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, NamedTuple
+
+from pytest_llmgpu.analysis.capacity import split
+from pytest_llmgpu.report.case import Case
+from pytest_llmgpu.report.derived import batch_latency_s, device_busy, generated, measured, of_window
+from pytest_llmgpu.report.metrics import METRICS, Figure
+from pytest_llmgpu.report.result import CaseResult
+from pytest_llmgpu.report.text import GIB, MIB, percent, plural
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """One figure of a case."""
+
+    name: str
+    """Name of the CSV column, or of the field in the report."""
+    title: str = ""
+    """The first line is the name, the second line is the unit."""
+    value: Callable[[CaseResult], float | None]
+    """Returns the figure in the unit of the report; None where it was not measured."""
+    unit: float = 1.0
+    """A value is divided by this number in tables."""
+    devices: Callable[[CaseResult], Sequence[float]] = lambda _: ()
+    """Returns the figure of each device in each launch, in the unit of the report."""
+    written: Callable[[float], str] = str
+    """Returns the figure as text with its unit."""
+
+
+def _of_metrics(titles: dict[str, tuple[str, float]]) -> list[Column]:
+    """Return the columns of the exported metrics, which have the figures of completed cases.
+
+    Args:
+        titles: title and unit in tables by the name of the column; metrics without them are in CSV and Markdown only.
+    """
+    columns = []
+    for spec in METRICS:
+        if spec.exported is not None and spec.figure is not None:
+            name = spec.exported.column
+            title, unit = titles.get(name, ("", 1.0))
+
+            def value(result: CaseResult, figure_of: Callable[..., Figure | None] = spec.figure) -> float | None:
+                figure = figure_of(result) if result.outcome == "completed" else None
+                return None if figure is None else figure.value
+
+            columns.append(Column(name=name, title=title, unit=unit, value=value, written=spec.written))
+    return columns
+
+
+def _of_devices(name: str, title: str, unit: float, devices: Callable[[CaseResult], Sequence[float]]) -> Column:
+    """Return a column with a figure of each device; that of the case is their mean."""
+
+    def value(result: CaseResult) -> float | None:
+        return statistics.fmean(found) if (found := devices(result)) else None
+
+    return Column(name=name, title=title, value=value, unit=unit, devices=devices)
+
+
+def _sampled(name: str, result: CaseResult) -> list[float]:
+    """Return the mean of a metric of the profile over the window of each device and launch."""
+    found = [of_window(profile, device, name) for profile in result.profiles for device in profile.devices]
+    return [metric.mean for metric in found if not isinstance(metric, str) and metric.mean is not None]
+
+
+def _of_memory(name: str, result: CaseResult) -> list[float]:
+    """Return a field of `DeviceMemory` or `MemorySplit` of each device and launch."""
+    memories = [memory for launch in result.launches for memory in launch.memory]
+    found = [getattr(memory if hasattr(memory, name) else split(memory), name) for memory in memories]
+    return [size for size in found if size is not None]
+
+
+def _sent_bytes(result: CaseResult) -> list[float]:
+    """Return the bytes that each device sends per sequence; one value if all send the same or share a process."""
+    traffic = result.traffic
+    if traffic is None:
+        return []
+    sent = [sum(one.sent_bytes for one in rank) for rank in traffic.ranks]
+    if len(sent) != result.case.devices or len(set(sent)) == 1:
+        return [traffic.wire_bytes_per_sequence / result.case.devices]
+    return [traffic.wire_bytes_per_sequence * size / sum(sent) for size in sent]
+
+
+def _between_nodes_bytes(result: CaseResult) -> float | None:
+    """Return the bytes that all ranks together send to other nodes for each sequence; None on one node."""
+    sent = None if result.traffic is None else result.traffic.between_nodes_bytes
+    return None if sent is None else sent / sum(result.launches[-1].batches.sequences)
+
+
+def _fullest_bytes(result: CaseResult) -> float | None:
+    """Return the memory of the fullest device: in use by NVML, else reserved by torch."""
+    memories = [memory for launch in result.launches for memory in launch.memory]
+    used = [memory.nvml_used_max_bytes for memory in memories]
+    sizes = [memory.peak_reserved_bytes for memory in memories] if None in used else used
+    return max((size for size in sizes if size is not None), default=None)
+
+
+def _busy(result: CaseResult) -> float | None:
+    found = [busy for launch in result.launches if (busy := device_busy(launch)) is not None]
+    return statistics.fmean(found) if found else None
+
+
+def _threads(result: CaseResult) -> int | None:
+    """Return the threads of the rank that has the fewest; None on a GPU."""
+    hosts = [launch.host for launch in result.launches if launch.host is not None and launch.host.threads]
+    return min((min(host.threads) for host in hosts), default=None) if result.case.device == "cpu" else None
+
+
+def _formula_bytes(result: CaseResult) -> float | None:
+    texts = generated(result)
+    return None if texts is None else texts.kv_cache_formula_bytes
+
+
+def _prefill_share(result: CaseResult) -> float | None:
+    bound_s = result.bound.prefill_s if result.bound is not None else None
+    return bound_s / result.first_token_s if bound_s is not None and result.first_token_s else None
+
+
+def _step_share(result: CaseResult) -> float | None:
+    bound_s = result.bound.step_s if result.bound is not None else None
+    return bound_s / result.token_p50_s if bound_s is not None and result.token_p50_s else None
+
+
+def _field(name: str) -> Callable[[CaseResult], float | None]:
+    def value(result: CaseResult) -> float | None:
+        found: float | None = getattr(result, name)
+        return found
+
+    return value
+
+
+COLUMNS = {
+    column.name: column
+    for column in (
+        *_of_metrics(
+            {
+                "inference_s": ("time\ns", 1.0),
+                "device_time_s": ("device time\ns/work pass", 1.0),
+                "sequences_per_s": ("sequences\n/s", 1.0),
+                "token_p95_s": ("p95\nms", 1e-3),
+                "kv_cache_bytes": ("KV cache\nMiB", MIB),
+                "wire_bytes_per_token": ("sent\nMB/token", 1e6),
+            }
+        ),
+        Column(
+            name="new_tokens_per_s",
+            title="new tokens\n/s",
+            value=lambda result: result.tokens_per_s if result.case.generates else None,
+        ),
+        Column(
+            name="bound_share",
+            title="of bound\n%",
+            value=lambda result: None if result.bound is None else result.bound.share,
+            unit=0.01,
+        ),
+        Column(name="device_busy", title="computing\n%", value=_busy, unit=0.01),
+        Column(
+            name="between_nodes_bytes_per_sequence",
+            title="between nodes\nMB/sequence, sum",
+            value=_between_nodes_bytes,
+            unit=1e6,
+        ),
+        Column(name="energy_j_per_sequence", title="energy\nJ/sequence", value=_field("energy_j_per_sequence")),
+        Column(name="energy_j_per_token", title="energy\nJ/token", value=_field("energy_j_per_token")),
+        *(
+            Column(
+                name=f"batch_p{share}_s",
+                title=f"batch p{share}\nms",
+                value=partial(batch_latency_s, share=share / 100),
+                unit=1e-3,
+            )
+            for share in (50, 95, 99)
+        ),
+        Column(name="token_p99_s", title="p99\nms", value=_field("token_p99_s"), unit=1e-3),
+        Column(name="kv_cache_formula_bytes", title="formula\nMiB", value=_formula_bytes, unit=MIB),
+        Column(name="prefill_bound_share", title="of bound\n%, prefill", value=_prefill_share, unit=0.01),
+        Column(name="step_bound_share", title="of bound\n%, step", value=_step_share, unit=0.01),
+        Column(name="memory_bytes", title="memory\nGiB/GPU", value=_fullest_bytes, unit=GIB),
+        Column(name="threads", title="threads\nper rank", value=_threads),
+        _of_devices("sent_bytes", "sent/device\nMB/sequence", 1e6, _sent_bytes),
+        *(
+            _of_devices(name, title, unit, partial(_sampled, name))
+            for name, title, unit in (
+                ("utilization_pct", "GPU busy\n% (NVML)", 1.0),
+                ("pcie_tx_bytes_per_s", "PCIe TX\nGB/s", 1e9),
+                ("pcie_rx_bytes_per_s", "PCIe RX\nGB/s", 1e9),
+                ("nvlink_tx_bytes_per_s", "NVLink TX\nGB/s", 1e9),
+            )
+        ),
+        *(
+            _of_devices(name, f"{title}\nGiB", GIB, partial(_of_memory, name))
+            for name, title in (
+                ("weights_bytes", "weights"),
+                ("activations_bytes", "activations"),
+                ("workspace_bytes", "workspace"),
+                ("cached_bytes", "cached"),
+                ("rest_bytes", "rest"),
+                ("peak_allocated_bytes", "torch peak"),
+                ("nvml_used_max_bytes", "NVML peak"),
+            )
+        ),
+    )
+}
+"""Each column by its name."""
+
+Place = Literal["summary", "work", "tokens", "communication", "memory"]
+"""A table of figures."""
+
+TABLES: dict[Place, dict[str, int]] = {
+    "summary": {
+        "sequences_per_s": 0,
+        "new_tokens_per_s": 0,
+        "memory_bytes": 0,
+        "sent_bytes": 2,
+        "between_nodes_bytes_per_sequence": 1,
+        "device_busy": 3,
+        "utilization_pct": 4,
+        "threads": 5,
+    },
+    "work": {
+        "inference_s": 0,
+        "device_time_s": 0,
+        "bound_share": 0,
+        "device_busy": 1,
+        "between_nodes_bytes_per_sequence": 1,
+        "energy_j_per_sequence": 2,
+        "energy_j_per_token": 3,
+        "batch_p50_s": 4,
+        "batch_p95_s": 5,
+        "batch_p99_s": 6,
+    },
+    "tokens": {
+        "token_p95_s": 2,
+        "token_p99_s": 0,
+        "kv_cache_bytes": 0,
+        "kv_cache_formula_bytes": 1,
+        "wire_bytes_per_token": 0,
+        "prefill_bound_share": 0,
+        "step_bound_share": 0,
+    },
+    "communication": {
+        "utilization_pct": 0,
+        "pcie_tx_bytes_per_s": 0,
+        "pcie_rx_bytes_per_s": 0,
+        "nvlink_tx_bytes_per_s": 0,
+        "sent_bytes": 1,
+    },
+    "memory": {
+        "weights_bytes": 0,
+        "activations_bytes": 0,
+        "workspace_bytes": 0,
+        "cached_bytes": 3,
+        "rest_bytes": 1,
+        "peak_allocated_bytes": 2,
+        "nvml_used_max_bytes": 0,
+    },
+}
+"""The columns of each table. If it is too wide, that with the largest number is dropped first; 0 is never dropped.
+
+The summary has the memory of the fullest GPU, and means of the others. `communication` and `memory` are of each device.
+"""
+
+MARKDOWN = {
+    "inference_s": "time",
+    "sequences_per_s": "sequences/s",
+    "first_token_s": "time to first token",
+    "token_p50_s": "time per token",
+    "accuracy": "accuracy",
+    "peak_memory_bytes": "peak memory",
+    "wire_bytes_per_sequence": "sent/sequence, all ranks",
+}
+"""The columns of the Markdown table and their titles; it has only these, so that it fits a page."""
+
+LEGEND: dict[str, tuple[str, str]] = {
+    "best": ("★", "most sequences/s of its strategy"),
+    "wrong": ("✗", "wrong answers"),
+    "oom": ("OOM", "out of memory"),
+    "skipped": ("-", "not run, a smaller batch size was out of memory"),
+    "failed": ("!", "did not complete"),
+    "graphs": ("g", "run as CUDA graphs"),
+}
+"""The mark on the page and its meaning: one entry per kind of cell, and one for `graphs`."""
+
+_USUAL_BACKENDS = {"mp": "accelerate", "tp": "transformers", "iok": "deepspeed", "compile": "transformers"}
+"""The title of a strategy names the backend only if it is not the usual one."""
+
+_MINUTES_FROM_S = 600  # times are written in minutes if the smallest one is at least this long
+
+
+Kind = Literal["plain", "best", "wrong", "oom", "skipped", "failed", "absent"]
+"""The state that a cell is marked with."""
+
+
+class Entry(NamedTuple):
+    """A case and its place in the tables and charts of its block."""
+
+    title: str
+    """The title of its column and of its curve: `mp`."""
+    row: str
+    """The name of its row: the batch size, and from the second measurement on its number."""
+    result: CaseResult
+    """The case."""
+
+    @property
+    def batch_size(self) -> int:
+        """The sequences per forward."""
+        return self.result.case.batch_size
+
+
+class FigureTable(NamedTuple):
+    """A table with one row per case."""
+
+    title: str
+    """The heading, which holds for every choice of columns."""
+    columns: Sequence[Column]
+    """The columns in which a case has a figure."""
+    rows: Sequence[tuple[str, str, Sequence[str]]]
+    """Strategy, batch size and figures of each case."""
+
+
+class Cell(NamedTuple):
+    """One case in the table of times."""
+
+    id: str = ""
+    """The id of the case; empty if the cell has no case."""
+    kind: Kind = "absent"
+    """The state of the case, with which the cell is marked."""
+    time: str = ""
+    """The time with its unit, for a case that generates per token; empty if the case did not complete."""
+    second: str = ""
+    """The accuracy in percent, or the time to first token; empty if nothing was scored or the weights are random."""
+    word: str = ""
+    """How the case ended; empty if it completed."""
+    graphs: bool = False
+    """True if the forwards ran as CUDA graphs."""
+
+
+class TimeTable(NamedTuple):
+    """The times and accuracies of a block: batch sizes down, strategies across, as Table 2 of Shin et al. 2024."""
+
+    title: str
+    """The content of the cells: `Time for 10,042 items / acc_norm`."""
+    time_title: str
+    """The title of the times where they have a column of their own."""
+    metric: str
+    """The title of the second figure of each cell: the metric of the accuracies, or the time to first token."""
+    columns: list[str]
+    """The titles of the columns, one per strategy."""
+    rows: list[tuple[str, list[Cell]]]
+    """The name of each row (batch size and, from the second measurement on, its number) and a cell per column."""
+    used: list[str]
+    """The keys of `LEGEND` that occur in the table."""
+
+    @property
+    def marks(self) -> list[tuple[str, str]]:
+        """The entries of `LEGEND` that occur in the table."""
+        return [LEGEND[key] for key in self.used]
+
+
+def figure_tables(cases: Sequence[CaseResult]) -> dict[Place, FigureTable]:
+    """Return the tables of work and of generated tokens of one block that have figures.
+
+    The first column alone, the time, makes no table: the summary has it.
+    """
+    found: dict[Place, FigureTable] = {}
+    titles: dict[Place, str] = {
+        "work": "More figures of each case",
+        "tokens": "Decode steps, KV cache, and bytes that all ranks send",
+    }
+    for place, title in titles.items():
+        columns = [COLUMNS[name] for name in TABLES[place]]
+        rows = [(entry, [column.value(entry.result) for column in columns]) for entry in entries(cases)]
+        rows = [(entry, values) for entry, values in rows if any(value is not None for value in values[1:])]
+        if not rows:
+            continue
+        by_column = list(zip(*(values for _, values in rows), strict=True))
+        used = [number for number, values in enumerate(by_column) if any(value is not None for value in values)]
+        cells = zip(*(written(by_column[number], columns[number].unit) for number in used), strict=True)
+        body = [(entry.title, entry.row, texts) for (entry, _), texts in zip(rows, cells, strict=True)]
+        found[place] = FigureTable(title, [columns[number] for number in used], body)
+    return found
+
+
+def make_time_table(cases: Sequence[CaseResult]) -> TimeTable:
+    """Return the table of times of cases that differ in strategy and batch size only."""
+    columns, rows = _layout(cases)
+    seconds = [result.inference_s for result in cases if result.inference_s is not None]
+    # One unit, and the decimals of the smallest value: the times of a column then compare.
+    unit, unit_name = (60, "min") if min(seconds, default=0.0) >= _MINUTES_FROM_S else (1, "s")
+    places = digits(min(seconds, default=0.0) / unit)
+    metric = next((check.metric for result in cases if (check := result.accuracy_check) is not None), "acc_norm")
+    random_weights = cases[0].case.load_format == "dummy"
+    generates = cases[0].case.generates
+    best = {id(_fastest(row[title] for row in rows.values() if title in row)) for title in columns}
+
+    def cell(result: CaseResult | None) -> Cell:
+        if result is None:
+            return Cell()
+        if result.outcome == "oom":
+            return Cell(result.id, "oom", word="OOM")
+        if result.outcome == "skipped_after_oom":
+            return Cell(result.id, "skipped", word="-")
+        if result.outcome != "completed":
+            return Cell(result.id, "failed", word=result.outcome)
+        if generates:
+            time, second = _milliseconds(result.token_p50_s), _milliseconds(result.first_token_s)
+        else:
+            value = result.acc if metric == "acc" else result.acc_norm
+            time = "done" if result.inference_s is None else f"{result.inference_s / unit:.{places}f} {unit_name}"
+            second = "" if value is None or random_weights else percent(value)
+        kind: Kind = "wrong" if result.has_wrong_answers else "best" if id(result) in best else "plain"
+        return Cell(result.id, kind, time, second, graphs=result.case.execution == "cuda_graphs")
+
+    body = [(_row_name(row), [cell(found.get(title)) for title in columns]) for row, found in rows.items()]
+    cells = [cell for _, cells in body for cell in cells]
+    kinds = {*(cell.kind for cell in cells), *(["graphs"] if any(cell.graphs for cell in cells) else [])}
+    return TimeTable(
+        title=_table_title(cases, metric, random_weights=random_weights),
+        time_title="time per token" if generates else "time",
+        metric="time to first token" if generates else metric,
+        columns=columns,
+        rows=body,
+        used=[key for key in LEGEND if key in kinds],
+    )
+
+
+def entries(cases: Sequence[CaseResult]) -> list[Entry]:
+    """Return the cases of a block, strategy by strategy and in ascending batch size."""
+    columns, rows = _layout(cases)
+    return [
+        Entry(title, _row_name(row), found[title]) for title in columns for row, found in rows.items() if title in found
+    ]
+
+
+def written(values: Sequence[float | None], unit: float) -> list[str]:
+    """Return the figures of a column with the decimals that the smallest one needs."""
+    shown = [None if value is None else value / unit for value in values]
+    known = [value for value in shown if value]
+    places = 0 if all(float(value).is_integer() for value in known) else digits(min(known))
+    return ["" if value is None else f"{value:.{places}f}" for value in shown]
+
+
+def digits(value: float) -> int:
+    """Return the decimals, 3 at most, that leave about three significant digits."""
+    return 3 if value <= 0 else min(3, max(0, 2 - math.floor(math.log10(value))))
+
+
+def _layout(cases: Sequence[CaseResult]) -> tuple[list[str], dict[tuple[int, int], dict[str, CaseResult]]]:
+    """Return the titles of the columns, and the results by row (batch size, number of the measurement) and title."""
+    by_series = {result.case.series: result.case for result in cases}
+    titles = {series: _strategy_title(case, list(by_series.values())) for series, case in by_series.items()}
+    rows: dict[tuple[int, int], dict[str, CaseResult]] = {}
+    for result in cases:
+        title, number = titles[result.case.series], 1
+        while title in rows.get((result.case.batch_size, number), {}):
+            number += 1
+        rows.setdefault((result.case.batch_size, number), {})[title] = result
+    return list(titles.values()), dict(sorted(rows.items()))
+
+
+def _row_name(row: tuple[int, int]) -> str:
+    return f"{row[0]}" if row[1] == 1 else f"{row[0]} #{row[1]}"
+
+
+def _strategy_title(case: Case, columns: Sequence[Case]) -> str:
+    """Return the strategy with its unusual settings and those that other columns of the same strategy do not share."""
+    alike = [other for other in columns if other.strategy == case.strategy]
+    unusual = _USUAL_BACKENDS.get(case.strategy, case.backend) != case.backend
+    backend = case.backend if unusual or any(other.backend != case.backend for other in alike) else None
+    options = [
+        f"{name}={value}"
+        for name, value in case.strategy_options.items()
+        if value or any(name not in other.strategy_options or other.strategy_options[name] != value for other in alike)
+    ]
+    # On a CPU devices are processes, and cases of different numbers share a table.
+    processes = plural(case.devices, "process") if any(other.devices != case.devices for other in alike) else None
+    return " ".join(filter(None, [case.strategy, backend, *options, processes]))
+
+
+def _table_title(cases: Sequence[CaseResult], metric: str, *, random_weights: bool) -> str:
+    items = next((accuracy.items for result in cases if (accuracy := measured(result)) is not None), None)
+    title = "Time" if items is None else f"Time for {items:,} items"
+    if cases[0].case.generates:
+        texts = next((len(found.new_tokens) for result in cases if (found := generated(result)) is not None), None)
+        title = "Time per token / time to first token" + ("" if texts is None else f", {plural(texts, 'text')}")
+    launches = [count for result in cases if (count := sum(bool(one.batches.latency_s) for one in result.launches))]
+    if max(launches, default=1) > 1:
+        fewest = f"{min(launches):,} to " if min(launches) < max(launches) else ""
+        title += f", median of {fewest}{max(launches):,} launches"
+    if cases[0].case.generates:
+        return title
+    if random_weights:
+        return f"{title} (no accuracy: the weights are random)"
+    return title if items is None else f"{title} / {metric}"
+
+
+def _fastest(results: Iterable[CaseResult]) -> CaseResult | None:
+    """Return the fastest result without wrong answers; None if fewer than two results have a time."""
+    timed = [result for result in results if result.inference_s is not None]
+    right = [result for result in timed if not result.has_wrong_answers]
+    return min(right, key=lambda result: result.inference_s or 0.0) if len(timed) > 1 and right else None
+
+
+def _milliseconds(value_s: float | None) -> str:
+    """Return a time in milliseconds; `-` where there is none, as for the next token of texts of one token."""
+    return "-" if value_s is None else f"{1000 * value_s:,.{digits(1000 * value_s)}f} ms"
