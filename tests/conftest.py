@@ -16,7 +16,7 @@ from support.prose import Prose, ProseFiles
 
 from pytest_llmgpu.inference import models
 from pytest_llmgpu.inference.models import ModelSource
-from pytest_llmgpu.profiling import counter_deltas, machine, nvml, profiler
+from pytest_llmgpu.profiling import machine, nvml, profiler, recording
 from pytest_llmgpu.profiling.machine import TorchFacts
 from pytest_llmgpu.profiling.nvml import Inventory
 from pytest_llmgpu.ranks.group import RankGroup
@@ -81,7 +81,7 @@ def patient_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that is busy or stops for seconds may start, read, mark and end a sampler slowly."""
     for limit in ("_HEADER_S", "_STREAM_S", "_END_S", "_FRESH_S"):
         monkeypatch.setattr(profiler, limit, 300.0)
-    monkeypatch.setattr(counter_deltas, "_MARK_NEAR_S", 300.0)
+    monkeypatch.setattr(recording, "_MARK_NEAR_S", 300.0)
 
 
 @pytest.fixture(scope="session")

@@ -21,9 +21,8 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from pytest_llmgpu.profiling.nvml import session
-from pytest_llmgpu.profiling.sampler.deadlines import ticks
 from pytest_llmgpu.profiling.sampler.devices import choose, open_devices
-from pytest_llmgpu.profiling.sampler.sampling import Sampler
+from pytest_llmgpu.profiling.sampler.rounds import Sampler, ticks
 
 NEAR_S = 0.001
 """A call that is due within this time is made at once, as in a round."""
@@ -83,7 +82,7 @@ def main() -> None:
     with session() as nvml:
         recorder = Recorder(nvml)
         devices, _ = open_devices(recorder, options.uuids)
-        choose(devices, options.period)
+        choose(devices)
         # An even number, because GPM alternates between two samples. At least a second: some calls are made once in it.
         rounds = record(Sampler(devices), recorder, options.period, 2 * math.ceil(0.5 / options.period))
         cpu_s_per_s, calls = repeat(rounds, nvml, options.period, options.seconds)
@@ -103,14 +102,14 @@ def record(sampler: Sampler, recorder: Recorder, period_s: float, rounds: int) -
         return False
 
     # Ticks are counted, not deadlines: a missed deadline makes no calls.
-    for number, tick in enumerate(ticks(time.monotonic(), period_s, time.monotonic, wait)):
-        recorder.tick_s = tick.start_s
+    for number, (_, start_s) in enumerate(ticks(time.monotonic(), period_s, time.monotonic, wait)):
+        recorder.tick_s = start_s
         if number > 1:  # GPM has no average at the first tick: its samples must be 0.1 s apart
             found.append(recorder.made)
         recorder.made = []
         if len(found) == rounds:
             break
-        sampler.round(tick.start_s)
+        sampler.round(start_s)
     return found
 
 

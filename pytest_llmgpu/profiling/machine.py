@@ -1,4 +1,4 @@
-"""The machine of a measurement, its libraries, and the devices that a run may use.
+"""The machine of a measurement, its libraries, the devices that a run may use, and several machines as its nodes.
 
 Torch is imported only in a child process (`python -m pytest_llmgpu.profiling.machine`): pytest's process must not hold
 a CUDA context or pay for the import.
@@ -11,8 +11,9 @@ import importlib.metadata
 import os
 import platform
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -21,23 +22,19 @@ from pytest_llmgpu.profiling import nvml
 from pytest_llmgpu.profiling.nvml import Inventory
 from pytest_llmgpu.report.privacy import anonymous, is_secret
 from pytest_llmgpu.report.report import Environment, Gpu, Node
+from pytest_llmgpu.report.text import listed
 
 _DISTRIBUTIONS = (
     *("pytest-llmgpu", "pytest", "torch", "transformers", "accelerate", "deepspeed", "ray", "datasets"),
     *("tokenizers", "safetensors", "triton", "nvidia-ml-py"),
 )
 _VARIABLES = re.compile(r"(NCCL|CUDA|PYTORCH)_.*|OMP_(NUM_THREADS|WAIT_POLICY)|GOMP_SPINCOUNT")
-
-
-class TorchDevice(msgspec.Struct, frozen=True, kw_only=True):
-    """One GPU as CUDA lists it."""
-
-    name: str
-    """The name of the model."""
-    uuid: str
-    """The UUID in NVML's form, `GPU-...`."""
-    memory_bytes: int
-    """The memory that CUDA reports."""
+_LIBRARIES = ("pytest-llmgpu", "torch", "transformers", "accelerate", "deepspeed", "triton")
+"""Distributions that every node must have in one version: their code computes and communicates."""
+_OWN_VARIABLES = ("CUDA_VISIBLE_DEVICES",)
+"""Variables that differ between nodes without an effect on the measurement."""
+_BETWEEN = "NET"
+"""The path between two GPUs of different nodes in a topology."""
 
 
 class TorchFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,10 +46,19 @@ class TorchFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The CUDA version that torch was built for; None for a CPU build."""
     nccl: str | None = None
     """The NCCL version that torch was built with; None without NCCL."""
-    devices: list[TorchDevice] = []
-    """The GPUs in CUDA's order."""
+    devices: list[Gpu] = []
+    """The GPUs in CUDA's order; name, UUID and memory alone are known."""
     why: str | None = None
     """The reason why CUDA cannot be used; None if it can."""
+
+
+class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What one node reports about itself before a model is loaded."""
+
+    torch: TorchFacts
+    """The installed torch and the GPUs that it can use."""
+    node: Node
+    """The machine and its libraries, as the report has them."""
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,21 +144,17 @@ def machine(
     hidden = mask is not None and mask.split(",")[0].strip() in ("", "-1", "NoDevFiles")
     if device == "auto" and (hidden or not present):
         return Machine(device="cpu", devices=devices or 1, gpus=[], facts=facts)
+    remedy = "check that nvidia-smi works and that the driver is new enough for this torch"
+    if hidden:
+        remedy = f"CUDA_VISIBLE_DEVICES={mask!r} hides every GPU: unset it"
+    elif facts.cuda is None:
+        remedy = "install a build of torch with CUDA"
+    elif mask is not None:
+        remedy = f"check that CUDA_VISIBLE_DEVICES={mask!r} names a GPU of this machine"
     raise ValueError(
         f"device {device}: {present or 'no GPU'} found, and torch {facts.version} cannot use CUDA ({facts.why}); "
-        f"{_remedy(facts, mask, hidden=hidden)}, or pass --llmgpu-device=cpu to measure the CPU"
+        f"{remedy}, or pass --llmgpu-device=cpu to measure the CPU"
     )
-
-
-def _remedy(facts: TorchFacts, mask: str | None, *, hidden: bool) -> str:
-    """Describe what to do if torch cannot use CUDA; `mask` is CUDA_VISIBLE_DEVICES."""
-    if hidden:
-        return f"CUDA_VISIBLE_DEVICES={mask!r} hides every GPU: unset it"
-    if facts.cuda is None:
-        return "install a build of torch with CUDA"
-    if mask is not None:
-        return f"check that CUDA_VISIBLE_DEVICES={mask!r} names a GPU of this machine"
-    return "check that nvidia-smi works and that the driver is new enough for this torch"
 
 
 def _cuda_machine(devices: int | None, facts: TorchFacts, inventory: Inventory, environ: Mapping[str, str]) -> Machine:
@@ -162,19 +164,10 @@ def _cuda_machine(devices: int | None, facts: TorchFacts, inventory: Inventory, 
         masked = "" if mask is None else f" with CUDA_VISIBLE_DEVICES={mask}"
         raise ValueError(f"devices {devices}: CUDA lists {present}{masked}; allowed are 1 to {present}")
     by_uuid = {gpu.uuid: gpu for gpu in inventory.gpus}
+    reason = inventory.why.get("nvml", "NVML does not list this device")
+    why = dict.fromkeys(("pcie_gen", "pcie_width", "power_limit_w", "nvlinks"), reason)
     chosen = facts.devices[: devices or present]
-    why = inventory.why.get("nvml", "NVML does not list this device")
-    gpus = [
-        by_uuid.get(found.uuid)
-        or Gpu(
-            index=number,
-            uuid=found.uuid,
-            name=found.name,
-            memory_bytes=found.memory_bytes,
-            why=dict.fromkeys(("pcie_gen", "pcie_width", "power_limit_w", "nvlinks"), why),
-        )
-        for number, found in enumerate(chosen)
-    ]
+    gpus = [by_uuid.get(found.uuid) or msgspec.structs.replace(found, why=why) for found in chosen]
     return Machine(device="cuda", devices=len(gpus), gpus=gpus, facts=facts)
 
 
@@ -191,7 +184,7 @@ def _torch_facts() -> TorchFacts:
     """Import torch and return what it can use. This runs in the child process."""
     import torch
 
-    found: list[TorchDevice] = []
+    found: list[Gpu] = []
     why = None
     try:
         torch.cuda.init()
@@ -199,7 +192,7 @@ def _torch_facts() -> TorchFacts:
             device = torch.cuda.get_device_properties(number)
             uuid = str(device.uuid)
             uuid = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
-            found.append(TorchDevice(name=device.name, uuid=uuid, memory_bytes=device.total_memory))
+            found.append(Gpu(index=number, uuid=uuid, name=device.name, memory_bytes=device.total_memory))
     except (RuntimeError, AssertionError) as error:
         found, why = [], str(error).partition("\n")[0]
     nccl = None
@@ -246,6 +239,102 @@ def installed_version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def gather(torch: TorchFacts | None = None) -> NodeFacts:
+    """Return the facts of this machine. Torch is imported in a child process, unless its facts are known.
+
+    Raises:
+        ValueError: Torch cannot be imported.
+    """
+    torch = probe() if torch is None else torch
+    return NodeFacts(torch=torch, node=Node(**_fields(fingerprint(torch))))
+
+
+def check(nodes: Sequence[NodeFacts]) -> list[str]:
+    """Refuse nodes that must not measure together; return the other differences in words.
+
+    Libraries that compute or communicate, Python and this package must be equal. Drivers, devices and variables may
+    differ: the report has those of each node.
+
+    Raises:
+        ValueError: The message names what differs, with the value on each node.
+    """
+    found = [one.node for one in nodes]
+    names = sorted({name for node in found for name in node.variables} - {*_OWN_VARIABLES})
+    must: dict[str, Sequence[object]] = {
+        "Python": [node.python for node in found],
+        **{name: [node.versions.get(name) for node in found] for name in _LIBRARIES},
+        "CUDA": [node.cuda for node in found],
+        "NCCL": [node.nccl for node in found],
+    }
+    may: dict[str, Sequence[object]] = {
+        "driver": [node.driver for node in found],
+        "GPUs": [", ".join(gpu.name for gpu in node.gpus) or None for node in found],
+        "CPU": [node.cpu for node in found],
+        "cores": [node.cores for node in found],
+        **{name: [node.variables.get(name) for node in found] for name in names},
+    }
+    if refused := differences(must):
+        raise ValueError(f"the nodes differ: {'; '.join(refused)}; install the same versions on every node")
+    return differences(may)
+
+
+def differences(facts: Mapping[str, Sequence[object]]) -> list[str]:
+    """Return the facts in which nodes differ, in words: `torch 2.10.0 on nodes 0 and 2, 2.9.1 on node 1`.
+
+    Args:
+        facts: Name to the value on each node; None where a node has none.
+    """
+    found = []
+    for name, values in facts.items():
+        numbers: dict[str, list[str]] = {}
+        for number, value in enumerate(values):
+            numbers.setdefault("none" if value is None else str(value), []).append(str(number))
+        if len(numbers) > 1:
+            parts = [f"{value} on node{'s' * (len(on) > 1)} {listed(on)}" for value, on in numbers.items()]
+            found.append(f"{name} {', '.join(parts)}")
+    return found
+
+
+def file_differences(files: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return the files of a model that differ between nodes, each with the start of its hash on each node.
+
+    Args:
+        files: Name to SHA-256 of the files on each node.
+    """
+    names = sorted({name for of_node in files for name in of_node})
+    differing = [name for name in names if len({of_node.get(name) for of_node in files}) > 1]
+    return differences({name: [of_node.get(name, "none")[:12] for of_node in files] for name in differing})
+
+
+def environment(devices: Machine) -> Environment:
+    """Return the machine and its libraries for a report: the first node, the GPUs of all, and each node by itself."""
+    nodes = devices.node_facts
+    if not nodes:
+        return fingerprint(devices.facts)
+    first = _fields(nodes[0])
+    if len(nodes) == 1:
+        return Environment(**first)
+    gpus: list[Gpu] = []
+    topology: list[list[str]] = []
+    total = sum(len(node.gpus) for node in nodes)
+    for node in nodes:
+        before, after = len(gpus), total - len(gpus) - len(node.gpus)
+        topology += [[*[_BETWEEN] * before, *row, *[_BETWEEN] * after] for row in node.topology or ()]
+        gpus += numbered(node.gpus, before)
+    known = all(node.topology is not None for node in nodes)
+    return Environment(**{**first, "gpus": gpus, "topology": topology if known else None}, nodes=list(nodes))
+
+
+def numbered(gpus: Sequence[Gpu], offset: int) -> list[Gpu]:
+    """Return the GPUs of one node with the indices that they have among those of all nodes."""
+    return [msgspec.structs.replace(gpu, index=offset + gpu.index) for gpu in gpus]
+
+
+def _fields(node: Node) -> dict[str, Any]:
+    """Return the fields that an environment and a node have in common."""
+    return {name: getattr(node, name) for name in Node.__struct_fields__}
 
 
 def _cpu() -> str:

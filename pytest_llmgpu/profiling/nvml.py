@@ -91,7 +91,25 @@ def inventory() -> Inventory:
     """Describe the GPUs of this machine. Without NVML the inventory is empty and has the reason."""
     try:
         with session() as nvml:
-            return _inventory(nvml)
+            why: dict[str, str] = {}
+            query = Query(nvml, why)
+            version = query("cuda", nvml.nvmlSystemGetCudaDriverVersion_v2)
+            gpus: list[Gpu] = []
+            handles: list[Any] = []
+            for index in range(query("nvml", nvml.nvmlDeviceGetCount) or 0):
+                handle = query(f"gpu {index}", nvml.nvmlDeviceGetHandleByIndex, index)
+                uuid = None if handle is None else query(f"gpu {index}", nvml.nvmlDeviceGetUUID, handle)
+                name = None if uuid is None else query(f"gpu {index}", nvml.nvmlDeviceGetName, handle)
+                if uuid is not None and name is not None:
+                    gpus.append(_gpu(nvml, handle, index=index, uuid=uuid, name=name))
+                    handles.append(handle)
+            return Inventory(
+                gpus=gpus,
+                topology=_topology(nvml, handles, query),
+                driver=query("driver", nvml.nvmlSystemGetDriverVersion),
+                cuda=None if version is None else f"{version // 1000}.{version % 1000 // 10}",
+                why=why,
+            )
     except NvmlMissingError as error:
         return Inventory(why=dict.fromkeys(("nvml", "topology", "driver", "cuda"), str(error)))
 
@@ -99,16 +117,13 @@ def inventory() -> Inventory:
 def used_bytes(uuids: Sequence[str]) -> dict[str, int]:
     """Return the memory in use now, by any process, for each UUID that can be read; an empty map without NVML."""
     found: dict[str, int] = {}
-    try:
-        with session() as nvml:
-            query = Query(nvml)
-            for uuid in uuids:
-                handle = query(uuid, nvml.nvmlDeviceGetHandleByUUID, uuid)
-                used = None if handle is None else query(uuid, _used_bytes, nvml, handle)
-                if used is not None:
-                    found[uuid] = used
-    except NvmlMissingError:
-        return {}
+    with suppress(NvmlMissingError), session() as nvml:
+        query = Query(nvml)
+        for uuid in uuids:
+            handle = query(uuid, nvml.nvmlDeviceGetHandleByUUID, uuid)
+            memory = None if handle is None else query(uuid, memory_v2, nvml, handle)
+            if memory is not None:
+                found[uuid] = int(memory.used)
     return found
 
 
@@ -116,7 +131,7 @@ def memory_v2(nvml: Any, handle: Any) -> Any:
     """Return a device's memory: `total`, `reserved` by the driver, `used` without the reserved part, `free`.
 
     Raises:
-        NVMLError: The driver is older than this call (510), or refuses.
+        NVMLError: The driver refuses.
     """
     try:
         return nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
@@ -124,42 +139,12 @@ def memory_v2(nvml: Any, handle: Any) -> Any:
         return nvml.nvmlDeviceGetMemoryInfo(handle)
 
 
-def _used_bytes(nvml: Any, handle: Any) -> int:
-    try:
-        return int(memory_v2(nvml, handle).used)
-    except nvml.NVMLError as error:
-        if not is_permanent(nvml, error):
-            raise
-    return int(nvml.nvmlDeviceGetMemoryInfo(handle).used)
-
-
-def _inventory(nvml: Any) -> Inventory:
-    why: dict[str, str] = {}
-    query = Query(nvml, why)
-    version = query("cuda", nvml.nvmlSystemGetCudaDriverVersion_v2)
-    gpus: list[Gpu] = []
-    handles: list[Any] = []
-    for index in range(query("nvml", nvml.nvmlDeviceGetCount) or 0):
-        handle = query(f"gpu {index}", nvml.nvmlDeviceGetHandleByIndex, index)
-        uuid = None if handle is None else query(f"gpu {index}", nvml.nvmlDeviceGetUUID, handle)
-        name = None if uuid is None else query(f"gpu {index}", nvml.nvmlDeviceGetName, handle)
-        if uuid is not None and name is not None:
-            gpus.append(_gpu(nvml, handle, index=index, uuid=uuid, name=name))
-            handles.append(handle)
-    return Inventory(
-        gpus=gpus,
-        topology=_topology(nvml, handles, query),
-        driver=query("driver", nvml.nvmlSystemGetDriverVersion),
-        cuda=None if version is None else f"{version // 1000}.{version % 1000 // 10}",
-        why=why,
-    )
-
-
 def _gpu(nvml: Any, handle: Any, *, index: int, uuid: str, name: str) -> Gpu:
     why: dict[str, str] = {}
     query = Query(nvml, why)
-    memory = query("memory_bytes", nvml.nvmlDeviceGetMemoryInfo, handle)
-    memory_with_reserve = query("reserved_bytes", memory_v2, nvml, handle)
+    memory = query("memory_bytes", memory_v2, nvml, handle)
+    if memory is None:
+        why["reserved_bytes"] = why["memory_bytes"]
     links = _active_links(nvml, handle, query)
     limit_mw = query("power_limit_w", nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
     return Gpu(
@@ -167,7 +152,7 @@ def _gpu(nvml: Any, handle: Any, *, index: int, uuid: str, name: str) -> Gpu:
         uuid=uuid,
         name=name,
         memory_bytes=None if memory is None else int(memory.total),
-        reserved_bytes=None if memory_with_reserve is None else int(memory_with_reserve.reserved),
+        reserved_bytes=None if memory is None else int(memory.reserved),
         pcie_gen=query("pcie_gen", nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle),
         pcie_width=query("pcie_width", nvml.nvmlDeviceGetCurrPcieLinkWidth, handle),
         power_limit_w=None if limit_mw is None else limit_mw / 1000,
@@ -197,7 +182,15 @@ def _topology(nvml: Any, handles: Sequence[Any], query: Query) -> list[list[str]
     infos = [query("topology", nvml.nvmlDeviceGetPciInfo, handle) for handle in handles]
     if None in infos:
         return None
-    ends = [_link_ends(nvml, handle) for handle in handles]
+    # By their other end: `switch`, or the PCI bus id of another GPU.
+    ends: list[Counter[str]] = [Counter() for _ in handles]
+    ask = Query(nvml)
+    for handle, counted in zip(handles, ends, strict=True):
+        for link in _active_links(nvml, handle, ask) or ():
+            if ask("", nvml.nvmlDeviceGetNvLinkRemoteDeviceType, handle, link) == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
+                counted[_SWITCH] += 1
+            elif (remote := ask("", nvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, link)) is not None:
+                counted[_bus_id(remote)] += 1
     paths = [["X"] * len(handles) for _ in handles]
     for a in range(len(handles)):
         for b in range(a + 1, len(handles)):
@@ -207,18 +200,6 @@ def _topology(nvml: Any, handles: Sequence[Any], query: Query) -> list[list[str]
             count = ends[a][_bus_id(infos[b])] or min(ends[a][_SWITCH], ends[b][_SWITCH])
             paths[a][b] = paths[b][a] = f"NV{count}" if count else _PATHS.get(level, f"level {level}")
     return paths
-
-
-def _link_ends(nvml: Any, handle: Any) -> Counter[str]:
-    """Count a GPU's active NVLinks by their other end: `switch`, or the PCI bus id of another GPU."""
-    ends: Counter[str] = Counter()
-    query = Query(nvml)
-    for link in _active_links(nvml, handle, query) or ():
-        if query("", nvml.nvmlDeviceGetNvLinkRemoteDeviceType, handle, link) == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
-            ends[_SWITCH] += 1
-        elif (remote := query("", nvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, link)) is not None:
-            ends[_bus_id(remote)] += 1
-    return ends
 
 
 def _bus_id(info: Any) -> str:

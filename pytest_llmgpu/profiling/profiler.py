@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import MappingProxyType
-from typing import IO
 
 import msgspec
 
@@ -37,7 +36,7 @@ _ERROR_BYTES = 2**16
 """The end of the sampler's errors, whose last line is reported."""
 _FRESH_S = 0.1
 _FRESH = 0.01
-"""A window can be marked this many seconds after its end, or this fraction of its length (`counter_deltas`)."""
+"""A window can be marked this many seconds after its end, or this fraction of its length (`recording`)."""
 _NOTHING_HELD: Mapping[str, int] = MappingProxyType({})
 
 
@@ -136,9 +135,18 @@ class Profiler:
                 return
             failed = self.recording is not None and (self._ended or self._silent)
             replace = failed and not self._open and not self._closing
+            listener, process = self._listener, self._process
         if replace:
-            self._discard()
+            if process is not None:
+                process.kill()
+            if listener is not None:
+                listener.join(_END_S)
         with self._changed:
+            # A sampler that hangs in the driver cannot be killed, and stays.
+            if replace and not (listener is not None and listener.is_alive()):
+                self._listener = self._process = self.recording = self._failure = None
+                self._marks, self._marked_s = 0, -math.inf
+                self._ended = self._silent = False
             if self._listener is None:
                 self._listener = threading.Thread(target=self._listen, name="llmgpu sampler", daemon=True)
                 self._listener.start()
@@ -242,29 +250,25 @@ class Profiler:
             process.kill()
             listener.join(_END_S)
 
-    def _discard(self) -> None:
-        """Kill the sampler and reset the state, unless the sampler hangs in the driver and cannot be killed."""
-        with self._changed:
-            listener, process = self._listener, self._process
-        if process is not None:
-            process.kill()
-        if listener is not None:
-            listener.join(_END_S)
-            if listener.is_alive():
-                return
-        with self._changed:
-            self._listener = self._process = self.recording = self._failure = None
-            self._marks, self._marked_s = 0, -math.inf
-            self._ended = self._silent = False
-
     def _listen(self) -> None:
         """Run the sampler and receive its stream until it ends.
 
         The sampler is started in this thread because the kernel binds a child to the thread that started it.
         """
+        command = processes.command("pytest_llmgpu.profiling.sampler")
+        command += ["--period", repr(self.period_s), "--method", self._method, "--parent", str(os.getpid())]
+        if self._uuids is not None:
+            command += ["--uuids", ",".join(self._uuids)]
         with tempfile.TemporaryFile() as errors:
             try:
-                process = self._spawn(errors)
+                process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    env=self._environment,
+                    start_new_session=True,  # Ctrl-C in the terminal is for the test process
+                )
             except OSError as error:
                 self._end(f"the sampler could not be started: {error}")
                 return
@@ -283,21 +287,10 @@ class Profiler:
                     self._end(f"the sampler wrote a line that is no record: {error}")
                     process.kill()
             errors.seek(max(0, errors.seek(0, os.SEEK_END) - _ERROR_BYTES))
-            self._end(_ending(process.returncode, errors.read()))
-
-    def _spawn(self, errors: IO[bytes]) -> subprocess.Popen[bytes]:
-        command = processes.command("pytest_llmgpu.profiling.sampler")
-        command += ["--period", repr(self.period_s), "--method", self._method, "--parent", str(os.getpid())]
-        if self._uuids is not None:
-            command += ["--uuids", ",".join(self._uuids)]
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            env=self._environment,
-            start_new_session=True,  # Ctrl-C in the terminal is for the test process
-        )
+            status = process.returncode
+            how = f"signal {-status} ({signal.Signals(-status).name})" if status < 0 else f"exit status {status}"
+            lines = errors.read().decode(errors="replace").strip().splitlines()
+            self._end(f"the sampler ended with {how}" + (f": {lines[-1]}" if lines else ""))
 
     def _take(self, line: bytes) -> None:
         if not line.endswith(b"\n"):
@@ -321,13 +314,3 @@ class Profiler:
                 self._failure = failure
             self._ended = True
             self._changed.notify_all()
-
-
-def _ending(returncode: int, errors: bytes) -> str:
-    """Describe the unexpected end of a sampler."""
-    if returncode < 0:
-        how = f"signal {-returncode} ({signal.Signals(-returncode).name})"
-    else:
-        how = f"exit status {returncode}"
-    lines = errors.decode(errors="replace").strip().splitlines()
-    return f"the sampler ended with {how}" + (f": {lines[-1]}" if lines else "")

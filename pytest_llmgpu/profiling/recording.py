@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from pytest_llmgpu.profiling.counter_deltas import Mark, window_counts
-from pytest_llmgpu.profiling.stream import Header, HeaderDevice, MarkRecord, TickRecord
+from pytest_llmgpu.profiling.sampler.sources import THROTTLED, Cumulative
+from pytest_llmgpu.profiling.stream import Header, MarkRecord, TickRecord
 from pytest_llmgpu.report.derived import Span, moments, spans
 from pytest_llmgpu.report.result import DeviceProfile, Metric, Profile, Series
 
@@ -26,8 +26,38 @@ _REACH_S = 5.0
 _FULL = 0.95
 """If readings cover this fraction of a window, a failure at another time is no reason of this window."""
 
+_MARK_NEAR_S = 0.1
+_MARK_NEAR = 0.01
+"""A mark counts as the end of a window within this many seconds, or within this fraction of the window's length."""
+
+_MOMENTARY = "compute_processes"
+"""This is no counter: for a window it is the larger of the values at its ends."""
+
+_BYTES = ("nvlink_tx_bytes", "nvlink_rx_bytes")
+"""Counts of bytes. Each of them gives the metric that is its rate."""
+
 _Columns = dict[str, list[float | None]]
 """The values of one device over the readings, by metric."""
+
+
+class Mark(NamedTuple):
+    """The counters of one device at a mark."""
+
+    t_s: float
+    """The CLOCK_MONOTONIC time at which the reading began."""
+    answered_s: float
+    """The time at which it ended. While another program starts, the driver may take a tenth of a second."""
+    counts: Mapping[str, float]
+    """The counts by name."""
+    why: Mapping[str, str]
+    """Maps a name to the reason why it has no count."""
+    span_s: tuple[float, float]
+    """When the reading of the first device began and that of the last ended: with eight GPUs that takes over 0.1 s."""
+
+    def distance_s(self, at_s: float) -> float:
+        """Return how far the whole mark is from a time, or how late after it this device's reading may have ended."""
+        late_s = self.answered_s - at_s if self.t_s < at_s < self.answered_s else 0.0
+        return max(late_s, self.span_s[0] - at_s, at_s - self.span_s[1])
 
 
 class Reading(NamedTuple):
@@ -120,19 +150,24 @@ class Recording:
             reasons["history"] = (
                 "the oldest readings of the window were dropped to save memory; an open window keeps its own"
             )
-        columns = [
-            self._columns(place, readings, held_bytes.get(device.uuid, 0))
-            for place, device in enumerate(self.header.devices)
-        ]
+        columns: list[_Columns] = []
+        for place, device in enumerate(self.header.devices):
+            columns.append({})
+            for at, metric in enumerate(self.header.metrics, place * len(self.header.metrics)):
+                held = held_bytes.get(device.uuid, 0) if metric == "memory_used_bytes" else 0
+                values = (reading.values[at] for reading in readings)
+                # A reading from before the bytes were held must not fall below zero.
+                columns[-1][metric] = [None if math.isnan(value) else max(0.0, value - held) for value in values]
+        late_s = sorted(reading.t_s - (self.header.t0_s + reading.k * self.header.period_s) for reading in inside)
         return Profile(
             period_s=self.header.period_s,
             duration_s=end_s - start_s,
             samples=len(inside),
             missed=self._missed(start_s, end_s),
-            lateness_p99_s=self._lateness_p99_s(inside),
+            lateness_p99_s=max(0.0, late_s[math.ceil(0.99 * len(late_s)) - 1]) if late_s else None,
             devices=[
-                self._device(place, device, readings, columns[place], start_s, end_s)
-                for place, device in enumerate(self.header.devices)
+                self._device(place, readings, columns[place], start_s, end_s)
+                for place in range(len(self.header.devices))
             ],
             sampler_cpu_s=_cpu_s(inside, end_s - start_s),
             series=_series(readings, columns, start_s),
@@ -150,36 +185,22 @@ class Recording:
         last = self._last_deadline(end_s)
         return max(0, last - first + 1) - sum(first <= reading.k <= last for reading in self.readings)
 
-    def _lateness_p99_s(self, inside: Sequence[Reading]) -> float | None:
-        late_s = sorted(reading.t_s - (self.header.t0_s + reading.k * self.header.period_s) for reading in inside)
-        return max(0.0, late_s[math.ceil(0.99 * len(late_s)) - 1]) if late_s else None
-
-    def _columns(self, place: int, readings: Sequence[Reading], held_bytes: int) -> _Columns:
-        """Return the values of each metric of a device over the readings, without the held bytes."""
-        columns: _Columns = {}
-        for at, metric in enumerate(self.header.metrics, place * len(self.header.metrics)):
-            held = held_bytes if metric == "memory_used_bytes" else 0
-            values = (reading.values[at] for reading in readings)
-            # A reading from before the bytes were held must not fall below zero.
-            columns[metric] = [None if math.isnan(value) else max(0.0, value - held) for value in values]
-        return columns
-
     def _device(
-        self,
-        place: int,
-        device: HeaderDevice,
-        readings: Sequence[Reading],
-        columns: _Columns,
-        start_s: float,
-        end_s: float,
+        self, place: int, readings: Sequence[Reading], columns: _Columns, start_s: float, end_s: float
     ) -> DeviceProfile:
+        device = self.header.devices[place]
         metrics: dict[str, Metric] = {}
         reasons: dict[str, str] = {}
         reaching = [reading for reading in self.readings if start_s < reading.t_s < end_s + _REACH_S] or readings
         for number, (metric, column) in enumerate(columns.items()):
             method = device.methods[number]
             known = [(reading.t_s, value) for reading, value in zip(readings, column, strict=True) if value is not None]
-            covering = _spans(reaching, place * len(columns) + number)
+            at = place * len(columns) + number
+            covering = [
+                Span(reading.values[at], reading.t_s - reading.seconds[at], reading.t_s)
+                for reading in reaching
+                if reading.seconds is not None and not math.isnan(reading.seconds[at])
+            ]
             if covering:
                 figures = spans(covering, known[-1][1] if known else None, method, start_s, end_s)
                 complete = (figures.coverage or 0.0) >= _FULL
@@ -192,7 +213,7 @@ class Recording:
             if not complete and metric in self._why[place]:
                 reasons[metric] = self._why[place][metric]
             metrics[metric] = figures
-        counts = window_counts(self.device_marks[place], metrics, reasons, start_s, end_s)
+        counts = _window_counts(self.device_marks[place], metrics, reasons, start_s, end_s)
         return DeviceProfile(
             index=device.index,
             uuid=device.uuid,
@@ -211,15 +232,6 @@ def _cpu_s(inside: Sequence[Reading], duration_s: float) -> float | None:
         return None
     (first_t_s, first_s), (last_t_s, last_s) = known[0], known[-1]
     return (last_s - first_s) / (last_t_s - first_t_s) * duration_s
-
-
-def _spans(readings: Sequence[Reading], at: int) -> list[Span]:
-    """Return the readings of one column that cover a time before them."""
-    return [
-        Span(reading.values[at], reading.t_s - reading.seconds[at], reading.t_s)
-        for reading in readings
-        if reading.seconds is not None and not math.isnan(reading.seconds[at])
-    ]
 
 
 def _series(readings: Sequence[Reading], columns: Sequence[_Columns], start_s: float) -> Series | None:
@@ -250,3 +262,63 @@ def _thinned(count: int, columns: Sequence[Sequence[Any]]) -> list[int]:
             keep.add(max(known, key=column.__getitem__))
     stride = math.ceil(count / max(1, SERIES_POINTS - len(keep)))
     return sorted(keep.union(range(0, count, stride)))
+
+
+def _window_counts(
+    marks: Sequence[Mark], metrics: dict[str, Metric], why: dict[str, str], start_s: float, end_s: float
+) -> dict[str, float]:
+    """Return the counts of one device in a window: differences of the counters between the marks at its two ends.
+
+    Args:
+        marks: The marks of the device, in order.
+        metrics: Its metrics in the window; the rates of bytes are replaced by exact ones.
+        why: Receives the reason of every count that is missing.
+        start_s: Start of the window.
+        end_s: End of the window.
+    """
+    counts: dict[str, float] = {}
+    measured = [name for name in _BYTES if (old := metrics.get(f"{name}_per_s")) is not None and old.method]
+    for name in (*Cumulative.NAMES, *measured):  # a metric of bytes without a method has the reason itself
+        ends = _ends(name, marks, start_s, end_s)
+        if isinstance(ends, str):
+            why[name] = ends
+            continue
+        (before, first), (after, last) = ends
+        counts[name] = max(first, last) if name == _MOMENTARY else last - first
+        if name in measured:
+            # Marks around the window have the window's bytes: the device is idle between the window and its marks.
+            around = before.answered_s <= start_s and end_s <= after.t_s
+            rate = counts[name] / (end_s - start_s if around else after.t_s - before.t_s)
+            old = metrics[f"{name}_per_s"]
+            # Readings of a second may extend beyond the window's ends, where nothing was sent.
+            largest = rate if old.max is None else max(rate, old.max)
+            metrics[f"{name}_per_s"] = Metric(mean=rate, max=largest, method=old.method, coverage=1.0)
+    # The times throttled for power and for heat count together.
+    known = [counts.pop(name) for name in THROTTLED if name in counts]
+    missing = [why.pop(name) for name in THROTTLED if name in why]
+    if known:
+        counts["throttled_s"] = math.fsum(known)
+    if missing:
+        why["throttled_s"] = f"incomplete: {missing[0]}" if known else missing[0]
+    return counts
+
+
+def _ends(
+    name: str, marks: Sequence[Mark], start_s: float, end_s: float
+) -> tuple[tuple[Mark, float], tuple[Mark, float]] | str:
+    """Return mark and count nearest to both ends of a window; or the reason why the window has no count."""
+    near_s = max(_MARK_NEAR_S, _MARK_NEAR * (end_s - start_s))
+    ends = []
+    for end, at_s in (("start", start_s), ("end", end_s)):
+        mark = min(marks, key=lambda mark: (mark.distance_s(at_s), abs(mark.t_s - at_s)), default=None)
+        if mark is None or mark.distance_s(at_s) > near_s:
+            return f"the counter was not read at the window's {end}"
+        if name not in mark.counts:
+            return mark.why.get(name, "the counter is not supported")
+        ends.append((mark, mark.counts[name]))
+    (before, first), (after, last) = ends
+    if name != _MOMENTARY and after.t_s <= before.t_s:
+        return "the window is too short for a counter: one reading is nearest to both of its ends"
+    if name != _MOMENTARY and last < first:
+        return "the counter went back between the window's ends"
+    return ends[0], ends[1]

@@ -11,10 +11,8 @@ from typing import Any, Protocol
 import msgspec
 
 from pytest_llmgpu.profiling import machine as local
-from pytest_llmgpu.profiling import nodes as facts
-from pytest_llmgpu.profiling.machine import Machine
+from pytest_llmgpu.profiling.machine import Machine, NodeFacts
 from pytest_llmgpu.profiling.node_profilers import Call
-from pytest_llmgpu.profiling.nodes import NodeFacts
 from pytest_llmgpu.ranks.protocol import Launcher
 from pytest_llmgpu.report.text import plural
 
@@ -87,9 +85,9 @@ class Devices:
             own = local.machine(device, None)
             if not self._facts:
                 firsts = {place.node: place for place in reversed(places[1:]) if place.node}
-                asked = {place: place.call(facts.gather) for _, place in sorted(firsts.items())}
-                self._facts = [facts.gather(own.facts), *_answers(asked)]
-                self.notes = facts.check(self._facts)
+                asked = {place: place.call(local.gather) for _, place in sorted(firsts.items())}
+                self._facts = [local.gather(own.facts), *_answers(asked)]
+                self.notes = local.check(self._facts)
             asked = (
                 {} if own.device == "cpu" else {place: place.call(local.machine, device, None) for place in places[1:]}
             )
@@ -99,7 +97,7 @@ class Devices:
         if count == 1:
             return chosen
         chosen = msgspec.structs.replace(chosen, node_facts=[one.node for one in self._facts[:count]])
-        indices = {gpu.uuid: gpu.index for gpu in facts.environment(chosen).gpus}
+        indices = {gpu.uuid: gpu.index for gpu in local.environment(chosen).gpus}
         gpus = [msgspec.structs.replace(gpu, index=indices.get(gpu.uuid, gpu.index)) for gpu in chosen.gpus]
         return msgspec.structs.replace(chosen, gpus=gpus)
 

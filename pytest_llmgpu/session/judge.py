@@ -16,8 +16,7 @@ from pytest_llmgpu.gate import judge as gate
 from pytest_llmgpu.gate.calibration import Calibration
 from pytest_llmgpu.gate.classify import ExitStatus, exit_status, fails
 from pytest_llmgpu.gate.policy import Policy, idle_overrides, switched
-from pytest_llmgpu.profiling import nodes
-from pytest_llmgpu.profiling.machine import Machine
+from pytest_llmgpu.profiling.machine import Machine, environment
 from pytest_llmgpu.render.terminal import verdicts as verdict_tables
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.options import Options
@@ -233,6 +232,6 @@ def _report_of(machine: Machine) -> Report:
     return Report(
         created="",
         plugin_version=None,
-        environment=nodes.environment(machine),
+        environment=environment(machine),
         cases=[CaseResult(id="", key="", case=case, outcome="completed")],
     )

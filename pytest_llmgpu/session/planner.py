@@ -16,7 +16,7 @@ from pytest_llmgpu.inference.models import ModelSource, TokenizerError
 from pytest_llmgpu.inference.tasks.protocol import Dataset, Item, Task
 from pytest_llmgpu.profiling import nvml
 from pytest_llmgpu.profiling.machine import Machine
-from pytest_llmgpu.profiling.sampler import devices
+from pytest_llmgpu.profiling.sampler.sources import SMALLEST_PERIOD_S
 from pytest_llmgpu.report.case import DEFAULT_TASK, GENERATE, SCORE, Case
 from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.report.text import gib, plural
@@ -68,7 +68,6 @@ class Planner:
         self._datasets: dict[tuple[str, str, int | None], Dataset] = {}
         self._sources: dict[tuple[object, ...], ModelSource] = {}
         self._caps: set[tuple[int, tuple[str, ...]]] = set()
-        self._period_checked = False
 
     def machine(self, options: Options) -> Machine:
         """Return the devices that the options choose."""
@@ -287,12 +286,11 @@ class Planner:
         if cap is not None and (cap, uuids) not in self._caps:
             _check_cap(cap, machine)
             self._caps.add((cap, uuids))
-        if uuids and not self._period_checked:
-            try:
-                devices.check_period(options.sample_period, uuids, options.profile_method)
-            except ValueError as error:
-                raise ValueError(f"--llmgpu-sample-period: {error}") from None
-            self._period_checked = True
+        if options.sample_period < SMALLEST_PERIOD_S and options.profile_method == "auto":
+            raise ValueError(
+                f"--llmgpu-sample-period={options.sample_period:g}: allowed are {SMALLEST_PERIOD_S:g} s and more, "
+                "which GPUs need for an average"
+            )
 
 
 def _check_places(strategy: Strategy, machine: Machine) -> None:

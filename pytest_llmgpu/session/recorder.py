@@ -15,7 +15,7 @@ from pytest_llmgpu.analysis.assess import assess
 from pytest_llmgpu.analysis.capacity import capacities
 from pytest_llmgpu.analysis.earlier import Earlier
 from pytest_llmgpu.analysis.launch_merging import by_launch
-from pytest_llmgpu.profiling import machine, nodes
+from pytest_llmgpu.profiling import machine
 from pytest_llmgpu.profiling.machine import Machine
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.case import Case
@@ -305,7 +305,7 @@ class Recorder:
                 flag: anonymous(_relative(value, self._rootdir)) if isinstance(value, str) else _plain(value)
                 for flag, value in self._options.in_force().items()
             },
-            environment=nodes.environment(devices),
+            environment=machine.environment(devices),
             commit=commit(self._rootdir),
         )
         return file.encodable(started)

@@ -16,7 +16,7 @@ import msgspec
 from pytest_llmgpu import strategies
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.inference.tasks.protocol import Item
-from pytest_llmgpu.profiling import nodes
+from pytest_llmgpu.profiling import machine
 from pytest_llmgpu.profiling.machine import Machine
 from pytest_llmgpu.profiling.node_profilers import NodeProfilers
 from pytest_llmgpu.ranks import ceilings, serving, traffic, work, worker
@@ -432,9 +432,9 @@ class Runner:
         )
         # With one GPU in sight of each process, every rank is the first one of its node.
         by_node = {request.machine.node_of(rank): files for rank, files in enumerate(hashes) if files is not None}
-        found = nodes.file_differences([files for _, files in sorted(by_node.items())])
+        found = machine.file_differences([files for _, files in sorted(by_node.items())])
         if found:
-            message = f"the files of {request.case.model} differ: {listed(map(nodes.describe, found), _NAMED)}"
+            message = f"the files of {request.case.model} differ: {listed(found, _NAMED)}"
             raise RankFailedError("error", Failure(phase="load", message=message))
 
     def _build(self, strategy: Strategy, request: Request, nodes_of_ranks: Sequence[int]) -> None:

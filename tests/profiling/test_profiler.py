@@ -200,7 +200,7 @@ def test_a_sampler_that_hangs_is_replaced_and_a_refused_one_is_not(
 ) -> None:
     """A call that never returns affects one case; without NVML, and after close, nothing is started again."""
     monkeypatch.setattr(module, "_STREAM_S", 0.05)
-    with profiler(nvml_stub(hang="nvmlDeviceGetPowerUsage:6", hanging=hanging)) as nvml:
+    with profiler(nvml_stub(hang="nvmlDeviceGetPowerUsage:3", hanging=hanging)) as nvml:
         hanging.read_bytes()
         first, process = nvml.pid, nvml._process
         assert process is not None
@@ -277,13 +277,6 @@ def test_polling_from_end_to_end(nvml_stub: StubEnvironment, tmp_path: Path) -> 
         assert device.metrics["utilization_pct"].method == "nvmlDeviceGetUtilizationRates"
         assert device.metrics["memory_used_bytes"].method == "nvmlDeviceGetMemoryInfo_v2"
         assert (device.metrics["utilization_pct"].coverage, device.energy_j) == (None, None)
-
-
-def test_a_refused_period_is_the_reason_of_the_profile(nvml_stub: StubEnvironment) -> None:
-    """A sampler that refuses its period names the smallest one."""
-    with profiler(nvml_stub(gpm=1)) as nvml:
-        wait_for_end(nvml)
-        assert "allowed are 0.1 s and more" in (nvml.why or "")
 
 
 def test_a_window_gets_its_profile_when_the_block_raises(nvml_stub: StubEnvironment) -> None:
@@ -411,7 +404,7 @@ def test_a_hung_sampler_neither_hangs_the_test_nor_outlives_it(
     """An NVML call that never returns costs a bounded wait and is reported, and close kills the process."""
     monkeypatch.setattr(module, "_STREAM_S", 0.05)
     monkeypatch.setattr(module, "_END_S", 0.05)
-    with profiler(nvml_stub(hang="nvmlDeviceGetPowerUsage:6", hanging=hanging)) as nvml:
+    with profiler(nvml_stub(hang="nvmlDeviceGetPowerUsage:3", hanging=hanging)) as nvml:
         hanging.read_bytes()
         profile = nvml.slice(0.0, time.monotonic() + 10 * PERIOD_S)
         assert "did not answer within" in profile.why["sampler"]

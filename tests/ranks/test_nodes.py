@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 
 from pytest_llmgpu.profiling import machine as local
-from pytest_llmgpu.profiling import nodes as facts
-from pytest_llmgpu.profiling.machine import Machine, TorchFacts
-from pytest_llmgpu.profiling.nodes import NodeFacts
+from pytest_llmgpu.profiling.machine import Machine, NodeFacts, TorchFacts
 from pytest_llmgpu.ranks.nodes import Devices, Place, spread
 from pytest_llmgpu.ranks.protocol import Launcher
 from pytest_llmgpu.report.report import Gpu, Node
@@ -61,7 +59,7 @@ def _facts(node: int, **changed: Any) -> NodeFacts:
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """This machine is node 0 with two GPUs, and its torch is not probed."""
     monkeypatch.setattr(local, "machine", _own_machine)
-    monkeypatch.setattr(facts, "gather", _own_facts)
+    monkeypatch.setattr(local, "gather", _own_facts)
 
 
 def _own_machine(_device: str, _devices: int | None) -> Machine:

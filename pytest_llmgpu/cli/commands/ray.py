@@ -134,7 +134,7 @@ def _run(command: Sequence[str], ranks: int | None) -> int:
         for one in ended if pytest.poll() is None else []:
             try:
                 complain(f"rank {rank_of[one]} ended: {ray.get(one)}")
-            except ray.exceptions.RayError as error:  # noqa: PERF203 - each has a line
+            except ray.exceptions.RayError as error:
                 complain(f"the actor of rank {rank_of[one]} failed: {str(error).strip().splitlines()[-1]}")
     if running:
         ray.wait(running, num_returns=len(running), timeout=_END_S)

@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     for one in stored:
         try:
             kept.append((one, file.load(one.path)))
-        except ValueError as error:  # noqa: PERF203 - the others are shown
+        except ValueError as error:
             complain(str(error))
     found = trends.trends(kept, last=arguments.last)
     shown = trend.tables(found, painter(color())) if found else "no case has figures"

@@ -24,11 +24,9 @@ import msgspec
 
 from pytest_llmgpu.processes import die_with_parent
 from pytest_llmgpu.profiling.nvml import NvmlMissingError, session
-from pytest_llmgpu.profiling.sampler.calls import Call
-from pytest_llmgpu.profiling.sampler.deadlines import ticks
 from pytest_llmgpu.profiling.sampler.devices import METRICS, Device, Method, choose, open_devices
-from pytest_llmgpu.profiling.sampler.marking import Marking
-from pytest_llmgpu.profiling.sampler.sampling import Sampler
+from pytest_llmgpu.profiling.sampler.rounds import Marking, Sampler, ticks
+from pytest_llmgpu.profiling.sampler.sources import Call
 from pytest_llmgpu.profiling.stream import Header, HeaderDevice, Refusal, TickRecord
 
 
@@ -44,15 +42,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.parent is not None:
         die_with_parent(options.parent)
     # Descriptor 1 is for what libraries print: text between the records would end the stream.
-    write = _writer(os.dup(1))
+    output = os.dup(1)
     os.dup2(2, 1)
+
+    def write(record: msgspec.Struct) -> None:
+        line = memoryview(msgspec.json.encode(record) + b"\n")
+        while line:
+            line = line[os.write(output, line) :]
+
     with suppress(BrokenPipeError):
         try:
             with session() as nvml:
                 devices, why = open_devices(nvml, options.uuids, options.method)
-                choose(devices, options.period)
+                choose(devices)
                 _Stream(devices, options.period, write).run(why, drift=options.method == "polling")
-        except (NvmlMissingError, ValueError) as error:
+        except NvmlMissingError as error:
             write(Refusal(error=str(error)))
     return 0
 
@@ -70,27 +74,23 @@ class _Stream:
 
     def run(self, why: dict[str, str], *, drift: bool) -> None:
         """Write the stream until stdin closes."""
+        devices = []
+        for device in self._devices:
+            sources = [device.chosen.get(metric) for metric in METRICS]
+            methods = ["" if source is None else source.method for source in sources]
+            windows_s = [source.window_s if isinstance(source, Call) else None for source in sources]
+            devices.append(HeaderDevice(device.index, device.uuid, device.why, methods, windows_s))
         written = [dict(device.why) for device in self._devices]
         spans = any(device.sources for device in self._devices)
         t0_s = time.monotonic()
-        self._write(
-            Header(
-                t0_s=t0_s,
-                period_s=self._period_s,
-                metrics=list(METRICS),
-                devices=[_header(device) for device in self._devices],
-                spans=spans,
-                why=why,
-            )
-        )
-        for tick in ticks(t0_s, self._period_s, time.monotonic, self._wait, drift=drift):
-            values, seconds = self._sampler.round(tick.start_s, window_ended=self._window_ended)
-            self._window_ended = False
-            self._marking.ticked()
+        self._write(Header(t0_s, self._period_s, list(METRICS), devices, spans, why))
+        for k, start_s in ticks(t0_s, self._period_s, time.monotonic, self._wait, drift=drift):
+            values, seconds = self._sampler.round(start_s, window_ended=self._window_ended)
+            self._window_ended, self._marking.ticked = False, True
             self._write(
                 TickRecord(
-                    k=tick.k,
-                    t_s=tick.start_s,
+                    k=k,
+                    t_s=start_s,
                     values=values,
                     why={at: device.why for at, device in enumerate(self._devices) if device.why != written[at]},
                     seconds=seconds if spans else [],
@@ -116,29 +116,6 @@ class _Stream:
             self._marking.request()
             self._window_ended = True
         return requests == b""
-
-
-def _header(device: Device) -> HeaderDevice:
-    """Return the record of a device in the header."""
-    sources = [device.chosen.get(metric) for metric in METRICS]
-    return HeaderDevice(
-        index=device.index,
-        uuid=device.uuid,
-        why=device.why,
-        methods=["" if source is None else source.method for source in sources],
-        windows_s=[source.window_s if isinstance(source, Call) else None for source in sources],
-    )
-
-
-def _writer(descriptor: int) -> Callable[[msgspec.Struct], None]:
-    """Return a function that writes a record as one line."""
-
-    def write(record: msgspec.Struct) -> None:
-        line = memoryview(msgspec.json.encode(record) + b"\n")
-        while line:
-            line = line[os.write(descriptor, line) :]
-
-    return write
 
 
 if __name__ == "__main__":

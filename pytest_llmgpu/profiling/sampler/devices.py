@@ -1,20 +1,17 @@
 """The GPUs that the sampler reads, and the source of each metric on each of them.
 
 A metric comes from the first of `SOURCES` that the device has, or else from a call of `CALLS`. The choice is made
-once. A new metric is a new entry of `METRICS` and of one of these.
+once.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from pytest_llmgpu.profiling.nvml import NvmlMissingError, Query, is_permanent, session
-from pytest_llmgpu.profiling.sampler.calls import CALLS, FALLBACKS, POLLED, Call
-from pytest_llmgpu.profiling.sampler.cumulative import Cumulative
-from pytest_llmgpu.profiling.sampler.sources import SOURCES, Average, NvLink, Source
+from pytest_llmgpu.profiling.nvml import NvmlMissingError, Query, is_permanent
+from pytest_llmgpu.profiling.sampler.sources import CALLS, POLLED, SOURCES, Average, Call, Cumulative, NvLink, Source
 
 Method = Literal["auto", "polling"]
 """`auto`: the best source of each metric on each device. `polling`: the calls of Shin et al. 2024, in their order."""
@@ -27,10 +24,6 @@ _GB_PER_S_PER_LANE = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.97, 5: 3.94, 6: 7.56}
 _LINK_TOLERANCE = 1.1
 """A reading above this multiple of the link's data rate is in another unit (seen with one driver branch)."""
 _NOT_POLLED = "the method polling does not read it"
-_ROUNDS = 3
-"""Rounds that are timed. The shortest counts: the first is slow, and any may be interrupted."""
-_ROUNDS_PER_PERIOD = 5
-"""A round may take this part of a period. A longer one would occupy a core and miss deadlines."""
 
 
 class Device:
@@ -59,8 +52,19 @@ class Device:
             self.why = dict.fromkeys(METRICS[len(POLLED) :], _NOT_POLLED)
             return 0.0
         self._cumulative.open()
-        opened = [self._opened(kind) for kind in SOURCES]
-        self.sources = [source for source in opened if source is not None]
+        arguments = (self._nvml, self._handle, time.monotonic, self._pcie_limit_bytes_per_s)
+        for kind in SOURCES:
+            try:
+                try:
+                    source = kind(*arguments)
+                except self._nvml.NVMLError as error:
+                    if is_permanent(self._nvml, error):
+                        raise
+                    source = kind(*arguments)
+            except self._nvml.NVMLError as error:
+                self.why.update(dict.fromkeys(kind.IDS, f"{kind.method}: {error}"))
+            else:
+                self.sources.append(source)
         return max((source.trial_s for source in self.sources), default=0.0)
 
     def choose(self) -> None:
@@ -75,31 +79,15 @@ class Device:
         for metric in POLLED if self.method == "polling" else CALLS:
             self.chosen.setdefault(metric, CALLS[metric])
         self.sources = [source for source in self.sources if source in self.chosen.values()]
-        self.forget()
-
-    def forget(self) -> None:
-        """Drop the reasons of failed trials for metrics that are still read."""
-        read = self.chosen.keys() - self.lacking
-        self.why = {metric: reason for metric, reason in self.why.items() if metric not in read}
-
-    @property
-    def smallest_period_s(self) -> float:
-        """The shortest sampling period that the sources allow, apart from the time of a round."""
-        if self.method == "polling":
-            return 0.0  # its waits become shorter instead
-        return max(source.smallest_period_s for source in self.chosen.values())
+        self.why = {metric: reason for metric, reason in self.why.items() if metric not in self.chosen}
 
     def read(self, metric: str) -> float | None:
         """Return the value of the metric's call now; None, with the reason, if it fails or is not plausible."""
-        chosen = self.chosen.get(metric)
-        call = chosen if isinstance(chosen, Call) else CALLS[metric]
+        call = CALLS[metric]
         try:
             value = call.read(self._nvml, self._handle)
         except self._nvml.NVMLError as error:
             if is_permanent(self._nvml, error):
-                if metric in FALLBACKS and call is not FALLBACKS[metric]:
-                    self.chosen[metric] = FALLBACKS[metric]
-                    return self.read(metric)
                 self.lacking.add(metric)
             self.why[metric] = f"{call.method}: {error}"
             return None
@@ -134,30 +122,13 @@ class Device:
         counts: dict[str, float] = {}
         why: dict[str, str] = {}
         for source in self.sources:
-            counts.update(self._totals(source, why))
+            try:
+                counts.update(source.totals())
+            except self._nvml.NVMLError as error:
+                names = [metric.removesuffix("_per_s") for metric in source.metrics]
+                why.update(dict.fromkeys(names, f"{source.method}: {error}"))
         counts.update(self._cumulative.read(why))
         return counts, why
-
-    def _opened(self, kind: type[Source]) -> Source | None:
-        arguments = (self._nvml, self._handle, time.monotonic, self._pcie_limit_bytes_per_s)
-        try:
-            try:
-                return kind(*arguments)
-            except self._nvml.NVMLError as error:
-                if is_permanent(self._nvml, error):
-                    raise
-                return kind(*arguments)
-        except self._nvml.NVMLError as error:
-            self.why.update(dict.fromkeys(kind.IDS, f"{kind.method}: {error}"))
-            return None
-
-    def _totals(self, source: Source, why: dict[str, str]) -> dict[str, int]:
-        try:
-            return source.totals()
-        except self._nvml.NVMLError as error:
-            names = [metric.removesuffix("_per_s") for metric in source.metrics]
-            why.update(dict.fromkeys(names, f"{source.method}: {error}"))
-            return {}
 
     def _average(self, source: Source, now_s: float, *, window_ended: bool = False) -> Average | None:
         try:
@@ -214,61 +185,11 @@ def open_devices(
     return [found[uuid] for uuid in wanted], why
 
 
-def choose(devices: Sequence[Device], period_s: float) -> None:
-    """Open the sources of the devices and choose one for each metric.
-
-    Raises:
-        ValueError: The period is shorter than the sources allow.
-    """
+def choose(devices: Sequence[Device]) -> None:
+    """Open the sources of the devices and choose one for each metric."""
     time.sleep(max(device.open() for device in devices))
     for device in devices:
         device.choose()
-    smallest_s = max(*(device.smallest_period_s for device in devices), _ROUNDS_PER_PERIOD * _round_s(devices))
-    for device in devices:
-        device.forget()
-    if period_s < smallest_s:
-        smallest_s = math.ceil(1e4 * smallest_s) / 1e4
-        raise ValueError(
-            f"sampling period is {period_s:g} s; allowed are {smallest_s:g} s and more: "
-            "a reading of these GPUs takes that long"
-        )
-
-
-def _round_s(devices: Sequence[Device]) -> float:
-    """Return the seconds that a round of the calls that do not block takes; 0 under `polling`: its rounds may overrun.
-
-    Readings that are made once a second are not in it.
-    """
-    rounds_s = []
-    for _ in range(_ROUNDS):
-        begun_s = time.monotonic()
-        for device in devices:
-            if device.method == "polling":
-                return 0.0
-            for metric, source in list(device.chosen.items()):
-                if isinstance(source, Call) and source.window_s is None and metric not in device.lacking:
-                    device.read(metric)
-            device.averages(begun_s)
-        rounds_s.append(time.monotonic() - begun_s)
-    return min(rounds_s)
-
-
-def check_period(period_s: float, uuids: Sequence[str] | None = None, method: Method = "auto") -> None:
-    """Refuse a sampling period that is too short for the GPUs. Without NVML every period is accepted.
-
-    Args:
-        period_s: Seconds between readings.
-        uuids: The GPUs; None for all.
-        method: How they are read.
-
-    Raises:
-        ValueError: The period is shorter than the smallest allowed one, which the message names.
-    """
-    try:
-        with session() as nvml:
-            choose(open_devices(nvml, uuids, method)[0], period_s)
-    except NvmlMissingError:
-        return
 
 
 def _pcie_limit_bytes_per_s(nvml: Any, handle: Any) -> float | None:

@@ -1,4 +1,8 @@
-"""Sources that cover time without gaps: GPM, byte counters of PCIe and NVLink, the driver's utilisation samples."""
+"""The sources of the metrics of one device: averages without gaps, calls for one moment, and cumulative counters.
+
+An average comes from GPM, byte counters of PCIe and NVLink, or the driver's utilisation samples. A device without such
+a source of a metric has a call. The cumulative counters are read when a window begins and when it ends.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-_GPM_APART_S = 0.1
+from pytest_llmgpu.profiling.nvml import Query, memory_v2
+
+SMALLEST_PERIOD_S = 0.1
 """The minimum time between two GPM samples: closer ones give no reliable average (NVIDIA's NVML reference)."""
 _POLL_S = 0.040
 """The maximum time between two readings of the PCIe byte counters, which wrap every 0.08 s at Gen5 x16."""
@@ -48,8 +54,6 @@ class Source:
     """The NVML call, as the report names it."""
     IDS: Mapping[str, int]
     """Metric to its number in NVML, for every metric that such a source can have."""
-    smallest_period_s = 0.0
-    """The shortest sampling period that this source allows."""
     trial_s = 0.0
     """The time after which a first reading shows which metrics the device has; 0 if the constructor shows it."""
     poll_due_s: float | None = None
@@ -100,7 +104,7 @@ class Gpm(Source):
     """
 
     method = "nvmlGpmMetricsGet"
-    smallest_period_s = trial_s = _GPM_APART_S
+    trial_s = SMALLEST_PERIOD_S
     IDS: Mapping[str, int] = {
         "pcie_tx_bytes_per_s": 20,
         "pcie_rx_bytes_per_s": 21,
@@ -125,7 +129,7 @@ class Gpm(Source):
     def read(self, now_s: float, *, window_ended: bool = False) -> Average | None:  # noqa: ARG002 - samples stay apart
         """Take a sample and return the averages since the one before."""
         del now_s
-        if self._clock() - self._taken_s < _GPM_APART_S:
+        if self._clock() - self._taken_s < SMALLEST_PERIOD_S:
             return None
         self._nvml.nvmlGpmSampleGet(self._handle, self._after)
         # A round reads one device after another: the time of this sample counts, not the time of the tick.
@@ -301,6 +305,126 @@ class SampleRing(Source):
 
 SOURCES: tuple[type[Source], ...] = (Gpm, ByteCounters, NvLink, SampleRing)
 """All kinds of sources. A metric comes from the first one that gives it."""
+
+
+_PCIE_KB = 1000
+"""The unit of NVML's PCIe throughput in bytes. NVIDIA does not document whether it is 1000 or 1024."""
+_PCIE_WINDOW_S = 0.020
+
+
+class Call(NamedTuple):
+    """A call that gives one metric at one moment, or over a short window after its begin."""
+
+    method: str
+    """The NVML call."""
+    read: Callable[[Any, Any], float]
+    """From (pynvml, device handle) to the value, in the unit of the metric's name."""
+    window_s: float | None = None
+    """How long the call measures and blocks; None for an instant value or an unknown period of the driver.
+
+    A call that blocks runs in its own thread and must be thread-safe; GetFieldValues and GPM are not.
+    """
+
+
+def _pcie(direction: str) -> Call:
+    def read(nvml: Any, handle: Any) -> float:
+        return float(nvml.nvmlDeviceGetPcieThroughput(handle, getattr(nvml, direction)) * _PCIE_KB)
+
+    return Call("nvmlDeviceGetPcieThroughput", read, window_s=_PCIE_WINDOW_S)
+
+
+CALLS: dict[str, Call] = {
+    # The driver averages over 1/6 s to 1 s, depending on the model.
+    "utilization_pct": Call(
+        "nvmlDeviceGetUtilizationRates", lambda nvml, handle: float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
+    ),
+    # As nvidia-smi shows it: without the memory that the driver reserves.
+    "memory_used_bytes": Call("nvmlDeviceGetMemoryInfo_v2", lambda nvml, handle: float(memory_v2(nvml, handle).used)),
+    "pcie_tx_bytes_per_s": _pcie("NVML_PCIE_UTIL_TX_BYTES"),
+    "pcie_rx_bytes_per_s": _pcie("NVML_PCIE_UTIL_RX_BYTES"),
+    "power_w": Call("nvmlDeviceGetPowerUsage", lambda nvml, handle: nvml.nvmlDeviceGetPowerUsage(handle) / 1000),
+    "sm_clock_mhz": Call(
+        "nvmlDeviceGetClockInfo", lambda nvml, handle: float(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM))
+    ),
+}
+"""Metric to the call that gives it."""
+
+POLLED = ("utilization_pct", "memory_used_bytes", "pcie_tx_bytes_per_s", "pcie_rx_bytes_per_s")
+"""The metrics that the method `polling` reads, in the order of Shin et al. 2024."""
+
+THROTTLED = {"throttled_power_s": 74, "throttled_heat_s": 75}
+"""Name to the field with the nanoseconds below the requested clock. A device may have only one of them."""
+
+_MOST_EVENTS = 100
+"""The most events that one reading takes. The next reading takes the rest."""
+
+
+class Cumulative:
+    """The counters of one GPU, and its number of compute processes at this moment."""
+
+    NAMES = ("energy_j", *THROTTLED, "ecc_uncorrected", "xids", "compute_processes")
+
+    def __init__(self, nvml: Any, handle: Any) -> None:
+        self._nvml = nvml
+        self._handle = handle
+        self._events: Any = None
+        self._xids = 0
+
+    def open(self) -> None:
+        """Register for Xid errors from now on. If the driver refuses, the next reading tries again."""
+        self._register({})
+
+    def read(self, why: dict[str, str]) -> dict[str, float]:
+        """Return the counts by name. A count that is not available is left out, and its reason is put into `why`."""
+        nvml, handle, query = self._nvml, self._handle, Query(self._nvml, why)
+        energy_mj = query("energy_j", nvml.nvmlDeviceGetTotalEnergyConsumption, handle)
+        processes = query("compute_processes", nvml.nvmlDeviceGetComputeRunningProcesses_v3, handle)
+        throttled_s = self._throttled_s(why)
+        error_types = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+        counts = {
+            "energy_j": None if energy_mj is None else energy_mj / 1000,
+            **throttled_s,
+            "ecc_uncorrected": query("ecc_uncorrected", nvml.nvmlDeviceGetTotalEccErrors, handle, *error_types),
+            "xids": self._count_xids(why),
+            "compute_processes": None if processes is None else len(processes),
+        }
+        return {name: float(count) for name, count in counts.items() if count is not None}
+
+    def _throttled_s(self, why: dict[str, str]) -> dict[str, float]:
+        try:
+            values = field_values(self._nvml, self._handle, list(THROTTLED.values()))
+        except self._nvml.NVMLError as error:
+            values = [f"nvmlDeviceGetFieldValues: {error}"] * len(THROTTLED)
+        named = dict(zip(THROTTLED, values, strict=True))
+        why.update((name, value) for name, value in named.items() if isinstance(value, str))
+        return {name: value / 1e9 for name, value in named.items() if not isinstance(value, str)}
+
+    def _register(self, why: dict[str, str]) -> bool:
+        """Register for Xid errors, once; return whether that is done."""
+        nvml, query = self._nvml, Query(self._nvml, why)
+        if self._events is None and (events := query("xids", nvml.nvmlEventSetCreate)) is not None:
+            query("xids", nvml.nvmlDeviceRegisterEvents, self._handle, nvml.nvmlEventTypeXidCriticalError, events)
+            if "xids" in why:
+                Query(nvml)("xids", nvml.nvmlEventSetFree, events)
+            else:
+                self._events = events
+        return self._events is not None
+
+    def _count_xids(self, why: dict[str, str]) -> int | None:
+        """Return the number of Xid errors since the registration."""
+        nvml = self._nvml
+        if not self._register(why):
+            return None
+        for _ in range(_MOST_EVENTS):
+            try:
+                nvml.nvmlEventSetWait_v2(self._events, 0)  # milliseconds
+            except nvml.NVMLError as error:
+                if error.value != nvml.NVML_ERROR_TIMEOUT:
+                    why["xids"] = f"nvmlEventSetWait_v2: {error}"
+                    return None
+                break
+            self._xids += 1
+        return self._xids
 
 
 def field_values(nvml: Any, handle: Any, ids: Sequence[Any]) -> list[int | str]:

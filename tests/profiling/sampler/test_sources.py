@@ -10,11 +10,9 @@ from typing import Any, cast
 
 import pytest
 
-from pytest_llmgpu.profiling.sampler import devices
-from pytest_llmgpu.profiling.sampler.calls import CALLS
 from pytest_llmgpu.profiling.sampler.devices import METRICS, Device
-from pytest_llmgpu.profiling.sampler.sampling import Sampler
-from pytest_llmgpu.profiling.sampler.sources import ByteCounters, Gpm, NvLink, SampleRing
+from pytest_llmgpu.profiling.sampler.rounds import Sampler
+from pytest_llmgpu.profiling.sampler.sources import CALLS, ByteCounters, Gpm, NvLink, SampleRing
 
 GIB = 1 << 30
 WRAP = 1 << 32
@@ -181,6 +179,10 @@ def test_a_counter_refused_at_the_start_is_not_read_again() -> None:
     assert average.why == {"pcie_rx_bytes_per_s": "nvmlDeviceGetFieldValues [198]: refusal 3"}
     with pytest.raises(Refusal):
         counters(FakeNvml())
+    lost = FakeNvml()
+    lost.lost = True
+    with pytest.raises(Refusal):
+        SampleRing(lost, None, lost.clock)
 
 
 def test_nvlink_counts_over_a_refusal() -> None:
@@ -254,18 +256,10 @@ def test_gpm_averages_cover_the_time_between_samples() -> None:
     }
     assert average.why == {"dram_active_pct": "nvmlGpmMetricsGet [10]: refusal 3"}
     assert nvml.taken == [100.0, 100.15]
-
-
-def test_a_gpm_value_that_is_no_number_is_a_reason() -> None:
-    """NaN is a reason, not a value."""
-    nvml = FakeNvml()
-    nvml.gpm = {2: float("nan")}
-    source = Gpm(nvml, None, nvml.clock)
-    nvml.now_s = 101.0
+    nvml.now_s, nvml.gpm = 101.0, {2: float("nan")}
     average = source.read(101.0)
     assert average is not None
-    assert average.values == {}
-    assert average.why["sm_active_pct"] == "nvmlGpmMetricsGet [2]: gave nan"
+    assert (average.values, average.why["sm_active_pct"]) == ({}, "nvmlGpmMetricsGet [2]: gave nan")
 
 
 def test_the_ring_gives_every_new_sample_once_weighted_by_its_time() -> None:
@@ -294,13 +288,7 @@ def test_an_empty_ring_is_an_idle_gpu() -> None:
     assert source.read(101.0) == ({"utilization_pct": 0.0}, 1.0, {})
     nvml.rate = 80
     assert source.read(102.0) == ({"utilization_pct": 80.0}, 1.0, {})
-
-
-def test_the_first_sample_after_an_idle_period_does_not_cover_it() -> None:
-    """A sample covers a second at most."""
-    nvml = FakeNvml()
-    nvml.ring = [(1_000_000, 0)]
-    source = SampleRing(nvml, None, nvml.clock)
+    # The first sample after it covers a second at most.
     nvml.ring = [(61_000_000, 20), (62_000_000, 40)]
     assert source.read(162.0) == ({"utilization_pct": 30.0}, 2.0, {})
 
@@ -319,14 +307,6 @@ def test_a_ring_that_ran_over_covers_its_remaining_samples() -> None:
     average = source.read(161.0)
     assert average is not None
     assert average.seconds == 1.0, "the newest sample is up to a second old, and no time is lost"
-
-
-def test_a_ring_that_is_refused_is_no_source() -> None:
-    """Only an empty ring is idle; any other refusal is raised."""
-    nvml = FakeNvml()
-    nvml.lost = True
-    with pytest.raises(Refusal):
-        SampleRing(nvml, None, nvml.clock)
 
 
 def device(nvml: FakeNvml, **calls: Any) -> Device:
@@ -351,7 +331,7 @@ def test_only_a_permanent_refusal_drops_a_metric(code: int, kept: bool) -> None:
     one = device(FakeNvml(), nvmlDeviceGetPowerUsage=power)
     one.chosen = {"power_w": CALLS["power_w"]}
     sampler = Sampler([one])
-    rounds = [sampler.round(100.0).values[0][METRICS.index("power_w")] for _ in range(2)]
+    rounds = [sampler.round(100.0)[0][0][METRICS.index("power_w")] for _ in range(2)]
     assert rounds == ([300.0] * 2 if kept else [None] * 2)
     assert len(requested) == (3 if kept else 1)
     assert one.why == {"power_w": f"nvmlDeviceGetPowerUsage: refusal {code}"}
@@ -388,32 +368,8 @@ def test_a_poll_that_is_refused_is_the_reason_of_its_own_metrics() -> None:
     assert one.why == {"pcie_tx_bytes_per_s": "nvmlDeviceGetFieldValues [197, 198]: refusal 15"}
 
 
-def test_the_smallest_period_is_five_times_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The shortest of three rounds counts: the first is slow, and one may be interrupted."""
-    nvml = FakeNvml()
-    took_s = iter((0.5, 0.002, 0.1, 0.0, 0.5, 0.002, 0.1))
-
-    def power(_: object) -> int:
-        nvml.now_s += next(took_s)
-        return 300_000
-
-    one = device(nvml, nvmlDeviceGetPowerUsage=power)
-    monkeypatch.setattr("time.monotonic", nvml.clock)
-    monkeypatch.setattr(one, "open", lambda: False)
-    monkeypatch.setattr(one, "choose", lambda: one.chosen.update(power_w=CALLS["power_w"]))
-    with pytest.raises(ValueError, match=r"period is 0\.009 s; allowed are 0\.01\d* s and more"):
-        devices.choose([one], 0.009)
-    next(took_s)
-    devices.choose([one], 0.0101)
-
-
 def _refuse(*_: object) -> None:
     raise Refusal(3)
-
-
-def test_metrics_have_one_column_each() -> None:
-    """No column exists twice."""
-    assert len(set(METRICS)) == len(METRICS) == 11
 
 
 def test_polling_reads_nothing_else() -> None:
@@ -423,7 +379,6 @@ def test_polling_reads_nothing_else() -> None:
     device.choose()
     assert set(device.why) == set(METRICS) - set(device.chosen)
     assert device.cumulative()[0] == {}
-    assert device.smallest_period_s == 0.0
 
 
 def _link() -> dict[str, Any]:

@@ -1,0 +1,199 @@
+"""Rounds of readings: their deadlines, the metrics of every device, and the marks between them."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+
+from pytest_llmgpu.profiling.sampler.devices import METRICS, Device
+from pytest_llmgpu.profiling.sampler.sources import CALLS, POLLED, Call
+from pytest_llmgpu.profiling.stream import MarkRecord
+
+_GIVE_UP_S = 1.0
+"""A blocking call that takes longer counts as hung. Its metric is null until it returns."""
+_DECAY = 0.8
+"""The time expected for a device falls to this fraction of itself at most, if the next reading takes less."""
+
+_Row = dict[str, tuple[float | None, float | None]]
+"""Metric to its value and the seconds before the round that the value covers."""
+
+
+def ticks(
+    t0_s: float, period_s: float, clock: Callable[[], float], wait: Callable[[float], bool], *, drift: bool = False
+) -> Iterator[tuple[int, float]]:
+    """Yield the number and the begin of a round at each deadline t0 + k * period; one that has passed is skipped.
+
+    Args:
+        t0_s: First deadline.
+        period_s: Seconds between deadlines.
+        clock: Returns the time now.
+        wait: Waits for the given seconds (0 included) or less; returns true when sampling is to end.
+        drift: Begin each round one period after the begin of the round before, as Shin et al. 2024 do. A delay is then
+            never made up. Each round counts as the deadline that it has reached.
+    """
+    k, due_s = 0, t0_s
+    while True:
+        remaining_s = due_s - clock()
+        if wait(max(0.0, remaining_s)):
+            return
+        if remaining_s > 0:
+            continue
+        start_s = clock()
+        if drift:
+            k = max(k, int((start_s - t0_s) // period_s))
+        yield k, start_s
+        if drift:
+            k, due_s = k + 1, start_s + period_s
+        else:
+            k = max(k + 1, int((clock() - t0_s) // period_s))
+            due_s = t0_s + k * period_s
+
+
+class BlockingCall:
+    """A call that blocks, in a thread of its own that lives as long as the process."""
+
+    def __init__(self, device: Device, metric: str) -> None:
+        self.device = device
+        self.metric = metric
+        self._requests: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[float | None] = queue.SimpleQueue()
+        self._busy = False
+        self._hung = False
+
+        def serve() -> None:
+            while True:
+                self._requests.get()
+                self._results.put(device.read(metric))
+
+        threading.Thread(target=serve, name=f"{metric} {device.index}", daemon=True).start()
+
+    def start(self) -> None:
+        """Start the call, unless the call before has still not returned."""
+        with suppress(queue.Empty):
+            self._results.get_nowait()  # the late result of a call that was given up belongs to no tick
+            self._busy = self._hung = False
+        if not self._busy:
+            self._busy = True
+            self._requests.put(None)
+
+    def result(self, timeout_s: float) -> float | None:
+        """Return the value of the call; None, with the device's reason, if it has not returned within the time."""
+        if self._hung:
+            return None
+        try:
+            value = self._results.get(timeout=timeout_s)
+        except queue.Empty:
+            self._hung = True
+            self.device.why[self.metric] = f"{CALLS[self.metric].method}: did not return within {_GIVE_UP_S:g} s"
+            return None
+        self._busy = False
+        return value
+
+
+class Sampler:
+    """Reads devices that have chosen their sources: blocking calls all at once in threads, the rest in this thread."""
+
+    def __init__(self, devices: Sequence[Device]) -> None:
+        """Make every call once. A call that a device does not have is not made again."""
+        self._devices = devices
+        self._called: list[list[str]] = []
+        self._threads: dict[tuple[int, str], BlockingCall] = {}
+        for number, device in enumerate(devices):
+            # The method polling makes its calls one after another, in the order of Shin et al. 2024.
+            serial = device.method == "polling"
+            calls = {metric for metric, source in device.chosen.items() if isinstance(source, Call)} - device.lacking
+            self._called.append([metric for metric in (POLLED if serial else METRICS) if metric in calls])
+            for metric in self._called[-1]:
+                if CALLS[metric].window_s is not None and not serial:
+                    self._threads[number, metric] = BlockingCall(device, metric)
+        self._read()
+        for called, device in zip(self._called, devices, strict=True):
+            called[:] = [metric for metric in called if metric not in device.lacking]
+
+    def round(
+        self, now_s: float, *, window_ended: bool = False
+    ) -> tuple[list[list[float | None]], list[list[float | None]]]:
+        """Return the readings of the tick that begins now, and the seconds before it that they cover.
+
+        Args:
+            now_s: CLOCK_MONOTONIC.
+            window_ended: A window has ended since the last round: sources that are read once a second are read now.
+
+        Returns:
+            [device, metric] The value, and its seconds. None for a reading that failed or is too early; None for the
+            seconds of a value at one moment or over a time after it.
+        """
+        rows = self._read(now_s, window_ended=window_ended)
+        values, seconds = (
+            [[row.get(metric, (None, None))[part] for metric in METRICS] for row in rows] for part in (0, 1)
+        )
+        return values, seconds
+
+    def poll(self) -> float | None:
+        """Poll the sources that are due; return when the next poll is due, None if no source needs it."""
+        due_s = [device.poll(time.monotonic()) for device in self._devices]
+        return min((each_s for each_s in due_s if each_s is not None), default=None)
+
+    def _read(self, now_s: float | None = None, *, window_ended: bool = False) -> list[_Row]:
+        """Make the calls and, if a time is given, read the sources."""
+        blocking = {at: call for at, call in self._threads.items() if at[1] in self._called[at[0]]}
+        give_up_s = time.monotonic() + _GIVE_UP_S
+        for call in blocking.values():
+            call.start()
+        rows: list[_Row] = []
+        for number, device in enumerate(self._devices):
+            called = [metric for metric in self._called[number] if (number, metric) not in blocking]
+            row: _Row = {metric: (device.read(metric), None) for metric in called}
+            if now_s is not None:
+                row.update(device.averages(now_s, window_ended=window_ended))
+                self.poll()  # the counters of the other devices must not wrap meanwhile
+            rows.append(row)
+        for (number, metric), call in blocking.items():
+            rows[number][metric] = (call.result(max(0.0, give_up_s - time.monotonic())), None)
+        return rows
+
+
+class Marking:
+    """Marks: readings of the cumulative counters on request, in the order of their requests, device by device.
+
+    A device is read between two ticks if the reading is expected to end before the next one. One device is read after
+    every tick in any case: marks are completed even if the period is shorter than a reading.
+    """
+
+    def __init__(
+        self, devices: Sequence[Device], clock: Callable[[], float], write: Callable[[MarkRecord], None]
+    ) -> None:
+        self._devices, self._clock, self._write = devices, clock, write
+        self._expected_s = 0.0
+        self._waiting: deque[MarkRecord] = deque()
+        self.requested = 0
+        """The number of marks requested so far."""
+        self.ticked = True
+        """A tick has ended since the last reading."""
+
+    def request(self) -> None:
+        """Add a request to read all counters."""
+        self.requested += 1
+        self._waiting.append(MarkRecord(mark=self.requested, t_s=[], answered_s=[], counters=[], why=[]))
+
+    def step(self, due_s: float) -> bool:
+        """Read one device, if a mark waits and there is time before the next tick; return whether a device was read."""
+        start_s = self._clock()
+        if not self._waiting or (start_s + self._expected_s > due_s and not self.ticked):
+            return False
+        self.ticked = False
+        mark = self._waiting[0]
+        counters, why = self._devices[len(mark.t_s)].cumulative()
+        answered_s = self._clock()
+        mark.t_s.append(start_s)
+        mark.answered_s.append(answered_s)
+        mark.counters.append(counters)
+        mark.why.append(why)
+        self._expected_s = max(answered_s - start_s, _DECAY * self._expected_s)
+        if len(mark.t_s) == len(self._devices):
+            self._write(self._waiting.popleft())
+        return True
