@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pytest_llmgpu.report import options
-from pytest_llmgpu.report.options import GATE_OPTIONS, Options, check_name_is_free, flag_of, ini_key_of
+from pytest_llmgpu.report.options import GATE_OPTIONS, RUN_OPTIONS, Options, check_name_is_free, flag_of, ini_key_of
 
 EXPECT_OOM = "expect_oom"
 """The only marker argument that is not an option: no batch size of the test needs to fit in memory."""
@@ -183,7 +183,7 @@ def _given_flags(config: pytest.Config) -> list[dataclasses.Field[Any]]:
 
 
 def _check_marker(marker: pytest.Mark) -> None:
-    allowed = [*(field.name for field in dataclasses.fields(Options) if field.metadata["marker"]), EXPECT_OOM]
+    allowed = [*(field.name for field in dataclasses.fields(Options) if field.name not in RUN_OPTIONS), EXPECT_OOM]
     unknown = [name for name in marker.kwargs if name not in allowed]
     if marker.args or unknown:
         wrong = repr(marker.args[0]) if marker.args else unknown[0]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,14 +32,13 @@ def names(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def one_of(*allowed: str, **old_names: str) -> Callable[[str], str]:
-    """Return a function that accepts these words only, and returns for an old name the word that replaced it."""
+def one_of(*allowed: str) -> Callable[[str], str]:
+    """Return a function that accepts these words only."""
 
     def parse(text: str) -> str:
-        word = old_names.get(text, text)
-        if word not in allowed:
+        if text not in allowed:
             raise ValueError(f"allowed are {', '.join(allowed)}{guess(text, allowed)}")
-        return word
+        return text
 
     return parse
 
@@ -152,7 +151,6 @@ def _option(
     help: str,  # noqa: A002 - argparse's word
     *,
     flag: str | None = None,
-    marker: bool = True,
     bare: str | None = None,
 ) -> Any:
     """Declare an option.
@@ -164,38 +162,31 @@ def _option(
             files and markers.
         help: text for `pytest --help`.
         flag: flag on the command line; None for `--llmgpu-` and the field's name.
-        marker: whether the marker of a test can set it.
         bare: value of the flag if it is given without one; None if it must have one.
     """
-    metadata = {
-        "parse": parse,
-        "metavar": metavar,
-        "help": help,
-        "flag": flag,
-        "marker": marker,
-        "text": default,
-        "bare": bare,
-    }
+    metadata = {"parse": parse, "metavar": metavar, "help": help, "flag": flag, "text": default, "bare": bare}
     return dataclasses.field(default=None if default is None else parse(default), metadata=metadata)
 
 
-def _choice(allowed: Sequence[str], default: str | None, help: str, *, marker: bool = True) -> Any:  # noqa: A002
-    """Declare an option whose value is one of some words."""
-    return _option(one_of(*allowed), default, f"{{{','.join(allowed)}}}", help, marker=marker)
+def _choice(allowed: str, help: str, *, default: str | None = "") -> Any:  # noqa: A002
+    """Declare an option whose value is one of some words; the default is the first one, unless it is given."""
+    words = allowed.split()
+    return _option(one_of(*words), words[0] if default == "" else default, f"{{{','.join(words)}}}", help)
 
 
-GATE_OPTIONS = (
-    "policy",
-    "calibration",
-    "on_inconclusive",
-    "allow_missing",
-    "allow_no_baseline",
-    "require_armed",
-)
+def _switch(help: str) -> Any:  # noqa: A002
+    """Declare an option that is off by default."""
+    return _option(switch, "false", None, help)
+
+
+GATE_OPTIONS = ("policy", "calibration", "on_inconclusive", "allow_missing", "allow_no_baseline", "require_armed")
 """Options that have an effect only if the run is compared with a baseline."""
 
 OUTPUT_OPTIONS = ("json", "save", "storage", "compare", "html", "resume")
 """Options that are about the report and change nothing in what is measured."""
+
+RUN_OPTIONS = (*GATE_OPTIONS, *OUTPUT_OPTIONS, "launcher", "launches", "sample_period", "profile_method")
+"""Options of a whole run, which the marker of a test cannot set."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,29 +211,20 @@ class Options:
     revision: str | None = _option(text, None, "REV", "branch, tag or commit of a hub model")
     tokenizer: str | None = _option(text, None, "DIR", "directory or hub id of the tokenizer (default: the model's)")
     add_bos: str = _choice(
-        ("auto", "yes", "no"),
-        "auto",
+        "auto yes no",
         "begin texts with the beginning-of-sequence token, as add_bos_token in lm-evaluation-harness; auto: as the "
         "tokenizer is set",
     )
-    load_format: str = _choice(
-        ("auto", "dummy"),
-        "auto",
-        "auto: safetensors; dummy: seeded random weights, no checkpoint",
-    )
+    load_format: str = _choice("auto dummy", "auto: safetensors; dummy: seeded random weights, no checkpoint")
     dtype: str = _choice(
-        ("auto", "float32", "float16", "bfloat16"),
-        "auto",
-        "dtype of weights and activations (auto: float16 on GPUs, float32 on a CPU)",
+        "auto float32 float16 bfloat16", "dtype of weights and activations (auto: float16 on GPUs, float32 on a CPU)"
     )
-    device: str = _choice(("auto", "cuda", "cpu"), "auto", "auto: every visible GPU, else the CPU")
+    device: str = _choice("auto cuda cpu", "auto: every visible GPU, else the CPU")
     devices: int | None = _option(whole, None, "N", "number of devices (default: every visible GPU; 1 on a CPU)")
     launcher: str = _choice(
-        ("local", "env"),
-        "local",
+        "local env",
         "local: start the ranks on this machine; env: start one rank for each process that torchrun, srun or "
         "`llmgpu ray` started, on one or several nodes",
-        marker=False,
     )
     dataset: str = _option(
         text,
@@ -253,16 +235,13 @@ class Options:
     )
     limit: int | None = _option(whole, None, "ITEMS", "use only the first items of the dataset")
     workload: str | None = _choice(
-        ("score", "generate"),
-        None,
+        "score generate",
         "score: log-likelihoods of endings; generate: continue the context of each item greedily (default: generate "
         "for the items of the fixture prompts, else score)",
+        default=None,
     )
     prompt_tokens: int | None = _option(
-        whole,
-        None,
-        "N",
-        "workload generate: tokens that are kept of each prompt, the last ones (default: 96)",
+        whole, None, "N", "workload generate: tokens that are kept of each prompt, the last ones (default: 96)"
     )
     new_tokens: int | None = _option(
         whole,
@@ -277,47 +256,32 @@ class Options:
         "N[,N]",
         "batch sizes, in sequences per forward (an item of HellaSwag has 4 sequences)",
     )
-    find_max_batch: bool = _option(
-        switch,
-        "false",
-        None,
-        "after a batch size ran out of memory, search the largest batch size that fits by measuring sizes in between",
+    find_max_batch: bool = _switch(
+        "after a batch size ran out of memory, search the largest batch size that fits by measuring sizes in between"
     )
     gpu_memory: int | None = _option(memory_size, None, "SIZE", "cap on each GPU's memory, such as 32GiB")
     cuda_graphs: str = _choice(
-        ("auto", "on", "off"),
-        "auto",
+        "auto on off",
         "replay forwards from CUDA graphs; auto: where they can be recorded (not for mp over several GPUs) and the "
         "largest forward has at most 8,192 tokens; on: wherever they can be recorded",
     )
     scoring: str = _choice(
-        ("lean", "harness"),
-        "lean",
+        "lean harness",
         "lean: logits only where an ending is predicted; harness: logits of every position and a KV cache, as in "
         "lm-evaluation-harness, which needs more memory and excludes CUDA graphs",
     )
     attention: str | None = _choice(
-        ("sdpa", "eager"),
-        None,
+        "sdpa eager",
         "attention of transformers (default: sdpa if the architecture has it, else eager); not for iok, whose kernels "
         "compute it themselves",
+        default=None,
     )
     work: str = _choice(
-        ("on", "off"),
-        "on",
+        "on off",
         "after each case, run forwards that are not measured and record their kernels, ops, FLOPs and CUDA calls",
     )
-    tp_backend: str = _choice(
-        ("transformers", "deepspeed"),
-        "transformers",
-        "library that implements tp",
-    )
-    iok_stock: bool = _option(
-        switch,
-        "false",
-        None,
-        "use DeepSpeed's own binding of the kernels for iok, including its wrong residual sum",
-    )
+    tp_backend: str = _choice("transformers deepspeed", "library that implements tp")
+    iok_stock: bool = _switch("use DeepSpeed's own binding of the kernels for iok, including its wrong residual sum")
     iok_min_tokens: int | None = _option(
         whole,
         None,
@@ -331,38 +295,24 @@ class Options:
         "N",
         "measure every case in N launches of its processes, all cases in turn; the gate distinguishes a change from "
         "noise by the differences between launches",
-        marker=False,
     )
-    sample_period: float = _option(seconds, "1/6", "SECONDS", "sampling period of the GPU profile", marker=False)
-    profile_method: Literal["auto", "polling"] = _option(
-        one_of("auto", "polling", paper="polling"),
-        "auto",
-        "{auto,polling}",
+    sample_period: float = _option(seconds, "1/6", "SECONDS", "sampling period of the GPU profile")
+    profile_method: Literal["auto", "polling"] = _choice(
+        "auto polling",
         "how NVML is read; auto: counters and averages that cover all of the time, where a GPU has them; polling: one "
-        "PCIe window of 20 ms, utilisation and memory in each period, the method of Shin et al. 2024 (old name: paper)",
-        marker=False,
+        "PCIe window of 20 ms, utilisation and memory in each period, the method of Shin et al. 2024",
     )
     timeout: float = _option(seconds, "600", "SECONDS", "time limit until the next batch is finished")
     load_timeout: float = _option(seconds, "1800", "SECONDS", "time limit for starting processes and loading the model")
-    json: str = _option(
-        str, ".llmgpu/last.json", "PATH", "report to write, .json or .json.gz; empty for no report", marker=False
-    )
-    save: str | None = _option(
-        save_name,
-        None,
-        "NAME",
-        "keep this run in the store, optionally under a name",
-        marker=False,
-        bare="",
-    )
-    storage: str = _option(text, ".llmgpu", "DIR", "folder of the store", marker=False)
+    json: str = _option(str, ".llmgpu/last.json", "PATH", "report to write, .json or .json.gz; empty for no report")
+    save: str | None = _option(save_name, None, "NAME", "keep this run in the store, optionally under a name", bare="")
+    storage: str = _option(text, ".llmgpu", "DIR", "folder of the store")
     resume: str | None = _option(
         text,
         None,
         "REPORT",
         "continue the session of this report with the cases that are missing, on the same machine and commit with the "
         "same options; the tests of the other cases get their results from it",
-        marker=False,
     )
     compare: str | None = _option(
         text,
@@ -370,7 +320,6 @@ class Options:
         "REF",
         "compare this run with a report and fail on regressions: a path, git:REV:PATH, or a report of the store by its "
         "number, name, commit, or latest (which moves with every run, so that small regressions add up unnoticed)",
-        marker=False,
     )
     policy: str | None = _option(
         text,
@@ -378,7 +327,6 @@ class Options:
         "PATH",
         "thresholds of the gate, a TOML file or git:REV:PATH, which a change cannot edit (default: [tool.llmgpu.gate] "
         "of pyproject.toml)",
-        marker=False,
     )
     calibration: str | None = _option(
         text,
@@ -386,53 +334,29 @@ class Options:
         "PATH",
         "noise of this runner between launches, a file or git:REV:PATH (default: the file of llmgpu calibrate in the "
         "store)",
-        marker=False,
     )
     on_inconclusive: str | None = _choice(
-        ("pass", "fail"),
-        None,
-        "result of the gate if there is not enough data (default: the policy's, pass)",
-        marker=False,
+        "pass fail", "result of the gate if there is not enough data (default: the policy's, pass)", default=None
     )
     allow_missing: bool | None = _option(
-        switch,
-        None,
-        None,
-        "pass although cases or figures of the baseline are missing in this run",
-        marker=False,
+        switch, None, None, "pass although cases or figures of the baseline are missing in this run"
     )
     allow_no_baseline: bool | None = _option(
-        switch,
-        None,
-        None,
-        "pass although nothing could be compared, because there is no baseline",
-        marker=False,
+        switch, None, None, "pass although nothing could be compared, because there is no baseline"
     )
     require_armed: bool | None = _option(
         switch,
         None,
         None,
         "fail if anything that is gated could not be compared; deselected cases (-k and similar) do not count",
-        marker=False,
     )
     html: str | None = _option(
-        text,
-        None,
-        "PATH",
-        "HTML page to write at the end, .html; it needs no network (requires the extra `report`)",
-        marker=False,
+        text, None, "PATH", "HTML page to write at the end, .html; it needs no network (requires the extra `report`)"
     )
     accuracy_baseline: float | None = _option(
-        fraction,
-        None,
-        "FRACTION",
-        "accuracy to reach (default: the registered or published one, if known)",
+        fraction, None, "FRACTION", "accuracy to reach (default: the registered or published one, if known)"
     )
-    accuracy_metric: str = _choice(
-        ("acc", "acc_norm"),
-        "acc_norm",
-        "accuracy metric that is compared with the baseline",
-    )
+    accuracy_metric: str = _choice("acc_norm acc", "accuracy metric that is compared with the baseline")
     accuracy_tolerance: float = _option(fraction, "0.01", "FRACTION", "allowed difference below the baseline")
 
     def in_force(self) -> dict[str, Any]:
