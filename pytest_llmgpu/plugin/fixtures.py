@@ -18,8 +18,7 @@ from pytest_llmgpu.report.text import printable_lines
 if TYPE_CHECKING:
     from pytest_llmgpu.inference.tasks.protocol import Dataset, Item
     from pytest_llmgpu.profiling.profiler import Profiler
-    from pytest_llmgpu.ranks.worker import ScoreReply
-    from pytest_llmgpu.report.result import CaseResult
+    from pytest_llmgpu.report.result import CaseResult, Launch
     from pytest_llmgpu.session.runner import Request
     from pytest_llmgpu.session.session import BenchmarkSession
 
@@ -91,15 +90,15 @@ class LLM:
         # Outside the except block, where pytest would print the ValueError as the cause.
         pytest.fail(printable_lines(reason), pytrace=False)
 
-    def score(self, items: Dataset | Sequence[Item], batch_size: int) -> ScoreReply:
+    def score(self, items: Dataset | Sequence[Item], batch_size: int) -> Launch:
         """Score items, or generate, and record no case; return the answers and latencies of the first rank."""
         __tracebackhide__ = True
         from pytest_llmgpu.ranks import worker
 
         request = self.request(items, batch_size)
         replies = self._ask(request, worker.score, request.case)
-        reply: ScoreReply = replies[0]
-        return reply
+        launch: Launch = replies[0]
+        return launch
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """Run `fn(loaded, *args)` on every rank and return a list with the result of each, in their order.
@@ -132,7 +131,7 @@ class LLM:
         __tracebackhide__ = True
         from pytest_llmgpu.ranks import worker
         from pytest_llmgpu.ranks.protocol import RankFailedError
-        from pytest_llmgpu.ranks.raised import rebuild
+        from pytest_llmgpu.ranks.serving import rebuild
 
         try:
             return self._session.runner.ask(request, fn, *args)

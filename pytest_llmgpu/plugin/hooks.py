@@ -22,7 +22,7 @@ from pytest_llmgpu.plugin.selection import DESELECTED
 from pytest_llmgpu.report.text import printable, printable_lines
 
 if TYPE_CHECKING:
-    from pytest_llmgpu.ranks.nodes import Nodes
+    from pytest_llmgpu.ranks.supervisor import Peers
     from pytest_llmgpu.session.session import BenchmarkSession
 
 _OUT_OF_MEMORY = ("oom", "skipped_after_oom")
@@ -30,8 +30,8 @@ _WORKER_ERROR = "llmgpu_usage_error"
 """Key of the error that an xdist worker sends to its controller."""
 _MARKER_ERRORS = pytest.StashKey[dict[str, str]]()
 """In `config.stash`: node id of each test function whose markers are not allowed to the reason."""
-_NODES: pytest.StashKey[Nodes] = pytest.StashKey()
-"""In `config.stash`: the places that torchrun or srun provides for ranks; absent with the launcher `local`."""
+_PEERS: pytest.StashKey[Peers] = pytest.StashKey()
+"""In `config.stash`: the processes that torchrun or srun started; absent with the launcher `local`."""
 _REFUSED = pytest.StashKey[str]()
 """In `item.stash`: the reason why a test cannot be measured. It fails with it, and the other tests run."""
 _NO_WORKERS = "the workers of xdist cannot share the GPUs: run this test with -n 0"
@@ -84,18 +84,18 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
         raise
     if chosen.launcher != "env":
         return None
-    from pytest_llmgpu.ranks import env, join, world
+    from pytest_llmgpu.ranks import supervisor, world
     from pytest_llmgpu.session.run_folder import RunFolder
 
     try:
         here = world.of_environment(os.environ)
         if here.rank == 0:
-            config.stash[_NODES] = peers = env.Peers(here)
+            config.stash[_PEERS] = peers = supervisor.Peers(here)
             config.add_cleanup(peers.close)
             return None
         folder = RunFolder()
         try:
-            return join.serve(here, folder.path, min(chosen.load_timeout, world.JOIN_S))
+            return supervisor.serve(here, folder.path, min(chosen.load_timeout, world.JOIN_S))
         finally:
             folder.remove()
     except ValueError as error:
@@ -335,10 +335,10 @@ def _new_session(config: pytest.Config) -> BenchmarkSession:
         lambda: shutil.get_terminal_size().columns - writer.width_of_current_line if writer is not None else 0,
     )
     chosen = options.resolve(config)
-    nodes = config.stash.get(_NODES, None)
+    peers = config.stash.get(_PEERS, None)
     try:
-        if nodes is not None:
-            nodes.wait(chosen.load_timeout)
+        if peers is not None:
+            peers.wait(chosen.load_timeout)
         known_tasks = tasks.merge(config.hook.pytest_llmgpu_tasks(config=config))
         fixtures.check_task_names(known_tasks)
         return BenchmarkSession(
@@ -352,7 +352,7 @@ def _new_session(config: pytest.Config) -> BenchmarkSession:
             known=strategies.merge(config.hook.pytest_llmgpu_strategies(config=config)),
             known_tasks=known_tasks,
             live=live,
-            nodes=nodes,
+            peers=peers,
         )
     except ValueError as error:
         raise pytest.UsageError(printable(str(error))) from None

@@ -1,6 +1,4 @@
-"""The launcher of ranks on this machine, and the process of a rank, which is driven through pipes.
-
-Launchers of several nodes start the process of a rank on its node with `LocalProcess` as well.
+"""A rank as the runner drives it, and the process of a rank on this machine, which is driven through pipes.
 
 concurrent.futures' ProcessPoolExecutor cannot replace it: it hides exit codes and signals, it breaks on an exception
 that does not unpickle, and its workers outlive a killed parent.
@@ -9,7 +7,6 @@ that does not unpickle, and its workers outlive a killed parent.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import pickle
 import queue
@@ -20,17 +17,22 @@ import signal
 import subprocess
 import threading
 import time
+from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from pytest_llmgpu import processes
-from pytest_llmgpu.ranks import oom, world
-from pytest_llmgpu.ranks.futures import Answer, End, Listener, ProcessRank
-from pytest_llmgpu.ranks.oom import Death
-from pytest_llmgpu.ranks.protocol import BatchListener, FinishedBatch
+from pytest_llmgpu.ranks import memory, world
+from pytest_llmgpu.ranks.memory import Death
+from pytest_llmgpu.ranks.protocol import Answer, BatchListener, End, Event, FinishedBatch, Listener, RankFailedError
 from pytest_llmgpu.report.result import Failure
-from pytest_llmgpu.report.text import log_tail
+from pytest_llmgpu.report.text import beginning, log_tail
 
 _NOT_INHERITED = re.compile(
     r"RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE)_(RANK|WORLD_SIZE)|(PMI|PMIX|OMPI_COMM_WORLD|MV2_COMM_WORLD|TORCHELASTIC)_.*"
@@ -46,7 +48,7 @@ _CLOSE_S = 10.0
 _STACKS_S = 1.0
 _PAUSE_S = 0.05
 _MOST_BYTES = 2**29
-"""An answer is at most this long. Text that a library writes to the pipe by mistake would be a longer one."""
+"""A message is at most this long. Text that a library writes to the pipe by mistake would be a longer one."""
 _FULL_BYTES = 2**16
 _OUTPUT_LINES = 1_000
 """Most lines of the output of a rank that belong to one test."""
@@ -54,59 +56,101 @@ _DRAIN_S = 2.0
 """Time limit for the data that is still in a pipe when the process has ended."""
 
 
-class LocalLauncher:
-    """Starts ranks with the interpreter and the import path of this process."""
+class Rank(ABC):
+    """One process of a strategy: a future for each command, wherever the process runs."""
 
-    name = "local"
+    def __init__(self, rank: int, on_batch: BatchListener, node: int | None = None) -> None:
+        """Prepare for commands; `node` is the number of the node, for messages, and None if there is only one."""
+        self.rank = rank
+        self._on_batch = on_batch
+        self._node = node
+        self._pending: deque[Future[Any]] = deque()
+        self._lock = threading.Lock()
+        self._ended: RankFailedError | None = None
 
-    def __init__(self, log_directory: Path) -> None:
-        self._log_directory = log_directory
-        self._started = 0
-        self._processes: list[LocalProcess] = []
+    @property
+    @abstractmethod
+    def alive(self) -> bool:
+        """True if the process runs."""
 
-    def start(self, environments: Sequence[Mapping[str, str]], on_batch: BatchListener) -> Sequence[ProcessRank]:
-        """Start one process per environment."""
-        ours = self.meeting()
-        return [
-            ProcessRank(number, on_batch, functools.partial(self.start_process, number, {**ours, **environment}))
-            for number, environment in enumerate(environments)
-        ]
+    @abstractmethod
+    def send(self, command: bytes) -> None:
+        """Send a pickled command; this does not wait for the process."""
 
-    def meeting(self) -> dict[str, str]:
-        """Return the variables with which ranks of this machine find each other, and nobody else finds them."""
-        # By a file: another program may take a port first.
-        return {**_LOOPBACK, "LLMGPU_RENDEZVOUS": str(self._log_directory / f"rendezvous{self._started}")}
+    @abstractmethod
+    def stacks(self) -> str:
+        """Return the stack of each thread of the process, as the end of its log shows them.
 
-    def start_process(
-        self, rank: int, environment: Mapping[str, str], listener: Listener, inherited: Sequence[int] = ()
-    ) -> LocalProcess:
-        """Start the process of one rank (see `LocalProcess`); its output is that of the rank."""
-        log = self._log_directory / f"process{self._started}-rank{rank}.log"
-        self._started += 1
-        process = LocalProcess(rank, environment, log, listener, inherited)
-        self._processes.append(process)
-        return process
+        Raises:
+            RankFailedError: The node of the process does not answer.
+        """
 
-    def take_output(self) -> dict[int, str]:
-        """Return what the processes of each rank wrote since the last call; of long output the end."""
-        output: dict[int, str] = {}
-        started, self._processes = self._processes, [process for process in self._processes if process.alive]
-        for process in started:
-            if text := process.take_output():
-                output[process.rank] = "\n".join(filter(None, (output.get(process.rank), text)))
-        return output
+    @abstractmethod
+    def close(self) -> None:
+        """Let the process end by itself, and kill it after a time limit; its devices are free when this returns."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End the process at once, in whatever state it is, and wait for it."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any) -> Future[Any]:
+        """Run `fn(state, *args)` on the rank, after all commands that were submitted before.
+
+        The rank imports `fn` by its name; arguments and result are pickled. The future raises RankFailedError.
+        """
+        future: Future[Any] = Future()
+        command = pickle.dumps((fn, args))
+        with self._lock:
+            if self._ended is not None:
+                future.set_exception(self._ended)
+                return future
+            self._pending.append(future)
+            self.send(command)
+        return future
+
+    def take(self, event: Event) -> None:
+        """Take what the process sent."""
+        if isinstance(event, FinishedBatch):
+            self._on_batch(self.rank, event)
+        elif isinstance(event, Answer):
+            with self._lock:
+                future = self._pending.popleft()
+            done = event.done
+            try:
+                content = pickle.loads(event.content)  # noqa: S301 - written by our own rank
+            except Exception as error:  # noqa: BLE001 - a user's object may raise anything while it is unpickled
+                message = f"the answer does not unpickle: {beginning(str(error))}"
+                done, content = False, ("error", Failure(phase="forward", message=message), [], None)
+            if done:
+                future.set_result(content)
+            else:
+                outcome, failure, devices, raised = content
+                failure = msgspec.structs.replace(failure, rank=self.rank, log_tail=event.log_tail)
+                future.set_exception(RankFailedError(outcome, failure, devices, raised))
+        else:  # all commands without an answer fail, and those that follow
+            failure = event.failure
+            if self._node is not None:
+                failure = msgspec.structs.replace(failure, message=f"{failure.message} (node {self._node})")
+            with self._lock:
+                self._ended = RankFailedError(event.outcome, failure)
+                pending, self._pending = self._pending, deque()
+            for future in pending:
+                future.set_exception(self._ended)
 
 
-class LocalProcess:
-    """The process of a rank. Commands and answers are pickled; finished batches arrive on a pipe of their own."""
+class LocalRank(Rank):
+    """A rank on this machine. Commands are pickled; answers and finished batches arrive on one pipe, in their order."""
 
     def __init__(
         self,
         rank: int,
         environment: Mapping[str, str],
         log: Path,
-        listener: Listener,
+        *,
+        on_batch: BatchListener = lambda *_: None,
+        listener: Listener | None = None,
         inherited: Sequence[int] = (),
+        node: int | None = None,
     ) -> None:
         """Start the process.
 
@@ -114,10 +158,13 @@ class LocalProcess:
             rank: The number of the rank.
             environment: Variables that are added to those of this process, or replace them.
             log: The file for the output of the process.
-            listener: Receives what the process sends, and its end.
+            on_batch: Receives the finished batches.
+            listener: Receives what the process sends instead, and its end.
             inherited: Further file descriptors that the process gets, under the same numbers.
+            node: See `Rank`.
         """
-        self.rank = rank
+        super().__init__(rank, on_batch, node)
+        self._listener = listener or self.take
         self._log = log
         self._taken_bytes = 0
         """The bytes of the log that `take_output` has returned."""
@@ -126,34 +173,26 @@ class LocalProcess:
         """Commands for the process; None ends the pipe."""
         self._unreadable: str | None = None
         """The reason why the process was ended: it sent something else than answers and batches."""
-        self._batch_received = threading.Condition()
-        self._batches_received = 0
-        self._kills_before = oom.host_kills()
+        self._kills_before = memory.host_kills()
         command_in, command_out = os.pipe()
-        answer_in, answer_out = os.pipe()
-        batch_in, batch_out = os.pipe()
-        ends = (command_in, answer_out, batch_out)
+        event_in, event_out = os.pipe()
+        inherited_variables = {name: text for name, text in os.environ.items() if not _NOT_INHERITED.fullmatch(name)}
         with log.open("wb") as log_file:
             self._process = subprocess.Popen(
-                processes.command("pytest_llmgpu.ranks", *map(str, (os.getpid(), *ends))),
-                env={**_environment(), **environment, "PYTHONUNBUFFERED": "1", _MARK: self._mark},
+                processes.command("pytest_llmgpu.ranks", *map(str, (os.getpid(), command_in, event_out))),
+                env={**inherited_variables, **environment, "PYTHONUNBUFFERED": "1", _MARK: self._mark},
                 stdin=subprocess.DEVNULL,
                 stdout=log_file,
                 stderr=log_file,
-                pass_fds=(*ends, *inherited),
+                pass_fds=(command_in, event_out, *inherited),
                 start_new_session=True,
             )
-        for descriptor in ends:
-            os.close(descriptor)
-        self._listener = listener
-        commands = Connection(command_out, readable=False)
-        answers, batches = Connection(answer_in, writable=False), Connection(batch_in, writable=False)
-        self._threads = [
-            threading.Thread(target=self._receive, args=(batches, self._take_batch), daemon=True),
-            threading.Thread(target=self._receive, args=(answers, self._take_answer), daemon=True),
-            threading.Thread(target=self._send, args=(commands,), daemon=True),
-            threading.Thread(target=self._watch, daemon=True),
-        ]
+        os.close(command_in)
+        os.close(event_out)
+        commands, events = Connection(command_out, readable=False), Connection(event_in, writable=False)
+        self._receiver = threading.Thread(target=self._receive, args=(events,), daemon=True)
+        sender = threading.Thread(target=self._send, args=(commands,), daemon=True)
+        self._threads = [self._receiver, sender, threading.Thread(target=self._watch, daemon=True)]
         for thread in self._threads:
             thread.start()
 
@@ -165,7 +204,7 @@ class LocalProcess:
     def send(self, command: bytes) -> None:
         """Send a pickled command; this does not wait for the process."""
         # Processes that the host killed earlier do not explain a failure of this command.
-        self._kills_before = oom.host_kills()
+        self._kills_before = memory.host_kills()
         self._outbox.put(command)
 
     def close(self) -> None:
@@ -200,16 +239,12 @@ class LocalProcess:
             while (size == before or size != self._log.stat().st_size) and time.monotonic() < deadline and self.alive:
                 size = self._log.stat().st_size
                 time.sleep(_PAUSE_S)
-        return self.log_tail()
+        return log_tail(self._log)
 
     def take_output(self) -> str:
         """Return what the process wrote to stdout and stderr since the last call; of long output the end."""
         taken_bytes, self._taken_bytes = self._taken_bytes, self._log.stat().st_size
         return log_tail(self._log, taken_bytes, most_lines=_OUTPUT_LINES)
-
-    def log_tail(self) -> str:
-        """Return the last lines of the log of the process."""
-        return log_tail(self._log)
 
     def _send(self, commands: Connection) -> None:
         """Send the commands in turn: a process that is stopped does not read, and sending waits without a limit."""
@@ -218,56 +253,38 @@ class LocalProcess:
             while (command := self._outbox.get()) is not None:
                 commands.send_bytes(command)
 
-    def _receive(self, messages: Connection, take: Callable[[bytes], None]) -> None:
-        """Pass each message of a pipe to `take`. If one is unreadable, end the process: no later one can be found."""
+    def _receive(self, events: Connection) -> None:
+        """Pass on what the process sends. If it is unreadable, end the process: no later message can be found."""
         try:
             while True:
-                take(messages.recv_bytes(_MOST_BYTES))
+                event = pickle.loads(events.recv_bytes(_MOST_BYTES))  # noqa: S301 - written by our own child
+                if isinstance(event, Answer) and not event.done:
+                    event = event._replace(log_tail=log_tail(self._log))
+                if not isinstance(event, FinishedBatch | Answer):
+                    raise TypeError(type(event).__name__)  # noqa: TRY301 - as another one below
+                self._listener(event)
         except EOFError:
             pass
         except Exception as error:  # noqa: BLE001 - unpickling other data than ours may raise anything
             # The process may have died while it wrote. The length of a message is refused by closing the pipe.
-            if messages.closed or not isinstance(error, OSError):
+            if events.closed or not isinstance(error, OSError):
                 self._unreadable = f"{type(error).__name__}: {error}"
                 self._end_group()
-        messages.close()
-
-    def _take_answer(self, payload: bytes) -> None:
-        sent, done, content = pickle.loads(payload)  # noqa: S301 - written by our own child
-        self._wait_for_batches(sent)
-        self._listener(Answer(done=done, content=content, log_tail=None if done else self.log_tail()))
+        events.close()
 
     def _watch(self) -> None:
-        """Report the end of the process; its pipes stay open if a child of it holds them."""
-        self._process.wait()
+        """Report the end of the process; its pipe stays open if a child of it holds it."""
+        code = self._process.wait()
         self._end_group()
-        for reader in self._threads[:2]:
-            reader.join(_DRAIN_S)
-        self._listener(self._death())
-
-    def _end_group(self) -> None:
-        """End the process and its children; it leads a session, so most of them are its process group."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        processes.end_marked(f"{_MARK}={self._mark}")
-
-    def _take_batch(self, payload: bytes) -> None:
-        self._listener(FinishedBatch(*pickle.loads(payload)))  # noqa: S301 - written by our own child
-        with self._batch_received:
-            self._batches_received += 1
-            self._batch_received.notify_all()
-
-    def _wait_for_batches(self, sent: int) -> None:
-        """Wait for the batches that the rank sent before an answer: the two pipes keep no common order."""
-        with self._batch_received:
-            self._batch_received.wait_for(lambda: self._batches_received >= sent, _DRAIN_S)
-
-    def _death(self) -> End:
-        code, log = self._process.wait(), self.log_tail()
-        shortage = oom.decide_out_of_memory(
-            Death(return_code=code, log=log, kills_before=self._kills_before, kills_after=oom.host_kills())
+        self._receiver.join(_DRAIN_S)
+        log = log_tail(self._log)
+        shortage = memory.decide_out_of_memory(
+            Death(return_code=code, log=log, kills_before=self._kills_before, kills_after=memory.host_kills())
         )
-        end = f"signal {_signal_name(-code)}" if code < 0 else f"exit status {code}"
+        end = f"exit status {code}"
+        if code < 0:
+            named = -code in set(signal.Signals)  # most real-time signals have no name
+            end = f"signal {signal.Signals(-code).name if named else -code}"
         message = f"rank {self.rank} ended with {end}"
         if self._unreadable is not None:
             message = f"rank {self.rank} was ended: it sent data that is no answer ({self._unreadable})"
@@ -283,7 +300,13 @@ class LocalProcess:
             exit_code=code if code >= 0 else None,
             signal=-code if code < 0 else None,
         )
-        return End(outcome="oom" if shortage else "crashed", failure=failure)
+        self._listener(End("oom" if shortage else "crashed", failure))
+
+    def _end_group(self) -> None:
+        """End the process and its children; it leads a session, so most of them are its process group."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        processes.end_marked(f"{_MARK}={self._mark}")
 
     def _join(self) -> None:
         for thread in self._threads:
@@ -291,13 +314,41 @@ class LocalProcess:
                 thread.join(2 * _DRAIN_S)
 
 
-def _environment() -> dict[str, str]:
-    """Return the variables of this process without its own rank in a job; the launcher numbers the ranks."""
-    return {name: value for name, value in os.environ.items() if not _NOT_INHERITED.fullmatch(name)}
+class LocalLauncher:
+    """Starts ranks with the interpreter and the import path of this process."""
 
+    name = "local"
 
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # Most real-time signals have no name.
-        return str(number)
+    def __init__(self, log_directory: Path) -> None:
+        self._log_directory = log_directory
+        self._started = 0
+        self._ranks: list[LocalRank] = []
+
+    def start(self, environments: Sequence[Mapping[str, str]], on_batch: BatchListener) -> Sequence[Rank]:
+        """Start one process per environment."""
+        ours = self.meeting()
+        return [
+            self.start_rank(number, {**ours, **environment}, on_batch=on_batch)
+            for number, environment in enumerate(environments)
+        ]
+
+    def meeting(self) -> dict[str, str]:
+        """Return the variables with which ranks of this machine find each other, and nobody else finds them."""
+        # By a file: another program may take a port first.
+        return {**_LOOPBACK, "LLMGPU_RENDEZVOUS": str(self._log_directory / f"rendezvous{self._started}")}
+
+    def start_rank(self, rank: int, environment: Mapping[str, str], **options: Any) -> LocalRank:
+        """Start one rank; its output is kept. The options are those of `LocalRank`."""
+        log = self._log_directory / f"process{self._started}-rank{rank}.log"
+        self._started += 1
+        self._ranks.append(LocalRank(rank, environment, log, **options))
+        return self._ranks[-1]
+
+    def take_output(self) -> dict[int, str]:
+        """Return what the processes of each rank wrote since the last call; of long output the end."""
+        output: dict[int, str] = {}
+        started, self._ranks = self._ranks, [rank for rank in self._ranks if rank.alive]
+        for one in started:
+            if text := one.take_output():
+                output[one.rank] = "\n".join(filter(None, (output.get(one.rank), text)))
+        return output

@@ -1,14 +1,15 @@
-"""The contract of a launcher: it starts ranks, and each of them runs commands in a process of its own."""
+"""What passes between pytest's process and its ranks, and the contract of a launcher."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from pytest_llmgpu.ranks.device_memory import DeviceUse
-from pytest_llmgpu.ranks.raised import Raised
-from pytest_llmgpu.report.result import Failure, Outcome
+from pytest_llmgpu.report.result import DeviceMemory, Failure, Outcome
+
+if TYPE_CHECKING:
+    from pytest_llmgpu.ranks.local import Rank
+    from pytest_llmgpu.ranks.serving import Raised
 
 
 class FinishedBatch(NamedTuple):
@@ -22,6 +23,29 @@ class FinishedBatch(NamedTuple):
     """The case has this many batches; 0 marks a batch of the warm-up."""
 
 
+class Answer(NamedTuple):
+    """The answer of a rank to its oldest command without one, after the batches that it finished before."""
+
+    done: bool
+    """True if the command returned, False if it raised an exception."""
+    content: bytes
+    """What it returned, or the records of the failure, pickled apart: an object of a user may not unpickle."""
+    log_tail: str | None = None
+    """The end of the log of the process if the command failed."""
+
+
+class End(NamedTuple):
+    """The end of a process, which nothing follows."""
+
+    outcome: Outcome
+    """`crashed`, or `oom` where the host killed the process."""
+    failure: Failure
+    """The signal or the exit status, with the end of the log."""
+
+
+Event = FinishedBatch | Answer | End
+Listener = Callable[[Event], None]
+"""Receives what a process sends, from any thread."""
 BatchListener = Callable[[int, FinishedBatch], None]
 """Called with the number of the rank and each finished batch, from any thread."""
 
@@ -30,52 +54,15 @@ class RankFailedError(Exception):
     """A command failed on a rank; the error holds plain records, never the exception of the rank."""
 
     def __init__(
-        self, outcome: Outcome, failure: Failure, use: Sequence[DeviceUse] = (), raised: Raised | None = None
+        self, outcome: Outcome, failure: Failure, memory: Sequence[DeviceMemory] = (), raised: Raised | None = None
     ) -> None:
         super().__init__(failure.message)
         self.outcome: Outcome = outcome
         self.failure = failure
-        self.use = use
+        self.memory = memory
+        """The memory of the devices of the rank; empty if it did not report it."""
         self.raised = raised
         """The exception of the rank; None if the rank itself ended."""
-
-
-class Process(Protocol):
-    """A process that runs commands."""
-
-    @property
-    def alive(self) -> bool:
-        """True if the process runs."""
-        ...
-
-    def stacks(self) -> str:
-        """Return the stack of each thread of the process, as the end of its log shows them.
-
-        Raises:
-            RankFailedError: The node of the process does not answer.
-        """
-        ...
-
-    def close(self) -> None:
-        """End the process and wait for it; its devices are free when this returns."""
-        ...
-
-    def kill(self) -> None:
-        """End the process at once, in whatever state it is, and wait for it."""
-        ...
-
-
-class Rank(Process, Protocol):
-    """One process of a strategy."""
-
-    rank: int
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any) -> Future[Any]:
-        """Run `fn(state, *args)` on the rank, after all commands that were submitted before.
-
-        The rank imports `fn` by its name; arguments and result are pickled. The future raises RankFailedError.
-        """
-        ...
 
 
 class Launcher(Protocol):

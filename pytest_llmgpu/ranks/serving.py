@@ -1,68 +1,73 @@
-"""The command loop of a rank: commands arrive on one pipe; answers and finished batches leave on two others."""
+"""The command loop of a rank, and how its exceptions reach pytest's process: as plain data."""
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import pickle
 import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from itertools import product
 from multiprocessing.connection import Connection
+from types import NoneType
+from typing import Any, NamedTuple
 
 from pytest_llmgpu.inference.cuda_graphs import RecordingError
 from pytest_llmgpu.processes import die_with_parent
-from pytest_llmgpu.ranks import oom, raised
-from pytest_llmgpu.ranks.protocol import FinishedBatch
+from pytest_llmgpu.ranks import memory
+from pytest_llmgpu.ranks.protocol import Answer, Event
 from pytest_llmgpu.ranks.worker import RankState
 from pytest_llmgpu.report.result import Failure, Outcome, Phase
 from pytest_llmgpu.report.text import beginning
 
 NOT_RECORDED = "a forward could not be recorded as a CUDA graph"
 """Evidence of a failure. The message is the operation with its error, and the case can be measured eagerly."""
-
 _TRACEBACK_LETTERS = 2**15
+_PLAIN = (NoneType, bool, int, float, str, bytes)
+_MOST_LETTERS = 2**16
+
+
+class Raised(NamedTuple):
+    """What pytest's process needs to raise an exception of a rank again. It arrives also if the exception cannot."""
+
+    classes: tuple[tuple[str, str], ...]
+    """Module and name of the class, then of each class that it derives from, in the order of their resolution."""
+    args: tuple[Any, ...]
+    """The arguments of the exception if all are plain values; else its text alone."""
+    text: str
+    """The text of the exception."""
 
 
 def main(arguments: Sequence[str]) -> None:
     """Serve the process that started this one.
 
     Args:
-        arguments: The parent's process id, then the file descriptors of the pipes for commands, answers and batches.
+        arguments: The parent's process id, then the file descriptors of the pipes for commands and answers.
     """
-    parent, commands, answers, batches = map(int, arguments)
+    parent, commands, events = map(int, arguments)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent(parent)
     # The stacks of all threads would fill the part of the log that a failure keeps, after the reason of an abort.
     faulthandler.enable(all_threads=False)
     faulthandler.register(signal.SIGUSR1)
-    serve(
-        Connection(commands, writable=False),
-        Connection(answers, readable=False),
-        Connection(batches, readable=False),
-    )
+    serve(Connection(commands, writable=False), Connection(events, readable=False))
 
 
-def serve(commands: Connection, answers: Connection, batches: Connection) -> None:
+def serve(commands: Connection, events: Connection) -> None:
     """Run commands in turn until the parent closes its end of the pipe.
-
-    An answer holds the number of batches that were sent before it: the two pipes keep no common order, and the parent
-    waits for these batches first.
 
     Args:
         commands: Delivers pickled functions with their arguments.
-        answers: Receives pickled results and failures.
-        batches: Receives pickled batches.
+        events: Receives pickled batches and answers.
     """
-    sent = 0
 
-    def send_batch(batch: FinishedBatch) -> None:
-        nonlocal sent
-        batches.send_bytes(pickle.dumps(tuple(batch)))
-        sent += 1
+    def send(event: Event) -> None:
+        events.send_bytes(pickle.dumps(event))
 
-    state = RankState(send_batch)
+    state = RankState(send)
     while True:
         try:
             command = commands.recv_bytes()
@@ -70,16 +75,16 @@ def serve(commands: Connection, answers: Connection, batches: Connection) -> Non
             return
         try:
             fn, args = pickle.loads(command)  # noqa: S301 - written by our own parent
-            done, content = True, _pickled(fn(state, *args))
+            answer = Answer(done=True, content=_pickled(fn(state, *args)))
         except BaseException as error:  # noqa: BLE001 - the parent gets every error as plain records
             with contextlib.suppress(OSError):  # the disk of the log is full
                 print(beginning(traceback.format_exc(), _TRACEBACK_LETTERS), file=sys.stderr)
-            done, content = False, pickle.dumps((*failure_of(error, state.phase), state.use(), raised.describe(error)))
+            records = *failure_of(error, state.phase), state.memory(), describe(error)
+            answer = Answer(done=False, content=pickle.dumps(records))
             # The traceback's frames keep the tensors of the failed forward alive.
             traceback.clear_frames(error.__traceback__)
             del error
-        # The content is pickled apart: it may be an object of the user that does not unpickle.
-        answers.send_bytes(pickle.dumps((sent, done, content)))
+        send(answer)
 
 
 def _pickled(answer: object) -> bytes:
@@ -91,7 +96,7 @@ def _pickled(answer: object) -> bytes:
 
 def failure_of(error: BaseException, phase: Phase) -> tuple[Outcome, Failure]:
     """Return an exception as plain records; a pickled exception needs its library, and some do not unpickle."""
-    shortage = oom.decide_out_of_memory(error)
+    shortage = memory.decide_out_of_memory(error)
     name, first_line = type(error).__name__, str(error).strip().partition("\n")[0]
     message = beginning(f"{name}: {first_line}".rstrip(": "))
     recording = isinstance(error, RecordingError)
@@ -110,3 +115,39 @@ def failure_of(error: BaseException, phase: Phase) -> tuple[Outcome, Failure]:
         tokens_requested=shortage.tokens_requested,
         tokens_granted=shortage.tokens_granted,
     )
+
+
+def describe(error: BaseException) -> Raised:
+    """Return an exception as plain data."""
+    text = str(error)
+    args = error.args if len(text) <= _MOST_LETTERS and _is_plain(error.args) else ()
+    text = beginning(text, _MOST_LETTERS)
+    classes = tuple((cls.__module__, cls.__qualname__) for cls in type(error).__mro__)
+    return Raised(classes=classes, args=args or (text,) * bool(text), text=text)
+
+
+def rebuild(raised: Raised) -> Exception | None:
+    """Return an exception of the first class that is imported here and can be made with the same text.
+
+    Nothing is imported: a test that names a class, such as `pytest.raises(torch.OutOfMemoryError)`, has imported it.
+
+    Returns:
+        The exception; None for one that is no `Exception`, such as SystemExit.
+    """
+    for module, name in raised.classes:
+        cls: Any = sys.modules.get(module)
+        for part in name.split("."):
+            cls = getattr(cls, part, None)
+        if not (isinstance(cls, type) and issubclass(cls, Exception)):
+            continue
+        # Then without the constructor, which may take other arguments than it passes on.
+        for args, make in product((raised.args, (raised.text,)), (cls, functools.partial(cls.__new__, cls))):
+            with contextlib.suppress(Exception):  # the class of a user may raise anything
+                made = make(*args)
+                if isinstance(made, cls) and str(made) == raised.text:
+                    return made
+    return None
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in _PLAIN or (type(value) in (tuple, list) and all(map(_is_plain, value)))

@@ -3,27 +3,48 @@
 Passes in the execution of the case give the time of the kernels (`record`). Later, over one batch, an eager pass counts
 ops and FLOPs, and an eager pass attributes kernels to modules and counts calls of the CUDA runtime (`measure`): these
 numbers are exact, and both passes are slow. On a CPU, and where CUPTI cannot be used, ops and FLOPs alone are counted.
+
+The figures of a pass are computed from the records of torch.profiler by pure functions over plain tuples. A record of a
+device is a kernel or a copy; one of the host is a call of the CUDA runtime or driver, or a range that was opened around
+a module. A kernel has the correlation id of the call that launched it, and the innermost range around the start of that
+call is its module.
+
+Ops and FLOPs are counted on local tensors. Where weights are DTensors an op runs twice through torch's dispatcher: on
+DTensors, with the shapes of the whole model, and on the local parts. Only the second is this rank's work;
+`torch.utils.flop_counter.FlopCounterMode` counts the first. The formulas are those of torch.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import msgspec
 
 from pytest_llmgpu.inference import scoring
 from pytest_llmgpu.inference.batching import Batch, Plan
 from pytest_llmgpu.inference.scoring import synchronize
-from pytest_llmgpu.ranks import kernel_records, ops
-from pytest_llmgpu.ranks.kernel_records import RANGE_PREFIX, NamedRow, PassKernels, Record
+from pytest_llmgpu.report.kernel_families import collective_of, family_of
 from pytest_llmgpu.report.text import first_line
-from pytest_llmgpu.report.work import CollectiveWork, ModelSize, RankWork, Work, WorkRow
+from pytest_llmgpu.report.work import (
+    KERNEL_NAME_LENGTH,
+    OTHER_MODULE,
+    CollectiveWork,
+    KernelFamily,
+    ModelSize,
+    RankWork,
+    Work,
+    WorkRow,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -60,6 +81,108 @@ _DETACHED = f"torch.profiler recorded no kernel: {_DETACHING}=1 detaches CUPTI w
 _CUPTI_DETACHES = (12, 6)
 """The first CUDA with which CUPTI can be detached while CUDA graphs exist. torch.profiler names it
 (`_KinetoProfile.prepare_trace`): with older ones the second profile after a detachment crashes."""
+
+
+RANGE_PREFIX = "llmgpu:"
+"""Begin of the name of a range that a work pass opens; the rest is the module's name."""
+
+OUTSIDE = "(outside)"
+"""Module of a kernel that was launched outside of every range."""
+
+_NS = 1e-9
+_CALL = re.compile(r"^(cuda|cu)[A-Z]")
+_POLLS = re.compile(r"(Event|Stream)Query|GetLastError|PeekAtLastError|IsCapturing|GetCaptureInfo")
+"""Calls without effect, some of them by other threads such as NCCL's watchdog: their number differs between passes."""
+_SYNCHRONIZES = re.compile(r"^cuda(Stream|Device|Event)Synchronize|^cu(Stream|Ctx|Event)Synchronize")
+_COPY = re.compile(r"^Mem(cpy|set)\b")
+_COPY_TO_HOST = "Memcpy DtoH"
+_FAMILIES = get_args(KernelFamily)
+_KERNEL_ROWS = 36
+"""Kernels with a row of their own; one row for each family sums the others."""
+_MODULE_ROWS = 100 - _KERNEL_ROWS - len(_FAMILIES)
+"""Rows of modules: a rank has at most 100 rows."""
+_LAYER_NUMBER = re.compile(r"\.\d+(?=\.|$)")
+
+
+_MOST_MODULES = 100
+
+_LIKE_FLASH_ATTENTION = (
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_fused_attention_overrideable",
+)
+"""Ops of attention without an entry in torch's table, which take the same shapes as the flash attention of GPUs. Remove
+an entry once `torch.utils.flop_counter` of every supported release has it."""
+
+
+class Record(NamedTuple):
+    """One record of torch.profiler."""
+
+    name: str
+    device: int | None
+    """The index of the GPU; None: a record of the host."""
+    start_ns: int
+    duration_ns: int
+    correlation: int
+    """Joins a kernel or a copy to the call that launched it."""
+
+    @property
+    def end_ns(self) -> int:
+        """The end on the same clock as the start."""
+        return self.start_ns + self.duration_ns
+
+
+class Calls(NamedTuple):
+    """The calls of one kernel."""
+
+    calls: int
+    time_s: float
+
+
+class PassKernels(NamedTuple):
+    """The device records of one pass."""
+
+    device_time_s: float
+    """The sum over kernels that are no collective."""
+    copy_s: float
+    """The sum over copies and memsets."""
+    covered_s: float
+    """The time during which a kernel ran on any GPU."""
+    kernels: dict[str, Calls]
+    """Full name of a kernel, collectives included, to its calls."""
+    collective_s: dict[str, list[float]]
+    """Kind of a collective to the durations of its calls in the order of their start."""
+
+
+class Modules(NamedTuple):
+    """The kernels of an eager pass by module, and the calls of the host that launched them."""
+
+    kernels: dict[tuple[str, str], Calls]
+    """Module and full name of a kernel to its calls."""
+    runtime_calls: dict[str, int]
+    """Function to its number of calls inside the ranges, calls that poll left out."""
+    host_syncs: int
+    """Calls inside the ranges that wait for the GPU, and copies to the host."""
+
+
+class NamedRow(NamedTuple):
+    """A `work.WorkRow` with the name of its kernel."""
+
+    module: str | None
+    kernel: str | None
+    family: KernelFamily
+    calls: int
+    time_s: float
+
+
+class OpCounts(NamedTuple):
+    """The ops of one rank."""
+
+    ops: dict[str, int]
+    """Name of an op (`aten::mm`) to its number of calls on local tensors, after torch has decomposed composite ops."""
+    flops: int
+    """The sum over ops that torch has a formula for: matrix products, convolutions, attention."""
+    flops_by_module: dict[str, int]
+    """The innermost module, with layer numbers folded, to its part of `flops`, the largest first."""
 
 
 Forward = Callable[[Batch], object]
@@ -147,7 +270,7 @@ def record(
             pass_s = _run(loaded, batches, forward, on_batch)
         # All passes are run whatever a profiler does: ranks that stop would leave the others waiting in a collective.
         why = why or recording.why
-        kernels.append(kernel_records.of_pass(recording.records))
+        kernels.append(of_pass(recording.records))
         seconds.append(pass_s)
     return Passes(batches=numbers, why=why) if why else Passes(batches=numbers, kernels=kernels, seconds=seconds)
 
@@ -176,14 +299,14 @@ def measure(
     def run() -> float:
         return _run(loaded, [plan.batches[number]], forward, on_batch)
 
-    counted = ops.count(run, loaded.model)
+    counted = count_ops(run, loaded.model)
     why = {} if loaded.dispatched else {"flops": _BYPASSED}
     modules = None
     if loaded.devices[0].type == "cuda":
         with _recorded(loaded.devices, ranges=True, last=last) as attribution, _module_ranges(loaded.model):
             run()
         if attribution.why is None:
-            modules = kernel_records.modules(attribution.records)
+            modules = attribute(attribution.records)
         else:
             why |= dict.fromkeys(_HOST_FIGURES, attribution.why)
     else:
@@ -204,7 +327,7 @@ def measure(
         batches=passes.batches,
         eager_batches=[number],
         work=_with_passes(figures, passes),
-        rows=kernel_records.rows(passes.kernels, modules),
+        rows=largest_rows(passes.kernels, modules),
         collective_s=[one.collective_s for one in passes.kernels],
     )
 
@@ -272,7 +395,7 @@ def _with_passes(figures: RankWork, passes: Passes) -> RankWork:
         idle_s=[max(0.0, pass_s - covered_s) for covered_s, pass_s in covered],
         busy=statistics.median(min(1.0, covered_s / pass_s) for covered_s, pass_s in covered),
         kernels=sum(calls.calls for calls in last.kernels.values()),
-        kernels_sha256=kernel_records.kernels_sha256(last.kernels),
+        kernels_sha256=kernels_sha256(last.kernels),
     )
 
 
@@ -381,7 +504,7 @@ def _recorded(
             profiler.stop()
             # The raw records: to build torch's events and averages takes ten times as long.
             results: Any = profiler.profiler
-            recording.records = kernel_records.read(results.kineto_results.events())
+            recording.records = read_records(results.kineto_results.events())
         except RuntimeError as error:
             recording.why = f"torch.profiler did not stop: {first_line(error)}"
     if recording.why is None and not any(record.device is not None for record in recording.records):
@@ -415,10 +538,282 @@ def _module_ranges(model: torch.nn.Module) -> AbstractContextManager[None]:
         opened.append(torch.profiler.record_function(RANGE_PREFIX + name))
         opened[-1].__enter__()
 
-    return ops.module_hooks(model, enter, lambda: opened.pop().__exit__(None, None, None))
+    return module_hooks(model, enter, lambda: opened.pop().__exit__(None, None, None))
 
 
 def _uuids(devices: Sequence[torch.device]) -> list[str]:
     import torch
 
     return [f"GPU-{torch.cuda.get_device_properties(device).uuid}" for device in devices if device.type == "cuda"]
+
+
+# From records to figures: pure functions.
+
+
+def read_records(events: Iterable[Any]) -> list[Record]:
+    """Return the records that matter of `torch.profiler.profile(...).profiler.kineto_results.events()`.
+
+    Ops of torch are left out, and ranges where they appear as records of a device a second time.
+    """
+    from torch.autograd import DeviceType  # type: ignore[attr-defined]  # as torch's own profiler does
+
+    records = []
+    for event in events:
+        name = event.name()
+        if event.device_type() != DeviceType.CPU:
+            if event.is_user_annotation():
+                continue
+            device = event.device_index()
+        elif name.startswith(RANGE_PREFIX) or _CALL.match(name):
+            device = None
+        else:
+            continue
+        records.append(Record(name, device, event.start_ns(), event.duration_ns(), event.correlation_id()))
+    return records
+
+
+def of_pass(records: Sequence[Record]) -> PassKernels:
+    """Return the kernels of one pass."""
+    time_ns: dict[str, int] = defaultdict(int)
+    calls: Counter[str] = Counter()
+    collectives: dict[str, list[float]] = defaultdict(list)
+    device_ns = 0
+    kernels = sorted(_kernels(records), key=lambda record: record.start_ns)
+    for record in kernels:
+        calls[record.name] += 1
+        time_ns[record.name] += record.duration_ns
+        if family_of(record.name) == "collective":
+            collectives[collective_of(record.name)].append(record.duration_ns * _NS)
+        else:
+            device_ns += record.duration_ns
+    copy_ns = sum(record.duration_ns for record in records if _is_copy(record))
+    return PassKernels(
+        device_time_s=device_ns * _NS,
+        copy_s=copy_ns * _NS,
+        covered_s=_covered_ns(kernels) * _NS,
+        kernels={name: Calls(count, time_ns[name] * _NS) for name, count in calls.items()},
+        collective_s=dict(collectives),
+    )
+
+
+def attribute(records: Sequence[Record]) -> Modules:
+    """Attribute the kernels of an eager pass to the innermost range around the call that launched them."""
+    calls = [record for record in records if record.device is None and _CALL.match(record.name)]
+    module_of = _innermost(calls, [record for record in records if record.name.startswith(RANGE_PREFIX)])
+    time_ns: dict[tuple[str, str], int] = defaultdict(int)
+    count: Counter[tuple[str, str]] = Counter()
+    for record in _kernels(records):
+        module = module_of.get(record.correlation, OUTSIDE)
+        count[module, record.name] += 1
+        time_ns[module, record.name] += record.duration_ns
+    inside = [record.name for record in calls if record.correlation in module_of]
+    to_host = [record for record in records if _is_copy(record) and record.name.startswith(_COPY_TO_HOST)]
+    return Modules(
+        kernels={key: Calls(number, time_ns[key] * _NS) for key, number in count.items()},
+        runtime_calls=dict(sorted(Counter(name for name in inside if not _POLLS.search(name)).items())),
+        host_syncs=sum(_SYNCHRONIZES.match(name) is not None for name in inside)
+        + sum(record.correlation in module_of for record in to_host),
+    )
+
+
+def kernels_sha256(kernels: Mapping[str, Calls]) -> str:
+    """Return the hash of the sorted names and numbers of calls: equal where two passes ran the same kernels."""
+    counts = sorted((name, calls.calls) for name, calls in kernels.items())
+    return hashlib.sha256(json.dumps(counts).encode()).hexdigest()
+
+
+def largest_rows(passes: Sequence[PassKernels], attributed: Modules | None) -> list[NamedRow]:
+    """Return the largest rows of the passes by kernel, and of the eager pass by module and kernel; the rest is summed.
+
+    Args:
+        passes: Each with the same kernels; the time of a row is its median.
+        attributed: The eager pass; None leaves its rows out.
+    """
+    by_kernel = _by_time(
+        NamedRow(
+            None,
+            name,
+            family_of(name),
+            calls.calls,
+            statistics.median(one.kernels[name].time_s for one in passes if name in one.kernels),
+        )
+        for name, calls in passes[-1].kernels.items()
+    )
+    found = [*by_kernel[:_KERNEL_ROWS], *_summed(by_kernel[_KERNEL_ROWS:], None)]
+    if attributed is not None:
+        found += _module_rows(
+            _by_time(
+                NamedRow(module, name, family_of(name), *calls) for (module, name), calls in attributed.kernels.items()
+            )
+        )
+    return found
+
+
+def _module_rows(by_time: Sequence[NamedRow]) -> list[NamedRow]:
+    """Return the largest rows, and the others summed by module and family; no family of a module is lost.
+
+    Only a program of very many modules has a row `other` for each family: it sums the smallest modules.
+
+    Args:
+        by_time: A row for each module and kernel, the largest time first.
+    """
+    for own in range(min(_MODULE_ROWS, len(by_time)), -1, -1):
+        sums = _summed_by_module(by_time[own:])
+        if own + len(sums) <= _MODULE_ROWS:
+            return [*by_time[:own], *sums]
+    kept = _MODULE_ROWS - len(_FAMILIES)
+    return [*sums[:kept], *_summed(sums[kept:], OTHER_MODULE)]
+
+
+def _by_time(several: Iterable[NamedRow]) -> list[NamedRow]:
+    """Return rows with cut names, equal ones summed, the largest time first."""
+    summed: dict[tuple[str | None, str | None, KernelFamily], tuple[int, float]] = {}
+    for row in several:
+        key = row.module, None if row.kernel is None else row.kernel[:KERNEL_NAME_LENGTH], row.family
+        calls, time_s = summed.get(key, (0, 0.0))
+        summed[key] = calls + row.calls, time_s + row.time_s
+    found = [NamedRow(*key, *amounts) for key, amounts in summed.items()]
+    return sorted(found, key=lambda row: (-row.time_s, row.module or "", row.kernel or ""))
+
+
+def _summed(several: Sequence[NamedRow], module: str | None) -> list[NamedRow]:
+    """Return a row without a kernel for each family of the rows."""
+    return _summed_by_module([row._replace(module=module) for row in several])
+
+
+def _summed_by_module(several: Sequence[NamedRow]) -> list[NamedRow]:
+    """Return a row without a kernel for each module and family of the rows, the largest time first."""
+    return _by_time(row._replace(kernel=None) for row in several)
+
+
+def folded(module: str, prefix: str = "") -> str:
+    """Return the name of a module with layer numbers folded: `model.layers.3.mlp` is `layers.*.mlp`.
+
+    Args:
+        module: As `torch.nn.Module.named_modules` names it; empty for the model itself.
+        prefix: Attribute that holds the decoder, which is left out.
+    """
+    if module in ("", prefix):
+        return "model"
+    return _LAYER_NUMBER.sub(".*", module.removeprefix(f"{prefix}."))
+
+
+def _kernels(records: Iterable[Record]) -> Iterator[Record]:
+    return (record for record in records if record.device is not None and not _COPY.match(record.name))
+
+
+def _is_copy(record: Record) -> bool:
+    return record.device is not None and _COPY.match(record.name) is not None
+
+
+def _covered_ns(kernels: Sequence[Record]) -> int:
+    """Return the length of the union of intervals that are sorted by their start."""
+    covered = end_ns = 0
+    for record in kernels:
+        covered += max(0, record.end_ns - max(end_ns, record.start_ns))
+        end_ns = max(end_ns, record.end_ns)
+    return covered
+
+
+def _innermost(calls: Sequence[Record], ranges: Sequence[Record]) -> dict[int, str]:
+    """Return the correlation id of each call inside a range to the module of the innermost one; ranges are nested."""
+    waiting = sorted(
+        (record for record in ranges if record.device is None), key=lambda record: (record.start_ns, -record.end_ns)
+    )
+    waiting.reverse()
+    found: dict[int, str] = {}
+    opened: list[Record] = []
+    for call in sorted(calls, key=lambda record: record.start_ns):
+        while waiting and waiting[-1].start_ns <= call.start_ns:
+            entered = waiting.pop()
+            while opened and opened[-1].end_ns <= entered.start_ns:
+                opened.pop()
+            opened.append(entered)
+        while opened and opened[-1].end_ns <= call.start_ns:
+            opened.pop()
+        if opened:
+            found[call.correlation] = opened[-1].name.removeprefix(RANGE_PREFIX)
+    return found
+
+
+def count_ops(forward: Callable[[], object], model: torch.nn.Module | None = None) -> OpCounts:
+    """Run `forward` once and return what this rank computed; ranks with collectives must run it at the same time.
+
+    Only the ops of the calling thread are seen. Kernels that a library launches past torch's dispatcher are not.
+    The FLOPs are split over the modules of a model, if it is given.
+    """
+    from torch.distributed.tensor import DTensor
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    formulas = _formulas()
+    ops: Counter[str] = Counter()
+    flops: Counter[str] = Counter()
+    entered = [OTHER_MODULE]
+
+    class Counting(TorchDispatchMode):
+        supports_higher_order_operators = True
+
+        def __torch_dispatch__(
+            self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            named = kwargs or {}
+            if any(issubclass(one, DTensor) for one in types):
+                return NotImplemented  # it comes again, as ops on the local parts
+            if hasattr(func, "decompose"):
+                # Composite ops arrive whole in inference mode.
+                with self:
+                    answer = func.decompose(*args, **named)
+                if answer is not NotImplemented:
+                    return answer
+            answer = func(*args, **named)
+            name = func._schema.name if hasattr(func, "_schema") else str(func)  # noqa: SLF001 - as torch's own modes do
+            ops[name] += 1
+            formula = formulas.get(getattr(func, "_overloadpacket", func))
+            if formula is not None:
+                flops[entered[-1]] += int(formula(*args, **named, out_val=answer))
+            return answer
+
+    # torch leaves the constructor of its modes untyped.
+    with module_hooks(model, entered.append, entered.pop), Counting():  # type: ignore[no-untyped-call]
+        forward()
+    largest = dict(flops.most_common(_MOST_MODULES))
+    if rest := flops.total() - sum(largest.values()):
+        largest[OTHER_MODULE] = largest.get(OTHER_MODULE, 0) + rest
+    return OpCounts(ops=dict(sorted(ops.items())), flops=flops.total(), flops_by_module=largest)
+
+
+@contextmanager
+def module_hooks(
+    model: torch.nn.Module | None, enter: Callable[[str], object], leave: Callable[[], object]
+) -> Iterator[None]:
+    """While entered, call `enter` with the folded name of a module before each of its forwards, and `leave` after it.
+
+    `leave` is called even if the forward raised; without a model nothing is called.
+    """
+    prefix = str(getattr(model, "base_model_prefix", ""))
+    handles = []
+    for name, module in [] if model is None else model.named_modules():
+        label = folded(name, prefix)
+        # Outside of all other hooks: those of a strategy compute and launch kernels, too.
+        handles.append(module.register_forward_pre_hook(lambda *_, label=label: _nothing(enter(label)), prepend=True))
+        handles.append(module.register_forward_hook(lambda *_: _nothing(leave()), always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _nothing(_: object) -> None:
+    """Drop a value: what a hook returns replaces the arguments or the output of the module."""
+
+
+def _formulas() -> dict[Any, Callable[..., Any]]:
+    """Return torch's formula of each op that has one."""
+    import torch
+    from torch.utils.flop_counter import flop_registry
+
+    aten = torch.ops.aten
+    attention = flop_registry[aten._scaled_dot_product_flash_attention]  # noqa: SLF001 - the key of torch's table
+    alike = [getattr(aten, name) for name in _LIKE_FLASH_ATTENTION if hasattr(aten, name)]
+    return dict.fromkeys(alike, attention) | dict(flop_registry)

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -18,16 +18,14 @@ from pytest_llmgpu.inference.cuda_graphs import GraphedDecoder
 from pytest_llmgpu.inference.generation import Generated, Generator, score_texts
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.inference.tasks.protocol import Item, Task
-from pytest_llmgpu.ranks import ceilings, device_memory, execution, traffic, work
+from pytest_llmgpu.ranks import ceilings, execution, host, memory, traffic, work
 from pytest_llmgpu.ranks.ceilings import Wanted
-from pytest_llmgpu.ranks.device_memory import DeviceUse
 from pytest_llmgpu.ranks.execution import Decision
-from pytest_llmgpu.ranks.host_use import RankHostUse, watched
 from pytest_llmgpu.ranks.protocol import FinishedBatch
 from pytest_llmgpu.ranks.work import Passes, WorkReply
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.derived import decode_tokens, encode, encode_tokens
-from pytest_llmgpu.report.result import Accuracy, Batches, Collective, Generation, Phase
+from pytest_llmgpu.report.result import Collective, DeviceMemory, Generation, Launch, Phase
 from pytest_llmgpu.report.work import Ceilings, ModelSize
 from pytest_llmgpu.strategies.protocol import Workspace
 
@@ -37,48 +35,17 @@ if TYPE_CHECKING:
     from pytest_llmgpu.strategies.protocol import Loaded, Strategy
 
 
-class ScoreReply(msgspec.Struct, frozen=True, kw_only=True):
+class Measured(NamedTuple):
     """The measurement of one case by one rank."""
 
+    launch: Launch
+    """The figures of this rank."""
+    execution: str
+    """The forwards ran as `eager`, `cuda_graphs` or `compile`."""
     started_s: float
     """The first batch began at this time of CLOCK_MONOTONIC."""
     ended_s: float
     """The last batch ended at this time of CLOCK_MONOTONIC."""
-    warmup_s: float
-    """The preparation of the case and its warm-up took this many seconds, without `compile_s`."""
-    compile_s: float | None = None
-    """Compiling the layers took this many seconds; None if they were not compiled."""
-    plan_sha256: str
-    """This hash identifies the batches and their order."""
-    execution: str
-    """The forwards ran as `eager`, `cuda_graphs` or `compile`."""
-    execution_choice: str
-    """This sentence gives the reason for `execution`."""
-    batches: Batches
-    """These are the measured batches."""
-    accuracy: Accuracy | None = None
-    """These are the answers of the model; None for a case that generates."""
-    generation: Generation | None = None
-    """These are the texts of the model and the times of their tokens; None for a case that scores."""
-    memory: list[DeviceUse]
-    """Each device of the rank has one entry."""
-    workspace: Workspace | None
-    """The strategy reserved this workspace; None if it needs none."""
-    host: RankHostUse
-    """The rank used the CPU cores like this."""
-    threads: int
-    """This many threads compute one operation on the CPU."""
-
-
-class TrafficReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The traffic that one rank sends when a case is scored once."""
-
-    collectives: list[Collective] | None
-    """The list has one entry per kind of communication; None if the traffic could not be counted."""
-    step: list[Collective] | None = None
-    """The same for one decode step of the largest batch; None for a case that scores."""
-    why: str | None = None
-    """If the traffic could not be counted, this is the reason."""
 
 
 class ReferenceTexts(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,25 +103,29 @@ class RankState:
         self.passes: list[Passes] = []
         """The work passes of the latest case in its execution; decode steps first, then the prefill."""
 
-    def use(self) -> list[DeviceUse]:
-        """Return the largest memory use of each device since the case began; empty before the devices are known."""
+    def memory(self, workspace: Workspace | None = None) -> list[DeviceMemory]:
+        """Return the memory of each device since the case began; empty before the devices are known."""
         if not self.devices:
             return []
-        return device_memory.usage(
+        return memory.usage(
             self.devices,
             weights_bytes=self.weights_bytes,
             loading_peak_bytes=self.loading_peak_bytes,
             held_bytes=self.held_bytes,
+            workspace_bytes=None if workspace is None else workspace.workspace_bytes,
         )
 
 
-def load(state: RankState, case: Case, source: ModelSource, place: str) -> list[DeviceUse]:
-    """Apply the memory cap, load the model of a case, and return the memory use of the devices.
+def load(state: RankState, case: Case, source: ModelSource, place: str) -> list[DeviceMemory]:
+    """Apply the memory cap, load the model of a case, and return the memory of the devices.
 
     Raises:
+        TypeError: The strategy returned no model.
         ValueError: The strategy loaded for another number of ranks than were started.
     """
     import torch
+
+    from pytest_llmgpu.strategies.protocol import Loaded
 
     state.phase, state.case, state.source, state.model_size = "load", case, source, None
     state.strategy = strategy = strategies.make(place)
@@ -163,35 +134,28 @@ def load(state: RankState, case: Case, source: ModelSource, place: str) -> list[
         devices = [torch.device("cuda", index) for index in indices]
     else:
         devices = [torch.device("cpu")]
-    state.held_bytes = device_memory.hold(devices, case.gpu_memory_bytes)
+    state.held_bytes = memory.hold(devices, case.gpu_memory_bytes)
     state.devices, state.weights_bytes, state.loading_peak_bytes = devices, [None] * len(devices), [None] * len(devices)
-    state.loaded = strategy.load(case, source)
-    _check_loaded(case, state.loaded)
-    started = int(os.environ.get("WORLD_SIZE", "1"))
-    if state.loaded.world_size != started:
-        raise ValueError(
-            f"strategy {case.strategy}: Loaded.world_size is {state.loaded.world_size}, but the number of ranks is "
-            f"{started}: return the number of ranks as Loaded.world_size"
-        )
-    state.weights_bytes, state.loading_peak_bytes = device_memory.allocated(devices), device_memory.peaks(devices)
-    return state.use()
-
-
-def _check_loaded(case: Case, loaded: object) -> None:
-    import torch
-
-    from pytest_llmgpu.strategies.protocol import Loaded
-
+    loaded: object = strategy.load(case, source)
+    name = f"strategy {case.strategy}"
     if not isinstance(loaded, Loaded):
-        raise TypeError(f"strategy {case.strategy}: load returned {_type_name(loaded)}, a Loaded is needed")
-    if not isinstance(loaded.model, torch.nn.Module):
-        raise TypeError(
-            f"strategy {case.strategy}: Loaded.model is {_type_name(loaded.model)}, a torch.nn.Module is needed"
+        returned = "None" if loaded is None else type(loaded).__name__
+        raise TypeError(f"{name}: load returned {returned}, a Loaded is needed")
+    model: object = loaded.model
+    if not isinstance(model, torch.nn.Module):
+        returned = "None" if model is None else type(model).__name__
+        raise TypeError(f"{name}: Loaded.model is {returned}, a torch.nn.Module is needed")
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if loaded.world_size != started:
+        raise ValueError(
+            f"{name}: Loaded.world_size is {loaded.world_size}, but the number of ranks is {started}: return the "
+            "number of ranks as Loaded.world_size"
         )
-
-
-def _type_name(value: object) -> str:
-    return "None" if value is None else type(value).__name__
+    state.loaded = loaded
+    if case.device == "cuda":
+        state.weights_bytes = [torch.cuda.memory_allocated(device) for device in devices]
+        state.loading_peak_bytes = [torch.cuda.max_memory_allocated(device) for device in devices]
+    return state.memory()
 
 
 def file_hashes(state: RankState, source: ModelSource) -> dict[str, str] | None:  # noqa: ARG001 - a command
@@ -225,7 +189,7 @@ def build(state: RankState, case: Case, source: ModelSource, place: str) -> str 
 
 def reset(state: RankState) -> None:
     """Empty caches and reset peaks, so that memory is counted for the next case only."""
-    device_memory.reset(state.devices)
+    memory.reset(state.devices)
 
 
 def give(state: RankState, sha256: str, items: Sequence[Item], task: str) -> None:
@@ -233,12 +197,14 @@ def give(state: RankState, sha256: str, items: Sequence[Item], task: str) -> Non
     state.datasets[sha256] = tasks.make(task), items
 
 
-def score(state: RankState, case: Case) -> ScoreReply:
+def score(state: RankState, case: Case) -> Launch:
     """Measure a case: `warm_up`, then `measure`."""
     warm_up(state, case)
     with state.graphs:
-        reply = measure(state)
-        return reply if reply.generation is None else msgspec.structs.replace(reply, generation=check_texts(state))
+        launch = measure(state).launch
+        if launch.generation is not None:
+            launch.generation = check_texts(state)
+        return launch
 
 
 def warm_up(state: RankState, case: Case, not_recorded: str | None = None) -> None:
@@ -302,51 +268,46 @@ def warm_up(state: RankState, case: Case, not_recorded: str | None = None) -> No
     )
 
 
-def measure(state: RankState) -> ScoreReply:
+def measure(state: RankState) -> Measured:
     """Score or generate the case that was warmed up; its CUDA graphs stay for `record_work`."""
-    import torch
-
     assert state.warmed_up is not None
     loaded, warmed_up, state.warmed_up = state.loaded, state.warmed_up, None
     state.generator = warmed_up.generator
-    decision, generation, accuracy = warmed_up.decision, None, None
+    decision, workspace, generation, accuracy = warmed_up.decision, warmed_up.workspace, None, None
     on_batch = _report_to(state, planned=len(decision.plan.batches))
-    started_s = time.monotonic()
-    with watched() as host:
-        if warmed_up.generator is not None:
-            generated = warmed_up.generator.generate(on_batch)
-            batches = generated.batches
-        else:
-            scores = scoring.score(
-                loaded.model,
-                decision.plan,
-                on_batch=on_batch,
-                input_device=loaded.input_device,
-                devices=loaded.devices,
-                logits=state.case.scoring,
-            )
-            batches = scores.batches
-    ended_s = time.monotonic()
+    started_s, ended = time.monotonic(), host.watch()
+    if warmed_up.generator is not None:
+        generated = warmed_up.generator.generate(on_batch)
+        batches = generated.batches
+    else:
+        scores = scoring.score(
+            loaded.model,
+            decision.plan,
+            on_batch=on_batch,
+            input_device=loaded.input_device,
+            devices=loaded.devices,
+            logits=state.case.scoring,
+        )
+        batches = scores.batches
+    host_use, ended_s = ended(), time.monotonic()
     if warmed_up.generator is not None:
         generation = state.generation = _generation(state.case, loaded, warmed_up, generated)
     else:
         accuracy = warmed_up.task.score(warmed_up.items, scores.loglikelihoods)
-    return ScoreReply(
-        started_s=started_s,
-        ended_s=ended_s,
+    launch = Launch(
         warmup_s=warmed_up.warmup_s,
         compile_s=warmed_up.compile_s,
         plan_sha256=decision.plan.sha256,
-        execution=decision.execution,
-        execution_choice=execution.describe(decision),
         batches=batches,
         accuracy=accuracy,
         generation=generation,
-        memory=state.use(),
-        workspace=warmed_up.workspace,
-        host=host,
-        threads=torch.get_num_threads(),
+        memory=state.memory(workspace),
+        host=host_use,
+        tokens_requested=None if workspace is None else workspace.tokens_requested,
+        tokens_granted=None if workspace is None else workspace.tokens_granted,
+        execution_choice=execution.describe(decision),
     )
+    return Measured(launch, decision.execution, started_s, ended_s)
 
 
 def check_texts(state: RankState, reference: ReferenceTexts | None = None) -> Generation:
@@ -377,23 +338,27 @@ def check_texts(state: RankState, reference: ReferenceTexts | None = None) -> Ge
     )
 
 
-def account(state: RankState) -> TrafficReply:
-    """Count the traffic of the latest case, in eager forwards that are not measured."""
+def account(state: RankState) -> tuple[list[Collective], list[Collective] | None] | str:
+    """Count the traffic of the latest case, in eager forwards that are not measured.
+
+    Returns:
+        The traffic of this rank by kind, and that of one decode step of the largest batch, None for a case that scores;
+        or the reason why it could not be counted.
+    """
     state.graphs.close()
     loaded, plan = state.loaded, state.plan
     if loaded.world_size == 1 and len(loaded.devices) == 1:
-        return TrafficReply(collectives=[], step=[] if state.case.generates else None)
+        return [], [] if state.case.generates else None
     if max(batch.rows for batch in plan.batches) < traffic.MOST_ROWS:
         # The counted forwards have more rows than the workspace of this case has room for.
         state.strategy.prepare(loaded, traffic.MOST_ROWS, plan.tokens)
     try:
         with compiled_layers.suspended():
             if state.case.generates:
-                total, step = traffic.of_generation(loaded, plan)
-                return TrafficReply(collectives=total, step=step)
-            return TrafficReply(collectives=traffic.of_plan(loaded, plan, logits=state.case.scoring))
+                return traffic.of_generation(loaded, plan)
+            return traffic.of_plan(loaded, plan, logits=state.case.scoring), None
     except ValueError as error:
-        return TrafficReply(collectives=None, why=str(error))
+        return str(error)
 
 
 def record_work(state: RankState) -> None:

@@ -20,26 +20,27 @@ from pytest_llmgpu.profiling import machine
 from pytest_llmgpu.profiling.machine import Machine
 from pytest_llmgpu.profiling.node_profilers import NodeProfilers
 from pytest_llmgpu.ranks import ceilings, serving, traffic, work, worker
-from pytest_llmgpu.ranks.device_memory import DeviceUse
 from pytest_llmgpu.ranks.group import RankGroup, slowest
 from pytest_llmgpu.ranks.protocol import Launcher, RankFailedError
 from pytest_llmgpu.report import derived, disturbances
 from pytest_llmgpu.report.case import Case
-from pytest_llmgpu.report.report import Report
+from pytest_llmgpu.report.report import Gpu, Report
 from pytest_llmgpu.report.result import (
     CaseResult,
+    Collective,
     DeviceMemory,
     Failure,
     Generation,
     HostUse,
     Launch,
+    Metric,
     Phase,
     Profile,
     Traffic,
 )
 from pytest_llmgpu.report.text import listed, percent
 from pytest_llmgpu.report.work import NO_WORK, TRAFFIC_FAILED, TRAFFIC_STOPPED, WORK_OFF, WORK_STOPPED, Ceilings
-from pytest_llmgpu.strategies.protocol import Strategy, Workspace
+from pytest_llmgpu.strategies.protocol import Strategy
 
 Progress = Callable[[Case, int, int, float], None]
 """Called while a case runs, with the case, the finished batches, the planned batches and the elapsed seconds."""
@@ -157,7 +158,7 @@ class Runner:
             result.outcome, result.failure = error.outcome, error.failure
             if error.outcome == "oom":
                 self._out_of_memory[case.series] = case.batch_size
-            self._keep_finished_part(request, launch, error.use)
+            self._keep_finished_part(request, launch, error)
         except BaseException as error:
             if measured:
                 # Only the passes after the measurement were stopped: the case is complete.
@@ -170,7 +171,7 @@ class Runner:
             cause = str(error) if isinstance(error, KeyboardInterrupt) and error.args else name
             message = f"{name}: {error}" if bug else f"interrupted by {cause}"
             result.failure = Failure(phase=self._phase, message=message)
-            self._keep_finished_part(request, launch, ())
+            self._keep_finished_part(request, launch, None)
             raise
         finally:
             record(result)
@@ -233,7 +234,7 @@ class Runner:
         )
         # The devices are idle here and after the last batch: the difference of the counters is what the batches sent.
         profilers.mark(wait=True)
-        replies: list[worker.ScoreReply] = group.ask(
+        replies: list[worker.Measured] = group.ask(
             worker.measure,
             phase="forward",
             timeout_s=request.timeout_s,
@@ -242,23 +243,25 @@ class Runner:
         # The devices are idle now; the comparison of the answers below takes longer than a mark may wait.
         profilers.mark()
         launch.wall_s = time.monotonic() - began
-        assert len({(reply.plan_sha256, reply.execution) for reply in replies}) == 1, "ranks run the same batches alike"
-        _check_ranks_agree(replies, case)
-        _fill(launch, replies)
+        ran = {(reply.launch.plan_sha256, reply.execution) for reply in replies}
+        assert len(ran) == 1, "ranks run the same batches alike"
+        ranks = [reply.launch for reply in replies]
+        _check_ranks_agree(ranks, case)
+        _join(launch, ranks)
         self._check_texts(request, launch)
-        of_nodes = _by_node(replies, request.machine)
+        # The times of a rank are those of the clock of its node.
+        of_nodes: dict[int, list[worker.Measured]] = {}
+        for rank, reply in enumerate(replies):
+            of_nodes.setdefault(request.machine.node_of(rank), []).append(reply)
+        in_order = [of_nodes[node] for node in sorted(of_nodes)]
         profile = profilers.slice(
-            [min(reply.started_s for reply in of_node) for of_node in of_nodes],
-            [max(reply.ended_s for reply in of_node) for of_node in of_nodes],
+            [min(reply.started_s for reply in of_node) for of_node in in_order],
+            [max(reply.ended_s for reply in of_node) for of_node in in_order],
         )
         launch.profile = self._with_disturbances(profile, request, launch.host)
         if disturbances.clocks_mhz(launch.profile):
             self._profiles.append(launch.profile)
-        launch.memory = [
-            _device_memory(use, request.machine, launch.profile, reply.workspace)
-            for reply in replies
-            for use in reply.memory
-        ]
+        launch.memory = _memory([rank.memory for rank in ranks], request.machine, launch.profile)
         return replies[0].execution
 
     def _check_texts(self, request: Request, launch: Launch) -> None:
@@ -360,24 +363,25 @@ class Runner:
             return
         result.why["traffic"] = TRAFFIC_STOPPED
         try:
-            replies: list[worker.TrafficReply] = self._group.ask(
+            found: list[tuple[list[Collective], list[Collective] | None] | str] = self._group.ask(
                 worker.account, phase="forward", timeout_s=request.timeout_s
             )
         except RankFailedError as error:
             self._abandon()
             result.why["traffic"] = f"{TRAFFIC_FAILED}: {error}"
             return
-        ranks = [reply.collectives for reply in replies if reply.collectives is not None]
-        if len(ranks) < len(replies):
-            result.why["traffic"] = next(reply.why for reply in replies if reply.why) or "no reason was recorded"
+        counted = [one for one in found if not isinstance(one, str)]
+        if len(counted) < len(found):
+            result.why["traffic"] = next(one for one in found if isinstance(one, str))
             return
+        ranks = [total for total, _ in counted]
         try:
             traffic.check(ranks)
         except ValueError as error:
             self._abandon()
             result.outcome, result.failure = "error", Failure(phase="forward", message=str(error))
         sequences = sum(result.launches[-1].batches.sequences)
-        steps = [reply.step for reply in replies if reply.step is not None]
+        steps = [step for _, step in counted if step is not None]
         result.traffic = Traffic(
             ranks=ranks,
             wire_bytes_per_sequence=traffic.wire_bytes_per_sequence(ranks, sequences),
@@ -406,7 +410,7 @@ class Runner:
                 started = time.monotonic()
                 self._build_on_nodes(self._group, request, nodes_of_ranks)
                 began += time.monotonic() - started
-            replies: list[list[DeviceUse]] = self._group.ask(
+            loaded: list[list[DeviceMemory]] = self._group.ask(
                 worker.load, case, request.source, request.strategy, phase="load", timeout_s=request.load_timeout_s
             )
         except RankFailedError as error:
@@ -416,8 +420,7 @@ class Runner:
                 )
                 self._load_errors[case.loading] = RankFailedError(error.outcome, failure)
             raise
-        held = {use.uuid: use.held_bytes for reply in replies for use in reply if use.uuid is not None}
-        self._profilers_of(request.machine).hold(held)
+        self._profilers_of(request.machine).hold(_held(loaded, request.machine))
         self._loading, self._load_s = case.loading, time.monotonic() - began
         return self._group
 
@@ -472,7 +475,7 @@ class Runner:
             group.ask(worker.give, sha256, request.items, request.task, phase="forward", timeout_s=request.timeout_s)
             group.given.add(sha256)
 
-    def _keep_finished_part(self, request: Request, launch: Launch, use: Sequence[DeviceUse]) -> None:
+    def _keep_finished_part(self, request: Request, launch: Launch, error: RankFailedError | None) -> None:
         """Fill the launch of a case that failed with its finished batches, its profile and its memory."""
         profilers = self._profilers_of(request.machine)
         ended_s = profilers.now_s()
@@ -483,11 +486,13 @@ class Runner:
             # Not while loading: a group may then still hold the batches of the previous case.
             # Not before the ranks are ended: only then have all batches that they streamed arrived.
             launch.batches = group.batches()
-        held = {device.uuid: device.held_bytes for device in use if device.uuid is not None}
+        of_ranks: list[Sequence[DeviceMemory]] = []
+        if error is not None and error.memory:
+            of_ranks = [()] * (error.failure.rank or 0) + [error.memory]
         # A rank that failed to load reports its held bytes with the failure; one that died reported them after loading.
-        profile = profilers.slice(self._began_on_nodes_s, ended_s, held or None)
+        profile = profilers.slice(self._began_on_nodes_s, ended_s, _held(of_ranks, request.machine) or None)
         launch.profile = self._with_disturbances(profile, request)
-        launch.memory = [_device_memory(device, request.machine, launch.profile) for device in use]
+        launch.memory = _memory(of_ranks, request.machine, launch.profile)
         profilers.hold({})
 
     def _with_disturbances(self, profile: Profile, request: Request, host: HostUse | None = None) -> Profile:
@@ -536,28 +541,24 @@ def _environments(request: Request, world_size: int) -> Sequence[Mapping[str, st
     return environments
 
 
-def _by_node(replies: Sequence[worker.ScoreReply], machine: Machine) -> list[Sequence[worker.ScoreReply]]:
-    """Return the replies of the ranks of each node: their times are those of its clock."""
-    nodes_of_ranks = [machine.node_of(rank) for rank in range(len(replies))]
-    return [
-        [reply for reply, of_rank in zip(replies, nodes_of_ranks, strict=True) if of_rank == node]
-        for node in range(max(nodes_of_ranks) + 1)
-    ]
-
-
-def _check_ranks_agree(replies: Sequence[worker.ScoreReply], case: Case) -> None:
+def _check_ranks_agree(ranks: Sequence[Launch], case: Case) -> None:
     """Compare the log-likelihoods of each rank with those of rank 0: every rank computes all of them.
 
     Raises:
         RankFailedError: They differ by more than rounding.
     """
-    first = derived.decode(_loglikelihoods(replies[0]))
+    answers = [rank.generation or rank.accuracy for rank in ranks]
     allowed = derived.LOGLIKELIHOOD_TOLERANCES[case.dtype]
-    for number, reply in enumerate(replies[1:], start=1):
-        if _tokens(reply) != _tokens(replies[0]):
+    first = answers[0]
+    assert first is not None, "a case scores or generates"
+    for number, answer in enumerate(answers[1:], start=1):
+        assert answer is not None
+        if getattr(answer, "tokens", None) != getattr(first, "tokens", None):
             message = f"rank {number} chose other tokens than rank 0"
             raise RankFailedError("error", Failure(phase="forward", rank=number, message=message))
-        difference = derived.typical_difference(derived.decode(_loglikelihoods(reply)), first)
+        difference = derived.typical_difference(
+            derived.decode(answer.loglikelihoods), derived.decode(first.loglikelihoods)
+        )
         if difference > allowed:
             message = (
                 f"the log-likelihoods of rank {number} typically differ by {percent(difference)} from those of rank 0; "
@@ -566,35 +567,28 @@ def _check_ranks_agree(replies: Sequence[worker.ScoreReply], case: Case) -> None
             raise RankFailedError("error", Failure(phase="forward", rank=number, message=message))
 
 
-def _tokens(reply: worker.ScoreReply) -> str | None:
-    return None if reply.generation is None else reply.generation.tokens
-
-
-def _loglikelihoods(reply: worker.ScoreReply) -> str:
-    answers = reply.generation or reply.accuracy
-    assert answers is not None, "a case scores or generates"
-    return answers.loglikelihoods
-
-
-def _fill(launch: Launch, replies: Sequence[worker.ScoreReply]) -> None:
+def _join(launch: Launch, ranks: Sequence[Launch]) -> None:
     """Fill a launch with what its ranks measured: the slowest rank counts, and the smallest workspace."""
-    launch.warmup_s = max(reply.warmup_s for reply in replies)
-    launch.compile_s = max((reply.compile_s for reply in replies if reply.compile_s is not None), default=None)
-    launch.plan_sha256 = replies[0].plan_sha256
-    launch.batches = slowest([reply.batches for reply in replies])
-    launch.accuracy = replies[0].accuracy
-    launch.generation = _slowest_generation([reply.generation for reply in replies if reply.generation is not None])
-    launch.execution_choice = replies[0].execution_choice
+    first = ranks[0]
+    launch.warmup_s = max(rank.warmup_s for rank in ranks if rank.warmup_s is not None)
+    launch.compile_s = max((rank.compile_s for rank in ranks if rank.compile_s is not None), default=None)
+    launch.plan_sha256 = first.plan_sha256
+    launch.batches = slowest([rank.batches for rank in ranks])
+    launch.accuracy = first.accuracy
+    launch.generation = _slowest_generation([rank.generation for rank in ranks if rank.generation is not None])
+    launch.execution_choice = first.execution_choice
+    hosts = [rank.host for rank in ranks if rank.host is not None]
     launch.host = HostUse(
-        wall_s=max(reply.host.wall_s for reply in replies),
-        threads=[reply.threads for reply in replies],
-        cpu_s=[reply.host.cpu_s for reply in replies],
-        waited_s=[reply.host.waited_s for reply in replies],
-        pressure_s=replies[0].host.pressure_s,
+        wall_s=max(host.wall_s for host in hosts),
+        threads=[number for host in hosts for number in host.threads],
+        cpu_s=[used_s for host in hosts for used_s in host.cpu_s],
+        waited_s=[waited_s for host in hosts for waited_s in host.waited_s],
+        pressure_s=hosts[0].pressure_s,
     )
-    if (workspace := replies[0].workspace) is not None:
-        launch.tokens_requested = workspace.tokens_requested
-        launch.tokens_granted = min(reply.workspace.tokens_granted for reply in replies if reply.workspace)
+    launch.tokens_requested = first.tokens_requested
+    launch.tokens_granted = min(
+        (rank.tokens_granted for rank in ranks if rank.tokens_granted is not None), default=None
+    )
 
 
 def _slowest_generation(ranks: Sequence[Generation]) -> Generation | None:
@@ -609,27 +603,39 @@ def _slowest_generation(ranks: Sequence[Generation]) -> Generation | None:
     )
 
 
-def _device_memory(
-    use: DeviceUse, machine: Machine, profile: Profile, workspace: Workspace | None = None
-) -> DeviceMemory:
-    """Join what a rank, its workspace and NVML report about the memory of one device; devices are joined by UUID."""
-    index = next((gpu.index for gpu in machine.gpus if gpu.uuid == use.uuid), 0)
-    seen = next((device for device in profile.devices if device.uuid == use.uuid), None)
-    used = derived.of_window(profile, seen, "memory_used_bytes") if seen else profile.why.get("profile", "no sample")
-    why = dict(use.why)
-    if workspace is None:
-        why["workspace_bytes"] = "the strategy reported no workspace outside torch's allocator"
-    if isinstance(used, str):
-        why |= dict.fromkeys(("nvml_used_max_bytes", "nvml_used_mean_bytes"), used)
-    return DeviceMemory(
-        index=index,
-        weights_bytes=use.weights_bytes,
-        loading_peak_bytes=use.loading_peak_bytes,
-        peak_allocated_bytes=use.peak_allocated_bytes,
-        peak_reserved_bytes=use.peak_reserved_bytes,
-        workspace_bytes=None if workspace is None else workspace.workspace_bytes,
-        held_bytes=use.held_bytes,
-        nvml_used_max_bytes=None if isinstance(used, str) or used.max is None else round(used.max),
-        nvml_used_mean_bytes=None if isinstance(used, str) or used.mean is None else round(used.mean),
-        why=why,
-    )
+def _gpus_of(rank: int, devices: int, machine: Machine) -> Sequence[Gpu]:
+    """Return the GPUs of a rank with this many devices: all are those of a rank that has several."""
+    return machine.gpus if devices > 1 else machine.gpus[rank : rank + 1]
+
+
+def _held(ranks: Sequence[Sequence[DeviceMemory]], machine: Machine) -> dict[str, int]:
+    """Return the bytes that ranks hold for the memory cap by the UUID of the GPU."""
+    return {
+        gpu.uuid: device.held_bytes
+        for rank, devices in enumerate(ranks)
+        for gpu, device in zip(_gpus_of(rank, len(devices), machine), devices, strict=False)
+    }
+
+
+def _memory(ranks: Sequence[Sequence[DeviceMemory]], machine: Machine, profile: Profile) -> list[DeviceMemory]:
+    """Return the memory of all devices with what NVML reports about it, and with their own index."""
+    found = []
+    for rank, devices in enumerate(ranks):
+        for place, device in enumerate(devices):
+            gpus = _gpus_of(rank, len(devices), machine)
+            gpu = gpus[place] if place < len(gpus) else None
+            seen = next((one for one in profile.devices if gpu is not None and one.uuid == gpu.uuid), None)
+            used: Metric | str = profile.why.get("profile", "no sample")
+            if seen is not None:
+                used = derived.of_window(profile, seen, "memory_used_bytes")
+            unknown = ("nvml_used_max_bytes", "nvml_used_mean_bytes") if isinstance(used, str) else ()
+            found.append(
+                msgspec.structs.replace(
+                    device,
+                    index=0 if gpu is None else gpu.index,
+                    nvml_used_max_bytes=None if isinstance(used, str) or used.max is None else round(used.max),
+                    nvml_used_mean_bytes=None if isinstance(used, str) or used.mean is None else round(used.mean),
+                    why=device.why | dict.fromkeys(unknown, used),
+                )
+            )
+    return found

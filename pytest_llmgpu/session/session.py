@@ -20,7 +20,7 @@ from pytest_llmgpu.profiling.machine import Machine
 from pytest_llmgpu.profiling.node_profilers import NodeProfilers, RemoteProfiler, Settings
 from pytest_llmgpu.profiling.profiler import Profiler
 from pytest_llmgpu.ranks.local import LocalLauncher
-from pytest_llmgpu.ranks.nodes import Devices, Nodes
+from pytest_llmgpu.ranks.supervisor import Devices, EnvLauncher, Peers
 from pytest_llmgpu.ranks.worker import ReferenceTexts
 from pytest_llmgpu.render.terminal import report as terminal
 from pytest_llmgpu.render.terminal.live import LiveLine
@@ -66,14 +66,14 @@ class BenchmarkSession:
         known: Mapping[str, str],
         known_tasks: Mapping[str, str] = tasks.BUILT_IN,
         live: LiveLine,
-        nodes: Nodes | None = None,
+        peers: Peers | None = None,
     ) -> None:
-        """Make the session of a pytest run; no process starts. `nodes` is None if ranks run on this machine only.
+        """Make the session of a pytest run; no process starts. `peers` is None if ranks run on this machine only.
 
         Raises:
             ValueError: The report or the page cannot be written, the store cannot be written, or the policy is invalid.
         """
-        self._devices = None if nodes is None else Devices(nodes)
+        self._devices = None if peers is None else Devices(lambda: peers.places)
         find_machine = environment.machine if self._devices is None else self._devices.machine
         self.planner = Planner(rootdir, find_machine, known, known_tasks)
         self.recorder = Recorder(report_path, storage_path, rootdir, options, page_path)
@@ -91,7 +91,8 @@ class BenchmarkSession:
         self._live = live
         self._folder = RunFolder()
         self._profilers: tuple[tuple[tuple[str, ...], ...], NodeProfilers] | None = None
-        launcher = LocalLauncher(self._folder.path) if nodes is None else nodes.launcher(self._folder.path)
+        folder = self._folder.path
+        launcher = LocalLauncher(folder) if peers is None else EnvLauncher(peers, folder)
         self.runner = Runner(launcher, self.profilers_of, self._show, live.note)
         self._resumed: Report | None = None
         """The session that this run continues; None if it begins one."""

@@ -20,8 +20,8 @@ from pytest_llmgpu.gate import cause
 from pytest_llmgpu.gate.cause import Measured
 from pytest_llmgpu.gate.judge import judge
 from pytest_llmgpu.gate.policy import Policy
-from pytest_llmgpu.ranks import kernel_records
-from pytest_llmgpu.ranks.kernel_records import Calls, Modules, PassKernels
+from pytest_llmgpu.ranks import work
+from pytest_llmgpu.ranks.work import Calls, Modules, PassKernels
 from pytest_llmgpu.report.cause import Cause
 from pytest_llmgpu.report.kernel_families import family_of
 from pytest_llmgpu.report.metrics import MetricName
@@ -87,7 +87,7 @@ class _Program:
             kernels[name] = Calls(seen.calls + calls, seen.time_s + noise(time_s) + wait_s)
         # The eager pass runs half of the batches.
         eager = {key: Calls(calls // 2, noise(time_s / 2)) for key, (calls, time_s) in self.kernels.items()}
-        rows = kernel_records.rows([PassKernels(0.0, 0.0, 0.0, kernels, {})], Modules(eager, {}, 0))
+        rows = work.largest_rows([PassKernels(0.0, 0.0, 0.0, kernels, {})], Modules(eager, {}, 0))
         device_s = sum(calls.time_s for name, calls in kernels.items() if family_of(name) != "collective")
         return RankWork(
             uuids=["GPU-0"],

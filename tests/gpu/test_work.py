@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pytest_llmgpu.inference.bundled import PRESETS, save_tokenizer
-from pytest_llmgpu.ranks import kernel_records, work
+from pytest_llmgpu.ranks import work
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
@@ -117,7 +117,7 @@ def test_every_kernel_belongs_to_a_module(pytester: pytest.Pytester, model: Path
     assert rank.rows is not None
     modules = [row for row in rank.rows if row.module is not None]
     kernels = [row for row in rank.rows if row.module is None]
-    assert kernel_records.OUTSIDE not in {row.module for row in modules}
+    assert work.OUTSIDE not in {row.module for row in modules}
     assert {"layers.*.mlp.down_proj", "layers.*.self_attn.q_proj", "lm_head"} <= {row.module for row in modules}
     assert sum(row.calls for row in kernels) == rank.kernels
     found = _work(written.cases[0])
@@ -269,13 +269,13 @@ def test_fakes_are_like_the_records_of_this_torch() -> None:
     tensor = torch.ones(1024, 1024, device="cuda")
     for _ in range(2):
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
-            with record_function(kernel_records.RANGE_PREFIX + "lm_head"):
+            with record_function(work.RANGE_PREFIX + "lm_head"):
                 product = tensor @ tensor
             product.sum().item()
     results: Any = recorded.profiler
-    records = kernel_records.read(results.kineto_results.events())
-    found = kernel_records.modules(records)
-    assert {module for module, _ in found.kernels} == {"lm_head", kernel_records.OUTSIDE}
+    records = work.read_records(results.kineto_results.events())
+    found = work.attribute(records)
+    assert {module for module, _ in found.kernels} == {"lm_head", work.OUTSIDE}
     assert not any(record.device is not None and record.name.startswith("llmgpu:") for record in records)
     assert found.host_syncs == 0
-    assert kernel_records.of_pass(records).device_time_s > 0
+    assert work.of_pass(records).device_time_s > 0

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support import worlds
 
-from pytest_llmgpu.ranks import env
+from pytest_llmgpu.ranks import supervisor
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
@@ -51,7 +51,7 @@ def test_missing_processes_are_named_before_a_model_is_loaded(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The time limit is that of loading; a run that measures nothing does not wait."""
-    monkeypatch.setattr(env, "_LATE_S", 0.0)
+    monkeypatch.setattr(supervisor, "_LATE_S", 0.0)
     pytester.makepyfile(test_it=_BENCHMARK)
     port = worlds.free_port()
     _be_process(monkeypatch, worlds.torchrun(0, 3, per_node=1, port=port))

@@ -15,7 +15,7 @@ from support.report_factory import make_case
 from pytest_llmgpu.inference import batching, cuda_graphs, scoring
 from pytest_llmgpu.inference.batching import Request, Requests
 from pytest_llmgpu.inference.tasks.hellaswag import HellaSwag
-from pytest_llmgpu.ranks import device_memory, execution, worker
+from pytest_llmgpu.ranks import execution, memory, worker
 from pytest_llmgpu.ranks.execution import Decision, Reason
 from pytest_llmgpu.ranks.worker import RankState
 from pytest_llmgpu.strategies.mp import LayerParallel
@@ -176,8 +176,8 @@ def test_the_execution_is_the_same_in_every_launch(model: Any) -> None:
 def state(model: Any, graphs: type[_Decoder], monkeypatch: pytest.MonkeyPatch) -> RankState:
     """A rank with a loaded model that is said to be on a GPU, and a dataset."""
     assert graphs.entered == []
-    monkeypatch.setattr(device_memory, "reset", lambda _devices: None)
-    monkeypatch.setattr(device_memory, "usage", lambda *_, **__: [])
+    monkeypatch.setattr(memory, "reset", lambda _devices: None)
+    monkeypatch.setattr(memory, "usage", lambda *_, **__: [])
     found = RankState(lambda _: None)
     found.case = make_case(batch_size=_BATCH_SIZE, dtype="float32", device="cuda", devices=1, dataset_sha256="data")
     found.source = object()  # type: ignore[assignment]  # the requests below need no tokenizer

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from pytest_llmgpu.ranks import kernel_records
-from pytest_llmgpu.ranks.kernel_records import RANGE_PREFIX, Calls, Modules, NamedRow, PassKernels, Record
+from pytest_llmgpu.ranks import work
+from pytest_llmgpu.ranks.work import RANGE_PREFIX, Calls, Modules, NamedRow, PassKernels, Record
 from pytest_llmgpu.report.kernel_families import family_of
 
 _GEMM, _ADD = "nvjet_hsh_128x256_64x4", "vectorized_elementwise_kernel<CUDAFunctor_add>"
@@ -29,7 +29,7 @@ def _range(module: str, start_ns: int, end_ns: int) -> Record:
 
 def test_the_time_of_a_pass_is_that_of_its_kernels() -> None:
     """Collectives and copies are counted apart; idle is the time in which no kernel runs, overlaps counted once."""
-    found = kernel_records.of_pass(
+    found = work.of_pass(
         [
             _kernel(_ADD, 500, 100),
             _kernel(_GEMM, 0, 200),
@@ -50,12 +50,12 @@ def test_the_time_of_a_pass_is_that_of_its_kernels() -> None:
 def test_collectives_keep_the_order_of_their_start() -> None:
     """The n-th call of a rank is the n-th of every other."""
     records = [_kernel(_REDUCED, 30, 3), _kernel(_REDUCED, 10, 1), _kernel(_REDUCED, 20, 2)]
-    assert kernel_records.of_pass(records).collective_s["all_reduce"] == pytest.approx([1e-9, 2e-9, 3e-9])
+    assert work.of_pass(records).collective_s["all_reduce"] == pytest.approx([1e-9, 2e-9, 3e-9])
 
 
 def test_an_empty_pass_has_no_time() -> None:
     """Whether that is an error is for the caller to decide."""
-    assert kernel_records.of_pass([]) == PassKernels(0.0, 0.0, 0.0, {}, {})
+    assert work.of_pass([]) == PassKernels(0.0, 0.0, 0.0, {}, {})
 
 
 def test_a_kernel_belongs_to_the_innermost_range_around_its_launch() -> None:
@@ -73,12 +73,12 @@ def test_a_kernel_belongs_to_the_innermost_range_around_its_launch() -> None:
         _call("cudaLaunchKernel", 100, 6),
         *(_kernel(_ADD, 1000 + number, 10 * number, correlation=number) for number in range(1, 7)),
     ]
-    found = kernel_records.modules(records)
+    found = work.attribute(records)
     assert {module: calls.calls for (module, _), calls in found.kernels.items()} == {
         "model": 2,
         "layers.*.mlp": 1,
         "layers.*": 2,
-        kernel_records.OUTSIDE: 1,
+        work.OUTSIDE: 1,
     }
     assert found.kernels["layers.*", _ADD].time_s == pytest.approx(70e-9)
     assert found.runtime_calls == {"cuLaunchKernelEx": 1, "cudaLaunchKernel": 4}
@@ -98,7 +98,7 @@ def test_host_synchronizations_are_counted_inside_the_ranges() -> None:
         _kernel("Memcpy HtoD (Pinned -> Device)", 22, 1, correlation=3),
         _kernel("Memcpy DtoH (Device -> Pageable)", 300, 1, correlation=7),
     ]
-    found = kernel_records.modules(records)
+    found = work.attribute(records)
     assert found.host_syncs == 2
     assert found.runtime_calls == {"cudaMemcpyAsync": 2, "cudaStreamSynchronize": 1}
 
@@ -107,9 +107,9 @@ def test_equal_kernels_have_an_equal_hash() -> None:
     """Times and order play no part, numbers of calls do."""
     first = {_GEMM: Calls(2, 1.0), _ADD: Calls(1, 1.0)}
     same = {_ADD: Calls(1, 3.0), _GEMM: Calls(2, 2.0)}
-    assert kernel_records.kernels_sha256(first) == kernel_records.kernels_sha256(same)
+    assert work.kernels_sha256(first) == work.kernels_sha256(same)
     more = {**first, _ADD: Calls(2, 1.0)}
-    assert kernel_records.kernels_sha256(first) != kernel_records.kernels_sha256(more)
+    assert work.kernels_sha256(first) != work.kernels_sha256(more)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_equal_kernels_have_an_equal_hash() -> None:
 )
 def test_layer_numbers_are_folded(module: str, prefix: str, folded: str) -> None:
     """All layers share a row."""
-    assert kernel_records.folded(module, prefix) == folded
+    assert work.folded(module, prefix) == folded
 
 
 def _pass(**time_s: float) -> PassKernels:
@@ -139,7 +139,7 @@ def test_the_time_of_a_row_is_the_median_over_the_passes() -> None:
     """Rows are sorted by time; names are cut."""
     long = "gemm" * 100
     passes = [_pass(add=0.1, **{long: value}) for value in (3.0, 1.0, 2.0)]
-    found = kernel_records.rows(passes, Modules({("lm_head", long): Calls(1, 5.0)}, {}, 0))
+    found = work.largest_rows(passes, Modules({("lm_head", long): Calls(1, 5.0)}, {}, 0))
     assert found == [
         (None, long[:120], "GEMM", 2, 2.0),
         (None, "add", "other", 2, 0.1),
@@ -167,7 +167,7 @@ def test_a_rank_has_at_most_100_rows_that_sum_up_to_all(modules: int) -> None:
     kernels = {name: Calls(1, 1.0 + number) for number, name in enumerate(names)}
     in_modules = {(f"mlp{n % modules}", name): Calls(1, 1.0 + n) for n, name in enumerate(names)}
     attributed = Modules(in_modules, {}, 0)
-    found = kernel_records.rows([PassKernels(0.0, 0.0, 0.0, kernels, {})], attributed)
+    found = work.largest_rows([PassKernels(0.0, 0.0, 0.0, kernels, {})], attributed)
     assert len(found) <= 100
     every = [NamedRow(None, name, family_of(name), *calls) for name, calls in kernels.items()]
     assert _by_family(found, modules=False) == _by_family(every, modules=False)
@@ -211,8 +211,8 @@ def test_records_are_read_from_torchs_profiler() -> None:
         torch.ones(3) + 1
     results: Any = recorded.profiler
     events: Sequence[Any] = results.kineto_results.events()
-    (host,) = kernel_records.read(events)
+    (host,) = work.read_records(events)
     assert (host.name, host.device) == ("llmgpu:lm_head", None)
     assert host.duration_ns > 0
-    device = kernel_records.read([_Event(_GEMM), _Event("nccl:all_reduce", annotation=True)])
+    device = work.read_records([_Event(_GEMM), _Event("nccl:all_reduce", annotation=True)])
     assert device == [Record(_GEMM, 1, 10, 5, 7)]

@@ -11,7 +11,7 @@ from support.report_factory import make_case
 from torch.utils.flop_counter import FlopCounterMode
 
 from pytest_llmgpu.inference.models import ModelSource
-from pytest_llmgpu.ranks import ops, worker
+from pytest_llmgpu.ranks import work, worker
 from pytest_llmgpu.ranks.group import RankGroup
 from pytest_llmgpu.strategies.mp import LayerParallel
 
@@ -26,7 +26,7 @@ def test_ops_and_flops_of_a_forward_are_counted(mode: Callable[[], Any]) -> None
     model = tiny_model.random_model()
     ids_BS = torch.zeros(2, 8, dtype=torch.int64)
     with mode():
-        found = ops.count(lambda: model(input_ids=ids_BS, use_cache=False))
+        found = work.count_ops(lambda: model(input_ids=ids_BS, use_cache=False))
     with mode(), FlopCounterMode(display=False) as torchs:
         model(input_ids=ids_BS, use_cache=False)
     # Two products of 8 x 8 x 16 for 2 rows of 2 heads: torch's table has no entry for the CPU.
@@ -42,8 +42,8 @@ def test_flops_are_split_over_the_modules_that_compute_them() -> None:
     """Layer numbers are folded, each op belongs to its innermost module, and the forward computes the same."""
     model = tiny_model.random_model()
     ids_BS = torch.zeros(2, 8, dtype=torch.int64)
-    plain = ops.count(lambda: model(input_ids=ids_BS))
-    found = ops.count(lambda: model(input_ids=ids_BS), model)
+    plain = work.count_ops(lambda: model(input_ids=ids_BS))
+    found = work.count_ops(lambda: model(input_ids=ids_BS), model)
     assert (found.flops, found.ops) == (plain.flops, plain.ops)
     assert sum(found.flops_by_module.values()) == found.flops
     names = {f"layers.*.self_attn.{name}" for name in _LINEAR[:4]} | {f"layers.*.mlp.{name}" for name in _LINEAR[4:]}
@@ -55,15 +55,15 @@ def test_flops_are_split_over_the_modules_that_compute_them() -> None:
 def test_the_same_forward_has_the_same_ops() -> None:
     """The numbers are exact."""
     model = tiny_model.random_model()
-    counts = [ops.count(lambda: model(input_ids=torch.zeros(1, 5, dtype=torch.int64))) for _ in range(2)]
+    counts = [work.count_ops(lambda: model(input_ids=torch.zeros(1, 5, dtype=torch.int64))) for _ in range(2)]
     assert counts[0] == counts[1]
 
 
 def test_a_forward_that_computes_more_has_more_flops() -> None:
     """A product of a matrix more is found by its FLOPs."""
     weight = torch.ones(4, 5)
-    once = ops.count(lambda: torch.ones(3, 4) @ weight)
-    twice = ops.count(lambda: (torch.ones(3, 4) @ weight, torch.ones(3, 4) @ weight))
+    once = work.count_ops(lambda: torch.ones(3, 4) @ weight)
+    twice = work.count_ops(lambda: (torch.ones(3, 4) @ weight, torch.ones(3, 4) @ weight))
     assert once.flops == 2 * 3 * 4 * 5
     assert twice.flops == 2 * once.flops
     assert twice.ops["aten::mm"] == 2

@@ -1,5 +1,12 @@
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from pytest_llmgpu.inference.cuda_graphs import RecordingError
 from pytest_llmgpu.ranks import serving
 
@@ -32,3 +39,98 @@ def test_another_failure_is_an_error_of_its_own() -> None:
     outcome, failure = serving.failure_of(ValueError("broken\nmore"), "load")
     assert (outcome, failure.phase, failure.message) == ("error", "load", "ValueError: broken")
     assert failure.evidence == "ValueError was raised"
+
+
+class CodeError(ValueError):
+    """An exception whose constructor takes other arguments than it passes on."""
+
+    def __init__(self, code: int, *, why: str) -> None:
+        super().__init__(f"code {code}: {why}")
+
+
+class Outer:
+    """A place for a class."""
+
+    class InnerError(Exception):
+        """An exception of a class inside another."""
+
+
+class Unprintable(Exception):  # noqa: N818 - the name of a user
+    """An exception whose text needs more than its arguments."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__()
+        self.code = code
+
+    def __str__(self) -> str:
+        """Return the text."""
+        return f"code {self.code}"
+
+
+def _undecodable() -> UnicodeDecodeError:
+    try:
+        b"\xff".decode()
+    except UnicodeDecodeError as error:
+        return error
+    raise AssertionError
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("the layer is broken"),
+        ValueError(),
+        KeyError("name"),
+        FileNotFoundError(2, "No such file", "/tmp/x"),
+        AssertionError("assert 1 == 2"),
+        IndexError(("a", 1, [None, 2.5])),
+        CodeError(3, why="it broke"),
+        Outer.InnerError("inside", b"bytes"),
+        _undecodable(),
+        json.JSONDecodeError("bad", "text", 2),
+        RuntimeError("a tensor", object),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_exception_is_made_again_by_class_and_text(error: Exception) -> None:
+    """The class and the text are those of the rank; the arguments too where they are plain values."""
+    again = serving.rebuild(serving.describe(error))
+    assert type(again) is type(error)
+    assert str(again) == str(error)
+    assert again is not None
+    if serving.describe(error).args == error.args and type(again) is not FileNotFoundError:
+        assert again.args == error.args
+
+
+@pytest.mark.parametrize(
+    ("error", "base"),
+    [(Unprintable(3), Exception), (type("NotImportedError", (LookupError,), {})("x"), LookupError)],
+    ids=["needs more than its arguments", "not imported here"],
+)
+def test_a_class_that_cannot_be_made_is_replaced_by_its_base(error: Exception, base: type[Exception]) -> None:
+    """The next class in the order of resolution is taken, and the text stays."""
+    again = serving.rebuild(serving.describe(error))
+    assert type(again) is base
+    assert str(again) == str(error)
+
+
+@pytest.mark.parametrize("make", [SystemExit, KeyboardInterrupt, GeneratorExit])
+def test_what_would_end_pytest_is_not_made(make: Callable[[], BaseException]) -> None:
+    """A function that exits its rank does not exit pytest."""
+    assert serving.rebuild(serving.describe(make())) is None
+
+
+def test_a_long_text_is_cut() -> None:
+    """A message of megabytes does not fill the pipe."""
+    described = serving.describe(ValueError("x" * 10**6))
+    assert len(described.text) < 70_000
+    assert "bytes left out" in str(serving.rebuild(described))
+
+
+@given(st.lists(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()))
+def test_any_plain_arguments_arrive(arguments: list[object]) -> None:
+    """Arguments that are plain values are the same here."""
+    again = serving.rebuild(serving.describe(CodeError.__new__(CodeError, *arguments)))
+    assert again is not None
+    assert type(again) is CodeError
+    assert str(again) == str(ValueError(*arguments))

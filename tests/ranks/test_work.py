@@ -14,10 +14,9 @@ from support.report_factory import make_case
 
 from pytest_llmgpu.inference import models, weights
 from pytest_llmgpu.inference.models import ModelSource
-from pytest_llmgpu.ranks import kernel_records, work, worker
+from pytest_llmgpu.ranks import work, worker
 from pytest_llmgpu.ranks.group import RankGroup
-from pytest_llmgpu.ranks.kernel_records import NamedRow, Record
-from pytest_llmgpu.ranks.work import WorkReply
+from pytest_llmgpu.ranks.work import NamedRow, Record, WorkReply
 from pytest_llmgpu.report.work import CollectiveWork, ModelSize, RankWork, WorkRow
 from pytest_llmgpu.strategies.mp import LayerParallel
 from pytest_llmgpu.strategies.protocol import Loaded
@@ -389,7 +388,7 @@ def test_every_module_has_a_range(gpu: Loaded, monkeypatch: pytest.MonkeyPatch) 
     original = torch.profiler.record_function
 
     def spy(name: str) -> Any:
-        entered.append(name.removeprefix(kernel_records.RANGE_PREFIX))
+        entered.append(name.removeprefix(work.RANGE_PREFIX))
         return original(name)
 
     monkeypatch.setattr(torch.profiler, "profile", _Profiler(_recordings()))

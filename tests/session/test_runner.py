@@ -17,12 +17,9 @@ from pytest_llmgpu.profiling.node_profilers import NodeProfilers
 from pytest_llmgpu.profiling.profiler import Profiler
 from pytest_llmgpu.ranks import serving, worker
 from pytest_llmgpu.ranks.ceilings import Wanted
-from pytest_llmgpu.ranks.device_memory import DeviceUse
-from pytest_llmgpu.ranks.host_use import RankHostUse
-from pytest_llmgpu.ranks.kernel_records import NamedRow
 from pytest_llmgpu.ranks.protocol import BatchListener, FinishedBatch, RankFailedError
-from pytest_llmgpu.ranks.work import WorkReply
-from pytest_llmgpu.ranks.worker import ScoreReply, TrafficReply
+from pytest_llmgpu.ranks.work import NamedRow, WorkReply
+from pytest_llmgpu.ranks.worker import Measured
 from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.report import Gpu
@@ -30,9 +27,11 @@ from pytest_llmgpu.report.result import (
     Batches,
     CaseResult,
     Collective,
+    DeviceMemory,
     DeviceProfile,
     Failure,
     HostUse,
+    Launch,
     Metric,
     Outcome,
     Profile,
@@ -41,7 +40,6 @@ from pytest_llmgpu.report.result import (
 from pytest_llmgpu.report.work import NO_WORK, WORK_OFF, Ceilings, DeviceCeilings, ModelSize, RankWork, WorkRow
 from pytest_llmgpu.session.runner import Request, Runner
 from pytest_llmgpu.strategies.mp import LayerParallel
-from pytest_llmgpu.strategies.protocol import Workspace
 
 _GPUS = [Gpu(index=3, uuid="GPU-c", name="H", memory_bytes=10), Gpu(index=1, uuid="GPU-a", name="H", memory_bytes=10)]
 _MACHINE = Machine(device="cuda", devices=2, gpus=_GPUS, facts=TorchFacts(version="2"))
@@ -83,7 +81,7 @@ class _FakeLauncher:
         self.environments: list[Sequence[Mapping[str, str]]] = []
         self.on_batch: BatchListener | None = None
 
-    def start(self, environments: Sequence[Mapping[str, str]], on_batch: BatchListener) -> Sequence[_FakeRank]:
+    def start(self, environments: Sequence[Mapping[str, str]], on_batch: BatchListener) -> Sequence[Any]:
         self.environments.append(environments)
         self.on_batch = on_batch
         self.ranks = [_FakeRank(number, self.answer, self.ended) for number in range(len(environments))]
@@ -142,28 +140,24 @@ def _request(case: Case, strategy: str = _MP, *, work: bool = False) -> Request:
     )
 
 
-def _reply(fn: Callable[..., Any], _args: tuple[Any, ...]) -> ScoreReply | TrafficReply | list[DeviceUse] | None:
+def _reply(fn: Callable[..., Any], _args: tuple[Any, ...]) -> Any:
     if fn is worker.load:
-        return [DeviceUse(uuid="GPU-c", held_bytes=2), DeviceUse(uuid="GPU-a")]
+        return [DeviceMemory(index=0, held_bytes=2), DeviceMemory(index=1)]
     if fn is worker.account:
-        return TrafficReply(collectives=[])
+        return [], None
     if fn is not worker.measure:
         return None
-    return ScoreReply(
-        started_s=100.0,
-        ended_s=103.0,
+    launch = Launch(
         warmup_s=0.5,
         compile_s=8.0,
         plan_sha256="plan",
-        execution="eager",
         execution_choice="they were switched off",
         batches=Batches(latency_s=[1.0, 2.0], sequences=[4, 4], tokens=[40, 30], padded_tokens=[40, 40]),
         accuracy=report_factory.make_accuracy(),
-        memory=[DeviceUse(uuid="GPU-c", weights_bytes=4, held_bytes=2), DeviceUse(uuid="GPU-a", weights_bytes=5)],
-        workspace=None,
-        host=RankHostUse(wall_s=3.0, cpu_s=2.0, waited_s=0.9, pressure_s=0.5),
-        threads=4,
+        memory=[DeviceMemory(index=0, weights_bytes=4, held_bytes=2), DeviceMemory(index=1, weights_bytes=5)],
+        host=HostUse(wall_s=3.0, threads=[4], cpu_s=[2.0], waited_s=[0.9], pressure_s=0.5),
     )
+    return Measured(launch, "eager", 100.0, 103.0)
 
 
 @pytest.fixture
@@ -346,7 +340,7 @@ def test_traffic_is_recorded_per_rank(recorded: list[CaseResult]) -> None:
     """The bytes per sequence are the sum over all ranks."""
 
     def answer(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        return TrafficReply(collectives=[_SENT]) if fn is worker.account else _reply(fn, args)
+        return ([_SENT], None) if fn is worker.account else _reply(fn, args)
 
     runner, _ = _runner(_FakeLauncher(answer))
     result = runner.run(_request(_case(4), _TP), recorded.append)
@@ -374,7 +368,7 @@ def test_a_case_whose_traffic_is_not_counted_stays_measured(recorded: list[CaseR
             return _reply(fn, args)
         if raised:
             raise RankFailedError("oom", Failure(phase="forward", message="c10d::new is not known"))
-        return TrafficReply(collectives=None, why="c10d::new is not known")
+        return "c10d::new is not known"
 
     launcher = _FakeLauncher(answer)
     runner, _ = _runner(launcher)
@@ -388,7 +382,7 @@ def test_a_case_whose_traffic_is_not_counted_stays_measured(recorded: list[CaseR
 def _working(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Answer as ranks do that send and compute something."""
     if fn is worker.account:
-        return TrafficReply(collectives=[_SENT])
+        return [_SENT], None
     if fn is worker.run_eager_passes:
         return [
             WorkReply(
@@ -703,7 +697,7 @@ def test_a_failure_keeps_the_finished_batches(recorded: list[CaseResult]) -> Non
         if fn is worker.measure:
             assert launcher.on_batch is not None
             launcher.on_batch(0, FinishedBatch(1.5, 4, 40, 44, 9))
-            use = [DeviceUse(uuid="GPU-c", peak_allocated_bytes=9)]
+            use = [DeviceMemory(index=0, peak_allocated_bytes=9)]
             raise RankFailedError("error", Failure(phase="forward", message="broken"), use)
         return [] if fn is worker.load else None
 
@@ -774,7 +768,7 @@ def test_held_bytes_are_known_once_a_model_is_loaded(recorded: list[CaseResult])
 
     def answer(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         if fn is worker.load:
-            return [DeviceUse(uuid="GPU-c", held_bytes=3)]
+            return [DeviceMemory(index=0, held_bytes=3)]
         if fn is worker.measure:
             assert profiler.held_bytes == {"GPU-c": 3}
             raise RankFailedError("crashed", Failure(phase="forward", message="gone"))
@@ -933,15 +927,13 @@ def test_the_smallest_workspace_of_all_ranks_counts(recorded: list[CaseResult]) 
 
     def reply(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         answer = _reply(fn, args)
-        if not isinstance(answer, ScoreReply):
-            return answer
-        workspace = Workspace(tokens_requested=74, tokens_granted=next(granted), workspace_bytes=5)
-        return msgspec.structs.replace(answer, workspace=workspace)
+        if isinstance(answer, Measured):
+            answer.launch.tokens_requested, answer.launch.tokens_granted = 74, next(granted)
+        return answer
 
     request = _request(_case(4), _TP)
     launch = _runner(_FakeLauncher(reply))[0].run(request, recorded.append).launches[0]
     assert (launch.tokens_requested, launch.tokens_granted) == (74, 23)
-    assert {memory.workspace_bytes for memory in launch.memory} == {5}
 
 
 def test_ranks_that_answer_differently_are_an_error(recorded: list[CaseResult], prose: Prose) -> None:
@@ -950,9 +942,9 @@ def test_ranks_that_answer_differently_are_an_error(recorded: list[CaseResult], 
 
     def reply(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         answer = _reply(fn, args)
-        if not isinstance(answer, ScoreReply):
-            return answer
-        return msgspec.structs.replace(answer, accuracy=report_factory.make_accuracy(1.0, 1, [0], next(numbers)))
+        if isinstance(answer, Measured):
+            answer.launch.accuracy = report_factory.make_accuracy(1.0, 1, [0], next(numbers))
+        return answer
 
     request = _request(_case(4), _TP)
     result = _runner(_FakeLauncher(reply))[0].run(request, recorded.append)

@@ -76,13 +76,12 @@ def test_compiled_layers_compute_the_numbers_of_mp(loaded: Callable[..., RankSta
         name: worker.score(state, _case(hellaswag, strategy=name, batch_size=16)) for name, state in states.items()
     }
     for name, reply in scored.items():
-        assert reply.execution == ("eager" if name == "mp" else "compile")
+        assert (reply.execution_choice or "").startswith("eager" if name == "mp" else "compiled")
         assert (reply.compile_s is not None) == (name == "compile")
-        assert reply.warmup_s >= 0
+        assert (reply.warmup_s or 0) > 0
         assert reply.accuracy is not None
     found, expected = (decode(scored[name].accuracy.loglikelihoods) for name in ("compile", "mp"))  # type: ignore[union-attr]  # asserted above
     assert typical_difference(found, expected) < LOGLIKELIHOOD_TOLERANCES["float32"]
-    assert "compiled" in scored["compile"].execution_choice
     of_mp = kv_cache_faults.result(
         _case(prompts, strategy="mp"), kv_cache_faults.generate(states["mp"], _case(prompts, strategy="mp"), None, None)
     )

@@ -21,9 +21,10 @@ from pytest_llmgpu.inference.tasks.hellaswag import Prompts
 from pytest_llmgpu.inference.tasks.protocol import Dataset
 from pytest_llmgpu.ranks import worker
 from pytest_llmgpu.ranks.group import RankGroup
-from pytest_llmgpu.ranks.worker import RankState, ReferenceTexts, ScoreReply
+from pytest_llmgpu.ranks.worker import RankState, ReferenceTexts
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.case import Case
+from pytest_llmgpu.report.result import Launch
 
 _TP = "support.rank_functions:UncompiledTensorParallel"
 _MP = "pytest_llmgpu.strategies.mp:LayerParallel"
@@ -77,7 +78,7 @@ def test_texts_of_two_ranks_are_those_of_mp(gloo_pair: RankGroup, bundled: Model
     gloo_pair.ask(worker.load, split, bundled, _TP, phase="load", timeout_s=300)
     gloo_pair.ask(worker.give, items.sha256, items.items, tasks.BUILT_IN["prompts"], phase="load", timeout_s=300)
 
-    def ask(fault: str | None) -> list[ScoreReply]:
+    def ask(fault: str | None) -> list[Launch]:
         return gloo_pair.ask(kv_cache_faults.generate, split, fault, texts, phase="forward", timeout_s=300)
 
     replies = ask(None)

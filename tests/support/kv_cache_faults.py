@@ -11,7 +11,7 @@ import torch
 
 from pytest_llmgpu.inference.generation import KernelCache, LayerCache, StaticCache
 from pytest_llmgpu.ranks import worker
-from pytest_llmgpu.ranks.worker import RankState, ScoreReply
+from pytest_llmgpu.ranks.worker import RankState
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.result import CaseResult, Launch
 from support.report_factory import make_result
@@ -69,13 +69,14 @@ def injected(name: str) -> Iterator[None]:
         StaticCache.arguments, LayerCache.update = _arguments, _update  # type: ignore[method-assign]
 
 
-def generate(state: RankState, case: Case, fault: str | None, reference: worker.ReferenceTexts | None) -> ScoreReply:
+def generate(state: RankState, case: Case, fault: str | None, reference: worker.ReferenceTexts | None) -> Launch:
     """In a rank: measure a case that generates, without a fault or with one of the cache that the strategy has."""
     if fault is None:
         worker.warm_up(state, case)
         with state.graphs:
-            reply = worker.measure(state)
-            return msgspec.structs.replace(reply, generation=worker.check_texts(state, reference))
+            launch = worker.measure(state).launch
+            launch.generation = worker.check_texts(state, reference)
+            return launch
     with injected_into_kernels(fault) if state.loaded.own_kv_cache else injected(fault):
         return generate(state, case, None, reference)
 
@@ -135,7 +136,7 @@ def injected_into_kernels(name: str) -> Iterator[None]:
             setattr(KernelCache, member, before)
 
 
-def result(case: Case, reply: ScoreReply) -> CaseResult:
+def result(case: Case, reply: Launch) -> CaseResult:
     """Return the result of a case that generated."""
     launch = Launch(generation=reply.generation)
     return msgspec.structs.replace(make_result(), id=case.id, key=case.key, case=case, launches=[launch])

@@ -147,15 +147,9 @@ def start_daemon(_state: RankState) -> int:
     return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True).pid
 
 
-def write_to_the_answers(_state: RankState, text: bytes) -> None:
+def write_to_the_pipe(_state: RankState, text: bytes) -> None:
     """Write text to the pipe of the answers, as a library does that closes a descriptor twice."""
-    os.write(int(sys.argv[4]), text)
-    threading.Event().wait()
-
-
-def write_to_the_batches(_state: RankState, text: bytes) -> None:
-    """Write text to the pipe of the batches."""
-    os.write(int(sys.argv[5]), text)
+    os.write(int(sys.argv[3]), text)
     threading.Event().wait()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from pytest_llmgpu.inference import scoring
 from pytest_llmgpu.inference.batching import Batch, Plan
-from pytest_llmgpu.ranks import ops, work
+from pytest_llmgpu.ranks import work
 from pytest_llmgpu.ranks.work import WorkReply
 from pytest_llmgpu.strategies.protocol import Loaded
 from support.traffic_functions import make_plan
@@ -36,7 +36,7 @@ def flops_of_modules(loaded: Loaded) -> dict[str, int]:
     def counted(name: str, original: Any) -> Any:
         def forward(*arguments: Any, **named: Any) -> Any:
             answers: list[Any] = []
-            found[name] += ops.count(lambda: answers.append(original(*arguments, **named))).flops
+            found[name] += work.count_ops(lambda: answers.append(original(*arguments, **named))).flops
             return answers[0]
 
         return forward

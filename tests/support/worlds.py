@@ -20,9 +20,9 @@ KEY = "a secret of more than 16 bytes"
 _SERVE = """
 import os, sys
 from pathlib import Path
-from pytest_llmgpu.ranks import join, world
+from pytest_llmgpu.ranks import supervisor, world
 try:
-    sys.exit(join.serve(world.of_environment(os.environ), Path(sys.argv[1])))
+    sys.exit(supervisor.serve(world.of_environment(os.environ), Path(sys.argv[1])))
 except ValueError as error:
     sys.exit(str(error))
 """

@@ -1,21 +1,34 @@
-"""Decide whether a failure means out of memory: `decide_out_of_memory`, and no other function of the package.
+"""The memory of a rank's devices: the cap, the peaks, and the reset before each case (torch, in a rank).
 
-Out of memory is an expected outcome: it turns a failed test into an expected result. Every rule therefore has a name
-that the report keeps, and a failure that matches no rule stays an error.
+`decide_out_of_memory` alone decides whether a failure means out of memory, which is an expected outcome: it turns a
+failed test into an expected result. Every rule therefore has a name that the report keeps, and a failure that matches
+no rule stays an error.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import gc
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from pytest_llmgpu.report.text import GIB, MIB
+from pytest_llmgpu.report.result import DeviceMemory
+from pytest_llmgpu.report.text import GIB, MIB, gib
 from pytest_llmgpu.strategies.protocol import DeviceMapSpillError, WorkspaceError
+
+if TYPE_CHECKING:
+    import torch
+
+_CUDA_SUCCESS = 0
+_NOT_LOADED = "the model was not loaded"
+_ON_CPU = "torch does not count memory on a CPU"
+_NO_WORKSPACE = "the strategy reported no workspace outside torch's allocator"
 
 # Sources: torch's CUDACachingAllocator; the error strings of CUDA, Triton, cuBLAS, cuDNN and NCCL.
 _MESSAGES = {
@@ -69,9 +82,120 @@ class OutOfMemory(msgspec.Struct, frozen=True, kw_only=True):
     """The memory suffices for this many tokens; None if no workspace was refused."""
 
 
+def hold(devices: Sequence[torch.device], cap_bytes: int | None) -> list[int]:
+    """Take all memory of each device except `cap_bytes` out of use, until this process ends.
+
+    The memory is allocated by cudaMalloc. torch's allocator would count it as its own and could hand it out. The cap
+    includes CUDA contexts, NCCL buffers and workspaces.
+
+    Args:
+        devices: The devices of this rank.
+        cap_bytes: Bytes that stay usable on each device; None for all.
+
+    Returns:
+        Bytes taken out of use per device; 0 without a cap.
+
+    Raises:
+        RuntimeError: A device has too little free memory.
+    """
+    import torch
+
+    if cap_bytes is None or devices[0].type != "cuda":
+        return [0 for _ in devices]
+    assert torch.version.cuda is not None
+    runtime = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}")
+    held = []
+    for device in devices:
+        free, total = torch.cuda.mem_get_info(device)
+        size = total - cap_bytes
+        if size <= 0:
+            held.append(0)
+            continue
+        pointer = ctypes.c_void_p()
+        with torch.cuda.device(device):
+            status = runtime.cudaMalloc(ctypes.byref(pointer), ctypes.c_size_t(size))
+        if status != _CUDA_SUCCESS:
+            raise RuntimeError(
+                f"{device}: the memory cap of {gib(cap_bytes)} needs {gib(size)} out of use, but {gib(free)} of "
+                f"{gib(total)} are free (cudaMalloc returned {status}): end other programs on this GPU, or raise "
+                "--llmgpu-gpu-memory"
+            )
+        held.append(size)
+    return held
+
+
+def reset(devices: Sequence[torch.device]) -> None:
+    """Empty caches and reset peaks, so that the memory of a case is the same alone and in a sweep."""
+    import torch
+
+    gc.collect()
+    if devices[0].type != "cuda":
+        return
+    # No public call frees the workspaces of cuBLAS. After a larger batch size they are larger than this case needs.
+    torch._C._cuda_clearCublasWorkspaces()  # noqa: SLF001
+    torch.cuda.empty_cache()
+    for device in devices:
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def usage(
+    devices: Sequence[torch.device],
+    *,
+    weights_bytes: Sequence[int | None],
+    loading_peak_bytes: Sequence[int | None],
+    held_bytes: Sequence[int],
+    workspace_bytes: int | None = None,
+) -> list[DeviceMemory]:
+    """Return the memory of each device since the last `reset`; the index is the place of the device in the rank.
+
+    Args:
+        devices: The devices of this rank.
+        weights_bytes: Live tensors of each device after loading; None before the model is loaded.
+        loading_peak_bytes: The largest sum of live tensors during the loading.
+        held_bytes: What `hold` returned.
+        workspace_bytes: What the strategy allocated outside torch's allocator; None if it reported nothing.
+    """
+    import torch
+
+    on_cpu = devices[0].type != "cuda"
+    why = dict.fromkeys(("weights_bytes", "loading_peak_bytes", "peak_allocated_bytes", "peak_reserved_bytes"), _ON_CPU)
+    if not on_cpu:
+        why = dict.fromkeys(("weights_bytes", "loading_peak_bytes"), _NOT_LOADED) if None in weights_bytes else {}
+    if workspace_bytes is None:
+        why["workspace_bytes"] = _NO_WORKSPACE
+    if on_cpu:
+        return [DeviceMemory(index=0, workspace_bytes=workspace_bytes, why=why)]
+    return [
+        DeviceMemory(
+            index=place,
+            weights_bytes=weights_bytes[place],
+            loading_peak_bytes=loading_peak_bytes[place],
+            peak_allocated_bytes=torch.cuda.max_memory_allocated(device),
+            peak_reserved_bytes=torch.cuda.max_memory_reserved(device),
+            workspace_bytes=workspace_bytes,
+            held_bytes=held_bytes[place],
+            why=why,
+        )
+        for place, device in enumerate(devices)
+    ]
+
+
 def decide_out_of_memory(failure: BaseException | Death) -> OutOfMemory | None:
     """Return why a failure, or a cause of an exception, means out of memory; None if it does not."""
-    return _of_death(failure) if isinstance(failure, Death) else _of_exception(failure)
+    if isinstance(failure, Death):
+        return _of_death(failure)
+    for link in _chain(failure):
+        if (rule := _rule(link)) is not None:
+            text = str(link)[:_TEXT_LETTERS]
+            return OutOfMemory(
+                rule=rule,
+                requested_bytes=_amount(rf"[Tt]ried to allocate {_SIZE}", text),
+                free_bytes=_amount(rf"of which {_SIZE} is free", text),
+                allocated_bytes=_amount(rf"{_SIZE} is allocated by PyTorch", text),
+                tokens_requested=getattr(link, "tokens_requested", None),
+                tokens_granted=getattr(link, "tokens_granted", None),
+            )
+    return None
 
 
 def host_kills(vmstat: Path = Path("/proc/vmstat")) -> int | None:
@@ -84,21 +208,6 @@ def host_kills(vmstat: Path = Path("/proc/vmstat")) -> int | None:
     except OSError:
         return None
     return int(match[1]) if match else None
-
-
-def _of_exception(exception: BaseException) -> OutOfMemory | None:
-    for link in _chain(exception):
-        if (rule := _rule(link)) is not None:
-            text = _text(link)
-            return OutOfMemory(
-                rule=rule,
-                requested_bytes=_amount(rf"[Tt]ried to allocate {_SIZE}", text),
-                free_bytes=_amount(rf"of which {_SIZE} is free", text),
-                allocated_bytes=_amount(rf"{_SIZE} is allocated by PyTorch", text),
-                tokens_requested=getattr(link, "tokens_requested", None),
-                tokens_granted=getattr(link, "tokens_granted", None),
-            )
-    return None
 
 
 def _of_death(death: Death) -> OutOfMemory | None:
@@ -133,7 +242,7 @@ def _rule_of_runtime_error(error: RuntimeError) -> str | None:
     """Return the rule that matches a RuntimeError, the class that torch raises for most failures."""
     from accelerate.utils.memory import should_reduce_batch_size
 
-    text = _text(error)
+    text = str(error)[:_TEXT_LETTERS]
     if type(error).__name__ == "OutOfMemoryError":
         return "torch's allocator"
     for name, pattern in _MESSAGES.items():
@@ -146,10 +255,6 @@ def _rule_of_runtime_error(error: RuntimeError) -> str | None:
     if error.args and isinstance(error.args[0], str) and should_reduce_batch_size(error):
         return "accelerate's should_reduce_batch_size"
     return None
-
-
-def _text(error: BaseException) -> str:
-    return str(error)[:_TEXT_LETTERS]
 
 
 def _is_a_device_full() -> bool:

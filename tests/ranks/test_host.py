@@ -4,15 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from pytest_llmgpu.ranks import host_use
-from pytest_llmgpu.ranks.host_use import RankHostUse, watched
+from pytest_llmgpu.ranks import host
 
 
 @pytest.fixture
 def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a folder that stands for /proc: two threads, and the pressure of the machine."""
-    monkeypatch.setattr(host_use, "_TASKS", tmp_path / "task")
-    monkeypatch.setattr(host_use, "_PRESSURE", tmp_path / "pressure")
+    monkeypatch.setattr(host, "_TASKS", tmp_path / "task")
+    monkeypatch.setattr(host, "_PRESSURE", tmp_path / "pressure")
     _write(tmp_path, {"10": 1.0, "11": 2.0}, pressure_s=5.0)
     return tmp_path
 
@@ -27,9 +26,10 @@ def _write(kernel: Path, waited_s: dict[str, float], *, pressure_s: float) -> No
 
 def test_the_thread_that_waited_longest_counts(kernel: Path) -> None:
     """The others wait for it at the end of each operation; a thread that was started in the window counts too."""
-    with watched() as use:
-        _write(kernel, {"10": 1.25, "11": 2.125, "12": 0.5}, pressure_s=5.75)
-    assert (use.waited_s, use.pressure_s) == (0.5, 0.75)
+    ended = host.watch()
+    _write(kernel, {"10": 1.25, "11": 2.125, "12": 0.5}, pressure_s=5.75)
+    use = ended()
+    assert (use.waited_s, use.pressure_s) == ([0.5], 0.75)
     assert use.wall_s > 0
 
 
@@ -40,7 +40,8 @@ def test_what_the_kernel_does_not_count_is_not_known(kernel: Path, text: str | N
         path.unlink()
         if text is not None:
             path.write_text(text)
-    with watched() as use:
-        sum(range(10_000))
-    assert use == RankHostUse(wall_s=use.wall_s, cpu_s=use.cpu_s)
-    assert use.cpu_s > 0
+    ended = host.watch()
+    sum(range(10_000))
+    use = ended()
+    assert (use.waited_s, use.pressure_s) == ([None], None)
+    assert use.cpu_s[0] > 0

@@ -1,0 +1,643 @@
+"""The launcher `env`: each rank is a child of a process that torchrun, srun or `llmgpu ray` started.
+
+Rank 0's process runs pytest. It starts the first rank itself, and each other one through the `Supervisor` in that
+rank's process, to which it has a `Link`: a `Peer` is one of these processes as rank 0's sees it.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import itertools
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple, NoReturn
+
+import msgspec
+
+from pytest_llmgpu.profiling import machine as here
+from pytest_llmgpu.profiling import node_profilers
+from pytest_llmgpu.profiling.machine import Machine
+from pytest_llmgpu.profiling.node_profilers import Call
+from pytest_llmgpu.ranks import link
+from pytest_llmgpu.ranks.link import Link
+from pytest_llmgpu.ranks.local import LocalLauncher, LocalRank, Rank
+from pytest_llmgpu.ranks.protocol import BatchListener, End, Event, RankFailedError
+from pytest_llmgpu.ranks.world import JOIN_S, World
+from pytest_llmgpu.report.report import Node
+from pytest_llmgpu.report.result import Failure
+from pytest_llmgpu.report.text import plural
+
+_REPLY_S = 20.0
+"""A process that needs longer to reply is lost: it is stopped, or its node is gone."""
+_KILL_S, _CLOSE_S = 30.0, 50.0
+"""The same while it ends its rank."""
+_PROBE_S = 300.0
+"""Time limit of the first import of torch on a node."""
+_GOODBYE_S = 5.0
+_ACCEPT_AGAIN_S = 0.1
+_LATE_S = 5.0
+"""A run that ends at once waits for processes that are about to join: without a goodbye they would look for it."""
+
+
+class Hello(NamedTuple):
+    """The first message of a process to rank 0's; the other fields are those of its `World`."""
+
+    version: str
+    """The version of this package: another one may have other messages."""
+    rank: int
+    size: int
+    local_rank: int
+    node: int
+
+
+class Request(NamedTuple):
+    """A message of rank 0's process: a method of `Supervisor`. None instead of it ends the run."""
+
+    number: int | None
+    """The reply has this number; None: no reply."""
+    method: str
+    arguments: tuple[Any, ...]
+
+
+class Reply(NamedTuple):
+    """The reply to a request."""
+
+    number: int
+    done: bool
+    """False if the request raised an exception."""
+    content: Any
+    """The result, or the message of the exception."""
+
+
+class Sent(NamedTuple):
+    """The process of a rank sent something."""
+
+    number: int
+    """The number of the request that started the rank."""
+    event: Event
+
+
+def hello(world: World) -> Hello:
+    """Return the first message of a process."""
+    version = str(here.installed_version("pytest-llmgpu"))
+    return Hello(version, world.rank, world.size, world.local_rank, world.node)
+
+
+def serve(world: World, log_directory: Path, limit_s: float = JOIN_S) -> int:
+    """Join rank 0's process, and start a rank when it asks for it, until the run is over.
+
+    Nothing is printed. Ctrl-C reaches all processes of a terminal: rank 0's decides when the others end.
+
+    Returns:
+        The exit status: 0 after the goodbye, 1 if the connection was lost.
+
+    Raises:
+        ValueError: Rank 0's process was not found, or refused this one.
+    """
+    connection = link.connect(world, limit_s)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _leave)
+    supervisor = Supervisor(connection, log_directory)
+    try:
+        connection.send(hello(world))
+        while (request := connection.receive()) is not None:
+            supervisor.do(request)
+    except (EOFError, OSError):
+        return 1
+    finally:
+        supervisor.kill()
+        node_profilers.close_here()
+        connection.close()
+    return 0
+
+
+def _leave(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001 - as signal calls it
+    sys.exit(128 + number)
+
+
+class Supervisor:
+    """A process that starts one rank, and again after a failure, as rank 0's process asks it to."""
+
+    def __init__(self, connection: Link, log_directory: Path) -> None:
+        self._link = connection
+        self._launcher = LocalLauncher(log_directory)
+        self._rank: LocalRank | None = None
+
+    def do(self, request: Request) -> None:
+        """Call the method that a request names, and reply."""
+        done, content = True, None
+        try:
+            content = getattr(self, request.method)(*request.arguments)
+        except Exception as error:  # noqa: BLE001 - rank 0's process gets every error as text
+            done, content = False, str(error) or type(error).__name__
+        if request.number is not None:
+            self._link.send(Reply(request.number, done, content))
+
+    def start(self, number: int, rank: int, environment: Mapping[str, str], path: Sequence[str]) -> None:
+        """Start the rank; what its process sends is passed on with a number. `path` is rank 0's import path."""
+
+        def send(event: Event) -> None:
+            with contextlib.suppress(OSError):  # the main thread notices it, too, and ends the rank
+                self._link.send(Sent(number, event))
+
+        # Tests that pytest collected there may be imported by the rank.
+        sys.path += [folder for folder in path if folder not in sys.path]
+        ours = {}
+        if "GLOO_SOCKET_IFNAME" not in {*os.environ, *environment}:
+            ours = link.interface_of(self._link.local_address)
+        try:
+            self._rank = self._launcher.start_rank(rank, {**ours, **environment}, listener=send)
+        except OSError as error:
+            text = f"rank {rank} could not be started: {error}"
+            send(End("crashed", Failure(phase="load", rank=rank, message=text)))
+
+    def send(self, command: bytes) -> None:
+        """Pass a pickled command on; the rank unpickles it."""
+        if self._rank is not None:
+            self._rank.send(command)
+
+    def stacks(self) -> str:
+        """Return the stacks of the rank."""
+        return "" if self._rank is None else self._rank.stacks()
+
+    def close(self) -> None:
+        """Let the rank end by itself; kill it after a time limit."""
+        if self._rank is not None:
+            self._rank.close()
+
+    def kill(self) -> None:
+        """End the rank at once."""
+        if self._rank is not None:
+            self._rank.kill()
+
+    def take_output(self) -> str:
+        """Return what the rank wrote since the last call."""
+        return "\n".join(self._launcher.take_output().values())
+
+    def call(self, fn: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function of this package in this process."""
+        return fn(*arguments)
+
+
+class Place:
+    """A process that starts one rank: rank 0's, or another one (`Peer`)."""
+
+    def __init__(self, node: int, local_rank: int) -> None:
+        self.node = node
+        """The number of its node; that of rank 0 is 0."""
+        self.local_rank = local_rank
+        """The number of this place among those of its node, and of its GPU."""
+
+    def call(self, fn: Callable[..., Any], /, *args: Any) -> Future[Any]:
+        """Run `fn(*args)` in the process: a function of this package, whose arguments and result pickle.
+
+        The future raises ValueError with the message of an exception, and ConnectionError if the process is lost.
+        """
+        raise NotImplementedError
+
+
+class Peer(Place):
+    """Another process as rank 0's sees it."""
+
+    def __init__(self, connection: Link, first: Hello) -> None:
+        super().__init__(first.node, first.local_rank)
+        self.rank = first.rank
+        self.lost: str | None = None
+        """The reason why the process is lost; None while it is not."""
+        self._link = connection
+        self._lock = threading.Lock()
+        self._outbox: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
+        """Messages for the process, which may be stopped; None is the last one."""
+        self._numbers = itertools.count()
+        self._requests: dict[int, Future[Any]] = {}
+        self._started: tuple[int, RemoteRank] | None = None
+        """The rank that was started last, with the number of its request."""
+        self._sender = threading.Thread(target=self._send, daemon=True)
+        self._sender.start()
+        threading.Thread(target=self._receive, daemon=True).start()
+
+    def start(self, environment: Mapping[str, str], on_batch: BatchListener) -> RemoteRank:
+        """Start the rank; the one before has ended."""
+        with self._lock:
+            number, rank = next(self._numbers), RemoteRank(self, on_batch)
+            self._started = number, rank
+        self.post("start", number, self.rank, dict(environment), list(sys.path))
+        if self.lost is not None:
+            rank.lose(self.lost)
+        return rank
+
+    def post(self, method: str, *arguments: Any, number: int | None = None) -> None:
+        """Let the process call a method of `Supervisor`; this does not wait for it."""
+        self._outbox.put(Request(number, method, arguments))
+
+    def request(self, method: str, *arguments: Any) -> Future[Any]:
+        """Do the same and return a future, which raises ValueError if it fails there, or ConnectionError."""
+        future: Future[Any] = Future()
+        with self._lock:
+            number, lost = next(self._numbers), self.lost
+            if lost is None:
+                self._requests[number] = future
+        if lost is None:
+            self.post(method, *arguments, number=number)
+        else:
+            future.set_exception(ConnectionError(lost))
+        return future
+
+    def wait(self, future: Future[Any], limit_s: float) -> Any:
+        """Wait for the reply to a request; without one the process is lost.
+
+        Raises:
+            ConnectionError: The process is lost.
+        """
+        if not concurrent.futures.wait([future], limit_s).done:
+            self.lose(f"no reply within {limit_s:g} s")
+        return future.result()
+
+    def call(self, fn: Callable[..., Any], /, *args: Any) -> Future[Any]:
+        """See `Place`."""
+        return self.request("call", fn, *args)
+
+    def lose(self, reason: str) -> None:
+        """End the connection: the process ends its rank when it notices."""
+        with self._lock:
+            if self.lost is not None:
+                return
+            self.lost = f"the process of rank {self.rank} was lost: {reason}"
+            requests, self._requests = self._requests, {}
+        self._link.close()  # first: None would be a goodbye
+        self._outbox.put(None)
+        for future in requests.values():
+            future.set_exception(ConnectionError(self.lost))
+        if self._started is not None:
+            self._started[1].lose(self.lost)
+
+    def close(self) -> None:
+        """Let the process end."""
+        self._outbox.put(None)
+
+    def join(self, limit_s: float) -> None:
+        """Wait until everything is sent."""
+        self._sender.join(limit_s)
+
+    def _send(self) -> None:
+        try:
+            request: Request | None = Request(None, "", ())
+            while request is not None:
+                request = self._outbox.get()
+                self._link.send(request)
+        except Exception as error:  # noqa: BLE001 - whatever ends this thread ends the connection
+            self.lose(str(error))
+
+    def _receive(self) -> None:
+        try:
+            while True:
+                message: Reply | Sent = self._link.receive()
+                if isinstance(message, Sent):
+                    if self._started is not None and self._started[0] == message.number:
+                        self._started[1].take(message.event)
+                    continue
+                with self._lock:
+                    future = self._requests.pop(message.number, None)
+                if future is not None and message.done:
+                    future.set_result(message.content)
+                elif future is not None:
+                    future.set_exception(ValueError(message.content))
+        except Exception as error:  # noqa: BLE001 - whatever ends this thread ends the connection
+            self.lose("it ended" if isinstance(error, EOFError) else str(error))
+
+
+class RemoteRank(Rank):
+    """A rank whose process another one started."""
+
+    def __init__(self, peer: Peer, on_batch: BatchListener) -> None:
+        super().__init__(peer.rank, on_batch, peer.node)
+        self._peer = peer
+        self._alive = True
+
+    @property
+    def alive(self) -> bool:
+        """True if the process runs."""
+        return self._alive
+
+    def send(self, command: bytes) -> None:
+        """Send a pickled command; this does not wait for the process."""
+        self._peer.post("send", command)
+
+    def take(self, event: Event) -> None:
+        """Take what the process sent, and its end once."""
+        if isinstance(event, End):
+            with self._lock:
+                ended, self._alive = not self._alive, False
+            if ended:
+                return
+        super().take(event)
+
+    def lose(self, reason: str) -> None:
+        """End the rank because its process was lost."""
+        self.take(End("crashed", Failure(phase="forward", rank=self.rank, message=reason, evidence=reason)))
+
+    def stacks(self) -> str:
+        """See `Rank`."""
+        try:
+            stacks: str = self._peer.wait(self._peer.request("stacks"), _REPLY_S)
+        except (ConnectionError, ValueError) as error:
+            failure = Failure(phase="forward", rank=self.rank, message=f"{error} (node {self._node})")
+            raise RankFailedError("crashed", failure) from None
+        return stacks
+
+    def close(self) -> None:
+        """Let the process end by itself; kill it after a time limit."""
+        with contextlib.suppress(ConnectionError, ValueError):  # it kills its rank when the connection ends
+            self._peer.wait(self._peer.request("close"), _CLOSE_S)
+
+    def kill(self) -> None:
+        """End the process at once and wait for it."""
+        with contextlib.suppress(ConnectionError, ValueError):
+            self._peer.wait(self._peer.request("kill"), _KILL_S)
+
+
+class Peers:
+    """All processes that were started together, as rank 0's process sees them."""
+
+    def __init__(self, world: World) -> None:
+        """Listen for the other processes.
+
+        Raises:
+            ValueError: The port is in use, or the address is not of this machine.
+        """
+        self.world = world
+        self._own = Place(0, world.local_rank)
+        self._joined: dict[int, Peer] = {}
+        self._refused: str | None = None
+        self._stranger: str | None = None
+        """The reason why a process without the secret was left out. It cannot end the run."""
+        self._changed = threading.Condition()
+        self._waited = False
+        self._listener = link.listen(world) if world.size > 1 else None
+        if self._listener is not None:
+            threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
+
+    def wait(self, limit_s: float) -> None:
+        """Wait until all processes are there; the limit is at most that of the processes which join.
+
+        Raises:
+            ValueError: Some are missing after the time limit, or one may not take part.
+        """
+        limit_s = min(limit_s, JOIN_S)
+        self._waited = True
+        with self._changed:
+            self._changed.wait_for(lambda: self._refused or len(self._joined) == self.world.size - 1, limit_s)
+            missing = sorted(set(range(1, self.world.size)) - set(self._joined))
+        if self._refused is not None:
+            raise ValueError(self._refused)
+        if missing:
+            # The name of the address means loopback on some systems.
+            address = "" if self._listener is None or self.world.key is None else self._listener.getsockname()[0]
+            resolved = f" ({address})" if address not in {"", self.world.address} else ""
+            stranger = "" if self._stranger is None else f"; a process tried to join, but {self._stranger}"
+            raise ValueError(
+                f"{self.world.size_name}={self.world.size}, but {plural(self.world.size - len(missing), 'process')} "
+                f"joined within {limit_s:g} s: rank {', '.join(map(str, missing))} is missing. Rank 0 listens on "
+                f"{self.world.where}{resolved}{stranger}"
+            )
+        self._stop_listening()
+        numbers = {self.world.node: 0}
+        for peer in self.peers:
+            peer.node = numbers.setdefault(peer.node, len(numbers))
+
+    @property
+    def peers(self) -> list[Peer]:
+        """The other processes in the order of their ranks."""
+        return [self._joined[rank] for rank in sorted(self._joined)]
+
+    @property
+    def places(self) -> list[Place]:
+        """The places for ranks, in their order; the first one is this process. Nodes are numbered in this order."""
+        return [self._own, *self.peers]
+
+    def close(self) -> None:
+        """Let all processes end."""
+        with self._changed:
+            if self._listener is not None and not self._waited:
+                self._changed.wait_for(lambda: self._refused or len(self._joined) == self.world.size - 1, _LATE_S)
+        self._stop_listening()
+        with self._changed:
+            joined = self.peers
+            self._refused = "the run is over"
+        for peer in joined:
+            peer.close()
+        deadline_s = time.monotonic() + _GOODBYE_S
+        for peer in joined:
+            peer.join(max(0.0, deadline_s - time.monotonic()))
+
+    def _stop_listening(self) -> None:
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            with contextlib.suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+            listener.close()
+
+    def _accept(self, listener: socket.socket) -> None:
+        while self._listener is not None:
+            try:
+                connected, _ = listener.accept()
+                threading.Thread(target=self._admit, args=(connected,), daemon=True).start()
+            except (OSError, RuntimeError):  # noqa: PERF203 - it was closed, or strangers take all files or threads
+                time.sleep(_ACCEPT_AGAIN_S)
+
+    def _admit(self, connected: socket.socket) -> None:
+        """Let a process join if it proves itself and belongs here."""
+        try:
+            connection = Link(connected, self.world.key, listens=True)
+            first: Hello = connection.receive()
+        except (OSError, EOFError) as error:
+            if isinstance(error, PermissionError):  # others are scans of ports, for example
+                self._stranger = error.strerror
+            return
+        own = hello(self.world)
+        name = self.world.size_name
+        with self._changed:
+            if first.version != own.version:
+                reason = f"rank {first.rank} has pytest-llmgpu {first.version}, rank 0 has {own.version}: "
+                reason += "install the same version"
+            elif first.size != own.size:
+                reason = f"rank {first.rank} has {name}={first.size}, rank 0 has {name}={own.size}"
+            elif first.rank in self._joined or not 0 < first.rank < own.size:
+                reason = f"two processes are rank {first.rank}"
+            elif self._refused is None:
+                self._joined[first.rank] = Peer(connection, first)
+                self._changed.notify_all()
+                return
+            else:
+                reason = self._refused
+            self._refused = self._refused or reason
+            self._changed.notify_all()
+        connection.close()
+
+
+class EnvLauncher(LocalLauncher):
+    """Starts rank 0 here, and each other rank through its process."""
+
+    name = "env"
+
+    def __init__(self, peers: Peers, log_directory: Path) -> None:
+        super().__init__(log_directory)
+        self._world, self._peers = peers.world, peers.peers
+
+    def start(self, environments: Sequence[Mapping[str, str]], on_batch: BatchListener) -> Sequence[Rank]:
+        """Start one process per environment, each at its place.
+
+        Raises:
+            RankFailedError: The process at one of the places was lost.
+        """
+        peers = self._peers[: len(environments) - 1]
+        for peer in peers:
+            if peer.lost is not None:
+                failure = Failure(phase="load", rank=peer.rank, message=f"{peer.lost} (node {peer.node})")
+                raise RankFailedError("crashed", failure)
+        ours = first = self.meeting()
+        with contextlib.ExitStack() as started:
+            inherited = []
+            if self._world.key is not None and peers:
+                # Rank 0 gets the socket: no other program can take its port, and each start has another one.
+                meeting = started.enter_context(link.bound(self._world.address, 0))
+                host, port = meeting.getsockname()[:2]
+                inherited = [meeting.fileno()]
+                ours = {"LLMGPU_RENDEZVOUS": f"tcp://{host}:{port}", "MASTER_ADDR": host, "MASTER_PORT": str(port)}
+                first = {**ours, **link.interface_of(host), "LLMGPU_RENDEZVOUS_SOCKET": str(meeting.fileno())}
+            own = {**first, **environments[0]}
+            rank = self.start_rank(0, own, on_batch=on_batch, inherited=inherited, node=0)
+        others = zip(peers, environments[1:], strict=True)
+        return [rank, *(peer.start({**ours, **added}, on_batch) for peer, added in others)]
+
+    def take_output(self) -> dict[int, str]:
+        """Return what the processes of each rank wrote since the last call."""
+        asked = [(peer, peer.request("take_output")) for peer in self._peers if peer.lost is None]
+        output = super().take_output()
+        for peer, future in asked:
+            with contextlib.suppress(ConnectionError, ValueError):
+                if text := peer.wait(future, _REPLY_S):
+                    output[peer.rank] = text
+        return output
+
+
+class Devices:
+    """The devices of all places; each place is asked once."""
+
+    def __init__(self, places: Callable[[], Sequence[Place]]) -> None:
+        """Ask nothing yet; the places are there when the first machine is chosen."""
+        self._places = places
+        self._machines: dict[str, list[Machine]] = {}
+        """Maps `--llmgpu-device` to the devices that each place can use."""
+        self._nodes: list[Node] = []
+        """The facts of each node, once they were compared."""
+        self.notes: list[str] = []
+        """Each difference between the nodes that is allowed, in words."""
+
+    def machine(self, device: str, devices: int | None) -> Machine:
+        """Choose the devices of a run, as `profiling.machine.machine` does on one machine.
+
+        Raises:
+            ValueError: There are fewer devices or places, a node cannot use its devices, or nodes must not measure
+                together.
+        """
+        places = self._places()
+        if len(places) == 1:
+            return msgspec.structs.replace(here.machine(device, devices), nodes=[0])
+        if device not in self._machines:
+            own = here.machine(device, None)
+            if not self._nodes:
+                firsts = {place.node: place for place in reversed(places[1:]) if place.node}
+                asked = [place for _, place in sorted(firsts.items())]
+                found = [here.gather(own.facts), *_answers(asked, facts.gather)]
+                self.notes = here.check(found)
+                self._nodes = [one.node for one in found]
+            others = [own] * (len(places) - 1)
+            if own.device != "cpu":
+                others = _answers(places[1:], here.machine, device, None)
+            self._machines[device] = [own, *others]
+        chosen = spread(devices, places, self._machines[device])
+        count = len(chosen.gpus_of_nodes)
+        if count == 1:
+            return chosen
+        chosen = msgspec.structs.replace(chosen, node_facts=self._nodes[:count])
+        indices = {gpu.uuid: gpu.index for gpu in here.environment(chosen).gpus}
+        gpus = [msgspec.structs.replace(gpu, index=indices.get(gpu.uuid, gpu.index)) for gpu in chosen.gpus]
+        return msgspec.structs.replace(chosen, gpus=gpus)
+
+    def call_on(self, node: int) -> Call:
+        """Return what runs a function on a node, and raises OSError if it cannot."""
+        place = next(place for place in self._places() if place.node == node)
+
+        def call(fn: Callable[..., Any], *args: Any) -> Any:
+            future = place.call(fn, *args)
+            if not concurrent.futures.wait([future], _REPLY_S).done:
+                raise TimeoutError(f"no answer for {_REPLY_S:g} s")
+            try:
+                return future.result()
+            except ValueError as error:
+                raise OSError(str(error)) from None
+
+        return call
+
+
+def _answers(places: Sequence[Place], fn: Callable[..., Any], *args: Any) -> list[Any]:
+    """Return the answer of each place; they are asked at the same time.
+
+    Raises:
+        ValueError: A place has another answer than a result.
+    """
+    found = []
+    for place, future in [(place, place.call(fn, *args)) for place in places]:
+        if not concurrent.futures.wait([future], _PROBE_S).done:
+            raise ValueError(f"node {place.node}: no answer for {_PROBE_S:g} s")
+        try:
+            found.append(future.result())
+        except (ValueError, ConnectionError) as error:
+            raise ValueError(f"node {place.node}: {error}") from None
+    return found
+
+
+def spread(devices: int | None, places: Sequence[Place], machines: Sequence[Machine]) -> Machine:
+    """Return the devices of the first places, one for each.
+
+    Args:
+        devices: The number of devices; None for one at each place.
+        places: Places for ranks, in the order of the ranks.
+        machines: The devices that each place can use.
+
+    Raises:
+        ValueError: There are fewer places, or their devices are not distinct devices of one kind.
+    """
+    wanted = devices or len(places)
+    if wanted > len(places):
+        raise ValueError(
+            f"--llmgpu-devices={wanted}, but the run has {plural(len(places), 'process')}: start {wanted}, or pass at "
+            f"most {len(places)}"
+        )
+    first = machines[0]
+    gpus = []
+    for place, machine in list(zip(places, machines, strict=True))[:wanted]:
+        if machine.device != first.device:
+            raise ValueError(f"node {place.node} has device {machine.device}, node {places[0].node} {first.device}")
+        if machine.gpus:
+            # Slurm may show each process its own GPU only.
+            gpus.append(machine.gpus[place.local_rank % len(machine.gpus)])
+            if [gpu.uuid for gpu in gpus].count(gpus[-1].uuid) > 1:
+                raise ValueError(
+                    f"node {place.node} has {plural(len(machine.gpus), 'GPU')} for more ranks: start one process for "
+                    "each GPU"
+                )
+    nodes = [place.node for place in places]
+    alone = len(first.gpus) == 1 and nodes.count(nodes[0]) > 1
+    return msgspec.structs.replace(first, devices=wanted, gpus=gpus, nodes=nodes, one_gpu_each=alone)
