@@ -210,7 +210,7 @@ def connect(world: World, limit_s: float) -> Link:
                 refused = f"it refused rank {world.rank}: has it the same {KEY}?"
                 reason = refused if isinstance(error, EOFError) else error.strerror or str(error)
                 raise ValueError(f"rank 0 at {world.where}: {reason}") from None
-        except OSError as error:  # noqa: PERF203 - it is tried again
+        except OSError as error:
             if time.monotonic() > deadline_s:
                 reason = error.strerror or str(error)
                 raise ValueError(f"rank 0 was not found at {world.where} within {limit_s:g} s: {reason}") from None

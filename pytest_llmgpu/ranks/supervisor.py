@@ -452,7 +452,7 @@ class Peers:
             try:
                 connected, _ = listener.accept()
                 threading.Thread(target=self._admit, args=(connected,), daemon=True).start()
-            except (OSError, RuntimeError):  # noqa: PERF203 - it was closed, or strangers take all files or threads
+            except (OSError, RuntimeError):
                 time.sleep(_ACCEPT_AGAIN_S)
 
     def _admit(self, connected: socket.socket) -> None:
