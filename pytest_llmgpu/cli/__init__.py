@@ -56,10 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         chosen = parsing.parse_args(words)
         if not chosen.version and "run" not in chosen:
             parsing.error(f"a command is needed: {', '.join(COMMANDS)}")
-        from pytest_llmgpu.report.file import paused
-
-        with paused():
-            status: int = _version() if chosen.version else chosen.run(chosen)
+        status: int = _version() if chosen.version else chosen.run(chosen)
     except (ValueError, ArithmeticError, OSError) as error:
         if os.environ.get(_DEBUG, "0") not in {"", "0"}:
             traceback.print_exc()

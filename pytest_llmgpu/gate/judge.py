@@ -17,7 +17,6 @@ from pytest_llmgpu.gate import cases, policy_file
 from pytest_llmgpu.gate.calibration import Calibration
 from pytest_llmgpu.gate.classify import with_unseen
 from pytest_llmgpu.gate.policy import Known, Policy, idle_overrides
-from pytest_llmgpu.report.file import paused
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.text import guess, listed, plural
@@ -41,7 +40,6 @@ _CHANGES_ONLY = frozenset(("outcome", "execution", "kernels", "ops", "runtime_ca
 """Metrics that a completed case may have no row of: the absence of a row means no change."""
 
 
-@paused()
 def judge(
     base: Report | None,
     head: Report,

@@ -8,7 +8,6 @@ after decompression too.
 from __future__ import annotations
 
 import base64
-import gc
 import gzip
 import io
 import json
@@ -20,7 +19,6 @@ import stat
 import tempfile
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NoReturn, TypeVar
 
@@ -372,15 +370,3 @@ def one_line(error: Exception) -> str:
     """Return the text of an exception in one line; without the path of an OSError, which the caller names."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return " ".join(text.split()) or type(error).__name__
-
-
-@contextmanager
-def paused() -> Iterator[None]:
-    """Switch off the collection of reference cycles in this block; it makes reading large reports faster."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
