@@ -559,7 +559,7 @@ class Devices:
             if not self._nodes:
                 firsts = {place.node: place for place in reversed(places[1:]) if place.node}
                 asked = [place for _, place in sorted(firsts.items())]
-                found = [here.gather(own.facts), *_answers(asked, facts.gather)]
+                found = [here.gather(own.facts), *_answers(asked, here.gather)]
                 self.notes = here.check(found)
                 self._nodes = [one.node for one in found]
             others = [own] * (len(places) - 1)
