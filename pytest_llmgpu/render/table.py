@@ -196,6 +196,7 @@ COLUMNS = {
                 ("pcie_tx_bytes_per_s", "PCIe TX\nGB/s", 1e9),
                 ("pcie_rx_bytes_per_s", "PCIe RX\nGB/s", 1e9),
                 ("nvlink_tx_bytes_per_s", "NVLink TX\nGB/s", 1e9),
+                ("nvlink_rx_bytes_per_s", "NVLink RX\nGB/s", 1e9),
             )
         ),
         *(

@@ -2,67 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from pytest_llmgpu.render.charts import axes
 from pytest_llmgpu.render.charts.axes import Chart, Spec, formatted, rounded, value_range
-from pytest_llmgpu.render.charts.panels import Panel, covers_traffic, device_means, fmean, link_rates
+from pytest_llmgpu.render.charts.panels import Panel, covers_traffic, link_rate
 from pytest_llmgpu.render.charts.sweeps import Figure, curves_of, points, row_of, table
-from pytest_llmgpu.render.table import Entry
+from pytest_llmgpu.render.table import COLUMNS, Entry
 
 _GB = 1e9
 _MB = 1e6
 _HEIGHT = 220
 """Pixels of a chart of one strategy."""
 
-_LINKS = {"pcie": "PCIe", "nvlink": "NVLink"}
-
 
 def charts(panel: Panel) -> Iterator[Chart | str]:
     """Yield the charts of a panel's communication, or a sentence with the reason why there is none."""
-    for link, name in _LINKS.items():
+    for link, name in {"pcie": "PCIe", "nvlink": "NVLink"}.items():
         yield _rates(panel, link, name)
     yield _sent(panel)
     yield from _by_utilization(panel)
 
 
 def _rates(panel: Panel, link: str, name: str) -> Chart | str:
-    figures: dict[str, Figure] = {way.upper(): _rate(link, way, fmean) for way in ("tx", "rx")}
-    largest = [_rate(link, way, lambda found: max(found.values())) for way in ("tx", "rx")]
+    figures = {way: _rate(f"{link}_{way.lower()}_bytes_per_s", statistics.fmean) for way in ("TX", "RX")}
+    largest = {way: _rate(f"{link}_{way.lower()}_bytes_per_s", max) for way in ("TX", "RX")}
     found = points(panel.completed, figures)
     title = f"{name} traffic by batch size"
     drawn = [point for point in found if point.value > 0]
     if not drawn:
         return f"{title}: {'there was none' if found else 'it was not counted'}."
-    headers = ["strategy", "batch size", *(f"{way}, mean over the GPUs (GB/s)" for way in figures)]
-    headers += [f"{way}, largest GPU (GB/s)" for way in figures]
-    columns = [*figures.values(), *largest]
-    rows = [row_of(entry, (figure(entry) for figure in columns)) for entry in panel.completed]
-    sent = {
-        one: [point.value for point in drawn if (point.entry.title, point.kind) == (one, "TX")] for one in panel.titles
-    }
-    tx = ", ".join(f"{one} {value_range(values, 'GB/s')}" for one, values in sent.items() if values) or "none"
-    host, elsewhere = (", including host traffic", _not_in_pcie(panel)) if link == "pcie" else ("", "")
+    sent: dict[str, list[float]] = {}
+    for entry, way, value in drawn:
+        if way == "TX":
+            sent.setdefault(entry.title, []).append(value)
+    rates = [f"{one} {value_range(values, 'GB/s')}" for one, values in sent.items()]
+    # PCIe's counters include the traffic with the host, but not what GPUs send each other over NVLink.
+    host = ", including host traffic" if link == "pcie" else ""
+    summary = f"NVML's counters, mean over the GPUs{host}; TX of {', '.join(rates) or 'none'}"
+    if link == "pcie":
+        traffic = [(entry.title, entry.result.traffic) for entry in panel.completed]
+        paths = [(one, found.path.link) for one, found in traffic if found is not None and found.path is not None]
+        names = dict.fromkeys(one for one, link in paths if link in {"nvlink", "mixed"})
+        summary += f"; not included, because it took NVLink: GPU-to-GPU traffic of {', '.join(names)}" if names else ""
+        summary += "".join(_not_counted(panel, one) for one in panel.titles)
+    columns = [*figures.values(), *largest.values()]
     return Chart(
         id=f"traffic-{link}",
         title=title,
-        summary=f"NVML's counters, mean over the GPUs{host}; TX of {tx}{elsewhere}.",
+        summary=f"{summary}.",
         spec=curves_of(panel, drawn, figures, title=f"{name}, mean over the GPUs (GB/s)"),
-        headers=headers,
-        rows=rows,
+        headers=[
+            *("strategy", "batch size"),
+            *(f"{way}, {which} (GB/s)" for which in ("mean over the GPUs", "largest GPU") for way in figures),
+        ],
+        rows=[row_of(entry, (figure(entry) for figure in columns)) for entry in panel.completed],
     )
-
-
-def _not_in_pcie(panel: Panel) -> str:
-    """Return the end of a sentence with the strategies whose GPU-to-GPU traffic PCIe's counters do not include."""
-    names = []
-    for title in panel.titles:
-        traffic = [entry.result.traffic for entry in panel.of(title)]
-        links = {one.path.link for one in traffic if one is not None and one.path is not None}
-        if links & {"nvlink", "mixed"}:
-            names.append(title if links <= {"nvlink", None} else f"part of {title}")
-    text = f"; not included, because it took NVLink: GPU-to-GPU traffic of {', '.join(names)}" if names else ""
-    return text + "".join(_not_counted(panel, title) for title in panel.titles)
 
 
 def _not_counted(panel: Panel, title: str) -> str:
@@ -100,10 +96,16 @@ def _sent(panel: Panel) -> Chart | str:
 def _by_utilization(panel: Panel) -> Iterator[Chart | str]:
     """Yield one chart per strategy: their traffic differs by factors of 100, which one scale would flatten."""
     title = "Traffic by GPU utilisation"
-    found, before = _utilized(panel.completed), _utilized(panel.before)
+
+    def utilized(entries: Iterable[Entry]) -> list[tuple[Entry, float, float]]:
+        both = [(entry, busy_of(entry.result), link_rate(entry.result, "tx")) for entry in entries]
+        return [(entry, busy, sent / _GB) for entry, busy, sent in both if busy is not None and sent]
+
+    busy_of = COLUMNS["utilization_pct"].value
+    found, before = utilized(panel.completed), utilized(panel.before)
     if not found:
         yield f"{title}: traffic or utilisation was not sampled."
-    nvlink = any(device_means(entry.result, "nvlink_tx_bytes_per_s") for entry in panel.completed)
+    nvlink = any(COLUMNS["nvlink_tx_bytes_per_s"].devices(entry.result) for entry in panel.completed)
     sent = "sent, NVLink and PCIe (GB/s)" if nvlink else "sent, PCIe (GB/s)"
     for place, strategy in enumerate(panel.titles, 1):
         rows = sorted((one for one in found if one[0].title == strategy), key=lambda one: one[0].batch_size)
@@ -128,16 +130,6 @@ def _by_utilization(panel: Panel) -> Iterator[Chart | str]:
             headers=["strategy", "batch size", "GPU utilisation (%)", sent],
             rows=[row_of(entry, (busy, rate)) for entry, busy, rate in rows],
         )
-
-
-def _utilized(entries: Iterable[Entry]) -> list[tuple[Entry, float, float]]:
-    """Return the entries that sent something, with their utilisation in percent and the rate in GB/s."""
-    found = []
-    for entry in entries:
-        traffic, busy = link_rates(entry.result, "tx"), device_means(entry.result, "utilization_pct")
-        if traffic and busy and fmean(traffic) > 0:
-            found.append((entry, fmean(busy), fmean(traffic) / _GB))
-    return found
 
 
 def _path(panel: Panel, rows: list[Spec], before: list[Spec], sent: str) -> Spec:
@@ -170,9 +162,9 @@ def _sent_mb(entry: Entry) -> float | None:
     return None if traffic is None else traffic.wire_bytes_per_sequence / _MB
 
 
-def _rate(link: str, way: str, of_devices: Callable[[dict[int, float]], float]) -> Figure:
+def _rate(name: str, of_devices: Callable[[Sequence[float]], float]) -> Figure:
     def figure(entry: Entry) -> float | None:
-        found = device_means(entry.result, f"{link}_{way}_bytes_per_s")
+        found = COLUMNS[name].devices(entry.result)
         return of_devices(found) / _GB if found else None
 
     return figure

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from pytest_llmgpu.render.charts import axes
 from pytest_llmgpu.render.charts.axes import Chart, Spec, formatted, rounded, value_range
-from pytest_llmgpu.render.charts.panels import Panel, fmean, memory_of
-from pytest_llmgpu.render.table import Entry
+from pytest_llmgpu.render.charts.panels import Panel
+from pytest_llmgpu.render.table import COLUMNS, Entry
 from pytest_llmgpu.report.derived import measured, upper_bound, value_of
+from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.text import GIB, plural
 
 Figure = Callable[[Entry], float | None]
@@ -169,15 +171,15 @@ def _speed(panel: Panel, name: str, unit: str, figure: Figure, best: Callable[..
 def memory(panel: Panel) -> Iterator[Chart | str]:
     """Yield the chart of a panel's memory with its capacity, or the reason why there is none."""
 
-    def gib(of_devices: Callable[[dict[int, float]], float]) -> Figure:
+    def gib(of_devices: Callable[[Sequence[float]], float]) -> Figure:
         def figure(entry: Entry) -> float | None:
-            found, _ = memory_of(entry.result)
+            found, _ = _memory_of(entry.result)
             return of_devices(found) / GIB if found else None
 
         return figure
 
-    fullest = gib(lambda found: max(found.values()))
-    figures = {"fullest GPU": fullest, **({"mean of the GPUs": gib(fmean)} if panel.several else {})}
+    fullest = gib(max)
+    figures = {"fullest GPU": fullest, **({"mean of the GPUs": gib(statistics.fmean)} if panel.several else {})}
     drawn = points(panel.completed, figures)
     if not drawn:
         yield "Memory by batch size: it was not measured."
@@ -197,7 +199,7 @@ def memory(panel: Panel) -> Iterator[Chart | str]:
     layers: list[Spec] = []
     if capacity is not None and near:
         layers = axes.limit(capacity, f"{formatted(capacity)} GiB per GPU")
-    source = next(source for entry in panel.completed for found, source in [memory_of(entry.result)] if found)
+    source = next(source for entry in panel.completed for found, source in [_memory_of(entry.result)] if found)
     axis = f"memory in use by {source} (GiB)"
     yield Chart(
         id="memory",
@@ -210,6 +212,14 @@ def memory(panel: Panel) -> Iterator[Chart | str]:
             for entry in panel.entries
         ],
     )
+
+
+def _memory_of(result: CaseResult) -> tuple[Sequence[float], str]:
+    """Return the peak memory of each device and launch, and its source: NVML, or torch where NVML has no figure."""
+    if found := COLUMNS["nvml_used_max_bytes"].devices(result):
+        return found, "NVML"
+    sizes = [memory.peak_reserved_bytes for launch in result.launches for memory in launch.memory]
+    return [size for size in sizes if size is not None], "torch"
 
 
 def _capacity_gib(panel: Panel) -> float | None:
