@@ -29,9 +29,6 @@ SIDES: tuple[Side, Side] = ("base", "head")
 LOOKS = (1, 3, 5, 8)
 """Numbers of launches of each version after which they are compared."""
 
-_OPEN = frozenset(("NOT_ENOUGH_DATA", "INVALID"))
-"""Verdicts on time that more launches can change. Verdicts on exact metrics do not change."""
-
 
 class Both(NamedTuple):
     """The reports of both versions, each with all launches until now."""
@@ -100,8 +97,8 @@ def undecided(verdicts: Verdicts, policy: Policy) -> set[str]:
 
 
 def is_open(row: Row) -> bool:
-    """Return whether more launches can change the verdict of a row."""
-    return row.verdict in _OPEN and spec_of(row.metric).kind != "exact"
+    """Return whether more launches can change the verdict of a row: those on exact metrics do not change."""
+    return row.verdict == "UNDECIDED" and spec_of(row.metric).kind != "exact"
 
 
 def left_out(report: Report, keys: Collection[str]) -> list[str]:

@@ -22,7 +22,7 @@ from pytest_llmgpu.gate.stats.holm import holm
 from pytest_llmgpu.report.derived import decode, explained, predictions_of, typical_difference, value_of
 from pytest_llmgpu.report.result import Accuracy, CaseResult
 from pytest_llmgpu.report.text import listed, percent, plural
-from pytest_llmgpu.report.verdicts import ONLY_CANDIDATE, Row, Verdict
+from pytest_llmgpu.report.verdicts import ONLY_CANDIDATE, Decided, Row, stated
 
 _ROUNDING = 1e-9  # a floor can be slightly above the same fraction in binary
 
@@ -159,7 +159,7 @@ def rows(cases: Sequence[Answered], confidence: float, note: str) -> list[Row]:
     are one family, the others another.
 
     The verdict is REGRESSED where p is at most 1 - confidence or answers are below a floor, IMPROVED likewise for items
-    won, OK where a loss of the threshold is ruled out at each batch size, else NOT_ENOUGH_DATA. The worst of several
+    won, OK where a loss of the threshold is ruled out at each batch size, else UNDECIDED. The worst of several
     launches that differ has its p multiplied by their number; it is never OK.
 
     Log-likelihoods that differ by more than rounding explains are REGRESSED whatever the answers are, and IMPROVED
@@ -263,7 +263,7 @@ _Cause = Literal["floor", "numbers", "unknown", "unlabelled", "lost", "disagree"
 class _Decision(NamedTuple):
     """The verdict on a series of cases."""
 
-    verdict: Verdict
+    verdict: Decided
     cause: _Cause
     concerned: list[Answered]
     """The cases that the verdict is about."""
@@ -302,7 +302,7 @@ def _series_row(cases: Sequence[Answered], decision: _Decision, reason: str, not
         id=case.strategy,
         cases=[one.result.id for one in decision.concerned],
         metric="accuracy",
-        verdict=decision.verdict,
+        **stated(decision.verdict),
         reason=reason,
         gated=cases[0].rule.gate,
         **figures,
@@ -335,9 +335,9 @@ def _decide_without_a_test(cases: list[Answered]) -> _Decision | None:
     """Decide where the right answers are not known or launches differ, so that a case has no test; None elsewhere."""
     unlabelled = [case for case in cases if not case.labelled]
     if any(case.other or case.odd_launch is not None for case in unlabelled):
-        return _Decision("NOT_ENOUGH_DATA", "unlabelled", unlabelled)
+        return _Decision("UNDECIDED", "unlabelled", unlabelled)
     if odd := [case for case in cases if case.odd_launch is not None]:
-        return _Decision("NOT_ENOUGH_DATA", "disagree", odd)
+        return _Decision("UNDECIDED", "disagree", odd)
     return _Decision("OK", "unlabelled", unlabelled) if unlabelled else None
 
 
@@ -345,7 +345,7 @@ def _decide_on_interval(cases: list[Answered], confidence: float) -> _Decision:
     unclear = [
         case for case in cases if net_loss(len(case.lost), len(case.won), case.items, confidence)[1] > case.rule.margin
     ]
-    return _Decision("NOT_ENOUGH_DATA", "not_ruled_out", unclear) if unclear else _Decision("OK", "ruled_out", cases)
+    return _Decision("UNDECIDED", "not_ruled_out", unclear) if unclear else _Decision("OK", "ruled_out", cases)
 
 
 def _reason(
@@ -400,7 +400,7 @@ def _row_of_random_weights(cases: list[Answered], note: str) -> Row:
     unknown = [case for case in cases if case.difference is None]
     decision = _decide_without_items(cases)
     if decision is None:
-        decision = _Decision("NOT_ENOUGH_DATA", "unknown", unknown) if unknown else _Decision("OK", "ruled_out", cases)
+        decision = _Decision("UNDECIDED", "unknown", unknown) if unknown else _Decision("OK", "ruled_out", cases)
     if decision.cause == "floor":
         reason = below_floor(decision.concerned[0].result, decision.concerned[0].rule) or ""
     elif decision.cause == "numbers":
@@ -422,7 +422,7 @@ def _typically_differ(case: Answered) -> bool:
     return case.difference is not None and case.difference > case.allowed
 
 
-def _verdict_on_numbers(case: Answered) -> Verdict:
+def _verdict_on_numbers(case: Answered) -> Decided:
     """Return the verdict on log-likelihoods that differ: a baseline that failed its own check was the wrong one."""
     fixed = case.before.has_wrong_answers and not case.result.has_wrong_answers
     return "IMPROVED" if fixed else "REGRESSED"

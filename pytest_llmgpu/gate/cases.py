@@ -35,7 +35,7 @@ from pytest_llmgpu.report.derived import of_prefill
 from pytest_llmgpu.report.metrics import MetricName
 from pytest_llmgpu.report.report import Report, started
 from pytest_llmgpu.report.result import OUT_OF_MEMORY, CaseResult
-from pytest_llmgpu.report.verdicts import ALSO_CHANGED, Row, Verdict
+from pytest_llmgpu.report.verdicts import ALSO_CHANGED, Decided, Row
 
 _BROKEN = {"timeout": "exceeded its time limit", "crashed": "crashed", "error": "ended with an error"}
 
@@ -120,13 +120,13 @@ class Comparison:
         if head.outcome in _BROKEN:
             also = ", as in the baseline" if base is not None and base.outcome == head.outcome else ""
             message = f"\n{head.failure.message}" if head.failure is not None else ""
-            self._outcome(head, "FAILED", f"The case {_BROKEN[head.outcome]}{also}.{_one_line(message)}")
+            self._outcome(head, "REGRESSED", f"The case {_BROKEN[head.outcome]}{also}.{_one_line(message)}")
         elif head.outcome == "interrupted":
-            self._outcome(head, "INVALID", "The case was interrupted: measure it again.")
+            self._outcome(head, "UNDECIDED", "The case was interrupted: measure it again.")
         elif base is None:
             nothing = self.base is None
             reason = "There is no baseline." if nothing else "The baseline lacks this case."
-            self._alone(head, rules, "NO_BASELINE" if nothing else "NEW", reason)
+            self._alone(head, rules, "NEW", reason)
         elif differing or hardware:
             text = "; ".join([*dict.fromkeys([*differing, *hardware])][:_NAMED])
             self._alone(head, rules, "NOT_COMPARABLE", f"The measurements differ from the baseline's: {text}.")
@@ -134,21 +134,21 @@ class Comparison:
             self._capacity(base, head, rules)
         elif base.outcome != "completed":
             reason = f"The baseline's case {_BROKEN.get(base.outcome, 'was interrupted')}: there is nothing to compare."
-            self._alone(head, rules, "NO_BASELINE", reason)
+            self._alone(head, rules, "NEW", reason)
         else:
             self._metrics(base, head, rules)
 
     def _capacity(self, base: CaseResult, head: CaseResult, rules: Rules) -> None:
         if head.outcome == "completed":
-            self._alone(head, rules, "CAPACITY_IMPROVED", "The batch size fits in memory; in the baseline it did not.")
+            self._alone(head, rules, "IMPROVED", "The batch size fits in memory; in the baseline it did not.")
         elif base.outcome == "completed":
             how = "Out of memory" if head.outcome == "oom" else "Skipped, since a smaller batch size is out of memory"
             message = f"\n{head.failure.message}" if head.failure is not None else ""
-            self._outcome(head, "CAPACITY_REGRESSED", f"{how}; in the baseline the case completed.{_one_line(message)}")
+            self._outcome(head, "REGRESSED", f"{how}; in the baseline the case completed.{_one_line(message)}")
         elif base.outcome in OUT_OF_MEMORY:
             self._outcome(head, "OK", "Out of memory, as in the baseline.")
         else:
-            self._outcome(head, "NO_BASELINE", "Out of memory; the baseline's case failed.")
+            self._outcome(head, "NEW", "Out of memory; the baseline's case failed.")
 
     def _metrics(self, base: CaseResult, head: CaseResult, rules: Rules) -> None:
         self._compared[head.id] = base, head
@@ -263,7 +263,7 @@ class Comparison:
         else:
             self._entries.append(found)
 
-    def _alone(self, head: CaseResult, rules: Rules, verdict: Verdict, reason: str) -> None:
+    def _alone(self, head: CaseResult, rules: Rules, verdict: Decided, reason: str) -> None:
         """Add why a case is not compared; its answers can be wrong by themselves."""
         self._outcome(head, verdict, reason)
         self._floor(head, rules)
@@ -274,7 +274,7 @@ class Comparison:
             gated = rules.accuracy.gate
             self._entries.append(Row.of(head, "accuracy", "REGRESSED", floor, gated=gated, next_step=step))
 
-    def _outcome(self, result: CaseResult, verdict: Verdict, reason: str) -> None:
+    def _outcome(self, result: CaseResult, verdict: Decided, reason: str) -> None:
         self._entries.append(Row.of(result, "outcome", verdict, reason))
 
     def _gone(self, result: CaseResult) -> None:

@@ -20,7 +20,7 @@ from pytest_llmgpu.report.kernel_families import collective_of, family_of
 from pytest_llmgpu.report.metrics import MetricName
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.text import listed, percent, plural
-from pytest_llmgpu.report.verdicts import ALSO_CHANGED, WORSE, Row
+from pytest_llmgpu.report.verdicts import ALSO_CHANGED, Row
 from pytest_llmgpu.report.work import OTHER_MODULE, KernelFamily, RankWork, Work
 
 _WALL_TIMES = frozenset(("time", "first_token", "token_time"))
@@ -149,7 +149,7 @@ def with_cause(row: Row, base: CaseResult, head: CaseResult, names: tuple[Sequen
         head: The case in the candidate.
         names: The kernel names of both reports.
     """
-    if row.metric not in _EXPLAINED or row.verdict not in WORSE:
+    if row.metric not in _EXPLAINED or not row.worse:
         return row
     launches = [launch for result in (base, head) for launch in result.launches if launch.work is not None]
     if len({launch.plan_sha256 for launch in launches}) != 1:

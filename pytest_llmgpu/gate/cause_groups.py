@@ -15,7 +15,7 @@ from pytest_llmgpu.gate.classify import RowClass, classify
 from pytest_llmgpu.gate.headline import differences, is_slower, row_in_words, step_of
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.report.text import listed, without_numbers
-from pytest_llmgpu.report.verdicts import ALL_CASES, ALSO_CHANGED, DIFFERS, WORSE, Row, Verdicts, worst_first
+from pytest_llmgpu.report.verdicts import ALL_CASES, ALSO_CHANGED, DIFFERS, Row, Verdicts, worst_first
 
 _MOST_NAMES = 4
 _ENVIRONMENT = ("environment",)
@@ -50,10 +50,10 @@ def group(verdicts: Verdicts, policy: Policy) -> list[Group]:
     rows = [row for row in worst_first(verdicts.rows) if classify(row, policy) in shown]
     found: dict[Hashable, list[Row]] = {}
     names: dict[tuple[str, str], Hashable] = {}  # the cause of the first worse row of each case
-    alone = {(row.key, row.id) for row in verdicts.rows if row.verdict in {"NEW", "NO_BASELINE"}}
+    alone = {(row.key, row.id) for row in verdicts.rows if row.verdict == "NEW"}
     for row in rows:
         name = _cause(row, [] if (row.key, row.id) in alone else differing)
-        if row.verdict in WORSE and row.known is None:
+        if row.worse and row.known is None:
             names.setdefault((row.key, row.id), name)
         if row.verdict == "NOT_COMPARABLE":
             name = names.get((row.key, row.id), name)  # what made the case worse also prevents the comparison
@@ -86,7 +86,7 @@ def lines(found: Group) -> list[str]:
     text = [line for line in reason if not (found.differences and line.startswith(ALSO_CHANGED))]
     parts: dict[str, list[str]] = {}
     for row in found.rows:
-        word = row.verdict if row.gated else f"{row.verdict} (not gated)"
+        word = row.verdict
         parts.setdefault(f"{row.metric.replace('_', ' ')} {word}", []).append(row.id)
     if found.differences:
         text.insert(0, f"{DIFFERS.capitalize()}{'; '.join(found.differences)}.")
@@ -107,7 +107,7 @@ def next_step(found: Group) -> str:
 def _cause(row: Row, differing: Sequence[str]) -> Hashable:
     if row.known is not None:
         return _reason(row)
-    is_worse = row.verdict in WORSE or is_slower(row)
+    is_worse = row.worse or is_slower(row)
     if is_worse and row.cause is not None and (module := cause.module_of(row.cause)) is not None:
         return module
     return _ENVIRONMENT if differing and is_worse else _reason(row)
@@ -127,7 +127,7 @@ def _merged(found: dict[Hashable, list[Row]]) -> dict[Hashable, list[Row]]:
     # Rows of all cases come last: they belong to any cause.
     for name, rows in sorted(found.items(), key=lambda pair: not _ids(pair[1])):
         alike = name
-        if all(row.verdict in WORSE and row.known is None for row in rows) and isinstance(name, tuple):
+        if all(row.worse and row.known is None for row in rows) and isinstance(name, tuple):
             fitting = (other for other, others in merged.items() if _is_worse(others) and _ids(rows) <= _ids(others))
             alike = next(fitting, name)
         merged.setdefault(alike, []).extend(rows)
@@ -135,7 +135,7 @@ def _merged(found: dict[Hashable, list[Row]]) -> dict[Hashable, list[Row]]:
 
 
 def _is_worse(rows: Sequence[Row]) -> bool:
-    return rows[0].verdict in WORSE and rows[0].known is None
+    return rows[0].worse and rows[0].known is None
 
 
 def _ids(rows: Iterable[Row]) -> set[str]:

@@ -8,13 +8,10 @@ from collections.abc import Sequence
 import msgspec
 
 from pytest_llmgpu.gate.policy import Policy
-from pytest_llmgpu.report.verdicts import ALL_CASES, BETTER, UNCLEAR, WORSE, Row, Verdict, Verdicts
+from pytest_llmgpu.report.verdicts import ALL_CASES, UNCLEAR, Row, Verdicts
 
 TIMES = ("device_time", "time", "first_token", "token_time")
 """The metrics that show a slowdown, the best first."""
-
-_MAY_HIDE: frozenset[Verdict] = frozenset(("OK", "NOT_ENOUGH_DATA", "INVALID"))
-"""The verdicts on a time behind which a slowdown can be hidden by noise or a disturbance."""
 
 
 class RowClass(enum.Enum):
@@ -35,28 +32,24 @@ class RowClass(enum.Enum):
 
 
 class ExitStatus(enum.IntEnum):
-    """Exit status of `llmgpu gate` and of every command that judges."""
+    """Exit status of every command."""
 
     PASSED = 0
     REGRESSED = 1
     """A metric regressed, a case failed, or one is missing."""
     USAGE = 2
     """The arguments are wrong, or a file cannot be read."""
-    NOT_ENOUGH_DATA = 3
-    """A large slowdown would not have been seen, or too little was measured to decide and the policy fails on it."""
-    NOT_COMPARABLE = 4
-    """Something that is gated was measured under other conditions."""
-    NOTHING_COMPARED = 5
-    """Nothing that is gated was compared, or not all of it where the policy requires that."""
+    NOT_JUDGED = 3
+    """The candidate could not be judged: it is undecided, not comparable, or nothing that is gated was compared."""
 
 
 def classify(row: Row, policy: Policy) -> RowClass:
     """Return the class of a row under a policy."""
     if fails(row, policy):
         return RowClass.FAILS
-    if row.verdict in WORSE:
+    if row.worse:
         return RowClass.ALLOWED
-    if row.verdict in BETTER:
+    if row.improved:
         return RowClass.BETTER
     if row.verdict in UNCLEAR:
         return RowClass.UNCLEAR
@@ -69,13 +62,13 @@ def fails(row: Row, policy: Policy) -> bool:
         return False
     if row.verdict == "MISSING":
         return not policy.allow_missing
-    if row.metric == "outcome" and row.verdict == "INVALID":
+    if row.metric == "outcome" and row.verdict == "UNDECIDED":
         return True  # the case was interrupted, which is no matter of noise
     if row.unseen:
         return True
-    if row.verdict in {"NOT_ENOUGH_DATA", "INVALID"}:
+    if row.verdict == "UNDECIDED":
         return policy.on_inconclusive == "fail"
-    return row.verdict in WORSE or row.verdict == "NOT_COMPARABLE"
+    return row.verdict in {"REGRESSED", "NOT_COMPARABLE"}
 
 
 def with_unseen(rows: Sequence[Row], policy: Policy) -> list[Row]:
@@ -93,24 +86,27 @@ def with_unseen(rows: Sequence[Row], policy: Policy) -> list[Row]:
     for number in best.values():
         row = rows[number]
         seen = float("inf") if row.smallest_seen is None else row.smallest_seen
-        if row.known is None and row.verdict in _MAY_HIDE and seen > policy.largest_unseen_slowdown:
-            verdict: Verdict = "NOT_ENOUGH_DATA" if row.verdict == "OK" else row.verdict
-            marked[number] = msgspec.structs.replace(row, verdict=verdict, unseen=True)
+        if (
+            row.known is None
+            and (row.unchanged or row.verdict == "UNDECIDED")
+            and seen > policy.largest_unseen_slowdown
+        ):
+            marked[number] = msgspec.structs.replace(row, verdict="UNDECIDED", unseen=True)
     return marked
 
 
 def exit_status(verdicts: Verdicts, policy: Policy) -> ExitStatus:
     """Return the exit status that all verdicts come to."""
     failing = {row.verdict for row in verdicts.rows if fails(row, policy)}
-    if failing & {*WORSE, "MISSING"}:
+    if failing & {"REGRESSED", "MISSING"}:
         return ExitStatus.REGRESSED
     if "NOT_COMPARABLE" in failing:
-        return ExitStatus.NOT_COMPARABLE
+        return ExitStatus.NOT_JUDGED
     if verdicts.baseline is None:
-        return ExitStatus.PASSED if policy.allow_no_baseline else ExitStatus.NOTHING_COMPARED
+        return ExitStatus.PASSED if policy.allow_no_baseline else ExitStatus.NOT_JUDGED
     if not verdicts.armed.gated or (policy.require_armed and verdicts.armed.gated_unarmed):
-        return ExitStatus.NOTHING_COMPARED
-    return ExitStatus.NOT_ENOUGH_DATA if failing else ExitStatus.PASSED
+        return ExitStatus.NOT_JUDGED
+    return ExitStatus.NOT_JUDGED if failing else ExitStatus.PASSED
 
 
 def _order(row: Row) -> tuple[bool, int]:

@@ -37,15 +37,15 @@ def comparable(base: CaseResult, head: CaseResult) -> Sides | Refusal:
         if not measured and result is head:
             return Refusal("MISSING", "No batch was timed.")
         if not measured:
-            return Refusal("INVALID", "No batch of the baseline was timed.", _again(name))
+            return Refusal("UNDECIDED", "No batch of the baseline was timed.", _again(name))
         if not valid:
             disturbance = disturbances.untimed(measured[0]) or ""
             reason = f"The launches of the {name} were disturbed: {disturbance}."
-            return Refusal("INVALID", reason, _again(name, disturbances.remedy(disturbance)))
+            return Refusal("UNDECIDED", reason, _again(name, disturbances.remedy(disturbance)))
         sides.append(valid)
     alike = _equally_throttled(*sides)
     if isinstance(alike, str):
-        return Refusal("INVALID", alike, _again("throttled report", disturbances.COOLER))
+        return Refusal("UNDECIDED", alike, _again("throttled report", disturbances.COOLER))
     changed = _other_threads(*alike) if head.case.device == "cpu" else None
     if (unpaired := changed or _unpaired([*alike[0], *alike[1]])) is not None:
         other = other_execution(base, head)

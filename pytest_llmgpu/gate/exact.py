@@ -14,7 +14,7 @@ from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.metrics import MetricName
 from pytest_llmgpu.report.result import CaseResult, Launch, Path, Traffic
 from pytest_llmgpu.report.text import gib, percent, signed_percent
-from pytest_llmgpu.report.verdicts import NEITHER, ONLY_CANDIDATE, SEVERITY, Row, Verdict
+from pytest_llmgpu.report.verdicts import NEITHER, ONLY_CANDIDATE, WORST_FIRST, Decided, Row
 
 _USED_BYTES = 2**30
 """Growth of memory outside live tensors that is always allowed: a new version of a library can take as much."""
@@ -49,7 +49,7 @@ def traffic_row(base: CaseResult, head: CaseResult, rule: AmountRule) -> Row | s
         return Row.of(head, "traffic", "NOT_COMPARABLE", reason, gated=rule.gate, **figures)
     then, now = _sums(before, over=1), _sums(after, over=1)
     places = then.keys() | now.keys()
-    verdict: Verdict
+    verdict: Decided
     if any(now[place] - then[place] > rule.margin * then[place] for place in places):
         verdict = "REGRESSED"
     else:
@@ -114,12 +114,12 @@ def memory_row(base: CaseResult, head: CaseResult, rule: MemoryRule) -> Row | st
         return missing
     peak = _Peak("the fullest device", then, now)
     verdict = peak.verdict(rule)
-    if verdict in {"OK", "NOT_ENOUGH_DATA"}:
+    if verdict in {"OK", "UNDECIDED"}:
         for other in _changed(head, tensors):
             found = other.verdict(rule)
-            if SEVERITY.index(found) < SEVERITY.index(verdict):
+            if WORST_FIRST.index(found) < WORST_FIRST.index(verdict):
                 peak, verdict = other, found
-    more = "The launches differ by more than the threshold." if verdict == "NOT_ENOUGH_DATA" else None
+    more = "The launches differ by more than the threshold." if verdict == "UNDECIDED" else None
     noun, threshold = "Memory", peak.threshold(rule)
     if verdict != "REGRESSED" and (outside := _outside_tensors(base, head, rule)) is not None:
         tensors_now, tensors_then = gib(peak.after), gib(peak.before)
@@ -174,14 +174,14 @@ class _Peak(NamedTuple):
         """Return the threshold of live tensors as a fraction."""
         return max(rule.margin, rule.absolute_bytes / self.before)
 
-    def verdict(self, rule: MemoryRule) -> Verdict:
+    def verdict(self, rule: MemoryRule) -> Decided:
         """Return the verdict on live tensors."""
         threshold = self.threshold(rule)
         if self.low > 1 + threshold:
             return "REGRESSED"
         if self.high < 1 - threshold:
             return "IMPROVED"
-        return "OK" if self.high <= 1 + threshold else "NOT_ENOUGH_DATA"
+        return "OK" if self.high <= 1 + threshold else "UNDECIDED"
 
     def used_threshold(self, rule: MemoryRule) -> float:
         """Return the threshold of memory outside live tensors as a fraction."""

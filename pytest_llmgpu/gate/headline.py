@@ -14,12 +14,10 @@ from pytest_llmgpu.report.metrics import spec_of
 from pytest_llmgpu.report.text import FACTORS_FROM, listed, plural, signed_percent, slowdown
 from pytest_llmgpu.report.verdicts import (
     ALL_CASES,
-    COMPARED,
     DIFFERS,
     NEITHER,
     ONLY_CANDIDATE,
     SEVERITY,
-    WORSE,
     Row,
     SessionState,
     Verdicts,
@@ -32,14 +30,6 @@ _REASONS = 2
 _DIFFERENCES = 3
 """Most differences of the environment that are named."""
 
-_WORDS = {
-    ExitStatus.PASSED: "PASSED",
-    ExitStatus.REGRESSED: "REGRESSED",
-    ExitStatus.NOT_ENOUGH_DATA: "NOT ENOUGH DATA",
-    ExitStatus.NOT_COMPARABLE: "NOT COMPARABLE",
-    ExitStatus.NOTHING_COMPARED: "NOTHING COMPARED",
-}
-
 _STATES: dict[SessionState, str] = {
     "interrupted": "was interrupted",
     "incomplete": "is incomplete",
@@ -50,9 +40,8 @@ _STATES: dict[SessionState, str] = {
 _NEXT_STEPS = {
     "MISSING": "Measure it again, or set allow_missing in the policy if it was removed on purpose.",
     "NOT_COMPARABLE": "Measure both with the same settings, or make this report the baseline.",
-    "INVALID": "Measure again.",
+    "UNDECIDED": "Measure again.",
     "NEW": "Make this report the baseline: llmgpu promote.",
-    "NO_BASELINE": "Make this report the baseline: llmgpu promote.",
 }
 """The next step of the verdicts without a comparison; for the others it is in the table of metrics."""
 
@@ -123,11 +112,10 @@ def decide(verdicts: Verdicts, policy: Policy) -> Headline:
     """Return the data of the headline."""
     status = exit_status(verdicts, policy)
     failing = worst_first(row for row in verdicts.rows if fails(row, policy))
-    compared = [row for row in verdicts.rows if row.verdict in COMPARED and row.id != ALL_CASES]
+    compared = [row for row in verdicts.rows if row.compared and row.id != ALL_CASES]
     deciding = {
-        ExitStatus.REGRESSED: _with_numbers_first(row for row in failing if row.verdict in {*WORSE, "MISSING"}),
-        ExitStatus.NOT_COMPARABLE: [row for row in failing if row.verdict == "NOT_COMPARABLE"],
-        ExitStatus.NOT_ENOUGH_DATA: failing,
+        ExitStatus.REGRESSED: _with_numbers_first(row for row in failing if row.verdict in {"REGRESSED", "MISSING"}),
+        ExitStatus.NOT_JUDGED: [row for row in failing if row.verdict == "NOT_COMPARABLE"] or failing,
     }
     limit = policy.largest_unseen_slowdown
     seen = {metric: _smallest_seen(compared, metric) for metric in ("device_time", "time")}
@@ -150,10 +138,8 @@ def decide(verdicts: Verdicts, policy: Policy) -> Headline:
         limit=limit,
         # Items of the gate fail tests themselves: where the gate fails, failed tests state nothing new.
         states=[state for state in states if state != "failed" or status is ExitStatus.PASSED],
-        undecided=slower[0]
-        if slower and slower[0].verdict == "NOT_ENOUGH_DATA" and slower[0] not in worst[:1]
-        else None,
-        differences=differences(verdicts) if slower or any(row.verdict in WORSE for row in worst) else [],
+        undecided=slower[0] if slower and slower[0].verdict == "UNDECIDED" and slower[0] not in worst[:1] else None,
+        differences=differences(verdicts) if slower or any(row.worse for row in worst) else [],
     )
 
 
@@ -162,14 +148,14 @@ def describe(headline: Headline) -> str:
     if headline.worst:
         text = _of_rows(headline.worst, headline.limit)
     elif headline.status is ExitStatus.PASSED:
-        text = f"{_WORDS[headline.status]}: {_of_pass(headline)}"
+        text = f"PASSED: {_of_pass(headline)}"
     else:
         often = sorted(headline.unarmed.items(), key=lambda pair: -pair[1])
         reasons = listed([f"{count:,} x {reason}" for reason, count in often], _REASONS)
         why = reasons or "the reports share no case" if headline.has_baseline else "there is no baseline"
         if headline.cases:
             why = f"the policy requires every gated row (require_armed): {why}"
-        text = f"{_WORDS[headline.status]}: {why}"
+        text = f"NOTHING COMPARED: {why}"
     if headline.undecided is not None:
         text += f"; not enough data to decide {row_in_words(headline.undecided)}"
     if headline.differences:
@@ -177,11 +163,6 @@ def describe(headline: Headline) -> str:
     if headline.states:
         text += f"; the candidate {' and '.join(_STATES[state] for state in headline.states)}"
     return text
-
-
-def word(status: ExitStatus) -> str:
-    """Return the word for an exit status, with which every output begins."""
-    return _WORDS[status]
 
 
 def differences(verdicts: Verdicts) -> list[str]:
@@ -193,7 +174,12 @@ def is_slower(row: Row) -> bool:
     """Return whether a time is longer than the baseline's, also if the threshold is larger than what was measured."""
     if row.metric not in TIMES or row.ratio is None or row.ratio <= 1:
         return False
-    return row.verdict in WORSE or (row.verdict == "NOT_ENOUGH_DATA" and row.low is not None and row.low > 1)
+    return row.worse or (row.verdict == "UNDECIDED" and row.low is not None and row.low > 1)
+
+
+def is_disturbed(row: Row) -> bool:
+    """Return whether disturbed launches are the reason why a row is undecided."""
+    return row.verdict == "UNDECIDED" and not row.compared
 
 
 def row_in_words(row: Row, limit: float | None = None) -> str:
@@ -210,7 +196,7 @@ def row_in_words(row: Row, limit: float | None = None) -> str:
         if row.smallest_seen > FACTORS_FROM:
             seen = f"not even a slowdown by a factor of {FACTORS_FROM:g} would"
         return f"{name}: {seen} have been seen, allowed is {slowdown(limit)}"
-    if row.verdict not in COMPARED or row.base is None or row.head is None or not (spec.points or row.ratio):
+    if not row.compared or row.base is None or row.head is None or not (spec.points or row.ratio):
         return f"{name}: {row.reason.splitlines()[0].rstrip('.')}" if row.reason else name
     change = f"{100 * (row.head - row.base):+.2f} pt" if spec.points else signed_percent((row.ratio or 1.0) - 1)
     why = f": {cause.describe(row.cause)}" if row.cause is not None else ""
@@ -220,8 +206,10 @@ def row_in_words(row: Row, limit: float | None = None) -> str:
 def next_steps(verdicts: Verdicts, policy: Policy) -> NextSteps:
     """Return what to run next."""
     failing = worst_first(row for row in verdicts.rows if fails(row, policy))
-    undecided = [row for row in verdicts.rows if row.verdict == "NOT_ENOUGH_DATA" and row.gated and row.known is None]
-    worst = failing or worst_first(row for row in verdicts.rows if row.verdict == "INVALID" and row.gated)
+    undecided = [
+        row for row in verdicts.rows if row.verdict == "UNDECIDED" and row.compared and row.gated and row.known is None
+    ]
+    worst = failing or worst_first(row for row in verdicts.rows if is_disturbed(row) and row.gated)
     base = verdicts.baseline.commit if verdicts.baseline is not None else None
     candidate = verdicts.head
     # A regression of uncommitted changes is between no two commits.
@@ -257,8 +245,8 @@ def _decide_undecided(rows: Sequence[Row], without_work: str | None = None) -> U
 def describe_next(steps: NextSteps) -> str:
     """Return the next steps in one line; empty if there is nothing to do."""
     parts = []
-    if steps.worst is not None and steps.worst.verdict != "NOT_ENOUGH_DATA":
-        if steps.worst.verdict in WORSE and steps.commits is not None and not steps.worst.next_step:
+    if steps.worst is not None and (steps.worst.verdict != "UNDECIDED" or is_disturbed(steps.worst)):
+        if steps.worst.worse and steps.commits is not None and not steps.worst.next_step:
             good, bad = (commit[:8] for commit in steps.commits)
             names = f"--metric {steps.worst.metric} --case {shlex.quote(steps.worst.id)}"
             parts.append(f"llmgpu bisect {good} {bad} {names} -- pytest ... finds the commit, if several are possible.")
@@ -287,31 +275,28 @@ def _describe_undecided(found: Undecided) -> list[str]:
 
 def step_of(row: Row, *others: Row) -> str:
     """Return the next step for the reader of a row, the worst one, and of others with the same cause."""
-    if row.verdict == "NOT_ENOUGH_DATA":
+    if row.verdict == "UNDECIDED" and row.compared:
         return " ".join(_describe_undecided(_decide_undecided([row, *others])))
     return row.next_step or _NEXT_STEPS.get(row.verdict) or spec_of(row.metric).next_step
 
 
 def _with_numbers_first(rows: Iterable[Row]) -> list[Row]:
-    """Return rows of each verdict with those first that have a number."""
-    severity = list(SEVERITY)
-    return sorted(rows, key=lambda row: (severity.index(row.verdict), row.verdict == "REGRESSED" and row.ratio is None))
+    """Return rows of each verdict with outcomes and those first that have a number."""
+    return sorted(rows, key=lambda row: (SEVERITY.index(row.verdict), row.ratio is None and row.metric != "outcome"))
 
 
 def _of_rows(rows: Sequence[Row], limit: float) -> str:
     """Return the worst row, and the number of cases that the others are of."""
     worst, *others = rows
-    word = worst.verdict.replace("_", " ").removeprefix("CAPACITY ")
-    if worst.verdict == "INVALID" or worst.unseen:
-        word = _WORDS[ExitStatus.NOT_ENOUGH_DATA]
+    word = worst.verdict.replace("_", " ")
     counts: dict[str, set[str]] = {}
-    limited = any(row.metric == "outcome" and row.verdict == "CAPACITY_REGRESSED" for row in rows)
+    limited = any(row.metric == "outcome" and row.verdict == "REGRESSED" for row in rows)
     for row in others:
         # The mean over all cases is no case, nor is the largest batch size, of which a case is out of memory.
         if row.id != ALL_CASES and not (limited and row.metric == "largest_batch"):
             counts.setdefault(row.verdict.replace("_", " "), set()).update(_cases(row) - _cases(worst))
     more = [f"{plural(len(cases), 'more case')} {verdict}" for verdict, cases in counts.items() if cases]
-    if worst.verdict in {"NOT_ENOUGH_DATA", "INVALID"} and not worst.unseen and worst.metric != "outcome":
+    if worst.verdict == "UNDECIDED" and not worst.unseen and worst.metric != "outcome":
         more.append('the policy has on_inconclusive = "fail"')
     return "; ".join([f"{word}: {row_in_words(worst, limit)}", *more])
 

@@ -22,10 +22,7 @@ from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.text import guess, listed, plural
 from pytest_llmgpu.report.verdicts import (
     ALL_CASES,
-    BETTER,
-    COMPARED,
     DIFFERS,
-    WORSE,
     Armed,
     Baseline,
     Candidate,
@@ -33,8 +30,6 @@ from pytest_llmgpu.report.verdicts import (
     SessionState,
     Verdicts,
 )
-
-_MAY_BE_KNOWN = WORSE | {"NOT_ENOUGH_DATA"}
 
 _CHANGES_ONLY = frozenset(("outcome", "execution", "kernels", "ops", "runtime_calls"))
 """Metrics that a completed case may have no row of: the absence of a row means no change."""
@@ -81,12 +76,12 @@ def judge(
             warnings.append("the noise was calibrated from the candidate itself: calibrate from other launches")
         warnings = [*(f"{DIFFERS}{text}" for text in soft), *calibration.warnings, *warnings]
     unarmed = judged.unarmed + judged.left_out
-    others = [row for row in known if row.verdict not in COMPARED]
+    others = [row for row in known if not row.compared]
     unarmed.update(f"{row.metric}: {row.verdict}" for row in others)
     gaps = judged.gaps + Counter(f"{row.metric}: {row.verdict}" for row in others if row.gated)
     armed = Armed(
-        compared=sum(row.verdict in COMPARED for row in known),
-        gated=sum(row.verdict in COMPARED and row.gated for row in known),
+        compared=sum(row.compared for row in known),
+        gated=sum(row.compared and row.gated for row in known),
         unarmed=dict(sorted(unarmed.items())),
         gaps=dict(sorted(gaps.items())),
         gated_unarmed=gaps.total(),
@@ -127,7 +122,7 @@ def _known(rows: Sequence[Row], policy: Policy, today: datetime.date) -> tuple[l
     for entry in policy.known:
         name = f"known regression {entry.case} {entry.metric} ({entry.reason})"
         about = [row for row in rows if row.metric == entry.metric and entry.case in {*_names(row), *(row.cases or ())}]
-        open_rows = [row for row in about if row.verdict in _MAY_BE_KNOWN]
+        open_rows = [row for row in about if _may_be_known(row)]
         grown = max((row.ratio - 1 for row in open_rows if row.ratio is not None), default=0.0)
         if entry.expires < today:
             warnings.append(f"{name} expired on {entry.expires}: it counts again")
@@ -137,10 +132,14 @@ def _known(rows: Sequence[Row], policy: Policy, today: datetime.date) -> tuple[l
             )
         elif open_rows:
             reasons[entry.case, entry.metric] = entry.reason
-        elif any(row.verdict in {*BETTER, "OK"} for row in about or _of_completed(rows, entry)):
+        elif any(row.verdict == "OK" or row.improved for row in about or _of_completed(rows, entry)):
             # A case that was left out, or could not be compared, can still have it.
             warnings.append(f"{name} was not found: remove it from the policy")
-    return [_marked(row, reasons) if row.verdict in _MAY_BE_KNOWN else row for row in rows], warnings
+    return [_marked(row, reasons) if _may_be_known(row) else row for row in rows], warnings
+
+
+def _may_be_known(row: Row) -> bool:
+    return row.worse or (row.verdict == "UNDECIDED" and row.compared)
 
 
 def _marked(row: Row, reasons: Mapping[tuple[str, str], str]) -> Row:

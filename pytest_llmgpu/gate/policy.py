@@ -236,7 +236,7 @@ class Policy(Rules, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The confidence of a verdict that something changed. The probability of a false alarm in all gated rows of times
     together, and in all gated rows of another metric, is at most 1 minus this value."""
     on_inconclusive: Literal["pass", "fail"] = "pass"
-    """Effect of a NOT_ENOUGH_DATA row on the gate: `pass` or `fail`."""
+    """Effect of a UNDECIDED row on the gate: `pass` or `fail`."""
     largest_unseen_slowdown: Annotated[float, Meta(gt=0, lt=2.0**63)] = 0.5
     """The largest slowdown of a case that may stay unseen, as a fraction. The gate does not pass if the launches of a
     gated case would not have shown this slowdown, whatever `on_inconclusive` is. Device time counts if both reports

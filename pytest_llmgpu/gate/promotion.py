@@ -154,10 +154,15 @@ def trial(
         row
         for row in verdicts.rows
         if fails(row, strict)
-        and not (row.verdict == "NOT_ENOUGH_DATA" and row.metric in _TIMES and (row.key in more or row.id == ALL_CASES))
+        and not (
+            row.verdict == "UNDECIDED"
+            and row.compared
+            and row.metric in _TIMES
+            and (row.key in more or row.id == ALL_CASES)
+        )
     )
     nothing_compared = not failing and not verdicts.armed.gated
-    undecided = any(row.metric in TIMES and row.verdict == "NOT_ENOUGH_DATA" for row in failing)
+    undecided = any(row.metric in TIMES and row.verdict == "UNDECIDED" and row.compared for row in failing)
     other = {row.verdict for row in failing} <= {"MISSING", "NOT_COMPARABLE"}
     return Trial(
         verdicts,

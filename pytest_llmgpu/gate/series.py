@@ -17,7 +17,7 @@ from pytest_llmgpu.report.derived import launch_energy_j, transfer_s
 from pytest_llmgpu.report.disturbances import untimed
 from pytest_llmgpu.report.metrics import MetricName, spec_of
 from pytest_llmgpu.report.result import OUT_OF_MEMORY, CaseResult, Launch
-from pytest_llmgpu.report.verdicts import Row, Verdict
+from pytest_llmgpu.report.verdicts import Decided, Row, stated
 
 _NOT_OF_SERIES = frozenset(("batch_size", "execution"))
 """Fields in which the cases of one series can differ."""
@@ -114,7 +114,7 @@ def _amounts(base: Series, head: Series, metric: MetricName, rule: ShownRule, pr
 
 def undecided_amount(row: Row) -> bool:
     """Return whether a row has too few launches to decide about an amount that is not gated: it is not shown."""
-    return row.metric in _AMOUNTS and not row.gated and row.n == 1 and row.verdict == "NOT_ENOUGH_DATA"
+    return row.metric in _AMOUNTS and not row.gated and row.n == 1 and row.verdict == "UNDECIDED"
 
 
 def _largest_batch(base: Series, head: Series, *, gated: bool) -> Row | None:
@@ -126,9 +126,9 @@ def _largest_batch(base: Series, head: Series, *, gated: bool) -> Row | None:
     if not limited or not base.known or not head.known:
         return None
     if head.fails is not None and head.fails <= base.fits:
-        verdict: Verdict = "CAPACITY_REGRESSED"
+        verdict: Decided = "REGRESSED"
     elif base.fails is not None and base.fails <= head.fits:
-        verdict = "CAPACITY_IMPROVED"
+        verdict = "IMPROVED"
     else:
         verdict = "OK"
     case = head.result.case
@@ -136,7 +136,7 @@ def _largest_batch(base: Series, head: Series, *, gated: bool) -> Row | None:
         key=case.series,
         id=case.strategy,
         metric="largest_batch",
-        verdict=verdict,
+        **stated(verdict),
         reason=f"Largest batch size {_reach(head)}, was {_reach(base)}.",
         gated=gated,
         base=float(base.fits),

@@ -45,7 +45,7 @@ from pytest_llmgpu.report.derived import device_times_s, inference_s
 from pytest_llmgpu.report.metrics import MetricName, default_threshold, spec_of
 from pytest_llmgpu.report.result import CaseResult, Launch
 from pytest_llmgpu.report.text import FACTORS_FROM, plural, signed_percent, significant, slowdown
-from pytest_llmgpu.report.verdicts import ALL_CASES, NEITHER, ONLY_CANDIDATE, Row, Verdict
+from pytest_llmgpu.report.verdicts import ALL_CASES, NEITHER, ONLY_CANDIDATE, Decided, Row, stated
 from pytest_llmgpu.report.work import Ceilings
 
 PROMISED = 0.02
@@ -178,7 +178,7 @@ class Estimate(msgspec.Struct, frozen=True):
 class Decision(msgspec.Struct, frozen=True):
     """The verdict on one row, with the figures that decided it."""
 
-    verdict: Verdict
+    verdict: Decided
     threshold: float
     """The threshold as a fraction, with the allowance for other GPUs."""
     ratio: float
@@ -487,14 +487,14 @@ def decide(
     scattered = estimate.spread >= math.log(case.spread)
     needed = None
     if slower <= alpha and least > limit:
-        verdict: Verdict = "REGRESSED"
+        verdict: Decided = "REGRESSED"
     elif faster <= alpha and most < -limit:
         verdict = "IMPROVED"
     elif most + half < math.log(math.exp(allowed) + PROMISED) and not scattered:
         verdict = "OK"
     else:
-        verdict = "NOT_ENOUGH_DATA"
-    if verdict in {"OK", "NOT_ENOUGH_DATA"} and not case.machine_sd:
+        verdict = "UNDECIDED"
+    if verdict in {"OK", "UNDECIDED"} and not case.machine_sd:
         needed = launches_needed(
             msgspec.structs.replace(case.prior, s0=estimate.sd),
             slowdown=case.threshold + PROMISED,
@@ -560,7 +560,7 @@ def _next_step(case: Timed, decision: Decision) -> str:
 
     An OK row has one as well: behind so much noise that a slowdown would not have been seen, it is not OK.
     """
-    if decision.verdict not in {"NOT_ENOUGH_DATA", "OK"}:
+    if decision.verdict not in {"UNDECIDED", "OK"}:
         return ""
     if decision.scattered:
         return "Look for other users of the machine (nvidia-smi, top), then measure again."
@@ -574,7 +574,7 @@ def _row(case: Timed, estimate: Estimate, decision: Decision, reason: str) -> Ro
         id=case.name.id,
         nodeid=case.name.nodeid,
         metric=case.name.metric,
-        verdict=decision.verdict,
+        **stated(decision.verdict),
         reason=reason,
         next_step=_next_step(case, decision),
         gated=case.gated,
@@ -656,7 +656,7 @@ def _measured(
         if isinstance(sides, Refusal):
             return _refused(head, "device_time", sides, gated=gated)
         reason = "The launches with device time were disturbed (`profile.invalid`)."
-        return Row.of(head, "device_time", "INVALID", reason, gated=gated)
+        return Row.of(head, "device_time", "UNDECIDED", reason, gated=gated)
     assert not isinstance(sides, Refusal)
     batches = {tuple(launch.work.batches) for side in sides for launch in side if launch.work is not None}
     if len(batches) > 1 or len({len(launch) for side in measured for launch in side}) > 1:

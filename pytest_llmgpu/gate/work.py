@@ -18,7 +18,7 @@ from pytest_llmgpu.report.derived import of_prefill
 from pytest_llmgpu.report.metrics import MetricName, spec_of
 from pytest_llmgpu.report.result import CaseResult, Launch
 from pytest_llmgpu.report.text import listed, percent, signed_percent
-from pytest_llmgpu.report.verdicts import NEITHER, ONLY_CANDIDATE, SEVERITY, WORSE, Row, Verdict
+from pytest_llmgpu.report.verdicts import NEITHER, ONLY_CANDIDATE, WORST_FIRST, Decided, Row
 from pytest_llmgpu.report.work import WORK_OFF, WORK_ON, RankWork
 
 _NAMED = 3
@@ -98,7 +98,7 @@ def worse(step: Row | None, prefill: Row) -> Row:
 
 
 def _badness(row: Row) -> tuple[int, float]:
-    return SEVERITY.index(row.verdict), -(row.ratio or 0.0) if row.verdict in WORSE else 0.0
+    return WORST_FIRST.index(row.result), -(row.ratio or 0.0) if row.worse else 0.0
 
 
 def _worse(step: Found | None, prefill: Found | None) -> Found:
@@ -229,13 +229,13 @@ class _Rank(NamedTuple):
         was, is_now = statistics.median_low(self.then), statistics.median_low(self.now)
         return is_now / was - 1 if was else math.inf if is_now else 0.0
 
-    def verdict(self, threshold: float) -> Verdict:
+    def verdict(self, threshold: float) -> Decided:
         """Return the verdict. Where launches differ, their whole range has to lie above the threshold."""
         least, most = min(self.then), max(self.then)
         if min(self.now) - most > threshold * most:
             return "REGRESSED"
         if max(self.now) - least > threshold * least:
-            return "NOT_ENOUGH_DATA"
+            return "UNDECIDED"
         return "IMPROVED" if least - max(self.now) > threshold * least else "OK"
 
 
@@ -249,7 +249,7 @@ def _row(
         for number in range(len(nows[0]))
     ]
     verdicts = [one.verdict(threshold) for one in ranks]
-    verdict = min(verdicts, key=SEVERITY.index)
+    verdict = min(verdicts, key=WORST_FIRST.index)
     concerned = [one for one, its in zip(ranks, verdicts, strict=True) if its == verdict]
     shown = max(concerned, key=lambda one: abs(one.growth))
     was, is_now = statistics.median_low(shown.then), statistics.median_low(shown.now)
@@ -268,12 +268,12 @@ def _row(
     )
 
 
-def _reason(metric: _Metric, verdict: Verdict, shown: _Rank, *, concerned: int, ranks: int, threshold: float) -> str:
+def _reason(metric: _Metric, verdict: Decided, shown: _Rank, *, concerned: int, ranks: int, threshold: float) -> str:
     was, is_now = statistics.median_low(shown.then), statistics.median_low(shown.now)
     if verdict == "OK" and was == is_now:
         return f"{metric.noun} are equal."
     where = "" if ranks == 1 else " on each rank" if concerned == ranks else f" on rank {shown.number}"
-    if verdict == "NOT_ENOUGH_DATA":
+    if verdict == "UNDECIDED":
         ends = (f"{min(figures):,} to {max(figures):,}" for figures in (shown.now, shown.then))
         return f"{metric.noun} differ between launches{where}: {', were '.join(ends)} in a work pass."
     written = spec_of(metric.name).written

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 from pytest_llmgpu.gate.classify import TIMES
 from pytest_llmgpu.report.metrics import spec_of
 from pytest_llmgpu.report.text import plural, signed_percent
-from pytest_llmgpu.report.verdicts import ALL_CASES, SEVERITY, UNCLEAR, WORSE, Row, Verdict, Verdicts, worst_first
+from pytest_llmgpu.report.verdicts import ALL_CASES, SEVERITY, UNCLEAR, Row, Verdict, Verdicts, worst_first
 
 
 class Figures(NamedTuple):
@@ -42,14 +42,14 @@ def figures(row: Row) -> Figures:
 
 
 def verdict(row: Row) -> str:
-    """Return the verdict of a row, with the reason why it cannot fail the gate."""
-    why = "not gated" if not row.gated else "known" if row.known is not None else ""
+    """Return the verdict of a row, with a sign if the candidate is better or the change is known."""
+    why = "improved" if row.improved else "known" if row.known is not None else ""
     return f"{row.verdict} ({why})" if why else row.verdict
 
 
 def mark(verdict: Verdict) -> Literal["failure", "warning", "ok"]:
     """Return the kind of a verdict, by which it is coloured wherever it is shown."""
-    if verdict in WORSE or verdict == "MISSING":
+    if verdict in {"REGRESSED", "MISSING"}:
         return "failure"
     return "warning" if verdict in UNCLEAR else "ok"
 
@@ -90,8 +90,8 @@ def cases(rows: Iterable[Row]) -> list[Row]:
 
 def _order(row: Row) -> int:
     """Return the rank of a row among those of its case."""
-    if row.metric == "accuracy" and row.verdict in WORSE:
+    if row.metric == "accuracy" and row.worse:
         return -1
-    if row.metric == "outcome" and row.verdict != "OK":
+    if row.metric == "outcome" and not row.unchanged:
         return 0
     return 1 + TIMES.index(row.metric) if row.metric in TIMES and row.ratio is not None else 1 + len(TIMES)

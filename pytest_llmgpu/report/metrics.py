@@ -1,4 +1,4 @@
-"""The table of metrics: one row per metric. Verdicts, policy, terminal, page, exports, trend and selftest read it.
+"""The table of metrics: one row per metric. Verdicts, policy, terminal, page, exports and trend read it.
 
 A new metric is a new row here, its key in the policy (`Rules` and `Override` of `gate.policy`), the function that
 judges it, and its call in `gate.cases` or `gate.series`. A new wall time has a row in

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any, Literal, get_args
 
@@ -11,36 +12,25 @@ from pytest_llmgpu.report.cause import Cause
 from pytest_llmgpu.report.metrics import JUDGED, MetricName, spec_of
 from pytest_llmgpu.report.result import CaseResult
 
-Verdict = Literal[
-    "FAILED",
-    "CAPACITY_REGRESSED",
-    "REGRESSED",
-    "MISSING",
-    "NOT_COMPARABLE",
-    "INVALID",
-    "NOT_ENOUGH_DATA",
-    "NO_BASELINE",
-    "NEW",
-    "CAPACITY_IMPROVED",
-    "IMPROVED",
-    "OK",
-]
-"""The verdict on one metric of one case; the worst comes first."""
+Verdict = Literal["REGRESSED", "MISSING", "NOT_COMPARABLE", "UNDECIDED", "CHANGED", "NEW", "OK"]
+"""The verdict on one metric of one case; the worst comes first.
+
+REGRESSED: worse by more than the threshold, failed, or out of memory. MISSING: only the baseline has it.
+NOT_COMPARABLE: the conditions differ. UNDECIDED: the launches are disturbed, or too few. CHANGED: different, and not
+gated. NEW: the baseline has nothing to compare with. OK: equal within the threshold, or better.
+"""
 
 SEVERITY: tuple[Verdict, ...] = get_args(Verdict)
 """Every verdict, worst first."""
 
-WORSE: frozenset[Verdict] = frozenset(("FAILED", "CAPACITY_REGRESSED", "REGRESSED"))
-"""Verdicts on a candidate that is worse."""
+Decided = Verdict | Literal["IMPROVED"]
+"""The result of a comparison: a row states IMPROVED as OK with a sign (`stated`)."""
 
-BETTER: frozenset[Verdict] = frozenset(("CAPACITY_IMPROVED", "IMPROVED"))
-"""Verdicts on a candidate that is better."""
+WORST_FIRST: tuple[Decided, ...] = (*SEVERITY[:-1], "IMPROVED", "OK")
+"""Every result of a comparison, worst first."""
 
-UNCLEAR: frozenset[Verdict] = frozenset(("MISSING", "NOT_COMPARABLE", "INVALID", "NOT_ENOUGH_DATA"))
+UNCLEAR: frozenset[Verdict] = frozenset(("MISSING", "NOT_COMPARABLE", "UNDECIDED"))
 """Verdicts where something should have been compared and was not, or could not be decided."""
-
-COMPARED: frozenset[Verdict] = WORSE | BETTER | {"NOT_ENOUGH_DATA", "OK"}
-"""Verdicts that compare the candidate with the baseline; the others state why that was not possible."""
 
 DIFFERS = "differs from the baseline: "
 """Start of a warning that lists a difference between the environments of both reports."""
@@ -58,12 +48,23 @@ ALSO_CHANGED = "Also changed: "
 """Start of the line of a reason that lists the same differences."""
 
 
-_RENAMED = (
-    (b'"margin":', b'"threshold":'),
-    (b'"smallest_change":', b'"smallest_seen":'),
-    (b'"INCONCLUSIVE"', b'"NOT_ENOUGH_DATA"'),
-)
-"""Fields and a verdict that were renamed. Within a string of JSON these bytes have a backslash before each quote."""
+_RENAMED = ((b'"margin":', b'"threshold":'), (b'"smallest_change":', b'"smallest_seen":'))
+"""The fields of earlier reports that were renamed."""
+
+PRESENT_NAMES = {
+    "FAILED": '"REGRESSED"',
+    "CAPACITY_REGRESSED": '"REGRESSED"',
+    "INVALID": '"UNDECIDED"',
+    "NOT_ENOUGH_DATA": '"UNDECIDED"',
+    "INCONCLUSIVE": '"UNDECIDED"',
+    "NO_BASELINE": '"NEW"',
+    "CAPACITY_IMPROVED": '"OK", "improved": true',
+    "IMPROVED": '"OK", "improved": true',
+}
+"""The verdicts of earlier reports, mapped to the JSON of the present ones. REGRESSED and IMPROVED rows that are not
+gated are CHANGED."""
+
+_OLD_VERDICT = re.compile(rb'"verdict":(\s*)"(%s)"' % "|".join(PRESENT_NAMES).encode())
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -81,6 +82,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Metric that was compared."""
     verdict: Verdict
     """Result of the comparison."""
+    improved: bool = False
+    """True if the candidate is better by more than the threshold; its verdict is OK, or CHANGED if it is not gated."""
     reason: str
     """Explanation: the result in one line, then the cause if there is one, then other differences or the next step."""
     next_step: str = ""
@@ -130,12 +133,37 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Changes in the work passes that explain a change for the worse; null without such a change, and if a report has
     no work passes of the same batches."""
 
+    def __post_init__(self) -> None:
+        """Make a change that is not gated CHANGED."""
+        if not self.gated and (self.verdict == "REGRESSED" or self.improved):
+            msgspec.structs.force_setattr(self, "verdict", "CHANGED")
+
+    @property
+    def worse(self) -> bool:
+        """True if the candidate is worse, gated or not."""
+        return self.verdict in {"REGRESSED", "CHANGED"} and not self.improved
+
+    @property
+    def result(self) -> Decided:
+        """The verdict, or IMPROVED."""
+        return "IMPROVED" if self.improved else self.verdict
+
+    @property
+    def unchanged(self) -> bool:
+        """True if the candidate is as the baseline is."""
+        return self.verdict == "OK" and not self.improved
+
+    @property
+    def compared(self) -> bool:
+        """True if the candidate was compared with the baseline."""
+        return self.verdict in {"REGRESSED", "CHANGED", "OK"} or (self.verdict == "UNDECIDED" and self.base is not None)
+
     @classmethod
     def of(
         cls,
         result: CaseResult,
         metric: MetricName,
-        verdict: Verdict,
+        verdict: Decided,
         reason: str,
         *,
         gated: bool = True,
@@ -147,9 +175,9 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             id=result.id,
             nodeid=result.nodeid,
             metric=metric,
-            verdict=verdict,
             reason=reason,
             gated=gated,
+            **stated(verdict),
             **figures,
         )
 
@@ -221,12 +249,21 @@ class Verdicts(msgspec.Struct, frozen=True, kw_only=True):
     """Rows by case in the order of the candidate; cases that only the baseline has come last."""
 
 
+def stated(result: Decided) -> dict[str, Any]:
+    """Return the fields of a row for the result of a comparison."""
+    return {"verdict": "OK" if result == "IMPROVED" else result, "improved": result == "IMPROVED"}
+
+
 def with_present_names(data: bytes) -> bytes:
-    """Return the JSON of a report or of verdicts of any version with the present names of fields and verdicts."""
+    """Return the JSON of a report or of verdicts with the present names of fields and verdicts.
+
+    Within a string of JSON these bytes have a backslash before each quote.
+    """
     for old, new in _RENAMED:
-        if old in data:
-            data = data.replace(old, new)
-    return data
+        data = data.replace(old, new)
+    return _OLD_VERDICT.sub(
+        lambda found: b'"verdict":%s%s' % (found[1], PRESENT_NAMES[found[2].decode()].encode()), data
+    )
 
 
 def worst_first(rows: Iterable[Row]) -> list[Row]:
@@ -235,7 +272,13 @@ def worst_first(rows: Iterable[Row]) -> list[Row]:
     order = {metric: number for number, metric in enumerate(JUDGED)}
     return sorted(
         rows,
-        key=lambda row: (row.known is not None or not row.gated, severity[row.verdict], order[row.metric], -_loss(row)),
+        key=lambda row: (
+            row.known is not None or not row.gated,
+            severity[row.verdict],
+            not row.improved,
+            order[row.metric],
+            -_loss(row),
+        ),
     )
 
 

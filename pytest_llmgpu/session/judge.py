@@ -22,13 +22,13 @@ from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
-from pytest_llmgpu.report.verdicts import BETTER, Row, Verdict, Verdicts, worst_first
+from pytest_llmgpu.report.verdicts import Row, Verdict, Verdicts, worst_first
 from pytest_llmgpu.store import git, references, store
 from pytest_llmgpu.store.references import Source
 
 _SHOWN = 3  # rows or reasons in a message; the table has all of them
 
-_GOOD = BETTER | {"OK"}
+_GOOD = {"OK", "CHANGED"}
 
 
 class Ruling(NamedTuple):
@@ -187,10 +187,11 @@ class Judge:
         if verdicts is None:
             return Ruling("MISSING", fails=True, text="no case was measured: nothing was compared.")
         ruling = self._of_rows([row for row in verdicts.rows if row.nodeid not in self._tests])
-        if ruling.fails or exit_status(verdicts, self.policy) != ExitStatus.NOTHING_COMPARED:
+        found = headline.decide(verdicts, self.policy)
+        if ruling.fails or found.status != ExitStatus.NOT_JUDGED or found.worst:
             return ruling
-        verdict: Verdict = "NO_BASELINE" if verdicts.baseline is None else "NOT_COMPARABLE"
-        return Ruling(verdict, fails=True, text=headline.describe(headline.decide(verdicts, self.policy)))
+        verdict: Verdict = "NEW" if verdicts.baseline is None else "NOT_COMPARABLE"
+        return Ruling(verdict, fails=True, text=headline.describe(found))
 
     def _of_rows(self, rows: list[Row]) -> Ruling:
         ordered, limit = worst_first(rows), self.policy.largest_unseen_slowdown

@@ -32,7 +32,7 @@ def launches(name: str, count: int) -> list[Report]:
 
 @pytest.mark.slow
 def test_a_strategy_that_sleeps_is_found_and_an_equal_one_is_not() -> None:
-    """In 20 rounds of five launches on four H200 a sleep of 10 % is REGRESSED in 15 and OK in none; equal ones never."""
+    """In 20 rounds of five launches on four H200 a sleep of 10 % is REGRESSED in 15, OK in none; equal ones never."""
     without, slower = (launches(f"slow-gpu-2-{which}", 5) for which in ("without", "with"))
 
     def time_verdict(base: Report, head: Report) -> str:

@@ -16,7 +16,6 @@ import pytest
 from pytest_llmgpu.gate.judge import judge
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.report import file
-from pytest_llmgpu.report.verdicts import WORSE
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 RECORDED, OF_ONE_HOST = (
@@ -65,7 +64,7 @@ def test_two_gpus_of_one_host_are_other_gpus() -> None:
         times = [row for row in rows if row.metric in {"time", "device_time"}]
         assert all("other GPUs" in row.reason for row in times)
         assert len(times) == 8, "no row over all cases"
-        assert not [row for row in rows if row.verdict in WORSE]
+        assert not [row for row in rows if row.worse]
 
 
 @pytest.mark.parametrize(("s0", "df0"), [(0.01, 4.0), (0.002, 20.0)])

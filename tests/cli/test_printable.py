@@ -64,7 +64,6 @@ def evil() -> Report:
         ["trend"],
         ["compare", "evil.json", "evil.json"],
         ["gate", "evil.json", "evil.json"],
-        ["selftest", "evil.json"],
         ["promote", "evil.json"],
         ["show", f"{_EVIL}.json"],
         ["export", "markdown", "evil.json"],

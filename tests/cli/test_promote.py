@@ -72,9 +72,9 @@ def test_a_better_report_replaces_the_baseline(capsys: pytest.CaptureFixture[str
     assert verdicts is not None
     assert verdicts.baseline is not None
     assert (verdicts.baseline.sha256, verdicts.baseline.commit) == (old, "a" * 40)
-    assert [row.verdict for row in verdicts.rows if row.metric == "time"] == ["IMPROVED", "OK"]
+    assert [row.result for row in verdicts.rows if row.metric == "time"] == ["IMPROVED", "OK"]
     printed = capsys.readouterr().out.splitlines()
-    assert printed[-1] == f"replaces commit aaaaaaaa, sha256 {old}: 1 IMPROVED, 3 OK"
+    assert printed[-1] == f"replaces commit aaaaaaaa, sha256 {old}: 4 OK"
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_more_launches_replace_a_noisy_baseline(capsys: pytest.CaptureFixture[st
     default_path(Path(".llmgpu"), H200).unlink()
     _to_file(on_h200([timed(1.0)]))
     assert _to_file(on_h200([timed(1.02)], sha="b" * 40)) == 1
-    assert "NOT_ENOUGH_DATA" in capsys.readouterr().err
+    assert "UNDECIDED" in capsys.readouterr().err
     assert _to_file(on_h200([timed(1.0, 1.03, 1.01)], sha="c" * 40)) == 0
     assert _to_file(on_h200([timed(2.0, 2.1, 2.05, 2.02)], sha="d" * 40)) == 1
 
@@ -207,7 +207,7 @@ def test_a_baseline_may_have_a_case_that_ran_out_of_memory() -> None:
     [
         ([timed(1.1)], "REGRESSED: mp-bs1 time"),
         ([timed(calls=65)], "REGRESSED: mp-bs1 traffic"),
-        ([make_failed("oom")], "CAPACITY_REGRESSED: mp-bs1 outcome"),
+        ([make_failed("oom")], "REGRESSED: mp-bs1 outcome"),
         ([timed(dtype="float32")], "NOT_COMPARABLE: mp-bs1 outcome"),
         ([timed(batch_size=2)], "MISSING: mp-bs1 outcome"),
     ],
@@ -230,12 +230,12 @@ def test_an_undecided_report_is_refused_with_a_remedy(capsys: pytest.CaptureFixt
     _calibrate(0.02)
     assert _to_file(on_h200([timed(1.02)], sha="b" * 40)) == 1
     line, way_out = capsys.readouterr().err.splitlines()
-    assert "NOT_ENOUGH_DATA: mp-bs1 time" in line
+    assert "UNDECIDED: mp-bs1 time" in line
     assert "--force REASON" in way_out
     default_path(Path(".llmgpu"), H200).unlink()
     assert _to_file(on_h200([timed(1.02)], sha="b" * 40)) == 1
     objection, remedy = capsys.readouterr().err.splitlines()
-    assert "NOT_ENOUGH_DATA: mp-bs1 time" in objection
+    assert "UNDECIDED: mp-bs1 time" in objection
     assert "llmgpu calibrate" in remedy
 
 

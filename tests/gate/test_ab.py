@@ -14,7 +14,7 @@ from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.verdicts import SEVERITY, Armed, Baseline, Row, Verdict, Verdicts
 
 POLICY = Policy()
-NOT_ENOUGH: Verdict = "NOT_ENOUGH_DATA"
+NOT_ENOUGH: Verdict = "UNDECIDED"
 
 
 def _result(size: int, test: str | None = None) -> CaseResult:
@@ -108,7 +108,7 @@ def test_verdicts_that_more_launches_can_change(verdict: Verdict) -> None:
         Row.of(_result(4), "time", verdict, "", known="accepted"),
         Row.of(_result(8), "accuracy", verdict, ""),
     ]
-    expected = {rows[0].key} if verdict in {NOT_ENOUGH, "INVALID"} else set()
+    expected = {rows[0].key} if verdict in {NOT_ENOUGH, "UNDECIDED"} else set()
     assert undecided(_verdicts(*rows), POLICY) == expected
 
 

@@ -34,7 +34,7 @@ def _judged(base: CaseResult, head: CaseResult, note: str = "", **rule: Any) -> 
         (0, 0, "OK", 1.0),
         (4, 0, "OK", 1 / 16),  # 0.4 points at most, and the margin is 0.5
         (5, 0, "REGRESSED", 1 / 32),
-        (8, 4, "NOT_ENOUGH_DATA", 794 / 4096),
+        (8, 4, "UNDECIDED", 794 / 4096),
         (3, 3, "OK", 42 / 64),
         (0, 5, "IMPROVED", 1 / 32),
     ],
@@ -42,7 +42,7 @@ def _judged(base: CaseResult, head: CaseResult, note: str = "", **rule: Any) -> 
 def test_items_that_flipped_decide(lost: int, won: int, verdict: str, p: float) -> None:
     """McNemar's exact one-sided p by hand; without evidence a loss of the margin has to be ruled out."""
     row = _judged(_result(*range(100, 100 + won)), _result(*range(lost)))
-    assert row.verdict == verdict
+    assert row.result == verdict
     assert row.p == pytest.approx(p)
     assert (row.lost, row.won) == (list(range(lost)), list(range(100, 100 + won)))
     assert row.low is not None
@@ -59,7 +59,7 @@ def test_lost_items_are_named(prose: Prose) -> None:
 
 def test_few_items_cannot_rule_out_a_loss() -> None:
     """One of 16 lost is 6 points, and may be chance: neither OK nor REGRESSED."""
-    assert _judged(_result(items=16), _result(3, items=16)).verdict == "NOT_ENOUGH_DATA"
+    assert _judged(_result(items=16), _result(3, items=16)).verdict == "UNDECIDED"
     assert _judged(_result(items=16), _result(3, items=16), margin=0.07).verdict == "OK"
 
 
@@ -80,8 +80,8 @@ def test_the_series_are_one_family() -> None:
         rows(cases, 0.95, "") for cases in ([lost], [lost, *(_same(f"s{n}") for n in range(19))])
     )
     assert (alone.verdict, alone.p) == ("REGRESSED", 1 / 128)
-    assert (among.verdict, among.p) == ("NOT_ENOUGH_DATA", 20 / 128)
-    assert {row.verdict for row in rest} == {"OK"}
+    assert (among.verdict, among.p) == ("UNDECIDED", 20 / 128)
+    assert {row.result for row in rest} == {"OK"}
 
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -108,7 +108,7 @@ def test_a_point_lost_at_every_batch_size_is_a_regression(prose: Prose) -> None:
     """All seven batch sizes lose the same 130 of 10,042 items and win 30: one row, with every batch size."""
     lost, won = dict.fromkeys(SIZES, range(130)), dict.fromkeys(SIZES, range(5000, 5030))
     (row,) = rows(_series(lost, won, items=10_042), 0.99, "")
-    assert (row.verdict, row.id, row.cases) == ("REGRESSED", "mp", _ids(*SIZES))
+    assert (row.result, row.id, row.cases) == ("REGRESSED", "mp", _ids(*SIZES))
     assert row.base is not None
     assert row.head is not None
     assert row.base - row.head == pytest.approx(100 / 10_042)
@@ -125,7 +125,7 @@ def test_a_collapse_at_one_batch_size_is_a_regression(prose: Prose) -> None:
         for now in [range(7431) if size == 32 else wrong]
     ]
     (row,) = rows(cases, 0.99, "")
-    assert (row.verdict, row.cases, len(row.lost or ())) == ("REGRESSED", ["mp-bs32"], 5631)
+    assert (row.result, row.cases, len(row.lost or ())) == ("REGRESSED", ["mp-bs32"], 5631)
     assert prose == row.reason
 
 
@@ -135,36 +135,36 @@ def test_few_items_lost_at_each_batch_size_add_up() -> None:
     (row,) = rows(_series(others), 0.99, "")
     assert row.low is not None
     assert row.low < 0.003 == row.high, "the interval is of the mean change"
-    assert (row.verdict, row.p, row.cases) == ("REGRESSED", 2 * 0.5**21, _ids(*SIZES))
+    assert (row.result, row.p, row.cases) == ("REGRESSED", 2 * 0.5**21, _ids(*SIZES))
     (row,) = rows(_series(dict.fromkeys(SIZES, range(3))), 0.99, "")
-    assert (row.verdict, row.p) == ("OK", 2 * 0.5**3)
+    assert (row.result, row.p) == ("OK", 2 * 0.5**3)
 
 
 def test_the_worst_batch_size_is_adjusted_for_the_number_of_batch_sizes(prose: Prose) -> None:
     """Gains at six sizes hide a loss at one from the sum: Holm over seven sizes, with half of the allowed chance."""
     won = {size: range(100, 120) for size in SIZES if size != 4}
     (row,) = rows(_series({4: range(20)}, won), 0.99, "")
-    assert (row.verdict, row.p, row.cases) == ("REGRESSED", 2 * 7 * 0.5**20, _ids(4))
+    assert (row.result, row.p, row.cases) == ("REGRESSED", 2 * 7 * 0.5**20, _ids(4))
     (row,) = rows(_series({4: range(10)}, won), 0.99, "")
-    assert row.verdict == "IMPROVED"
+    assert row.result == "IMPROVED"
     assert prose == row.reason
 
 
 def test_items_won_at_every_batch_size_are_an_improvement() -> None:
     """By the same two tests."""
     (row,) = rows(_series({}, dict.fromkeys(SIZES, range(100, 110))), 0.99, "")
-    assert (row.verdict, row.p, row.cases) == ("IMPROVED", 2 * 0.5**10, _ids(*SIZES))
+    assert (row.result, row.p, row.cases) == ("IMPROVED", 2 * 0.5**10, _ids(*SIZES))
     (row,) = rows(_series({}, {8: range(100, 115)}), 0.99, "")
-    assert (row.verdict, row.cases) == ("IMPROVED", _ids(8))
+    assert (row.result, row.cases) == ("IMPROVED", _ids(8))
 
 
 def test_a_loss_that_is_not_ruled_out_names_its_batch_sizes(prose: Prose) -> None:
     """The verdict is OK only where a loss of the threshold is ruled out at every batch size."""
     (row,) = rows(_series({2: range(8), 16: range(8)}, {2: range(100, 104), 16: range(100, 104)}), 0.95, "")
-    assert (row.verdict, row.cases) == ("NOT_ENOUGH_DATA", _ids(2, 16))
+    assert (row.result, row.cases) == ("UNDECIDED", _ids(2, 16))
     assert prose == row.reason
     (row,) = rows(_series({}), 0.95, "")
-    assert (row.verdict, row.cases) == ("OK", _ids(*SIZES))
+    assert (row.result, row.cases) == ("OK", _ids(*SIZES))
     assert prose == row.reason
 
 
@@ -173,7 +173,7 @@ def test_log_likelihoods_that_differ_at_one_batch_size_name_it(prose: Prose) -> 
     same, other = (_numbers(value, dtype="float16", batch_size=size) for value, size in ((-2.0, 1), (-2.2, 4)))
     before = _numbers(-2.0, dtype="float16", batch_size=4)
     (row,) = rows([_answered(same, same), _answered(before, other)], 0.99, "")
-    assert (row.verdict, row.cases) == ("REGRESSED", _ids(4))
+    assert (row.result, row.cases) == ("REGRESSED", _ids(4))
     assert prose == row.reason
 
 
@@ -181,7 +181,7 @@ def test_a_floor_at_one_batch_size_names_it(prose: Prose) -> None:
     """It is a regression although the baseline is below the floor as well."""
     low = [_result(*range(50 * (size == 4)), batch_size=size) for size in (2, 4)]
     (row,) = rows([_answered(one, one, floor=0.96) for one in low], 0.99, "")
-    assert (row.verdict, row.cases) == ("REGRESSED", _ids(4))
+    assert (row.result, row.cases) == ("REGRESSED", _ids(4))
     assert prose == row.reason
 
 
@@ -196,7 +196,7 @@ def test_false_alarms_are_rare_whether_batch_sizes_agree_or_not(together: bool) 
             flips = dict.fromkeys(SIZES, flips[1])
         lost, won = ({size: [n for n, is_lost in flips[size] if is_lost is side] for size in SIZES} for side in (1, 0))
         (row,) = rows(_series(lost, won), 0.95, "")
-        alarms += row.verdict == "REGRESSED"
+        alarms += row.result == "REGRESSED"
     assert alarms <= 15
 
 
@@ -210,7 +210,7 @@ def test_other_wrong_answers_are_no_loss_but_other_predictions(prose: Prose) -> 
     assert isinstance(found, Answered)
     assert rows([found], 0.95, "")[0].verdict == "OK"
     row = predictions_row(found, gated=True)
-    assert row.verdict == "REGRESSED"
+    assert row.result == "REGRESSED"
     assert prose == row.reason
     same = answered(base, base, AccuracyRule())
     assert isinstance(same, Answered)
@@ -218,11 +218,11 @@ def test_other_wrong_answers_are_no_loss_but_other_predictions(prose: Prose) -> 
 
 
 def test_without_labels_only_sameness_can_be_told() -> None:
-    """Without labels equal answers are OK, others NOT_ENOUGH_DATA; the labels of one report are enough."""
+    """Without labels equal answers are OK, others UNDECIDED; the labels of one report are enough."""
     plain, other = (make_accuracy(items=ITEMS, predictions=[first] + [0] * (ITEMS - 1)) for first in (0, 1))
     assert _judged(make_result(accuracy=plain), make_result(accuracy=plain)).verdict == "OK"
     row = _judged(make_result(accuracy=plain), make_result(accuracy=other))
-    assert (row.verdict, row.p) == ("NOT_ENOUGH_DATA", None)
+    assert (row.result, row.p) == ("UNDECIDED", None)
     labelled = msgspec.structs.replace(plain, labels=[0] * ITEMS)
     assert _judged(make_result(accuracy=labelled), make_result(accuracy=other)).lost == [0]
 
@@ -232,7 +232,7 @@ def test_the_floor_holds_whatever_the_baseline_says(prose: Prose) -> None:
     base, head = _result(0, 1), _result(0, 1)
     assert _judged(base, head, floor=0.998).verdict == "OK"
     row = _judged(base, head, floor=0.999)
-    assert row.verdict == "REGRESSED"
+    assert row.result == "REGRESSED"
     assert prose == row.reason
     head.accuracy_check = AccuracyCheck(
         metric="acc_norm", value=0.2, baseline=0.8, source="x", tolerance=0.01, ok=False, text="60 points below"
@@ -255,7 +255,7 @@ def test_a_launch_that_is_wrong_is_a_loss(place: int, prose: Prose) -> None:
     launches[place] = _result(*range(50))
     base, head = _of_launches(*[_result()] * 3), _of_launches(*launches)
     row = _judged(base, head)
-    assert row.verdict == "REGRESSED"
+    assert row.result == "REGRESSED"
     assert prose == row.reason
     found = answered(base, head, AccuracyRule())
     assert isinstance(found, Answered)
@@ -268,10 +268,10 @@ def test_launches_that_disagree_a_little_are_not_ok(prose: Prose) -> None:
     other = answered(_result(0), _of_launches(_result(0), _wrong_otherwise(0)), AccuracyRule())
     for head in ([_result(7)], [_result(*range(5))], [_result(*range(100, 110))]):
         row = _judged(_result(*range(100, 120)), _of_launches(*[_result(*range(100, 120))] * 4, *head))
-        assert row.verdict == "NOT_ENOUGH_DATA"
+        assert row.result == "UNDECIDED"
         assert prose == row.reason
     assert isinstance(other, Answered)
-    assert rows([other], 0.95, "")[0].verdict == "NOT_ENOUGH_DATA"
+    assert rows([other], 0.95, "")[0].verdict == "UNDECIDED"
     assert predictions_row(other, gated=True).verdict == "REGRESSED"
 
 
@@ -282,7 +282,7 @@ def test_the_worst_of_launches_has_a_larger_p() -> None:
         rows([_answered(_result(), head)], 0.95, "") for head in (five, _of_launches(*[_result()] * 4, five))
     )
     assert (typical.verdict, typical.p) == ("REGRESSED", 1 / 32)
-    assert (worst.verdict, worst.p, worst.low) == ("NOT_ENOUGH_DATA", 5 / 32, typical.low)
+    assert (worst.verdict, worst.p, worst.low) == ("UNDECIDED", 5 / 32, typical.low)
 
 
 def _wrong_otherwise(number: int) -> CaseResult:
@@ -323,7 +323,7 @@ def test_answers_that_are_gone_or_of_other_items() -> None:
     assert (gone.verdict, gone.gated) == ("MISSING", False)
     fewer = answered(_result(), _result(items=10), AccuracyRule())
     assert isinstance(fewer, Row)
-    assert fewer.verdict == "NOT_COMPARABLE"
+    assert fewer.result == "NOT_COMPARABLE"
     assert answered(make_result(), _result(), AccuracyRule()) == "only the candidate has it"
     assert answered(make_result(), make_result(), AccuracyRule()) == "no items were scored"
 
@@ -347,7 +347,7 @@ def _numbers(*values: float, **fields: Any) -> CaseResult:
 def test_other_numbers_are_a_regression_although_every_answer_stays(off: float, dtype: str, verdict: str) -> None:
     """A wrong kernel may keep the answers of a model that is sure of them; rounding is another thing in each dtype."""
     row = _judged(_numbers(-2.0, -5.0, dtype=dtype), _numbers(-2.0 * off, -5.0 * off, dtype=dtype))
-    assert row.verdict == verdict
+    assert row.result == verdict
     assert (row.lost, row.won) == ([], [])
 
 
@@ -367,7 +367,7 @@ def test_numbers_that_are_mended_are_no_regression(prose: Prose) -> None:
         metric="acc_norm", value=1.0, baseline=1.0, source="x", tolerance=0.01, ok=False, text="10 % off"
     )
     row = _judged(base, head)
-    assert row.verdict == "IMPROVED"
+    assert row.result == "IMPROVED"
     assert prose == row.reason
     head.accuracy_check = base.accuracy_check
     assert _judged(base, head).verdict == "REGRESSED"
@@ -381,7 +381,7 @@ def test_random_weights_are_judged_by_their_numbers_alone(prose: Prose) -> None:
         for hits in (right, wrong)
     )
     row = _judged(base, flipped, floor=0.5)
-    assert (row.verdict, row.p, row.lost, row.base) == ("OK", None, None, None)
+    assert (row.result, row.p, row.lost, row.base) == ("OK", None, None, None)
     assert prose == row.reason
     other = make_result(accuracy=make_answers(right, [-3.1] * 400), load_format="dummy", dtype="float16")
     assert _judged(base, other).verdict == "REGRESSED"
@@ -396,23 +396,23 @@ def test_random_weights_are_judged_by_their_numbers_alone(prose: Prose) -> None:
     ):
         few = make_result(accuracy=make_answers(right, values), load_format="dummy", dtype="float16")
         row = _judged(base, few)
-        assert row.verdict == verdict
+        assert row.result == verdict
         assert words in row.reason
     unknown = make_result(accuracy=make_answers(right, []), load_format="dummy", dtype="float16")
-    assert _judged(unknown, other).verdict == "NOT_ENOUGH_DATA"
+    assert _judged(unknown, other).verdict == "UNDECIDED"
 
 
 def test_random_weights_are_no_member_of_the_family() -> None:
     """Twenty series of them in a report do not change the verdict on a trained model."""
     found = _answered(_result(), _result(*range(5)))
     chance = [_answered(*[_numbers(-3.0, load_format="dummy", strategy=f"s{number}")] * 2) for number in range(20)]
-    assert [row.verdict for row in rows([*chance[:1], found, *chance[1:]], 0.95, "")][:3] == ["OK", "REGRESSED", "OK"]
+    assert [row.result for row in rows([*chance[:1], found, *chance[1:]], 0.95, "")][:3] == ["OK", "REGRESSED", "OK"]
 
 
 def test_numbers_that_are_not_finite_any_more(prose: Prose) -> None:
     """Are a regression; a baseline that has such numbers says nothing."""
     fine, broken = _numbers(-2.0), _numbers(float("nan"))
     row = _judged(fine, broken)
-    assert row.verdict == "REGRESSED"
+    assert row.result == "REGRESSED"
     assert prose == row.reason
     assert _judged(broken, fine).verdict == "OK"

@@ -446,8 +446,8 @@ def test_work_passes_of_other_batches_explain_nothing() -> None:
     ("verdict", "low", "caused"),
     [
         ("REGRESSED", None, True),
-        ("NOT_ENOUGH_DATA", 1.01, False),
-        ("NOT_ENOUGH_DATA", 0.99, False),
+        ("UNDECIDED", 1.01, False),
+        ("UNDECIDED", 0.99, False),
         ("OK", 1.01, False),
         ("IMPROVED", None, False),
     ],

@@ -12,17 +12,12 @@ from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.report.verdicts import ALL_CASES, SEVERITY, Row, Verdict
 
 _GATED = {
-    "FAILED": RowClass.FAILS,
-    "CAPACITY_REGRESSED": RowClass.FAILS,
     "REGRESSED": RowClass.FAILS,
     "MISSING": RowClass.FAILS,
     "NOT_COMPARABLE": RowClass.FAILS,
-    "INVALID": RowClass.UNCLEAR,
-    "NOT_ENOUGH_DATA": RowClass.UNCLEAR,
-    "NO_BASELINE": RowClass.NEW,
+    "UNDECIDED": RowClass.UNCLEAR,
+    "CHANGED": RowClass.ALLOWED,
     "NEW": RowClass.NEW,
-    "CAPACITY_IMPROVED": RowClass.BETTER,
-    "IMPROVED": RowClass.BETTER,
     "OK": RowClass.UNCHANGED,
 }
 
@@ -47,7 +42,7 @@ def test_a_row_that_is_not_gated_or_known_never_fails(verdict: Verdict) -> None:
     """What the policy reports only, or knows, is allowed where it is worse."""
     for row in (_row(verdict, gated=False), _row(verdict, known="accepted")):
         assert not fails(row, Policy())
-        if verdict in {"FAILED", "CAPACITY_REGRESSED", "REGRESSED"}:
+        if verdict == "REGRESSED":
             assert classify(row, Policy()) is RowClass.ALLOWED
 
 
@@ -58,21 +53,21 @@ def _timed(verdict: Verdict, smallest_seen: float | None = None, **fields: Any) 
 @pytest.mark.parametrize(
     ("rows", "unseen"),
     [
-        ([_timed("NOT_ENOUGH_DATA", 0.6)], [True]),
-        ([_timed("NOT_ENOUGH_DATA", 0.5)], [False]),
+        ([_timed("UNDECIDED", 0.6)], [True]),
+        ([_timed("UNDECIDED", 0.5)], [False]),
         ([_timed("OK", 0.6)], [True]),
-        ([_timed("INVALID")], [True]),
+        ([_timed("UNDECIDED")], [True]),
         ([_timed("REGRESSED", 0.6)], [False]),
-        ([_timed("IMPROVED", 0.6)], [False]),
+        ([_timed("OK", 0.6, improved=True)], [False]),
         ([_timed("NEW")], [False]),
-        ([_timed("NOT_ENOUGH_DATA", 0.6, gated=False)], [False]),
-        ([_timed("NOT_ENOUGH_DATA", 0.6, known="accepted")], [False]),
-        ([_timed("NOT_ENOUGH_DATA", 0.6, metric="load_time")], [False]),
-        ([_timed("NOT_ENOUGH_DATA", 0.6, key=ALL_CASES, id=ALL_CASES)], [False]),
-        ([_timed("NOT_ENOUGH_DATA", 0.6), _timed("OK", 0.02, metric="device_time")], [False, False]),
-        ([_timed("OK", 0.02, metric="device_time", gated=False), _timed("NOT_ENOUGH_DATA", 0.6)], [False, True]),
-        ([_timed("INVALID", metric="device_time"), _timed("NOT_ENOUGH_DATA", 0.1)], [False, False]),
-        ([_timed("NOT_ENOUGH_DATA", 0.1), _timed("NOT_ENOUGH_DATA", 0.6, key="other")], [False, True]),
+        ([_timed("UNDECIDED", 0.6, gated=False)], [False]),
+        ([_timed("UNDECIDED", 0.6, known="accepted")], [False]),
+        ([_timed("UNDECIDED", 0.6, metric="load_time")], [False]),
+        ([_timed("UNDECIDED", 0.6, key=ALL_CASES, id=ALL_CASES)], [False]),
+        ([_timed("UNDECIDED", 0.6), _timed("OK", 0.02, metric="device_time")], [False, False]),
+        ([_timed("OK", 0.02, metric="device_time", gated=False), _timed("UNDECIDED", 0.6)], [False, True]),
+        ([_timed("UNDECIDED", metric="device_time"), _timed("UNDECIDED", 0.1)], [False, False]),
+        ([_timed("UNDECIDED", 0.1), _timed("UNDECIDED", 0.6, key="other")], [False, True]),
     ],
 )
 def test_a_case_whose_slowdown_would_not_be_seen_fails(rows: list[Row], unseen: list[bool]) -> None:
@@ -81,13 +76,11 @@ def test_a_case_whose_slowdown_would_not_be_seen_fails(rows: list[Row], unseen: 
     assert [row.unseen for row in found] == unseen
     assert all(fails(row, Policy()) for row in found if row.unseen)
     assert not any(row.unseen and row.verdict == "OK" for row in found)
-    for row in with_unseen(rows, Policy(largest_unseen_slowdown=99)):
-        assert row.unseen == (row.verdict == "INVALID" and unseen == [True])
 
 
 def test_the_policy_decides_on_what_is_unclear() -> None:
     """Two keys turn a lack of data into a failure or let a missing case pass; an interrupted case always fails."""
-    assert classify(_row("NOT_ENOUGH_DATA"), Policy(on_inconclusive="fail")) is RowClass.FAILS
-    assert classify(_row("INVALID"), Policy(on_inconclusive="fail")) is RowClass.FAILS
+    assert classify(_row("UNDECIDED"), Policy(on_inconclusive="fail")) is RowClass.FAILS
+    assert classify(_row("UNDECIDED"), Policy(on_inconclusive="fail")) is RowClass.FAILS
     assert classify(_row("MISSING"), Policy(allow_missing=True)) is RowClass.UNCLEAR
-    assert classify(_row("INVALID", metric="outcome"), Policy()) is RowClass.FAILS
+    assert classify(_row("UNDECIDED", metric="outcome"), Policy()) is RowClass.FAILS

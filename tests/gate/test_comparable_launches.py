@@ -70,10 +70,10 @@ def test_a_launch_with_evidence_against_it_does_not_count() -> None:
     make_invalid(head.launches[0], "GPU 0 was throttled for 2 s.")
     for sides in ((with_launches([1.0]), head), (head, with_launches([1.0]))):
         found = _refused(*sides)
-        assert found.verdict == "INVALID"
+        assert found.verdict == "UNDECIDED"
         assert found.reason.endswith("were disturbed: GPU 0 was throttled for 2 s.")
     found = _refused(with_launches([1.0]), with_launches([0.0]))
-    assert found.verdict == "INVALID"
+    assert found.verdict == "UNDECIDED"
 
 
 def test_a_time_that_is_gone_is_missing() -> None:
@@ -81,7 +81,7 @@ def test_a_time_that_is_gone_is_missing() -> None:
     found = _refused(with_launches([1.0]), with_launches([]))
     assert found.verdict == "MISSING"
     found = _refused(with_launches([]), with_launches([1.0]))
-    assert (found.verdict, found.next_step) == ("INVALID", "Measure the baseline again.")
+    assert (found.verdict, found.next_step) == ("UNDECIDED", "Measure the baseline again.")
 
 
 @pytest.mark.parametrize("kind", disturbances.TITLES)
@@ -136,7 +136,7 @@ def test_a_clock_that_hardly_fell_is_no_reason_to_leave_a_launch_out() -> None:
     unknown = with_launches([1.0])
     for sides in ((free, slow), (slow, free), (held, unknown)):
         found = _refused(*sides)
-        assert found.verdict == "INVALID"
+        assert found.verdict == "UNDECIDED"
     assert _counts(slow, held) == (1, 1), "both met their limit, whatever their clocks"
 
 
@@ -167,7 +167,7 @@ def test_a_launch_that_does_not_say_whether_it_was_held_down_goes_with_the_other
         assert _counts(free, none) == (2, 1), "nothing else is known there"
         for sides, names in (((held, none), ("baseline", "candidate")), ((none, held), ("candidate", "baseline"))):
             found = _refused(*sides)
-            assert found.verdict == "INVALID"
+            assert found.verdict == "UNDECIDED"
             assert found.reason.startswith("Power or heat throttled the {}; for the {} it is not known".format(*names))
 
 
@@ -186,7 +186,7 @@ def test_a_side_of_which_no_launch_was_free_is_invalid() -> None:
     ):
         for sides, names in (((other, whole), ("candidate", "baseline")), ((whole, other), ("baseline", "candidate"))):
             found = _refused(*sides)
-            assert (found.verdict, found.reason) == ("INVALID", words.format(*names))
+            assert (found.verdict, found.reason) == ("UNDECIDED", words.format(*names))
             assert found.next_step.startswith(disturbances.COOLER)
 
 

@@ -36,7 +36,7 @@ def _row(found: Row | str) -> Row:
 def test_one_launch_decides_on_traffic(head: Traffic, verdict: str, prose: Prose) -> None:
     """One call in 64 more or less counts. A shift to another collective of the same size is OK, with the figures."""
     row = _row(traffic_row(_sending(make_traffic(64)), _sending(head), AmountRule()))
-    assert row.verdict == verdict
+    assert row.result == verdict
     assert prose == row.reason
     sent = float(sum(entry.wire_bytes for rank in head.ranks for entry in rank))
     assert (row.base, row.head) == (2.0 * 64 * 1024, sent)
@@ -64,7 +64,7 @@ def test_the_traffic_of_a_rank_may_grow_by_a_thousandth(calls: list[tuple[str, i
     """All collectives of a rank are summed: 11 of 11,000 calls are allowed, and 12 are not."""
     base = _collectives(("all_reduce", 10_000), ("all_gather", 1_000))
     row = _row(traffic_row(base, _collectives(*calls), AmountRule()))
-    assert (row.verdict, row.threshold) == (verdict, 0.001)
+    assert (row.result, row.threshold) == (verdict, 0.001)
     assert _row(traffic_row(base, _collectives(*calls), AmountRule(margin=0.01))).verdict == "OK"
 
 
@@ -72,7 +72,7 @@ def test_a_change_within_the_threshold_is_listed(prose: Prose) -> None:
     """The reason of the OK row has the figures of each collective that changed."""
     base, head = _collectives(("all_reduce", 10_000)), _collectives(("all_reduce", 9_990), ("broadcast", 11))
     row = _row(traffic_row(base, head, AmountRule()))
-    assert row.verdict == "OK"
+    assert row.result == "OK"
     assert prose == row.reason
 
 
@@ -86,7 +86,7 @@ def test_forwards_that_ran_in_another_way_are_not_compared() -> None:
     assert _row(traffic_row(base, head, AmountRule())).verdict == "REGRESSED", "the batches are the same"
     head.launches[0].plan_sha256 = "0" * 64
     rows = [_row(traffic_row(base, head, AmountRule())), _row(memory_row(base, head, MemoryRule()))]
-    assert [row.verdict for row in rows] == ["NOT_COMPARABLE"] * 2
+    assert [row.result for row in rows] == ["NOT_COMPARABLE"] * 2
     assert all(words in row.reason for row in rows)
     head.traffic = base.traffic
     assert _row(traffic_row(base, head, AmountRule())).verdict == "OK"
@@ -99,7 +99,7 @@ def test_work_that_moves_between_ranks_is_a_change(prose: Prose) -> None:
     one, two = make_traffic(64), make_traffic(32)
     moved = Traffic(ranks=[make_traffic(96).ranks[0], two.ranks[0]], wire_bytes_per_sequence=1.0)
     row = _row(traffic_row(_sending(one), _sending(moved), AmountRule()))
-    assert row.verdict == "REGRESSED"
+    assert row.result == "REGRESSED"
     assert prose == row.reason
     both = [*one.ranks[0], *make_traffic(1, kind="broadcast").ranks[0]]
     there, back = (Traffic(ranks=[kinds], wire_bytes_per_sequence=1.0) for kinds in (both, both[::-1]))
@@ -111,7 +111,7 @@ def test_a_figure_that_is_gone_is_missing(prose: Prose) -> None:
     head = _sending(None)
     head.why["traffic"] = "counting was switched off"
     row = _row(traffic_row(_sending(make_traffic()), head, AmountRule()))
-    assert row.verdict == "MISSING"
+    assert row.result == "MISSING"
     assert prose == row.reason
     assert traffic_row(head, _sending(make_traffic()), AmountRule()) == "only the candidate has it"
     assert traffic_row(head, head, AmountRule()) == "neither report has it"
@@ -132,7 +132,7 @@ def test_a_figure_that_is_gone_is_missing(prose: Prose) -> None:
 def test_a_slower_link_is_a_row_of_its_own(base: str, head: str | None, verdict: str) -> None:
     """The same bytes over PCIe are another machine, and some of them there another path."""
     row = _row(path_row(_sending(make_traffic(link=base)), _sending(make_traffic(link=head)), gated=True))
-    assert (row.metric, row.verdict) == ("path", verdict)
+    assert (row.metric, row.result) == ("path", verdict)
 
 
 def test_a_path_that_moved_is_told_with_its_figures(prose: Prose) -> None:
@@ -186,7 +186,7 @@ def _using(*peaks: float, workspace: int = 0) -> CaseResult:
 def test_the_fullest_device_decides(head: float, verdict: str) -> None:
     """0.5 % of 17 GiB are 87 MiB: the fourth device has a GiB more than the others."""
     row = _row(memory_row(_using(16.0), _using(head), MemoryRule()))
-    assert (row.verdict, row.base) == (verdict, 17 * GIB)
+    assert (row.result, row.base) == (verdict, 17 * GIB)
     assert row.head == pytest.approx((head + 1) * GIB, abs=1)
 
 
@@ -194,7 +194,7 @@ def test_bytes_may_be_allowed_where_the_margin_is_less(prose: Prose) -> None:
     """And the reason has both in MiB."""
     rule = MemoryRule(absolute_bytes=2 * GIB)
     row = _row(memory_row(_using(16.0), _using(17.0), rule))
-    assert row.verdict == "OK"
+    assert row.result == "OK"
     assert prose == row.reason
 
 
@@ -210,7 +210,7 @@ def test_memory_outside_live_tensors_has_a_bar_of_its_own(used: float | None, ve
         (launch,) = result.launches
         launch.memory = [msgspec.structs.replace(device, nvml_used_max_bytes=seen) for device in launch.memory]
     row = _row(memory_row(base, head, MemoryRule()))
-    assert row.verdict == verdict
+    assert row.result == verdict
     if verdict == "REGRESSED":
         assert (row.base, row.head, row.threshold) == (int(18.2 * GIB), int(20.1 * GIB), 0.1)
         assert row.ratio == row.low == row.high == pytest.approx(20.1 / 18.2)
@@ -242,7 +242,7 @@ def _grown(result: CaseResult, *gib: float, field: str = "peak_allocated_bytes")
 def test_every_device_is_compared(gib: tuple[float, ...], verdict: str, where: str) -> None:
     """A device that is not the fullest can grow unseen; memory that moved to emptier devices leaves more space."""
     row = _row(memory_row(_using(16.0), _grown(_using(16.0), *gib), MemoryRule()))
-    assert row.verdict == verdict
+    assert row.result == verdict
     assert f" on {where}, was " in row.reason
 
 
@@ -257,7 +257,7 @@ def test_memory_outside_live_tensors_is_compared_on_every_device(
             _using(16.0), _grown(_using(16.0), 0, gib + 0.1 * ("nvml" in field), 0, 0, field=field), MemoryRule()
         )
     )
-    assert row.verdict == verdict
+    assert row.result == verdict
     assert prose == row.reason
 
 
@@ -276,5 +276,5 @@ def test_workspace_outside_torch_counts() -> None:
 def test_launches_that_differ_have_not_enough_data() -> None:
     """One of two grew: the range has the margin inside."""
     row = _row(memory_row(_using(16.0, 16.0), _using(16.0, 17.0), MemoryRule()))
-    assert (row.verdict, row.n) == ("NOT_ENOUGH_DATA", 2)
+    assert (row.result, row.n) == ("UNDECIDED", 2)
     assert memory_row(make_result(), make_result(), MemoryRule()) == "neither report has it"

@@ -29,7 +29,7 @@ def _ran(execution: str, requested: str = "auto", choice: str | None = None) -> 
 def test_recorded_forwards_that_become_eager_are_a_regression(was: str, now: str, verdict: str | None) -> None:
     """The reverse is an improvement, and an unchanged execution has no row."""
     row = execution_row(_ran(was), _ran(now), gated=True)
-    assert (row.verdict if row is not None else None) == verdict
+    assert (row.result if row is not None else None) == verdict
     assert (other_execution(_ran(was), _ran(now)) is None) == (was == now)
 
 

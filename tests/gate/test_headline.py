@@ -15,7 +15,6 @@ from pytest_llmgpu.gate.policy_file import dump
 from pytest_llmgpu.report.cause import Cause, TimeChange
 from pytest_llmgpu.report.verdicts import (
     ALL_CASES,
-    COMPARED,
     NEITHER,
     ONLY_CANDIDATE,
     Armed,
@@ -46,7 +45,7 @@ def _slower(name: str = "tp-bs8", ratio: float = 1.041, **fields: Any) -> Row:
 
 
 def _verdicts(*rows: Row, states: tuple[SessionState, ...] = (), baseline: bool = True) -> Verdicts:
-    compared = [row for row in rows if row.verdict in COMPARED]
+    compared = [row for row in rows if row.compared]
     return Verdicts(
         head=Candidate(created="2026-01-02T03:04:05Z", commit="b" * 40, states=list(states)),
         baseline=Baseline(name="base.json", commit="a" * 40) if baseline else None,
@@ -66,13 +65,13 @@ def _headline(*rows: Row, policy: Policy | None = None, **fields: Any) -> str:
     [
         ([_row("OK", smallest_seen=0.02)], ExitStatus.PASSED, "PASSED: 1 case"),
         ([_slower()], ExitStatus.REGRESSED, "REGRESSED: tp-bs8 wall time +4.1 %"),
-        ([_row("CAPACITY_REGRESSED", "outcome", ratio=None)], ExitStatus.REGRESSED, "REGRESSED: tp-bs8: "),
-        ([_slower(), _row("FAILED", "outcome", "mp-bs1", base=None)], ExitStatus.REGRESSED, "FAILED: mp-bs1: "),
+        ([_row("REGRESSED", "outcome", ratio=None)], ExitStatus.REGRESSED, "REGRESSED: tp-bs8: "),
+        ([_slower(), _row("REGRESSED", "outcome", "mp-bs1", base=None)], ExitStatus.REGRESSED, "REGRESSED: mp-bs1: "),
         ([_row("MISSING", "outcome")], ExitStatus.REGRESSED, "MISSING: tp-bs8: "),
-        ([_row("NOT_ENOUGH_DATA", unseen=True, smallest_seen=1.3)], ExitStatus.NOT_ENOUGH_DATA, "NOT ENOUGH DATA: tp"),
-        ([_row("INVALID", "outcome")], ExitStatus.NOT_ENOUGH_DATA, "NOT ENOUGH DATA: tp-bs8: "),
-        ([_row("NOT_COMPARABLE", "outcome")], ExitStatus.NOT_COMPARABLE, "NOT COMPARABLE: tp-bs8: "),
-        ([_row("NEW", "outcome")], ExitStatus.NOTHING_COMPARED, "NOTHING COMPARED: 2 x time: why"),
+        ([_row("UNDECIDED", unseen=True, smallest_seen=1.3)], ExitStatus.NOT_JUDGED, "UNDECIDED: tp"),
+        ([_row("UNDECIDED", "outcome")], ExitStatus.NOT_JUDGED, "UNDECIDED: tp-bs8"),
+        ([_row("NOT_COMPARABLE", "outcome")], ExitStatus.NOT_JUDGED, "NOT COMPARABLE: tp-bs8: "),
+        ([_row("NEW", "outcome")], ExitStatus.NOT_JUDGED, "NOTHING COMPARED: 2 x time: why"),
     ],
 )
 def test_the_first_word_is_that_of_the_exit_status(
@@ -81,7 +80,7 @@ def test_the_first_word_is_that_of_the_exit_status(
     """Failed and missing cases are named as such."""
     armed = Armed(compared=1, gated=1)
     verdicts = _verdicts(*rows)
-    if status is not ExitStatus.NOTHING_COMPARED:
+    if "NOTHING" not in word:
         verdicts = msgspec.structs.replace(verdicts, armed=armed)
     found = decide(verdicts, Policy())
     assert found.status is status
@@ -92,8 +91,8 @@ def test_the_first_word_is_that_of_the_exit_status(
 def test_the_worst_change_comes_first_with_its_cause(prose: Prose) -> None:
     """The other cases are counted; another row of the same case is not another case."""
     rows = [_slower("tp-bs1", 1.02), _slower(cause=_CAUSE), _row("REGRESSED", "memory", ratio=1.03)]
-    text = _headline(*rows, _row("FAILED", "outcome", "x", base=None))
-    assert text.startswith("FAILED: x: ")
+    text = _headline(*rows, _row("REGRESSED", "outcome", "x", base=None))
+    assert text.startswith("REGRESSED: x: ")
     text = _headline(*rows)
     assert text.startswith("REGRESSED: tp-bs8 wall time +4.1 % (0.06725 s, was 0.0646 s): ")
     assert "in layers.*.mlp.down_proj" in text
@@ -103,9 +102,9 @@ def test_the_worst_change_comes_first_with_its_cause(prose: Prose) -> None:
 
 def test_rows_of_several_cases_are_counted_as_cases() -> None:
     """The largest batch size that fell is that of the case out of memory, and a mean over cases is no case."""
-    oom = [_row("CAPACITY_REGRESSED", "outcome", name, base=None) for name in ("tp-bs32", "tp-bs64")]
-    largest = _row("CAPACITY_REGRESSED", "largest_batch", "tp", base=64.0, head=16.0)
-    assert _headline(*oom, largest).endswith("; 1 more case CAPACITY REGRESSED")
+    oom = [_row("REGRESSED", "outcome", name, base=None) for name in ("tp-bs32", "tp-bs64")]
+    largest = _row("REGRESSED", "largest_batch", "tp", base=64.0, head=16.0)
+    assert _headline(*oom, largest).endswith("; 1 more case REGRESSED")
     assert "more case" not in _headline(_slower("mp-bs1", 1.2), _slower("mp-bs1", 1.1), _slower(ALL_CASES, 1.1))
     accuracy = _row("REGRESSED", "accuracy", "mp", cases=["mp-bs1", "mp-bs2", "mp-bs4"], base=0.8, head=0.7)
     assert _headline(_slower("mp-bs1", 1.2), accuracy).endswith("; 2 more cases REGRESSED")
@@ -117,7 +116,7 @@ def test_a_gate_that_passes_states_what_it_would_have_seen(prose: Prose) -> None
         _row("OK", "time", ALL_CASES, smallest_seen=0.2),
         _row("OK", "time", "a", smallest_seen=0.09),
         _row("OK", "time", "c", smallest_seen=0.02),
-        _row("NOT_ENOUGH_DATA", "time", "b", smallest_seen=1.3),
+        _row("UNDECIDED", "time", "b", smallest_seen=1.3),
     ]
     found = decide(_verdicts(*rows), Policy())
     assert (found.cases, found.device_time, found.time, found.host_unseen) == (3, None, 0.09, 1)
@@ -127,9 +126,9 @@ def test_a_gate_that_passes_states_what_it_would_have_seen(prose: Prose) -> None
 
 def test_a_slowdown_that_would_have_been_seen_is_no_absurd_number() -> None:
     """From 1,000 % on, the headline states what would not have been seen."""
-    row = _row("NOT_ENOUGH_DATA", unseen=True, smallest_seen=121.97)
+    row = _row("UNDECIDED", unseen=True, smallest_seen=121.97)
     assert _headline(row) == (
-        "NOT ENOUGH DATA: tp-bs8 wall time: not even a slowdown by a factor of 10 would have been seen, allowed is 50 %"
+        "UNDECIDED: tp-bs8 wall time: not even a slowdown by a factor of 10 would have been seen, allowed is 50 %"
     )
     row = msgspec.structs.replace(row, smallest_seen=9.99)
     assert "only slowdowns from 999 % would" in _headline(row)
@@ -180,19 +179,19 @@ def test_points_and_reasons_are_in_words() -> None:
             ),
         ),
         (
-            [_row("NOT_ENOUGH_DATA", name=f"mp-bs{n}", launches_needed=n) for n in (3, 5, 40)],
+            [_row("UNDECIDED", name=f"mp-bs{n}", launches_needed=n) for n in (3, 5, 40)],
             "Next: --llmgpu-launches=5 in both reports decides 2 of 3 undecided rows.",
         ),
         (
-            [_row("NOT_ENOUGH_DATA")],
+            [_row("UNDECIDED")],
             (
                 "Next: More than 20 launches are not practical for 1 undecided row: llmgpu ab BASE HEAD -- pytest ... "
                 "launches both in turn, llmgpu calibrate measures the noise of this machine. FLOPs, ops and traffic "
                 "are decided by one launch."
             ),
         ),
-        ([_row("INVALID", "outcome")], "Next: Measure again."),
-        ([_row("INVALID", next_step="Cool the GPUs.")], "Next: Cool the GPUs."),
+        ([_row("UNDECIDED", "outcome", base=None)], "Next: Measure again."),
+        ([_row("UNDECIDED", next_step="Cool the GPUs.")], "Next: Cool the GPUs."),
     ],
 )
 def test_the_next_step_is_one_line(rows: list[Row], text: str) -> None:
@@ -216,7 +215,7 @@ def test_uncommitted_changes_are_not_bisected() -> None:
 @pytest.mark.parametrize("on_inconclusive", ["pass", "fail"])
 def test_an_undecided_slowdown_is_named_once(on_inconclusive: Any) -> None:
     """It is the worst row where the policy fails on it, and an addition where the gate passes."""
-    row = _row("NOT_ENOUGH_DATA", ratio=1.3, low=1.1, head=0.084)
+    row = _row("UNDECIDED", ratio=1.3, low=1.1, head=0.084)
     policy = Policy(on_inconclusive=on_inconclusive)
     assert _headline(row, policy=policy).count("tp-bs8 wall time +30.0 %") == 1
 
@@ -224,13 +223,13 @@ def test_an_undecided_slowdown_is_named_once(on_inconclusive: Any) -> None:
 @pytest.mark.parametrize(("reason", "lacking"), [(NEITHER, "both reports"), (ONLY_CANDIDATE, "the baseline")])
 def test_device_time_is_measured_where_a_report_lacks_it(reason: str, lacking: str) -> None:
     """It needs one launch where wall time needs many; a row that is decided needs none."""
-    verdicts = _verdicts(_row("NOT_ENOUGH_DATA"))
+    verdicts = _verdicts(_row("UNDECIDED"))
     step = f"Measure {lacking} with --llmgpu-work=on: "
     assert step not in describe_next(next_steps(verdicts, Policy()))
     armed = Armed(compared=1, gated=1, unarmed={f"device_time: {reason}": 1})
     verdicts = msgspec.structs.replace(verdicts, armed=armed)
     assert step in describe_next(next_steps(verdicts, Policy()))
-    decided = msgspec.structs.replace(verdicts, rows=[_row("OK"), _row("NOT_ENOUGH_DATA", "memory")])
+    decided = msgspec.structs.replace(verdicts, rows=[_row("OK"), _row("UNDECIDED", "memory")])
     assert step not in describe_next(next_steps(decided, Policy()))
 
 
@@ -239,7 +238,7 @@ def test_device_time_is_measured_where_a_report_lacks_it(reason: str, lacking: s
 def test_what_was_done_is_no_next_step(in_turn: bool, calibrated: bool) -> None:
     """Launches in turn and a calibration are advised to those who lack them."""
     verdicts = msgspec.structs.replace(
-        _verdicts(_row("NOT_ENOUGH_DATA")), in_turn=in_turn, calibration_sha256="f" * 64 if calibrated else None
+        _verdicts(_row("UNDECIDED")), in_turn=in_turn, calibration_sha256="f" * 64 if calibrated else None
     )
     text = describe_next(next_steps(verdicts, Policy()))
     assert ("llmgpu ab" not in text, "llmgpu calibrate" not in text) == (in_turn, calibrated)
@@ -251,6 +250,4 @@ def test_a_gate_that_compared_no_gated_time_states_it() -> None:
     silent = "no gated time was compared"
     assert silent in _headline(_row("OK", "memory"), _row("OK", smallest_seen=0.02, gated=False))
     assert silent not in _headline(_row("OK", smallest_seen=0.02))
-    assert silent not in _headline(
-        _row("NOT_ENOUGH_DATA", smallest_seen=0.6), policy=Policy(largest_unseen_slowdown=0.5)
-    )
+    assert silent not in _headline(_row("UNDECIDED", smallest_seen=0.6), policy=Policy(largest_unseen_slowdown=0.5))

@@ -51,7 +51,7 @@ def _judge(
 
 def _said(verdicts: Verdicts) -> dict[str, str]:
     """Return each metric's verdict, where one case was judged."""
-    return {str(row.metric): str(row.verdict) for row in verdicts.rows}
+    return {str(row.metric): str(row.result) for row in verdicts.rows}
 
 
 def _failure(message: str) -> Failure:
@@ -84,7 +84,7 @@ def test_each_loss_alone_fails_the_gate(change: dict[str, Any], metric: str) -> 
     """5 % time, 20 items, one more collective, 1 GiB: REGRESSED in that metric only, exit 1; the way back improves."""
     found = _judge([_full()], [_full(**change)])
     gated = [row for row in found.rows if row.gated]
-    assert {row.metric for row in gated if row.verdict == "REGRESSED"} == {metric}
+    assert {row.metric for row in gated if row.result == "REGRESSED"} == {metric}
     assert [row.metric for row in gated if fails(row, Policy())] == [metric]
     assert exit_status(found, Policy()) == 1
     back = _judge([_full(**change)], [_full()])
@@ -95,18 +95,18 @@ def test_each_loss_alone_fails_the_gate(change: dict[str, Any], metric: str) -> 
 @pytest.mark.parametrize(
     ("base", "head", "verdict", "status"),
     [
-        ("completed", "oom", "CAPACITY_REGRESSED", 1),
-        ("completed", "skipped_after_oom", "CAPACITY_REGRESSED", 1),
-        ("oom", "completed", "CAPACITY_IMPROVED", 0),
-        ("skipped_after_oom", "completed", "CAPACITY_IMPROVED", 0),
+        ("completed", "oom", "REGRESSED", 1),
+        ("completed", "skipped_after_oom", "REGRESSED", 1),
+        ("oom", "completed", "IMPROVED", 0),
+        ("skipped_after_oom", "completed", "IMPROVED", 0),
         ("oom", "skipped_after_oom", "OK", 0),
-        ("completed", "crashed", "FAILED", 1),
-        ("completed", "timeout", "FAILED", 1),
-        ("oom", "error", "FAILED", 1),
-        ("crashed", "crashed", "FAILED", 1),
-        ("crashed", "completed", "NO_BASELINE", 5),
-        ("crashed", "oom", "NO_BASELINE", 5),
-        ("completed", "interrupted", "INVALID", 5),
+        ("completed", "crashed", "REGRESSED", 1),
+        ("completed", "timeout", "REGRESSED", 1),
+        ("oom", "error", "REGRESSED", 1),
+        ("crashed", "crashed", "REGRESSED", 1),
+        ("crashed", "completed", "NEW", 3),
+        ("crashed", "oom", "NEW", 3),
+        ("completed", "interrupted", "UNDECIDED", 3),
     ],
 )
 def test_outcome_before_numbers(base: Any, head: Any, verdict: str, status: int) -> None:
@@ -116,7 +116,7 @@ def test_outcome_before_numbers(base: Any, head: Any, verdict: str, status: int)
     ]
     found = _judge(sides[:1], sides[1:])
     row = found.rows[0]
-    assert (row.metric, row.verdict) == ("outcome", verdict)
+    assert (row.metric, row.result) == ("outcome", verdict)
     assert {row.metric for row in found.rows} <= {"outcome", "largest_batch"}
     assert len(row.reason.splitlines()) <= 2
     assert exit_status(found, Policy()) == status
@@ -127,7 +127,7 @@ def test_a_lost_batch_size_shows_in_its_series(prose: Prose) -> None:
     sizes = [_full(batch_size=size) for size in (1, 2)]
     found = _judge(sizes, [sizes[0], make_failed(batch_size=2)])
     series = found.rows[-1]
-    assert (series.metric, series.verdict) == ("largest_batch", "CAPACITY_REGRESSED")
+    assert (series.metric, series.verdict) == ("largest_batch", "REGRESSED")
     assert prose == series.reason
 
 
@@ -163,11 +163,11 @@ def test_reports_of_another_device_or_workload_are_not_comparable(
     """Cases that only the baseline has are not missing then; the reason is what to do."""
     base, head = [_full(**was)], [_full(**is_now)]
     found = _judge(base, head)
-    assert {row.id: row.verdict for row in found.rows} == {base[0].id: "NOT_COMPARABLE", head[0].id: "NEW"}
-    assert exit_status(found, Policy(allow_missing=True)) == ExitStatus.NOT_COMPARABLE
+    assert {row.id: row.result for row in found.rows} == {base[0].id: "NOT_COMPARABLE", head[0].id: "NEW"}
+    assert exit_status(found, Policy(allow_missing=True)) == ExitStatus.NOT_JUDGED
     assert prose == found.rows[-1].reason
     mixed = _judge([*base, *head], head)
-    assert [row.verdict for row in mixed.rows if row.id == base[0].id] == ["MISSING"]
+    assert [row.result for row in mixed.rows if row.id == base[0].id] == ["MISSING"]
 
 
 def test_a_run_that_was_narrowed_without_names_explains_what_is_gone() -> None:
@@ -180,16 +180,16 @@ def test_a_run_that_was_narrowed_without_names_explains_what_is_gone() -> None:
     assert exit_status(found, Policy()) == 0
     base[1].nodeid = base[0].nodeid
     found = judge(make_report(base), head, QUIET, today=TODAY)
-    assert [row.verdict for row in found.rows if row.id == "tp-bs1"] == ["MISSING"]
+    assert [row.result for row in found.rows if row.id == "tp-bs1"] == ["MISSING"]
 
 
 def test_new_cases_pass_and_their_answers_are_checked() -> None:
     """A new case has nothing to lose, but may be wrong by itself."""
     new = _full(strategy="tp")
     found = _judge([_full()], [_full(), new])
-    assert [row.verdict for row in found.rows if row.id == "tp-bs1"] == ["NEW"]
+    assert [row.result for row in found.rows if row.id == "tp-bs1"] == ["NEW"]
     assert exit_status(found, Policy()) == 0
-    assert exit_status(found, Policy(require_armed=True)) == 5
+    assert exit_status(found, Policy(require_armed=True)) == 3
     new.accuracy_check = AccuracyCheck(
         metric="acc_norm", value=0.2, baseline=0.8, source="x", tolerance=0.01, ok=False, text="60 points below"
     )
@@ -204,19 +204,19 @@ def test_new_cases_pass_and_their_answers_are_checked() -> None:
 def test_without_a_baseline_nothing_is_green() -> None:
     """Exit 5, unless the policy allows that; a crash still fails."""
     found = _judge(None, [_full()])
-    assert _said(found) == {"outcome": "NO_BASELINE"}
+    assert _said(found) == {"outcome": "NEW"}
     assert (found.baseline, found.armed.compared) == (None, 0)
-    assert exit_status(found, Policy()) == 5
+    assert exit_status(found, Policy()) == 3
     assert exit_status(found, Policy(allow_no_baseline=True)) == 0
     assert exit_status(_judge(None, [make_failed("crashed")]), Policy(allow_no_baseline=True)) == 1
 
 
 def test_nothing_compared_is_not_green() -> None:
     """No cases, or metrics that are all reported only."""
-    assert exit_status(_judge([], []), Policy()) == 5
+    assert exit_status(_judge([], []), Policy()) == 3
     policy = Policy(time=TimeRule(gate=False))
     found = _judge([with_launches([1.0])], [with_launches([1.5])], policy)
-    assert _said(found) == {"time": "REGRESSED"}
+    assert _said(found) == {"time": "CHANGED"}
     assert (found.armed.compared, found.armed.gated) == (1, 0)
     assert found.armed.unarmed == {
         "accuracy: no items were scored": 1,
@@ -226,7 +226,7 @@ def test_nothing_compared_is_not_green() -> None:
         "memory: neither report has it": 1,
         "traffic: neither report has it": 1,
     }
-    assert exit_status(found, policy) == 5
+    assert exit_status(found, policy) == 3
 
 
 def test_a_path_that_counters_cannot_tell_is_no_gap() -> None:
@@ -243,11 +243,11 @@ def test_another_case_or_machine_is_not_comparable(prose: Prose) -> None:
     found = _judge([_full()], [_full(dtype="bfloat16")])
     assert _said(found) == {"outcome": "NOT_COMPARABLE"}
     assert prose == found.rows[0].reason
-    assert exit_status(found, Policy()) == 4
+    assert exit_status(found, Policy()) == 3
     base = make_report([_full()], gpus=4)
     moved = judge(base, make_report([_full(slower=2.0)], gpus=8), Policy(), today=TODAY)
     assert "GPUs 4 -> 8" in moved.rows[0].reason
-    assert exit_status(moved, Policy()) == 4
+    assert exit_status(moved, Policy()) == 3
     smaller = judge(base, make_report([make_failed()], gpus=8), Policy(), today=TODAY)
     assert _said(smaller) == {"outcome": "NOT_COMPARABLE"}
     assert (
@@ -259,11 +259,11 @@ def test_not_enough_data_fails_where_the_policy_says_so() -> None:
     """Exit 3. A case whose time was disturbed shows no slowdown and fails under every policy."""
     strict = Policy(on_inconclusive="fail")
     close = _judge([_full()], [_full(slower=1.02)], s0=0.02)
-    assert _said(close)["time"] == "NOT_ENOUGH_DATA"
+    assert _said(close)["time"] == "UNDECIDED"
     spoilt = _full()
     make_invalid(spoilt.launches[0], "a stranger's process")
     invalid = _judge([_full()], [spoilt], Policy(largest_unseen_slowdown=99))
-    assert _said(invalid)["time"] == "INVALID"
+    assert _said(invalid)["time"] == "UNDECIDED"
     assert _said(invalid)["accuracy"] == "OK"
     for found, status in ((close, 0), (invalid, 3)):
         assert (exit_status(found, Policy()), exit_status(found, strict)) == (status, 3)
@@ -288,7 +288,7 @@ def test_a_known_regression_that_noise_hides_is_known() -> None:
     """It does not fail a strict gate, and no warning asks to remove the entry."""
     policy = Policy(on_inconclusive="fail", known=[_known("mp-bs1", "time"), _known("mp-bs1", "device_time")])
     found = _judge([_full()], [_full(slower=1.02)], policy, s0=0.02)
-    assert [(row.verdict, row.known) for row in found.rows if row.metric == "time"] == [("NOT_ENOUGH_DATA", "bug 7")]
+    assert [(row.result, row.known) for row in found.rows if row.metric == "time"] == [("UNDECIDED", "bug 7")]
     assert (exit_status(found, policy), found.warnings) == (0, [])
 
 
@@ -314,7 +314,7 @@ def test_a_known_loss_of_accuracy_names_the_series_or_every_case_with_it(named: 
     policy = Policy(known=[_known(case, "accuracy") for case in named])
     found = _judge(base, head, policy)
     (row,) = (row for row in found.rows if row.metric == "accuracy")
-    assert (row.id, row.verdict, row.cases) == ("mp", "REGRESSED", ["mp-bs1", "mp-bs2"])
+    assert (row.id, row.result, row.cases) == ("mp", "REGRESSED", ["mp-bs1", "mp-bs2"])
     assert (row.known, exit_status(found, policy)) == (None if exit_code else "bug 7", exit_code)
 
 
@@ -326,7 +326,7 @@ def test_series_of_one_strategy_have_different_names() -> None:
     for case, known in (("mp", [True, True]), ("mp (limit=80)", [False, True])):
         found = _judge(base, head, Policy(known=[_known(case, "accuracy")]))
         rows = [row for row in found.rows if row.metric == "accuracy"]
-        assert [(row.id, row.verdict) for row in rows] == [(f"mp (limit={limit})", "REGRESSED") for limit in limits]
+        assert [(row.id, row.result) for row in rows] == [(f"mp (limit={limit})", "REGRESSED") for limit in limits]
         assert [row.known is not None for row in rows] == known
         assert not any("no case of these reports" in warning for warning in found.warnings)
 
@@ -351,7 +351,7 @@ def test_margins_hold_for_a_strategy_of_their_own() -> None:
     """10 % slower is fine for tp here and for nobody else."""
     policy = msgspec.convert({"override": [{"strategy": "tp", "time": {"margin": 0.2}}]}, Policy)
     found = _judge([_full(), _full(strategy="tp")], [_full(1.1), _full(1.1, strategy="tp")], policy)
-    assert {row.id: row.verdict for row in found.rows if row.metric == "time"} == {
+    assert {row.id: row.result for row in found.rows if row.metric == "time"} == {
         "mp-bs1": "REGRESSED",
         "tp-bs1": "OK",
     }
@@ -426,8 +426,8 @@ def test_the_worst_comes_first() -> None:
     """By severity, then by metric; what cannot fail the gate last, be it known or only reported."""
     rows = judge(_random_report(1), _random_report(2), QUIET, today=TODAY).rows
     gated = [row for row in rows if row.gated]
-    known = msgspec.structs.replace(gated[0], verdict="FAILED", known="bug 7")
-    told = msgspec.structs.replace(gated[0], verdict="REGRESSED", gated=False)
+    known = msgspec.structs.replace(gated[0], verdict="REGRESSED", improved=False, known="bug 7")
+    told = msgspec.structs.replace(gated[0], verdict="REGRESSED", improved=False, gated=False)
     ordered = worst_first([told, known, *gated])
     assert ordered[-2:] == [known, told]
     severities = [SEVERITY.index(row.verdict) for row in ordered[:-2]]
@@ -468,7 +468,7 @@ def test_a_limit_that_one_side_met_is_no_verdict() -> None:
     make_invalid(base.launches[0])
     make_invalid(head.launches[0], _HELD_DOWN)
     (row,) = [row for row in _judge([base], [head]).rows if row.metric == "time"]
-    assert row.verdict == "INVALID"
+    assert row.result == "UNDECIDED"
     assert "only the candidate" in row.reason
 
 

@@ -34,7 +34,11 @@ def _judged() -> Iterator[tuple[str, list[str]]]:
             if apart(base.cases, head.cases) is not None:
                 continue
             verdicts = judge(base, head, Policy(), today=datetime.date(2026, 11, 22))
-            rows = [f"{row.id} {row.metric} {row.verdict}" for row in verdicts.rows if row.verdict != "NEW"]
+            rows = [
+                f"{row.id} {row.metric} {row.verdict}{' improved' * row.improved}"
+                for row in verdicts.rows
+                if row.verdict != "NEW"
+            ]
             if base is head or not all(row.endswith("MISSING") for row in rows):
                 yield f"{base_name} -> {head_name}", [f"exit status {exit_status(verdicts, Policy())}", *rows]
 

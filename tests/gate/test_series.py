@@ -68,9 +68,9 @@ def _judged(base: CaseResult, head: CaseResult) -> list[Row]:
     ("base", "head", "verdict"),
     [
         (([32], [64]), ([32], [64]), "OK"),
-        (([64], []), ([32], [64]), "CAPACITY_REGRESSED"),
-        (([32, 49], [64, 50]), ([32, 48], [64, 49]), "CAPACITY_REGRESSED"),
-        (([32], [64]), ([64], []), "CAPACITY_IMPROVED"),
+        (([64], []), ([32], [64]), "REGRESSED"),
+        (([32, 49], [64, 50]), ([32, 48], [64, 49]), "REGRESSED"),
+        (([32], [64]), ([64], []), "IMPROVED"),
         (([32, 64], [128]), ([32], []), "OK"),  # 64 was not run: that is no limit
         (([], [8]), ([4], [8]), "OK"),
     ],
@@ -81,7 +81,7 @@ def test_the_largest_batch_that_fits(
     """Only what one side fitted and the other ran out of memory at is a change."""
     (then,), (now,) = by_series(_series(*base)).values(), by_series(_series(*head)).values()
     (row,) = (row for row in _rows(then, now, Policy()) if row.metric == "largest_batch")
-    assert (row.verdict, row.metric, row.id) == (verdict, "largest_batch", "mp")
+    assert (row.result, row.metric, row.id) == (verdict, "largest_batch", "mp")
     assert row.key == now.result.case.series
 
 
@@ -108,10 +108,10 @@ def test_a_probe_needs_no_second_one() -> None:
     ("base", "head", "verdict"),
     [
         ([10.0] * 9, [10.0] * 9, "OK"),
-        ([10.0] * 5, [20.0] * 5, "REGRESSED"),
+        ([10.0] * 5, [20.0] * 5, "CHANGED"),
         ([20.0] * 5, [10.0] * 5, "IMPROVED"),
-        ([10.0] * 2, [11.0] * 2, "NOT_ENOUGH_DATA"),
-        ([10.0], [1000.0], "REGRESSED"),
+        ([10.0] * 2, [11.0] * 2, "UNDECIDED"),
+        ([10.0], [1000.0], "CHANGED"),
         ([10.0], [12.0], None),
     ],
 )
@@ -126,7 +126,7 @@ def test_an_amount_is_judged_once_per_series(
 
     (then,), (now,) = by_series(of(base)).values(), by_series(of(head)).values()
     found = _rows(then, now, Policy())
-    assert [(row.metric, row.verdict) for row in found] == ([(metric, verdict)] if verdict else [])
+    assert [(row.metric, row.result) for row in found] == ([(metric, verdict)] if verdict else [])
     assert not any(row.gated for row in found)
     assert [row.base for row in found] == [pytest.approx(2 * base[0])] * len(found)  # the mean of log amounts
 
@@ -147,7 +147,7 @@ def test_a_batch_size_of_which_a_launch_lacks_the_amount_is_left_out(lacking: li
 def test_the_energy_of_disturbed_launches_is_left_out() -> None:
     """That of another program would be a regression of this one."""
     base, head = _launched("energy", 1, [10.0] * 9), _launched("energy", 1, [30.0] * 9)
-    assert [row.verdict for row in _judged(base, head)] == ["REGRESSED"]
+    assert [row.result for row in _judged(base, head)] == ["CHANGED"]
     profile = head.launches[0].profile
     assert profile is not None
     head.launches[0].profile = msgspec.structs.replace(profile, invalid=["processes of other programs: GPU 0 has 2"])
@@ -173,4 +173,4 @@ def test_a_gated_amount_states_that_one_launch_decides_nothing() -> None:
     """Where the policy gates it, a lack of launches is a row of its own."""
     (then,), (now,) = (by_series([_launched("load_time", 1, [amount])]).values() for amount in (10.0, 11.0))
     policy = Policy(load_time=ShownRule(gate=True))
-    assert [row.verdict for row in _rows(then, now, policy)] == ["NOT_ENOUGH_DATA"]
+    assert [row.result for row in _rows(then, now, policy)] == ["UNDECIDED"]

@@ -94,7 +94,7 @@ def _device_row(base: CaseResult, head: CaseResult, **given: Any) -> Row:
 def test_quiet_launches_are_decided_at_the_threshold(slower: float, verdict: str) -> None:
     """One launch with 0.1 % noise suffices; the interval of 90 % has the change in its middle."""
     row = _judged(with_launches([1.0]), with_launches([slower]))
-    assert row.verdict == verdict
+    assert row.result == verdict
     assert row.ratio == pytest.approx(slower)
     assert row.threshold == pytest.approx(0.02)
     assert row.n == 1
@@ -106,9 +106,9 @@ def test_quiet_launches_are_decided_at_the_threshold(slower: float, verdict: str
 @pytest.mark.parametrize(
     ("small", "large", "verdict"),
     [
-        (4.0, 1.0, "NOT_ENOUGH_DATA"),  # the mean is 2.8 times, the sum 3 % more
+        (4.0, 1.0, "UNDECIDED"),  # the mean is 2.8 times, the sum 3 % more
         (1.0, 4.0, "REGRESSED"),  # both grew
-        (0.25, 1.02, "NOT_ENOUGH_DATA"),
+        (0.25, 1.02, "UNDECIDED"),
         (4.0, 4.0, "REGRESSED"),
         (0.25, 0.25, "IMPROVED"),
     ],
@@ -123,7 +123,7 @@ def test_batches_that_disagree_decide_nothing(small: float, large: float, verdic
         columns.sequences = columns.tokens = columns.padded_tokens = [8] * 4
         derive(result)
     prior = Prior(s0=0.05, df0=50.0, source="test")
-    assert _judged(base, head, prior).verdict == verdict
+    assert _judged(base, head, prior).result == verdict
 
 
 def test_the_figures_of_a_row_are_those_of_the_moderated_test() -> None:
@@ -159,7 +159,7 @@ def test_noise_is_not_enough_data() -> None:
     noisy = Prior(s0=0.02, df0=20.0, source="test")
     for slower in (1.0, 1.05):
         row = _judged(with_launches([1.0]), with_launches([slower]), noisy)
-        assert row.verdict == "NOT_ENOUGH_DATA"
+        assert row.result == "UNDECIDED"
         assert row.threshold == pytest.approx(0.02)
         assert row.launches_needed is not None
         assert f": {row.launches_needed}, now 1." in row.reason
@@ -181,7 +181,7 @@ def test_launches_that_scatter_are_never_ok() -> None:
     steady, scattered = with_launches([1.0] * 5), with_launches([1.0, 1.0, 1.0, 3.0, 3.0])
     assert _judged(steady, scattered).verdict != "OK"
     back = _judged(scattered, steady, Prior(s0=0.001, df0=1e6, source="test"), margin=0.9)
-    assert back.verdict == "NOT_ENOUGH_DATA"
+    assert back.verdict == "UNDECIDED"
     assert "factor of 3.0" in back.reason
     spread = with_launches([1.0, 2.5]), with_launches([1.0, 2.5])
     assert _judged(*spread, Prior(s0=1e-4, df0=1e6, source="test"), regime="eager_host", margin=0.9).verdict == "OK"
@@ -191,7 +191,7 @@ def test_a_sum_that_changed_otherwise_is_stated() -> None:
     """The mean over batches decides; a few slow batches change the sum by more."""
     stalling = [10.0 if number % 4 == 0 else 1.0 for number in range(BATCHES)]
     row = _judged(with_latencies([[1.0] * BATCHES]), with_latencies([stalling]))
-    assert row.verdict == "REGRESSED"
+    assert row.result == "REGRESSED"
     assert row.ratio == pytest.approx(10**0.25)
     assert "The sum of all batches +225.0 %" in row.reason
 
@@ -201,19 +201,19 @@ def test_disturbed_launches_are_left_out() -> None:
     head = with_launches([1.0, 5.0])
     make_invalid(head.launches[1], "processes of other programs: GPU 0 has 1 besides 1 of this run")
     row = _judged(with_launches([1.0]), head)
-    assert row.verdict == "OK"
+    assert row.result == "OK"
     assert row.ratio == pytest.approx(1.0)
     assert "1 of 2 launches of the candidate are used" in row.reason
     make_invalid(head.launches[0], "processes of other programs: GPU 0 has 1 besides 1 of this run")
     invalid = _wall(with_launches([1.0]), head, gate=False)
     assert isinstance(invalid, Row)
-    assert (invalid.verdict, invalid.metric, invalid.gated) == ("INVALID", "time", False)
+    assert (invalid.verdict, invalid.metric, invalid.gated) == ("UNDECIDED", "time", False)
 
 
 def test_wall_time_of_another_machine_has_a_larger_threshold() -> None:
     """Machines of one kind differ as launches do: 2.33 √2 times that deviation is allowed."""
     row = _judged(with_launches([1.0]), with_launches([1.10]), machine_sd=0.05)
-    assert row.verdict != "REGRESSED"
+    assert row.result != "REGRESSED"
     assert row.threshold == pytest.approx(
         math.expm1(2.33 * 0.001 * math.sqrt(2) + 2.326 * math.sqrt(2) * 0.05), rel=0.01
     )
@@ -225,7 +225,7 @@ def test_noise_of_launches_makes_no_time_of_another_machine_ok() -> None:
     row = _judged(with_launches([1.0]), with_launches([1.3]), PRIORS["eager_host"], machine_sd=PRIORS["eager_host"].s0)
     assert row.threshold is not None
     assert row.threshold > 1
-    assert row.verdict == "NOT_ENOUGH_DATA"
+    assert row.result == "UNDECIDED"
     assert "Slowdowns cannot be judged with a baseline of other GPUs" in row.reason
     assert "threshold" not in row.reason
     assert "same GPUs" in row.next_step
@@ -234,7 +234,7 @@ def test_noise_of_launches_makes_no_time_of_another_machine_ok() -> None:
 def test_a_time_of_another_machine_that_is_ok_has_a_next_step() -> None:
     """The row has not enough data where its launches would not have shown a slowdown of the policy's limit."""
     row = _judged(with_launches([1.0]), with_launches([1.01]), machine_sd=0.05)
-    assert row.verdict == "OK"
+    assert row.result == "OK"
     assert "threshold" in row.reason
     assert "same GPUs" in row.next_step
 
@@ -244,7 +244,7 @@ def test_extreme_times_give_finite_ratios() -> None:
     for launches in (1, 2):
         base, head = (with_latencies([[each] * BATCHES] * launches) for each in (1e-300, 1e300))
         row = _judged(base, head)
-        assert row.verdict == "REGRESSED"
+        assert row.result == "REGRESSED"
         assert row.ratio is not None
         assert math.isfinite(row.ratio)
 
@@ -252,7 +252,7 @@ def test_extreme_times_give_finite_ratios() -> None:
 def test_device_time_is_compared_by_the_median_of_the_passes() -> None:
     """One pass that took half as long again does not count; 2 % in one launch is a regression."""
     row = _device_row(_worked(1.0), _worked(1.02))
-    assert (row.verdict, row.metric) == ("REGRESSED", "device_time")
+    assert (row.result, row.metric) == ("REGRESSED", "device_time")
     assert row.threshold == pytest.approx(0.01)
     assert (row.base, row.head) == pytest.approx((0.5, 0.51))
     assert _device_row(_worked(1.0), _worked(1.005)).verdict == "OK"
@@ -262,7 +262,7 @@ def test_the_rank_that_became_slowest_decides() -> None:
     """Ranks with equal GPUs are compared, whatever their numbers; the p is multiplied by the number of ranks."""
     slower = _worked(1.0, uuids=("GPU-1", "GPU-0"), skew=(1.03, 1.0))
     row = _device_row(_worked(1.0), slower)
-    assert row.verdict == "REGRESSED"
+    assert row.result == "REGRESSED"
     assert row.ratio == pytest.approx(1.03)
     assert "of rank 0 " in row.reason
     alone = _device_row(_worked(1.0, uuids=("GPU-1",), skew=(1.0,)), _worked(1.0, uuids=("GPU-1",), skew=(1.03,)))
@@ -277,7 +277,7 @@ def test_other_gpus_of_one_kind_have_a_larger_threshold() -> None:
     others = ("GPU-8", "GPU-9")
     for slower, verdict in ((1.01, "OK"), (1.02, "OK"), (1.05, "REGRESSED")):
         row = _device_row(_worked(1.0), _worked(slower, uuids=others))
-        assert row.verdict == verdict
+        assert row.result == verdict
         assert row.threshold == pytest.approx(0.0245, abs=0.002)
         assert "measured on five GPUs" in row.reason
     base_rates = make_ceilings()
@@ -323,7 +323,7 @@ def test_a_gemm_explains_what_all_cases_show(changes: list[float], gemm: float, 
     """Of the difference between the GEMM times of two GPUs, the part counts that the median case has."""
     found = rows([_other_gpu(number, change, gemm) for number, change in enumerate(changes)], 0.99, "")
     assert [math.log(row.ratio or 0) for row in found] == pytest.approx(ratios, abs=1e-9)
-    assert [row.verdict == "REGRESSED" for row in found] == [ratio >= 0.03 for ratio in ratios]
+    assert [row.result == "REGRESSED" for row in found] == [ratio >= 0.03 for ratio in ratios]
 
 
 def test_another_day_has_half_a_point_more() -> None:
@@ -351,12 +351,12 @@ def test_device_time_that_cannot_be_compared() -> None:
     other.launches[0].work = msgspec.structs.replace(_work(1.0, ("GPU-0", "GPU-1"), (1, 1)), batches=[0, 5])
     found = _device(worked, other)
     assert isinstance(found, Row)
-    assert found.verdict == "NOT_COMPARABLE"
+    assert found.result == "NOT_COMPARABLE"
     disturbed = _worked(1.0)
     make_invalid(disturbed.launches[0], "processes of other programs")
     invalid = _device(worked, disturbed)
     assert isinstance(invalid, Row)
-    assert (invalid.verdict, invalid.metric) == ("INVALID", "device_time")
+    assert (invalid.verdict, invalid.metric) == ("UNDECIDED", "device_time")
 
 
 def _timed(number: int, base: Sequence[float], head: Sequence[float], **fields: Any) -> Timed:
@@ -380,7 +380,7 @@ def test_gated_rows_of_times_are_one_family() -> None:
     others = [_timed(number, [0.0], [0.0]) for number in range(1, 100)]
     assert rows([one], 0.99, "")[0].verdict == "REGRESSED"
     among = rows([one, *others], 0.99, "")[0]
-    assert among.verdict == "NOT_ENOUGH_DATA"
+    assert among.verdict == "UNDECIDED"
     assert "among 100 rows" in among.reason
     not_gated = [msgspec.structs.replace(other, gated=False) for other in others]
     assert rows([one, *not_gated], 0.99, "")[0].verdict == "REGRESSED"
@@ -455,7 +455,7 @@ def test_unchanged_programs_have_no_regression(regime: str, launches: int) -> No
     """At most 1 % of the reports of 21 cases have one, if machines differ as the prior states; 400 reports each."""
     chance = random.Random(f"{regime} {launches}")
     reports = [_simulated(chance, regime, launches, [0.0] * 21) for _ in range(400)]
-    assert sum(any(row.verdict == "REGRESSED" for row in report) for report in reports) <= 9
+    assert sum(any(row.result == "REGRESSED" for row in report) for report in reports) <= 9
 
 
 @pytest.mark.slow
@@ -468,14 +468,14 @@ def test_a_slowdown_of_one_case_of_21_is_found(regime: Any, launches: int, slowd
     chance = random.Random(f"{regime} {launches}")
     changes = [math.log1p(slowdown), *[0.0] * 20]
     found = [_simulated(chance, regime, launches, changes, PRIORS[regime].s0)[0] for _ in range(300)]
-    assert sum(row.verdict == "REGRESSED" for row in found) >= 285
+    assert sum(row.result == "REGRESSED" for row in found) >= 285
 
 
 def test_a_time_that_is_ok_by_chance_has_the_launches_that_exclude_a_slowdown() -> None:
     """A policy whose `largest_unseen_slowdown` is small makes it undecided, and the next step needs their number."""
     prior = Prior(s0=0.02, df0=1000.0, source="test")
     row = _judged(with_launches([1.0]), with_launches([0.97]), prior)
-    assert row.verdict == "OK"
+    assert row.result == "OK"
     assert row.smallest_seen == pytest.approx(0.13, abs=0.04)
     assert row.launches_needed is not None
     enough = [1.0] * row.launches_needed

@@ -44,7 +44,7 @@ def test_a_regression_is_a_failing_item_with_a_reason(runs: FakedRuns) -> None:
     result.stdout.fnmatch_lines(
         [
             "*test_it.py::test_hellaswag?mp-bs4? PASSED*",
-            "*llmgpu gate::test_it.py::test_hellaswag?mp-bs1? NOT_ENOUGH_DATA*",
+            "*llmgpu gate::test_it.py::test_hellaswag?mp-bs1? UNDECIDED*",
             "*llmgpu gate::test_it.py::test_hellaswag?mp-bs4? REGRESSED*",
             "*llmgpu gate::the whole run OK*100%*",
             "*_ llmgpu gate: test_it.py::test_hellaswag?mp-bs4? _*",
@@ -87,7 +87,7 @@ def test_a_run_that_is_as_good_as_its_baseline_is_green(runs: FakedRuns) -> None
     result.stdout.fnmatch_lines(["*4 passed, 3 not enough data*"])
     strict = runs(_COMPARE, "--llmgpu-on-inconclusive=fail")
     assert strict.ret == 1
-    strict.stdout.fnmatch_lines(["NOT_ENOUGH_DATA: mp-bs1 wall time *", "*3 failed, 4 passed*"])
+    strict.stdout.fnmatch_lines(["UNDECIDED: mp-bs1 wall time *", "*3 failed, 4 passed*"])
 
 
 def test_what_no_longer_fits_fails_its_test_and_the_series_fails_the_run(runs: FakedRuns) -> None:
@@ -219,9 +219,9 @@ def test_a_run_that_stops_early_is_judged_and_written(runs: FakedRuns, outcome: 
     assert verdicts is not None
     found = {(row.id, row.metric): row.verdict for row in verdicts.rows}
     if outcome == "error":
-        assert (found["mp-bs4", "outcome"], found["mp-bs8", "outcome"]) == ("FAILED", "MISSING")
+        assert (found["mp-bs4", "outcome"], found["mp-bs8", "outcome"]) == ("REGRESSED", "MISSING")
     else:
-        assert (found["mp-bs4", "time"], found["mp-bs8", "time"]) == ("REGRESSED", "NOT_ENOUGH_DATA")
+        assert (found["mp-bs4", "time"], found["mp-bs8", "time"]) == ("REGRESSED", "UNDECIDED")
 
 
 def test_a_gate_without_its_items_fails_the_run(runs: FakedRuns, pytester: pytest.Pytester) -> None:

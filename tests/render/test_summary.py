@@ -12,7 +12,7 @@ from pytest_llmgpu.gate.policy_file import dump, policy_of
 from pytest_llmgpu.render.summary import conclude, describe
 from pytest_llmgpu.report.report import Report, Session
 from pytest_llmgpu.report.result import CaseResult, Finding
-from pytest_llmgpu.report.verdicts import Armed, Baseline, Row, Verdicts
+from pytest_llmgpu.report.verdicts import Armed, Baseline, Row, Verdicts, stated
 
 
 def _report(*cases: CaseResult, **session: Any) -> Report:
@@ -25,10 +25,10 @@ def _finding(severity: str, code: str = "slow", step: str = "Look.") -> Finding:
     return msgspec.convert({"code": code, "severity": severity, "text": f"It is {code}.", "next_step": step}, Finding)
 
 
-def _verdicts(*rows: tuple[str, str], policy: Policy | None = None) -> Verdicts:
+def _verdicts(*rows: tuple[str, Any], policy: Policy | None = None) -> Verdicts:
     plain = [
         msgspec.convert(
-            {"key": "k", "id": f"mp-bs{n}", "metric": metric, "verdict": verdict, "reason": f"{metric}; x"}, Row
+            {"key": "k", "id": f"mp-bs{n}", "metric": metric, "reason": f"{metric}; x", **stated(verdict)}, Row
         )
         for n, (metric, verdict) in enumerate(rows)
     ]
@@ -146,7 +146,7 @@ def test_failures_with_other_messages_are_other_problems() -> None:
 
 def test_an_undecided_slowdown_is_a_problem_that_does_not_fail() -> None:
     """The headline names it; a time that is not gated, or became no longer, is none."""
-    verdicts = _verdicts(*[("time", "NOT_ENOUGH_DATA")] * 3)
+    verdicts = _verdicts(*[("time", "UNDECIDED")] * 3)
     figures = [{"ratio": 1.3, "low": 1.1}, {"ratio": 1.3, "low": 1.1, "gated": False}, {"ratio": 1.0, "low": 0.9}]
     rows = [
         msgspec.structs.replace(row, base=1.0, head=more["ratio"], reason=row.id, **more)
@@ -180,7 +180,7 @@ def test_a_regression_comes_before_a_missing_comparison(prose: Prose) -> None:
 
 @pytest.mark.parametrize(
     ("rows", "status"),
-    [([("time", "NOT_COMPARABLE")], "unclear"), ([("time", "NOT_ENOUGH_DATA")], "pass"), ([], "unclear")],
+    [([("time", "NOT_COMPARABLE")], "unclear"), ([("time", "UNDECIDED")], "pass"), ([], "unclear")],
 )
 def test_the_exit_status_of_the_gate_decides(rows: list[tuple[str, str]], status: str) -> None:
     """A report that does not compare, and a report without a comparison, do not pass."""
@@ -189,7 +189,7 @@ def test_the_exit_status_of_the_gate_decides(rows: list[tuple[str, str]], status
 
 def test_the_policy_of_the_verdicts_decides_what_fails() -> None:
     """A given policy has precedence."""
-    strict = _verdicts(("time", "NOT_ENOUGH_DATA"), policy=Policy(on_inconclusive="fail"))
+    strict = _verdicts(("time", "UNDECIDED"), policy=Policy(on_inconclusive="fail"))
     assert policy_of(strict) == Policy(on_inconclusive="fail")
     assert conclude(_report(), strict).problems != []
     assert conclude(_report(), strict, Policy()).problems == []

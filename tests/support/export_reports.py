@@ -12,7 +12,7 @@ from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.report.metrics import MetricName
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult, Failure, Finding
-from pytest_llmgpu.report.verdicts import Armed, Baseline, Row, Verdict, Verdicts
+from pytest_llmgpu.report.verdicts import Armed, Baseline, Decided, Row, Verdicts, stated
 from support.report_factory import GIB, make_accuracy, make_failed, make_memory, make_report, make_result, make_traffic
 
 NASTY = (
@@ -79,9 +79,9 @@ def nasty() -> Report:
     return report
 
 
-def row(verdict: Verdict, metric: MetricName = "time", *, id: str = "mp-bs8", reason: str = "as said.") -> Row:  # noqa: A002
+def row(verdict: Decided, metric: MetricName = "time", *, id: str = "mp-bs8", reason: str = "as said.") -> Row:  # noqa: A002
     """Return a row of a verdict."""
-    return Row(key=f"key of {id}", id=id, metric=metric, verdict=verdict, reason=reason)
+    return Row(key=f"key of {id}", id=id, metric=metric, reason=reason, **stated(verdict))
 
 
 def verdicts(rows: Sequence[Row], *, gated: int = 1) -> Verdicts:

@@ -20,7 +20,6 @@ COMMANDS = {
     "promote": "make a report the baseline unless it is dirty, failed, invalid, undecided or worse",
     "ray": "run pytest on the nodes of a Ray cluster, one process for each GPU",
     "schema": "print the JSON Schema of a report",
-    "selftest": "check that the gate detects regressions injected into a report",
     "show": "show the tables and findings of a report",
     "trend": "show how each case changed over stored reports",
 }

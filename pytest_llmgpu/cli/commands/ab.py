@@ -25,8 +25,8 @@ Each commit is checked out into a git worktree under TMPDIR; your working tree i
 head, base, head. Both commits are compared after 1, 3, 5 and 8 launches of each, until every gated row is decided or a
 regression is found; later launches measure only the cases that are not decided. The policy is that of the base commit,
 or the file of --policy; its error rate is divided by the number of comparisons. The merged reports are kept in
-.llmgpu/ab. Exit status, as for llmgpu gate: 0 passed, 1 regressed, 2 bad usage or a launch without a report, 3 not
-enough data, 4 not comparable, 5 nothing compared. llmgpu bisect finds the commit between them."""
+.llmgpu/ab. Exit status, as for llmgpu gate: 0 passed, 1 regressed, 2 bad usage or a launch without a report, 3 could
+not be judged. llmgpu bisect finds the commit between them."""
 
 _KEPT = Path(".llmgpu") / "ab"
 

@@ -28,7 +28,7 @@ from pytest_llmgpu.report import file
 from pytest_llmgpu.report.metrics import JUDGED, spec_of
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.text import plural, signed_percent
-from pytest_llmgpu.report.verdicts import BETTER, SEVERITY, WORSE, Row, Verdicts
+from pytest_llmgpu.report.verdicts import SEVERITY, Row, Verdicts
 
 _EPILOG = """\
 git bisect chooses the commits. Its state and its commits are in temporary git worktrees under TMPDIR: your working
@@ -313,7 +313,7 @@ def worst(verdicts: Verdicts, metric: str | None = None, case: str | None = None
         kind = ("exact", "quiet", "noisy").index(spec_of(row.metric).kind)
         return row.nodeid is None, SEVERITY.index(row.verdict), kind, row.p or 0.0, -abs(math.log(row.ratio or 1.0))
 
-    return min((row for row in _selected(verdicts, metric, case) if row.verdict in WORSE), key=order, default=None)
+    return min((row for row in _selected(verdicts, metric, case) if row.worse), key=order, default=None)
 
 
 def _selected(verdicts: Verdicts, metric: str | None, case: str | None) -> list[Row]:
@@ -401,4 +401,4 @@ def mark_of(end: Row, verdicts: Verdicts, report: Report) -> tuple[Mark | None, 
         return "bad" if (row.ratio - 1) / (end.ratio - 1) > 1 / 2 else "good", ""
     if row.verdict == end.verdict:
         return "bad", ""
-    return ("good", "") if row.verdict in {"OK", *BETTER} else ("skip", row.reason)
+    return ("good", "") if row.verdict == "OK" or row.improved else ("skip", row.reason)

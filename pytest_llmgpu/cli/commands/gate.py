@@ -12,8 +12,8 @@ from pytest_llmgpu.render.terminal import verdicts as verdict_tables
 from pytest_llmgpu.report import options
 
 _STATUSES = (
-    "exit status: 0 passed, 1 regressed, 2 bad usage or an unreadable file, 3 not enough data: a large slowdown "
-    "would not have been seen, or the policy fails on it; 4 not comparable, 5 nothing compared"
+    "exit status: 0 passed, 1 regressed, 2 bad usage or an unreadable file, 3 could not be judged: undecided, not "
+    "comparable, or nothing compared"
 )
 
 

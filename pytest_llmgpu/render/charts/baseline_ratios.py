@@ -19,7 +19,7 @@ _CHANGES = {
 }
 """Change to its shape, in the order of the colours of the theme's range `ordinal`."""
 
-_CHANGE_OF_VERDICT = {"REGRESSED": "slower", "IMPROVED": "faster", "NOT_ENOUGH_DATA": "not enough data"}
+_CHANGE_OF_VERDICT = {"REGRESSED": "slower", "IMPROVED": "faster", "UNDECIDED": "not enough data"}
 
 
 def charts(verdicts: Verdicts | None) -> Iterator[Chart | str]:
@@ -63,7 +63,7 @@ def _row(one: Row) -> Spec | None:
     row: Spec = {
         "c": one.id,
         "r": rounded(one.ratio),
-        "k": _CHANGE_OF_VERDICT.get(one.verdict, "no significant change"),
+        "k": _CHANGE_OF_VERDICT.get(one.result, "no significant change"),
     }
     if one.low is not None and one.high is not None:
         row |= {"l": rounded(one.low), "h": rounded(one.high)}

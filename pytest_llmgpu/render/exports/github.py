@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from pytest_llmgpu.gate import cause_groups, headline
-from pytest_llmgpu.gate.classify import ExitStatus, RowClass, classify, exit_status
+from pytest_llmgpu.gate.classify import ExitStatus, RowClass, classify
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.gate.policy_file import policy_of
 from pytest_llmgpu.render import comparison
@@ -73,8 +73,9 @@ def notices(report: Report) -> list[Notice]:
     found = []
     if (verdicts := report.verdicts) is not None:
         policy = policy_of(verdicts)
-        if exit_status(verdicts, policy) == ExitStatus.NOTHING_COMPARED:
-            found.append(Notice("failure", "Gate", headline.describe(headline.decide(verdicts, policy))))
+        decided = headline.decide(verdicts, policy)
+        if decided.status is ExitStatus.NOT_JUDGED and not decided.worst:
+            found.append(Notice("failure", "Gate", headline.describe(decided)))
         for group in cause_groups.group(verdicts, policy):
             worst = group.rows[0]
             found.append(
@@ -230,7 +231,7 @@ def _notice_table(found: Sequence[Notice]) -> _Table:
 def _verdict_line(severity: Level, row: Row) -> str:
     was, now, change, interval = comparison.figures(row)
     reason = [*row.reason.splitlines(), *([f"Known: {row.known}"] if row.known is not None else [])]
-    verdict = row.verdict + ("" if row.gated else " (not gated)")
+    verdict = row.verdict + (" (improved)" if row.improved else "")
     words = [row.metric.replace("_", " "), verdict, was, now, f"{change} ({interval})" if interval else change]
     return markdown_line([_MARKS[severity], code(row.id), *words, "<br>".join(map(markdown, reason))])
 

@@ -89,7 +89,7 @@ def render_csv(report: Report) -> str:
 
 def _verdicts(rows: Sequence[Row]) -> dict[str, object]:
     verdicts: dict[str, object] = {f"verdict_{row.metric}": row.verdict for row in rows}
-    reasons = " / ".join(f"{row.metric}: {row.reason}" for row in rows if row.verdict != "OK")
+    reasons = " / ".join(f"{row.metric}: {row.reason}" for row in rows if not row.unchanged)
     return {**verdicts, "reasons": spreadsheet(reasons)}
 
 

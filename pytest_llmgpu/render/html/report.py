@@ -131,7 +131,7 @@ def _page(report: Report, baseline: Report | None, policy: Policy, name: str) ->
             (title, [(row, comparison.figures(row)) for row in rows])
             for title, rows in ([] if verdicts is None else _parts(verdicts))
         ],
-        reasons=[] if verdicts is None else cause_groups.by_reason(row for row in verdicts.rows if row.verdict != "OK"),
+        reasons=[] if verdicts is None else cause_groups.by_reason(row for row in verdicts.rows if not row.unchanged),
         counts="" if verdicts is None else comparison.counts(verdicts),
         notes=[] if verdicts is None else verdicts.warnings,
         keys=keys,
@@ -182,7 +182,7 @@ def _parts(verdicts: Verdicts) -> list[tuple[str, list[Row]]]:
     """Return the rows that are not OK, and those that are, with their titles."""
     rows = worst_first(verdicts.rows)
     parts = [
-        ("Not OK", [row for row in rows if row.verdict != "OK"]),
+        ("Not OK", [row for row in rows if not row.unchanged]),
         ("OK", [row for row in rows if row.verdict == "OK"]),
     ]
     return [(title, found) for title, found in parts if found]

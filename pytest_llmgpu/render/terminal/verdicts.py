@@ -46,7 +46,7 @@ def table(verdicts: Verdicts, policy: Policy, color: bool = False, most: int | N
         most: the limit on cases and on reasons; None for no limit, and for the rows that are OK as well.
     """
     paint = painter(color)
-    cases = _by_case([row for row in verdicts.rows if most is None or row.verdict != "OK"])
+    cases = _by_case([row for row in verdicts.rows if most is None or not row.unchanged])
     shown = cases[:most]
     parts = [_table(shown, paint)] if shown else []
     if left := cases[len(shown) :]:
@@ -66,7 +66,7 @@ def side_by_side(compared: Sequence[Verdicts], color: bool = False, most: int | 
     """
     paint = painter(color)
     found = [{(row.key, row.id, row.metric): row for row in verdicts.rows} for verdicts in compared]
-    rows = [row for verdicts in compared for row in verdicts.rows if most is None or row.verdict != "OK"]
+    rows = [row for verdicts in compared for row in verdicts.rows if most is None or not row.unchanged]
     body = []
     cases = _by_case(rows)
     for case in cases[:most]:
@@ -110,7 +110,7 @@ def _verdict(row: Row, paint: Painter) -> str:
 
 def _reasons(rows: Sequence[Row], paint: Painter, most: int | None) -> Iterator[str]:
     """Yield the reasons of the rows that are not OK by cause, the worst first; the row with the worst change has it."""
-    found = by_reason(row for row in rows if row.verdict != "OK")
+    found = by_reason(row for row in rows if not row.unchanged)
     for number, group in enumerate(found):
         if number == most:
             yield f"and {plural(len(found) - number, 'more reason')}"

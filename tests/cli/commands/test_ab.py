@@ -63,7 +63,7 @@ def test_a_slower_commit_is_regressed(project: Project, capsys: pytest.CaptureFi
     project.commit("head", seconds={"1": [11.0], "2": [None]}, ends=1)
     assert _ab("--launches", "2", _quiet(project)) == 1
     out = capsys.readouterr().out
-    assert "CAPACITY_REGRESSED" in out
+    assert "REGRESSED" in out
     assert "Time +10.0 %" in out
     project.untouched()
 

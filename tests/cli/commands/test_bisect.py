@@ -21,7 +21,7 @@ from pytest_llmgpu.cli.commands.bisect import Mark, Step, begun, find, mark_of, 
 from pytest_llmgpu.gate.ab import Both
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.report import Report
-from pytest_llmgpu.report.verdicts import Armed, Row, Verdict, Verdicts
+from pytest_llmgpu.report.verdicts import Armed, Decided, Row, Verdict, Verdicts
 
 _EXACT = "[tool.llmgpu.gate.time]\ngate = false\n"
 """A policy under which one launch decides."""
@@ -52,7 +52,7 @@ def _verdicts(*rows: Row) -> Verdicts:
     return Verdicts(policy="", policy_sha256="", armed=Armed(), rows=list(rows))
 
 
-def _row(metric: str, verdict: Verdict = "REGRESSED", size: int = 1, **figures: Any) -> Row:
+def _row(metric: str, verdict: Decided = "REGRESSED", size: int = 1, **figures: Any) -> Row:
     result = with_launches([1.0], batch_size=size)
     result.nodeid = f"b.py::t[{result.id}]"
     return Row.of(result, metric, verdict, "", **figures)
@@ -63,12 +63,12 @@ def _judge(metric: str) -> Callable[[Report, Report], Verdicts]:
 
     def judge(base: Report, head: Report) -> Verdicts:
         if head.cases[0].outcome != "completed":
-            return _verdicts(Row.of(head.cases[0], "outcome", "FAILED", "The case crashed."))
+            return _verdicts(Row.of(head.cases[0], "outcome", "REGRESSED", "The case crashed."))
         times = [[one.batches.latency_s[0] for one in report.cases[0].launches] for report in (base, head)]
         ratio = fmean(times[1]) / fmean(times[0])
         error = _SD * math.sqrt(sum(1 / len(launches) for launches in times))
         decided = metric != "time" or abs(ratio - 1.005) > 2 * error
-        verdict: Verdict = "NOT_ENOUGH_DATA" if not decided else "REGRESSED" if ratio > 1.005 else "OK"
+        verdict: Verdict = "UNDECIDED" if not decided else "REGRESSED" if ratio > 1.005 else "OK"
         p = NormalDist().cdf(-abs(ratio - 1) / error)
         return _verdicts(Row.of(head.cases[0], metric, verdict, "", ratio=ratio, p=p, n=1))
 
@@ -165,16 +165,16 @@ def test_merges_are_bisected(project: Project) -> None:
 @pytest.mark.parametrize(
     ("end", "own", "mark"),
     [
-        (_row("outcome", "CAPACITY_REGRESSED"), _row("outcome", "CAPACITY_REGRESSED"), "bad"),
-        (_row("outcome", "CAPACITY_REGRESSED"), _row("outcome", "OK"), "good"),
-        (_row("outcome", "CAPACITY_REGRESSED"), _row("outcome", "CAPACITY_IMPROVED"), "good"),
-        (_row("outcome", "CAPACITY_REGRESSED"), _row("outcome", "FAILED"), "skip"),
-        (_row("outcome", "FAILED"), _row("outcome", "NOT_COMPARABLE"), "skip"),
-        (_row("outcome", "FAILED"), None, "good"),
+        (_row("outcome", "REGRESSED"), _row("outcome", "REGRESSED"), "bad"),
+        (_row("outcome", "REGRESSED"), _row("outcome", "OK"), "good"),
+        (_row("outcome", "REGRESSED"), _row("outcome", "IMPROVED"), "good"),
+        (_row("outcome", "REGRESSED"), _row("outcome", "REGRESSED"), "skip"),
+        (_row("outcome", "REGRESSED"), _row("outcome", "NOT_COMPARABLE"), "skip"),
+        (_row("outcome", "REGRESSED"), None, "good"),
         (_row("execution"), None, "good"),
         (_row("time", ratio=1.1), None, "skip"),
-        (_row("time", ratio=1.1), _row("outcome", "FAILED"), "skip"),
-        (_row("time", ratio=1.1), _row("time", "INVALID"), None),
+        (_row("time", ratio=1.1), _row("outcome", "REGRESSED"), "skip"),
+        (_row("time", ratio=1.1), _row("time", "UNDECIDED"), None),
         (_row("time", ratio=1.1), _row("time", "NOT_COMPARABLE"), "skip"),
         (_row("time", ratio=1.1), _row("time", "OK", ratio=1.04), "good"),
         (_row("time", ratio=1.1), _row("time", "OK", ratio=1.06), "bad"),
@@ -204,10 +204,10 @@ def test_the_worst_gated_regression_is_bisected() -> None:
 @pytest.mark.parametrize(
     ("verdict", "asked", "launches"),
     [
-        ("NOT_ENOUGH_DATA", {}, 3),
+        ("UNDECIDED", {}, 3),
         ("OK", {}, 3),
-        ("NOT_ENOUGH_DATA", {"metric": "memory"}, 1),
-        ("NOT_ENOUGH_DATA", {"case": "mp-bs2"}, 1),
+        ("UNDECIDED", {"metric": "memory"}, 1),
+        ("UNDECIDED", {"case": "mp-bs2"}, 1),
         ("REGRESSED", {}, 1),
     ],
 )

@@ -55,19 +55,19 @@ def test_export_judges_the_report_against_a_baseline(capsys: pytest.CaptureFixtu
 def test_export_takes_the_verdicts_of_a_gate(capsys: pytest.CaptureFixture[str]) -> None:
     """They replace the verdicts of the report."""
     dump(judged(two_strategies(), two_strategies()), Path("report.json"))
-    Path("verdicts.json").write_bytes(msgspec.json.encode(verdicts([row("FAILED", "outcome", id="mp-bs8")])))
+    Path("verdicts.json").write_bytes(msgspec.json.encode(verdicts([row("REGRESSED", "outcome", id="mp-bs8")])))
     assert main(["export", "github-annotations", "report.json", "--verdicts", "verdicts.json"]) == 0
     assert "FAILED%3A mp-bs8%3A as said" in capsys.readouterr().out
 
 
 def test_verdicts_of_an_older_version_have_the_present_names() -> None:
-    """INCONCLUSIVE is read as NOT_ENOUGH_DATA in verdicts and in reports, but not within a text."""
-    old = row("NOT_ENOUGH_DATA", reason='"verdict": "INCONCLUSIVE"')
+    """INCONCLUSIVE is read as UNDECIDED in verdicts and in reports, but not within a text."""
+    old = row("UNDECIDED", reason='"verdict": "INCONCLUSIVE"')
     report = judged(two_strategies(), two_strategies())
     report.verdicts = verdicts([old])
     for path, record in (("report.json", report), ("verdicts.json", report.verdicts)):
         data = msgspec.json.format(msgspec.json.encode(record))
-        data = data.replace(b'"NOT_ENOUGH_DATA"', b'"INCONCLUSIVE"')
+        data = data.replace(b'"UNDECIDED"', b'"INCONCLUSIVE"')
         assert data.count(b': "INCONCLUSIVE"') == 1
         Path(path).write_bytes(data)
     assert load(Path("report.json")).verdicts == report.verdicts

@@ -65,12 +65,12 @@ def _invalid() -> CaseResult:
         ([timed(calls=65)], [], 1, "REGRESSED: "),
         ([make_failed("oom")], [], 1, "REGRESSED: mp-bs1: Out of memory"),
         ([timed(1.03)], [], 0, "PASSED: 1 case; "),
-        ([timed(1.03)], ["--on-inconclusive", "fail"], 3, "NOT ENOUGH DATA"),
+        ([timed(1.03)], ["--on-inconclusive", "fail"], 3, "UNDECIDED"),
         ([timed(), timed(batch_size=2)], [], 0, "PASSED: "),
-        ([timed(), timed(batch_size=2)], ["--require-armed"], 5, "NOTHING COMPARED: "),
-        ([timed(dtype="float32")], [], 4, "NOT COMPARABLE"),
+        ([timed(), timed(batch_size=2)], ["--require-armed"], 3, "NOTHING COMPARED: "),
+        ([timed(dtype="float32")], [], 3, "NOT COMPARABLE"),
         ([timed(batch_size=2)], [], 1, "MISSING: "),
-        ([timed(batch_size=2)], ["--allow-missing"], 5, "NOTHING COMPARED: "),
+        ([timed(batch_size=2)], ["--allow-missing"], 3, "NOTHING COMPARED: "),
     ],
 )
 def test_the_exit_status_is_the_result(
@@ -102,7 +102,7 @@ def test_another_machine_is_not_comparable() -> None:
     other = on_h200()
     other.environment.gpus = gpus(*["NVIDIA A100"] * 4)
     _write(head=other)
-    assert _gate() == 4
+    assert _gate() == 3
 
 
 def test_compare_shows_the_same_table_and_exits_with_0(capsys: pytest.CaptureFixture[str]) -> None:
@@ -226,7 +226,7 @@ def test_an_absent_baseline_passes_only_if_it_is_allowed(capsys: pytest.CaptureF
         assert main(["gate", reference, "head.json", "--allow-no-baseline", "--json", "verdicts.json"]) == 0
         assert capsys.readouterr().out.startswith("PASSED: there is no baseline")
         assert _verdicts().baseline is None
-        assert [row.verdict for row in _verdicts().rows] == ["NO_BASELINE"]
+        assert [row.result for row in _verdicts().rows] == ["NEW"]
     Path("pyproject.toml").write_text("[tool.llmgpu.gate]\nallow_no_baseline = true\n")
     assert main(["gate", "none.json", "head.json"]) == 0
 
@@ -256,7 +256,7 @@ def test_reports_of_the_store_are_named_by_number_and_name() -> None:
     assert main(["gate", f"{H200}/1", f"{H200}/2", "--json", "verdicts.json"]) == 0
     assert main(["gate", "good", f"{H200}/2", "--json", "other.json"]) == 0
     assert _verdicts().rows == _verdicts("other.json").rows
-    assert _verdicts().rows[0].verdict == "IMPROVED"
+    assert _verdicts().rows[0].improved
 
 
 @pytest.mark.slow
@@ -512,7 +512,7 @@ def test_disturbed_launches_are_not_compared() -> None:
     """Their figures neither pass nor fail the gate."""
     _write(head=on_h200([_invalid()]))
     _write(on_h200([_invalid()]), on_h200([_invalid()], sha="b" * 40))
-    assert _gate() == 5
+    assert _gate() == 3
 
 
 def test_garbage_collection_is_on_after_a_command() -> None:

@@ -49,12 +49,12 @@ def _finding(severity: Any, text: str = "Something.") -> Finding:
 def test_annotations_are_limited_to_what_github_shows() -> None:
     """The worst are kept, and the last one has the number of the others."""
     report = make_report()
-    rows = [row("NOT_ENOUGH_DATA", id=f"mp-bs{n}", reason=f"Noise {'x' * n}.") for n in range(20)]
-    report.verdicts = verdicts([*rows, row("REGRESSED", id="tp-bs1"), row("FAILED", id="tp-bs2", metric="outcome")])
+    rows = [row("UNDECIDED", id=f"mp-bs{n}", reason=f"Noise {'x' * n}.") for n in range(20)]
+    report.verdicts = verdicts([*rows, row("REGRESSED", id="tp-bs1"), row("REGRESSED", id="tp-bs2", metric="outcome")])
     lines = _annotations(report)
     assert len(lines) == ANNOTATIONS
     assert [_parsed(line)[0] for line in lines] == ["error", "error", *["warning"] * 8]
-    assert _parsed(lines[0])[1]["title"] == "pytest-llmgpu: FAILED: tp-bs2: as said"
+    assert _parsed(lines[0])[1]["title"] == "pytest-llmgpu: REGRESSED: tp-bs2: as said"
     assert _parsed(lines[-1])[2].startswith("13 more are not shown")
     report.verdicts = verdicts(rows[:ANNOTATIONS])
     assert len(_annotations(report)) == ANNOTATIONS
@@ -110,7 +110,7 @@ def test_annotations_contain_no_command_of_a_user() -> None:
 def test_unchanged_better_and_new_rows_are_not_annotated() -> None:
     """A comparison without findings has no annotation."""
     report = make_report()
-    report.verdicts = verdicts([row("OK"), row("IMPROVED"), row("NEW"), row("NO_BASELINE")])
+    report.verdicts = verdicts([row("OK"), row("IMPROVED"), row("NEW"), row("NEW")])
     assert export("github-annotations", report) == ""
 
 
@@ -121,11 +121,11 @@ def test_the_severity_follows_the_policy() -> None:
     known = Known(case="tp-bs64", metric="outcome", reason="bug 7", expires=TODAY)
     series = Known(case="tp", metric="largest_batch", reason="bug 7", expires=TODAY)
     report = judged(two_strategies(), two_strategies(oom=()), Policy(known=[known, series], on_inconclusive="pass"))
-    [known_one] = [one for one in notices(report) if one.title.startswith("CAPACITY_REGRESSED: tp-bs64: ")]
+    [known_one] = [one for one in notices(report) if one.title.startswith("REGRESSED: tp-bs64: ")]
     assert known_one.level == "warning"
     assert "Known: bug 7" in known_one.text
     strict = judged(two_strategies(), two_strategies(), Policy(on_inconclusive="fail"))
-    assert {notice.level for notice in notices(strict) if "NOT_ENOUGH_DATA" in notice.title} == {"failure"}
+    assert {notice.level for notice in notices(strict) if "UNDECIDED" in notice.title} == {"failure"}
 
 
 def test_without_verdicts_findings_and_outcomes_are_notices() -> None:
@@ -153,8 +153,8 @@ def test_a_case_with_a_verdict_on_its_outcome_is_noticed_once() -> None:
         result.findings = [_finding("failure")] * number
     titles = [notice.title for notice in notices(judged(head, two_strategies(oom=())))]
     assert sorted(title.partition(" ")[0] for title in titles) == [
-        *["FAILED:"] * 2,
-        "NOT_ENOUGH_DATA:",
+        *["REGRESSED:"] * 2,
+        "UNDECIDED:",
         "a-warning:",
     ]
 
@@ -162,16 +162,16 @@ def test_a_case_with_a_verdict_on_its_outcome_is_noticed_once() -> None:
 @pytest.mark.parametrize(
     ("report", "headline"),
     [
-        (judged(two_strategies(), two_strategies(oom=())), r"❌ REGRESSED: tp-bs64: .*\(2 CAPACITY_REGRESSED, "),
-        (judged(two_strategies(), two_strategies()), r"⚠️ PASSED: 4 cases; .*\(3 NOT_ENOUGH_DATA, .* OK"),
-        (judged(two_strategies(), None), r"❌ NOTHING COMPARED: there is no baseline \(\d+ NO_BASELINE"),
+        (judged(two_strategies(), two_strategies(oom=())), r"❌ REGRESSED: tp-bs64: .*\(2 REGRESSED, "),
+        (judged(two_strategies(), two_strategies()), r"⚠️ PASSED: 4 cases; .*\(3 UNDECIDED, .* OK"),
+        (judged(two_strategies(), None), r"❌ NOTHING COMPARED: there is no baseline \(\d+ NEW"),
         (
             judged(two_strategies(), None, Policy(allow_no_baseline=True)),
             r"⚠️ PASSED: there is no baseline to compare with \(",
         ),
         (
             judged(two_strategies(), without_traffic(), Policy(require_armed=True, largest_unseen_slowdown=99)),
-            r"❌ NOTHING COMPARED: the policy requires .*\(3 NOT_ENOUGH_DATA",
+            r"❌ NOTHING COMPARED: the policy requires .*\(3 UNDECIDED",
         ),
         (two_strategies(), r"nothing was compared \(3 completed, 1 oom\)"),
         (make_report([make_failed("crashed")]), r"❌ 1 to look at \(1 crashed\)"),
@@ -211,8 +211,8 @@ def test_the_summary_begins_with_the_worst() -> None:
     places = [
         page.index(text)
         for text in (
-            "CAPACITY_REGRESSED |",
-            "| NOT_ENOUGH_DATA |",
+            "REGRESSED |",
+            "| UNDECIDED |",
             "**Comparison**",
             markdown_header(report)[0],
             "| OK |",
@@ -231,7 +231,7 @@ def test_a_large_summary_is_cut_and_counts_the_lines_left_out() -> None:
         result.id = f"mp-bs{number}"
     lost = [row("REGRESSED", id=f"mp-bs{number}", reason="ä" * 400) for number in range(2000)]
     fine = [row("OK", "memory", id=result.id) for result in report.cases]
-    report.verdicts = verdicts([*lost, row("FAILED", "outcome", id="mp-bs2999", reason="the worst"), *fine])
+    report.verdicts = verdicts([*lost, row("REGRESSED", "outcome", id="mp-bs2999", reason="the worst"), *fine])
     page = _summary(report)
     assert LIMIT_BYTES - 2000 < len(page.encode()) <= LIMIT_BYTES
     assert page.index("the worst") < 1000
@@ -299,12 +299,10 @@ def test_a_table_of_cases_has_units_and_reasons() -> None:
     assert lines[:2] == list(markdown_header(report))
     assert lines[2] == (
         "| <code>mp-bs8</code> | huggyllama/llama-30b, float16, 4 x cuda, hellaswag | completed | 60 s | 1.067 "
-        "| 75.00 % | 17.00 GiB | 40 MB | NOT_ENOUGH_DATA: time |"
+        "| 75.00 % | 17.00 GiB | 40 MB | UNDECIDED: time |"
     )
-    assert (
-        "| oom: CUDA out of memory. Tried to allocate 2 GiB |  |  |  |  |  | CAPACITY_REGRESSED: outcome |" in lines[5]
-    )
-    assert lines[6] == "| <code>tp</code> |  |  |  |  |  |  |  | CAPACITY_REGRESSED: largest batch |"
+    assert "| oom: CUDA out of memory. Tried to allocate 2 GiB |  |  |  |  |  | REGRESSED: outcome |" in lines[5]
+    assert lines[6] == "| <code>tp</code> |  |  |  |  |  |  |  | REGRESSED: largest batch |"
 
 
 def test_a_verdict_that_is_not_gated_is_no_gated_one() -> None:

@@ -142,11 +142,11 @@ def test_csv_has_a_line_for_each_case_and_each_other_id_with_verdicts() -> None:
     assert by_id["tp-bs64"]["outcome"] == "oom"
     assert by_id["tp-bs64"]["inference_s"] == ""
     assert by_id["tp-bs64"]["failure"] == "CUDA out of memory. Tried to allocate 2 GiB"
-    assert by_id["tp-bs64"]["verdict_outcome"] == "CAPACITY_REGRESSED"
+    assert by_id["tp-bs64"]["verdict_outcome"] == "REGRESSED"
     assert by_id["tp-bs8"]["inference_s"] == "60.0"
     assert by_id["tp-bs8"]["verdict_traffic"] == "OK"
     assert by_id[gone.id]["verdict_outcome"] == "MISSING"
-    assert by_id["tp"]["verdict_largest_batch"] == "CAPACITY_REGRESSED"
+    assert by_id["tp"]["verdict_largest_batch"] == "REGRESSED"
 
 
 def test_csv_runs_nothing_in_a_spreadsheet() -> None:

@@ -39,7 +39,7 @@ def test_the_page_of_a_run_has_its_verdicts(run: FakedRuns, pytester: pytest.Pyt
     run.outcome = lambda _: "oom"
     result = run("--llmgpu-compare=base.json", "--llmgpu-html=page.html", sizes="8")
     assert result.ret == 1
-    assert "CAPACITY_REGRESSED" in (pytester.path / "page.html").read_text()
+    assert "REGRESSED" in (pytester.path / "page.html").read_text()
 
 
 @pytest.mark.slow

@@ -263,7 +263,7 @@ def test_a_case_without_a_compared_number_has_what_changed() -> None:
     head.cases[0].launches[0].plan_sha256 = "other"  # the times cannot be compared
     changes = Page(html_report.render(head, base)).text.partition("Was and now, the largest change first")[2]
     assert "mp-bs1 execution graphs eager REGRESSED" in changes
-    assert re.search(r"mp-bs2 time \S+ s oom CAPACITY_ REGRESSED", changes)
+    assert re.search(r"mp-bs2 time \S+ s oom REGRESSED", changes)
     assert re.search(r"mp-bs4 time - \S+ s NEW", changes)
 
 
@@ -275,8 +275,8 @@ def test_a_verdict_has_one_colour() -> None:
         time_row(report, number, verdict, gated=gated, unseen=unseen, reason=verdict)
         for number, (verdict, gated, unseen) in enumerate(
             [
-                ("NOT_ENOUGH_DATA", True, True),
-                ("NOT_ENOUGH_DATA", False, False),
+                ("UNDECIDED", True, True),
+                ("UNDECIDED", False, False),
                 ("REGRESSED", True, False),
                 ("REGRESSED", False, False),
             ]
@@ -284,10 +284,10 @@ def test_a_verdict_has_one_colour() -> None:
     ]
     page = html_report.render(report, verdicts=make_verdicts(*rows))
     found = re.findall(r'class="verdict (\w+)">(\w+)', page.replace("_<wbr>", "_"))
-    assert set(found) == {("warning", "NOT_ENOUGH_DATA"), ("failure", "REGRESSED")}
+    assert set(found) == {("warning", "UNDECIDED"), ("failure", "REGRESSED"), ("ok", "CHANGED")}
     assert re.findall(r'problem (\w+)">\s*<h3><span class="tag">([A-Z_]+)', page) == [
         ("failure", "REGRESSED"),
-        ("warning", "NOT_ENOUGH_DATA"),
+        ("warning", "UNDECIDED"),
     ]
 
 

@@ -56,7 +56,7 @@ def test_the_worst_case_comes_first() -> None:
     head, _, *rows = table(found, Policy()).split("\n\n")[0].splitlines()
     assert head.split() == ["case", "metric", "verdict", "was", "now", "change", "interval"]
     assert [row.split()[0] for row in rows if row.startswith("mp")] == ["mp-bs4", "mp-bs2"]
-    assert rows[0].split() == ["mp-bs4", "outcome", "FAILED"]
+    assert rows[0].split() == ["mp-bs4", "outcome", "REGRESSED"]
     _, _, *rows = table(found, Policy(), most=None).split("\n\n")[0].splitlines()
     metrics = [row.removeprefix("mp-bs2").split()[0] for row in rows[1:5]]
     assert metrics == [metric for metric in JUDGED if metric in metrics]
@@ -86,7 +86,7 @@ def test_every_row_that_is_not_ok_has_its_reason() -> None:
     broken = [make_failed("crashed", failure, batch_size=size) for size in (1, 2)]
     text = table(*_judge([*sizes, _full(batch_size=4)], [*broken, _full(calls=65, batch_size=4)]))
     reasons = text.split("\n\n")[1].splitlines()
-    assert reasons[:3] == ["FAILED  outcome: mp-bs1, mp-bs2", "    The case crashed.", "    gone"]
+    assert reasons[:3] == ["REGRESSED  outcome: mp-bs1, mp-bs2", "    The case crashed.", "    gone"]
     assert reasons[3] == "REGRESSED  traffic: mp-bs4"
     assert "all_reduce 128 -> 130 calls" in reasons[4]
     assert "OK  " not in text.split("\n\n")[1]
@@ -115,7 +115,7 @@ def test_rows_that_cannot_fail_the_gate_are_marked() -> None:
     found, rules = _judge([_full()], [_full(1.05, wrong=1)], known=[known])
     text = table(found, Policy())
     assert "REGRESSED (known)" in _lines(text, "  time")[0]
-    assert "REGRESSED (not gated)" in _lines(text, "predictions")[0]
+    assert "CHANGED" in _lines(text, "predictions")[0]
     assert "    Known: bug 7" in text.splitlines()
     assert "1 known regression" in conclusion(found, rules)
 
@@ -158,14 +158,14 @@ def test_colour_changes_no_text() -> None:
         (
             [_full(1.02)],
             {"s0": 0.03, "on_inconclusive": "fail"},
-            ExitStatus.NOT_ENOUGH_DATA,
-            "NOT ENOUGH DATA: ",
+            ExitStatus.NOT_JUDGED,
+            "UNDECIDED: ",
         ),
         ([_full(1.02)], {"s0": 0.03}, ExitStatus.PASSED, "PASSED"),
-        ([_full(), make_failed("interrupted", batch_size=2)], {}, ExitStatus.NOT_ENOUGH_DATA, "NOT ENOUGH DATA: "),
-        ([_disturbed()], {"on_inconclusive": "fail"}, ExitStatus.NOT_ENOUGH_DATA, "NOT ENOUGH DATA: "),
-        ([_full(dtype="float32")], {}, ExitStatus.NOT_COMPARABLE, "NOT COMPARABLE"),
-        ([_full(), _full(batch_size=2)], {"require_armed": True}, ExitStatus.NOTHING_COMPARED, "NOTHING COMPARED"),
+        ([_full(), make_failed("interrupted", batch_size=2)], {}, ExitStatus.NOT_JUDGED, "UNDECIDED: "),
+        ([_disturbed()], {"on_inconclusive": "fail"}, ExitStatus.NOT_JUDGED, "UNDECIDED: "),
+        ([_full(dtype="float32")], {}, ExitStatus.NOT_JUDGED, "NOT COMPARABLE"),
+        ([_full(), _full(batch_size=2)], {"require_armed": True}, ExitStatus.NOT_JUDGED, "NOTHING COMPARED"),
     ],
 )
 def test_the_conclusion_has_a_word_for_each_exit_status(

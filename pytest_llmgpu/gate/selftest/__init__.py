@@ -1,1 +1,0 @@
-"""Can the gate fail? Injected regressions that it has to find."""
