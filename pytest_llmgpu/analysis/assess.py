@@ -1,8 +1,8 @@
 """Assess one run by itself, without a baseline: the one entry point of this package for a run.
 
 `assess` calls the parts in the order in which they need each other; nothing outside this package calls these parts.
-Three other questions have entry points of their own: `launch_merging` joins reports that were measured apart,
-`capacity.search` chooses the batch sizes to measure next, and `environment_differences` compares two machines.
+Three other questions have entry points of their own: `merging` joins reports that were measured apart, `capacity`
+chooses the batch sizes to measure next, and `environments` compares two machines.
 """
 
 from __future__ import annotations
@@ -11,17 +11,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from pytest_llmgpu.analysis import (
-    accuracy_check,
-    bound,
-    findings,
-    generation_check,
-    launch_findings,
-    reference,
-    traffic_path,
-    work_findings,
-)
-from pytest_llmgpu.analysis.launch_merging import merge_results
+from pytest_llmgpu.analysis import answers, bound, findings, reference, traffic_path
+from pytest_llmgpu.analysis.merging import merge_results
 from pytest_llmgpu.report import derived
 from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.report.report import Environment
@@ -45,56 +36,30 @@ def assess(
         environment: The machine of the run.
         options: The options in force for the test that measured the case.
     """
-    located = [_with_path(launch, environment) for launch in launches]
-    result = merge_results(located) if len(located) > 1 else located[0]
-    derived.derive(result)
-    result = _with_bound(result, environment)
-    result = _with_comparison(result, earlier, options.accuracy_metric)
-    if result.case.generates:
-        result.accuracy_check = generation_check.check(result, earlier)
+    located = []
+    for launch in launches:
+        traffic, profile = launch.traffic, launch.launches[-1].profile if launch.launches else None
+        if traffic is not None and profile is not None:
+            path = traffic_path.of_case(traffic, profile, environment)
+            traffic = msgspec.structs.replace(traffic, path=path)
+        located.append(msgspec.structs.replace(launch, traffic=traffic, why=dict(launch.why)))
+    if len(located) > 1:
+        result = merge_results(located)
     else:
-        result.accuracy_check = accuracy_check.check(
-            result,
-            earlier,
-            given=options.accuracy_baseline,
-            metric=options.accuracy_metric,
-            tolerance=options.accuracy_tolerance,
-        )
-    result.findings = [
-        *findings.findings(result, earlier, searching=options.find_max_batch),
-        *(work_findings.of_work(result, earlier) if result.outcome == "completed" else ()),
-        *generation_check.findings(result, earlier),
-        *launch_findings.disagreements(located),
-    ]
-    return result
-
-
-def _with_path(launch: CaseResult, environment: Environment) -> CaseResult:
-    """Return a copy of a result of one launch in which its traffic has the links that carried it."""
-    traffic, profile = launch.traffic, launch.launches[-1].profile if launch.launches else None
-    if traffic is not None and profile is not None:
-        traffic = msgspec.structs.replace(traffic, path=traffic_path.of_case(traffic, profile, environment))
-    return msgspec.structs.replace(launch, traffic=traffic)
-
-
-def _with_bound(result: CaseResult, environment: Environment) -> CaseResult:
-    """Return a result with the shortest time that the machine allows, or with the reason why it is unknown."""
-    why = {name: reason for name, reason in result.why.items() if name != "bound"}
+        result = located[0]
+        derived.derive(result)
     work = result.launches[-1].work if result.launches else None
-    found = bound.bound(result, work, environment.ceilings)
-    if isinstance(found, str):
-        return msgspec.structs.replace(result, bound=None, why={**why, "bound": found})
-    return msgspec.structs.replace(result, bound=found, why=why)
-
-
-def _with_comparison(result: CaseResult, earlier: Sequence[CaseResult], metric: str) -> CaseResult:
-    """Return a result with its comparison with the reference strategy, or with the reason why there is none."""
+    shortest = bound.bound(result, work, environment.ceilings)
     mp = reference.reference(result, earlier)
-    why = {name: reason for name, reason in result.why.items() if name != "comparison"}
+    result.bound = None if isinstance(shortest, str) else shortest
+    result.comparison = None if mp is None else answers.compare(result, mp, options.accuracy_metric)
+    for name in ("bound", "comparison"):
+        result.why.pop(name, None)
+    if isinstance(shortest, str):
+        result.why["bound"] = shortest
     if mp is None:
-        why["comparison"] = reference.missing(result, earlier)
-    comparison = None
-    if mp is not None:
-        generates = result.case.generates
-        comparison = generation_check.compare(result, mp) if generates else reference.compare(result, mp, metric)
-    return msgspec.structs.replace(result, comparison=comparison, why=why)
+        result.why["comparison"] = reference.missing(result, earlier)
+    result.accuracy_check, wrong = answers.check(result, mp, earlier, options)
+    others = findings.findings(result, earlier, located, searching=options.find_max_batch)
+    result.findings = [*wrong, *others]
+    return result

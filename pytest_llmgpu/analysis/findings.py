@@ -1,129 +1,182 @@
 """Findings on a case, each with its next step; a finding that needs no action is left out.
 
-The functions `decide...` return data, the functions `describe...` word it.
+Those on answers are in `answers`, which finds them.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import signal
-from collections.abc import Iterator, Sequence
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple
 
-import msgspec
-
-from pytest_llmgpu.analysis import accuracy_findings, profile_findings
-from pytest_llmgpu.analysis.finding_texts import finding, has_finding
+from pytest_llmgpu.analysis.noise_regime import largest_spread, of_device_time, of_time
 from pytest_llmgpu.analysis.reference import same_series
-from pytest_llmgpu.report.result import CaseResult, Failure, Finding
-from pytest_llmgpu.report.text import gib, percent, sentence
-from pytest_llmgpu.report.work import TRAFFIC_FAILED
+from pytest_llmgpu.analysis.traffic_path import FASTEST_FIRST, NAMES
+from pytest_llmgpu.report import disturbances
+from pytest_llmgpu.report.derived import device_times_s, inference_s, of_window, predictions_of
+from pytest_llmgpu.report.result import CaseResult, Failure, Finding, Launch
+from pytest_llmgpu.report.text import GIB, gib, listed, percent, plural, sentence
+from pytest_llmgpu.report.work import NO_WORK, TRAFFIC_FAILED, WORK_OFF
+
+
+class _Words(NamedTuple):
+    severity: Literal["info", "warning", "failure"]
+    next_step: str = ""
+    """Empty where it depends on the case."""
+
+
+_WORDS = {
+    # The outcome.
+    "failed": _Words("failure"),
+    "out-of-memory": _Words("info"),
+    # The answers.
+    "wrong-answers": _Words("failure"),
+    "unchecked-answers": _Words("warning"),
+    # The times.
+    "launches-differ": _Words(
+        "warning",
+        "They are not comparable. Look for what each process chooses for itself: kernels that are tuned or sum in any "
+        "order, items in another order, CUDA graphs (`execution_choice` in the report), NCCL variables, another GPU.",
+    ),
+    "times-far-apart": _Words(
+        "warning",
+        "Look for other programs on the machine (`profile.invalid` and `launches[].host` in the report, nvidia-smi, "
+        "top), and measure again. If there is none, run more launches (--llmgpu-launches): they show the typical time.",
+    ),
+    "batching-stopped-paying": _Words("info", "Serve with the smaller batch size: larger ones cost memory and time."),
+    "imbalance": _Words(
+        "info",
+        "If each GPU has layers of its own, give this one fewer of them. If not, see its power limit, its cooling and "
+        "what else runs there (nvidia-smi -q -d PERFORMANCE,POWER,TEMPERATURE).",
+    ),
+    # What was recorded.
+    "passes-failed": _Words(
+        "warning",
+        "The times are complete. End other profilers on these GPUs, allow the user to read GPU performance counters, "
+        "and read the log of the rank (`llmgpu show REPORT --log CASE`). --llmgpu-work=off leaves work passes out.",
+    ),
+    "traffic-off-nvlink": _Words(
+        "info",
+        "If NVLinks join these GPUs (nvidia-smi topo -m), check NCCL_P2P_DISABLE and NCCL_P2P_LEVEL, and whether the "
+        "container allows access from one GPU to another.",
+    ),
+    "incomplete-profile": _Words(
+        "info",
+        "Make NVML usable (in a container: the `utility` driver capability), leave a CPU core to the sampler, and "
+        "score enough items (--llmgpu-limit) for its period (--llmgpu-sample-period).",
+    ),
+    "profile-invalid": _Words(
+        "warning", "Measure again with nothing else on the machine before you trust this result."
+    ),
+    "clocks-held-down": _Words(
+        "info",
+        "Compare them only with runs on the same machine, or lock the clocks below the lowest of this run (nvidia-smi "
+        "--lock-gpu-clocks).",
+    ),
+}
+"""Code of a finding to its severity and its next step."""
+
+_OF_THE_MACHINE = ("passes-failed", "incomplete-profile")
+"""Their text is the same for many cases, and is stated once."""
 
 _LONGEST_LOG_LINE = 200
 _NO_TEXT = (" ", "Traceback", "Current thread", "Thread 0x", "Extension modules: ")
-_FAR = 5.0
-"""Batch sizes that follow each other differ by less than this factor in throughput, beside the ratio of their sizes."""
-_SLOWER = 0.98  # launches differ by 2 %: a batch size within 2 % of the best is as fast
-
-_STOPPED_PAYING = "batching-stopped-paying"
 _OUTCOMES = {"timeout": "Timed out", "crashed": "Crashed", "error": "Failed", "interrupted": "Interrupted"}
 
+_FAR = 5.0
+"""Batch sizes that follow each other differ by less than this factor in throughput, beside the ratio of their sizes."""
 
-def findings(result: CaseResult, earlier: Sequence[CaseResult], *, searching: bool = False) -> list[Finding]:
-    """Return the findings on a result.
+_SLOWER = 0.98  # launches differ by 2 %: a batch size within 2 % of the best is as fast
+_MISSED_SAMPLES = 0.05  # a profile that misses more of its samples than this is incomplete
+
+_ABOVE = 1.2
+"""A device is reported if its value is above this many times the median of all devices."""
+
+_ABOVE_GIB = 1.0
+"""A smaller difference from the median is an output layer, an embedding or a context that only one device has."""
+
+_ABOVE_PCT = 10
+"""A smaller difference, in points of utilisation, is not seen: a driver may sample once per second."""
+
+_SAMPLES = 60
+"""Devices are not compared by their utilisation in a window with fewer samples, of 10 s by default: readings are of up
+to a second, and those of two devices do not begin and end at the same time."""
+
+_SLOWER_RANK = 1.05
+"""A rank is reported if its device time is above this many times the median of all ranks. Between GPUs of one kind the
+device time of an equal program differs by at most 3.5 % (measured on five H200)."""
+
+
+def finding(code: str, text: str, next_step: str = "") -> Finding:
+    """Return the finding of a code; text and next step get a capital and a full stop."""
+    words = _WORDS[code]
+    return Finding(
+        code=code, severity=words.severity, text=sentence(text), next_step=sentence(next_step or words.next_step)
+    )
+
+
+def first_of_each_code(found: Iterable[Finding]) -> list[Finding]:
+    """Return the first finding of each code: the others differ only in their figures."""
+    by_code: dict[str, Finding] = {}
+    for one in found:
+        by_code.setdefault(one.code, one)
+    return list(by_code.values())
+
+
+def findings(
+    result: CaseResult, earlier: Sequence[CaseResult], launches: Sequence[CaseResult], *, searching: bool = False
+) -> list[Finding]:
+    """Return the findings on a result, without those on its answers.
 
     Args:
-        result: The result with its derived figures, its accuracy check and its comparison.
-        earlier: Results of the same session before it, with their findings: a finding on a whole series or on the
-            machine is reported once.
+        result: The result with all its launches and its derived figures.
+        earlier: Results of the same session before it that compute the same answers, with their findings.
+        launches: The results of its launches, in the order in which they ran.
         searching: Whether the run searches the largest batch size that fits (--llmgpu-find-max-batch).
     """
     if result.outcome == "skipped_after_oom":
         return []  # the out-of-memory case before it has the finding
-    series = same_series(result, earlier)
     found: list[Finding] = []
-    if result.outcome == "completed":
-        found += accuracy_findings.describe(accuracy_findings.decide(result, earlier), result)
-        if (reason := result.why.get("traffic", "")).startswith(TRAFFIC_FAILED):
-            found.append(finding("traffic-failed", reason=reason))
-        found += _of_throughput(result, series)
-    elif result.outcome != "oom":
-        found.append(_describe_failure(result))
-    elif (decision := decide_memory_limit(result, series, searching=searching)) is not None:
-        found.append(_describe_out_of_memory(decision, result))
-    found += profile_findings.disturbances(result, earlier)
-    if result.outcome == "completed":
-        found += profile_findings.of_profile(result, earlier)
-    return found
+    if result.outcome == "oom":
+        found += _of_memory(result, same_series(result, earlier), searching=searching)
+    elif result.outcome != "completed":
+        found.append(_of_failure(result))
+    else:
+        found += _of_throughput(result, same_series(result, earlier))
+        found += _of_passes(result)
+    found += _of_disturbances(result)
+    if result.outcome == "completed" and result.case.device == "cuda":
+        found += _of_path(result)
+        for launch in result.launches:
+            found += _of_samples(launch)
+            if uneven := list(_uneven(launch)):
+                found.append(finding("imbalance", "; ".join(uneven)))
+    stated = {one.text for other in earlier for one in other.findings}
+    found = [one for one in found if one.code not in _OF_THE_MACHINE or one.text not in stated]
+    return first_of_each_code([*found, *disagreements(launches)])
 
 
-class MemoryLimit(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts about a case that ran out of memory, before they are worded."""
-
-    loading: bool
-    """True if the model itself did not fit."""
-    largest_completed: int | None
-    """The largest smaller batch size that completed; None where none did."""
-    search: bool
-    """True if --llmgpu-find-max-batch would narrow the limit."""
-
-
-def decide_memory_limit(
-    result: CaseResult, series: Sequence[CaseResult], *, searching: bool = False
-) -> MemoryLimit | None:
-    """Return what to report about a case that ran out of memory; None where a larger batch size has the finding."""
-    size = result.case.batch_size
-    if any(other.outcome == "oom" and other.case.batch_size > size for other in series):
-        return None  # this size was run only to find the limit
+def _of_memory(result: CaseResult, series: Sequence[CaseResult], *, searching: bool) -> Iterator[Finding]:
+    """Yield why a case ran out of memory; nothing where a larger batch size has the finding."""
+    case, failure = result.case, result.failure or Failure(phase="forward", message="")
+    if any(other.outcome == "oom" and other.case.batch_size > case.batch_size for other in series):
+        return  # this size was run only to find the limit
     fitted = [other.case.batch_size for other in series if other.outcome == "completed"]
-    largest = max((fit for fit in fitted if fit < size), default=None)
-    loading = result.failure is not None and result.failure.phase == "load"
-    return MemoryLimit(
-        loading=loading,
-        largest_completed=largest,
-        search=largest is not None and largest + 1 < size and not loading and not searching,
-    )
-
-
-def _of_throughput(result: CaseResult, series: Sequence[CaseResult]) -> Iterator[Finding]:
-    """Yield what is unusual about the throughput of a case compared with that of smaller batch sizes of its series.
-
-    A larger batch shares each weight among more sequences: its throughput grows at most by the ratio of the sizes. Only
-    cases that ran in the same execution are compared: CUDA graphs do not pay off for a few large batches, which is no
-    limit of the batch size. Only the first batch size that is slower counts. Other programs share a CPU: its times are
-    no basis for advice.
-    """
-    size, now = result.case.batch_size, result.sequences_per_s
-    smaller = {
-        other.case.batch_size: other.sequences_per_s
-        for other in series
-        if other.sequences_per_s and other.case.batch_size < size and other.case.execution == result.case.execution
-    }
-    if not smaller or not now:
-        return
-    neighbour, best = max(smaller), max(smaller, key=smaller.__getitem__)
-    if not 1 / _FAR <= now / smaller[neighbour] <= _FAR * size / neighbour:
-        (less, slow), (more, fast) = sorted([(now, size), (smaller[neighbour], neighbour)])
-        rates = {"more": _rate(more), "less": _rate(less)}
-        yield finding("batch-sizes-far-apart", fast=fast, slow=slow, factor=more / less, **rates)
-        return
-    advised = has_finding(_STOPPED_PAYING, series) or result.case.device == "cpu" or result.has_wrong_answers
-    if now < _SLOWER * smaller[best] and not advised:
-        rates = {"more": _rate(smaller[best]), "less": _rate(now)}
-        yield finding(_STOPPED_PAYING, loss=percent(1 - now / smaller[best], 0), best=best, **rates)
-
-
-def _describe_out_of_memory(decision: MemoryLimit, result: CaseResult) -> Finding:
-    case, failure, largest = result.case, result.failure, decision.largest_completed
-    if decision.loading:
+    largest = max((fit for fit in fitted if fit < case.batch_size), default=None)
+    if failure.phase == "load":
         text = "Out of memory while loading the model"
     else:
         text = f"Out of memory at batch size {case.batch_size}; "
         text += f"the largest that completed is {largest}" if largest else "no smaller batch size completed"
-    if failure is not None and failure.tokens_requested is not None and failure.tokens_granted is not None:
+    if failure.tokens_requested is not None and failure.tokens_granted is not None:
         text += f". The workspace holds {failure.tokens_granted:,} of {failure.tokens_requested:,} tokens"
-    elif failure is not None and failure.requested_bytes is not None and failure.free_bytes is not None:
+    elif failure.requested_bytes is not None and failure.free_bytes is not None:
         text += f". The allocation of {gib(failure.requested_bytes)} failed with {gib(failure.free_bytes)} free"
-    elif failure is not None and failure.evidence:
+    elif failure.evidence:
         text += f" ({failure.evidence})"
 
     remedies = ["spread the model over more GPUs (--llmgpu-devices)"]
@@ -132,15 +185,13 @@ def _describe_out_of_memory(decision: MemoryLimit, result: CaseResult) -> Findin
     if case.dtype == "float32":
         remedies.append("halve the memory with --llmgpu-dtype=float16")
     advice = ", or ".join(remedies)
-    if decision.search:
+    if largest is not None and largest + 1 < case.batch_size and failure.phase != "load" and not searching:
         advice = f"run with --llmgpu-find-max-batch to find the limit between these two batch sizes, or {advice}"
-    return Finding(code="out-of-memory", severity="info", text=f"{text}.", next_step=sentence(advice))
+    yield finding("out-of-memory", text, advice)
 
 
-def _describe_failure(result: CaseResult) -> Finding:
-    failure = result.failure
-    if failure is None:
-        failure = Failure(phase="forward", message="no reason was recorded")
+def _of_failure(result: CaseResult) -> Finding:
+    failure = result.failure or Failure(phase="forward", message="no reason was recorded")
     where = "while loading the model" if failure.phase == "load" else f"at batch size {result.case.batch_size}"
     rank = "" if failure.rank is None else f" on rank {failure.rank}"
     text = f"{_OUTCOMES[result.outcome]} {where}{rank}: {failure.message.strip().rstrip('.')}"
@@ -163,7 +214,7 @@ def _describe_failure(result: CaseResult) -> Finding:
     else:
         log = "`llmgpu show REPORT --log CASE` prints the traceback."
         advice = log if failure.log_tail else "Remove the cause, and run it again."
-    return Finding(code=result.outcome, severity="failure", text=f"{text}.", next_step=advice)
+    return finding("failed", text, advice)
 
 
 def _decisive_line(log: str) -> str:
@@ -179,5 +230,200 @@ def _decisive_line(log: str) -> str:
     return last if len(last) <= _LONGEST_LOG_LINE else f"{last[: _LONGEST_LOG_LINE - 1]}…"
 
 
+def _of_throughput(result: CaseResult, series: Sequence[CaseResult]) -> Iterator[Finding]:
+    """Yield what is unusual about the throughput of a case compared with that of smaller batch sizes of its series.
+
+    A larger batch shares each weight among more sequences: its throughput grows at most by the ratio of the sizes. Only
+    cases that ran in the same execution are compared: CUDA graphs do not pay off for a few large batches, which is no
+    limit of the batch size. Other programs share a CPU: its times are no basis for advice.
+    """
+    size, now = result.case.batch_size, result.sequences_per_s
+    smaller = {
+        other.case.batch_size: other.sequences_per_s
+        for other in series
+        if other.sequences_per_s and other.case.batch_size < size and other.case.execution == result.case.execution
+    }
+    if not smaller or not now:
+        return
+    neighbour, best = max(smaller), max(smaller, key=smaller.__getitem__)
+    if not 1 / _FAR <= now / smaller[neighbour] <= _FAR * size / neighbour:
+        (less, slow), (more, fast) = sorted([(now, size), (smaller[neighbour], neighbour)])
+        yield finding(
+            "times-far-apart",
+            f"Batch size {fast} has {more / less:.0f} times the throughput of batch size {slow}: {_rate(more)} and "
+            f"{_rate(less)} sequences/s",
+        )
+    elif now < _SLOWER * smaller[best] and result.case.device == "cuda" and not result.has_wrong_answers:
+        yield finding(
+            "batching-stopped-paying",
+            f"Throughput fell by {percent(1 - now / smaller[best], 0)} compared with batch size {best}: {_rate(now)} "
+            f"sequences/s, {_rate(smaller[best])} there",
+        )
+
+
 def _rate(per_s: float) -> str:
     return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"  # noqa: PLR2004 - three significant digits
+
+
+def _of_passes(result: CaseResult) -> Iterator[Finding]:
+    """Yield why traffic or work has no figures."""
+    if (reason := result.why.get("traffic", "")).startswith(TRAFFIC_FAILED):
+        yield finding("passes-failed", f"Traffic is not known: {reason}")
+    launch = result.launches[-1] if result.launches else Launch()
+    if launch.work is None:
+        reason = launch.why.get("work", NO_WORK)
+        if reason not in (NO_WORK, WORK_OFF):
+            yield finding("passes-failed", f"Kernels and FLOPs of this case are unknown: {reason}")
+        return
+    rank = next((rank for rank in launch.work.ranks if rank.uuids and "device_time_s" in rank.why), None)
+    if rank is not None:
+        yield finding("passes-failed", f"Kernels were not recorded: {rank.why['device_time_s']}")
+
+
+def _of_disturbances(result: CaseResult) -> Iterator[Finding]:
+    """Yield what disturbed a result, which may be the cause of a failure.
+
+    Under full load a GPU works at the limit of its power, which is no fault.
+    """
+    kinds: dict[str, list[str]] = {}
+    for text in [text for profile in result.profiles for text in profile.invalid]:
+        kinds.setdefault(text.partition(":")[0], []).append(text.rstrip("."))
+    texts = [
+        f"{found[0]} (also in {plural(len(found) - 1, 'more launch')})" if len(found) > 1 else found[0]
+        for found in kinds.values()
+    ]
+    power = [text for text in texts if disturbances.is_power(text)]
+    others = [text for text in texts if not disturbances.is_power(text)]
+    if others:
+        yield finding("profile-invalid", f"The measurement was disturbed: {'; '.join(others)}")
+    if power:
+        yield finding("clocks-held-down", f"Times depend on the limits of power and heat: {'; '.join(power)}")
+
+
+def _of_path(result: CaseResult) -> Iterator[Finding]:
+    """Yield the path of traffic that did not go over NVLink although it is there."""
+    path = result.traffic.path if result.traffic is not None else None
+    if path is not None and path.link not in (None, "nvlink") and path.nvlink_bytes is not None:
+        yield finding("traffic-off-nvlink", path.text)
+
+
+def _of_samples(launch: Launch) -> Iterator[Finding]:
+    """Yield what is wrong with the samples of a profile: none, too short a window, or missing ones."""
+    profile = launch.profile
+    reason = launch.why.get("profile") if profile is None else profile.why.get("profile")
+    if profile is None or reason:
+        yield finding("incomplete-profile", f"There is no GPU profile: {reason or 'no reason was recorded'}")
+    elif not profile.samples and profile.duration_s < 2 * profile.period_s:
+        yield finding(
+            "incomplete-profile",
+            f"The GPU profile has no sample: the case took {profile.duration_s:.2g} s, samples are "
+            f"{profile.period_s:.2g} s apart",
+        )
+    elif profile.missed > _MISSED_SAMPLES * (profile.samples + profile.missed):
+        missing = f"{profile.missed:,} of {profile.samples + profile.missed:,}"
+        yield finding("incomplete-profile", f"{missing} samples of the GPU profile are missing")
+
+
+def _uneven(launch: Launch) -> Iterator[str]:
+    """Yield the rank or the device of a launch that the others wait for, and the device that is full first.
+
+    Ranks that share every layer wait for each other in kernels, which NVML counts as busy: their device times, which
+    have no collectives, are compared. The devices of one rank are compared by their utilisation.
+    """
+    times_s = device_times_s(launch) or []
+    if found := _largest(dict(enumerate(times_s)), above=_SLOWER_RANK):
+        index, value, median = found
+        yield (
+            f"rank {index} has a device time of {value:.4g} s in a work pass, the median of the ranks is {median:.4g} s"
+        )
+    if (profile := launch.profile) is not None and profile.samples >= _SAMPLES and len(times_s) <= 1:
+        metrics = {device.index: of_window(profile, device, "utilization_pct") for device in profile.devices}
+        busy = {index: None if isinstance(metric, str) else metric.mean for index, metric in metrics.items()}
+        if found := _largest(busy, least=_ABOVE_PCT):
+            index, value, median = found
+            yield f"GPU {index} was busy for {value:.0f} % of the time, the median of the GPUs is {median:.0f} %"
+    full, kind = {memory.index: memory.nvml_used_max_bytes for memory in launch.memory}, "in use"
+    if None in full.values():
+        full, kind = {memory.index: memory.peak_reserved_bytes for memory in launch.memory}, "reserved by torch"
+    sizes = {index: None if size is None else size / GIB for index, size in full.items()}
+    if found := _largest(sizes, least=_ABOVE_GIB):
+        index, value, median = found
+        yield f"GPU {index} had {value:.1f} GiB {kind} at its fullest, the median of the GPUs is {median:.1f} GiB"
+
+
+def _largest(
+    values: Mapping[int, float | None], *, least: float = 0.0, above: float = _ABOVE
+) -> tuple[int, float, float] | None:
+    """Return the largest value with its index and the median of all, if it is above that by `least` and a factor.
+
+    Nothing is compared where a value is unknown, or there are fewer than two.
+    """
+    known = {index: value for index, value in values.items() if value is not None}
+    if len(known) < max(2, len(values)):
+        return None
+    index = max(known, key=known.__getitem__)
+    median = statistics.median(known.values())
+    unusual = known[index] - median > least and known[index] > above * median
+    return (index, known[index], median) if unusual else None
+
+
+def disagreements(launches: Sequence[CaseResult]) -> list[Finding]:
+    """Return the findings on how the launches of one case differ: a little in time, and in nothing else.
+
+    Args:
+        launches: The results of one case, one per launch, in the order in which they ran. A launch that failed is
+            counted, but not compared.
+    """
+    if len(launches) < 2:  # noqa: PLR2004 - nothing to compare
+        return []
+    completed = [(number, result) for number, result in enumerate(launches, 1) if result.outcome == "completed"]
+    found = []
+    if differences := list(_differences([result for _, result in completed])):
+        found.append(finding("launches-differ", f"Launches of this case differ: {'; '.join(differences)}"))
+    if len({(one.plan_sha256, result.case.execution) for _, result in completed for one in result.launches}) > 1:
+        return found
+    # Device time counts where it is far apart although wall time is not.
+    numbered = [(number, launch) for number, result in completed for launch in result.launches]
+    wall = [(inference_s(launch), number) for number, launch in numbered if launch.batches.latency_s]
+    device = [(max(times), number) for number, launch in numbered if (times := device_times_s(launch))]
+    for metric, timed, regime_of in (("time", wall, of_time), ("device time", device, of_device_time)):
+        spread = max((largest_spread(regime_of(result)) for _, result in completed), default=math.inf)
+        (fastest_s, fastest), (slowest_s, slowest) = min(timed, default=(0.0, 0)), max(timed, default=(0.0, 0))
+        if slowest_s >= spread * fastest_s > 0:
+            text = (
+                f"Launches differ in {metric} by a factor of {slowest_s / fastest_s:.1f}: launch {slowest} of "
+                f"{len(launches)} was the slowest with {slowest_s:.3g} s, launch {fastest} the fastest with "
+                f"{fastest_s:.3g} s"
+            )
+            return [*found, finding("times-far-apart", text)]
+    return found
+
+
+def _differences(completed: Sequence[CaseResult]) -> Iterator[str]:
+    """Yield how completed launches differ: in answers, batches, bytes, links and executions."""
+    accuracies = [accuracy for result in completed for accuracy in result.accuracies]
+    for metric in ("acc_norm", "acc"):
+        columns = [predictions_of(accuracy, metric) for accuracy in accuracies]
+        if answers := sum(len(set(items)) > 1 for items in zip(*columns, strict=False)):
+            yield f"{len(accuracies)} answer {answers:,} of {accuracies[0].items:,} items differently ({metric})"
+            break
+    plans = {launch.plan_sha256 for result in completed for launch in result.launches}
+    if len(plans) > 1:
+        yield f"{len(completed)} ran {len(plans)} lists of batches"
+    traffic = [result.traffic for result in completed if result.traffic is not None]
+    if any(one.ranks != traffic[0].ranks for one in traffic):
+        yield f"{len(traffic)} do not send the same bytes, so that traffic is unknown"
+    links = Counter(one.path.link for one in traffic if one.path is not None and one.path.link is not None)
+    if len(links) > 1:
+        yield f"{', '.join(f'{links[link]} sent over {NAMES[link]}' for link in FASTEST_FIRST if link in links)}"
+    executions = dict.fromkeys(result.case.execution for result in completed)
+    if len(executions) > 1:
+        yield f"they ran as {' and as '.join(executions)}"
+
+
+def far_apart(cases: Sequence[CaseResult]) -> str:
+    """Return a line that names the cases whose times are far apart; empty where there are none."""
+    ids = [result.id for result in cases if any(one.code == "times-far-apart" for one in result.findings)]
+    if not ids:
+        return ""
+    return f"note: times of {listed(ids, 3)} differ so much that only large changes can be seen"

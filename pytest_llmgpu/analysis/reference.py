@@ -1,4 +1,4 @@
-"""Compares a case with mp, the reference strategy: which case of the session is its reference, and what differs.
+"""Which cases of a session a case is compared with: those of its series, and mp, the reference strategy.
 
 Every strategy computes the same numbers as mp, in another order. A strategy that is wrong at every batch size agrees
 with itself, so it is compared with mp, not only with its own other cases.
@@ -6,14 +6,12 @@ with itself, so it is compared with mp, not only with its own other cases.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
 
-from pytest_llmgpu.analysis.sign_test import mcnemar
 from pytest_llmgpu.report.case import REFERENCE_STRATEGY, Case
-from pytest_llmgpu.report.derived import decode, generated, measured, predictions_of, typical_difference, value_of
-from pytest_llmgpu.report.result import Accuracy, CaseResult, Comparison
+from pytest_llmgpu.report.derived import generated, measured
+from pytest_llmgpu.report.result import CaseResult
 
 _decisive = attrgetter(
     "workload",
@@ -92,79 +90,6 @@ def same_series(result: CaseResult, earlier: Sequence[CaseResult]) -> list[CaseR
     return [other for other in earlier if other is not result and other.case.series == fields]
 
 
-def compare(result: CaseResult, reference: CaseResult, metric: str) -> Comparison:
-    """Compare a scored result with its reference.
-
-    If the result has several launches, the one with the fewest right answers counts, and the largest difference.
-
-    Args:
-        result: The case to compare.
-        reference: The case that `reference` returned for it.
-        metric: `acc` or `acc_norm`: which predictions are compared.
-
-    Raises:
-        ValueError: The metric is unknown.
-    """
-    before = measured(reference)
-    accuracies = result.accuracies
-    assert before is not None, "a reference is a scored result"
-    worst = min(accuracies, key=lambda accuracy: value_of(accuracy, metric))
-    lost, won = lost_and_won(worst, before, metric) or (None, None)
-    differences = [largest_difference(accuracy.loglikelihoods, before.loglikelihoods) for accuracy in accuracies]
-    finite = [difference for difference in differences if difference is not None]
-    return Comparison(
-        reference=reference.id,
-        items=worst.items,
-        flipped=flipped(worst, before, metric),
-        lost=lost,
-        won=won,
-        mcnemar_p=None if lost is None or won is None else mcnemar(lost, won),
-        largest_difference=max(finite) if len(finite) == len(differences) else None,
-        typical_difference=None
-        if len(finite) < len(differences)
-        else max(
-            typical_difference(decode(accuracy.loglikelihoods), decode(before.loglikelihoods))
-            for accuracy in accuracies
-        ),
-    )
-
-
-def flipped(accuracy: Accuracy, before: Accuracy, metric: str) -> list[int]:
-    """Return the item numbers whose predictions differ."""
-    return differing(predictions_of(before, metric), predictions_of(accuracy, metric))
-
-
-def differing(before: Sequence[int], after: Sequence[int]) -> list[int]:
-    """Return the numbers of the items whose answer changed."""
-    if before == after:  # most launches
-        return []
-    return [number for number, (then, now) in enumerate(zip(before, after, strict=True)) if then != now]
-
-
-def lost_and_won(accuracy: Accuracy, before: Accuracy, metric: str) -> tuple[int, int] | None:
-    """Return how many items were right before and are wrong now, and the reverse; None where labels are missing."""
-    if accuracy.labels is None or before.labels is None:
-        return None
-    now = [one == label for one, label in zip(predictions_of(accuracy, metric), accuracy.labels, strict=True)]
-    then = [one == label for one, label in zip(predictions_of(before, metric), before.labels, strict=True)]
-    pairs = list(zip(then, now, strict=True))
-    return pairs.count((True, False)), pairs.count((False, True))
-
-
-def largest_difference(loglikelihoods: str, expected: str) -> float | None:
-    """Return the largest difference as a fraction of the expected number; None where one is not finite.
-
-    Args:
-        loglikelihoods: Base64 of float32, as in `Accuracy`.
-        expected: The expected numbers in the same form, of as many endings.
-    """
-    pairs = list(zip(decode(loglikelihoods), decode(expected), strict=True))
-    if not all(math.isfinite(a) and math.isfinite(b) for a, b in pairs):
-        return None
-    # Two zeros agree.
-    return max((abs(a - b) / (abs(b) or abs(a) or 1.0) for a, b in pairs), default=0.0)
-
-
 def _of_reference_strategy(case: Case, earlier: Sequence[CaseResult]) -> list[CaseResult]:
     fields = decisive(case)
     return [other for other in earlier if other.case.strategy == REFERENCE_STRATEGY and decisive(other.case) == fields]
@@ -174,3 +99,26 @@ def _scored(result: CaseResult) -> bool:
     """Return whether a result has answers: log-likelihoods of endings, or texts with theirs."""
     answers = measured(result) or generated(result)
     return result.outcome == "completed" and answers is not None
+
+
+class Earlier:
+    """The assessed cases of a session by what makes them comparable, so that each is compared with few of the others.
+
+    A case is assessed again after each of its launches.
+    """
+
+    def __init__(self, cases: Iterable[CaseResult] = ()) -> None:
+        self._peers: dict[tuple[object, ...], dict[int, CaseResult]] = {}
+        """Maps the fields that decide the answers of a case to the cases that have them equal, by place in the report.
+        Series and references are among these."""
+        for place, result in enumerate(cases):
+            self.put(place, result)
+
+    def put(self, place: int, result: CaseResult) -> None:
+        """Add an assessed case, or replace the one at its place in the report."""
+        self._peers.setdefault(decisive(result.case), {})[place] = result
+
+    def peers(self, case: Case, before: int | None = None) -> list[CaseResult]:
+        """Return the cases that compute the same answers as a case; with `before` those before this place."""
+        found = self._peers.get(decisive(case), {})
+        return [found[place] for place in sorted(found) if before is None or place < before]

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from pytest_llmgpu.analysis.launch_merging import extend, merge
+from pytest_llmgpu.analysis.merging import extend, merge
 from pytest_llmgpu.gate.classify import ExitStatus, exit_status
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.report.metrics import spec_of

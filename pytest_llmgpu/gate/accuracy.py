@@ -14,8 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from pytest_llmgpu.analysis.reference import differing, largest_difference
-from pytest_llmgpu.analysis.sign_test import by_chance, written
+from pytest_llmgpu.analysis.answers import by_chance, differing, largest_difference, written
 from pytest_llmgpu.gate.policy import AccuracyRule
 from pytest_llmgpu.gate.stats.distributions import net_loss
 from pytest_llmgpu.gate.stats.holm import holm

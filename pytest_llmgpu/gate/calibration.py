@@ -121,7 +121,7 @@ def measure(*sessions: Report, reports: Sequence[Report] = ()) -> Measured:
     Sessions of one launch each count as one session.
 
     Args:
-        sessions: One merged report for each session (`launch_merging`).
+        sessions: One merged report for each session (`merging`).
         reports: The reports before they were merged; empty if they are the sessions.
 
     Raises:

@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 from pytest_llmgpu.analysis import noise_regime
-from pytest_llmgpu.analysis.environment_differences import hardware_differences, software_differences
+from pytest_llmgpu.analysis.environments import hardware_differences, software_differences
 from pytest_llmgpu.analysis.noise_regime import NoiseRegime
 from pytest_llmgpu.gate import accuracy, time
 from pytest_llmgpu.gate.accuracy import Answered, below_floor

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
-from pytest_llmgpu.analysis.environment_differences import software_differences
+from pytest_llmgpu.analysis.environments import software_differences
 from pytest_llmgpu.gate import cases, policy_file
 from pytest_llmgpu.gate.calibration import Calibration
 from pytest_llmgpu.gate.classify import with_unseen

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from pytest_llmgpu.analysis.environment_differences import shortened
+from pytest_llmgpu.analysis.environments import shortened
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.result import CaseResult
 

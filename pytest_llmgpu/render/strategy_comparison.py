@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from pytest_llmgpu.analysis.sign_test import written
+from pytest_llmgpu.analysis.answers import written
 from pytest_llmgpu.render.table import entries
 from pytest_llmgpu.report.case import REFERENCE_STRATEGY
 from pytest_llmgpu.report.result import CaseResult, Comparison

@@ -43,7 +43,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     verdict: Verdict | None = None
     """The worst verdict of a cause; None for findings."""
     label: str
-    """The code of the finding (`accuracy-collapsed`), or the largest change of the cause with its numbers."""
+    """The code of the finding (`wrong-answers`), or the largest change of the cause with its numbers."""
     texts: list[tuple[str, str]]
     """The id of each of the first cases, and the text about it."""
     more: list[str] = []

@@ -390,8 +390,8 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     log-likelihood near 0 does not make it large."""
 
 
-class CheckedMetric(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of a check of answers."""
+class AccuracyCheck(msgspec.Struct, frozen=True, kw_only=True):
+    """The check of the answers of a case."""
 
     metric: str
     """Metric of the check: `acc`, `acc_norm`, or `loglikelihood_relative_difference` for dummy weights."""
@@ -405,11 +405,6 @@ class CheckedMetric(msgspec.Struct, frozen=True, kw_only=True):
     """Largest allowed difference to the baseline."""
     ok: bool | None
     """True if the check passed; null if there was nothing to compare with."""
-
-
-class AccuracyCheck(CheckedMetric, frozen=True, kw_only=True):
-    """The check of the answers of a case against a known accuracy."""
-
     text: str
     """Result of the check in one sentence."""
 
@@ -418,7 +413,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """One observation about a case, which the terminal and the HTML page show."""
 
     code: str
-    """Stable name for scripts, such as `accuracy-collapsed`."""
+    """Stable name for scripts, such as `wrong-answers`."""
     severity: Literal["info", "warning", "failure"]
     """Severity of the observation."""
     text: str

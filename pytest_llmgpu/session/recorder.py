@@ -13,8 +13,8 @@ import msgspec
 
 from pytest_llmgpu.analysis.assess import assess
 from pytest_llmgpu.analysis.capacity import capacities
-from pytest_llmgpu.analysis.earlier import Earlier
-from pytest_llmgpu.analysis.launch_merging import by_launch
+from pytest_llmgpu.analysis.merging import by_launch
+from pytest_llmgpu.analysis.reference import Earlier
 from pytest_llmgpu.profiling import machine
 from pytest_llmgpu.profiling.machine import Machine
 from pytest_llmgpu.report import file
@@ -205,7 +205,7 @@ class Recorder:
         if len(launches) == 1:
             result.id = next_id(self._ids, result.case)
             self._ids.add(result.id)
-        earlier = self._earlier.before(place, result.case)
+        earlier = self._earlier.peers(result.case, before=place)
         assessed = assess(launches, earlier=earlier, environment=environment, options=options)
         self._earlier.put(place, assessed)
         cases[place : place + 1] = [assessed]

@@ -6,8 +6,8 @@ import dataclasses
 
 import msgspec
 
-from pytest_llmgpu.analysis.environment_differences import hardware_differences, shortened, software_differences
-from pytest_llmgpu.analysis.launch_merging import by_launch, merge_results
+from pytest_llmgpu.analysis.environments import hardware_differences, shortened, software_differences
+from pytest_llmgpu.analysis.merging import by_launch, merge_results
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.options import GATE_OPTIONS, OUTPUT_OPTIONS, Options, flag_of
 from pytest_llmgpu.report.report import Report, Resumption, Session

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from support.report_factory import make_result, make_work
 
-from pytest_llmgpu.analysis.launch_findings import disagreements
+from pytest_llmgpu.analysis.findings import disagreements
 from pytest_llmgpu.analysis.noise_regime import forwards, largest_spread, noisiest, of_device_time, of_time
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.work import Bound
@@ -67,7 +67,7 @@ def test_a_regime_explains_a_spread_of_its_launches() -> None:
     def codes(**fields: Any) -> list[str]:
         return [one.code for one in disagreements([make_result(10.0, **fields), make_result(25.0, **fields)])]
 
-    assert codes(execution="cuda_graphs") == ["launch-times-differ"]
+    assert codes(execution="cuda_graphs") == ["times-far-apart"]
     assert codes() == []
 
 

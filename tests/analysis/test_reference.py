@@ -1,114 +1,17 @@
 from __future__ import annotations
 
-import itertools
-import math
-from fractions import Fraction
 from typing import Any
 
 import msgspec
 import pytest
-from support.report_factory import make_accuracy, make_answers, make_failed, make_result
+from support.report_factory import make_accuracy, make_failed, make_result
 
-from pytest_llmgpu.analysis.reference import compare, lost_and_won, missing, reference
-from pytest_llmgpu.analysis.sign_test import by_chance, mcnemar, written
-from pytest_llmgpu.report.result import Accuracy, AccuracyCheck, CaseResult
+from pytest_llmgpu.analysis.reference import Earlier, missing, reference
+from pytest_llmgpu.report.result import AccuracyCheck, CaseResult
 
 
 def _scored(strategy: str = "mp", batch_size: int = 1, **fields: Any) -> CaseResult:
     return make_result(1.0, make_accuracy(items=5), strategy=strategy, batch_size=batch_size, **fields)
-
-
-@pytest.mark.parametrize(
-    ("lost", "won", "p"),
-    [
-        (0, 0, 1.0),
-        (1, 0, 1.0),
-        (1, 2, 1.0),
-        (5, 0, 2 / 32),
-        (0, 5, 2 / 32),
-        (9, 1, 22 / 1024),  # 2 (C(10, 0) + C(10, 1)) / 2^10
-        (3, 3, 1.0),
-        (59, 6, 4.964650327128616e-12),  # scipy.stats.binomtest(6, 65).pvalue
-    ],
-)
-def test_mcnemars_exact_probability(lost: int, won: int, p: float) -> None:
-    """The expected values are computed independently; one lost item is as likely as one won."""
-    assert mcnemar(lost, won) == pytest.approx(p, rel=1e-14, abs=0)
-
-
-def test_the_probability_counts_every_way_to_lose_and_win() -> None:
-    """It is the sum over all outcomes that are at least as uneven, in exact fractions."""
-    for lost, won in itertools.product(range(12), repeat=2):
-        n, fewer = lost + won, min(lost, won)
-        uneven = [k for k in range(n + 1) if min(k, n - k) <= fewer]
-        assert mcnemar(lost, won) == float(sum((Fraction(math.comb(n, k), 2**n) for k in uneven), Fraction(0)))
-        if n <= 10:
-            outcomes = [sum(ways) for ways in itertools.product((0, 1), repeat=n)]
-            assert by_chance(lost, won) == float(Fraction(sum(count >= lost for count in outcomes), 2**n))
-
-
-def test_half_of_hellaswag_may_flip() -> None:
-    """Ten thousand items do not overflow."""
-    assert by_chance(5041, 5001) == pytest.approx(0.3485711916691077, rel=1e-14, abs=0)  # scipy.stats.binomtest
-    assert mcnemar(10_042, 0) == 0.0  # 2^-10041 is below what a float holds
-
-
-def test_lost_and_won_come_from_the_labels() -> None:
-    """An item that was right and is wrong now is lost, the reverse is won; each metric has its own predictions."""
-    before = make_answers([True, True, True, False, False])
-    now = make_answers([True, False, False, True, False])
-    assert lost_and_won(now, before, "acc_norm") == (2, 1)
-    assert lost_and_won(before, now, "acc_norm") == (1, 2)
-    assert lost_and_won(msgspec.structs.replace(now, predictions=before.predictions), before, "acc") == (0, 0)
-    for pair in ((now, make_accuracy(items=5)), (make_accuracy(items=5), now)):
-        assert lost_and_won(*pair, "acc") is None
-
-
-def test_a_comparison_has_flips_losses_and_the_largest_difference() -> None:
-    """Items are numbered as they were scored; a difference is relative to the number of the reference."""
-    numbers = [-1.0, -2.0, -4.0, -8.0] * 5
-    mp = make_result(1.0, make_answers([True, True, True, False, False], numbers))
-    numbers[9] = -2.5
-    accuracy = make_answers([True, False, False, True, False], numbers)
-    accuracy = msgspec.structs.replace(accuracy, predictions_norm=[*accuracy.predictions_norm[:4], 3])
-    found = compare(make_result(1.0, accuracy, strategy="tp"), mp, "acc_norm")
-    assert found.reference == "mp-bs1"
-    assert (found.items, found.flipped, found.lost, found.won) == (5, [1, 2, 3, 4], 2, 1)
-    assert found.mcnemar_p == 1.0
-    assert found.largest_difference == pytest.approx(0.25)
-    assert compare(make_result(1.0, accuracy, strategy="tp"), mp, "acc").flipped == [1, 2, 3]
-
-
-def test_without_labels_flips_are_still_counted() -> None:
-    """Old reports have no labels."""
-    mp, tp = (make_result(1.0, make_accuracy(items=2, predictions=[0, n]), strategy="tp") for n in (0, 1))
-    found = compare(tp, mp, "acc_norm")
-    assert (found.flipped, found.lost, found.won, found.mcnemar_p) == ([1], None, None, None)
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_numbers_that_are_not_finite_have_no_difference(bad: float) -> None:
-    """This holds for the case and for its reference: JSON has no NaN."""
-    good = make_result(1.0, make_accuracy(items=1, loglikelihoods=[-1.0] * 4))
-    broken = make_result(1.0, make_accuracy(items=1, loglikelihoods=[-1.0, bad, -1.0, -1.0]))
-    assert compare(broken, good, "acc").largest_difference is None
-    assert compare(good, broken, "acc").largest_difference is None
-    broken.launches += good.launches
-    assert compare(broken, good, "acc").largest_difference is None
-
-
-def test_the_worst_launch_is_compared() -> None:
-    """The launch with the fewest right answers counts, and the largest difference of any launch, in any order."""
-    mp = make_result(1.0, make_answers([True] * 4, [-1.0] * 16))
-    launches: list[Accuracy] = [
-        make_answers([True] * 4, [-1.5] * 16),
-        make_answers([False] * 2 + [True] * 2, [-1.25] * 16),
-    ]
-    for first, second in (launches, launches[::-1]):
-        result = make_result(1.0, first, strategy="tp")
-        result.launches += make_result(1.0, second).launches
-        found = compare(result, mp, "acc_norm")
-        assert (found.flipped, found.lost, found.largest_difference) == ([0, 1], 2, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -186,6 +89,14 @@ def test_a_missing_reference_has_its_reason(result: CaseResult, earlier: list[Ca
     assert reason in missing(result, earlier)
 
 
-def test_probabilities_have_two_digits() -> None:
-    """The smallest are below a limit."""
-    assert [written(p) for p in (1.0, 0.0214, 2e-6, 0.0)] == ["p = 1", "p = 0.021", "p = 2e-06", "p < 1e-06"]
+def test_a_case_is_compared_with_earlier_ones_that_compute_the_same() -> None:
+    """Other strategies of the same items count; a case is replaced when it is assessed again after a launch."""
+    results = [_scored(limit=1), _scored(limit=2), _scored("tp", limit=1), _scored("iok", limit=1)]
+    earlier = Earlier(results)
+    case = results[3].case
+    assert [one.case.strategy for one in earlier.peers(case)] == ["mp", "tp", "iok"]
+    assert [one.case.strategy for one in earlier.peers(case, before=3)] == ["mp", "tp"]
+    assert earlier.peers(case, before=0) == []
+    again = msgspec.structs.replace(results[0], outcome="crashed")
+    earlier.put(0, again)
+    assert earlier.peers(case, before=1) == [again]

@@ -55,7 +55,7 @@ def test_the_first_report_becomes_the_baseline(capsys: pytest.CaptureFixture[str
 def test_a_baseline_with_launches_far_apart_has_a_note(capsys: pytest.CaptureFixture[str]) -> None:
     """It is promoted, because the machine may give none better."""
     report = on_h200()
-    code = "launch-times-differ"
+    code = "times-far-apart"
     report.cases[0].findings = [Finding(code=code, severity="warning", text="Launches differ.", next_step="Look.")]
     assert _to_file(report) == 0
     (note,) = capsys.readouterr().out.splitlines()[1:]

@@ -16,7 +16,7 @@ from support import kv_cache_faults
 from support.report_factory import make_case, make_result
 
 from pytest_llmgpu import strategies
-from pytest_llmgpu.analysis import generation_check
+from pytest_llmgpu.analysis.answers import check_texts
 from pytest_llmgpu.inference import models, tasks
 from pytest_llmgpu.inference.bundled import save_tokenizer
 from pytest_llmgpu.inference.tasks.hellaswag import Prompts
@@ -147,16 +147,15 @@ def test_texts_are_right_eagerly_and_as_cuda_graphs(
             assert ("CUDA graphs" in sentence.partition(":")[0]) == graphed, sentence
             assert sentence.startswith("compiled") == (strategy == "compile"), sentence
             assert (reply.compile_s is not None) == (strategy == "compile")
-            decision = generation_check.decide(result, mp)
+            decision = check_texts(result, mp)
             assert decision is not None
-            print(strategy, devices, backend, sentence, generation_check.describe(decision))
-            assert decision.own_ok, generation_check.describe(decision)
-            assert decision.reference_ok, generation_check.describe(decision)
+            print(strategy, devices, backend, sentence, decision.check.text)
+            assert (decision.fault, decision.check.source) == (None, mp.id), decision.check.text
             for fault in kv_cache_faults.KERNEL_FAULTS if strategy == "iok" else kv_cache_faults.FAULTS:
-                broken = generation_check.decide(ranks.generate(cuda_graphs, fault)[0], None)
+                broken = check_texts(ranks.generate(cuda_graphs, fault)[0], None)
                 assert broken is not None
-                print(" ", fault, broken.own)
-                assert not broken.own_ok, (fault, cuda_graphs)
+                print(" ", fault, broken.check.value)
+                assert broken.fault == "cache", (fault, cuda_graphs)
 
 
 @pytest.mark.parametrize(

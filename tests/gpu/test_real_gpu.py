@@ -17,7 +17,7 @@ from support import tiny_model
 from support.report_factory import make_case
 
 from pytest_llmgpu import strategies
-from pytest_llmgpu.analysis import reference
+from pytest_llmgpu.analysis import answers
 from pytest_llmgpu.inference import models, tasks
 from pytest_llmgpu.inference.bundled import save_tokenizer
 from pytest_llmgpu.inference.cuda_graphs import GraphedDecoder
@@ -373,8 +373,8 @@ def test_the_stock_binding_fails_the_run(pytester: pytest.Pytester) -> None:
     result, written = _run(pytester, *flags, "--strategy=mp,iok", "--llmgpu-iok-stock", "--llmgpu-batch-sizes=8")
     assert result.ret == 1
     codes = {case.id: [finding.code for finding in case.findings] for case in written.cases}
-    assert "loglikelihood-mismatch" in codes["iok-bs8"]
-    assert "loglikelihood-mismatch" not in codes["mp-bs8"]
+    assert "wrong-answers" in codes["iok-bs8"]
+    assert "wrong-answers" not in codes["mp-bs8"]
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -415,7 +415,7 @@ def test_loading_takes_little_more_than_the_weights(tmp_path: Path, strategy: st
 
 
 def _difference(reply: Launch, right: Launch) -> float:
-    difference = reference.largest_difference(_accuracy(reply).loglikelihoods, _accuracy(right).loglikelihoods)
+    difference = answers.largest_difference(_accuracy(reply).loglikelihoods, _accuracy(right).loglikelihoods)
     assert difference is not None, "every log-likelihood is finite"
     return difference
 
@@ -425,7 +425,7 @@ def _agrees(reply: Launch, right: Launch) -> None:
     found, expected = _accuracy(reply), _accuracy(right)
     numbers = [decode(one.loglikelihoods) for one in (found, expected)]
     assert typical_difference(*numbers) <= _TOLERANCE
-    assert len(reference.flipped(found, expected, "acc_norm")) <= _FEW
+    assert len(answers.differing(expected.predictions_norm, found.predictions_norm)) <= _FEW
 
 
 def _need_deepspeed() -> None:

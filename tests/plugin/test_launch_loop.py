@@ -223,7 +223,7 @@ def test_launches_of_a_case_are_assessed_together(tmp_path: Path, monkeypatch: p
     assert case.traffic is None
     assert "traffic" in case.why
     codes = [finding.code for finding in case.findings]
-    assert [code for code in codes if code.startswith("launch")] == ["launches-send-otherwise", "launch-times-differ"]
+    assert [code for code in codes if code.startswith("launch")] == ["launches-differ", "times-far-apart"]
 
 
 def test_a_test_that_may_fail_runs_in_every_launch(runs: FakedRuns, pytester: pytest.Pytester) -> None:

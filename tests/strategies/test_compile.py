@@ -16,7 +16,7 @@ from support import kv_cache_faults
 from support import rank_functions as ranks
 from support.report_factory import make_case
 
-from pytest_llmgpu.analysis import generation_check
+from pytest_llmgpu.analysis.answers import check_texts
 from pytest_llmgpu.inference import scoring, tasks
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.inference.tasks.protocol import Dataset
@@ -88,11 +88,9 @@ def test_compiled_layers_compute_the_numbers_of_mp(loaded: Callable[..., RankSta
     assert of_mp.launches[0].generation is not None
     texts = ReferenceTexts(key=of_mp.key, tokens=of_mp.launches[0].generation.tokens)
     state, case = states["compile"], _case(prompts)
-    decision = generation_check.decide(
-        kv_cache_faults.result(case, kv_cache_faults.generate(state, case, None, texts)), of_mp
-    )
+    decision = check_texts(kv_cache_faults.result(case, kv_cache_faults.generate(state, case, None, texts)), of_mp)
     assert decision is not None
-    assert decision.ok is True, generation_check.describe(decision)
+    assert decision.check.ok is True, decision.check.text
     assert state.loaded.compiled is not None
     assert ranks.graphs(state) == 2, "a prefill and a decode step"
     worker.record_work(state)
@@ -110,11 +108,9 @@ def test_every_fault_of_the_cache_is_found(loaded: Callable[..., RankState]) -> 
     case = _case(prompts)
     state = loaded(case, _TRACED, prompts)
     for fault in kv_cache_faults.FAULTS:
-        found = generation_check.decide(
-            kv_cache_faults.result(case, kv_cache_faults.generate(state, case, fault, None)), None
-        )
+        found = check_texts(kv_cache_faults.result(case, kv_cache_faults.generate(state, case, fault, None)), None)
         assert found is not None
-        assert found.own_ok is False, fault
+        assert found.fault == "cache", fault
 
 
 @pytest.mark.slow
@@ -135,9 +131,9 @@ def test_on_two_devices_the_layers_are_those_of_tp(
     ask(worker.load, case, bundled, _TRACED)
     ask(worker.give, prompts.sha256, prompts.items, tasks.BUILT_IN["prompts"])
     replies = ask(kv_cache_faults.generate, case, None, texts)
-    found = generation_check.decide(kv_cache_faults.result(case, replies[0]), mp)
+    found = check_texts(kv_cache_faults.result(case, replies[0]), mp)
     assert found is not None
-    assert found.ok is True, generation_check.describe(found)
+    assert found.check.ok is True, found.check.text
     assert ask(ranks.graphs) == [2, 2], "a prefill and a decode step"
 
 

@@ -14,7 +14,7 @@ from support.report_factory import make_case
 # pytester removes modules that a run in this process has imported; modules imported before it stay the same.
 import pytest_llmgpu.session.session  # noqa: F401
 from pytest_llmgpu import strategies
-from pytest_llmgpu.analysis import generation_check
+from pytest_llmgpu.analysis.answers import check_texts
 from pytest_llmgpu.inference import tasks
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.inference.tasks.hellaswag import Prompts
@@ -85,19 +85,19 @@ def test_texts_of_two_ranks_are_those_of_mp(gloo_pair: RankGroup, bundled: Model
     assert len({reply.generation.tokens for reply in replies if reply.generation is not None}) == 1
     sizes = [reply.generation.kv_cache_bytes for reply in replies if reply.generation is not None]
     assert sum(sizes) == of_mp.kv_cache_bytes == of_mp.kv_cache_formula_bytes
-    decision = generation_check.decide(kv_cache_faults.result(split, replies[0]), mp)
+    decision = check_texts(kv_cache_faults.result(split, replies[0]), mp)
     assert decision is not None
-    assert decision.ok is True
-    assert decision.reference_id == mp.id
+    assert decision.check.ok is True
+    assert decision.check.source == mp.id
     for fault in kv_cache_faults.FAULTS:
         broken = (
             kv_cache_faults.result(split, ask(fault)[0]),
             kv_cache_faults.result(plain, kv_cache_faults.generate(state, plain, fault, None)),
         )
         for one in broken:
-            found = generation_check.decide(one, mp)
+            found = check_texts(one, mp)
             assert found is not None
-            assert found.own_ok is False, (one.id, fault)
+            assert found.fault == "cache", (one.id, fault)
 
 
 @pytest.mark.slow
@@ -172,14 +172,14 @@ def test_the_kernels_of_iok_generate_the_texts_of_mp(
     assert len(set(reply.generation.prompt_tokens)) > 2, "rows of unequal length"
     assert reply.generation.kv_cache_bytes == of_mp.kv_cache_bytes
     assert reply.generation.tokens == of_mp.tokens
-    decision = generation_check.decide(kv_cache_faults.result(injected, reply), mp)
+    decision = check_texts(kv_cache_faults.result(injected, reply), mp)
     assert decision is not None
-    assert decision.ok is True, generation_check.describe(decision)
+    assert decision.check.ok is True, decision.check.text
     for fault in kv_cache_faults.KERNEL_FAULTS:
         if fault in {"padding", "of other rows"} and batch_size == 1:
             continue  # One row has none.
-        found = generation_check.decide(
+        found = check_texts(
             kv_cache_faults.result(injected, kv_cache_faults.generate(state, injected, fault, None)), None
         )
         assert found is not None
-        assert found.own_ok is False, fault
+        assert found.fault == "cache", fault

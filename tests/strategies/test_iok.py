@@ -402,9 +402,7 @@ def test_the_stock_binding_fails_a_run(pytester: pytest.Pytester, monkeypatch: p
     )
     case = file.load(pytester.path / ".llmgpu" / "last.json").cases[-1]
     assert case.acc_norm == 1.0
-    assert [(finding.code, finding.severity) for finding in case.findings][:1] == [
-        ("loglikelihood-mismatch", "failure")
-    ]
+    assert [(finding.code, finding.severity) for finding in case.findings][:1] == [("wrong-answers", "failure")]
     assert result.ret == pytest.ExitCode.TESTS_FAILED
 
 

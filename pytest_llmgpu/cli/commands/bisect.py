@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from pytest_llmgpu.analysis.launch_merging import merge
+from pytest_llmgpu.analysis.merging import merge
 from pytest_llmgpu.cli import launches, subprocesses, worktrees
 from pytest_llmgpu.cli.gate_arguments import add_rules, rules_of
 from pytest_llmgpu.cli.output import show

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from pytest_llmgpu.analysis import launch_findings, launch_merging
+from pytest_llmgpu.analysis import findings, merging
 from pytest_llmgpu.cli import launches, subprocesses
 from pytest_llmgpu.cli.arguments import REFERENCE, add_storage, source, storage_of
 from pytest_llmgpu.cli.output import show
@@ -52,10 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
     found = _named(arguments) if arguments.launches is None else _launched(arguments)
-    report = launch_merging.merge([one for _, one in found], [name for name, _ in found])
+    report = merging.merge([one for _, one in found], [name for name, _ in found])
     # With --launches all launches are one session, even if they run past midnight.
     days = _by_day([one for _, one in found]) if arguments.launches is None else []
-    sessions = [launch_merging.merge(reports) for reports in days] if len(days) > 1 else [report]
+    sessions = [merging.merge(reports) for reports in days] if len(days) > 1 else [report]
     measured = calibration.measure(*sessions, reports=[one for _, one in found])
     path = arguments.output or calibration.default_path(storage_of(arguments), measured.machine)
     try:
@@ -74,7 +74,7 @@ def _text(measured: Measured, report: Report, path: Path, previous: Path | None)
     yield tabulate(rows, ["case", "launches", "device time", "time"], disable_numparse=True)
     yield ""
     yield f"written: {path}{f' (previous: {previous})' if previous else ''}"
-    if far_apart := launch_findings.far_apart(report.cases):
+    if far_apart := findings.far_apart(report.cases):
         yield far_apart
     if few := sum(noise.launches < calibration.ENOUGH for noise in noises):
         yield f"{plural(few, 'case')} with fewer than {calibration.ENOUGH} launches: add launches for a better estimate"

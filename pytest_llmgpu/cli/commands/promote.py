@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pytest_llmgpu.analysis import launch_findings
+from pytest_llmgpu.analysis import findings
 from pytest_llmgpu.cli.arguments import REFERENCE, source, storage_of
 from pytest_llmgpu.cli.gate_arguments import add_rules, policy_of, rules_of
 from pytest_llmgpu.cli.output import complain, show
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
         where = arguments.to or store
         raise ValueError(f"baseline {where}: cannot be written: {error.strerror or error}") from None
     unsure = "note: the report does not record whether the working tree had uncommitted changes"
-    far_apart = launch_findings.far_apart(candidate.cases)
+    far_apart = findings.far_apart(candidate.cases)
     overruled = "" if forced is None else f"by force, in spite of: {listed(objections, _SHOWN)}"
     ungated = f"note: times were disturbed, and the policy gates none of them: {disturbed}"
     times = ungated if disturbed and not objections else ""

@@ -22,7 +22,7 @@ from support.report_factory import (
     paper_results,
 )
 
-from pytest_llmgpu.analysis.reference import compare
+from pytest_llmgpu.analysis.answers import compare
 from pytest_llmgpu.gate import judge
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.render import charts

@@ -15,7 +15,7 @@ from support import chart_data
 from support.page_reports import EVIL, make_verdicts, paper_report, time_row
 from support.report_factory import make_accuracy, make_failed, make_report, make_result
 
-from pytest_llmgpu.analysis.reference import compare
+from pytest_llmgpu.analysis.answers import compare
 from pytest_llmgpu.cli import main
 from pytest_llmgpu.cli.commands.html import page_name
 from pytest_llmgpu.gate.policy import Policy
@@ -182,12 +182,12 @@ def test_the_status_comes_first() -> None:
     """The order is: status, worst finding with its next step, table with its marks in words, charts, environment."""
     report = paper_report()
     wrong = next(result for result in report.cases if result.id == "iok-bs32")
-    wrong.findings = [Finding(code="accuracy-collapsed", severity="failure", text="It is 26 %.", next_step="Use less.")]
+    wrong.findings = [Finding(code="wrong-answers", severity="failure", text="It is 26 %.", next_step="Use less.")]
     text = Page(html_report.render(report, name="sweep.json")).text
     place = 0
     for words in (
         "Failed 20 of 21 cases completed, 1 out of memory. Worst: iok-bs32: It is 26 %.",
-        "accuracy collapsed",
+        "wrong answers",
         "Next: Use less.",
         "Batch size mp tp iok",
         "★ most sequences/s 61.8 min / 82.8 %",

@@ -18,8 +18,9 @@ from support.report_factory import (
     paper_results,
 )
 
-from pytest_llmgpu.analysis.accuracy_check import check
+from pytest_llmgpu.analysis import answers
 from pytest_llmgpu.render.terminal.cases import WIDTH, device_tables, painter, summary_table
+from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.report.report import Environment
 from pytest_llmgpu.report.result import (
     CaseResult,
@@ -44,7 +45,7 @@ def _summary(results: Sequence[CaseResult], most: int | None = None) -> str:
 
 def _checked(results: list[CaseResult]) -> list[CaseResult]:
     for number, result in enumerate(results):
-        result.accuracy_check = check(result, results[:number], given=None, metric="acc_norm", tolerance=0.01)
+        result.accuracy_check, _ = answers.check(result, None, results[:number], Options())
     return results
 
 

@@ -18,11 +18,10 @@ from support.report_factory import (
     paper_results,
 )
 
-from pytest_llmgpu.analysis.accuracy_check import check
-from pytest_llmgpu.analysis.findings import findings
-from pytest_llmgpu.analysis.reference import compare, reference
+from pytest_llmgpu.analysis.assess import assess
 from pytest_llmgpu.profiling.machine import Machine, TorchFacts
 from pytest_llmgpu.render.terminal.report import headline, progress, tables
+from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.report.report import Report, next_id
 from pytest_llmgpu.report.result import Accuracy, CaseResult, Failure
 
@@ -32,11 +31,8 @@ def _report(results: Sequence[CaseResult], gpus: int = 4) -> Report:
     report = make_report(gpus=gpus)
     for result in results:
         result.id = next_id([one.id for one in report.cases], result.case)
-        mp = reference(result, report.cases)
-        result.comparison = compare(result, mp, "acc_norm") if mp else None
-        result.accuracy_check = check(result, report.cases, given=0.828, metric="acc_norm", tolerance=0.01)
-        result.findings = findings(result, report.cases)
-        report.cases.append(result)
+        options = Options(accuracy_baseline=0.828)
+        report.cases.append(assess([result], earlier=report.cases, environment=report.environment, options=options))
     return report
 
 
@@ -193,7 +189,7 @@ def test_findings_with_the_same_next_step_are_joined() -> None:
         for name in ("mp-bs2", "mp-bs4", "mp-bs8", "mp-bs16", "mp-bs32")
         if any(f" {name}: " in line for line in lines)
     ] == ["mp-bs2", "mp-bs4", "mp-bs8"]
-    [others_line] = [line for line in lines if "mp-bs16, mp-bs32" in line]
+    others_line = next(line for line in lines if "mp-bs16, mp-bs32" in line)
     assert "finding" in others_line
     assert len([line for line in lines if line.strip().startswith(f"-> {step[:20]}")]) == 1
 

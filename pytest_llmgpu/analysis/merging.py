@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from typing import NamedTuple, get_args
+from typing import get_args
 
 import msgspec
 
 from pytest_llmgpu.analysis import capacity
-from pytest_llmgpu.analysis.environment_differences import hardware_differences
-from pytest_llmgpu.analysis.launch_findings import disagreements
+from pytest_llmgpu.analysis.environments import hardware_differences
+from pytest_llmgpu.analysis.findings import disagreements, first_of_each_code
 from pytest_llmgpu.analysis.traffic_path import FASTEST_FIRST
 from pytest_llmgpu.report.derived import derive
 from pytest_llmgpu.report.report import Report, Session
-from pytest_llmgpu.report.result import AccuracyCheck, CaseResult, Finding, Launch, Outcome, Traffic
+from pytest_llmgpu.report.result import CaseResult, Outcome, Traffic
 from pytest_llmgpu.report.text import listed
 from pytest_llmgpu.report.work import renumbered
 
@@ -30,13 +30,6 @@ assert set(_WORST_FIRST) == set(get_args(Outcome))
 
 _NAMED = 3
 """The largest number of cases or differences that an error names."""
-
-
-class _Name(NamedTuple):
-    """The name of a result in a report; a second result of the same key has the number 1."""
-
-    key: str
-    number: int
 
 
 def merge(reports: Sequence[Report], names: Sequence[str] | None = None) -> Report:
@@ -56,11 +49,17 @@ def merge(reports: Sequence[Report], names: Sequence[str] | None = None) -> Repo
         raise ValueError("no report was given: at least one report is needed to merge launches")
     called = names or [f"launch {number + 1}" for number in range(len(reports))]
     reports = _with_common_kernel_names(reports)
-    first = _by_name(reports[0])
-    for report, name in zip(reports[1:], called[1:], strict=True):
-        _refuse_other_source(reports[0], report, called[0], name)
-        _refuse_other_cases(first, _by_name(report), called[0], name)
     named = [_by_name(report) for report in reports]
+    first = named[0]
+    for report, results, name in zip(reports[1:], named[1:], called[1:], strict=True):
+        _refuse_other_source(reports[0], report, called[0], name)
+        gone = [result.id for key, result in first.items() if key not in results]
+        new = [result.id for key, result in results.items() if key not in first]
+        if gone or new:
+            parts = [f"only {one} has {listed(ids, _NAMED)}" for one, ids in ((called[0], gone), (name, new)) if ids]
+            raise ValueError(
+                f"{called[0]} and {name} measured different cases and cannot be merged: {'; '.join(parts)}"
+            )
     return _merged(reports, [_compared([results[name] for results in named]) for name in first])
 
 
@@ -77,7 +76,7 @@ def extend(report: Report, again: Report, keys: Collection[str]) -> Report:
     """
     _refuse_other_source(report, again, "the report", "the later run")
     report, again = _with_common_kernel_names([report, again])
-    found = {name: result for name, result in _by_name(again).items() if name.key in keys}
+    found = {name: result for name, result in _by_name(again).items() if name[0] in keys}
     cases = [_compared([result, found[name]]) if name in found else result for name, result in _by_name(report).items()]
     return _merged([report, again], cases, again_in_part=True)
 
@@ -94,18 +93,24 @@ def merge_results(results: Sequence[CaseResult]) -> CaseResult:
     """
     first = results[0]
     worst = min(results, key=lambda result: _WORST_FIRST.index(result.outcome))
-    traffic, reason = _traffic(results)
     why = {name: text for result in reversed(results) for name, text in result.why.items()}
+    known = [result.traffic for result in results if result.traffic is not None]
+    traffic = max(known, key=_slowness, default=None)
+    if (other := next((one for one in known if one.ranks != known[0].ranks), None)) is not None:
+        traffic = None
+        sent = f"{known[0].sent_bytes:,} and {other.sent_bytes:,}"
+        why["traffic"] = f"launches of this case sent {sent} bytes on the wire"
+    checks = [result.accuracy_check for result in results if result.accuracy_check is not None]
     merged = msgspec.structs.replace(
         first,
         outcome=worst.outcome,
         failure=worst.failure,
         launches=[launch for result in results for launch in result.launches],
-        accuracy_check=_check(results),
+        accuracy_check=next((check for check in checks if check.ok is False), checks[0] if checks else None),
         comparison=next((result.comparison for result in results if result.comparison is not None), None),
         traffic=traffic,
-        findings=_findings(results),
-        why=why if reason is None else {**why, "traffic": reason},
+        findings=first_of_each_code(finding for result in results for finding in result.findings),
+        why=why,
     )
     derive(merged)
     merged.why = {name: text for name, text in merged.why.items() if getattr(merged, name, None) is None}
@@ -114,24 +119,28 @@ def merge_results(results: Sequence[CaseResult]) -> CaseResult:
     return merged
 
 
+def _slowness(traffic: Traffic) -> int:
+    """Return the place of the link in the order from the fastest to the slowest; -1 where it is unknown."""
+    return -1 if traffic.path is None or traffic.path.link is None else FASTEST_FIRST.index(traffic.path.link)
+
+
 def _with_common_kernel_names(reports: Sequence[Report]) -> list[Report]:
     """Return reports whose rows of kernels refer to one list of names: that of the first, extended."""
     names: dict[str, int] = {}
     found = []
     for report in reports:
         numbers = [names.setdefault(name, len(names)) for name in report.environment.kernel_names]
-        cases = [
-            msgspec.structs.replace(result, launches=[_renumbered(launch, numbers) for launch in result.launches])
-            for result in report.cases
-        ]
+        cases = []
+        for result in report.cases:
+            launches = []
+            for launch in result.launches:
+                passes = (launch.work, launch.prefill_work)
+                work, prefill = (None if one is None else renumbered(one, numbers) for one in passes)
+                launches.append(msgspec.structs.replace(launch, work=work, prefill_work=prefill))
+            cases.append(msgspec.structs.replace(result, launches=launches))
         found.append(msgspec.structs.replace(report, cases=cases))
     environment = msgspec.structs.replace(found[0].environment, kernel_names=list(names))
     return [msgspec.structs.replace(found[0], environment=environment), *found[1:]]
-
-
-def _renumbered(launch: Launch, numbers: Sequence[int]) -> Launch:
-    work, prefill = (None if one is None else renumbered(one, numbers) for one in (launch.work, launch.prefill_work))
-    return msgspec.structs.replace(launch, work=work, prefill_work=prefill)
 
 
 def _compared(results: Sequence[CaseResult]) -> CaseResult:
@@ -176,11 +185,12 @@ def _merged(reports: Sequence[Report], cases: list[CaseResult], *, again_in_part
     )
 
 
-def _by_name(report: Report) -> dict[_Name, CaseResult]:
+def _by_name(report: Report) -> dict[tuple[str, int], CaseResult]:
+    """Return the results by key and number: a second result of the same key has the number 1."""
     counts: Counter[str] = Counter()
     found = {}
     for result in report.cases:
-        found[_Name(result.key, counts[result.key])] = result
+        found[result.key, counts[result.key]] = result
         counts[result.key] += 1
     return found
 
@@ -199,41 +209,3 @@ def _refuse_other_source(first: Report, other: Report, first_name: str, name: st
                 f"{name} ran on another machine than {first_name}: {'; '.join(differing[:_NAMED])}; "
                 "only launches of the same machine can be merged"
             )
-
-
-def _refuse_other_cases(
-    first: dict[_Name, CaseResult], other: dict[_Name, CaseResult], first_name: str, name: str
-) -> None:
-    gone = [result.id for key, result in first.items() if key not in other]
-    new = [result.id for key, result in other.items() if key not in first]
-    if gone or new:
-        parts = [f"only {owner} has {listed(ids, _NAMED)}" for owner, ids in ((first_name, gone), (name, new)) if ids]
-        raise ValueError(f"{first_name} and {name} measured different cases and cannot be merged: {'; '.join(parts)}")
-
-
-def _traffic(results: Sequence[CaseResult]) -> tuple[Traffic | None, str | None]:
-    """Return the traffic with the slowest known path of all launches, or the reason why the traffic is unknown."""
-    known = [result.traffic for result in results if result.traffic is not None]
-    other = next((traffic for traffic in known if traffic.ranks != known[0].ranks), None)
-    if other is not None:
-        sent = known[0].sent_bytes, other.sent_bytes
-        return None, f"launches of this case sent {sent[0]:,} and {sent[1]:,} bytes on the wire"
-    return max(known, key=_slowness, default=None), None
-
-
-def _slowness(traffic: Traffic) -> int:
-    """Return the place of the link in the order from the fastest to the slowest; -1 where it is unknown."""
-    return -1 if traffic.path is None or traffic.path.link is None else FASTEST_FIRST.index(traffic.path.link)
-
-
-def _check(results: Sequence[CaseResult]) -> AccuracyCheck | None:
-    checks = [result.accuracy_check for result in results if result.accuracy_check is not None]
-    return next((check for check in checks if check.ok is False), checks[0] if checks else None)
-
-
-def _findings(results: Sequence[CaseResult]) -> list[Finding]:
-    """Return the first finding of each code: the others differ only in their figures."""
-    found: dict[str, Finding] = {}
-    for finding in (finding for result in results for finding in result.findings):
-        found.setdefault(finding.code, finding)
-    return list(found.values())

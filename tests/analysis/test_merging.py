@@ -8,7 +8,7 @@ import pytest
 from support.report_factory import make_answers, make_failed, make_report, make_result, make_work
 from support.verdict_factory import make_traffic, with_launches
 
-from pytest_llmgpu.analysis.launch_merging import extend, merge, merge_results
+from pytest_llmgpu.analysis.merging import extend, merge, merge_results
 from pytest_llmgpu.report.file import encode, parse
 from pytest_llmgpu.report.report import Commit, Gpu, Report, Session
 from pytest_llmgpu.report.result import AccuracyCheck, CaseResult, Finding
@@ -167,7 +167,7 @@ def test_checks_findings_and_reasons_of_launches_are_joined() -> None:
 
 
 def _apart(result: CaseResult) -> list[str]:
-    return [finding.text.split(":")[0] for finding in result.findings if finding.code == "launch-times-differ"]
+    return [finding.text.split(":")[0] for finding in result.findings if finding.code == "times-far-apart"]
 
 
 def test_launches_of_several_reports_are_compared() -> None:
@@ -176,13 +176,13 @@ def test_launches_of_several_reports_are_compared() -> None:
     reports = [_measured(make_result(seconds), quiet) for seconds in (1.0, 1.1, 3.2)]
     slow, same = merge(reports).cases
     [finding] = slow.findings
-    assert finding.code == "launch-times-differ"
+    assert finding.code == "times-far-apart"
     assert "launch 3 of 3 was the slowest with 3.2 s" in finding.text
     assert same.findings == []
     assert [result.findings for report in reports for result in report.cases] == [[]] * 6
     answers = [make_answers(right) for right in ([True, True], [True, False])]
     first, second = (_measured(make_result(accuracy=accuracy)) for accuracy in answers)
-    assert [finding.code for finding in merge([first, second]).cases[0].findings] == ["launches-answer-otherwise"]
+    assert [finding.code for finding in merge([first, second]).cases[0].findings] == ["launches-differ"]
 
 
 def test_findings_on_launches_are_those_of_all_reports() -> None:
@@ -204,7 +204,7 @@ def test_a_finding_that_launches_no_longer_show_is_kept() -> None:
     """Traffic that differed is not in the merged report, but its finding is."""
     sent = merge([_measured(with_launches([1.0], traffic=make_traffic(calls))) for calls in (64, 65)])
     known = merge([sent, _measured(with_launches([1.0], traffic=make_traffic()))])
-    assert [finding.code for finding in known.cases[0].findings] == ["launches-send-otherwise"]
+    assert [finding.code for finding in known.cases[0].findings] == ["launches-differ"]
 
 
 def test_the_session_is_as_whole_as_its_launches() -> None:
