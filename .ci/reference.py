@@ -46,7 +46,7 @@ def metrics() -> str:
     """Return the table of the metrics that the gate judges, with the keys of the built-in policy."""
     rows = []
     for spec in METRICS:
-        if not spec.judged:
+        if spec.rule is None:
             continue
         rule = getattr(policy.Rules(), spec.name, None)
         keys = (
@@ -56,9 +56,9 @@ def metrics() -> str:
                 f"`{key} = {_toml(value)}`" for key, value in msgspec.structs.asdict(rule).items() if value is not None
             ]
         )
-        rows.append([f"`{spec.name}`", spec.kind, ", ".join(keys), spec.next_step])
+        rows.append([f"`{spec.name}`", spec.rule, ", ".join(keys), spec.next_step])
     return _table(
-        ["metric", "kind", "keys of `[tool.llmgpu.gate.METRIC]` with their defaults", "after a regression"], rows
+        ["metric", "rule", "keys of `[tool.llmgpu.gate.METRIC]` with their defaults", "after a regression"], rows
     )
 
 

@@ -24,9 +24,8 @@ from pytest_llmgpu.gate.noise_model import GPU_SD, Prior, prior_of, prior_of_cas
 from pytest_llmgpu.gate.policy import Policy, Rules, TimeRule
 from pytest_llmgpu.gate.series import (
     by_series,
-    series_rows,
+    largest_batch_row,
     settled,
-    undecided_amount,
     with_distinct_names,
 )
 from pytest_llmgpu.gate.time import Timed
@@ -83,7 +82,6 @@ class Comparison:
         self._hardware = {device: hardware_differences(*environments, device) for device in ("cpu", "cuda")}
         then, now = ({gpu.uuid for gpu in one.gpus} for one in environments)
         self._same_gpus = then == now
-        self._ceilings = (environments[0].ceilings, environments[1].ceilings)
         self._in_turn = in_turn
         self.rows = self._compare()
         """Every row: case by case, then the series."""
@@ -110,8 +108,9 @@ class Comparison:
                 self._gone(result)
         for key, series in now.items():
             if key in then and not self._hardware[_device(series.result)]:
-                load = prior_of("load", self.policy.noise)
-                self._entries += series_rows(then[key], series, self._rules(series.result), load)
+                gated = self._rules(series.result).largest_batch.gate
+                if (row := largest_batch_row(then[key], series, gated=gated)) is not None:
+                    self._entries.append(row)
         return self._finished()
 
     def _case(self, base: CaseResult | None, head: CaseResult, differing: Sequence[str]) -> None:
@@ -196,7 +195,6 @@ class Comparison:
             rules.device_time,
             prior=self._prior("device_time", regime, base, head),
             regime=regime,
-            ceilings=self._ceilings,
             other_day=self._on_other_days(base, head),
         )
         if found is not None:
@@ -239,7 +237,6 @@ class Comparison:
             rules.device_time,
             prior=max(built_in, self._prior("device_time", "device_compute", base, head), key=lambda one: one.s0),
             regime="device_compute",
-            ceilings=self._ceilings,
             other_day=self._on_other_days(base, head),
         )
         if isinstance(found, Timed):
@@ -309,11 +306,7 @@ class Comparison:
 
     def _finished(self) -> list[Row]:
         note = self._note()
-        known = {(entry.case, entry.metric) for entry in self.policy.known}
-        timed = [entry for entry in self._entries if isinstance(entry, Timed)]
-        means = time.all_cases(timed, known)
-        self._entries += means
-        times = iter(time.rows([*timed, *means], self.policy.confidence, note))
+        times = iter(time.rows([e for e in self._entries if isinstance(e, Timed)], self.policy.confidence, note))
         rows: list[Row] = []
         for entry in self._entries:
             row = next(times) if isinstance(entry, Timed) else entry
@@ -322,7 +315,7 @@ class Comparison:
             else:
                 rows.append(row)
         named = with_distinct_names(rows, self.head.cases)
-        return [self._with_cause(row) for row in named if not undecided_amount(row)]
+        return [self._with_cause(row) for row in named]
 
     def _with_cause(self, row: Row) -> Row:
         if row.verdict == "OK" or self.base is None or row.id not in self._compared:

@@ -15,7 +15,7 @@ from pytest_llmgpu.gate.classify import RowClass, classify
 from pytest_llmgpu.gate.headline import differences, is_slower, row_in_words, step_of
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.report.text import listed, without_numbers
-from pytest_llmgpu.report.verdicts import ALL_CASES, ALSO_CHANGED, DIFFERS, Row, Verdicts, worst_first
+from pytest_llmgpu.report.verdicts import ALSO_CHANGED, DIFFERS, Row, Verdicts, worst_first
 
 _MOST_NAMES = 4
 _ENVIRONMENT = ("environment",)
@@ -139,4 +139,4 @@ def _is_worse(rows: Sequence[Row]) -> bool:
 
 
 def _ids(rows: Iterable[Row]) -> set[str]:
-    return {name for row in rows if row.id != ALL_CASES for name in (row.cases or [row.id])}
+    return {name for row in rows for name in (row.cases or [row.id])}

@@ -13,7 +13,6 @@ from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.report.metrics import spec_of
 from pytest_llmgpu.report.text import FACTORS_FROM, listed, plural, signed_percent, slowdown
 from pytest_llmgpu.report.verdicts import (
-    ALL_CASES,
     DIFFERS,
     NEITHER,
     ONLY_CANDIDATE,
@@ -112,7 +111,7 @@ def decide(verdicts: Verdicts, policy: Policy) -> Headline:
     """Return the data of the headline."""
     status = exit_status(verdicts, policy)
     failing = worst_first(row for row in verdicts.rows if fails(row, policy))
-    compared = [row for row in verdicts.rows if row.compared and row.id != ALL_CASES]
+    compared = [row for row in verdicts.rows if row.compared]
     deciding = {
         ExitStatus.REGRESSED: _with_numbers_first(row for row in failing if row.verdict in {"REGRESSED", "MISSING"}),
         ExitStatus.NOT_JUDGED: [row for row in failing if row.verdict == "NOT_COMPARABLE"] or failing,
@@ -292,8 +291,8 @@ def _of_rows(rows: Sequence[Row], limit: float) -> str:
     counts: dict[str, set[str]] = {}
     limited = any(row.metric == "outcome" and row.verdict == "REGRESSED" for row in rows)
     for row in others:
-        # The mean over all cases is no case, nor is the largest batch size, of which a case is out of memory.
-        if row.id != ALL_CASES and not (limited and row.metric == "largest_batch"):
+        # The largest batch size is no case: one of its series is out of memory.
+        if not (limited and row.metric == "largest_batch"):
             counts.setdefault(row.verdict.replace("_", " "), set()).update(_cases(row) - _cases(worst))
     more = [f"{plural(len(cases), 'more case')} {verdict}" for verdict, cases in counts.items() if cases]
     if worst.verdict == "UNDECIDED" and not worst.unseen and worst.metric != "outcome":

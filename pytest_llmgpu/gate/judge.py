@@ -21,7 +21,6 @@ from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.text import guess, listed, plural
 from pytest_llmgpu.report.verdicts import (
-    ALL_CASES,
     DIFFERS,
     Armed,
     Baseline,
@@ -163,7 +162,7 @@ def _of_completed(rows: Sequence[Row], entry: Known) -> list[Row]:
 
 def unmatched(policy: Policy, cases: Sequence[CaseResult], rows: Sequence[Row] = ()) -> list[str]:
     """Return a line for each known regression whose case neither report has: its name may be misspelt."""
-    names = {ALL_CASES, *(name for result in cases for name in (result.id, result.case.strategy))}
+    names = {*(name for result in cases for name in (result.id, result.case.strategy))}
     names |= {row.id for row in rows}
     return [
         f"known regression {entry.case} {entry.metric} ({entry.reason}): no case of these reports has that name"

@@ -54,15 +54,6 @@ class TimeRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The absolute threshold in seconds, for `time` of the whole case. The larger of both thresholds is used."""
 
 
-class ShownRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The threshold of an amount that is shown, and compared once per series: a strategy loads its model once."""
-
-    gate: bool = spec_of("load_time").gate
-    """True if a regression fails the gate. False: verdicts are reported only."""
-    margin: Amount = default_threshold("load_time")
-    """The relative threshold: the growth that is allowed, as a fraction."""
-
-
 class AccuracyRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The thresholds of accuracy. A statistically significant loss is a regression, however small it is."""
 
@@ -145,14 +136,6 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     """The rule of changed predictions. Other kernels can change a few without a loss of accuracy."""
     largest_batch: ExactRule = ExactRule()
     """The rule of the largest batch size of a series that completed."""
-    load_time: ShownRule = ShownRule()
-    """The rule of the load time of a series."""
-    warmup_time: ShownRule = ShownRule()
-    """The rule of the time of the warm-up before the measured forwards."""
-    transfer_time: ShownRule = ShownRule()
-    """The rule of the time in which collectives transfer data in a work pass."""
-    energy: ShownRule = ShownRule()
-    """The rule of the energy of the measured forwards."""
 
 
 class Override(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -196,14 +179,6 @@ class Override(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The changed keys of the rule of predictions."""
     largest_batch: dict[str, Any] = {}
     """The changed keys of the rule of the largest batch size."""
-    load_time: dict[str, Any] = {}
-    """The changed keys of the rule of the load time."""
-    warmup_time: dict[str, Any] = {}
-    """The changed keys of the rule of the warm-up."""
-    transfer_time: dict[str, Any] = {}
-    """The changed keys of the rule of the transfer time."""
-    energy: dict[str, Any] = {}
-    """The changed keys of the rule of the energy."""
 
     def is_for(self, result: CaseResult) -> bool:
         """Return whether the entry applies to a case."""

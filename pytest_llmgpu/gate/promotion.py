@@ -20,7 +20,7 @@ from pytest_llmgpu.report.options import check_name_is_free
 from pytest_llmgpu.report.report import SCHEMA_VERSION, Promotion, Report
 from pytest_llmgpu.report.result import CaseResult, Launch
 from pytest_llmgpu.report.text import listed
-from pytest_llmgpu.report.verdicts import ALL_CASES, Baseline, Row, Verdicts, worst_first
+from pytest_llmgpu.report.verdicts import Baseline, Row, Verdicts, worst_first
 from pytest_llmgpu.store import references
 from pytest_llmgpu.store import store as storage
 from pytest_llmgpu.store.store import Stored
@@ -154,12 +154,7 @@ def trial(
         row
         for row in verdicts.rows
         if fails(row, strict)
-        and not (
-            row.verdict == "UNDECIDED"
-            and row.compared
-            and row.metric in _TIMES
-            and (row.key in more or row.id == ALL_CASES)
-        )
+        and not (row.verdict == "UNDECIDED" and row.compared and row.metric in _TIMES and row.key in more)
     )
     nothing_compared = not failing and not verdicts.armed.gated
     undecided = any(row.metric in TIMES and row.verdict == "UNDECIDED" and row.compared for row in failing)

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import math
-import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from pytest_llmgpu.analysis import noise_regime
-from pytest_llmgpu.gate.noise_model import Prior
-from pytest_llmgpu.gate.policy import Rules, ShownRule
-from pytest_llmgpu.gate.time import Name, Samples, Timed
-from pytest_llmgpu.report.derived import launch_energy_j, transfer_s
-from pytest_llmgpu.report.disturbances import untimed
-from pytest_llmgpu.report.metrics import MetricName, spec_of
-from pytest_llmgpu.report.result import OUT_OF_MEMORY, CaseResult, Launch
+from pytest_llmgpu.report.metrics import spec_of
+from pytest_llmgpu.report.result import OUT_OF_MEMORY, CaseResult
 from pytest_llmgpu.report.verdicts import Decided, Row, stated
 
 _NOT_OF_SERIES = frozenset(("batch_size", "execution"))
@@ -24,15 +16,6 @@ _NOT_OF_SERIES = frozenset(("batch_size", "execution"))
 
 _NAMED = 2
 """Most fields in the name of a series."""
-
-_AMOUNTS: dict[MetricName, Callable[[Launch], float | None]] = {
-    "load_time": lambda launch: launch.load_s,
-    "warmup_time": lambda launch: launch.warmup_s,
-    "transfer_time": transfer_s,
-    # NVML counts the energy of the whole GPU, also that of other programs.
-    "energy": lambda launch: launch_energy_j(launch) if untimed(launch) is None else None,
-}
-"""Metric to its amount in a launch. They are shown and not gated by default."""
 
 
 class Series(msgspec.Struct, kw_only=True):
@@ -67,57 +50,7 @@ def by_series(results: Sequence[CaseResult]) -> dict[str, Series]:
     return found
 
 
-def series_rows(base: Series, head: Series, rules: Rules, load: Prior) -> Iterator[Row | Timed]:
-    """Yield the verdicts on a series that both reports have; of the amounts of launches, what the verdict needs.
-
-    Args:
-        base: The series of the baseline.
-        head: The series of the candidate.
-        rules: The rules of the series.
-        load: The expected noise of load times, and of the other amounts that are shown and not gated.
-    """
-    if (row := _largest_batch(base, head, gated=rules.largest_batch.gate)) is not None:
-        yield row
-    for metric in _AMOUNTS:
-        if (timed := _amounts(base, head, metric, getattr(rules, metric), load)) is not None:
-            yield timed
-
-
-def _amounts(base: Series, head: Series, metric: MetricName, rule: ShownRule, prior: Prior) -> Timed | None:
-    """Return an amount of each launch, its mean over the batch sizes in which all launches have it; None without any.
-
-    The model is loaded once for all batch sizes.
-    """
-    pairs = [(base.completed[size], result) for size, result in head.completed.items() if size in base.completed]
-    columns = [[list(map(_AMOUNTS[metric], result.launches)) for result in pair] for pair in pairs]
-    known = [pair for pair in columns if all(side and all(side) for side in pair)]
-    if not known:
-        return None
-    samples = Samples(
-        *(
-            [statistics.fmean(map(math.log, launch)) for launch in zip(*sides, strict=False)]
-            for sides in zip(*known, strict=True)
-        )
-    )
-    case = head.result.case
-    return Timed(
-        name=Name(case.series, case.strategy, None, metric),
-        gated=rule.gate,
-        ranks=[samples],
-        seconds=[tuple(math.exp(statistics.fmean(side)) for side in samples)],
-        prior=prior,
-        threshold=rule.margin,
-        spread=noise_regime.largest_spread("load"),
-        members=0 if metric == "load_time" else len(known),
-    )
-
-
-def undecided_amount(row: Row) -> bool:
-    """Return whether a row has too few launches to decide about an amount that is not gated: it is not shown."""
-    return row.metric in _AMOUNTS and not row.gated and row.n == 1 and row.verdict == "UNDECIDED"
-
-
-def _largest_batch(base: Series, head: Series, *, gated: bool) -> Row | None:
+def largest_batch_row(base: Series, head: Series, *, gated: bool) -> Row | None:
     """Judge the largest batch size that fits; None where nothing was out of memory, so that no limit is known.
 
     A batch size that one report lacks is no change: the size at which the other ran out of memory has to have fitted.

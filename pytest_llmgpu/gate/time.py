@@ -1,4 +1,4 @@
-"""The one rule for all times: device time and wall times of a case, of all cases together, and amounts of a series.
+"""The one rule for all times: device time and wall times of a case.
 
 Wall times (`WALL_TIMES`) are the time of a case and, where it generates, time to first token and time per token.
 
@@ -6,20 +6,18 @@ The datum is the mean log time of a launch, because clocks, allocator and host a
 deviation is that of `noise_model`. A row is REGRESSED if its change is statistically significant and exceeds the
 threshold. All gated rows of times are one family of tests (Holm).
 
-`device_times` and `wall_times` collect the data of a row, `series.series_rows` those of amounts that are only shown,
-`all_cases` adds the mean over the cases, and `rows` judges all of them: `decide` returns the figures of a verdict,
-`describe` words them.
+`device_times` and `wall_times` collect the data of a row, `rows` judges all of them: `decide` returns the figures of a
+verdict, `describe` words them.
 """
 
 from __future__ import annotations
 
 import datetime
 import functools
-import itertools
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -45,8 +43,7 @@ from pytest_llmgpu.report.derived import device_times_s, inference_s
 from pytest_llmgpu.report.metrics import MetricName, default_threshold, spec_of
 from pytest_llmgpu.report.result import CaseResult, Launch
 from pytest_llmgpu.report.text import FACTORS_FROM, plural, signed_percent, significant, slowdown
-from pytest_llmgpu.report.verdicts import ALL_CASES, NEITHER, ONLY_CANDIDATE, Decided, Row, stated
-from pytest_llmgpu.report.work import Ceilings
+from pytest_llmgpu.report.verdicts import NEITHER, ONLY_CANDIDATE, Decided, Row, stated
 
 PROMISED = 0.02
 """Distance above the threshold of a slowdown that a row with the verdict OK excludes."""
@@ -63,15 +60,6 @@ _GPU_QUANTILE = statistics.NormalDist().inv_cdf(0.99)
 _DAY_S = 12 * 3600
 """Sessions that are further apart are of different days."""
 
-_LEAST_LAUNCHES = 2
-"""Launches in each report from which the mean over all cases is judged."""
-
-_POINT = 0.01
-"""Least difference between two changes that a reason states."""
-
-_SHOWN = 0.0005
-"""Least part of a change by other GPUs that a reason states."""
-
 _LARGEST_THRESHOLD = 1.0
 """With a larger threshold, which allows more than twice the time, a reason states that a time cannot be judged."""
 
@@ -82,10 +70,6 @@ _NAMES = {
     "time": "Time",
     "first_token": "Time to first token",
     "token_time": "Time per token",
-    "load_time": "Load time",
-    "warmup_time": "Warm-up",
-    "transfer_time": "Transfer time",
-    "energy": "Energy",
 }
 
 
@@ -140,16 +124,8 @@ class Timed(msgspec.Struct, frozen=True):
     """The time of the baseline and of the candidate that is shown, for each rank."""
     machine_sd: float = 0.0
     """The deviation of the log time between machines of one kind; 0 where both reports are of the same GPUs."""
-    gemm: Sequence[float] = ()
-    """For each rank, the logarithm of the ratio of the GEMM times of its GPUs, where they can explain a change."""
     left_out: str = ""
     """A sentence about launches that are not used; empty if all are."""
-    whole: bool = False
-    """True if all launches of both reports are used and both reports are of the same GPUs."""
-    results: Sequence[CaseResult] = ()
-    """The result of the baseline and of the candidate; empty where the times are not those of one case."""
-    members: int = 0
-    """The number of cases of a row that is the mean over cases; else 0."""
     prefill: bool = False
     """True if the times are of prefills; the row before is that of the decode steps of the case."""
 
@@ -159,10 +135,6 @@ class Estimate(msgspec.Struct, frozen=True):
 
     change: float
     """The change of the mean of the launches."""
-    least: float
-    """The smaller one of `change` and the change of the sum of all batches, which differ only in wall time."""
-    most: float
-    """The larger one of them."""
     sd: float
     """The deviation between launches: the prior and these launches."""
     error: float
@@ -239,19 +211,15 @@ def wall_times(
         seconds=[(base_s, head_s)],
         machine_sd=machine_sd,
         left_out=left_out,
-        whole=not machine_sd and not left_out,
-        results=(base, head),
     )
 
 
-class _RankTime(msgspec.Struct, frozen=True):
+class _RankTime(NamedTuple):
     """The device time of one rank in one launch."""
 
     uuids: tuple[str, ...]
     log_s: float
     """The logarithm of `device_times_s`."""
-    gemm_s: float | None
-    """The time of a matrix product of fixed size on the GPUs of the rank; None if it was not measured."""
 
 
 def device_times(
@@ -262,13 +230,11 @@ def device_times(
     *,
     prior: Prior,
     regime: NoiseRegime,
-    ceilings: tuple[Ceilings | None, Ceilings | None],
     other_day: bool,
 ) -> Timed | Row | str | None:
     """Return the device times of two completed results, or why they cannot be compared; None for a CPU.
 
-    Ranks with equal GPUs are compared. Where the GPUs are others of the same kind, ranks of equal number are compared,
-    and the GEMM times of the GPUs can explain changes of cases that computation limits (`_explained_by_gemm`).
+    Ranks with equal GPUs are compared; where the GPUs are others of the same kind, ranks of equal number.
 
     Args:
         base: The result of the baseline.
@@ -277,12 +243,11 @@ def device_times(
         rule: The threshold.
         prior: The expected noise.
         regime: The noise regime of the case.
-        ceilings: The rates of the GPUs in the sessions of the baseline and of the candidate.
         other_day: True if the sessions are of different days.
     """
     if head.case.device == "cpu":
         return None
-    measured = _measured(base, head, sides, ceilings, gated=rule.gate)
+    measured = _measured(base, head, sides, gated=rule.gate)
     if not isinstance(measured, _Measured):
         return measured
     launches = [*measured.base, *measured.head]
@@ -293,7 +258,6 @@ def device_times(
             *([sorted(launch, key=lambda rank: names.index(rank.uuids)) for launch in side] for side in measured)
         )
     sides_of_rank = [[[launch[number] for launch in side] for side in measured] for number in range(len(names))]
-    known = not same and regime == "device_compute" and all(rank.gemm_s for one in launches for rank in one)
     seconds = [tuple(_mean_s([one.log_s for one in side]) for side in sides) for sides in sides_of_rank]
     left_out = _left_out(base, head, measured, "`work`, `profile.invalid`, or copies of others")
     return Timed(
@@ -305,65 +269,8 @@ def device_times(
         threshold=rule.margin + (DAY_SD if same and other_day else 0.0),
         spread=noise_regime.largest_spread(regime),
         machine_sd=0.0 if same else GPU_SD,
-        gemm=[math.log((head[-1].gemm_s or 1) / (then[-1].gemm_s or 1)) for then, head in sides_of_rank]
-        if known
-        else (),
         left_out=left_out,
-        whole=same and not left_out,
-        results=(base, head),
     )
-
-
-def all_cases(cases: Sequence[Timed], known: Collection[tuple[str, str]]) -> list[Timed]:
-    """Return the mean over the gated cases, for device time and for wall time; a change of all cases shows there first.
-
-    Both reports need two launches, and the same GPUs. The launches of one report share GPU, clock and host, so that the
-    mean of a launch over its cases is one datum. In a session that was resumed, this holds for launches of one start:
-    the row has the cases whose launches are of the most frequent starts.
-
-    Args:
-        cases: The cases.
-        known: Id and metric of the regressions that the policy accepts; they are left out.
-    """
-    found = []
-    metrics: tuple[MetricName, ...] = ("device_time", "time")
-    for metric in metrics:
-        members = [
-            case
-            for case in cases
-            if case.name.metric == metric
-            and case.gated
-            and case.whole
-            and not case.prefill
-            and min(map(len, case.ranks[0])) >= _LEAST_LAUNCHES
-            and (case.name.id, metric) not in known
-        ]
-        counts = Counter(map(_launches_of, members))
-        most = max(counts, key=counts.__getitem__, default=None)
-        members = [case for case in members if _launches_of(case) == most]
-        if len(members) > 1:
-            # First the mean over the ranks: a case counts once, however many ranks it has.
-            samples = Samples(
-                *(_mean_of([_mean_of([rank[side] for rank in case.ranks]) for case in members]) for side in (0, 1))
-            )
-            found.append(
-                Timed(
-                    name=Name(ALL_CASES, ALL_CASES, None, metric),
-                    gated=True,
-                    ranks=[samples],
-                    seconds=[(_mean_s(samples.base), _mean_s(samples.head))],
-                    prior=max((case.prior for case in members), key=lambda prior: prior.s0),
-                    threshold=max(case.threshold for case in members),
-                    spread=max(case.spread for case in members),
-                    members=len(members),
-                )
-            )
-    return found
-
-
-def _launches_of(case: Timed) -> tuple[object, ...]:
-    starts = [tuple(launch.resumption for launch in result.launches) for result in case.results]
-    return tuple(map(len, case.ranks[0])), *starts
 
 
 @functools.lru_cache(maxsize=64)
@@ -384,7 +291,6 @@ def rows(cases: Sequence[Timed], confidence: float, note: str) -> list[Row]:
         confidence: The confidence of a family: 1 minus the probability of any false alarm.
         note: The second line of the reason of a change; empty for none.
     """
-    cases = _explained_by_gemm(cases)
     estimates = list(map(estimated, cases))
     families = [case.gated or case.name.metric for case in cases]
     slower = holm([_p(case, one, 1) for case, one in zip(cases, estimates, strict=True)], families)
@@ -400,55 +306,14 @@ def rows(cases: Sequence[Timed], confidence: float, note: str) -> list[Row]:
     return found
 
 
-def _explained_by_gemm(cases: Sequence[Timed]) -> list[Timed]:
-    """Return the times without the part of their changes that the GEMM times of other GPUs explain.
-
-    A GPU with a slower GEMM can be slower in forwards as well: of five H200 the slowest was 4 % slower in its GEMM and
-    3 % in forwards. But two others had GEMMs 2.2 % apart and equal forwards. The changes of all cases show which part
-    of the difference holds: their median, weighted by the difference, limited to none and all of it. A change of one
-    case is therefore not explained by a GEMM whose difference the other cases do not have.
-    """
-    shares = sorted(
-        ((_mean(rank.head) - _mean(rank.base)) / gemm, abs(gemm))
-        for case in cases
-        for rank, gemm in zip(case.ranks, case.gemm, strict=False)
-        if gemm
-    )
-    if not shares:
-        return list(cases)
-    half = math.fsum(weight for _, weight in shares) / 2
-    within = itertools.accumulate(weight for _, weight in shares)
-    median = next(share for (share, _), sum_ in zip(shares, within, strict=True) if sum_ >= half)
-    share = min(1.0, max(0.0, median))
-    return [
-        msgspec.structs.replace(
-            case,
-            gemm=[share * gemm for gemm in case.gemm],
-            ranks=[
-                Samples(rank.base, [log_s - share * gemm for log_s in rank.head])
-                for rank, gemm in zip(case.ranks, case.gemm, strict=True)
-            ],
-        )
-        if case.gemm
-        else case
-        for case in cases
-    ]
-
-
 def estimated(case: Timed) -> Estimate:
     """Return the change of the rank that became slowest, with its noise."""
     changes = [_mean(rank.head) - _mean(rank.base) for rank in case.ranks]
     number = max(range(len(changes)), key=changes.__getitem__)
     rank = case.ranks[number]
     noise = case.prior.updated(deviation(rank))
-    change = of_sums = changes[number]
-    if case.name.metric == "time" and not case.members:
-        base_s, head_s = case.seconds[number]
-        of_sums = math.log(head_s / base_s)
     return Estimate(
-        change=change,
-        least=min(change, of_sums),
-        most=max(change, of_sums),
+        change=changes[number],
         sd=noise.s0,
         error=noise.s0 * math.sqrt(sum(1 / len(side) for side in rank)),
         degrees=noise.df0,
@@ -483,14 +348,14 @@ def decide(
         limit = max(limit, shown + _GPU_QUANTILE * machines)
         error = math.hypot(error, machines)
     half = t_quantile(estimate.degrees, _ONE_SIDED) * error
-    change, least, most, alpha = estimate.change, estimate.least, estimate.most, 1 - confidence
+    change, alpha = estimate.change, 1 - confidence
     scattered = estimate.spread >= math.log(case.spread)
     needed = None
-    if slower <= alpha and least > limit:
+    if slower <= alpha and change > limit:
         verdict: Decided = "REGRESSED"
-    elif faster <= alpha and most < -limit:
+    elif faster <= alpha and change < -limit:
         verdict = "IMPROVED"
-    elif most + half < math.log(math.exp(allowed) + PROMISED) and not scattered:
+    elif change + half < math.log(math.exp(allowed) + PROMISED) and not scattered:
         verdict = "OK"
     else:
         verdict = "UNDECIDED"
@@ -529,13 +394,12 @@ def describe(case: Timed, estimate: Estimate, decision: Decision, family: int, n
     low, high = 100 * (decision.low - 1), 100 * (decision.high - 1)
     unit = spec_of(case.name.metric).unit
     of_rank = f" of rank {estimate.rank}" if len(case.ranks) > 1 else ""
-    over = f", mean over {plural(case.members, 'case')}" if case.members else ""
     threshold = f", threshold {_threshold(decision.threshold)}" if _can_be_judged(case, decision) else ""
     first = (
         f"{_NAMES[case.name.metric]}{of_rank} {signed_percent(decision.ratio - 1)} "
         f"(90 % CI {low:+.1f} to {high:+.1f} %){threshold}: "
-        f"{_amount(head_s, unit)}, was {_amount(base_s, unit)}{over}."
-        f"{_other_gpus(case, decision, estimate.rank)}{_of_sums(case, estimate.rank, decision.ratio)}{case.left_out}"
+        f"{_amount(head_s, unit)}, was {_amount(base_s, unit)}."
+        f"{_other_gpus(case, decision)}{case.left_out}"
     )
     if decision.verdict in {"REGRESSED", "IMPROVED"}:
         return "\n".join(filter(None, (first, note)))
@@ -593,7 +457,7 @@ def _row(case: Timed, estimate: Estimate, decision: Decision, reason: str) -> Ro
 
 def _p(case: Timed, estimate: Estimate, sign: int) -> float:
     """Return the one-sided p of a change in a direction if the true change is 0, times the number of ranks."""
-    distance = estimate.least if sign > 0 else -estimate.most
+    distance = sign * estimate.change
     if distance <= 0:
         return 1.0
     return min(1.0, len(case.ranks) * t_tail(distance / estimate.error, estimate.degrees))
@@ -634,19 +498,13 @@ def _measured(
     base: CaseResult,
     head: CaseResult,
     sides: Sides | Refusal,
-    ceilings: tuple[Ceilings | None, Ceilings | None],
     *,
     gated: bool,
 ) -> _Measured | Row | str:
     """Return the device times that can be compared, or why there are none."""
     measured = _Measured([], [])
     if not isinstance(sides, Refusal):
-        measured = _Measured(
-            *(
-                [ranks for launch in side if (ranks := _rank_times(launch, head.case.dtype, rates))]
-                for side, rates in zip(sides, ceilings, strict=True)
-            )
-        )
+        measured = _Measured(*([ranks for launch in side if (ranks := _rank_times(launch))] for side in sides))
     if not all(measured):
         then, now = (any(map(device_times_s, result.launches)) for result in (base, head))
         if not then:
@@ -665,15 +523,10 @@ def _measured(
     return measured
 
 
-def _rank_times(launch: Launch, dtype: str, ceilings: Ceilings | None) -> list[_RankTime]:
+def _rank_times(launch: Launch) -> list[_RankTime]:
     """Return the device time of each rank; empty if it was not measured."""
-    rates = {} if ceilings is None else {one.uuid: one.gemm_flops_per_s.get(dtype) for one in ceilings.devices}
-    found = []
-    for rank, time_s in zip(launch.ranks, device_times_s(launch) or [], strict=False):
-        known = [rate for uuid in rank.uuids if (rate := rates.get(uuid))]
-        gemm_s = _mean([1 / rate for rate in known]) if known and len(known) == len(rank.uuids) else None
-        found.append(_RankTime(tuple(rank.uuids), math.log(time_s), gemm_s))
-    return found
+    times_s = device_times_s(launch) or []
+    return [_RankTime(tuple(rank.uuids), math.log(time_s)) for rank, time_s in zip(launch.ranks, times_s, strict=False)]
 
 
 def _why_absent(result: CaseResult) -> str:
@@ -692,27 +545,13 @@ def _can_be_judged(case: Timed, decision: Decision) -> bool:
     return not case.machine_sd or decision.verdict == "REGRESSED" or decision.threshold <= _LARGEST_THRESHOLD
 
 
-def _other_gpus(case: Timed, decision: Decision, rank: int) -> str:
-    """Return a sentence if the GPUs are others of the same kind, with what their GEMM explains; else empty."""
+def _other_gpus(case: Timed, decision: Decision) -> str:
+    """Return a sentence if the GPUs are others of the same kind; else empty."""
     if not case.machine_sd:
         return ""
     first = "The baseline is of" if _can_be_judged(case, decision) else "Slowdowns cannot be judged with a baseline of"
-    by = f" {first} other GPUs of the same kind; their times differ by {100 * case.machine_sd:.2g} %"
-    if case.name.metric != "device_time":
-        return f"{by} (assumed: as launches do)."
-    explained = math.expm1(case.gemm[rank]) if case.gemm else 0.0
-    if abs(explained) < _SHOWN:
-        return f"{by} (measured on five GPUs)."
-    return f"{by} (measured on five GPUs). Their GEMM times explain {signed_percent(explained)}, which is left out."
-
-
-def _of_sums(case: Timed, rank: int, ratio: float) -> str:
-    """Return a sentence if the sum of all batches changed by another factor than the batches did; else empty."""
-    base_s, head_s = case.seconds[rank]
-    of_sums = head_s / base_s
-    if case.machine_sd or abs(of_sums - ratio) <= _POINT:
-        return ""
-    return f" The sum of all batches {signed_percent(of_sums - 1)}: the batches did not change by the same factor."
+    source = "measured on five GPUs" if case.name.metric == "device_time" else "assumed: as launches do"
+    return f" {first} other GPUs of the same kind; their times differ by {100 * case.machine_sd:.2g} % ({source})."
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -721,11 +560,6 @@ def _mean(values: Sequence[float]) -> float:
 
 def _mean_log(times_s: Sequence[float]) -> float:
     return _mean(list(map(math.log, times_s)))
-
-
-def _mean_of(columns: Sequence[Sequence[float]]) -> list[float]:
-    """Return the mean of each launch over several columns of launches."""
-    return [_mean(launch) for launch in zip(*columns, strict=True)]
 
 
 def _mean_s(log_times: Sequence[float]) -> float:

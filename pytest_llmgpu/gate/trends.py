@@ -229,9 +229,9 @@ def _value(spec: MetricSpec, result: CaseResult) -> float | None:
 def _marks(
     spec: MetricSpec, past: Sequence[_Past], names: Sequence[str], cases: int, start: int
 ) -> dict[int, tuple[Change, str]]:
-    if spec.kind == "exact":
-        return _differences(spec, past, names)
-    return _steps(spec, past, names, cases, start) if spec.judged else {}  # a rate changes with the time
+    if spec.rule == "time":
+        return _steps(spec, past, names, cases, start)
+    return {} if spec.rule is None else _differences(spec, past, names)  # a rate changes with the time
 
 
 def _differences(spec: MetricSpec, past: Sequence[_Past], names: Sequence[str]) -> dict[int, tuple[Change, str]]:

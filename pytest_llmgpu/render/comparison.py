@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 from pytest_llmgpu.gate.classify import TIMES
 from pytest_llmgpu.report.metrics import spec_of
 from pytest_llmgpu.report.text import plural, signed_percent
-from pytest_llmgpu.report.verdicts import ALL_CASES, SEVERITY, UNCLEAR, Row, Verdict, Verdicts, worst_first
+from pytest_llmgpu.report.verdicts import SEVERITY, UNCLEAR, Row, Verdict, Verdicts, worst_first
 
 
 class Figures(NamedTuple):
@@ -78,8 +78,7 @@ def cases(rows: Iterable[Row]) -> list[Row]:
     """
     of_cases: dict[tuple[str, str], list[Row]] = {}
     for row in worst_first(rows):
-        if row.id != ALL_CASES:
-            of_cases.setdefault((row.key, row.id), []).append(row)
+        of_cases.setdefault((row.key, row.id), []).append(row)
     found = [
         min(of_case, key=_order)
         for of_case in of_cases.values()

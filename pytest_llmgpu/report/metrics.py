@@ -1,15 +1,14 @@
 """The table of metrics: one row per metric. Verdicts, policy, terminal, page, exports and trend read it.
 
-A new metric is a new row here, its key in the policy (`Rules` and `Override` of `gate.policy`), the function that
-judges it, and its call in `gate.cases` or `gate.series`. A new wall time has a row in
-`gate.time.WALL_TIMES`, a name in `gate.time` and a place in `gate.classify.TIMES` instead of a function.
+A new exact metric is a new row here, with `amount`: the policy's keys, verdicts, columns, exports and docs follow. Its
+amounts are recorded in a field of `Launch`, with the reason in `why` where they are not.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -19,11 +18,16 @@ from pytest_llmgpu.report.derived import counted_tokens, device_times_s, generat
 from pytest_llmgpu.report.result import CaseResult, Launch
 from pytest_llmgpu.report.text import gib, percent, significant
 
-Kind = Literal["exact", "quiet", "noisy"]
-"""How a metric behaves between launches of one program.
+Rule = Literal["outcome", "execution", "capacity", "time", "answers", "exact", "traffic", "path", "memory"]
+"""How the gate judges a metric.
 
-exact: equal in every launch, so that one launch suffices. quiet: a standard deviation of at most 1 %. noisy: more.
+outcome, execution, path: by their order. capacity: the largest batch size that fits. time: launches are the replicates.
+answers: item by item. exact: equal in every launch, so that one launch suffices. traffic: exact, by collective. memory:
+exact up to the allocator's rounding.
 """
+
+Batches = Literal["measured", "passes", "eager"]
+"""Forwards that an amount is of: the measured ones, the work passes, or the eager one of the work passes."""
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,10 +73,8 @@ class MetricSpec:
 
     name: str
     """Name in verdicts and in the policy."""
-    kind: Kind
-    """How it behaves between launches."""
-    judged: bool = True
-    """True if the gate has a verdict on it; False for figures that are only shown."""
+    rule: Rule | None = None
+    """How it is judged; None for a figure that is only shown."""
     scope: Literal["case", "series"] = "case"
     """Scope of a verdict: one case, or a series of cases over batch sizes."""
     gate: bool = True
@@ -89,6 +91,15 @@ class MetricSpec:
     """Unit of the numbers in a verdict's row; empty where a row has none."""
     written: Callable[[float], str] = significant
     """Returns a number as text with its unit."""
+    amount: Callable[[Launch], Sequence[int | None]] | None = None
+    """For the rule `exact`: returns the amount of each rank of a launch; None where a rank lacks it, empty without
+    any. The reason is in `why` of the launch or of the rank, under the metric's name."""
+    explain: Callable[[Launch], Sequence[Mapping[str, int] | None]] = lambda _: []
+    """Returns for each rank the numbers of calls whose changes explain a change of its amount; empty without any."""
+    noun: str = ""
+    """The amount in a sentence, plural."""
+    batches: Batches = "measured"
+    """Forwards that the amount is of. Amounts of other forwards are not compared."""
     figure: Callable[[CaseResult], Figure | None] | None = None
     """Returns the number of a completed case; None where it has none."""
     exported: Exported | None = None
@@ -258,22 +269,26 @@ def _counted(value: float) -> str:
     return f"{value:,.0f}"
 
 
+def _sum(calls: Mapping[str, int] | None) -> int | None:
+    return None if calls is None else sum(calls.values())
+
+
 _ITEMS = "Read the items in `lost` of the verdict's row in the report."
 
 METRICS: tuple[MetricSpec, ...] = (
     MetricSpec(
         name="outcome",
-        kind="exact",
+        rule="outcome",
         next_step="Read `failure` of the case in the report: it has the message and the end of the log.",
     ),
     MetricSpec(
         name="execution",
-        kind="exact",
+        rule="execution",
         next_step="Read `execution_choice` of the launch in the report: it names what could not be recorded.",
     ),
     MetricSpec(
         name="largest_batch",
-        kind="exact",
+        rule="capacity",
         scope="series",
         unit="sequences",
         bigger_is_better=True,
@@ -281,7 +296,7 @@ METRICS: tuple[MetricSpec, ...] = (
     ),
     MetricSpec(
         name="device_time",
-        kind="quiet",
+        rule="time",
         threshold=0.01,
         unit="s",
         written=_seconds,
@@ -292,7 +307,7 @@ METRICS: tuple[MetricSpec, ...] = (
     ),
     MetricSpec(
         name="time",
-        kind="noisy",
+        rule="time",
         threshold=0.04,
         unit="s",
         written=_seconds,
@@ -303,7 +318,7 @@ METRICS: tuple[MetricSpec, ...] = (
     ),
     MetricSpec(
         name="first_token",
-        kind="noisy",
+        rule="time",
         threshold=0.04,
         unit="s",
         written=_seconds,
@@ -316,7 +331,7 @@ METRICS: tuple[MetricSpec, ...] = (
     ),
     MetricSpec(
         name="token_time",
-        kind="noisy",
+        rule="time",
         threshold=0.04,
         unit="s",
         written=_seconds,
@@ -327,29 +342,21 @@ METRICS: tuple[MetricSpec, ...] = (
     ),
     MetricSpec(
         name="token_p95",
-        kind="noisy",
-        judged=False,
         figure=lambda result: _figure("s", result.token_p95_s),
         exported=Exported(column="token_p95_s", label=None, measure=None),
     ),
     MetricSpec(
         name="kv_cache",
-        kind="exact",
-        judged=False,
         figure=_kv_cache,
         exported=Exported(column="kv_cache_bytes", label=None, measure=None),
     ),
     MetricSpec(
         name="token_traffic",
-        kind="exact",
-        judged=False,
         figure=_token_traffic,
         exported=Exported(column="wire_bytes_per_token", label=None, measure=None),
     ),
     MetricSpec(
         name="sequences",
-        kind="noisy",
-        judged=False,
         bigger_is_better=True,
         figure=lambda result: _rate(
             result, result.sequences_per_s, lambda launch: sum(launch.batches.sequences), "sequences/s"
@@ -359,8 +366,6 @@ METRICS: tuple[MetricSpec, ...] = (
     ),
     MetricSpec(
         name="tokens",
-        kind="noisy",
-        judged=False,
         bigger_is_better=True,
         figure=lambda result: _rate(
             result,
@@ -372,7 +377,7 @@ METRICS: tuple[MetricSpec, ...] = (
     ),
     MetricSpec(
         name="accuracy",
-        kind="exact",
+        rule="answers",
         scope="series",
         threshold=0.005,
         points=True,
@@ -385,25 +390,33 @@ METRICS: tuple[MetricSpec, ...] = (
         trended=Trended(title="accuracy (%)", scale=0.01),
     ),
     MetricSpec(
-        name="predictions", kind="exact", gate=False, points=True, unit="acc", written=_points, next_step=_ITEMS
+        name="predictions", rule="answers", gate=False, points=True, unit="acc", written=_points, next_step=_ITEMS
     ),
     MetricSpec(
         name="flops",
-        kind="exact",
+        rule="exact",
         threshold=0.001,
         unit="FLOP",
         written=_operations,
         next_step="Read the ops that changed (`ops` of `work` in the report): the model computes more per token.",
+        noun="FLOPs",
+        batches="eager",
+        amount=lambda launch: [rank.flops for rank in launch.ranks],
+        explain=lambda launch: [rank.ops for rank in launch.ranks],
         figure=_flops,
         exported=Exported(column="flops_per_sequence", label="FLOPs per sequence", measure="flops-per-sequence"),
         trended=Trended(title="computed (TFLOP/sequence, all ranks)", scale=1e12),
     ),
     MetricSpec(
         name="host_syncs",
-        kind="exact",
+        rule="exact",
         unit="calls",
         written=_counted,
         next_step="Find what reads a value back from the GPU: `.item()`, `.cpu()`, a condition on a tensor.",
+        noun="Host synchronizations",
+        batches="eager",
+        amount=lambda launch: [rank.host_syncs for rank in launch.ranks],
+        explain=lambda launch: [rank.runtime_calls for rank in launch.ranks],
         figure=lambda result: _of_work(
             result, "host_syncs", "calls/forward", lambda launch: len(_eager_batches(launch))
         ),
@@ -411,11 +424,14 @@ METRICS: tuple[MetricSpec, ...] = (
     ),
     MetricSpec(
         name="kernels",
-        kind="exact",
+        rule="exact",
         gate=False,
         unit="calls",
         written=_counted,
         next_step="Read the kernels that were added in `work` of the two reports.",
+        noun="Kernel calls",
+        batches="passes",
+        amount=lambda launch: [rank.kernels for rank in launch.ranks],
         figure=lambda result: _of_work(
             result, "kernels", "calls/forward", lambda launch: len(launch.work.batches) if launch.work else 0
         ),
@@ -424,23 +440,31 @@ METRICS: tuple[MetricSpec, ...] = (
     ),
     MetricSpec(
         name="ops",
-        kind="exact",
+        rule="exact",
         gate=False,
         unit="calls",
         written=_counted,
         next_step="Read `ops` of `work` in the two reports.",
+        noun="Calls of ops",
+        batches="eager",
+        amount=lambda launch: [_sum(rank.ops) for rank in launch.ranks],
+        explain=lambda launch: [rank.ops for rank in launch.ranks],
     ),
     MetricSpec(
         name="runtime_calls",
-        kind="exact",
+        rule="exact",
         gate=False,
         unit="calls",
         written=_counted,
         next_step="Read `runtime_calls` of `work` in the two reports.",
+        noun="CUDA calls",
+        batches="eager",
+        amount=lambda launch: [_sum(rank.runtime_calls) for rank in launch.ranks],
+        explain=lambda launch: [rank.runtime_calls for rank in launch.ranks],
     ),
     MetricSpec(
         name="traffic",
-        kind="exact",
+        rule="traffic",
         threshold=0.001,
         unit="wire bytes",
         written=_sent,
@@ -451,10 +475,10 @@ METRICS: tuple[MetricSpec, ...] = (
         ),
         trended=Trended(title="sent (MB/sequence, all ranks)", scale=1e6),
     ),
-    MetricSpec(name="path", kind="exact", next_step="Compare `topology` and the NCCL variables of the two reports."),
+    MetricSpec(name="path", rule="path", next_step="Compare `topology` and the NCCL variables of the two reports."),
     MetricSpec(
         name="memory",
-        kind="exact",
+        rule="memory",
         threshold=0.005,
         unit="bytes",
         written=gib,
@@ -465,39 +489,15 @@ METRICS: tuple[MetricSpec, ...] = (
     ),
     MetricSpec(
         name="load_time",
-        kind="noisy",
-        scope="series",
-        gate=False,
-        threshold=0.25,
-        unit="s",
-        written=_seconds,
-        next_step="Find what loading the model does since the baseline: files, their cache, kernels that are built.",
         figure=lambda result: _median("s", loads_s(result)),
         exported=Exported(column="load_s", label=None, measure=None),
-    ),
-    *(
-        MetricSpec(
-            name=name,
-            kind="noisy",
-            scope="series",
-            gate=False,
-            threshold=0.25,
-            unit=unit,
-            written=lambda value, unit=unit: f"{significant(value)} {unit}",  # type: ignore[misc]
-            next_step=next_step,
-        )
-        for name, unit, next_step in (
-            ("warmup_time", "s", "Read `execution_choice` of the launches: it has the number of recorded shapes."),
-            ("transfer_time", "s", "Read the traffic, its path, and `collectives` of `work` in the two reports."),
-            ("energy", "J", "Compare the time, and the power limit and the clocks of the GPUs."),
-        )
     ),
 )
 """Every metric, in the order in which a reader meets them: outcome before numbers."""
 
 _BY_NAME = {spec.name: spec for spec in METRICS}
 
-JUDGED: tuple[str, ...] = tuple(spec.name for spec in METRICS if spec.judged)
+JUDGED: tuple[str, ...] = tuple(spec.name for spec in METRICS if spec.rule)
 """Names of the metrics that the gate has verdicts on."""
 
 if TYPE_CHECKING:

@@ -41,9 +41,6 @@ NEITHER = "neither report has it"
 ONLY_CANDIDATE = "only the candidate has it"
 """Reason why a metric was not compared."""
 
-ALL_CASES = "all cases"
-"""Key and id of a row that is the mean over all cases."""
-
 ALSO_CHANGED = "Also changed: "
 """Start of the line of a reason that lists the same differences."""
 

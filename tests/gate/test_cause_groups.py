@@ -9,7 +9,7 @@ import pytest
 from pytest_llmgpu.gate.cause_groups import by_reason, group, lines, next_step, title
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.report.cause import Cause, TimeChange
-from pytest_llmgpu.report.verdicts import ALL_CASES, DIFFERS, Armed, Baseline, Row, Verdict, Verdicts
+from pytest_llmgpu.report.verdicts import DIFFERS, Armed, Baseline, Row, Verdict, Verdicts
 
 
 def _row(
@@ -95,16 +95,15 @@ def test_the_next_step_counts_all_undecided_rows_of_a_cause() -> None:
 
 
 def test_metrics_of_the_same_cases_have_one_cause() -> None:
-    """A row of all cases belongs to the first one; a missing case is a cause of its own."""
+    """A missing case is a cause of its own."""
     rows = [
         _row("tp-bs1"),
         _row("tp-bs8"),
         _row("tp-bs8", metric="traffic"),
-        _row(ALL_CASES, metric="device_time"),
         _row("mp-bs1", "MISSING", metric="outcome", ratio=None),
     ]
     assert _ids(*rows) == [
-        {("tp-bs1", "time"), ("tp-bs8", "time"), ("tp-bs8", "traffic"), (ALL_CASES, "device_time")},
+        {("tp-bs1", "time"), ("tp-bs8", "time"), ("tp-bs8", "traffic")},
         {("mp-bs1", "outcome")},
     ]
 

@@ -9,7 +9,7 @@ import pytest
 
 from pytest_llmgpu.gate.classify import RowClass, classify, fails, with_unseen
 from pytest_llmgpu.gate.policy import Policy
-from pytest_llmgpu.report.verdicts import ALL_CASES, SEVERITY, Row, Verdict
+from pytest_llmgpu.report.verdicts import SEVERITY, Row, Verdict
 
 _GATED = {
     "REGRESSED": RowClass.FAILS,
@@ -62,8 +62,6 @@ def _timed(verdict: Verdict, smallest_seen: float | None = None, **fields: Any) 
         ([_timed("NEW")], [False]),
         ([_timed("UNDECIDED", 0.6, gated=False)], [False]),
         ([_timed("UNDECIDED", 0.6, known="accepted")], [False]),
-        ([_timed("UNDECIDED", 0.6, metric="load_time")], [False]),
-        ([_timed("UNDECIDED", 0.6, key=ALL_CASES, id=ALL_CASES)], [False]),
         ([_timed("UNDECIDED", 0.6), _timed("OK", 0.02, metric="device_time")], [False, False]),
         ([_timed("OK", 0.02, metric="device_time", gated=False), _timed("UNDECIDED", 0.6)], [False, True]),
         ([_timed("UNDECIDED", metric="device_time"), _timed("UNDECIDED", 0.1)], [False, False]),

@@ -14,7 +14,6 @@ from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.gate.policy_file import dump
 from pytest_llmgpu.report.cause import Cause, TimeChange
 from pytest_llmgpu.report.verdicts import (
-    ALL_CASES,
     NEITHER,
     ONLY_CANDIDATE,
     Armed,
@@ -101,19 +100,18 @@ def test_the_worst_change_comes_first_with_its_cause(prose: Prose) -> None:
 
 
 def test_rows_of_several_cases_are_counted_as_cases() -> None:
-    """The largest batch size that fell is that of the case out of memory, and a mean over cases is no case."""
+    """The largest batch size that fell is that of the case out of memory."""
     oom = [_row("REGRESSED", "outcome", name, base=None) for name in ("tp-bs32", "tp-bs64")]
     largest = _row("REGRESSED", "largest_batch", "tp", base=64.0, head=16.0)
     assert _headline(*oom, largest).endswith("; 1 more case REGRESSED")
-    assert "more case" not in _headline(_slower("mp-bs1", 1.2), _slower("mp-bs1", 1.1), _slower(ALL_CASES, 1.1))
+    assert "more case" not in _headline(_slower("mp-bs1", 1.2), _slower("mp-bs1", 1.1))
     accuracy = _row("REGRESSED", "accuracy", "mp", cases=["mp-bs1", "mp-bs2", "mp-bs4"], base=0.8, head=0.7)
     assert _headline(_slower("mp-bs1", 1.2), accuracy).endswith("; 2 more cases REGRESSED")
 
 
 def test_a_gate_that_passes_states_what_it_would_have_seen(prose: Prose) -> None:
-    """Wall time above the limit is stated as not seen, and the row of all cases is no case."""
+    """Wall time above the limit is stated as not seen."""
     rows = [
-        _row("OK", "time", ALL_CASES, smallest_seen=0.2),
         _row("OK", "time", "a", smallest_seen=0.09),
         _row("OK", "time", "c", smallest_seen=0.02),
         _row("UNDECIDED", "time", "b", smallest_seen=1.3),

@@ -110,7 +110,7 @@ def test_a_known_regression_has_an_expiry(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("margin = 1", r"margin is not a key: allowed are accuracy, allow_missing, .*, warmup_time"),
+        ("margin = 1", r"margin is not a key: allowed are accuracy, allow_missing, .*, traffic"),
         (
             "[time]\nmargn = 1",
             r"time\.margn is not a key \(did you mean margin\?\): allowed are absolute_s, .*",

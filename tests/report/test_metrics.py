@@ -11,13 +11,13 @@ from pytest_llmgpu.report.metrics import JUDGED, METRICS, MetricSpec, spec_of
 from pytest_llmgpu.report.result import Batches
 from pytest_llmgpu.report.verdicts import Row
 
-_JUDGED = [spec for spec in METRICS if spec.judged]
+_JUDGED = [spec for spec in METRICS if spec.rule]
 
 
 @pytest.mark.parametrize("spec", METRICS, ids=lambda spec: spec.name)
 def test_a_metric_is_judged_or_shown(spec: MetricSpec) -> None:
     """A row without a verdict has a figure; what is exported or followed has one, too."""
-    assert spec.judged or spec.figure
+    assert spec.rule or spec.figure
     assert bool(spec.figure) >= bool(spec.exported or spec.trended)
 
 

@@ -179,7 +179,7 @@ def _no_difference(arguments: argparse.Namespace, verdicts: Verdicts) -> list[st
     else:
         lines.append(f"NO DIFFERENCE: BAD is not worse than GOOD in {plural(len(rows), 'row')}")
     again = f"llmgpu ab {arguments.good_ref} {arguments.bad_ref} --launches 20 -- {shlex.join(arguments.command)}"
-    if all(spec_of(row.metric).kind == "exact" for row in rows):
+    if not any(spec_of(row.metric).rule == "time" for row in rows):
         again = "other commits, or another --metric: exact figures do not vary"
     return [*lines, f"next: {again}"]
 
@@ -289,7 +289,7 @@ def measure_ends(
     def again(verdicts: Verdicts) -> set[str]:
         if worst(verdicts, metric, case) is not None:
             return set()
-        times = [row for row in _selected(verdicts, metric, case) if spec_of(row.metric).kind != "exact"]
+        times = [row for row in _selected(verdicts, metric, case) if spec_of(row.metric).rule == "time"]
         # A row that is OK is launched again: the user saw a regression, and chance hides some.
         return {row.key for row in times if is_open(row) or row.verdict == "OK"}
 
@@ -310,7 +310,7 @@ def worst(verdicts: Verdicts, metric: str | None = None, case: str | None = None
     """
 
     def order(row: Row) -> tuple[bool, int, int, float, float]:
-        kind = ("exact", "quiet", "noisy").index(spec_of(row.metric).kind)
+        kind = 0 if spec_of(row.metric).rule != "time" else 1 if row.metric == "device_time" else 2
         return row.nodeid is None, SEVERITY.index(row.verdict), kind, row.p or 0.0, -abs(math.log(row.ratio or 1.0))
 
     return min((row for row in _selected(verdicts, metric, case) if row.worse), key=order, default=None)
@@ -392,7 +392,7 @@ def mark_of(end: Row, verdicts: Verdicts, report: Report) -> tuple[Mark | None, 
     if row is None:
         outcome = next((one for one in verdicts.rows if (one.key, one.metric) == (end.key, "outcome")), None)
         measured = end.key in {key for result in report.cases for key in (result.key, result.case.series)}
-        if measured and outcome is None and spec_of(end.metric).kind == "exact":
+        if measured and outcome is None and spec_of(end.metric).rule != "time":
             return "good", ""  # the metric has a row only where it changed
         return "skip", f"it has no {end.metric} of {end.id}" if outcome is None else outcome.reason
     if is_open(row):

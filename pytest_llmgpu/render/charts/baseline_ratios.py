@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from pytest_llmgpu.render.charts import axes
 from pytest_llmgpu.render.charts.axes import Chart, Spec, formatted, rounded
-from pytest_llmgpu.report.verdicts import ALL_CASES, Row, Verdicts
+from pytest_llmgpu.report.verdicts import Row, Verdicts
 
 _STEP = 20
 """Pixels of each case."""
@@ -27,7 +27,7 @@ def charts(verdicts: Verdicts | None) -> Iterator[Chart | str]:
     if verdicts is None or verdicts.baseline is None:
         return
     title = "Time compared with the baseline"
-    of_time = [row for row in verdicts.rows if row.metric == "time" and row.key != ALL_CASES]
+    of_time = [row for row in verdicts.rows if row.metric == "time"]
     if not of_time:
         yield f"{title}: no case of the report has a completed counterpart in the baseline."
         return

@@ -187,7 +187,7 @@ def test_the_first_line_of_the_summary_has_the_result(report: Report, headline: 
 def test_the_first_line_of_the_summary_counts_gated_rows() -> None:
     """A slower metric that the policy only shows is no part of the result."""
     report = make_report()
-    report.verdicts = verdicts([row("OK"), msgspec.structs.replace(row("REGRESSED", "load_time"), gated=False)])
+    report.verdicts = verdicts([row("OK"), msgspec.structs.replace(row("REGRESSED", "kernels"), gated=False)])
     assert "(1 OK)" in _summary(report).splitlines()[0]
 
 
