@@ -31,38 +31,34 @@ def test_a_report_fits_its_schema(make: Callable[[], Report]) -> None:
     validator.validate(make_document(make()))
 
 
+_ABSENT = object()
+
+
 @pytest.mark.parametrize(
     ("place", "value"),
     [
         (("schema_version",), "1"),
         (("schema_version",), 1),
+        (("schema_version",), _ABSENT),
+        (("environment",), _ABSENT),
         (("cases", 0, "outcome"), "fine"),
+        (("cases", 0, "outcome"), _ABSENT),
         (("cases", 0, "launches", 0, "batches"), []),
         (("cases", 0, "launches", 0, "batches", "latency_s", 0), -0.5),
         (("cases", 0, "launches", 0, "accuracy", "acc"), 82.8),
         (("cases", 0, "case", "batch_size"), 0),
     ],
 )
-def test_the_schema_refuses_wrong_values(place: tuple[Any, ...], value: object) -> None:
-    """A wrong type, an unknown word or a figure out of bounds does not fit the schema."""
+def test_the_schema_refuses_wrong_and_missing_values(place: tuple[Any, ...], value: object) -> None:
+    """A wrong type, an unknown word, a figure out of bounds, or a field that every report of its version has."""
     document = make_document(make_full_report())
     part = document
     for step in place[:-1]:
         part = part[step]
     part[place[-1]] = value
-    with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(document, schema())
-
-
-@pytest.mark.parametrize("place", [("schema_version",), ("environment",), ("cases", 0, "outcome")])
-def test_the_schema_requires_what_every_report_of_its_version_has(place: tuple[Any, ...]) -> None:
-    """A report that lacks such a field is not one of this version."""
-    document = make_document(make_full_report())
-    part = document
-    for step in place[:-1]:
-        part = part[step]
-    del part[place[-1]]
-    with pytest.raises(jsonschema.ValidationError, match=f"'{place[-1]}' is a required property"):
+    if value is _ABSENT:
+        del part[place[-1]]
+    with pytest.raises(jsonschema.ValidationError, match=str(place[-1]) if value is _ABSENT else None):
         jsonschema.validate(document, schema())
 
 
