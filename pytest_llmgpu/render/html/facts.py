@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import msgspec
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from pytest_llmgpu.render.grouping import unique
 from pytest_llmgpu.report.options import Options
-from pytest_llmgpu.report.report import Gpu, OptionValue, Report
+from pytest_llmgpu.report.report import OptionValue, Report
 from pytest_llmgpu.report.text import GIB, gib, plural
 
 _BYTES = ("--llmgpu-gpu-memory",)  # options whose value is a number of bytes
 
 
-class Fact(msgspec.Struct, frozen=True, kw_only=True):
+class Fact(NamedTuple):
     """One line of a list of facts."""
 
     name: str
@@ -26,17 +25,13 @@ class Fact(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compared(
-    facts_of: Callable[[Report], dict[str, str]], report: Report, baseline: Report | None, *, absent: str = "-"
+    facts_of: Callable[[Report], Mapping[str, str]], report: Report, baseline: Report | None, *, absent: str = "-"
 ) -> list[Fact]:
     """Return facts of a report with those of its baseline; `absent` stands for a fact that one of them lacks."""
-    own, other = facts_of(report), None if baseline is None else facts_of(baseline)
-    if other is None:
-        return [Fact(name=name, value=value) for name, value in own.items()]
-    facts = []
-    for name in unique([*own, *other]):
-        value, before = own.get(name, absent), other.get(name, absent)
-        facts.append(Fact(name=name, value=value, baseline=None if before == value else before))
-    return facts
+    own = facts_of(report)
+    before = own if baseline is None else facts_of(baseline)
+    values = [(name, own.get(name, absent), before.get(name, absent)) for name in unique([*own, *before])]
+    return [Fact(name, value, None if then == value else then) for name, value, then in values]
 
 
 def libraries(report: Report) -> dict[str, str]:
@@ -61,17 +56,15 @@ def _shown(flag: str, value: OptionValue | tuple[str | int | float, ...]) -> str
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _gpu(gpu: Gpu) -> str:
-    size = gib(gpu.memory_bytes, 0) if gpu.memory_bytes else ""
-    link = f"PCIe {gpu.pcie_gen}.0 x{gpu.pcie_width}" if gpu.pcie_gen and gpu.pcie_width else ""
-    power = f"{gpu.power_limit_w:g} W" if gpu.power_limit_w else ""
-    return ", ".join(filter(None, (gpu.name, size, link, power)))
-
-
 def machine(report: Report) -> dict[str, str]:
     """Return the time, the commit and the machine of the measurement."""
     environment, commit = report.environment, report.commit
-    gpus = unique(map(_gpu, environment.gpus))
+    gpus = []
+    for gpu in environment.gpus:
+        size = gib(gpu.memory_bytes, 0) if gpu.memory_bytes else ""
+        link = f"PCIe {gpu.pcie_gen}.0 x{gpu.pcie_width}" if gpu.pcie_gen and gpu.pcie_width else ""
+        power = f"{gpu.power_limit_w:g} W" if gpu.power_limit_w else ""
+        gpus.append(", ".join(filter(None, (gpu.name, size, link, power))))
     links = unique(link for row in environment.topology or [] for link in row if link != "X")
     branch = f"({commit.branch})" if commit.branch else None
     source = [commit.sha, branch, "with uncommitted changes" if commit.dirty else None]
@@ -80,7 +73,7 @@ def machine(report: Report) -> dict[str, str]:
         "Resumed": ", ".join(f"{one.created}, with {plural(one.kept, 'case')}" for one in report.resumed),
         "Commit": " ".join(part for part in source if part),
         "Nodes": str(len(environment.nodes) or ""),
-        "GPUs": f"{len(environment.gpus)} x {'; '.join(gpus)}" if gpus else "none",
+        "GPUs": f"{len(environment.gpus)} x {'; '.join(unique(gpus))}" if gpus else "none",
         "Links": ", ".join(links),
         "CPU": f"{environment.cpu or 'unknown'}, {environment.cores or 'unknown number of'} cores",
         "Platform": environment.platform,

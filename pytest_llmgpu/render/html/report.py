@@ -17,13 +17,20 @@ from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.gate.policy_file import policy_of
 from pytest_llmgpu.render import charts, comparison, grouping
 from pytest_llmgpu.render.charts import timelines
-from pytest_llmgpu.render.html import colors, facts
-from pytest_llmgpu.render.html.templates import MISSING, asset, content_security_policy, templates, vega
+from pytest_llmgpu.render.html import facts
+from pytest_llmgpu.render.html.assets import (
+    MISSING,
+    asset,
+    config_and_style,
+    content_security_policy,
+    templates,
+    vega,
+)
 from pytest_llmgpu.render.strategy_comparison import with_reference
-from pytest_llmgpu.render.summary import Conclusion, conclude, describe
+from pytest_llmgpu.render.summary import conclude, describe
 from pytest_llmgpu.render.table import entries, figure_tables, make_time_table
 from pytest_llmgpu.report import file
-from pytest_llmgpu.report.metrics import MetricName, spec_of
+from pytest_llmgpu.report.metrics import spec_of
 from pytest_llmgpu.report.options import flags_of
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
@@ -84,23 +91,25 @@ def render(
     if verdicts is None and baseline is not None:
         today = datetime.datetime.now(datetime.timezone.utc).date()
         verdicts = judge.judge(baseline, report, policy or Policy(), today=today)
-    judged = msgspec.structs.replace(report, verdicts=verdicts)  # charts and tables show the same verdicts
-    return _page(judged, baseline, policy or policy_of(verdicts), name)
-
-
-def _page(report: Report, baseline: Report | None, policy: Policy, name: str) -> str:
-    library = vega()
-    drawn = charts.of_report(report, baseline)
-    of_cases = {result.id: list(timelines.charts(result, report.environment)) for result in report.cases}
+    report = msgspec.structs.replace(report, verdicts=verdicts)  # charts and tables show the same verdicts
+    library, script = vega(), asset("page.js")
+    config, colored = config_and_style()
+    style = asset("page.css") + colored
+    conclusion = conclude(report, verdicts, policy or policy_of(verdicts))
+    word, sentence = {"pass": "Completed", "unclear": "Not complete", "fail": "Failed"}[conclusion.status], ""
+    if conclusion.headline is None or (conclusion.headline.status is ExitStatus.PASSED and conclusion.status != "pass"):
+        sentence = describe(conclusion)
+    else:
+        word, _, sentence = describe(conclusion).partition(": ")  # the gate decides
     tables = list(_tables(report))
-    cells = {cell.id: cell for one in tables for _, row in one["table"].rows for cell in row}
-    config, colored = colors.config_and_style()
-    style, script = asset("page.css") + colored, asset("page.js")
-    verdicts = report.verdicts
-    conclusion = conclude(report, verdicts, policy)
-    word, sentence = _status(conclusion)
+    times = {cell.id: cell.time for one in tables for _, row in one["table"].rows for cell in row}
+    of_cases = []
+    for result in report.cases:
+        if found := list(timelines.charts(result, report.environment)):
+            title = f"{result.id}: {times[result.id] or result.outcome.replace('_', ' ')}"
+            of_cases.append((result.id, title, _json(found)))
     keys = _filter_keys(report, baseline)
-    compared = [] if verdicts is None else _compared(verdicts, report, baseline)
+    drawn = charts.of_report(report, baseline)
     template = templates().get_template("page.html")
     return template.render(
         policy_header=content_security_policy([library, script], [style]),
@@ -118,20 +127,11 @@ def _page(report: Report, baseline: Report | None, policy: Policy, name: str) ->
         tables=tables,
         charts=[(chart, _json(chart.spec)) for chart in drawn.charts],
         omitted=drawn.omitted,
-        cases=[
-            (result.id, f"{result.id}: {cells[result.id].time or result.outcome.replace('_', ' ')}", _json(found))
-            for result in report.cases
-            if (found := of_cases.get(result.id))
-        ],
+        cases=of_cases,
         verdicts=verdicts,
-        compared=compared,
         verdict=comparison.verdict,
         mark=comparison.mark,
-        parts=[
-            (title, [(row, comparison.figures(row)) for row in rows])
-            for title, rows in ([] if verdicts is None else _parts(verdicts))
-        ],
-        reasons=[] if verdicts is None else cause_groups.by_reason(row for row in verdicts.rows if not row.unchanged),
+        **({"compared": [], "parts": [], "reasons": []} if verdicts is None else _rows(verdicts, report, baseline)),
         counts="" if verdicts is None else comparison.counts(verdicts),
         notes=[] if verdicts is None else verdicts.warnings,
         keys=keys,
@@ -145,30 +145,28 @@ def _page(report: Report, baseline: Report | None, policy: Policy, name: str) ->
     )
 
 
-def _status(conclusion: Conclusion) -> tuple[str, str]:
-    """Return the word for the state, which is that of the gate where it decides, and the sentence after it."""
-    sentence = describe(conclusion)
-    if conclusion.headline is None or (conclusion.headline.status is ExitStatus.PASSED and conclusion.status != "pass"):
-        return {"pass": "Completed", "unclear": "Not complete", "fail": "Failed"}[conclusion.status], sentence
-    word, _, rest = sentence.partition(": ")
-    return word, rest
+def _rows(verdicts: Verdicts, report: Report, baseline: Report | None) -> dict[str, Any]:
+    """Return the row of each case, the rows that are not OK and those that are with their numbers, and the reasons.
 
-
-def _compared(verdicts: Verdicts, report: Report, baseline: Report | None) -> list[tuple[Row, comparison.Figures]]:
-    """Return the row of each case; one without numbers has the times, or what is worse: executions, accuracy."""
+    A case without numbers has the times of both reports, or what is worse: executions, accuracies.
+    """
     results = [{result.id: result for result in (() if one is None else one.cases)} for one in (baseline, report)]
-    found = []
+    compared = []
     for row in comparison.cases(verdicts.rows):
         named, shown = row, comparison.figures(row)
         if not shown.was and not shown.now:
             named = row if row.metric in {"execution", "accuracy"} else msgspec.structs.replace(row, metric="time")
             was, now = (_without_numbers(of_report.get(row.id), named.metric) for of_report in results)
             shown = shown._replace(was=was, now=now)
-        found.append((named, shown))
-    return found
+        compared.append((named, shown))
+    parts: dict[str, list[tuple[Row, comparison.Figures]]] = {"Not OK": [], "OK": []}
+    for row in worst_first(verdicts.rows):
+        parts["OK" if row.unchanged else "Not OK"].append((row, comparison.figures(row)))
+    reasons = cause_groups.by_reason(row for row in verdicts.rows if not row.unchanged)
+    return {"compared": compared, "parts": [part for part in parts.items() if part[1]], "reasons": reasons}
 
 
-def _without_numbers(result: CaseResult | None, metric: MetricName) -> str:
+def _without_numbers(result: CaseResult | None, metric: str) -> str:
     if result is None:
         return "-"
     if metric == "execution":
@@ -178,28 +176,15 @@ def _without_numbers(result: CaseResult | None, metric: MetricName) -> str:
     return spec_of("time").written(result.inference_s) if result.inference_s else result.outcome.replace("_", " ")
 
 
-def _parts(verdicts: Verdicts) -> list[tuple[str, list[Row]]]:
-    """Return the rows that are not OK, and those that are, with their titles."""
-    rows = worst_first(verdicts.rows)
-    parts = [
-        ("Not OK", [row for row in rows if not row.unchanged]),
-        ("OK", [row for row in rows if row.verdict == "OK"]),
-    ]
-    return [(title, found) for title, found in parts if found]
-
-
 def _filter_keys(report: Report, baseline: Report | None) -> dict[str, dict[str, str]]:
     """Return the strategy, model and batch size by which each case is filtered, by its id, and those of a series."""
-    keys: dict[str, dict[str, str]] = {}
-    for result in [] if baseline is None else baseline.cases:
-        keys[result.id] = _key(result, result.case.strategy)
+    found = [(result, result.case.strategy) for result in (() if baseline is None else baseline.cases)]
     for block in grouping.blocks(report.cases):
-        keys |= {entry.result.id: _key(entry.result, entry.title) for entry in entries(block)}
-    return keys
-
-
-def _key(result: CaseResult, title: str) -> dict[str, str]:
-    return {"strategy": title, "model": result.case.model, "batch": str(result.case.batch_size)}
+        found += [(entry.result, entry.title) for entry in entries(block)]
+    return {
+        result.id: {"strategy": title, "model": result.case.model, "batch": str(result.case.batch_size)}
+        for result, title in found
+    }
 
 
 def _filters(keys: Mapping[str, Mapping[str, str]]) -> list[tuple[str, str, list[str]]]:

@@ -10,7 +10,7 @@ import pytest
 from support.report_factory import make_report
 
 from pytest_llmgpu.render.charts import theme
-from pytest_llmgpu.render.html import colors, facts
+from pytest_llmgpu.render.html import assets, facts
 from pytest_llmgpu.report.report import Commit
 
 _TEXT = ("ink", "soft", "link", "good", "bad", "warn")
@@ -61,7 +61,7 @@ def test_the_page_has_no_animation() -> None:
 
 def test_colours_of_charts_are_variables() -> None:
     """The style sets each variable to the colour of the chart theme, for light and dark."""
-    config, style = colors.config_and_style()
+    config, style = assets.config_and_style()
     assert "#" not in msgspec.json.encode(config).decode()
     chosen = re.findall(r"var\((--chart-\d+)\)", str(config["range"]["category"]))
     light, dark, system = (dict(re.findall(r"(--chart-\d+): (#\w+);", line)) for line in style.splitlines())

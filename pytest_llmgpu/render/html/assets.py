@@ -1,4 +1,7 @@
-"""The files of the page: templates, style and scripts."""
+"""The files of a page: templates, style and scripts, and the colours of its charts.
+
+The colours are CSS variables: the theme changes and the page prints without drawing charts again.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,11 @@ import hashlib
 import importlib.resources
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from pytest_llmgpu.render.charts import theme
 
 if TYPE_CHECKING:
     from jinja2 import Environment as Templates
@@ -15,6 +22,9 @@ if TYPE_CHECKING:
 
 MISSING = "the page needs jinja2 and vl-convert: pip install 'pytest-llmgpu[report]'"
 """The message if a library of the page is not installed."""
+
+
+_COLOR = re.compile(r'(?<=")#[0-9a-f]{6}(?=")', re.IGNORECASE)
 
 
 def asset(name: str) -> str:
@@ -56,6 +66,25 @@ def vega() -> str:
     bundle: str = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
     # The string keeps its value, and an HTML parser does not read it as the end of the element.
     return re.sub(r"<(?=/script|!--)", r"\\x3c", bundle, flags=re.IGNORECASE)
+
+
+def config_and_style() -> tuple[dict[str, Any], str]:
+    """Return the `config` of Vega-Lite with a variable for each colour, and the style that sets the variables."""
+    light, dark = (msgspec.json.encode(theme(dark=dark)).decode() for dark in (False, True))
+    colors = list(zip(_COLOR.findall(light), _COLOR.findall(dark), strict=True))
+    names = {pair: f"--chart-{number}" for number, pair in enumerate(dict.fromkeys(colors))}
+    variables = iter([names[pair] for pair in colors])
+    config: dict[str, Any] = msgspec.json.decode(_COLOR.sub(lambda _: f"var({next(variables)})", light))
+    # The page has the background, and the container has the text for screen readers.
+    config |= {"background": "transparent", "aria": False}
+    on_white, on_black = (" ".join(f"{name}: {pair[n]};" for pair, name in names.items()) for n in (0, 1))
+    style = (
+        f":root {{ {on_white} }}\n"
+        f'@media screen {{ :root[data-theme="dark"] {{ {on_black} }} }}\n'
+        "@media screen and (prefers-color-scheme: dark) "
+        f'{{ :root:not([data-theme="light"]) {{ {on_black} }} }}\n'
+    )
+    return config, style
 
 
 def content_security_policy(scripts: Sequence[str], styles: Sequence[str]) -> str:
