@@ -141,10 +141,10 @@ def slowest(ranks: Sequence[Batches]) -> Batches:
 
 def most_specific(errors: Iterable[BaseException | None]) -> RankFailedError:
     """Return the error that explains the others: out of memory, then an error, a crash, a lost connection."""
-    return min((error for error in errors if isinstance(error, RankFailedError)), key=_distance_from_cause)
 
+    def distance_from_cause(error: RankFailedError) -> int:
+        if error.outcome == "error" and _LOST_PEER.search(error.failure.message):
+            return 3
+        return {"oom": 0, "error": 1, "crashed": 2}[error.outcome]
 
-def _distance_from_cause(error: RankFailedError) -> int:
-    if error.outcome == "error" and _LOST_PEER.search(error.failure.message):
-        return 3
-    return {"oom": 0, "error": 1, "crashed": 2}[error.outcome]
+    return min((error for error in errors if isinstance(error, RankFailedError)), key=distance_from_cause)

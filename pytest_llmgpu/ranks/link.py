@@ -17,8 +17,6 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -35,7 +33,13 @@ _CANNOT_LISTEN = {
     errno.EADDRINUSE: f"it is in use: set {PORT} to a free port, the same for all processes",
     errno.EADDRNOTAVAIL: "it is no address of the machine of rank 0",
 }
-_KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
+_OPTIONS = (
+    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+)
 """A node that is gone, without a last word, is noticed after 25 s."""
 
 
@@ -55,19 +59,33 @@ class Link:
         self._socket = connected
         self._connection = Connection(os.dup(connected.fileno()))
         self._lock = threading.Lock()
+        late = threading.Event()
+
+        def leave() -> None:
+            late.set()
+            self.close()
+
+        # A limit of the whole proof: a stranger may send byte by byte, or nothing.
+        timer = threading.Timer(_HANDSHAKE_S, leave)
+        timer.daemon = True
+        timer.start()
         try:
-            with _limited(connected):
-                if key is None:
-                    _check_user(connected)
-                else:
-                    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                    for option, value in _KEEPALIVE:
-                        connected.setsockopt(socket.IPPROTO_TCP, option, value)
-                    self._prove(key, listens=listens)
+            if key is None:
+                credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+                _, user, _ = _CREDENTIALS.unpack(credentials)
+                if user != os.getuid():
+                    raise PermissionError(errno.EACCES, f"the process at the other end is of another user ({user})")
+            else:
+                for level, option, value in _OPTIONS:
+                    connected.setsockopt(level, option, value)
+                self._prove(key, listens=listens)
         except (OSError, EOFError):
             self.close()
+            if late.is_set():
+                raise TimeoutError("it did not answer in time") from None
             raise
+        finally:
+            timer.cancel()
 
     def _prove(self, key: bytes, *, listens: bool) -> None:
         """Prove to the other end that this one has the secret, and check the other end's proof."""
@@ -116,36 +134,6 @@ class Link:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
-
-
-@contextmanager
-def _limited(connected: socket.socket) -> Iterator[None]:
-    """Shut a connection down unless the block ends in time: a stranger may send byte by byte, or nothing."""
-    late = threading.Event()
-
-    def shut_down() -> None:
-        late.set()
-        with contextlib.suppress(OSError):
-            connected.shutdown(socket.SHUT_RDWR)
-
-    timer = threading.Timer(_HANDSHAKE_S, shut_down)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    except (OSError, EOFError):
-        if late.is_set():
-            raise TimeoutError("it did not answer in time") from None
-        raise
-    finally:
-        timer.cancel()
-
-
-def _check_user(connected: socket.socket) -> None:
-    """Check that the process at the other end of a Unix socket is of the same user."""
-    _, user, _ = _CREDENTIALS.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    if user != os.getuid():
-        raise PermissionError(errno.EACCES, f"the process at the other end is of another user ({user})")
 
 
 def _unix_name(world: World) -> str:
@@ -200,35 +188,23 @@ def connect(world: World, limit_s: float) -> Link:
     """
     deadline_s = time.monotonic() + limit_s
     while True:
+        connected = socket.socket(socket.AF_UNIX) if world.key is None else None
         try:
-            connected = _connected(world)
-            try:
-                return Link(connected, world.key, listens=False)
-            except TimeoutError:  # it listens, and its machine is busy
-                raise
-            except (EOFError, OSError) as error:
-                refused = f"it refused rank {world.rank}: has it the same {KEY}?"
-                reason = refused if isinstance(error, EOFError) else error.strerror or str(error)
-                raise ValueError(f"rank 0 at {world.where}: {reason}") from None
+            if connected is None:
+                connected = socket.create_connection((world.address, world.port), timeout=_HANDSHAKE_S)
+                if connected.getsockname() == connected.getpeername():
+                    # TCP can connect a socket to itself where nothing listens: then rank 0 could not take the port.
+                    raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+            else:
+                connected.connect(_unix_name(world))
+            return Link(connected, world.key, listens=False)
+        except (EOFError, PermissionError) as error:
+            reason = getattr(error, "strerror", None) or f"it refused rank {world.rank}: has it the same {KEY}?"
+            raise ValueError(f"rank 0 at {world.where}: {reason}") from None
         except OSError as error:
+            if connected is not None:
+                connected.close()
             if time.monotonic() > deadline_s:
                 reason = error.strerror or str(error)
                 raise ValueError(f"rank 0 was not found at {world.where} within {limit_s:g} s: {reason}") from None
             time.sleep(_RETRY_S)
-
-
-def _connected(world: World) -> socket.socket:
-    if world.key is not None:
-        connected = socket.create_connection((world.address, world.port), timeout=_HANDSHAKE_S)
-        if connected.getsockname() != connected.getpeername():
-            return connected
-        # Where nothing listens yet, TCP can connect a socket to itself: then rank 0 could not take the port.
-        connected.close()
-        raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
-    connected = socket.socket(socket.AF_UNIX)
-    try:
-        connected.connect(_unix_name(world))
-    except OSError:
-        connected.close()
-        raise
-    return connected

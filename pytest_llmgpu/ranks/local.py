@@ -68,10 +68,8 @@ class Rank(ABC):
         self._lock = threading.Lock()
         self._ended: RankFailedError | None = None
 
-    @property
-    @abstractmethod
-    def alive(self) -> bool:
-        """True if the process runs."""
+    alive: bool
+    """True if the process runs."""
 
     @abstractmethod
     def send(self, command: bytes) -> None:
@@ -197,7 +195,7 @@ class LocalRank(Rank):
             thread.start()
 
     @property
-    def alive(self) -> bool:
+    def alive(self) -> bool:  # type: ignore[override]  # it is read only
         """True if the process runs."""
         return self._process.poll() is None
 

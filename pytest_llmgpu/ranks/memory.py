@@ -7,12 +7,13 @@ no rule stays an error.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import gc
 import re
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,6 +43,12 @@ _MESSAGES = {
 }
 """Name of a rule to the pattern of the message."""
 
+_CLASSES: dict[type[BaseException], str] = {
+    DeviceMapSpillError: "the layers do not fit on the devices",
+    WorkspaceError: "the workspace does not hold the longest sequence",
+    MemoryError: "Python's allocator on the host",
+}
+"""Class of an exception to its rule."""
 _LAST_LINES = 3
 _TEXT_LETTERS = 2**16
 """A message is searched up to here; those of torch have some hundred letters."""
@@ -183,10 +190,20 @@ def usage(
 def decide_out_of_memory(failure: BaseException | Death) -> OutOfMemory | None:
     """Return why a failure, or a cause of an exception, means out of memory; None if it does not."""
     if isinstance(failure, Death):
-        return _of_death(failure)
-    for link in _chain(failure):
-        if (rule := _rule(link)) is not None:
-            text = str(link)[:_TEXT_LETTERS]
+        before, after = failure.kills_before, failure.kills_after
+        if failure.return_code == -signal.SIGKILL and before is not None and after is not None:
+            killed = OutOfMemory(rule=f"the host's out-of-memory killer (oom_kill {before} -> {after})")
+            return killed if after > before else None
+        # Only the last lines count: a shortage that was handled earlier did not end the process.
+        last = "\n".join([line for line in failure.log.splitlines() if line.strip()][-_LAST_LINES:])
+        name = _known_message(last)
+        return None if name is None else OutOfMemory(rule=f"{name}, in the log of the process that died")
+    seen: set[int] = set()
+    link: BaseException | None = failure
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        text = str(link)[:_TEXT_LETTERS]
+        if (rule := _rule(link, text)) is not None:
             return OutOfMemory(
                 rule=rule,
                 requested_bytes=_amount(rf"[Tt]ried to allocate {_SIZE}", text),
@@ -195,7 +212,42 @@ def decide_out_of_memory(failure: BaseException | Death) -> OutOfMemory | None:
                 tokens_requested=getattr(link, "tokens_requested", None),
                 tokens_granted=getattr(link, "tokens_granted", None),
             )
+        # An error of another class, raised while out of memory was handled, is a failure of its own.
+        handled = link.__context__ if isinstance(link, RuntimeError) and not link.__suppress_context__ else None
+        link = link.__cause__ or handled
     return None
+
+
+def _rule(error: BaseException, text: str) -> str | None:
+    """Return the rule that an exception matches."""
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return "the host's kernel (ENOMEM)"
+    rule = next((rule for cls, rule in _CLASSES.items() if isinstance(error, cls)), None)
+    if rule is not None or not isinstance(error, RuntimeError):
+        return rule  # Other exceptions may have a text about memory, such as a ValueError on a prompt.
+    # torch raises RuntimeError for most failures.
+    import torch
+    from accelerate.utils.memory import should_reduce_batch_size
+
+    rule = "torch's allocator" if type(error).__name__ == "OutOfMemoryError" else _known_message(text)
+    if rule is None and "CUBLAS_STATUS_NOT_INITIALIZED" in text:  # cuBLAS has the same message for a broken driver
+        with contextlib.suppress(RuntimeError):  # after an error of a kernel every call of CUDA fails
+            devices = range(torch.cuda.device_count())
+            if any(torch.cuda.mem_get_info(device)[0] < _CUBLAS_BYTES for device in devices):
+                rule = "cuBLAS could not start on a full device"
+    # accelerate searches the first argument for its texts, and fails if it is no string.
+    if rule is None and error.args and isinstance(error.args[0], str) and should_reduce_batch_size(error):
+        rule = "accelerate's should_reduce_batch_size"
+    return rule
+
+
+def _known_message(text: str) -> str | None:
+    return next((name for name, pattern in _MESSAGES.items() if re.search(pattern, text)), None)
+
+
+def _amount(pattern: str, text: str) -> int | None:
+    match = re.search(pattern, text)
+    return round(float(match[1]) * _BYTES[match[2]]) if match else None
 
 
 def host_kills(vmstat: Path = Path("/proc/vmstat")) -> int | None:
@@ -208,76 +260,3 @@ def host_kills(vmstat: Path = Path("/proc/vmstat")) -> int | None:
     except OSError:
         return None
     return int(match[1]) if match else None
-
-
-def _of_death(death: Death) -> OutOfMemory | None:
-    before, after = death.kills_before, death.kills_after
-    if death.return_code == -signal.SIGKILL and before is not None and after is not None:
-        if after > before:
-            return OutOfMemory(rule=f"the host's out-of-memory killer (oom_kill {before} -> {after})")
-        return None
-    # Only the last lines count: a shortage that was handled earlier did not end the process.
-    last = "\n".join([line for line in death.log.splitlines() if line.strip()][-_LAST_LINES:])
-    for name, pattern in _MESSAGES.items():
-        if re.search(pattern, last):
-            return OutOfMemory(rule=f"{name}, in the log of the process that died")
-    return None
-
-
-def _rule(exception: BaseException) -> str | None:
-    if isinstance(exception, DeviceMapSpillError):
-        return "the layers do not fit on the devices"
-    if isinstance(exception, WorkspaceError):
-        return "the workspace does not hold the longest sequence"
-    if isinstance(exception, RuntimeError):
-        return _rule_of_runtime_error(exception)
-    if isinstance(exception, MemoryError):
-        return "Python's allocator on the host"
-    if isinstance(exception, OSError) and exception.errno == errno.ENOMEM:
-        return "the host's kernel (ENOMEM)"
-    return None  # Other exceptions may have a text about memory, such as a ValueError on a prompt.
-
-
-def _rule_of_runtime_error(error: RuntimeError) -> str | None:
-    """Return the rule that matches a RuntimeError, the class that torch raises for most failures."""
-    from accelerate.utils.memory import should_reduce_batch_size
-
-    text = str(error)[:_TEXT_LETTERS]
-    if type(error).__name__ == "OutOfMemoryError":
-        return "torch's allocator"
-    for name, pattern in _MESSAGES.items():
-        if re.search(pattern, text):
-            return name
-    # cuBLAS has the same message for a broken driver.
-    if "CUBLAS_STATUS_NOT_INITIALIZED" in text and _is_a_device_full():
-        return "cuBLAS could not start on a full device"
-    # accelerate searches the first argument for its texts, and fails if it is no string.
-    if error.args and isinstance(error.args[0], str) and should_reduce_batch_size(error):
-        return "accelerate's should_reduce_batch_size"
-    return None
-
-
-def _is_a_device_full() -> bool:
-    import torch
-
-    devices = range(torch.cuda.device_count())
-    try:
-        return any(torch.cuda.mem_get_info(device)[0] < _CUBLAS_BYTES for device in devices)
-    except RuntimeError:
-        return False  # after an error of a kernel every call of CUDA fails
-
-
-def _chain(exception: BaseException) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    link: BaseException | None = exception
-    while link is not None and id(link) not in seen:
-        seen.add(id(link))
-        yield link
-        # An error of another class, raised while out of memory was handled, is a failure of its own.
-        handled = link.__context__ if isinstance(link, RuntimeError) and not link.__suppress_context__ else None
-        link = link.__cause__ or handled
-
-
-def _amount(pattern: str, text: str) -> int | None:
-    match = re.search(pattern, text)
-    return round(float(match[1]) * _BYTES[match[2]]) if match else None

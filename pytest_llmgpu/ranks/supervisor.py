@@ -49,17 +49,6 @@ _LATE_S = 5.0
 """A run that ends at once waits for processes that are about to join: without a goodbye they would look for it."""
 
 
-class Hello(NamedTuple):
-    """The first message of a process to rank 0's; the other fields are those of its `World`."""
-
-    version: str
-    """The version of this package: another one may have other messages."""
-    rank: int
-    size: int
-    local_rank: int
-    node: int
-
-
 class Request(NamedTuple):
     """A message of rank 0's process: a method of `Supervisor`. None instead of it ends the run."""
 
@@ -87,10 +76,9 @@ class Sent(NamedTuple):
     event: Event
 
 
-def hello(world: World) -> Hello:
-    """Return the first message of a process."""
-    version = str(here.installed_version("pytest-llmgpu"))
-    return Hello(version, world.rank, world.size, world.local_rank, world.node)
+def hello(world: World) -> tuple[str, World]:
+    """Return the first message of a process: the version of this package, without which messages differ, and itself."""
+    return str(here.installed_version("pytest-llmgpu")), msgspec.structs.replace(world, key=None)
 
 
 def serve(world: World, log_directory: Path, limit_s: float = JOIN_S) -> int:
@@ -104,25 +92,31 @@ def serve(world: World, log_directory: Path, limit_s: float = JOIN_S) -> int:
     Raises:
         ValueError: Rank 0's process was not found, or refused this one.
     """
+
+    def leave(number: int, _: FrameType | None) -> NoReturn:
+        sys.exit(128 + number)
+
     connection = link.connect(world, limit_s)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGTERM, leave)
     supervisor = Supervisor(connection, log_directory)
     try:
         connection.send(hello(world))
         while (request := connection.receive()) is not None:
-            supervisor.do(request)
+            done, content = True, None
+            try:
+                content = getattr(supervisor, request.method)(*request.arguments)
+            except Exception as error:  # noqa: BLE001 - rank 0's process gets every error as text
+                done, content = False, str(error) or type(error).__name__
+            if request.number is not None:
+                connection.send(Reply(request.number, done, content))
     except (EOFError, OSError):
         return 1
     finally:
-        supervisor.kill()
+        supervisor.rank("kill")
         node_profilers.close_here()
         connection.close()
     return 0
-
-
-def _leave(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001 - as signal calls it
-    sys.exit(128 + number)
 
 
 class Supervisor:
@@ -132,16 +126,6 @@ class Supervisor:
         self._link = connection
         self._launcher = LocalLauncher(log_directory)
         self._rank: LocalRank | None = None
-
-    def do(self, request: Request) -> None:
-        """Call the method that a request names, and reply."""
-        done, content = True, None
-        try:
-            content = getattr(self, request.method)(*request.arguments)
-        except Exception as error:  # noqa: BLE001 - rank 0's process gets every error as text
-            done, content = False, str(error) or type(error).__name__
-        if request.number is not None:
-            self._link.send(Reply(request.number, done, content))
 
     def start(self, number: int, rank: int, environment: Mapping[str, str], path: Sequence[str]) -> None:
         """Start the rank; what its process sends is passed on with a number. `path` is rank 0's import path."""
@@ -161,24 +145,9 @@ class Supervisor:
             text = f"rank {rank} could not be started: {error}"
             send(End("crashed", Failure(phase="load", rank=rank, message=text)))
 
-    def send(self, command: bytes) -> None:
-        """Pass a pickled command on; the rank unpickles it."""
-        if self._rank is not None:
-            self._rank.send(command)
-
-    def stacks(self) -> str:
-        """Return the stacks of the rank."""
-        return "" if self._rank is None else self._rank.stacks()
-
-    def close(self) -> None:
-        """Let the rank end by itself; kill it after a time limit."""
-        if self._rank is not None:
-            self._rank.close()
-
-    def kill(self) -> None:
-        """End the rank at once."""
-        if self._rank is not None:
-            self._rank.kill()
+    def rank(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the rank, which unpickles commands itself: `send`, `stacks`, `close` or `kill`."""
+        return "" if self._rank is None else getattr(self._rank, method)(*arguments)
 
     def take_output(self) -> str:
         """Return what the rank wrote since the last call."""
@@ -209,9 +178,10 @@ class Place:
 class Peer(Place):
     """Another process as rank 0's sees it."""
 
-    def __init__(self, connection: Link, first: Hello) -> None:
-        super().__init__(first.node, first.local_rank)
-        self.rank = first.rank
+    def __init__(self, connection: Link, world: World) -> None:
+        super().__init__(world.node, world.local_rank)
+        self.number = world.rank
+        """The number of its rank."""
         self.lost: str | None = None
         """The reason why the process is lost; None while it is not."""
         self._link = connection
@@ -231,7 +201,7 @@ class Peer(Place):
         with self._lock:
             number, rank = next(self._numbers), RemoteRank(self, on_batch)
             self._started = number, rank
-        self.post("start", number, self.rank, dict(environment), list(sys.path))
+        self.post("start", number, self.number, dict(environment), list(sys.path))
         if self.lost is not None:
             rank.lose(self.lost)
         return rank
@@ -272,7 +242,7 @@ class Peer(Place):
         with self._lock:
             if self.lost is not None:
                 return
-            self.lost = f"the process of rank {self.rank} was lost: {reason}"
+            self.lost = f"the process of rank {self.number} was lost: {reason}"
             requests, self._requests = self._requests, {}
         self._link.close()  # first: None would be a goodbye
         self._outbox.put(None)
@@ -291,10 +261,9 @@ class Peer(Place):
 
     def _send(self) -> None:
         try:
-            request: Request | None = Request(None, "", ())
-            while request is not None:
-                request = self._outbox.get()
+            for request in iter(self._outbox.get, None):
                 self._link.send(request)
+            self._link.send(None)
         except Exception as error:  # noqa: BLE001 - whatever ends this thread ends the connection
             self.lose(str(error))
 
@@ -317,28 +286,24 @@ class Peer(Place):
 
 
 class RemoteRank(Rank):
-    """A rank whose process another one started."""
+    """A rank whose process another one started; the methods are those of `Rank`."""
+
+    alive = True
 
     def __init__(self, peer: Peer, on_batch: BatchListener) -> None:
-        super().__init__(peer.rank, on_batch, peer.node)
+        super().__init__(peer.number, on_batch, peer.node)
         self._peer = peer
-        self._alive = True
-
-    @property
-    def alive(self) -> bool:
-        """True if the process runs."""
-        return self._alive
 
     def send(self, command: bytes) -> None:
-        """Send a pickled command; this does not wait for the process."""
-        self._peer.post("send", command)
+        """Send a pickled command."""
+        self._peer.post("rank", "send", command)
 
     def take(self, event: Event) -> None:
         """Take what the process sent, and its end once."""
         if isinstance(event, End):
             with self._lock:
-                ended, self._alive = not self._alive, False
-            if ended:
+                alive, self.alive = self.alive, False
+            if not alive:
                 return
         super().take(event)
 
@@ -347,23 +312,24 @@ class RemoteRank(Rank):
         self.take(End("crashed", Failure(phase="forward", rank=self.rank, message=reason, evidence=reason)))
 
     def stacks(self) -> str:
-        """See `Rank`."""
+        """Return the stacks of the process."""
         try:
-            stacks: str = self._peer.wait(self._peer.request("stacks"), _REPLY_S)
+            return str(self._peer.wait(self._peer.request("rank", "stacks"), _REPLY_S))
         except (ConnectionError, ValueError) as error:
             failure = Failure(phase="forward", rank=self.rank, message=f"{error} (node {self._node})")
             raise RankFailedError("crashed", failure) from None
-        return stacks
 
     def close(self) -> None:
-        """Let the process end by itself; kill it after a time limit."""
-        with contextlib.suppress(ConnectionError, ValueError):  # it kills its rank when the connection ends
-            self._peer.wait(self._peer.request("close"), _CLOSE_S)
+        """Let the process end."""
+        self._end("close", _CLOSE_S)
 
     def kill(self) -> None:
-        """End the process at once and wait for it."""
-        with contextlib.suppress(ConnectionError, ValueError):
-            self._peer.wait(self._peer.request("kill"), _KILL_S)
+        """End the process at once."""
+        self._end("kill", _KILL_S)
+
+    def _end(self, method: str, limit_s: float) -> None:
+        with contextlib.suppress(ConnectionError, ValueError):  # it kills its rank when the connection ends
+            self._peer.wait(self._peer.request("rank", method), limit_s)
 
 
 class Peers:
@@ -459,30 +425,26 @@ class Peers:
         """Let a process join if it proves itself and belongs here."""
         try:
             connection = Link(connected, self.world.key, listens=True)
-            first: Hello = connection.receive()
+            version, joining = connection.receive()
         except (OSError, EOFError) as error:
             if isinstance(error, PermissionError):  # others are scans of ports, for example
                 self._stranger = error.strerror
             return
-        own = hello(self.world)
-        name = self.world.size_name
+        number, name = joining.rank, self.world.size_name
         with self._changed:
-            if first.version != own.version:
-                reason = f"rank {first.rank} has pytest-llmgpu {first.version}, rank 0 has {own.version}: "
-                reason += "install the same version"
-            elif first.size != own.size:
-                reason = f"rank {first.rank} has {name}={first.size}, rank 0 has {name}={own.size}"
-            elif first.rank in self._joined or not 0 < first.rank < own.size:
-                reason = f"two processes are rank {first.rank}"
-            elif self._refused is None:
-                self._joined[first.rank] = Peer(connection, first)
-                self._changed.notify_all()
-                return
-            else:
-                reason = self._refused
+            reason = self._refused
+            if version != (own := hello(self.world)[0]):
+                reason = f"rank {number} has pytest-llmgpu {version}, rank 0 has {own}: install the same version"
+            elif joining.size != self.world.size:
+                reason = f"rank {number} has {name}={joining.size}, rank 0 has {name}={self.world.size}"
+            elif number in self._joined or not 0 < number < self.world.size:
+                reason = f"two processes are rank {number}"
+            if reason is None:
+                self._joined[number] = Peer(connection, joining)
             self._refused = self._refused or reason
             self._changed.notify_all()
-        connection.close()
+        if reason is not None:
+            connection.close()
 
 
 class EnvLauncher(LocalLauncher):
@@ -503,7 +465,7 @@ class EnvLauncher(LocalLauncher):
         peers = self._peers[: len(environments) - 1]
         for peer in peers:
             if peer.lost is not None:
-                failure = Failure(phase="load", rank=peer.rank, message=f"{peer.lost} (node {peer.node})")
+                failure = Failure(phase="load", rank=peer.number, message=f"{peer.lost} (node {peer.node})")
                 raise RankFailedError("crashed", failure)
         ours = first = self.meeting()
         with contextlib.ExitStack() as started:
@@ -527,7 +489,7 @@ class EnvLauncher(LocalLauncher):
         for peer, future in asked:
             with contextlib.suppress(ConnectionError, ValueError):
                 if text := peer.wait(future, _REPLY_S):
-                    output[peer.rank] = text
+                    output[peer.number] = text
         return output
 
 

@@ -50,51 +50,36 @@ def of_environment(environ: Mapping[str, str]) -> World:
         ValueError: A variable is missing or has no possible value.
     """
     if "RANK" in environ:
-        return _of_torchrun(environ)
-    if "SLURM_PROCID" in environ:
-        return _of_slurm(environ)
-    raise ValueError(
-        "neither RANK and WORLD_SIZE nor SLURM_PROCID are set: start pytest by torchrun or srun, "
-        "such as `torchrun --nproc-per-node=2 -m pytest`"
-    )
-
-
-def _of_torchrun(environ: Mapping[str, str]) -> World:
-    size = _number(environ, "WORLD_SIZE", allowed=_SIZES)
-    rank = _number(environ, "RANK", allowed=range(size))
-    local_size = _number(environ, "LOCAL_WORLD_SIZE", 1, allowed=range(1, size + 1))
-    local_ranks = range(local_size) if "LOCAL_WORLD_SIZE" in environ else _COUNTS
-    return _world(
-        environ,
-        rank=rank,
-        size=size,
-        size_name="WORLD_SIZE",
-        local_rank=_number(environ, "LOCAL_RANK", 0, allowed=local_ranks),
-        node=_number(environ, "GROUP_RANK", rank // local_size),
-        one_machine=local_size == size,
-    )
-
-
-def _of_slurm(environ: Mapping[str, str]) -> World:
-    size_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
-    nodes = "SLURM_STEP_NUM_NODES" if "SLURM_STEP_NUM_NODES" in environ else "SLURM_NNODES"
-    size = _number(environ, size_name, allowed=_SIZES)
-    return _world(
-        environ,
-        rank=_number(environ, "SLURM_PROCID", allowed=range(size)),
-        size=size,
-        size_name=size_name,
-        local_rank=_number(environ, "SLURM_LOCALID", 0, allowed=range(size)),
-        node=_number(environ, "SLURM_NODEID", 0),
-        one_machine=_number(environ, nodes, 1) == 1,
-    )
-
-
-def _world(
-    environ: Mapping[str, str], *, rank: int, size: int, size_name: str, local_rank: int, node: int, one_machine: bool
-) -> World:
+        size_name = "WORLD_SIZE"
+        size = _number(environ, size_name, allowed=_SIZES)
+        rank = _number(environ, "RANK", allowed=range(size))
+        local_size = _number(environ, "LOCAL_WORLD_SIZE", 1, allowed=range(1, size + 1))
+        local_ranks = range(local_size) if "LOCAL_WORLD_SIZE" in environ else _COUNTS
+        local_rank = _number(environ, "LOCAL_RANK", 0, allowed=local_ranks)
+        node = _number(environ, "GROUP_RANK", rank // local_size)
+        one_machine = local_size == size
+    elif "SLURM_PROCID" in environ:
+        size_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
+        nodes = "SLURM_STEP_NUM_NODES" if "SLURM_STEP_NUM_NODES" in environ else "SLURM_NNODES"
+        size = _number(environ, size_name, allowed=_SIZES)
+        rank = _number(environ, "SLURM_PROCID", allowed=range(size))
+        local_rank = _number(environ, "SLURM_LOCALID", 0, allowed=range(size))
+        node = _number(environ, "SLURM_NODEID", 0)
+        one_machine = _number(environ, nodes, 1) == 1
+    else:
+        raise ValueError(
+            "neither RANK and WORLD_SIZE nor SLURM_PROCID are set: start pytest by torchrun or srun, "
+            "such as `torchrun --nproc-per-node=2 -m pytest`"
+        )
     port, port_source = (0, "") if size == 1 else _port(environ)
     address, address_source = ("localhost", "this machine") if one_machine else _address(environ)
+    key = None if one_machine else environ.get(KEY, "").encode("utf-8", "surrogateescape")
+    if key is not None and len(key) < _LEAST_KEY_BYTES:
+        found = f"has {len(key)} bytes" if key else "is not set"
+        raise ValueError(
+            f"{KEY} {found}, and the processes of several nodes need a common secret of at least {_LEAST_KEY_BYTES} "
+            f"bytes: set it to the same value on each node, such as one line of `openssl rand -hex 32`"
+        )
     return World(
         rank=rank,
         size=size,
@@ -104,7 +89,7 @@ def _world(
         address=address,
         port=port,
         where=f"port {port} ({port_source}) of {address} ({address_source})",
-        key=None if one_machine else _key(environ),
+        key=key,
     )
 
 
@@ -129,17 +114,6 @@ def _address(environ: Mapping[str, str]) -> tuple[str, str]:
                 raise ValueError(f"{name}={hosts!r}: a list of hosts is needed, such as node[01-03,07],login")
             return host, f"first of {name}"
     raise ValueError("MASTER_ADDR is not set: it names the node of rank 0")
-
-
-def _key(environ: Mapping[str, str]) -> bytes:
-    key = environ.get(KEY, "").encode("utf-8", "surrogateescape")
-    if len(key) < _LEAST_KEY_BYTES:
-        found = f"has {len(key)} bytes" if key else "is not set"
-        raise ValueError(
-            f"{KEY} {found}, and the processes of several nodes need a common secret of at least {_LEAST_KEY_BYTES} "
-            f"bytes: set it to the same value on each node, such as one line of `openssl rand -hex 32`"
-        )
-    return key
 
 
 def _number(environ: Mapping[str, str], name: str, default: int | None = None, *, allowed: range = _COUNTS) -> int:
