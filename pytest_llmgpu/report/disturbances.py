@@ -141,19 +141,8 @@ def describe(found: Sequence[Disturbance]) -> list[str]:
     return sentences
 
 
-class BusyCpu(msgspec.Struct, frozen=True, kw_only=True):
-    """The rank that waited longest for a CPU core that others used."""
-
-    rank: int
-    """Number of the rank."""
-    waited: float | None
-    """Fraction of the window in which one of its threads waited; None if the kernel does not count it."""
-    got: float
-    """CPU time of the rank as a fraction of the window times its threads."""
-
-
-def busy_cpu(host: HostUse, *, on_cpu: bool) -> BusyCpu | None:
-    """Return the rank that waited for a CPU core; None where the machine was idle enough.
+def busy_cpu(host: HostUse, *, on_cpu: bool) -> str | None:
+    """Return a sentence on the rank that waited longest for a CPU core; None where the machine was idle enough.
 
     Where the kernel does not count how long a thread waits, a rank that computes on the CPU counts as waiting if its
     threads ran for too short a time while processes of the machine waited.
@@ -168,18 +157,16 @@ def busy_cpu(host: HostUse, *, on_cpu: bool) -> BusyCpu | None:
     found = []
     for rank, (threads, cpu_s, waited_s) in enumerate(zip(host.threads, host.cpu_s, host.waited_s, strict=True)):
         got = cpu_s / (host.wall_s * (threads if on_cpu else 1))
-        waited = None if waited_s is None else waited_s / host.wall_s
-        lost = waited if waited is not None else 1 - got if on_cpu and pressure > _BUSY else 0.0
-        found.append((lost, BusyCpu(rank=rank, waited=waited, got=got)))
-    lost, busiest = max(found, key=lambda one: one[0], default=(0.0, None))
-    return busiest if lost > _BUSY else None
-
-
-def describe_busy_cpu(busy: BusyCpu) -> str:
-    """Return one sentence about a busy machine, without a full stop."""
-    if busy.waited is None:
-        return f"{TITLES['cpu']}: rank {busy.rank} had {100 * busy.got:.0f} % of its CPU time"
-    return f"{TITLES['cpu']}: rank {busy.rank} waited for a core for {100 * busy.waited:.0f} % of the time"
+        if waited_s is not None:
+            lost, text = (
+                waited_s / host.wall_s,
+                f"waited for a core for {100 * waited_s / host.wall_s:.0f} % of the time",
+            )
+        else:
+            lost, text = 1 - got if on_cpu and pressure > _BUSY else 0.0, f"had {100 * got:.0f} % of its CPU time"
+        found.append((lost, -rank, f"{TITLES['cpu']}: rank {rank} {text}"))
+    lost, _, text = max(found, default=(0.0, 0, ""))
+    return text if lost > _BUSY else None
 
 
 def is_power(sentence: str) -> bool:
