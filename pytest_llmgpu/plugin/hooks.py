@@ -293,7 +293,6 @@ def _plan(items: Sequence[pytest.Item]) -> None:
         return
     session = items[0].config.stash[SESSION]()
     try:
-        session.find_session(options.resolve(items[0].config))
         session.find_baseline(fixtures.options_of(items[0]))
     except ValueError as error:
         raise pytest.UsageError(printable(str(error))) from None
@@ -313,7 +312,10 @@ def _plan(items: Sequence[pytest.Item]) -> None:
                 raise pytest.UsageError(printable(str(error))) from None
             given = ", ".join(f"{name}={value!r}" for mark in markers for name, value in mark.kwargs.items())
             _refuse(item, f"marker llmgpu({given}): {error}")
-    session.resume()
+    try:
+        session.resume(options.resolve(items[0].config))
+    except ValueError as error:
+        raise pytest.UsageError(printable(str(error))) from None
 
 
 def _made(config: pytest.Config) -> BenchmarkSession | None:

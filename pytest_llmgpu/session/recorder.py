@@ -123,23 +123,21 @@ class Recorder:
             steps.append("--llmgpu-save=NAME (keeps the report)")
         return [f"next: {', '.join(steps)}"] if steps else []
 
-    def find_session(self, reference: str, devices: Machine) -> Report:
-        """Return the report of a broken session with the results that stay, for `resume`.
+    def resume(self, reference: str, devices: Machine) -> Report:
+        """Continue a broken session: the results that follow are added to those of its report that stay.
 
         Raises:
             ValueError: There is no such report, or its session cannot be continued.
         """
         source = references.resolve(reference, self._storage_path, repository=self._rootdir)
-        started = self._start(devices)
-        return resume.continued(source.report(), started, name=references.public(reference), sha256=source.sha256)
-
-    def resume(self, report: Report) -> None:
-        """Continue a session: the results that follow are added to those that its report has."""
-        self.report = report
+        self.report = report = resume.continued(
+            source.report(), self._start(devices), name=references.public(reference), sha256=source.sha256
+        )
         self._earlier, self._ids = Earlier(report.cases), {result.id for result in report.cases}
         for place, result in enumerate(report.cases):
             self._measured[self._next(result.nodeid or "", result.key)] = (place, by_launch(result))
         self._counts.clear()
+        return report
 
     def kept(self, nodeid: str, case: Case) -> CaseResult | None:
         """Return the result of a case that the session had before it was resumed; None if it is to be measured.
@@ -201,7 +199,9 @@ class Recorder:
         result = file.encodable(result)
         for launch in result.launches:
             launch.resumption = len(self.report.resumed)
-        place, launches = self._launches_of(result)
+        # A test that measures the same case twice has two cases in the report, in every launch.
+        place, launches = self._measured.setdefault(self._next(nodeid, result.key), (len(cases), []))
+        launches.append(result)
         if len(launches) == 1:
             result.id = next_id(self._ids, result.case)
             self._ids.add(result.id)
@@ -220,17 +220,6 @@ class Recorder:
         """Count a measurement of this launch, and return its name in `_measured`."""
         self._counts[nodeid, key] += 1
         return nodeid, key, self._counts[nodeid, key] - 1
-
-    def _launches_of(self, result: CaseResult) -> tuple[int, list[CaseResult]]:
-        """Return the place of a result's case in the report, and the results of all its launches.
-
-        A test that measures the same case twice has two cases in the report, in every launch.
-        """
-        assert self.report is not None
-        name = self._next(result.nodeid or "", result.key)
-        place, launches = self._measured.setdefault(name, (len(self.report.cases), []))
-        launches.append(result)
-        return place, launches
 
     def conclude(
         self,
@@ -257,15 +246,30 @@ class Recorder:
         if judge is not None:
             self.report.verdicts = judge(self.report)
         self._write()
-        self._rescue()
+        if self._unwritten is not None and self.path is not None:
+            # It may be the work of hours.
+            with suppress(OSError):
+                copy = Path(tempfile.mkdtemp(prefix="llmgpu-report-")) / self.path.name
+                # A figure that is not finite is null in this copy.
+                copy.write_bytes(msgspec.json.encode(self.report))
+                self._unwritten += f"; the report is {copy}"
 
     def save(self) -> None:
         """Save the finished report in the store, if an option requests that."""
-        if self.report is None:
+        if self.report is None or (chosen := self.report.options.get(resume.SAVE)) is None:
             return
-        name = self.report.options.get(resume.SAVE)
-        if name is not None:
-            self._save(self.report, str(name or "") or None)
+        name = str(chosen or "") or None
+        try:
+            self._saved = store.save(self.report, self._storage_path, name)
+        except (OSError, ValueError) as error:  # ValueError: a name in the report that was continued
+            where = self._shown(self._storage_path)
+            self._unsaved = f"the report could not be saved in {where}: {file.one_line(error)}"
+            return
+        try:
+            if name is not None:
+                references.resolve(name, self._storage_path, machine=store.hardware(self.report))
+        except ValueError as error:
+            self._ambiguous = [f"note: {error}"]
 
     def write_page(self, baseline: Report | None) -> None:
         """Write the finished report as a page, with its baseline, if an option requests that."""
@@ -278,20 +282,6 @@ class Recorder:
             report.write(report.render(self.report, baseline, name=name), self._page_path)
         except ValueError as error:
             self._unmade = f"no page: {error}"
-
-    def _save(self, finished: Report, name: str | None) -> None:
-        try:
-            self._saved = store.save(finished, self._storage_path, name)
-        except (OSError, ValueError) as error:  # ValueError: a name in the report that was continued
-            self._unsaved = (
-                f"the report could not be saved in {self._shown(self._storage_path)}: {file.one_line(error)}"
-            )
-            return
-        try:
-            if name is not None:
-                references.resolve(name, self._storage_path, machine=store.hardware(finished))
-        except ValueError as error:
-            self._ambiguous = [f"note: {error}"]
 
     def _shown(self, where: Path) -> str:
         """Return a path relative to the rootdir, for messages."""
@@ -319,22 +309,6 @@ class Recorder:
         except (OSError, ValueError) as error:  # ValueError: a figure of a case is not finite
             # A full disk must not end the run: the file is written again after the next case.
             self._unwritten = f"{self._shown(self.path)} could not be written: {file.one_line(error)}"
-
-    def _rescue(self) -> None:
-        """Write a report that could not be written to a temporary folder: it may be the work of hours."""
-        if self._unwritten is None or self.report is None or self.path is None:
-            return
-        with suppress(OSError):
-            folder = Path(tempfile.mkdtemp(prefix="llmgpu-report-"))
-            try:
-                file.dump(self.report, folder / self.path.name)
-            except ValueError:
-                # The figure that is not finite is null in this copy. The others are the work of hours.
-                (folder / self.path.name).write_bytes(msgspec.json.encode(self.report))
-            except OSError:
-                folder.rmdir()
-                return
-            self._unwritten += f"; the report is {folder / self.path.name}"
 
 
 def _plain(value: OptionValue | tuple[str | int, ...]) -> OptionValue:

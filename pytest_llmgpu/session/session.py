@@ -27,10 +27,7 @@ from pytest_llmgpu.render.terminal.live import LiveLine
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.derived import generated
 from pytest_llmgpu.report.options import Options
-from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import OUT_OF_MEMORY, CaseResult
-from pytest_llmgpu.report.text import valid
-from pytest_llmgpu.session import resume
 from pytest_llmgpu.session.judge import Judge
 from pytest_llmgpu.session.planner import Planner
 from pytest_llmgpu.session.recorder import Recorder
@@ -94,10 +91,6 @@ class BenchmarkSession:
         folder = self._folder.path
         launcher = LocalLauncher(folder) if peers is None else EnvLauncher(peers, folder)
         self.runner = Runner(launcher, self.profilers_of, self._show, live.note)
-        self._resumed: Report | None = None
-        """The session that this run continues; None if it begins one."""
-        self._kept: dict[str, list[CaseResult]] = {}
-        """Maps each node id to the results that its test has in that session."""
         self._expected: dict[Group, list[str]] = {}
         self._cases: list[tuple[Machine, Case, int | None]] = []
         """Machine and case of each test, and its batch size if the test does not choose it."""
@@ -126,10 +119,6 @@ class BenchmarkSession:
         strategy, options = group
         requests = [self.planner.request(options, strategy, batch_size or 1, task=task) for task in scored]
         requests = requests or [self.planner.request(options, strategy, 1)]
-        for request in requests:
-            for result in self._kept.get(valid(nodeid or ""), ()):
-                if changed := resume.changed_files(result, request.case):
-                    raise ValueError(f"--llmgpu-resume: {nodeid} measured other files: {changed}")
         if not may_fit_nowhere:
             self._required.add(group)
         if nodeid is not None:
@@ -145,8 +134,8 @@ class BenchmarkSession:
         if self.judge is not None:
             self.judge.find_baseline(self.planner.machine(options))
 
-    def find_session(self, options: Options) -> None:
-        """Read the report that the run continues, if it does so, before a model is looked up.
+    def resume(self, options: Options) -> None:
+        """Continue the session of a report, if the run does so; once no test is refused, since the report is changed.
 
         Raises:
             ValueError: The report cannot be read, or its session cannot be continued here.
@@ -154,24 +143,18 @@ class BenchmarkSession:
         if options.resume is None:
             return
         try:
-            self._resumed = self.recorder.find_session(options.resume, self.planner.machine(options))
+            report = self.recorder.resume(options.resume, self.planner.machine(options))
         except ValueError as error:
             raise ValueError(f"--llmgpu-resume={options.resume}: {error}") from None
-        for result in self._resumed.cases:
-            self._kept.setdefault(result.nodeid or "", []).append(result)
-
-    def resume(self) -> None:
-        """Continue that session, once no test is refused: until then its report may be neither shown nor written."""
-        if self._resumed is not None:
-            self.recorder.resume(self._resumed)
-            self.runner.resume(self._resumed)
+        self.runner.resume(report)
 
     def headlines(self) -> list[str]:
         """Return the lines that name devices, model, data and batch sizes, the report that is continued, and notes."""
         lines: dict[str, list[tuple[Machine, Case, int | None]]] = {}
         for entry in self._cases:
             lines.setdefault(entry[0].describe(), []).append(entry)
-        resumed = [f"llmgpu: {line}" for line in terminal.resumptions(self._resumed)] if self._resumed else []
+        report = self.recorder.report
+        resumed = [] if report is None else [f"llmgpu: {line}" for line in terminal.resumptions(report)]
         return (
             [
                 terminal.headline(found[0][0], [case for _, case, _ in found], [size for *_, size in found if size])

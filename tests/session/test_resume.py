@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.report_factory import make_case, make_ceilings, make_failed, make_report, make_result, make_traffic
+from support.report_factory import make_ceilings, make_failed, make_report, make_result, make_traffic
 
 from pytest_llmgpu.report.report import Commit, Report, Session
 from pytest_llmgpu.report.result import CaseResult, Failure, Launch
@@ -51,17 +51,20 @@ def _other_plugin(report: Report) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (_replaced("commit", sha="b" * 40), "it measured commit b+, and this is commit a+"),
-        (_replaced("commit", dirty=True), "it measured files that differed from commit"),
+        (
+            _replaced("commit", sha="b" * 40),
+            "it was measured in another way: commit b+ -> a+",
+        ),
+        (_replaced("commit", dirty=True), "files differ from commit a+: only a committed state"),
         (_replaced("commit", sha=None, why={"sha": "no git"}), "the commit is not known: no git"),
-        (_replaced("environment", cpu="Xeon"), "another machine .*: CPU Xeon -> EPYC"),
-        (_replaced("environment", cores=8), "another machine .*: cores 8 -> 16"),
-        (_replaced("environment", gpus=[]), "another machine .*: GPUs 0 -> 2"),
-        (_other_board, "another machine .*: other boards of the same kind"),
-        (_replaced("environment", driver="1"), "other libraries: driver 1 -> none"),
-        (_replaced("environment", variables={"NCCL_P2P_DISABLE": "1"}), "other libraries: NCCL_P2P_DISABLE 1 -> unset"),
-        (_other_plugin, "pytest-llmgpu 0.0.9 wrote it, and this is 0.1.0"),
-        (_other_option, "it had other options: --llmgpu-launches 5 -> none"),
+        (_replaced("environment", cpu="Xeon"), "another way: CPU Xeon -> EPYC"),
+        (_replaced("environment", cores=8), "another way: cores 8 -> 16"),
+        (_replaced("environment", gpus=[]), "another way: GPUs 0 -> 2"),
+        (_other_board, "another way: other boards of the same kind"),
+        (_replaced("environment", driver="1"), "another way: driver 1 -> none"),
+        (_replaced("environment", variables={"NCCL_P2P_DISABLE": "1"}), "another way: NCCL_P2P_DISABLE 1 -> unset"),
+        (_other_plugin, "another way: pytest-llmgpu 0.0.9 -> 0.1.0"),
+        (_other_option, "another way: --llmgpu-launches 5 -> none"),
     ],
 )
 def test_another_commit_machine_or_option_is_refused(change: Callable[[Report], None], reason: str) -> None:
@@ -120,16 +123,3 @@ def test_a_launch_whose_later_passes_were_stopped_is_measured_again(stopped: str
     else:
         result.why["traffic"] = TRAFFIC_STOPPED
     assert _continued(_report(result)).cases == []
-
-
-def test_other_files_are_named_with_what_differs() -> None:
-    """Items, or a number of new tokens, that a test chose itself are another case, and no other files."""
-    result = make_result(10.0)
-    assert resume.changed_files(result, result.case) is None
-    assert resume.changed_files(result, make_case(batch_size=2, revision="b")) is None
-    assert resume.changed_files(result, make_case(dataset="custom", dataset_sha256="f" * 64)) is None
-    texts = make_result(workload="generate", prompt_tokens=9, new_tokens=8)
-    assert resume.changed_files(texts, msgspec.structs.replace(texts.case, new_tokens=6)) is None
-    assert resume.changed_files(texts, msgspec.structs.replace(texts.case, revision="b")) == "revision none -> b"
-    changed = resume.changed_files(result, make_case(revision="b", dataset_sha256="f" * 64))
-    assert changed == "revision none -> b, dataset_sha256 dddddddddddd... -> ffffffffffff..."
