@@ -25,7 +25,7 @@ _SCORINGS = {"loglikelihood": "lean", "loglikelihood_full_logits": "harness"}
 """The scoring of a workload that has the name of stored reports."""
 
 DEFAULT_TASK = "hellaswag"
-"""Task of a case or an item that names none, such as the cases of older reports."""
+"""Task of a case or an item that names none."""
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,7 +14,7 @@ from pytest_llmgpu.report.report import SCHEMA_VERSION, Report
 
 
 def schema() -> dict[str, Any]:
-    """Return the JSON Schema of a report as this version writes it. `load` reads older reports too.
+    """Return the JSON Schema of a report as this version writes it.
 
     A field with a default is not required: a version grows by such fields, and its first reports lack them.
     """
