@@ -237,7 +237,10 @@ def _tally(forward: Callable[[], object], world_size: int) -> _Tally:
                 return NotImplemented  # The op is dispatched again, as ops on local tensors with their collectives.
             named = kwargs or {}
             schema = func._schema  # noqa: SLF001 - as the modes of torch do
-            _check_known(schema.name)
+            namespace = schema.name.partition("::")[0]
+            if namespace in _NAMESPACES and schema.name not in _COUNTED and schema.name not in _WITHOUT_PAYLOAD:
+                known = ", ".join(name for name in PAYLOADS if name.startswith(f"{namespace}::")) or "none"
+                raise ValueError(f"{schema.name}: the traffic of this op is unknown; known ops of {namespace}: {known}")
             answer = func(*args, **named)
             if schema.name not in _COUNTED:
                 return answer
@@ -251,13 +254,6 @@ def _tally(forward: Callable[[], object], world_size: int) -> _Tally:
     return tally
 
 
-def _check_known(op: str) -> None:
-    namespace = op.partition("::")[0]
-    if namespace in _NAMESPACES and op not in PAYLOADS and op not in _WITHOUT_PAYLOAD and op != _BATCHED_P2P:
-        known = ", ".join(name for name in PAYLOADS if name.startswith(f"{namespace}::"))
-        raise ValueError(f"{op}: the traffic of this op is unknown; known ops of {namespace}: {known or 'none'}")
-
-
 def _moved(
     op: str, given: Mapping[str, Any], answer: Any, world_size: int
 ) -> Iterator[tuple[CollectiveKind, int, int | Fraction, int | Fraction]]:
@@ -269,52 +265,36 @@ def _moved(
             yield "peer_copy", size, size, 0
         return
     ranks, rank = _group_of(given, world_size)
-    away = _other_nodes(ranks, rank)
+    nodes = os.environ.get(NODES, "").split(",")
+    away = [len(nodes) > 1 and nodes[other] != nodes[ranks[rank]] for other in ranks]
     if op == _BATCHED_P2P:
         for way, peer, tensor in zip(given["op_list"], given["peer_list"], given["tensors"], strict=True):
             size = _bytes(tensor)
             yield ("send", size, size, size * away[peer]) if way == "isend" else ("recv", size, size, 0)
-    elif op in PAYLOADS:
-        kind, argument = PAYLOADS[op]
-        payload = given[argument]
-        size = _bytes(payload)
-        if kind == "all_to_all":
-            parts = _parts(given.get("input_split_sizes"), payload, len(ranks))
-            to_others = sum((part for part, other in zip(parts, away, strict=True) if other), Fraction())
-            yield kind, size, size * (1 - parts[rank]), size * to_others
-        elif kind in ("send", "recv"):
-            yield kind, size, size, size * away[given["dst"]] if kind == "send" else 0
-        else:
-            root = given.get("root_rank", given.get("src"))
-            # In a ring, the last rank of the chain that starts at the root is the one before the root.
-            last = kind == "broadcast" and rank == (root - 1) % len(ranks)
-            wire = size * (0 if last else _wire_fraction(kind, len(ranks)))
-            yield kind, size, wire, wire * away[(rank + 1) % len(ranks)]
-
-
-def _other_nodes(ranks: Sequence[int], rank: int) -> list[bool]:
-    """Return for each rank of a group whether it is on another node than one of them."""
-    nodes = os.environ.get(NODES, "").split(",")
-    own = nodes[ranks[rank]] if len(nodes) > 1 else ""
-    return [len(nodes) > 1 and nodes[other] != own for other in ranks]
+        return
+    kind, argument = PAYLOADS[op]
+    payload = given[argument]
+    size = _bytes(payload)
+    if kind == "all_to_all":
+        splits = given.get("input_split_sizes")
+        splits = splits or ([_bytes(part) for part in payload] if isinstance(payload, Sequence) else [1] * len(ranks))
+        parts = [Fraction(part, sum(splits) or 1) for part in splits]
+        to_others = sum((part for part, other in zip(parts, away, strict=True) if other), Fraction())
+        yield kind, size, size * (1 - parts[rank]), size * to_others
+    elif kind in ("send", "recv"):
+        yield kind, size, size, size * away[given["dst"]] if kind == "send" else 0
+    else:
+        others = Fraction(len(ranks) - 1, len(ranks))
+        of_kind = {"all_reduce": 2 * others, "all_gather": Fraction(len(ranks) - 1), "reduce_scatter": others}
+        wire = size * of_kind.get(kind, Fraction(len(ranks) > 1))
+        if kind == "broadcast" and rank == (given.get("root_rank", given.get("src")) - 1) % len(ranks):
+            wire = Fraction()  # In a ring, the last rank of the chain that starts at the root is the one before it.
+        yield kind, size, wire, wire * away[(rank + 1) % len(ranks)]
 
 
 def between_gpus(source: torch.device, target: torch.device) -> bool:
     """Return whether a copy goes from one GPU to another."""
     return source.type == target.type == "cuda" and source != target
-
-
-def _wire_fraction(kind: CollectiveKind, ranks: int) -> Fraction:
-    """Return wire bytes per byte of payload."""
-    others = Fraction(ranks - 1, ranks)
-    of_kind = {"all_reduce": 2 * others, "all_gather": Fraction(ranks - 1), "reduce_scatter": others}
-    return of_kind.get(kind, Fraction(ranks > 1))
-
-
-def _parts(splits: Sequence[int] | None, payload: Any, ranks: int) -> list[Fraction]:
-    """Return the fraction of an all-to-all's payload that goes to each rank."""
-    parts = splits or ([_bytes(part) for part in payload] if isinstance(payload, Sequence) else [1] * ranks)
-    return [Fraction(part, sum(parts) or 1) for part in parts]
 
 
 def _group_of(given: Mapping[str, Any], world_size: int) -> tuple[Sequence[int], int]:

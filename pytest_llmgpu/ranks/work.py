@@ -81,8 +81,6 @@ _DETACHED = f"torch.profiler recorded no kernel: {_DETACHING}=1 detaches CUPTI w
 _CUPTI_DETACHES = (12, 6)
 """The first CUDA with which CUPTI can be detached while CUDA graphs exist. torch.profiler names it
 (`_KinetoProfile.prepare_trace`): with older ones the second profile after a detachment crashes."""
-
-
 RANGE_PREFIX = "llmgpu:"
 """Begin of the name of a range that a work pass opens; the rest is the module's name."""
 
@@ -261,12 +259,12 @@ def record(
         return Passes(batches=numbers, why=_ON_CPU)
     batches = [plan.batches[number] for number in numbers]
     # The first profile of a process initialises CUPTI, and its records are left out.
-    with _recorded(loaded.devices, first=first):
+    with _recorded(first=first):
         _run(loaded, [plan.batches[_middle(numbers)]], forward, on_batch)
     kernels, seconds = [], []
     why = None
     for _ in range(passes_of(len(numbers))):
-        with _recorded(loaded.devices) as recording:
+        with _recorded() as recording:
             pass_s = _run(loaded, batches, forward, on_batch)
         # All passes are run whatever a profiler does: ranks that stop would leave the others waiting in a collective.
         why = why or recording.why
@@ -295,39 +293,44 @@ def measure(
         last: These are the last passes of the case.
     """
     number = _middle(passes.batches)
-
-    def run() -> float:
-        return _run(loaded, [plan.batches[number]], forward, on_batch)
-
-    counted = count_ops(run, loaded.model)
-    why = {} if loaded.dispatched else {"flops": _BYPASSED}
-    modules = None
+    batch = [plan.batches[number]]
+    counted = count_ops(lambda: _run(loaded, batch, forward, on_batch), loaded.model)
+    unrecorded: str | None = _ON_CPU
+    attributed = None
     if loaded.devices[0].type == "cuda":
-        with _recorded(loaded.devices, ranges=True, last=last) as attribution, _module_ranges(loaded.model):
-            run()
-        if attribution.why is None:
-            modules = attribute(attribution.records)
-        else:
-            why |= dict.fromkeys(_HOST_FIGURES, attribution.why)
-    else:
-        why |= dict.fromkeys(_HOST_FIGURES, _ON_CPU)
+        with _recorded(ranges=True, last=last) as recording, _module_ranges(loaded.model):
+            _run(loaded, batch, forward, on_batch)
+        unrecorded = recording.why
+        attributed = attribute(recording.records) if unrecorded is None else None
+    why = {} if loaded.dispatched else {"flops": _BYPASSED}
+    why |= {} if unrecorded is None else dict.fromkeys(_HOST_FIGURES, unrecorded)
+    why |= {} if passes.why is None else dict.fromkeys(_DEVICE_FIGURES, passes.why)
     figures = RankWork(
         uuids=_uuids(loaded.devices),
         ops=counted.ops,
         flops=counted.flops if loaded.dispatched else None,
         flops_by_module=counted.flops_by_module if loaded.dispatched else None,
-        runtime_calls=None if modules is None else modules.runtime_calls,
-        host_syncs=None if modules is None else modules.host_syncs,
+        runtime_calls=None if attributed is None else attributed.runtime_calls,
+        host_syncs=None if attributed is None else attributed.host_syncs,
         why=why,
     )
+    reply = WorkReply(batches=passes.batches, eager_batches=[number], work=figures)
     if passes.why is not None:
-        why |= dict.fromkeys(_DEVICE_FIGURES, passes.why)
-        return WorkReply(batches=passes.batches, eager_batches=[number], work=figures)
-    return WorkReply(
-        batches=passes.batches,
-        eager_batches=[number],
-        work=_with_passes(figures, passes),
-        rows=largest_rows(passes.kernels, modules),
+        return reply
+    covered = [(one.covered_s, pass_s) for one, pass_s in zip(passes.kernels, passes.seconds, strict=True)]
+    figures = msgspec.structs.replace(
+        figures,
+        device_time_s=[one.device_time_s for one in passes.kernels],
+        copy_s=[one.copy_s for one in passes.kernels],
+        idle_s=[max(0.0, pass_s - covered_s) for covered_s, pass_s in covered],
+        busy=statistics.median(min(1.0, covered_s / pass_s) for covered_s, pass_s in covered),
+        kernels=sum(calls.calls for calls in passes.kernels[-1].kernels.values()),
+        kernels_sha256=kernels_sha256(passes.kernels[-1].kernels),
+    )
+    return msgspec.structs.replace(
+        reply,
+        work=figures,
+        rows=largest_rows(passes.kernels, attributed),
         collective_s=[one.collective_s for one in passes.kernels],
     )
 
@@ -340,19 +343,31 @@ def join(replies: Sequence[WorkReply], kernel_names: dict[str, int], model: Mode
         kernel_names: Name of a kernel to its number in the report; names that are new are added.
         model: The size of the model, or the reason why it is not known.
     """
-    collectives = _collectives([reply.collective_s for reply in replies])
     reasons = [reply.work.why["device_time_s"] for reply in replies if reply.rows is None]
-    if reasons:
-        collectives = reasons[0]
+    collectives = reasons[0] if reasons else _collectives([reply.collective_s for reply in replies])
     why = {"collectives": collectives} if isinstance(collectives, str) else {}
     if isinstance(model, str):
         why["model"] = model
+    ranks = []
+    for reply in replies:
+        rows = [
+            WorkRow(
+                # The answer of each rank has the names of the modules again, in strings of its own.
+                module=row.module and sys.intern(row.module),
+                kernel=None if row.kernel is None else kernel_names.setdefault(row.kernel, len(kernel_names)),
+                family=row.family,
+                calls=row.calls,
+                time_s=row.time_s,
+            )
+            for row in reply.rows or ()
+        ]
+        ranks.append(msgspec.structs.replace(reply.work, rows=None if reply.rows is None else rows))
     return Work(
         batches=replies[0].batches,
         eager_batches=replies[0].eager_batches,
         passes=len(replies[0].collective_s),
         collectives=None if isinstance(collectives, str) else collectives,
-        ranks=[msgspec.structs.replace(reply.work, rows=_numbered(reply.rows, kernel_names)) for reply in replies],
+        ranks=ranks,
         model=None if isinstance(model, str) else model,
         why=why,
     )
@@ -385,20 +400,6 @@ def _middle(numbers: Sequence[int]) -> int:
     return numbers[len(numbers) // 2]
 
 
-def _with_passes(figures: RankWork, passes: Passes) -> RankWork:
-    last = passes.kernels[-1]
-    covered = [(one.covered_s, pass_s) for one, pass_s in zip(passes.kernels, passes.seconds, strict=True)]
-    return msgspec.structs.replace(
-        figures,
-        device_time_s=[one.device_time_s for one in passes.kernels],
-        copy_s=[one.copy_s for one in passes.kernels],
-        idle_s=[max(0.0, pass_s - covered_s) for covered_s, pass_s in covered],
-        busy=statistics.median(min(1.0, covered_s / pass_s) for covered_s, pass_s in covered),
-        kernels=sum(calls.calls for calls in last.kernels.values()),
-        kernels_sha256=kernels_sha256(last.kernels),
-    )
-
-
 def _collectives(ranks: Sequence[Sequence[dict[str, list[float]]]]) -> list[CollectiveWork] | str:
     """Split the time of each kind of collective into transfer and waiting.
 
@@ -420,22 +421,6 @@ def _collectives(ranks: Sequence[Sequence[dict[str, list[float]]]]) -> list[Coll
             wait_s.append(max(0.0, sum(map(sum, durations)) / len(durations) - transfer_s[-1]))
         found.append(CollectiveWork(collective=kind, calls=number, transfer_s=transfer_s, wait_s=wait_s))
     return found
-
-
-def _numbered(rows: Sequence[NamedRow] | None, kernel_names: dict[str, int]) -> list[WorkRow] | None:
-    if rows is None:
-        return None
-    # The answer of each rank has the names of the modules again, in strings of its own.
-    return [
-        WorkRow(
-            module=row.module and sys.intern(row.module),
-            kernel=None if row.kernel is None else kernel_names.setdefault(row.kernel, len(kernel_names)),
-            family=row.family,
-            calls=row.calls,
-            time_s=row.time_s,
-        )
-        for row in rows
-    ]
 
 
 @contextmanager
@@ -470,13 +455,10 @@ def _run(loaded: Loaded, batches: Sequence[Batch], forward: Forward, on_batch: C
 
 
 @contextmanager
-def _recorded(
-    devices: Sequence[torch.device], *, ranges: bool = False, first: bool = False, last: bool = False
-) -> Iterator[_Recording]:
+def _recorded(*, ranges: bool = False, first: bool = False, last: bool = False) -> Iterator[_Recording]:
     """While entered, torch.profiler records the kernels of this process.
 
     Args:
-        devices: The devices of the model.
         ranges: The ranges of modules are recorded, too.
         first: This is the first profile of the case.
         last: No profile of the case follows, and CUPTI is detached.
@@ -484,10 +466,6 @@ def _recorded(
     from torch.profiler import ProfilerActivity, profile
 
     recording = _Recording()
-    if devices[0].type != "cuda":
-        recording.why = _ON_CPU
-        yield recording
-        return
     profiler = profile(activities=[ProfilerActivity.CUDA, *([ProfilerActivity.CPU] if ranges else [])])
     try:
         _set_detaching(wanted=first)
@@ -547,9 +525,6 @@ def _uuids(devices: Sequence[torch.device]) -> list[str]:
     return [f"GPU-{torch.cuda.get_device_properties(device).uuid}" for device in devices if device.type == "cuda"]
 
 
-# From records to figures: pure functions.
-
-
 def read_records(events: Iterable[Any]) -> list[Record]:
     """Return the records that matter of `torch.profiler.profile(...).profiler.kineto_results.events()`.
 
@@ -587,10 +562,14 @@ def of_pass(records: Sequence[Record]) -> PassKernels:
         else:
             device_ns += record.duration_ns
     copy_ns = sum(record.duration_ns for record in records if _is_copy(record))
+    covered_ns = end_ns = 0  # the length of the union of the kernels, which are sorted by their start
+    for record in kernels:
+        covered_ns += max(0, record.end_ns - max(end_ns, record.start_ns))
+        end_ns = max(end_ns, record.end_ns)
     return PassKernels(
         device_time_s=device_ns * _NS,
         copy_s=copy_ns * _NS,
-        covered_s=_covered_ns(kernels) * _NS,
+        covered_s=covered_ns * _NS,
         kernels={name: Calls(count, time_ns[name] * _NS) for name, count in calls.items()},
         collective_s=dict(collectives),
     )
@@ -598,8 +577,23 @@ def of_pass(records: Sequence[Record]) -> PassKernels:
 
 def attribute(records: Sequence[Record]) -> Modules:
     """Attribute the kernels of an eager pass to the innermost range around the call that launched them."""
-    calls = [record for record in records if record.device is None and _CALL.match(record.name)]
-    module_of = _innermost(calls, [record for record in records if record.name.startswith(RANGE_PREFIX)])
+    on_host = sorted(
+        (record for record in records if record.device is None), key=lambda one: (one.start_ns, -one.end_ns)
+    )
+    calls = [record for record in on_host if _CALL.match(record.name)]
+    waiting = [record for record in on_host if record.name.startswith(RANGE_PREFIX)][::-1]
+    module_of: dict[int, str] = {}
+    opened: list[Record] = []  # ranges are nested
+    for call in calls:
+        while waiting and waiting[-1].start_ns <= call.start_ns:
+            entered = waiting.pop()
+            while opened and opened[-1].end_ns <= entered.start_ns:
+                opened.pop()
+            opened.append(entered)
+        while opened and opened[-1].end_ns <= call.start_ns:
+            opened.pop()
+        if opened:
+            module_of[call.correlation] = opened[-1].name.removeprefix(RANGE_PREFIX)
     time_ns: dict[tuple[str, str], int] = defaultdict(int)
     count: Counter[tuple[str, str]] = Counter()
     for record in _kernels(records):
@@ -639,30 +633,20 @@ def largest_rows(passes: Sequence[PassKernels], attributed: Modules | None) -> l
         )
         for name, calls in passes[-1].kernels.items()
     )
-    found = [*by_kernel[:_KERNEL_ROWS], *_summed(by_kernel[_KERNEL_ROWS:], None)]
-    if attributed is not None:
-        found += _module_rows(
-            _by_time(
-                NamedRow(module, name, family_of(name), *calls) for (module, name), calls in attributed.kernels.items()
-            )
-        )
-    return found
-
-
-def _module_rows(by_time: Sequence[NamedRow]) -> list[NamedRow]:
-    """Return the largest rows, and the others summed by module and family; no family of a module is lost.
-
-    Only a program of very many modules has a row `other` for each family: it sums the smallest modules.
-
-    Args:
-        by_time: A row for each module and kernel, the largest time first.
-    """
-    for own in range(min(_MODULE_ROWS, len(by_time)), -1, -1):
-        sums = _summed_by_module(by_time[own:])
+    found = [*by_kernel[:_KERNEL_ROWS], *_by_time(row._replace(kernel=None) for row in by_kernel[_KERNEL_ROWS:])]
+    if attributed is None:
+        return found
+    by_module = _by_time(
+        NamedRow(module, name, family_of(name), *calls) for (module, name), calls in attributed.kernels.items()
+    )
+    # The others are summed by module and family, so that no family of a module is lost.
+    for own in range(min(_MODULE_ROWS, len(by_module)), -1, -1):
+        sums = _by_time(row._replace(kernel=None) for row in by_module[own:])
         if own + len(sums) <= _MODULE_ROWS:
-            return [*by_time[:own], *sums]
+            return [*found, *by_module[:own], *sums]
+    # A program of very many modules: a row `other` for each family sums the smallest modules.
     kept = _MODULE_ROWS - len(_FAMILIES)
-    return [*sums[:kept], *_summed(sums[kept:], OTHER_MODULE)]
+    return [*found, *sums[:kept], *_by_time(row._replace(module=OTHER_MODULE) for row in sums[kept:])]
 
 
 def _by_time(several: Iterable[NamedRow]) -> list[NamedRow]:
@@ -674,16 +658,6 @@ def _by_time(several: Iterable[NamedRow]) -> list[NamedRow]:
         summed[key] = calls + row.calls, time_s + row.time_s
     found = [NamedRow(*key, *amounts) for key, amounts in summed.items()]
     return sorted(found, key=lambda row: (-row.time_s, row.module or "", row.kernel or ""))
-
-
-def _summed(several: Sequence[NamedRow], module: str | None) -> list[NamedRow]:
-    """Return a row without a kernel for each family of the rows."""
-    return _summed_by_module([row._replace(module=module) for row in several])
-
-
-def _summed_by_module(several: Sequence[NamedRow]) -> list[NamedRow]:
-    """Return a row without a kernel for each module and family of the rows, the largest time first."""
-    return _by_time(row._replace(kernel=None) for row in several)
 
 
 def folded(module: str, prefix: str = "") -> str:
@@ -706,46 +680,21 @@ def _is_copy(record: Record) -> bool:
     return record.device is not None and _COPY.match(record.name) is not None
 
 
-def _covered_ns(kernels: Sequence[Record]) -> int:
-    """Return the length of the union of intervals that are sorted by their start."""
-    covered = end_ns = 0
-    for record in kernels:
-        covered += max(0, record.end_ns - max(end_ns, record.start_ns))
-        end_ns = max(end_ns, record.end_ns)
-    return covered
-
-
-def _innermost(calls: Sequence[Record], ranges: Sequence[Record]) -> dict[int, str]:
-    """Return the correlation id of each call inside a range to the module of the innermost one; ranges are nested."""
-    waiting = sorted(
-        (record for record in ranges if record.device is None), key=lambda record: (record.start_ns, -record.end_ns)
-    )
-    waiting.reverse()
-    found: dict[int, str] = {}
-    opened: list[Record] = []
-    for call in sorted(calls, key=lambda record: record.start_ns):
-        while waiting and waiting[-1].start_ns <= call.start_ns:
-            entered = waiting.pop()
-            while opened and opened[-1].end_ns <= entered.start_ns:
-                opened.pop()
-            opened.append(entered)
-        while opened and opened[-1].end_ns <= call.start_ns:
-            opened.pop()
-        if opened:
-            found[call.correlation] = opened[-1].name.removeprefix(RANGE_PREFIX)
-    return found
-
-
 def count_ops(forward: Callable[[], object], model: torch.nn.Module | None = None) -> OpCounts:
     """Run `forward` once and return what this rank computed; ranks with collectives must run it at the same time.
 
     Only the ops of the calling thread are seen. Kernels that a library launches past torch's dispatcher are not.
     The FLOPs are split over the modules of a model, if it is given.
     """
+    import torch
     from torch.distributed.tensor import DTensor
     from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils.flop_counter import flop_registry
 
-    formulas = _formulas()
+    aten = torch.ops.aten
+    attention = flop_registry[aten._scaled_dot_product_flash_attention]  # noqa: SLF001 - the key of torch's table
+    alike = [getattr(aten, name) for name in _LIKE_FLASH_ATTENTION if hasattr(aten, name)]
+    formulas: dict[Any, Callable[..., Any]] = dict.fromkeys(alike, attention) | dict(flop_registry)
     ops: Counter[str] = Counter()
     flops: Counter[str] = Counter()
     entered = [OTHER_MODULE]
@@ -806,14 +755,3 @@ def module_hooks(
 
 def _nothing(_: object) -> None:
     """Drop a value: what a hook returns replaces the arguments or the output of the module."""
-
-
-def _formulas() -> dict[Any, Callable[..., Any]]:
-    """Return torch's formula of each op that has one."""
-    import torch
-    from torch.utils.flop_counter import flop_registry
-
-    aten = torch.ops.aten
-    attention = flop_registry[aten._scaled_dot_product_flash_attention]  # noqa: SLF001 - the key of torch's table
-    alike = [getattr(aten, name) for name in _LIKE_FLASH_ATTENTION if hasattr(aten, name)]
-    return dict.fromkeys(alike, attention) | dict(flop_registry)
