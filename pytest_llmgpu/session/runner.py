@@ -49,6 +49,7 @@ _BUILD_S = 1_800.0
 """Time limit of another node for the work before loading, which has limits of its own."""
 _NAMED = 3
 """A message names at most this many files that differ."""
+_WORK_FAILED = "the work passes failed"
 _NO_TRAFFIC = "traffic is counted for completed cases only"
 
 _SPINS = "1000"
@@ -264,17 +265,23 @@ class Runner:
         launch.memory = _memory([rank.memory for rank in ranks], request.machine, launch.profile)
         return replies[0].execution
 
-    def _check_texts(self, request: Request, launch: Launch) -> None:
-        """Add the log-likelihoods that generated texts are checked by; without them the texts are unchecked."""
-        if launch.generation is None or self._group is None:
-            return
+    def _ask_further(self, request: Request, command: Callable[..., Any], *args: Any) -> list[Any] | str:
+        """Return what the ranks answer after the measurement, or why they do not: then they are ended."""
+        if self._group is None:
+            return "the ranks were ended before"
         try:
-            checked: list[Generation] = self._group.ask(
-                worker.check_texts, request.reference, phase="forward", timeout_s=request.timeout_s
-            )
+            return self._group.ask(command, *args, phase="forward", timeout_s=request.timeout_s)
         except RankFailedError as error:
             self._abandon()
-            launch.why["generation"] = f"the forwards that check the texts failed: {error}"
+            return str(error)
+
+    def _check_texts(self, request: Request, launch: Launch) -> None:
+        """Add the log-likelihoods that generated texts are checked by; without them the texts are unchecked."""
+        if launch.generation is None:
+            return
+        checked: list[Generation] | str = self._ask_further(request, worker.check_texts, request.reference)
+        if isinstance(checked, str):
+            launch.why["generation"] = f"the forwards that check the texts failed: {checked}"
             return
         launch.generation = msgspec.structs.replace(
             launch.generation,
@@ -300,40 +307,30 @@ class Runner:
             return
         launch.why["work"] = WORK_STOPPED
         # First: the CUDA graphs of the case end where the traffic is counted.
-        recorded = self._ask_for_work(request, launch, worker.record_work) is not None
+        recorded = self._ask_further(request, worker.record_work)
+        if isinstance(recorded, str):
+            launch.why["work"] = f"{_WORK_FAILED}: {recorded}"
         self._count_traffic(request, result)
-        if recorded and self._group is None:
-            launch.why["work"] = "the ranks were ended when traffic was counted"
-        self._record_work(request, launch)
-
-    def _ask_for_work(self, request: Request, launch: Launch, command: Callable[..., Any]) -> list[Any] | None:
-        """Return what the ranks answer; None if they were ended before, or if they fail, with the reason in `why`."""
-        if self._group is None:
-            return None
-        try:
-            return self._group.ask(command, phase="forward", timeout_s=request.timeout_s)
-        except RankFailedError as error:
-            self._abandon()
-            launch.why["work"] = f"the work passes failed: {error}"
-            return None
-
-    def _record_work(self, request: Request, launch: Launch) -> None:
-        """Add what the program computed."""
-        replies: list[list[work.WorkReply]] | None = self._ask_for_work(request, launch, worker.run_eager_passes)
-        if replies is None:
+        if isinstance(recorded, str):
             return
-        sizes = self._ask_for_work(request, launch, worker.model_size)
+        if self._group is None:
+            launch.why["work"] = "the ranks were ended when traffic was counted"
+            return
+        replies: list[list[work.WorkReply]] | str = self._ask_further(request, worker.run_eager_passes)
+        if isinstance(replies, str):
+            launch.why["work"] = f"{_WORK_FAILED}: {replies}"
+            return
+        sizes = self._ask_further(request, worker.model_size)
         # Without the size of the model the bound alone is unknown.
-        size = launch.why["work"] if sizes is None else sizes[0]
+        size = f"{_WORK_FAILED}: {sizes}" if isinstance(sizes, str) else sizes[0]
         launch.work, *prefill = (
             work.join(of_ranks, self.kernel_names, size) for of_ranks in zip(*replies, strict=True)
         )
         launch.prefill_work = prefill[0] if prefill else None
         del launch.why["work"]
-        if self._group is not None:
-            self._measure_ceilings(self._group, request, len(replies))
+        self._measure_ceilings(request, len(replies))
 
-    def _measure_ceilings(self, group: RankGroup, request: Request, ranks: int) -> None:
+    def _measure_ceilings(self, request: Request, ranks: int) -> None:
         """Measure the rates of the GPUs of a case that were not measured in this session."""
         uuids = [gpu.uuid for gpu in request.machine.gpus]
         measured = self._ceilings_measured
@@ -342,18 +339,15 @@ class Runner:
             copies=[place for place, uuid in enumerate(uuids) if ("copy", uuid) not in measured],
             all_reduce=ranks > 1 and ("all_reduce", *uuids) not in measured,
         )
-        if request.case.device != "cuda" or not (wanted.products or wanted.copies or wanted.all_reduce):
+        nothing = not (wanted.products or wanted.copies or wanted.all_reduce)
+        if self._group is None or request.case.device != "cuda" or nothing:
             return
         measured.update((kind, uuid) for uuid in uuids for kind in (request.case.dtype, "copy"))
         if wanted.all_reduce:
             measured.add(("all_reduce", *uuids))
-        try:
-            found: list[Ceilings] = group.ask(
-                worker.measure_ceilings, wanted, phase="forward", timeout_s=request.timeout_s
-            )
-        except RankFailedError as error:
-            self._abandon()
-            found = [Ceilings(why={"devices": f"the benchmark of the GPUs failed: {error}"})]
+        found: list[Ceilings] | str = self._ask_further(request, worker.measure_ceilings, wanted)
+        if isinstance(found, str):
+            found = [Ceilings(why={"devices": f"the benchmark of the GPUs failed: {found}"})]
         self.ceilings = ceilings.merged([*([] if self.ceilings is None else [self.ceilings]), *found])
 
     def _count_traffic(self, request: Request, result: CaseResult) -> None:
@@ -362,13 +356,10 @@ class Runner:
             result.why["traffic"] = f"the ranks were ended: {result.launches[-1].why['work']}"
             return
         result.why["traffic"] = TRAFFIC_STOPPED
-        try:
-            found: list[tuple[list[Collective], list[Collective] | None] | str] = self._group.ask(
-                worker.account, phase="forward", timeout_s=request.timeout_s
-            )
-        except RankFailedError as error:
-            self._abandon()
-            result.why["traffic"] = f"{TRAFFIC_FAILED}: {error}"
+        found: list[tuple[list[Collective], list[Collective] | None] | str] | str
+        found = self._ask_further(request, worker.account)
+        if isinstance(found, str):
+            result.why["traffic"] = f"{TRAFFIC_FAILED}: {found}"
             return
         counted = [one for one in found if not isinstance(one, str)]
         if len(counted) < len(found):
@@ -408,8 +399,8 @@ class Runner:
             if any(nodes_of_ranks):
                 self._check_files(self._group, request)
                 started = time.monotonic()
-                self._build_on_nodes(self._group, request, nodes_of_ranks)
-                began += time.monotonic() - started
+                self._build(strategy, request, nodes_of_ranks, self._group)
+                began += time.monotonic() - started  # it is no part of loading
             loaded: list[list[DeviceMemory]] = self._group.ask(
                 worker.load, case, request.source, request.strategy, phase="load", timeout_s=request.load_timeout_s
             )
@@ -425,47 +416,39 @@ class Runner:
         return self._group
 
     def _check_files(self, group: RankGroup, request: Request) -> None:
-        """Refuse a model whose files differ between nodes, before it is loaded.
-
-        Raises:
-            RankFailedError: The message names the files.
-        """
+        """Refuse a model whose files differ between nodes, before it is loaded."""
         hashes: list[Mapping[str, str] | None] = group.ask(
             worker.file_hashes, request.source, phase="load", timeout_s=request.load_timeout_s
         )
         # With one GPU in sight of each process, every rank is the first one of its node.
         by_node = {request.machine.node_of(rank): files for rank, files in enumerate(hashes) if files is not None}
-        found = machine.file_differences([files for _, files in sorted(by_node.items())])
-        if found:
+        if found := machine.file_differences([files for _, files in sorted(by_node.items())]):
             message = f"the files of {request.case.model} differ: {listed(found, _NAMED)}"
             raise RankFailedError("error", Failure(phase="load", message=message))
 
-    def _build(self, strategy: Strategy, request: Request, nodes_of_ranks: Sequence[int]) -> None:
-        """Do the work that the ranks of this node need before they load, once."""
-        if (here := (request.strategy, 0)) not in self._build_errors:
+    def _build(
+        self, strategy: Strategy, request: Request, nodes_of_ranks: Sequence[int], group: RankGroup | None = None
+    ) -> None:
+        """Do the work that ranks need before they load, once: on this node, with a group on the others.
+
+        A build that failed is not tried again for the next case: it would take as long and fail again.
+        """
+        places = [(request.strategy, node) for node in nodes_of_ranks]
+        if group is None and (here := (request.strategy, 0)) not in self._build_errors:
             try:
                 strategy.build(request.case, self._show_line)
                 self._build_errors[here] = None
             except RuntimeError as error:
                 self._build_errors[here] = str(error)
-        self._check_build(request, nodes_of_ranks)
-
-    def _build_on_nodes(self, group: RankGroup, request: Request, nodes_of_ranks: Sequence[int]) -> None:
-        """Do the same on the other nodes, once; it is no part of loading and of its time limit."""
-        places = [(request.strategy, node) for node in nodes_of_ranks]
-        if not self._build_errors.keys() >= set(places):
+        elif group is not None and not self._build_errors.keys() >= set(places):
             errors: list[str | None] = group.ask(
                 worker.build, request.case, request.source, request.strategy, phase="load", timeout_s=_BUILD_S
             )
-            for place, error in zip(places, errors, strict=True):
-                found = None if error is None else f"node {place[1]}: {error}"
+            for place, failed in zip(places, errors, strict=True):
+                found = None if failed is None else f"node {place[1]}: {failed}"
                 self._build_errors[place] = found or self._build_errors.get(place)
-        self._check_build(request, nodes_of_ranks)
-
-    def _check_build(self, request: Request, nodes_of_ranks: Sequence[int]) -> None:
-        # A build that failed is not tried again for the next case: it would take as long and fail again.
-        for node in nodes_of_ranks:
-            if message := self._build_errors.get((request.strategy, node)):
+        for place in places:
+            if message := self._build_errors.get(place):
                 raise RankFailedError("error", Failure(phase="load", message=message, evidence="the build failed"))
 
     def _send_items(self, group: RankGroup, request: Request) -> None:
