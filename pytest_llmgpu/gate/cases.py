@@ -17,24 +17,24 @@ from pytest_llmgpu.gate.accuracy import Answered, below_floor
 from pytest_llmgpu.gate.calibration import Calibration
 from pytest_llmgpu.gate.cause import with_cause
 from pytest_llmgpu.gate.comparable_launches import comparable, is_copy
-from pytest_llmgpu.gate.exact import memory_row, path_row, traffic_row
-from pytest_llmgpu.gate.execution import execution_row
+from pytest_llmgpu.gate.exact import (
+    by_series,
+    exact_rows,
+    execution_row,
+    largest_batch_row,
+    was_probed,
+    with_distinct_names,
+    worse,
+)
 from pytest_llmgpu.gate.matching import apart, pairs
 from pytest_llmgpu.gate.noise_model import GPU_SD, Prior, prior_of, prior_of_case
 from pytest_llmgpu.gate.policy import Policy, Rules, TimeRule
-from pytest_llmgpu.gate.series import (
-    by_series,
-    largest_batch_row,
-    settled,
-    with_distinct_names,
-)
 from pytest_llmgpu.gate.time import Timed
-from pytest_llmgpu.gate.work import work_rows, worse
 from pytest_llmgpu.report.derived import of_prefill
 from pytest_llmgpu.report.metrics import MetricName
 from pytest_llmgpu.report.report import Report, started
 from pytest_llmgpu.report.result import OUT_OF_MEMORY, CaseResult
-from pytest_llmgpu.report.verdicts import ALSO_CHANGED, Decided, Row
+from pytest_llmgpu.report.verdicts import ALSO_CHANGED, NEITHER, Decided, Row
 
 _BROKEN = {"timeout": "exceeded its time limit", "crashed": "crashed", "error": "ended with an error"}
 
@@ -98,11 +98,8 @@ class Comparison:
                 self._case(pair.base, pair.head, pair.differing)
         self._entries += accuracy.rows(self._answered, self.policy.confidence, self._note())
         then, now = by_series(before), by_series(self.head.cases)
-        measured_by: dict[str, set[str]] = {}
-        for result in self.head.cases if gone else ():
-            measured_by.setdefault(result.nodeid or "", set()).add(result.case.series)
         for result in gone:
-            if settled(result, now, measured_by):
+            if was_probed(result, now, self.head.cases):
                 self.left_out["a probe for the largest batch size"] += 1
             else:
                 self._gone(result)
@@ -155,12 +152,8 @@ class Comparison:
             self._entries.append(execution)
         self._times(base, head, rules)
         self._answers(base, head, rules)
-        for found in work_rows(base, head, rules):
-            self._take(found.metric, found.row, found.gap)
-        self._take("traffic", traffic_row(base, head, rules.traffic), rules.traffic.gate)
-        if base.traffic is not None and head.traffic is not None:
-            self._take("path", path_row(base, head, gated=rules.path.gate), gated=False)
-        self._take("memory", memory_row(base, head, rules.memory), rules.memory.gate)
+        for metric, found in exact_rows(base, head, rules):
+            self._take(metric, found, gated=metric != "path" and found != NEITHER and getattr(rules, metric).gate)
 
     def _answers(self, base: CaseResult, head: CaseResult, rules: Rules) -> None:
         if head.case.generates:

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pytest_llmgpu.gate.execution import other_execution
+from pytest_llmgpu.gate.exact import other_execution
 from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.result import CaseResult, Launch
 from pytest_llmgpu.report.verdicts import Verdict

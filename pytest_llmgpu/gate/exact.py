@@ -1,72 +1,265 @@
-"""Exact metrics of a case: traffic, the links that carried it, and the peak of memory."""
+"""Metrics that do not vary by chance: work, traffic, its path, memory, execution and the largest batch size.
+
+The amounts of a metric with the rule `exact` are equal in every launch of an equal program, so that one launch
+suffices. They are compared rank by rank, because the slowest rank decides the time of a case, and only where the
+forwards ran the same batches. A new one is a row of `report.metrics.METRICS`.
+"""
 
 from __future__ import annotations
 
+import itertools
+import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
 
 from pytest_llmgpu.analysis.traffic_path import FASTEST_FIRST, NAMES, describe_move, has_moved
-from pytest_llmgpu.gate.execution import other_execution
-from pytest_llmgpu.gate.policy import AmountRule, MemoryRule
+from pytest_llmgpu.gate.policy import AmountRule, MemoryRule, Rules
 from pytest_llmgpu.report import disturbances
-from pytest_llmgpu.report.metrics import MetricName
-from pytest_llmgpu.report.result import CaseResult, Launch, Path, Traffic
-from pytest_llmgpu.report.text import gib, percent, signed_percent
-from pytest_llmgpu.report.verdicts import NEITHER, ONLY_CANDIDATE, WORST_FIRST, Decided, Row
-
-_USED_BYTES = 2**30
-"""Growth of memory outside live tensors that is always allowed: a new version of a library can take as much."""
+from pytest_llmgpu.report.derived import of_prefill
+from pytest_llmgpu.report.metrics import METRICS, MetricName, MetricSpec, spec_of
+from pytest_llmgpu.report.result import OUT_OF_MEMORY, CaseResult, Launch, Traffic
+from pytest_llmgpu.report.text import gib, listed, percent, signed_percent
+from pytest_llmgpu.report.verdicts import NEITHER, ONLY_CANDIDATE, WORST_FIRST, Decided, Row, stated
+from pytest_llmgpu.report.work import WORK_OFF, WORK_ON
 
 _NAMED = 3
 """Most changes that a reason names, since it has two lines."""
 
+_NAMED_FIELDS = 2
+"""Most fields in the name of a series."""
+
+_USED_BYTES = 2**30
+"""Growth of memory outside live tensors that is always allowed: a new version of a library can take as much."""
+
+_EXECUTIONS = {"cuda_graphs": "as CUDA graphs", "eager": "eagerly", "compile": "compiled"}
+
+_NOT_OF_SERIES = frozenset(("batch_size", "execution"))
+"""Fields in which the cases of one series can differ."""
+
+
+class Amounts(NamedTuple):
+    """One amount in the launches of both reports."""
+
+    then: Sequence[int]
+    now: Sequence[int]
+
+    @property
+    def before(self) -> int:
+        """The amount of a launch in the middle of the baseline."""
+        return statistics.median_low(self.then)
+
+    @property
+    def after(self) -> int:
+        """The amount of a launch in the middle of the candidate."""
+        return statistics.median_low(self.now)
+
+    @property
+    def growth(self) -> float:
+        """The growth as a fraction; infinite where the baseline has none."""
+        return self.after / self.before - 1 if self.before else math.inf if self.after else 0.0
+
+    def result(self, threshold: float) -> Decided:
+        """Return the verdict. Where launches differ, their whole range has to lie beyond the threshold."""
+        least, most = min(self.then), max(self.then)
+        if min(self.now) - most > threshold * most:
+            return "REGRESSED"
+        if least - max(self.now) > threshold * least:
+            return "IMPROVED"
+        return "UNDECIDED" if max(self.now) - least > threshold * least else "OK"
+
+
+def exact_rows(base: CaseResult, head: CaseResult, rules: Rules) -> Iterator[tuple[MetricName, Row | str]]:
+    """Yield the verdict on each exact metric of two completed results, or the reason why there is none.
+
+    A metric that the policy does not gate is there only where it changed: it explains other rows.
+    """
+    for spec in METRICS:
+        row: Row | str | None = None
+        if spec.rule == "exact":
+            row = _exact_row(spec, base, head, rules)
+            if head.case.generates and spec.batches != "measured":
+                prefill = _exact_row(spec, of_prefill(base), of_prefill(head), rules)
+                row = worse(row if isinstance(row, Row) else None, prefill) if isinstance(prefill, Row) else row
+        elif spec.rule == "traffic":
+            row = traffic_row(base, head, rules.traffic)
+        elif spec.rule == "path":
+            row = path_row(base, head, gated=rules.path.gate)
+        elif spec.rule == "memory":
+            row = memory_row(base, head, rules.memory)
+        changed = isinstance(row, Row) and row.result not in {"OK", "MISSING"}
+        if row is not None and (changed or getattr(rules, spec.name).gate):
+            yield spec.name, row
+
+
+def worse(step: Row | None, prefill: Row) -> Row:
+    """Return the worse of two rows on one metric, of two regressions the larger one, else that of the decode step.
+
+    The smallest slowdown that is seen is that of both.
+    """
+
+    def badness(row: Row) -> tuple[int, float]:
+        return WORST_FIRST.index(row.result), -(row.ratio or 0.0) if row.worse else 0.0
+
+    row = step
+    if row is None or badness(prefill) < badness(row):
+        row = msgspec.structs.replace(prefill, prefill=True, reason=f"Of the prefill: {prefill.reason}")
+    if step is None or step.smallest_seen is None or prefill.smallest_seen is None:
+        return row
+    return msgspec.structs.replace(row, smallest_seen=max(step.smallest_seen, prefill.smallest_seen))
+
+
+def absent(head: CaseResult, metric: MetricName, before: object, after: object, *, gated: bool) -> Row | str | None:
+    """Return a row or a reason where a report lacks a figure; one that only the candidate lacks is MISSING."""
+    if before and after:
+        return None
+    if not before:
+        return ONLY_CANDIDATE if after else NEITHER
+    reasons = [launch.why.get(metric) for launch in head.launches]
+    if metric == "path" and head.traffic is not None and head.traffic.path is not None:
+        reasons = [head.traffic.path.text]
+    if spec_of(metric).batches != "measured":
+        reasons += [launch.why.get("work") for launch in head.launches if launch.work is None]
+        ranks = [rank for launch in head.launches for rank in launch.ranks]
+        reasons += [rank.why.get(metric) or rank.why.get(f"{metric}_s") for rank in ranks]
+    why = next(filter(None, [*reasons, head.why.get(metric)]), "the report has no reason")
+    reason = f"Only the baseline has {metric.replace('_', ' ')}: {why.rstrip('.')}."
+    return Row.of(head, metric, "MISSING", reason, gated=gated, next_step=WORK_ON if why == WORK_OFF else "")
+
+
+def _exact_row(spec: MetricSpec, base: CaseResult, head: CaseResult, rules: Rules) -> Row | str:
+    """Compare each rank with itself; the row has the worst verdict and the figures of the rank that changed most."""
+    assert spec.amount is not None
+    rule = getattr(rules, spec.name)
+    then, now = _by_batches(spec, base), _by_batches(spec, head)
+    if (missing := absent(head, spec.name, then, now, gated=rule.gate)) is not None:
+        return missing
+    common = next((batches for batches in now if batches in then), None)
+    if common is None:
+        return "the forwards ran other batches (plan_sha256)"
+    thens, nows = ([list(spec.amount(launch)) for launch in side[common]] for side in (then, now))
+    if len(set(map(len, [*thens, *nows]))) > 1:
+        return "the numbers of ranks differ"
+    threshold = rule.margin if isinstance(rule, AmountRule) else 0.0
+    ranks = [
+        Amounts(*([launch[number] or 0 for launch in side] for side in (thens, nows))) for number in range(len(nows[0]))
+    ]
+    results = [rank.result(threshold) for rank in ranks]
+    result = min(results, key=WORST_FIRST.index)
+    concerned = [number for number, its in enumerate(results) if its == result]
+    number = max(concerned, key=lambda number: abs(ranks[number].growth))
+    rank = ranks[number]
+    where = "" if len(ranks) == 1 else " on each rank" if len(concerned) == len(ranks) else f" on rank {number}"
+    if result == "OK" and rank.before == rank.after:
+        reason = f"{spec.noun} are equal."
+    elif result == "UNDECIDED":
+        ends = (f"{min(amounts):,} to {max(amounts):,}" for amounts in (rank.now, rank.then))
+        reason = f"{spec.noun} differ between launches{where}: {', were '.join(ends)}{_OF_BATCHES[spec.batches]}."
+    else:
+        change = f" {signed_percent(rank.growth, 2)}" if threshold else ""
+        limit = f", threshold {percent(threshold)}" if threshold else ""
+        figures = f"{spec.written(rank.after)}{_OF_BATCHES[spec.batches]}, were {spec.written(rank.before)}"
+        reason = f"{spec.noun}{change}{where}{limit}: {figures}."
+    if result != "OK":
+        reason += _changed_calls(*(spec.explain(side[common][0])[number:] for side in (then, now)))
+    return Row.of(
+        head,
+        spec.name,
+        result,
+        reason,
+        gated=rule.gate,
+        base=float(rank.before),
+        head=float(rank.after),
+        ratio=rank.after / rank.before if rank.before else None,
+        threshold=threshold,
+        n=min(len(thens), len(nows)),
+    )
+
+
+_OF_BATCHES = {"measured": "", "passes": " in a work pass", "eager": " in a work pass"}
+
+
+def _by_batches(spec: MetricSpec, result: CaseResult) -> dict[tuple[object, ...], list[Launch]]:
+    """Return the launches in which every rank has an amount, by the plan and the batches that it is of."""
+    assert spec.amount is not None
+    found: dict[tuple[object, ...], list[Launch]] = {}
+    for launch in result.launches:
+        amounts = spec.amount(launch)
+        if amounts and None not in amounts:
+            batches: list[int] = []
+            if spec.batches != "measured" and launch.work is not None:
+                eager = launch.work.eager_batches if spec.batches == "eager" else None
+                batches = launch.work.batches if eager is None else eager
+            found.setdefault((launch.plan_sha256, *batches), []).append(launch)
+    return found
+
+
+def _changed_calls(then: Sequence[Mapping[str, int] | None], now: Sequence[Mapping[str, int] | None]) -> str:
+    """Return the calls of the first rank that changed most as a second line; empty where none did or is known."""
+    before, after = (side[0] if side else None for side in (then, now))
+    if before is None or after is None:
+        return ""
+    changes = {name: after.get(name, 0) - before.get(name, 0) for name in sorted(before.keys() | after.keys())}
+    names = sorted((name for name in changes if changes[name]), key=lambda name: -abs(changes[name]))
+    shown = [f"{name} {before.get(name, 0):,} -> {after.get(name, 0):,}" for name in names]
+    return f"\nCalls: {listed(shown, _NAMED)}." if shown else ""
+
 
 def traffic_row(base: CaseResult, head: CaseResult, rule: AmountRule) -> Row | str:
-    """Judge the traffic of each rank: its calls, payload bytes and wire bytes over all collectives.
+    """Compare the traffic of each rank: its calls, payload bytes and wire bytes over all collectives.
 
-    A shift between collectives that leaves these sums within the threshold is OK, and the reason lists it.
-
-    Returns:
-        REGRESSED where a sum grew by more than the threshold, IMPROVED where sums only fell, NOT_COMPARABLE where the
-        forwards ran in a new execution and so in batches with another padding; or the reason why there is nothing to
-        compare.
+    A shift between collectives that leaves these sums within the threshold is OK, and the reason lists it. Forwards in
+    a new execution, and so in batches with another padding, are NOT_COMPARABLE.
     """
-    if (missing := _missing(head, "traffic", base.traffic, head.traffic, gated=rule.gate)) is not None:
+    missing = absent(head, "traffic", base.traffic, head.traffic, gated=rule.gate)
+    if base.traffic is None or head.traffic is None:
+        assert missing is not None
         return missing
-    assert base.traffic is not None
-    assert head.traffic is not None
+    before, after = _sent_by_rank(base.traffic), _sent_by_rank(head.traffic)
+    result: Decided = "OK"
+    if before == after:  # Records can differ all the same: the collectives can be in another order.
+        reason = "Traffic is equal."
+    elif (other := other_execution(base, head)) and _plans(base) != _plans(head):
+        result, reason = "NOT_COMPARABLE", f"The batches differ (plan_sha256), and so does their traffic.\n{other}"
+    else:
+        then, now = _summed(before, without=1), _summed(after, without=1)
+        results = [Amounts([then[place]], [now[place]]).result(rule.margin) for place in {**then, **now}]
+        result = min(results, key=WORST_FIRST.index)
+        reason = _traffic_change(before, after, within=rule.margin if result == "OK" else None)
     sent, now_sent = float(base.traffic.sent_bytes), float(head.traffic.sent_bytes)
     figures = {"base": sent, "head": now_sent, "ratio": now_sent / sent if sent else None, "threshold": rule.margin}
-    # Unequal records can hold equal figures: the collectives may be in another order.
-    same = base.traffic.ranks == head.traffic.ranks
-    if same or (before := _by_rank(base.traffic)) == (after := _by_rank(head.traffic)):
-        return Row.of(head, "traffic", "OK", "Traffic is equal.", gated=rule.gate, **figures)
-    cause = other_execution(base, head)
-    if cause is not None and _plans(base) != _plans(head):
-        reason = f"The batches differ (plan_sha256), and so does their traffic.\n{cause}"
-        return Row.of(head, "traffic", "NOT_COMPARABLE", reason, gated=rule.gate, **figures)
-    then, now = _sums(before, over=1), _sums(after, over=1)
-    places = then.keys() | now.keys()
-    verdict: Decided
-    if any(now[place] - then[place] > rule.margin * then[place] for place in places):
-        verdict = "REGRESSED"
-    else:
-        verdict = "IMPROVED" if any(then[place] - now[place] > rule.margin * then[place] for place in places) else "OK"
-    reason = _traffic_change(before, after, within=rule.margin if verdict == "OK" else None)
-    return Row.of(head, "traffic", verdict, reason, gated=rule.gate, **figures)
+    return Row.of(head, "traffic", result, reason, gated=rule.gate, **figures)
 
 
 _Sent = Counter[tuple[int, str, str]]
 """Rank, collective and name of a figure to its value."""
 
 
+def _sent_by_rank(traffic: Traffic) -> _Sent:
+    figures: _Sent = Counter()
+    for number, rank in enumerate(traffic.ranks):
+        for entry in rank:
+            figures[number, entry.collective, "calls"] += entry.calls
+            figures[number, entry.collective, "payload bytes"] += entry.payload_bytes
+            figures[number, entry.collective, "wire bytes"] += entry.wire_bytes
+    return figures
+
+
+def _summed(figures: _Sent, *, without: int) -> Counter[tuple[int | str, ...]]:
+    """Return the sums over one part of the key: 0, the ranks; 1, the collectives."""
+    sums: Counter[tuple[int | str, ...]] = Counter()
+    for key, value in figures.items():
+        sums[key[:without] + key[without + 1 :]] += value
+    return sums
+
+
 def _traffic_change(before: _Sent, after: _Sent, *, within: float | None) -> str:
     """Describe a change of the traffic; `within` is the threshold that it does not exceed."""
-    places = before.keys() | after.keys()
-    grew, shrank = (any(sign * (after[place] - before[place]) > 0 for place in places) for sign in (1, -1))
-    then, now = _sums(before, over=0), _sums(after, over=0)
+    grew, fell = (any(sign * (after[place] - before[place]) > 0 for place in {**before, **after}) for sign in (1, -1))
+    then, now = _summed(before, without=0), _summed(after, without=0)
     changed = [
         f"{collective} {then[collective, figure]:,} -> {now[collective, figure]:,} {figure}"
         for collective, figure in sorted(then.keys() | now.keys())
@@ -74,17 +267,20 @@ def _traffic_change(before: _Sent, after: _Sent, *, within: float | None) -> str
     ]
     what = "; ".join(changed[:_NAMED]) or "the ranks split it differently"
     more = f"; and {len(changed) - _NAMED} more figures" if len(changed) > _NAMED else ""
-    word = ("changed" if shrank else "grew") if grew else "fell"
+    word = "changed" if grew and fell else "grew" if grew else "fell"
     limit = "" if within is None else f" within the threshold of {percent(within)}"
     return f"Traffic {word}{limit}: {what}{more}."
 
 
-def path_row(base: CaseResult, head: CaseResult, *, gated: bool) -> Row | str:
-    """Judge the links that carried the traffic. NVLink is faster than PCIe, and PCIe faster than PCIe over the host."""
-    if head.traffic is not None and not any(head.traffic.ranks):
+def path_row(base: CaseResult, head: CaseResult, *, gated: bool) -> Row | str | None:
+    """Compare the links that carried the traffic: NVLink is faster than PCIe, and PCIe faster than over the host."""
+    if base.traffic is None or head.traffic is None:
+        return None
+    if not any(head.traffic.ranks):
         return "nothing is sent"
-    then, now = _path(base), _path(head)
-    if (missing := _missing(head, "path", then, now, gated=gated)) is not None:
+    then, now = base.traffic.path, head.traffic.path
+    links = [None if path is None else path.link for path in (then, now)]
+    if (missing := absent(head, "path", *links, gated=gated)) is not None:
         return missing
     assert then is not None
     assert then.link is not None
@@ -98,134 +294,124 @@ def path_row(base: CaseResult, head: CaseResult, *, gated: bool) -> Row | str:
     )
 
 
-def memory_row(base: CaseResult, head: CaseResult, rule: MemoryRule) -> Row | str:
-    """Judge the peak of live tensors and of the workspace outside torch's allocator, on each device.
+def execution_row(base: CaseResult, head: CaseResult, *, gated: bool) -> Row | None:
+    """Compare the execution: eager forwards are slower than recorded ones.
 
-    The fullest device decides what fits. Another device that grew counts as well where the fullest one did not fall:
-    memory that only moved to emptier devices is no regression. Equal runs have equal peaks except for the allocator's
-    rounding, which the threshold covers. Several launches give a range of the ratio, which has to lie wholly above the
-    threshold for REGRESSED. What torch reserved and what NVML reports in use, which is sampled, have a threshold of
-    their own: memory outside live tensors takes the space of the next batch as well. Recorded graphs hold memory of
-    their own: a change between forwards of another execution is NOT_COMPARABLE.
+    Returns:
+        REGRESSED where only the candidate ran eagerly, IMPROVED where only the baseline did; None where the execution
+        did not change to or from eager, or where the users asked for different executions.
     """
-    tensors = _sides(base, head, _tensors_bytes)
-    then, now = ([max(filter(None, launch)) for launch in side] for side in tensors)
-    if (missing := _missing(head, "memory", then, now, gated=rule.gate)) is not None:
-        return missing
-    peak = _Peak("the fullest device", then, now)
-    verdict = peak.verdict(rule)
-    if verdict in {"OK", "UNDECIDED"}:
-        for other in _changed(head, tensors):
-            found = other.verdict(rule)
-            if WORST_FIRST.index(found) < WORST_FIRST.index(verdict):
-                peak, verdict = other, found
-    more = "The launches differ by more than the threshold." if verdict == "UNDECIDED" else None
-    noun, threshold = "Memory", peak.threshold(rule)
-    if verdict != "REGRESSED" and (outside := _outside_tensors(base, head, rule)) is not None:
-        tensors_now, tensors_then = gib(peak.after), gib(peak.before)
-        noun, peak, grew = outside
-        verdict, threshold = "REGRESSED", peak.used_threshold(rule)
-        more = f"{grew} grew. Live tensors: {tensors_now}, was {tensors_then}."
-    if verdict != "OK" and (cause := other_execution(base, head)) is not None:
-        verdict, more = "NOT_COMPARABLE", cause
-    before, after = peak.before, peak.after
-    change = f"{noun} is equal" if after == before else f"{noun} {signed_percent(after / before - 1)}"
-    return Row.of(
-        head,
-        "memory",
-        verdict,
-        f"{change}, threshold {percent(threshold)}: {gib(after)} on {peak.where}, was {gib(before)}."
-        + (f"\n{more}" if more else ""),
-        gated=rule.gate,
-        base=before,
-        head=after,
-        ratio=after / before,
-        low=peak.low,
-        high=peak.high,
-        threshold=threshold,
-        n=min(len(peak.then), len(peak.now)),
-    )
+    was, now = base.case.execution, head.case.execution
+    if was == now or "eager" not in {was, now} or base.case.cuda_graphs != head.case.cuda_graphs:
+        return None
+    choice = next((f"\n{launch.execution_choice}" for launch in head.launches if launch.execution_choice), "")
+    result: Decided = "REGRESSED" if now == "eager" else "IMPROVED"
+    return Row.of(head, "execution", result, f"{_executions(base, head)}.{choice}", gated=gated)
+
+
+def other_execution(base: CaseResult, head: CaseResult) -> str | None:
+    """Return a sentence if one result ran its forwards as CUDA graphs and the other eagerly; else None."""
+    if base.case.execution == head.case.execution:
+        return None
+    return f"{_executions(base, head)}: measure both with --llmgpu-cuda-graphs=on or off."
+
+
+def _executions(base: CaseResult, head: CaseResult) -> str:
+    now, was = (_EXECUTIONS.get(one.case.execution, one.case.execution) for one in (head, base))
+    return f"The forwards ran {now}, the baseline's {was}"
 
 
 class _Peak(NamedTuple):
     """The peak of one device in the launches of both reports, in bytes."""
 
     where: str
-    then: list[int]
-    now: list[int]
-
-    @property
-    def before(self) -> float:
-        return statistics.median(self.then)
-
-    @property
-    def after(self) -> float:
-        return statistics.median(self.now)
-
-    @property
-    def low(self) -> float:
-        return min(self.now) / max(self.then)
-
-    @property
-    def high(self) -> float:
-        return max(self.now) / min(self.then)
-
-    def threshold(self, rule: MemoryRule) -> float:
-        """Return the threshold of live tensors as a fraction."""
-        return max(rule.margin, rule.absolute_bytes / self.before)
-
-    def verdict(self, rule: MemoryRule) -> Decided:
-        """Return the verdict on live tensors."""
-        threshold = self.threshold(rule)
-        if self.low > 1 + threshold:
-            return "REGRESSED"
-        if self.high < 1 - threshold:
-            return "IMPROVED"
-        return "OK" if self.high <= 1 + threshold else "UNDECIDED"
-
-    def used_threshold(self, rule: MemoryRule) -> float:
-        """Return the threshold of memory outside live tensors as a fraction."""
-        return max(rule.used_margin, _USED_BYTES / max(self.then))
+    bytes_: Amounts
 
 
 _Figures = list[int | None]
 """A figure of each device of a launch; devices correspond by their order."""
 
 
-def _sides(base: CaseResult, head: CaseResult, figures: Callable[[Launch], _Figures]) -> list[list[_Figures]]:
+def memory_row(base: CaseResult, head: CaseResult, rule: MemoryRule) -> Row | str:
+    """Compare the peak of live tensors and of the workspace outside torch's allocator, on each device.
+
+    The fullest device decides what fits. Another device that grew counts as well where the fullest one did not fall:
+    memory that only moved to emptier devices is no regression. Equal runs have equal peaks except for the allocator's
+    rounding, which the threshold covers. What torch reserved and what NVML reports in use, which is sampled, have a
+    threshold of their own: memory outside live tensors takes the space of the next batch as well. Recorded graphs hold
+    memory of their own: a change between forwards of another execution is NOT_COMPARABLE.
+    """
+    tensors = _of_launches(base, head, lambda launch: [device.peak_bytes for device in launch.memory])
+    then, now = ([max(filter(None, launch)) for launch in side] for side in tensors)
+    if (missing := absent(head, "memory", then, now, gated=rule.gate)) is not None:
+        return missing
+
+    def allowed(peak: _Peak) -> float:
+        return max(rule.margin, rule.absolute_bytes / peak.bytes_.before)
+
+    def result_of(peak: _Peak) -> Decided:
+        return peak.bytes_.result(allowed(peak))
+
+    peak = _Peak("the fullest device", Amounts(then, now))
+    if result_of(peak) in {"OK", "UNDECIDED"}:
+        peak = min([peak, *_changed_peaks(head, tensors)], key=lambda one: WORST_FIRST.index(result_of(one)))
+    noun, threshold, result = "Memory", allowed(peak), result_of(peak)
+    more = "The launches differ by more than the threshold." if result == "UNDECIDED" else None
+    if result != "REGRESSED":
+        for figures, name, grew in _OUTSIDE_TENSORS:
+            outside = _changed_peaks(head, _of_launches(base, head, figures))
+            limits = [max(rule.used_margin, _USED_BYTES / max(one.bytes_.then)) for one in outside]
+            grown = [
+                (one, limit)
+                for one, limit in zip(outside, limits, strict=True)
+                if one.bytes_.result(limit) == "REGRESSED"
+            ]
+            if grown:
+                more = f"{grew} grew. Live tensors: {gib(peak.bytes_.after)}, was {gib(peak.bytes_.before)}."
+                peak, threshold = max(grown, key=lambda one: one[0].bytes_.after - one[0].bytes_.before)
+                noun, result = name, "REGRESSED"
+                break
+    if result != "OK" and (other := other_execution(base, head)) is not None:
+        result, more = "NOT_COMPARABLE", other
+    amounts = peak.bytes_
+    change = f"{noun} {signed_percent(amounts.growth)}" if amounts.growth else f"{noun} is equal"
+    return Row.of(
+        head,
+        "memory",
+        result,
+        f"{change}, threshold {percent(threshold)}: {gib(amounts.after)} on {peak.where}, was {gib(amounts.before)}."
+        + (f"\n{more}" if more else ""),
+        gated=rule.gate,
+        base=amounts.before,
+        head=amounts.after,
+        ratio=amounts.after / amounts.before,
+        low=min(amounts.now) / max(amounts.then),
+        high=max(amounts.now) / min(amounts.then),
+        threshold=threshold,
+        n=min(map(len, amounts)),
+    )
+
+
+def _of_launches(
+    base: CaseResult, head: CaseResult, figures: Callable[[Launch], _Figures]
+) -> tuple[list[_Figures], list[_Figures]]:
     """Return the figures of the launches of both results that have any."""
-    return [[found for launch in result.launches if any(found := figures(launch))] for result in (base, head)]
+    then, now = ([found for one in result.launches if any(found := figures(one))] for result in (base, head))
+    return then, now
 
 
-def _changed(head: CaseResult, sides: Sequence[Sequence[_Figures]]) -> list[_Peak]:
+def _changed_peaks(head: CaseResult, sides: tuple[list[_Figures], list[_Figures]]) -> list[_Peak]:
     """Return the figure of each device that every launch of both reports has, where the launches differ."""
-    launches = [*sides[0], *sides[1]]
-    if not all(sides) or all(launch == launches[0] for launch in launches) or len(set(map(len, launches))) > 1:
+    if not all(sides) or len(set(map(len, [*sides[0], *sides[1]]))) > 1:
         return []
     return [
         _Peak(
             f"device {head.launches[-1].memory[place].index}",
-            *([launch[place] or 0 for launch in side] for side in sides),
+            Amounts(*([launch[place] or 0 for launch in side] for side in sides)),
         )
-        for place, of_launches in enumerate(zip(*launches, strict=True))
+        for place, of_launches in enumerate(zip(*sides[0], *sides[1], strict=True))
         if all(of_launches) and len(set(of_launches)) > 1
     ]
-
-
-def _outside_tensors(base: CaseResult, head: CaseResult, rule: MemoryRule) -> tuple[str, _Peak, str] | None:
-    """Return memory that outgrew its threshold outside live tensors: its name, its peak, and what can have grown."""
-    for figure, noun, grew in (
-        (_reserved_bytes, "Memory reserved by torch", "The allocator's cache or its fragmentation"),
-        (_used_bytes, "Memory in use (NVML)", "Caches, CUDA contexts or NCCL's buffers"),
-    ):
-        changed = _changed(head, _sides(base, head, figure))
-        if grown := [peak for peak in changed if peak.low > 1 + peak.used_threshold(rule)]:
-            return noun, max(grown, key=lambda one: one.after - one.before), grew
-    return None
-
-
-def _tensors_bytes(launch: Launch) -> _Figures:
-    return [device.peak_bytes for device in launch.memory]
 
 
 def _reserved_bytes(launch: Launch) -> _Figures:
@@ -241,40 +427,116 @@ def _used_bytes(launch: Launch) -> _Figures:
     return [] if disturbed else [device.nvml_used_max_bytes for device in launch.memory]
 
 
-def _missing(head: CaseResult, metric: MetricName, before: object, after: object, *, gated: bool) -> Row | str | None:
-    """Return a row or a reason where a report lacks the figure; a figure that the candidate lost is MISSING."""
-    if before and after:
+_OUTSIDE_TENSORS = (
+    (_reserved_bytes, "Memory reserved by torch", "The allocator's cache or its fragmentation"),
+    (_used_bytes, "Memory in use (NVML)", "Caches, CUDA contexts or NCCL's buffers"),
+)
+"""Figures of memory outside live tensors, their names, and what can have grown."""
+
+
+class Series(msgspec.Struct, kw_only=True):
+    """The results of one series in one report: the cases that differ in their batch size only."""
+
+    result: CaseResult
+    """The first of its results."""
+    fits: int = 0
+    """Largest batch size that completed; 0 where none did."""
+    fails: int | None = None
+    """Smallest batch size that was out of memory; None where none was."""
+
+    def __str__(self) -> str:
+        return f"{self.fits}" + (f" (out of memory at {self.fails})" if self.fails is not None else "")
+
+
+def by_series(results: Sequence[CaseResult]) -> dict[str, Series]:
+    """Return the series of a report's results by `Case.series`."""
+    found: dict[str, Series] = {}
+    for result in results:
+        size = result.case.batch_size
+        series = found.setdefault(result.case.series, Series(result=result))
+        if result.outcome == "completed":
+            series.fits = max(series.fits, size)
+        elif result.outcome in OUT_OF_MEMORY:
+            series.fails = min(size, series.fails or size)
+    return found
+
+
+def largest_batch_row(base: Series, head: Series, *, gated: bool) -> Row | None:
+    """Compare the largest batch size that fits; None where nothing was out of memory, so that no limit is known.
+
+    A batch size that one report lacks is no change: the size at which the other ran out of memory has to have fitted.
+    A crash shows neither that a size fits nor that it does not.
+    """
+    if (base.fails is None and head.fails is None) or not all(one.fits or one.fails for one in (base, head)):
         return None
-    if before:
-        path = head.traffic.path if metric == "path" and head.traffic is not None else None
-        why = (path.text if path else None) or head.why.get(metric, "the report has no reason")
-        return Row.of(head, metric, "MISSING", f"Only the baseline has {metric}: {why.rstrip('.')}.", gated=gated)
-    return ONLY_CANDIDATE if after else NEITHER
+    result: Decided = "OK"
+    if head.fails is not None and head.fails <= base.fits:
+        result = "REGRESSED"
+    elif base.fails is not None and base.fails <= head.fits:
+        result = "IMPROVED"
+    case = head.result.case
+    return Row(
+        key=case.series,
+        id=case.strategy,
+        metric="largest_batch",
+        reason=f"Largest batch size {head}, was {base}.",
+        gated=gated,
+        base=float(base.fits),
+        head=float(head.fits),
+        ratio=head.fits / base.fits if base.fits else None,
+        **stated(result),
+    )
+
+
+def was_probed(gone: CaseResult, heads: Mapping[str, Series], results: Sequence[CaseResult]) -> bool:
+    """Return whether a case that only the baseline has was a probe for the largest batch size, and needs no second one.
+
+    Each run probes other sizes, in the test whose own case was out of memory. So the candidate's series has to have
+    run out of memory too, in the same test, and to have a result for this size: the size is at most the largest that
+    fits, or at least the smallest that does not.
+
+    Args:
+        gone: The baseline's result.
+        heads: The candidate's series, from `by_series`.
+        results: The results of the candidate.
+    """
+    series, size = gone.case.series, gone.case.batch_size
+    head = heads.get(series)
+    if head is None or head.fails is None or head.fits < size < head.fails or gone.nodeid is None:
+        return False
+    return any(result.nodeid == gone.nodeid and result.case.series == series for result in results)
+
+
+def with_distinct_names(rows: Sequence[Row], results: Sequence[CaseResult]) -> Sequence[Row]:
+    """Return the rows with the fields in which series of one strategy differ in their ids: `mp (limit=40)`.
+
+    Args:
+        rows: Rows of cases and of series.
+        results: The results of the candidate.
+    """
+    keys: dict[str, set[str]] = {}
+    for row in rows:
+        if spec_of(row.metric).scope == "series":
+            keys.setdefault(row.id, set()).add(row.key)
+    names: dict[str, str] = {}
+    for strategy in (strategy for strategy, several in keys.items() if len(several) > 1):
+        cases = {result.case.series: result.case for result in results if result.case.strategy == strategy}
+        fields: dict[str, dict[str, Any]] = {
+            key: {**msgspec.structs.asdict(case), **case.strategy_options, "strategy_options": None}
+            for key, case in cases.items()
+        }
+        differing = [
+            name
+            for name in dict.fromkeys(itertools.chain(*fields.values()))
+            if name not in _NOT_OF_SERIES and len({str(one.get(name)) for one in fields.values()}) > 1
+        ]
+        # A hash names nothing to the reader, unless it is all that differs.
+        shown = [name for name in differing if not name.endswith("sha256")] or differing
+        for key, one in fields.items():
+            its = [f"{name}={value}" for name in shown if (value := one.get(name)) is not None]
+            names[key] = f"{strategy} ({', '.join(its[:_NAMED_FIELDS])})" if its else strategy
+    return [msgspec.structs.replace(row, id=names[row.key]) if row.key in names else row for row in rows]
 
 
 def _plans(result: CaseResult) -> set[str | None]:
     return {launch.plan_sha256 for launch in result.launches}
-
-
-def _path(result: CaseResult) -> Path | None:
-    """Return the path where its link is known."""
-    path = result.traffic.path if result.traffic is not None else None
-    return path if path is not None and path.link is not None else None
-
-
-def _sums(figures: _Sent, *, over: int) -> Counter[tuple[int | str, ...]]:
-    """Return the sums over one part of the key: 0, the ranks; 1, the collectives."""
-    sums: Counter[tuple[int | str, ...]] = Counter()
-    for key, value in figures.items():
-        sums[key[:over] + key[over + 1 :]] += value
-    return sums
-
-
-def _by_rank(traffic: Traffic) -> _Sent:
-    figures: _Sent = Counter()
-    for number, rank in enumerate(traffic.ranks):
-        for entry in rank:
-            figures[number, entry.collective, "calls"] += entry.calls
-            figures[number, entry.collective, "payload bytes"] += entry.payload_bytes
-            figures[number, entry.collective, "wire bytes"] += entry.wire_bytes
-    return figures

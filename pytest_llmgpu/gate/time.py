@@ -25,6 +25,7 @@ import msgspec
 from pytest_llmgpu.analysis import noise_regime
 from pytest_llmgpu.analysis.noise_regime import NoiseRegime
 from pytest_llmgpu.gate.comparable_launches import Refusal, Sides
+from pytest_llmgpu.gate.exact import absent
 from pytest_llmgpu.gate.noise_model import (
     DAY_SD,
     GPU_SD,
@@ -38,12 +39,11 @@ from pytest_llmgpu.gate.noise_model import (
 from pytest_llmgpu.gate.policy import DeviceTimeRule, TimeRule
 from pytest_llmgpu.gate.stats.distributions import t_quantile, t_tail
 from pytest_llmgpu.gate.stats.holm import holm
-from pytest_llmgpu.gate.work import lost
 from pytest_llmgpu.report.derived import device_times_s, inference_s
 from pytest_llmgpu.report.metrics import MetricName, default_threshold, spec_of
 from pytest_llmgpu.report.result import CaseResult, Launch
 from pytest_llmgpu.report.text import FACTORS_FROM, plural, signed_percent, significant, slowdown
-from pytest_llmgpu.report.verdicts import NEITHER, ONLY_CANDIDATE, Decided, Row, stated
+from pytest_llmgpu.report.verdicts import Decided, Row, stated
 
 PROMISED = 0.02
 """Distance above the threshold of a slowdown that a row with the verdict OK excludes."""
@@ -507,10 +507,8 @@ def _measured(
         measured = _Measured(*([ranks for launch in side if (ranks := _rank_times(launch))] for side in sides))
     if not all(measured):
         then, now = (any(map(device_times_s, result.launches)) for result in (base, head))
-        if not then:
-            return ONLY_CANDIDATE if now else NEITHER
-        if not now:
-            return lost(head, "device_time", _why_absent(head), gated=gated)
+        if (missing := absent(head, "device_time", then, now, gated=gated)) is not None:
+            return missing
         if isinstance(sides, Refusal):
             return _refused(head, "device_time", sides, gated=gated)
         reason = "The launches with device time were disturbed (`profile.invalid`)."
@@ -527,17 +525,6 @@ def _rank_times(launch: Launch) -> list[_RankTime]:
     """Return the device time of each rank; empty if it was not measured."""
     times_s = device_times_s(launch) or []
     return [_RankTime(tuple(rank.uuids), math.log(time_s)) for rank, time_s in zip(launch.ranks, times_s, strict=False)]
-
-
-def _why_absent(result: CaseResult) -> str:
-    """Return why a result has no device time."""
-    for launch in result.launches:
-        if launch.work is None:
-            return launch.why.get("work", "the report has no reason")
-        for rank in launch.work.ranks:
-            if "device_time_s" in rank.why:
-                return rank.why["device_time_s"]
-    return "the report has no reason"
 
 
 def _can_be_judged(case: Timed, decision: Decision) -> bool:

@@ -99,7 +99,7 @@ class MetricSpec:
     noun: str = ""
     """The amount in a sentence, plural."""
     batches: Batches = "measured"
-    """Forwards that the amount is of. Amounts of other forwards are not compared."""
+    """Forwards that the metric is of. Amounts of other forwards are not compared."""
     figure: Callable[[CaseResult], Figure | None] | None = None
     """Returns the number of a completed case; None where it has none."""
     exported: Exported | None = None
@@ -297,6 +297,7 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec(
         name="device_time",
         rule="time",
+        batches="passes",
         threshold=0.01,
         unit="s",
         written=_seconds,

@@ -1,15 +1,203 @@
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import msgspec
 import pytest
 from support.prose import Prose
-from support.report_factory import GIB, make_memory, make_result
+from support.report_factory import GIB, make_failed, make_memory, make_result, make_work
 from support.verdict_factory import make_invalid, make_traffic
 
-from pytest_llmgpu.gate.exact import memory_row, path_row, traffic_row
-from pytest_llmgpu.gate.policy import AmountRule, MemoryRule
+from pytest_llmgpu.gate.exact import (
+    by_series,
+    exact_rows,
+    execution_row,
+    largest_batch_row,
+    memory_row,
+    other_execution,
+    path_row,
+    traffic_row,
+    was_probed,
+)
+from pytest_llmgpu.gate.policy import AmountRule, ExactRule, MemoryRule, Rules
 from pytest_llmgpu.report.result import CaseResult, Traffic
 from pytest_llmgpu.report.verdicts import Row
+from pytest_llmgpu.report.work import WORK_OFF, WORK_ON, RankWork, Work
+
+STRICT = Rules(kernels=ExactRule(), ops=ExactRule(), runtime_calls=ExactRule())
+
+
+def _result(*works: Work | None) -> CaseResult:
+    """Return a result with one launch for each record of work."""
+    result = make_result()
+    result.launches = [msgspec.structs.replace(result.launches[0], work=work, why={}) for work in works]
+    return result
+
+
+def _with(work: Work | None = None, **fields: Any) -> Work:
+    """Return the record with other fields on rank 1; the default record has two ranks."""
+    work = work or make_work()
+    first, second = work.ranks
+    return msgspec.structs.replace(work, ranks=[first, msgspec.structs.replace(second, **fields)])
+
+
+def _found(
+    base: CaseResult | Work | None = None, head: CaseResult | Work | None = None, rules: Rules | None = None
+) -> dict[str, Row | str]:
+    """Return the row of each metric of work passes, or the reason why there is none."""
+    base, head = (
+        side if isinstance(side, CaseResult) else _result(make_work() if side is None else side)
+        for side in (base, head)
+    )
+    found = exact_rows(base, head, rules or Rules())
+    return {metric: row for metric, row in found if metric not in {"traffic", "path", "memory"}}
+
+
+def _rows(*given: CaseResult | Work | None, **named: Any) -> dict[str, Row]:
+    """Return the row of each metric that has one."""
+    return {metric: row for metric, row in _found(*given, **named).items() if isinstance(row, Row)}
+
+
+def test_equal_work_is_ok() -> None:
+    """A metric that is only shown has a row where the policy gates it."""
+    assert {name: row.result for name, row in _rows().items()} == {"flops": "OK", "host_syncs": "OK"}
+    rows = _rows(rules=STRICT)
+    assert {name: row.result for name, row in rows.items()} == dict.fromkeys(
+        ("flops", "host_syncs", "kernels", "ops", "runtime_calls"), "OK"
+    )
+    assert (rows["flops"].base, rows["flops"].head, rows["flops"].n) == (1e12, 1e12, 1)
+
+
+@pytest.mark.parametrize(
+    ("flops", "verdict"),
+    [
+        (1_010_000_000_000, "REGRESSED"),
+        (1_001_000_000_001, "REGRESSED"),
+        (1_001_000_000_000, "OK"),
+        (999_000_000_000, "OK"),
+        (998_999_999_999, "IMPROVED"),
+    ],
+)
+def test_flops_may_grow_by_a_thousandth_on_each_rank(flops: int, verdict: str) -> None:
+    """The rank that changed decides, with its own figures."""
+    row = _rows(head=_with(flops=flops))["flops"]
+    assert (row.result, row.gated, row.threshold) == (verdict, True, 0.001)
+    assert row.ratio == flops / 10**12
+    assert _rows(head=_with(flops=flops), rules=Rules(flops=AmountRule(margin=0.02)))["flops"].verdict == "OK"
+
+
+def test_flops_that_move_between_ranks_are_a_regression() -> None:
+    """The sum is equal, and the slowest rank takes longer."""
+    work = _with(flops=10**12 + 10**10)
+    first, second = work.ranks
+    moved = msgspec.structs.replace(work, ranks=[msgspec.structs.replace(first, flops=10**12 - 10**10), second])
+    row = _rows(head=moved)["flops"]
+    assert (row.result, row.head) == ("REGRESSED", 1.01e12)
+
+
+def _more(rank: RankWork, function: str) -> dict[str, int]:
+    assert rank.runtime_calls is not None
+    return {**rank.runtime_calls, function: rank.runtime_calls.get(function, 0) + 1}
+
+
+@pytest.mark.parametrize(
+    ("metric", "fields"),
+    [
+        ("host_syncs", lambda rank: {"host_syncs": 5, "runtime_calls": _more(rank, "cudaStreamSynchronize")}),
+        ("kernels", lambda rank: {"kernels": rank.kernels + 1, "runtime_calls": _more(rank, "cudaLaunchKernel")}),
+        ("ops", lambda _: {"ops": {"aten::mm": 399, "aten::add": 2}}),
+        ("runtime_calls", lambda rank: {"runtime_calls": _more(rank, "cudaMemcpyAsync")}),
+    ],
+)
+def test_one_more_call_is_a_regression(metric: str, fields: Callable[[RankWork], dict[str, Any]], prose: Prose) -> None:
+    """One launch decides. The reason names the calls that changed; one call less is an improvement."""
+    more = _with(**fields(make_work().ranks[1]))
+    rows = _rows(head=more)
+    assert rows[metric].verdict == ("REGRESSED" if metric == "host_syncs" else "CHANGED")
+    assert rows[metric].gated == (metric == "host_syncs")
+    assert _rows(head=more, rules=STRICT)[metric].gated
+    assert prose == rows[metric].reason
+    fewer = _rows(base=more)[metric]
+    assert fewer.result == "IMPROVED"
+    assert prose == fewer.reason
+
+
+def test_the_reasons_of_flops(prose: Prose) -> None:
+    """They name the rank, or all ranks, and the change in percent."""
+    one = _with(flops=10**12 + 10**10, ops={"aten::mm": 404})
+    assert prose == _rows(head=one)["flops"].reason
+    all_ranks = msgspec.structs.replace(one, ranks=[one.ranks[1]] * 2)
+    assert prose == _rows(head=all_ranks)["flops"].reason
+    assert prose == _rows(head=_with(flops=10**12 + 10**8))["flops"].reason
+    assert prose == _rows()["flops"].reason
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "verdict"),
+    [
+        ([4, 4], [5, 5], "REGRESSED"),
+        ([4, 5], [5, 5], "UNDECIDED"),
+        ([4, 4], [4, 5], "UNDECIDED"),
+        ([5, 5], [4, 4], "IMPROVED"),
+        ([4, 5], [4, 4], "OK"),
+        ([4], [5, 5, 5], "REGRESSED"),
+    ],
+)
+def test_launches_that_differ_have_to_differ_in_one_direction(
+    before: Sequence[int], after: Sequence[int], verdict: str
+) -> None:
+    """Every launch of the candidate has to have more than every launch of the baseline."""
+    base, head = (_result(*(_with(host_syncs=count) for count in counts)) for counts in (before, after))
+    row = _rows(base, head)["host_syncs"]
+    assert (row.result, row.n) == (verdict, min(len(before), len(after)))
+
+
+def test_work_of_other_batches_is_not_compared(prose: Prose) -> None:
+    """Other batches of the plan, or another plan."""
+    head = _result(make_work(batches=[0, 1]))
+    assert _rows(head=head) == {}
+    assert prose == _found(head=head)["flops"]
+    other = _result(make_work())
+    other.launches[0].plan_sha256 = "0" * 64
+    assert _rows(head=other) == {}
+    both = _result(make_work(batches=[0, 1]), _with(flops=2 * 10**12))
+    assert _rows(head=both)["flops"].verdict == "REGRESSED", "the second launch ran the same batches"
+    assert _rows(head=make_work(ranks=4)) == {}
+
+
+def test_a_figure_that_a_report_lacks(prose: Prose) -> None:
+    """It is MISSING if only the candidate lacks it."""
+    why = {"flops": "fused kernels bypass the dispatcher"}
+    ranks = [RankWork(uuids=[], flops=None, host_syncs=4, why=why)] * 2
+    fused = _result(msgspec.structs.replace(make_work(), ranks=ranks))
+    row = _rows(head=fused)["flops"]
+    assert row.result == "MISSING"
+    assert prose == row.reason
+    assert _found(fused, fused)["flops"] == "neither report has it"
+    assert _found(fused)["flops"] == "only the candidate has it"
+    nothing = _result(None)
+    assert _found(nothing, nothing)["host_syncs"] == "neither report has it"
+    assert set(_rows(head=nothing)) == {"flops", "host_syncs"}, "metrics that are only shown have no row"
+
+
+def test_work_without_ranks_is_no_work() -> None:
+    """A file can have an empty list of ranks."""
+    empty = _result(make_work(ranks=0))
+    assert _rows(empty, empty) == {}
+    assert _found(empty, empty)["flops"] == "neither report has it"
+    assert _rows(head=empty)["flops"].verdict == "MISSING"
+
+
+def test_work_that_an_option_switched_off_is_missing() -> None:
+    """The candidate lost what the gate judges. The next step names the option, which another reason does not."""
+    head = _result(None)
+    head.launches[0].why["work"] = WORK_OFF
+    rows = _rows(head=head)
+    assert {(row.metric, row.result) for row in rows.values()} == {("flops", "MISSING"), ("host_syncs", "MISSING")}
+    assert {row.next_step for row in rows.values()} == {WORK_ON}
+    head.launches[0].why["work"] = "the work passes failed"
+    assert {row.next_step for row in _rows(head=head).values()} == {""}
 
 
 def _sending(traffic: Traffic | None) -> CaseResult:
@@ -278,3 +466,93 @@ def test_launches_that_differ_have_not_enough_data() -> None:
     row = _row(memory_row(_using(16.0, 16.0), _using(16.0, 17.0), MemoryRule()))
     assert (row.result, row.n) == ("UNDECIDED", 2)
     assert memory_row(make_result(), make_result(), MemoryRule()) == "neither report has it"
+
+
+def _ran(execution: str, requested: str = "auto", choice: str | None = None) -> CaseResult:
+    result = make_result(execution=execution, cuda_graphs=requested)
+    result.launches[0].execution_choice = choice
+    return result
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "verdict"),
+    [
+        ("cuda_graphs", "eager", "REGRESSED"),
+        ("compile", "eager", "REGRESSED"),
+        ("eager", "cuda_graphs", "IMPROVED"),
+        ("eager", "eager", None),
+        ("cuda_graphs", "cuda_graphs", None),
+        ("cuda_graphs", "compile", None),
+    ],
+)
+def test_recorded_forwards_that_become_eager_are_a_regression(was: str, now: str, verdict: str | None) -> None:
+    """The reverse is an improvement, and an unchanged execution has no row."""
+    row = execution_row(_ran(was), _ran(now), gated=True)
+    assert (row.result if row is not None else None) == verdict
+    assert (other_execution(_ran(was), _ran(now)) is None) == (was == now)
+
+
+def test_the_row_has_the_reason_of_the_execution(prose: Prose) -> None:
+    """It is the reason that the ranks of the candidate recorded."""
+    head = _ran("eager", choice="Recording failed: aten::item reads from the GPU.")
+    row = execution_row(_ran("cuda_graphs"), head, gated=False)
+    assert isinstance(row, Row)
+    assert not row.gated
+    assert prose == row.reason
+
+
+def test_an_execution_that_was_asked_for_is_no_regression() -> None:
+    """The user of the candidate switched the graphs off."""
+    assert execution_row(_ran("cuda_graphs"), _ran("eager", "off"), gated=True) is None
+
+
+TEST = "benchmarks/test_a.py::test_b[mp-bs64]"
+
+
+def _series(fits: list[int], fails: list[int]) -> list[CaseResult]:
+    results = [make_result(batch_size=size, sequences=size) for size in fits]
+    results += [make_failed(batch_size=size) for size in fails]
+    for result in results:
+        result.nodeid = TEST
+    return results
+
+
+@pytest.mark.parametrize(
+    ("base", "head", "verdict"),
+    [
+        (([32], [64]), ([32], [64]), "OK"),
+        (([64], []), ([32], [64]), "REGRESSED"),
+        (([32, 49], [64, 50]), ([32, 48], [64, 49]), "REGRESSED"),
+        (([32], [64]), ([64], []), "IMPROVED"),
+        (([32, 64], [128]), ([32], []), "OK"),  # 64 was not run: that is no limit
+        (([], [8]), ([4], [8]), "OK"),
+    ],
+)
+def test_the_largest_batch_that_fits(
+    base: tuple[list[int], list[int]], head: tuple[list[int], list[int]], verdict: str
+) -> None:
+    """Only what one side fitted and the other ran out of memory at is a change."""
+    (then,), (now,) = by_series(_series(*base)).values(), by_series(_series(*head)).values()
+    row = largest_batch_row(then, now, gated=True)
+    assert row is not None
+    assert (row.result, row.metric, row.id) == (verdict, "largest_batch", "mp")
+    assert row.key == now.result.case.series
+
+
+def test_no_limit_no_row() -> None:
+    """Where nothing was out of memory the largest batch is not known."""
+    (then,), (now,) = by_series(_series([64], [])).values(), by_series(_series([32], [])).values()
+    assert largest_batch_row(then, now, gated=True) is None
+
+
+def test_a_probe_needs_no_second_one() -> None:
+    """A size between, that this run has a result for in the same test; not one that is gone."""
+    head = _series([32, 48], [64, 50])
+    found = by_series(head)
+    probed = {size: was_probed(_series([size], [])[0], found, head) for size in (40, 48, 49, 50, 56)}
+    assert probed == {40: True, 48: True, 49: False, 50: True, 56: True}
+    elsewhere = _series([40], [])[0]
+    elsewhere.nodeid = "benchmarks/test_a.py::test_b[mp-bs40]"
+    assert not was_probed(elsewhere, found, head)
+    all_fit = _series([32, 64], [])
+    assert not was_probed(_series([40], [])[0], by_series(all_fit), all_fit)
