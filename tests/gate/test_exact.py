@@ -54,7 +54,7 @@ def _found(
     return {metric: row for metric, row in found if metric not in {"traffic", "path", "memory"}}
 
 
-def _rows(*given: CaseResult | Work | None, **named: Any) -> dict[str, Row]:
+def _rows(*given: Any, **named: Any) -> dict[str, Row]:
     """Return the row of each metric that has one."""
     return {metric: row for metric, row in _found(*given, **named).items() if isinstance(row, Row)}
 
@@ -206,7 +206,7 @@ def _sending(traffic: Traffic | None) -> CaseResult:
     return result
 
 
-def _row(found: Row | str) -> Row:
+def _row(found: Row | str | None) -> Row:
     assert isinstance(found, Row), found
     return found
 
