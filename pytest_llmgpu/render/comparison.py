@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 from pytest_llmgpu.gate.classify import TIMES
 from pytest_llmgpu.report.metrics import spec_of
 from pytest_llmgpu.report.text import plural, signed_percent
-from pytest_llmgpu.report.verdicts import SEVERITY, UNCLEAR, Row, Verdict, Verdicts, worst_first
+from pytest_llmgpu.report.verdicts import NEITHER, SEVERITY, UNCLEAR, Row, Verdict, Verdicts, worst_first
 
 
 class Figures(NamedTuple):
@@ -47,11 +47,11 @@ def verdict(row: Row) -> str:
     return f"{row.verdict} ({why})" if why else row.verdict
 
 
-def mark(verdict: Verdict) -> Literal["failure", "warning", "ok"]:
-    """Return the kind of a verdict, by which it is coloured wherever it is shown."""
+def mark(verdict: Verdict) -> Literal["failure", "warning", "changed", "ok"]:
+    """Return the kind of a verdict, by which it is coloured wherever it is shown: CHANGED is grey."""
     if verdict in {"REGRESSED", "MISSING"}:
         return "failure"
-    return "warning" if verdict in UNCLEAR else "ok"
+    return "warning" if verdict in UNCLEAR else "changed" if verdict == "CHANGED" else "ok"
 
 
 def counts(verdicts: Verdicts) -> str:
@@ -59,8 +59,11 @@ def counts(verdicts: Verdicts) -> str:
     armed = verdicts.armed
     ok = sum(row.verdict == "OK" for row in verdicts.rows)
     text = f"{plural(armed.compared, 'row')} compared, {armed.gated:,} gated, {ok:,} OK"
-    missing = "; ".join(f"{count:,} x {reason}" for reason, count in armed.unarmed.items())
-    return f"{text}; {sum(armed.unarmed.values()):,} not compared: {missing}" if missing else text
+    missing = [
+        f"{reason.removesuffix(NEITHER)}{'not recorded' if reason.endswith(NEITHER) else ''} ({plural(count, 'case')})"
+        for reason, count in armed.unarmed.items()
+    ]
+    return f"{text}; not compared: {'; '.join(missing)}" if missing else text
 
 
 def by_id(verdicts: Verdicts | None) -> dict[str, list[Row]]:

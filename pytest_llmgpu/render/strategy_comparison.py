@@ -45,9 +45,9 @@ def _differences(result: CaseResult, comparison: Comparison) -> list[str]:
     dummy = result.case.load_format == "dummy"
     parts = []
     if result.case.generates:
-        text = f"{len(comparison.flipped):,} of {plural(comparison.items, 'text')} part"
+        text = f"{len(comparison.flipped):,} of {plural(comparison.items, 'text')} diverge"
         if comparison.first_difference is not None:
-            text += f", the first after {plural(comparison.first_difference, 'token')}"
+            text += f", the first at token {comparison.first_difference + 1}"
         parts.append(text)
     elif not dummy:
         text = f"{len(comparison.flipped):,} of {comparison.items:,} items flipped"

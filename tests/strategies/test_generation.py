@@ -141,7 +141,7 @@ def test_a_run_generates_under_both_strategies(pytester: pytest.Pytester, monkey
     assert (all_reduce.calls, all_reduce.payload_bytes) == (5, 5 * 4 * 256 * 4)
     assert all_gather.calls == 1
     result.stdout.fnmatch_lines(
-        ["Time per token / time to first token, 6 texts", "tp compared with mp*of 6 texts part*"]
+        ["Time per token / time to first token, 6 texts", "tp compared with mp*of 6 texts diverge*"]
     )
 
 

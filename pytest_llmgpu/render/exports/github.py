@@ -230,10 +230,11 @@ def _notice_table(found: Sequence[Notice]) -> _Table:
 
 def _verdict_line(severity: Level, row: Row) -> str:
     was, now, change, interval = comparison.figures(row)
+    mark = "" if row.verdict == "CHANGED" else _MARKS[severity]
+    numbers = [was, now, f"{change} ({interval})" if interval else change]
     reason = [*row.reason.splitlines(), *([f"Known: {row.known}"] if row.known is not None else [])]
-    verdict = row.verdict + (" (improved)" if row.improved else "")
-    words = [row.metric.replace("_", " "), verdict, was, now, f"{change} ({interval})" if interval else change]
-    return markdown_line([_MARKS[severity], code(row.id), *words, "<br>".join(map(markdown, reason))])
+    text = "<br>".join(map(markdown, reason))
+    return markdown_line([mark, code(row.id), row.metric.replace("_", " "), comparison.verdict(row), *numbers, text])
 
 
 def _folded(title: str, header: Sequence[str]) -> list[str]:

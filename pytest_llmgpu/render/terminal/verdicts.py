@@ -9,6 +9,7 @@ from tabulate import tabulate
 
 from pytest_llmgpu.gate import headline
 from pytest_llmgpu.gate.cause_groups import by_reason
+from pytest_llmgpu.gate.classify import ExitStatus
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.render.comparison import counts, figures, mark, verdict
 from pytest_llmgpu.render.terminal.cases import WIDTH, Painter, painter
@@ -19,9 +20,8 @@ from pytest_llmgpu.report.verdicts import UNCLEAR, Row, Verdicts, worst_first
 MOST_CASES = 50
 """The default limit on the cases of a table, and on its reasons."""
 
-_RED, _GREEN, _YELLOW = "31", "32", "33"
-_STYLES = {"failure": _RED, "warning": _YELLOW, "ok": _GREEN}
-_TITLES = ("case", "metric", "verdict", "was", "now", "change", "interval")
+_RED, _GREEN, _YELLOW, _DIM = "31", "32", "33", "2"
+_STYLES = {"failure": _RED, "warning": _YELLOW, "changed": _DIM, "ok": _GREEN}
 _INDENT = " " * 4
 _MOST_NAMES = 3  # cases that a note names
 
@@ -37,7 +37,7 @@ def conclusion(verdicts: Verdicts, policy: Policy, color: bool = False) -> str:
 def table(verdicts: Verdicts, policy: Policy, color: bool = False, most: int | None = MOST_CASES) -> str:
     """Return the table of the rows that are not OK, their reasons by cause, what to run next, and what was compared.
 
-    The worst case comes first. The rows of a case are in the order of the table of metrics.
+    A gate that passes has undecided rows as a number only. The worst case comes first.
 
     Args:
         verdicts: the verdicts of the gate.
@@ -46,13 +46,30 @@ def table(verdicts: Verdicts, policy: Policy, color: bool = False, most: int | N
         most: the limit on cases and on reasons; None for no limit, and for the rows that are OK as well.
     """
     paint = painter(color)
-    cases = _by_case([row for row in verdicts.rows if most is None or not row.unchanged])
-    shown = cases[:most]
-    parts = [_table(shown, paint)] if shown else []
-    if left := cases[len(shown) :]:
+    rows = [row for row in verdicts.rows if most is None or not row.unchanged]
+    undecided = [row for row in rows if row.verdict == "UNDECIDED"]
+    if most is not None and headline.decide(verdicts, policy).status is ExitStatus.PASSED:
+        rows = [row for row in rows if row.verdict != "UNDECIDED"]
+    cases = _by_case(rows)
+    body = []
+    for case in cases[:most]:
+        for number, row in enumerate(case):
+            name = printable(row.id) if number == 0 else ""
+            body.append((name, row.metric, _verdict(row, paint), *figures(row)))
+    titles = ("case", "metric", "verdict", "was", "now", "change", "interval")
+    used = [n for n, title in enumerate(titles) if title in titles[:3] or any(line[n] for line in body)]
+    align = ["left" if n < len(titles[:3]) else "right" for n in used]
+    cells = [[line[n] for n in used] for line in body]
+    parts = [tabulate(cells, [titles[n] for n in used], colalign=align, disable_numparse=True)] if body else []
+    if left := cases[len(cases[:most]) :]:
         parts.append(f"and {plural(len(left), 'more case')}; their worst verdict is {left[0][0].verdict}")
-    parts.append("\n".join(_reasons(verdicts.rows, paint, most)))
-    parts.append("\n".join(_ends(verdicts, policy)))
+    parts.append("\n".join(_reasons(verdicts.rows if most is None else rows, paint, most)))
+    ends = [headline.describe_next(headline.next_steps(verdicts, policy)), printable(counts(verdicts))]
+    if undecided and not any(row.verdict == "UNDECIDED" for row in rows):
+        metrics = ", ".join(dict.fromkeys(row.metric.replace("_", " ") for row in undecided))
+        ends.insert(0, f"{plural(len(undecided), 'row')} UNDECIDED ({metrics}): --all lists them.")
+    ends += [f"note: {printable(note)}" for note in verdicts.warnings]
+    parts.append("\n".join(textwrap.fill(line, WIDTH, subsequent_indent=_INDENT) for line in ends if line))
     return "\n\n".join(filter(None, parts))
 
 
@@ -88,21 +105,6 @@ def _by_case(rows: Sequence[Row]) -> list[list[Row]]:
     return [sorted(case, key=lambda row: JUDGED.index(row.metric)) for case in cases.values()]
 
 
-def _table(cases: Sequence[Sequence[Row]], paint: Painter) -> str:
-    body = [
-        (printable(row.id) if number == 0 else "", row.metric, _verdict(row, paint), *figures(row))
-        for case in cases
-        for number, row in enumerate(case)
-    ]
-    used = [n for n, title in enumerate(_TITLES) if title in _TITLES[:3] or any(line[n] for line in body)]
-    return tabulate(
-        [[line[n] for n in used] for line in body],
-        headers=[_TITLES[n] for n in used],
-        colalign=["left" if n < len(_TITLES[:3]) else "right" for n in used],
-        disable_numparse=True,
-    )
-
-
 def _verdict(row: Row, paint: Painter) -> str:
     word = verdict(row)
     return word.replace(row.verdict, paint(row.verdict, _STYLES[mark(row.verdict)]))
@@ -121,12 +123,3 @@ def _reasons(rows: Sequence[Row], paint: Painter, most: int | None) -> Iterator[
         known = [f"Known: {worst.known}"] if worst.known is not None else []
         for line in [*worst.reason.splitlines(), *known]:
             yield textwrap.fill(printable(line), WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT)
-
-
-def _ends(verdicts: Verdicts, policy: Policy) -> Iterator[str]:
-    """Yield what to run next, the number of comparisons, and the notes."""
-    if steps := headline.describe_next(headline.next_steps(verdicts, policy)):
-        yield textwrap.fill(steps, WIDTH, subsequent_indent=_INDENT)
-    yield textwrap.fill(printable(counts(verdicts)), WIDTH, subsequent_indent=_INDENT)
-    for note in verdicts.warnings:
-        yield textwrap.fill(f"note: {printable(note)}", WIDTH, subsequent_indent=_INDENT)
