@@ -33,8 +33,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pytest_llmgpu.cli import main
-from pytest_llmgpu.gate import calibration, policy_file
-from pytest_llmgpu.gate.noise_model import Deviation
+from pytest_llmgpu.gate import policy_file
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.inference import models
 from pytest_llmgpu.inference.tasks.hellaswag import HellaSwag, Prompts
@@ -103,15 +102,11 @@ def changed_json(draw: st.DrawFn, document: Any) -> Any:
 @st.composite
 def changed_bytes(draw: st.DrawFn, data: bytes) -> bytes:
     """Return bytes in which a few parts are replaced, removed, doubled or cut off."""
+    hostile = [b"[" * 5000, b'"', b"\xff", b"\0", b"{", b"1e999", b"NaN", b"\n", b"]"]
     for _ in range(draw(st.integers(1, 4))):
         start = draw(st.integers(0, len(data)))
         end = min(len(data), start + draw(st.integers(0, 40)))
-        new = draw(
-            st.binary(max_size=8)
-            | st.sampled_from(
-                [b"[" * 5000, b'"', b"\xff", b"\0", b"{", b"1e999", b"NaN", b"\n", b"]", data[start:end] * 3]
-            )
-        )
+        new = draw(st.binary(max_size=8) | st.sampled_from([*hostile, data[start:end] * 3]))
         data = data[:start] + new + (b"" if draw(st.booleans()) and draw(st.booleans()) else data[end:])
     return data
 
@@ -159,7 +154,6 @@ def _consume(data: bytes) -> None:
     Path("base.json").write_bytes(_encoded(_REPORT))
     for command in (
         ["show", "r.json"],
-        ["compare", "base.json", "r.json"],
         ["gate", "r.json", "base.json"],
         ["export", "github-summary", "r.json"],
         ["export", "csv", "r.json"],
@@ -167,7 +161,7 @@ def _consume(data: bytes) -> None:
         printed, errors = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors):
             status = main(command)
-        assert status in (0, 1, 2), command
+        assert status in (0, 1, 2, 3), command
         assert "Traceback" not in errors.getvalue()
         if command[0] != "export":
             assert printable_lines(printed.getvalue()) == printed.getvalue()
@@ -203,47 +197,12 @@ def test_reports_with_changed_bytes(data: bytes) -> None:
     _consume(data)
 
 
-_DEVIATION = Deviation(sd=0.01, degrees=9)
-_NOISE = calibration.Noise(id="mp-bs1", launches=10, time=_DEVIATION, device_time=_DEVIATION)
-_CALIBRATIONS = [
-    msgspec.to_builtins(calibration.Measured(machine="4x-NVIDIA-H200", cases={"a" * 64: _NOISE})),
-    {
-        "calibration_version": 1,
-        "machine": "4x-NVIDIA-H200",
-        "time": {"a" * 64: {"id": "mp-bs1", "launches": 10, "sd": 0.01, "session_sd": 0.01, "sessions": 2}},
-    },
-]
-
-
-@given(
-    st.sampled_from(_CALIBRATIONS).flatmap(
-        lambda document: changed_json(document).map(_encoded) | changed_bytes(_encoded(document))
-    )
-)
-@fuzz
-def test_calibrations(data: bytes) -> None:
-    """A calibration is read, or refused in one line."""
-    Path("calibration.json").write_bytes(data)
-    _one_line(lambda: calibration.load(Path("calibration.json")))
-
-
-@given(
-    changed_bytes(policy_file.dump(Policy()).encode())
-    | changed_json(msgspec.to_builtins(Policy())).map(lambda fields: msgspec.toml.encode(_without_null(fields)))
-)
+@given(changed_bytes(policy_file.dump(Policy()).encode()))
 @fuzz
 def test_policies(data: bytes) -> None:
     """A policy is read, or refused in one line."""
     Path("policy.toml").write_bytes(data)
     _one_line(lambda: policy_file.load(Path("policy.toml")))
-
-
-def _without_null(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_null(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [_without_null(item) for item in value if item is not None]
-    return min(value, 2**63 - 1) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 @given(st.data())
