@@ -185,6 +185,8 @@ class OpCounts(NamedTuple):
 
 Forward = Callable[[Batch], object]
 """Launches the work of one batch."""
+BatchReport = Callable[[float, int, int, int], None]
+"""Called after each batch with its latency in seconds, its sequences, tokens, and tokens with padding."""
 
 
 class Passes(msgspec.Struct, frozen=True, kw_only=True):
@@ -242,16 +244,14 @@ def passes_of(batches: int) -> int:
     return max(_LEAST_PASSES, min(_MOST_PASSES, -(-_FORWARDS // batches)))
 
 
-def record(
-    loaded: Loaded, plan: Plan, forward: Forward, *, on_batch: Callable[[Batch, float], None], first: bool = True
-) -> Passes:
+def record(loaded: Loaded, plan: Plan, forward: Forward, *, on_batch: BatchReport, first: bool = True) -> Passes:
     """Run the passes in the execution of the case; every rank must do so at the same time.
 
     Args:
         loaded: The model, whose forwards run as in the case: its CUDA graphs are still recorded.
         plan: The plan that the case has run.
         forward: Runs a batch.
-        on_batch: Called after each batch with its latency in seconds, as a sign of life.
+        on_batch: Called after each batch, as a sign of life.
         first: These are the first passes of the case.
     """
     numbers = batches_used([batch.padded_tokens for batch in plan.batches])
@@ -279,7 +279,7 @@ def measure(
     passes: Passes,
     forward: Forward,
     *,
-    on_batch: Callable[[Batch, float], None],
+    on_batch: BatchReport,
     last: bool = True,
 ) -> WorkReply:
     """Run the eager passes over one batch, the middle one of the passes before; every rank must do so at the same time.
@@ -289,7 +289,7 @@ def measure(
         plan: The plan that the case has run.
         passes: What `record` returned.
         forward: Runs a batch eagerly.
-        on_batch: Called after each batch with its latency in seconds, as a sign of life.
+        on_batch: Called after each batch, as a sign of life.
         last: These are the last passes of the case.
     """
     number = _middle(passes.batches)
@@ -436,7 +436,7 @@ def scoring_forward(loaded: Loaded, logits: str) -> Iterator[Forward]:
         yield forward
 
 
-def _run(loaded: Loaded, batches: Sequence[Batch], forward: Forward, on_batch: Callable[[Batch, float], None]) -> float:
+def _run(loaded: Loaded, batches: Sequence[Batch], forward: Forward, on_batch: BatchReport) -> float:
     """Run batches once and return the seconds of all of them, the devices idle at both ends of each."""
     import torch
 
@@ -449,7 +449,7 @@ def _run(loaded: Loaded, batches: Sequence[Batch], forward: Forward, on_batch: C
                 forward(batch)
             synchronize(loaded.devices)
             latency_s = time.perf_counter() - began_s
-            on_batch(batch, latency_s)
+            on_batch(latency_s, batch.rows, batch.tokens, batch.padded_tokens)
             total_s += latency_s
     return total_s
 

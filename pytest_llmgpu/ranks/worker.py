@@ -13,7 +13,7 @@ import msgspec
 
 from pytest_llmgpu import strategies
 from pytest_llmgpu.inference import batching, compiled_layers, generation, models, scoring, tasks, weights
-from pytest_llmgpu.inference.batching import Batch, Plan, Requests
+from pytest_llmgpu.inference.batching import Plan, Requests
 from pytest_llmgpu.inference.cuda_graphs import GraphedDecoder
 from pytest_llmgpu.inference.generation import Generated, Generator, score_texts
 from pytest_llmgpu.inference.models import ModelSource
@@ -22,7 +22,7 @@ from pytest_llmgpu.ranks import ceilings, execution, host, memory, traffic, work
 from pytest_llmgpu.ranks.ceilings import Wanted
 from pytest_llmgpu.ranks.execution import Decision
 from pytest_llmgpu.ranks.protocol import FinishedBatch
-from pytest_llmgpu.ranks.work import Passes, WorkReply
+from pytest_llmgpu.ranks.work import BatchReport, Passes, WorkReply
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.derived import decode_tokens, encode, encode_tokens
 from pytest_llmgpu.report.result import Collective, DeviceMemory, Generation, Launch, Phase
@@ -57,18 +57,6 @@ class ReferenceTexts(msgspec.Struct, frozen=True, kw_only=True):
     """These are the tokens, as in `Generation.tokens`."""
 
 
-class _WarmedUp(msgspec.Struct, frozen=True, kw_only=True):
-    """A case between its warm-up and its measurement."""
-
-    decision: Decision
-    workspace: Workspace | None
-    task: Task
-    items: Sequence[Item]
-    warmup_s: float
-    compile_s: float | None
-    generator: Generator | None
-
-
 class RankState:
     """The data that a rank keeps between commands. What `load` and `warm_up` set is missing before them."""
 
@@ -76,8 +64,10 @@ class RankState:
     source: ModelSource
     strategy: Strategy
     loaded: Loaded
-    plan: Plan
-    """The batches of the latest case."""
+    decision: Decision
+    """How the forwards of the latest case run."""
+    workspace: Workspace | None
+    """What the strategy reserved for the latest case."""
 
     def __init__(self, on_batch: Callable[[FinishedBatch], None]) -> None:
         self.on_batch = on_batch
@@ -94,14 +84,19 @@ class RankState:
         """The size of the loaded model, or the reason why it has none; None before the first work passes."""
         self.generation: Generation | None = None
         """The texts of the latest case that generated."""
-        self.warmed_up: _WarmedUp | None = None
-        """The case that is warmed up and not measured yet."""
+        self.launch: Launch | None = None
+        """What the warm-up found about a case that is not measured yet."""
         self.graphs = contextlib.ExitStack()
         """From the warm-up of a case to its first pass that runs eagerly, this holds its CUDA graphs."""
         self.generator: Generator | None = None
         """The generator of the latest case that generates, as long as its CUDA graphs are there."""
         self.passes: list[Passes] = []
         """The work passes of the latest case in its execution; decode steps first, then the prefill."""
+
+    @property
+    def plan(self) -> Plan:
+        """The batches of the latest case."""
+        return self.decision.plan
 
     def memory(self, workspace: Workspace | None = None) -> list[DeviceMemory]:
         """Return the memory of each device since the case began; empty before the devices are known."""
@@ -214,14 +209,13 @@ def warm_up(state: RankState, case: Case, not_recorded: str | None = None) -> No
     operation because of which the forwards of this model run eagerly, if one is known.
     """
     state.case, loaded = case, state.loaded
-    task, items = state.datasets[case.dataset_sha256]
-    state.phase, state.warmed_up = "forward", None
+    state.phase, state.launch = "forward", None
     state.graphs.close()  # The case before this one may have been warmed up and never measured.
     state.passes, state.generator = [], None
-    requests = _encoded(state, task, items)
+    requests = _encoded(state)
     reset(state)
     began_s = time.monotonic()
-    decision = execution.decide(
+    state.decision = decision = execution.decide(
         loaded,
         requests,
         case.batch_size,
@@ -229,23 +223,23 @@ def warm_up(state: RankState, case: Case, not_recorded: str | None = None) -> No
         logits=case.scoring,
         not_recorded=not_recorded,
     )
-    state.plan = plan = decision.plan
+    plan, on_batch = decision.plan, _report_to(state)
     # Before a recording: graphs keep the address of the workspace.
     workspace = state.strategy.prepare(loaded, max(batch.rows for batch in plan.batches), plan.tokens)
+    state.workspace = workspace
     with contextlib.ExitStack() as graphs:
-        generator = None
         if case.generates:
-            generator = graphs.enter_context(
-                execution.generator(loaded, plan, recorded_tokens=decision.recorded_tokens)
-            )
-            generator.warm_up(_report_to(state, planned=0))
+            recorded_tokens = decision.recorded_tokens
+            generator = graphs.enter_context(execution.generator(loaded, plan, recorded_tokens=recorded_tokens))
+            generator.warm_up(on_batch)
+            state.generator = generator
         else:
             recorded = decision.execution == "cuda_graphs"
             decoder = graphs.enter_context(GraphedDecoder(loaded.model, loaded.devices[0])) if recorded else None
             scoring.warm_up(
                 loaded.model,
                 plan,
-                on_batch=_report_to(state, planned=0),
+                on_batch=on_batch,
                 input_device=loaded.input_device,
                 devices=loaded.devices,
                 logits=case.scoring,
@@ -257,57 +251,43 @@ def warm_up(state: RankState, case: Case, not_recorded: str | None = None) -> No
     if loaded.compiled is not None:
         loaded.compiled.check()
         compile_s = loaded.compiled.compile_s
-    state.warmed_up = _WarmedUp(
-        decision=decision,
-        workspace=workspace,
-        task=task,
-        items=items,
+    state.launch = Launch(
         warmup_s=time.monotonic() - began_s - (compile_s or 0.0),
         compile_s=compile_s,
-        generator=generator,
+        plan_sha256=plan.sha256,
+        tokens_requested=None if workspace is None else workspace.tokens_requested,
+        tokens_granted=None if workspace is None else workspace.tokens_granted,
+        execution_choice=execution.describe(decision),
     )
 
 
 def measure(state: RankState) -> Measured:
     """Score or generate the case that was warmed up; its CUDA graphs stay for `record_work`."""
-    assert state.warmed_up is not None
-    loaded, warmed_up, state.warmed_up = state.loaded, state.warmed_up, None
-    state.generator = warmed_up.generator
-    decision, workspace, generation, accuracy = warmed_up.decision, warmed_up.workspace, None, None
-    on_batch = _report_to(state, planned=len(decision.plan.batches))
+    loaded, launch, plan, state.launch = state.loaded, state.launch, state.plan, None
+    assert launch is not None, "the case is warmed up"
+    on_batch = _report_to(state, planned=len(plan.batches))
     started_s, ended = time.monotonic(), host.watch()
-    if warmed_up.generator is not None:
-        generated = warmed_up.generator.generate(on_batch)
-        batches = generated.batches
+    if state.generator is not None:
+        generated = state.generator.generate(on_batch)
+        launch.batches = generated.batches
     else:
         scores = scoring.score(
             loaded.model,
-            decision.plan,
+            plan,
             on_batch=on_batch,
             input_device=loaded.input_device,
             devices=loaded.devices,
             logits=state.case.scoring,
         )
-        batches = scores.batches
-    host_use, ended_s = ended(), time.monotonic()
-    if warmed_up.generator is not None:
-        generation = state.generation = _generation(state.case, loaded, warmed_up, generated)
+        launch.batches = scores.batches
+    launch.host, ended_s = ended(), time.monotonic()
+    if state.generator is not None:
+        launch.generation = state.generation = _generation(state, state.generator, generated)
     else:
-        accuracy = warmed_up.task.score(warmed_up.items, scores.loglikelihoods)
-    launch = Launch(
-        warmup_s=warmed_up.warmup_s,
-        compile_s=warmed_up.compile_s,
-        plan_sha256=decision.plan.sha256,
-        batches=batches,
-        accuracy=accuracy,
-        generation=generation,
-        memory=state.memory(workspace),
-        host=host_use,
-        tokens_requested=None if workspace is None else workspace.tokens_requested,
-        tokens_granted=None if workspace is None else workspace.tokens_granted,
-        execution_choice=execution.describe(decision),
-    )
-    return Measured(launch, decision.execution, started_s, ended_s)
+        task, items = state.datasets[state.case.dataset_sha256]
+        launch.accuracy = task.score(items, scores.loglikelihoods)
+    launch.memory = state.memory(state.workspace)
+    return Measured(launch, state.decision.execution, started_s, ended_s)
 
 
 def check_texts(state: RankState, reference: ReferenceTexts | None = None) -> Generation:
@@ -366,7 +346,7 @@ def record_work(state: RankState) -> None:
 
     This comes right after `measure`: the CUDA graphs of the case are not recorded twice.
     """
-    loaded, plan, on_batch = state.loaded, state.plan, _sign_of_life(state)
+    loaded, plan, on_batch = state.loaded, state.plan, _report_to(state)
     if state.generator is None:
         with work.scoring_forward(loaded, state.case.scoring) as forward:
             state.passes = [work.record(loaded, plan, forward, on_batch=on_batch)]
@@ -383,7 +363,7 @@ def run_eager_passes(state: RankState) -> list[WorkReply]:
     """
     assert state.passes
     state.graphs.close()
-    loaded, plan, on_batch = state.loaded, state.plan, _sign_of_life(state)
+    loaded, plan, on_batch = state.loaded, state.plan, _report_to(state)
     if not state.case.generates:
         with work.scoring_forward(loaded, state.case.scoring) as forward, compiled_layers.suspended():
             return [work.measure(loaded, plan, state.passes[0], forward, on_batch=on_batch)]
@@ -424,9 +404,10 @@ def call(state: RankState, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any
         return fn(state.loaded, *args)
 
 
-def _encoded(state: RankState, task: Task, items: Sequence[Item]) -> Requests:
+def _encoded(state: RankState) -> Requests:
     """Return the tokenised items of a case; they are kept for the cases that follow."""
     case = state.case
+    task, items = state.datasets[case.dataset_sha256]
     wanted = case.dataset_sha256, case.prompt_tokens, case.new_tokens
     if wanted not in state.requests:
         tokenizer = models.load_tokenizer(state.source, add_bos=case.add_bos)
@@ -434,33 +415,27 @@ def _encoded(state: RankState, task: Task, items: Sequence[Item]) -> Requests:
             max_length = models.max_length(state.loaded.config)
             requests = batching.encode(task, items, tokenizer, max_length, add_bos=case.add_bos)
         else:
-            requests = batching.encode_prompts(
-                items,
-                tokenizer,
-                most_tokens=case.prompt_tokens,
-                new_tokens=case.new_tokens,
-                add_bos=case.add_bos,
-            )
+            lengths = {"most_tokens": case.prompt_tokens, "new_tokens": case.new_tokens}
+            requests = batching.encode_prompts(items, tokenizer, **lengths, add_bos=case.add_bos)
         state.requests[wanted] = requests
     return state.requests[wanted]
 
 
-def _generation(case: Case, loaded: Loaded, warmed_up: _WarmedUp, generated: Generated) -> Generation:
+def _generation(state: RankState, generator: Generator, generated: Generated) -> Generation:
     """Return the record of generated texts, without the log-likelihoods of forwards that have no KV cache."""
     import torch
 
-    assert warmed_up.generator is not None
-    plan, workspace = warmed_up.decision.plan, warmed_up.workspace
+    plan, workspace = state.plan, state.workspace
     own = None if workspace is None else workspace.kv_cache_bytes
-    dtype: torch.dtype = getattr(torch, case.dtype)
+    dtype: torch.dtype = getattr(torch, state.case.dtype)
     return Generation(
         prompt_tokens=[len(request.tokens) - 1 for request in plan.requests.requests],
         new_tokens=list(map(len, generated.tokens)),
         first_token_s=generated.first_token_s,
         step_s=generated.step_s,
-        kv_cache_bytes=warmed_up.generator.kv_cache_bytes if own is None else own,
+        kv_cache_bytes=generator.kv_cache_bytes if own is None else own,
         kv_cache_formula_bytes=generation.formula_bytes(
-            loaded.config,
+            state.loaded.config,
             rows=max(batch.rows for batch in plan.batches),
             slots=plan.tokens,
             number_bytes=dtype.itemsize,
@@ -470,19 +445,10 @@ def _generation(case: Case, loaded: Loaded, warmed_up: _WarmedUp, generated: Gen
     )
 
 
-def _report_to(state: RankState, *, planned: int) -> Callable[[float, int, int, int], None]:
-    """Return a listener of `scoring` that passes each batch to the launcher; `planned` is 0 in the warm-up."""
+def _report_to(state: RankState, *, planned: int = 0) -> BatchReport:
+    """Return what passes each batch to the launcher; `planned` is 0 for batches that are no measurement."""
 
     def on_batch(latency_s: float, sequences: int, tokens: int, padded_tokens: int) -> None:
         state.on_batch(FinishedBatch(latency_s, sequences, tokens, padded_tokens, planned))
-
-    return on_batch
-
-
-def _sign_of_life(state: RankState) -> Callable[[Batch, float], None]:
-    """Return a listener of `work` that passes each batch to the launcher as progress."""
-
-    def on_batch(batch: Batch, latency_s: float) -> None:
-        state.on_batch(FinishedBatch(latency_s, batch.rows, batch.tokens, batch.padded_tokens, planned=0))
 
     return on_batch

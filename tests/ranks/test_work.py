@@ -71,7 +71,7 @@ def test_a_cpu_counts_ops_and_flops() -> None:
     """Everything else is null with the reason; every batch that is finished is a sign of life."""
     finished: list[float] = []
     plan = traffic_functions.make_plan()
-    reply = work_functions.measure_plan(_loaded(), plan, lambda _, latency_s: finished.append(latency_s))
+    reply = work_functions.measure_plan(_loaded(), plan, lambda latency_s, *_: finished.append(latency_s))
     assert reply.batches == list(range(len(plan.batches)))
     assert reply.eager_batches == [len(plan.batches) // 2]
     assert len(finished) == 1
@@ -267,7 +267,7 @@ def test_without_cupti_ops_and_flops_stay(
     monkeypatch.setattr(torch.profiler, "profile", profiler)
     runs: list[float] = []
     plan = traffic_functions.make_plan()
-    reply = work_functions.measure_plan(gpu, plan, lambda _, latency_s: runs.append(latency_s))
+    reply = work_functions.measure_plan(gpu, plan, lambda latency_s, *_: runs.append(latency_s))
     assert len(runs) == 1 + work.passes_of(len(plan.batches)) * len(plan.batches) + 2
     assert reply.work.ops
     assert reply.work.flops

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 from pytest_llmgpu.inference import scoring
-from pytest_llmgpu.inference.batching import Batch, Plan
+from pytest_llmgpu.inference.batching import Plan
 from pytest_llmgpu.ranks import work
 from pytest_llmgpu.ranks.work import WorkReply
 from pytest_llmgpu.strategies.protocol import Loaded
@@ -19,7 +18,7 @@ def measure(loaded: Loaded) -> WorkReply:
     return measure_plan(loaded, make_plan(), lambda *_: None)
 
 
-def measure_plan(loaded: Loaded, plan: Plan, on_batch: Callable[[Batch, float], None]) -> WorkReply:
+def measure_plan(loaded: Loaded, plan: Plan, on_batch: work.BatchReport) -> WorkReply:
     """Run the work passes of a plan, all of them eagerly."""
     with work.scoring_forward(loaded, scoring.LEAN) as forward:
         passes = work.record(loaded, plan, forward, on_batch=on_batch)
