@@ -254,11 +254,7 @@ def explained(dtype: str) -> float:
 
 
 def typical_difference(values: Sequence[float], expected: Sequence[float]) -> float:
-    """Return the sum of all absolute differences divided by the sum of the absolute expected numbers.
-
-    Args:
-        values: finite numbers.
-        expected: as many finite numbers.
+    """Return the sum of all absolute differences of finite numbers, divided by that of the expected numbers.
 
     Raises:
         ValueError: the numbers of values differ.
@@ -293,14 +289,9 @@ def of_window(profile: Profile, device: DeviceProfile, name: str) -> Metric | st
 def moments(
     readings: Sequence[tuple[float, float]], window_s: float | None, method: str, start_s: float, end_s: float
 ) -> Metric:
-    """Return the figures of readings that cover [t, t + window_s] each, or a moment.
+    """Return the figures of the readings from `start_s` to `end_s`, each a time and a value.
 
-    Args:
-        readings: time and value of each reading.
-        window_s: length of the period that each reading covers; None for a moment or if it is not known.
-        method: NVML call that returned the values.
-        start_s: start of the window.
-        end_s: end of the window.
+    Each covers [t, t + window_s]; `window_s` is None for moments, and if it is not known. `method` is the NVML call.
     """
     values = [value for _, value in readings]
     coverage = None
@@ -311,14 +302,9 @@ def moments(
 
 
 def spans(readings: Sequence[Span], nearest: float | None, method: str, start_s: float, end_s: float) -> Metric:
-    """Return the figures of readings that cover spans, weighted by the part of each span in the window.
+    """Return the figures of readings that cover spans, weighted by the part of each from `start_s` to `end_s`.
 
-    Args:
-        readings: readings that may overlap with the window.
-        nearest: value to return if none does.
-        method: NVML call that returned the values.
-        start_s: start of the window.
-        end_s: end of the window.
+    Where none has such a part, the figure is `nearest`, of coverage 0. `method` is the NVML call.
     """
     parts = [(span, min(span.end_s, end_s) - max(span.start_s, start_s)) for span in readings]
     parts = [(span, part_s) for span, part_s in parts if part_s > 0]

@@ -36,18 +36,6 @@ _LOST = ("GPU is lost", "GPU requires restart")
 Kind = Literal["lost", "throttled", "clock", "processes", "memory", "ecc", "xid", "cpu"]
 """Kind of a disturbance."""
 
-TITLES: dict[Kind, str] = {
-    "lost": "GPU no longer reachable",
-    "throttled": "throttled by power or heat",
-    "clock": f"SM clock differs by more than {100 * _CLOCK:.0f} % from the session's first case",
-    "processes": "processes of other programs",
-    "memory": "memory in use before the start",
-    "ecc": "uncorrectable ECC errors",
-    "xid": "GPU errors in the driver log (Xid, see dmesg)",
-    "cpu": "CPU cores too busy",
-}
-"""The beginning of the sentence about each kind."""
-
 COOLER = "Cool the GPUs, or lock their clocks (nvidia-smi --lock-gpu-clocks)."
 """Next step where power or heat throttled the GPUs."""
 
@@ -55,17 +43,28 @@ _ALONE = "End the other programs on these GPUs; nvidia-smi lists them."
 _BROKEN = "Read the driver's log (dmesg), and reset or replace the GPU."
 _FREE = "End the other programs on this machine (top lists them), or lower OMP_NUM_THREADS to its free cores."
 
-_KINDS: dict[Kind, tuple[str, str]] = {
-    "lost": ("GPU {index} ({value})", _BROKEN),
-    "throttled": ("GPU {index} for {value:.1f} % of the time", COOLER),
-    "clock": ("GPU {index} ran at {value:,.0f} instead of {expected:,.0f} MHz", COOLER),
-    "processes": ("GPU {index} has {value:.0f} besides {expected:.0f} of this run", _ALONE),
-    "memory": ("GPU {index} had {value:.2f} GiB", _ALONE),
-    "ecc": ("GPU {index} had {value:.0f}", _BROKEN),
-    "xid": ("GPU {index} had {value:.0f}", _BROKEN),
-    "cpu": ("", _FREE),
+_KINDS: dict[Kind, tuple[str, str, str]] = {
+    "lost": ("GPU no longer reachable", "GPU {index} ({value})", _BROKEN),
+    "throttled": ("throttled by power or heat", "GPU {index} for {value:.1f} % of the time", COOLER),
+    "clock": (
+        f"SM clock differs by more than {100 * _CLOCK:.0f} % from the session's first case",
+        "GPU {index} ran at {value:,.0f} instead of {expected:,.0f} MHz",
+        COOLER,
+    ),
+    "processes": (
+        "processes of other programs",
+        "GPU {index} has {value:.0f} besides {expected:.0f} of this run",
+        _ALONE,
+    ),
+    "memory": ("memory in use before the start", "GPU {index} had {value:.2f} GiB", _ALONE),
+    "ecc": ("uncorrectable ECC errors", "GPU {index} had {value:.0f}", _BROKEN),
+    "xid": ("GPU errors in the driver log (Xid, see dmesg)", "GPU {index} had {value:.0f}", _BROKEN),
+    "cpu": ("CPU cores too busy", "", _FREE),
 }
-"""The text about one device of each kind, and the next step."""
+"""The beginning of the sentence about each kind, the text about one device, and the next step."""
+
+TITLES = {kind: title for kind, (title, _, _) in _KINDS.items()}
+"""The beginning of the sentence about each kind."""
 
 _COUNTERS: dict[Kind, str] = {"ecc": "ecc_uncorrected", "xid": "xids"}
 """The counter of errors of each kind."""
@@ -136,7 +135,7 @@ def describe(found: Sequence[Disturbance]) -> list[str]:
     """Return one sentence for each kind of disturbance, with all its devices and without a full stop."""
     sentences = []
     for kind in dict.fromkeys(disturbance.kind for disturbance in found):
-        details = [_KINDS[kind][0].format(**msgspec.structs.asdict(one)) for one in found if one.kind == kind]
+        details = [_KINDS[kind][1].format(**msgspec.structs.asdict(one)) for one in found if one.kind == kind]
         sentences.append(f"{TITLES[kind]}: {', '.join(details)}")
     return sentences
 
@@ -176,7 +175,7 @@ def is_power(sentence: str) -> bool:
 
 def remedy(sentence: str) -> str:
     """Return the next step for the disturbance of a sentence of `describe`; empty for other sentences."""
-    return next((_KINDS[kind][1] for kind, title in TITLES.items() if sentence.startswith(title)), "")
+    return next((_KINDS[kind][2] for kind, title in TITLES.items() if sentence.startswith(title)), "")
 
 
 def disturbed(profile: Profile) -> str | None:

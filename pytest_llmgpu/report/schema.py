@@ -5,12 +5,14 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
+from pytest_llmgpu.report import case, cause, report, result, verdicts, work
 from pytest_llmgpu.report.report import SCHEMA_VERSION, Report
+
+_MODULES = (case, cause, report, result, verdicts, work)
 
 
 def schema() -> dict[str, Any]:
@@ -19,11 +21,10 @@ def schema() -> dict[str, Any]:
     A field with a default is not required: a version grows by such fields, and its first reports lack them.
     """
     described = msgspec.json.schema(Report)
-    documented = {record.__name__: _docstrings(record) for record in _records(msgspec.inspect.type_info(Report))}
+    records = {name: one for module in _MODULES for name, one in vars(module).items() if isinstance(one, type)}
     for name, record in described["$defs"].items():
-        properties = record.get("properties", {})
-        for field, text in documented.get(name, {}).items():
-            properties[field]["description"] = text
+        for field, text in _docstrings(records[name]).items():
+            record["properties"][field]["description"] = text
     whole = described["$defs"]["Report"]
     whole["properties"]["schema_version"]["const"] = SCHEMA_VERSION
     whole["required"].insert(0, "schema_version")
@@ -31,21 +32,6 @@ def schema() -> dict[str, Any]:
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": f"pytest-llmgpu report, version {SCHEMA_VERSION}",
     } | described
-
-
-def _records(part: object) -> Iterator[type]:
-    """Yield the records in a type, including itself, from msgspec's description of the type."""
-    if isinstance(part, msgspec.inspect.StructType):
-        yield part.cls
-        for field in part.fields:
-            yield from _records(field.type)
-    elif isinstance(part, msgspec.inspect.UnionType):
-        for choice in part.types:
-            yield from _records(choice)
-    elif isinstance(part, msgspec.inspect.ListType):
-        yield from _records(part.item_type)
-    elif isinstance(part, msgspec.inspect.DictType):
-        yield from _records(part.value_type)
 
 
 def _docstrings(record: type) -> dict[str, str]:
