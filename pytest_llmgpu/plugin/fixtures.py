@@ -308,7 +308,7 @@ def _measure(request: pytest.FixtureRequest) -> Measure:
         session.note(group, result.outcome)
         if result.outcome == "oom" and llm.options.find_max_batch:
             _find_max_batch(session, llm, items, result, record)
-        _end_test(result, nothing_fits=session.was_last_hope(group, item.nodeid))
+        _end_test(result, nothing_fits=session.nothing_fits(group, item.nodeid))
         return result
 
     return measure

@@ -27,6 +27,9 @@ _PROMPT_TOKENS, _NEW_TOKENS = 96, 64
 """The defaults of workload generate: about the length of HellaSwag's contexts, and half a paragraph."""
 
 
+_DTYPES = {"cuda": "float16", "cpu": "float32"}
+"""Device to the dtype of `--llmgpu-dtype=auto`."""
+
 _ADD_BOS = {"auto": None, "yes": True, "no": False}
 """Value of `--llmgpu-add-bos` to that of the case."""
 
@@ -112,8 +115,8 @@ class Planner:
         """
         place, strategy = self._strategy(strategy_name)
         backend, strategy_options = _backend_and_options(strategy, options)
-        chosen_by = f"--strategy={strategy_name}" if backend == strategy.backend else f"--llmgpu-tp-backend={backend}"
-        _check_library(backend, chosen_by)
+        own = backend == strategy.backend
+        _check_library(backend, f"--strategy={strategy_name}" if own else f"--llmgpu-tp-backend={backend}")
         if options.attention is not None and getattr(strategy, "own_attention", False):
             raise ValueError(
                 f"--llmgpu-attention={options.attention}: the kernels of strategy {strategy.name} compute attention "
@@ -133,8 +136,7 @@ class Planner:
             )
         machine = self.machine(options)
         self._check_device(options, machine)
-        self._check_processes(options, machine)
-        _check_places(strategy, machine)
+        self._check_processes(strategy, options, machine)
         if machine.device == "cpu":
             # Devices are processes there, and a strategy of one process uses only one.
             machine = msgspec.structs.replace(machine, devices=strategy.ranks(machine.devices))
@@ -152,7 +154,7 @@ class Planner:
                 model=source.name,
                 revision=source.revision,
                 load_format=options.load_format,
-                dtype=_dtype(options.dtype, machine.device),
+                dtype=options.dtype if options.dtype != "auto" else _DTYPES[machine.device],
                 device=machine.device,
                 devices=machine.devices,
                 launcher=options.launcher,
@@ -238,13 +240,25 @@ class Planner:
             self._tasks[name] = place, task
         return self._tasks[name]
 
-    def _check_processes(self, options: Options, machine: Machine) -> None:
-        """Refuse more devices than any strategy uses on a CPU, where devices are processes."""
-        asked = options.devices is not None or not machine.nodes
-        if machine.device == "cpu" and machine.devices > 1 and asked:
+    def _check_processes(self, strategy: Strategy, options: Options, machine: Machine) -> None:
+        """Refuse more processes, or more GPUs in one process, than were started, and processes that nothing uses."""
+        needed, started = strategy.ranks(machine.devices), len(machine.nodes)
+        if started and needed > started:
+            raise ValueError(
+                f"WORLD_SIZE={started}, but {strategy.name} on {plural(machine.devices, 'device')} needs {needed} "
+                f"processes: start {needed}, or pass --llmgpu-devices={started}"
+            )
+        usable = 1 if machine.one_gpu_each else len(machine.gpus_here)
+        if started and needed == 1 and machine.device == "cuda" and machine.devices > usable:
+            raise ValueError(
+                f"--llmgpu-devices={machine.devices}: {strategy.name} runs in one process, which can use "
+                f"{plural(usable, 'GPU')} of node 0: pass at most {usable}"
+            )
+        if machine.device == "cpu" and machine.devices > 1 and (options.devices is not None or not started):
+            # Devices are processes there.
             chosen = [self._strategy(name)[1] for name in options.strategy]
-            if all(strategy.ranks(machine.devices) == 1 for strategy in chosen):
-                names = ", ".join(strategy.name for strategy in chosen)
+            if all(one.ranks(machine.devices) == 1 for one in chosen):
+                names = ", ".join(one.name for one in chosen)
                 raise ValueError(
                     f"--llmgpu-devices={machine.devices}: on a CPU devices are processes, and {names} has 1; allowed: 1"
                 )
@@ -263,7 +277,10 @@ class Planner:
                     rootdir=self._rootdir,
                 )
             except ValueError as error:
-                raise ValueError(f"{_flag_of(error, options)}: {error}") from None
+                flag = f"--llmgpu-model={options.model}"
+                if isinstance(error, TokenizerError) and options.tokenizer not in (None, options.model):
+                    flag = f"--llmgpu-tokenizer={options.tokenizer}"
+                raise ValueError(f"{flag}: {error}") from None
             self._sources[wanted] = _with_attention(source, options.attention)
         return self._sources[wanted]
 
@@ -291,24 +308,6 @@ class Planner:
                 f"--llmgpu-sample-period={options.sample_period:g}: allowed are {SMALLEST_PERIOD_S:g} s and more, "
                 "which GPUs need for an average"
             )
-
-
-def _check_places(strategy: Strategy, machine: Machine) -> None:
-    """Refuse a strategy that needs more processes, or more GPUs in one process, than torchrun or Slurm provide."""
-    if not machine.nodes:
-        return
-    needed, started = strategy.ranks(machine.devices), len(machine.nodes)
-    if needed > started:
-        raise ValueError(
-            f"WORLD_SIZE={started}, but {strategy.name} on {plural(machine.devices, 'device')} needs {needed} "
-            f"processes: start {needed}, or pass --llmgpu-devices={started}"
-        )
-    usable = 1 if machine.one_gpu_each else len(machine.gpus_here)
-    if needed == 1 and machine.device == "cuda" and machine.devices > usable:
-        raise ValueError(
-            f"--llmgpu-devices={machine.devices}: {strategy.name} runs in one process, which can use "
-            f"{plural(usable, 'GPU')} of node 0: pass at most {usable}"
-        )
 
 
 def _generates(options: Options, dataset: Dataset, new_tokens: int | None) -> bool:
@@ -386,13 +385,6 @@ def _check_library(backend: str, chosen_by: str) -> None:
             raise ValueError(f"{chosen_by} needs {library}: pip install {package}")
 
 
-def _flag_of(error: ValueError, options: Options) -> str:
-    """Return the flag, with its value, that an error of `models.resolve` is about."""
-    if isinstance(error, TokenizerError) and options.tokenizer not in (None, options.model):
-        return f"--llmgpu-tokenizer={options.tokenizer}"
-    return f"--llmgpu-model={options.model}"
-
-
 def _check_cap(cap: int, machine: Machine) -> None:
     if machine.device == "cpu":
         raise ValueError(f"--llmgpu-gpu-memory={gib(cap)}: a cap needs a GPU, the run is on the CPU")
@@ -407,9 +399,3 @@ def _check_cap(cap: int, machine: Machine) -> None:
                 f"--llmgpu-gpu-memory={gib(cap)}: other programs use {gib(used[gpu.uuid])} of GPU {gpu.index}; "
                 "pass a larger cap or use an idle GPU"
             )
-
-
-def _dtype(option: str, device: str) -> str:
-    if option != "auto":
-        return option
-    return "float16" if device == "cuda" else "float32"

@@ -201,13 +201,13 @@ class BenchmarkSession:
         elif outcome in OUT_OF_MEMORY:
             self._out_of_memory.add(group)
 
-    def was_last_hope(self, group: Group, nodeid: str) -> bool:
+    def nothing_fits(self, group: Group, nodeid: str) -> bool:
         """Return whether this is the last test of a group in which no test completed although one should."""
         last = self._expected.get(group, [nodeid])[-1] == nodeid
-        hopeless = last and group in self._required - self._completed
-        if hopeless:
+        found = last and group in self._required - self._completed
+        if found:
             self._out_of_memory.discard(group)  # the test itself fails
-        return hopeless
+        return found
 
     def troubles(self) -> list[str]:
         """Return a line for each reason why a run fails although no test failed.
