@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -11,16 +10,15 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from support import rank_faults
+from support import gpu, rank_faults
 from support.report_factory import make_case
 
 from pytest_llmgpu.profiling import nvml
 from pytest_llmgpu.ranks.group import RankGroup
 from pytest_llmgpu.ranks.local import LocalLauncher
 from pytest_llmgpu.ranks.protocol import RankFailedError
-from pytest_llmgpu.report import disturbances, file
+from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.case import Case
-from pytest_llmgpu.report.report import Report
 
 _WAIT_S = 120.0
 _STOPPED_S = 3.0
@@ -29,9 +27,6 @@ _FREED_S = 10.0
 _IDLE_BYTES = 64 * 2**20
 """A CUDA context needs over 100 MiB."""
 _GPUS = torch.cuda.device_count()
-_ON_A_GPU = pytest.param(
-    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(_GPUS < 1, reason="needs a GPU that torch can use")]
-)
 _TWO_GPUS = [pytest.mark.gpu, pytest.mark.skipif(_GPUS < 2, reason="needs two GPUs that torch can use")]
 _EITHER_VICTIM = pytest.mark.parametrize(
     ("pair", "victim"),
@@ -178,71 +173,51 @@ def test_ranks_listen_on_the_loopback_interface_only(pair: _Pair, monkeypatch: p
 
 
 _BENCHMARK = """
-    def test_hellaswag(llm, hellaswag, batch_size, measure):
-        measure(llm, hellaswag, batch_size)
+def test_hellaswag(llm, hellaswag, batch_size, measure):
+    measure(llm, hellaswag, batch_size)
 """
 _STRATEGIES = """
-    import torch
-    from support import rank_faults
-    from pytest_llmgpu.strategies.mp import LayerParallel
+import torch
+from support import gpu, rank_faults
+from pytest_llmgpu.strategies.mp import LayerParallel
 
-    class Profiled(LayerParallel):
-        name = "profiled"
+class Profiled(LayerParallel):
+    name = "profiled"
 
-        def load(self, case, source):
-            loaded = super().load(case, source)
-            assert rank_faults.take_cupti() == 0
-            return loaded
+    def load(self, case, source):
+        loaded = super().load(case, source)
+        assert rank_faults.take_cupti() == 0
+        return loaded
 
-    class Asserting(LayerParallel):
-        name = "asserting"
+class Asserting(LayerParallel):
+    name = "asserting"
 
-        def prepare(self, loaded, rows, tokens):
-            if rows == 1:
-                print(torch.zeros(1, device=loaded.devices[0])[torch.tensor([5], device=loaded.devices[0])])
-            return super().prepare(loaded, rows, tokens)
+    def prepare(self, loaded, rows, tokens):
+        if rows == 1:
+            print(torch.zeros(1, device=loaded.devices[0])[torch.tensor([5], device=loaded.devices[0])])
+        return super().prepare(loaded, rows, tokens)
 """
 
 
-def _measured(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, strategy: str, device: str
-) -> tuple[int, Report]:
-    support = Path(rank_faults.__file__).parents[1]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (pytester.path, support))), os.pathsep)
-    pytester.makepyfile(test_it=_BENCHMARK, faulty=_STRATEGIES)
-    result = pytester.runpytest_subprocess(
-        *("-v", "-p", "no:cacheprovider", f"--strategy=faulty:{strategy}", f"--llmgpu-device={device}"),
-        *("--llmgpu-devices=1", "--llmgpu-limit=4", "--llmgpu-batch-sizes=1,2"),
+@pytest.mark.gpu
+@pytest.mark.skipif(_GPUS < 1, reason="needs a GPU that torch can use")
+def test_a_case_after_a_fault_of_the_device_is_measured(tmp_path: Path) -> None:
+    """A failed assertion ends one case; where another profiler has CUPTI, only the figures of kernels are missing."""
+    flags = ("--strategy=own:Asserting,own:Profiled", "--llmgpu-devices=1", "--llmgpu-limit=4")
+    status, written = gpu.run_pytest(
+        tmp_path / "run", _BENCHMARK, *flags, "--llmgpu-batch-sizes=1,2", strategies=_STRATEGIES
     )
-    return int(result.ret), file.load(pytester.path / ".llmgpu" / "last.json")
-
-
-@pytest.mark.parametrize("device", [_ON_A_GPU])  # on a CPU it is an error as any other
-def test_a_case_after_a_failed_assertion_is_measured(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, device: str
-) -> None:
-    """The fault ends one case and not the session, and the next case is alone on the device."""
-    status, written = _measured(pytester, monkeypatch, "Asserting", device)
     assert status == 1
-    assert [case.outcome for case in written.cases] == ["error", "completed"]
-    failure = written.cases[0].failure
+    cases = {(case.case.strategy, case.case.batch_size): case for case in written.cases}
+    assert [case.outcome for case in written.cases].count("error") == 1
+    failure = cases["asserting", 1].failure
     assert failure is not None
-    assert _ASSERTION[device] in failure.message
-    profile = written.cases[1].launches[0].profile
+    assert _ASSERTION["cuda"] in failure.message
+    profile = cases["asserting", 2].launches[0].profile
     assert profile is not None
-    assert disturbances.disturbed(profile) is None
-
-
-@pytest.mark.parametrize("device", [_ON_A_GPU])
-def test_a_profiler_that_has_cupti_costs_the_kernels_alone(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, device: str
-) -> None:
-    """The case is measured, with ops and FLOPs; figures of kernels are null with the reason."""
-    status, written = _measured(pytester, monkeypatch, "Profiled", device)
-    assert status == 0
-    assert [case.outcome for case in written.cases] == ["completed", "completed"]
-    for case in written.cases:
-        launch = case.launches[0]
+    assert disturbances.disturbed(profile) is None, "the next case is alone on the device"
+    for batch_size in (1, 2):
+        launch = cases["profiled", batch_size].launches[0]
         assert launch.work is not None, launch.why
         (rank,) = launch.work.ranks
         assert rank.device_time_s is None
