@@ -12,7 +12,7 @@ from support import gpu, kv_cache_faults
 from support.gpu import Ranks
 from support.report_factory import make_case
 
-from pytest_llmgpu.analysis import generation_check
+from pytest_llmgpu.analysis.answers import check_texts
 from pytest_llmgpu.inference import models
 from pytest_llmgpu.inference.tasks.hellaswag import Prompts
 from pytest_llmgpu.inference.tasks.protocol import Dataset
@@ -115,15 +115,14 @@ def test_texts_are_right_eagerly_and_as_cuda_graphs(
         assert ("CUDA graphs" in sentence.partition(":")[0]) == graphed, sentence
         assert sentence.startswith("compiled") == (strategy == "compile"), sentence
         assert (launch.compile_s is not None) == (strategy == "compile")
-        decision = generation_check.decide(found.results[cuda_graphs], None if alone else mp.results["on"])
-        assert decision is not None
-        print(strategy, devices, backend, sentence, generation_check.describe(decision))
-        assert decision.own_ok, generation_check.describe(decision)
-        assert alone or decision.reference_ok, generation_check.describe(decision)
+        checked = check_texts(found.results[cuda_graphs], None if alone else mp.results["on"])
+        assert checked is not None
+        print(strategy, devices, backend, sentence, checked.check.text)
+        assert checked.check.ok, checked.check.text
     for fault, result in found.broken.items():
-        broken = generation_check.decide(result, None)
+        broken = check_texts(result, None)
         assert broken is not None
-        assert not broken.own_ok, fault
+        assert broken.fault == "cache", (fault, broken.check.text)
     eager, replayed, again = (_generation(one) for one in (*found.results.values(), found.again))
     assert (again.tokens, again.loglikelihoods) == (replayed.tokens, replayed.loglikelihoods), "it is repeatable"
     _assert_alike(eager, replayed)
