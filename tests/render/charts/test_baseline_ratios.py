@@ -11,7 +11,6 @@ from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.render import charts
 from pytest_llmgpu.render.charts import Chart
 from pytest_llmgpu.report.report import Commit, Report
-from pytest_llmgpu.report.verdicts import Armed, Baseline, Row, Verdicts
 
 
 def _report(level: float, sha: str = "a") -> Report:
@@ -30,13 +29,6 @@ def _judged(report: Report, base: Report) -> Report:
     return report
 
 
-def _verdicts(sha: str, ratio: float) -> Verdicts:
-    row = Row(key="k", id="mp-bs1", metric="time", verdict="OK", reason="as before.", ratio=ratio, low=0.9, high=1.1)
-    return Verdicts(
-        baseline=Baseline(commit=sha * 40), policy="", policy_sha256="0" * 64, armed=Armed(compared=1), rows=[row]
-    )
-
-
 def test_a_slower_case_has_its_ratio_and_interval() -> None:
     """They are those of the gate's verdict."""
     chart = _ratio(_judged(_report(1.5), _report(1.0)))
@@ -52,27 +44,6 @@ def test_without_a_baseline_there_is_no_chart_of_ratios() -> None:
     found = charts.of_report(_report(1.0))
     assert not [line for line in found.omitted if "baseline" in line]
     assert _ratio(_report(1.0)) is None
-
-
-def test_the_chart_has_the_verdicts_of_the_report() -> None:
-    """They hold whatever policy, calibration and commit they were made with."""
-    report = _report(1.5)
-    report.verdicts = _verdicts("b", 1.01)
-    chart = _ratio(report)
-    assert chart is not None
-    assert [row[:3] for row in chart.rows] == [["mp-bs1", "OK", "1.01"]]
-
-
-def test_slower_and_faster_have_their_own_colours() -> None:
-    """They are not the colours of the strategies."""
-    chart = _ratio(_judged(_report(1.5), _report(1.0)))
-    assert chart is not None
-    used = [
-        layer["encoding"]["color"]["scale"]["range"] for layer in chart.spec["layer"] if "color" in layer["encoding"]
-    ]
-    assert set(used) == {"ordinal"}
-    kinds = chart.spec["layer"][-1]["encoding"]["color"]["scale"]["domain"]
-    assert len(charts.theme(dark=False)["range"]["ordinal"]) >= len(kinds)
 
 
 def test_a_case_that_cannot_be_compared_is_in_the_table_with_its_reason() -> None:

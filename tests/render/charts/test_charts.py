@@ -106,14 +106,6 @@ def test_a_caption_rounds_once() -> None:
     assert [row["v"] for row in values_of(chart.spec)] == [7.465]
 
 
-def test_a_caption_of_two_figures_rounds_once() -> None:
-    """Utilisation and traffic are both rounded from the measured figure."""
-    profile = make_profile(1, busy=55.5502, tx=7.4652e9)
-    chart = _by_id(make_report([make_result(60.0, profile=profile)]))["traffic-utilization-1"]
-    assert "55.6 % and 7.47 GB/s at batch size" in chart.summary
-    assert [(row["u"], row["v"]) for row in values_of(chart.spec)] == [(55.55, 7.465)]
-
-
 def test_a_report_without_a_completed_case_has_reasons_instead_of_charts() -> None:
     """Each chart is replaced by its reason; a report without cases has neither."""
     found = charts.of_report(make_report([make_failed("oom"), make_failed("skipped_after_oom", batch_size=2)]))
@@ -235,12 +227,6 @@ def test_strategies_keep_their_colours() -> None:
         }
         assert json.loads(colours)[:3] == ["mp", "tp", "iok"]
         assert json.loads(colours)[3:] == ["other"] * ("other" in strategies)
-
-
-def test_a_strategy_under_another_title_keeps_its_colour() -> None:
-    """`tp` with another backend still has the second colour."""
-    chart = _by_id(make_report([make_result(strategy="tp", backend="deepspeed")]))["time"]
-    assert chart.spec["layer"][0]["encoding"]["color"]["scale"]["domain"] == ["mp", "tp deepspeed", "iok"]
 
 
 def test_traffic_is_a_mean_over_the_gpus_in_both_directions() -> None:
@@ -406,15 +392,6 @@ def test_each_model_has_its_own_charts() -> None:
     assert [chart.id for chart in found.charts] == ["time-1", "throughput-1", "time-2", "throughput-2"]
     assert [chart.title for chart in found.charts][::2] == ["Time by batch size: small", "Time by batch size: large"]
     assert all(line.startswith(("small: ", "large: ")) for line in found.omitted)
-
-
-def test_titles_of_panels_name_what_differs() -> None:
-    """One panel has a cap in GiB and the other has none."""
-    report = make_report([make_result(), make_result(gpu_memory_bytes=18575523840)])
-    assert [chart.title for chart in charts.of_report(report).charts][::2] == [
-        "Time by batch size: no memory limit",
-        "Time by batch size: memory limit 17.3 GiB per GPU",
-    ]
 
 
 def test_every_chart_names_model_and_machine() -> None:

@@ -13,7 +13,7 @@ from support.report_factory import make_accuracy, make_failed, make_report, make
 from pytest_llmgpu.gate.policy import Known, Policy
 from pytest_llmgpu.render.exports import export, github
 from pytest_llmgpu.render.exports.escaping import code, command_property, command_value, markdown, one_line, spreadsheet
-from pytest_llmgpu.render.exports.github import ANNOTATIONS, COMMENT_BYTES, COMMENT_MARK, LIMIT_BYTES, notices
+from pytest_llmgpu.render.exports.github import ANNOTATIONS, COMMENT_BYTES, COMMENT_MARK, notices
 from pytest_llmgpu.render.exports.tables import markdown_header
 from pytest_llmgpu.report.metrics import spec_of
 from pytest_llmgpu.report.report import Report
@@ -191,17 +191,6 @@ def test_the_first_line_of_the_summary_counts_gated_rows() -> None:
     assert "(1 OK)" in _summary(report).splitlines()[0]
 
 
-def test_only_a_decided_comparison_is_green() -> None:
-    """Every row is OK, and a gated one was compared."""
-    report = make_report()
-    report.verdicts = verdicts([row("OK")])
-    first = _summary(report).splitlines()[0]
-    assert first.startswith("## LLM inference: ✅ PASSED: 1 case")
-    assert first.endswith("(1 OK)")
-    report.verdicts = verdicts([row("OK")], gated=0)
-    assert "✅" not in _summary(report).splitlines()[0]
-
-
 def test_the_summary_begins_with_the_worst() -> None:
     """Failed rows come first, then unclear ones, then the cases; the others are folded."""
     report = judged(two_strategies(sent=50e6), two_strategies(oom=()))
@@ -222,23 +211,6 @@ def test_the_summary_begins_with_the_worst() -> None:
     assert page.count("<details>") == page.count("</details>") == 2
     assert "4 rows compared" not in page
     assert f"{report.verdicts.armed.compared} rows compared" in page
-
-
-def test_a_large_summary_is_cut_and_counts_the_lines_left_out() -> None:
-    """The page stays below GitHub's limit, and the worst row stays on it."""
-    report = make_report([make_result() for _ in range(3000)])
-    for number, result in enumerate(report.cases):
-        result.id = f"mp-bs{number}"
-    lost = [row("REGRESSED", id=f"mp-bs{number}", reason="ä" * 400) for number in range(2000)]
-    fine = [row("OK", "memory", id=result.id) for result in report.cases]
-    report.verdicts = verdicts([*lost, row("REGRESSED", "outcome", id="mp-bs2999", reason="the worst"), *fine])
-    page = _summary(report)
-    assert LIMIT_BYTES - 2000 < len(page.encode()) <= LIMIT_BYTES
-    assert page.index("the worst") < 1000
-    cut = [int(number.replace(",", "")) for number in re.findall(r"\*\*([\d,]+) more lines are left out", page)]
-    assert len(cut) == 3
-    assert sum(cut) + page.count("<code>mp-bs") == 2000 + 1 + 3000 + 3000
-    assert page.endswith("The report has all of them.**")
 
 
 def test_a_page_of_any_size_stays_below_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,15 +275,6 @@ def test_a_table_of_cases_has_units_and_reasons() -> None:
     )
     assert "| oom: CUDA out of memory. Tried to allocate 2 GiB |  |  |  |  |  | REGRESSED: outcome |" in lines[5]
     assert lines[6] == "| <code>tp</code> |  |  |  |  |  |  |  | REGRESSED: largest batch |"
-
-
-def test_a_verdict_that_is_not_gated_is_no_gated_one() -> None:
-    """Metrics that count are named apart from those that do not."""
-    report = make_report([make_result(batch_size=8)])
-    report.verdicts = verdicts(
-        [row("REGRESSED", "flops"), msgspec.structs.replace(row("REGRESSED", "ops"), gated=False)]
-    )
-    assert export("markdown", report).endswith("| REGRESSED: flops |")
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Iterator
 from functools import partial
@@ -149,24 +148,6 @@ def test_the_console_has_no_error_and_no_request_leaves(page: Any) -> None:
     assert {url for url in asked if not url.startswith("data:")} == {page.current_url}
 
 
-def test_a_point_has_a_tooltip(page: Any) -> None:
-    """The tooltip has the figures with their units, and it is hidden when the pointer leaves the point."""
-    from selenium.webdriver.common.action_chains import ActionChains
-    from selenium.webdriver.common.by import By
-    from selenium.webdriver.support.wait import WebDriverWait
-
-    point = page.find_element(By.CSS_SELECTOR, "[data-chart=time] svg .mark-symbol.role-mark path")
-    page.execute_script("arguments[0].scrollIntoView({block: 'center'})", point)
-    ActionChains(page).move_to_element(point).perform()
-    tooltip = WebDriverWait(page, _WAIT_S).until(
-        lambda it: next(iter(it.find_elements(By.CSS_SELECTOR, "#vg-tooltip-element.visible")), None)
-    )
-    assert "batch size" in tooltip.text
-    assert re.search(r"time \(s\)\D+[\d,]+", tooltip.text)
-    ActionChains(page).move_to_element(page.find_element(By.TAG_NAME, "h1")).perform()
-    WebDriverWait(page, _WAIT_S).until(lambda it: not it.find_elements(By.CSS_SELECTOR, "#vg-tooltip-element.visible"))
-
-
 def test_an_id_that_looks_like_a_script_is_text(page: Any) -> None:
     """It is text in the page, in the list of cases and in the timelines of the case."""
     from selenium.webdriver.common.by import By
@@ -227,39 +208,6 @@ def test_a_filter_hides_other_cases_and_draws_the_charts_again(page: Any) -> Non
     assert page.find_element(By.ID, "filter-status").get_attribute("textContent") == "Only strategy tp, batch 8"
 
 
-_FILTER_FAR_AWAY = """
-const [chart, done] = arguments;
-const select = document.querySelector("[data-filter=strategy]");
-chart.scrollIntoView({ block: "center" });
-setTimeout(() => {
-  for (const value of ["mp", "tp"]) { // two changes at once: the drawing of the first is still under way
-    scrollTo(0, 0);
-    chart.parentElement.style.marginTop = "5000px";
-    select.value = value;
-    select.dispatchEvent(new Event("change", { bubbles: true }));
-    chart.parentElement.style.marginTop = "";
-    chart.scrollIntoView({ block: "center" });
-  }
-  done();
-}, 100);
-"""
-"""The filter is changed while the chart is far away, and the chart comes back before the browser has looked."""
-
-
-def test_a_chart_that_comes_back_at_once_is_drawn_with_the_last_filter(page: Any) -> None:
-    """The observer alone reports changes only: it saw the chart near before and after."""
-    from selenium.webdriver.common.by import By
-    from selenium.webdriver.support.wait import WebDriverWait
-
-    chart = page.find_element(By.CSS_SELECTOR, "[data-chart=time]")
-    fills = "[...arguments[0].querySelectorAll('.mark-symbol.role-mark path')].map((it) => it.getAttribute('fill'))"
-    colors = f"return [...new Set({fills})]"
-    before = page.execute_script(colors, chart)
-    page.execute_async_script(_FILTER_FAR_AWAY, chart)
-    WebDriverWait(page, _WAIT_S).until(lambda it: len(it.execute_script(colors, chart)) == 1)
-    assert len(before) > 1
-
-
 def test_the_charts_of_a_large_report_are_drawn_when_they_come_near(started: Any, tmp_path: Path) -> None:
     """The page is ready before, and a chart that was never near the screen is not drawn."""
     from selenium.webdriver.support.wait import WebDriverWait
@@ -282,19 +230,6 @@ def test_the_charts_of_a_large_report_are_drawn_when_they_come_near(started: Any
     last = "return [...document.querySelectorAll('.chart')].pop().querySelector('svg') !== null"
     WebDriverWait(started, _WAIT_S).until(lambda it: it.execute_script(last))
     assert started.execute_script(drawn) < charts / 2
-
-
-def test_an_injected_script_does_not_run(page: Any) -> None:
-    """The content security policy permits the two scripts of the page only."""
-    from selenium.webdriver.support.wait import WebDriverWait
-
-    page.execute_script(
-        "const script = document.createElement('script'); script.textContent = 'window.foreign = 1';"
-        "document.body.append(script)"
-    )
-    assert page.execute_script("return window.foreign === undefined")
-    entries = WebDriverWait(page, _WAIT_S).until(lambda it: it.get_log("browser"))
-    assert "Content Security Policy" in entries[0]["message"]
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
@@ -341,40 +276,6 @@ def test_a_narrow_screen_needs_no_scrolling_sideways(started: Any, address: str,
     assert started.execute_script(wide) == width
 
 
-def test_a_caption_uses_the_width_of_its_region(started: Any, tmp_path: Path) -> None:
-    """The caption of a narrow table is wide, too, and the table stays narrow; on a phone nothing overflows."""
-    report = paper_report()
-    report.cases = [result for result in report.cases if result.case.strategy == "mp"]
-    path = tmp_path / "page.html"
-    path.write_text(html_report.render(report), encoding="utf-8")
-    sizes = (
-        "const box = (name) => document.querySelector(name).getBoundingClientRect();"
-        "const caption = document.querySelector('.times caption'), region = caption.closest('.scroll');"
-        "const lines = caption.getClientRects()[0].height / parseFloat(getComputedStyle(caption).lineHeight);"
-        "return { caption: box('.times caption').width, table: box('.times tbody').width, lines,"
-        " region: region.clientWidth, within: region.scrollWidth }"
-    )
-    for width in (1280, 400):
-        show(started, path.as_uri(), width=width)
-        found = started.execute_script(sizes)
-        assert found["caption"] >= 0.9 * min(found["region"], 62 * 16)
-        assert found["within"] <= found["region"]
-        assert found["lines"] < 2.5
-        assert width == 400 or found["table"] < found["region"] / 2
-
-
-@pytest.mark.parametrize(("width", "media"), [(600, "screen"), (768, "screen"), (794, "print")])
-def test_a_reason_has_a_readable_width(started: Any, address: str, width: int, media: str) -> None:
-    """The column of reasons is at least 200 pixels wide."""
-    show(started, address, width=width, media=media)
-    widths = started.execute_script(
-        "document.querySelectorAll('details').forEach((details) => { details.open = true; });"
-        "return [...document.querySelectorAll('.reasons .reason')].map((it) => it.getBoundingClientRect().width)"
-    )
-    assert len(widths) == 3
-    assert min(widths) >= 200
-
-
 def test_details_are_opened_for_printing(page: Any) -> None:
     """Tables of chart data stay closed, and after printing everything is as before."""
     closed = "return document.querySelectorAll('details:not([open], .data, .log)').length"
@@ -412,23 +313,3 @@ def test_the_page_prints_dark_on_white(started: Any, address: str) -> None:
     )
     assert shown == ["rgb(255, 255, 255)", False, False, True]
     assert started.execute_script("return document.documentElement.scrollWidth") == 794
-
-
-def test_the_page_is_readable_without_javascript(started: Any, address: str) -> None:
-    """The status, the tables and the data of charts need no script."""
-    from selenium.webdriver.common.by import By
-
-    started.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
-    try:
-        started.get(address)
-        text = started.find_element(By.TAG_NAME, "body").text
-    finally:
-        started.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
-    assert "JavaScript" in text
-    assert "Batch size" in text
-
-
-def test_the_files_of_the_page_are_in_the_package() -> None:
-    """The template, the style and the script are in the folder of the module."""
-    folder = Path(html_report.__file__).parent
-    assert {"page.html", "trend.html", "page.css", "page.js"} <= {path.name for path in folder.iterdir()}

@@ -33,25 +33,6 @@ def test_a_run_writes_its_page(run: FakedRuns, pytester: pytest.Pytester) -> Non
 
 
 @pytest.mark.slow
-def test_the_page_of_a_run_has_its_verdicts(run: FakedRuns, pytester: pytest.Pytester) -> None:
-    """The page shows the verdicts of the comparison of this run."""
-    run("--llmgpu-json=base.json", sizes="8")
-    run.outcome = lambda _: "oom"
-    result = run("--llmgpu-compare=base.json", "--llmgpu-html=page.html", sizes="8")
-    assert result.ret == 1
-    assert "REGRESSED" in (pytester.path / "page.html").read_text()
-
-
-@pytest.mark.slow
-def test_a_page_that_cannot_be_written_is_refused_before_the_run(run: FakedRuns) -> None:
-    """The error is one line, and no case runs."""
-    result = run("--llmgpu-html=page.txt")
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["ERROR: *page.txt*.html*"])
-    assert not run.did
-
-
-@pytest.mark.slow
 def test_an_unwritable_page_does_not_lose_the_report(
     run: FakedRuns, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import html.parser
-import itertools
 import json
 import re
 import sys
@@ -11,11 +10,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from support import chart_data
 from support.page_reports import EVIL, make_verdicts, paper_report, time_row
-from support.report_factory import make_accuracy, make_failed, make_report, make_result
+from support.report_factory import make_failed, make_report, make_result
 
-from pytest_llmgpu.analysis.answers import compare
 from pytest_llmgpu.cli import main
 from pytest_llmgpu.cli.commands.html import page_name
 from pytest_llmgpu.gate.policy import Policy
@@ -113,24 +110,6 @@ def test_the_page_is_valid_markup(whole: str) -> None:
     assert {link.removeprefix("#") for link in page.values("href") if link.startswith("#")} <= set(ids)
 
 
-def test_the_page_works_with_a_screen_reader(whole: str) -> None:
-    """It has landmarks, a language, headings without a gap, scopes of table headers and names of scroll regions."""
-    page = Page(whole)
-    names = [name for name, _ in page.elements]
-    assert {"header", "nav", "main", "h1", "caption"} <= set(names)
-    assert names.count("main") == names.count("h1") == 1
-    assert dict(page.elements)["html"]["lang"] == "en"
-    levels = [int(name[1]) for name in names if re.fullmatch(r"h[1-6]", name)]
-    assert levels[0] == 1
-    assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
-    assert all(
-        attributes.get("scope") in {"col", "row", "rowgroup"} for name, attributes in page.elements if name == "th"
-    )
-    assert all(
-        attributes.get("aria-label") for _, attributes in page.elements if attributes.get("role") in {"region", "img"}
-    )
-
-
 @pytest.mark.slow
 def test_nothing_is_fetched_and_nothing_else_runs(whole: str) -> None:
     """Links stay within the page, and the content security policy permits scripts and styles by hash only."""
@@ -149,13 +128,6 @@ def test_nothing_is_fetched_and_nothing_else_runs(whole: str) -> None:
     for kind, texts in (("script-src", page.inside["script"]), ("style-src", [style])):
         hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts]
         assert rules[kind] == " ".join(f"'sha256-{value}'" for value in hashes)
-
-
-def test_the_page_of_a_full_sweep_stays_small(whole: str) -> None:
-    """Three strategies, seven batch sizes, four GPUs, long series and a baseline take less than 3.5 MB."""
-    page = Page(whole)
-    assert len(page.cases) == 21
-    assert len(whole.encode()) < 3_500_000
 
 
 @pytest.mark.usefixtures("quick")
@@ -300,15 +272,6 @@ def test_a_report_of_too_many_cases_is_refused() -> None:
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_strategy_is_compared_with_mp_under_its_table() -> None:
-    """The page has the sentence of the terminal, also where nothing differs."""
-    results = [make_result(1.0, make_accuracy(0.75, items=16), strategy=name) for name in ("mp", "tp")]
-    results[1].comparison = compare(results[1], results[0], "acc_norm")
-    expected = "tp compared with mp at batch size 1: 0 of 16 items flipped"
-    assert expected in Page(html_report.render(make_report(results))).text
-
-
-@pytest.mark.usefixtures("quick")
 def test_the_filters_have_what_differs_between_cases() -> None:
     """Each case, column, row and chart can be hidden; a report of one model has no filter of models."""
     page = Page(html_report.render(paper_report()))
@@ -343,13 +306,6 @@ def test_a_report_without_a_figure_has_a_page(cases: list[CaseResult]) -> None:
     page = Page(html_report.render(report))
     assert "Time by batch size and strategy" in page.text
     assert page.cases == {}
-
-
-@pytest.mark.usefixtures("quick")
-def test_a_case_on_a_cpu_has_a_page() -> None:
-    """The report has no GPU and no samples."""
-    report = make_report([make_result(device="cpu", devices=1)], gpus=0)
-    assert "GPUs none" in Page(html_report.render(report)).text
 
 
 @pytest.mark.slow
@@ -421,16 +377,6 @@ def test_the_end_of_a_log_is_on_the_page() -> None:
 
 
 @pytest.mark.usefixtures("quick")
-def test_the_page_has_the_changed_options() -> None:
-    """Options with their default value are left out."""
-    report = paper_report()
-    report.options = {"--llmgpu-scoring": "harness", "--llmgpu-dtype": "float16", "--llmgpu-limit": None}
-    text = Page(html_report.render(report)).text
-    assert "--llmgpu-scoring harness" in text
-    assert "--llmgpu-limit" not in text
-
-
-@pytest.mark.usefixtures("quick")
 def test_html_shows_the_verdicts_of_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -452,22 +398,6 @@ def test_html_shows_the_verdicts_of_a_file(
         arguments = ["html", "head.json", *(["base.json"] if "--verdicts" in more else []), *more]
         assert main(arguments) == 2
         assert words in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("quick")
-def test_html_applies_the_policy_in_force(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is the policy of pyproject.toml, or the one of --policy."""
-    monkeypatch.chdir(tmp_path)
-    head = paper_report()
-    dump(head, tmp_path / "base.json")
-    del head.cases[0]
-    dump(head, tmp_path / "head.json")
-    Path("pyproject.toml").write_text(f"{_LENIENT}allow_missing = true\n")
-    Path("strict.toml").write_text("largest_unseen_slowdown = 99\n")
-    assert main(["html", "head.json", "base.json", "--output", "own.html"]) == 0
-    assert main(["html", "head.json", "base.json", "--output", "strict.html", "--policy", "strict.toml"]) == 0
-    assert not Page(Path("own.html").read_text()).text.startswith("MISSING")
-    assert Page(Path("strict.html").read_text()).text.startswith("MISSING")
 
 
 @pytest.mark.usefixtures("quick")
@@ -499,16 +429,3 @@ def test_html_reports_an_error_in_one_line(
 def test_the_page_is_named_for_its_report(name: str, file: str) -> None:
     """Folders of the store and git references are removed from the name."""
     assert page_name(name) == file
-
-
-@pytest.mark.usefixtures("quick")
-def test_the_page_has_one_rounding_for_a_time() -> None:
-    """The table, the captions and the list of cases have the digits and the unit of the terminal."""
-    results = [chart_data.sampled(20, batch_size=size) for size in (1, 2)]
-    for seconds, shown in ((7.4652, "7.47 s"), (7465.2, "124 min")):
-        for result in results:
-            result.inference_s = seconds
-        text = Page(html_report.render(make_report(results))).text
-        assert f"mp-bs1: {shown}" in text
-        assert text.count(shown) >= 4
-        assert "7.46 s" not in text

@@ -54,25 +54,6 @@ def test_each_case_is_a_row(prose: Prose) -> None:
     assert prose == _summary(_checked(paper_results()))
 
 
-def test_traffic_between_nodes_is_a_column_of_several_nodes() -> None:
-    """It is the sum over the ranks for each sequence."""
-    sent = Collective(collective="all_reduce", calls=1, payload_bytes=8, wire_bytes=8 * 10**6)
-    between = msgspec.structs.replace(sent, between_nodes_bytes=3 * 10**6)
-    here, there = make_result(1.0, devices=2, sequences=4), make_result(1.0, devices=2, nodes=2, sequences=4)
-    here.traffic = Traffic(ranks=[[sent]] * 2, wire_bytes_per_sequence=1.0)
-    there.traffic = Traffic(ranks=[[between]] * 2, wire_bytes_per_sequence=1.0)
-    assert "between nodes" not in _summary([here])
-    text = _summary([there])
-    assert "between nodes" in text
-    assert f"{6 / sum(there.launches[0].batches.sequences):.2f}" in text
-
-
-def test_rows_are_sorted_by_batch_size() -> None:
-    """The order in which the cases ran does not matter."""
-    text = _summary([make_result(1.0, batch_size=size) for size in (8, 64, 1)])
-    assert re.findall(r"^(?:mp)? +(\d+) ", text, re.MULTILINE) == ["1", "8", "64"]
-
-
 def test_many_cases_are_folded_to_the_fastest_of_each_series() -> None:
     """A case with wrong answers does not stand for its series."""
     results = _checked(paper_results())
@@ -92,23 +73,6 @@ def test_a_cpu_case_has_the_threads_of_its_ranks() -> None:
     assert (header.split()[-1], row.split()[-1]) == ("threads", "2")
 
 
-def test_the_legend_explains_only_the_marks_of_the_table() -> None:
-    """A table without marks has no legend."""
-    assert _summary([make_result(1.0)]).splitlines()[-1].split() == ["mp", "1", "1.00", "s", "64"]
-    assert _summary([make_failed("skipped_after_oom")]).splitlines()[-1].startswith("-: ")
-
-
-def test_a_case_that_ran_as_cuda_graphs_is_marked() -> None:
-    """Times with CUDA graphs and times of eager forwards do not compare."""
-    results = [make_result(batch_size=1, execution="cuda_graphs"), make_result(batch_size=2)]
-    table = _summary(results)
-    (graphed,) = [line for line in table.splitlines() if re.match(r"mp +1 ", line)]
-    (eager,) = [line for line in table.splitlines() if re.match(r" +2 ", line)]
-    assert re.search(r"\bg \d", graphed)
-    assert " g " not in eager
-    assert table.splitlines()[-1].endswith("g: run as CUDA graphs")
-
-
 @pytest.mark.parametrize(
     ("seconds", "shown"),
     [
@@ -122,24 +86,6 @@ def test_one_unit_and_as_many_decimals_as_the_smallest_time_needs(seconds: list[
     """Times of a table have one unit: minutes if the smallest is ten minutes or more."""
     text = _summary([make_result(s, batch_size=size) for size, s in zip((1, 2), seconds, strict=True)])
     assert all(time in text for time in shown)
-
-
-def test_a_second_measurement_has_a_row_of_its_own() -> None:
-    """It does not replace the first measurement, and the legend explains `#2`."""
-    first_result, again = (make_result(s, batch_size=8) for s in (1.0, 2.0))
-    again.id = "mp-bs8#2"
-    *_, first, second, legend = _summary([first_result, again]).splitlines()
-    rows = [first, second]
-    assert "   #2: " in legend
-    assert "#2" not in _summary([make_result(1.0, batch_size=8)])
-    assert [row.split()[:-1] for row in rows] == [["mp", "8", "*", "1.00", "s"], ["8", "#2", "2.00", "s"]]
-
-
-def test_one_strategy_with_two_options_has_two_columns() -> None:
-    """The titles have the option in which the columns differ."""
-    text = _summary([make_result(1.0, strategy_options={"max_tokens": n}) for n in (512, 1024)])
-    assert "mp max_tokens=512" in text
-    assert "mp max_tokens=1024" in text
 
 
 def test_a_title_has_unusual_settings_and_differing_settings() -> None:
@@ -160,17 +106,6 @@ def test_a_title_has_unusual_settings_and_differing_settings() -> None:
     assert "iok stock=True" in _summary(alone[1:])
     assert "stock" not in _summary(alone[:1])
     assert "tp deepspeed" in _summary([make_result(1.0, strategy="tp", backend="deepspeed")])
-
-
-def test_colour_changes_no_text_of_the_table() -> None:
-    """Without the styles the coloured table is the plain table."""
-    results = _checked(paper_results())
-    coloured, _ = summary_table(results, painter(color=True))
-    assert "\x1b[" not in _summary(results)
-    for style in ("31", "32", "33"):
-        assert f"\x1b[{style}m" in coloured
-        coloured = coloured.replace(f"\x1b[{style}m", "")
-    assert coloured.replace("\x1b[0m", "") == _summary(results)
 
 
 def test_communication_and_memory_are_means_with_the_largest_device() -> None:

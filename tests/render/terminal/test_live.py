@@ -43,16 +43,6 @@ def test_the_line_never_wraps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert screen.getvalue().count("x") == 20
 
 
-def test_a_few_free_columns_are_left_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Text in less than 12 columns cannot be read."""
-    screen = _Terminal(is_terminal=True)
-    monkeypatch.setattr(sys, "stdout", screen)
-    line = LiveLine(_uncaptured, lambda: 5)
-    line.show("1/9 batches")
-    line.clear()
-    assert not screen.getvalue()
-
-
 def test_the_width_is_read_from_the_real_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Captured standard output has no width."""
     screen = _Terminal(is_terminal=True)

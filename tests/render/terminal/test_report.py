@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +11,6 @@ from support.report_factory import (
     make_answers,
     make_case,
     make_failed,
-    make_profile,
     make_report,
     make_result,
     paper_results,
@@ -57,16 +55,6 @@ def test_the_headline_of_one_case_is_in_the_singular() -> None:
         "llmgpu: 1 x NVIDIA H200 (cuda); llama-7b (random weights); float16; hellaswag dataset (first 1,000 items); "
         "strategy mp; batch size 1"
     )
-
-
-def test_a_headline_without_cases_names_the_machine() -> None:
-    """No test was selected."""
-    assert headline(_machine(), [], []) == "llmgpu: 4 x NVIDIA H200 (cuda)"
-
-
-def test_a_headline_has_only_batch_sizes_that_run() -> None:
-    """A test may choose its batch size when it runs."""
-    assert "batch size" not in headline(_machine(), [make_case()], [])
 
 
 @pytest.mark.parametrize(
@@ -162,21 +150,6 @@ def test_measurements_that_differ_have_blocks_with_captions(fields: dict[str, An
     assert text.count("strategy  ") == 2
 
 
-def test_captions_that_differ_already_stay_short() -> None:
-    """The captions of two models do not also have the revisions and the tokenizers."""
-    other = make_result(1.0, model="m", revision="abc", tokenizer_sha256="f" * 64)
-    lines = tables(_report([make_result(2.0), other])).splitlines()
-    assert "m, float16, 4 x NVIDIA H200, hellaswag dataset" in lines
-
-
-def test_findings_are_sorted_by_severity() -> None:
-    """A failure of the last case comes before a note of the first case."""
-    disturbed = make_result(1.0, None, make_profile(invalid=["GPU 0: 2 processes"]), batch_size=2)
-    text = tables(_report([make_failed("oom"), disturbed, make_failed("timeout", batch_size=4)]))
-    places = [text.index(word) for word in ("FAILURE", "WARNING", "INFO")]
-    assert places == sorted(places)
-
-
 def test_findings_with_the_same_next_step_are_joined() -> None:
     """Three findings have their text, the other cases are named, and the next step is written once."""
     first, wrong = make_result(64.0, make_accuracy(items=100)), make_accuracy(items=100, loglikelihoods=[-2.0] * 400)
@@ -194,33 +167,11 @@ def test_findings_with_the_same_next_step_are_joined() -> None:
     assert len([line for line in lines if line.strip().startswith(f"-> {step[:20]}")]) == 1
 
 
-def test_a_report_without_cases_has_no_tables() -> None:
-    """The text is empty."""
-    assert tables(make_report()) == ""
-
-
-def test_the_number_of_cpu_processes_does_not_split_a_table() -> None:
-    """On a CPU mp has one process and tp has several."""
-    results = [
-        make_result(2.0, make_accuracy(), device="cpu", devices=1),
-        make_result(2.0, make_accuracy(), device="cpu", devices=2, strategy="tp"),
-    ]
-    text = tables(_report(results, gpus=0))
-    assert len(re.findall(r"^strategy ", text, re.MULTILINE)) == 1
-
-
 def test_a_run_on_a_cpu_has_one_table() -> None:
     """No line states what is not measured there."""
     text = tables(_report([make_result(2.0, make_accuracy(), device="cpu", devices=1)], gpus=0))
     assert "float16, CPU, hellaswag" in text.splitlines()[0]
     assert len(text.splitlines()) == 6
-
-
-def test_mixed_gpus_have_no_name_in_the_caption() -> None:
-    """The caption has their number only."""
-    report = _report([make_result(2.0, None, make_profile())])
-    report.environment.gpus[0] = type(report.environment.gpus[0])(index=0, uuid="GPU-0", name="NVIDIA L4")
-    assert "4 x GPU" in tables(report).splitlines()[0]
 
 
 def _answers(flipped: Sequence[int], difference: float = 0.0, items: int = 200) -> Accuracy:
@@ -282,9 +233,3 @@ def test_flips_without_labels_have_no_probability() -> None:
     [line] = [line for line in lines if line.startswith("tp compared with mp at every batch size: ")]
     assert line.endswith("0 of 10,042 items flipped, log-likelihoods equal")
     assert max(map(len, lines)) <= 100
-
-
-def test_the_execution_does_not_split_a_table() -> None:
-    """Each batch size may run as CUDA graphs or eager; the strategy still has one column."""
-    results = [make_result(2.0, execution="cuda_graphs"), make_result(1.0, batch_size=2)]
-    assert tables(_report(results)).count("strategy      batch") == 1
