@@ -74,11 +74,17 @@ def decide(
     """
     own = plan(requests, batch_size)
     large = requested != "on" and _largest_forward(own) > MOST_TOKENS
-    exclusion = _exclusion(loaded, requested, logits)
     if requests.new_tokens and loaded.own_kv_cache:
-        exclusion = (
+        exclusion: str | None = (
             "the kernels of the strategy count the tokens of a text on the host, so that a graph repeats one step"
         )
+    elif logits == scoring.HARNESS:
+        exclusion = "--llmgpu-scoring=harness keeps a KV cache, which a CUDA graph does not"
+    elif not loaded.recordable:
+        exclusion = "the strategy forbids CUDA graphs"
+    else:
+        exclusion = cuda_graphs.reason_against(loaded.model, loaded.devices)
+        exclusion = exclusion or ("CUDA graphs are switched off" if requested == "off" else None)
     compiled = loaded.compiled is not None
     own_widths = large or loaded.devices[0].type != "cuda" or logits == scoring.HARNESS
     chosen = own if own_widths and not compiled else plan(requests, batch_size, few_shapes=True)
@@ -151,17 +157,6 @@ def check_answers(loaded: Loaded, plan: Plan, decoder: GraphedDecoder, dtype: st
             f"{100 * allowed:g} %: a replay runs no Python code, look for hooks or for state in the model, or pass "
             "--llmgpu-cuda-graphs=off"
         )
-
-
-def _exclusion(loaded: Loaded, requested: str, logits: str) -> str | None:
-    """Return why the forwards must not run as CUDA graphs; None if they may."""
-    if logits == scoring.HARNESS:
-        return "--llmgpu-scoring=harness keeps a KV cache, which a CUDA graph does not"
-    if not loaded.recordable:
-        return "the strategy forbids CUDA graphs"
-    if (reason := cuda_graphs.reason_against(loaded.model, loaded.devices)) is not None:
-        return reason
-    return "CUDA graphs are switched off" if requested == "off" else None
 
 
 def _largest_forward(plan: Plan) -> int:

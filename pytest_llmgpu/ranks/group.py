@@ -14,7 +14,8 @@ from typing import Any
 
 import msgspec
 
-from pytest_llmgpu.ranks.protocol import FinishedBatch, Launcher, RankFailedError
+from pytest_llmgpu.ranks.local import LocalLauncher
+from pytest_llmgpu.ranks.protocol import FinishedBatch, RankFailedError
 from pytest_llmgpu.report.result import Batches, Failure, Phase
 
 _TICK_S = 0.25
@@ -25,7 +26,7 @@ _LOST_PEER = re.compile(r"closed by peer|reset by peer|Broken pipe|ncclRemoteErr
 class RankGroup:
     """The ranks of one loaded model."""
 
-    def __init__(self, launcher: Launcher, environments: Sequence[Mapping[str, str]]) -> None:
+    def __init__(self, launcher: LocalLauncher, environments: Sequence[Mapping[str, str]]) -> None:
         self._lock = threading.Lock()
         self._columns: list[Batches] = [Batches() for _ in environments]
         self._planned = 0

@@ -293,7 +293,7 @@ class LocalRank(Rank):
             phase="forward",
             rank=self.rank,
             message=message,
-            evidence=shortage.rule if shortage else end,
+            evidence=shortage.evidence if shortage else end,
             log_tail=log,
             exit_code=code if code >= 0 else None,
             signal=-code if code < 0 else None,

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pytest_llmgpu.report.result import DeviceMemory
+from pytest_llmgpu.report.result import DeviceMemory, Failure
 from pytest_llmgpu.report.text import GIB, MIB, gib
 from pytest_llmgpu.strategies.protocol import DeviceMapSpillError, WorkspaceError
 
@@ -70,23 +70,6 @@ class Death(msgspec.Struct, frozen=True, kw_only=True):
     """`host_kills()` at the start of the command."""
     kills_after: int | None
     """`host_kills()` after the end of the process."""
-
-
-class OutOfMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """The reason for which a failure is out of memory."""
-
-    rule: str
-    """This rule matched."""
-    requested_bytes: int | None = None
-    """The failed allocation requested this many bytes; None if the message has no figure."""
-    free_bytes: int | None = None
-    """The device had this many free bytes; None if the message has no figure."""
-    allocated_bytes: int | None = None
-    """PyTorch had allocated this many bytes of the device; None if the message has no figure."""
-    tokens_requested: int | None = None
-    """The longest sequence has this many tokens; None if no workspace was refused."""
-    tokens_granted: int | None = None
-    """The memory suffices for this many tokens; None if no workspace was refused."""
 
 
 def hold(devices: Sequence[torch.device], cap_bytes: int | None) -> list[int]:
@@ -155,12 +138,7 @@ def usage(
 ) -> list[DeviceMemory]:
     """Return the memory of each device since the last `reset`; the index is the place of the device in the rank.
 
-    Args:
-        devices: The devices of this rank.
-        weights_bytes: Live tensors of each device after loading; None before the model is loaded.
-        loading_peak_bytes: The largest sum of live tensors during the loading.
-        held_bytes: What `hold` returned.
-        workspace_bytes: What the strategy allocated outside torch's allocator; None if it reported nothing.
+    The bytes of weights are None before the model is loaded, those of a workspace if the strategy reported none.
     """
     import torch
 
@@ -187,25 +165,31 @@ def usage(
     ]
 
 
-def decide_out_of_memory(failure: BaseException | Death) -> OutOfMemory | None:
-    """Return why a failure, or a cause of an exception, means out of memory; None if it does not."""
+def decide_out_of_memory(failure: BaseException | Death) -> Failure | None:
+    """Return why a failure, or a cause of an exception, means out of memory, as evidence with the figures of its text.
+
+    The phase and the message are the caller's to replace. None: it does not mean out of memory.
+    """
     if isinstance(failure, Death):
         before, after = failure.kills_before, failure.kills_after
         if failure.return_code == -signal.SIGKILL and before is not None and after is not None:
-            killed = OutOfMemory(rule=f"the host's out-of-memory killer (oom_kill {before} -> {after})")
-            return killed if after > before else None
-        # Only the last lines count: a shortage that was handled earlier did not end the process.
-        last = "\n".join([line for line in failure.log.splitlines() if line.strip()][-_LAST_LINES:])
-        name = _known_message(last)
-        return None if name is None else OutOfMemory(rule=f"{name}, in the log of the process that died")
+            rule = f"the host's out-of-memory killer (oom_kill {before} -> {after})" if after > before else None
+        else:
+            # Only the last lines count: a shortage that was handled earlier did not end the process.
+            last = [line for line in failure.log.splitlines() if line.strip()][-_LAST_LINES:]
+            name = _known_message("\n".join(last))
+            rule = None if name is None else f"{name}, in the log of the process that died"
+        return None if rule is None else Failure(phase="forward", message="", evidence=rule)
     seen: set[int] = set()
     link: BaseException | None = failure
     while link is not None and id(link) not in seen:
         seen.add(id(link))
         text = str(link)[:_TEXT_LETTERS]
         if (rule := _rule(link, text)) is not None:
-            return OutOfMemory(
-                rule=rule,
+            return Failure(
+                phase="forward",
+                message="",
+                evidence=rule,
                 requested_bytes=_amount(rf"[Tt]ried to allocate {_SIZE}", text),
                 free_bytes=_amount(rf"of which {_SIZE} is free", text),
                 allocated_bytes=_amount(rf"{_SIZE} is allocated by PyTorch", text),

@@ -1,14 +1,13 @@
-"""What passes between pytest's process and its ranks, and the contract of a launcher."""
+"""What passes between pytest's process and its ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from pytest_llmgpu.report.result import DeviceMemory, Failure, Outcome
 
 if TYPE_CHECKING:
-    from pytest_llmgpu.ranks.local import Rank
     from pytest_llmgpu.ranks.serving import Raised
 
 
@@ -63,17 +62,3 @@ class RankFailedError(Exception):
         """The memory of the devices of the rank; empty if it did not report it."""
         self.raised = raised
         """The exception of the rank; None if the rank itself ended."""
-
-
-class Launcher(Protocol):
-    """One way to start processes."""
-
-    name: str
-
-    def take_output(self) -> Mapping[int, str]:
-        """Return what the processes of each rank wrote to stdout and stderr since the last call."""
-        ...
-
-    def start(self, environments: Sequence[Mapping[str, str]], on_batch: BatchListener) -> Sequence[Rank]:
-        """Start one rank per environment: the variables of this process, with these added or replaced."""
-        ...

@@ -15,6 +15,8 @@ from multiprocessing.connection import Connection
 from types import NoneType
 from typing import Any, NamedTuple
 
+import msgspec
+
 from pytest_llmgpu.inference.cuda_graphs import RecordingError
 from pytest_llmgpu.processes import die_with_parent
 from pytest_llmgpu.ranks import memory
@@ -104,16 +106,11 @@ def failure_of(error: BaseException, phase: Phase) -> tuple[Outcome, Failure]:
         evidence = NOT_RECORDED if recording else f"{name} was raised"
         message = beginning(first_line) if recording else message
         return "error", Failure(phase=phase, message=message, evidence=evidence)
-    advice = "; to run forwards eagerly, in less memory, pass --llmgpu-cuda-graphs=off"
-    return "oom", Failure(
-        phase=phase,
-        message=message + advice if recording else message,
-        evidence=f"{shortage.rule}, while a CUDA graph was recorded" if recording else shortage.rule,
-        requested_bytes=shortage.requested_bytes,
-        free_bytes=shortage.free_bytes,
-        allocated_bytes=shortage.allocated_bytes,
-        tokens_requested=shortage.tokens_requested,
-        tokens_granted=shortage.tokens_granted,
+    if recording:
+        message += "; to run forwards eagerly, in less memory, pass --llmgpu-cuda-graphs=off"
+    during = ", while a CUDA graph was recorded" if recording else ""
+    return "oom", msgspec.structs.replace(
+        shortage, phase=phase, message=message, evidence=f"{shortage.evidence}{during}"
     )
 
 

@@ -571,12 +571,7 @@ def _answers(places: Sequence[Place], fn: Callable[..., Any], *args: Any) -> lis
 
 
 def spread(devices: int | None, places: Sequence[Place], machines: Sequence[Machine]) -> Machine:
-    """Return the devices of the first places, one for each.
-
-    Args:
-        devices: The number of devices; None for one at each place.
-        places: Places for ranks, in the order of the ranks.
-        machines: The devices that each place can use.
+    """Return the devices of the first places, one for each; `machines` has those that each place can use.
 
     Raises:
         ValueError: There are fewer places, or their devices are not distinct devices of one kind.

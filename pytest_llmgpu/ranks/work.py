@@ -245,14 +245,9 @@ def passes_of(batches: int) -> int:
 
 
 def record(loaded: Loaded, plan: Plan, forward: Forward, *, on_batch: BatchReport, first: bool = True) -> Passes:
-    """Run the passes in the execution of the case; every rank must do so at the same time.
+    """Run the passes in the execution of the case, whose CUDA graphs are still recorded.
 
-    Args:
-        loaded: The model, whose forwards run as in the case: its CUDA graphs are still recorded.
-        plan: The plan that the case has run.
-        forward: Runs a batch.
-        on_batch: Called after each batch, as a sign of life.
-        first: These are the first passes of the case.
+    Every rank must do so at the same time. `first` is true for the first passes of the case.
     """
     numbers = batches_used([batch.padded_tokens for batch in plan.batches])
     if loaded.devices[0].type != "cuda":
@@ -282,15 +277,9 @@ def measure(
     on_batch: BatchReport,
     last: bool = True,
 ) -> WorkReply:
-    """Run the eager passes over one batch, the middle one of the passes before; every rank must do so at the same time.
+    """Run the eager passes over one batch, the middle one of the passes of `record`, whose forwards are eager now.
 
-    Args:
-        loaded: The model, whose forwards run eagerly now.
-        plan: The plan that the case has run.
-        passes: What `record` returned.
-        forward: Runs a batch eagerly.
-        on_batch: Called after each batch, as a sign of life.
-        last: These are the last passes of the case.
+    Every rank must do so at the same time. `last` is true for the last passes of the case.
     """
     number = _middle(passes.batches)
     batch = [plan.batches[number]]
@@ -456,12 +445,9 @@ def _run(loaded: Loaded, batches: Sequence[Batch], forward: Forward, on_batch: B
 
 @contextmanager
 def _recorded(*, ranges: bool = False, first: bool = False, last: bool = False) -> Iterator[_Recording]:
-    """While entered, torch.profiler records the kernels of this process.
+    """While entered, torch.profiler records the kernels of this process, and the ranges of modules if wanted.
 
-    Args:
-        ranges: The ranges of modules are recorded, too.
-        first: This is the first profile of the case.
-        last: No profile of the case follows, and CUPTI is detached.
+    CUPTI is attached at the first profile of a case and detached after the last one.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -619,9 +605,7 @@ def kernels_sha256(kernels: Mapping[str, Calls]) -> str:
 def largest_rows(passes: Sequence[PassKernels], attributed: Modules | None) -> list[NamedRow]:
     """Return the largest rows of the passes by kernel, and of the eager pass by module and kernel; the rest is summed.
 
-    Args:
-        passes: Each with the same kernels; the time of a row is its median.
-        attributed: The eager pass; None leaves its rows out.
+    The time of a kernel is its median over the passes. Without the eager pass its rows are left out.
     """
     by_kernel = _by_time(
         NamedRow(
@@ -663,9 +647,7 @@ def _by_time(several: Iterable[NamedRow]) -> list[NamedRow]:
 def folded(module: str, prefix: str = "") -> str:
     """Return the name of a module with layer numbers folded: `model.layers.3.mlp` is `layers.*.mlp`.
 
-    Args:
-        module: As `torch.nn.Module.named_modules` names it; empty for the model itself.
-        prefix: Attribute that holds the decoder, which is left out.
+    The prefix is the attribute that holds the decoder; it is left out. The model itself has an empty name.
     """
     if module in ("", prefix):
         return "model"

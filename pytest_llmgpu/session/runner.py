@@ -21,7 +21,8 @@ from pytest_llmgpu.profiling.machine import Machine
 from pytest_llmgpu.profiling.node_profilers import NodeProfilers
 from pytest_llmgpu.ranks import ceilings, serving, traffic, work, worker
 from pytest_llmgpu.ranks.group import RankGroup, slowest
-from pytest_llmgpu.ranks.protocol import Launcher, RankFailedError
+from pytest_llmgpu.ranks.local import LocalLauncher
+from pytest_llmgpu.ranks.protocol import RankFailedError
 from pytest_llmgpu.report import derived, disturbances
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.report import Gpu, Report
@@ -87,7 +88,7 @@ class Runner:
 
     def __init__(
         self,
-        launcher: Launcher,
+        launcher: LocalLauncher,
         profilers_of: Callable[[Machine], NodeProfilers],
         progress: Progress,
         show_line: Callable[[str], None],

@@ -135,7 +135,7 @@ class _Leaving:
         self._together.abort()
 
 
-class _Launcher:
+class _Launcher(LocalLauncher):
     """A launcher without processes."""
 
     name = "fake"

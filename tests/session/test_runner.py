@@ -17,6 +17,7 @@ from pytest_llmgpu.profiling.node_profilers import NodeProfilers
 from pytest_llmgpu.profiling.profiler import Profiler
 from pytest_llmgpu.ranks import serving, worker
 from pytest_llmgpu.ranks.ceilings import Wanted
+from pytest_llmgpu.ranks.local import LocalLauncher
 from pytest_llmgpu.ranks.protocol import BatchListener, FinishedBatch, RankFailedError
 from pytest_llmgpu.ranks.work import NamedRow, WorkReply
 from pytest_llmgpu.ranks.worker import Measured
@@ -72,7 +73,7 @@ class _FakeRank:
         self.ended.append("killed")
 
 
-class _FakeLauncher:
+class _FakeLauncher(LocalLauncher):
     name = "fake"
 
     def __init__(self, answer: Callable[[Callable[..., Any], tuple[Any, ...]], Any]) -> None:
@@ -87,7 +88,7 @@ class _FakeLauncher:
         self.ranks = [_FakeRank(number, self.answer, self.ended) for number in range(len(environments))]
         return self.ranks
 
-    def take_output(self) -> Mapping[int, str]:
+    def take_output(self) -> dict[int, str]:
         return {}
 
 
