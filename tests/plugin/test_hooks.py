@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pty
 import select
@@ -11,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -23,53 +21,33 @@ from pytest_llmgpu.profiling import machine, nvml
 from pytest_llmgpu.profiling.nvml import Inventory
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.report import Gpu, Report
-from pytest_llmgpu.session.runner import Runner
-
-Run = Callable[..., pytest.RunResult]
 
 _MISBEHAVING = """
-    import os, signal, threading
-    import pytest
+    import os, signal
     import torch
 
-    def misbehave(loaded, what, rows):
+    def process_id(loaded):
+        return os.getpid()
+
+    def misbehave(loaded, what):
         def hook(module, args, kwargs):
-            if kwargs["input_ids"].shape[0] < rows:
-                return
             if what == "oom":
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
             if what == "die":
                 os.kill(os.getpid(), signal.SIGSEGV)
-            if what == "hang":
-                open(HUNG, "w").close()
-                threading.Event().wait()
-            if what.startswith("SIG"):
-                os.kill(os.getppid(), getattr(signal, what))
             raise ValueError("the layer is broken")
         loaded.model.register_forward_pre_hook(hook, with_kwargs=True)
 
-    HUNG = os.path.abspath("hung")
-
     def test_hellaswag(llm, hellaswag, batch_size, measure):
-        if os.path.exists(HUNG):
-            os.remove(HUNG)
-        if what := {what}.get(batch_size):
-            llm.run(misbehave, what, {rows})
+        if what := {1: "die", 2: "error", 8: "oom"}.get(batch_size):
+            llm.run(misbehave, what)
+        if batch_size == 6 and os.path.exists("stopped"):
+            os.remove("stopped")
         measure(llm, hellaswag, batch_size)
+        if batch_size == 3:
+            os.kill(llm.run(process_id)[0], signal.SIGSTOP)
+            open("stopped", "w").close()
 """
-
-
-@pytest.fixture
-def run(pytester: pytest.Pytester, model: Path, no_gpu: None) -> Run:  # noqa: ARG001 - nothing is probed
-    """Return a function that runs pytest on the tiny model without probing torch."""
-    tiny_model.write_dataset(pytester.path / "items.jsonl")
-
-    def run_pytest(*arguments: str, sizes: str = "1,4,8", in_process: bool = True) -> pytest.RunResult:
-        flags = [f"--llmgpu-model={model}", "--llmgpu-dataset=items.jsonl", f"--llmgpu-batch-sizes={sizes}"]
-        start = pytester.runpytest_inprocess if in_process else pytester.runpytest_subprocess
-        return start("-p", "no:cacheprovider", *flags, *arguments)
-
-    return run_pytest
 
 
 @pytest.fixture
@@ -77,7 +55,15 @@ def faked(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> FakedRu
     """Return a function that runs pytest with measurements of no process: nothing but pytest's part is tested."""
     runs = FakedRuns(pytester)
     runs.start(monkeypatch)
+    pytester.makepyfile(test_it=BENCHMARK)
     return runs
+
+
+def _flags(pytester: pytest.Pytester, sizes: str) -> list[str]:
+    """Return the flags of a real run."""
+    tiny_model.write_dataset(pytester.path / "items.jsonl")
+    flags = ["--llmgpu-dataset=items.jsonl", f"--llmgpu-batch-sizes={sizes}"]
+    return ["-v", "-p", "no:cacheprovider", "--llmgpu-device=cpu", *flags]
 
 
 def _report(pytester: pytest.Pytester) -> Report:
@@ -88,20 +74,45 @@ def _outcomes(pytester: pytest.Pytester) -> dict[str, str]:
     return {case.id: case.outcome for case in _report(pytester).cases}
 
 
-def _misbehave(what: Mapping[int, str], rows: int = 1) -> str:
-    """Return a test whose model misbehaves from a batch size on, at batches of that many rows or more."""
-    return _MISBEHAVING.format(what=dict(what), rows=rows)
-
-
 @pytest.mark.slow
-def test_a_sweep_measures_each_batch_size_in_ascending_order(pytester: pytest.Pytester, run: Run, model: Path) -> None:
-    """One command measures, prints and writes, in ascending order; a case runs again by hand, for a debugger."""
-    pytester.makepyfile(test_it=BENCHMARK)
-    result = run("-v", "test_it.py::test_hellaswag[mp-bs8]", "test_it.py::test_hellaswag[mp-bs1]")
+@pytest.mark.usefixtures("no_gpu")
+def test_a_sweep_of_two_launches_is_measured(pytester: pytest.Pytester) -> None:
+    """One command measures in ascending order, prints and writes; the model is loaded once a launch.
+
+    Tests can run functions on ranks, profile, score without recording, and score their own items.
+    """
+    pytester.makepyfile(
+        test_it="""
+        import os
+
+        def process(loaded):
+            print("this is the layer")
+            return os.getpid()
+
+        def test_hellaswag(llm, hellaswag, batch_size, measure):
+            with open("log", "a") as log:
+                log.write(f"{llm.run(process)[0]} ")
+            measure(llm, hellaswag, batch_size)
+
+        def test_own(llm, hellaswag, nvml_profiler, measure):
+            with nvml_profiler.window() as window:
+                reply = llm.score(hellaswag, 8)
+            assert window.profile.why["profile"]
+            assert len(reply.accuracy.predictions) == 6
+            own = measure(llm, hellaswag.items[:3], 4)
+            assert (own.case.dataset, own.case.limit) == ("items.jsonl", 3)
+            assert own.launches[0].accuracy.predictions == reply.accuracy.predictions[:3]
+            again = measure(llm, hellaswag.items[:3], 4)
+            assert (own.id, again.id) == ("mp-bs4", "mp-bs4#2")
+            assert own.key == again.key
+        """
+    )
+    result = pytester.runpytest_inprocess(*_flags(pytester, "8,1"), "--llmgpu-launches=2")
     assert result.ret == 0
     result.stdout.fnmatch_lines(
         [
-            "llmgpu: CPU, * cores (*; strategy mp; batch sizes 1, 8",
+            "llmgpu: CPU, * cores (*; strategy mp; batch sizes 8, 1",
+            "*test_own?mp? PASSED*",
             "*test_hellaswag?mp-bs1? PASSED*",
             "*test_hellaswag?mp-bs8? PASSED*",
             "*LLM inference*",
@@ -111,11 +122,15 @@ def test_a_sweep_measures_each_batch_size_in_ascending_order(pytester: pytest.Py
         ]
     )
     assert "\x1b7" not in result.stdout.str(), "a pipe sees no live line"
+    assert "this is the layer" not in result.stdout.str(), "the output of a passed test is its own"
+    first, second, third, fourth = (pytester.path / "log").read_text().split()
+    assert first == second != third == fourth
     written = _report(pytester)
-    assert [case.id for case in written.cases] == ["mp-bs1", "mp-bs8"]
-    assert (written.session.complete, written.session.exit_status, written.session.collected) == (True, 0, 2)
-    for case in written.cases:
-        (launch,) = case.launches
+    assert [case.id for case in written.cases] == ["mp-bs4", "mp-bs4#2", "mp-bs1", "mp-bs8"]
+    assert (written.session.complete, written.session.exit_status, written.session.collected) == (True, 0, 3)
+    for case in written.cases[2:]:
+        launch, again = case.launches
+        assert (again.plan_sha256, again.accuracy) == (launch.plan_sha256, launch.accuracy)
         assert sum(launch.batches.sequences) == tiny_model.SEQUENCES
         assert all(latency > 0 for latency in launch.batches.latency_s)
         assert launch.accuracy is not None
@@ -127,82 +142,152 @@ def test_a_sweep_measures_each_batch_size_in_ascending_order(pytester: pytest.Py
         assert case.traffic is not None
         assert (case.traffic.ranks, case.traffic.wire_bytes_per_sequence) == ([[]], 0.0), "one process sends nothing"
         assert "traffic" not in case.why
-    assert written.cases[0].launches[0].load_s == written.cases[1].launches[0].load_s, "the model is loaded once"
+    assert written.cases[2].launches[0].load_s == written.cases[3].launches[0].load_s, "the model is loaded once"
     assert str(pytester.path) not in (pytester.path / ".llmgpu" / "last.json").read_text()
-    by_hand = [sys.executable, "-m", "pytest_llmgpu.ranks", ".llmgpu/last.json", "mp-bs8", f"--model={model}"]
-    answer = json.loads(subprocess.run(by_hand, stdout=subprocess.PIPE, check=True).stdout)
-    measured = written.cases[1].launches[0]
-    assert measured.accuracy is not None
-    assert answer["accuracy"]["predictions"] == measured.accuracy.predictions
-    assert answer["plan_sha256"] == measured.plan_sha256
 
 
 @pytest.mark.slow
-def test_out_of_memory_is_expected_and_ends_the_larger_sizes(pytester: pytest.Pytester, run: Run) -> None:
-    """Batch sizes that fit pass, the others are shown as OOM with the reason, and nothing fails."""
-    pytester.makepyfile(test_it=_misbehave({1: "oom"}, rows=4))
-    result = run("-v", sizes="1,2,4,8")
-    assert result.ret == 0
-    result.stdout.fnmatch_lines(["*mp-bs2? PASSED*", "*mp-bs4? OOM*", "*mp-bs8? OOM*", "*2 passed, 2 oom*"])
-    assert _outcomes(pytester) == {
-        "mp-bs1": "completed",
-        "mp-bs2": "completed",
-        "mp-bs4": "oom",
-        "mp-bs8": "skipped_after_oom",
-    }
-    failure = _report(pytester).cases[2].failure
-    assert failure is not None
-    assert (failure.phase, failure.evidence, failure.requested_bytes) == ("forward", "torch's allocator", 2 * 2**30)
-    assert _report(pytester).cases[3].launches == []
-
-
-def test_a_series_of_which_nothing_fits_fails(pytester: pytest.Pytester, faked: FakedRuns) -> None:
-    """A run in which every batch size is out of memory fails."""
-    pytester.makepyfile(test_it=BENCHMARK)
-    faked.outcome = lambda _: "oom"
-    result = faked()
-    assert result.ret == 1
-    result.stdout.fnmatch_lines(["*no batch size of this model and strategy completed*", "*1 failed, 2 oom*"])
-    assert _report(pytester).session.failed_tests == 1
-
-
-def test_a_series_may_be_expected_not_to_fit(pytester: pytest.Pytester, faked: FakedRuns) -> None:
-    """With `expect_oom` no batch size needs to complete."""
-    marker = "@pytest.mark.llmgpu(expect_oom=True)"
-    pytester.makepyfile(test_it=f"import pytest\n\n{marker}\n{textwrap.dedent(BENCHMARK)}")
-    faked.outcome = lambda _: "oom"
-    result = faked()
-    assert result.ret == 0
-    result.stdout.fnmatch_lines(["*3 oom*"])
-
-
-@pytest.mark.slow
+@pytest.mark.usefixtures("no_gpu")
 def test_a_failed_case_fails_and_the_next_runs_on_new_processes(
-    pytester: pytest.Pytester, run: Run, monkeypatch: pytest.MonkeyPatch
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A crash, a timeout or an error fails its own case only, with what its rank wrote."""
-    hurry(monkeypatch, while_exists=pytester.path / "hung")
-    pytester.makepyfile(test_it=_misbehave({1: "die", 2: "hang", 4: "error"}))
-    result = run("--llmgpu-timeout=300", sizes="1,2,4,8")
+    """A crash, a timeout or an error fails its own case only; out of memory is expected and ends the larger sizes."""
+    hurry(monkeypatch, while_exists=pytester.path / "stopped")
+    pytester.makepyfile(test_it=_MISBEHAVING)
+    flags = ["--llmgpu-timeout=300", "--llmgpu-load-timeout=1e9", "--llmgpu-work=off"]
+    result = pytester.runpytest_inprocess(*_flags(pytester, "1,2,3,4,6,8,12"), *flags)
     assert result.ret == 1
-    result.stdout.fnmatch_lines(["*3 failed, 1 passed*"])
+    assert _outcomes(pytester) == {
+        "mp-bs1": "crashed",
+        "mp-bs2": "error",
+        "mp-bs3": "completed",
+        "mp-bs4": "timeout",
+        "mp-bs6": "completed",
+        "mp-bs8": "oom",
+        "mp-bs12": "skipped_after_oom",
+    }
+    result.stdout.fnmatch_lines(["*mp-bs8? OOM*", "*mp-bs12? OOM*", "*3 failed, 2 passed, 2 oom*"])
     complaints = ["*signal SIGSEGV*", "*no finished batch for 300 s*", "*ValueError: the layer is broken*"]
     result.stdout.fnmatch_lines_random(complaints)
     # The tracebacks of the ranks, and none of this process.
     sections = result.stdout.get_lines_after("*= FAILURES =*")
     starts = [place for place, line in enumerate(sections) if line.strip("- ") == "Captured rank 0 call"]
-    assert len(starts) == 3
     assert not any("Traceback (most recent" in line for line in sections[: starts[0]])
-    assert any(f'File "{pytester.path / "test_it.py"}", line' in line for line in sections[starts[-1] :])
-    assert _outcomes(pytester) == {"mp-bs1": "crashed", "mp-bs2": "timeout", "mp-bs4": "error", "mp-bs8": "completed"}
-    for case in _report(pytester).cases[:3]:
+    assert any(f'File "{pytester.path / "test_it.py"}", line' in line for line in sections)
+    cases = _report(pytester).cases
+    for case in cases[:2]:
         assert case.failure is not None
         assert "hook" in (case.failure.log_tail or ""), "the log shows where"
+    failure = cases[5].failure
+    assert failure is not None
+    assert (failure.phase, failure.evidence, failure.requested_bytes) == ("forward", "torch's allocator", 2 * 2**30)
+    assert cases[6].launches == []
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_keeps_what_was_measured(pytester: pytest.Pytester) -> None:
+    """The report has the finished cases, and the finished batches of the last one; a terminal sees a live line."""
+    pytester.makepyfile(
+        test_it="""
+        import os, signal, threading
+
+        def slow(loaded, rows):
+            def wait(module, args, kwargs):
+                threading.Event().wait(0.1)
+                if kwargs["input_ids"].shape[0] == rows:
+                    os.kill(os.getppid(), signal.SIGTERM)
+                    threading.Event().wait()
+            loaded.model.register_forward_pre_hook(wait, with_kwargs=True)
+
+        def test_hellaswag(llm, hellaswag, batch_size, measure):
+            llm.run(slow, 4)
+            measure(llm, hellaswag, batch_size)
+        """
+    )
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "pytest", *_flags(pytester, "1,4"), "--llmgpu-work=off"]
+    with subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, env={**os.environ, "COLUMNS": "120"}
+    ) as process:
+        os.close(theirs)
+        screen = _read_all(ours)
+    assert process.returncode == pytest.ExitCode.INTERRUPTED
+    assert "\x1b7\x1b[Kmp-bs1  " in screen
+    assert f"/{tiny_model.SEQUENCES} batches" in screen
+    assert "mp-bs1] \x1b7" in screen, "it stands behind what pytest has written"
+    assert "LLM inference" in screen
+    assert _outcomes(pytester) == {"mp-bs1": "completed", "mp-bs4": "interrupted"}
+    written = _report(pytester)
+    assert (written.session.complete, written.session.interrupted) == (False, True)
+    assert written.cases[1].failure is not None
+
+
+def _read_all(descriptor: int) -> str:
+    chunks: list[bytes] = []
+    while select.select([descriptor], [], [], 120)[0]:
+        try:
+            chunk = os.read(descriptor, 4096)
+        except OSError:  # Linux says EIO when the other end of a terminal is closed
+            break
+        if not chunk:
+            break
+        chunks.append(chunk)
+    os.close(descriptor)
+    return b"".join(chunks).decode(errors="replace")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_every_signal_that_ends_a_run_loses_no_report(
+    pytester: pytest.Pytester, faked: FakedRuns, number: signal.Signals
+) -> None:
+    """Termination and a closed terminal end a run as Ctrl-C does."""
+
+    def seconds(size: int) -> float:
+        if size == 4:
+            os.kill(os.getpid(), number)
+        return float(size)
+
+    faked.seconds = seconds
+    with pytest.raises(KeyboardInterrupt):
+        faked()
+    assert _outcomes(pytester) == {"mp-bs1": "completed"}
+    assert (_report(pytester).session.complete, _report(pytester).session.interrupted) == (False, True)
+
+
+def test_out_of_memory_is_no_failure_unless_nothing_fits(pytester: pytest.Pytester, faked: FakedRuns) -> None:
+    """A series of which nothing fits fails, except with `expect_oom`; also if its last test skips itself."""
+    faked.fits = 1
+    result = faked()
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(["*1 passed, 2 oom*"])
+    faked.fits = 0
+    result = faked()
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(["*no batch size of this model and strategy completed*", "*1 failed, 2 oom*"])
+    assert _report(pytester).session.failed_tests == 1
+    marker = "@pytest.mark.llmgpu(expect_oom=True)"
+    pytester.makepyfile(test_it=f"import pytest\n\n{marker}\n{textwrap.dedent(BENCHMARK)}")
+    result = faked()
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(["*3 oom*"])
+    pytester.makepyfile(
+        test_it="""
+        import pytest
+
+        def test_hellaswag(llm, hellaswag, batch_size, measure):
+            if batch_size == 4:
+                pytest.skip("not today")
+            measure(llm, hellaswag, batch_size)
+        """
+    )
+    result = faked(sizes="1,4")
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(["*1 skipped, 1 oom*"])
+    result.stdout.fnmatch_lines(["FAILED mp, *: out of memory, and nothing completed"])
 
 
 def test_wrong_answers_fail(pytester: pytest.Pytester, faked: FakedRuns) -> None:
     """An accuracy below the baseline fails the test."""
-    pytester.makepyfile(test_it=BENCHMARK)
     faked.right = lambda _: 0
     result = faked("--llmgpu-accuracy-baseline=0.95", sizes="1")
     assert result.ret == 1
@@ -211,36 +296,6 @@ def test_wrong_answers_fail(pytester: pytest.Pytester, faked: FakedRuns) -> None
     assert case.outcome == "completed"
     assert case.accuracy_check is not None
     assert case.accuracy_check.ok is False
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
-def test_ctrl_c_and_termination_keep_what_was_measured(pytester: pytest.Pytester, run: Run, name: str) -> None:
-    """The report of an interrupted run has the finished cases, and the finished batches of the last one."""
-    pytester.makepyfile(test_it=_misbehave({1: name}, rows=4))
-    result = run(sizes="1,4,8", in_process=False)
-    assert result.ret == pytest.ExitCode.INTERRUPTED
-    assert _outcomes(pytester) == {"mp-bs1": "completed", "mp-bs4": "interrupted"}
-    written = _report(pytester)
-    assert (written.session.complete, written.session.interrupted) == (False, True)
-    assert written.cases[1].failure is not None
-    result.stdout.fnmatch_lines(["*LLM inference*"])
-
-
-def test_a_terminal_that_is_closed_loses_no_report(pytester: pytest.Pytester, faked: FakedRuns) -> None:
-    """SIGHUP ends a run as Ctrl-C does."""
-    pytester.makepyfile(test_it=BENCHMARK)
-
-    def seconds(size: int) -> float:
-        if size == 4:
-            os.kill(os.getpid(), signal.SIGHUP)
-        return float(size)
-
-    faked.seconds = seconds
-    with pytest.raises(KeyboardInterrupt):
-        faked()
-    assert _outcomes(pytester) == {"mp-bs1": "completed"}
-    assert (_report(pytester).session.complete, _report(pytester).session.interrupted) == (False, True)
 
 
 @pytest.mark.parametrize(
@@ -265,26 +320,22 @@ def test_a_terminal_that_is_closed_loses_no_report(pytester: pytest.Pytester, fa
     ],
 )
 def test_bad_input_is_refused_before_anything_starts(
-    pytester: pytest.Pytester, run: Run, flags: list[str], complaint: str
+    pytester: pytest.Pytester, faked: FakedRuns, flags: list[str], complaint: str
 ) -> None:
     """A wrong value is a usage error in one line, without a report."""
     (pytester.path / "broken.jsonl").write_text((pytester.path / "items.jsonl").read_text().replace('"1"}', '"9"}'))
-    pytester.makepyfile(test_it=BENCHMARK)
-    result = run(*flags)
+    result = faked(*flags)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines([f"ERROR: {complaint}"])
     assert "Traceback" not in result.stdout.str() + result.stderr.str()
     assert not (pytester.path / ".llmgpu").exists()
 
 
-def test_a_gpu_that_torch_cannot_use_is_refused(
-    pytester: pytest.Pytester, faked: FakedRuns, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_that_torch_cannot_use_is_refused(faked: FakedRuns, monkeypatch: pytest.MonkeyPatch) -> None:
     """A torch without CUDA on a machine with GPUs is refused."""
     gpu = Gpu(index=0, uuid="GPU-0", name="NVIDIA H200", memory_bytes=1)
     monkeypatch.setattr(nvml, "inventory", lambda: Inventory(gpus=[gpu]))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    pytester.makepyfile(test_it=BENCHMARK)
     result = faked()
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["ERROR: *1 x NVIDIA H200*cannot use CUDA*--llmgpu-device=cpu*"])
@@ -346,20 +397,18 @@ def test_a_bad_marker_fails_its_test_in_one_line(pytester: pytest.Pytester, mark
     ],
 )
 def test_a_wrong_argument_fails_before_a_model_loads(
-    pytester: pytest.Pytester, run: Run, monkeypatch: pytest.MonkeyPatch, call: str, complaint: str
+    pytester: pytest.Pytester, faked: FakedRuns, call: str, complaint: str
 ) -> None:
     """A wrong argument fails the test in one line."""
-    monkeypatch.setattr(Runner, "_load", lambda *_: pytest.fail("a model was loaded"))
     pytester.makepyfile(test_it=f"def test_wrong(llm, hellaswag, measure):\n    {call}\n")
-    result = run()
-    assert result.ret == 1
+    result = faked()
+    assert (result.ret, set(faked.did)) == (1, {"end"})
     result.stdout.fnmatch_lines([complaint, "*1 failed*"])
     assert "fixtures.py" not in result.stdout.str()
     assert "ValueError" not in result.stdout.str()
 
 
-@pytest.mark.slow
-def test_a_failing_function_shows_why_without_frames_of_ours(pytester: pytest.Pytester, run: Run) -> None:
+def test_a_failing_function_shows_why_without_frames_of_ours(pytester: pytest.Pytester, faked: FakedRuns) -> None:
     """An error on a rank fails the test, and out of memory is shown as OOM; if nothing completed, the run fails."""
     pytester.makepyfile(
         test_it="""
@@ -396,7 +445,7 @@ def test_a_failing_function_shows_why_without_frames_of_ours(pytester: pytest.Py
             llm.run(oom)
         """
     )
-    result = run("-v", sizes="1,4")
+    result = faked("-v", sizes="1,4")
     result.stdout.fnmatch_lines(
         [
             "*test_oom?mp-bs1? OOM*",
@@ -416,39 +465,6 @@ def test_a_failing_function_shows_why_without_frames_of_ours(pytester: pytest.Py
     assert "plugin/fixtures.py" not in text
 
 
-@pytest.mark.slow
-def test_a_test_may_ask_the_model_itself(pytester: pytest.Pytester, run: Run) -> None:
-    """Tests can score without recording, run functions on ranks, profile, and score their own items."""
-    pytester.makepyfile(
-        test_it="""
-        import torch
-
-        def parameters(loaded, kind):
-            return sum(p.numel() for p in loaded.model.parameters()), kind, torch.get_num_threads() > 0
-
-        def test_llm(llm, hellaswag, nvml_profiler, measure):
-            one, = llm.run(parameters, "all")
-            assert one[0] > 0 and one[1:] == ("all", True)
-            with nvml_profiler.window() as window:
-                reply = llm.score(hellaswag, 8)
-            assert window.profile.why["profile"]
-            assert len(reply.accuracy.predictions) == 6
-            own = measure(llm, hellaswag.items[:3], 4)
-            assert (own.case.dataset, own.case.limit) == ("items.jsonl", 3)
-            assert own.launches[0].accuracy.predictions == reply.accuracy.predictions[:3]
-            again = measure(llm, hellaswag.items[:3], 4)
-            assert (own.id, again.id) == ("mp-bs4", "mp-bs4#2")
-            assert own.key == again.key
-
-        def test_lambda(llm):
-            llm.run(lambda loaded: 1)
-        """
-    )
-    result = run()
-    result.assert_outcomes(passed=1, failed=1)
-    result.stdout.fnmatch_lines(["*llm.run needs a function at the top level of a module*"])
-
-
 def test_a_model_of_the_suite_cannot_be_measured(pytester: pytest.Pytester, faked: FakedRuns) -> None:
     """The message names the object and the fixture that hides ours."""
     pytester.makepyfile(
@@ -461,11 +477,17 @@ def test_a_model_of_the_suite_cannot_be_measured(pytester: pytest.Pytester, fake
 
         def test_theirs(llm, hellaswag, measure):
             measure(llm, hellaswag, 4)
-        """
+        """,
+        test_other="def test_lambda(llm): llm.run(lambda loaded: 1)",
     )
     result = faked()
-    result.stdout.fnmatch_lines(["measure: llm: dict is not allowed: *fixture of that name in the test suite*"])
-    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines_random(
+        [
+            "measure: llm: dict is not allowed: *fixture of that name in the test suite*",
+            "*llm.run needs a function at the top level of a module*",
+        ]
+    )
+    result.assert_outcomes(failed=2)
 
 
 def test_a_suites_own_fixtures_are_left_alone(pytester: pytest.Pytester) -> None:
@@ -502,12 +524,11 @@ def test_a_suites_own_fixtures_are_left_alone(pytester: pytest.Pytester) -> None
     ],
 )
 def test_listing_starts_nothing(
-    pytester: pytest.Pytester, run: Run, monkeypatch: pytest.MonkeyPatch, flags: list[str], shown: list[str]
+    pytester: pytest.Pytester, faked: FakedRuns, monkeypatch: pytest.MonkeyPatch, flags: list[str], shown: list[str]
 ) -> None:
     """Listing tests or fixtures probes no GPU and writes no report."""
     monkeypatch.setattr(machine, "probe", lambda: pytest.fail("torch was probed"))
-    pytester.makepyfile(test_it=BENCHMARK)
-    result = run(*flags)
+    result = faked(*flags)
     assert result.ret == 0
     result.stdout.fnmatch_lines_random(shown)
     assert not (pytester.path / ".llmgpu").exists()
@@ -515,7 +536,6 @@ def test_listing_starts_nothing(
 
 def test_deselected_cases_are_told_from_missing_ones(pytester: pytest.Pytester, faked: FakedRuns) -> None:
     """The report has the tests that -k deselected."""
-    pytester.makepyfile(test_it=BENCHMARK)
     assert faked("-k", "bs4").ret == 0
     session = _report(pytester).session
     assert session.complete
@@ -524,7 +544,6 @@ def test_deselected_cases_are_told_from_missing_ones(pytester: pytest.Pytester, 
 
 def test_a_run_of_chosen_tests_is_told_from_a_whole_one(pytester: pytest.Pytester, faked: FakedRuns) -> None:
     """The report names the option that took out tests which pytest does not collect."""
-    pytester.makepyfile(test_it=BENCHMARK)
     faked.outcome = lambda size: "error" if size == 4 else "completed"
     assert faked("test_it.py::test_hellaswag[mp-bs1]").ret == 0
     assert _report(pytester).session.deselected == [
@@ -540,89 +559,21 @@ def test_a_run_of_chosen_tests_is_told_from_a_whole_one(pytester: pytest.Pyteste
 
 
 @pytest.mark.slow
-def test_xdist_skips_tests_of_models_with_the_reason(pytester: pytest.Pytester, run: Run) -> None:
-    """With -n the tests that need the GPUs are skipped, and the others run."""
+def test_workers_of_xdist_measure_nothing(pytester: pytest.Pytester) -> None:
+    """Tests that need the GPUs are skipped with the reason; a run that is compared is refused: it must not pass."""
     pytester.makepyfile(test_it=BENCHMARK, test_others="def test_other(): pass")
-    result = run("-n", "1", "-rs", in_process=False, sizes="1,2")
+    flags = ["-p", "no:cacheprovider", "-n", "1", "-rs", "--llmgpu-batch-sizes=1,2"]
+    result = pytester.runpytest_subprocess(*flags)
     result.assert_outcomes(passed=1, skipped=2)
     result.stdout.fnmatch_lines(["SKIPPED *xdist*-n 0*"])
-
-
-@pytest.mark.slow
-def test_xdist_cannot_compare(pytester: pytest.Pytester, run: Run) -> None:
-    """A run that is compared with a baseline must not pass without a measurement."""
-    pytester.makepyfile(test_it=BENCHMARK)
-    result = run("-n", "1", "--llmgpu-compare=latest", in_process=False)
+    result = pytester.runpytest_subprocess(*flags, "--llmgpu-compare=latest")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["ERROR: -n: *"])
     assert "Traceback" not in result.stdout.str() + result.stderr.str()
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("run")
-def test_a_terminal_sees_a_live_line(pytester: pytest.Pytester, model: Path) -> None:
-    """Finished batches and the remaining time are shown while a case runs, also with pytest's capture."""
-    pytester.makepyfile(
-        test_it="""
-        import threading
-
-        def wait(module, args):
-            threading.Event().wait(0.1)
-
-        def slow(loaded):
-            loaded.model.register_forward_pre_hook(wait)
-
-        def test_hellaswag(llm, hellaswag, batch_size, measure):
-            llm.run(slow)
-            measure(llm, hellaswag, batch_size)
-        """
-    )
-    flags = [f"--llmgpu-model={model}", "--llmgpu-dataset=items.jsonl", "--llmgpu-batch-sizes=1"]
-    ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *flags]
-    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env={**os.environ, "COLUMNS": "120"}):
-        os.close(theirs)
-        screen = _read_all(ours)
-    assert "\x1b7\x1b[Kmp-bs1  " in screen
-    assert f"/{tiny_model.SEQUENCES} batches" in screen
-    assert "mp-bs1] \x1b7" in screen, "it stands behind what pytest has written"
-
-
-def _read_all(descriptor: int) -> str:
-    chunks: list[bytes] = []
-    while select.select([descriptor], [], [], 120)[0]:
-        try:
-            chunk = os.read(descriptor, 4096)
-        except OSError:  # Linux says EIO when the other end of a terminal is closed
-            break
-        if not chunk:
-            break
-        chunks.append(chunk)
-    os.close(descriptor)
-    return b"".join(chunks).decode(errors="replace")
-
-
-def test_a_series_whose_last_test_does_not_measure_is_still_judged(pytester: pytest.Pytester, faked: FakedRuns) -> None:
-    """Out of memory everywhere fails the run, also if the last test skips itself."""
-    pytester.makepyfile(
-        test_it="""
-        import pytest
-
-        def test_hellaswag(llm, hellaswag, batch_size, measure):
-            if batch_size == 4:
-                pytest.skip("not today")
-            measure(llm, hellaswag, batch_size)
-        """
-    )
-    faked.outcome = lambda _: "oom"
-    result = faked(sizes="1,4")
-    assert result.ret == 1
-    result.stdout.fnmatch_lines(["*1 skipped, 1 oom*"])
-    result.stdout.fnmatch_lines(["FAILED mp, *: out of memory, and nothing completed"])
-
-
 def test_a_report_that_cannot_be_written_fails_the_run_and_loses_no_table(
-    pytester: pytest.Pytester, faked: FakedRuns, monkeypatch: pytest.MonkeyPatch
+    faked: FakedRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A full disk ends neither the run nor the summary."""
 
@@ -630,7 +581,6 @@ def test_a_report_that_cannot_be_written_fails_the_run_and_loses_no_table(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(file, "dump", full)
-    pytester.makepyfile(test_it=BENCHMARK)
     result = faked(sizes="8")
     assert result.ret == 1
     result.stdout.fnmatch_lines(["FAILED .llmgpu/last.json could not be written: No space left on device"])
@@ -638,7 +588,7 @@ def test_a_report_that_cannot_be_written_fails_the_run_and_loses_no_table(
 
 
 def test_a_report_that_cannot_be_written_where_it_should_be_is_kept_elsewhere(
-    pytester: pytest.Pytester, faked: FakedRuns, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    faked: FakedRuns, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A report that cannot be written is kept in the temporary folder."""
     dump = file.dump
@@ -650,35 +600,11 @@ def test_a_report_that_cannot_be_written_where_it_should_be_is_kept_elsewhere(
 
     monkeypatch.setattr(file, "dump", full)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    pytester.makepyfile(test_it=BENCHMARK)
     result = faked(sizes="8")
     assert result.ret == 1
     (kept,) = tmp_path.glob("llmgpu-*/last.json")
     assert [case.case.batch_size for case in file.load(kept).cases] == [8]
     result.stdout.fnmatch_lines([f"FAILED *: No space left on device; the report is {kept}"])
-
-
-def test_a_rank_that_stops_between_cases_is_a_time_out(
-    pytester: pytest.Pytester, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What happens between cases has the time limit of a case, not that of loading a model."""
-    hurry(monkeypatch, while_exists=pytester.path / "stopped")
-    pytester.makepyfile(
-        test_it="""
-        import os, signal
-
-        def process_id(loaded):
-            return os.getpid()
-
-        def test_hellaswag(llm, hellaswag, batch_size, measure):
-            measure(llm, hellaswag, batch_size)
-            if batch_size == 1:
-                os.kill(llm.run(process_id)[0], signal.SIGSTOP)
-                open("stopped", "w").close()
-        """
-    )
-    assert run("--llmgpu-timeout=300", "--llmgpu-load-timeout=1e9", sizes="1,4").ret == 1
-    assert _outcomes(pytester) == {"mp-bs1": "completed", "mp-bs4": "timeout"}
 
 
 def test_a_folder_whose_name_is_not_utf8_loses_no_report(
@@ -687,7 +613,7 @@ def test_a_folder_whose_name_is_not_utf8_loses_no_report(
     """Node ids, arguments and variables of other bytes are shown by their codes."""
     folder = pytester.path / os.fsdecode(b"caf\xe9")
     folder.mkdir()
-    pytester.makepyfile(test_it=BENCHMARK).rename(folder / "test_it.py")
+    (pytester.path / "test_it.py").rename(folder / "test_it.py")
     monkeypatch.setenv("NCCL_DEBUG_FILE", os.fsdecode(b"/tmp/\xe9"))
     result = faked(f"{folder.name}/", "--llmgpu-html=page.html", sizes="8")
     assert result.ret == 0
@@ -699,6 +625,5 @@ def test_a_folder_whose_name_is_not_utf8_loses_no_report(
 
 def test_a_run_without_a_terminal_reporter_measures_all_the_same(pytester: pytest.Pytester, faked: FakedRuns) -> None:
     """With `-p no:terminal` the report is the only output."""
-    pytester.makepyfile(test_it=BENCHMARK)
     assert faked("-p", "no:terminal", sizes="8").ret == 0
     assert _outcomes(pytester) == {"mp-bs8": "completed"}

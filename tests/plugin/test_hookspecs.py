@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import os
 import re
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.faked_runs import BENCHMARK, FakedRuns
 
 # pytester forgets what a run inside this process has imported; a module that is here already keeps its identity.
 import pytest_llmgpu.session.session  # noqa: F401
@@ -17,15 +17,6 @@ from pytest_llmgpu.plugin import hookspecs
 from pytest_llmgpu.report import file
 
 _FLAGS = ("-p", "no:cacheprovider", "--llmgpu-device=cpu", "--llmgpu-limit=4", "--llmgpu-batch-sizes=16")
-
-_BENCHMARK = """
-    def hooks(loaded):
-        return len(loaded.model._forward_pre_hooks)
-
-    def test_hellaswag(llm, hellaswag, batch_size, measure):
-        result = measure(llm, hellaswag, batch_size)
-        print(result.id, "has", *llm.run(hooks))
-"""
 
 _OWN = """
     import pytest
@@ -38,11 +29,6 @@ _OWN = """
     def pytest_llmgpu_strategies():
         return {{"{lower}": "{module}:{name}"}}
 """
-
-
-def _cases(pytester: pytest.Pytester) -> list[tuple[str, str | None, str]]:
-    cases = file.load(pytester.path / ".llmgpu" / "last.json").cases
-    return [(case.id, case.nodeid, case.outcome) for case in cases]
 
 
 def _own(module: str, name: str) -> str:
@@ -61,36 +47,80 @@ def _write_the_example(hook: Callable[..., object], folder: Path) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_gpu")
-def test_a_strategy_beside_the_benchmarks_is_measured_by_name_and_by_place(pytester: pytest.Pytester) -> None:
-    """The example of the documentation runs, and a place needs no hook."""
+def test_a_strategy_and_a_task_beside_the_benchmarks_are_measured(pytester: pytest.Pytester) -> None:
+    """The examples of the documentation run from end to end, the task from a late conftest.py."""
     assert _write_the_example(hookspecs.pytest_llmgpu_strategies, pytester.path) == ["slow_strategy.py", "conftest.py"]
-    pytester.makepyfile(near=_own("near", "Near"), test_it=_BENCHMARK)
-    result = pytester.runpytest_inprocess("-s", "-v", "--strategy=slow,near:Near", *_FLAGS)
-    assert result.ret == 0
-    result.stdout.fnmatch_lines(["llmgpu: *; strategies slow, near; *", "*slow-bs16 has 1*", "*near-bs16 has 0*"])
-    assert _cases(pytester) == [
-        ("slow-bs16", "test_it.py::test_hellaswag[slow-bs16]", "completed"),
-        # As it was written: to know its name is to import it, which a run that selects others need not.
-        ("near-bs16", "test_it.py::test_hellaswag[near:Near-bs16]", "completed"),
-    ]
+    folder = pytester.mkdir("benchmarks")
+    assert _write_the_example(hookspecs.pytest_llmgpu_tasks, folder) == ["right_or_wrong.py", "conftest.py"]
+    (folder / "test_it.py").write_text(
+        textwrap.dedent(
+            """
+            def hooks(loaded):
+                return len(loaded.model._forward_pre_hooks)
+
+            def test_right_or_wrong(llm, right_or_wrong, batch_size, measure):
+                assert {len(item.endings) for item in right_or_wrong} == {2}
+                measure(llm, right_or_wrong, batch_size)
+                assert llm.run(hooks) == [1]
+
+            def test_a_part(llm, right_or_wrong, measure):
+                measure(llm, right_or_wrong[:2], 4)
+
+            def test_hellaswag(llm, hellaswag, batch_size, measure):
+                measure(llm, hellaswag, batch_size)
+            """
+        )
+    )
+    flags = ("-p", "no:cacheprovider", "--llmgpu-device=cpu", "--llmgpu-limit=8", "--llmgpu-batch-sizes=4,16")
+    result = pytester.runpytest_inprocess("--strategy=slow", "--llmgpu-work=off", *flags)
+    result.assert_outcomes(passed=5)
+    result.stdout.fnmatch_lines(["* task right_or_wrong, bundled dataset (first 8 items); strategy slow; *"])
+    cases = file.load(pytester.path / ".llmgpu" / "last.json").cases
+    scored = {
+        (one.case.strategy, one.case.task, one.case.limit, one.case.batch_size): (
+            sum(one.launches[0].batches.sequences),
+            one.launches[0].accuracy.items if one.launches[0].accuracy is not None else None,
+        )
+        for one in cases
+    }
+    assert scored == {
+        ("slow", "right_or_wrong", 2, 4): (4, 2),
+        ("slow", "right_or_wrong", 8, 4): (16, 8),
+        ("slow", "right_or_wrong", 8, 16): (16, 8),
+        ("slow", "hellaswag", 8, 4): (32, 8),
+        ("slow", "hellaswag", 8, 16): (32, 8),
+    }
+    assert {one.case.dataset for one in cases} == {"bundled"}
+    assert all(one.outcome == "completed" and one.inference_s for one in cases)
+    for one in (one for one in cases if one.case.task == "right_or_wrong"):
+        assert one.launches[0].accuracy is not None
+        assert one.launches[0].accuracy.labels == [1] * one.launches[0].accuracy.items
+        assert one.acc_norm == 1.0
+        assert one.accuracy_check is not None
+        assert one.accuracy_check.source is None, "the registered accuracy is for HellaSwag"
+    assert len({one.case.series for one in cases}) == 3
 
 
-@pytest.mark.slow
-def test_a_strategy_of_an_installed_package_is_measured(
+def test_strategies_are_chosen_by_place_and_from_installed_packages(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An installed package registers a strategy by its entry point."""
+    """A place needs no hook; a package registers a strategy by its entry point."""
     site = pytester.mkdir("site")
     (site / "far_strategies.py").write_text(_own("far_strategies", "Far"))
     metadata = site / "far_strategies-1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: far-strategies\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text("[pytest11]\nfar = far_strategies\n")
-    monkeypatch.setenv("PYTHONPATH", str(site), prepend=os.pathsep)
-    pytester.makepyfile(test_it=_BENCHMARK)
-    result = pytester.runpytest_subprocess("--strategy=far", *_FLAGS)
-    assert result.ret == 0
-    assert _cases(pytester) == [("far-bs16", "test_it.py::test_hellaswag[far-bs16]", "completed")]
+    monkeypatch.syspath_prepend(site)
+    runs = FakedRuns(pytester)
+    runs.start(monkeypatch)
+    pytester.makepyfile(near=_own("near", "Near"), test_it=BENCHMARK)
+    assert runs("--strategy=far,near:Near", sizes="8").ret == 0
+    assert [(case.id, case.nodeid) for case in runs.report().cases] == [
+        ("far-bs8", "test_it.py::test_hellaswag[far-bs8]"),
+        # As it was written: to know its name is to import it, which a run that selects others need not.
+        ("near-bs8", "test_it.py::test_hellaswag[near:Near-bs8]"),
+    ]
 
 
 @pytest.mark.usefixtures("no_gpu")
@@ -133,62 +163,11 @@ def test_a_bad_registration_is_refused_before_anything_starts(
     folder = pytester.mkdir("benchmarks")
     (folder / "conftest.py").write_text(f"def pytest_llmgpu_strategies():\n    return {registered}\n")
     (folder / "near.py").write_text(_own("near", "Near"))
-    (folder / "test_it.py").write_text(textwrap.dedent(_BENCHMARK))
+    (folder / "test_it.py").write_text(textwrap.dedent(BENCHMARK))
     result = pytester.runpytest_inprocess(*flags, *_FLAGS)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines([f"ERROR: {complaint}"])
     assert not (pytester.path / ".llmgpu").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("no_gpu")
-def test_a_task_beside_the_benchmarks_is_measured(pytester: pytest.Pytester) -> None:
-    """The example of the documentation is measured from end to end, also from a late conftest.py."""
-    folder = pytester.mkdir("benchmarks")
-    assert _write_the_example(hookspecs.pytest_llmgpu_tasks, folder) == ["right_or_wrong.py", "conftest.py"]
-    (folder / "test_it.py").write_text(
-        textwrap.dedent(
-            """
-            def test_right_or_wrong(llm, right_or_wrong, batch_size, measure):
-                assert {len(item.endings) for item in right_or_wrong} == {2}
-                measure(llm, right_or_wrong, batch_size)
-
-            def test_a_part(llm, right_or_wrong, measure):
-                measure(llm, right_or_wrong[:2], 4)
-
-            def test_hellaswag(llm, hellaswag, batch_size, measure):
-                measure(llm, hellaswag, batch_size)
-            """
-        )
-    )
-    flags = ("-p", "no:cacheprovider", "--llmgpu-device=cpu", "--llmgpu-limit=8", "--llmgpu-batch-sizes=4,16")
-    result = pytester.runpytest_inprocess(*flags)
-    result.assert_outcomes(passed=5)
-    result.stdout.fnmatch_lines(["* task right_or_wrong, bundled dataset (first 8 items)*"])
-    cases = file.load(pytester.path / ".llmgpu" / "last.json").cases
-    scored = {
-        (one.case.task, one.case.limit, one.case.batch_size): (
-            sum(one.launches[0].batches.sequences),
-            one.launches[0].accuracy.items if one.launches[0].accuracy is not None else None,
-        )
-        for one in cases
-    }
-    assert scored == {
-        ("right_or_wrong", 2, 4): (4, 2),
-        ("right_or_wrong", 8, 4): (16, 8),
-        ("right_or_wrong", 8, 16): (16, 8),
-        ("hellaswag", 8, 4): (32, 8),
-        ("hellaswag", 8, 16): (32, 8),
-    }
-    assert {one.case.dataset for one in cases} == {"bundled"}
-    assert all(one.outcome == "completed" and one.inference_s for one in cases)
-    for one in (one for one in cases if one.case.task == "right_or_wrong"):
-        assert one.launches[0].accuracy is not None
-        assert one.launches[0].accuracy.labels == [1] * one.launches[0].accuracy.items
-        assert one.acc_norm == 1.0
-        assert one.accuracy_check is not None
-        assert one.accuracy_check.source in (None, "mp-bs4#2"), "the registered accuracy is for HellaSwag"
-    assert len({one.case.series for one in cases}) == 3
 
 
 @pytest.mark.usefixtures("no_gpu")

@@ -6,14 +6,12 @@ import itertools
 from pathlib import Path
 
 import pytest
-from support import tiny_model
 from support.faked_runs import BENCHMARK, FakedRuns
 from support.report_factory import make_result, make_traffic
 
 import pytest_llmgpu.plugin.launch_loop  # noqa: F401 - as in faked_runs
-from pytest_llmgpu.profiling import machine, nvml
+from pytest_llmgpu.profiling import machine
 from pytest_llmgpu.profiling.machine import TorchFacts
-from pytest_llmgpu.profiling.nvml import Inventory
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.report.report import Commit, Environment
@@ -175,37 +173,6 @@ def test_listing_launches_nothing(runs: FakedRuns, flags: list[str]) -> None:
     assert result.ret == 0
     assert "mp-bs1" not in runs.did
     result.stdout.no_fnmatch_line("*launch * of *")
-
-
-@pytest.mark.slow
-def test_a_model_is_loaded_once_a_launch(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Real processes start again for each launch, are shared by its cases, and give equal answers."""
-    monkeypatch.setattr(machine, "probe", lambda: TorchFacts(version="2", why="torch is built without CUDA"))
-    monkeypatch.setattr(nvml, "inventory", lambda: Inventory(why={"nvml": "no NVML in this test"}))
-    tiny_model.write_model(pytester.path / "tiny")
-    tiny_model.write_dataset(pytester.path / "items.jsonl")
-    pytester.makepyfile(
-        test_it="""
-        import os
-
-        def process(loaded):
-            return os.getpid()
-
-        def test_hellaswag(llm, hellaswag, batch_size, measure):
-            with open("log", "a") as log:
-                log.write(f"{llm.run(process)[0]} ")
-            measure(llm, hellaswag, batch_size)
-        """
-    )
-    flags = ["--llmgpu-model=tiny", "--llmgpu-dataset=items.jsonl", "--llmgpu-batch-sizes=4,8", "--llmgpu-launches=2"]
-    pytester.runpytest_inprocess("-p", "no:cacheprovider", *flags).assert_outcomes(passed=2)
-    first, second, third, fourth = (pytester.path / "log").read_text().split()
-    assert first == second != third == fourth
-    for case in file.load(pytester.path / ".llmgpu" / "last.json").cases:
-        one, two = case.launches
-        assert one.plan_sha256 == two.plan_sha256
-        assert one.accuracy == two.accuracy
-        assert [finding.code for finding in case.findings if finding.code.startswith("launches")] == []
 
 
 def test_launches_of_a_case_are_assessed_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
+import math
+import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,9 +19,12 @@ import pytest_llmgpu.session.session  # noqa: F401
 from pytest_llmgpu.profiling import machine, nvml
 from pytest_llmgpu.profiling.machine import TorchFacts
 from pytest_llmgpu.profiling.nvml import Inventory
+from pytest_llmgpu.ranks import raised, worker
+from pytest_llmgpu.ranks.protocol import RankFailedError
+from pytest_llmgpu.ranks.serving import failure_of
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.report import Report
-from pytest_llmgpu.report.result import Batches, CaseResult, Failure, Launch, Outcome
+from pytest_llmgpu.report.result import Batches, CaseResult, Failure, Launch, Outcome, Phase
 from pytest_llmgpu.session.runner import Request, Runner
 from support import tiny_model
 from support.report_factory import make_answers
@@ -44,8 +51,19 @@ class FakedRuns:
     """The outcome by batch size."""
     right: Callable[[int], int] = lambda _: tiny_model.ITEMS
     """The items with a right answer by batch size."""
+    fits: float = math.inf
+    """The largest batch size that fits in memory."""
+    phase: Phase = "forward"
+    """The phase of every failure."""
+    requests: list[Request] = dataclasses.field(default_factory=list)
+    """The requests of measured cases."""
     did: list[str] = dataclasses.field(default_factory=list)
     """The ids of measured cases and the ends of all processes, in order."""
+
+    _out_of_memory: dict[str, int] = dataclasses.field(default_factory=dict)
+    """The batch size that was out of memory, by series."""
+    _output: str = ""
+    """The output of the functions of tests."""
 
     def __call__(self, *arguments: str, sizes: str = "1,4,8", cached: bool = False) -> pytest.RunResult:
         """Run pytest. By default a comparison passes one launch on a CPU, which shows no slowdown of 50 %."""
@@ -65,6 +83,8 @@ class FakedRuns:
         monkeypatch.setattr(machine, "probe", lambda: TorchFacts(version="2", why="torch is built without CUDA"))
         monkeypatch.setattr(nvml, "inventory", lambda: Inventory(why={"nvml": "no NVML in this test"}))
         monkeypatch.setattr(Runner, "run", lambda _, request, record: self._measure(request, record))
+        monkeypatch.setattr(Runner, "ask", lambda _runner, _request, *asked: self._ask(*asked))
+        monkeypatch.setattr(Runner, "take_output", lambda _: {0: text} if (text := self._take_output()) else {})
         monkeypatch.setattr(Runner, "close", lambda _: self.did.append("end"))
         tiny_model.write_dataset(Path(self.pytester.path) / "items.jsonl")
         self.pytester.makefile(".toml", lenient="largest_unseen_slowdown = 99")
@@ -73,9 +93,15 @@ class FakedRuns:
         case = request.case
         size = case.batch_size
         self.did.append(case.id)
+        self.requests.append(request)
         # No two launches took equal times.
         launch = Launch(plan_sha256=f"{size}", load_s=10.0 + len(self.did) * 1e-9)
-        result = CaseResult(id=case.id, key=case.key, case=case, outcome=self.outcome(size), launches=[launch])
+        outcome: Outcome = self.outcome(size) if size <= self.fits else "oom"
+        if size >= self._out_of_memory.get(case.series, math.inf):
+            outcome = "skipped_after_oom"
+        elif outcome == "oom":
+            self._out_of_memory[case.series] = size
+        result = CaseResult(id=case.id, key=case.key, case=case, outcome=outcome, launches=[launch])
         result.why["traffic"] = "it is faked"
         if result.outcome == "completed":
             right = self.right(size)
@@ -87,6 +113,24 @@ class FakedRuns:
             )
             launch.accuracy = make_answers([True] * right + [False] * (tiny_model.ITEMS - right))
         else:
-            result.failure = Failure(phase="forward", message=f"it is {result.outcome}")
+            result.launches = [] if outcome == "skipped_after_oom" else result.launches
+            result.failure = Failure(phase=self.phase, message=f"it is {result.outcome}")
         record(result)
         return result
+
+    def _ask(self, call: Callable[..., Any], fn: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
+        """Run the function of a test in this process; what it prints is the output of rank 0."""
+        assert call is worker.call, "no other question is answered"
+        printed = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(printed):
+                return [fn(None, *args)]
+        except BaseException as error:  # noqa: BLE001 - a rank answers every error as plain records
+            printed.write(traceback.format_exc())
+            raise RankFailedError(*failure_of(error, self.phase), raised=raised.describe(error)) from None
+        finally:
+            self._output += printed.getvalue()
+
+    def _take_output(self) -> str:
+        text, self._output = self._output, ""
+        return text
