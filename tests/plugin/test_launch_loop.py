@@ -189,8 +189,7 @@ def test_launches_of_a_case_are_assessed_together(tmp_path: Path, monkeypatch: p
     assert len(case.launches) == 3
     assert case.traffic is None
     assert "traffic" in case.why
-    codes = [finding.code for finding in case.findings]
-    assert [code for code in codes if code.startswith("launch")] == ["launches-differ", "times-far-apart"]
+    assert "launches-differ" in [finding.code for finding in case.findings]
 
 
 def test_a_test_that_may_fail_runs_in_every_launch(runs: FakedRuns, pytester: pytest.Pytester) -> None:

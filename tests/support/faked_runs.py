@@ -19,9 +19,9 @@ import pytest_llmgpu.session.session  # noqa: F401
 from pytest_llmgpu.profiling import machine, nvml
 from pytest_llmgpu.profiling.machine import TorchFacts
 from pytest_llmgpu.profiling.nvml import Inventory
-from pytest_llmgpu.ranks import raised, worker
+from pytest_llmgpu.ranks import worker
 from pytest_llmgpu.ranks.protocol import RankFailedError
-from pytest_llmgpu.ranks.serving import failure_of
+from pytest_llmgpu.ranks.serving import describe, failure_of
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import Batches, CaseResult, Failure, Launch, Outcome, Phase
@@ -127,7 +127,7 @@ class FakedRuns:
                 return [fn(None, *args)]
         except BaseException as error:  # noqa: BLE001 - a rank answers every error as plain records
             printed.write(traceback.format_exc())
-            raise RankFailedError(*failure_of(error, self.phase), raised=raised.describe(error)) from None
+            raise RankFailedError(*failure_of(error, self.phase), raised=describe(error)) from None
         finally:
             self._output += printed.getvalue()
 

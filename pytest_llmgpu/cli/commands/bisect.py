@@ -368,7 +368,7 @@ def find(
                 break
             launches -= 1
             verdicts = judge_two(ends.base, report)
-            mark, reason = mark_of(end, verdicts, report)
+            mark, reason = mark_of(end, verdicts, report, ends.head)
             step = Step(sha, mark, reason or step.reason * (mark is None), len(reports), _row_of(verdicts, end), report)
         if step.mark is None and len(reports) == LOOKS[-1]:
             step = step._replace(mark="skip", reason=f"{LOOKS[-1]} launches do not decide")
@@ -380,15 +380,17 @@ def find(
     return steps
 
 
-def mark_of(end: Row, verdicts: Verdicts, report: Report) -> tuple[Mark | None, str]:
+def mark_of(end: Row, verdicts: Verdicts, report: Report, bad: Report) -> tuple[Mark | None, str]:
     """Return the mark of a commit and why it is skipped; None if more launches are needed to decide.
 
     Args:
         end: The comparison of the bad end with the good end.
         verdicts: The comparison of the commit with the good end.
         report: The report of the commit.
+        bad: The report of the bad end.
     """
     row = _row_of(verdicts, end)
+    outcomes = [{result.outcome for result in one.cases if result.key == end.key} for one in (report, bad)]
     if row is None:
         outcome = next((one for one in verdicts.rows if (one.key, one.metric) == (end.key, "outcome")), None)
         measured = end.key in {key for result in report.cases for key in (result.key, result.case.series)}
@@ -399,6 +401,6 @@ def mark_of(end: Row, verdicts: Verdicts, report: Report) -> tuple[Mark | None, 
         return None, ""
     if row.ratio is not None and end.ratio is not None and end.ratio != 1:
         return "bad" if (row.ratio - 1) / (end.ratio - 1) > 1 / 2 else "good", ""
-    if row.verdict == end.verdict:
+    if row.verdict == end.verdict and (end.metric != "outcome" or outcomes[0] == outcomes[1]):
         return "bad", ""
     return ("good", "") if row.verdict == "OK" or row.improved else ("skip", row.reason)

@@ -10,9 +10,10 @@ from pathlib import Path
 from statistics import NormalDist, fmean
 from typing import Any
 
+import msgspec
 import pytest
 from support.measured_project import STEADY, Project, make_project
-from support.report_factory import make_report
+from support.report_factory import make_failed, make_report
 from support.repository import git
 from support.verdict_factory import with_launches
 
@@ -165,15 +166,14 @@ def test_merges_are_bisected(project: Project) -> None:
 @pytest.mark.parametrize(
     ("end", "own", "mark"),
     [
-        (_row("outcome", "REGRESSED"), _row("outcome", "REGRESSED"), "bad"),
-        (_row("outcome", "REGRESSED"), _row("outcome", "OK"), "good"),
-        (_row("outcome", "REGRESSED"), _row("outcome", "IMPROVED"), "good"),
-        (_row("outcome", "REGRESSED"), _row("outcome", "REGRESSED"), "skip"),
-        (_row("outcome", "REGRESSED"), _row("outcome", "NOT_COMPARABLE"), "skip"),
-        (_row("outcome", "REGRESSED"), None, "good"),
+        (_row("traffic"), _row("traffic"), "bad"),
+        (_row("traffic"), _row("traffic", "OK"), "good"),
+        (_row("traffic"), _row("traffic", "IMPROVED"), "good"),
+        (_row("traffic"), _row("traffic", "NOT_COMPARABLE"), "skip"),
+        (_row("outcome"), None, "good"),
         (_row("execution"), None, "good"),
         (_row("time", ratio=1.1), None, "skip"),
-        (_row("time", ratio=1.1), _row("outcome", "REGRESSED"), "skip"),
+        (_row("time", ratio=1.1), _row("outcome"), "skip"),
         (_row("time", ratio=1.1), _row("time", "UNDECIDED"), None),
         (_row("time", ratio=1.1), _row("time", "NOT_COMPARABLE"), "skip"),
         (_row("time", ratio=1.1), _row("time", "OK", ratio=1.04), "good"),
@@ -183,19 +183,26 @@ def test_merges_are_bisected(project: Project) -> None:
 )
 def test_a_commit_is_marked_by_its_row(end: Row, own: Row | None, mark: Mark | None) -> None:
     """The nearer end decides, without figures the verdict; an undecided row is launched again."""
-    verdicts = _verdicts() if own is None else _verdicts(own)
-    assert mark_of(end, verdicts, make_report([with_launches([1.0])]))[0] == mark
+    verdicts, report = _verdicts() if own is None else _verdicts(own), make_report([with_launches([1.0])])
+    assert mark_of(end, verdicts, report, report)[0] == mark
+
+
+def test_another_outcome_than_that_of_the_bad_end_is_skipped() -> None:
+    """A commit that crashes shows nothing about one that runs out of memory."""
+    row, crashed, oom = _row("outcome"), make_report([make_failed("crashed")]), make_report([make_failed("oom")])
+    row = msgspec.structs.replace(row, key=crashed.cases[0].key)
+    assert mark_of(row, _verdicts(row), crashed, crashed)[0] == "bad"
+    assert mark_of(row, _verdicts(row), crashed, oom)[0] == "skip"
 
 
 def test_the_worst_gated_regression_is_bisected() -> None:
-    """Exact metrics come before times, and among times the most significant one; rows over all cases come last."""
-    all_cases = Row(key="all cases", id="all cases", metric="time", verdict="REGRESSED", reason="", ratio=2.0, p=0.0)
-    shown, accepted = _row("memory", gated=False), _row("memory", known="accepted")
+    """Exact metrics come before times, and among times the most significant one."""
+    shown, accepted = _row("memory", gated=False), _row("flops", known="accepted")
     small, large = _row("time", ratio=1.1, p=1e-9), _row("time", size=2, ratio=1.2, p=1e-3)
-    rows = [all_cases, shown, accepted, large, small, _row("accuracy", "OK")]
+    rows = [shown, accepted, large, small, _row("accuracy", "OK")]
     assert worst(_verdicts(*rows)) == small
     assert worst(_verdicts(*rows, exact := _row("traffic", size=4))) == exact
-    assert worst(_verdicts(*rows[:3])) == all_cases
+    assert worst(_verdicts(*rows[:2])) is None
     assert worst(_verdicts(*rows), metric="memory") == shown
     assert worst(_verdicts(*rows), case="mp-bs2") == large
     assert worst(_verdicts(*rows), metric="accuracy") is None
