@@ -48,37 +48,26 @@ def caption(case: Case, environment: Environment) -> str:
     return ", ".join(filter(None, _caption_parts(case, environment).values()))
 
 
-def captions(tables: Sequence[Sequence[CaseResult]], report: Report) -> list[str]:
-    """Return the caption of each block; blocks with equal captions also get the fields in which they differ."""
-    plain = [caption(block[0].case, report.environment) for block in tables]
-    more = _fields_behind_equal_captions(tables, plain)
-    return [", ".join([text, *fields]) for text, fields in zip(plain, more, strict=True)]
+def captions(tables: Sequence[Sequence[CaseResult]], report: Report) -> list[tuple[str, str]]:
+    """Return the caption of each block, and those of its parts that differ between blocks ("" if there is one block).
 
-
-def differing_parts(tables: Sequence[Sequence[CaseResult]], report: Report) -> list[str]:
-    """Return per block only those parts of its caption that differ between blocks; "" if there is one block."""
-    parts = [_caption_parts(block[0].case, report.environment) for block in tables]
+    Blocks with equal captions also get the fields in which they differ.
+    """
+    cases = [block[0].case for block in tables]
+    parts = [_caption_parts(case, report.environment) for case in cases]
+    plain = [", ".join(filter(None, one.values())) for one in parts]
+    fields = [msgspec.to_builtins(case) for case in cases]
     differing = [name for name in parts[0] if len({one[name] for one in parts}) > 1] if parts else []
-    more = _fields_behind_equal_captions(tables, [caption(block[0].case, report.environment) for block in tables])
-    return [
-        ", ".join([*(one[name] or _DEFAULT_WORDS[name] for name in differing), *fields])
-        for one, fields in zip(parts, more, strict=True)
-    ]
-
-
-def _fields_behind_equal_captions(tables: Sequence[Sequence[CaseResult]], plain: Sequence[str]) -> list[list[str]]:
-    """Return the fields in which a block differs from the blocks with the same caption."""
-    fields = [msgspec.to_builtins(block[0].case) for block in tables]
     found = []
-    for text, own in zip(plain, fields, strict=True):
+    for text, own, of_case in zip(plain, fields, parts, strict=True):
         alike = [other for other, others in zip(fields, plain, strict=True) if others == text]
-        found.append(
-            [
-                f"{name} {value[:12] if isinstance(value, str) else value}"
-                for name, value in own.items()
-                if name not in (*_COLUMN_FIELDS, "batch_size") and any(other[name] != value for other in alike)
-            ]
-        )
+        more = [
+            f"{name} {value[:12] if isinstance(value, str) else value}"
+            for name, value in own.items()
+            if name not in (*_COLUMN_FIELDS, "batch_size") and any(other[name] != value for other in alike)
+        ]
+        short = [of_case[name] or _DEFAULT_WORDS[name] for name in differing]
+        found.append((", ".join([text, *more]), ", ".join([*short, *more])))
     return found
 
 

@@ -31,8 +31,6 @@ _OUTCOMES = {
     "error": "ended with an error",
     "interrupted": "interrupted",
 }
-_Unfit = tuple[CaseResult, Finding]
-"""A series without a batch size that fits into memory: one of its cases, and the finding about its memory."""
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,18 +78,28 @@ def conclude(report: Report, verdicts: Verdicts | None = None, policy: Policy | 
         policy: the policy that decides which verdicts fail; None for the policy of the verdicts.
     """
     policy = policy or policy_of(verdicts)
-    unfit = _unfit(report)
-    found = [*finding_problems(report.cases, [finding for _, finding in unfit]), *_of_memory(unfit)]
+    session = report.session
+    # A test that expects that nothing fits does not fail.
+    unfit = _unfit(report) if session.exit_status == 1 else {}
+    found = finding_problems(report.cases, [finding for finding, _ in unfit.values()])
+    steps: dict[str, list[tuple[str, str]]] = {}
+    for finding, name in unfit.values():
+        steps.setdefault(finding.next_step, []).append((name, finding.text))
+    for step, texts in steps.items():
+        found.append(Problem(severity="failure", label="nothing-fits", texts=texts, next_step=step))
+    gate = ExitStatus.PASSED if verdicts is None else exit_status(verdicts, policy)
+    completed = any(result.outcome == "completed" for result in report.cases)
+    status: Status = "pass"
+    if gate is ExitStatus.REGRESSED or any(one.severity == "failure" for one in found) or session.exit_status == 1:
+        status = "fail"
+    elif gate or not session.complete or session.interrupted or session.exit_status or not completed:
+        status = "unclear"
     return Conclusion(
-        status=_status(
-            report,
-            ExitStatus.PASSED if verdicts is None else exit_status(verdicts, policy),
-            broken=any(problem.severity == "failure" for problem in found),
-        ),
+        status=status,
         outcomes=collections.Counter(result.outcome for result in report.cases),
         wrong=sum(result.has_wrong_answers for result in report.cases),
-        complete=report.session.complete,
-        pytest_exit_status=report.session.exit_status,
+        complete=session.complete,
+        pytest_exit_status=session.exit_status,
         problems=sorted([*_of_gate(verdicts, policy), *found], key=_order),
         headline=None if verdicts is None else headline.decide(verdicts, policy),
     )
@@ -131,15 +139,6 @@ def finding_problems(cases: Iterable[CaseResult], without: Sequence[Finding] = (
     return sorted(problems, key=_order)
 
 
-def _status(report: Report, gate: ExitStatus, *, broken: bool) -> Status:
-    if gate is ExitStatus.REGRESSED or broken or report.session.exit_status == 1:
-        return "fail"
-    whole = report.session.complete and not report.session.interrupted and not report.session.exit_status
-    if gate or not whole or not any(result.outcome == "completed" for result in report.cases):
-        return "unclear"
-    return "pass"
-
-
 def _cases(conclusion: Conclusion, *, explained: bool) -> str:
     total, completed = sum(conclusion.outcomes.values()), conclusion.outcomes.get("completed", 0)
     if not total:
@@ -156,31 +155,19 @@ def _cases(conclusion: Conclusion, *, explained: bool) -> str:
     return f"{text}." if conclusion.complete else f"{text}; the run is incomplete."
 
 
-def _unfit(report: Report) -> list[_Unfit]:
-    """Return the series without a batch size that fits, if tests failed; a test that expects this does not fail."""
-    unfit = [found for found in by_series(report.cases) if {result.outcome for result in found} <= OUT_OF_MEMORY]
-    return [_memory_finding(found) for found in unfit] if report.session.exit_status == 1 else []
-
-
-def _memory_finding(series: Sequence[CaseResult]) -> _Unfit:
-    """Return the finding about the memory of a series that never fitted; a new one if its cases have none."""
-    for result in series:
-        for finding in result.findings:
-            if finding.code == "out-of-memory":
-                return result, finding
-    smaller = "smaller batch sizes, " if min(result.case.batch_size for result in series) > 1 else ""
-    text = f"No selected batch size of {series[0].case.strategy} fits."
-    next_step = f"Use {smaller}more GPUs or a smaller model."
-    return series[0], Finding(code="out-of-memory", severity="info", text=text, next_step=next_step)
-
-
-def _of_memory(unfit: Iterable[_Unfit]) -> Iterator[Problem]:
-    """Yield one problem per next step."""
-    steps: dict[str, list[tuple[str, str]]] = {}
-    for result, finding in unfit:
-        steps.setdefault(finding.next_step, []).append((result.id, finding.text))
-    for next_step, texts in steps.items():
-        yield Problem(severity="failure", label="nothing-fits", texts=texts, next_step=next_step)
+def _unfit(report: Report) -> dict[str, tuple[Finding, str]]:
+    """Return the finding about memory of each series that never fitted, and its case; a new one if it has none."""
+    unfit: dict[str, tuple[Finding, str]] = {}
+    for series in by_series(report.cases):
+        if not {result.outcome for result in series} <= OUT_OF_MEMORY:
+            continue
+        of_memory = [(one, result.id) for result in series for one in result.findings if one.code == "out-of-memory"]
+        smaller = "smaller batch sizes, " if min(result.case.batch_size for result in series) > 1 else ""
+        text = f"No selected batch size of {series[0].case.strategy} fits."
+        step = f"Use {smaller}more GPUs or a smaller model."
+        new = Finding(code="out-of-memory", severity="info", text=text, next_step=step)
+        unfit[series[0].case.series] = of_memory[0] if of_memory else (new, series[0].id)
+    return unfit
 
 
 def _of_gate(verdicts: Verdicts | None, policy: Policy) -> Iterator[Problem]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
@@ -122,14 +122,15 @@ def _formula_bytes(result: CaseResult) -> float | None:
     return None if texts is None else texts.kv_cache_formula_bytes
 
 
-def _prefill_share(result: CaseResult) -> float | None:
-    bound_s = result.bound.prefill_s if result.bound is not None else None
-    return bound_s / result.first_token_s if bound_s is not None and result.first_token_s else None
+def _bound_share(bound: str, measured_s: str) -> Callable[[CaseResult], float | None]:
+    """Return a function that returns the share of the bound in a measured time, by the names of their fields."""
 
+    def value(result: CaseResult) -> float | None:
+        bound_s = None if result.bound is None else getattr(result.bound, bound)
+        seconds = getattr(result, measured_s)
+        return bound_s / seconds if bound_s is not None and seconds else None
 
-def _step_share(result: CaseResult) -> float | None:
-    bound_s = result.bound.step_s if result.bound is not None else None
-    return bound_s / result.token_p50_s if bound_s is not None and result.token_p50_s else None
+    return value
 
 
 def _field(name: str) -> Callable[[CaseResult], float | None]:
@@ -184,8 +185,15 @@ COLUMNS = {
         ),
         Column(name="token_p99_s", title="p99\nms", value=_field("token_p99_s"), unit=1e-3),
         Column(name="kv_cache_formula_bytes", title="formula\nMiB", value=_formula_bytes, unit=MIB),
-        Column(name="prefill_bound_share", title="of bound\n%, prefill", value=_prefill_share, unit=0.01),
-        Column(name="step_bound_share", title="of bound\n%, step", value=_step_share, unit=0.01),
+        Column(
+            name="prefill_bound_share",
+            title="of bound\n%, prefill",
+            value=_bound_share("prefill_s", "first_token_s"),
+            unit=0.01,
+        ),
+        Column(
+            name="step_bound_share", title="of bound\n%, step", value=_bound_share("step_s", "token_p50_s"), unit=0.01
+        ),
         Column(name="memory_bytes", title="memory\nGiB/GPU", value=_fullest_bytes, unit=GIB),
         Column(name="threads", title="threads\nper rank", value=_threads),
         _of_devices("sent_bytes", "sent/device\nMB/sequence", 1e6, _sent_bytes),
@@ -403,7 +411,11 @@ def make_time_table(cases: Sequence[CaseResult]) -> TimeTable:
     metric = next((check.metric for result in cases if (check := result.accuracy_check) is not None), "acc_norm")
     random_weights = cases[0].case.load_format == "dummy"
     generates = cases[0].case.generates
-    best = {id(_fastest(row[title] for row in rows.values() if title in row)) for title in columns}
+    best = set()  # the fastest right answers of each strategy with more than one time
+    for title in columns:
+        timed = [row[title] for row in rows.values() if title in row and row[title].inference_s is not None]
+        if len(timed) > 1 and (right := [result for result in timed if not result.has_wrong_answers]):
+            best.add(id(min(right, key=lambda result: result.inference_s or 0.0)))
 
     def cell(result: CaseResult | None) -> Cell:
         if result is None:
@@ -504,13 +516,6 @@ def _table_title(cases: Sequence[CaseResult], metric: str, *, random_weights: bo
     if random_weights:
         return f"{title} (no accuracy: the weights are random)"
     return title if items is None else f"{title} / {metric}"
-
-
-def _fastest(results: Iterable[CaseResult]) -> CaseResult | None:
-    """Return the fastest result without wrong answers; None if fewer than two results have a time."""
-    timed = [result for result in results if result.inference_s is not None]
-    right = [result for result in timed if not result.has_wrong_answers]
-    return min(right, key=lambda result: result.inference_s or 0.0) if len(timed) > 1 and right else None
 
 
 def _milliseconds(value_s: float | None) -> str:

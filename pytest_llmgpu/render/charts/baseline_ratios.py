@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from pytest_llmgpu.render.charts import axes
 from pytest_llmgpu.render.charts.axes import Chart, Spec, formatted, rounded
-from pytest_llmgpu.report.verdicts import Row, Verdicts
+from pytest_llmgpu.report.verdicts import Verdicts
 
 _STEP = 20
 """Pixels of each case."""
@@ -31,7 +31,14 @@ def charts(verdicts: Verdicts | None) -> Iterator[Chart | str]:
     if not of_time:
         yield f"{title}: no case of the report has a completed counterpart in the baseline."
         return
-    rows = [row for one in of_time if (row := _row(one)) is not None]
+    rows: list[Spec] = []
+    for one in of_time:
+        if one.ratio is not None:
+            change = _CHANGE_OF_VERDICT.get(one.result, "no significant change")
+            row = {"c": one.id, "r": rounded(one.ratio), "k": change, "w": one.verdict}
+            if one.low is not None and one.high is not None:
+                row |= {"l": rounded(one.low), "h": rounded(one.high)}
+            rows.append({**row, "t": one.reason.splitlines()[0][:160]})
     if not rows:
         yield f"{title}: no case can be compared ({of_time[0].reason.splitlines()[0].rstrip('.')})."
         return
@@ -55,19 +62,6 @@ def charts(verdicts: Verdicts | None) -> Iterator[Chart | str]:
             for one in of_time
         ],
     )
-
-
-def _row(one: Row) -> Spec | None:
-    if one.ratio is None:
-        return None
-    row: Spec = {
-        "c": one.id,
-        "r": rounded(one.ratio),
-        "k": _CHANGE_OF_VERDICT.get(one.result, "no significant change"),
-    }
-    if one.low is not None and one.high is not None:
-        row |= {"l": rounded(one.low), "h": rounded(one.high)}
-    return {**row, "w": one.verdict, "t": one.reason.splitlines()[0][:160]}
 
 
 def _spec(rows: Sequence[Spec], changes: list[str]) -> Spec:

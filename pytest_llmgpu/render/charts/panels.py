@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
 from pytest_llmgpu.gate.matching import pairs
-from pytest_llmgpu.render.grouping import blocks, captions, differing_parts
+from pytest_llmgpu.render.grouping import blocks, captions
 from pytest_llmgpu.render.table import COLUMNS, Entry
 from pytest_llmgpu.render.table import entries as entries_of
 from pytest_llmgpu.report.report import Report
@@ -82,9 +82,8 @@ def panels(report: Report, baseline: Report | None = None) -> list[Panel]:
     for pair in [] if baseline is None else pairs(baseline.cases, report.cases):
         if pair.base is not None and pair.base.outcome == "completed" and not pair.differing:
             then.setdefault((pair.head or pair.base).case.series, []).append(pair.base)
-    parts = zip(groups, differing_parts(groups, report), captions(groups, report), strict=True)
     found = []
-    for number, (group, caption, measured) in enumerate(parts, 1):
+    for number, (group, (measured, caption)) in enumerate(zip(groups, captions(groups, report), strict=True), 1):
         entries = entries_of(group)
         strategies = {entry.title: entry.result.case.strategy for entry in entries}
         curves = {entry.result.case.series: entry.title for entry in entries}

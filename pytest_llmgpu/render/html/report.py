@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import importlib.util
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from pytest_llmgpu.render.html.assets import (
     templates,
     vega,
 )
-from pytest_llmgpu.render.strategy_comparison import with_reference
 from pytest_llmgpu.render.summary import conclude, describe
 from pytest_llmgpu.render.table import entries, figure_tables, make_time_table
 from pytest_llmgpu.report import file
@@ -109,6 +108,11 @@ def render(
             title = f"{result.id}: {times[result.id] or result.outcome.replace('_', ' ')}"
             of_cases.append((result.id, title, _json(found)))
     keys = _filter_keys(report, baseline)
+    filters = []
+    for field, label in {"strategy": "Strategy", "model": "Model", "batch": "Batch size"}.items():
+        values = grouping.unique(key[field] for key in keys.values())
+        if len(values) > 1:
+            filters.append((field, label, sorted(values, key=int) if field == "batch" else values))
     drawn = charts.of_report(report, baseline)
     template = templates().get_template("page.html")
     return template.render(
@@ -135,7 +139,7 @@ def render(
         counts="" if verdicts is None else comparison.counts(verdicts),
         notes=[] if verdicts is None else verdicts.warnings,
         keys=keys,
-        filters=_filters(keys),
+        filters=filters,
         machine=facts.compared(facts.machine, report, baseline),
         libraries=facts.compared(facts.libraries, report, baseline),
         options=facts.compared(facts.options, report, baseline, absent="default"),
@@ -187,23 +191,11 @@ def _filter_keys(report: Report, baseline: Report | None) -> dict[str, dict[str,
     }
 
 
-def _filters(keys: Mapping[str, Mapping[str, str]]) -> list[tuple[str, str, list[str]]]:
-    """Return name, label and values of each filter with more than one value."""
-    found = []
-    for name, label in (("strategy", "Strategy"), ("model", "Model"), ("batch", "Batch size")):
-        values = grouping.unique(key[name] for key in keys.values())
-        if name == "batch":
-            values.sort(key=int)
-        if len(values) > 1:
-            found.append((name, label, values))
-    return found
-
-
 def _tables(report: Report) -> Iterator[dict[str, Any]]:
     """Yield the table of each block of cases, with its caption, the comparison with mp and the largest batch sizes."""
     found = grouping.blocks(report.cases)
     known = grouping.capacities(report)
-    for caption, cases in zip(grouping.captions(found, report), found, strict=True):
+    for (caption, _), cases in zip(grouping.captions(found, report), found, strict=True):
         series = {result.case.series for result in cases}
         largest = [
             f"{one.strategy}: {one.text}" for one in known if one.series in series and one.smallest_oom is not None
@@ -213,7 +205,7 @@ def _tables(report: Report) -> Iterator[dict[str, Any]]:
             "model": cases[0].case.model,
             "table": make_time_table(cases),
             "works": list(figure_tables(cases).values()),
-            "notes": [*map(", ".join, with_reference(cases, verbose=True)), *largest],
+            "notes": [*map(", ".join, comparison.with_reference(cases, verbose=True)), *largest],
         }
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from pytest_llmgpu.profiling.machine import Machine
+from pytest_llmgpu.render.comparison import with_reference
 from pytest_llmgpu.render.grouping import blocks, capacities, captions, dataset, model, unique
-from pytest_llmgpu.render.strategy_comparison import with_reference
 from pytest_llmgpu.render.summary import Problem, finding_problems
 from pytest_llmgpu.render.terminal.cases import (
     WIDTH,
@@ -19,7 +19,7 @@ from pytest_llmgpu.render.terminal.cases import (
     work_table,
 )
 from pytest_llmgpu.report.case import Case
-from pytest_llmgpu.report.report import Capacity, Report
+from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.text import listed, plural
 
@@ -72,16 +72,19 @@ def tables(report: Report, color: bool = False, *, verbose: bool = False) -> str
     found = blocks(report.cases)
     parts: list[str] = []
     left, hidden = len(report.cases) if verbose else _MOST_ROWS, len(report.cases)
-    for caption, cases in zip(captions(found, report), found, strict=True):
+    for (caption, _), cases in zip(captions(found, report), found, strict=True):
         if not left:
             break
         table, rows = summary_table(cases, paint, left)
         left, hidden = left - rows, hidden - rows
-        most = None if verbose else _MOST_LINES
-        lines = [
-            *_cut(map(_filled, with_reference(cases, verbose=verbose)), most),
-            *_largest(cases, report, verbose=verbose),
-        ]
+        lines = []
+        for differences in with_reference(cases, verbose=verbose):
+            line = ", ".join(differences)
+            lines.append(line if len(line) <= WIDTH else ",\n  ".join(differences))
+        if not verbose and len(lines) > _MOST_LINES:
+            more = plural(len(lines) - _MOST_LINES, "more comparison")
+            lines = [*lines[:_MOST_LINES], f"and {more} with mp"]
+        lines += _largest(cases, report, verbose=verbose)
         parts.append("\n".join([paint(caption, _BOLD), table, *lines]))
         if verbose:
             parts += [work_table(cases), device_tables(cases, report.environment)]
@@ -102,8 +105,8 @@ def resumptions(report: Report) -> list[str]:
     return [f"resumed {one.created} from {one.source}, with {plural(one.kept, 'case')}" for one in report.resumed]
 
 
-def _largest(cases: Sequence[CaseResult], report: Report, *, verbose: bool) -> Iterator[str]:
-    """Yield the largest batch size of each series, if it was searched or limited by memory."""
+def _largest(cases: Sequence[CaseResult], report: Report, *, verbose: bool) -> list[str]:
+    """Return the largest batch size of each series, if it was searched or limited by memory."""
     searched = report.options.get("--llmgpu-find-max-batch") is True
     series = {result.case.series for result in cases}
     found = [
@@ -112,31 +115,13 @@ def _largest(cases: Sequence[CaseResult], report: Report, *, verbose: bool) -> I
         if capacity.series in series and (searched or capacity.smallest_oom is not None)
     ]
     if verbose:
-        for capacity in found:
-            yield filled(f"{capacity.strategy}: {capacity.text}")
-    elif found:
-        yield filled(f"Largest batch size: {listed(map(_limit, found), _MOST_LINES)}")
-
-
-def _limit(capacity: Capacity) -> str:
-    """Return the largest batch size of a series in a few words."""
-    text = f"{capacity.strategy} {capacity.largest_fit or 'none'}"
-    if capacity.smallest_oom is not None:
-        return f"{text} ({capacity.smallest_oom} is out of memory)"
-    return f"{text} or more"
-
-
-def _cut(lines: Iterable[str], most: int | None) -> list[str]:
-    """Return the first lines, and how many more there are."""
-    found = list(lines)
-    hidden = [] if most is None else found[most:]
-    return [*found[:most], *[f"and {plural(len(hidden), 'more comparison')} with mp"] * bool(hidden)]
-
-
-def _filled(parts: Sequence[str]) -> str:
-    """Return the parts of a comparison in one line, or one line each."""
-    text = ", ".join(parts)
-    return text if len(text) <= WIDTH else ",\n  ".join(parts)
+        return [filled(f"{capacity.strategy}: {capacity.text}") for capacity in found]
+    texts = []
+    for capacity in found:
+        oom = capacity.smallest_oom
+        ending = " or more" if oom is None else f" ({oom} is out of memory)"
+        texts.append(f"{capacity.strategy} {capacity.largest_fit or 'none'}{ending}")
+    return [filled(f"Largest batch size: {listed(texts, _MOST_LINES)}")] if found else []
 
 
 def _finding(problem: Problem, paint: Painter, *, verbose: bool) -> str:
