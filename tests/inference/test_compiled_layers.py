@@ -133,18 +133,6 @@ def test_products_of_one_row_are_sums_that_can_be_fused() -> None:
             assert {*graphs} == {7 if one.numel() > 1 else 1}, "the first layer has a bias, and so a graph of its own"
 
 
-def test_a_product_with_named_arguments_can_be_fused() -> None:
-    """The code of a model may name the input of a product."""
-    model = _model(1)
-    mlp = model.model.layers[0].mlp
-    mlp.gate_proj.forward = lambda row: torch.nn.functional.linear(input=row, weight=mlp.gate_proj.weight)
-    one = _ids(1, 1)
-    with torch.inference_mode():
-        expected = model(input_ids=one, use_cache=False).logits
-        CompiledLayers(model, "eager")
-        torch.testing.assert_close(model(input_ids=one, use_cache=False).logits, expected, atol=1e-5, rtol=1e-5)
-
-
 def test_a_case_does_not_use_the_graphs_of_the_case_before() -> None:
     """After a reset a forward is compiled again, and its time counts alone."""
     model = _model(1)
@@ -232,14 +220,6 @@ def test_a_compiler_that_is_switched_off_is_an_error() -> None:
         layers.check()
     _score(model)
     layers.check()
-
-
-def test_a_decoder_without_a_list_of_layers_is_refused() -> None:
-    """The message names the class of the model."""
-    model = _model()
-    model.model.layers = torch.nn.Sequential(*model.model.layers)
-    with pytest.raises(ValueError, match="LlamaForCausalLM has no list of layers"):
-        _compiled(model)
 
 
 def test_a_mask_that_only_a_recording_makes_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

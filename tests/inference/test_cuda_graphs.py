@@ -112,14 +112,6 @@ def test_what_a_recording_does_not_know_runs_eagerly(
         torch.testing.assert_close(one, expected, atol=0, rtol=0)
 
 
-def test_embeddings_run_eagerly(model: Any, recordings: list[tuple[int, int]]) -> None:
-    """A forward without input ids runs eagerly."""
-    embedded_BSH = torch.zeros(1, 4, 32)
-    with GraphedDecoder(model, CPU), torch.inference_mode():
-        model(inputs_embeds=embedded_BSH, use_cache=False)
-    assert recordings == []
-
-
 def test_nothing_is_recorded_inside_another_recording(
     model: Any, recordings: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,17 +180,6 @@ def _fail_at(model: Any, number: int, error: Exception) -> None:
             raise error
 
     model.get_decoder().layers[0].register_forward_pre_hook(hook)
-
-
-@pytest.mark.usefixtures("capturing")
-def test_each_shape_takes_one_eager_forward_and_one_that_is_recorded(model: Any) -> None:
-    """The replay adds none; a second batch of the shape is replayed alone."""
-    forwards: list[None] = []
-    model.get_decoder().layers[0].register_forward_pre_hook(lambda *_: forwards.append(None))
-    with GraphedDecoder(model, CPU):
-        for _ in range(2):
-            _logits(model, _ids(1, 4))
-            assert len(forwards) == 2
 
 
 @pytest.mark.usefixtures("capturing")

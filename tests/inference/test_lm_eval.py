@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -147,16 +146,6 @@ def test_tricky_requests_score_as_in_lm_eval(random_llama: Drawn, batch_size: in
     SideBySide(*random_llama).compare(TRICKY, batch_size)
 
 
-def test_the_tricky_requests_share_rows_and_are_truncated(random_llama: Drawn) -> None:
-    """The requests of the comparison above include truncated ones and shared rows."""
-    requests = batching.encode(HellaSwag(), TRICKY, models.load_tokenizer(random_llama[1]), LONGEST)
-    plan = batching.plan(requests, 1)
-    assert max(len(request.tokens) for request in requests.requests) > LONGEST + 1
-    assert max(batch.width for batch in plan.batches) == LONGEST
-    assert {len(batch.requests) for batch in plan.batches} == {1, 2, 4}
-    assert max(len(batch.requests) for batch in plan.batches if batch.longest == 1) == 4
-
-
 @pytest.mark.parametrize("add_bos", [None, True, False])
 def test_tokens_merged_over_the_border_score_as_in_lm_eval(merging: Drawn, add_bos: bool | None) -> None:
     """The context keeps its own tokens where the tokenizer would merge its last letters with the ending."""
@@ -181,17 +170,6 @@ def test_the_first_token_is_added_or_left_out_as_in_lm_eval(random_llama: Drawn,
 def test_bundled_items_score_as_in_lm_eval(batch_size: int) -> None:
     """The bundled model gives the same numbers and choices on its own dataset."""
     dataset = HellaSwag().load("bundled", rootdir=Path.cwd(), limit=8)
-    _bundled(dataset).compare(dataset.items, batch_size)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("batch_size", [8, 32])
-def test_real_hellaswag_scores_as_in_lm_eval(batch_size: int) -> None:
-    """Real items give the same tensors, numbers and choices."""
-    path = os.environ.get("LLMGPU_HELLASWAG")
-    if not path:
-        pytest.skip("LLMGPU_HELLASWAG does not name HellaSwag's validation split as JSON Lines")
-    dataset = HellaSwag().load(path, rootdir=Path.cwd(), limit=40)
     _bundled(dataset).compare(dataset.items, batch_size)
 
 

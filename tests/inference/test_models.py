@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import concurrent.futures
 import json
 import pickle
 import shutil
@@ -113,21 +112,6 @@ def test_the_hash_of_each_file_shows_which_one_differs(directory: Path) -> None:
     assert [name for name in before if before[name] != after[name]] == ["model.safetensors"]
 
 
-def test_a_revision_of_a_directory_must_be_its_own(written: Path) -> None:
-    """The fingerprint of a directory is accepted as its revision, and anything else is refused."""
-    own = _resolve(written, written).revision
-    assert _resolve(written, written, revision=own).revision == own
-    with pytest.raises(ValueError, match=r"revision 'main' is not allowed: .* is not a model of the hub"):
-        _resolve(written, written, revision="main")
-
-
-def test_the_bundled_model_is_found(monkeypatch: pytest.MonkeyPatch, written: Path, tmp_path: Path) -> None:
-    """`bundled` is the directory in the package."""
-    monkeypatch.setattr("pytest_llmgpu.inference.bundled.model_directory", lambda: written)
-    source = _resolve("bundled", tmp_path)
-    assert (source.name, source.directory) == ("bundled", str(written))
-
-
 def _remove(name: str) -> Any:
     return lambda directory: (directory / name).unlink()
 
@@ -199,12 +183,6 @@ def test_a_directory_that_cannot_be_loaded_is_refused(directory: Path, damage: A
     with pytest.raises(ValueError, match=message) as caught:
         _resolve(directory, directory.parent)
     assert "\n" not in str(caught.value)
-
-
-def test_dummy_weights_need_no_weights(directory: Path) -> None:
-    """Dummy weights need a configuration and a tokenizer only."""
-    (directory / "model.safetensors").unlink()
-    assert _resolve(directory, directory.parent, load_format="dummy").load_format == "dummy"
 
 
 @pytest.mark.parametrize(
@@ -289,17 +267,6 @@ def test_a_presets_tokenizer_is_trained_once_and_kept(small_preset: str, tmp_pat
     assert other.tokenizer_sha256 != first.tokenizer_sha256
 
 
-def test_two_runs_train_a_tokenizer_at_once(small_preset: str, tmp_path: Path, cache: Path) -> None:
-    """Two runs at the same time get a complete tokenizer, and the cache has no other files."""
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        futures = [pool.submit(_resolve, small_preset, tmp_path, load_format="dummy") for _ in range(4)]
-        sources = [future.result() for future in futures]
-    assert len(set(map(str, sources))) == 1
-    kept = list((cache / "pytest-llmgpu" / "tokenizers").iterdir())
-    assert [path.name for path in kept] == [Path(sources[0].tokenizer_directory).name]
-    assert {path.name for path in kept[0].iterdir()} == {"tokenizer.json", "tokenizer_config.json"}
-
-
 @pytest.mark.parametrize(
     ("preset", "billions", "tokens"),
     [("llama-13b", 13.016, 2048), ("llama-65b", 65.286, 2048), ("llama-3-8b", 8.030, 8192)],
@@ -312,43 +279,11 @@ def test_a_preset_is_the_architecture_of_its_name(preset: str, billions: float, 
     assert models.max_length(model.config) == tokens
 
 
-def test_llama_3_shares_keys_and_turns_them_slower(tmp_path: Path) -> None:
-    """LLaMA 3 has rotary base 500,000 and four query heads per key and value head."""
-    model = weights.skeleton(_resolve("llama-3-8b", tmp_path, load_format="dummy"), torch.float16)
-    layer = model.model.layers[0].self_attn
-    assert layer.q_proj.out_features == 4 * layer.k_proj.out_features == 4096
-    assert float(model.model.rotary_emb.inv_freq[1]) == pytest.approx(500_000 ** (-2 / 128))
-
-
-def test_training_that_is_cut_off_leaves_no_tokenizer(
-    small_preset: str, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The next run trains it again and does not load half of it."""
-
-    def cut_off(_texts: Any, _size: int, directory: Path) -> None:
-        (directory / "tokenizer.json").write_text("{")
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as broken:
-        broken.setattr("pytest_llmgpu.inference.bundled.save_tokenizer", cut_off)
-        with pytest.raises(KeyboardInterrupt):
-            _resolve(small_preset, tmp_path, load_format="dummy")
-    assert list((cache / "pytest-llmgpu" / "tokenizers").iterdir()) == []
-    assert _resolve(small_preset, tmp_path, load_format="dummy").tokenizer_sha256
-
-
 def test_a_cache_that_cannot_be_written_is_named(small_preset: str, tmp_path: Path, cache: Path) -> None:
     """The message names the variable that sets the folder."""
     cache.write_text("a file in its place")
     with pytest.raises(ValueError, match=r"cannot be written .*set XDG_CACHE_HOME"):
         _resolve(small_preset, tmp_path, load_format="dummy")
-
-
-def test_a_presets_tokenizer_loads_and_reads_any_text(small_preset: str, tmp_path: Path) -> None:
-    """Texts outside the training set are decoded without loss."""
-    tokenizer = models.load_tokenizer(_resolve(small_preset, tmp_path, load_format="dummy"))
-    text = "Ünïcode 🎉 and a man"
-    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
 
 
 def test_a_skeleton_has_no_weights_but_its_buffers() -> None:
@@ -380,65 +315,6 @@ def test_dummy_weights_are_spread_as_a_fresh_model_has_them() -> None:
     assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
-def test_dummy_weights_are_made_on_their_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each parameter is made once, directly on its device, and buffers are moved."""
-    made: list[tuple[str, Any]] = []
-    dummy_tensor = weights.dummy_tensor
-
-    def record(name: str, shape: Any, **options: Any) -> Any:
-        made.append((name, options["device"]))
-        return dummy_tensor(name, shape, **options)
-
-    monkeypatch.setattr(weights, "dummy_tensor", record)
-    asked: list[str] = []
-
-    def device_of(name: str) -> Any:
-        asked.append(name)
-        return torch.device("cpu", 0) if "layers.1." in name else CPU
-
-    model = weights.skeleton(_dummy(), torch.float32)
-    names = [name for name, _ in model.named_parameters()]
-    weights.materialise(model, device_of, seed=0, dtype=torch.float32)
-    assert sorted(name for name, _ in made) == sorted(names)
-    assert all((device.index == 0) == ("layers.1." in name) for name, device in made)
-    assert "model.rotary_emb.inv_freq" in asked
-
-
-def test_tied_weights_stay_tied() -> None:
-    """Tied embeddings stay one tensor on one device."""
-    model = _filled(_dummy(tie_word_embeddings=True))
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert not model.lm_head.weight.is_meta
-
-
-def test_a_filled_skeleton_runs() -> None:
-    """The forward gives finite logits in the requested dtype."""
-    logits = _filled(_dummy(), dtype=torch.bfloat16)(torch.tensor([[1, 2, 3]])).logits
-    assert logits.dtype == torch.bfloat16
-    assert bool(logits.isfinite().all())
-
-
-def test_a_checkpoint_loads_in_the_dtype_asked_for(written: Path) -> None:
-    """A loaded model has the weights of its files."""
-    from safetensors.torch import load_file
-
-    model = weights.checkpoint(_resolve(written, written), torch.float16, device_map={"": "cpu"})
-    stored = load_file(written / "model.safetensors")["model.norm.weight"]
-    assert torch.equal(model.model.norm.weight, stored.half())
-    assert not model.training
-
-
-def test_a_checkpoint_that_lacks_a_weight_is_refused(directory: Path) -> None:
-    """A missing weight is an error, since transformers would use random numbers."""
-    from safetensors.torch import load_file, save_file
-
-    path = directory / "model.safetensors"
-    tensors = {name: tensor for name, tensor in load_file(path).items() if name != "model.norm.weight"}
-    save_file(tensors, path, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"1 weight missing in its files, such as model.norm.weight"):
-        weights.checkpoint(_resolve(directory, directory), torch.float32, device_map={"": "cpu"})
-
-
 def test_the_longest_input_is_found_where_the_text_model_has_it() -> None:
     """A nested text configuration comes first, and the default is lm-evaluation-harness's 2048."""
     from types import SimpleNamespace as Config
@@ -447,12 +323,6 @@ def test_the_longest_input_is_found_where_the_text_model_has_it() -> None:
     plain: Any = Config(n_positions=1024)
     nothing: Any = Config()
     assert [models.max_length(config) for config in (text, plain, nothing)] == [512, 1024, 2048]
-
-
-def test_the_vocabulary_is_found_in_a_nested_configuration() -> None:
-    """Multimodal models have the vocabulary size under text_config."""
-    assert models.vocabulary_size({"text_config": {"vocab_size": 9}}) == 9
-    assert models.vocabulary_size({}) is None
 
 
 @pytest.mark.parametrize("name", ["bundled", "llama-7b", "huggyllama/llama-7b"])

@@ -171,15 +171,6 @@ def test_the_harness_way_computes_every_logit_beside_a_cache(
     assert len(caches) == 1
 
 
-def test_the_lean_way_keeps_no_cache(model: Any) -> None:
-    """Lean scoring makes no KV cache."""
-    caches: list[Any] = []
-    hook = model.register_forward_hook(lambda _, __, out: caches.append(out.past_key_values))
-    scoring.score(model, batching.plan(_requests(*MIXED), 5), input_device=CPU)
-    hook.remove()
-    assert caches == [None]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("logits", scoring.SCORINGS)
 def test_the_warm_up_runs_what_is_measured(model: Any, logits: str) -> None:
@@ -207,12 +198,6 @@ def test_a_model_that_answers_with_some_logits_is_refused_by_the_harness_way() -
         scoring.score(Short(), batching.plan(_requests(*MIXED), 2), input_device=CPU, logits=scoring.HARNESS)
 
 
-def test_an_unknown_scoring_is_refused(model: Any) -> None:
-    """The message has the allowed values."""
-    with pytest.raises(ValueError, match="scoring 'prefill' is not allowed: allowed are lean, harness"):
-        scoring.way(model, "prefill")
-
-
 def test_broken_numbers_are_an_error_not_a_choice() -> None:
     """NaN in the weights is an error with the batch."""
     broken = _llama()
@@ -220,12 +205,6 @@ def test_broken_numbers_are_an_error_not_a_choice() -> None:
         broken.get_output_embeddings().weight[9].fill_(math.nan)
     with pytest.raises(ValueError, match=r"batch 1 of 3 \(2 rows of 7 tokens\): log-likelihood nan"):
         scoring.score(broken, batching.plan(_requests(*MIXED), 2), input_device=CPU)
-
-
-def test_a_model_without_an_output_head_is_refused() -> None:
-    """A model without an output head is refused."""
-    with pytest.raises(ValueError, match="LlamaModel has no output head"):
-        scoring.EndingHead(_llama().model)
 
 
 def test_a_model_that_goes_around_its_head_is_refused(model: Any) -> None:
@@ -352,12 +331,6 @@ def test_no_plan_has_fewer_shapes_or_costs_less(seed: int) -> None:
     assert (len(set(found)), cost(found)) == min(ways)
 
 
-def test_many_widths_are_planned_at_once() -> None:
-    """A dataset of long and different inputs takes no minute."""
-    plan = batching.plan(_of_widths(range(1, 1200), max_length=2000), 1, few_shapes=True)
-    assert len(set(_shapes(plan))) < 60
-
-
 def test_padding_changes_the_hash_and_no_batch() -> None:
     """Padding to few shapes keeps the order of the requests and changes the hash."""
     narrow, wide = (batching.plan(_requests(*MIXED), 2, few_shapes=few) for few in (False, True))
@@ -371,24 +344,6 @@ def test_padding_changes_the_hash_and_no_batch() -> None:
     # Where every row has one width, the two are one plan.
     even = _requests((tuple(range(17)), 2), (tuple(range(1, 18)), 2))
     assert batching.plan(even, 1, few_shapes=True).sha256 == batching.plan(even, 1).sha256
-
-
-@pytest.mark.parametrize(("max_length", "widths"), [(64, [10, 10, 9]), (9, [9, 9, 9]), (6, [6, 6, 6])])
-def test_padding_ends_where_the_model_does(max_length: int, widths: list[int]) -> None:
-    """Rows are not padded beyond the maximum length, and longer inputs are truncated."""
-    plan = batching.plan(_of_widths([10, 10, 9], max_length=max_length), 1)
-    assert [batch.width for batch in plan.batches] == widths
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("batch_size", [1, 2, 5])
-def test_padding_changes_no_number(model: Any, batch_size: int) -> None:
-    """Padding to few shapes does not change the log-likelihoods."""
-    plan = batching.plan(_requests(*MIXED), batch_size, few_shapes=True)
-    scores = scoring.score(model, plan, input_device=CPU)
-    assert [row[0] for row in scores.loglikelihoods] == pytest.approx(
-        [_from_full_logits(model, *pair) for pair in MIXED], rel=1e-5
-    )
 
 
 @pytest.mark.parametrize("batch_size", [0, -1, 6])
@@ -425,16 +380,6 @@ def test_no_context_needs_a_token_to_stand_for_it(tokenizer: Any) -> None:
     bare.bos_token = bare.eos_token = None
     with pytest.raises(ValueError, match="no context, and the tokenizer has no bos or eos"):
         batching.encode(HellaSwag(), items, bare, 64)
-
-
-def test_encoding_and_planning_need_no_model(tokenizer: Any) -> None:
-    """Every ending of every item becomes one request, in order."""
-    items = [Item("a", "a man", ("runs", "a", "man"), 0), Item("b", "runs", ("a", "man"), 1)]
-    requests = batching.encode(HellaSwag(), items, tokenizer, 64)
-    assert (requests.item_ids, requests.endings, len(requests.requests)) == (("a", "b"), (3, 2), 5)
-    assert [tokenizer.decode(request.tokens[-request.ending :]) for request in requests.requests] == [
-        " runs", " a", " man", " a", " man",
-    ]  # fmt: skip
 
 
 def test_pinning_moves_all_batches_in_one_allocation(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import weakref
 from pathlib import Path
 from typing import Any
@@ -70,15 +69,6 @@ def test_values_of_files_come_in_the_dtype_of_the_model(written: ModelSource) ->
     assert _equal(_values(written, torch.bfloat16), {name: value.bfloat16() for name, value in stored.items()})
 
 
-def test_values_are_found_in_whichever_file_has_them(tmp_path: Path) -> None:
-    """A model in several files is read."""
-    torch.manual_seed(0)
-    whole = LlamaForCausalLM(LlamaConfig(**_SMALL))
-    whole.save_pretrained(tmp_path, max_shard_size="30KB")
-    assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    assert _equal(_values(_source(tmp_path)), dict(whole.named_parameters()))
-
-
 def test_other_files_in_the_folder_are_not_the_model(written: ModelSource) -> None:
     """Files in the folder that transformers does not read are ignored."""
     right = _values(written)
@@ -100,28 +90,6 @@ def test_files_with_other_names_are_read_by_transformers(written: ModelSource) -
     right = _values(written)
     _rename(written, {name: name.removeprefix("model.") for name in right})
     assert _equal(_values(written), right)
-
-
-@pytest.mark.slow
-def test_what_transformers_has_read_is_given_once(written: ModelSource, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A value that was read is not kept in the host's memory."""
-    _rename(written, {"model.norm.weight": "norm.weight"})
-    checkpoint = weights.checkpoint
-    kept: dict[str, weakref.ref[torch.nn.Parameter]] = {}
-
-    def watched(*arguments: Any, **named: Any) -> Any:
-        model = checkpoint(*arguments, **named)
-        kept.update({name: weakref.ref(parameter) for name, parameter in model.named_parameters()})
-        return model
-
-    monkeypatch.setattr(weights, "checkpoint", watched)
-    model = _empty(written)
-    read = weights.reader(model, written, _CPU, seed=0)
-    gc.collect()
-    for name, empty in model.named_parameters():
-        assert kept[name]() is not None
-        read(name, empty)
-        assert kept[name]() is None
 
 
 def test_files_that_lack_a_value_are_refused(written: ModelSource) -> None:
@@ -170,16 +138,6 @@ def test_a_filled_module_keeps_what_is_tied_and_moves_its_buffers() -> None:
     assert pair.second.bias.tolist() == [3.0, 3.0]
     assert pair.table.sent == (_CPU,)
     assert "table" not in pair.state_dict()
-
-
-def test_what_is_filled_already_is_left_alone() -> None:
-    """Parameters that are filled already are not read again."""
-    pair = _Pair()
-    own = torch.nn.Parameter(torch.ones(2), requires_grad=False)
-    pair.second.bias = own
-    weights.fill(pair, "", lambda _, empty: torch.zeros(empty.shape), lambda _: _CPU)
-    weights.fill(pair, "", lambda name, _: pytest.fail(f"{name} is read again"), lambda _: _CPU)
-    assert pair.second.bias is own
 
 
 def _is_empty(module: torch.nn.Module) -> bool:
@@ -274,13 +232,3 @@ def test_tied_embeddings_stay_tied() -> None:
     with _in_turn(model, source):
         assert model.lm_head.weight is model.model.embed_tokens.weight
         assert _is_full(model.lm_head)
-
-
-def test_frequencies_of_the_position_are_kept_as_they_are() -> None:
-    """Buffers outside the layers are moved at the start, in their own dtype."""
-    source = _source()
-    model = _empty(source, torch.bfloat16)
-    right = model.model.rotary_emb.inv_freq.clone()
-    with _in_turn(model, source):
-        assert torch.equal(model.model.rotary_emb.inv_freq, right)
-        assert right.dtype == torch.float32

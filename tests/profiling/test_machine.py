@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -59,11 +58,6 @@ def test_all_gpus_are_taken_in_cudas_order(device: str) -> None:
     assert chosen.describe() == "4 x NVIDIA H200 (cuda)"
 
 
-def test_a_count_takes_the_first_gpus() -> None:
-    """The chosen GPUs are those that torch numbers from 0."""
-    assert [gpu.uuid for gpu in _choose("cuda", 2).gpus] == ["GPU-d", "GPU-c"]
-
-
 def test_gpus_are_known_without_nvml() -> None:
     """Torch's values are used, and those that only NVML has are None with a reason."""
     mixed = TorchFacts(version="2", cuda="13.0", devices=[Gpu(index=0, uuid=name, name=name) for name in "ABA"])
@@ -86,12 +80,6 @@ def test_bad_choices_are_refused(device: str, devices: int | None, visible: str 
     """The message names the value and what is allowed, and CUDA_VISIBLE_DEVICES if it is set."""
     with pytest.raises(ValueError, match=f"^{message}$"):
         _choose(device, devices, visible=visible)
-
-
-def test_auto_is_the_cpu_without_a_gpu() -> None:
-    """The default options work on a laptop."""
-    chosen = _choose(facts=_CPU_TORCH, inventory=_NO_NVML)
-    assert (chosen.device, chosen.devices, chosen.gpus) == ("cpu", 1, [])
 
 
 def test_the_cpu_can_be_chosen_on_a_machine_with_gpus() -> None:
@@ -139,11 +127,6 @@ def test_cuda_without_a_gpu_is_refused(visible: str | None, message: str) -> Non
     inventory = _NO_NVML if visible is None else _FOUR_GPUS
     with pytest.raises(ValueError, match=message):
         _choose("cuda", facts=_BLIND_TORCH, inventory=inventory, visible=visible)
-
-
-def test_a_machine_without_gpus_is_described_by_its_cpu() -> None:
-    """The first line of a run has the cores and the model of the CPU."""
-    assert re.fullmatch(r"CPU, [1-9]\d* cores \(.+\)", _choose("cpu").describe())
 
 
 _FAKE_TORCH = """

@@ -136,9 +136,3 @@ def test_profiles_are_joined_device_by_device() -> None:
         t_s=[0.0, 0.5, 1.0],
         devices=[{"power_w": [1.0, 2.0, 3.0]}, {"power_w": [10.0, 10.0, 20.0]}, {"power_w": [None, None, 30.0]}],
     )
-
-
-def test_a_node_without_series_leaves_none() -> None:
-    """Columns of some devices alone would be those of others."""
-    series = Series(t_s=[0.0], devices=[{"power_w": [1.0]}])
-    assert joined([_profile(["a"], samples=1, series=series), _profile(["b"], samples=1)], {}).series is None

@@ -7,11 +7,9 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -130,15 +128,6 @@ def test_a_window_over_nvlink_is_exact_and_has_its_counters(nvml_stub: StubEnvir
     assert device.throttled_s > 0
 
 
-def test_a_slice_marks_the_end_of_a_window_that_has_just_ended(nvml_stub: StubEnvironment) -> None:
-    """A caller that marks the start and takes a slice at the end has the counters."""
-    with profiler(nvml_stub()) as nvml:
-        nvml.mark()
-        start_s = time.monotonic()
-        wait_for_ticks(nvml, 3)
-        assert nvml.slice(start_s, time.monotonic()).devices[0].energy_j == 5.0
-
-
 def test_a_slice_waits_for_the_tick_after_its_mark(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tick between a window's end and the mark does not cover the last second: the ring is read at the next one."""
     nvml = Profiler(1.0)
@@ -170,29 +159,6 @@ def test_a_window_has_the_disturbances_of_its_profile(nvml_stub: StubEnvironment
         disturbances.TITLES["ecc"],
         disturbances.TITLES["xid"],
     ]
-
-
-def test_a_sampler_that_died_is_replaced_at_the_next_start(nvml_stub: StubEnvironment) -> None:
-    """Its death affects one case, and held bytes of ranks that are still alive remain known."""
-    with profiler(nvml_stub()) as nvml:
-        nvml.held_bytes = {uuid(0): 4 * GIB}
-        first = nvml.pid
-        assert first is not None
-        with nvml.window() as outer:
-            os.kill(first, signal.SIGKILL)
-            wait_for_end(nvml)
-            nvml.start()
-            assert nvml.pid == first, "its readings of the open window are kept"
-        assert outer.profile is not None
-        assert outer.profile.why["sampler"] == "the sampler ended with signal 9 (SIGKILL)"
-        with nvml.window() as window:
-            wait_for_ticks(nvml, 3)
-        assert nvml.pid != first
-        assert nvml.why is None
-    assert window.profile is not None
-    assert window.profile.why == {}
-    device = window.profile.devices[0]
-    assert (device.metrics["memory_used_bytes"].max, device.energy_j) == (6 * GIB, 5.0)
 
 
 def test_a_sampler_that_hangs_is_replaced_and_a_refused_one_is_not(
@@ -233,52 +199,6 @@ def test_a_mark_without_a_sampler_does_nothing(nvml_stub: StubEnvironment) -> No
         nvml.mark()
 
 
-def test_the_method_polling_reaches_the_sampler(nvml_stub: StubEnvironment) -> None:
-    """Its four metrics are there; the others and the counters have the reason."""
-    nvml = Profiler(PERIOD_S, environment=nvml_stub(gpm=1), method="polling")
-    with nvml.window() as window:
-        wait_for_ticks(nvml, 3)
-    nvml.close()
-    assert window.profile is not None
-    device = window.profile.devices[0]
-    assert device.metrics["pcie_tx_bytes_per_s"].method == "nvmlDeviceGetPcieThroughput"
-    assert (device.metrics["sm_active_pct"].mean, device.energy_j) == (None, None)
-    assert set(device.why.values()) == {"the method polling does not read it"}
-
-
-@pytest.mark.slow
-def test_polling_from_end_to_end(nvml_stub: StubEnvironment, tmp_path: Path) -> None:
-    """Calls follow each other and block, rounds begin a period apart or more, and 12 % of the time is covered."""
-    log = tmp_path / "calls"
-    blocking_us, period_s = 20_000, 1 / 6
-    settings = {"gpus": 2, "gpm": 1, "fields": "138,139", "ring": 50, "pcie_us": blocking_us, "log": log}
-    nvml = Profiler(period_s, environment=nvml_stub(**settings), method="polling")
-    with nvml.window() as window:
-        wait_for_ticks(nvml, 5)
-        recording = nvml.recording
-    nvml.close()
-    profile = window.profile
-    assert profile is not None
-    assert recording is not None
-    starts_s = [reading.t_s for reading in recording.readings]
-    assert min(after - before for before, after in pairwise(starts_s)) >= period_s - 1e-6
-    calls = [line.split() for line in log.read_text().splitlines()]
-    at = next(number for number, call in enumerate(calls) if call[4] == "nvmlDeviceGetUtilizationRates")
-    calls_made = [(int(begin), int(end), name, device) for begin, end, _, _, name, device in calls[at:]]
-    names = ["nvmlDeviceGetUtilizationRates", "nvmlDeviceGetMemoryInfo_v2", *["nvmlDeviceGetPcieThroughput"] * 2]
-    assert [call[2:] for call in calls_made[:16]] == [(name, device) for device in "01" for name in names] * 2
-    assert all(before[1] <= after[0] for before, after in pairwise(calls_made))
-    for index, device in enumerate(profile.devices):
-        for metric, mean in (("pcie_tx_bytes_per_s", 1e6), ("pcie_rx_bytes_per_s", 2e6)):
-            figures = device.metrics[metric]
-            assert (figures.method, figures.mean) == ("nvmlDeviceGetPcieThroughput", mean * (index + 1))
-            assert figures.coverage == pytest.approx(profile.samples * 0.020 / profile.duration_s, abs=0.03)
-            assert 0 < (figures.coverage or 0) < 0.15, "a busy machine makes rounds rarer, never more frequent"
-        assert device.metrics["utilization_pct"].method == "nvmlDeviceGetUtilizationRates"
-        assert device.metrics["memory_used_bytes"].method == "nvmlDeviceGetMemoryInfo_v2"
-        assert (device.metrics["utilization_pct"].coverage, device.energy_j) == (None, None)
-
-
 def test_a_window_gets_its_profile_when_the_block_raises(nvml_stub: StubEnvironment) -> None:
     """The profile up to an exception is kept, and the exception is raised."""
     with profiler(nvml_stub()) as nvml, pytest.raises(KeyError, match="mine"), nvml.window() as window:
@@ -293,28 +213,6 @@ def test_devices_are_the_requested_ones_in_their_order(nvml_stub: StubEnvironmen
         wait_for_ticks(nvml, 1)
         profile = nvml.slice(0.0, time.monotonic())
     assert [(device.index, device.metrics["power_w"].max) for device in profile.devices] == [(3, 303), (1, 301)]
-
-
-def test_start_starts_one_sampler(nvml_stub: StubEnvironment) -> None:
-    """A second start and a window use the sampler that runs."""
-    with profiler(nvml_stub()) as nvml:
-        pid = nvml.pid
-        nvml.start()
-        with nvml.window():
-            assert nvml.pid == pid is not None
-
-
-def test_the_sampler_outlives_the_thread_that_started_it(nvml_stub: StubEnvironment) -> None:
-    """The sampler is bound to the process, not to the thread that called start."""
-    nvml = Profiler(PERIOD_S, environment=nvml_stub())
-    try:
-        thread = threading.Thread(target=nvml.start)
-        thread.start()
-        thread.join(300)
-        wait_for_ticks(nvml, 3)
-        assert nvml.why is None
-    finally:
-        nvml.close()
 
 
 def test_a_closed_profiler_leaves_no_process_and_keeps_its_readings(nvml_stub: StubEnvironment) -> None:
@@ -351,14 +249,6 @@ def test_without_a_gpu_the_profile_has_the_reason(nvml_stub: StubEnvironment, tm
         assert (window.profile.samples, window.profile.devices, window.profile.series) == (0, [], None)
 
 
-def test_a_profiler_that_was_not_started_has_the_reason() -> None:
-    """A slice before the start has no readings and the reason."""
-    nvml = Profiler(PERIOD_S)
-    assert nvml.why == "the sampler was not started"
-    assert nvml.slice(1.0, 2.0).why == {"profile": "the sampler was not started"}
-    nvml.close()
-
-
 def test_a_sampler_that_cannot_run_is_a_reason(
     nvml_stub: StubEnvironment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -391,13 +281,6 @@ def test_a_killed_sampler_leaves_its_readings(nvml_stub: StubEnvironment) -> Non
     assert profile.devices[0].metrics["power_w"].mean == 300
 
 
-def test_an_incomplete_line_is_left_out() -> None:
-    """Half a line is no error in the listening thread."""
-    nvml = Profiler(PERIOD_S)
-    nvml._take(b'{"t0_s":1.0,"per')
-    assert nvml.why == "the sampler was not started"
-
-
 def test_a_hung_sampler_neither_hangs_the_test_nor_outlives_it(
     nvml_stub: StubEnvironment, monkeypatch: pytest.MonkeyPatch, hanging: Path
 ) -> None:
@@ -415,17 +298,6 @@ def test_a_hung_sampler_neither_hangs_the_test_nor_outlives_it(
         nvml._listener.join(300)
         assert nvml._process is not None
         assert nvml._process.returncode == -signal.SIGKILL
-
-
-def test_a_sampler_that_hangs_at_the_start_does_not_block_start(
-    nvml_stub: StubEnvironment, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Start returns after its limit with the reason."""
-    monkeypatch.setattr(module, "_HEADER_S", 0.05)
-    monkeypatch.setattr(module, "_END_S", 0.5)
-    with profiler(nvml_stub(hang="nvmlDeviceGetPowerUsage:0")) as nvml:
-        assert nvml.why == "the sampler has not answered yet"
-        assert nvml.slice(0.0, 1.0).why == {"profile": "the sampler has not answered yet"}
 
 
 PARENT = """
@@ -459,12 +331,6 @@ def test_a_period_that_is_no_time_is_refused(period_s: float) -> None:
         Profiler(period_s)
 
 
-def test_a_window_that_ends_before_its_start_is_refused() -> None:
-    """Swapped times are an error, not an empty profile."""
-    with pytest.raises(ValueError, match="before its start"):
-        Profiler(PERIOD_S).slice(2.0, 1.0)
-
-
 def test_text_that_a_library_prints_is_no_part_of_the_stream(nvml_stub: StubEnvironment) -> None:
     """A driver or a library that is preloaded may print to stdout at any time."""
     with profiler(nvml_stub(print=1)) as running:
@@ -474,12 +340,3 @@ def test_text_that_a_library_prints_is_no_part_of_the_stream(nvml_stub: StubEnvi
     assert window.profile is not None
     assert window.profile.samples >= 3
     assert window.profile.why == {}
-
-
-def test_a_line_that_is_no_record_ends_the_sampler_with_the_reason(nvml_stub: StubEnvironment) -> None:
-    """The listener survives, and the profile has the reason."""
-    with profiler(nvml_stub()) as running:
-        wait_for_ticks(running, 1)
-        running._take = lambda line: Profiler._take(running, b"INFO" + line)  # type: ignore[method-assign]
-        wait_for_end(running)
-        assert "a line that is no record" in str(running.why)

@@ -61,14 +61,6 @@ def test_a_slice_has_the_readings_that_began_inside() -> None:
     assert profile.why == {}
 
 
-def test_coverage_is_the_fraction_of_the_window_that_readings_measure() -> None:
-    """Readings of 0.25 s per second cover a quarter, and a part after the window's end does not count."""
-    stream = fill(recording(), list(range(10)))
-    assert cut(stream, 101.0, 104.9).devices[0].metrics["pcie_tx_bytes_per_s"].coverage == pytest.approx(1.0 / 3.9)
-    assert cut(stream, 101.0, 101.1).devices[0].metrics["pcie_tx_bytes_per_s"].coverage == pytest.approx(1.0)
-    assert cut(stream, 101.5, 102.1).devices[0].metrics["pcie_tx_bytes_per_s"].coverage == pytest.approx(0.1 / 0.6)
-
-
 def test_deadlines_without_a_tick_are_missed() -> None:
     """Only deadlines inside the window count, those after the stream's end included."""
     stream = fill(recording(), [0, 1, 4, 5])
@@ -124,22 +116,6 @@ def test_a_failed_reading_does_not_count() -> None:
     assert profile.series is not None
     assert profile.series.devices[0]["power_w"] == [0.0, None, 20.0]
     assert cut(stream, 101.9, 102.5).devices[0].why == UNMARKED
-
-
-def test_a_metric_without_a_reading_is_none() -> None:
-    """Mean, maximum and coverage are None, never 0."""
-    stream = recording()
-    stream.add(TickRecord(0, 100.0, [[None, None, None]], {0: {"pcie_tx_bytes_per_s": "not supported"}}))
-    metric = cut(stream, 99.5, 100.5).devices[0].metrics["pcie_tx_bytes_per_s"]
-    assert (metric.mean, metric.max, metric.coverage) == (None, None, None)
-
-
-def test_a_stream_without_a_tick_is_no_profile() -> None:
-    """A sampler without a first reading is the reason why there is no profile."""
-    profile = cut(recording(), 100.0, 101.0)
-    assert "profile" in profile.why
-    assert profile.series is None
-    assert profile.devices[0].metrics["power_w"].mean is None
 
 
 def test_the_series_is_thinned_and_keeps_extremes() -> None:
@@ -214,13 +190,6 @@ def test_a_span_that_is_missing_lowers_the_coverage() -> None:
     assert profile.series.devices[0]["utilization_pct"] == [0.0, None, 20.0, 40.0, None, 60.0]
 
 
-def test_a_window_with_spans_waits_for_the_tick_after_its_end() -> None:
-    """Only that tick covers the window's last part."""
-    stream = spanning([0, 1, 2])
-    assert not stream.settled(100.5, 102.0)
-    assert stream.settled(100.5, 101.9)
-
-
 def test_a_window_with_spans_waits_for_the_tick_after_its_mark() -> None:
     """The ring is not read at a tick between a window's end and its mark."""
     stream = spanning([0, 1, 2])
@@ -253,23 +222,6 @@ def test_the_nearest_reading_is_no_value_of_the_window(
     else:
         assert not isinstance(found, str)
         assert found.mean == expected
-
-
-def test_a_span_of_another_time_is_no_value_of_the_window() -> None:
-    """The reason names the source without a reading; a refused metric keeps its own reason."""
-    profile = cut(spanning([0, 1, 2, 3]), 100.2, 100.8)
-    assert not isinstance(of_window(profile, profile.devices[0], "nvlink_tx_bytes_per_s"), str)
-    late = cut(spanning([0, 1, 2, 3]), 104.5, 104.9)
-    assert "nearest" in str(of_window(late, late.devices[0], "nvlink_tx_bytes_per_s"))
-    assert of_window(late, late.devices[0], "utilization_pct") == "ring: no reading covers this window"
-
-
-def test_a_covered_window_has_no_reason_of_another_time() -> None:
-    """A failure outside the window is no reason of a metric whose readings cover the window."""
-    stream = spanning([0, 1, 2, 3])
-    stream.add(TickRecord(4, 104.0, [[None, None]], {0: {"utilization_pct": "lost"}}, [[None, None]]))
-    assert "utilization_pct" not in cut(stream, 100.0, 102.0).devices[0].why
-    assert cut(stream, 102.0, 104.0).devices[0].why["utilization_pct"] == "lost"
 
 
 def test_a_window_without_coverage_has_the_nearest_value_or_a_reason() -> None:
@@ -385,14 +337,6 @@ def test_a_mark_is_near_to_a_window_when_its_reading_ended_there() -> None:
     assert cut(stream, 102.1, 105.0).devices[0].energy_j is None, "too early"
     assert cut(stream, 101.7, 105.0).devices[0].energy_j is None, "the reading may have ended as late as 101.95"
     assert cut(stream, 101.9, 105.0).devices[0].energy_j == 10.0
-
-
-def test_a_rate_uses_the_time_of_the_marks_if_the_first_was_read_late() -> None:
-    """If the reading ended after the window's start, some of the window's bytes may be missing."""
-    stream = spanning(list(range(20)))
-    for number, (asked_s, answered_s) in enumerate(((101.96, 102.04), (105.0, 105.01)), 1):
-        stream.mark(MarkRecord(number, [asked_s], [answered_s], [{"nvlink_tx_bytes": 3040.0 * number}], [{}]))
-    assert cut(stream, 102.0, 105.0).devices[0].metrics["nvlink_tx_bytes_per_s"].mean == pytest.approx(1000.0)
 
 
 def test_errors_are_counted_and_processes_are_the_larger_of_both_ends() -> None:

@@ -20,12 +20,10 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 # pytester removes modules that a run in this process has imported; modules imported before it stay the same.
 import pytest_llmgpu.session.session  # noqa: F401
 from pytest_llmgpu import strategies
-from pytest_llmgpu.inference import scoring, tasks, weights
+from pytest_llmgpu.inference import weights
 from pytest_llmgpu.inference.models import ModelSource
-from pytest_llmgpu.inference.tasks.hellaswag import HellaSwag
-from pytest_llmgpu.ranks import memory, worker
+from pytest_llmgpu.ranks import memory
 from pytest_llmgpu.report import file
-from pytest_llmgpu.report.derived import decode
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.strategies.iok import KernelInjection
 from pytest_llmgpu.strategies.mp import LayerParallel
@@ -290,12 +288,6 @@ def test_an_unsupported_model_is_refused(
         KernelInjection().check_model(msgspec.structs.replace(_CASE, dtype=dtype, devices=4), source)
 
 
-def test_key_and_value_heads_need_not_be_divisible(bundled: ModelSource) -> None:
-    """They are repeated to the number of query heads before the split."""
-    source = msgspec.structs.replace(bundled, config={"num_attention_heads": 8, "num_key_value_heads": 2})
-    KernelInjection().check_model(msgspec.structs.replace(_CASE, devices=4), source)
-
-
 @pytest.mark.slow
 def test_sequences_beyond_the_softmax_kernel_are_refused(inject: Inject) -> None:
     """The kernel would ignore more tokens: they are refused before a workspace is allocated."""
@@ -303,59 +295,6 @@ def test_sequences_beyond_the_softmax_kernel_are_refused(inject: Inject) -> None
     with pytest.raises(ValueError, match=r"^8193 tokens: .* 8192 tokens$"):
         injected.strategy.prepare(injected.loaded, 1, 8193)
     assert injected.strategy.prepare(injected.loaded, 1, 8192).tokens_granted == 8192
-
-
-def test_a_cpu_is_refused(bundled: ModelSource) -> None:
-    """The kernels run on CUDA GPUs only."""
-    with pytest.raises(ValueError, match=r"^--strategy=iok: .*CUDA GPUs only"):
-        KernelInjection().check(_CASE, bundled)
-
-
-@pytest.mark.slow
-def test_a_workspace_that_is_too_small_gives_answers_by_chance(
-    bundled: ModelSource, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A workspace of 23 tokens at batch size 32 reduces an accuracy of 1 to chance, without an error."""
-    reset_deepspeed(monkeypatch)
-    monkeypatch.setenv(FREE_BYTES, str(free_bytes_granting(23, **_BUNDLED, batch=32, max_out=1024)))
-    items = HellaSwag().load("bundled", rootdir=Path.cwd(), limit=40).items
-    state = worker.RankState(on_batch=lambda _: None)
-    case = msgspec.structs.replace(_CASE, strategy_options={"min_tokens": 1})
-    worker.load(state, case, bundled, "support.emulated_iok:EmulatedInjection")
-    worker.give(state, "items", items, tasks.BUILT_IN["hellaswag"])
-    right, collapsed = (
-        worker.score(state, msgspec.structs.replace(case, dataset_sha256="items", batch_size=batch_size))
-        for batch_size in (8, 32)
-    )
-    assert right.accuracy is not None
-    assert right.accuracy.acc > 0.95
-    assert collapsed.accuracy is not None
-    assert 0.05 < collapsed.accuracy.acc < 0.45, "chance is 0.25"
-    assert right.tokens_granted == right.tokens_requested is not None
-    assert collapsed.tokens_granted == 23
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("batch_size", [1, 8])
-def test_scoring_as_the_harness_gives_the_same_numbers(
-    bundled: ModelSource, monkeypatch: pytest.MonkeyPatch, batch_size: int
-) -> None:
-    """The kernels keep the KV cache in their workspace, so that the workspace does not grow."""
-    replies = []
-    items = HellaSwag().load("bundled", rootdir=Path.cwd(), limit=8).items
-    for logits in scoring.SCORINGS:
-        reset_deepspeed(monkeypatch)
-        state = worker.RankState(on_batch=lambda _: None)
-        case = msgspec.structs.replace(_CASE, scoring=logits)
-        worker.load(state, case, bundled, "support.emulated_iok:EmulatedInjection")
-        worker.give(state, "items", items, tasks.BUILT_IN["hellaswag"])
-        replies.append(
-            worker.score(state, msgspec.structs.replace(case, dataset_sha256="items", batch_size=batch_size))
-        )
-    lean, full = (decode(reply.accuracy.loglikelihoods) for reply in replies if reply.accuracy is not None)
-    assert full == pytest.approx(lean, rel=1e-5)
-    sizes = [(one.memory[0].workspace_bytes, one.tokens_requested, one.tokens_granted) for one in replies]
-    assert sizes[0] == sizes[1]
 
 
 @pytest.mark.slow

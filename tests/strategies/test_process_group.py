@@ -62,15 +62,6 @@ def test_without_a_file_ranks_meet_as_torchrun_sets(monkeypatch: pytest.MonkeyPa
     assert groups[0]["store"] is None
 
 
-def test_a_group_is_joined_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that is in a group already stays in it."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    _, groups = _record(monkeypatch)
-    monkeypatch.setattr(distributed, "is_initialized", lambda: True)
-    assert process_group.join(_CASE) == (torch.device("cpu"), 0, 2)
-    assert groups == []
-
-
 def test_a_rank_uses_the_gpu_of_its_number_on_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL connects to that GPU at once."""
     for name, value in (("RANK", "9"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "16")):

@@ -93,12 +93,6 @@ def test_a_broken_strategy_is_refused_in_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_registrations_are_merged() -> None:
-    """One place may be registered twice, for example by a package and by the conftest of its repository."""
-    merged = strategies.merge([{"mp": "a:Mp"}, {}, {"own": "b.c:Own", "mp": "a:Mp"}])
-    assert merged == {"mp": "a:Mp", "own": "b.c:Own"}
-
-
 @pytest.mark.parametrize(
     ("registrations", "complaint"),
     [

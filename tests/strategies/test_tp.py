@@ -131,15 +131,6 @@ def test_dummy_weights_are_those_of_the_whole(load: Load, bundled: ModelSource, 
     _assert_as_plain(load(source, backend=backend), source)
 
 
-@pytest.mark.parametrize("backend", _BACKENDS)
-def test_rotary_frequencies_keep_their_precision(load: Load, bundled: ModelSource, backend: str) -> None:
-    """Weights have half precision, rotary frequencies float32: DeepSpeed alone would round them."""
-    for dtypes in _run(load(bundled, backend=backend, dtype="bfloat16"), ranks.dtypes):
-        assert dtypes.pop("model.rotary_emb.inv_freq") == "torch.float32"
-        dtypes.pop("model.rotary_emb.original_inv_freq", None)
-        assert set(dtypes.values()) == {"torch.bfloat16"}
-
-
 @pytest.fixture
 def measure(
     pytester: pytest.Pytester,

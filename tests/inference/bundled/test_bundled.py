@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from bundled_model.dataset import EVALUATION_SEED, Item, evaluation_items, to_json_lines, training_items
+from bundled_model.dataset import Item, evaluation_items, to_json_lines, training_items
 
 from pytest_llmgpu.inference import bundled
 
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
     Loaded = tuple[LlamaForCausalLM, PreTrainedTokenizerBase]
-
-FOUR_MB = 4_000_000
 
 
 @pytest.fixture(scope="module")
@@ -70,25 +68,12 @@ def test_dataset_is_rebuilt_byte_for_byte() -> None:
     assert to_json_lines(evaluation_items()).encode() == bundled.dataset_path().read_bytes()
 
 
-def test_dataset_script_writes_the_committed_file(tmp_path: Path) -> None:
-    """`python -m bundled_model.dataset OUT` rebuilds the dataset."""
-    out = tmp_path / "out.jsonl"
-    subprocess.run([sys.executable, "-m", "bundled_model.dataset", str(out)], cwd=Path(__file__).parents[2], check=True)
-    assert sha256(out) == bundled.DATASET_SHA256
-
-
 def test_importing_the_package_loads_nothing_heavy() -> None:
     """Paths, hashes and presets need neither torch nor transformers."""
     heavy = {"torch", "transformers", "numpy", "random"}
     program = f"import sys, pytest_llmgpu.inference.bundled; print({heavy} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
     assert done.stdout == "set()\n"
-
-
-def test_files_are_small() -> None:
-    """The installed files are below 4 MB of weights and 600 kB of items."""
-    assert (bundled.model_directory() / "model.safetensors").stat().st_size <= FOUR_MB
-    assert bundled.dataset_path().stat().st_size < 600_000
 
 
 def test_model_can_be_split_by_every_strategy() -> None:
@@ -112,35 +97,6 @@ def test_records_are_hellaswags() -> None:
     assert Counter(record["label"] for record in records) == dict.fromkeys("0123", len(records) // 4)
 
 
-def test_every_ending_is_on_the_list_and_the_right_one_at_the_asked_name(items: list[Item]) -> None:
-    """All endings are in the list, and only the list determines the answer."""
-    for item in items:
-        name = item.ctx.split()[-1]
-        assert sorted(f"{fact.thing}." for fact in item.facts) == sorted(item.endings)
-        assert f" {name} {item.endings[item.label][:-1]}" in item.ctx
-        assert all(f" {fact}" in item.ctx for fact in item.facts)
-
-
-@pytest.mark.parametrize("cue", ["longest", "shortest", "listed first", "listed last"])
-def test_no_surface_cue_gives_the_answer_away(cue: str, items: list[Item]) -> None:
-    """Choosing by length or by position in the list is right for one item in four."""
-
-    def rank(item: Item, ending: str) -> int:
-        place = [f"{fact.thing}." for fact in item.facts].index(ending)
-        return {"longest": -len(ending), "shortest": len(ending), "listed first": place, "listed last": -place}[cue]
-
-    hits = sum(min(item.endings, key=lambda ending: rank(item, ending)) == item.endings[item.label] for item in items)
-    assert hits / len(items) == pytest.approx(0.25, abs=0.06)
-
-
-def test_facts_lie_more_than_23_tokens_back(loaded: Loaded, items: list[Item]) -> None:
-    """The last 23 tokens of a context have nothing of the list."""
-    _, tokenizer = loaded
-    for item in items:
-        tail = tokenizer.decode(tokenizer(item.prompt)["input_ids"][-23:])
-        assert not any(fact.thing in tail for fact in item.facts)
-
-
 def test_training_never_sees_an_evaluation_item(items: list[Item]) -> None:
     """No training item has the facts and question of an evaluation item."""
     from bundled_model.train import Settings
@@ -148,24 +104,6 @@ def test_training_never_sees_an_evaluation_item(items: list[Item]) -> None:
     settings = Settings()
     seen = itertools.islice(training_items(settings.seed), settings.steps * settings.rows)
     assert not {item.substance for item in items} & {item.substance for item in seen}
-
-
-def test_training_on_the_evaluations_seed_leaves_its_items_out(items: list[Item]) -> None:
-    """Evaluation items are excluded from training with every seed."""
-    same_seed = itertools.islice(training_items(EVALUATION_SEED), 2 * len(items))
-    assert not {item.substance for item in items} & {item.substance for item in same_seed}
-
-
-def test_answers_of_a_training_batch_point_at_the_list(loaded: Loaded) -> None:
-    """Guided heads get the position of the predicted token in the list."""
-    from bundled_model.train import Settings, batches
-
-    (batch,) = batches(loaded[1], Settings(steps=1, rows=8))
-    row, position = (batch.sources_BS >= 0).nonzero(as_tuple=True)
-    source = batch.sources_BS[row, position]
-    assert len(row) >= 8 * 4
-    assert (source < position).all()
-    assert (batch.input_ids_BS[row, source] == batch.next_ids_BS[row, position]).all()
 
 
 @pytest.mark.slow
@@ -179,28 +117,6 @@ def test_accuracy_is_the_registered_one_and_at_least_080(full_score: Score) -> N
 def test_choices_have_a_margin_that_rounding_cannot_cross(full_score: Score) -> None:
     """The smallest margin is a factor of e, so that another dtype or batch size flips no choice."""
     assert min(map(abs, full_score.margins)) > 1
-
-
-@pytest.mark.slow
-def test_truncated_context_falls_to_chance(loaded: Loaded, items: list[Item]) -> None:
-    """With the last 23 tokens of the context, the accuracy is at chance."""
-    from bundled_model.evaluate import TRUNCATED_TOKENS, score
-
-    truncated = score(*loaded, items, context_tokens=TRUNCATED_TOKENS)
-    assert TRUNCATED_TOKENS == 23
-    assert truncated.acc == pytest.approx(0.25, abs=0.06)
-    assert truncated.acc_norm == pytest.approx(0.25, abs=0.06)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("batch_size", [1, 7])
-def test_batch_size_changes_no_choice(batch_size: int, loaded: Loaded, items: list[Item], full_score: Score) -> None:
-    """Right padding without a mask changes no choice and no margin."""
-    from bundled_model.evaluate import score
-
-    some = score(*loaded, items[:16], batch_size=batch_size)
-    assert some.choices == full_score.choices[:16]
-    assert some.margins == pytest.approx(full_score.margins[:16], abs=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,6 @@ from __future__ import annotations
 import base64
 import gzip
 import json
-import os
-import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -39,31 +37,6 @@ def test_a_record_becomes_prompt_endings_and_label(tmp_path: Path) -> None:
     """The prompt is the activity, a colon and the context."""
     item = _load(tmp_path)
     assert item == Item("24", "Roof shingle removal: A man is sitting on a roof. he", tuple(RECORD["endings"]), 3)
-
-
-def test_a_dataset_is_a_sequence_of_items() -> None:
-    """A dataset has a length, an order, items and slices."""
-    dataset = HellaSwag().load("bundled", rootdir=Path(), limit=10)
-    assert (len(dataset), list(dataset), dataset[0]) == (10, list(dataset.items), dataset.items[0])
-    assert dataset[2:4] == dataset.items[2:4]
-
-
-def test_the_two_parts_of_a_context_win_over_the_whole(tmp_path: Path) -> None:
-    """As in lm-evaluation-harness, the second part is capitalised, the rest of it lowered."""
-    item = _load(tmp_path, ctx_a="A man sits.", ctx_b="he LOOKS up")
-    assert item.context == "Roof shingle removal: A man sits. He looks up"
-
-
-def test_a_record_without_ind_is_named_by_its_place(tmp_path: Path) -> None:
-    """An item without `ind` has its position as its id."""
-    nameless = {name: value for name, value in RECORD.items() if name != "ind"}
-    dataset = HellaSwag().load(_write(tmp_path, nameless, nameless), rootdir=tmp_path)
-    assert [item.id for item in dataset.items] == ["0", "1"]
-
-
-def test_a_numeric_label_is_as_good_as_its_digits(tmp_path: Path) -> None:
-    """A label is a string or a number."""
-    assert _load(tmp_path, label=2).label == 2
 
 
 @pytest.mark.parametrize(
@@ -219,23 +192,6 @@ def test_a_hub_out_of_reach_is_one_line_with_the_next_step(tmp_path: Path, monke
     assert "\n" not in str(caught.value)
 
 
-def test_texts_are_all_that_the_model_reads(tmp_path: Path) -> None:
-    """The texts are all contexts and endings."""
-    dataset = HellaSwag().load(_write(tmp_path, RECORD), rootdir=tmp_path)
-    assert list(dataset.texts()) == [dataset.items[0].context, *RECORD["endings"]]
-
-
-def test_real_hellaswag_loads_whole(tmp_path: Path) -> None:
-    """All 10,042 items of the validation split are loaded."""
-    path = os.environ.get("LLMGPU_HELLASWAG")
-    if not path:
-        pytest.skip("LLMGPU_HELLASWAG does not name HellaSwag's validation split as JSON Lines")
-    dataset = HellaSwag().load(path, rootdir=tmp_path)
-    assert len(dataset.items) == 10_042
-    assert len({item.id for item in dataset.items}) == 10_042
-    assert {len(item.endings) for item in dataset.items} == {4}
-
-
 ITEMS = [Item("0", "c", ("aa", "b" * 8), 0), Item("1", "c", ("aa", "bb"), 1), Item("2", "c", ("ñé", "bbb"), 1)]
 
 
@@ -247,11 +203,6 @@ def test_acc_goes_by_loglikelihood_and_acc_norm_by_character() -> None:
     assert accuracy.stderr == pytest.approx((2 / 3 * 1 / 3 / 2) ** 0.5)
 
 
-def test_the_first_ending_wins_a_tie() -> None:
-    """Ties choose the first ending, as numpy's argmax does."""
-    assert HellaSwag().score(ITEMS[1:2], [[-2.0, -2.0]]).predictions == [0]
-
-
 def test_loglikelihoods_are_kept_as_float32_in_order() -> None:
     """The base64 in a report is little-endian float32 in the order of items and endings."""
     accuracy = HellaSwag().score(ITEMS[:2], [[-0.1, -8.0], [-3.5, -2.25]])
@@ -259,27 +210,10 @@ def test_loglikelihoods_are_kept_as_float32_in_order() -> None:
     assert decoded == pytest.approx((-0.1, -8.0, -3.5, -2.25), rel=1e-7)
 
 
-@pytest.mark.parametrize(
-    "text", ["[a" * 10, "[a] b]", "[a\n] b", "a [b\n[c] d] [", "]] [x] [y", "[[a]]", "\n[a]\n[", ""]
-)
-def test_brackets_are_removed_as_by_lm_evaluation_harness(text: str) -> None:
-    """The harness uses a regular expression whose time grows with the square of the text."""
-    cleaned = text.strip().replace(" [title]", ". ")
-    assert preprocess(text) == re.sub(r"\[.*?\]", "", cleaned).replace("  ", " ")
-
-
 def test_brackets_that_do_not_close_take_linear_time() -> None:
     """An ending of several megabytes is read at once."""
     assert preprocess("[a" * 2_000_000) == "[a" * 2_000_000
     assert preprocess("[a" * 1_000_000 + "]" + "[a" * 1_000_000) == "[a" * 1_000_000
-
-
-def test_a_line_that_is_nested_too_deeply_is_refused_with_its_place(tmp_path: Path) -> None:
-    """The message has the file and the line."""
-    path = tmp_path / "items.jsonl"
-    path.write_text("\n" + "[" * 100_000)
-    with pytest.raises(ValueError, match=r"items.jsonl:2: the JSON is nested too deeply: one object per line"):
-        HellaSwag().load(str(path), rootdir=tmp_path)
 
 
 def test_a_line_of_many_megabytes_is_refused(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -108,42 +107,6 @@ def test_blocking_calls_of_a_tick_run_all_at_once(nvml_stub: StubEnvironment, gp
     assert process.pid not in set.union(*threads.values())
 
 
-def test_a_metric_that_is_not_supported_is_null_with_its_reason(nvml_stub: StubEnvironment) -> None:
-    """A refusal at the start is in the header, and the call is not made again."""
-    refused = f"nvmlDeviceGetPowerUsage,{PCIE}@1"
-    with sampler(nvml_stub(gpus=2, unsupported=refused)) as process:
-        header, tick = records(process, 2)
-    power, pcie = "nvmlDeviceGetPowerUsage: Not Supported", f"{PCIE}: Not Supported"
-    assert header["devices"][0]["why"] == {**NEITHER, "power_w": power}
-    assert header["devices"][1]["why"] == {
-        **NEITHER,
-        "power_w": power,
-        "pcie_tx_bytes_per_s": pcie,
-        "pcie_rx_bytes_per_s": pcie,
-    }
-    assert tick["values"] == [
-        [40, 10 * GIB, 1e6, 2e6, None, 1500, *NOTHING],
-        [41, 11 * GIB, None, None, None, 1501, *NOTHING],
-    ]
-
-
-def test_a_gpu_lost_later_is_null_and_its_reason_is_written_once(nvml_stub: StubEnvironment) -> None:
-    """Other devices continue, and the stream does not repeat the reason."""
-    with sampler(nvml_stub(gpus=2, lost="1:40")) as process:
-        header, *stream = records(process, 12)
-    assert header["devices"][1]["why"] == NEITHER
-    assert None not in stream[0]["values"][1][:6]
-    assert stream[-1]["values"] == [[40, 10 * GIB, 1e6, 2e6, 300, 1500, *NOTHING], [None] * len(METRICS)]
-    written = [tick["why"] for tick in stream if "why" in tick]
-    reasons: dict[str, str] = {}
-    for changed in written:
-        assert set(changed) == {"1"}
-        reasons.update((metric, reason) for metric, reason in changed["1"].items() if metric not in NEITHER)
-    assert set(reasons) == set(METRICS) - set(NEITHER)
-    assert all(reason.endswith("GPU is lost") for reason in reasons.values())
-    assert len(written) <= 2
-
-
 def test_a_pcie_reading_above_the_link_rate_is_null(nvml_stub: StubEnvironment) -> None:
     """A rate that the link cannot carry is in another unit: it is refused, and the reason has the value."""
     with sampler(nvml_stub(pcie_kb=50_000_000)) as process:
@@ -201,43 +164,6 @@ def test_a_source_is_chosen_per_metric(
     assert [methods(header)[metric] for metric in METRICS[2:4]] == expected
 
 
-def test_counters_stream_every_byte_over_a_wrap(nvml_stub: StubEnvironment, tmp_path: Path) -> None:
-    """Rate times seconds of each tick is the growth of the counters, over a wrap of 16 steps.
-
-    A gap in which the counters may wrap, as on a busy machine, is left out, and so is a rate that no link has: the
-    stub's counters grow by a step at each reading, however soon it follows.
-    """
-    log, step = tmp_path / "calls", 1 << 28
-    with sampler(nvml_stub(fields="197,198", field_step=step, log=log)) as process:
-        _, *stream = records(process, 21)
-    read_s = field_times_s(log)
-    places = [next(n for n, each_s in enumerate(read_s) if each_s >= tick["t_s"] - 1e-6) for tick in stream]
-    assert places == sorted(set(places))
-    for (before, last), tick in zip(pairwise(places), stream[1:], strict=True):
-        # The sampler takes the time before the call, at the earliest at the reading before.
-        gaps_s = [later_s - earlier_s for earlier_s, later_s in pairwise(read_s[before - 1 : last + 1])]
-        short = sum(previous_s + gap_s < 0.06 for previous_s, gap_s in pairwise(gaps_s))
-        for metric in ("pcie_tx_bytes_per_s", "pcie_rx_bytes_per_s"):
-            if (rate := column(tick, metric)) is not None:
-                steps = rate * column(tick, metric, of="seconds") / step
-                assert steps == pytest.approx(round(steps))
-                assert max(1, short) <= round(steps) <= last - before
-
-
-def test_nvlink_streams_every_byte(nvml_stub: StubEnvironment, tmp_path: Path) -> None:
-    """The tick after a mark has all bytes since the counters were read first."""
-    log = tmp_path / "calls"
-    with sampler(nvml_stub(fields="138,139", field_step=1000, log=log)) as process:
-        records(process, 4)
-        marks(process, 1)
-        (after,) = records(process, 1)
-    last = next(number for number, each_s in enumerate(field_times_s(log)) if each_s >= after["t_s"] - 1e-6)
-    first = 1  # the first call was for PCIe's counters, which this device lacks
-    for metric in ("nvlink_tx_bytes_per_s", "nvlink_rx_bytes_per_s"):
-        streamed = column(after, metric) * column(after, metric, of="seconds")
-        assert streamed == pytest.approx((last - first) * 1000 * 1024)
-
-
 @pytest.mark.slow
 def test_a_call_that_hangs_later_affects_its_metric_alone(nvml_stub: StubEnvironment) -> None:
     """After a second its values are null with the reason; other metrics and other devices continue."""
@@ -255,19 +181,6 @@ def test_a_call_that_hangs_later_affects_its_metric_alone(nvml_stub: StubEnviron
         assert tick["values"][0] == [40, 10 * GIB, 1e6, 2e6, 300, 1500, *NOTHING]
     starts_s = [tick["t_s"] for tick in following]
     assert starts_s[-1] - starts_s[0] < len(following)  # the sampler waits a second for it once, not in every round
-
-
-def test_marks_of_eight_gpus_with_slow_counters_are_complete(nvml_stub: StubEnvironment) -> None:
-    """Energy calls of 15 ms each spread a mark over several ticks."""
-    with sampler(nvml_stub(gpus=8, energy_us=15_000), period_s=0.1) as process:
-        records(process, 2)
-        first, second = marks(process, 2)
-    for mark in (first, second):
-        assert [len(mark[name]) for name in ("t_s", "counters", "why")] == [8, 8, 8]
-        assert mark["t_s"][-1] - mark["t_s"][0] >= 7 * 0.015
-        assert mark["t_s"] == sorted(mark["t_s"])
-    spent = [second["counters"][index]["energy_j"] - first["counters"][index]["energy_j"] for index in range(8)]
-    assert spent == [5 + index for index in range(8)]
 
 
 def test_byte_counters_are_polled_between_ticks(nvml_stub: StubEnvironment, tmp_path: Path) -> None:
@@ -344,27 +257,6 @@ def test_a_mark_reads_the_counters(nvml_stub: StubEnvironment) -> None:
     assert first["why"] == second["why"] == [{}, {}]
     assert second["counters"][1]["throttled_heat_s"] > first["counters"][1]["throttled_heat_s"]
     assert second["t_s"][0] >= first["t_s"][1] >= first["t_s"][0]
-
-
-def test_xid_errors_are_counted_before_the_first_mark(nvml_stub: StubEnvironment, tmp_path: Path) -> None:
-    """A crash during loading is counted too; the method polling does not register for events."""
-    for method, registered in (("auto", True), ("polling", False)):
-        log = tmp_path / method
-        with sampler(nvml_stub(log=log), "--method", method) as process:
-            records(process, 2)
-        assert ("nvmlDeviceRegisterEvents" in log.read_text()) is registered
-
-
-def test_ticks_have_the_number_of_marks_requested_before_them(nvml_stub: StubEnvironment) -> None:
-    """Counters that are read once a second are read at the first tick after a request."""
-    with sampler(nvml_stub(fields="138,139")) as process:
-        _, before = records(process, 2)
-        marks(process, 1)
-        (after,) = records(process, 1)
-        ordered = [marks(process, 2), records(process, 1)][1][0]
-    assert [tick.get("orders", 0) for tick in (before, after, ordered)] == [0, 1, 3]
-    assert column(before, "nvlink_tx_bytes_per_s") is None
-    assert column(after, "nvlink_tx_bytes_per_s") is not None
 
 
 def test_a_mark_counts_errors_and_processes(nvml_stub: StubEnvironment) -> None:

@@ -356,18 +356,6 @@ def test_a_source_that_refuses_once_is_opened_again(code: int, opened: bool) -> 
     assert ("nvlink_tx_bytes_per_s" in one.why) is not opened
 
 
-def test_a_poll_that_is_refused_is_the_reason_of_its_own_metrics() -> None:
-    """The metrics of other sources are not affected."""
-    nvml = FakeNvml()
-    one = device(nvml)
-    source = counters(nvml, tx=0, rx=0)
-    one.sources = [source]
-    one.chosen = {"pcie_tx_bytes_per_s": source, "pcie_rx_bytes_per_s": CALLS["pcie_rx_bytes_per_s"]}
-    nvml.lost = True
-    one.poll(101.0)
-    assert one.why == {"pcie_tx_bytes_per_s": "nvmlDeviceGetFieldValues [197, 198]: refusal 15"}
-
-
 def _refuse(*_: object) -> None:
     raise Refusal(3)
 

@@ -147,14 +147,6 @@ def test_the_toolkit_is_searched_as_torch_does(machine: Machine, monkeypatch: py
     assert f"torch takes {machine.folder} as CUDA_HOME" in _refusal(machine)
 
 
-def test_a_default_folder_without_nvcc_is_named(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An image with the libraries of CUDA only has /usr/local/cuda without a compiler."""
-    del machine.environ["CUDA_HOME"]
-    monkeypatch.setattr(kernels, "DEFAULT_CUDA_HOME", machine.folder / "home")
-    (machine.folder / "home").mkdir()
-    assert f"torch takes {machine.folder / 'home'} as CUDA_HOME" in _refusal(machine)
-
-
 def test_ninja_is_found_beside_this_python(machine: Machine) -> None:
     """The ninja of a virtual environment is found without activation; a missing one is refused."""
     (machine.folder / "bin/ninja").rename(machine.folder / "ninja")
@@ -263,12 +255,6 @@ def test_the_op_is_loaded_in_a_process_with_the_given_variables(machine: Machine
     assert path.startswith(f"{machine.folder / 'bin'}{os.pathsep}")
     assert str(Path(sys.executable).parent) in path
     assert _logs(machine) == []
-
-
-def test_a_compiled_op_is_loaded_without_a_line(machine: Machine) -> None:
-    """Loading takes seconds only, so that nothing is announced."""
-    machine.lock.with_name("transformer_inference.so").touch()
-    assert _build(machine) == []
 
 
 def test_a_long_build_shows_the_elapsed_time(machine: Machine) -> None:
