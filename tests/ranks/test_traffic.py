@@ -267,7 +267,7 @@ def _run(group: RankGroup, fn: Callable[..., Any], *args: Any) -> list[Any]:
     return group.ask(worker.call, fn, args, phase="forward", timeout_s=300)
 
 
-def _assert_plan_is_its_batches(group: RankGroup, logits: str = scoring.LEAN) -> list[Collective]:
+def _assert_plan_is_its_batches(group: RankGroup, logits: str) -> list[Collective]:
     """Check that the traffic of the plan is the sum over its batches; return it."""
     first, second = _run(group, ranks.of_plan, logits)
     assert first == second
@@ -294,27 +294,48 @@ def _hidden(vocabulary: int = 0) -> tuple[int, int]:
 
 
 @pytest.mark.slow
-def test_transformers_sends_hidden_states_and_logits(load: Callable[..., RankGroup], bundled: ModelSource) -> None:
-    """There are two all-reduces per layer, one of the embedding, and a gather of the predicted logits."""
-    traffic_of_plan = _assert_plan_is_its_batches(load(_TP))
-    batches, reductions = len(ranks.make_plan().batches), 2 * _LAYERS + 1
-    hidden, logits = _hidden(bundled.config["vocab_size"])
-    assert traffic_of_plan == [
-        _one("all_reduce", reductions * hidden, reductions * hidden, calls=reductions * batches),
-        _one("all_gather", logits // 2, logits // 2, calls=batches),
-    ]
+@pytest.mark.parametrize("scored", scoring.SCORINGS)
+@pytest.mark.parametrize(
+    ("place", "strategy", "backend", "reductions"),
+    [
+        (_TP, "tp", "transformers", 2 * _LAYERS + 1),
+        pytest.param(_TP, "tp", "deepspeed", 2 * _LAYERS, marks=_NEEDS_DEEPSPEED),
+        pytest.param(_IOK, "iok", "deepspeed", 2 * _LAYERS, marks=_NEEDS_DEEPSPEED),
+    ],
+)
+def test_each_strategy_sends_hidden_states_and_logits(
+    load: Callable[..., RankGroup],
+    bundled: ModelSource,
+    place: str,
+    strategy: str,
+    backend: str,
+    reductions: int,
+    scored: str,
+) -> None:
+    """There are two all-reduces per layer.
 
-
-def test_full_logits_are_sent_for_every_padded_token(load: Callable[..., RankGroup], bundled: ModelSource) -> None:
-    """Scoring as the harness sends all logits; the KV cache is not sent."""
-    traffic_of_plan = _assert_plan_is_its_batches(load(_TP), scoring.HARNESS)
-    plan, reductions = ranks.make_plan(), 2 * _LAYERS + 1
-    hidden, batches = _hidden()[0], len(plan.batches)
-    size = sum(batch.padded_tokens for batch in plan.batches) * bundled.config["vocab_size"] * _ELEMENT
-    assert traffic_of_plan == [
-        _one("all_reduce", reductions * hidden, reductions * hidden, calls=reductions * batches),
-        _one("all_gather", size // 2, size // 2, calls=batches),
-    ]
+    Transformers has one more, of the embedding, and gathers logits. AutoTP sums its logits, also through shared memory.
+    Injected kernels have embedding and head on every rank. Scoring as the harness needs the logits of every token.
+    """
+    group = load(place, strategy=strategy, backend=backend)
+    found = _assert_plan_is_its_batches(group, scored)
+    plan, vocabulary = ranks.make_plan(), bundled.config["vocab_size"]
+    hidden, logits = _hidden(vocabulary)
+    if scored == scoring.HARNESS:
+        logits = sum(batch.padded_tokens for batch in plan.batches) * vocabulary * _ELEMENT
+    size, calls = reductions * hidden, reductions * len(plan.batches)
+    gathered = []
+    if backend == "transformers":
+        gathered = [_one("all_gather", logits // 2, logits // 2, calls=len(plan.batches))]
+    elif strategy == "tp":
+        size, calls = size + logits, calls + len(plan.batches)
+    assert found == [_one("all_reduce", size, size, calls=calls), *gathered]
+    if (strategy, backend, scored) == ("tp", "deepspeed", scoring.LEAN):
+        group.ask(ranks.reduce_through_shared_memory, phase="forward", timeout_s=300)
+        try:
+            assert _assert_plan_is_its_batches(group, scored) == found
+        finally:
+            group.ask(ranks.reduce_through_the_group, phase="forward", timeout_s=300)
 
 
 def test_bytes_per_padded_token_do_not_depend_on_the_batch(load: Callable[..., RankGroup]) -> None:
@@ -323,43 +344,6 @@ def test_bytes_per_padded_token_do_not_depend_on_the_batch(load: Callable[..., R
     small, large = (_run(group, ranks.of_forward, *shape)[0] for shape in ((1, 7), (8, 40)))
     assert [one.calls for one in small] == [one.calls for one in large]
     assert [Fraction(one.payload_bytes, 7) for one in small] == [Fraction(one.payload_bytes, 320) for one in large]
-
-
-@pytest.mark.slow
-@_NEEDS_DEEPSPEED
-def test_autotp_sums_its_logits(load: Callable[..., RankGroup], bundled: ModelSource) -> None:
-    """There are two all-reduces per layer and one of whole logits; the op for shared memory counts the same."""
-    group = load(_TP, backend="deepspeed")
-    traffic_of_plan = _assert_plan_is_its_batches(group)
-    hidden, logits = _hidden(bundled.config["vocab_size"])
-    size, calls = 2 * _LAYERS * hidden + logits, (2 * _LAYERS + 1) * len(ranks.make_plan().batches)
-    assert traffic_of_plan == [_one("all_reduce", size, size, calls=calls)]
-    group.ask(ranks.reduce_through_shared_memory, phase="forward", timeout_s=300)
-    try:
-        assert _assert_plan_is_its_batches(group) == traffic_of_plan
-    finally:
-        group.ask(ranks.reduce_through_the_group, phase="forward", timeout_s=300)
-
-
-@_NEEDS_DEEPSPEED
-def test_injected_kernels_sum_hidden_states(load: Callable[..., RankGroup]) -> None:
-    """There are two all-reduces per layer; embedding and head are on every rank."""
-    traffic_of_plan = _assert_plan_is_its_batches(load(_IOK, strategy="iok", backend="deepspeed"))
-    size = 2 * _LAYERS * _hidden()[0]
-    assert traffic_of_plan == [_one("all_reduce", size, size, calls=2 * _LAYERS * len(ranks.make_plan().batches))]
-
-
-@_NEEDS_DEEPSPEED
-@pytest.mark.parametrize(("place", "strategy", "logits_sent"), [(_TP, "tp", 1), (_IOK, "iok", 0)])
-def test_deepspeed_sends_full_logits_if_it_sends_logits(
-    load: Callable[..., RankGroup], bundled: ModelSource, place: str, strategy: str, logits_sent: int
-) -> None:
-    """AutoTP sums the logits of every padded token; injected kernels have the whole head on every rank."""
-    traffic_of_plan = _assert_plan_is_its_batches(load(place, strategy=strategy, backend="deepspeed"), scoring.HARNESS)
-    plan, hidden = ranks.make_plan(), _hidden()[0]
-    tokens = sum(batch.padded_tokens for batch in plan.batches)
-    size = 2 * _LAYERS * hidden + logits_sent * tokens * bundled.config["vocab_size"] * _ELEMENT
-    assert traffic_of_plan == [_one("all_reduce", size, size, calls=(2 * _LAYERS + logits_sent) * len(plan.batches))]
 
 
 def test_each_rank_counts_its_own_transfers(load: Callable[..., RankGroup]) -> None:
