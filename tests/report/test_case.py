@@ -7,6 +7,7 @@ import pytest
 from support.report_factory import make_case
 
 from pytest_llmgpu.report.case import Case
+from pytest_llmgpu.report.report import next_id
 
 _CHANGES: dict[str, Any] = {
     "strategy": "tp",
@@ -43,6 +44,12 @@ def test_the_id_names_strategy_and_batch_size() -> None:
     """The id is short, as in `mp-bs8`."""
     assert make_case(strategy="mp", batch_size=8).id == "mp-bs8"
     assert make_case(strategy="tp", batch_size=8, workload="generate").id == "tp-generate-bs8"
+
+
+def test_a_second_measurement_gets_a_number() -> None:
+    """Ids of results are unique."""
+    assert next_id(["mp-bs8", "mp-bs8#2"], make_case(batch_size=8)) == "mp-bs8#3"
+    assert next_id(["mp-bs8"], make_case(batch_size=16)) == "mp-bs16"
 
 
 def test_every_field_has_a_changed_value_in_this_file() -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from support.report_factory import make_accuracy, make_failed, make_generation, make_profile, make_result
+from support.report_factory import make_accuracy, make_generation, make_profile, make_result
 
 from pytest_llmgpu.report.derived import (
     decode,
@@ -13,7 +13,7 @@ from pytest_llmgpu.report.derived import (
     proportion_stderr,
     upper_bound,
 )
-from pytest_llmgpu.report.result import Batches, CaseResult, DeviceProfile, Launch
+from pytest_llmgpu.report.result import Batches, CaseResult, DeviceProfile, Launch, Outcome
 from pytest_llmgpu.report.work import RankWork, Work
 
 
@@ -39,51 +39,34 @@ def test_a_gpu_is_busy_for_its_part_of_the_timed_batches(step_s: list[float] | N
     assert device_busy(launch) == (None if busy is None else pytest.approx(busy))
 
 
-def test_figures_of_several_launches_are_medians() -> None:
-    """One slow launch does not move the figure."""
+def test_figures_of_several_launches_are_medians_and_rates_those_of_the_median_time() -> None:
+    """One slow launch does not move the figure; time and throughput agree where launches scatter."""
     result = make_result(2.0, make_accuracy(0.8, items=10))
     result.launches += make_result(3.0, make_accuracy(0.9, items=10)).launches
+    derive(result)
+    batches = result.launches[0].batches
+    assert result.inference_s == pytest.approx(2.5)
+    assert result.sequences_per_s == pytest.approx(sum(batches.sequences) / 2.5)
+    assert result.tokens_per_s == pytest.approx(sum(batches.tokens) / 2.5)
     result.launches += make_result(100.0, make_accuracy(0.1, items=10)).launches
     derive(result)
     assert result.inference_s == pytest.approx(3.0)
     assert result.acc_norm == pytest.approx(0.8)
 
 
-def test_rates_are_those_of_the_median_time() -> None:
-    """Time and throughput agree where launches scatter, also if their number is even."""
-    result = make_result(1.0)
-    result.launches += make_result(4.0).launches
-    derive(result)
-    assert result.inference_s == pytest.approx(2.5)
-    assert result.sequences_per_s == pytest.approx(sum(result.launches[0].batches.sequences) / 2.5)
-    assert result.tokens_per_s == pytest.approx(sum(result.launches[0].batches.tokens) / 2.5)
-
-
-def test_a_case_that_did_not_complete_has_no_figures() -> None:
-    """A total over some of the batches would look like a fast case."""
-    result = make_failed("timeout")
-    result.launches = make_result(2.0).launches
-    derive(result)
-    assert result.inference_s is None
-    assert result.sequences_per_s is None
-
-
-def test_latencies_of_zero_give_no_rate() -> None:
-    """A file may contain latencies of 0.0; there is no division by them."""
+@pytest.mark.parametrize(
+    ("outcome", "latency_s", "time_s"), [("timeout", 1.0, None), ("completed", 0.0, 0.0), ("completed", None, None)]
+)
+def test_a_case_that_did_not_complete_or_ran_no_time_has_no_rates(
+    outcome: Outcome, latency_s: float | None, time_s: float | None
+) -> None:
+    """A total over some of the batches would look like a fast case; there is no division by 0.0 of a file."""
     result = make_result(2.0)
-    result.sequences_per_s = None
-    for launch in result.launches:
-        launch.batches.latency_s = [0.0 for _ in launch.batches.latency_s]
+    latencies_s = result.launches[0].batches.latency_s
+    result.launches[0].batches.latency_s = [] if latency_s is None else [latency_s for _ in latencies_s]
+    result.outcome = outcome
     derive(result)
-    assert (result.inference_s, result.sequences_per_s) == (0.0, None)
-
-
-def test_a_case_without_batches_has_no_figures() -> None:
-    """There is no division by zero."""
-    result = make_result()
-    result.launches, result.inference_s = [Launch()], None
-    derive(result)
-    assert result.inference_s is None
+    assert (result.inference_s, result.sequences_per_s, result.tokens_per_s) == (time_s, None, None)
 
 
 def test_the_standard_error_is_that_of_a_sample() -> None:

@@ -44,7 +44,9 @@ def test_a_report_is_saved_under_its_machine_number_commit_time_and_name(
     assert path == _STORE / H200 / written
     assert load(path) == report
     assert save(report, _STORE, compressed=True).read_bytes() == encode(report, compressed=True)
-    one, two = stored(_STORE)
+    save(measured(device="cpu", cpu="AMD EPYC"), _STORE)
+    one, two, other = stored(_STORE)
+    assert [one.reference, two.reference, other.reference] == [f"{H200}/0001", f"{H200}/0002", "CPU-AMD-EPYC/0001"]
     assert (one.name, one.commit or "nocommit") == (name, written.split("_")[1])
     assert two.path.name.endswith(".json.gz")
 
@@ -53,17 +55,6 @@ def test_a_time_that_is_none_is_refused() -> None:
     """The message has an example."""
     with pytest.raises(ValueError, match=r"^created 'yesterday': a time such as"):
         save(msgspec.structs.replace(measured(), created="yesterday"), _STORE)
-
-
-def test_each_machine_has_its_own_numbers_and_nothing_is_overwritten() -> None:
-    """A report that is saved twice is two files."""
-    for _ in range(3):
-        save(measured(), _STORE)
-    save(measured(device="cpu", cpu="AMD EPYC"), _STORE)
-    assert [one.reference for one in stored(_STORE)] == [
-        *[f"{H200}/000{number}" for number in (1, 2, 3)],
-        "CPU-AMD-EPYC/0001",
-    ]
 
 
 def test_a_new_store_keeps_reports_out_of_git() -> None:
