@@ -41,33 +41,21 @@ def command(module: str, *arguments: str) -> list[str]:
 
 
 def ask(module: str, *arguments: str, library: str, timeout_s: float = _ASK_TIMEOUT_S) -> str:
-    """Run a module in a child process, and return the last line that it prints.
-
-    Args:
-        module: The module.
-        arguments: Its arguments.
-        library: The library that the module imports, for messages.
-        timeout_s: Time limit.
+    """Run a module, which imports a library, in a child process, and return the last line that it prints.
 
     Raises:
         ValueError: The library cannot be imported. The message has the last line of the child process.
     """
     try:
         done = subprocess.run(
-            command(module, *arguments),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=timeout_s,
-            check=False,
+            command(module, *arguments), stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, check=False
         )
     except subprocess.TimeoutExpired:
         raise ValueError(f"the import of {library} took more than {timeout_s:g} s in {sys.executable}") from None
-    lines = done.stdout.splitlines()
+    lines = done.stdout.decode(errors="replace").splitlines()
     if done.returncode == 0 and lines:
         return lines[-1]
-    last = (done.stderr.strip() or "no message").splitlines()[-1]
+    last = (done.stderr.decode(errors="replace").strip() or "no message").splitlines()[-1]
     raise ValueError(f"{library} cannot be used: {last} (exit status {done.returncode} of {sys.executable})")
 
 
@@ -93,21 +81,19 @@ def catches(pid: int, number: signal.Signals) -> bool:
 def end_marked(mark: str) -> None:
     """Kill every process that has a variable in its environment, such as `NAME=value`.
 
-    A daemon has left its parent's process group, but its environment stays (Linux: proc_pid_environ(5)).
+    A daemon has left its parent's process group, but its environment stays (Linux: proc_pid_environ(5)). A process that
+    has ended and is not reaped has no variables.
     """
     killed: set[int] = set()
-    while found := _marked(mark.encode()) - killed:  # one of them may have started another meanwhile
-        for pid in found:
+    while True:  # one of them may have started another meanwhile
+        found = set()
+        for environment in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):  # it is of another user, or has ended
+                if mark.encode() in environment.read_bytes().split(b"\0"):
+                    found.add(int(environment.parent.name))
+        if found <= killed:
+            return
+        for pid in found - killed:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         killed |= found
-
-
-def _marked(mark: bytes) -> set[int]:
-    """Return the processes with this variable; a process that has ended and is not reaped has no variables."""
-    found = set()
-    for environment in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError):  # it is of another user, or has ended
-            if mark in environment.read_bytes().split(b"\0"):
-                found.add(int(environment.parent.name))
-    return found
