@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -21,18 +20,17 @@ from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.text import GIB, MIB, percent, plural
 
 
-@dataclass(frozen=True, kw_only=True)
-class Column:
+class Column(NamedTuple):
     """One figure of a case."""
 
     name: str
     """Name of the CSV column, or of the field in the report."""
-    title: str = ""
+    title: str
     """The first line is the name, the second line is the unit."""
+    unit: float
+    """A value is divided by this number in tables."""
     value: Callable[[CaseResult], float | None]
     """Returns the figure in the unit of the report; None where it was not measured."""
-    unit: float = 1.0
-    """A value is divided by this number in tables."""
     devices: Callable[[CaseResult], Sequence[float]] = lambda _: ()
     """Returns the figure of each device in each launch, in the unit of the report."""
     written: Callable[[float], str] = str
@@ -55,7 +53,7 @@ def _of_metrics(titles: dict[str, tuple[str, float]]) -> list[Column]:
                 figure = figure_of(result) if result.outcome == "completed" else None
                 return None if figure is None else figure.value
 
-            columns.append(Column(name=name, title=title, unit=unit, value=value, written=spec.written))
+            columns.append(Column(name, title, unit, value, written=spec.written))
     return columns
 
 
@@ -65,7 +63,7 @@ def _of_devices(name: str, title: str, unit: float, devices: Callable[[CaseResul
     def value(result: CaseResult) -> float | None:
         return statistics.fmean(found) if (found := devices(result)) else None
 
-    return Column(name=name, title=title, value=value, unit=unit, devices=devices)
+    return Column(name, title, unit, value, devices)
 
 
 def _sampled(name: str, result: CaseResult) -> list[float]:
@@ -133,14 +131,6 @@ def _bound_share(bound: str, measured_s: str) -> Callable[[CaseResult], float | 
     return value
 
 
-def _field(name: str) -> Callable[[CaseResult], float | None]:
-    def value(result: CaseResult) -> float | None:
-        found: float | None = getattr(result, name)
-        return found
-
-    return value
-
-
 COLUMNS = {
     column.name: column
     for column in (
@@ -154,48 +144,21 @@ COLUMNS = {
                 "wire_bytes_per_token": ("sent\nMB/token", 1e6),
             }
         ),
-        Column(
-            name="new_tokens_per_s",
-            title="new tokens\n/s",
-            value=lambda result: result.tokens_per_s if result.case.generates else None,
-        ),
-        Column(
-            name="bound_share",
-            title="of bound\n%",
-            value=lambda result: None if result.bound is None else result.bound.share,
-            unit=0.01,
-        ),
-        Column(name="device_busy", title="computing\n%", value=_busy, unit=0.01),
-        Column(
-            name="between_nodes_bytes_per_sequence",
-            title="between nodes\nMB/sequence, sum",
-            value=_between_nodes_bytes,
-            unit=1e6,
-        ),
-        Column(name="energy_j_per_sequence", title="energy\nJ/sequence", value=_field("energy_j_per_sequence")),
-        Column(name="energy_j_per_token", title="energy\nJ/token", value=_field("energy_j_per_token")),
-        *(
-            Column(
-                name=f"batch_p{share}_s",
-                title=f"batch p{share}\nms",
-                value=partial(batch_latency_s, share=share / 100),
-                unit=1e-3,
-            )
-            for share in (50, 95, 99)
-        ),
-        Column(name="token_p99_s", title="p99\nms", value=_field("token_p99_s"), unit=1e-3),
-        Column(name="kv_cache_formula_bytes", title="formula\nMiB", value=_formula_bytes, unit=MIB),
-        Column(
-            name="prefill_bound_share",
-            title="of bound\n%, prefill",
-            value=_bound_share("prefill_s", "first_token_s"),
-            unit=0.01,
-        ),
-        Column(
-            name="step_bound_share", title="of bound\n%, step", value=_bound_share("step_s", "token_p50_s"), unit=0.01
-        ),
-        Column(name="memory_bytes", title="memory\nGiB/GPU", value=_fullest_bytes, unit=GIB),
-        Column(name="threads", title="threads\nper rank", value=_threads),
+        Column("new_tokens_per_s", "new tokens\n/s", 1.0, lambda one: one.tokens_per_s if one.case.generates else None),
+        Column("bound_share", "of bound\n%", 0.01, lambda one: None if one.bound is None else one.bound.share),
+        Column("device_busy", "computing\n%", 0.01, _busy),
+        Column("between_nodes_bytes_per_sequence", "between nodes\nMB/sequence, sum", 1e6, _between_nodes_bytes),
+        Column("energy_j_per_sequence", "energy\nJ/sequence", 1.0, lambda one: one.energy_j_per_sequence),
+        Column("energy_j_per_token", "energy\nJ/token", 1.0, lambda one: one.energy_j_per_token),
+        Column("batch_p50_s", "batch p50\nms", 1e-3, partial(batch_latency_s, share=0.50)),
+        Column("batch_p95_s", "batch p95\nms", 1e-3, partial(batch_latency_s, share=0.95)),
+        Column("batch_p99_s", "batch p99\nms", 1e-3, partial(batch_latency_s, share=0.99)),
+        Column("token_p99_s", "p99\nms", 1e-3, lambda one: one.token_p99_s),
+        Column("kv_cache_formula_bytes", "formula\nMiB", MIB, _formula_bytes),
+        Column("prefill_bound_share", "of bound\n%, prefill", 0.01, _bound_share("prefill_s", "first_token_s")),
+        Column("step_bound_share", "of bound\n%, step", 0.01, _bound_share("step_s", "token_p50_s")),
+        Column("memory_bytes", "memory\nGiB/GPU", GIB, _fullest_bytes),
+        Column("threads", "threads\nper rank", 1.0, _threads),
         _of_devices("sent_bytes", "sent/device\nMB/sequence", 1e6, _sent_bytes),
         *(
             _of_devices(name, title, unit, partial(_sampled, name))
