@@ -1,4 +1,4 @@
-"""Estimate the noise between launches by regime from recorded launches: s0 and df0 of `gate/noise_model.py`.
+"""Estimate the noise between launches by regime from recorded launches: s0 and df0 of `gate/times.py`.
 
     python benchmarks/gate/priors.py eager_host=benchmarks/reports/launches-gpu-1.json.gz:mp-bs2,mp-bs8 ...
 
@@ -25,7 +25,7 @@ from scipy.special import digamma, polygamma
 
 from pytest_llmgpu.analysis import noise_regime
 from pytest_llmgpu.analysis.noise_regime import REGIMES
-from pytest_llmgpu.gate.noise_model import prior_of
+from pytest_llmgpu.gate.times import prior_of
 from pytest_llmgpu.report import disturbances, file
 from pytest_llmgpu.report.derived import device_times_s
 from pytest_llmgpu.report.result import CaseResult, Launch

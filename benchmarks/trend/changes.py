@@ -14,7 +14,7 @@ import random
 import statistics
 from typing import Any
 
-from pytest_llmgpu.gate.noise_model import PRIORS
+from pytest_llmgpu.gate.times import PRIORS
 from pytest_llmgpu.gate.trends import steps
 
 SD = 0.003

@@ -6,10 +6,10 @@ from typing import Literal, get_args
 
 from pytest_llmgpu.report.result import CaseResult
 
-NoiseRegime = Literal["device_memory", "device_compute", "replayed", "eager_device", "eager_host", "cpu", "load"]
+NoiseRegime = Literal["device_memory", "device_compute", "replayed", "eager_device", "eager_host", "cpu"]
 """device_memory, device_compute: the time of the kernels, limited by memory or by computation. replayed, eager_device,
 eager_host: wall time of replayed CUDA graphs, and of eager forwards that the GPU or the host limits. cpu: wall time on
-a CPU. load: the time to load the model."""
+a CPU."""
 
 REGIMES: tuple[NoiseRegime, ...] = get_args(NoiseRegime)
 """Every regime; of device time and of wall time the quieter ones come first."""

@@ -16,8 +16,7 @@ import msgspec
 
 from pytest_llmgpu.analysis.answers import by_chance, differing, largest_difference, written
 from pytest_llmgpu.gate.policy import AccuracyRule
-from pytest_llmgpu.gate.stats.distributions import net_loss
-from pytest_llmgpu.gate.stats.holm import holm
+from pytest_llmgpu.gate.stats import holm, net_loss
 from pytest_llmgpu.report.derived import decode, explained, predictions_of, typical_difference, value_of
 from pytest_llmgpu.report.result import Accuracy, CaseResult
 from pytest_llmgpu.report.text import listed, percent, plural

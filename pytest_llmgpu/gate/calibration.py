@@ -1,6 +1,6 @@
 """The calibration of a machine: the deviation of times between launches, measured from reports, and its file.
 
-A calibration adds launches to the prior of a case (`noise_model`). The gate works without one.
+A calibration adds launches to the prior of a case (`times`). The gate works without one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from pytest_llmgpu.gate.noise_model import Deviation, deviation
+from pytest_llmgpu.gate.times import Deviation, deviation
 from pytest_llmgpu.report import disturbances, file
 from pytest_llmgpu.report.bounds import Count
 from pytest_llmgpu.report.derived import device_times_s

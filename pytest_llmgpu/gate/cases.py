@@ -12,11 +12,10 @@ import msgspec
 from pytest_llmgpu.analysis import noise_regime
 from pytest_llmgpu.analysis.environments import hardware_differences, software_differences
 from pytest_llmgpu.analysis.noise_regime import NoiseRegime
-from pytest_llmgpu.gate import accuracy, time
+from pytest_llmgpu.gate import accuracy, times
 from pytest_llmgpu.gate.accuracy import Answered, below_floor
 from pytest_llmgpu.gate.calibration import Calibration
 from pytest_llmgpu.gate.cause import with_cause
-from pytest_llmgpu.gate.comparable_launches import comparable, is_copy
 from pytest_llmgpu.gate.exact import (
     by_series,
     exact_rows,
@@ -27,9 +26,8 @@ from pytest_llmgpu.gate.exact import (
     worse,
 )
 from pytest_llmgpu.gate.matching import apart, pairs
-from pytest_llmgpu.gate.noise_model import GPU_SD, Prior, prior_of, prior_of_case
 from pytest_llmgpu.gate.policy import Policy, Rules, TimeRule
-from pytest_llmgpu.gate.time import Timed
+from pytest_llmgpu.gate.times import GPU_SD, Prior, Timed, comparable, prior_of, prior_of_case
 from pytest_llmgpu.report.derived import of_prefill
 from pytest_llmgpu.report.metrics import MetricName
 from pytest_llmgpu.report.report import Report, started
@@ -41,7 +39,7 @@ _BROKEN = {"timeout": "exceeded its time limit", "crashed": "crashed", "error": 
 _NAMED = 3
 """Most differences that a reason names."""
 
-_OF_SCORING = [("time", time.WALL_TIMES["time"])]
+_OF_SCORING = [("time", times.WALL_TIMES["time"])]
 """The wall times of a case that scores: it has no tokens."""
 
 _WIDTH = 200
@@ -175,13 +173,13 @@ class Comparison:
             {started(report, launch) for launch in result.launches}
             for report, result in ((self.base, base), (self.head, head))
         )
-        return not self._in_turn and any(time.days_apart(one, other) for one in then for other in now)
+        return not self._in_turn and any(times.days_apart(one, other) for one in then for other in now)
 
     def _times(self, base: CaseResult, head: CaseResult, rules: Rules) -> None:
         sides = comparable(base, head)
-        self.copied += is_copy(base, head)
+        self.copied += base.launches == head.launches
         regime = noise_regime.noisiest("device_time", base, head)
-        found = time.device_times(
+        found = times.device_times(
             base,
             head,
             sides,
@@ -198,13 +196,13 @@ class Comparison:
         prior = self._prior("time", regime, base, head)
         machine_sd = 0.0
         if not self._on_same_gpus(base, head):
-            machine_sd = max(GPU_SD, prior_of(regime, self.policy.noise).s0)
-        for metric, (latencies_s, _) in time.WALL_TIMES.items() if head.case.generates else _OF_SCORING:
+            machine_sd = max(GPU_SD, prior_of(regime).s0)
+        for metric, (latencies_s, _) in times.WALL_TIMES.items() if head.case.generates else _OF_SCORING:
             # The times of a case that generates are there wherever its batches are.
             if metric != "time" and not all(any(map(latencies_s, one.launches)) for one in (base, head)):
                 continue
             rule: TimeRule = getattr(rules, metric)
-            wall = time.wall_times(
+            wall = times.wall_times(
                 base,
                 head,
                 sides,
@@ -222,8 +220,8 @@ class Comparison:
 
         A calibration is of decode steps. It counts where it is the noisier one: the clock is the same.
         """
-        built_in = prior_of_case("device_compute", self.policy.noise, base, head)
-        found = time.device_times(
+        built_in = prior_of_case("device_compute", base, head)
+        found = times.device_times(
             base,
             head,
             comparable(base, head),
@@ -243,7 +241,7 @@ class Comparison:
     def _prior(
         self, metric: Literal["device_time", "time"], regime: NoiseRegime, base: CaseResult, head: CaseResult
     ) -> Prior:
-        return prior_of_case(regime, self.policy.noise, base, head).calibrated(self.calibration.of(head.key, metric))
+        return prior_of_case(regime, base, head).calibrated(self.calibration.of(head.key, metric))
 
     def _take(self, metric: MetricName, found: Row | Timed | str, gated: bool) -> None:
         if isinstance(found, str):
@@ -299,10 +297,10 @@ class Comparison:
 
     def _finished(self) -> list[Row]:
         note = self._note()
-        times = iter(time.rows([e for e in self._entries if isinstance(e, Timed)], self.policy.confidence, note))
+        judged = iter(times.rows([e for e in self._entries if isinstance(e, Timed)], self.policy.confidence, note))
         rows: list[Row] = []
         for entry in self._entries:
-            row = next(times) if isinstance(entry, Timed) else entry
+            row = next(judged) if isinstance(entry, Timed) else entry
             if isinstance(entry, Timed) and entry.prefill:
                 rows[-1] = worse(rows[-1], row)
             else:

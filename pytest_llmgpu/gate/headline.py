@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from pytest_llmgpu.gate import cause
 from pytest_llmgpu.gate.classify import TIMES, ExitStatus, exit_status, fails
-from pytest_llmgpu.gate.noise_model import PRACTICAL_LAUNCHES
 from pytest_llmgpu.gate.policy import Policy
+from pytest_llmgpu.gate.times import PRACTICAL_LAUNCHES
 from pytest_llmgpu.report.metrics import spec_of
 from pytest_llmgpu.report.text import FACTORS_FROM, listed, plural, signed_percent, slowdown
 from pytest_llmgpu.report.verdicts import (

@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from pytest_llmgpu.gate.noise_model import NoiseRules
 from pytest_llmgpu.report.bounds import Amount, Count, Fraction, Positive, Seconds
 from pytest_llmgpu.report.metrics import JUDGED, MetricName, default_threshold, spec_of
 from pytest_llmgpu.report.result import CaseResult
@@ -225,8 +224,6 @@ class Policy(Rules, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """True if a run passes that could not be compared because there is no baseline."""
     require_armed: bool = False
     """True if a gated row that could not be compared fails the gate."""
-    noise: NoiseRules = NoiseRules()
-    """The expected noise of times between launches, by noise regime."""
     override: list[Override] = []
     """The rules that differ for some cases."""
     known: list[Known] = []

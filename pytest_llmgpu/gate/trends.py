@@ -16,8 +16,8 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from pytest_llmgpu.analysis import noise_regime
-from pytest_llmgpu.gate.noise_model import Prior, prior_of
-from pytest_llmgpu.gate.stats.distributions import t_tail
+from pytest_llmgpu.gate.stats import t_tail
+from pytest_llmgpu.gate.times import Prior, prior_of
 from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.metrics import METRICS, MetricSpec
 from pytest_llmgpu.report.report import Report

@@ -17,8 +17,8 @@ from support.verdict_factory import make_invalid, with_launches
 
 from pytest_llmgpu.gate.calibration import Calibration, default_path, dump, in_force, in_words, load, measure
 from pytest_llmgpu.gate.judge import judge
-from pytest_llmgpu.gate.noise_model import Deviation
 from pytest_llmgpu.gate.policy import Policy
+from pytest_llmgpu.gate.times import Deviation
 from pytest_llmgpu.report.result import CaseResult
 
 _OLD: dict[str, Any] = {

@@ -17,9 +17,9 @@ from support.verdict_factory import make_invalid, make_traffic, with_launches
 
 from pytest_llmgpu.gate.classify import ExitStatus, exit_status, fails
 from pytest_llmgpu.gate.judge import judge
-from pytest_llmgpu.gate.noise_model import DAY_SD
 from pytest_llmgpu.gate.policy import Known, Policy, TimeRule
 from pytest_llmgpu.gate.policy_file import dump, sha256
+from pytest_llmgpu.gate.times import DAY_SD
 from pytest_llmgpu.report.case import GENERATE
 from pytest_llmgpu.report.metrics import MetricName
 from pytest_llmgpu.report.report import Commit, Report, Resumption, Session
@@ -27,7 +27,6 @@ from pytest_llmgpu.report.result import AccuracyCheck, CaseResult, Failure
 from pytest_llmgpu.report.verdicts import SEVERITY, Baseline, Verdicts, worst_first
 
 TODAY = datetime.date(2026, 6, 1)
-QUIET = with_noise()
 
 
 def _full(
@@ -43,10 +42,10 @@ def _full(
 
 
 def _judge(
-    base: Sequence[CaseResult] | None, head: Sequence[CaseResult], policy: Policy | None = None, *, s0: float = 0.001
+    base: Sequence[CaseResult] | None, head: Sequence[CaseResult], policy: Policy | None = None, *, sd: float = 0.001
 ) -> Verdicts:
     before = None if base is None else make_report(base)
-    return judge(before, make_report(head), with_noise(s0, policy), today=TODAY)
+    return judge(before, make_report(head), policy or Policy(), calibration=with_noise(*head, sd=sd), today=TODAY)
 
 
 def _said(verdicts: Verdicts) -> dict[str, str]:
@@ -144,7 +143,7 @@ def test_a_case_that_is_gone_is_missing() -> None:
     head.session = Session(deselected=["benchmarks/test_a.py::test_other[mp-bs1]"])
     assert judge(make_report(base), head, Policy(), today=TODAY).rows[-1].verdict == "MISSING"
     head.session = Session(deselected=[base[1].nodeid or ""])
-    left_out = judge(make_report(base), head, QUIET, today=TODAY)
+    left_out = judge(make_report(base), head, Policy(), calibration=with_noise(*head.cases), today=TODAY)
     assert {row.id for row in left_out.rows} == {"mp-bs1", "mp"}
     assert left_out.armed.unarmed == {"deselected in this run": 1}
     assert exit_status(left_out, Policy(require_armed=True)) == 0
@@ -175,11 +174,11 @@ def test_a_run_that_was_narrowed_without_names_explains_what_is_gone() -> None:
     base = [_full(), _full(strategy="tp")]
     head = make_report(base[:1])
     head.session = Session(deselected=["--lf: tests that passed last time"])
-    found = judge(make_report(base), head, QUIET, today=TODAY)
+    found = judge(make_report(base), head, Policy(), calibration=with_noise(*head.cases), today=TODAY)
     assert found.armed.unarmed == {"left out: --lf: tests that passed last time": 1}
     assert exit_status(found, Policy()) == 0
     base[1].nodeid = base[0].nodeid
-    found = judge(make_report(base), head, QUIET, today=TODAY)
+    found = judge(make_report(base), head, Policy(), calibration=with_noise(*head.cases), today=TODAY)
     assert [row.result for row in found.rows if row.id == "tp-bs1"] == ["MISSING"]
 
 
@@ -258,7 +257,7 @@ def test_another_case_or_machine_is_not_comparable(prose: Prose) -> None:
 def test_not_enough_data_fails_where_the_policy_says_so() -> None:
     """Exit 3. A case whose time was disturbed shows no slowdown and fails under every policy."""
     strict = Policy(on_inconclusive="fail")
-    close = _judge([_full()], [_full(slower=1.02)], s0=0.02)
+    close = _judge([_full()], [_full(slower=1.02)], sd=0.02)
     assert _said(close)["time"] == "UNDECIDED"
     spoilt = _full()
     make_invalid(spoilt.launches[0], "a stranger's process")
@@ -287,7 +286,7 @@ def test_a_known_regression_passes_until_its_day(prose: Prose) -> None:
 def test_a_known_regression_that_noise_hides_is_known() -> None:
     """It does not fail a strict gate, and no warning asks to remove the entry."""
     policy = Policy(on_inconclusive="fail", known=[_known("mp-bs1", "time"), _known("mp-bs1", "device_time")])
-    found = _judge([_full()], [_full(slower=1.02)], policy, s0=0.02)
+    found = _judge([_full()], [_full(slower=1.02)], policy, sd=0.02)
     assert [(row.result, row.known) for row in found.rows if row.metric == "time"] == [("UNDECIDED", "bug 7")]
     assert (exit_status(found, policy), found.warnings) == (0, [])
 
@@ -361,7 +360,7 @@ def test_other_software_is_named_where_something_changed(prose: Prose) -> None:
     """In the warnings once, and as the second line of what it may explain."""
     base, head = make_report([_full()]), make_report([_full(1.5)])
     base.environment = msgspec.structs.replace(base.environment, driver="570")
-    found = judge(base, head, QUIET, today=TODAY)
+    found = judge(base, head, Policy(), calibration=with_noise(*head.cases), today=TODAY)
     assert prose == "\n".join(found.warnings)
     time = next(row for row in found.rows if row.metric == "time")
     assert time.reason.splitlines()[-1:] == ["Also changed: driver 570 -> none."]
@@ -424,7 +423,8 @@ def test_the_same_reports_give_the_same_bytes() -> None:
 
 def test_the_worst_comes_first() -> None:
     """By severity, then by metric; what cannot fail the gate last, be it known or only reported."""
-    rows = judge(_random_report(1), _random_report(2), QUIET, today=TODAY).rows
+    head = _random_report(2)
+    rows = judge(_random_report(1), head, Policy(), calibration=with_noise(*head.cases), today=TODAY).rows
     gated = [row for row in rows if row.gated]
     known = msgspec.structs.replace(gated[0], verdict="REGRESSED", improved=False, known="bug 7")
     told = msgspec.structs.replace(gated[0], verdict="REGRESSED", improved=False, gated=False)
@@ -440,9 +440,9 @@ def test_judging_needs_no_heavy_library() -> None:
     code = (
         "import sys\n"
         "sys.modules.update(dict.fromkeys(('torch', 'transformers', 'scipy', 'numpy', 'pytest')))\n"
-        "import pytest_llmgpu.gate.judge, pytest_llmgpu.gate.policy_file, pytest_llmgpu.gate.time\n"
-        "from pytest_llmgpu.gate.stats.distributions import net_loss\n"
-        "from pytest_llmgpu.gate.noise_model import launches_needed, prior_of\n"
+        "import pytest_llmgpu.gate.judge, pytest_llmgpu.gate.policy_file, pytest_llmgpu.gate.times\n"
+        "from pytest_llmgpu.gate.stats import net_loss\n"
+        "from pytest_llmgpu.gate.times import launches_needed, prior_of\n"
         "needed = launches_needed(prior_of('eager_device'), slowdown=0.06, threshold=0.04)\n"
         "print(needed, *net_loss(60, 50, 1000, 0.95))\n"
     )

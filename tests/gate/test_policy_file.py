@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from support.repository import first_commit
 
-from pytest_llmgpu.gate.noise_model import PRIORS, Prior, prior_of
 from pytest_llmgpu.gate.policy import Known, Override, Policy, TimeRule
 from pytest_llmgpu.gate.policy_file import dump, find, in_words, load, sha256
 
@@ -79,15 +78,7 @@ def test_a_dumped_policy_is_read_back(tmp_path: Path) -> None:
         assert again == policy
         assert dump(again) == text
         assert sha256(again) == sha256(policy)
-    assert "s0 = 0.001" in dump(Policy()), "the built-in noise is written too"
     assert sha256(policy) != sha256(Policy())
-
-
-def test_a_prior_of_the_policy_replaces_the_built_in_one(tmp_path: Path) -> None:
-    """A key that is absent keeps its built-in value."""
-    policy = load(_write(tmp_path, "[noise.cpu]\ns0 = 0.02\n"))
-    assert prior_of("cpu", policy.noise) == Prior(s0=0.02, df0=PRIORS["cpu"].df0, source="policy")
-    assert prior_of("load", policy.noise) == PRIORS["load"]
 
 
 def test_overrides_are_read_in_the_order_of_the_file(tmp_path: Path) -> None:
@@ -145,9 +136,6 @@ def test_a_known_regression_has_an_expiry(tmp_path: Path) -> None:
             "[[override]]\ntest = '*'\ntime = { margin = -1 }",
             r"override\[0\]\.time\.margin = -1: allowed are numbers >= 0",
         ),
-        ("[noise.cpu]\ns0 = 0", r"noise\.cpu\.s0 = 0: allowed are numbers >= 1e-06"),
-        ("[noise.cpu]\ndf0 = 0.1", r"noise\.cpu\.df0 = 0\.1: allowed are numbers >= 0\.5"),
-        ("[noise.gpu]\ns0 = 0.1", r"noise\.gpu is not a key .*: allowed are cpu, device_compute, .*"),
         ("[device_time]\nmargin = 1", r"device_time\.margin = 1: allowed are numbers < 1"),
         ("confidence = 1.0", r"confidence = 1\.0: allowed are numbers < 1"),
         ("time = 3", r"time: expected `object`, got `int`"),

@@ -14,7 +14,7 @@ from support.stored_reports import gpus, measured
 from support.verdict_factory import BATCHES, with_launches
 
 from pytest_llmgpu.cli import main
-from pytest_llmgpu.gate.noise_model import PRIORS, Prior
+from pytest_llmgpu.gate.times import PRIORS, Prior
 from pytest_llmgpu.gate.trends import Line, chosen, steps, trends
 from pytest_llmgpu.render import trend as rendered
 from pytest_llmgpu.render.charts import Chart

@@ -16,7 +16,7 @@ from pytest_llmgpu.cli.arguments import REFERENCE, add_storage, source, storage_
 from pytest_llmgpu.cli.output import show
 from pytest_llmgpu.gate import calibration
 from pytest_llmgpu.gate.calibration import Measured
-from pytest_llmgpu.gate.noise_model import Deviation
+from pytest_llmgpu.gate.times import Deviation
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.text import plural
 

@@ -37,11 +37,11 @@ def _disturbed() -> CaseResult:
 
 
 def _judge(
-    base: list[CaseResult] | None, head: list[CaseResult], s0: float = 0.001, **policy: Any
+    base: list[CaseResult] | None, head: list[CaseResult], sd: float = 0.001, **policy: Any
 ) -> tuple[Verdicts, Policy]:
-    rules = with_noise(s0, Policy(**policy))
+    rules = Policy(**policy)
     before = None if base is None else make_report(base)
-    found = judge(before, make_report(head), rules, today=TODAY)
+    found = judge(before, make_report(head), rules, calibration=with_noise(*head, sd=sd), today=TODAY)
     return found, rules
 
 
@@ -157,11 +157,11 @@ def test_colour_changes_no_text() -> None:
         ([_full(1.05, calls=65)], {}, ExitStatus.REGRESSED, "REGRESSED"),
         (
             [_full(1.02)],
-            {"s0": 0.03, "on_inconclusive": "fail"},
+            {"sd": 0.03, "on_inconclusive": "fail"},
             ExitStatus.NOT_JUDGED,
             "UNDECIDED: ",
         ),
-        ([_full(1.02)], {"s0": 0.03}, ExitStatus.PASSED, "PASSED"),
+        ([_full(1.02)], {"sd": 0.03}, ExitStatus.PASSED, "PASSED"),
         ([_full(), make_failed("interrupted", batch_size=2)], {}, ExitStatus.NOT_JUDGED, "UNDECIDED: "),
         ([_disturbed()], {"on_inconclusive": "fail"}, ExitStatus.NOT_JUDGED, "UNDECIDED: "),
         ([_full(dtype="float32")], {}, ExitStatus.NOT_JUDGED, "NOT COMPARABLE"),

@@ -8,22 +8,34 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.report_factory import make_work
+from support.report_factory import make_result, make_work
 from support.verdict_factory import BATCHES, make_invalid, with_latencies, with_launches
 
-from pytest_llmgpu.gate.comparable_launches import comparable
-from pytest_llmgpu.gate.noise_model import DAY_SD, PRIORS, Prior
+from pytest_llmgpu.analysis.noise_regime import REGIMES, noisiest
 from pytest_llmgpu.gate.policy import DeviceTimeRule, TimeRule
-from pytest_llmgpu.gate.time import (
-    Name,
+from pytest_llmgpu.gate.times import (
+    DAY_SD,
+    PRIORS,
+    Deviation,
+    Prior,
+    Refusal,
     Samples,
+    Sides,
     Timed,
+    comparable,
+    critical_t,
     days_apart,
+    deviation,
     device_times,
+    launches_needed,
+    prior_of,
+    prior_of_case,
     rows,
+    smallest_seen,
     wall_times,
 )
-from pytest_llmgpu.report.result import CaseResult
+from pytest_llmgpu.report import disturbances
+from pytest_llmgpu.report.result import CaseResult, HostUse
 from pytest_llmgpu.report.verdicts import Row
 from pytest_llmgpu.report.work import Work
 
@@ -277,10 +289,11 @@ def test_device_time_that_cannot_be_compared() -> None:
     assert (invalid.verdict, invalid.metric) == ("UNDECIDED", "device_time")
 
 
-def _timed(number: int, base: Sequence[float], head: Sequence[float], **fields: Any) -> Timed:
+def _timed(base: Sequence[float], head: Sequence[float], **fields: Any) -> Timed:
     """Return the times of a case by its launches' log times."""
     defaults: dict[str, Any] = {
-        "name": Name(str(number), f"mp-bs{number}", None, "device_time"),
+        "result": make_result(),
+        "metric": "device_time",
         "gated": True,
         "ranks": [Samples(base, head)],
         "seconds": [(1.0, 1.0)],
@@ -293,8 +306,8 @@ def _timed(number: int, base: Sequence[float], head: Sequence[float], **fields: 
 
 def test_gated_rows_of_times_are_one_family() -> None:
     """A slowdown that is significant alone is not among a hundred rows; rows that are not gated do not count."""
-    one = _timed(0, [0.0], [0.025], prior=Prior(s0=0.006, df0=1000.0, source="test"))
-    others = [_timed(number, [0.0], [0.0]) for number in range(1, 100)]
+    one = _timed([0.0], [0.025], prior=Prior(s0=0.006, df0=1000.0, source="test"))
+    others = [_timed([0.0], [0.0]) for _ in range(99)]
     assert rows([one], 0.99, "")[0].verdict == "REGRESSED"
     among = rows([one, *others], 0.99, "")[0]
     assert among.verdict == "UNDECIDED"
@@ -314,11 +327,11 @@ def _simulated(
     """Return the rows of cases with given changes, measured with launches of a regime."""
     prior = PRIORS[regime]
     cases = []
-    for number, change in enumerate(changes):
+    for change in changes:
         noise = _drawn(chance, prior) if sd is None else sd
         samples = ([chance.gauss(0, noise) for _ in range(n)], [chance.gauss(change, noise) for _ in range(n)])
         threshold = 0.01 if regime.startswith("device") else 0.02
-        cases.append(_timed(number, *samples, prior=prior, threshold=threshold, spread=1e9))
+        cases.append(_timed(*samples, prior=prior, threshold=threshold, spread=1e9))
     return rows(cases, 0.99, "")
 
 
@@ -357,3 +370,261 @@ def test_a_time_that_is_ok_by_chance_has_the_launches_that_exclude_a_slowdown() 
     assert len(enough) > 1
     assert seen is not None
     assert seen < 0.041
+
+
+_HELD = "throttled by power or heat: GPU 0 for 60.0 % of the time"
+
+
+def _compared(base: CaseResult, head: CaseResult) -> Sides:
+    found = comparable(base, head)
+    assert not isinstance(found, Refusal), found
+    return found
+
+
+def _counts(base: CaseResult, head: CaseResult) -> tuple[int, int]:
+    then, now = _compared(base, head)
+    return len(then), len(now)
+
+
+def _refused(base: CaseResult, head: CaseResult) -> Refusal:
+    found = comparable(base, head)
+    assert isinstance(found, Refusal), found
+    return found
+
+
+def test_batches_of_another_plan_are_not_compared() -> None:
+    """Other items or shapes, a plan that nobody wrote down, or batches that are missing."""
+    for change, words in (
+        ({"plan_sha256": "0" * 64}, "they differ"),
+        ({"plan_sha256": None}, "does not record them"),
+    ):
+        head = with_launches([1.0, 1.0])
+        head.launches[1].plan_sha256 = change["plan_sha256"]
+        row = _refused(with_launches([1.0]), head)
+        assert row.verdict == "NOT_COMPARABLE"
+        assert words in row.reason
+    head.case = msgspec.structs.replace(head.case, execution="cuda_graphs")
+    row = _refused(with_launches([1.0]), head)
+    assert "The forwards ran as CUDA graphs, the baseline's eagerly" in row.reason
+    short = with_latencies([[1.0] * (BATCHES - 1)])
+    row = _refused(with_launches([1.0]), short)
+    assert "one launch has 19, another 20" in row.reason
+
+
+@pytest.mark.parametrize(("device", "refused"), [("cpu", True), ("cuda", False)])
+def test_times_of_other_threads_are_not_compared(device: str, refused: bool) -> None:
+    """On a CPU the number of threads decides the time; a GPU's rank starts kernels with one."""
+    base, head = (with_launches([1.0], device=device) for _ in range(2))
+    for result, threads in ((base, 2), (head, 1)):
+        result.launches[0].host = HostUse(wall_s=1.0, threads=[threads], cpu_s=[1.0], waited_s=[0.0])
+    found = comparable(base, head)
+    assert isinstance(found, Refusal) is refused
+    if isinstance(found, Refusal):
+        assert found.verdict == "NOT_COMPARABLE"
+        assert "2 in the baseline, 1 in the candidate" in found.reason
+    head.launches[0].host = None
+    assert not isinstance(comparable(base, head), Refusal)
+
+
+def test_a_launch_with_evidence_against_it_does_not_count() -> None:
+    """The others do; where none is left the time is INVALID, with the evidence, on either side."""
+    head = with_launches([1.0, 5.0])
+    make_invalid(head.launches[1], "GPU 0 was throttled for 3 s.")
+    assert _counts(with_launches([1.0]), head) == (1, 1)
+    make_invalid(head.launches[0], "GPU 0 was throttled for 2 s.")
+    for sides in ((with_launches([1.0]), head), (head, with_launches([1.0]))):
+        found = _refused(*sides)
+        assert found.verdict == "UNDECIDED"
+        assert found.reason.endswith("were disturbed: GPU 0 was throttled for 2 s.")
+    found = _refused(with_launches([1.0]), with_launches([0.0]))
+    assert found.verdict == "UNDECIDED"
+
+
+def test_a_time_that_is_gone_is_missing() -> None:
+    """A case that completed without a timed batch. Where the baseline has none, nothing can be compared: no pass."""
+    found = _refused(with_launches([1.0]), with_launches([]))
+    assert found.verdict == "MISSING"
+    found = _refused(with_launches([]), with_launches([1.0]))
+    assert (found.verdict, found.next_step) == ("UNDECIDED", "Measure the baseline again.")
+
+
+@pytest.mark.parametrize("kind", disturbances.TITLES)
+def test_the_next_step_follows_the_disturbance(kind: disturbances.Kind) -> None:
+    """Another program is to be ended, a throttled GPU to be cooled: the step also names the report."""
+    head = with_launches([1.0])
+    make_invalid(head.launches[0], f"{disturbances.TITLES[kind]}: GPU 0")
+    if kind in ("throttled", "clock"):
+        found = _refused(with_launches([1.0]), head)
+        assert found.next_step.startswith(disturbances.COOLER)
+    else:
+        found = _refused(with_launches([1.0]), head)
+        assert found.next_step.startswith(
+            "End the other" if kind in ("processes", "memory", "cpu") else "Read the driver's"
+        )
+        assert found.next_step.endswith("Then measure the candidate again.")
+
+
+def _held(*launches: tuple[float, bool]) -> CaseResult:
+    """Return a result with launches of these levels, of which some were held down."""
+    found = with_launches([level for level, _ in launches])
+    for launch, (_, held) in zip(found.launches, launches, strict=True):
+        make_invalid(launch, *[_HELD] * held)
+    return found
+
+
+def test_a_clock_that_hardly_fell_is_no_reason_to_leave_a_launch_out() -> None:
+    """Only one of two met its limit: by 1 % it still compares, by more it does not, whatever the margin."""
+    free, held, slow = with_launches([1.0]), with_launches([1.01]), with_launches([1.08])
+    make_invalid(free.launches[0], mhz=1980)
+    make_invalid(held.launches[0], _HELD, mhz=1961)
+    make_invalid(slow.launches[0], _HELD, mhz=1955)
+    assert _counts(free, held) == _counts(held, free) == (1, 1)
+    unknown = with_launches([1.0])
+    for sides in ((free, slow), (slow, free), (held, unknown)):
+        found = _refused(*sides)
+        assert found.verdict == "UNDECIDED"
+    assert _counts(slow, held) == (1, 1), "both met their limit, whatever their clocks"
+
+
+@pytest.mark.parametrize(
+    ("base", "head", "counts"),
+    [
+        ([0, 0, 0, 0, 0], [0, 1, 1, 1, 1], (5, 1)),
+        ([0, 0, 1], [0, 1, 1, 1, 1], (2, 1)),
+        ([1, 1], [1], (2, 1)),
+        ([1, 1, 0], [0, 1, 1, 1], (3, 4)),
+        ([0, 1], [0, 1, 0, 1], (1, 2)),
+        ([1, 1], [0], "baseline"),
+        ([0, 1], [1, 1], "candidate"),
+    ],
+)
+def test_throttled_launches_are_left_out_unless_they_are_most_of_both(
+    base: list[int], head: list[int], counts: tuple[int, int] | str
+) -> None:
+    """A hot GPU is no slowdown; where both are mostly throttled, that is how this machine runs."""
+    sides = [_held(*((1.08 if held else 1.0, bool(held)) for held in side)) for side in (base, head)]
+    if isinstance(counts, str):
+        found = _refused(*sides)
+        assert (found.verdict, found.reason) == (
+            "UNDECIDED",
+            f"Power or heat throttled only the {counts} (`profile.invalid`).",
+        )
+        assert found.next_step.startswith(disturbances.COOLER)
+    else:
+        assert _counts(*sides) == counts
+
+
+_PRIOR = Prior(s0=0.003, df0=8.0, source="test")
+
+
+def test_every_regime_has_a_prior_with_its_source() -> None:
+    """The policy has the same values, and a part of them can be replaced."""
+    assert set(PRIORS) == set(REGIMES)
+    for regime, prior in PRIORS.items():
+        assert prior.s0 > 0
+        assert prior.df0 > 0
+        assert prior.source
+        assert prior_of(regime) is prior
+
+
+def test_launches_and_prior_are_weighted_by_their_degrees_of_freedom() -> None:
+    """s² = (df0 s0² + df s²) / (df0 + df); without degrees of freedom the prior is unchanged."""
+    updated = _PRIOR.updated(Deviation(sd=0.01, degrees=4))
+    assert updated.s0 == pytest.approx(math.sqrt((8 * 9e-6 + 4 * 1e-4) / 12))
+    assert updated.df0 == 12
+    for nothing in (None, Deviation(sd=0.0, degrees=0)):
+        assert _PRIOR.updated(nothing) is _PRIOR
+
+
+def test_a_calibration_replaces_a_prior_that_it_contradicts() -> None:
+    """Ten quiet launches lower a large prior to the 99 % limit of their deviation; two have hardly any effect."""
+    large = Prior(s0=0.1, df0=2.0, source="test")
+    calibrated = large.calibrated(Deviation(sd=0.003, degrees=9))
+    assert 0.003 * math.sqrt(9 / 2.087901) <= calibrated.s0 < 0.0065  # the 1 % quantile of chi-squared
+    assert calibrated.df0 == 11
+    assert large.calibrated(Deviation(sd=0.003, degrees=1)).s0 == pytest.approx(0.1 * math.sqrt(2 / 3), rel=1e-3)
+    assert _PRIOR.calibrated(Deviation(sd=0.01, degrees=4)) == _PRIOR.updated(Deviation(sd=0.01, degrees=4))
+    assert large.calibrated(None) is large
+
+
+def test_the_deviation_is_within_the_reports() -> None:
+    """A difference between two reports is their change, not their noise."""
+    one, other = [1.0, 1.2, 1.1], [5.0, 5.4]
+    found = deviation([one, other])
+    squares = 2 * statistics.variance(one) + statistics.variance(other)
+    assert found.sd == pytest.approx(math.sqrt(squares / 3))
+    assert found.degrees == 3
+    assert deviation([[1.0], [2.0]]) == Deviation(sd=0.0, degrees=0)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "family", "t"), [(10, 1, 2.763769), (10, 21, 4.6188), (2.5, 1, 5.4), (1000, 1, 2.33)]
+)
+def test_the_first_critical_value(degrees: float, family: int, t: float) -> None:
+    """It is the quantile of Student's t at 1 - 0.01 / family."""
+    assert critical_t(degrees, family, 0.99) == pytest.approx(t, rel=0.02)
+    stats = pytest.importorskip("scipy.stats")
+    assert critical_t(degrees, family, 0.99) == pytest.approx(stats.t.ppf(1 - 0.01 / family, degrees), rel=1e-6)
+
+
+@pytest.mark.parametrize("launches", [(1, 1), (3, 3), (2, 5)])
+@pytest.mark.parametrize("threshold", [0.01, 0.04])
+def test_the_smallest_slowdown_is_seen_with_its_probability(launches: tuple[int, int], threshold: float) -> None:
+    """In a simulation with the deviation of the prior it is found in 95 % of the comparisons, half of it rarely."""
+    n_base, n_head = launches
+    least = smallest_seen(_PRIOR, n_base=n_base, n_head=n_head, threshold=threshold, family=21)
+    chance = random.Random(5)
+
+    def found(slowdown: float) -> float:
+        hits = 0
+        for _ in range(600):
+            base = [chance.gauss(0, _PRIOR.s0) for _ in range(n_base)]
+            head = [chance.gauss(math.log1p(slowdown), _PRIOR.s0) for _ in range(n_head)]
+            noise = _PRIOR.updated(deviation([base, head]))
+            change = statistics.fmean(head) - statistics.fmean(base)
+            error = noise.s0 * math.sqrt(1 / n_base + 1 / n_head)
+            significant = change / error >= critical_t(noise.df0, 21, 0.99)
+            hits += significant and change > math.log1p(threshold)
+        return hits / 600
+
+    assert found(least) >= 0.93
+    assert found(least / 2) < 0.5
+
+
+def test_the_launches_needed_are_the_fewest_that_show_a_slowdown() -> None:
+    """One launch fewer does not show it, and a slowdown up to the threshold is never shown."""
+    needed = launches_needed(PRIORS["eager_device"], slowdown=0.05, threshold=0.04, family=21)
+    assert needed is not None
+    rounded = msgspec.structs.replace(PRIORS["eager_device"])
+    seen = [smallest_seen(rounded, n_base=n, n_head=n, threshold=0.04, family=21) for n in (needed - 1, needed)]
+    assert seen[1] <= 0.05 < seen[0]
+    assert launches_needed(PRIORS["device_memory"], slowdown=0.02, threshold=0.01, family=21) == 1
+    assert launches_needed(PRIORS["device_memory"], slowdown=0.01, threshold=0.01) is None
+    assert launches_needed(Prior(s0=1.0, df0=2.0, source="test"), slowdown=0.05, threshold=0.04) is None
+
+
+def test_fewer_forwards_have_more_noise() -> None:
+    """The deviation of a mean of forwards falls with the square root of their number, down to that of 200."""
+    compute = PRIORS["device_compute"].s0
+    assert prior_of("device_compute", forwards=24).s0 == pytest.approx(compute)
+    assert prior_of("device_compute", forwards=6).s0 == pytest.approx(2 * compute)
+    assert prior_of("device_compute", forwards=10**6) == prior_of("device_compute", forwards=200)
+
+
+def test_the_prior_of_a_case_is_that_of_its_noisier_report() -> None:
+    """Fewer forwards in one of two reports, or an eager execution, count for both."""
+    few, many = make_result(1.0, execution="cuda_graphs"), make_result(1.0, execution="cuda_graphs")
+    few.launches[0].work = make_work(batches=[0, 2], passes=3)
+    many.launches[0].work = make_work(batches=[0, 2], passes=12)
+    assert prior_of_case(noisiest("device_time", few, many), few, many) == prior_of("device_compute", forwards=6)
+    timed = len(few.launches[0].batches.latency_s)
+    assert prior_of_case(noisiest("time", few, many), few, many) == prior_of("replayed", idle=1 - 0.67, forwards=timed)
+    eager = make_result(1.0)
+    assert prior_of_case(noisiest("time", many, eager), many, eager).s0 == PRIORS["eager_host"].s0
+
+
+def test_replayed_graphs_have_the_noise_of_the_host_in_their_idle_time() -> None:
+    """The noise of the host counts with the fraction of the time in which the GPU waits for it."""
+    replayed, host = PRIORS["replayed"].s0, PRIORS["eager_host"].s0
+    assert prior_of("replayed", idle=0.15).s0 == pytest.approx(math.hypot(replayed, 0.15 * host))
+    assert prior_of("device_memory", idle=0.15) == PRIORS["device_memory"]

@@ -1,4 +1,4 @@
-"""Exact probabilities for the tests of the gate: Student's t, and intervals of a share and of a loss of items.
+"""Statistics of the verdicts: exact probabilities of Student's t, intervals of shares and losses, Holm's method.
 
 scipy is not used, because its import takes longer than a gate.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 
 _TERMS = 40
 """Largest number of terms of the continued fraction; distributions with many degrees of freedom need more."""
@@ -103,3 +103,26 @@ def _solved(rising: Callable[[float], float], low: float, high: float) -> float:
         middle = (low + high) / 2
         low, high = (middle, high) if rising(middle) < 0 else (low, middle)
     return (low + high) / 2
+
+
+def holm(probabilities: Sequence[float], families: Sequence[Hashable] | None = None) -> list[float]:
+    """Return the probabilities of tests adjusted by Holm's method, in the same order.
+
+    It limits the probability of any false alarm among several tests.
+
+    Args:
+        probabilities: The p of each test.
+        families: The family of each test, in which it is adjusted; None: all tests are one family.
+    """
+    members: dict[Hashable, list[int]] = {}
+    for number in range(len(probabilities)):
+        members.setdefault(families[number] if families is not None else None, []).append(number)
+    adjusted = [1.0] * len(probabilities)
+    for family in members.values():
+        largest = 0.0
+        for rank, number in enumerate(sorted(family, key=probabilities.__getitem__)):
+            largest = max(largest, min(1.0, (len(family) - rank) * probabilities[number]))
+            if largest == 1:
+                break  # and so are all larger ones
+            adjusted[number] = largest
+    return adjusted

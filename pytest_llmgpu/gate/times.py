@@ -1,0 +1,732 @@
+"""The one rule for all times: device time and wall times of a case.
+
+The datum is the mean log time of a launch, because clocks, allocator and host are the same within a launch. A few
+launches estimate their own deviation badly, and one launch not at all. The deviation of a row is therefore a mean of
+two variances, weighted by their degrees of freedom: that of its launches, and the prior of its noise regime (empirical
+Bayes, as in limma: Smyth 2004). The degrees of the prior are small where machines differ in their deviation.
+
+A row is REGRESSED if its change is statistically significant and exceeds the threshold. All gated rows of times are one
+family of tests (Holm). `comparable` selects the launches, `device_times` and `wall_times` collect the data of a row,
+and `rows` judges all of them.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import math
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
+import msgspec
+
+from pytest_llmgpu.analysis import noise_regime
+from pytest_llmgpu.analysis.noise_regime import NoiseRegime
+from pytest_llmgpu.gate.exact import absent, other_execution
+from pytest_llmgpu.gate.policy import DeviceTimeRule, TimeRule
+from pytest_llmgpu.gate.stats import holm, largest_sd, t_quantile, t_tail
+from pytest_llmgpu.report import disturbances
+from pytest_llmgpu.report.derived import device_times_s, inference_s
+from pytest_llmgpu.report.metrics import MetricName, default_threshold, spec_of
+from pytest_llmgpu.report.result import CaseResult, Launch
+from pytest_llmgpu.report.text import FACTORS_FROM, plural, signed_percent, significant, slowdown
+from pytest_llmgpu.report.verdicts import Decided, Row, Verdict
+
+POWER = 0.95
+"""Probability with which the smallest slowdown is seen."""
+
+PROMISED = 0.02
+"""Distance above the threshold of a slowdown that a row with the verdict OK excludes."""
+
+GPU_SD = 0.006
+"""Standard deviation of the log device time of one program between GPUs of one kind, measured on five H200."""
+
+DAY_SD = 0.005
+"""Addition to the threshold of device time for two sessions on different days. It is assumed, not measured."""
+
+PRACTICAL_LAUNCHES = 20
+"""Largest number of launches that is recommended."""
+
+_MOST_LAUNCHES = 1000
+"""Largest number of launches that is computed."""
+
+_FORWARDS = 24
+"""Number of forwards for which the deviations of `device_compute` and `replayed` hold. That of fewer or more is larger
+or smaller by the square root: on two H200, forwards of LLaMA-7B at batch sizes 8, 32 and 64 differed by 1.1, 1.5 and
+1.4 %, in one launch as much as between launches."""
+
+_MOST_FORWARDS = 200
+"""More forwards do not lower the deviation further: launches differ in more than their forwards."""
+
+_CHANCE = 0.01
+"""Probability with which the deviation of a calibration is limited to less than the true one."""
+
+_IN_TURN = 0.02
+"""Threshold of wall time where launches of both reports alternated. A host drifts by 1 % from day to day: against a
+stored baseline one comparison in eleven had a false alarm with this threshold, one in 200 with 4 %."""
+
+_ONE_SIDED = 0.95
+"""Probability with which the change is above the lower end of its interval, and below the upper one."""
+
+_POWER_QUANTILE = statistics.NormalDist().inv_cdf(POWER)
+_GPU_QUANTILE = statistics.NormalDist().inv_cdf(0.99)
+
+_DAY_S = 12 * 3600
+"""Sessions that are further apart are of different days."""
+
+_LARGEST_THRESHOLD = 1.0
+"""With a larger threshold, which allows more than twice the time, a reason states that a time cannot be judged."""
+
+_IGNORED_CLOCK = 0.01
+"""A relative difference of clocks up to this is ignored: it changes a time by at most half of the default threshold."""
+
+_HALF = 0.5
+"""Share of throttled launches above which a report is of a GPU at its limit."""
+
+_THOUSAND = 1000
+
+_NAMES = {
+    "device_time": "Device time",
+    "time": "Time",
+    "first_token": "Time to first token",
+    "token_time": "Time per token",
+}
+
+
+def _first_tokens_s(launch: Launch) -> Sequence[float]:
+    return [] if launch.generation is None else launch.generation.first_token_s
+
+
+def _steps_s(launch: Launch) -> Sequence[float]:
+    return [] if launch.generation is None else launch.generation.step_s
+
+
+WALL_TIMES: dict[MetricName, tuple[Callable[[Launch], Sequence[float]], Callable[[Launch], float]]] = {
+    "time": (lambda launch: launch.batches.latency_s, inference_s),
+    "first_token": (_first_tokens_s, lambda launch: statistics.median(_first_tokens_s(launch))),
+    "token_time": (_steps_s, lambda launch: statistics.median(_steps_s(launch))),
+}
+"""Metric of wall time to the times of a launch whose mean is judged, and to the time of a launch that is shown."""
+
+
+class Deviation(msgspec.Struct, frozen=True, kw_only=True):
+    """A measured standard deviation."""
+
+    sd: float
+    """Standard deviation of the logarithm of the time between launches."""
+    degrees: int
+    """Degrees of freedom of `sd`: the number of launches minus the number of reports or sessions."""
+
+
+def deviation(groups: Iterable[Sequence[float]]) -> Deviation:
+    """Return the deviation of launches around the mean of their group; without degrees of freedom 0.
+
+    Args:
+        groups: [groups, launches] logarithms of times.
+    """
+    squares, degrees = 0.0, 0
+    for group in groups:
+        if len(group) > 1:
+            mean = statistics.fmean(group)
+            squares += math.fsum((value - mean) ** 2 for value in group)
+            degrees += len(group) - 1
+    return Deviation(sd=math.sqrt(squares / degrees) if degrees else 0.0, degrees=degrees)
+
+
+class Prior(msgspec.Struct, frozen=True, kw_only=True):
+    """The noise between launches that is expected before a comparison."""
+
+    s0: float
+    """Standard deviation of the logarithm of the time between launches."""
+    df0: float
+    """Degrees of freedom of `s0`: the number of launches of one's own that have the same weight."""
+    source: str
+    """The measurements that `s0` and `df0` are from."""
+
+    def updated(self, measured: Deviation | None) -> Prior:
+        """Return the prior with measured launches added to it."""
+        if measured is None or not measured.degrees:
+            return self
+        degrees = self.df0 + measured.degrees
+        s0 = math.sqrt((self.df0 * self.s0**2 + measured.degrees * measured.sd**2) / degrees)
+        return Prior(s0=s0, df0=degrees, source=self.source)
+
+    def calibrated(self, measured: Deviation | None) -> Prior:
+        """Return the prior with the launches of a calibration added to it.
+
+        Machines of one regime can differ in their deviation by more than a factor of ten. A prior that the launches
+        contradict is therefore replaced by the largest deviation that they are compatible with.
+        """
+        if measured is None:
+            return self
+        both = self.updated(measured)
+        return msgspec.structs.replace(both, s0=min(both.s0, largest_sd(measured.sd, measured.degrees, _CHANCE)))
+
+
+PRIORS: Mapping[NoiseRegime, Prior] = MappingProxyType(
+    {
+        "device_memory": Prior(s0=0.001, df0=10.0, source="LLaMA-7B at batch sizes 1 and 2, 52 launches on eight H200"),
+        "device_compute": Prior(
+            s0=0.003, df0=40.0, source="24 forwards of LLaMA-7B at batch sizes 8 to 64, 72 launches on two H200"
+        ),
+        "replayed": Prior(
+            s0=0.003, df0=20.0, source="24 forwards of LLaMA-7B at batch sizes 32 and 64, 48 launches on two H200"
+        ),
+        "eager_device": Prior(s0=0.01, df0=6.0, source="LLaMA-7B at batch sizes 32 and 64, 55 launches on five H200"),
+        "eager_host": Prior(s0=0.1, df0=2.0, source="LLaMA-7B at batch sizes 2 and 8, 55 launches on six H200"),
+        "cpu": Prior(s0=0.15, df0=4.0, source="bundled model, 40 launches on two cores of a virtual machine"),
+    }
+)
+"""The prior of each noise regime."""
+
+
+def prior_of(regime: NoiseRegime, *, idle: float = 0.0, forwards: int | None = None) -> Prior:
+    """Return the prior of a regime.
+
+    The deviations of `device_compute` and `replayed` are those of 24 forwards, and scaled to the number that a launch
+    measures.
+
+    Between replayed graphs the GPU waits for the host, whose time has the deviation of `eager_host`: with LLaMA-7B on
+    an H200 the GPU waited 15 % of batch size 1, whose deviation was 0.8 to 1.8 %, and 2 % of batch size 64 (0.5 %).
+
+    Args:
+        regime: The noise regime.
+        idle: The fraction of the time in which the GPU waits for the host. It widens the prior of replayed graphs only.
+        forwards: The number of forwards that a launch measures (`noise_regime.forwards`); None: as many as `s0` is of.
+    """
+    prior = PRIORS[regime]
+    if forwards is not None:
+        scale = math.sqrt(_FORWARDS / min(forwards, _MOST_FORWARDS))
+        prior = msgspec.structs.replace(prior, s0=scale * prior.s0)
+    if regime != "replayed" or not idle:
+        return prior
+    return msgspec.structs.replace(prior, s0=math.hypot(prior.s0, idle * PRIORS["eager_host"].s0))
+
+
+def prior_of_case(regime: NoiseRegime, *results: CaseResult) -> Prior:
+    """Return the prior of a time of one case, from its results in one report or in several, before a calibration."""
+    idle = noise_regime.idle_share(*results) if regime == "replayed" else 0.0
+    return prior_of(regime, idle=idle, forwards=noise_regime.forwards(regime, *results))
+
+
+def critical_t(degrees: float, family: float, confidence: float) -> float:
+    """Return the first critical value of Holm's method: the t that the smallest p of a family has to exceed.
+
+    Args:
+        degrees: Degrees of freedom of t.
+        family: The number of tests in the family, times the number of ranks of this row.
+        confidence: The confidence of the whole family.
+    """
+    return t_quantile(degrees, 1 - (1 - confidence) / max(1.0, family))
+
+
+def smallest_slowdown(threshold: float, shown: float, error: float) -> float:
+    """Return the smallest true slowdown that is seen with probability `POWER`, as a fraction.
+
+    Args:
+        threshold: The threshold as a fraction.
+        shown: The smallest measured change, as a logarithm, that is statistically significant.
+        error: The standard error of the measured change.
+    """
+    return math.expm1(min(700.0, max(math.log1p(threshold), shown) + _POWER_QUANTILE * error))
+
+
+def smallest_seen(
+    prior: Prior, *, n_base: int, n_head: int, threshold: float, family: float = 1, confidence: float = 0.99
+) -> float:
+    """Return the smallest true slowdown that launches with the noise of a prior show, as a fraction.
+
+    Args:
+        prior: The expected noise.
+        n_base: The number of launches of the baseline.
+        n_head: The number of launches of the candidate.
+        threshold: The threshold as a fraction.
+        family: The number of gated rows of times, times the number of ranks of this row.
+        confidence: The confidence of the policy.
+    """
+    error = prior.s0 * math.sqrt(1 / n_base + 1 / n_head)
+    shown = critical_t(prior.df0 + n_base + n_head - 2, family, confidence) * error
+    return smallest_slowdown(threshold, shown, error)
+
+
+def launches_needed(
+    prior: Prior, *, slowdown: float, threshold: float, family: float = 1, confidence: float = 0.99
+) -> int | None:
+    """Return how many launches in each report show a true slowdown with probability `POWER`; None above 1,000.
+
+    Args:
+        prior: The expected noise.
+        slowdown: The true slowdown as a fraction. One up to the threshold is never seen.
+        threshold: The threshold as a fraction.
+        family: The number of gated rows of times, times the number of ranks of this row.
+        confidence: The confidence of the policy.
+    """
+    unit = 10.0 ** (math.floor(math.log10(prior.s0)) - 1)  # Rounded up to two digits: a plan needs no more.
+    prior = msgspec.structs.replace(prior, s0=math.ceil(prior.s0 / unit - 1e-9) * unit, df0=round(prior.df0, 1))
+
+    def seen(launches: int) -> bool:
+        least = smallest_seen(
+            prior, n_base=launches, n_head=launches, threshold=threshold, family=family, confidence=confidence
+        )
+        return least <= slowdown
+
+    if slowdown <= threshold or not seen(_MOST_LAUNCHES):
+        return None
+    few, enough = 0, _MOST_LAUNCHES
+    while enough - few > 1:
+        middle = (few + enough) // 2
+        few, enough = (few, middle) if seen(middle) else (middle, enough)
+    return enough
+
+
+Sides = tuple[list[Launch], list[Launch]]
+"""The launches of the baseline and of the candidate, at least one of each."""
+
+
+class Refusal(NamedTuple):
+    """The reason why no launches can be compared."""
+
+    verdict: Verdict
+    """The verdict of the case."""
+    reason: str
+    next_step: str = ""
+    """The next step for the reader, if it depends on the reason."""
+
+    def row(self, head: CaseResult, metric: MetricName, *, gated: bool) -> Row:
+        """Return the row of a metric whose launches cannot be compared."""
+        return Row.of(head, metric, self.verdict, self.reason, gated=gated, next_step=self.next_step)
+
+
+def comparable(base: CaseResult, head: CaseResult) -> Sides | Refusal:
+    """Return the launches of two completed results whose times can be compared, or the reason why none can.
+
+    They ran the same batches, undisturbed. Launches that power or heat throttled are left out, unless they are most of
+    the launches of both results. A launch whose clock is lower by at most `_IGNORED_CLOCK` counts as unthrottled: a GPU
+    at the edge of its limit is throttled in some launches, at almost the same clock.
+    """
+    sides = []
+    for name, result in (("baseline", base), ("candidate", head)):
+        timed = [launch for launch in result.launches if launch.batches.latency_s]
+        valid = [launch for launch in timed if disturbances.untimed(launch) is None]
+        if not timed and result is head:
+            return Refusal("MISSING", "No batch was timed.")
+        if not timed:
+            return Refusal("UNDECIDED", "No batch of the baseline was timed.", "Measure the baseline again.")
+        if not valid:
+            disturbance = disturbances.untimed(timed[0]) or ""
+            reason = f"The launches of the {name} were disturbed: {disturbance}."
+            remedy = disturbances.remedy(disturbance)
+            step = f"{remedy} Then measure the {name} again." if remedy else f"Measure the {name} again."
+            return Refusal("UNDECIDED", reason, step)
+        sides.append(valid)
+    then, now = sides
+    if any(sum(map(_is_throttled, side)) <= _HALF * len(side) for side in sides):
+        clocks = [disturbances.slowest_mhz(one.profile) if one.profile else None for one in (*then, *now)]
+        slow_mhz = math.inf if None in clocks else max(filter(None, clocks)) * (1 - _IGNORED_CLOCK)
+        free = [[launch for launch in side if not _is_throttled(launch, slow_mhz)] for side in sides]
+        if not all(free):
+            reason = f"Power or heat throttled only the {'candidate' if free[0] else 'baseline'} (`profile.invalid`)."
+            return Refusal("UNDECIDED", reason, f"{disturbances.COOLER} Then measure the throttled report again.")
+        then, now = free
+    changed = _other_threads(then, now) if head.case.device == "cpu" else None
+    if (unpaired := changed or _unpaired([*then, *now])) is not None:
+        other = other_execution(base, head)
+        return Refusal("NOT_COMPARABLE", unpaired if other is None else f"{unpaired}\n{other}")
+    return then, now
+
+
+def _is_throttled(launch: Launch, slow_mhz: float = math.inf) -> bool:
+    """Return whether power or heat throttled a launch, to less than a clock where its own is known."""
+    if launch.profile is None or not any(map(disturbances.is_power, launch.profile.invalid)):
+        return False
+    return (disturbances.slowest_mhz(launch.profile) or 0.0) < slow_mhz
+
+
+def _other_threads(base: list[Launch], head: list[Launch]) -> str | None:
+    """Return a sentence if ranks on a CPU computed with other numbers of threads; None if not, or if not known."""
+    then, now = ({tuple(launch.host.threads) for launch in side if launch.host} for side in (base, head))
+    if not then or not now or then == now:
+        return None
+    words = [" or ".join(", ".join(map(str, threads)) for threads in sorted(found)) for found in (then, now)]
+    return (
+        f"The number of threads of each rank changed: {words[0]} in the baseline, {words[1]} in the candidate. Set "
+        "OMP_NUM_THREADS to the same value in both runs."
+    )
+
+
+def _unpaired(launches: Sequence[Launch]) -> str | None:
+    """Return the reason why batches cannot be compared one by one; None if they can."""
+    plans = {launch.plan_sha256 for launch in launches}
+    counts = {len(launch.batches.latency_s) for launch in launches}
+    if None in plans:
+        return "The batches cannot be paired: a launch does not record them (plan_sha256)."
+    if len(plans) > 1:
+        return "The batches cannot be paired: they differ (plan_sha256)."
+    if len(counts) > 1:
+        return f"The batches cannot be paired: one launch has {min(counts)}, another {max(counts)}."
+    return None
+
+
+class Samples(NamedTuple):
+    """The launches of one rank, or of a case whose time is one for all ranks."""
+
+    base: Sequence[float]
+    """The logarithm of the time of each launch of the baseline."""
+    head: Sequence[float]
+    """The logarithm of the time of each launch of the candidate."""
+
+    @property
+    def change(self) -> float:
+        """The change of the mean of the launches, as a logarithm."""
+        return statistics.fmean(self.head) - statistics.fmean(self.base)
+
+
+class Timed(msgspec.Struct, frozen=True):
+    """The times of one row. The verdict needs all rows."""
+
+    result: CaseResult
+    """The result of the candidate."""
+    metric: MetricName
+    gated: bool
+    ranks: Sequence[Samples]
+    """The launches of each rank; the rank that became slowest decides."""
+    prior: Prior
+    """The noise that is expected, the calibration included."""
+    threshold: float
+    """The slowdown that is allowed, as a fraction."""
+    spread: float
+    """The ratio of the slowest to the fastest launch of one report above which the row is never OK."""
+    seconds: Sequence[tuple[float, ...]]
+    """The time of the baseline and of the candidate that is shown, for each rank."""
+    machine_sd: float = 0.0
+    """The deviation of the log time between machines of one kind; 0 where both reports are of the same GPUs."""
+    left_out: str = ""
+    """A sentence about launches that are not used; empty if all are."""
+    prefill: bool = False
+    """True if the times are of prefills; the row before is that of the decode steps of the case."""
+
+    @property
+    def slowest(self) -> int:
+        """The number of the rank that became slowest."""
+        return max(range(len(self.ranks)), key=lambda number: self.ranks[number].change)
+
+
+def wall_times(
+    base: CaseResult,
+    head: CaseResult,
+    sides: Sides | Refusal,
+    rule: TimeRule,
+    *,
+    metric: MetricName = "time",
+    prior: Prior,
+    regime: NoiseRegime,
+    in_turn: bool,
+    machine_sd: float,
+) -> Timed | Row:
+    """Return the wall times of two completed results, or why they cannot be compared.
+
+    Args:
+        base: The result of the baseline.
+        head: The result of the candidate.
+        sides: The launches that can be compared, or why there are none.
+        rule: The threshold.
+        metric: A metric of `WALL_TIMES`.
+        prior: The expected noise.
+        regime: The noise regime of the case.
+        in_turn: True if launches of both reports alternated.
+        machine_sd: The deviation between machines; 0 if both reports are of the same GPUs.
+    """
+    if isinstance(sides, Refusal):
+        return sides.row(head, metric, gated=rule.gate)
+    latencies_s, shown_s = WALL_TIMES[metric]
+    logs = [[statistics.fmean(map(math.log, latencies_s(one))) for one in side] for side in sides]
+    base_s, head_s = (_ratio(statistics.fmean(math.log(shown_s(one)) for one in side)) for side in sides)
+    margin = rule.margin if rule.margin is not None else _IN_TURN if in_turn else default_threshold(metric)
+    return Timed(
+        result=head,
+        metric=metric,
+        gated=rule.gate,
+        ranks=[Samples(*logs)],
+        prior=prior,
+        threshold=max(margin, rule.absolute_s / base_s),
+        spread=noise_regime.largest_spread(regime),
+        seconds=[(base_s, head_s)],
+        machine_sd=machine_sd,
+        left_out=_left_out(base, head, sides, "`profile.invalid`"),
+    )
+
+
+def device_times(
+    base: CaseResult,
+    head: CaseResult,
+    sides: Sides | Refusal,
+    rule: DeviceTimeRule,
+    *,
+    prior: Prior,
+    regime: NoiseRegime,
+    other_day: bool,
+) -> Timed | Row | str | None:
+    """Return the device times of two completed results, or why they cannot be compared; None for a CPU.
+
+    Ranks with equal GPUs are compared; where the GPUs are others of the same kind, ranks of equal number.
+
+    Args:
+        base: The result of the baseline.
+        head: The result of the candidate.
+        sides: The launches that can be compared, or why there are none.
+        rule: The threshold.
+        prior: The expected noise.
+        regime: The noise regime of the case.
+        other_day: True if the sessions are of different days.
+    """
+    if head.case.device == "cpu":
+        return None
+    usable: Sides = ([], []) if isinstance(sides, Refusal) else sides
+    used = [[launch for launch in side if device_times_s(launch)] for side in usable]
+    if not all(used):
+        then, now = (any(map(device_times_s, result.launches)) for result in (base, head))
+        if (missing := absent(head, "device_time", then, now, gated=rule.gate)) is not None:
+            return missing
+        if isinstance(sides, Refusal):
+            return sides.row(head, "device_time", gated=rule.gate)
+        reason = "The launches with device time were disturbed (`profile.invalid`)."
+        return Row.of(head, "device_time", "UNDECIDED", reason, gated=rule.gate)
+    # [sides, launches, ranks] GPUs of the rank and the logarithm of its time
+    measured = [
+        [
+            [(tuple(rank.uuids), math.log(s)) for rank, s in zip(one.ranks, device_times_s(one) or [], strict=False)]
+            for one in side
+        ]
+        for side in used
+    ]
+    launches = [*measured[0], *measured[1]]
+    batches = {tuple(one.work.batches) for side in usable for one in side if one.work is not None}
+    if len(batches) > 1 or len(set(map(len, launches))) > 1:
+        reason = "The work passes ran other batches or ranks than the baseline's."
+        return Row.of(head, "device_time", "NOT_COMPARABLE", reason, gated=rule.gate)
+    names = [uuids for uuids, _ in launches[-1]]
+    same = all(sorted(uuids for uuids, _ in launch) == sorted(names) for launch in launches)
+    if same:
+        for launch in launches:
+            launch.sort(key=lambda rank: names.index(rank[0]))
+    ranks = [Samples(*([one[number][1] for one in side] for side in measured)) for number in range(len(names))]
+    return Timed(
+        result=head,
+        metric="device_time",
+        gated=rule.gate,
+        ranks=ranks,
+        prior=prior,
+        threshold=rule.margin + (DAY_SD if same and other_day else 0.0),
+        spread=noise_regime.largest_spread(regime),
+        seconds=[tuple(_ratio(statistics.fmean(side)) for side in rank) for rank in ranks],
+        machine_sd=0.0 if same else GPU_SD,
+        left_out=_left_out(base, head, used, "`work` or `profile.invalid`"),
+    )
+
+
+def _left_out(base: CaseResult, head: CaseResult, used: Sequence[Sequence[object]], fields: str) -> str:
+    """Return a sentence on the launches that are not used, to be appended; empty if all are used.
+
+    Args:
+        base: The result of the baseline.
+        head: The result of the candidate.
+        used: The launches of both that are used.
+        fields: The fields of a launch that show why it is not.
+    """
+    counts = [sum(bool(launch.batches.latency_s) for launch in result.launches) for result in (base, head)]
+    found = [
+        f"{len(side)} of {count} launches of the {name} are used"
+        for name, side, count in zip(("baseline", "candidate"), used, counts, strict=True)
+        if len(side) < count
+    ]
+    return f" {' and '.join(found)} ({fields})." if found else ""
+
+
+@functools.lru_cache(maxsize=64)
+def days_apart(one: str, other: str) -> bool:
+    """Return whether two sessions are of different days; True if a time of creation cannot be read."""
+    try:
+        times = [datetime.datetime.fromisoformat(text.replace("Z", "+00:00")) for text in (one, other)]
+        return abs((times[1] - times[0]).total_seconds()) > _DAY_S
+    except (TypeError, ValueError):  # TypeError: only one of them has a time zone
+        return True
+
+
+class Estimate(NamedTuple):
+    """The change of the rank of a row that became slowest, and its noise. All are logarithms of ratios but `noise`."""
+
+    change: float
+    """The change of the mean of the launches."""
+    noise: Prior
+    """The deviation between launches: the prior and these launches."""
+    error: float
+    """The standard error of the change, without differences between GPUs."""
+    spread: float
+    """The largest difference between two launches of one report."""
+
+    def p(self, sign: int, ranks: int) -> float:
+        """Return the one-sided p of a change in a direction if the true change is 0, times the number of ranks."""
+        distance = sign * self.change
+        return min(1.0, ranks * t_tail(distance / self.error, self.noise.df0)) if distance > 0 else 1.0
+
+
+def estimated(case: Timed) -> Estimate:
+    """Return the change of the rank that became slowest, with its noise."""
+    rank = case.ranks[case.slowest]
+    noise = case.prior.updated(deviation(rank))
+    return Estimate(
+        change=rank.change,
+        noise=noise,
+        error=noise.s0 * math.sqrt(sum(1 / len(side) for side in rank)),
+        spread=max(max(side) - min(side) for rank in case.ranks for side in rank),
+    )
+
+
+def rows(cases: Sequence[Timed], confidence: float, note: str) -> list[Row]:
+    """Judge times. All gated rows are one family of tests, the other rows of each metric are another.
+
+    Args:
+        cases: The times of each row.
+        confidence: The confidence of a family: 1 minus the probability of any false alarm.
+        note: The second line of the reason of a change; empty for none.
+    """
+    estimates = list(map(estimated, cases))
+    families = [case.gated or case.metric for case in cases]
+    members = Counter(families)
+    both = list(zip(cases, estimates, strict=True))
+    slower, faster = (holm([one.p(sign, len(case.ranks)) for case, one in both], families) for sign in (1, -1))
+    return [
+        _row(*one, ps=ps, family=members[family], confidence=confidence, note=note)
+        for one, ps, family in zip(both, zip(slower, faster, strict=True), families, strict=True)
+    ]
+
+
+def _row(case: Timed, estimate: Estimate, *, ps: tuple[float, float], family: int, confidence: float, note: str) -> Row:
+    """Return the verdict on one row.
+
+    REGRESSED: the change is statistically significant and exceeds the threshold. IMPROVED: the same in the other
+    direction. OK: the upper end of the interval is below the threshold plus `PROMISED`, where the baseline is of other
+    GPUs without the part of the threshold that is for the noise of the launches.
+
+    Args:
+        case: The times of the row.
+        estimate: Its change and noise.
+        ps: The adjusted p of a slowdown and of a speedup if the true change is 0.
+        family: The number of rows in the family.
+        confidence: The confidence of the family.
+        note: The second line of the reason of a change; empty for none.
+    """
+    tests = family * len(case.ranks)
+    change, error = estimate.change, estimate.error
+    shown = critical_t(estimate.noise.df0, tests, confidence) * error
+    limit, machines = math.log1p(case.threshold), math.sqrt(2) * case.machine_sd
+    # Between machines a change up to their differences is OK. The noise of the launches makes nothing OK.
+    allowed = max(limit, _GPU_QUANTILE * machines)
+    if case.machine_sd:  # The test takes differences between machines for a change: the threshold has to exceed both.
+        limit = max(limit, shown + _GPU_QUANTILE * machines)
+        error = math.hypot(error, machines)
+    half = t_quantile(estimate.noise.df0, _ONE_SIDED) * error
+    scattered = estimate.spread >= math.log(case.spread)
+    result: Decided = "UNDECIDED"
+    slower, faster = ps
+    if slower <= 1 - confidence and change > limit:
+        result = "REGRESSED"
+    elif faster <= 1 - confidence and change < -limit:
+        result = "IMPROVED"
+    elif change + half < math.log(math.exp(allowed) + PROMISED) and not scattered:
+        result = "OK"
+    needed = None
+    if result in {"OK", "UNDECIDED"} and not case.machine_sd:
+        needed = launches_needed(
+            msgspec.structs.replace(case.prior, s0=estimate.noise.s0),
+            slowdown=case.threshold + PROMISED,
+            threshold=case.threshold,
+            family=tests,
+            confidence=confidence,
+        )
+    threshold, (low, high) = math.expm1(limit), (_ratio(change - half), _ratio(change + half))
+    base_s, head_s = case.seconds[case.slowest]
+    reason, step = _described(case, estimate, result, threshold, (low, high), needed, family, note)
+    return Row.of(
+        case.result,
+        case.metric,
+        result,
+        reason,
+        next_step=step,
+        gated=case.gated,
+        base=base_s,
+        head=head_s,
+        ratio=_ratio(change),
+        low=low,
+        high=high,
+        threshold=threshold,
+        p=slower if change >= 0 else faster,
+        n=min(map(len, case.ranks[0])),
+        smallest_seen=smallest_slowdown(threshold, shown, error),
+        launches_needed=needed,
+    )
+
+
+def _described(
+    case: Timed,
+    estimate: Estimate,
+    result: Decided,
+    threshold: float,
+    interval: tuple[float, float],
+    needed: int | None,
+    family: int,
+    note: str,
+) -> tuple[str, str]:
+    """Return the reason of a verdict in at most two lines, and the next step where more launches do not decide."""
+    base_s, head_s = case.seconds[case.slowest]
+    of_rank = f" of rank {case.slowest}" if len(case.ranks) > 1 else ""
+    can_be_judged = not case.machine_sd or result == "REGRESSED" or threshold <= _LARGEST_THRESHOLD
+    limit = f", threshold {_threshold(threshold)}" if can_be_judged else ""
+    low, high = (100 * (end - 1) for end in interval)
+    unit = spec_of(case.metric).unit
+    reason = (
+        f"{_NAMES[case.metric]}{of_rank} {signed_percent(_ratio(estimate.change) - 1)} "
+        f"(90 % CI {low:+.1f} to {high:+.1f} %){limit}: {_amount(head_s, unit)}, was {_amount(base_s, unit)}."
+    )
+    if case.machine_sd:
+        start = "The baseline is of" if can_be_judged else "Slowdowns cannot be judged with a baseline of"
+        source = "measured on five GPUs" if case.metric == "device_time" else "assumed: as launches do"
+        percent = f"{100 * case.machine_sd:.2g} %"
+        reason += f" {start} other GPUs of the same kind; their times differ by {percent} ({source})."
+    reason += case.left_out
+    if result in {"REGRESSED", "IMPROVED"}:
+        return "\n".join(filter(None, (reason, note))), ""
+    if estimate.spread >= math.log(case.spread):
+        ratio = math.exp(min(estimate.spread, 700.0))
+        step = "Look for other users of the machine (nvidia-smi, top), then measure again."
+        return f"{reason}\nLaunches of one report differ by a factor of {ratio:.1f}.", step
+    if case.machine_sd:
+        # An OK row has a step as well: behind so much noise that a slowdown would not have been seen, it is not OK.
+        return reason, "Measure the baseline on the same GPUs to decide."
+    if result == "OK":
+        return reason, ""
+    chance = f" Not statistically significant among {plural(family, 'row')}."
+    least = f"more than {PRACTICAL_LAUNCHES}" if needed is None or needed > PRACTICAL_LAUNCHES else needed
+    return (
+        f"{reason}{chance if estimate.change > math.log1p(threshold) else ''}\n"
+        f"Minimum launches required in each report to detect {100 * (case.threshold + PROMISED):+.3g} %: "
+        f"{least}, now {min(map(len, case.ranks[0])):,}."
+    ), ""
+
+
+def _amount(value: float, unit: str) -> str:
+    """Return an amount with four digits, as 210.0 s."""
+    return f"{f'{value:#.4g}' if round(value, 1) < _THOUSAND else significant(value)} {unit}"
+
+
+def _threshold(fraction: float) -> str:
+    """Return a threshold with three digits; from 1,000 % on as a factor."""
+    return f"{100 * fraction:.3g} %" if fraction < FACTORS_FROM else slowdown(fraction)
+
+
+def _ratio(log_ratio: float) -> float:
+    """Return the exponential, limited to the range of a float, because latencies in a report can have any size."""
+    return math.exp(log_ratio if -700 < log_ratio < 700 else math.copysign(700, log_ratio))  # noqa: PLR2004
