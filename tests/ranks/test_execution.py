@@ -94,27 +94,35 @@ def _decide(loaded: Loaded, requested: str = "auto", **named: Any) -> Decision:
     return execution.decide(loaded, named.pop("requests", _requests()), _BATCH_SIZE, requested=requested, **named)
 
 
+@pytest.mark.parametrize("requested", ["auto", "on"])
 @pytest.mark.parametrize(
-    ("requested", "devices", "fields"),
+    ("devices", "fields", "logits", "reason"),
     [
-        ("off", (GPU,), {}),
-        *((requested, devices, {}) for requested in ("auto", "on") for devices in ((CPU,), _TWO_GPUS)),
-        *((requested, (GPU,), {"recordable": False}) for requested in ("auto", "on")),
+        ((CPU,), {}, scoring.LEAN, None),
+        (_TWO_GPUS, {}, scoring.LEAN, None),
+        ((GPU,), {"recordable": False}, scoring.LEAN, "the strategy forbids CUDA graphs"),
+        ((GPU,), {}, scoring.HARNESS, "--llmgpu-scoring=harness keeps a KV cache, which a CUDA graph does not"),
     ],
 )
 def test_excluded_graphs_are_named(
-    model: Any, requested: str, devices: tuple[torch.device, ...], fields: dict[str, Any]
+    model: Any,
+    requested: str,
+    devices: tuple[torch.device, ...],
+    fields: dict[str, Any],
+    logits: str,
+    reason: str | None,
 ) -> None:
     """`on` is no error. On GPUs the batches are those of CUDA graphs: a few shapes are warmed up in a fraction of the
-    time. On a CPU rows are padded no further than a batch needs.
+    time. On a CPU, and where a cache is kept, rows are padded no further than a batch needs.
     """
-    decision = _decide(_loaded(model, *devices, **fields), requested)
+    decision = _decide(_loaded(model, *devices, **fields), requested, logits=logits)
     assert (decision.reason, decision.execution) == ("excluded", "eager")
-    allowed = "the strategy forbids CUDA graphs" if fields else "CUDA graphs are switched off"
-    assert decision.detail == (cuda_graphs.reason_against(model, devices) or allowed)
-    few = devices != (CPU,)
+    assert decision.detail == (reason or cuda_graphs.reason_against(model, devices))
+    few = devices != (CPU,) and logits == scoring.LEAN
     assert decision.plan.sha256 == batching.plan(_requests(), _BATCH_SIZE, few_shapes=few).sha256
     assert (decision.padding > 0) == few
+    off = _decide(_loaded(model), "off")
+    assert (off.reason, off.detail) == ("excluded", "CUDA graphs are switched off")
 
 
 @pytest.mark.parametrize("requested", ["off", "auto"])
@@ -125,15 +133,6 @@ def test_large_eager_forwards_keep_their_widths(model: Any, monkeypatch: pytest.
         decision = _decide(_loaded(model, *devices), requested)
         assert decision.execution == "eager"
         assert decision.plan.sha256 == batching.plan(_requests(), _BATCH_SIZE).sha256
-
-
-@pytest.mark.parametrize("requested", ["auto", "on"])
-def test_a_forward_that_keeps_a_cache_is_not_recorded(model: Any, requested: str) -> None:
-    """Scoring as the harness excludes CUDA graphs, and the reason names the option."""
-    decision = _decide(_loaded(model), requested, logits=scoring.HARNESS)
-    assert decision.reason == "excluded"
-    assert "--llmgpu-scoring=harness" in decision.detail
-    assert decision.plan.sha256 == batching.plan(_requests(), _BATCH_SIZE).sha256
 
 
 @pytest.mark.parametrize(("most", "reason"), [(71, "large"), (72, "small"), (73, "small")])
@@ -164,12 +163,6 @@ def test_what_could_not_be_recorded_runs_eagerly(model: Any, requested: str) -> 
     assert (decision.reason, decision.execution) == ("not_recorded", "eager")
     assert "x.item()" in execution.describe(decision)
     assert decision.plan.sha256 == batching.plan(_requests(), _BATCH_SIZE, few_shapes=True).sha256
-
-
-def test_the_execution_is_the_same_in_every_launch(model: Any) -> None:
-    """Equal cases have equal batches and an equal reason."""
-    one, two = (_decide(_loaded(model)) for _ in range(2))
-    assert (one.plan.sha256, execution.describe(one)) == (two.plan.sha256, execution.describe(two))
 
 
 @pytest.fixture

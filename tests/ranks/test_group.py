@@ -26,20 +26,17 @@ def pair(tmp_path: Path) -> Iterator[RankGroup]:
     made.kill()
 
 
-def test_results_are_in_the_order_of_the_ranks(pair: RankGroup) -> None:
-    """A command runs on every rank, with one result each."""
+def test_results_are_in_the_order_of_the_ranks_and_one_failure_ends_the_others_wait(
+    pair: RankGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The failure has the number, the phase and the message of the rank that failed while the other one hangs."""
     assert pair.ask(ranks.variable, "RANK", phase="forward", timeout_s=300) == ["0", "1"]
-
-
-def test_a_failed_rank_is_reported_while_the_other_one_hangs(pair: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The failure has the number, the phase and the message of the rank that failed."""
     monkeypatch.setattr(group, "_OTHER_RANKS_S", 0.0)
     with pytest.raises(RankFailedError) as caught:
         pair.ask(ranks.hang_on_rank_0_fail_on_rank_1, phase="load", timeout_s=300)
-    assert caught.value.outcome == "error"
-    assert caught.value.failure.rank == 1
-    assert caught.value.failure.phase == "load"
-    assert caught.value.failure.message == "ValueError: the layer is broken"
+    failure = caught.value.failure
+    assert (caught.value.outcome, failure.rank, failure.phase) == ("error", 1, "load")
+    assert failure.message == "ValueError: the layer is broken"
 
 
 def test_a_time_limit_has_the_stacks_of_the_ranks(
@@ -93,14 +90,8 @@ def test_progress_is_the_number_of_finished_and_planned_batches(pair: RankGroup,
     pair.ask(ranks.finish_batches_then_wait, 7, str(pipe), phase="forward", timeout_s=300, tick=tick)
     assert reported == sorted(reported)
     assert reported[-1] == (7, 10)
-
-
-def test_each_command_starts_without_batches(pair: RankGroup) -> None:
-    """The columns of a case have no batch of the case before it."""
-    pair.ask(ranks.finish_batches, 7, phase="forward", timeout_s=300)
     pair.ask(ranks.finish_batches, 2, phase="forward", timeout_s=300)
-    pair.kill()
-    assert len(pair.batches().latency_s) == 2
+    assert len(pair.batches().latency_s) == 2, "each command starts without batches"
 
 
 @pytest.mark.parametrize(
