@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -362,18 +362,6 @@ class Options:
     def in_force(self) -> dict[str, Any]:
         """Return flag to value of all options, for the report."""
         return {flag_of(field): getattr(self, field.name) for field in dataclasses.fields(self)}
-
-
-def flags_of(options: Mapping[str, Any]) -> list[str]:
-    """Return the flags of a report whose values are not the defaults: its command without the tests."""
-    usual = Options().in_force()
-    flags = []
-    for flag, value in options.items():
-        given = tuple(value) if isinstance(value, list) else value
-        if given is not None and given != usual.get(flag, given):
-            text = ",".join(map(str, given)) if isinstance(given, tuple) else str(given)
-            flags.append(flag if given is True else f"{flag}={text}")
-    return flags
 
 
 def flag_of(field: dataclasses.Field[Any]) -> str:

@@ -40,10 +40,10 @@ def libraries(report: Report) -> dict[str, str]:
 
 
 def options(report: Report) -> dict[str, str]:
-    """Return the options whose value is not the default of this version."""
+    """Return the options of this version whose value is not the default."""
     defaults = {flag: _shown(flag, value) for flag, value in Options().in_force().items()}
     found = {flag: _shown(flag, value) for flag, value in report.options.items()}
-    return {flag: value for flag, value in found.items() if value != defaults.get(flag, _shown(flag, None))}
+    return {flag: value for flag, value in found.items() if value != defaults.get(flag, value)}
 
 
 def _shown(flag: str, value: OptionValue | tuple[str | int | float, ...]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import importlib.util
-import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,6 @@ from pytest_llmgpu.render.summary import conclude, describe
 from pytest_llmgpu.render.table import entries, figure_tables, make_time_table
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.metrics import spec_of
-from pytest_llmgpu.report.options import flags_of
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.verdicts import Row, Verdicts, worst_first
@@ -143,7 +141,6 @@ def render(
         machine=facts.compared(facts.machine, report, baseline),
         libraries=facts.compared(facts.libraries, report, baseline),
         options=facts.compared(facts.options, report, baseline, absent="default"),
-        command=["pytest", *map(shlex.quote, flags_of(report.options))],
         licenses=asset("licenses.txt"),
         data=_json({"config": config}),
     )

@@ -165,7 +165,7 @@ def test_the_status_comes_first() -> None:
         "★ most sequences/s 61.8 min / 82.8 %",
         "OOM out of memory",
         "Throughput by batch size",
-        "Environment and command pytest --strategy=mp,tp,iok '--llmgpu-dataset=a b'",
+        "Environment and options",
     ):
         place = text.index(words, place)
 
