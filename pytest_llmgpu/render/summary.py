@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from pytest_llmgpu.analysis.reference import by_series
 from pytest_llmgpu.gate import cause_groups, headline
 from pytest_llmgpu.gate.classify import ExitStatus, exit_status
-from pytest_llmgpu.gate.headline import Headline
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.gate.policy_file import policy_of
 from pytest_llmgpu.report.report import Report
@@ -50,23 +49,17 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     """The next step for the reader."""
 
 
-class Conclusion(msgspec.Struct, frozen=True, kw_only=True):
-    """The status of a report and the figures behind it."""
+class Conclusion(NamedTuple):
+    """The status of a report and the reasons for it."""
 
     status: Status
     """`unclear` means that the run is incomplete or that too little was compared."""
-    outcomes: dict[str, int]
-    """The number of cases per outcome."""
-    wrong: int
-    """The number of cases with wrong answers."""
-    complete: bool
-    """False if the run ended early."""
-    pytest_exit_status: int | None
-    """The exit status of pytest; None if the run did not reach its end."""
+    word: str
+    """The status in a word: that of the gate where it decides."""
+    sentence: str
+    """Up to three sentences: the headline of the gate without the word, the cases, the worst problem."""
     problems: list[Problem]
     """The problems, worst first."""
-    headline: Headline | None
-    """The headline of the gate; None if nothing was compared."""
 
 
 def conclude(report: Report, verdicts: Verdicts | None = None, policy: Policy | None = None) -> Conclusion:
@@ -94,27 +87,20 @@ def conclude(report: Report, verdicts: Verdicts | None = None, policy: Policy | 
         status = "fail"
     elif gate or not session.complete or session.interrupted or session.exit_status or not completed:
         status = "unclear"
-    return Conclusion(
-        status=status,
-        outcomes=collections.Counter(result.outcome for result in report.cases),
-        wrong=sum(result.has_wrong_answers for result in report.cases),
-        complete=session.complete,
-        pytest_exit_status=session.exit_status,
-        problems=sorted([*_of_gate(verdicts, policy), *found], key=_order),
-        headline=None if verdicts is None else headline.decide(verdicts, policy),
-    )
-
-
-def describe(conclusion: Conclusion) -> str:
-    """Return the conclusion in up to three sentences: the headline of the gate, the cases, the worst problem."""
-    worst = next((problem for problem in conclusion.problems if problem.severity == "failure"), None)
-    sentences = [_cases(conclusion, explained=worst is not None)]
-    if conclusion.headline is not None:
-        sentences.insert(0, f"{headline.describe(conclusion.headline)}.")
+    problems = sorted([*_of_gate(verdicts, policy), *found], key=_order)
+    word = {"pass": "Completed", "unclear": "Not complete", "fail": "Failed"}[status]
+    worst = next((problem for problem in problems if problem.severity == "failure"), None)
+    sentences = [_cases(report, explained=worst is not None)]
+    if verdicts is not None:
+        decided = headline.decide(verdicts, policy)
+        text = f"{headline.describe(decided)}."
+        if decided.status is not ExitStatus.PASSED or status == "pass":
+            word, _, text = text.partition(": ")  # the gate decides
+        sentences.insert(0, text)
     elif worst is not None:
         name, text = worst.texts[0]
         sentences.append(f"Worst: {name}: {text.splitlines()[0].partition('; ')[0].rstrip('.')}.")
-    return " ".join(sentences)
+    return Conclusion(status, word, " ".join(sentences), problems)
 
 
 def finding_problems(cases: Iterable[CaseResult], without: Sequence[Finding] = ()) -> list[Problem]:
@@ -139,20 +125,21 @@ def finding_problems(cases: Iterable[CaseResult], without: Sequence[Finding] = (
     return sorted(problems, key=_order)
 
 
-def _cases(conclusion: Conclusion, *, explained: bool) -> str:
-    total, completed = sum(conclusion.outcomes.values()), conclusion.outcomes.get("completed", 0)
+def _cases(report: Report, *, explained: bool) -> str:
+    """Return how many cases completed, how the others ended, and the exit status of pytest unless it is explained."""
+    outcomes = collections.Counter(result.outcome for result in report.cases)
+    total, completed = outcomes.total(), outcomes["completed"]
     if not total:
         return "No case was measured."
-    if completed == total:
-        text = f"All {total} cases completed" if total > 1 else "The case completed"
-    else:
-        failed = [f"{count} {_OUTCOMES[name]}" for name, count in conclusion.outcomes.items() if name != "completed"]
+    text = f"All {total} cases completed" if total > 1 else "The case completed"
+    if completed < total:
+        failed = [f"{count} {_OUTCOMES[name]}" for name, count in outcomes.items() if name != "completed"]
         text = ", ".join([f"{completed} of {total} cases completed", *failed])
-    if conclusion.wrong:
-        text += f"; {conclusion.wrong} with wrong answers"
-    if conclusion.pytest_exit_status and not explained:
-        text += f"; pytest ended with exit status {conclusion.pytest_exit_status}"
-    return f"{text}." if conclusion.complete else f"{text}; the run is incomplete."
+    if wrong := sum(result.has_wrong_answers for result in report.cases):
+        text += f"; {wrong} with wrong answers"
+    if report.session.exit_status and not explained:
+        text += f"; pytest ended with exit status {report.session.exit_status}"
+    return f"{text}." if report.session.complete else f"{text}; the run is incomplete."
 
 
 def _unfit(report: Report) -> dict[str, tuple[Finding, str]]:

@@ -5,7 +5,7 @@ import io
 
 import msgspec
 import pytest
-from support.report_factory import make_accuracy, make_failed, make_generation, make_report, make_result, paper_results
+from support.report_factory import make_failed, make_generation, make_report, make_result, paper_results
 
 from pytest_llmgpu.render.exports import export
 from pytest_llmgpu.render.table import LEGEND, Cell, TimeTable, figure_tables, make_time_table
@@ -171,13 +171,6 @@ def test_a_case_without_a_time_has_its_outcome(outcome: Outcome, kind: str, word
     [cell] = _cells(table).values()
     assert (cell.kind, cell.word, cell.time) == (kind, word, "")
     assert table.marks == [LEGEND[kind]]
-
-
-def test_the_accuracy_of_random_weights_is_left_out() -> None:
-    """It is chance, and the title states why there is none."""
-    table = make_time_table([make_result(accuracy=make_accuracy(), load_format="dummy")])
-    assert _cells(table)["mp-bs1"].second == ""
-    assert "random" in table.title
 
 
 def test_an_unmeasured_batch_size_is_an_empty_cell() -> None:

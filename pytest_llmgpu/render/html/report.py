@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 
 from pytest_llmgpu.gate import cause_groups, judge
-from pytest_llmgpu.gate.classify import ExitStatus
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.gate.policy_file import policy_of
 from pytest_llmgpu.render import charts, comparison, grouping
@@ -25,7 +24,7 @@ from pytest_llmgpu.render.html.assets import (
     templates,
     vega,
 )
-from pytest_llmgpu.render.summary import conclude, describe
+from pytest_llmgpu.render.summary import conclude
 from pytest_llmgpu.render.table import entries, figure_tables, make_time_table
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.metrics import spec_of
@@ -93,11 +92,6 @@ def render(
     config, colored = config_and_style()
     style = asset("page.css") + colored
     conclusion = conclude(report, verdicts, policy or policy_of(verdicts))
-    word, sentence = {"pass": "Completed", "unclear": "Not complete", "fail": "Failed"}[conclusion.status], ""
-    if conclusion.headline is None or (conclusion.headline.status is ExitStatus.PASSED and conclusion.status != "pass"):
-        sentence = describe(conclusion)
-    else:
-        word, _, sentence = describe(conclusion).partition(": ")  # the gate decides
     tables = list(_tables(report))
     times = {cell.id: cell.time for one in tables for _, row in one["table"].rows for cell in row}
     of_cases = []
@@ -121,8 +115,6 @@ def render(
         name=name or "pytest-llmgpu",
         report=report,
         conclusion=conclusion,
-        word=word,
-        sentence=sentence,
         open_problems=_OPEN_PROBLEMS,
         open_rows=_OPEN_ROWS,
         logs={result.id: log for result in report.cases if result.failure and (log := result.failure.log_tail)},

@@ -178,13 +178,6 @@ def test_wrong_answers_are_marked_and_never_the_best() -> None:
     assert alone.summary == "Best of each strategy: mp none, because all its answers are wrong."
 
 
-def test_notes_are_aligned_to_the_inside_at_both_edges() -> None:
-    """A note at the first batch size starts there and a note at the last one ends there, so that none is cut off."""
-    report = make_report([make_failed("interrupted", batch_size=size) for size in (1, 4)] + [make_result(batch_size=2)])
-    svg = charts.image(_by_id(report)["time"], "svg", titled=False).decode()
-    assert re.findall(r'text-anchor="(\w+)"[^>]*>mp: interrupted<', svg) == ["start", "end"]
-
-
 def test_a_logarithmic_axis_has_ticks_however_wide_it_is() -> None:
     """Its ticks are 1, 2 and 5 over a wide range and linear over a narrow one; a single figure has a tick too."""
     for seconds, ticks in (
@@ -209,15 +202,6 @@ def test_batch_sizes_have_ticks_at_powers_of_two() -> None:
     assert not {"3", "48"} & set(texts)
 
 
-@pytest.mark.parametrize("sizes", [(6,), (32,), (5, 6, 7)])
-def test_batch_sizes_without_a_power_of_two_between_them_have_their_own_ticks(sizes: tuple[int, ...]) -> None:
-    """A single batch size has one tick."""
-    results = [make_result(60.0, batch_size=size) for size in sizes]
-    texts = texts_of(_by_id(make_report(results))["time"])
-    assert {str(size) for size in sizes} <= set(texts)
-    assert not {"1", "2", "4", "8", "64"} & set(texts)
-
-
 def test_strategies_keep_their_colours() -> None:
     """The third colour is that of iok also in a report of iok alone; another strategy gets the fourth."""
     for strategies in (["iok"], ["tp", "iok", "other"], ["other", "mp"]):
@@ -237,23 +221,6 @@ def test_traffic_is_a_mean_over_the_gpus_in_both_directions() -> None:
     assert chart.rows[0] == ["mp", "1", "1.05", "0", "1.1", "0"]
     assert chart.rows[1] == ["mp", "2", "-", "-", "-", "-"]
     assert chart.spec["encoding"]["y"]["scale"]["type"] == "log"
-
-
-def test_a_metric_without_coverage_is_left_out() -> None:
-    """Its samples lie outside the window of the case."""
-    profile = make_profile(1)
-    (device,) = profile.devices
-    stale = {name: msgspec.structs.replace(metric, coverage=0.0) for name, metric in device.metrics.items()}
-    profile = msgspec.structs.replace(profile, devices=[msgspec.structs.replace(device, metrics=stale)])
-    omitted = charts.of_report(make_report([make_result(profile=profile)])).omitted
-    assert "PCIe traffic by batch size: it was not counted." in omitted
-
-
-def test_traffic_without_any_sampling_has_its_reason() -> None:
-    """Traffic that was not counted is not zero."""
-    omitted = charts.of_report(make_report([make_result()])).omitted
-    assert "PCIe traffic by batch size: it was not counted." in omitted
-    assert "Traffic by GPU utilisation: traffic or utilisation was not sampled." in omitted
 
 
 def test_bytes_sent_are_exact_figures_per_sequence() -> None:
@@ -375,16 +342,6 @@ def test_accuracy_has_its_interval_and_the_answers_that_differ_from_mp() -> None
     assert "0" not in texts_of(chart)
 
 
-def test_strategies_stand_side_by_side_within_each_batch_size() -> None:
-    """The offset has the strategies that completed, in the order of the legend."""
-    for name in ("accuracy",):
-        spec = _by_id(_paper())[name].spec
-        assert spec["encoding"]["x"]["scale"]["domain"] == [1, 2, 4, 8, 16, 32, 64]
-        offsets = [layer["encoding"]["xOffset"] for layer in spec["layer"] if "xOffset" in layer["encoding"]]
-        assert [offset["scale"]["domain"] for offset in offsets] == [["mp", "tp", "iok"]] * len(offsets)
-        assert len(offsets) >= 2
-
-
 def test_each_model_has_its_own_charts() -> None:
     """Ids stay unique and titles name the model."""
     report = make_report([make_result(model="small"), make_result(model="large")])
@@ -400,12 +357,3 @@ def test_every_chart_names_model_and_machine() -> None:
     measured = "huggyllama/llama-30b, float16, 4 x NVIDIA H200, hellaswag dataset"
     found = charts.of_report(report).charts + list(timelines.charts(sampled(30), report.environment))
     assert {chart.measured for chart in found} == {measured}
-
-
-def test_the_specifications_of_a_large_report_stay_small() -> None:
-    """3 strategies, 7 batch sizes and 4 GPUs take under 2 MB with the time lines of every case."""
-    report = _judged()
-    text = [json.dumps(chart.spec) for chart in charts.of_report(report).charts]
-    lines = list(timelines.charts(sampled(2000), report.environment))
-    text += [json.dumps(chart.spec) for chart in lines] * 21
-    assert sum(map(len, text)) < 2e6

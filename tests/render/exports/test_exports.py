@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.export_reports import NASTY, judged, nasty, two_strategies
+from support.export_reports import NASTY, nasty, two_strategies
 from support.report_factory import make_failed, make_report, make_result
 from support.verdict_factory import with_launches
 
@@ -47,15 +47,6 @@ def test_a_case_out_of_memory_is_in_every_format(name: str) -> None:
         assert json.loads(after)[0]["value"] == json.loads(before)[0]["value"] - 1
     else:
         assert "tp-bs64" in after
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_exporting_changes_nothing(name: str) -> None:
-    """The report does not change, and a second export gives the same text."""
-    report = judged(two_strategies(1.5), two_strategies())
-    before = msgspec.json.encode(report)
-    assert export(name, report) == export(name, report)
-    assert msgspec.json.encode(report) == before
 
 
 def test_an_unknown_format_is_refused() -> None:

@@ -184,13 +184,6 @@ def test_the_first_line_of_the_summary_has_the_result(report: Report, headline: 
     assert re.match(rf"## LLM inference: {headline}", first), first
 
 
-def test_the_first_line_of_the_summary_counts_gated_rows() -> None:
-    """A slower metric that the policy only shows is no part of the result."""
-    report = make_report()
-    report.verdicts = verdicts([row("OK"), msgspec.structs.replace(row("REGRESSED", "kernels"), gated=False)])
-    assert "(1 OK)" in _summary(report).splitlines()[0]
-
-
 def test_the_summary_begins_with_the_worst() -> None:
     """Failed rows come first, then unclear ones, then the cases; the others are folded."""
     report = judged(two_strategies(sent=50e6), two_strategies(oom=()))

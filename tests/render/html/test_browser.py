@@ -148,24 +148,6 @@ def test_the_console_has_no_error_and_no_request_leaves(page: Any) -> None:
     assert {url for url in asked if not url.startswith("data:")} == {page.current_url}
 
 
-def test_an_id_that_looks_like_a_script_is_text(page: Any) -> None:
-    """It is text in the page, in the list of cases and in the timelines of the case."""
-    from selenium.webdriver.common.by import By
-    from selenium.webdriver.support.select import Select
-    from selenium.webdriver.support.wait import WebDriverWait
-
-    select = Select(page.find_element(By.ID, "case"))
-    [option] = [option for option in select.options if option.get_attribute("value") == EVIL]
-    select.select_by_value(EVIL)
-    place = page.find_element(By.ID, "case-charts")
-    WebDriverWait(page, _WAIT_S).until(lambda _: place.find_elements(By.CSS_SELECTOR, "[data-drawn]"))
-    assert EVIL.strip() in option.text
-    assert EVIL.strip() in place.find_element(By.TAG_NAME, "h3").text
-    assert EVIL.strip() in page.find_element(By.TAG_NAME, "header").text
-    assert page.execute_script("return window.evil === undefined")
-    assert page.execute_script("return document.querySelectorAll('script:not([type])').length") == 2
-
-
 def test_the_timelines_of_a_chosen_case_are_drawn_with_their_table(page: Any) -> None:
     """The first case is shown at first; another case replaces it; a table is made when it is opened."""
     from selenium.webdriver.common.by import By

@@ -53,12 +53,6 @@ def test_a_chosen_dark_theme_is_the_dark_theme_of_the_system() -> None:
     assert _variables(':root[data-theme="dark"] {') == _variables(':root:not([data-theme="light"]) {')
 
 
-def test_the_page_has_no_animation() -> None:
-    """The style has no animation, transition or smooth scrolling."""
-    style = (resources.files("pytest_llmgpu.render.html") / "page.css").read_text(encoding="utf-8")
-    assert re.findall(r"animation|transition|smooth|@keyframes", style) == []
-
-
 def test_colours_of_charts_are_variables() -> None:
     """The style sets each variable to the colour of the chart theme, for light and dark."""
     config, style = assets.config_and_style()

@@ -19,7 +19,7 @@ from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.render.html import report as html_report
 from pytest_llmgpu.report.file import dump
 from pytest_llmgpu.report.report import Commit
-from pytest_llmgpu.report.result import AccuracyCheck, CaseResult, Failure, Finding
+from pytest_llmgpu.report.result import CaseResult, Failure, Finding
 
 pytest.importorskip("jinja2", reason="the page needs the extra report")
 pytest.importorskip("vl_convert", reason="the page needs the extra report")
@@ -168,23 +168,6 @@ def test_the_status_comes_first() -> None:
         "Environment and options",
     ):
         place = text.index(words, place)
-
-
-@pytest.mark.usefixtures("quick")
-def test_wrong_answers_are_marked_by_more_than_a_colour() -> None:
-    """The cell also has a mark and a text."""
-    report = paper_report()
-    wrong = next(result for result in report.cases if result.id == "iok-bs32")
-    wrong.accuracy_check = AccuracyCheck(
-        metric="acc_norm",
-        value=0.26,
-        baseline=0.82,
-        source="published",
-        tolerance=0.01,
-        ok=False,
-        text="26 % is not 82 %",
-    )
-    assert "✗ wrong answers 70.0 min / 26.0 %" in Page(html_report.render(report)).text
 
 
 @pytest.mark.usefixtures("quick")
@@ -374,30 +357,6 @@ def test_the_end_of_a_log_is_on_the_page() -> None:
     page = Page(html_report.render(report))
     assert "It crashed. End of the log of mp-bs1 (failure.log_tail) Traceback: <deep>" in page.text
     assert "End of the log of mp-bs1" in page.values("aria-label")
-
-
-@pytest.mark.usefixtures("quick")
-def test_html_shows_the_verdicts_of_a_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Arguments that would have no effect are refused."""
-    monkeypatch.chdir(tmp_path)
-    head = paper_report()
-    dump(head, tmp_path / "base.json")
-    del head.cases[0]
-    dump(head, tmp_path / "head.json")
-    Path("pyproject.toml").write_text(_LENIENT)
-    assert main(["gate", "base.json", "head.json", "--json", "said.json"]) == 1
-    assert main(["html", "head.json", "--verdicts", "said.json", "--output", "page.html"]) == 0
-    assert Page(Path("page.html").read_text()).text.startswith("MISSING")
-    capsys.readouterr()
-    for more, words in (
-        (["--verdicts", "said.json"], "--verdicts: cannot be combined with BASELINE"),
-        (["--policy", "x.toml"], "--policy: has an effect only with BASELINE"),
-    ):
-        arguments = ["html", "head.json", *(["base.json"] if "--verdicts" in more else []), *more]
-        assert main(arguments) == 2
-        assert words in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("quick")

@@ -211,14 +211,6 @@ def test_the_path_of_each_strategy_has_one_line_per_link() -> None:
     ]
 
 
-def test_a_reading_outside_of_the_window_is_not_used() -> None:
-    """The column is left out, and the last line has the reason."""
-    profile = make_profile(1, samples=0, why={"samples": "no reading fell inside the window"})
-    text = device_tables([make_result(1.0, None, profile, make_memory(1), devices=1)], _ENVIRONMENT)
-    assert text.splitlines()[0] == "Memory per GPU"
-    assert text.splitlines()[-1] == "No GPU busy, PCIe TX, PCIe RX: no reading fell inside the window."
-
-
 def memory_lines(devices: int, **fields: int) -> list[str]:
     """Return the memory table of a case: weights 15 GiB, live tensors 16 GiB, reserved 17 GiB, in use 19 GiB."""
     defaults: dict[str, Any] = {
@@ -266,21 +258,6 @@ def test_an_unknown_part_of_memory_has_its_reason() -> None:
     text = device_tables([result], _ENVIRONMENT)
     assert "No rest: nvml_used_max_bytes is 6,442,450,944 bytes less than peak_reserved_bytes" in text
     assert "activations" in text
-
-
-def test_one_gpu_has_no_largest() -> None:
-    """A largest value in brackets would repeat the mean."""
-    text = device_tables([make_result(1.0, None, make_profile(1), make_memory(1), devices=1)], _ENVIRONMENT)
-    assert text.splitlines()[0] == "Communication per GPU"
-    assert "(" not in text.replace("% (NVML)", "")
-
-
-def test_three_strategies_fit_the_width() -> None:
-    """No line is longer than 100 columns."""
-    results = _checked(paper_results())
-    lines = [*_summary(results).splitlines(), *device_tables(results, _ENVIRONMENT).splitlines()]
-    assert max(map(len, lines)) <= WIDTH
-    assert len(lines) == (4 + 21 + 1) + 2 * (4 + 20) + 3 + 1
 
 
 def test_a_run_on_a_cpu_has_no_device_tables() -> None:

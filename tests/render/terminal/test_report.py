@@ -48,15 +48,6 @@ def test_the_headline_names_everything_that_is_measured() -> None:
     )
 
 
-def test_the_headline_of_one_case_is_in_the_singular() -> None:
-    """It also names random weights and a limit of items."""
-    case = make_case(model="llama-7b", load_format="dummy", limit=1000)
-    assert headline(_machine(1), [case], [1]) == (
-        "llmgpu: 1 x NVIDIA H200 (cuda); llama-7b (random weights); float16; hellaswag dataset (first 1,000 items); "
-        "strategy mp; batch size 1"
-    )
-
-
 @pytest.mark.parametrize(
     ("done", "total", "elapsed_s", "batch_size", "line"),
     [
@@ -165,13 +156,6 @@ def test_findings_with_the_same_next_step_are_joined() -> None:
     others_line = next(line for line in lines if "mp-bs16, mp-bs32" in line)
     assert "finding" in others_line
     assert len([line for line in lines if line.strip().startswith(f"-> {step[:20]}")]) == 1
-
-
-def test_a_run_on_a_cpu_has_one_table() -> None:
-    """No line states what is not measured there."""
-    text = tables(_report([make_result(2.0, make_accuracy(), device="cpu", devices=1)], gpus=0))
-    assert "float16, CPU, hellaswag" in text.splitlines()[0]
-    assert len(text.splitlines()) == 6
 
 
 def _answers(flipped: Sequence[int], difference: float = 0.0, items: int = 200) -> Accuracy:
