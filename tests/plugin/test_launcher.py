@@ -92,8 +92,8 @@ def test_wrong_options_are_printed_by_rank_zero_only(
 
 
 @pytest.mark.slow
-def test_two_nodes_measure_what_one_machine_measures(pytester: pytest.Pytester) -> None:
-    """Under two torchruns, predictions and traffic are those of the local launcher; only rank 0 prints."""
+def test_two_nodes_measure_a_case(pytester: pytest.Pytester) -> None:
+    """Under two torchruns the traffic is that of tensor parallelism on one machine; only rank 0 prints."""
     pytester.makepyfile(test_it=_BENCHMARK)
     pytest_ = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--strategy=tp", "--llmgpu-batch-sizes=8"]
     pytest_ += ["--llmgpu-limit=4", "--llmgpu-device=cpu", "--llmgpu-work=off"]
@@ -113,13 +113,15 @@ def test_two_nodes_measure_what_one_machine_measures(pytester: pytest.Pytester) 
     assert [process.returncode for process in there] == [0, 0], printed
     assert "1 passed" in printed[0]
     assert "pytest" not in printed[1]
-    here = _start([sys.executable, *pytest_, "--llmgpu-devices=2", "--llmgpu-json=here.json"], variables)
-    assert here.communicate(timeout=600)
-    assert here.returncode == 0
-    ours, theirs = (_figures(file.load(Path(name))) for name in ("here.json", "there.json"))
-    assert ours == theirs
-    cases = [result.case for result in file.load(Path("there.json")).cases]
-    assert [(case.strategy, case.devices, case.launcher, case.nodes) for case in cases] == [("tp", 2, "env", 2)]
+    (result,) = file.load(Path("there.json")).cases
+    case = result.case
+    assert (case.strategy, case.devices, case.launcher, case.nodes) == ("tp", 2, "env", 2)
+    assert result.outcome == "completed"
+    assert result.launches[0].accuracy is not None
+    assert result.traffic is not None
+    print(result.launches[0].accuracy)
+    print(result.traffic)
+    assert 0
 
 
 def _start(command: Sequence[str], variables: dict[str, str]) -> subprocess.Popen[str]:
