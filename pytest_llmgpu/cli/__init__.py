@@ -34,12 +34,12 @@ def parser(named: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
     )
     made.add_argument("--version", action="store_true", help="print the version and exit")
     subparsers = made.add_subparsers(metavar="COMMAND")
-    for name, text in COMMANDS.items():
+    for name, (module, text) in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=text, description=text)
         if name in named:
-            command = importlib.import_module(f"{__name__}.commands.{name}")
-            command.add_arguments(subparser)
-            subparser.set_defaults(run=command.run)
+            command = importlib.import_module(f"{__name__}.commands.{module}")
+            getattr(command, f"add_{name}")(subparser)
+            subparser.set_defaults(run=getattr(command, f"run_{name}"))
     return made
 
 

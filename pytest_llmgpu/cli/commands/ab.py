@@ -9,8 +9,8 @@ from pathlib import Path
 
 from pytest_llmgpu.cli import launches, subprocesses, worktrees
 from pytest_llmgpu.cli.gate_arguments import add_rules, rules_of
+from pytest_llmgpu.cli.launches import LETTERS, Version, add_command, policy_at, prepare
 from pytest_llmgpu.cli.output import color, show
-from pytest_llmgpu.cli.versions import LETTERS, Version, add_command, policy_at, prepare
 from pytest_llmgpu.cli.worktrees import Worktree
 from pytest_llmgpu.gate import ab, calibration, judge, policy_file
 from pytest_llmgpu.gate.ab import Both, Side
@@ -31,7 +31,7 @@ not be judged. llmgpu bisect finds the commit between them."""
 _KEPT = Path(".llmgpu") / "ab"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_ab(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
     parser.epilog = _EPILOG
     parser.add_argument("base_ref", metavar="BASE_REF", help="commit to compare with: a branch, a tag, a hash")
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(in_turn=True)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_ab(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
     launches.check(arguments.command)
     if arguments.again is not None:

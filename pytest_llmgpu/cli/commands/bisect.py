@@ -19,8 +19,8 @@ from typing import Literal, NamedTuple
 from pytest_llmgpu.analysis.merging import merge
 from pytest_llmgpu.cli import launches, subprocesses, worktrees
 from pytest_llmgpu.cli.gate_arguments import add_rules, rules_of
+from pytest_llmgpu.cli.launches import LETTERS, Version, add_command, policy_at, prepare
 from pytest_llmgpu.cli.output import show
-from pytest_llmgpu.cli.versions import LETTERS, Version, add_command, policy_at, prepare
 from pytest_llmgpu.cli.worktrees import Worktree
 from pytest_llmgpu.gate import ab, judge, policy_file
 from pytest_llmgpu.gate.ab import LOOKS, Both, is_open
@@ -72,7 +72,7 @@ class Step(NamedTuple):
     """The report with all launches of the commit; None if it could not be measured."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_bisect(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
     parser.epilog = _EPILOG
     parser.add_argument("good_ref", metavar="GOOD", help="commit before the regression: a branch, a tag, a hash")
@@ -88,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(in_turn=True)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_bisect(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
     launches.check(arguments.command)
     if arguments.metric is not None and arguments.metric not in JUDGED:

@@ -28,7 +28,7 @@ differences within a session count."""
 _KEPT = "calibrate"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_calibrate(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
     parser.usage = "%(prog)s [options] REPORT [REPORT ...]\n       %(prog)s --launches N [options] -- COMMAND"
     parser.epilog = _EPILOG
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_storage(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_calibrate(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
     found = _named(arguments) if arguments.launches is None else _launched(arguments)
     report = merging.merge([one for _, one in found], [name for name, _ in found])

@@ -9,14 +9,14 @@ from pytest_llmgpu.cli.output import color, show
 from pytest_llmgpu.render.terminal import verdicts as verdict_tables
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_compare(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
     add_reports(parser, several=True)
     add_rules(parser)
     parser.add_argument("--all", action="store_true", help="show all cases")
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_compare(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
     policy = policy_of(arguments)
     names: list[str] = arguments.head

@@ -17,7 +17,7 @@ _STATUSES = (
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_gate(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
     parser.epilog = _STATUSES
     add_reports(parser)
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dump-policy", action="store_true", help="print the policy in force as TOML and exit")
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_gate(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
     in_force = policy_of(arguments)
     if arguments.dump_policy:

@@ -24,7 +24,7 @@ _SHOWN = 10
 """Most objections that are printed."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_promote(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
     parser.epilog = "exit status: 0 promoted, 1 refused, 2 bad usage or an unreadable file"
     parser.add_argument("report", metavar="REF", help=REFERENCE)
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_rules(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_promote(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
     policy = policy_of(arguments)
     candidate = source(arguments.report, arguments).report()

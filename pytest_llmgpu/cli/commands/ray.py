@@ -30,7 +30,7 @@ _END_S, _LOOK_S = 10.0, 0.5
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_ray(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument(
         "-n",
@@ -66,7 +66,7 @@ class Starter:
         return f"exit status {done.returncode}: {(done.stdout.strip() or 'no message').splitlines()[-1]}"
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_ray(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit status of rank 0."""
     command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     if not command:

@@ -11,7 +11,7 @@ from pytest_llmgpu.report.text import plural
 _LAST = 8
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_trend(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
     text = "store, or the folder of one machine in it (default: .llmgpu)"
     parser.add_argument("folder", metavar="DIR", type=Path, nargs="?", help=text)
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", metavar="PATH", type=Path, help="also write a page with charts and tables")
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_trend(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
     from pytest_llmgpu.gate import trends
     from pytest_llmgpu.render import trend

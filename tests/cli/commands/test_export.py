@@ -57,7 +57,7 @@ def test_export_takes_the_verdicts_of_a_gate(capsys: pytest.CaptureFixture[str])
     dump(judged(two_strategies(), two_strategies()), Path("report.json"))
     Path("verdicts.json").write_bytes(msgspec.json.encode(verdicts([row("REGRESSED", "outcome", id="mp-bs8")])))
     assert main(["export", "github-annotations", "report.json", "--verdicts", "verdicts.json"]) == 0
-    assert "FAILED%3A mp-bs8%3A as said" in capsys.readouterr().out
+    assert "REGRESSED%3A mp-bs8%3A as said" in capsys.readouterr().out
 
 
 def test_verdicts_of_an_older_version_have_the_present_names() -> None:

@@ -14,7 +14,7 @@ from support.page_reports import EVIL, make_verdicts, paper_report, time_row
 from support.report_factory import make_failed, make_report, make_result
 
 from pytest_llmgpu.cli import main
-from pytest_llmgpu.cli.commands.html import page_name
+from pytest_llmgpu.cli.commands.reports import page_name
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.render.html import report as html_report
 from pytest_llmgpu.report.file import dump

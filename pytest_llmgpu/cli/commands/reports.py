@@ -1,0 +1,177 @@
+"""The commands that read one report and write it in another form: show, html, export, plot; and list and schema."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from pytest_llmgpu.cli.arguments import REFERENCE, add_storage, source, storage_of
+from pytest_llmgpu.cli.baseline_arguments import add_baseline, comparison, read_verdicts, refuse_rules
+from pytest_llmgpu.cli.gate_arguments import add_rules, judged, policy_of
+from pytest_llmgpu.cli.output import color, complain, save, show, write_data
+from pytest_llmgpu.report.text import listed
+from pytest_llmgpu.store import store
+from pytest_llmgpu.store.references import public
+
+_STDOUT = "-"
+
+
+def add_show(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `llmgpu show`."""
+    parser.add_argument("report", metavar="REPORT", help=REFERENCE)
+    text = "show all cases, with work, communication and memory per GPU"
+    parser.add_argument("-v", "--verbose", action="store_true", help=text)
+    text = "show the end of the log of a case that failed, with its traceback"
+    parser.add_argument("--log", metavar="CASE", help=text)
+    add_storage(parser)
+
+
+def run_show(arguments: argparse.Namespace) -> int:
+    """Print a report as pytest printed it at the end of the run, or the log of a case."""
+    from pytest_llmgpu.render.terminal import report as terminal
+
+    found = source(arguments.report, arguments)
+    report = found.report()
+    if (case := arguments.log) is not None:
+        logs = {result.id: result.failure.log_tail for result in report.cases if result.failure is not None}
+        if not logs.get(case):
+            why = "the case has no log" if case in {result.id for result in report.cases} else "there is no such case"
+            having = listed(name for name, log in logs.items() if log) or "none"
+            raise ValueError(f"--log {case}: {why}: cases with a log: {having}")
+        show(logs[case] or "")
+        return 0
+    parts = [found.name, store.hardware(report), report.created, f"commit {store.commit(report.commit)}"]
+    if not report.session.complete:
+        parts.append("run not complete")
+    show(f"{', '.join(parts)}\n\n{terminal.tables(report, color(), verbose=arguments.verbose) or 'no case'}")
+    return 0
+
+
+def add_html(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `llmgpu html`."""
+    parser.add_argument("report", metavar="REPORT", help=REFERENCE)
+    text = "file to write (default: the report's name with .html in the current folder)"
+    parser.add_argument("--output", metavar="PATH", type=Path, help=text)
+    add_baseline(parser)
+
+
+def run_html(arguments: argparse.Namespace) -> int:
+    """Write a report as one HTML page."""
+    from pytest_llmgpu.render.html import report as html_report
+
+    found = source(arguments.report, arguments)
+    output: Path = arguments.output or Path(page_name(found.name))
+    html_report.check(output)
+    report = found.report()
+    base, verdicts, policy = comparison(arguments, report)
+    page = html_report.render(report, base, name=public(found.name), verdicts=verdicts, policy=policy)
+    html_report.write(page, output)
+    show(f"{output}")
+    return 0
+
+
+def page_name(name: str) -> str:
+    """Return the file name of a page without folders and git reference: `0001_3b1f09ac.html`."""
+    stem = Path(name.rpartition(":")[2]).name
+    return f"{stem.removesuffix('.gz').removesuffix('.json') or 'report'}.html"
+
+
+def add_export(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `llmgpu export`."""
+    from pytest_llmgpu.render.exports import FORMATS
+
+    parser.add_argument("format", metavar="FORMAT", choices=FORMATS, help=", ".join(FORMATS))
+    parser.add_argument("head", metavar="REPORT", help=REFERENCE)
+    parser.add_argument("--output", metavar="PATH", default=_STDOUT, help="file to write (default: -, stdout)")
+    judges = parser.add_mutually_exclusive_group()
+    text = "judge the report against this one and export the verdicts"
+    judges.add_argument("--baseline", dest="base", metavar="REF", help=text)
+    text = "export the verdicts in this file, which llmgpu gate --json wrote"
+    judges.add_argument("--verdicts", metavar="PATH", type=Path, help=text)
+    add_rules(parser)
+
+
+def run_export(arguments: argparse.Namespace) -> int:
+    """Write a report in the format of another tool or page."""
+    from pytest_llmgpu.render.exports import export
+
+    report = source(arguments.head, arguments).report()
+    if arguments.base is not None:
+        policy = policy_of(arguments)
+        report.verdicts = judged(arguments, policy, may_lack_base=policy.allow_no_baseline).verdicts
+    else:
+        refuse_rules(arguments, "--baseline")
+        if arguments.verdicts is not None:
+            report.verdicts = read_verdicts(arguments.verdicts, report)
+    text = export(arguments.format, report)
+    if arguments.output != _STDOUT:
+        save(f"{text}\n" if text else "", Path(arguments.output))
+    elif text:
+        write_data(text)
+    return 0
+
+
+def add_plot(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `llmgpu plot`."""
+    parser.add_argument("report", metavar="REPORT", help=REFERENCE)
+    parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="folder of the images")
+    parser.add_argument("--format", metavar="LIST", default="png", help="png, svg or both: png,svg (default: png)")
+    parser.add_argument("--dark", action="store_true", help="draw for a dark background; file names end in -dark")
+    parser.add_argument("--case", metavar="ID", help="also draw the time lines of this case, such as tp-bs8")
+    add_baseline(parser)
+
+
+def run_plot(arguments: argparse.Namespace) -> int:
+    """Draw the charts of a report as images, for a README or a pull request."""
+    from pytest_llmgpu.render import charts
+    from pytest_llmgpu.render.charts import images, timelines
+
+    chosen = images.formats(arguments.format)
+    report = source(arguments.report, arguments).report()
+    base, verdicts, _ = comparison(arguments, report)
+    report.verdicts = verdicts or report.verdicts
+    found = charts.of_report(report, base)
+    drawn = list(found.charts)
+    if arguments.case is not None:
+        by_id = {result.id: result for result in report.cases}
+        if arguments.case not in by_id:
+            known = ", ".join(by_id) or "none"
+            raise ValueError(f"--case {arguments.case!r}: the report has no such case; its cases are {known}")
+        drawn += timelines.charts(by_id[arguments.case], report.environment)
+    for path in images.write(drawn, arguments.output, chosen, dark=arguments.dark):
+        show(str(path))
+    for reason in found.omitted:
+        show(f"left out: {reason}")
+    return 0
+
+
+def add_list(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `llmgpu list`."""
+    add_storage(parser)
+
+
+def run_list(arguments: argparse.Namespace) -> int:
+    """List the reports of the store."""
+    folder = storage_of(arguments)
+    if arguments.storage is not None and not folder.is_dir():
+        raise ValueError(f"storage {folder}: is not a folder")
+    kept = store.stored(folder)
+    table, broken = store.table(kept)
+    if table or not kept:
+        show(table or f"the store {folder} is empty; pytest --llmgpu-save keeps the report of a run in it")
+    for line in broken:
+        complain(line)
+    return 2 if broken else 0
+
+
+def add_schema(parser: argparse.ArgumentParser) -> None:
+    """Declare no argument."""
+
+
+def run_schema(arguments: argparse.Namespace) -> int:  # noqa: ARG001 - the contract of commands
+    """Print the JSON Schema of a report."""
+    from pytest_llmgpu.report.schema import schema
+
+    show(json.dumps(schema(), indent=2))
+    return 0
