@@ -74,7 +74,7 @@ def test_a_strategy_and_a_task_beside_the_benchmarks_are_measured(pytester: pyte
     flags = ("-p", "no:cacheprovider", "--llmgpu-device=cpu", "--llmgpu-limit=8", "--llmgpu-batch-sizes=4,16")
     result = pytester.runpytest_inprocess("--strategy=slow", "--llmgpu-work=off", *flags)
     result.assert_outcomes(passed=5)
-    result.stdout.fnmatch_lines(["* task right_or_wrong, bundled dataset (first 8 items); strategy slow; *"])
+    result.stdout.fnmatch_lines(["* task right_or_wrong, bundled dataset (first 8 items)*; strategy slow; *"])
     cases = file.load(pytester.path / ".llmgpu" / "last.json").cases
     scored = {
         (one.case.strategy, one.case.task, one.case.limit, one.case.batch_size): (
