@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -85,7 +86,6 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
     if chosen.launcher != "env":
         return None
     from pytest_llmgpu.ranks import supervisor, world
-    from pytest_llmgpu.session.run_folder import RunFolder
 
     try:
         here = world.of_environment(os.environ)
@@ -93,11 +93,8 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
             config.stash[_PEERS] = peers = supervisor.Peers(here)
             config.add_cleanup(peers.close)
             return None
-        folder = RunFolder()
-        try:
-            return supervisor.serve(here, folder.path, min(chosen.load_timeout, world.JOIN_S))
-        finally:
-            folder.remove()
+        with tempfile.TemporaryDirectory(prefix="llmgpu-run-") as folder:
+            return supervisor.serve(here, Path(folder), min(chosen.load_timeout, world.JOIN_S))
     except ValueError as error:
         raise pytest.UsageError(printable(f"--llmgpu-launcher=env: {error}")) from None
 

@@ -25,23 +25,25 @@ _VARIABLES = {
 
 def commit(rootdir: Path, environ: Mapping[str, str] = os.environ) -> Commit:
     """Return the commit of a working tree; without git and without variables of a CI system, the reason."""
+
+    def first(names: Iterable[str]) -> str | None:
+        return next((environ[name] for name in names if environ.get(name)), None)
+
     try:
         sha, branch = _git(rootdir, "rev-parse", "HEAD", "--abbrev-ref", "HEAD").split()
     except ValueError as error:
         for name, branches in _VARIABLES.items():
             if value := environ.get(name, "").strip():
-                return Commit(sha=value, branch=_first(environ, branches), source=name, why={"dirty": str(error)})
+                return Commit(sha=value, branch=first(branches), source=name, why={"dirty": str(error)})
         return Commit(why={"sha": f"{error}; none of {', '.join(_VARIABLES)} is set"})
-    if branch == "HEAD":  # detached: CI checks out a commit, not a branch
-        named = _first(environ, (name for branches in _VARIABLES.values() for name in branches))
-    else:
-        named = branch
+    # A detached HEAD: CI checks out a commit, not a branch.
+    named = branch if branch != "HEAD" else first(name for branches in _VARIABLES.values() for name in branches)
     try:
         # The store does not count: every run writes to it, and it may be kept in git.
-        dirty = bool(_git(rootdir, "status", "--porcelain", "--untracked-files=no", "--", ":/", _NOT_STORED))
+        changed = _git(rootdir, "status", "--porcelain", "--untracked-files=no", "--", ":/", _NOT_STORED)
     except ValueError as error:
         return Commit(sha=sha, branch=named, source="git", why={"dirty": str(error)})
-    return Commit(sha=sha, branch=named, dirty=dirty, source="git")
+    return Commit(sha=sha, branch=named, dirty=bool(changed), source="git")
 
 
 def _git(rootdir: Path, *arguments: str) -> str:
@@ -49,7 +51,3 @@ def _git(rootdir: Path, *arguments: str) -> str:
         return git.output(rootdir, *arguments, timeout_s=_TIMEOUT_S)
     except ValueError as error:
         raise ValueError(anonymous(str(error))) from None
-
-
-def _first(environ: Mapping[str, str], names: Iterable[str]) -> str | None:
-    return next((environ[name] for name in names if environ.get(name)), None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,7 +32,6 @@ from pytest_llmgpu.report.result import OUT_OF_MEMORY, CaseResult
 from pytest_llmgpu.session.judge import Judge
 from pytest_llmgpu.session.planner import Planner
 from pytest_llmgpu.session.recorder import Recorder
-from pytest_llmgpu.session.run_folder import RunFolder
 from pytest_llmgpu.session.runner import Request, Runner
 
 Group = tuple[str, Options]
@@ -86,9 +86,9 @@ class BenchmarkSession:
             )
         self._sample_period_s, self._profile_method = options.sample_period, options.profile_method
         self._live = live
-        self._folder = RunFolder()
+        self._folder = tempfile.TemporaryDirectory(prefix="llmgpu-run-", ignore_cleanup_errors=True)
         self._profilers: tuple[tuple[tuple[str, ...], ...], NodeProfilers] | None = None
-        folder = self._folder.path
+        folder = Path(self._folder.name)
         launcher = LocalLauncher(folder) if peers is None else EnvLauncher(peers, folder)
         self.runner = Runner(launcher, self.profilers_of, self._show, live.note)
         self._expected: dict[Group, list[str]] = {}
@@ -305,7 +305,7 @@ class BenchmarkSession:
         self.runner.close()
         if self._profilers is not None:
             self._profilers[1].close()
-        self._folder.remove()
+        self._folder.cleanup()
 
     def _show(self, case: Case, done: int, planned: int, elapsed_s: float) -> None:
         name = f"{case.id} ({self._launch})" if self._launch else case.id

@@ -37,25 +37,13 @@ def _becomes(program: Path, script: str) -> None:
 
 
 @needs_git
-def test_git_names_commit_and_branch(tree: Path) -> None:
-    """The commit of a clean tree is that of git, with any CI variables."""
+def test_git_names_commit_branch_and_changes(tree: Path) -> None:
+    """CI variables do not count. A new report does not make the tree dirty, nor does a store that is kept in git."""
     found = commit(tree, {"GITHUB_SHA": "f" * 40, "GITHUB_REF_NAME": "other"})
     assert found.sha == git(tree, "rev-parse", "HEAD")
     assert (found.branch, found.dirty, found.source, found.why) == ("work", False, "git", {})
-
-
-@needs_git
-def test_a_changed_file_makes_the_tree_dirty_and_a_new_one_does_not(tree: Path) -> None:
-    """A new report in the tree does not make it dirty."""
     (tree / "report.json").touch()
     assert commit(tree, {}).dirty is False
-    (tree / "a.py").write_text("b", encoding="utf-8")
-    assert commit(tree, {}).dirty is True
-
-
-@needs_git
-def test_a_store_that_is_kept_in_git_does_not_make_the_tree_dirty(tree: Path) -> None:
-    """Every run writes to the store, which may be in a folder below the root."""
     for folder in (tree, tree / "below"):
         last = folder / ".llmgpu" / "last.json"
         last.parent.mkdir(parents=True)
@@ -65,6 +53,7 @@ def test_a_store_that_is_kept_in_git_does_not_make_the_tree_dirty(tree: Path) ->
         last.write_text("2", encoding="utf-8")
         assert commit(folder, {}).dirty is False
     (tree / "a.py").write_text("b", encoding="utf-8")
+    assert commit(tree, {}).dirty is True
     assert commit(tree / "below", {}).dirty is True
 
 
