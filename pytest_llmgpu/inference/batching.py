@@ -142,7 +142,10 @@ def encode(
         ValueError: A context or an ending has no token, or an ending has more than `max_length` tokens.
     """
     of_items = [task.requests(item) for item in items]
-    pairs = [_spaces_to_ending(*request) for requests in of_items for request in requests]
+    pairs = []
+    for context, ending in (request for requests in of_items for request in requests):
+        kept = context.rstrip()
+        pairs.append((kept, context[len(kept) :] + ending))  # spaces between them belong to the ending
     tokens = _tokens({text for context, ending in pairs for text in (context, context + ending)}, tokenizer, add_bos)
     requests = []
     for context, ending in pairs:
@@ -150,7 +153,13 @@ def encode(
             given = tokens[context]
             asked = tokens[context + ending][len(given) :]
         else:
-            given, asked = _without_context(ending, tokenizer)
+            prefix = _prefix(tokenizer)  # stands for the empty context
+            if prefix is None:
+                raise ValueError(
+                    f"ending {ending!r} has no context, and the tokenizer has no bos or eos token to stand for it"
+                )
+            given, asked = [prefix], tokenizer.encode(ending, add_special_tokens=False)
+            asked = asked[1:] if asked[:1] == given else asked
         if not given or not 1 <= len(asked) <= max_length:
             raise ValueError(
                 f"ending {ending!r} after {context[-40:]!r} is {len(asked)} tokens after {len(given)} of context: "
@@ -201,11 +210,6 @@ def encode_prompts(
     )
 
 
-def _spaces_to_ending(context: str, ending: str) -> tuple[str, str]:
-    kept = context.rstrip()
-    return kept, context[len(kept) :] + ending
-
-
 def _tokens(texts: set[str], tokenizer: PreTrainedTokenizerBase, add_bos: bool | None) -> dict[str, list[int]]:
     """Return the tokens of each text. Two calls tokenise all of them: one call per text takes ten times as long."""
     prefix = _prefix(tokenizer)
@@ -219,15 +223,6 @@ def _tokens(texts: set[str], tokenizer: PreTrainedTokenizerBase, add_bos: bool |
         if some:
             tokens.update(zip(some, tokenizer(some, return_attention_mask=False, **special)["input_ids"], strict=True))
     return tokens
-
-
-def _without_context(ending: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """Return a beginning-of-sequence token, which stands for the empty context, and the tokens of an ending."""
-    prefix = _prefix(tokenizer)
-    tokens = tokenizer.encode(ending, add_special_tokens=False)
-    if prefix is None:
-        raise ValueError(f"ending {ending!r} has no context, and the tokenizer has no bos or eos token to stand for it")
-    return [prefix], tokens[1:] if tokens[:1] == [prefix] else tokens
 
 
 def _prefix(tokenizer: PreTrainedTokenizerBase) -> int | None:

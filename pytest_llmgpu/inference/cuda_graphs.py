@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pytest_llmgpu.report.text import first_line
@@ -115,9 +114,7 @@ class GraphedDecoder:
         self._decoder.forward = self._forward
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._decoder.forward = self._eager
         self._graphs.clear()
         self._hidden = None

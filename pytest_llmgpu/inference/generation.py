@@ -19,7 +19,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -49,18 +48,6 @@ class Generated(msgspec.Struct, frozen=True, kw_only=True):
     """The new tokens [prompts][N]."""
     loglikelihoods: list[list[float]]
     """The log-likelihood of each new token when it was chosen [prompts][N]."""
-
-
-class _BatchResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The texts of one batch and their times."""
-
-    latency_s: float
-    times_s: list[float]
-    """The time to the first token, then the time of each decode step."""
-    tokens: list[list[int]]
-    """The new tokens [B][N]."""
-    loglikelihoods: list[list[float]]
-    """Their log-likelihoods [B][N]."""
 
 
 class Generator:
@@ -116,9 +103,7 @@ class Generator:
     def __enter__(self) -> Generator:  # noqa: PYI034 - typing.Self needs Python 3.11
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._graphs.clear()
         self._cache.clear()
 
@@ -130,9 +115,9 @@ class Generator:
     def warm_up(self, on_batch: Callable[[float, int, int, int], None] | None = None) -> None:
         """Run the prefill and the first steps of a batch of every shape."""
         for batch in {(batch.rows, batch.width): batch for batch in self._plan.batches}.values():
-            result = self._run(batch, min(_WARM_UP_TOKENS, self._new_tokens))
+            latency_s, *_ = self._run(batch, min(_WARM_UP_TOKENS, self._new_tokens))
             if on_batch is not None:
-                on_batch(result.latency_s, batch.rows, batch.tokens, batch.padded_tokens)
+                on_batch(latency_s, batch.rows, batch.tokens, batch.padded_tokens)
 
     def generate(self, on_batch: Callable[[float, int, int, int], None] | None = None) -> Generated:
         """Generate the texts of all prompts.
@@ -149,22 +134,22 @@ class Generator:
         step_s: list[float] = []
         texts: dict[int, tuple[list[int], list[float]]] = {}
         for number, batch in enumerate(self._plan.batches, start=1):
-            result = self._run(batch, self._new_tokens)
-            if not all(math.isfinite(value) for row in result.loglikelihoods for value in row):
+            latency_s, times_s, tokens, loglikelihoods = self._run(batch, self._new_tokens)
+            if not all(math.isfinite(value) for row in loglikelihoods for value in row):
                 raise ValueError(
                     f"batch {number} of {len(self._plan.batches)} ({batch.rows} rows of {batch.width} tokens): a "
                     "log-likelihood is not finite: the logits overflow or are NaN: try another dtype, or check the "
                     "checkpoint"
                 )
-            texts.update(zip(batch.requests, zip(result.tokens, result.loglikelihoods, strict=True), strict=True))
+            texts.update(zip(batch.requests, zip(tokens, loglikelihoods, strict=True), strict=True))
             row = (batch.rows, batch.tokens, batch.padded_tokens)
-            columns.latency_s.append(result.latency_s)
+            columns.latency_s.append(latency_s)
             for column, value in zip((columns.sequences, columns.tokens, columns.padded_tokens), row, strict=True):
                 column.append(value)
-            first_token_s.append(result.times_s[0])
-            step_s += result.times_s[1:]
+            first_token_s.append(times_s[0])
+            step_s += times_s[1:]
             if on_batch is not None:
-                on_batch(result.latency_s, *row)
+                on_batch(latency_s, *row)
         in_order = [texts[number] for number in sorted(texts)]
         return Generated(
             batches=columns,
@@ -197,8 +182,13 @@ class Generator:
             self._cache.rewind()
             self._launch((batch.rows, 0), batch.rows, lambda: self._step(batch.rows))
 
-    def _run(self, batch: Batch, new_tokens: int) -> _BatchResult:
-        """Generate the texts of one batch; the devices are idle at both ends."""
+    def _run(self, batch: Batch, new_tokens: int) -> tuple[float, list[float], list[list[int]], list[list[float]]]:
+        """Generate the texts of one batch; the devices are idle at both ends.
+
+        Returns:
+            Its latency in seconds, the times to the first token and of each decode step, and the tokens [B][N] with
+            their log-likelihoods.
+        """
         import torch
 
         with torch.inference_mode():
@@ -216,7 +206,7 @@ class Generator:
             loglikelihoods = self._loglikelihoods_NB[:new_tokens, : batch.rows].t().tolist()
             scoring.synchronize(self._devices)
             latency_s = time.perf_counter() - began_s
-        return _BatchResult(latency_s=latency_s, times_s=clock.times_s(), tokens=tokens, loglikelihoods=loglikelihoods)
+        return latency_s, clock.times_s(), tokens, loglikelihoods
 
     def _launch(self, key: tuple[int, int], tokens: int, run: Callable[[], None]) -> None:
         """Run a forward of this many tokens, or replay it."""

@@ -96,10 +96,16 @@ class Registry(Generic[_T]):
             made: Any = found() if callable(found) else found
         # The module belongs to a user and can raise anything: a missing library, bad syntax, a failing constructor.
         except Exception as error:
-            reason = f"{error}".partition("\n")[0]
+            reason, hint = f"{error}".partition("\n")[0], ""
+            if isinstance(error, ModuleNotFoundError) and error.name and f"{module}.".startswith(f"{error.name}."):
+                hint = (
+                    f": install the package of {error.name}, "
+                    "or add its folder to `pythonpath` in the configuration of pytest"
+                )
+            elif isinstance(error, AttributeError) and error.obj is not None and error.name:
+                hint = guess(error.name, dir(error.obj))
             raise ValueError(
-                f"{self.kind} {place} cannot be imported: {type(error).__name__}: {reason}{_raised_at(error)}"
-                f"{_hint(error, module)}"
+                f"{self.kind} {place} cannot be imported: {type(error).__name__}: {reason}{_raised_at(error)}{hint}"
             ) from error
         lacking = [name for name in self.members if not hasattr(made, name)]
         if lacking:
@@ -115,17 +121,6 @@ class Registry(Generic[_T]):
 def _is_place(text: object) -> bool:
     module, _, attribute = text.partition(":") if isinstance(text, str) else ("", "", "")
     return all(part.isidentifier() for part in [*module.split("."), *attribute.split(".")])
-
-
-def _hint(error: Exception, module: str) -> str:
-    """Return what to do about a module that is not found, or a name that it lacks; empty for other errors."""
-    if isinstance(error, ModuleNotFoundError) and error.name and f"{module}.".startswith(f"{error.name}."):
-        return (
-            f": install the package of {error.name}, or add its folder to `pythonpath` in the configuration of pytest"
-        )
-    if isinstance(error, AttributeError) and error.obj is not None and error.name:
-        return guess(error.name, dir(error.obj))
-    return ""
 
 
 def _raised_at(error: Exception) -> str:

@@ -13,7 +13,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -52,9 +51,7 @@ class EndingHead:
         self._handle = self._head.register_forward_pre_hook(self._gather, prepend=True)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._handle.remove()
 
     def forward(self, ids_BS: torch.Tensor, rows_N: torch.Tensor, **cached: Any) -> torch.Tensor:
@@ -101,9 +98,7 @@ class FullLogits:
     def __enter__(self) -> FullLogits:  # noqa: PYI034 - typing.Self needs Python 3.11
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Do nothing, since `__enter__` changes nothing."""
 
     def forward(self, ids_BS: torch.Tensor, rows_N: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - all rows are computed

@@ -43,7 +43,16 @@ class Compiled(TensorParallel):
         Raises:
             ValueError: The cache folder is of another user.
         """
-        _check_cache_folder()
+        if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+            from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+            # The default has a known name in a folder of all users.
+            folder = Path(cache_dir())
+            if folder.stat().st_uid != os.getuid():
+                raise ValueError(
+                    f"{folder} is of another user, and torch would run the code in it: set TORCHINDUCTOR_CACHE_DIR to "
+                    "a folder of your own"
+                )
         loaded = super().load(case, source) if case.devices > 1 else LayerParallel().load(case, source)
         return dataclasses.replace(loaded, compiled=CompiledLayers(loaded.model, self.compiler))
 
@@ -54,17 +63,3 @@ class Compiled(TensorParallel):
         """Forget the graphs of the case before."""
         assert loaded.compiled is not None
         loaded.compiled.reset()
-
-
-def _check_cache_folder() -> None:
-    """Refuse a default cache folder of another user: it has a known name in a folder of all users."""
-    if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
-        return
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    folder = Path(cache_dir())
-    if folder.stat().st_uid != os.getuid():
-        raise ValueError(
-            f"{folder} is of another user, and torch would run the code in it: set TORCHINDUCTOR_CACHE_DIR to a folder "
-            "of your own"
-        )

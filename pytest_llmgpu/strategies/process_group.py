@@ -36,6 +36,9 @@ def join(case: Case) -> Member:
     import torch
     from torch import distributed
 
+    # torch.distributed does not export them to type checkers.
+    from torch._C._distributed_c10d import FileStore, TCPStore
+
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if world_size != case.devices:
         raise ValueError(
@@ -50,35 +53,21 @@ def join(case: Case) -> Member:
         # gloo looks up the name of the host, which fails in many containers.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if world_size > 1 and not distributed.is_initialized():
+        store: Store | None = None
+        rendezvous = os.environ.get("LLMGPU_RENDEZVOUS", "")
+        if rendezvous.startswith("tcp://"):
+            host, _, port = rendezvous.removeprefix("tcp://").rpartition(":")
+            listener = os.environ.get("LLMGPU_RENDEZVOUS_SOCKET")  # of rank 0, which listens on this port already
+            descriptor = None if listener is None else int(listener)
+            store = TCPStore(host, int(port), world_size, is_master=rank == 0, master_listen_fd=descriptor)
+        elif rendezvous:
+            store = FileStore(rendezvous, world_size)
         distributed.init_process_group(
             backend="nccl" if case.device == "cuda" else "gloo",
-            store=_store(rank, world_size),
+            store=store,
             rank=rank,
             world_size=world_size,
             # NCCL connects now, so that its buffers count as memory of loading and not of the first batch.
             device_id=device if case.device == "cuda" else None,
         )
     return Member(device, rank, world_size)
-
-
-def _store(rank: int, world_size: int) -> Store | None:
-    """Return the store in which the ranks find each other; None without LLMGPU_RENDEZVOUS."""
-    from torch._C._distributed_c10d import (
-        FileStore,
-        TCPStore,
-    )  # torch.distributed does not export them to type checkers
-
-    rendezvous = os.environ.get("LLMGPU_RENDEZVOUS")
-    if rendezvous is None:
-        return None
-    if not rendezvous.startswith("tcp://"):
-        return FileStore(rendezvous, world_size)
-    host, _, port = rendezvous.removeprefix("tcp://").rpartition(":")
-    listener = os.environ.get("LLMGPU_RENDEZVOUS_SOCKET")  # of rank 0, which listens on this port already
-    return TCPStore(
-        host,
-        int(port),
-        world_size,
-        is_master=rank == 0,
-        master_listen_fd=None if listener is None else int(listener),
-    )

@@ -17,7 +17,6 @@ from pytest_llmgpu.strategies.deepspeed import kernels
 from pytest_llmgpu.strategies.protocol import Loaded
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel
 
 _AUTOTP_CPU_DTYPES = ("float32", "bfloat16")
@@ -67,36 +66,24 @@ class TensorParallel:
 
             return inject(case, source, replace_with_kernel_inject=False)
         import torch
+        from transformers.distributed.configuration_utils import DistributedConfig
 
         device, rank, world_size = process_group.join(case)
-        model = _planned(case, source, getattr(torch, case.dtype), device)
-        return Loaded(
-            model=model,
-            config=model.config,
-            input_device=device,
-            devices=(device,),
-            rank=rank,
-            world_size=world_size,
-        )
+        dtype = getattr(torch, case.dtype)
+        skeleton = weights.skeleton(source, dtype)
+        plan = DistributedConfig(tp_size=case.devices)
+        if source.load_format == "dummy":
+            # from_pretrained calls the same between building the model and reading its files.
+            resolved, _, mesh = type(skeleton).prepare_distribute_model(plan)
+            model: PreTrainedModel = type(skeleton).maybe_distribute_model(skeleton, resolved, mesh)
+            weights.materialise(model, lambda _: device, seed=case.seed, dtype=dtype)
+            model.eval()
+        else:
+            model = weights.checkpoint(source, dtype, distributed_config=plan)
+        return Loaded(model, model.config, device, (device,), rank, world_size)
 
     def prepare(self, loaded: Loaded, batch_size: int, tokens: int) -> None:
         """Do nothing: tp has no buffer that depends on the batch size."""
-
-
-def _planned(case: Case, source: ModelSource, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """Return the model, split by the plan of transformers for its class."""
-    from transformers.distributed.configuration_utils import DistributedConfig
-
-    skeleton = weights.skeleton(source, dtype)
-    plan = DistributedConfig(tp_size=case.devices)
-    if source.load_format != "dummy":
-        return weights.checkpoint(source, dtype, distributed_config=plan)
-    # from_pretrained calls the same between building the model and reading its files.
-    resolved, _, mesh = type(skeleton).prepare_distribute_model(plan)
-    sharded: PreTrainedModel = type(skeleton).maybe_distribute_model(skeleton, resolved, mesh)
-    weights.materialise(sharded, lambda _: device, seed=case.seed, dtype=dtype)
-    sharded.eval()
-    return sharded
 
 
 def check_divisible(

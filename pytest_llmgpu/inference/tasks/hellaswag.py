@@ -28,7 +28,20 @@ class HellaSwag(MultipleChoice):
 
     def records(self, dataset: str) -> Iterable[tuple[str, Any]]:
         """Return the records of the bundled dataset or of the hub."""
-        return _from_hub() if dataset == "hellaswag" else super().records(dataset)
+        if dataset != "hellaswag":
+            return super().records(dataset)
+        import datasets
+        from huggingface_hub.errors import HfHubHTTPError
+
+        try:
+            records = datasets.load_dataset(_HUB, split="validation")
+        # A failed connection is an OSError to datasets, a missing cache of an offline machine a ValueError or OSError.
+        except (OSError, ValueError, HfHubHTTPError) as error:
+            raise ValueError(
+                f"dataset hellaswag ({_HUB}) cannot be downloaded: {first_line(error)} "
+                "(allow this machine to reach the hub, or pass a JSON Lines file of its validation split)"
+            ) from error
+        return ((f"{_HUB}:{number}", record) for number, record in enumerate(records))
 
     def note(self, record: Any) -> str | None:
         """Return that the context has other letters than lm-evaluation-harness's if it is one text."""
@@ -88,22 +101,6 @@ class Prompts(HellaSwag):
         return msgspec.structs.replace(super().item(record, place, index), endings=(), label=0)
 
 
-def _from_hub() -> Iterable[tuple[str, Any]]:
-    import datasets
-    from huggingface_hub.errors import HfHubHTTPError
-
-    try:
-        records = datasets.load_dataset(_HUB, split="validation")
-    # A failed connection is an OSError to datasets, a missing cache of an offline machine a ValueError or OSError.
-    except (OSError, ValueError, HfHubHTTPError) as error:
-        reason = first_line(error)
-        raise ValueError(
-            f"dataset hellaswag ({_HUB}) cannot be downloaded: {reason} "
-            "(allow this machine to reach the hub, or pass a JSON Lines file of its validation split)"
-        ) from error
-    return ((f"{_HUB}:{number}", record) for number, record in enumerate(records))
-
-
 def _text(record: dict[str, Any], field: str, place: str) -> str:
     if field not in record:
         raise ValueError(f"{place}: {field} is missing: text is needed")
@@ -132,11 +129,9 @@ def _label(record: dict[str, Any], endings: int, place: str) -> int:
 
 def preprocess(text: str) -> str:
     """Return the text as lm-evaluation-harness cleans it; brackets are left over from WikiHow."""
-    text = text.strip().replace(" [title]", ". ")
-    return "\n".join(map(_without_brackets, text.split("\n"))).replace("  ", " ")
-
-
-def _without_brackets(line: str) -> str:
-    r"""Return a line as `re.sub(r"\[.*?\]", "", line)` does, in linear time: after the last `]` there is no match."""
-    head, bracket, rest = line.rpartition("]")
-    return re.sub(r"\[[^\]]*\]", "", head + bracket) + rest
+    lines = []
+    for line in text.strip().replace(" [title]", ". ").split("\n"):
+        # As `re.sub(r"\[.*?\]", "", line)` does, in linear time: after the last `]` there is no match.
+        head, bracket, rest = line.rpartition("]")
+        lines.append(re.sub(r"\[[^\]]*\]", "", head + bracket) + rest)
+    return "\n".join(lines).replace("  ", " ")

@@ -18,6 +18,8 @@ from pytest_llmgpu.report.result import Accuracy
 from pytest_llmgpu.report.text import guess
 
 _LINE_BYTES = 2**24
+_SAVED = {"dataset_dict.json": "['validation']", "dataset_info.json": ""}
+"""A file that `save_to_disk` writes to the split of what it has saved."""
 
 
 class MultipleChoice:
@@ -65,7 +67,11 @@ class MultipleChoice:
                     f"allowed are {', '.join(self.datasets)}, or a JSON Lines file that exists"
                 )
             if path.is_dir():
-                raise ValueError(_refused_folder(path))
+                saved = next((name for name in _SAVED if (path / name).exists()), None)
+                load = f"datasets.load_from_disk({str(path)!r}){_SAVED.get(saved or '', '')}"
+                step = "" if saved is None else f": {load}.to_json('items.jsonl')"
+                kind = "a folder" if saved is None else "a folder of save_to_disk"
+                raise ValueError(f"dataset {path} is {kind}: a JSON Lines file is needed{step}")
             records = read_json_lines(path)
             inside = path.resolve().is_relative_to(rootdir.resolve())
             name = path.resolve().relative_to(rootdir.resolve()).as_posix() if inside else path.name
@@ -115,43 +121,27 @@ def read_json_lines(path: Path) -> Iterable[tuple[str, Any]]:
     """
     try:
         with path.open("rb") as opened:
-            file = _unpacked(path) if opened.peek(2).startswith(GZIP) else opened
+            file: IO[bytes] = opened
+            if opened.peek(2).startswith(GZIP):
+                try:
+                    file = io.BytesIO(unpack(read(path)))  # decompressed in memory
+                except ValueError as error:
+                    raise ValueError(f"dataset {path} {error}") from None
             number = 0
             while line := file.readline(_LINE_BYTES + 1):
                 number += 1
                 if len(line) > _LINE_BYTES:
                     raise ValueError(f"{path}:{number}: the line has more than {_LINE_BYTES:,} bytes, the limit")
-                if line.strip():
-                    yield f"{path}:{number}", _parse(line, f"{path}:{number}")
+                if not line.strip():
+                    continue
+                try:
+                    # Without its line break: the error of an unfinished object would name the next line.
+                    record = parse_json(line.rstrip())
+                except ValueError as error:
+                    raise ValueError(f"{path}:{number}: {error}: one object per line is needed") from error
+                yield f"{path}:{number}", record
     except OSError as error:
         raise ValueError(f"dataset {path} cannot be read: {error.strerror}") from error
-
-
-def _unpacked(path: Path) -> IO[bytes]:
-    """Return a compressed file, decompressed in memory."""
-    try:
-        return io.BytesIO(unpack(read(path)))
-    except ValueError as error:
-        raise ValueError(f"dataset {path} {error}") from None
-
-
-def _refused_folder(path: Path) -> str:
-    """Describe why a folder is no dataset, and how to make one of it."""
-    if (path / "dataset_dict.json").exists():
-        load = f"datasets.load_from_disk({str(path)!r})['validation']"
-    elif (path / "dataset_info.json").exists():
-        load = f"datasets.load_from_disk({str(path)!r})"
-    else:
-        return f"dataset {path} is a folder: a JSON Lines file is needed"
-    return f"dataset {path} is a folder of save_to_disk: a JSON Lines file is needed: {load}.to_json('items.jsonl')"
-
-
-def _parse(line: bytes, place: str) -> Any:
-    try:
-        # Without its line break: the error of an unfinished object would name the next line.
-        return parse_json(line.rstrip())
-    except ValueError as error:
-        raise ValueError(f"{place}: {error}: one object per line is needed") from error
 
 
 def _choices(scores: Sequence[Sequence[float]]) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol, overload
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -70,13 +70,7 @@ class Dataset(msgspec.Struct, frozen=True):
         """Yield the items in order."""
         return iter(self.items)
 
-    @overload
-    def __getitem__(self, place: int) -> Item: ...
-
-    @overload
-    def __getitem__(self, place: slice) -> tuple[Item, ...]: ...
-
-    def __getitem__(self, place: int | slice) -> Item | tuple[Item, ...]:
+    def __getitem__(self, place: int | slice) -> Any:
         """Return one item, or the items of a slice."""
         return self.items[place]
 

@@ -250,7 +250,10 @@ def _build_folder(environ: Mapping[str, str]) -> Path:
 
 def _literals(package: str, name: str) -> dict[str, object]:
     """Return the literals that a file of a package assigns to names, without importing it."""
-    path, found = _file(package, name), dict[str, object]()
+    spec = importlib.util.find_spec(package)
+    folders = (spec.submodule_search_locations if spec else None) or ()
+    path = next((Path(folder, name) for folder in folders if Path(folder, name).is_file()), None)
+    found: dict[str, object] = {}
     with contextlib.suppress(OSError, SyntaxError, ValueError):
         for node in ast.parse(path.read_bytes() if path else b"").body:
             target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
@@ -258,12 +261,6 @@ def _literals(package: str, name: str) -> dict[str, object]:
                 with contextlib.suppress(ValueError):
                     found[target.id] = ast.literal_eval(node.value)
     return found
-
-
-def _file(package: str, name: str) -> Path | None:
-    spec = importlib.util.find_spec(package)
-    folders = (spec.submodule_search_locations if spec else None) or ()
-    return next((Path(folder, name) for folder in folders if Path(folder, name).is_file()), None)
 
 
 def _has_ended(process: subprocess.Popen[bytes], within_s: float) -> bool:
