@@ -25,7 +25,7 @@ from typing import IO, Any, NoReturn, TypeVar
 import msgspec
 
 from pytest_llmgpu.report.report import SCHEMA_VERSION, Report
-from pytest_llmgpu.report.result import Accuracy, CaseResult, Generation, Launch
+from pytest_llmgpu.report.result import CaseResult, Launch
 from pytest_llmgpu.report.text import valid
 from pytest_llmgpu.report.verdicts import with_present_names
 
@@ -301,10 +301,7 @@ def _check(cases: Sequence[CaseResult]) -> None:
             for name, column, length in _columns(launch):
                 if column is not None and len(column) != length:
                     _refuse(f"{inside}.{name}", f"{length} values, got {len(column)}")
-            if launch.accuracy is not None:
-                _check_accuracy(launch.accuracy, f"{inside}.accuracy")
-            if launch.generation is not None:
-                _check_generation(launch.generation, f"{inside}.generation")
+            _check_answers(launch, inside)
 
 
 def _columns(launch: Launch) -> Iterator[tuple[str, Sequence[object] | None, int]]:
@@ -333,22 +330,21 @@ def _columns(launch: Launch) -> Iterator[tuple[str, Sequence[object] | None, int
             yield from of(rank, f"{place}.ranks[{number}]", work.passes, "device_time_s", "copy_s", "idle_s")
 
 
-def _check_accuracy(accuracy: Accuracy, place: str) -> None:
-    _numbers(accuracy.loglikelihoods, f"{place}.loglikelihoods")
-    for metric, choices in (("acc", accuracy.predictions), ("acc_norm", accuracy.predictions_norm)):
-        if accuracy.labels is not None and accuracy.items:
-            right = sum(map(operator.eq, choices, accuracy.labels)) / accuracy.items
-            if abs(getattr(accuracy, metric) - right) > _ROUNDING:
-                found = getattr(accuracy, metric)
-                _refuse(f"{place}.{metric}", f"{right:g}, which the predictions give, got {found:g}")
-
-
-def _check_generation(generation: Generation, place: str) -> None:
-    tokens = sum(generation.new_tokens)
-    for name in ("tokens", "loglikelihoods", "prefill_loglikelihoods", "reference_loglikelihoods"):
-        text = getattr(generation, name)
-        if text is not None and (numbers := _numbers(text, f"{place}.{name}")) != tokens:
-            _refuse(f"{place}.{name}", f"{tokens} numbers, got {numbers}")
+def _check_answers(launch: Launch, place: str) -> None:
+    if (accuracy := launch.accuracy) is not None:
+        _numbers(accuracy.loglikelihoods, f"{place}.accuracy.loglikelihoods")
+        for metric, choices in (("acc", accuracy.predictions), ("acc_norm", accuracy.predictions_norm)):
+            found = right = getattr(accuracy, metric)
+            if accuracy.labels is not None and accuracy.items:
+                right = sum(map(operator.eq, choices, accuracy.labels)) / accuracy.items
+            if abs(found - right) > _ROUNDING:
+                _refuse(f"{place}.accuracy.{metric}", f"{right:g}, which the predictions give, got {found:g}")
+    if (generation := launch.generation) is not None:
+        tokens = sum(generation.new_tokens)
+        for name in ("tokens", "loglikelihoods", "prefill_loglikelihoods", "reference_loglikelihoods"):
+            text = getattr(generation, name)
+            if text is not None and (numbers := _numbers(text, f"{place}.generation.{name}")) != tokens:
+                _refuse(f"{place}.generation.{name}", f"{tokens} numbers, got {numbers}")
 
 
 def _numbers(text: str, place: str) -> int:

@@ -32,17 +32,6 @@ def names(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def one_of(*allowed: str) -> Callable[[str], str]:
-    """Return a function that accepts these words only."""
-
-    def parse(text: str) -> str:
-        if text not in allowed:
-            raise ValueError(f"allowed are {', '.join(allowed)}{guess(text, allowed)}")
-        return text
-
-    return parse
-
-
 def whole(text: str) -> int:
     """Return a whole number of at least 1."""
     if not re.fullmatch(r"\d+", text) or int(text) < 1:
@@ -171,7 +160,13 @@ def _option(
 def _choice(allowed: str, help: str, *, default: str | None = "") -> Any:  # noqa: A002
     """Declare an option whose value is one of some words; the default is the first one, unless it is given."""
     words = allowed.split()
-    return _option(one_of(*words), words[0] if default == "" else default, f"{{{','.join(words)}}}", help)
+
+    def parse(text: str) -> str:
+        if text not in words:
+            raise ValueError(f"allowed are {', '.join(words)}{guess(text, words)}")
+        return text
+
+    return _option(parse, words[0] if default == "" else default, f"{{{','.join(words)}}}", help)
 
 
 def _switch(help: str) -> Any:  # noqa: A002
