@@ -12,8 +12,8 @@ import msgspec
 from pytest_llmgpu.analysis import noise_regime
 from pytest_llmgpu.analysis.environments import hardware_differences, software_differences
 from pytest_llmgpu.analysis.noise_regime import NoiseRegime
-from pytest_llmgpu.gate import accuracy, times
-from pytest_llmgpu.gate.accuracy import Answered, below_floor
+from pytest_llmgpu.gate import answers, times
+from pytest_llmgpu.gate.answers import Answered, below_floor
 from pytest_llmgpu.gate.calibration import Calibration
 from pytest_llmgpu.gate.cause import with_cause
 from pytest_llmgpu.gate.exact import (
@@ -94,7 +94,7 @@ class Comparison:
                 gone.append(pair.base)
             else:
                 self._case(pair.base, pair.head, pair.differing)
-        self._entries += accuracy.rows(self._answered, self.policy.confidence, self._note())
+        self._entries += answers.rows(self._answered, self.policy.confidence, self._note())
         then, now = by_series(before), by_series(self.head.cases)
         for result in gone:
             if was_probed(result, now, self.head.cases):
@@ -157,14 +157,14 @@ class Comparison:
         if head.case.generates:
             self._floor(head, rules)  # Texts have no accuracy: they are right or wrong by themselves.
             return
-        answers = accuracy.answered(base, head, rules.accuracy)
-        if isinstance(answers, Answered):
-            self._answered.append(answers)
-            self._entries.append(accuracy.predictions_row(answers, gated=rules.predictions.gate))
+        found = answers.answered(base, head, rules.accuracy)
+        if isinstance(found, Answered):
+            self._answered.append(found)
+            self._entries.append(answers.predictions_row(found, gated=rules.predictions.gate))
         else:
-            if isinstance(answers, str):
+            if isinstance(found, str):
                 self._floor(head, rules)
-            self._take("accuracy", answers, rules.accuracy.gate)
+            self._take("accuracy", found, rules.accuracy.gate)
 
     def _on_other_days(self, base: CaseResult, head: CaseResult) -> bool:
         """Return whether launches of two results are of different days; never if launches alternated."""

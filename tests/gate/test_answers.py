@@ -9,7 +9,7 @@ import pytest
 from support.prose import Prose
 from support.report_factory import make_accuracy, make_answers, make_result
 
-from pytest_llmgpu.gate.accuracy import Answered, answered, below_floor, predictions_row, rows
+from pytest_llmgpu.gate.answers import Answered, answered, below_floor, predictions_row, rows
 from pytest_llmgpu.gate.policy import AccuracyRule
 from pytest_llmgpu.report.result import AccuracyCheck, CaseResult
 from pytest_llmgpu.report.verdicts import Row

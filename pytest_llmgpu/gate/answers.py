@@ -1,4 +1,4 @@
-"""Accuracy: items lost and won at the batch sizes of a series; the floor of the policy; log-likelihoods.
+"""Answers: items lost and won at the batch sizes of a series; the floor of the policy; log-likelihoods.
 
 A trained model keeps its answers under a slightly wrong kernel, and random weights answer by chance. Therefore the
 log-likelihoods are compared as well, and for random weights they alone.
@@ -64,11 +64,6 @@ class Answered(msgspec.Struct, frozen=True):
         return self.result.case.load_format == "dummy"
 
     @property
-    def looks(self) -> int:
-        """Launches among which the judged one is the worst; 1 for the median one."""
-        return 1 if self.odd_launch is None else self.launches
-
-    @property
     def allowed(self) -> float:
         """Typical difference of log-likelihoods that is allowed, as a fraction."""
         return explained(self.result.case.dtype) if self.rule.difference is None else self.rule.difference
@@ -77,6 +72,26 @@ class Answered(msgspec.Struct, frozen=True):
     def allowed_largest(self) -> float:
         """Difference of one log-likelihood that is allowed: rounding can move both reports."""
         return 2 * self.allowed
+
+    def interval(self, confidence: float) -> tuple[float, float]:
+        """Return the interval of the fraction of items lost less items won."""
+        return net_loss(len(self.lost), len(self.won), self.items, confidence)
+
+    @property
+    def typically_differs(self) -> bool:
+        """True if log-likelihoods typically differ by more than rounding explains."""
+        return self.difference is not None and self.difference > self.allowed
+
+    @property
+    def numbers(self) -> Decided | None:
+        """The verdict on log-likelihoods that differ by more than rounding explains; None where they do not.
+
+        A baseline that failed its own check was the wrong one.
+        """
+        if not self.typically_differs and (self.largest is None or self.largest <= self.allowed_largest):
+            return None
+        fixed = self.before.has_wrong_answers and not self.result.has_wrong_answers
+        return "IMPROVED" if fixed else "REGRESSED"
 
 
 def answered(base: CaseResult, head: CaseResult, rule: AccuracyRule) -> Answered | Row | str:
@@ -93,14 +108,17 @@ def answered(base: CaseResult, head: CaseResult, rule: AccuracyRule) -> Answered
         return Row.of(head, "accuracy", "MISSING", "Only the baseline scored items.", gated=rule.gate)
     if not thens or not nows:
         return ONLY_CANDIDATE if nows else "no items were scored"
-    then, now = _median(thens, rule.metric), _median(nows, rule.metric)
+    # The answers with the median accuracy, the lower of two.
+    then, now = (
+        sorted(scored, key=lambda one: value_of(one, rule.metric))[(len(scored) - 1) // 2] for scored in (thens, nows)
+    )
     befores, afters = ([predictions_of(one, rule.metric) for one in scored] for scored in (thens, nows))
     before, labels = predictions_of(then, rule.metric), now.labels or then.labels
     if any(len(one) != len(before) for one in (*afters, *([labels] if labels is not None else []))):
         reason = f"The numbers of scored items differ: {len(afters[0]):,}, were {len(before):,}."
         return Row.of(head, "accuracy", "NOT_COMPARABLE", reason, gated=rule.gate)
     flips_of = [differing(before, after) for after in afters]
-    odd = not _agree(afters) and _agree(befores)
+    odd = any(one != afters[0] for one in afters) and all(one == befores[0] for one in befores)
     number = (
         min(range(len(nows)), key=lambda one: (value_of(nows[one], rule.metric), -len(flips_of[one])))
         if odd
@@ -109,9 +127,7 @@ def answered(base: CaseResult, head: CaseResult, rule: AccuracyRule) -> Answered
     now, after, flips = nows[number], afters[number], flips_of[number]
     lost = [number for number in flips if labels is not None and before[number] == labels[number]]
     won = [number for number in flips if labels is not None and after[number] == labels[number]]
-    differences = [found for one in nows if (found := _difference(then, one)) is not None]
-    dummy = head.case.load_format == "dummy"
-    largest = [found for one in nows if dummy and (found := _largest_difference(then, one)) is not None]
+    differences = [_differences(then, one, largest=head.case.load_format == "dummy") for one in nows]
     return Answered(
         before=base,
         result=head,
@@ -123,8 +139,8 @@ def answered(base: CaseResult, head: CaseResult, rule: AccuracyRule) -> Answered
         won=won,
         other=len(flips) - len(lost) - len(won),
         labelled=labels is not None,
-        difference=max(differences, default=None),
-        largest=max(largest, default=None),
+        difference=max((typical for typical, _ in differences if typical is not None), default=None),
+        largest=max((largest for _, largest in differences if largest is not None), default=None),
         changed=max(map(len, flips_of)),
         odd_launch=number + 1 if odd else None,
         launches=len(nows),
@@ -166,14 +182,13 @@ def rows(cases: Sequence[Answered], confidence: float, note: str) -> list[Row]:
     groups: dict[tuple[object, AccuracyRule], list[Answered]] = {}
     for case in cases:
         groups.setdefault((case.result.case.series, case.rule), []).append(case)
-    tested = [_tests(group, 1 - confidence) for group in groups.values() if not group[0].random_weights]
-    gates = [tests.cases[0].rule.gate for tests in tested]
-    adjusted = zip(
-        tested, holm([one.loss for one in tested], gates), holm([one.gain for one in tested], gates), strict=True
-    )
+    tested = [_tests(group, 1 - confidence) for group in groups.values()]
+    # The answers of random weights are chance, and no test of a family.
+    families = [(one.cases[0].random_weights, one.cases[0].rule.gate) for one in tested]
+    losses, gains = holm([one.loss for one in tested], families), holm([one.gain for one in tested], families)
     return [
-        _row_of_random_weights(group, note) if group[0].random_weights else _row(*next(adjusted), confidence, note)
-        for group in groups.values()
+        _row(one._replace(loss=loss, gain=gain), confidence, note)
+        for one, loss, gain in zip(tested, losses, gains, strict=True)
     ]
 
 
@@ -194,37 +209,29 @@ class _Tests(NamedTuple):
 
 def _tests(cases: list[Answered], alpha: float) -> _Tests:
     """Test the items of a series in both directions. Log-likelihoods that differ explain the answers of their case."""
-    tested = [case for case in cases if case.labelled and not _numbers_differ(case)]
-    typical = [case for case in tested if case.odd_launch is None]
-    lost, won = _lost_and_won(typical)
-    losses = [min(1.0, case.looks * by_chance(len(case.lost), len(case.won))) for case in tested]
+    tested = [case for case in cases if case.labelled and case.numbers is None]
+    lost, won = _lost_and_won([case for case in tested if case.odd_launch is None])
+    losses = [
+        min(1.0, (1 if case.odd_launch is None else case.launches) * by_chance(len(case.lost), len(case.won)))
+        for case in tested
+    ]
     gains = [by_chance(len(case.won), len(case.lost)) for case in tested]
-    loss, with_loss = _either(by_chance(len(lost), len(won)), losses, tested, sign=1, alpha=alpha)
-    gain, with_gain = _either(by_chance(len(won), len(lost)), gains, tested, sign=-1, alpha=alpha)
+    found: list[tuple[float, list[Answered]]] = []
+    for sign, together, singles in (
+        (1, by_chance(len(lost), len(won)), losses),
+        (-1, by_chance(len(won), len(lost)), gains),
+    ):
+        if len(tested) < 2:  # noqa: PLR2004 - both tests are the same for one batch size
+            found.append((min(singles, default=1.0), tested))
+            continue
+        adjusted = holm(singles)
+        least = min(adjusted)
+        concerned = [case for case in tested if sign * (len(case.lost) - len(case.won)) > 0]
+        if together > least:
+            concerned = [case for case, p in zip(tested, adjusted, strict=True) if p <= max(least, alpha / 2)]
+        found.append((min(1.0, 2 * min(together, least)), concerned))
+    (loss, with_loss), (gain, with_gain) = found
     return _Tests(cases, loss, gain, with_loss, with_gain)
-
-
-def _either(
-    together: float, singles: Sequence[float], cases: Sequence[Answered], *, sign: int, alpha: float
-) -> tuple[float, list[Answered]]:
-    """Return the probability over both tests, and the cases that the smaller one concerns.
-
-    Args:
-        together: The probability of the test over all batch sizes.
-        singles: The probability of the test of each case.
-        cases: The cases.
-        sign: 1 for a loss, -1 for a gain.
-        alpha: The allowed probability of a false alarm.
-    """
-    if len(cases) < 2:  # noqa: PLR2004 - both tests are the same for one batch size
-        return min(singles, default=1.0), list(cases)
-    adjusted = holm(singles)
-    least = min(adjusted)
-    if together <= least:
-        concerned = [case for case in cases if sign * (len(case.lost) - len(case.won)) > 0]
-    else:
-        concerned = [case for case, p in zip(cases, adjusted, strict=True) if p <= max(least, alpha / 2)]
-    return min(1.0, 2 * min(together, least)), concerned
 
 
 def _lost_and_won(cases: Sequence[Answered]) -> tuple[list[int], list[int]]:
@@ -258,101 +265,78 @@ _Cause = Literal["floor", "numbers", "unknown", "unlabelled", "lost", "disagree"
 """Why a verdict on the answers is what it is."""
 
 
-class _Decision(NamedTuple):
-    """The verdict on a series of cases."""
+def _decide(tests: _Tests, confidence: float) -> tuple[Decided, _Cause, list[Answered]]:
+    """Return the verdict on a series of cases, its cause, and the cases that it is about: the first that has any."""
+    cases, alpha = tests.cases, 1 - confidence
+    steps: list[tuple[Decided, _Cause, list[Answered]]] = [
+        ("REGRESSED", "floor", [case for case in cases if below_floor(case.result, case.rule) is not None]),
+        ("REGRESSED", "numbers", [case for case in cases if case.numbers == "REGRESSED"]),
+    ]
+    differing = [case for case in cases if case.numbers is not None]
+    if cases[0].random_weights:
+        steps.append(("IMPROVED", "numbers", differing))
+        steps.append(("UNDECIDED", "unknown", [case for case in cases if case.difference is None]))
+    else:
+        unlabelled = [case for case in cases if not case.labelled]
+        changed = any(case.other or case.odd_launch is not None for case in unlabelled)
+        steps += [
+            ("REGRESSED", "lost", tests.lost if tests.loss <= alpha else []),
+            ("IMPROVED", "numbers", differing),
+            ("UNDECIDED", "unlabelled", unlabelled if changed else []),
+            ("UNDECIDED", "disagree", [case for case in cases if case.odd_launch is not None]),
+            ("OK", "unlabelled", unlabelled),
+            ("IMPROVED", "won", tests.won if tests.gain <= alpha else []),
+            ("UNDECIDED", "not_ruled_out", [case for case in cases if case.interval(confidence)[1] > case.rule.margin]),
+        ]
+    return next((step for step in steps if step[2]), ("OK", "ruled_out", cases))
 
-    verdict: Decided
-    cause: _Cause
-    concerned: list[Answered]
-    """The cases that the verdict is about."""
 
-
-def _row(tests: _Tests, loss: float, gain: float, confidence: float, note: str) -> Row:
-    decision = _decide(tests, loss, gain, confidence)
-    concerned, rule = decision.concerned, tests.cases[0].rule
+def _row(tests: _Tests, confidence: float, note: str) -> Row:
+    cases, (result, cause, concerned) = tests.cases, _decide(tests, confidence)
+    case, rule = cases[0].result.case, cases[0].rule
     lost, won = _lost_and_won(concerned)
-    # Batch sizes mostly lose the same items: the means of the ends are an interval of the mean change.
-    ends = [net_loss(len(case.lost), len(case.won), case.items, confidence) for case in concerned]
-    low, high = (statistics.fmean(end) for end in zip(*ends, strict=True))
-    chance = gain if decision.verdict == "IMPROVED" or len(won) > len(lost) else loss
-    return _series_row(
-        tests.cases,
-        decision,
-        _reason(tests.cases, decision, lost, won, chance),
-        note,
-        base=statistics.fmean(case.base for case in concerned),
-        head=statistics.fmean(case.head for case in concerned),
-        low=low,
-        high=high,
-        threshold=rule.margin,
-        p=chance if any(case.labelled for case in concerned) else None,
-        lost=lost,
-        won=won,
-    )
-
-
-def _series_row(cases: Sequence[Answered], decision: _Decision, reason: str, note: str, **figures: Any) -> Row:
-    case = cases[0].result.case
-    if note and decision.verdict in {"REGRESSED", "IMPROVED"} and "\n" not in reason:
+    chance = tests.gain if result == "IMPROVED" or len(won) > len(lost) else tests.loss
+    figures: dict[str, Any] = {}
+    if cases[0].random_weights:
+        reason = _reason_of_random_weights(cases, cause, concerned)
+    else:
+        reason = _reason(cases, cause, concerned, lost, won, chance)
+        # Batch sizes mostly lose the same items: the means of the ends are an interval of the mean change.
+        low, high = map(statistics.fmean, zip(*(one.interval(confidence) for one in concerned), strict=True))
+        figures = {
+            "base": statistics.fmean(one.base for one in concerned),
+            "head": statistics.fmean(one.head for one in concerned),
+            "low": low,
+            "high": high,
+            "threshold": rule.margin,
+            "p": chance if any(one.labelled for one in concerned) else None,
+            "lost": lost,
+            "won": won,
+        }
+    if note and result in {"REGRESSED", "IMPROVED"} and "\n" not in reason:
         reason += f"\n{note}"
     return Row(
         key=case.series,
         id=case.strategy,
-        cases=[one.result.id for one in decision.concerned],
+        cases=[one.result.id for one in concerned],
         metric="accuracy",
-        **stated(decision.verdict),
         reason=reason,
-        gated=cases[0].rule.gate,
+        gated=rule.gate,
+        **stated(result),
         **figures,
     )
 
 
-def _decide(tests: _Tests, loss: float, gain: float, confidence: float) -> _Decision:
-    if (decision := _decide_without_items(tests.cases)) is not None and decision.verdict == "REGRESSED":
-        return decision
-    if loss <= 1 - confidence:
-        return _Decision("REGRESSED", "lost", tests.lost)
-    if decision is None:
-        decision = _decide_without_a_test(tests.cases)
-    if decision is None and gain <= 1 - confidence:
-        decision = _Decision("IMPROVED", "won", tests.won)
-    return decision or _decide_on_interval(tests.cases, confidence)
-
-
-def _decide_without_items(cases: list[Answered]) -> _Decision | None:
-    """Decide where answers are below a floor or log-likelihoods differ, whatever the items are; None elsewhere."""
-    if wrong := [case for case in cases if below_floor(case.result, case.rule) is not None]:
-        return _Decision("REGRESSED", "floor", wrong)
-    differing = [case for case in cases if _numbers_differ(case)]
-    if worse := [case for case in differing if _verdict_on_numbers(case) == "REGRESSED"]:
-        return _Decision("REGRESSED", "numbers", worse)
-    return _Decision("IMPROVED", "numbers", differing) if differing else None
-
-
-def _decide_without_a_test(cases: list[Answered]) -> _Decision | None:
-    """Decide where the right answers are not known or launches differ, so that a case has no test; None elsewhere."""
-    unlabelled = [case for case in cases if not case.labelled]
-    if any(case.other or case.odd_launch is not None for case in unlabelled):
-        return _Decision("UNDECIDED", "unlabelled", unlabelled)
-    if odd := [case for case in cases if case.odd_launch is not None]:
-        return _Decision("UNDECIDED", "disagree", odd)
-    return _Decision("OK", "unlabelled", unlabelled) if unlabelled else None
-
-
-def _decide_on_interval(cases: list[Answered], confidence: float) -> _Decision:
-    unclear = [
-        case for case in cases if net_loss(len(case.lost), len(case.won), case.items, confidence)[1] > case.rule.margin
-    ]
-    return _Decision("UNDECIDED", "not_ruled_out", unclear) if unclear else _Decision("OK", "ruled_out", cases)
-
-
 def _reason(
-    cases: Sequence[Answered], decision: _Decision, lost: Sequence[int], won: Sequence[int], chance: float
+    cases: Sequence[Answered],
+    cause: _Cause,
+    concerned: Sequence[Answered],
+    lost: Sequence[int],
+    won: Sequence[int],
+    chance: float,
 ) -> str:
-    concerned, cause = decision.concerned, decision.cause
-    where = _where(cases, concerned)
+    where, first, rule = _where(cases, concerned), concerned[0], concerned[0].rule
     average = ", on average" if len(concerned) > 1 else ""
-    first, rule = concerned[0], concerned[0].rule
     base, head = (statistics.fmean(getattr(case, name) for case in concerned) for name in ("base", "head"))
     change = f"Accuracy ({rule.metric}) {percent(head, 2)}{where}, was {percent(base, 2)}{average}"
     flips = f"{plural(len(lost), 'item')} lost, {len(won):,} won of {first.items:,} ({written(chance)})"
@@ -361,8 +345,7 @@ def _reason(
         same = not any(case.lost or case.won or case.other for case in concerned)
         sizes = _sizes(cases, concerned)
         compared = f"\nCompared with the baseline{sizes}: {flips}." if labelled else ""
-        floor = below_floor(first.result, rule)
-        assert floor is not None
+        floor = below_floor(first.result, rule) or ""
         return floor + (f"\nThe baseline has the same answers{sizes}." if same else compared)
     if cause == "numbers":
         return _reason_of_numbers(concerned, where) + (f"\n{change}: {flips}." if labelled else "")
@@ -375,6 +358,18 @@ def _reason(
         "not_ruled_out": f"\nA loss of {100 * rule.margin:.2g} points is not ruled out: score more items.",
     }
     return f"{change}: {flips if lost or won else 'no item was lost or won'}.{more.get(cause, '')}"
+
+
+def _reason_of_random_weights(cases: Sequence[Answered], cause: _Cause, concerned: Sequence[Answered]) -> str:
+    """Return the reason for random weights: equal inputs have to give equal log-likelihoods."""
+    if cause == "floor":
+        return below_floor(concerned[0].result, concerned[0].rule) or ""
+    if cause == "numbers":
+        return _reason_of_numbers(concerned, _where(cases, concerned))
+    if cause == "unknown":
+        return f"The baseline has no log-likelihoods to compare with{_where(cases, concerned)}."
+    difference = max(case.difference or 0.0 for case in cases)
+    return f"Log-likelihoods of random weights typically differ by {difference:.1e} from the baseline's."
 
 
 def _where(cases: Sequence[Answered], concerned: Sequence[Answered]) -> str:
@@ -393,46 +388,13 @@ def _sizes(cases: Sequence[Answered], concerned: Sequence[Answered]) -> str:
     return f" at all {len(sizes)} batch sizes" if len(concerned) == len(cases) else f" at batch sizes {listed(sizes)}"
 
 
-def _row_of_random_weights(cases: list[Answered], note: str) -> Row:
-    """Judge random weights, whose answers are chance: equal inputs have to give equal log-likelihoods."""
-    unknown = [case for case in cases if case.difference is None]
-    decision = _decide_without_items(cases)
-    if decision is None:
-        decision = _Decision("UNDECIDED", "unknown", unknown) if unknown else _Decision("OK", "ruled_out", cases)
-    if decision.cause == "floor":
-        reason = below_floor(decision.concerned[0].result, decision.concerned[0].rule) or ""
-    elif decision.cause == "numbers":
-        reason = _reason_of_numbers(decision.concerned, _where(cases, decision.concerned))
-    elif decision.cause == "unknown":
-        reason = f"The baseline has no log-likelihoods to compare with{_where(cases, unknown)}."
-    else:
-        difference = max(case.difference or 0.0 for case in cases)
-        reason = f"Log-likelihoods of random weights typically differ by {difference:.1e} from the baseline's."
-    return _series_row(cases, decision, reason, note)
-
-
-def _numbers_differ(case: Answered) -> bool:
-    """Return whether log-likelihoods differ by more than rounding explains; `largest` is of random weights only."""
-    return _typically_differ(case) or (case.largest is not None and case.largest > case.allowed_largest)
-
-
-def _typically_differ(case: Answered) -> bool:
-    return case.difference is not None and case.difference > case.allowed
-
-
-def _verdict_on_numbers(case: Answered) -> Decided:
-    """Return the verdict on log-likelihoods that differ: a baseline that failed its own check was the wrong one."""
-    fixed = case.before.has_wrong_answers and not case.result.has_wrong_answers
-    return "IMPROVED" if fixed else "REGRESSED"
-
-
 def _reason_of_numbers(cases: Sequence[Answered], where: str) -> str:
     case = max(cases, key=lambda one: one.difference or 0.0)
     assert case.difference is not None
-    wrong = ": the baseline failed its own accuracy check" if _verdict_on_numbers(case) == "IMPROVED" else ""
+    wrong = ": the baseline failed its own accuracy check" if case.numbers == "IMPROVED" else ""
     if not math.isfinite(case.difference):
         return f"Log-likelihoods are not finite{where}, and the baseline's are{wrong}."
-    if _typically_differ(case):
+    if case.typically_differs:
         how, difference, allowed = "typically differ by", case.difference, case.allowed
     else:
         assert case.largest is not None
@@ -446,30 +408,16 @@ def _reason_of_numbers(cases: Sequence[Answered], where: str) -> str:
     )
 
 
-def _median(scored: Sequence[Accuracy], metric: str) -> Accuracy:
-    """Return the answers with the median accuracy, the lower of two."""
-    return sorted(scored, key=lambda accuracy: value_of(accuracy, metric))[(len(scored) - 1) // 2]
+def _differences(before: Accuracy, after: Accuracy, *, largest: bool) -> tuple[float | None, float | None]:
+    """Return the typical difference of log-likelihoods, and the largest one of them if asked for.
 
-
-def _agree(predictions: Sequence[Sequence[int]]) -> bool:
-    return all(one == predictions[0] for one in predictions)
-
-
-def _difference(before: Accuracy, after: Accuracy) -> float | None:
-    """Return the typical difference of log-likelihoods; infinite where only the later ones are not finite."""
+    The typical one is infinite where only the later ones are not finite. None: they cannot be compared.
+    """
     if before.loglikelihoods == after.loglikelihoods:  # most launches: nothing to decode
-        return 0.0 if before.loglikelihoods else None
+        return (0.0, 0.0 if largest else None) if before.loglikelihoods else (None, None)
     expected, values = decode(before.loglikelihoods), decode(after.loglikelihoods)
-    if not expected or len(expected) != len(values) or not math.isfinite(sum(expected)):
-        return None
-    found = typical_difference(values, expected)
-    return math.inf if math.isnan(found) else found
-
-
-def _largest_difference(before: Accuracy, after: Accuracy) -> float | None:
-    """Return the largest difference of one log-likelihood; None where they cannot be compared or are not finite."""
-    if before.loglikelihoods == after.loglikelihoods:
-        return 0.0 if before.loglikelihoods else None
-    if len(before.loglikelihoods) != len(after.loglikelihoods):
-        return None
-    return largest_difference(after.loglikelihoods, before.loglikelihoods)
+    if not expected or len(expected) != len(values):
+        return None, None
+    one = largest_difference(after.loglikelihoods, before.loglikelihoods) if largest else None
+    typical = typical_difference(values, expected) if math.isfinite(sum(expected)) else None
+    return math.inf if typical is not None and math.isnan(typical) else typical, one
