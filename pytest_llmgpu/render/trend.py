@@ -11,7 +11,7 @@ from pytest_llmgpu.gate.trends import Change, Figure, Trend
 from pytest_llmgpu.render.charts import Chart, axes, image
 from pytest_llmgpu.render.charts.panels import domain
 from pytest_llmgpu.render.html.assets import asset, content_security_policy, templates
-from pytest_llmgpu.render.terminal.cases import Painter
+from pytest_llmgpu.render.terminal.report import Painter
 from pytest_llmgpu.report.text import capital, plural, significant
 
 _MARKS: dict[Change, tuple[str, str]] = {"worse": ("!", "31"), "better": ("*", "32"), "disturbed": ("?", "33")}

@@ -15,7 +15,7 @@ from support.report_factory import make_accuracy, make_result
 
 from pytest_llmgpu import cli
 from pytest_llmgpu.gate import policy_file
-from pytest_llmgpu.render.terminal.cases import painter, summary_table
+from pytest_llmgpu.render.terminal.report import painter, summary_table
 from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.report.result import HostUse
 

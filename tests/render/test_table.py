@@ -9,7 +9,7 @@ from support.report_factory import make_failed, make_generation, make_report, ma
 
 from pytest_llmgpu.render.exports import export
 from pytest_llmgpu.render.table import LEGEND, Cell, TimeTable, figure_tables, make_time_table
-from pytest_llmgpu.render.terminal.cases import WIDTH, work_table
+from pytest_llmgpu.render.terminal.report import WIDTH, work_table
 from pytest_llmgpu.report.derived import batch_latency_s, derive
 from pytest_llmgpu.report.report import Commit
 from pytest_llmgpu.report.result import AccuracyCheck, Batches, CaseResult, Collective, Outcome, Traffic

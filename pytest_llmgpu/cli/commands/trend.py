@@ -26,7 +26,7 @@ def run_trend(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
     from pytest_llmgpu.gate import trends
     from pytest_llmgpu.render import trend
-    from pytest_llmgpu.render.terminal.cases import painter
+    from pytest_llmgpu.render.terminal.report import painter
     from pytest_llmgpu.report import file
     from pytest_llmgpu.store import store
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import msgspec
 
-from pytest_llmgpu.render.charts import axes, baseline_ratios, communication, sweeps
+from pytest_llmgpu.render.charts import axes, communication, sweeps
 from pytest_llmgpu.render.charts.axes import Chart, Charts
 from pytest_llmgpu.render.charts.images import Format, image, theme
 from pytest_llmgpu.render.charts.panels import panels
@@ -30,7 +30,7 @@ def of_report(report: Report, baseline: Report | None = None) -> Charts:
     measured = "; ".join(panel.measured for panel in parts)
     found: list[Chart | str] = [
         one if isinstance(one, str) else msgspec.structs.replace(one, measured=measured)
-        for one in baseline_ratios.charts(report.verdicts)
+        for one in sweeps.ratios(report.verdicts)
     ]
     for panel in parts:
         for charts in (sweeps.times, communication.charts, sweeps.memory, sweeps.accuracy):

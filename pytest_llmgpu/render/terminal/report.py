@@ -1,29 +1,297 @@
-"""The report as text for the terminal; three strategies fit into 100 columns."""
+"""The report as text for the terminal: headline, live line, tables of each block of cases, findings."""
 
 from __future__ import annotations
 
+import itertools
+import re
+import statistics
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple
 
+from tabulate import tabulate
+
+from pytest_llmgpu.analysis.capacity import split
+from pytest_llmgpu.analysis.reference import by_series
 from pytest_llmgpu.profiling.machine import Machine
 from pytest_llmgpu.render.comparison import with_reference
 from pytest_llmgpu.render.grouping import blocks, capacities, captions, dataset, model, unique
 from pytest_llmgpu.render.summary import Problem, finding_problems
-from pytest_llmgpu.render.terminal.cases import (
-    WIDTH,
-    Painter,
-    device_tables,
-    filled,
-    painter,
-    summary_table,
-    work_table,
+from pytest_llmgpu.render.table import (
+    COLUMNS,
+    LEGEND,
+    TABLES,
+    Entry,
+    digits,
+    entries,
+    figure_tables,
+    make_time_table,
+    written,
 )
 from pytest_llmgpu.report.case import Case
-from pytest_llmgpu.report.report import Report
-from pytest_llmgpu.report.result import CaseResult
+from pytest_llmgpu.report.report import Environment, Report
+from pytest_llmgpu.report.result import CaseResult, CollectiveKind, Path
 from pytest_llmgpu.report.text import listed, plural
 
-_RED, _YELLOW, _BOLD = "31", "33", "1"
+WIDTH = 100
+"""The largest width of a table or message, in columns of the terminal; three strategies fit."""
+
+Painter = Callable[[str, str], str]
+"""A function of a text and the number of an ANSI style that returns the styled text."""
+
+_ANSI = re.compile(r"\x1b\[\d+m")
+
+_BYTES_PER_MB = 1e6
+
+_RED, _GREEN, _YELLOW, _BOLD = "31", "32", "33", "1"
+_MARKS = {"best": "*", "wrong": "x", "graphs": "g:", "oom": "OOM:", "skipped": "-:"}
+"""The marks of the legend. A case that failed needs none: its cell has the outcome."""
+
+_SEVERAL = ("nvlink_tx_bytes_per_s", "sent_bytes")
+"""Columns of devices that are shown only if a case ran on several."""
+
+
+class _Column(NamedTuple):
+    title: str
+    """The first line is the name, the second line is the unit."""
+    texts: Sequence[str]
+    """The cell of each case."""
+    drop_order: int = 0
+    """If the table is too wide, the column with the largest number is dropped first; 0 is never dropped."""
+
+
+def summary_table(cases: Sequence[CaseResult], paint: Painter, most: int | None = None) -> tuple[str, int]:
+    """Return the table with one row per case, and the number of its rows.
+
+    Args:
+        cases: the cases of a block.
+        paint: styles text.
+        most: the largest number of rows; None for all cases. With more cases, the table has the fastest of each series.
+    """
+    table = make_time_table(cases)
+    cells = {cell.id: cell for _, row in table.rows for cell in row}
+    shown = entries(cases)
+    if most is not None and len(shown) > most:
+        fastest = {
+            id(max(found, key=lambda result: (not result.has_wrong_answers, result.sequences_per_s or 0.0)))
+            for found in by_series(entry.result for entry in shown)
+        }
+        shown = [entry for entry in shown if id(entry.result) in fastest][:most]
+    times = []
+    for entry in shown:
+        cell = cells[entry.result.id]
+        text = cell.word or f"{'g ' * cell.graphs}{cell.time}"
+        if cell.word:
+            text = paint(text, _RED if cell.kind == "failed" else _YELLOW)
+        elif cell.kind == "wrong":
+            text = paint(f"{_MARKS['wrong']} {text}", _RED)
+        elif cell.kind == "best":
+            text = paint(f"{_MARKS['best']} {text}", _GREEN)
+        times.append(text)
+    values = {name: [COLUMNS[name].value(entry.result) for entry in shown] for name in TABLES["summary"]}
+    known = [name for name, found in values.items() if any(found)]
+    if "device_busy" in known and "utilization_pct" in known:
+        known.remove("utilization_pct")  # the less exact one of the two
+    figures = {
+        name: _Column(COLUMNS[name].title, written(values[name], COLUMNS[name].unit), TABLES["summary"][name])
+        for name in known
+    }
+    rates = [figures.pop("sequences_per_s")] if "sequences_per_s" in figures else []
+    seconds = _Column(table.metric, [cells[entry.result.id].second for entry in shown])
+    columns = [_Column(table.time_title, times), *rates, seconds, *figures.values()]
+    text, *_ = _fitted([entry[:2] for entry in shown], [column for column in columns if any(column.texts)])
+    notes = [f"{_MARKS[key]} {LEGEND[key][1]}" for key in table.used if key in _MARKS]
+    notes += ["#2: measured again, by another test or strategy"] * any("#" in one.row for one in shown)
+    legend = textwrap.wrap("   ".join(notes), WIDTH)
+    return "\n".join([table.title.removesuffix(f" / {table.metric}"), text, *legend]), len(shown)
+
+
+def work_table(cases: Sequence[CaseResult]) -> str:
+    """Return the tables of work, energy, latencies and tokens; empty if none of it was measured."""
+    texts = []
+    for place, table in figure_tables(cases).items():
+        cells = zip(*(texts for _, _, texts in table.rows), strict=True)
+        columns = [
+            _Column(column.title, of_cases, TABLES[place][column.name])
+            for column, of_cases in zip(table.columns, cells, strict=True)
+        ]
+        texts.append("\n".join([table.title, *_fitted([row[:2] for row in table.rows], columns)]))
+    return "\n\n".join(texts)
+
+
+def device_tables(cases: Sequence[CaseResult], environment: Environment) -> str:
+    """Return the communication, path and memory of the completed cases, or the reason why there are no tables."""
+    order = [entry for entry in entries(cases) if entry.result.outcome == "completed"]
+    if not order:
+        return ""
+    by_title: dict[str, list[CaseResult]] = {}
+    for entry in order:
+        by_title.setdefault(entry.title, []).append(entry.result)
+    if cases[0].case.device == "cpu":
+        return "\n".join(_collectives(by_title))
+    reasons: dict[str, list[str]] = {}
+    communication = _device_table("communication", order, reasons, environment)
+    tables = [
+        "\n".join(filter(None, [communication, *_collectives(by_title), *_paths(by_title)])),
+        _device_table("memory", order, reasons, environment),
+    ]
+    lines = [line for why, names in reasons.items() for line in textwrap.wrap(f"No {', '.join(names)}: {why}.", WIDTH)]
+    return "\n\n".join(filter(None, [*tables, "\n".join(lines)]))
+
+
+def painter(color: bool) -> Painter:
+    """Return a function that styles text; without colour it returns the text unchanged."""
+    return lambda text, style: f"\x1b[{style}m{text}\x1b[0m" if color and text else text
+
+
+def filled(text: str) -> str:
+    """Return text in lines of the largest width."""
+    return textwrap.fill(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+
+
+def _device_table(
+    place: Literal["communication", "memory"],
+    order: Sequence[Entry],
+    reasons: dict[str, list[str]],
+    environment: Environment,
+) -> str:
+    """Return a table of the columns that have values, and add the others to `reasons`: reason -> names of columns."""
+    results = [entry.result for entry in order]
+    several = any(result.case.devices > 1 for result in results)
+    shown, with_largest = [], False
+    for name, drop_order in TABLES[place].items():
+        column = COLUMNS[name]
+        values = [[value / column.unit for value in column.devices(result)] for result in results]
+        if name in _SEVERAL and not several:
+            continue
+        if any(values):
+            means = [statistics.fmean(each) if each else None for each in values]
+            places = digits(min((mean for mean in means if mean), default=1.0))
+            texts = []
+            for mean, each in zip(means, values, strict=True):
+                largest = f" ({max(each):.{places}f})" if len(each) > 1 else ""
+                texts.append("" if mean is None else f"{mean:.{places}f}{largest}")
+            shown.append(_Column(column.title, texts, drop_order))
+            with_largest = with_largest or any(len(each) > 1 for each in values)
+        elif name != "workspace_bytes":  # most strategies have no workspace
+            why = _missing(results, name, environment, sampled=place == "communication")
+            reasons.setdefault(why, []).append(column.title.partition("\n")[0])
+    heading = f"{place.capitalize()} per GPU{': mean over the GPUs (largest)' if with_largest else ''}"
+    return "\n".join([heading, *_fitted([entry[:2] for entry in order], shown)]) if shown else ""
+
+
+def _missing(results: Sequence[CaseResult], name: str, environment: Environment, *, sampled: bool) -> str:
+    """Return the reason why no case has a value of a column.
+
+    The reports keep reasons in `why`. The most specific one wins: the case, then its launches, then the environment,
+    then the samples of the profile.
+    """
+    key = "traffic" if name == "sent_bytes" else name
+    for result in results:
+        if reason := result.why.get(key):
+            return reason.rstrip(".")
+    launches = [launch for result in results for launch in result.launches]
+    for launch in launches:
+        maps = [launch.why, *(memory.why for memory in launch.memory), *(split(memory).why for memory in launch.memory)]
+        if launch.profile is not None:
+            maps += [launch.profile.why, *(device.why for device in launch.profile.devices)]
+        for why in maps:
+            if reason := why.get(key) or why.get("profile"):
+                return reason.rstrip(".")
+    if (reason := environment.why.get("nvml")) is not None:
+        return reason
+    profiles = [launch.profile for launch in launches if launch.profile is not None and sampled]
+    return next(filter(None, (profile.why.get("samples") for profile in profiles)), "no sample was taken").rstrip(".")
+
+
+def _collectives(by_title: Mapping[str, Sequence[CaseResult]]) -> Iterator[str]:
+    """Yield per strategy how often its ranks communicate and how many bytes they send, by kind of collective."""
+    for (title, results), of_step in itertools.product(by_title.items(), (False, True)):
+        found = [_calls_and_bytes(result, of_step=of_step) for result in results]
+        whole, share = ("decode step", "token") if of_step else ("batch", "sequence")
+        parts = []
+        for kind in dict.fromkeys(kind for of_case in found for kind in of_case):
+            calls, sizes = zip(*(of_case[kind] for of_case in found if kind in of_case), strict=True)
+            megabytes = _range(size / _BYTES_PER_MB for size in sizes)
+            parts.append(f"{_range(calls)} {kind} per {whole} ({megabytes} MB/{share})")
+        if parts:
+            ranks = [result.traffic.ranks for result in results if result.traffic is not None]
+            equal = all(rank == of_case[0] for of_case in ranks for rank in of_case)
+            several = any(len(of_case) > 1 for of_case in ranks)
+            sender = "each rank" if several and equal else "mean over the ranks" if several else "one process"
+            yield filled(f"{title}, {sender}: {', '.join(parts)}")
+
+
+def _calls_and_bytes(result: CaseResult, *, of_step: bool) -> dict[CollectiveKind, tuple[float, float]]:
+    """Return per kind the calls per batch and the wire bytes per sequence: both are means over the ranks.
+
+    Args:
+        result: the case.
+        of_step: True: calls per decode step of the largest batch and bytes per token; none for a case that scores.
+    """
+    sequences = result.launches[-1].batches.sequences if result.launches else []
+    if result.traffic is None or not sum(sequences):
+        return {}
+    ranks, batches, rows = result.traffic.ranks, len(sequences), sum(sequences)
+    if of_step:
+        ranks, batches, rows = result.traffic.step or [], 1, max(sequences)
+    sums: dict[CollectiveKind, tuple[float, float]] = {}
+    for one in itertools.chain.from_iterable(ranks):
+        calls, size = sums.get(one.collective, (0.0, 0.0))
+        calls += one.calls / batches / len(ranks)
+        sums[one.collective] = (calls, size + one.wire_bytes / rows / len(ranks))
+    return sums
+
+
+def _paths(by_title: Mapping[str, Sequence[CaseResult]]) -> Iterator[str]:
+    """Yield which links carried the traffic of each strategy: one line per link, about the case with the largest error.
+
+    A text that is also a finding of its case is left out.
+    """
+    for title, results in by_title.items():
+        links: dict[str | None, list[tuple[float, CaseResult, Path]]] = {}
+        for result in results:
+            path = result.traffic.path if result.traffic is not None else None
+            if path is not None and path.expected_bytes and path.text not in (one.text for one in result.findings):
+                counted = path.pcie_bytes if path.link in ("pcie", "host") else path.nvlink_bytes
+                error = abs((counted or 0.0) / path.expected_bytes - 1)
+                links.setdefault(path.link, []).append((error, result, path))
+        for found in links.values():
+            _, result, path = max(found, key=lambda one: one[0])
+            where = f"at batch size {result.case.batch_size}"
+            yield filled(f"{title} {f'(largest error {where})' if len(found) > 1 else where}: {path.text}")
+
+
+def _range(values: Iterable[float]) -> str:
+    """Return `least to most` with about three digits, or a single value if all are equal."""
+    ends = sorted(set(values))
+    shown = [f"{value:,.{0 if value.is_integer() else digits(value)}f}" for value in (ends[0], ends[-1])]
+    return " to ".join(dict.fromkeys(shown))
+
+
+def _fitted(places: Sequence[tuple[str, str]], columns: Sequence[_Column]) -> list[str]:
+    """Return the table of the columns that fit the width, and a line with the names of those that were dropped.
+
+    Args:
+        places: strategy and batch size of each case, the first columns.
+        columns: the other columns.
+    """
+    firsts = [("" if n and places[n - 1][0] == name else name, size) for n, (name, size) in enumerate(places)]
+    shown, dropped = list(columns), []
+    while True:
+        headers = ["strategy", "batch\nsize", *(column.title for column in shown)]
+        body = [[*first, *(column.texts[n] for column in shown)] for n, first in enumerate(firsts)]
+        align = ["left"] + ["right"] * (len(headers) - 1)
+        table = tabulate(body, headers=headers, colalign=align, disable_numparse=True)
+        last = max(shown, key=lambda column: column.drop_order)
+        if max(map(len, _ANSI.sub("", table).splitlines())) <= WIDTH or not last.drop_order:
+            break
+        shown.remove(last)
+        dropped.append(last.title.replace("\n", " "))
+    note = f"Columns dropped to fit the width (the report has them): {', '.join(dropped)}."
+    return [table, note] if dropped else [table]
+
+
 _STYLES = {"failure": _RED, "warning": _YELLOW, "info": _BOLD}
 
 _MOST_ROWS = 30

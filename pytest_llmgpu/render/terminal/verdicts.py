@@ -12,7 +12,7 @@ from pytest_llmgpu.gate.cause_groups import by_reason
 from pytest_llmgpu.gate.classify import ExitStatus
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.render.comparison import counts, figures, mark, verdict
-from pytest_llmgpu.render.terminal.cases import WIDTH, Painter, painter
+from pytest_llmgpu.render.terminal.report import WIDTH, Painter, painter
 from pytest_llmgpu.report.metrics import JUDGED
 from pytest_llmgpu.report.text import listed, plural, printable
 from pytest_llmgpu.report.verdicts import UNCLEAR, Row, Verdicts, worst_first

@@ -10,7 +10,7 @@ import pytest
 from support.report_factory import make_report
 
 from pytest_llmgpu.render.charts import theme
-from pytest_llmgpu.render.html import assets, facts
+from pytest_llmgpu.render.html import assets, report
 from pytest_llmgpu.report.report import Commit
 
 _TEXT = ("ink", "soft", "link", "good", "bad", "warn")
@@ -69,9 +69,8 @@ def test_options_are_shown_if_they_are_not_the_defaults() -> None:
     own, other = make_report(), make_report()
     own.options = {"--strategy": ["mp", "tp"], "--llmgpu-limit": None, "--llmgpu-scoring": "harness"}
     other.options = {"--strategy": ["mp"], "--llmgpu-limit": 60, "--llmgpu-scoring": "harness"}
-    found = {
-        fact.name: (fact.value, fact.baseline) for fact in facts.compared(facts.options, own, other, absent="default")
-    }
+    facts = report.compared_facts(report.options, own, other, absent="default")
+    found = {fact.name: (fact.value, fact.baseline) for fact in facts}
     assert found == {
         "--strategy": ("mp,tp", "default"),
         "--llmgpu-scoring": ("harness", None),
@@ -84,19 +83,18 @@ def test_a_memory_limit_is_shown_in_gib() -> None:
     own, other = make_report(), make_report()
     own.options = {"--llmgpu-gpu-memory": 34037615821, "--llmgpu-limit": 34037615821}
     other.options = {"--llmgpu-gpu-memory": 34034679808}
-    found = {
-        fact.name: (fact.value, fact.baseline) for fact in facts.compared(facts.options, own, other, absent="default")
-    }
+    facts = report.compared_facts(report.options, own, other, absent="default")
+    found = {fact.name: (fact.value, fact.baseline) for fact in facts}
     assert found["--llmgpu-gpu-memory"] == ("31.7 GiB", "31.6973 GiB")
     assert found["--llmgpu-limit"] == ("34037615821", "default")
 
 
 def test_gpus_are_shown_with_their_pcie_lanes() -> None:
     """Missing lanes can be the cause of a slow run."""
-    report = make_report(gpus=1)
-    [gpu] = report.environment.gpus
-    report.environment.gpus = [msgspec.structs.replace(gpu, memory_bytes=2**35, pcie_gen=3, pcie_width=8)]
-    machine = {fact.name: fact.value for fact in facts.compared(facts.machine, report, None)}
+    own = make_report(gpus=1)
+    [gpu] = own.environment.gpus
+    own.environment.gpus = [msgspec.structs.replace(gpu, memory_bytes=2**35, pcie_gen=3, pcie_width=8)]
+    machine = {fact.name: fact.value for fact in report.compared_facts(report.machine, own, None)}
     assert machine["GPUs"] == "1 x NVIDIA H200, 32 GiB, PCIe 3.0 x8"
 
 
@@ -106,9 +104,9 @@ def test_facts_have_the_value_of_the_baseline_if_it_differs() -> None:
     own.commit, other.commit = Commit(sha="a" * 40, branch="main", dirty=True), Commit(sha="b" * 40)
     own.environment.versions = {"torch": "2.11.0", "triton": "3.6.0", "ray": None}
     other.environment.versions = {"torch": "2.10.0", "triton": "3.6.0", "deepspeed": "0.19.8"}
-    libraries = {fact.name: (fact.value, fact.baseline) for fact in facts.compared(facts.libraries, own, other)}
+    libraries = {fact.name: (fact.value, fact.baseline) for fact in report.compared_facts(report.libraries, own, other)}
     assert libraries == {"torch": ("2.11.0", "2.10.0"), "triton": ("3.6.0", None), "deepspeed": ("-", "0.19.8")}
-    machine = {fact.name: (fact.value, fact.baseline) for fact in facts.compared(facts.machine, own, other)}
+    machine = {fact.name: (fact.value, fact.baseline) for fact in report.compared_facts(report.machine, own, other)}
     assert machine["Commit"] == (f"{'a' * 40} (main) with uncommitted changes", "b" * 40)
     assert machine["GPUs"] == ("4 x NVIDIA H200", None)
-    assert all(fact.baseline is None for fact in facts.compared(facts.machine, own, None))
+    assert all(fact.baseline is None for fact in report.compared_facts(report.machine, own, None))

@@ -19,7 +19,7 @@ from support.report_factory import (
 )
 
 from pytest_llmgpu.analysis import answers
-from pytest_llmgpu.render.terminal.cases import WIDTH, device_tables, painter, summary_table
+from pytest_llmgpu.render.terminal.report import WIDTH, device_tables, painter, summary_table
 from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.report.report import Environment
 from pytest_llmgpu.report.result import (

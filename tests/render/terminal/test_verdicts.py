@@ -13,7 +13,7 @@ from support.verdict_factory import make_invalid, make_traffic, with_launches
 from pytest_llmgpu.gate.classify import ExitStatus, exit_status
 from pytest_llmgpu.gate.judge import judge
 from pytest_llmgpu.gate.policy import Known, Policy
-from pytest_llmgpu.render.terminal.cases import WIDTH
+from pytest_llmgpu.render.terminal.report import WIDTH
 from pytest_llmgpu.render.terminal.verdicts import conclusion, table
 from pytest_llmgpu.report.metrics import JUDGED
 from pytest_llmgpu.report.result import CaseResult, Failure
