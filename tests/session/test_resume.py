@@ -40,14 +40,6 @@ def _other_board(report: Report) -> None:
     report.environment.gpus = [first, msgspec.structs.replace(second, uuid="GPU-7")]
 
 
-def _other_option(report: Report) -> None:
-    report.options = {**report.options, "--llmgpu-launches": 5}
-
-
-def _other_plugin(report: Report) -> None:
-    report.plugin_version = "0.0.9"
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -63,8 +55,8 @@ def _other_plugin(report: Report) -> None:
         (_other_board, "another way: other boards of the same kind"),
         (_replaced("environment", driver="1"), "another way: driver 1 -> none"),
         (_replaced("environment", variables={"NCCL_P2P_DISABLE": "1"}), "another way: NCCL_P2P_DISABLE 1 -> unset"),
-        (_other_plugin, "another way: pytest-llmgpu 0.0.9 -> 0.1.0"),
-        (_other_option, "another way: --llmgpu-launches 5 -> none"),
+        (lambda report: setattr(report, "plugin_version", "0.0.9"), "another way: pytest-llmgpu 0.0.9 -> 0.1.0"),
+        (lambda report: report.options.update({"--llmgpu-launches": 5}), "another way: --llmgpu-launches 5 -> none"),
     ],
 )
 def test_another_commit_machine_or_option_is_refused(change: Callable[[Report], None], reason: str) -> None:
