@@ -43,46 +43,39 @@ def test_an_undisturbed_profile_has_no_disturbances() -> None:
     assert find(msgspec.structs.replace(_profile(), devices=bare, series=None), _profile(), RANKS) == []
 
 
-@pytest.mark.parametrize(
-    ("throttled_s", "pct"), [(None, []), (0.5, []), (0.51, [0.51]), (12.0, [12.0]), (150.0, [100.0])]
-)
-def test_throttling_counts_above_half_a_percent_of_the_window(throttled_s: float | None, pct: list[float]) -> None:
-    """The milliseconds of power capping at the start of work do not count; the sum of both causes stays below 100 %."""
-    found = find(_profile(throttled_s=throttled_s), None, RANKS)
-    assert {(one.kind, one.index) for one in found} <= {("throttled", 7)}
-    assert [one.value for one in found] == pytest.approx(pct)
+_FIRST = _profile()
+_LOST = "nvmlDeviceGetPowerUsage: GPU is lost"
 
 
 @pytest.mark.parametrize(
-    ("mhz", "differs"),
+    ("profile", "ranks", "expected"),
     [
-        *((1980.0, False), (1881.5, False), (1880.0, True), (2078.0, False), (2080.0, True)),
-        ([1980.0, 300.0, None, 1980.0, 1980.0], False),
+        # Power capping at the start of work does not count; the sum of both causes stays below 100 %.
+        *((_profile(throttled_s=seconds), RANKS, None) for seconds in (None, 0.5)),
+        (_profile(throttled_s=0.53125), RANKS, Disturbance("throttled", 7, 0.53125, 0)),
+        (_profile(throttled_s=150.0), RANKS, Disturbance("throttled", 7, 100.0, 0)),
+        # The clock is the median, of three readings or more, and differs from the first case by more than 5 %.
+        *((_profile(mhz), RANKS, None) for mhz in (1881.5, 2078.0, [1980.0, 300.0, None, 1980.0, 1980.0])),
+        *((_profile(mhz), RANKS, Disturbance("clock", 7, mhz, 1980.0)) for mhz in (1880.0, 2080.0)),
+        *((few, RANKS, None) for few in (_profile(300.0, samples=2), _profile([300.0, None, None, None, 300.0]))),
+        # More processes than ranks belong to other programs. Process ids in a container mean nothing outside it.
+        (_profile(counters={"compute_processes": 2.0}), {"GPU-1": 1}, Disturbance("processes", 7, 1, 1)),
+        (_profile(counters={"compute_processes": 2.0}), {"GPU-1": 4}, None),
+        (_profile(), {}, Disturbance("processes", 7, 1, 0)),
+        (_profile(counters={"compute_processes": 9.0}), None, None),
+        (_profile(counters={"xids": 1.0}), None, Disturbance("xid", 7, 1.0, 0)),
+        # Several metrics of a lost GPU have one reason; a metric that is not supported is no disturbance.
+        (
+            _profile(why={"energy_j": "x: Not Supported", "a": _LOST, "b": _LOST}),
+            RANKS,
+            Disturbance("lost", 7, _LOST, 0),
+        ),
+        (_profile(why={"a": "x: GPU requires restart"}), RANKS, Disturbance("lost", 7, "x: GPU requires restart", 0)),
     ],
 )
-def test_a_clock_is_compared_with_the_first_case(mhz: float | list[float | None], differs: bool) -> None:
-    """More than 5 % up or down is a disturbance; the clock is the median, which single readings do not change."""
-    found = find(_profile(mhz), _profile(), RANKS)
-    assert [(one.kind, one.index, one.value, one.expected) for one in found] == [("clock", 7, mhz, 1980.0)] * differs
-
-
-@pytest.mark.parametrize("few", [_profile(300.0, samples=2), _profile([300.0, None, None, None, 300.0])])
-def test_fewer_than_three_readings_give_no_clock(few: Profile) -> None:
-    """A case that is too short is not compared by its clock, and is no reference for others."""
-    assert find(few, _profile(), RANKS) == []
-    assert find(_profile(), few, RANKS) == []
-    assert find(_profile(), msgspec.structs.replace(few, series=None), RANKS) == []
-
-
-@pytest.mark.parametrize(
-    ("ranks", "processes", "others"), [({"GPU-1": 1}, 1, 0), ({"GPU-1": 1}, 2, 1), ({"GPU-1": 4}, 2, 0), ({}, 1, 1)]
-)
-def test_more_processes_than_ranks_belong_to_other_programs(ranks: dict[str, int], processes: int, others: int) -> None:
-    """They are counted, because process ids in a container mean nothing outside it."""
-    expected = [Disturbance("processes", 7, others, ranks.get("GPU-1", 0))] if others else []
-    profile = _profile(counters={"compute_processes": float(processes)})
-    assert find(profile, None, ranks) == expected
-    assert find(profile) == [], "the window of a test has processes that were not counted"
+def test_a_disturbance_is_found(profile: Profile, ranks: dict[str, int] | None, expected: Disturbance | None) -> None:
+    """A disturbed figure is not that of the case alone."""
+    assert find(profile, _FIRST, ranks) == ([] if expected is None else [expected])
 
 
 def test_memory_in_use_before_the_start_belongs_to_other_programs() -> None:
@@ -91,11 +84,10 @@ def test_memory_in_use_before_the_start_belongs_to_other_programs() -> None:
     assert find(_profile(), None, RANKS, used) == [Disturbance("memory", 7, 1.5, 0)]
 
 
-@pytest.mark.parametrize("reason", ["nvmlDeviceGetPowerUsage: GPU is lost", "x: GPU requires restart"])
-def test_a_lost_gpu_is_reported_once(reason: str) -> None:
-    """Several metrics of it have the same reason; a metric that is not supported is no disturbance."""
-    why = {"energy_j": "x: Not Supported", "power_w": reason, "sm_clock_mhz": reason}
-    assert find(_profile(why=why), None, RANKS) == [Disturbance("lost", 7, reason, 0)]
+@pytest.mark.parametrize("few", [_profile(300.0, samples=2), _profile([300.0, None, None, None, 300.0])])
+def test_a_case_that_is_too_short_is_no_reference(few: Profile) -> None:
+    """Fewer than three readings give no clock."""
+    assert find(_profile(), few, RANKS) == find(_profile(), msgspec.structs.replace(few, series=None), RANKS) == []
 
 
 def test_each_kind_of_disturbance_is_one_sentence_with_its_devices(prose: Prose) -> None:
