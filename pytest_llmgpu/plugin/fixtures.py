@@ -130,7 +130,7 @@ class LLM:
     def _ask(self, request: Request, fn: Callable[..., Any], *args: Any) -> list[Any]:
         __tracebackhide__ = True
         from pytest_llmgpu.ranks import worker
-        from pytest_llmgpu.ranks.protocol import RankFailedError
+        from pytest_llmgpu.ranks.local import RankFailedError
         from pytest_llmgpu.ranks.serving import rebuild
 
         try:

@@ -25,7 +25,6 @@ _WARMING_S = 0.5
 _COPY_BYTES = 256 << 20
 _LARGE_BYTES, _SMALL_BYTES = 64 << 20, 16
 _WARM_REDUCTIONS = 5
-
 _ALONE = "the strategy has one rank, and nothing to reduce"
 _ON_CPU = "ceilings are measured on CUDA devices only"
 _NO_MEMORY = "{} bytes were not free on the GPU"

@@ -23,7 +23,6 @@ from pytest_llmgpu.strategies.protocol import Loaded
 
 MOST_TOKENS = 8192
 """With `auto`, forwards of more tokens, padding included, run eagerly."""
-
 Reason = Literal["requested", "small", "excluded", "large", "not_recorded"]
 
 

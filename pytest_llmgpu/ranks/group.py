@@ -14,8 +14,7 @@ from typing import Any
 
 import msgspec
 
-from pytest_llmgpu.ranks.local import LocalLauncher
-from pytest_llmgpu.ranks.protocol import FinishedBatch, RankFailedError
+from pytest_llmgpu.ranks.local import FinishedBatch, LocalLauncher, RankFailedError
 from pytest_llmgpu.report.result import Batches, Failure, Phase
 
 _TICK_S = 0.25

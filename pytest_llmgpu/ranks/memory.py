@@ -30,7 +30,6 @@ _CUDA_SUCCESS = 0
 _NOT_LOADED = "the model was not loaded"
 _ON_CPU = "torch does not count memory on a CPU"
 _NO_WORKSPACE = "the strategy reported no workspace outside torch's allocator"
-
 # Sources: torch's CUDACachingAllocator; the error strings of CUDA, Triton, cuBLAS, cuDNN and NCCL.
 _MESSAGES = {
     "torch's allocator": r"(CUDA|HIP|XPU) out of memory",
@@ -42,7 +41,6 @@ _MESSAGES = {
     "host allocator": r"DefaultCPUAllocator: can't allocate memory",
 }
 """Name of a rule to the pattern of the message."""
-
 _CLASSES: dict[type[BaseException], str] = {
     DeviceMapSpillError: "the layers do not fit on the devices",
     WorkspaceError: "the workspace does not hold the longest sequence",
@@ -54,7 +52,6 @@ _TEXT_LETTERS = 2**16
 """A message is searched up to here; those of torch have some hundred letters."""
 _CUBLAS_BYTES = 64 * MIB
 """The handle and the workspace of cuBLAS take tens of MiB."""
-
 _BYTES = {"B": 1, "bytes": 1, "KiB": 2**10, "MiB": MIB, "GiB": GIB, "TiB": 2**40}
 _SIZE = r"([\d.]+) (TiB|GiB|MiB|KiB|bytes|B)"
 

@@ -20,7 +20,7 @@ import msgspec
 from pytest_llmgpu.inference.cuda_graphs import RecordingError
 from pytest_llmgpu.processes import die_with_parent
 from pytest_llmgpu.ranks import memory
-from pytest_llmgpu.ranks.protocol import Answer, Event
+from pytest_llmgpu.ranks.local import Answer, Event
 from pytest_llmgpu.ranks.worker import RankState
 from pytest_llmgpu.report.result import Failure, Outcome, Phase
 from pytest_llmgpu.report.text import beginning

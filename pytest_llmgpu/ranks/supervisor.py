@@ -30,8 +30,7 @@ from pytest_llmgpu.profiling.machine import Machine
 from pytest_llmgpu.profiling.node_profilers import Call
 from pytest_llmgpu.ranks import link
 from pytest_llmgpu.ranks.link import Link
-from pytest_llmgpu.ranks.local import LocalLauncher, LocalRank, Rank
-from pytest_llmgpu.ranks.protocol import BatchListener, End, Event, RankFailedError
+from pytest_llmgpu.ranks.local import BatchListener, End, Event, LocalLauncher, LocalRank, Rank, RankFailedError
 from pytest_llmgpu.ranks.world import JOIN_S, World
 from pytest_llmgpu.report.report import Node
 from pytest_llmgpu.report.result import Failure

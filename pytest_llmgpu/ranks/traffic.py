@@ -42,10 +42,8 @@ if TYPE_CHECKING:
 
 NODES = "LLMGPU_NODES"
 """This variable of a rank has the number of the node of each rank, such as `0,0,1,1`; unset on one node."""
-
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem", "deepspeed")
 """Namespaces of ops that communicate. An op of them that is not in the tables below is an error."""
-
 _WITHOUT_PAYLOAD = {
     "c10d::barrier",
     "c10d::check_for_nan",
@@ -54,7 +52,6 @@ _WITHOUT_PAYLOAD = {
     "_c10d_functional::wait_tensor",
 }
 """Ops that send no data of the program."""
-
 _OPS: tuple[tuple[str, CollectiveKind, str, str], ...] = (
     ("c10d", "all_reduce", "tensors", "allreduce_ allreduce_coalesced_"),
     ("c10d", "all_gather", "input_tensor", "_allgather_base_"),
@@ -84,27 +81,19 @@ _OPS: tuple[tuple[str, CollectiveKind, str, str], ...] = (
     ("deepspeed", "all_reduce", "self", "inference_all_reduce inference_all_reduce_"),
 )
 """Namespace, kind, the argument that is the payload, and the ops."""
-
 PAYLOADS = {f"{namespace}::{op}": (kind, payload) for namespace, kind, payload, ops in _OPS for op in ops.split()}
 """Op to its kind and to the argument that is its payload."""
-
 _BATCHED_P2P = "_c10d_functional::batch_p2p_ops"
 """This op has several sends and receives."""
-
 _COPIES = {"aten::_to_copy": "self", "aten::to": "self", "aten::copy_": "src", "aten::copy": "src"}
 """Op that may copy between devices to its source argument. In inference mode, `to` is dispatched as itself."""
-
 _COUNTED = {*PAYLOADS, *_COPIES, _BATCHED_P2P}
-
 _SHAPES = ((2, 4, 2), (3, 4, 2), (2, 5, 2), (3, 5, 2), (2, 4, 3))
 """Rows, tokens per row and predicted tokens of the counted forwards. None is 1, which may be a special case."""
-
 MOST_ROWS = max(rows for rows, _, _ in _SHAPES)
 """A workspace must have room for this many rows, even if the batches of the plan have fewer."""
-
 _Tally = dict[CollectiveKind, tuple[Fraction, Fraction, Fraction, Fraction]]
 """Kind to calls, payload bytes, wire bytes and bytes between nodes; the part of a ring need not be a whole number."""
-
 _NOTHING = (Fraction(), Fraction(), Fraction(), Fraction())
 
 

@@ -54,39 +54,31 @@ if TYPE_CHECKING:
 
 _LEAST_PASSES = 3
 """Fewest profiled passes in the execution of the case."""
-
 _MOST_PASSES = 12
 _FORWARDS = 24
 """Forwards that all passes together have where 12 passes suffice. Where a GPU is at its power limit, forwards differ by
 1.4 % in device time, those of one launch as much as those of different ones: the mean of 24 differs by 0.3 %."""
-
 _MOST_PADDED_TOKENS = 8192
 _MOST_BATCHES = 16
 _SCORING = "(scoring)"
 """Module of what runs before and after the model: the copy of the batch, log-softmax, and the choice of the targets."""
-
 _ON_CPU = "kernels are recorded on CUDA devices only, and the case ran on a CPU"
 _NO_RECORDS = "torch.profiler recorded no kernel: CUPTI has no permission, or another profiler uses it"
 _BYPASSED = "kernels of this strategy are launched past torch's dispatcher, where FLOPs cannot be counted"
 _DEVICE_FIGURES = ("device_time_s", "copy_s", "idle_s", "busy", "kernels", "kernels_sha256", "rows")
 _HOST_FIGURES = ("runtime_calls", "host_syncs")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-
 _DETACHING = "TEARDOWN_CUPTI"
 """The environment variable by which torch.profiler detaches CUPTI."""
-
 _USERS_CHOICE = os.environ.get(_DETACHING)
 _DETACHED = f"torch.profiler recorded no kernel: {_DETACHING}=1 detaches CUPTI while a pass runs; unset it"
-
 _CUPTI_DETACHES = (12, 6)
 """The first CUDA with which CUPTI can be detached while CUDA graphs exist. torch.profiler names it
 (`_KinetoProfile.prepare_trace`): with older ones the second profile after a detachment crashes."""
 RANGE_PREFIX = "llmgpu:"
 """Begin of the name of a range that a work pass opens; the rest is the module's name."""
-
 OUTSIDE = "(outside)"
 """Module of a kernel that was launched outside of every range."""
-
 _NS = 1e-9
 _CALL = re.compile(r"^(cuda|cu)[A-Z]")
 _POLLS = re.compile(r"(Event|Stream)Query|GetLastError|PeekAtLastError|IsCapturing|GetCaptureInfo")
@@ -100,10 +92,7 @@ _KERNEL_ROWS = 36
 _MODULE_ROWS = 100 - _KERNEL_ROWS - len(_FAMILIES)
 """Rows of modules: a rank has at most 100 rows."""
 _LAYER_NUMBER = re.compile(r"\.\d+(?=\.|$)")
-
-
 _MOST_MODULES = 100
-
 _LIKE_FLASH_ATTENTION = (
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_fused_attention_overrideable",

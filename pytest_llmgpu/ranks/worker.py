@@ -21,7 +21,7 @@ from pytest_llmgpu.inference.tasks.protocol import Item, Task
 from pytest_llmgpu.ranks import ceilings, execution, host, memory, traffic, work
 from pytest_llmgpu.ranks.ceilings import Wanted
 from pytest_llmgpu.ranks.execution import Decision
-from pytest_llmgpu.ranks.protocol import FinishedBatch
+from pytest_llmgpu.ranks.local import FinishedBatch
 from pytest_llmgpu.ranks.work import BatchReport, Passes, WorkReply
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.derived import decode_tokens, encode, encode_tokens

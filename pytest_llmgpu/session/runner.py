@@ -21,8 +21,7 @@ from pytest_llmgpu.profiling.machine import Machine
 from pytest_llmgpu.profiling.node_profilers import NodeProfilers
 from pytest_llmgpu.ranks import ceilings, serving, traffic, work, worker
 from pytest_llmgpu.ranks.group import RankGroup, slowest
-from pytest_llmgpu.ranks.local import LocalLauncher
-from pytest_llmgpu.ranks.protocol import RankFailedError
+from pytest_llmgpu.ranks.local import LocalLauncher, RankFailedError
 from pytest_llmgpu.report import derived, disturbances
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.report import Gpu, Report

@@ -15,8 +15,7 @@ from support.report_factory import make_case
 
 from pytest_llmgpu.profiling import nvml
 from pytest_llmgpu.ranks.group import RankGroup
-from pytest_llmgpu.ranks.local import LocalLauncher
-from pytest_llmgpu.ranks.protocol import RankFailedError
+from pytest_llmgpu.ranks.local import LocalLauncher, RankFailedError
 from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.case import Case
 

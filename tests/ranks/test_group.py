@@ -13,8 +13,7 @@ from support.hurried_clock import hurry
 
 from pytest_llmgpu.ranks import group, local
 from pytest_llmgpu.ranks.group import RankGroup
-from pytest_llmgpu.ranks.local import LocalLauncher
-from pytest_llmgpu.ranks.protocol import BatchListener, FinishedBatch, RankFailedError
+from pytest_llmgpu.ranks.local import BatchListener, FinishedBatch, LocalLauncher, RankFailedError
 from pytest_llmgpu.report.result import Failure, Outcome
 
 

@@ -16,8 +16,7 @@ from support import rank_functions as ranks
 
 from pytest_llmgpu import processes
 from pytest_llmgpu.ranks import local, memory
-from pytest_llmgpu.ranks.local import LocalLauncher, Rank
-from pytest_llmgpu.ranks.protocol import FinishedBatch, RankFailedError
+from pytest_llmgpu.ranks.local import FinishedBatch, LocalLauncher, Rank, RankFailedError
 
 _ANSWER_S = 300
 

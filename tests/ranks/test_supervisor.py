@@ -22,7 +22,7 @@ from pytest_llmgpu.profiling.machine import Machine, NodeFacts, TorchFacts
 from pytest_llmgpu.ranks import link, supervisor
 from pytest_llmgpu.ranks.group import RankGroup
 from pytest_llmgpu.ranks.link import Link
-from pytest_llmgpu.ranks.protocol import RankFailedError
+from pytest_llmgpu.ranks.local import RankFailedError
 from pytest_llmgpu.ranks.supervisor import Devices, EnvLauncher, Peers, Place, spread
 from pytest_llmgpu.report.report import Gpu, Node
 

@@ -17,8 +17,7 @@ from pytest_llmgpu.profiling.node_profilers import NodeProfilers
 from pytest_llmgpu.profiling.profiler import Profiler
 from pytest_llmgpu.ranks import serving, worker
 from pytest_llmgpu.ranks.ceilings import Wanted
-from pytest_llmgpu.ranks.local import LocalLauncher
-from pytest_llmgpu.ranks.protocol import BatchListener, FinishedBatch, RankFailedError
+from pytest_llmgpu.ranks.local import BatchListener, FinishedBatch, LocalLauncher, RankFailedError
 from pytest_llmgpu.ranks.work import NamedRow, WorkReply
 from pytest_llmgpu.ranks.worker import Measured
 from pytest_llmgpu.report import disturbances

@@ -20,7 +20,7 @@ from pytest_llmgpu.profiling import machine, nvml
 from pytest_llmgpu.profiling.machine import TorchFacts
 from pytest_llmgpu.profiling.nvml import Inventory
 from pytest_llmgpu.ranks import worker
-from pytest_llmgpu.ranks.protocol import RankFailedError
+from pytest_llmgpu.ranks.local import RankFailedError
 from pytest_llmgpu.ranks.serving import describe, failure_of
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.report import Report

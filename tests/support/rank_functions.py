@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from pytest_llmgpu.inference.models import ModelSource
-from pytest_llmgpu.ranks.protocol import FinishedBatch
+from pytest_llmgpu.ranks.local import FinishedBatch
 from pytest_llmgpu.ranks.worker import RankState
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.strategies.compile import Compiled
