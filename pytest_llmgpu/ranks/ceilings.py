@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
-
-import msgspec
 
 from pytest_llmgpu.inference.scoring import synchronize
 from pytest_llmgpu.report.work import Ceilings, DeviceCeilings
@@ -30,68 +28,53 @@ _ON_CPU = "ceilings are measured on CUDA devices only"
 _NO_MEMORY = "{} bytes were not free on the GPU"
 
 
-class Wanted(msgspec.Struct, frozen=True, kw_only=True):
-    """The rates that are to be measured, the same on every rank. A device is its place among those of the case."""
-
-    products: list[int]
-    """The devices whose matrix product is to be measured."""
-    copies: list[int]
-    """The devices whose copy is to be measured."""
-    all_reduce: bool
-    """True if the all-reduce between the ranks is to be measured."""
-
-
-def measure(devices: Sequence[torch.device], dtype: str, world_size: int, wanted: Wanted) -> Ceilings:
+def measure(devices: Sequence[torch.device], dtype: str, world_size: int, wanted: Collection[str]) -> Ceilings:
     """Measure the GPUs of this rank; every rank must do so at the same time, as in a case.
 
     Args:
         devices: The GPUs. All of them compute at the same time.
         dtype: Of the matrices: `float16`.
         world_size: Ranks that the all-reduce is over.
-        wanted: The rates to measure; all others are missing in the record, without a reason.
+        wanted: Of `product`, `copy` and `all_reduce`, the same on every rank; the others are missing in the record.
     """
     import torch
 
     if devices[0].type != "cuda":
         return Ceilings(why=dict.fromkeys(("devices", "all_reduce_bytes_per_s", "all_reduce_latency_s"), _ON_CPU))
-    products = [device for device in devices if device.index in wanted.products]
-    copies = [device for device in devices if device.index in wanted.copies]
-    why = {} if world_size > 1 else dict.fromkeys(("all_reduce_bytes_per_s", "all_reduce_latency_s"), _ALONE)
-    reduced = None
+    of_matrices: torch.dtype = getattr(torch, dtype)
+    found: list[DeviceCeilings] = []
+
+    def add(name: str, time_s: Callable[[], list[float]], rate: Callable[[float], object], needed_bytes: int) -> None:
+        """Add a record per device with one rate, or with the reason why there is none."""
+        uuids = [f"GPU-{torch.cuda.get_device_properties(device).uuid}" for device in devices]
+        try:
+            rates = [{name: rate(one_s)} for one_s in time_s()]
+        except torch.OutOfMemoryError:
+            rates = [{"why": {name: _NO_MEMORY.format(needed_bytes)}} for _ in devices]
+        found.extend(DeviceCeilings(uuid=uuid, **fields) for uuid, fields in zip(uuids, rates, strict=True))  # type: ignore[arg-type]  # the field has this type
+
+    reduced: tuple[float, float] | str | None = _ALONE if world_size == 1 else None
     with torch.inference_mode():
-        gemm_s = _gemm_s(products, getattr(torch, dtype)) if products else []
-        copy_s = _copy_s(copies) if copies else []
-        if wanted.all_reduce and world_size > 1:
+        if "product" in wanted:
+            add(
+                "gemm_flops_per_s",
+                lambda: _gemm_s(devices, of_matrices),
+                lambda one_s: {dtype: 2 * _SIZE**3 / one_s},
+                3 * _SIZE**2 * of_matrices.itemsize,
+            )
+        if "copy" in wanted:
+            add("copy_bytes_per_s", lambda: _copy_s(devices), lambda one_s: 2 * _COPY_BYTES / one_s, 2 * _COPY_BYTES)
+        if "all_reduce" in wanted and world_size > 1:
             reduced = _all_reduce_s(devices[0], world_size)
     torch.cuda.empty_cache()
-    if isinstance(reduced, str):
-        why |= dict.fromkeys(("all_reduce_bytes_per_s", "all_reduce_latency_s"), reduced)
-        reduced = None
-    sent_bytes = 2 * (world_size - 1) / world_size * _LARGE_BYTES
+    why = dict.fromkeys(("all_reduce_bytes_per_s", "all_reduce_latency_s"), reduced) if isinstance(reduced, str) else {}
+    large_s, small_s = reduced if isinstance(reduced, tuple) else (None, None)
     return Ceilings(
-        devices=[
-            *_per_device(products, "gemm_flops_per_s", gemm_s, lambda one_s: {dtype: 2 * _SIZE**3 / one_s}),
-            *_per_device(copies, "copy_bytes_per_s", copy_s, lambda one_s: 2 * _COPY_BYTES / one_s),
-        ],
-        all_reduce_bytes_per_s=None if reduced is None else sent_bytes / reduced[0],
-        all_reduce_latency_s=None if reduced is None else reduced[1],
+        devices=found,
+        all_reduce_bytes_per_s=large_s and 2 * (world_size - 1) / world_size * _LARGE_BYTES / large_s,
+        all_reduce_latency_s=small_s,
         why=why,
     )
-
-
-def _per_device(
-    devices: Sequence[torch.device], name: str, seconds: Sequence[float] | str, rate: Callable[[float], object]
-) -> list[DeviceCeilings]:
-    """Return a record per device with one rate, or with the reason why there is none."""
-    import torch
-
-    uuids = [f"GPU-{torch.cuda.get_device_properties(device).uuid}" for device in devices]
-    if isinstance(seconds, str):
-        return [DeviceCeilings(uuid=uuid, why={name: seconds}) for uuid in uuids]
-    return [
-        msgspec.structs.replace(DeviceCeilings(uuid=uuid), **{name: rate(one_s)})
-        for uuid, one_s in zip(uuids, seconds, strict=True)
-    ]
 
 
 def merged(several: Sequence[Ceilings]) -> Ceilings:
@@ -124,16 +107,13 @@ def merged(several: Sequence[Ceilings]) -> Ceilings:
     )
 
 
-def _gemm_s(devices: Sequence[torch.device], dtype: torch.dtype) -> list[float] | str:
-    """Return the median duration of a product per device, or the reason why there is none."""
+def _gemm_s(devices: Sequence[torch.device], dtype: torch.dtype) -> list[float]:
+    """Return the median duration of a product per device."""
     import torch
 
-    try:
-        # Random numbers, as weights are: products of zeros draw less power, and run faster.
-        operands = [[torch.randn(_SIZE, _SIZE, dtype=dtype, device=device) for _ in range(2)] for device in devices]
-        products = [torch.empty(_SIZE, _SIZE, dtype=dtype, device=device) for device in devices]
-    except torch.OutOfMemoryError:
-        return _NO_MEMORY.format(3 * _SIZE**2 * dtype.itemsize)
+    # Random numbers, as weights are: products of zeros draw less power, and run faster.
+    operands = [[torch.randn(_SIZE, _SIZE, dtype=dtype, device=device) for _ in range(2)] for device in devices]
+    products = [torch.empty(_SIZE, _SIZE, dtype=dtype, device=device) for device in devices]
 
     def multiply(number: int) -> None:
         torch.mm(*operands[number], out=products[number])
@@ -147,20 +127,12 @@ def _gemm_s(devices: Sequence[torch.device], dtype: torch.dtype) -> list[float] 
     return _medians_s(devices, multiply)
 
 
-def _copy_s(devices: Sequence[torch.device]) -> list[float] | str:
-    """Return the median duration of a copy per device, or the reason why there is none."""
+def _copy_s(devices: Sequence[torch.device]) -> list[float]:
+    """Return the median duration of a copy per device."""
     import torch
 
-    try:
-        pairs = [[torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2)] for device in devices]
-    except torch.OutOfMemoryError:
-        return _NO_MEMORY.format(2 * _COPY_BYTES)
-
-    def copy(number: int) -> None:
-        target, source = pairs[number]
-        target.copy_(source)
-
-    return _medians_s(devices, copy)
+    pairs = [[torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2)] for device in devices]
+    return _medians_s(devices, lambda number: pairs[number][0].copy_(pairs[number][1]))
 
 
 def _all_reduce_s(device: torch.device, world_size: int) -> tuple[float, float] | str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,7 +19,6 @@ from pytest_llmgpu.inference.generation import Generated, Generator, score_texts
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.inference.tasks.protocol import Item, Task
 from pytest_llmgpu.ranks import ceilings, execution, host, memory, traffic, work
-from pytest_llmgpu.ranks.ceilings import Wanted
 from pytest_llmgpu.ranks.execution import Decision
 from pytest_llmgpu.ranks.local import FinishedBatch
 from pytest_llmgpu.ranks.work import BatchReport, Passes, WorkReply
@@ -391,7 +390,7 @@ def model_size(state: RankState) -> ModelSize | str | None:
     return state.model_size
 
 
-def measure_ceilings(state: RankState, wanted: Wanted) -> Ceilings:
+def measure_ceilings(state: RankState, wanted: Collection[str]) -> Ceilings:
     """Measure the rates that the GPUs of this rank reach."""
     return ceilings.measure(state.devices, state.case.dtype, state.loaded.world_size, wanted)
 

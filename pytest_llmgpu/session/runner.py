@@ -120,8 +120,8 @@ class Runner:
         """Maps the name of each kernel in the results to its number, in the order of the numbers."""
         self.ceilings: Ceilings | None = None
         """The rates of the GPUs; None before the first work passes on a GPU."""
-        self._ceilings_measured: set[tuple[str, ...]] = set()
-        """The dtype of each matrix product, or `copy`, with the UUID of the GPU; `all_reduce` with all UUIDs."""
+        self._ceilings_measured: set[tuple[str, tuple[str, ...]]] = set()
+        """The dtype of a matrix product, `copy` or `all_reduce`, with the UUIDs of the GPUs."""
 
     def resume(self, report: Report) -> None:
         """Continue a session: what its cases found holds for those that follow."""
@@ -332,19 +332,14 @@ class Runner:
 
     def _measure_ceilings(self, request: Request, ranks: int) -> None:
         """Measure the rates of the GPUs of a case that were not measured in this session."""
-        uuids = [gpu.uuid for gpu in request.machine.gpus]
-        measured = self._ceilings_measured
-        wanted = ceilings.Wanted(
-            products=[place for place, uuid in enumerate(uuids) if (request.case.dtype, uuid) not in measured],
-            copies=[place for place, uuid in enumerate(uuids) if ("copy", uuid) not in measured],
-            all_reduce=ranks > 1 and ("all_reduce", *uuids) not in measured,
-        )
-        nothing = not (wanted.products or wanted.copies or wanted.all_reduce)
-        if self._group is None or request.case.device != "cuda" or nothing:
+        uuids = tuple(gpu.uuid for gpu in request.machine.gpus)
+        keys = {"product": (request.case.dtype, uuids), "copy": ("copy", uuids)}
+        if ranks > 1:
+            keys["all_reduce"] = ("all_reduce", uuids)
+        wanted = [kind for kind, key in keys.items() if key not in self._ceilings_measured]
+        if self._group is None or request.case.device != "cuda" or not wanted:
             return
-        measured.update((kind, uuid) for uuid in uuids for kind in (request.case.dtype, "copy"))
-        if wanted.all_reduce:
-            measured.add(("all_reduce", *uuids))
+        self._ceilings_measured.update(keys.values())
         found: list[Ceilings] | str = self._ask_further(request, worker.measure_ceilings, wanted)
         if isinstance(found, str):
             found = [Ceilings(why={"devices": f"the benchmark of the GPUs failed: {found}"})]

@@ -3,13 +3,12 @@ from __future__ import annotations
 import torch
 
 from pytest_llmgpu.ranks import ceilings
-from pytest_llmgpu.ranks.ceilings import Wanted
 from pytest_llmgpu.report.work import Ceilings, DeviceCeilings
 
 
 def test_a_cpu_has_no_ceilings() -> None:
     """They are null with the reason."""
-    found = ceilings.measure([torch.device("cpu")], "float32", 2, Wanted(products=[0], copies=[0], all_reduce=True))
+    found = ceilings.measure([torch.device("cpu")], "float32", 2, ["product", "copy", "all_reduce"])
     assert found.devices == []
     assert found.all_reduce_bytes_per_s is None
     assert found.all_reduce_latency_s is None
