@@ -76,6 +76,9 @@ class _Amount(NamedTuple):
     calls: float = 0
     time_s: float = 0.0
 
+    def plus(self, calls: float, time_s: float) -> _Amount:
+        return _Amount(self.calls + calls, self.time_s + time_s)
+
 
 _Kernel = tuple[KernelFamily, str | None]
 """Family and name; without a name, the kernels of the family that have no row of their own."""
@@ -106,7 +109,7 @@ class _Rank(NamedTuple):
     def families(self) -> dict[KernelFamily, _Amount]:
         found: dict[KernelFamily, _Amount] = defaultdict(_Amount)
         for (family, _), (calls, time_s) in self.kernels.items():
-            found[family] = _Amount(found[family].calls + calls, found[family].time_s + time_s)
+            found[family] = found[family].plus(calls, time_s)
         return found
 
     @property
@@ -124,13 +127,8 @@ class _Rank(NamedTuple):
 
     def pass_parts(self) -> dict[str, float]:
         """Return the seconds of each part of a pass."""
-        return {
-            **self.device_parts(),
-            _TRANSFER: self.transfer_s,
-            _WAITING: self.wait_s,
-            _COPYING: self.copy_s,
-            _IDLE: self.idle_s,
-        }
+        others = {_TRANSFER: self.transfer_s, _WAITING: self.wait_s, _COPYING: self.copy_s, _IDLE: self.idle_s}
+        return {**self.device_parts(), **others}
 
 
 class _Pair(NamedTuple):
@@ -162,13 +160,10 @@ def with_cause(row: Row, base: CaseResult, head: CaseResult, names: tuple[Sequen
         return row
     lines = [line for line in row.reason.splitlines() if not line.startswith(ALSO_CHANGED)]
     also = [line for line in row.reason.splitlines() if line.startswith(ALSO_CHANGED)]
-    more = [line for line in details(found) if not (_lists_calls(line) and any(map(_lists_calls, lines)))]
+    listed_already = any(line.startswith(_CALLS) for line in lines)
+    more = [line for line in details(found) if not (listed_already and line.startswith(_CALLS))]
     text = "\n".join([*lines, f"{PREFIX}{describe(found)}.", *more, *also])
     return msgspec.structs.replace(row, cause=found, reason=text)
-
-
-def _lists_calls(line: str) -> bool:
-    return line.startswith(_CALLS)
 
 
 def find(metric: MetricName, before: Measured, after: Measured, *, ratio: float | None = None) -> Cause | None:
@@ -273,39 +268,33 @@ def _of_wall_time(pairs: Sequence[_Pair], ratio: float) -> Cause:
 
 def _of_numbers(metric: MetricName, pairs: Sequence[_Pair]) -> Cause | None:
     """Return the calls that changed, of the rank where most did; those that the metric counts come first."""
-    found = {number: one for number, pair in enumerate(pairs) if (one := _program(pair, metric)) is not None}
+    found: dict[int, Cause] = {}
+    most: dict[int, int] = {}
+    for number, pair in enumerate(pairs):
+        kernels, ops = _kernels(pair), _ops(pair, metric)
+        runtime_calls = _counts(pair.before.runtime_calls, pair.after.runtime_calls, _WAITS)
+        if metric == "traffic":
+            kernels = _collectives(kernels)
+            ops = [change for change in ops if _COMMUNICATES.search(change.name)]
+        elif metric in {"host_syncs", "runtime_calls"}:
+            kernels, ops = [], []
+        elif metric == "kernels":
+            ops = []
+        else:
+            kernels = kernels if ops else []
+        if metric not in {"host_syncs", "runtime_calls"}:
+            runtime_calls = []
+        if changes := [*kernels, *runtime_calls, *ops]:
+            found[number] = Cause(place="program", kernels=kernels, runtime_calls=runtime_calls, ops=ops)
+            most[number] = max(change.growth for change in changes)
     if not found:
         return None
-    number = max(found, key=lambda one: _grown_calls(found[one]))
+    number = max(most, key=most.__getitem__)
     return msgspec.structs.replace(found[number], rank=number if len(found) == 1 < len(pairs) else None)
-
-
-def _program(pair: _Pair, metric: MetricName) -> Cause | None:
-    kernels, runtime_calls, ops = _kernels(pair), _runtime_calls(pair), _ops(pair, metric)
-    if metric == "traffic":
-        kernels = _collectives(kernels)
-        ops = [change for change in ops if _COMMUNICATES.search(change.name)]
-        runtime_calls = []
-    elif metric in ("host_syncs", "runtime_calls"):
-        kernels, ops = [], []
-    elif metric == "kernels":
-        runtime_calls, ops = [], []
-    elif metric in {"flops", "ops", *_WALL_TIMES}:
-        runtime_calls = []
-        kernels = kernels if ops else []
-    else:
-        return None
-    if not (kernels or runtime_calls or ops):
-        return None
-    return Cause(place="program", kernels=kernels, runtime_calls=runtime_calls, ops=ops)
 
 
 def _collectives(kernels: Iterable[CallsChange]) -> list[CallsChange]:
     return [change for change in kernels if family_of(change.name) == "collective"]
-
-
-def _grown_calls(cause: Cause) -> int:
-    return max(change.growth for change in (*cause.kernels, *cause.runtime_calls, *cause.ops))
 
 
 def _timed(
@@ -349,7 +338,7 @@ def _timed(
         parts=_largest_first(changes),
         modules=_largest_first(change for change in _modules(pair, grown) if change.share > _SMALL_MODULE),
         kernels=_kernels(pair),
-        runtime_calls=_runtime_calls(pair),
+        runtime_calls=_counts(pair.before.runtime_calls, pair.after.runtime_calls, _WAITS),
         ops=_ops(pair, "time"),
     )
 
@@ -448,10 +437,6 @@ def _module_with_most(before: Mapping[str, float], after: Mapping[str, float], g
     return best if best is not None and found[best] >= sum(found.values()) / 2 else None
 
 
-def _runtime_calls(pair: _Pair) -> list[CallsChange]:
-    return _counts(pair.before.runtime_calls, pair.after.runtime_calls, _WAITS)
-
-
 def _ops(pair: _Pair, metric: MetricName) -> list[CallsChange]:
     """Return the ops whose number of calls changed; a product has the module whose FLOPs or kernels changed.
 
@@ -494,7 +479,8 @@ def _counts(before: Mapping[str, int], after: Mapping[str, int], first: re.Patte
 def _rank(measured: Measured, number: int) -> _Rank:
     """Return the medians of one rank over the launches."""
     ranks = [work.ranks[number] for work in measured.works]
-    kernels = _median_amounts([_by_kernel(rank, measured.kernel_names) for rank in ranks])
+    of_kernels, of_modules = zip(*(_amounts(rank, measured.kernel_names) for rank in ranks), strict=True)
+    kernels = _median_amounts(of_kernels)
     collective_s = sum(amount.time_s for (family, _), amount in kernels.items() if family == "collective")
     transfers = [
         sum(statistics.median(one.transfer_s) for one in work.collectives)
@@ -510,35 +496,26 @@ def _rank(measured: Measured, number: int) -> _Rank:
         transfer_s=transfer_s,
         wait_s=collective_s - transfer_s,
         kernels=kernels,
-        modules=_median_amounts([_by_module(rank) for rank in ranks]),
-        runtime_calls=_median_counts([rank.runtime_calls or {} for rank in ranks]),
-        ops=_median_counts([rank.ops or {} for rank in ranks]),
-        flops_by_module=_median_counts([rank.flops_by_module or {} for rank in ranks]),
+        modules=_median_amounts(of_modules),
+        runtime_calls=_median_counts([rank.runtime_calls for rank in ranks]),
+        ops=_median_counts([rank.ops for rank in ranks]),
+        flops_by_module=_median_counts([rank.flops_by_module for rank in ranks]),
         layers=min((work.model.layers for work in measured.works if work.model is not None), default=None),
         forwards=max(1, len(measured.works[0].eager_batches or measured.works[0].batches)),
     )
 
 
-def _by_kernel(rank: RankWork, names: Sequence[str]) -> dict[_Kernel, _Amount]:
-    found: dict[_Kernel, _Amount] = {}
+def _amounts(rank: RankWork, names: Sequence[str]) -> tuple[dict[_Kernel, _Amount], dict[_Part, _Amount]]:
+    """Return the calls and seconds of each kernel of the passes, and of each part of a module in the eager pass."""
+    kernels: dict[_Kernel, _Amount] = defaultdict(_Amount)
+    modules: dict[_Part, _Amount] = defaultdict(_Amount)
     for row in rank.rows or ():
         if row.module is None:
             name = names[row.kernel] if row.kernel is not None and row.kernel < len(names) else None
-            _add(found, (row.family, name), row.calls, row.time_s)
-    return found
-
-
-def _by_module(rank: RankWork) -> dict[_Part, _Amount]:
-    found: dict[_Part, _Amount] = {}
-    for row in rank.rows or ():
-        if row.module is not None:
-            _add(found, (row.module, row.family), row.calls, row.time_s)
-    return found
-
-
-def _add(amounts: dict[_K, _Amount], key: _K, calls: int, time_s: float) -> None:
-    seen = amounts.get(key, _Amount())
-    amounts[key] = _Amount(seen.calls + calls, seen.time_s + time_s)
+            kernels[row.family, name] = kernels[row.family, name].plus(row.calls, row.time_s)
+        else:
+            modules[row.module, row.family] = modules[row.module, row.family].plus(row.calls, row.time_s)
+    return kernels, modules
 
 
 def _median(columns: Iterable[Sequence[float] | None]) -> float | None:
@@ -548,54 +525,45 @@ def _median(columns: Iterable[Sequence[float] | None]) -> float | None:
 
 
 def _median_amounts(launches: Sequence[Mapping[_K, _Amount]]) -> dict[_K, _Amount]:
-    if len(launches) == 1:
-        return dict(launches[0])
-    keys = {key: None for launch in launches for key in launch}
     return {
         key: _Amount(
             statistics.median_low(launch.get(key, _Amount()).calls for launch in launches),
             statistics.median(launch.get(key, _Amount()).time_s for launch in launches),
         )
-        for key in keys
+        for key in {key: None for launch in launches for key in launch}
     }
 
 
-def _median_counts(launches: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    if len(launches) == 1:
-        return dict(launches[0])
-    keys = {key: None for launch in launches for key in launch}
-    return {key: statistics.median_low(launch.get(key, 0) for launch in launches) for key in keys}
+def _median_counts(launches: Sequence[Mapping[str, int] | None]) -> dict[str, int]:
+    known = [launch or {} for launch in launches]
+    keys = {key: None for launch in known for key in launch}
+    return {key: statistics.median_low(launch.get(key, 0) for launch in known) for key in keys}
 
 
 def _place_in_words(cause: Cause, place: Place) -> str:
+    """Return the calls that explain the difference in a place, else its share of the growth."""
     if place == "device":
         return _device_in_words(cause)
-    if place == "transfer":
-        return _calls_in_words(_collectives(cause.kernels)) or f"{_share(cause, _TRANSFER)} in collectives"
-    if place == "waiting":
-        return f"{_share(cause, _WAITING)} in ranks that wait for each other"
-    if place == "copies":
-        return _calls_in_words(cause.runtime_calls, _COPIES) or f"{_share(cause, _COPYING)} in copies"
-    if place == "program":
-        calls = [*cause.runtime_calls, *cause.ops, *cause.kernels]
-        return _waits_in_words(cause) or _calls_in_words(calls) or "calls that became fewer"
-    return _host_in_words(cause)
-
-
-def _host_in_words(cause: Cause) -> str:
-    if waits := _waits_in_words(cause):
-        return waits
-    launched = [change for change in cause.runtime_calls if change.growth > _MORE * change.before]
-    if launches := _calls_in_words(launched, _LAUNCHES):
-        return f"{launches}: the host launches more kernels"
-    if cause.parts:
-        return f"{_share(cause, _IDLE)} in idle time of the GPU: the host launches more slowly"
-    return "the kernels do not explain it: the host is slower"
-
-
-def _waits_in_words(cause: Cause) -> str | None:
     waits = _calls_in_words(cause.runtime_calls, _WAITS)
-    return None if waits is None else f"{waits}: the host waits for the GPU"
+    if waits is not None and place in {"host", "program"}:
+        return f"{waits}: the host waits for the GPU"
+    launched = [change for change in cause.runtime_calls if change.growth > _MORE * change.before]
+    launches = _calls_in_words(launched, _LAUNCHES)
+    by_calls = {
+        "transfer": _calls_in_words(_collectives(cause.kernels)),
+        "copies": _calls_in_words(cause.runtime_calls, _COPIES),
+        "program": _calls_in_words([*cause.runtime_calls, *cause.ops, *cause.kernels]),
+        "host": f"{launches}: the host launches more kernels" if launches else None,
+    }
+    idle = f"{_share(cause, _IDLE)} in idle time of the GPU: the host launches more slowly"
+    by_share = {
+        "transfer": f"{_share(cause, _TRANSFER)} in collectives",
+        "waiting": f"{_share(cause, _WAITING)} in ranks that wait for each other",
+        "copies": f"{_share(cause, _COPYING)} in copies",
+        "program": "calls that became fewer",
+        "host": idle if cause.parts else "the kernels do not explain it: the host is slower",
+    }
+    return by_calls.get(place) or by_share[place]
 
 
 def _device_in_words(cause: Cause) -> str:

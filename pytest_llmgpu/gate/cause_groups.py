@@ -59,7 +59,11 @@ def group(verdicts: Verdicts, policy: Policy) -> list[Group]:
             name = names.get((row.key, row.id), name)  # what made the case worse also prevents the comparison
         found.setdefault(name, []).append(row)
     groups = [
-        Group(of_cause, any(classify(row, policy) is RowClass.FAILS for row in of_cause), _differing(name, differing))
+        Group(
+            rows=of_cause,
+            fails=any(classify(row, policy) is RowClass.FAILS for row in of_cause),
+            differences=differing if name == _ENVIRONMENT else [],
+        )
         for name, of_cause in _merged(found).items()
     ]
     return sorted(groups, key=lambda one: not one.fails)
@@ -86,8 +90,7 @@ def lines(found: Group) -> list[str]:
     text = [line for line in reason if not (found.differences and line.startswith(ALSO_CHANGED))]
     parts: dict[str, list[str]] = {}
     for row in found.rows:
-        word = row.verdict
-        parts.setdefault(f"{row.metric.replace('_', ' ')} {word}", []).append(row.id)
+        parts.setdefault(f"{row.metric.replace('_', ' ')} {row.verdict}", []).append(row.id)
     if found.differences:
         text.insert(0, f"{DIFFERS.capitalize()}{'; '.join(found.differences)}.")
     if found.known is not None:
@@ -117,26 +120,17 @@ def _reason(row: Row) -> Hashable:
     return row.verdict, row.metric, without_numbers(row.reason), row.known
 
 
-def _differing(name: Hashable, differing: Sequence[str]) -> list[str]:
-    return list(differing) if name == _ENVIRONMENT else []
-
-
 def _merged(found: dict[Hashable, list[Row]]) -> dict[Hashable, list[Row]]:
     """Return the causes; worse rows without a module belong to the first cause of which all their cases are worse."""
+
+    def ids(rows: Iterable[Row]) -> set[str]:
+        return {name for row in rows for name in (row.cases or [row.id])}
+
     merged: dict[Hashable, list[Row]] = {}
-    # Rows of all cases come last: they belong to any cause.
-    for name, rows in sorted(found.items(), key=lambda pair: not _ids(pair[1])):
+    for name, rows in found.items():
         alike = name
         if all(row.worse and row.known is None for row in rows) and isinstance(name, tuple):
-            fitting = (other for other, others in merged.items() if _is_worse(others) and _ids(rows) <= _ids(others))
-            alike = next(fitting, name)
+            worse = {other: others for other, others in merged.items() if others[0].worse and others[0].known is None}
+            alike = next((other for other, others in worse.items() if ids(rows) <= ids(others)), name)
         merged.setdefault(alike, []).extend(rows)
     return merged
-
-
-def _is_worse(rows: Sequence[Row]) -> bool:
-    return rows[0].worse and rows[0].known is None
-
-
-def _ids(rows: Iterable[Row]) -> set[str]:
-    return {name for row in rows for name in (row.cases or [row.id])}
