@@ -345,23 +345,5 @@ def test_the_stock_binding_fails_a_run(pytester: pytest.Pytester, monkeypatch: p
     assert result.ret == pytest.ExitCode.TESTS_FAILED
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("no_gpu")
-def test_a_workspace_that_is_too_small_fails_a_run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The case completes, and a finding has the number of tokens that the workspace held."""
-    monkeypatch.setitem(strategies.BUILT_IN, "iok", "support.emulated_iok:EmulatedInjection")
-    monkeypatch.setenv(FREE_BYTES, str(free_bytes_granting(23, **_BUNDLED, batch=32, max_out=1024)))
-    pytester.makepyfile(test_it=_BENCHMARK)
-    result = pytester.runpytest_inprocess(
-        "--strategy=iok", "--llmgpu-iok-min-tokens=1", "--llmgpu-limit=40", "--llmgpu-batch-sizes=32"
-    )
-    (case,) = file.load(pytester.path / ".llmgpu" / "last.json").cases
-    assert (case.outcome, case.launches[0].tokens_granted) == ("completed", 23)
-    assert case.acc_norm is not None
-    assert case.acc_norm < 0.45, "chance is 0.25"
-    assert any("held 23 of" in finding.text for finding in case.findings if finding.severity == "failure")
-    assert result.ret == pytest.ExitCode.TESTS_FAILED
-
-
 def _loglikelihoods(text: str) -> list[float]:
     return array("f", base64.b64decode(text)).tolist()

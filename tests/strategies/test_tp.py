@@ -200,38 +200,6 @@ def _decode(text: str) -> list[float]:
     return array("f", base64.b64decode(text)).tolist()
 
 
-@pytest.mark.slow
-def test_one_failing_rank_fails_the_case_and_ends_the_others(
-    pytester: pytest.Pytester, measure: Callable[..., pytest.RunResult]
-) -> None:
-    """The other rank waits in a collective and is ended; the case has the failed rank and its message."""
-    tiny_model.write_model(pytester.path / "tiny")
-    tiny_model.write_dataset(pytester.path / "items.jsonl")
-    pytester.makepyfile(
-        test_it="""
-        import os
-        import pytest
-        from support import rank_functions as ranks
-
-        def test_hellaswag(llm, hellaswag, batch_size, measure):
-            processes = llm.run(ranks.process)
-            llm.run(ranks.break_rank_1)
-            with pytest.raises(pytest.fail.Exception, match="the layer is broken"):
-                measure(llm, hellaswag, batch_size)
-            for process in processes:
-                with pytest.raises(ProcessLookupError):
-                    os.kill(process, 0)
-        """
-    )
-    result = measure("--llmgpu-model=tiny", "--llmgpu-dataset=items.jsonl", "--llmgpu-batch-sizes=4", "--strategy=tp")
-    result.assert_outcomes(passed=1)
-    (case,) = file.load(pytester.path / ".llmgpu" / "last.json").cases
-    assert case.outcome == "error"
-    assert case.failure is not None
-    assert (case.failure.rank, case.failure.phase) == (1, "forward")
-    assert case.failure.message == "ValueError: the layer is broken"
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

@@ -208,31 +208,6 @@ def test_utilization_comes_from_the_ring_of_samples(nvml_stub: StubEnvironment, 
     assert column(tick, "utilization_pct") == value
 
 
-def test_an_old_library_is_read_by_the_older_calls(nvml_stub: StubEnvironment, tmp_path: Path) -> None:
-    """A driver without GPM, fields and rings gives the other metrics, and the reasons."""
-    library = tmp_path / "libnvidia-ml.so.1"
-    newer = (
-        *("DeviceGetFieldValues", "DeviceGetSamples", "DeviceGetTotalEnergyConsumption", "GpmQueryDeviceSupport"),
-        *("DeviceGetTotalEccErrors", "EventSetCreate", "DeviceGetComputeRunningProcesses_v3"),
-    )
-    hidden = [f"-Dnvml{name}=absent{name}" for name in newer]
-    source = Path(__file__).parents[2] / "support" / "nvml_stub.c"
-    subprocess.run(
-        ["cc", "-shared", "-fPIC", *hidden, "-Wl,-soname,libnvidia-ml.so.1", "-o", library, source], check=True
-    )
-    environment = {**nvml_stub(gpm=1, ring=50, fields="138,197,198"), "LD_LIBRARY_PATH": str(tmp_path)}
-    with sampler(environment) as process:
-        header, tick = records(process, 2)
-        (mark,) = marks(process, 1)
-    assert tick["values"] == [[40, 10 * GIB, 1e6, 2e6, 300, 1500, *NOTHING]]
-    assert header["devices"][0]["why"] == {
-        metric: reason.replace("Not Supported", "Function Not Found") for metric, reason in NEITHER.items()
-    }
-    assert mark["counters"] == [{}]
-    assert set(mark["why"][0]) == set(Cumulative.NAMES)
-    assert all(reason.endswith("Function Not Found") for reason in mark["why"][0].values())
-
-
 def marks(process: subprocess.Popen[str], count: int) -> list[dict[str, Any]]:
     """Request the given number of marks, one after another, and read until the last has come."""
     found: list[dict[str, Any]] = []
