@@ -251,9 +251,9 @@ def predictions_row(case: Answered, *, gated: bool) -> Row:
         case.result,
         "predictions",
         "REGRESSED" if flipped else "OK",
-        f"{flipped:,} of {case.items:,} items have another answer ({case.rule.metric})."
+        f"{flipped:,} of {case.items:,} predictions changed ({case.rule.metric})."
         if flipped
-        else f"All {case.items:,} items have the same answer.",
+        else f"All {case.items:,} predictions are unchanged.",
         gated=gated,
         base=0.0,
         head=flipped / case.items if case.items else 0.0,

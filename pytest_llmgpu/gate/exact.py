@@ -106,7 +106,7 @@ def worse(step: Row | None, prefill: Row) -> Row:
 
     row = step
     if row is None or badness(prefill) < badness(row):
-        row = msgspec.structs.replace(prefill, prefill=True, reason=f"Of the prefill: {prefill.reason}")
+        row = msgspec.structs.replace(prefill, prefill=True, reason=f"Prefill: {prefill.reason}")
     if step is None or step.smallest_seen is None or prefill.smallest_seen is None:
         return row
     return msgspec.structs.replace(row, smallest_seen=max(step.smallest_seen, prefill.smallest_seen))

@@ -692,10 +692,11 @@ def _described(
         f"(90 % CI {low:+.1f} to {high:+.1f} %){limit}: {_amount(head_s, unit)}, was {_amount(base_s, unit)}."
     )
     if case.machine_sd:
-        start = "The baseline is of" if can_be_judged else "Slowdowns cannot be judged with a baseline of"
-        source = "measured on five GPUs" if case.metric == "device_time" else "assumed: as launches do"
-        percent = f"{100 * case.machine_sd:.2g} %"
-        reason += f" {start} other GPUs of the same kind; their times differ by {percent} ({source})."
+        start = "The" if can_be_judged else "Slowdowns cannot be judged: the"
+        source = "measured" if case.metric == "device_time" else "assumed"
+        reason += (
+            f" {start} baseline is from other boards ({source} spread between boards: {100 * case.machine_sd:.2g} %)."
+        )
     reason += case.left_out
     if result in {"REGRESSED", "IMPROVED"}:
         return "\n".join(filter(None, (reason, note))), ""
@@ -705,7 +706,7 @@ def _described(
         return f"{reason}\nLaunches of one report differ by a factor of {ratio:.1f}.", step
     if case.machine_sd:
         # An OK row has a step as well: behind so much noise that a slowdown would not have been seen, it is not OK.
-        return reason, "Measure the baseline on the same GPUs to decide."
+        return reason, "Measure the baseline on these boards."
     if result == "OK":
         return reason, ""
     chance = f" Not statistically significant among {plural(family, 'row')}."

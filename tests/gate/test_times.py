@@ -200,9 +200,9 @@ def test_noise_of_launches_makes_no_time_of_another_machine_ok() -> None:
     assert row.threshold is not None
     assert row.threshold > 1
     assert row.result == "UNDECIDED"
-    assert "Slowdowns cannot be judged with a baseline of other GPUs" in row.reason
+    assert "Slowdowns cannot be judged: the baseline is from other boards" in row.reason
     assert "threshold" not in row.reason
-    assert "same GPUs" in row.next_step
+    assert "these boards" in row.next_step
 
 
 def test_a_time_of_another_machine_that_is_ok_has_a_next_step() -> None:
@@ -210,7 +210,7 @@ def test_a_time_of_another_machine_that_is_ok_has_a_next_step() -> None:
     row = _judged(with_launches([1.0]), with_launches([1.01]), machine_sd=0.05)
     assert row.result == "OK"
     assert "threshold" in row.reason
-    assert "same GPUs" in row.next_step
+    assert "these boards" in row.next_step
 
 
 def test_extreme_times_give_finite_ratios() -> None:
@@ -253,7 +253,7 @@ def test_other_gpus_of_one_kind_have_a_larger_threshold() -> None:
         row = _device_row(_worked(1.0), _worked(slower, uuids=others))
         assert row.result == verdict
         assert row.threshold == pytest.approx(0.0245, abs=0.002)
-        assert "measured on five GPUs" in row.reason
+        assert "measured spread between boards" in row.reason
 
 
 def test_another_day_has_half_a_point_more() -> None:
