@@ -7,9 +7,8 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from pytest_llmgpu.analysis import capacity
 from pytest_llmgpu.report.case import DEFAULT_TASK, Case
-from pytest_llmgpu.report.report import Capacity, Environment, Report
+from pytest_llmgpu.report.report import Environment, Report
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.text import gib, plural
 
@@ -36,11 +35,6 @@ def blocks(cases: Sequence[CaseResult]) -> list[list[CaseResult]]:
             del fields["devices"], fields["nodes"]
         found.setdefault(json.dumps(fields, sort_keys=True), []).append(result)
     return list(found.values())
-
-
-def capacities(report: Report) -> list[Capacity]:
-    """Return the largest batch size of each series, computed again by this version of the package."""
-    return capacity.capacities(report.cases)
 
 
 def caption(case: Case, environment: Environment) -> str:

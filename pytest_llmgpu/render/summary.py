@@ -63,13 +63,7 @@ class Conclusion(NamedTuple):
 
 
 def conclude(report: Report, verdicts: Verdicts | None = None, policy: Policy | None = None) -> Conclusion:
-    """Return the conclusion of a report.
-
-    Args:
-        report: the report.
-        verdicts: the verdicts of the gate on it; None if it was not compared.
-        policy: the policy that decides which verdicts fail; None for the policy of the verdicts.
-    """
+    """Return the conclusion of a report and the verdicts on it, by the policy given or that of the verdicts."""
     policy = policy or policy_of(verdicts)
     session = report.session
     # A test that expects that nothing fits does not fail.

@@ -119,9 +119,7 @@ def layered(layers: Sequence[Spec], rows: Sequence[Spec], *, height: int | Spec 
 def batch_sizes(sizes: Iterable[int]) -> Spec:
     """Return the x channel over the field `b`: a logarithmic axis with ticks at powers of two.
 
-    Args:
-        sizes: the batch sizes of the chart. A single one is the only tick; several are the ticks where no power of
-            two is among or between them.
+    The batch sizes themselves are the ticks where there is a single one, or no power of two is among or between them.
     """
     known = sorted(set(sizes))
     several = len(known) > 1 and any(known[0] <= power <= known[-1] for power in _POWERS)
@@ -150,15 +148,7 @@ def offset(panel: Panel) -> Spec:
 
 
 def levels(values: Iterable[float], title: str, *, log: bool, field: str = "v", zero: bool = False) -> Spec:
-    """Return the axis channel of a figure.
-
-    Args:
-        values: the figures that are drawn.
-        title: the axis title, with the unit.
-        log: whether the axis is logarithmic; all values must be above 0.
-        field: the data field.
-        zero: whether the axis begins at 0.
-    """
+    """Return the axis channel of the figures that are drawn; on a logarithmic axis all are above 0."""
     known = list(values)
     ticks: Spec = {"values": _LOG_TICKS} if log and max(known) >= _WIDE * min(known) else {"tickCount": 5}
     kind = {"type": "log"} if log else {"type": "linear", "zero": zero}
@@ -215,13 +205,7 @@ def limit(value: float, label: str) -> list[Spec]:
 
 
 def notes(lines: Iterable[Sequence[Spec]], *, color: Spec, tooltip: list[Spec]) -> list[Spec]:
-    """Return the layers of texts above the plot, one line of text per layer.
-
-    Args:
-        lines: the rows of each line, from the plot upwards; their text is in the field `l`.
-        color: the colour channel.
-        tooltip: the entries of the tooltip.
-    """
+    """Return the layers of lines of text above the plot, from the plot upwards; their text is in the field `l`."""
     place = "scale('x', datum.b)"
     half = f"{_LETTER / 2} * length(datum.l)"
     # Centred, but not beyond the left or the right edge of the plot, whose width only the browser knows.

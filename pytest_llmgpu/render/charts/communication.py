@@ -16,6 +16,9 @@ _MB = 1e6
 _HEIGHT = 220
 """Pixels of a chart of one strategy."""
 
+_Utilized = tuple[Entry, float, float]
+"""A case, the utilisation of its GPUs in percent, and what a GPU sent in GB/s."""
+
 
 def charts(panel: Panel) -> Iterator[Chart | str]:
     """Yield the charts of a panel's communication, or a sentence with the reason why there is none."""
@@ -97,7 +100,7 @@ def _by_utilization(panel: Panel) -> Iterator[Chart | str]:
     """Yield one chart per strategy: their traffic differs by factors of 100, which one scale would flatten."""
     title = "Traffic by GPU utilisation"
 
-    def utilized(entries: Iterable[Entry]) -> list[tuple[Entry, float, float]]:
+    def utilized(entries: Iterable[Entry]) -> list[_Utilized]:
         both = [(entry, busy_of(entry.result), link_rate(entry.result, "tx")) for entry in entries]
         return [(entry, busy, sent / _GB) for entry, busy, sent in both if busy is not None and sent]
 
@@ -115,24 +118,26 @@ def _by_utilization(panel: Panel) -> Iterator[Chart | str]:
             f"{formatted(busy, digits=3)} % and {formatted(rate, digits=3)} GB/s at batch size {entry.batch_size}"
             for entry, busy, rate in (rows[0], rows[-1])
         )
-        drawn, then = (
-            [
-                {"s": strategy, "b": entry.batch_size, "u": rounded(busy), "v": rounded(rate)}
-                for entry, busy, rate in some
-            ]
-            for some in (rows, [one for one in before if one[0].title == strategy])
-        )
+        then = [one for one in before if one[0].title == strategy]
         yield Chart(
             id=f"traffic-utilization-{place}",
             title=f"{title}: {strategy}",
             summary=f"Mean over the GPUs, in order of batch size: {' to '.join(ends)}{_not_counted(panel, strategy)}.",
-            spec=_path(panel, drawn, then, sent),
+            spec=_path(panel, rows, then, sent),
             headers=["strategy", "batch size", "GPU utilisation (%)", sent],
             rows=[row_of(entry, (busy, rate)) for entry, busy, rate in rows],
         )
 
 
-def _path(panel: Panel, rows: list[Spec], before: list[Spec], sent: str) -> Spec:
+def _path(panel: Panel, found: Sequence[_Utilized], then: Sequence[_Utilized], sent: str) -> Spec:
+    """Return the path of one strategy over utilisation and traffic, with that of the baseline."""
+
+    def rows_of(some: Sequence[_Utilized]) -> list[Spec]:
+        return [
+            {"s": one.title, "b": one.batch_size, "u": rounded(busy), "v": rounded(rate)} for one, busy, rate in some
+        ]
+
+    rows, before = rows_of(found), rows_of(then)
     batch_size = {"field": "b", "type": "quantitative"}
     colour = {**axes.curves(panel), "legend": None}
     tooltip = axes.tooltip(axes.number("u", "GPU utilisation (%)"), axes.number("v", sent))

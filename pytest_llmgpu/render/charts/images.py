@@ -108,14 +108,7 @@ def theme(*, dark: bool) -> Spec:
 
 
 def image(chart: Chart, format: Format, *, dark: bool = False, titled: bool = True, width: int = _WIDTH_PX) -> bytes:  # noqa: A002 - the usual name
-    """Return a chart as an image.
-
-    Args:
-        chart: the chart to draw.
-        format: `png` or `svg`.
-        dark: whether to draw for a dark background.
-        titled: whether the image includes title and caption.
-        width: width of the plot in pixels, without axes and text beside it.
+    """Return a chart as an image, `titled` with title and caption; the width is that of the plot alone.
 
     Raises:
         ValueError: the format is unknown, or the extra `report` is not installed.

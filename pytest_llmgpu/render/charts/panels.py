@@ -105,8 +105,7 @@ def panels(report: Report, baseline: Report | None = None) -> list[Panel]:
 def domain(columns: Sequence[tuple[str, str]]) -> list[str]:
     """Return the titles in the order of their colours; mp, tp and iok keep their places also when they are absent.
 
-    Args:
-        columns: title and strategy of each curve. The first title of a strategy gets the strategy's colour.
+    The first title of a strategy gets the strategy's colour.
     """
     places = list(_FIRST)
     for title, strategy in columns:

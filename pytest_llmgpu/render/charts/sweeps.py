@@ -56,16 +56,7 @@ def curves_of(
     log: bool = True,
     more: Sequence[Spec] = (),
 ) -> Spec:
-    """Return the specification of curves over batch sizes, with those of the baseline.
-
-    Args:
-        panel: the panel of the points.
-        drawn: the points to draw; their values must be above 0 on a logarithmic axis.
-        figures: the figures of the points, by the names of their curves.
-        title: the title of the figure's axis, with its unit.
-        log: whether that axis is logarithmic.
-        more: further layers, drawn below the curves.
-    """
+    """Return the specification of curves over batch sizes, with those of the baseline and `more` layers below them."""
     kinds = list(dict.fromkeys(point.kind for point in drawn))
     several = len(kinds) > 1
     then = [point for point in points(panel.before, figures) if point.kind in kinds and (point.value > 0 or not log)]

@@ -21,7 +21,7 @@ from pytest_llmgpu.render import comparison
 from pytest_llmgpu.render.exports.escaping import code, command_property, command_value, markdown, one_line
 from pytest_llmgpu.render.exports.tables import markdown_header, markdown_line, markdown_lines
 from pytest_llmgpu.report.report import Report
-from pytest_llmgpu.report.verdicts import Row, Verdicts, worst_first
+from pytest_llmgpu.report.verdicts import Row, worst_first
 from pytest_llmgpu.store.store import commit, hardware
 
 LIMIT_BYTES = 1000 * 1024
@@ -38,9 +38,6 @@ ANNOTATIONS = 10
 
 _NOTE_BYTES = 200
 """Bytes reserved for the line on the rows that are left out of a table."""
-
-_REASONS = 5
-"""Most reasons that are listed for rows that were not compared."""
 
 Level = Literal["failure", "warning", "info"]
 """The severity of a notice."""
@@ -139,15 +136,8 @@ def render_annotations(report: Report) -> str:
     return "\n".join(commands)
 
 
-class _Table(NamedTuple):
-    """A table that may be cut at its end."""
-
-    before: Sequence[str]
-    """The title and the header."""
-    lines: Sequence[str]
-    """The lines that may be left out."""
-    after: Sequence[str] = ()
-    """The lines after the table."""
+_Table = tuple[Sequence[str], Sequence[str], Sequence[str]]
+"""The title and the header, the lines that may be left out, and the lines after them."""
 
 
 def render_summary(report: Report) -> str:
@@ -179,44 +169,32 @@ def _page(report: Report, first: Sequence[str], limit_bytes: int) -> str:
     parts = [f"Commit {code(commit(report.commit))} on {markdown(hardware(report))}, {markdown(report.created)}."]
     if not report.session.complete:
         parts.append("**The run is not complete.**")
-    if verdicts is not None:
-        parts.append(_against(verdicts))
+    if verdicts is not None and verdicts.baseline is not None:
+        name, sha = verdicts.baseline.name, verdicts.baseline.commit
+        named = [*([code(name)] if name else []), *([f"commit {code(sha[:8])}"] if sha else [])]
+        parts.append(f"Compared with {', '.join(named) or 'a baseline'}: {markdown(comparison.counts(verdicts))}.")
+    elif verdicts is not None:
+        parts.append("There is no baseline.")
     title = f"## LLM inference: {result}{f' ({counts})' if counts else ''}"
     return _fitted([*first, title, "", " ".join(parts), ""], list(_tables(report)), limit_bytes)
 
 
-def _against(verdicts: Verdicts) -> str:
-    baseline, armed = verdicts.baseline, verdicts.armed
-    if baseline is None:
-        return "There is no baseline."
-    named = [code(baseline.name)] if baseline.name else []
-    named += [f"commit {code(baseline.commit[:8])}"] if baseline.commit else []
-    often = sorted(armed.unarmed.items(), key=lambda pair: -pair[1])
-    unarmed = "; ".join(f"{markdown(why)} ({number:,})" for why, number in often[:_REASONS])
-    if len(often) > _REASONS:
-        unarmed += f"; and {len(often) - _REASONS:,} more reasons"
-    return (
-        f"Compared with {', '.join(named) or 'a baseline'}: {armed.compared:,} rows compared, {armed.gated:,} of them "
-        f"gated.{f' Not compared: {unarmed}.' if unarmed else ''}"
-    )
-
-
 def _tables(report: Report) -> Iterator[_Table]:
-    if report.verdicts is not None:
-        policy = policy_of(report.verdicts)
-        levels = [(level(row, policy), row) for row in worst_first(report.verdicts.rows)]
-        levels.sort(key=lambda pair: list(_MARKS).index(pair[0]))
-        noticed = [_verdict_line(severity, row) for severity, row in levels if severity != "info"]
-        others = [_verdict_line(severity, row) for severity, row in levels if severity == "info"]
-        if noticed:
-            yield _Table(["### To look at", "", *_VERDICT_HEADER], noticed)
-        yield _notice_table(other_notices(report))
-        yield _Table(_folded("Cases", markdown_header(report)), list(markdown_lines(report)), ["", "</details>"])
-        if others:
-            yield _Table(_folded("All other verdicts", _VERDICT_HEADER), others, ["", "</details>"])
-    else:
+    cases, verdicts = list(markdown_lines(report)), report.verdicts
+    if verdicts is None:
         yield _notice_table(notices(report))
-        yield _Table(["### Cases", "", *markdown_header(report)], list(markdown_lines(report)))
+        yield ["### Cases", "", *markdown_header(report)], cases, ()
+        return
+    policy = policy_of(verdicts)
+    folded = ["", "</details>"]
+    lines: dict[bool, list[str]] = {True: [], False: []}
+    for severity in _MARKS:
+        of_level = [row for row in worst_first(verdicts.rows) if level(row, policy) == severity]
+        lines[severity != "info"] += [_verdict_line(severity, row) for row in of_level]
+    yield ["### To look at", "", *_VERDICT_HEADER], lines[True], ()
+    yield _notice_table(other_notices(report))
+    yield ["<details>", "<summary>Cases</summary>", "", *markdown_header(report)], cases, folded
+    yield ["<details>", "<summary>All other verdicts</summary>", "", *_VERDICT_HEADER], lines[False], folded
 
 
 def _notice_table(found: Sequence[Notice]) -> _Table:
@@ -225,7 +203,7 @@ def _notice_table(found: Sequence[Notice]) -> _Table:
         for notice in found
         if notice.level != "info"
     ]
-    return _Table(["### Findings", ""] if lines else [], lines)
+    return ["### Findings", ""], lines, ()
 
 
 def _verdict_line(severity: Level, row: Row) -> str:
@@ -237,26 +215,19 @@ def _verdict_line(severity: Level, row: Row) -> str:
     return markdown_line([mark, code(row.id), row.metric.replace("_", " "), comparison.verdict(row), *numbers, text])
 
 
-def _folded(title: str, header: Sequence[str]) -> list[str]:
-    return ["<details>", f"<summary>{title}</summary>", "", *header]
-
-
 def _fitted(head: Sequence[str], tables: Sequence[_Table], limit_bytes: int) -> str:
     """Return the page with its tables cut, the last ones first, to the limit."""
-    frames = [sum(map(_size, (*table.before, *table.after, ""))) + _NOTE_BYTES for table in tables]
-    left = limit_bytes - sum(map(_size, head)) - sum(frames)
+    tables = [table for table in tables if table[1]]
+    left = limit_bytes - sum(map(_size, head))
+    left -= sum(_NOTE_BYTES + sum(map(_size, (*before, *after, ""))) for before, _, after in tables)
     page = list(head)
-    for table in tables:
-        if not table.lines:
-            continue
+    for before, lines, after in tables:
         taken = 0
-        for text in table.lines:
-            if _size(text) > left:
-                break
-            left -= _size(text)
+        while taken < len(lines) and _size(lines[taken]) <= left:
+            left -= _size(lines[taken])
             taken += 1
-        page += [*table.before, *table.lines[:taken], *table.after, ""]
-        if rest := len(table.lines) - taken:
+        page += [*before, *lines[:taken], *after, ""]
+        if rest := len(lines) - taken:
             page += [f"**{rest:,} more lines are left out: GitHub limits the size. The report has all of them.**", ""]
     return "\n".join(page).rstrip("\n")
 

@@ -15,9 +15,9 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
+from pytest_llmgpu.analysis.capacity import capacities
 from pytest_llmgpu.render.comparison import by_id
 from pytest_llmgpu.render.exports.escaping import one_line
-from pytest_llmgpu.render.grouping import capacities
 from pytest_llmgpu.report.case import DEFAULT_TASK, Case
 from pytest_llmgpu.report.metrics import METRICS, Figure, MetricSpec
 from pytest_llmgpu.report.report import Report
@@ -73,7 +73,7 @@ def _largest_batches(report: Report) -> list[tuple[str, int, str]]:
     cases = {result.case.series: result.case for result in report.cases}
     known = [
         (cases[one.series], one.largest_fit or 0, one.text)
-        for one in capacities(report)
+        for one in capacities(report.cases)
         if one.series in cases and (one.largest_fit is not None or one.smallest_oom is not None)
     ]
     numbered = _numbered(f"{case.strategy} ({describe(case)})" for case, _, _ in known)

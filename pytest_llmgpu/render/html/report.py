@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from pytest_llmgpu.analysis.capacity import capacities
 from pytest_llmgpu.gate import cause_groups, judge
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.gate.policy_file import policy_of
@@ -40,11 +41,7 @@ _MOST_CASES = 1000
 
 
 def check(path: Path) -> None:
-    """Check before a run of hours that its page can be made and written; leave no file behind.
-
-    Raises:
-        ValueError: the name, a library or the folder does not permit it; one line with the path and the reason.
-    """
+    """Raise ValueError before a run of hours if its page cannot be made or written; leave no file behind."""
     for library in _LIBRARIES:
         if importlib.util.find_spec(library) is None:
             raise ValueError(MISSING)
@@ -52,11 +49,7 @@ def check(path: Path) -> None:
 
 
 def write(page: str, path: Path) -> None:
-    """Write a page and create its folders.
-
-    Raises:
-        ValueError: the page cannot be written; one line with the path and the reason.
-    """
+    """Write a page and create its folders; ValueError has the path and the reason if it cannot be written."""
     file.save(path, page.encode("utf-8", "backslashreplace"), "page")
 
 
@@ -68,14 +61,7 @@ def render(
     verdicts: Verdicts | None = None,
     policy: Policy | None = None,
 ) -> str:
-    """Return the page.
-
-    Args:
-        report: the report to show.
-        baseline: the report that it is compared with; None if there is none.
-        name: the name of the report, mostly its path.
-        verdicts: the verdicts to show; None: those of the report, or new ones by `policy` if it has none.
-        policy: the policy that decides which verdicts fail; None: the policy of the verdicts.
+    """Return the page of a report, with its verdicts, or new ones against the baseline by the policy.
 
     Raises:
         ValueError: a library of the page is not installed, or there are too many cases; one line.
@@ -185,7 +171,7 @@ def _filter_keys(report: Report, baseline: Report | None) -> dict[str, dict[str,
 def _tables(report: Report) -> Iterator[dict[str, Any]]:
     """Yield the table of each block of cases, with its caption, the comparison with mp and the largest batch sizes."""
     found = grouping.blocks(report.cases)
-    known = grouping.capacities(report)
+    known = capacities(report.cases)
     for (caption, _), cases in zip(grouping.captions(found, report), found, strict=True):
         series = {result.case.series for result in cases}
         largest = [

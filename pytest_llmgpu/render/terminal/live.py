@@ -16,12 +16,9 @@ class LiveLine:
     """Draws on the terminal; draws nothing if standard output is not a terminal."""
 
     def __init__(self, uncaptured: Callable[[], AbstractContextManager[None]], width: Callable[[], int]) -> None:
-        """Prepare to draw.
+        """Prepare to draw within `uncaptured`, where standard output is the real one.
 
-        Args:
-            uncaptured: returns a context in which standard output is the real one.
-            width: returns the number of free columns in the line that pytest writes. It is called in that context,
-                because the width of the terminal is read from standard output.
+        There `width` returns the number of free columns in the line that pytest writes.
         """
         self._uncaptured = uncaptured
         self._width = width

@@ -11,11 +11,11 @@ from typing import Literal, NamedTuple
 
 from tabulate import tabulate
 
-from pytest_llmgpu.analysis.capacity import split
+from pytest_llmgpu.analysis.capacity import capacities, split
 from pytest_llmgpu.analysis.reference import by_series
 from pytest_llmgpu.profiling.machine import Machine
 from pytest_llmgpu.render.comparison import with_reference
-from pytest_llmgpu.render.grouping import blocks, capacities, captions, dataset, model, unique
+from pytest_llmgpu.render.grouping import blocks, captions, dataset, model, unique
 from pytest_llmgpu.render.summary import Problem, finding_problems
 from pytest_llmgpu.render.table import (
     COLUMNS,
@@ -61,13 +61,7 @@ class _Column(NamedTuple):
 
 
 def summary_table(cases: Sequence[CaseResult], paint: Painter, most: int | None = None) -> tuple[str, int]:
-    """Return the table with one row per case, and the number of its rows.
-
-    Args:
-        cases: the cases of a block.
-        paint: styles text.
-        most: the largest number of rows; None for all cases. With more cases, the table has the fastest of each series.
-    """
+    """Return the table with one row per case, or of more than `most` the fastest of each series; and its rows."""
     table = make_time_table(cases)
     cells = {cell.id: cell for _, row in table.rows for cell in row}
     shown = entries(cases)
@@ -225,9 +219,7 @@ def _collectives(by_title: Mapping[str, Sequence[CaseResult]]) -> Iterator[str]:
 def _calls_and_bytes(result: CaseResult, *, of_step: bool) -> dict[CollectiveKind, tuple[float, float]]:
     """Return per kind the calls per batch and the wire bytes per sequence: both are means over the ranks.
 
-    Args:
-        result: the case.
-        of_step: True: calls per decode step of the largest batch and bytes per token; none for a case that scores.
+    Of a step: calls per decode step of the largest batch and bytes per token; none for a case that scores.
     """
     sequences = result.launches[-1].batches.sequences if result.launches else []
     if result.traffic is None or not sum(sequences):
@@ -270,12 +262,7 @@ def _range(values: Iterable[float]) -> str:
 
 
 def _fitted(places: Sequence[tuple[str, str]], columns: Sequence[_Column]) -> list[str]:
-    """Return the table of the columns that fit the width, and a line with the names of those that were dropped.
-
-    Args:
-        places: strategy and batch size of each case, the first columns.
-        columns: the other columns.
-    """
+    """Return the table of places and of the columns that fit the width, and a line with the names of the others."""
     firsts = [("" if n and places[n - 1][0] == name else name, size) for n, (name, size) in enumerate(places)]
     shown, dropped = list(columns), []
     while True:
@@ -379,7 +366,7 @@ def _largest(cases: Sequence[CaseResult], report: Report, *, verbose: bool) -> l
     series = {result.case.series for result in cases}
     found = [
         capacity
-        for capacity in capacities(report)
+        for capacity in capacities(report.cases)
         if capacity.series in series and (searched or capacity.smallest_oom is not None)
     ]
     if verbose:

@@ -37,13 +37,8 @@ def conclusion(verdicts: Verdicts, policy: Policy, color: bool = False) -> str:
 def table(verdicts: Verdicts, policy: Policy, color: bool = False, most: int | None = MOST_CASES) -> str:
     """Return the table of the rows that are not OK, their reasons by cause, what to run next, and what was compared.
 
-    A gate that passes has undecided rows as a number only. The worst case comes first.
-
-    Args:
-        verdicts: the verdicts of the gate.
-        policy: the policy that decides which of them fail.
-        color: True if the text may have colours.
-        most: the limit on cases and on reasons; None for no limit, and for the rows that are OK as well.
+    A gate that passes has undecided rows as a number only. The worst case comes first. `most` limits cases and reasons;
+    None is for no limit, and for all rows.
     """
     paint = painter(color)
     rows = [row for row in verdicts.rows if most is None or not row.unchanged]
@@ -74,13 +69,7 @@ def table(verdicts: Verdicts, policy: Policy, color: bool = False, most: int | N
 
 
 def side_by_side(compared: Sequence[Verdicts], color: bool = False, most: int | None = MOST_CASES) -> str:
-    """Return one table of several reports that were compared with one baseline: a column for each, by its number.
-
-    Args:
-        compared: the verdicts on each report.
-        color: True if the text may have colours.
-        most: the limit on cases; None for no limit, and for rows that are OK in every report as well.
-    """
+    """Return one table of several reports that were compared with one baseline: a column for each, by its number."""
     paint = painter(color)
     found = [{(row.key, row.id, row.metric): row for row in verdicts.rows} for verdicts in compared]
     rows = [row for verdicts in compared for row in verdicts.rows if most is None or not row.unchanged]
