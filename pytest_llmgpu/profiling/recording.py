@@ -40,26 +40,6 @@ _Columns = dict[str, list[float | None]]
 """The values of one device over the readings, by metric."""
 
 
-class Mark(NamedTuple):
-    """The counters of one device at a mark."""
-
-    t_s: float
-    """The CLOCK_MONOTONIC time at which the reading began."""
-    answered_s: float
-    """The time at which it ended. While another program starts, the driver may take a tenth of a second."""
-    counts: Mapping[str, float]
-    """The counts by name."""
-    why: Mapping[str, str]
-    """Maps a name to the reason why it has no count."""
-    span_s: tuple[float, float]
-    """When the reading of the first device began and that of the last ended: with eight GPUs that takes over 0.1 s."""
-
-    def distance_s(self, at_s: float) -> float:
-        """Return how far the whole mark is from a time, or how late after it this device's reading may have ended."""
-        late_s = self.answered_s - at_s if self.t_s < at_s < self.answered_s else 0.0
-        return max(late_s, self.span_s[0] - at_s, at_s - self.span_s[1])
-
-
 class Reading(NamedTuple):
     """A stored tick. Values take 8 bytes each, because sessions are long."""
 
@@ -83,10 +63,8 @@ class Recording:
         self._why = [dict(device.why) for device in header.devices]
         self.readings: deque[Reading] = deque()
         """The ticks that are stored."""
-        self.device_marks: list[deque[Mark]] = [deque(maxlen=_MARKS) for _ in header.devices]
-        """[device] The latest marks."""
-        self.marks = 0
-        """The number of the latest mark; 0 before the first."""
+        self.kept_marks: deque[MarkRecord] = deque(maxlen=_MARKS)
+        """The latest marks."""
         self._dropped = False
         self._orders = 0
         values = len(header.devices) * len(header.metrics)
@@ -103,13 +81,14 @@ class Recording:
             self.readings.popleft()
             self._dropped = True
 
+    @property
+    def marks(self) -> int:
+        """The number of the latest mark; 0 before the first."""
+        return self.kept_marks[-1].mark if self.kept_marks else 0
+
     def mark(self, mark: MarkRecord) -> None:
         """Store the next mark."""
-        self.marks = mark.mark
-        span_s = min(mark.t_s), max(mark.answered_s)
-        rows = zip(self.device_marks, mark.t_s, mark.answered_s, mark.counters, mark.why, strict=True)
-        for marks, t_s, answered_s, counts, why in rows:
-            marks.append(Mark(t_s, answered_s, counts, why, span_s))
+        self.kept_marks.append(mark)
 
     def settled(self, start_s: float, end_s: float, orders: int = 0) -> bool:
         """Return whether later ticks cannot change the slice between these times.
@@ -213,7 +192,7 @@ class Recording:
             if not complete and metric in self._why[place]:
                 reasons[metric] = self._why[place][metric]
             metrics[metric] = figures
-        counts = _window_counts(self.device_marks[place], metrics, reasons, start_s, end_s)
+        counts = _window_counts(self.kept_marks, place, metrics, reasons, start_s, end_s)
         return DeviceProfile(
             index=device.index,
             uuid=device.uuid,
@@ -265,12 +244,18 @@ def _thinned(count: int, columns: Sequence[Sequence[Any]]) -> list[int]:
 
 
 def _window_counts(
-    marks: Sequence[Mark], metrics: dict[str, Metric], why: dict[str, str], start_s: float, end_s: float
+    marks: Sequence[MarkRecord],
+    place: int,
+    metrics: dict[str, Metric],
+    why: dict[str, str],
+    start_s: float,
+    end_s: float,
 ) -> dict[str, float]:
     """Return the counts of one device in a window: differences of the counters between the marks at its two ends.
 
     Args:
-        marks: The marks of the device, in order.
+        marks: The marks in order.
+        place: The place of the device in them.
         metrics: Its metrics in the window; the rates of bytes are replaced by exact ones.
         why: Receives the reason of every count that is missing.
         start_s: Start of the window.
@@ -279,16 +264,17 @@ def _window_counts(
     counts: dict[str, float] = {}
     measured = [name for name in _BYTES if (old := metrics.get(f"{name}_per_s")) is not None and old.method]
     for name in (*Cumulative.NAMES, *measured):  # a metric of bytes without a method has the reason itself
-        ends = _ends(name, marks, start_s, end_s)
+        ends = _ends(name, marks, place, start_s, end_s)
         if isinstance(ends, str):
             why[name] = ends
             continue
-        (before, first), (after, last) = ends
+        before, after = ends
+        first, last = before.counters[place][name], after.counters[place][name]
         counts[name] = max(first, last) if name == _MOMENTARY else last - first
         if name in measured:
             # Marks around the window have the window's bytes: the device is idle between the window and its marks.
-            around = before.answered_s <= start_s and end_s <= after.t_s
-            rate = counts[name] / (end_s - start_s if around else after.t_s - before.t_s)
+            around = before.answered_s[place] <= start_s and end_s <= after.t_s[place]
+            rate = counts[name] / (end_s - start_s if around else after.t_s[place] - before.t_s[place])
             old = metrics[f"{name}_per_s"]
             # Readings of a second may extend beyond the window's ends, where nothing was sent.
             largest = rate if old.max is None else max(rate, old.max)
@@ -304,21 +290,30 @@ def _window_counts(
 
 
 def _ends(
-    name: str, marks: Sequence[Mark], start_s: float, end_s: float
-) -> tuple[tuple[Mark, float], tuple[Mark, float]] | str:
-    """Return mark and count nearest to both ends of a window; or the reason why the window has no count."""
+    name: str, marks: Sequence[MarkRecord], place: int, start_s: float, end_s: float
+) -> tuple[MarkRecord, MarkRecord] | str:
+    """Return the marks nearest to both ends of a window; or the reason why the window has no count."""
+
+    def distance_s(mark: MarkRecord, at_s: float) -> float:
+        """Return how far the whole mark is from a time, or how late after it this device's reading may have ended.
+
+        While another program starts, the driver may take a tenth of a second, and for eight GPUs over 0.1 s.
+        """
+        late_s = mark.answered_s[place] - at_s if mark.t_s[place] < at_s < mark.answered_s[place] else 0.0
+        return max(late_s, min(mark.t_s) - at_s, at_s - max(mark.answered_s))
+
     near_s = max(_MARK_NEAR_S, _MARK_NEAR * (end_s - start_s))
     ends = []
     for end, at_s in (("start", start_s), ("end", end_s)):
-        mark = min(marks, key=lambda mark: (mark.distance_s(at_s), abs(mark.t_s - at_s)), default=None)
-        if mark is None or mark.distance_s(at_s) > near_s:
+        mark = min(marks, key=lambda mark: (distance_s(mark, at_s), abs(mark.t_s[place] - at_s)), default=None)
+        if mark is None or distance_s(mark, at_s) > near_s:
             return f"the counter was not read at the window's {end}"
-        if name not in mark.counts:
-            return mark.why.get(name, "the counter is not supported")
-        ends.append((mark, mark.counts[name]))
-    (before, first), (after, last) = ends
-    if name != _MOMENTARY and after.t_s <= before.t_s:
+        if name not in mark.counters[place]:
+            return mark.why[place].get(name, "the counter is not supported")
+        ends.append(mark)
+    before, after = ends
+    if name != _MOMENTARY and after.t_s[place] <= before.t_s[place]:
         return "the window is too short for a counter: one reading is nearest to both of its ends"
-    if name != _MOMENTARY and last < first:
+    if name != _MOMENTARY and after.counters[place][name] < before.counters[place][name]:
         return "the counter went back between the window's ends"
-    return ends[0], ends[1]
+    return before, after

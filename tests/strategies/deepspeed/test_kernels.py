@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.prose import Prose
 
 from pytest_llmgpu.strategies.deepspeed import kernels
 
@@ -117,53 +116,47 @@ def _logs(machine: Machine) -> list[Path]:
     return list((machine.folder / "logs").iterdir())
 
 
-def test_a_machine_that_can_compile_is_accepted(machine: Machine) -> None:
-    """A toolkit, ninja and a compiler suffice."""
-    kernels.check(machine.environ)
+@pytest.mark.parametrize(
+    ("variables", "lacking", "message"),
+    [
+        ({}, None, None),
+        (
+            {"CUDA_HOME": ""},
+            None,
+            "no CUDA toolkit was found (CUDA_HOME is not set, nvcc is not on PATH)",
+        ),
+        ({"CUDA_HOME": "/opt/no-cuda"}, None, "CUDA_HOME=/opt/no-cuda"),
+        ({"CUDA_HOME": "", "CUDA_PATH": "/opt/no-cuda"}, None, "CUDA_PATH=/opt/no-cuda"),
+        ({}, "bin/ninja", "pip install ninja"),
+        ({"CXX": "c++ -pipe"}, None, None),
+        ({"CXX": "icpx"}, None, "CXX=icpx was not found"),
+        ({}, "bin/c++", "C++ compiler c++ is not on PATH"),
+    ],
+)
+def test_a_machine_that_cannot_compile_is_refused(
+    machine: Machine, variables: dict[str, str], lacking: str | None, message: str | None
+) -> None:
+    """A toolkit, ninja and a compiler suffice; the message has what is missing, the variable and its value."""
+    machine.environ |= variables
+    if lacking is not None:
+        (machine.folder / lacking).unlink()
+    if message is None:
+        kernels.check(machine.environ)
+    else:
+        assert message in _refusal(machine)
 
 
-def test_a_missing_toolkit_is_refused(machine: Machine, prose: Prose) -> None:
-    """The message has the variable to set."""
-    del machine.environ["CUDA_HOME"]
-    assert prose == _refusal(machine)
-
-
-@pytest.mark.parametrize("variable", ["CUDA_HOME", "CUDA_PATH"])
-def test_a_folder_without_nvcc_is_named(machine: Machine, variable: str) -> None:
-    """The message has the variable and its value, even with nvcc on PATH, which torch does not use then."""
-    del machine.environ["CUDA_HOME"]
-    machine.program("bin/nvcc")
-    machine.environ[variable] = "/opt/no-cuda"
-    assert f"{variable}=/opt/no-cuda" in _refusal(machine)
-
-
-def test_the_toolkit_is_searched_as_torch_does(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An nvcc on PATH comes before the default folder, and must be in a folder bin."""
+def test_the_toolkit_and_ninja_are_searched_as_torch_does(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An nvcc on PATH comes before the default folder; the ninja of a virtual environment needs no activation."""
     home = machine.environ.pop("CUDA_HOME")
     monkeypatch.setattr(kernels, "DEFAULT_CUDA_HOME", Path(home))
+    kernels.check(machine.environ)
+    (machine.folder / "bin/ninja").unlink()
+    machine.program("scripts/ninja")
     kernels.check(machine.environ)
     machine.program("tools/nvcc")
     machine.environ["PATH"] += f"{os.pathsep}{machine.folder / 'tools'}"
     assert f"torch takes {machine.folder} as CUDA_HOME" in _refusal(machine)
-
-
-def test_ninja_is_found_beside_this_python(machine: Machine) -> None:
-    """The ninja of a virtual environment is found without activation; a missing one is refused."""
-    (machine.folder / "bin/ninja").rename(machine.folder / "ninja")
-    assert "pip install ninja" in _refusal(machine)
-    machine.program("scripts/ninja")
-    kernels.check(machine.environ)
-
-
-def test_a_missing_compiler_is_refused(machine: Machine) -> None:
-    """CXX is the compiler, with its arguments; without it, c++ is."""
-    machine.environ["CXX"] = "c++ -pipe"
-    kernels.check(machine.environ)
-    machine.environ["CXX"] = "icpx"
-    assert "CXX=icpx was not found" in _refusal(machine)
-    del machine.environ["CXX"]
-    (machine.folder / "bin/c++").unlink()
-    assert "C++ compiler c++ is not on PATH" in _refusal(machine)
 
 
 def test_a_prebuilt_op_needs_nothing(machine: Machine) -> None:
