@@ -31,11 +31,7 @@ _NO_MEMORY = "{} bytes were not free on the GPU"
 def measure(devices: Sequence[torch.device], dtype: str, world_size: int, wanted: Collection[str]) -> Ceilings:
     """Measure the GPUs of this rank; every rank must do so at the same time, as in a case.
 
-    Args:
-        devices: The GPUs. All of them compute at the same time.
-        dtype: Of the matrices: `float16`.
-        world_size: Ranks that the all-reduce is over.
-        wanted: Of `product`, `copy` and `all_reduce`, the same on every rank; the others are missing in the record.
+    Of `product` (of matrices of the dtype), `copy` and `all_reduce`, what is not wanted is missing in the record.
     """
     import torch
 

@@ -42,14 +42,10 @@ class RankGroup:
         timeout_s: float,
         tick: Callable[[int, int], None] | None = None,
     ) -> list[Any]:
-        """Run `fn(state, *args)` on every rank and return the results in the order of the ranks.
+        """Run `fn(state, *args)` on every rank, which imports it, and return the results in the order of the ranks.
 
-        Args:
-            fn: A function that the ranks can import.
-            args: Its arguments after the rank's state.
-            phase: The phase that a failure report names.
-            timeout_s: Seconds without a result or a finished batch.
-            tick: Called about four times a second after the first batch, with finished and planned batches.
+        The time limit is of seconds without a result or a finished batch. After the first batch `tick` is called about
+        four times a second, with finished and planned batches. A failure names the phase.
 
         Raises:
             RankFailedError: A rank failed, or the time limit is over. The error has the most specific cause that the

@@ -212,7 +212,7 @@ class LocalRank(Rank):
             environment: Variables that are added to those of this process, or replace them.
             log: The file for the output of the process.
             on_batch: Receives the finished batches.
-            listener: Receives what the process sends instead, and its end.
+            listener: Receives everything that the process sends instead, and its end.
             inherited: Further file descriptors that the process gets, under the same numbers.
             node: See `Rank`.
         """

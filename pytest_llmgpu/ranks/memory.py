@@ -75,10 +75,6 @@ def hold(devices: Sequence[torch.device], cap_bytes: int | None) -> list[int]:
     The memory is allocated by cudaMalloc. torch's allocator would count it as its own and could hand it out. The cap
     includes CUDA contexts, NCCL buffers and workspaces.
 
-    Args:
-        devices: The devices of this rank.
-        cap_bytes: Bytes that stay usable on each device; None for all.
-
     Returns:
         Bytes taken out of use per device; 0 without a cap.
 

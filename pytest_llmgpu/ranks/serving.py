@@ -77,7 +77,11 @@ def serve(commands: Connection, events: Connection) -> None:
             return
         try:
             fn, args = pickle.loads(command)  # noqa: S301 - written by our own parent
-            answer = Answer(done=True, content=_pickled(fn(state, *args)))
+            result = fn(state, *args)
+            try:
+                answer = Answer(done=True, content=pickle.dumps(result))
+            except Exception as error:
+                raise TypeError(f"the answer does not pickle: {error}") from error
         except BaseException as error:  # noqa: BLE001 - the parent gets every error as plain records
             with contextlib.suppress(OSError):  # the disk of the log is full
                 print(beginning(traceback.format_exc(), _TRACEBACK_LETTERS), file=sys.stderr)
@@ -87,13 +91,6 @@ def serve(commands: Connection, events: Connection) -> None:
             traceback.clear_frames(error.__traceback__)
             del error
         send(answer)
-
-
-def _pickled(answer: object) -> bytes:
-    try:
-        return pickle.dumps(answer)
-    except Exception as error:
-        raise TypeError(f"the answer does not pickle: {error}") from error
 
 
 def failure_of(error: BaseException, phase: Phase) -> tuple[Outcome, Failure]:

@@ -75,9 +75,10 @@ class Sent(NamedTuple):
     event: Event
 
 
-def hello(world: World) -> tuple[str, World]:
-    """Return the first message of a process: the version of this package, without which messages differ, and itself."""
-    return str(here.installed_version("pytest-llmgpu")), msgspec.structs.replace(world, key=None)
+def hello(world: World) -> tuple[str, int, int, int, int]:
+    """Return the first message of a process: its version, rank, size, local rank and node, plain for any version."""
+    version = str(here.installed_version("pytest-llmgpu"))
+    return version, world.rank, world.size, world.local_rank, world.node
 
 
 def serve(world: World, log_directory: Path, limit_s: float = JOIN_S) -> int:
@@ -177,9 +178,9 @@ class Place:
 class Peer(Place):
     """Another process as rank 0's sees it."""
 
-    def __init__(self, connection: Link, world: World) -> None:
-        super().__init__(world.node, world.local_rank)
-        self.number = world.rank
+    def __init__(self, connection: Link, rank: int, local_rank: int, node: int) -> None:
+        super().__init__(node, local_rank)
+        self.number = rank
         """The number of its rank."""
         self.lost: str | None = None
         """The reason why the process is lost; None while it is not."""
@@ -424,22 +425,22 @@ class Peers:
         """Let a process join if it proves itself and belongs here."""
         try:
             connection = Link(connected, self.world.key, listens=True)
-            version, joining = connection.receive()
+            version, number, size, local_rank, node = connection.receive()
         except (OSError, EOFError) as error:
             if isinstance(error, PermissionError):  # others are scans of ports, for example
                 self._stranger = error.strerror
             return
-        number, name = joining.rank, self.world.size_name
+        name = self.world.size_name
         with self._changed:
             reason = self._refused
             if version != (own := hello(self.world)[0]):
                 reason = f"rank {number} has pytest-llmgpu {version}, rank 0 has {own}: install the same version"
-            elif joining.size != self.world.size:
-                reason = f"rank {number} has {name}={joining.size}, rank 0 has {name}={self.world.size}"
+            elif size != self.world.size:
+                reason = f"rank {number} has {name}={size}, rank 0 has {name}={self.world.size}"
             elif number in self._joined or not 0 < number < self.world.size:
                 reason = f"two processes are rank {number}"
             if reason is None:
-                self._joined[number] = Peer(connection, joining)
+                self._joined[number] = Peer(connection, number, local_rank, node)
             self._refused = self._refused or reason
             self._changed.notify_all()
         if reason is not None:

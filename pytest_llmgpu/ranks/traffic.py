@@ -100,9 +100,7 @@ _NOTHING = (Fraction(), Fraction(), Fraction(), Fraction())
 def count(forward: Callable[[], object], *, world_size: int) -> list[Collective]:
     """Run `forward` once and return the traffic of this rank by kind; all ranks must run it at the same time.
 
-    Args:
-        forward: The code to run. Only ops of the calling thread are counted.
-        world_size: Ranks of the strategy, for the op of DeepSpeed. Other ops have their group as an argument.
+    Only ops of the calling thread are counted. The number of ranks is for the op of DeepSpeed; others name their group.
 
     Raises:
         ValueError: An op communicates, but is not in the tables of this module.
@@ -116,12 +114,7 @@ def of_plan(loaded: Loaded, plan: Plan, *, logits: str = scoring.LEAN) -> list[C
     Five small forwards give the traffic per padded token, per row, per token of row length and per predicted token:
     hidden states are sent per padded token, logits per predicted token, rotary tables per token of row length. The
     traffic of the plan is computed from them. The last batch of the plan, its smallest, is run as well and must agree
-    exactly.
-
-    Args:
-        loaded: The model. Its decoder must not replay CUDA graphs.
-        plan: The batches.
-        logits: One of `scoring.SCORINGS`. With full logits, the traffic does not depend on predicted tokens.
+    exactly. The decoder must not replay CUDA graphs. With full logits nothing depends on predicted tokens.
 
     Raises:
         ValueError: An op is unknown, or the traffic depends on other numbers.

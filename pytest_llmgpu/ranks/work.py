@@ -314,12 +314,9 @@ def measure(
 
 
 def join(replies: Sequence[WorkReply], kernel_names: dict[str, int], model: ModelSize | str) -> Work:
-    """Return the record of one launch from what its ranks answered.
+    """Return the record of one launch from the answer of each rank.
 
-    Args:
-        replies: One for each rank.
-        kernel_names: Name of a kernel to its number in the report; names that are new are added.
-        model: The size of the model, or the reason why it is not known.
+    Names of kernels that are new are added to those with a number. `model` may be the reason why it has no size.
     """
     reasons = [reply.work.why["device_time_s"] for reply in replies if reply.rows is None]
     collectives = reasons[0] if reasons else _collectives([reply.collective_s for reply in replies])
@@ -354,9 +351,7 @@ def join(replies: Sequence[WorkReply], kernel_names: dict[str, int], model: Mode
 def model_size(model: PreTrainedModel, dtype_bytes: int) -> ModelSize | str:
     """Return what a model computes at least, or the reason why the formula does not hold for it.
 
-    Args:
-        model: The whole model; its weights may be on the meta device.
-        dtype_bytes: Size of one weight.
+    It is the whole model; its weights may be on the meta device.
     """
     config = model.config.get_text_config()
     if any(getattr(config, name, None) for name in _EXPERTS):
@@ -381,11 +376,7 @@ def _middle(numbers: Sequence[int]) -> int:
 def _collectives(ranks: Sequence[Sequence[dict[str, list[float]]]]) -> list[CollectiveWork] | str:
     """Split the time of each kind of collective into transfer and waiting.
 
-    Args:
-        ranks: [ranks][passes] kind to the durations of its calls.
-
-    Returns:
-        One record a kind, or the reason why calls cannot be joined.
+    From [ranks][passes] kind to the durations of its calls, to one record a kind, or to why calls cannot be joined.
     """
     counts = {tuple(sorted((kind, len(calls)) for kind, calls in one.items())) for passes in ranks for one in passes}
     if len(counts) > 1:
