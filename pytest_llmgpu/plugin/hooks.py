@@ -107,8 +107,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "names without --llmgpu-; expect_oom: the test does not fail if every batch size runs out of memory",
     )
     chosen = options.resolve(config)
-    options.check_gate_flags(config, chosen)
-    options.check_save_name(config, chosen)
+    options.check_run(config, chosen)
     config.stash[DESELECTED] = selection.limits_of_selection(config)
     config.stash[_MARKER_ERRORS] = {}
     config.stash[SESSION] = SessionMaker(lambda: _new_session(config))
@@ -179,8 +178,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     ours = [item for item in ours if _runs(item)]
     groups = [selection.group_of(item) for item in ours]
     measured = {name for strategy, chosen in groups for name in (strategy, *chosen.strategy)}
-    options.check_strategy_flags(session.config, measured, BUILT_IN)
-    options.check_workload_flags(session.config, {name for item in ours for name in fixtures.workloads_of(item)})
+    workloads = {name for item in ours for name in fixtures.workloads_of(item)}
+    options.check_owners(session.config, measured, BUILT_IN, workloads)
     session.items[:] = selection.run_order(session.items, _runs)
     if not selection.runs_nothing(session.config):
         _plan([item for item in session.items if _runs(item)])
@@ -325,6 +324,7 @@ def _new_session(config: pytest.Config) -> BenchmarkSession:
     from pytest_llmgpu.inference import tasks
     from pytest_llmgpu.render.terminal.live import LiveLine
     from pytest_llmgpu.session.session import BenchmarkSession
+    from pytest_llmgpu.store.git import is_reference
 
     capture = config.pluginmanager.getplugin("capturemanager")
     writer = config.get_terminal_writer() if config.pluginmanager.hasplugin("terminalreporter") else None
@@ -335,6 +335,13 @@ def _new_session(config: pytest.Config) -> BenchmarkSession:
     )
     chosen = options.resolve(config)
     peers = config.stash.get(_PEERS, None)
+
+    def place(name: str, text: str | None) -> Path | None:
+        """Return the path of an option, relative to the working directory for a flag, to the rootdir for an ini key."""
+        if text is None or is_reference(text):
+            return None if text is None else Path(text)
+        return (config.rootpath if config.getoption(f"llmgpu_{name}") is None else config.invocation_params.dir) / text
+
     try:
         if peers is not None:
             peers.wait(chosen.load_timeout)
@@ -342,11 +349,11 @@ def _new_session(config: pytest.Config) -> BenchmarkSession:
         fixtures.check_task_names(known_tasks)
         return BenchmarkSession(
             rootdir=config.rootpath,
-            report_path=_folder_of(config, "llmgpu_json") / chosen.json if chosen.json else None,
-            policy_path=_path_of(config, "llmgpu_policy", chosen.policy),
-            calibration_path=_path_of(config, "llmgpu_calibration", chosen.calibration),
-            page_path=_folder_of(config, "llmgpu_html") / chosen.html if chosen.html is not None else None,
-            storage_path=_folder_of(config, "llmgpu_storage") / chosen.storage,
+            report_path=place("json", chosen.json or None),
+            policy_path=place("policy", chosen.policy),
+            calibration_path=place("calibration", chosen.calibration),
+            page_path=place("html", chosen.html),
+            storage_path=place("storage", chosen.storage) or Path(),
             options=chosen,
             known=strategies.merge(config.hook.pytest_llmgpu_strategies(config=config)),
             known_tasks=known_tasks,
@@ -355,15 +362,3 @@ def _new_session(config: pytest.Config) -> BenchmarkSession:
         )
     except ValueError as error:
         raise pytest.UsageError(printable(str(error))) from None
-
-
-def _path_of(config: pytest.Config, option: str, text: str | None) -> Path | None:
-    """Return the path of an option; a file of a git commit stays as it is."""
-    from pytest_llmgpu.store.git import is_reference
-
-    return None if text is None else Path(text) if is_reference(text) else _folder_of(config, option) / text
-
-
-def _folder_of(config: pytest.Config, option: str) -> Path:
-    """Return the start of a relative path: the working directory for a flag, the rootdir for an ini key."""
-    return config.rootpath if config.getoption(option) is None else config.invocation_params.dir

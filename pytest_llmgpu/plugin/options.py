@@ -107,46 +107,40 @@ def _ini_value(config: pytest.Config, key: str) -> object:
         raise pytest.UsageError(f"{error}: write it as a string, or use pytest 9.2 or newer") from None
 
 
-def check_gate_flags(config: pytest.Config, chosen: Options) -> None:
-    """Refuse flags of the gate in a run without a baseline, where they have no effect; ini keys are accepted.
+def check_run(config: pytest.Config, chosen: Options) -> None:
+    """Refuse flags of the gate without a baseline, where they have no effect, and a name that finds another file.
+
+    ini keys of the gate are accepted. The name is checked once, because a file may appear during the run.
 
     Raises:
-        pytest.UsageError: The message has the first such flag.
+        pytest.UsageError: The message has the first such flag, or the name and its source.
     """
     unused = [field for field in _given_flags(config) if field.name in GATE_OPTIONS]
     if unused and chosen.compare is None:
         raise pytest.UsageError(
             f"{flag_of(unused[0])}: the run is not compared with a baseline: --llmgpu-compare=REF is needed"
         )
-
-
-def check_save_name(config: pytest.Config, chosen: Options) -> None:
-    """Refuse a name for the report under which another file would be found.
-
-    It is checked once, because a file of that name may appear during the run.
-
-    Raises:
-        pytest.UsageError: The message has the name and its source.
-    """
-    if not chosen.save:
-        return
     try:
-        check_name_is_free(chosen.save)
+        if chosen.save:
+            check_name_is_free(chosen.save)
     except ValueError as error:
         source = "llmgpu_save" if config.getoption("llmgpu_save") is None else "--llmgpu-save"
         raise pytest.UsageError(f"{source}: {chosen.save!r} is not allowed: {error}") from None
 
 
-def check_strategy_flags(config: pytest.Config, measured: Collection[str], built_in: Collection[str]) -> None:
-    """Refuse flags of a strategy that the run does not measure, where they have no effect; ini keys are accepted.
+def check_owners(
+    config: pytest.Config, measured: Collection[str], built_in: Collection[str], workloads: Collection[str]
+) -> None:
+    """Refuse flags of a strategy or a workload that no test has, where they have no effect; ini keys are accepted.
 
     Args:
         config: pytest's, with the flags.
         measured: The strategies that are measured, as `--strategy` names them.
         built_in: The strategies with flags of their own, whose fields begin with the strategy's name.
+        workloads: The workloads of all tests.
 
     Raises:
-        pytest.UsageError: The message has the first such flag and the measured strategies.
+        pytest.UsageError: The message has the first such flag.
     """
     for field in _given_flags(config):
         owner = field.name.partition("_")[0]
@@ -156,19 +150,10 @@ def check_strategy_flags(config: pytest.Config, measured: Collection[str], built
                 f"{flag_of(field)}: this is an option of strategy {owner}, and the run measures {names}: "
                 f"remove the flag or add --strategy={owner}"
             )
-
-
-def check_workload_flags(config: pytest.Config, workloads: Collection[str]) -> None:
-    """Refuse flags of a workload that no test has, where they have no effect; ini keys are accepted.
-
-    Raises:
-        pytest.UsageError: The message has the first such flag.
-    """
-    for field in _given_flags(config):
-        if owner := other_workload(field.name, workloads):
+        if workload := other_workload(field.name, workloads):
             raise pytest.UsageError(
-                f"{flag_of(field)}: this is an option of workload {owner}, and no test has it: remove the flag, or add "
-                f"--llmgpu-workload={owner}"
+                f"{flag_of(field)}: this is an option of workload {workload}, and no test has it: remove the flag, or "
+                f"add --llmgpu-workload={workload}"
             )
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -35,12 +34,6 @@ def group_of(item: pytest.Item) -> tuple[str, Options]:
     return str(parameter(item, "llm")), fixtures.options_of(item)
 
 
-def batch_size_of(item: pytest.Item) -> int:
-    """Return the batch size of a test; 0 if the test sets it itself."""
-    size = parameter(item, "batch_size")
-    return int(size) if isinstance(size, int) else 0
-
-
 def runs_nothing(config: pytest.Config) -> bool:
     """Return whether pytest only lists tests or fixtures."""
     listing = ("collectonly", "showfixtures", "show_fixtures_per_test", "setupplan")
@@ -63,7 +56,11 @@ def limits_of_selection(config: pytest.Config) -> list[str]:
 
 
 def run_order(items: Sequence[pytest.Item], runs: Callable[[pytest.Item], bool]) -> list[pytest.Item]:
-    """Return the tests with ours in the order of `ascending`, in the places that ours have; the others stay.
+    """Return the tests with ours ordered, in the places that ours have; the others stay.
+
+    Ours are run group by group, the reference strategy first, then in the order in which groups first appear, with
+    ascending batch sizes: each model is loaded once, and small batches run before large ones that may not fit. A test
+    that sets its batch size itself comes first. Tests of equal batch size keep their order.
 
     Args:
         items: All tests of the run.
@@ -72,7 +69,13 @@ def run_order(items: Sequence[pytest.Item], runs: Callable[[pytest.Item], bool])
     from pytest_llmgpu.report.case import REFERENCE_STRATEGY
 
     ours = [item for item in items if runs(item)]
-    ordered = iter(ascending(ours, group_of, batch_size_of, lambda item: group_of(item)[0] == REFERENCE_STRATEGY))
+    turns = {group: turn for turn, group in enumerate(dict.fromkeys(map(group_of, ours)))}
+
+    def place(item: pytest.Item) -> tuple[bool, int, int]:
+        group, size = group_of(item), parameter(item, "batch_size")
+        return group[0] != REFERENCE_STRATEGY, turns[group], size if isinstance(size, int) else 0
+
+    ordered = iter(sorted(ours, key=place))
     return [next(ordered) if runs(item) else item for item in items]
 
 
@@ -102,27 +105,3 @@ def idle_marker(item: pytest.Item) -> str | None:
                 f"{', '.join(sorted(workloads))}: remove it, or add workload={owner!r}"
             )
     return None
-
-
-_T = TypeVar("_T")
-
-
-def ascending(
-    tests: Sequence[_T],
-    group: Callable[[_T], Hashable],
-    batch_size: Callable[[_T], int],
-    first: Callable[[_T], bool] = lambda _: False,
-) -> list[_T]:
-    """Return the tests group by group, in the order in which groups first appear, with ascending batch sizes.
-
-    Each model is loaded once, and small batches run before large ones that may not fit. Tests of equal batch size keep
-    their order.
-
-    Args:
-        tests: The tests in the order of their collection.
-        group: Returns the group of a test, which shares a loaded model.
-        batch_size: Returns the batch size of a test.
-        first: Returns whether the group of a test runs before all others, which are compared with it.
-    """
-    turns = {name: turn for turn, name in enumerate(dict.fromkeys(map(group, tests)))}
-    return sorted(tests, key=lambda test: (not first(test), turns[group(test)], batch_size(test)))

@@ -3,27 +3,38 @@ from __future__ import annotations
 import pytest
 from support.faked_runs import FakedRuns
 
-from pytest_llmgpu.plugin.selection import ascending
 
+def test_batch_sizes_ascend_within_a_group_and_the_reference_runs_first(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each model is loaded once, and large batches run last; tests of one batch size keep their order."""
+    runs = FakedRuns(pytester)
+    runs.start(monkeypatch)
+    pytester.makepyfile(
+        own="""
+        from pytest_llmgpu.strategies.mp import LayerParallel
 
-def test_batch_sizes_ascend_within_a_group_and_groups_keep_their_turn() -> None:
-    """Each model is loaded once and large batches run last, in any order of the tests."""
-    tests = [("tp", 8), ("mp", 64), ("tp", 1), ("mp", 1), ("mp", 8)]
-    ordered = ascending(tests, lambda test: test[0], lambda test: test[1])
-    assert ordered == [("tp", 1), ("tp", 8), ("mp", 1), ("mp", 8), ("mp", 64)]
+        class Own(LayerParallel):
+            name = "own"
+        """,
+        test_it="""
+        def test_b(llm, hellaswag, batch_size, measure):
+            measure(llm, hellaswag, batch_size)
 
+        def test_other():
+            pass
 
-def test_equal_batch_sizes_keep_their_order() -> None:
-    """Tests of one batch size run in the order of the file."""
-    tests = [("b", 1), ("a", 1), ("c", 1)]
-    assert ascending(tests, lambda _: "mp", lambda test: test[1]) == tests
+        def test_a(llm, hellaswag, measure, batch_size):
+            measure(llm, hellaswag, batch_size)
 
-
-def test_what_others_are_compared_with_runs_first() -> None:
-    """The reference strategy runs first, in any order of strategies on the command line."""
-    tests = [("tp", 8), ("iok", 1), ("mp", 64), ("tp", 1), ("mp", 1)]
-    ordered = ascending(tests, lambda test: test[0], lambda test: test[1], lambda test: test[0] == "mp")
-    assert ordered == [("mp", 1), ("mp", 64), ("tp", 1), ("tp", 8), ("iok", 1)]
+        def test_own(llm, hellaswag, measure):
+            measure(llm, hellaswag, 2)
+        """,
+    )
+    assert runs("--strategy=own:Own,mp", sizes="8,1").ret == 0
+    ran = [str(case.nodeid).partition("::test_")[2] for case in runs.report().cases]
+    each = ["own[{}]", "b[{}-bs1]", "a[{}-bs1]", "b[{}-bs8]", "a[{}-bs8]"]
+    assert ran == [name.format(strategy) for strategy in ("mp", "own:Own") for name in each]
 
 
 def test_what_a_marker_cannot_have_stops_its_own_test_alone(

@@ -60,7 +60,7 @@ class FakedRuns:
     did: list[str] = dataclasses.field(default_factory=list)
     """The ids of measured cases and the ends of all processes, in order."""
 
-    _out_of_memory: dict[str, int] = dataclasses.field(default_factory=dict)
+    _out_of_memory: dict[str, float] = dataclasses.field(default_factory=dict)
     """The batch size that was out of memory, by series."""
     _output: str = ""
     """The output of the functions of tests."""
@@ -68,6 +68,7 @@ class FakedRuns:
     def __call__(self, *arguments: str, sizes: str = "1,4,8", cached: bool = False) -> pytest.RunResult:
         """Run pytest. By default a comparison passes one launch on a CPU, which shows no slowdown of 50 %."""
         flags = ["--llmgpu-dataset=items.jsonl", f"--llmgpu-batch-sizes={sizes}"]
+        self._out_of_memory.clear()
         given = {argument.partition("=")[0] for argument in arguments}
         chosen = "--llmgpu-policy" in given or (self.pytester.path / "pyproject.toml").exists()
         if "--llmgpu-compare" in given and not chosen:
@@ -96,11 +97,10 @@ class FakedRuns:
         self.requests.append(request)
         # No two launches took equal times.
         launch = Launch(plan_sha256=f"{size}", load_s=10.0 + len(self.did) * 1e-9)
-        outcome: Outcome = self.outcome(size) if size <= self.fits else "oom"
-        if size >= self._out_of_memory.get(case.series, math.inf):
-            outcome = "skipped_after_oom"
-        elif outcome == "oom":
-            self._out_of_memory[case.series] = size
+        outcome: Outcome = self.outcome(size)
+        if size > self.fits:
+            outcome = "skipped_after_oom" if size >= self._out_of_memory.get(case.series, math.inf) else "oom"
+            self._out_of_memory[case.series] = min(size, self._out_of_memory.get(case.series, math.inf))
         result = CaseResult(id=case.id, key=case.key, case=case, outcome=outcome, launches=[launch])
         result.why["traffic"] = "it is faked"
         if result.outcome == "completed":
