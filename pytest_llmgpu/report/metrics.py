@@ -10,7 +10,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -141,16 +141,6 @@ def launches_s(result: CaseResult) -> list[float]:
     return seconds or ([result.inference_s] if result.inference_s is not None else [])
 
 
-def loads_s(result: CaseResult) -> list[float]:
-    """Return the seconds from the start of the processes to a loaded model, for each launch that has them."""
-    return [launch.load_s for launch in result.launches if launch.load_s]
-
-
-def _devices_s(result: CaseResult) -> list[float]:
-    """Return the device time of the slowest rank, for each launch that has it."""
-    return [max(times) for launch in result.launches if (times := device_times_s(launch))]
-
-
 def _timed(result: CaseResult) -> list[Launch]:
     return [launch for launch in result.launches if launch.batches.latency_s]
 
@@ -204,31 +194,38 @@ def _token_traffic(result: CaseResult) -> Figure | None:
     return _figure("bytes/token", sent / rows)
 
 
-def _of_work(result: CaseResult, name: str, unit: str, count: Callable[[Launch], int]) -> Figure | None:
-    """Return a figure of the work of all ranks divided by a count, in the first launch that has both."""
+def _of_ranks(field: str) -> Callable[[Launch], list[Any]]:
+    """Return a function that returns a field of the work of each rank of a launch; empty without work passes."""
+    return lambda launch: [getattr(rank, field) for rank in launch.ranks]
+
+
+def _calls_of_ranks(field: str) -> Callable[[Launch], list[int | None]]:
+    """Return a function that returns the number of calls of all functions, which a field of each rank counts."""
+    counted = _of_ranks(field)
+    return lambda launch: [None if calls is None else sum(calls.values()) for calls in counted(launch)]
+
+
+def _per(
+    count: Callable[[Launch], int], amount: Callable[[Launch], Sequence[int | None]], unit: str, result: CaseResult
+) -> Figure | None:
+    """Return the amount of all ranks divided by a count, in the first launch that has both."""
     for launch in result.launches:
-        amount, number = _of_ranks(launch, name), count(launch)
-        if amount is not None and number:
-            return _figure(unit, amount / number)
+        amounts, number = amount(launch), count(launch)
+        known = [one for one in amounts if one is not None]
+        if known and len(known) == len(amounts) and number:
+            return _figure(unit, sum(known) / number)
     return None
 
 
 def _flops(result: CaseResult) -> Figure | None:
     """Return the FLOPs of a sequence over all ranks; of a text those of its prefill and of all its decode steps."""
     unit = "FLOP/sequence"
-    found = _of_work(result, "flops", unit, _sequences)
+    found = _per(_sequences, _of_ranks("flops"), unit, result)
     if found is None or not result.case.generates:
         return found
-    prefill = _of_work(of_prefill(result), "flops", unit, _sequences)
+    prefill = _per(_sequences, _of_ranks("flops"), unit, of_prefill(result))
     steps = (result.case.new_tokens or 1) - 1
     return None if prefill is None else _figure(unit, prefill.value + steps * found.value)
-
-
-def _of_ranks(launch: Launch, name: str) -> int | None:
-    """Return the sum of a figure of the work over the ranks; None where a rank lacks it."""
-    figures: list[int | None] = [getattr(rank, name) for rank in launch.ranks]
-    known = [figure for figure in figures if figure is not None]
-    return sum(known) if known and len(known) == len(figures) else None
 
 
 def _sequences(launch: Launch) -> int:
@@ -269,10 +266,6 @@ def _counted(value: float) -> str:
     return f"{value:,.0f}"
 
 
-def _sum(calls: Mapping[str, int] | None) -> int | None:
-    return None if calls is None else sum(calls.values())
-
-
 _ITEMS = "Read the items in `lost` of the verdict's row in the report."
 
 METRICS: tuple[MetricSpec, ...] = (
@@ -302,7 +295,9 @@ METRICS: tuple[MetricSpec, ...] = (
         unit="s",
         written=_seconds,
         next_step="Read which kernels became slower: `work.ranks` of both reports.",
-        figure=lambda result: _median("s", _devices_s(result)),
+        figure=lambda result: _median(
+            "s", [max(times_s) for launch in result.launches if (times_s := device_times_s(launch))]
+        ),
         exported=Exported(column="device_time_s", label="device time", measure="device-time", measure_scale=1e9),
         trended=Trended(title="device time of a work pass (s)"),
     ),
@@ -402,8 +397,8 @@ METRICS: tuple[MetricSpec, ...] = (
         next_step="Read the ops that changed (`ops` of `work` in the report): the model computes more per token.",
         noun="FLOPs",
         batches="eager",
-        amount=lambda launch: [rank.flops for rank in launch.ranks],
-        explain=lambda launch: [rank.ops for rank in launch.ranks],
+        amount=_of_ranks("flops"),
+        explain=_of_ranks("ops"),
         figure=_flops,
         exported=Exported(column="flops_per_sequence", label="FLOPs per sequence", measure="flops-per-sequence"),
         trended=Trended(title="computed (TFLOP/sequence, all ranks)", scale=1e12),
@@ -416,10 +411,10 @@ METRICS: tuple[MetricSpec, ...] = (
         next_step="Find what reads a value back from the GPU: `.item()`, `.cpu()`, a condition on a tensor.",
         noun="Host synchronizations",
         batches="eager",
-        amount=lambda launch: [rank.host_syncs for rank in launch.ranks],
-        explain=lambda launch: [rank.runtime_calls for rank in launch.ranks],
-        figure=lambda result: _of_work(
-            result, "host_syncs", "calls/forward", lambda launch: len(_eager_batches(launch))
+        amount=_of_ranks("host_syncs"),
+        explain=_of_ranks("runtime_calls"),
+        figure=lambda result: _per(
+            lambda launch: len(_eager_batches(launch)), _of_ranks("host_syncs"), "calls/forward", result
         ),
         exported=Exported(column="host_syncs_per_forward", label=None, measure=None),
     ),
@@ -432,9 +427,9 @@ METRICS: tuple[MetricSpec, ...] = (
         next_step="Read the kernels that were added in `work` of the two reports.",
         noun="Kernel calls",
         batches="passes",
-        amount=lambda launch: [rank.kernels for rank in launch.ranks],
-        figure=lambda result: _of_work(
-            result, "kernels", "calls/forward", lambda launch: len(launch.work.batches) if launch.work else 0
+        amount=_of_ranks("kernels"),
+        figure=lambda result: _per(
+            lambda launch: len(launch.work.batches) if launch.work else 0, _of_ranks("kernels"), "calls/forward", result
         ),
         exported=Exported(column="kernels_per_forward", label=None, measure=None),
         trended=Trended(title="kernel calls (per forward, all ranks)"),
@@ -448,8 +443,8 @@ METRICS: tuple[MetricSpec, ...] = (
         next_step="Read `ops` of `work` in the two reports.",
         noun="Calls of ops",
         batches="eager",
-        amount=lambda launch: [_sum(rank.ops) for rank in launch.ranks],
-        explain=lambda launch: [rank.ops for rank in launch.ranks],
+        amount=_calls_of_ranks("ops"),
+        explain=_of_ranks("ops"),
     ),
     MetricSpec(
         name="runtime_calls",
@@ -460,8 +455,8 @@ METRICS: tuple[MetricSpec, ...] = (
         next_step="Read `runtime_calls` of `work` in the two reports.",
         noun="CUDA calls",
         batches="eager",
-        amount=lambda launch: [_sum(rank.runtime_calls) for rank in launch.ranks],
-        explain=lambda launch: [rank.runtime_calls for rank in launch.ranks],
+        amount=_calls_of_ranks("runtime_calls"),
+        explain=_of_ranks("runtime_calls"),
     ),
     MetricSpec(
         name="traffic",
@@ -490,7 +485,7 @@ METRICS: tuple[MetricSpec, ...] = (
     ),
     MetricSpec(
         name="load_time",
-        figure=lambda result: _median("s", loads_s(result)),
+        figure=lambda result: _median("s", [launch.load_s for launch in result.launches if launch.load_s]),
         exported=Exported(column="load_s", label=None, measure=None),
     ),
 )
