@@ -53,6 +53,22 @@ def test_a_chosen_dark_theme_is_the_dark_theme_of_the_system() -> None:
     assert _variables(':root[data-theme="dark"] {') == _variables(':root:not([data-theme="light"]) {')
 
 
+@pytest.mark.parametrize("dark", [False, True])
+def test_colours_of_charts_have_contrast(dark: bool) -> None:
+    """WCAG 2.2 asks for 3 to 1 for marks and 4.5 to 1 for text."""
+    found = theme(dark=dark)
+
+    def contrast(colour: str) -> float:
+        one, ground = (tuple(bytes.fromhex(text[1:])) for text in (colour, found["background"]))
+        return _contrast((one[0], one[1], one[2]), (ground[0], ground[1], ground[2]))
+
+    marks = found["range"]["category"]
+    assert len(set(marks)) == len(marks) == 8
+    assert min(map(contrast, [*marks, *found["range"]["ordinal"]])) >= 3
+    letters = [found["axis"]["labelColor"], found["axis"]["titleColor"], found["style"]["limit-note"]["color"]]
+    assert min(map(contrast, letters)) >= 4.5
+
+
 def test_colours_of_charts_are_variables() -> None:
     """The style sets each variable to the colour of the chart theme, for light and dark."""
     config, style = assets.config_and_style()
