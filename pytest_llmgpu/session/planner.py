@@ -281,7 +281,17 @@ class Planner:
                 if isinstance(error, TokenizerError) and options.tokenizer not in (None, options.model):
                     flag = f"--llmgpu-tokenizer={options.tokenizer}"
                 raise ValueError(f"{flag}: {error}") from None
-            self._sources[wanted] = _with_attention(source, options.attention)
+            if options.attention is not None:
+                # The one that transformers chooses anyway stays None: with the option or without, it is the same.
+                has_sdpa = models.facts(source).has_sdpa
+                if options.attention == "sdpa" and not has_sdpa:
+                    raise ValueError(
+                        "--llmgpu-attention=sdpa: transformers does not have it for the architecture of "
+                        f"{source.name} ({source.config.get('model_type')}): allowed: eager"
+                    )
+                chosen_attention = "eager" if options.attention == "eager" and has_sdpa else None
+                source = msgspec.structs.replace(source, attention=chosen_attention)
+            self._sources[wanted] = source
         return self._sources[wanted]
 
     def _check_device(self, options: Options, machine: Machine) -> None:
@@ -327,22 +337,6 @@ def _generates(options: Options, dataset: Dataset, new_tokens: int | None) -> bo
             f"{tasks.PROMPTS}, or pass --llmgpu-workload=generate"
         )
     return False
-
-
-def _with_attention(source: ModelSource, attention: str | None) -> ModelSource:
-    """Return the source of a model with the attention of `--llmgpu-attention`; refuse one that transformers lacks.
-
-    The one that transformers chooses anyway stays None: with the option or without, it is the same measurement.
-    """
-    if attention is None:
-        return source
-    has_sdpa = models.facts(source).has_sdpa
-    if attention == "sdpa" and not has_sdpa:
-        raise ValueError(
-            f"--llmgpu-attention=sdpa: transformers does not have it for the architecture of {source.name} "
-            f"({source.config.get('model_type')}): allowed: eager"
-        )
-    return msgspec.structs.replace(source, attention="eager" if attention == "eager" and has_sdpa else None)
 
 
 def _check_case(case: Case, source: ModelSource, strategy: Strategy) -> None:

@@ -75,7 +75,8 @@ class Recorder:
         """The number of the launch that is measured now."""
         self._counts: Counter[tuple[str, str]] = Counter()
         """Maps node id and key of a case to the number of its measurements in this launch."""
-        self._earlier = Earlier()
+        self.earlier = Earlier()
+        """The assessed cases."""
         self._ids: set[str] = set()
         """The ids of the cases."""
         self._measured: dict[tuple[str, str, int], tuple[int, list[CaseResult]]] = {}
@@ -98,7 +99,7 @@ class Recorder:
         return [trouble for trouble in (self._unwritten, self._unsaved, self._unmade) if trouble is not None]
 
     def whereabouts(self) -> list[str]:
-        """Return a line for each file: its path, or the reason why it is missing."""
+        """Return a line for each file, its path or the reason why it is missing, and one on what to do with them."""
         if self.path is None:
             lines = ["no report was written (--llmgpu-json=)"]
         else:
@@ -108,20 +109,16 @@ class Recorder:
         elif self._saved is not None:
             lines.append(f"saved: {self._shown(self._saved)}")
             lines += self._ambiguous
+        steps = []
         if self._page_path is not None:
             lines.append(self._unmade or f"page: {self._shown(self._page_path)}")
-        return lines
-
-    def next_steps(self) -> list[str]:
-        """Return one line with what can be done with the report; empty where that was done or nothing was written."""
-        steps = []
-        if self._page_path is None and self.path is not None and self._unwritten is None:
+        elif self.path is not None and self._unwritten is None:
             last = references.last_run(self._storage_path)
             name = LATEST if self.path.absolute() == last.absolute() else self._shown(self.path)
             steps.append(f"llmgpu html {name} (one page with charts)")
         if self._saved is None and self._unsaved is None:
             steps.append("--llmgpu-save=NAME (keeps the report)")
-        return [f"next: {', '.join(steps)}"] if steps else []
+        return [*lines, f"next: {', '.join(steps)}"] if steps else lines
 
     def resume(self, reference: str, devices: Machine) -> Report:
         """Continue a broken session: the results that follow are added to those of its report that stay.
@@ -133,7 +130,7 @@ class Recorder:
         self.report = report = resume.continued(
             source.report(), self._start(devices), name=references.public(reference), sha256=source.sha256
         )
-        self._earlier, self._ids = Earlier(report.cases), {result.id for result in report.cases}
+        self.earlier, self._ids = Earlier(report.cases), {result.id for result in report.cases}
         for place, result in enumerate(report.cases):
             self._measured[self._next(result.nodeid or "", result.key)] = (place, by_launch(result))
         self._counts.clear()
@@ -150,10 +147,6 @@ class Recorder:
             return None
         self._next(*measured)
         return self.report.cases[place]
-
-    def peers(self, case: Case) -> list[CaseResult]:
-        """Return the results of the session that have the same answers as a case."""
-        return self._earlier.peers(case)
 
     def start_launch(self, number: int) -> None:
         """Begin a launch: the results that follow are further launches of the same cases."""
@@ -205,9 +198,9 @@ class Recorder:
         if len(launches) == 1:
             result.id = next_id(self._ids, result.case)
             self._ids.add(result.id)
-        earlier = self._earlier.peers(result.case, before=place)
+        earlier = self.earlier.peers(result.case, before=place)
         assessed = assess(launches, earlier=earlier, environment=environment, options=options)
-        self._earlier.put(place, assessed)
+        self.earlier.put(place, assessed)
         cases[place : place + 1] = [assessed]
         self._write()
         return assessed
@@ -283,18 +276,23 @@ class Recorder:
         except ValueError as error:
             self._unmade = f"no page: {error}"
 
-    def _shown(self, where: Path) -> str:
-        """Return a path relative to the rootdir, for messages."""
-        return _relative(str(where), self._rootdir)
+    def _shown(self, where: Path | str) -> str:
+        """Return a path relative to the rootdir; of one outside its base name. A relative path, or text, stays."""
+        path = Path(where)
+        if not path.is_absolute():
+            return str(where)
+        return str(path.relative_to(self._rootdir)) if path.is_relative_to(self._rootdir) else path.name
 
     def _start(self, devices: Machine) -> Report:
+        chosen: dict[str, OptionValue] = {}
+        for flag, value in self._options.in_force().items():
+            text = anonymous(self._shown(value)) if isinstance(value, str) else value
+            chosen[flag] = list(text) if isinstance(text, tuple) else text
+        now = datetime.datetime.now(datetime.timezone.utc)
         started = Report(
-            created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z"),
+            created=now.isoformat(timespec="seconds").replace("+00:00", "Z"),
             plugin_version=machine.installed_version("pytest-llmgpu"),
-            options={
-                flag: anonymous(_relative(value, self._rootdir)) if isinstance(value, str) else _plain(value)
-                for flag, value in self._options.in_force().items()
-            },
+            options=chosen,
             environment=machine.environment(devices),
             commit=commit(self._rootdir),
         )
@@ -309,14 +307,3 @@ class Recorder:
         except (OSError, ValueError) as error:  # ValueError: a figure of a case is not finite
             # A full disk must not end the run: the file is written again after the next case.
             self._unwritten = f"{self._shown(self.path)} could not be written: {file.one_line(error)}"
-
-
-def _plain(value: OptionValue | tuple[str | int, ...]) -> OptionValue:
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _relative(text: str, rootdir: Path) -> str:
-    path = Path(text)
-    if not path.is_absolute():
-        return text
-    return str(path.relative_to(rootdir)) if path.is_relative_to(rootdir) else path.name

@@ -553,7 +553,15 @@ def _join(launch: Launch, ranks: Sequence[Launch]) -> None:
     launch.plan_sha256 = first.plan_sha256
     launch.batches = slowest([rank.batches for rank in ranks])
     launch.accuracy = first.accuracy
-    launch.generation = _slowest_generation([rank.generation for rank in ranks if rank.generation is not None])
+    texts = [rank.generation for rank in ranks if rank.generation is not None]
+    launch.generation = None
+    if texts:
+        launch.generation = msgspec.structs.replace(
+            texts[0],
+            first_token_s=list(map(max, zip(*(one.first_token_s for one in texts), strict=True))),
+            step_s=list(map(max, zip(*(one.step_s for one in texts), strict=True))),
+            kv_cache_bytes=sum(one.kv_cache_bytes for one in texts),
+        )
     launch.execution_choice = first.execution_choice
     hosts = [rank.host for rank in ranks if rank.host is not None]
     launch.host = HostUse(
@@ -566,18 +574,6 @@ def _join(launch: Launch, ranks: Sequence[Launch]) -> None:
     launch.tokens_requested = first.tokens_requested
     launch.tokens_granted = min(
         (rank.tokens_granted for rank in ranks if rank.tokens_granted is not None), default=None
-    )
-
-
-def _slowest_generation(ranks: Sequence[Generation]) -> Generation | None:
-    """Return the texts of rank 0, with each time of the slowest rank and the KV caches of all; None without a rank."""
-    if not ranks:
-        return None
-    return msgspec.structs.replace(
-        ranks[0],
-        first_token_s=list(map(max, zip(*(rank.first_token_s for rank in ranks), strict=True))),
-        step_s=list(map(max, zip(*(rank.step_s for rank in ranks), strict=True))),
-        kv_cache_bytes=sum(rank.kv_cache_bytes for rank in ranks),
     )
 
 

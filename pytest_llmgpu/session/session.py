@@ -175,7 +175,7 @@ class BenchmarkSession:
 
     def with_reference(self, request: Request) -> Request:
         """Return a request with the texts of the reference strategy, where the run has generated them before."""
-        mp = reference.find(request.case, self.recorder.peers(request.case))
+        mp = reference.find(request.case, self.recorder.earlier.peers(request.case))
         texts = None if mp is None else generated(mp)
         if mp is None or texts is None:
             return request
@@ -292,7 +292,7 @@ class BenchmarkSession:
             return ""
         verdicts = [] if self.judge is None else [self.judge.summary()]
         tables = terminal.tables(report, verbose=verbose)
-        return "\n\n".join([tables, *verdicts, "\n".join([*self.recorder.whereabouts(), *self.recorder.next_steps()])])
+        return "\n\n".join([tables, *verdicts, "\n".join(self.recorder.whereabouts())])
 
     def close(self) -> None:
         """End every process, delete their logs and restore the handlers of signals."""
