@@ -55,7 +55,7 @@ def test_a_run_is_saved_under_the_next_number_and_its_name(tmp_path: Path) -> No
     (one,) = store.stored(tmp_path / "store")
     assert (one.number, one.name, one.machine) == (1, "before-the-upgrade", "CPU-Xeon")
     assert file.load(one.path) == kept.report
-    assert kept.whereabouts() == ["report: report.json", f"saved: store/CPU-Xeon/{one.path.name}"]
+    assert kept.whereabouts()[:2] == ["report: report.json", f"saved: store/CPU-Xeon/{one.path.name}"]
 
 
 @pytest.mark.parametrize(("interrupted", "names"), [(True, [None, "base"]), (False, ["base", "base"])])
@@ -68,8 +68,8 @@ def test_a_run_that_did_not_complete_loses_its_name(tmp_path: Path, interrupted:
 
 def test_a_second_run_of_a_name_is_noted(tmp_path: Path) -> None:
     """Both are kept, and the summary names them: the name alone finds neither."""
-    assert len(_finished(tmp_path, Options(save="base")).whereabouts()) == 2
-    *_, note = _finished(tmp_path, Options(save="base")).whereabouts()
+    assert len(_finished(tmp_path, Options(save="base")).whereabouts()) == 3
+    *_, note, _next = _finished(tmp_path, Options(save="base")).whereabouts()
     assert note.startswith("note: 'base' is ambiguous: it can be CPU-Xeon/0001 (")
     assert "CPU-Xeon/0002" in note
 
@@ -78,7 +78,7 @@ def test_a_run_of_the_same_name_on_another_machine_is_not_noted(tmp_path: Path) 
     """A gate finds that of its own machine by the name."""
     _finished(tmp_path, Options(save="base"))
     (tmp_path / "store" / "CPU-Xeon").rename(tmp_path / "store" / "CPU-Other")
-    assert len(_finished(tmp_path, Options(save="base")).whereabouts()) == 2
+    assert len(_finished(tmp_path, Options(save="base")).whereabouts()) == 3
 
 
 @pytest.mark.parametrize(("exit_status", "interrupted"), [(1, False), (2, True)])
@@ -116,7 +116,7 @@ def test_a_run_that_could_not_be_saved_is_not_green(tmp_path: Path, monkeypatch:
     kept = _finished(tmp_path, Options(save=""))
     said = "the report could not be saved in store: No space left on device"
     assert kept.troubles == [said]
-    assert kept.whereabouts() == ["report: report.json", said]
+    assert kept.whereabouts()[:2] == ["report: report.json", said]
 
 
 @pytest.mark.parametrize(
