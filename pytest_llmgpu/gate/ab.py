@@ -77,7 +77,7 @@ def compare(
             break
         others = {side: left_out(report, keys) for side, report in zip(SIDES, both, strict=True)}
         if not all(_selectable(report, keys) for report in both):
-            # A row over all cases, or a case without a test that can be run alone.
+            # A case without a test that can be run alone.
             keys, others = {result.key for report in both for result in report.cases}, {side: [] for side in SIDES}
         more = _launched(measure, range(before + 1, number + 1), others, keys)
         both = Both(*(extend(report, new, keys) for report, new in zip(both, more, strict=True)))

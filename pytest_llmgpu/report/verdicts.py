@@ -95,8 +95,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Value of the candidate, in the unit of `base`."""
     ratio: float | None = None
     """Candidate divided by baseline. For times it is the ratio of the geometric means of the launches, of the rank that
-    became slowest for device time, without the part that the GEMM times of other GPUs explain. For accuracy it is
-    null."""
+    became slowest for device time. For accuracy it is null."""
     low: float | None = None
     """Lower end of the confidence interval of `ratio`, for times of 90 %; for accuracy, of the fraction of items lost
     minus items won."""
