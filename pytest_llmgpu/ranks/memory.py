@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     import torch
 
 _CUDA_SUCCESS = 0
+_OF_LOADING = ("weights_bytes", "loading_peak_bytes")
+_PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes")
 _NOT_LOADED = "the model was not loaded"
 _ON_CPU = "torch does not count memory on a CPU"
 _NO_WORKSPACE = "the strategy reported no workspace outside torch's allocator"
@@ -69,31 +71,31 @@ class Death(msgspec.Struct, frozen=True, kw_only=True):
     """`host_kills()` after the end of the process."""
 
 
-def hold(devices: Sequence[torch.device], cap_bytes: int | None) -> list[int]:
+def hold(devices: Sequence[torch.device], cap_bytes: int | None) -> list[DeviceMemory]:
     """Take all memory of each device except `cap_bytes` out of use, until this process ends.
 
     The memory is allocated by cudaMalloc. torch's allocator would count it as its own and could hand it out. The cap
     includes CUDA contexts, NCCL buffers and workspaces.
 
     Returns:
-        Bytes taken out of use per device; 0 without a cap.
+        The memory of each device before a model is loaded; the index is the place of the device in the rank.
 
     Raises:
         RuntimeError: A device has too little free memory.
     """
     import torch
 
-    if cap_bytes is None or devices[0].type != "cuda":
-        return [0 for _ in devices]
-    assert torch.version.cuda is not None
-    runtime = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}")
+    if devices[0].type != "cuda":
+        return [DeviceMemory(index=0, why=dict.fromkeys((*_OF_LOADING, *_PEAKS), _ON_CPU))]
     held = []
-    for device in devices:
-        free, total = torch.cuda.mem_get_info(device)
-        size = total - cap_bytes
-        if size <= 0:
-            held.append(0)
+    for place, device in enumerate(devices):
+        free, total = (0, 0) if cap_bytes is None else torch.cuda.mem_get_info(device)
+        size = max(0, total - (cap_bytes or 0))
+        held.append(DeviceMemory(index=place, held_bytes=size, why=dict.fromkeys(_OF_LOADING, _NOT_LOADED)))
+        if cap_bytes is None or not size:
             continue
+        assert torch.version.cuda is not None
+        runtime = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}")
         pointer = ctypes.c_void_p()
         with torch.cuda.device(device):
             status = runtime.cudaMalloc(ctypes.byref(pointer), ctypes.c_size_t(size))
@@ -103,8 +105,24 @@ def hold(devices: Sequence[torch.device], cap_bytes: int | None) -> list[int]:
                 f"{gib(total)} are free (cudaMalloc returned {status}): end other programs on this GPU, or raise "
                 "--llmgpu-gpu-memory"
             )
-        held.append(size)
     return held
+
+
+def after_loading(devices: Sequence[torch.device], held: Sequence[DeviceMemory]) -> Sequence[DeviceMemory]:
+    """Add the memory of the loaded model to what `hold` returned."""
+    import torch
+
+    if devices[0].type != "cuda":
+        return held
+    return [
+        msgspec.structs.replace(
+            one,
+            weights_bytes=torch.cuda.memory_allocated(device),
+            loading_peak_bytes=torch.cuda.max_memory_allocated(device),
+            why={},
+        )
+        for device, one in zip(devices, held, strict=True)
+    ]
 
 
 def reset(devices: Sequence[torch.device]) -> None:
@@ -121,41 +139,26 @@ def reset(devices: Sequence[torch.device]) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def usage(
-    devices: Sequence[torch.device],
-    *,
-    weights_bytes: Sequence[int | None],
-    loading_peak_bytes: Sequence[int | None],
-    held_bytes: Sequence[int],
-    workspace_bytes: int | None = None,
+def since_reset(
+    devices: Sequence[torch.device], known: Sequence[DeviceMemory], workspace_bytes: int | None = None
 ) -> list[DeviceMemory]:
-    """Return the memory of each device since the last `reset`; the index is the place of the device in the rank.
-
-    The bytes of weights are None before the model is loaded, those of a workspace if the strategy reported none.
-    """
+    """Add the peaks since the last `reset`, and the workspace if the strategy reported one."""
     import torch
 
-    on_cpu = devices[0].type != "cuda"
-    why = dict.fromkeys(("weights_bytes", "loading_peak_bytes", "peak_allocated_bytes", "peak_reserved_bytes"), _ON_CPU)
-    if not on_cpu:
-        why = dict.fromkeys(("weights_bytes", "loading_peak_bytes"), _NOT_LOADED) if None in weights_bytes else {}
-    if workspace_bytes is None:
-        why["workspace_bytes"] = _NO_WORKSPACE
-    if on_cpu:
-        return [DeviceMemory(index=0, workspace_bytes=workspace_bytes, why=why)]
-    return [
-        DeviceMemory(
-            index=place,
-            weights_bytes=weights_bytes[place],
-            loading_peak_bytes=loading_peak_bytes[place],
-            peak_allocated_bytes=torch.cuda.max_memory_allocated(device),
-            peak_reserved_bytes=torch.cuda.max_memory_reserved(device),
-            workspace_bytes=workspace_bytes,
-            held_bytes=held_bytes[place],
-            why=why,
+    found = []
+    for device, one in zip(devices, known, strict=True):
+        on_gpu = device.type == "cuda"
+        why = one.why if workspace_bytes is not None else {**one.why, "workspace_bytes": _NO_WORKSPACE}
+        found.append(
+            msgspec.structs.replace(
+                one,
+                peak_allocated_bytes=torch.cuda.max_memory_allocated(device) if on_gpu else None,
+                peak_reserved_bytes=torch.cuda.max_memory_reserved(device) if on_gpu else None,
+                workspace_bytes=workspace_bytes,
+                why=why,
+            )
         )
-        for place, device in enumerate(devices)
-    ]
+    return found
 
 
 def decide_out_of_memory(failure: BaseException | Death) -> Failure | None:

@@ -72,9 +72,8 @@ class RankState:
         self.on_batch = on_batch
         self.phase: Phase = "load"
         self.devices: Sequence[torch.device] = ()
-        self.weights_bytes: Sequence[int | None] = ()
-        self.loading_peak_bytes: Sequence[int | None] = ()
-        self.held_bytes: Sequence[int] = ()
+        self.loaded_memory: Sequence[DeviceMemory] = ()
+        """The memory of each device since the loading, without peaks; empty before the devices are known."""
         self.datasets: dict[str, tuple[Task, Sequence[Item]]] = {}
         """SHA-256 of a dataset to its task and its items."""
         self.requests: dict[tuple[str, int | None, int | None], Requests] = {}
@@ -99,15 +98,8 @@ class RankState:
 
     def memory(self, workspace: Workspace | None = None) -> list[DeviceMemory]:
         """Return the memory of each device since the case began; empty before the devices are known."""
-        if not self.devices:
-            return []
-        return memory.usage(
-            self.devices,
-            weights_bytes=self.weights_bytes,
-            loading_peak_bytes=self.loading_peak_bytes,
-            held_bytes=self.held_bytes,
-            workspace_bytes=None if workspace is None else workspace.workspace_bytes,
-        )
+        workspace_bytes = None if workspace is None else workspace.workspace_bytes
+        return memory.since_reset(self.devices, self.loaded_memory, workspace_bytes)
 
 
 def load(state: RankState, case: Case, source: ModelSource, place: str) -> list[DeviceMemory]:
@@ -128,8 +120,8 @@ def load(state: RankState, case: Case, source: ModelSource, place: str) -> list[
         devices = [torch.device("cuda", index) for index in indices]
     else:
         devices = [torch.device("cpu")]
-    state.held_bytes = memory.hold(devices, case.gpu_memory_bytes)
-    state.devices, state.weights_bytes, state.loading_peak_bytes = devices, [None] * len(devices), [None] * len(devices)
+    state.loaded_memory = memory.hold(devices, case.gpu_memory_bytes)
+    state.devices = devices
     loaded: object = strategy.load(case, source)
     name = f"strategy {case.strategy}"
     if not isinstance(loaded, Loaded):
@@ -146,9 +138,7 @@ def load(state: RankState, case: Case, source: ModelSource, place: str) -> list[
             "number of ranks as Loaded.world_size"
         )
     state.loaded = loaded
-    if case.device == "cuda":
-        state.weights_bytes = [torch.cuda.memory_allocated(device) for device in devices]
-        state.loading_peak_bytes = [torch.cuda.max_memory_allocated(device) for device in devices]
+    state.loaded_memory = memory.after_loading(devices, state.loaded_memory)
     return state.memory()
 
 

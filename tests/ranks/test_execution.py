@@ -170,7 +170,7 @@ def state(model: Any, graphs: type[_Decoder], monkeypatch: pytest.MonkeyPatch) -
     """A rank with a loaded model that is said to be on a GPU, and a dataset."""
     assert graphs.entered == []
     monkeypatch.setattr(memory, "reset", lambda _devices: None)
-    monkeypatch.setattr(memory, "usage", lambda *_, **__: [])
+    monkeypatch.setattr(memory, "since_reset", lambda *_: [])
     found = RankState(lambda _: None)
     found.case = make_case(batch_size=_BATCH_SIZE, dtype="float32", device="cuda", devices=1, dataset_sha256="data")
     found.source = object()  # type: ignore[assignment]  # the requests below need no tokenizer

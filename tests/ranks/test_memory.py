@@ -33,9 +33,10 @@ _TORCH_MESSAGE = (
 
 def test_a_cpu_has_no_cap_and_no_figures() -> None:
     """A figure that torch does not count on a CPU is None with a reason, never 0."""
-    assert memory.hold(_CPU, 2**30) == [0]
+    held = memory.hold(_CPU, 2**30)
     memory.reset(_CPU)
-    (found,) = memory.usage(_CPU, weights_bytes=[None], loading_peak_bytes=[None], held_bytes=[0])
+    (found,) = memory.since_reset(_CPU, memory.after_loading(_CPU, held))
+    assert found.held_bytes == 0
     counted = {"weights_bytes", "loading_peak_bytes", "peak_allocated_bytes", "peak_reserved_bytes"}
     assert {getattr(found, name) for name in counted} == {None}
     assert set(found.why) == {*counted, "workspace_bytes"}
@@ -92,9 +93,8 @@ def _sweep(allocator: _Allocator, batch_sizes: Sequence[int]) -> dict[int, Devic
     for batch_size in batch_sizes:
         memory.reset(_GPU)
         allocator.forward(batch_size)
-        (found[batch_size],) = memory.usage(
-            _GPU, weights_bytes=[_WEIGHTS], loading_peak_bytes=[_WEIGHTS], held_bytes=[0], workspace_bytes=3
-        )
+        loaded = DeviceMemory(index=0, weights_bytes=_WEIGHTS, loading_peak_bytes=_WEIGHTS)
+        (found[batch_size],) = memory.since_reset(_GPU, [loaded], workspace_bytes=3)
     return found
 
 
