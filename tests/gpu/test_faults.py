@@ -177,7 +177,7 @@ def test_hellaswag(llm, hellaswag, batch_size, measure):
 """
 _STRATEGIES = """
 import torch
-from support import gpu, rank_faults
+from support import rank_faults
 from pytest_llmgpu.strategies.mp import LayerParallel
 
 class Profiled(LayerParallel):
