@@ -1,27 +1,54 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 from support.prose import Prose
 from support.report_factory import (
+    GIB,
     make_accuracy,
     make_answers,
     make_case,
     make_failed,
+    make_memory,
+    make_profile,
     make_report,
     make_result,
+    make_traffic,
     paper_results,
 )
 
+from pytest_llmgpu.analysis import answers
 from pytest_llmgpu.analysis.assess import assess
 from pytest_llmgpu.profiling.machine import Machine, TorchFacts
-from pytest_llmgpu.render.terminal.report import headline, progress, tables
+from pytest_llmgpu.render.terminal.report import (
+    WIDTH,
+    device_tables,
+    headline,
+    painter,
+    progress,
+    summary_table,
+    tables,
+)
 from pytest_llmgpu.report.options import Options
-from pytest_llmgpu.report.report import Report, next_id
-from pytest_llmgpu.report.result import Accuracy, CaseResult, Failure
+from pytest_llmgpu.report.report import Environment, Report, next_id
+from pytest_llmgpu.report.result import (
+    Accuracy,
+    CaseResult,
+    Collective,
+    DeviceMemory,
+    DeviceProfile,
+    Failure,
+    Finding,
+    HostUse,
+    Link,
+    Traffic,
+)
+from pytest_llmgpu.report.result import Path as ResultPath
 
 
 def _report(results: Sequence[CaseResult], gpus: int = 4) -> Report:
@@ -89,9 +116,9 @@ def test_the_short_text_of_21_cases_has_at_most_40_lines() -> None:
     assert "per GPU:" not in text
 
 
-@pytest.mark.parametrize("series", [72, 3000])
-def test_many_cases_are_folded(series: int) -> None:
+def test_many_cases_are_folded() -> None:
     """The text stays short and narrow, and names the number of cases that it leaves out."""
+    series = 72
     names = [f"s{number}" for number in range(series)]
     results = [make_result(1.0 / size, strategy=name, batch_size=size) for name in names for size in (1, 2)]
     lines = tables(make_report(results)).splitlines()
@@ -217,3 +244,271 @@ def test_flips_without_labels_have_no_probability() -> None:
     [line] = [line for line in lines if line.startswith("tp compared with mp at every batch size: ")]
     assert line.endswith("0 of 10,042 items flipped, log-likelihoods equal")
     assert max(map(len, lines)) <= 100
+
+
+_PLAIN = painter(color=False)
+_CPU: dict[str, Any] = {"device": "cpu", "devices": 1}
+_ENVIRONMENT = make_report().environment
+
+
+def _summary(results: Sequence[CaseResult], most: int | None = None) -> str:
+    return summary_table(results, _PLAIN, most)[0]
+
+
+def _checked(results: list[CaseResult]) -> list[CaseResult]:
+    for number, result in enumerate(results):
+        result.accuracy_check, _ = answers.check(result, None, results[:number], Options())
+    return results
+
+
+def test_each_case_is_a_row(prose: Prose) -> None:
+    """Time, throughput, accuracy, memory and traffic of a case; best times, wrong answers and OOM are marked."""
+    assert prose == _summary(_checked(paper_results()))
+
+
+def test_many_cases_are_folded_to_the_fastest_of_each_series() -> None:
+    """A case with wrong answers does not stand for its series."""
+    results = _checked(paper_results())
+    text, rows = summary_table(results, _PLAIN, 20)
+    assert rows == 3
+    assert re.findall(r"^(\w+) +(\d+) +\*", text, re.MULTILINE) == [("mp", "32"), ("tp", "64"), ("iok", "16")]
+    assert summary_table(results, _PLAIN, 2)[1] == 2
+    assert summary_table(results, _PLAIN, 21)[1] == 21
+
+
+def test_a_cpu_case_has_the_threads_of_its_ranks() -> None:
+    """The rank with the fewest threads counts: two ranks of one thread are slower than one of two."""
+    result = make_result(1.0, **_CPU)
+    assert "threads" not in _summary([result])
+    result.launches[0].host = HostUse(wall_s=1.0, threads=[3, 2], cpu_s=[1.0, 1.0], waited_s=[0.0, None])
+    [header, _, _, row] = _summary([result]).splitlines()[-4:]
+    assert (header.split()[-1], row.split()[-1]) == ("threads", "2")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        ([0.01234, 100.0], ["0.012 s", "100.000 s"]),
+        ([8.3, 2.913], ["8.30 s", "2.91 s"]),
+        ([599.0, 10_258.0], ["599 s", "10258 s"]),
+        ([600.0, 10_258.0], ["10.0 min", "171.0 min"]),
+    ],
+)
+def test_one_unit_and_as_many_decimals_as_the_smallest_time_needs(seconds: list[float], shown: list[str]) -> None:
+    """Times of a table have one unit: minutes if the smallest is ten minutes or more."""
+    text = _summary([make_result(s, batch_size=size) for size, s in zip((1, 2), seconds, strict=True)])
+    assert all(time in text for time in shown)
+
+
+def test_a_title_has_unusual_settings_and_differing_settings() -> None:
+    """An option that is set and an unusual backend are always in the title."""
+    options: list[dict[str, Any]] = [{"stock": stock, "min_tokens": None} for stock in (False, True)]
+    results = [make_result(1.0, strategy="iok", backend="deepspeed", strategy_options=one) for one in options]
+    results += [make_result(1.0, strategy="tp", backend=name) for name in ("deepspeed", "transformers")]
+    results.append(make_result(1.0, backend="accelerate", strategy_options={"stock": None}))
+    titles = [re.split(" {2,}", line)[0] for line in _summary(results).splitlines()[4:]]
+    assert titles == [
+        "iok stock=False",
+        "iok stock=True",
+        "tp deepspeed",
+        "tp transformers",
+        "mp",
+    ]
+    alone = [make_result(1.0, strategy="iok", backend="deepspeed", strategy_options=one) for one in options]
+    assert "iok stock=True" in _summary(alone[1:])
+    assert "stock" not in _summary(alone[:1])
+    assert "tp deepspeed" in _summary([make_result(1.0, strategy="tp", backend="deepspeed")])
+
+
+def test_communication_and_memory_are_means_with_the_largest_device() -> None:
+    """In the test's data the last GPU is 10 % busier and has 1 GiB more in use."""
+    profile, memory = (
+        make_profile(4, tx=1e9, rx=2e9, busy=40.0, nvlink=3e9),
+        make_memory(4, peak=16 * GIB, used=18 * GIB),
+    )
+    result = make_result(1.0, None, profile, memory, traffic=make_traffic(), batch_size=8)
+    communication, held = (table.splitlines() for table in device_tables([result], _ENVIRONMENT).split("\n\n"))
+    assert communication[0] == "Communication per GPU: mean over the GPUs (largest)"
+    cells = ["mp", "8", "41.0", "(44.0)", "1.02", "(1.10)", "2.05", "(2.20)", "3.08", "(3.30)", "10.0"]
+    assert communication[4].split() == cells
+    assert held[0] == "Memory per GPU: mean over the GPUs (largest)"
+    names = ["strategy", "batch", "weights", "activations", "cached", "rest", "torch peak", "NVML peak"]
+    assert re.split(" {2,}", held[1]) == names
+    cells = [
+        "15.0",
+        "(15.0)",
+        "1.25",
+        "(2.00)",
+        *["0.00", "(0.00)", "2.00", "(2.00)"],
+        "16.2",
+        "(17.0)",
+        "18.2",
+        "(19.0)",
+    ]
+    assert held[4].split() == ["mp", "8", *cells]
+
+
+def _sending(ranks: Sequence[int], devices: int = 4, **fields: Any) -> CaseResult:
+    """Return a case of two batches of 32 sequences with 480 all-reduces each, and these bytes per rank."""
+    sent = [Collective(collective="all_reduce", calls=960, payload_bytes=size, wire_bytes=size) for size in ranks]
+    traffic = Traffic(ranks=[[one] for one in sent], wire_bytes_per_sequence=sum(ranks) / 64)
+    profile = make_profile(devices)
+    return make_result(1.0, None, profile, traffic=traffic, devices=devices, **{"batch_size": 32, **fields})
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cell"),
+    [
+        ([64_000_000] * 4, ["1.00"]),
+        ([64_000_000, 128_000_000, 64_000_000, 64_000_000], ["1.25", "(2.00)"]),
+        ([256_000_000], ["1.00"]),
+    ],
+)
+def test_sent_bytes_are_per_device(ranks: list[int], cell: list[str]) -> None:
+    """The bytes of a process with several devices are split over the devices."""
+    lines = device_tables([_sending(ranks)], _ENVIRONMENT).splitlines()
+    assert lines[4].split()[-len(cell) :] == cell
+    assert lines[4].split()[-len(cell) - 1].startswith("(")
+
+
+def test_collectives_are_counted_per_batch_and_sequence() -> None:
+    """Each strategy has a line: calls per batch and wire bytes per sequence, as a range over the batch sizes."""
+    several = [_sending([size] * 4, strategy="tp", batch_size=32) for size in (64_000_000, 128_000_000)]
+    gathered = Collective(collective="all_gather", calls=2, payload_bytes=1, wire_bytes=16_000_000)
+    for result in several:
+        assert result.traffic is not None
+        for rank in result.traffic.ranks:
+            rank.append(gathered)
+    uneven = _sending([64_000_000, 192_000_000], strategy="iok")
+    first, _ = device_tables([_sending([256_000_000]), *several, uneven], _ENVIRONMENT).split("\n\n", 1)
+    assert first.replace("\n  ", " ").splitlines()[-3:] == [
+        "mp, one process: 480 all_reduce per batch (4 MB/sequence)",
+        "tp, each rank: 480 all_reduce per batch (1 to 2 MB/sequence), 1 all_gather per batch (0.250 MB/sequence)",
+        "iok, mean over the ranks: 480 all_reduce per batch (2 MB/sequence)",
+    ]
+    on_cpu = device_tables([_sending([64_000_000], devices=1, device="cpu")], _ENVIRONMENT).splitlines()
+    assert on_cpu == ["mp, one process: 480 all_reduce per batch (1 MB/sequence)"]
+    texts = _sending([64_000_000] * 2, devices=2, device="cpu")
+    assert texts.traffic is not None
+    texts.traffic = msgspec.structs.replace(texts.traffic, step=[[gathered]] * 2)
+    assert device_tables([texts], _ENVIRONMENT).splitlines()[1:] == [
+        "mp, each rank: 2 all_gather per decode step (0.500 MB/token)"
+    ]
+
+
+def _going(link: Link | None, counted: float, text: str, **fields: Any) -> CaseResult:
+    """Return a case whose links counted this multiple of the sent bytes."""
+    result = _sending([64_000_000] * 4, strategy="tp", **fields)
+    assert result.traffic is not None
+    path = ResultPath(link=link, expected_bytes=100, nvlink_bytes=100 * counted, pcie_bytes=100 * counted, text=text)
+    result.traffic = msgspec.structs.replace(result.traffic, path=path)
+    return result
+
+
+def test_the_path_of_each_strategy_has_one_line_per_link() -> None:
+    """The line is about the case with the largest error; a text that is also a finding is left out."""
+    results = [
+        _going("nvlink", 1.001, "Over NVLink: near.", batch_size=1),
+        _going("nvlink", 0.9, "Over NVLink: far.", batch_size=2),
+        _going("nvlink", 2.0, "Over NVLink: twice.", batch_size=4),
+        _going("host", 1.2, "Over PCIe.", batch_size=8),
+        _going(None, 0.0, "Not known.", batch_size=16),
+    ]
+    results[2].findings = [Finding(code="x", severity="info", text="Over NVLink: twice.", next_step="y")]
+    lines = device_tables(results, _ENVIRONMENT).splitlines()
+    assert lines[lines.index("") - 3 : lines.index("")] == [
+        "tp (largest error at batch size 2): Over NVLink: far.",
+        "tp at batch size 8: Over PCIe.",
+        "tp at batch size 16: Not known.",
+    ]
+
+
+def memory_lines(devices: int, **fields: int) -> list[str]:
+    """Return the memory table of a case: weights 15 GiB, live tensors 16 GiB, reserved 17 GiB, in use 19 GiB."""
+    defaults: dict[str, Any] = {
+        "weights_bytes": 15 * GIB,
+        "peak_allocated_bytes": 16 * GIB,
+        "peak_reserved_bytes": 17 * GIB,
+        "nvml_used_max_bytes": 19 * GIB,
+    }
+    memory = [DeviceMemory(index=index, **{**defaults, **fields}) for index in range(devices)]
+    text = device_tables([make_result(1.0, None, make_profile(devices), memory)], _ENVIRONMENT)
+    return text.split("\n\n")[1].splitlines()
+
+
+@pytest.mark.parametrize(("workspace", "parts"), [(None, 15 + 1 + 1 + 2), (GIB // 2, 15 + 1 + 0.5 + 1.5)])
+def test_memory_is_split_into_its_parts(workspace: int | None, parts: float) -> None:
+    """The parts add up to the memory in use; the column `cached` is dropped if the table is too wide."""
+    lines = memory_lines(1, **({} if workspace is None else {"workspace_bytes": workspace}))
+    names = re.split(" {2,}", lines[1])[2:]
+    shown = dict(zip(names, map(float, lines[4].split()[2:]), strict=True))
+    assert (shown.pop("NVML peak"), shown.pop("torch peak")) == (19.0, 16.0)
+    assert shown["weights"] + shown["activations"] == 16.0
+    assert ("cached" in shown, shown.get("workspace")) == (workspace is None, workspace and 0.5)
+    assert sum(shown.values()) == parts
+
+
+@pytest.mark.parametrize(
+    ("workspace", "dropped"),
+    [(GIB // 2, "cached GiB, torch peak GiB"), (None, "cached GiB"), (120 * GIB, "cached GiB")],
+)
+def test_dropped_columns_are_named(workspace: int | None, dropped: str) -> None:
+    """Weights, activations, workspace and the peak of NVML are never dropped."""
+    fields = {} if workspace is None else {"workspace_bytes": workspace, "nvml_used_max_bytes": 17 * GIB + workspace}
+    lines = memory_lines(
+        4, peak_allocated_bytes=15 * GIB + GIB // 16, peak_reserved_bytes=15 * GIB + GIB // 8, **fields
+    )
+    assert lines[-1].endswith(f": {dropped}.")
+    assert max(map(len, lines)) <= WIDTH
+    for name in ("weights", "activations", "NVML peak", *(["workspace"] if workspace else [])):
+        assert name in lines[1]
+
+
+def test_an_unknown_part_of_memory_has_its_reason() -> None:
+    """The other parts are shown."""
+    result = make_result(1.0, None, make_profile(1), make_memory(1, peak=16 * GIB, used=10 * GIB), devices=1)
+    text = device_tables([result], _ENVIRONMENT)
+    assert "No rest: nvml_used_max_bytes is 6,442,450,944 bytes less than peak_reserved_bytes" in text
+    assert "activations" in text
+
+
+def test_a_run_on_a_cpu_has_no_device_tables() -> None:
+    """NVML and torch count on GPUs only."""
+    assert device_tables([make_result(1.0, **_CPU)], _ENVIRONMENT) == ""
+
+
+@pytest.mark.parametrize("place", ["profile", "launch", "environment"])
+def test_missing_nvml_has_its_reason(place: str) -> None:
+    """The reason may be in the profile, the launch or the environment; the memory counted by torch is shown."""
+    result = make_result(1.0, None, None, make_memory(1), devices=1)
+    environment = Environment(python="3", platform="Linux")
+    if place == "profile":
+        result.launches[0].profile = make_profile(0, samples=0, why={"profile": "no NVML here"})
+    elif place == "launch":
+        result.launches[0].why["profile"] = "no NVML here"
+    else:
+        environment.why["nvml"] = "no NVML here"
+    lines = device_tables([result], environment).splitlines()
+    assert lines[-1] == "No GPU busy, PCIe TX, PCIe RX: no NVML here."
+    assert lines[0] == "Memory per GPU"
+    assert "16.0" in lines[4]
+
+
+def test_a_metric_that_the_gpu_lacks_has_its_reason() -> None:
+    """The table has no empty column, and the last line has the reason."""
+    profile = make_profile(1)
+    device = profile.devices[0]
+    metrics = {name: metric for name, metric in device.metrics.items() if not name.startswith("pcie")}
+    why = {"pcie_tx_bytes_per_s": "Not Supported", "pcie_rx_bytes_per_s": "Not Supported"}
+    devices = [DeviceProfile(index=0, uuid="GPU-0", metrics=metrics, why=why)]
+    result = make_result(1.0, None, msgspec.structs.replace(profile, devices=devices), make_memory(1), devices=1)
+    text = device_tables([result], _ENVIRONMENT)
+    assert "GPU busy" in text.splitlines()[1]
+    assert text.splitlines()[-1] == "No PCIe TX, PCIe RX: Not Supported."
+
+
+def test_cases_that_did_not_complete_are_left_out() -> None:
+    """The traffic of an incomplete case does not compare with that of a complete one."""
+    assert device_tables([make_failed("oom")], _ENVIRONMENT) == ""
+    text = device_tables([make_result(1.0, None, make_profile()), make_failed("oom", batch_size=2)], _ENVIRONMENT)
+    assert len(text.split("\n\n")[0].splitlines()) == 5
