@@ -9,7 +9,6 @@ from pathlib import Path
 import msgspec
 import pytest
 from support.export_reports import judged, row, two_strategies, verdicts
-from support.stored_reports import measured
 
 from pytest_llmgpu.cli import main
 from pytest_llmgpu.cli.baseline_arguments import read_verdicts
@@ -30,16 +29,10 @@ def test_export_writes_to_stdout_or_to_a_file(name: str, capsys: pytest.CaptureF
     for arguments in ([], ["--output", "-"]):
         assert main(["export", name, "report.json", *arguments]) == 0
         assert capsys.readouterr().out == expected
-    assert main(["export", name, "report.json", "--output", "out"]) == 0
+    save(report, Path(".llmgpu"))
+    assert main(["export", name, "latest", "--output", "out"]) == 0
     assert capsys.readouterr().out == ""
     assert Path("out").read_text(encoding="utf-8") == expected
-
-
-def test_export_reads_the_store(capsys: pytest.CaptureFixture[str]) -> None:
-    """A report is named as in every command."""
-    save(measured(), Path(".llmgpu"))
-    assert main(["export", "csv", "latest"]) == 0
-    assert "\nmp-bs1," in capsys.readouterr().out
 
 
 def test_export_judges_the_report_against_a_baseline(capsys: pytest.CaptureFixture[str]) -> None:

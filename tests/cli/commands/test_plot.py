@@ -38,29 +38,18 @@ def test_plot_writes_each_chart_in_each_format(path: Path, capsys: pytest.Captur
     assert Path("out/time.svg").read_bytes().startswith(b"<svg")
 
 
-def test_images_have_title_and_caption_and_no_address(path: Path) -> None:
-    """An image stands alone in a README."""
-    assert main(["plot", str(path), "--output", "out", "--format", "svg"]) == 0
-    text = Path("out/time.svg").read_text("utf-8")
+def test_an_image_stands_alone_in_a_readme(path: Path) -> None:
+    """It has a title, a caption, model and machine, and no address; one for dark backgrounds has its own name."""
+    for more in ([], ["--dark"]):
+        assert main(["plot", str(path), "--output", "out", "--format", "svg", "--case", "mp-bs2", *more]) == 0
+    text, dark = (Path(f"out/time{end}.svg").read_text("utf-8") for end in ("", "-dark"))
     assert "Time by batch size" in text
     assert "Best of each strategy" in text
     assert text.replace("http://www.w3.org/", "").count("://") == 0
-
-
-def test_dark_images_have_their_own_names(path: Path) -> None:
-    """A README shows one or the other."""
-    for more in ([], ["--dark"]):
-        assert main(["plot", str(path), "--output", "out", "--format", "svg", *more]) == 0
-    light, dark = (Path(f"out/time{end}.svg").read_text("utf-8") for end in ("", "-dark"))
-    assert "#ffffff" in light
+    assert "#ffffff" in text
     assert "#ffffff" not in dark
-
-
-def test_plot_with_a_baseline_has_the_ratios(path: Path) -> None:
-    """The second report is the baseline."""
-    dump(make_report([make_result(30.0)]), Path("base.json"))
-    assert main(["plot", str(path), "base.json", "--output", "out", "--format", "svg"]) == 0
-    assert Path("out/ratio.svg").is_file()
+    assert "huggyllama/llama-30b, float16, 4 x NVIDIA H200" in text
+    assert "huggyllama/llama-30b, float16, 4 x NVIDIA H200" in Path("out/timeline-power.svg").read_text("utf-8")
 
 
 def test_plot_judges_as_the_gate_does(path: Path) -> None:
@@ -73,29 +62,19 @@ def test_plot_judges_as_the_gate_does(path: Path) -> None:
         assert words in Path("out/ratio.svg").read_text("utf-8")
 
 
-def test_images_name_model_and_machine(path: Path) -> None:
-    """An image stands alone in a README."""
-    assert main(["plot", str(path), "--output", "out", "--format", "svg", "--case", "mp-bs2"]) == 0
-    for name in ("time", "timeline-power"):
-        assert "huggyllama/llama-30b, float16, 4 x NVIDIA H200" in Path(f"out/{name}.svg").read_text("utf-8")
-
-
-def test_plot_of_a_case_has_its_time_lines(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """An unknown case is an error that names the cases of the report."""
-    assert main(["plot", str(path), "--output", "out", "--format", "svg", "--case", "mp-bs2"]) == 0
-    assert Path("out/timeline-power.svg").is_file()
-    capsys.readouterr()
-    assert main(["plot", str(path), "--output", "out", "--case", "mp-bs8"]) == 2
-    assert (
-        capsys.readouterr().err
-        == "llmgpu: --case 'mp-bs8': the report has no such case; its cases are mp-bs1, mp-bs2\n"
-    )
-
-
-def test_an_unknown_format_is_refused(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["out", "--case", "mp-bs8"], "--case 'mp-bs8': the report has no such case; its cases are mp-bs1, mp-bs2"),
+        (["out", "--format", "png,gif"], "format 'gif': allowed are png, svg, separated by commas"),
+        (["head.json", "--format", "svg"], "image head.json/time.svg: cannot be written: "),
+    ],
+)
+@pytest.mark.usefixtures("path")
+def test_bad_input_is_one_line(arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Nothing is drawn."""
-    assert main(["plot", str(path), "--output", "out", "--format", "png,gif"]) == 2
-    assert capsys.readouterr().err == "llmgpu: format 'gif': allowed are png, svg, separated by commas\n"
+    assert main(["plot", "head.json", "--output", *arguments]) == 2
+    assert capsys.readouterr().err.startswith(f"llmgpu: {line}")
     assert not Path("out").exists()
 
 
@@ -108,9 +87,3 @@ def test_without_the_extra_one_line_names_it(
     error = capsys.readouterr().err
     assert error == "llmgpu: images of charts need vl-convert: pip install 'pytest-llmgpu[report]'\n"
     assert not Path("out").exists()
-
-
-def test_a_folder_that_cannot_be_written_is_one_line(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A file has the name of the folder."""
-    assert main(["plot", str(path), "--output", str(path), "--format", "svg"]) == 2
-    assert capsys.readouterr().err.startswith(f"llmgpu: image {path}/time.svg: cannot be written: ")
