@@ -150,7 +150,9 @@ def findings(
         found += _of_passes(result)
     found += _of_disturbances(result)
     if result.outcome == "completed" and result.case.device == "cuda":
-        found += _of_path(result)
+        path = result.traffic.path if result.traffic is not None else None
+        if path is not None and path.link not in (None, "nvlink") and path.nvlink_bytes is not None:
+            found.append(finding("traffic-off-nvlink", path.text))  # NVLink is there
         for launch in result.launches:
             found += _of_samples(launch)
             if uneven := list(_uneven(launch)):
@@ -298,13 +300,6 @@ def _of_disturbances(result: CaseResult) -> Iterator[Finding]:
         yield finding("profile-invalid", f"The measurement was disturbed: {'; '.join(others)}")
     if power:
         yield finding("clocks-held-down", f"Times depend on the limits of power and heat: {'; '.join(power)}")
-
-
-def _of_path(result: CaseResult) -> Iterator[Finding]:
-    """Yield the path of traffic that did not go over NVLink although it is there."""
-    path = result.traffic.path if result.traffic is not None else None
-    if path is not None and path.link not in (None, "nvlink") and path.nvlink_bytes is not None:
-        yield finding("traffic-off-nvlink", path.text)
 
 
 def _of_samples(launch: Launch) -> Iterator[Finding]:
