@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import Literal, NamedTuple
 
 from pytest_llmgpu.analysis.findings import finding
@@ -343,9 +343,9 @@ def _of_dummy(
     clamp = _clamp(result)
     if checked.fault is not None:
         found = _wrong(checked.check.text, result, checked.fault)
-        return [found if clamp is None else finding("wrong-answers", f"{clamp.text}: {checked.check.text}", clamp.step)]
+        return [found if clamp is None else finding("wrong-answers", f"{clamp[0]}: {checked.check.text}", clamp[1])]
     if clamp is not None:
-        return [clamp.warning]
+        return [_may_be_wrong(clamp)]
     if mp is None and result.case.strategy != REFERENCE_STRATEGY:
         strategy, reason = result.case.strategy, missing(result, earlier)
         text = f"every batch size of {strategy} may be wrong in the same way: there is no independent case to compare "
@@ -374,7 +374,7 @@ def _of_accuracy(
         text += f". Guessing gives {percent(_chance(result), 0)}{f': {cause}' if clamp is None else ''}"
     if clamp is not None:
         wrong = fault is not None
-        return [finding("wrong-answers", f"{clamp.text}: {text}", clamp.step) if wrong else clamp.warning]
+        return [finding("wrong-answers", f"{clamp[0]}: {text}", clamp[1]) if wrong else _may_be_wrong(clamp)]
     if fault == "inputs" and found.ok is not False:
         return [finding("unchecked-answers", text, _NEXT_STEPS[fault])]
     if fault is not None:
@@ -421,30 +421,22 @@ def _cause(
     return "strategy", f"{better}, so {result.case.strategy} loses the answers"
 
 
-class _Clamp(NamedTuple):
-    """A workspace that is too small for its tokens."""
-
-    text: str
-    step: str
-
-    @property
-    def warning(self) -> Finding:
-        return finding("unchecked-answers", f"{self.text}. Answers may be wrong although no check failed", self.step)
-
-
-def _clamp(result: CaseResult) -> _Clamp | None:
-    """Return the smallest workspace that is too small; None where none is."""
+def _clamp(result: CaseResult) -> tuple[str, str] | None:
+    """Return what a workspace that is too small for its tokens does, and the next step; None where none is."""
     sizes = [(launch.tokens_granted, launch.tokens_requested) for launch in result.launches]
     clamped = [(held, needed) for held, needed in sizes if held is not None and needed is not None and held < needed]
     if not clamped:
         return None
     held, needed = min(clamped)
-    strategy, step = result.case.strategy, "give it more memory or a smaller batch size"
-    owner = capital(strategy)
-    if strategy == _DEEPSPEED_STRATEGY:
+    owner, step = capital(result.case.strategy), "give it more memory or a smaller batch size"
+    if result.case.strategy == _DEEPSPEED_STRATEGY:
         owner, step = "DeepSpeed", f"Remove --llmgpu-iok-min-tokens (DeepSpeed then reports out of memory), or {step}"
     tokens = f"{held:,} of {needed:,} tokens"
-    return _Clamp(f"{owner}'s workspace held {tokens}, so keys and values of neighbouring heads overlap", step)
+    return f"{owner}'s workspace held {tokens}, so keys and values of neighbouring heads overlap", step
+
+
+def _may_be_wrong(clamp: tuple[str, str]) -> Finding:
+    return finding("unchecked-answers", f"{clamp[0]}. Answers may be wrong although no check failed", clamp[1])
 
 
 def _value(result: CaseResult, metric: str) -> float:
@@ -548,14 +540,12 @@ def _from_reference(generation: Generation, of_mp: Generation | None) -> float |
 
 def _largest(loglikelihoods: str, expected: str, texts: Generation) -> float | None:
     """Return the largest difference of the log-likelihood of a text, as a fraction; None where one is not finite."""
-    found, right = decode(loglikelihoods), decode(expected)
-    largest, start = 0.0, 0
+    found, right, largest = iter(decode(loglikelihoods)), iter(decode(expected)), 0.0
     for tokens in texts.new_tokens:
-        sums = math.fsum(found[start : start + tokens]), math.fsum(right[start : start + tokens])
-        if not all(map(math.isfinite, sums)):
+        own, other = math.fsum(islice(found, tokens)), math.fsum(islice(right, tokens))
+        if not (math.isfinite(own) and math.isfinite(other)):
             return None
-        largest = max(largest, abs(sums[0] - sums[1]) / max(abs(sums[1]), _LEAST_PER_TOKEN * tokens))
-        start += tokens
+        largest = max(largest, abs(own - other) / max(abs(other), _LEAST_PER_TOKEN * tokens))
     return largest
 
 
@@ -566,12 +556,8 @@ def _worst(differences: Sequence[float | None]) -> float | None:
 
 
 def _texts(generation: Generation) -> list[list[int]]:
-    tokens, texts = decode_tokens(generation.tokens).tolist(), []
-    start = 0
-    for count in generation.new_tokens:
-        texts.append(tokens[start : start + count])
-        start += count
-    return texts
+    tokens = iter(decode_tokens(generation.tokens))
+    return [list(islice(tokens, count)) for count in generation.new_tokens]
 
 
 def _differ(difference: float | None) -> str:
