@@ -5,7 +5,7 @@ FLOPs that were counted play no part: a program that computes too much would rai
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from pytest_llmgpu.report.result import CaseResult, Launch
 from pytest_llmgpu.report.work import Bound, Ceilings, ModelSize, Work
@@ -39,43 +39,32 @@ def bound(result: CaseResult, work: Work | None, ceilings: Ceilings | None) -> B
     flops_per_s, bytes_per_s = rates
     model, launch = work.model, result.launches[-1]
     prefills = [
-        _Forwards(1, forward_flops(model, tokens, sequences) / flops_per_s, model.weights_bytes / bytes_per_s)
+        (1, forward_flops(model, tokens, sequences), float(model.weights_bytes))
         for tokens, sequences in zip(launch.batches.tokens, launch.batches.sequences, strict=True)
     ]
-    steps = [
-        _Forwards(count, flops / flops_per_s, read_bytes / bytes_per_s)
-        for count, flops, read_bytes in _steps(model, launch)
-    ]
-    forwards = [*prefills, *steps]
-    bound_s = sum(one.bound_s for one in forwards) + wire_s
+    steps = _steps(model, launch)
+    compute_s = sum(number * flops for number, flops, _ in prefills + steps) / flops_per_s
+    memory_s = sum(number * read_bytes for number, _, read_bytes in prefills + steps) / bytes_per_s
+    prefills_s, steps_s = (
+        sum(number * max(flops / flops_per_s, size / bytes_per_s) for number, flops, size in forwards)
+        for forwards in (prefills, steps)
+    )
     times: dict[Literal["compute", "memory", "wire"], float] = {
-        "compute": sum(one.number * one.compute_s for one in forwards),
-        "memory": sum(one.number * one.memory_s for one in forwards),
+        "compute": compute_s,
+        "memory": memory_s,
         "wire": wire_s,
     }
-    step_count = sum(one.number for one in steps)
+    bound_s, step_count = prefills_s + steps_s + wire_s, sum(number for number, *_ in steps)
     return Bound(
-        compute_s=times["compute"],
-        memory_s=times["memory"],
+        compute_s=compute_s,
+        memory_s=memory_s,
         wire_s=wire_s,
         bound_s=bound_s,
         limited_by=max(times, key=lambda name: times[name]),
         share=bound_s / result.inference_s,
-        prefill_s=sum(one.bound_s for one in prefills) / len(prefills) if result.case.generates else None,
-        step_s=sum(one.bound_s for one in steps) / step_count if step_count else None,
+        prefill_s=prefills_s / len(prefills) if result.case.generates else None,
+        step_s=steps_s / step_count if step_count else None,
     )
-
-
-class _Forwards(NamedTuple):
-    """Equal forwards of one batch."""
-
-    number: int
-    compute_s: float
-    memory_s: float
-
-    @property
-    def bound_s(self) -> float:
-        return self.number * max(self.compute_s, self.memory_s)
 
 
 def _steps(model: ModelSize, launch: Launch) -> list[tuple[int, float, float]]:

@@ -31,6 +31,8 @@ _MOST = 0.5
 carried all bytes if it counted this fraction and PCIe did not: sums in the NVLink switch take fewer bytes than a ring,
 0.57 of them with 8 GPUs."""
 
+_UNKNOWN = "an unknown part"
+
 _COVERED = 0.9
 """Readings that cover less of a window miss bytes."""
 
@@ -146,7 +148,7 @@ def _describe(link: Link, total: _Sender, senders: Sequence[_Sender], profile: P
             text += f"; {worst.name} {counted}, its rank sent {expected} ({signed_percent(worst.share - 1)})"
         return text
     if total.pcie is None or total.pcie_received is None:
-        pcie = f"{_counted(None)} of {byte_size(total.expected)} ({_reason(profile, 'pcie_')})"
+        pcie = f"{_UNKNOWN} of {byte_size(total.expected)} ({_reason(profile, 'pcie_')})"
     else:
         pcie = (
             f"{byte_size(total.pcie)} sent and {byte_size(total.pcie_received)} received, with packet headers and the "
@@ -190,10 +192,6 @@ def _reason(profile: Profile, name: str) -> str:
     return (reasons or [default])[0].rstrip(".")
 
 
-def _counted(size: float | None) -> str:
-    return "an unknown part" if size is None else byte_size(size)
-
-
 def pcie_bytes(profile: Profile, device: DeviceProfile, way: str) -> float | None:
     """Return the bytes over PCIe in the readings of a device; None where the readings cover too little of the window.
 
@@ -219,11 +217,11 @@ def describe_move(base: Path, head: Path) -> str:
     """Return how the path of traffic changed, in words without a full stop; both paths are known."""
     assert base.link is not None
     assert head.link is not None
-    if base.nvlink_bytes is None and head.nvlink_bytes is None:
-        name, then, now = "PCIe", base.pcie_bytes, head.pcie_bytes
-    else:
-        name, then, now = "NVLink", base.nvlink_bytes, head.nvlink_bytes
+    name, sizes = "NVLink", [base.nvlink_bytes, head.nvlink_bytes]
+    if sizes == [None, None]:
+        name, sizes = "PCIe", [base.pcie_bytes, head.pcie_bytes]
+    then, now = (_UNKNOWN if size is None else byte_size(size) for size in sizes)
     return (
-        f"moved from {NAMES[base.link]} to {NAMES[head.link]}: {name} carried {_counted(then)} for "
-        f"{byte_size(base.expected_bytes)} sent, now {_counted(now)} for {byte_size(head.expected_bytes)}"
+        f"moved from {NAMES[base.link]} to {NAMES[head.link]}: {name} carried {then} for "
+        f"{byte_size(base.expected_bytes)} sent, now {now} for {byte_size(head.expected_bytes)}"
     )
