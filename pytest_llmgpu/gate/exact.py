@@ -208,68 +208,51 @@ def _changed_calls(then: Sequence[Mapping[str, int] | None], now: Sequence[Mappi
     return f"\nCalls: {listed(shown, _NAMED)}." if shown else ""
 
 
-def traffic_row(base: CaseResult, head: CaseResult, rule: AmountRule) -> Row | str:
+def traffic_row(base: CaseResult, head: CaseResult, rule: AmountRule) -> Row | str | None:
     """Compare the traffic of each rank: its calls, payload bytes and wire bytes over all collectives.
 
     A shift between collectives that leaves these sums within the threshold is OK, and the reason lists it. Forwards in
     a new execution, and so in batches with another padding, are NOT_COMPARABLE.
     """
-    missing = absent(head, "traffic", base.traffic, head.traffic, gated=rule.gate)
     if base.traffic is None or head.traffic is None:
-        assert missing is not None
-        return missing
-    before, after = _sent_by_rank(base.traffic), _sent_by_rank(head.traffic)
+        return absent(head, "traffic", base.traffic, head.traffic, gated=rule.gate)
+    then, now = _sent(base.traffic), _sent(head.traffic)
+    plans = [{launch.plan_sha256 for launch in one.launches} for one in (base, head)]
     result: Decided = "OK"
-    if before == after:  # Records can differ all the same: the collectives can be in another order.
+    if then == now:  # Records can differ all the same: the collectives can be in another order.
         reason = "Traffic is equal."
-    elif (other := other_execution(base, head)) and _plans(base) != _plans(head):
+    elif (other := other_execution(base, head)) and plans[0] != plans[1]:
         result, reason = "NOT_COMPARABLE", f"The batches differ (plan_sha256), and so does their traffic.\n{other}"
     else:
-        then, now = _summed(before, without=1), _summed(after, without=1)
-        results = [Amounts([then[place]], [now[place]]).result(rule.margin) for place in {**then, **now}]
-        result = min(results, key=WORST_FIRST.index)
-        reason = _traffic_change(before, after, within=rule.margin if result == "OK" else None)
+        ranks = [Amounts([then[place]], [now[place]]) for place in {**then, **now} if isinstance(place[0], int)]
+        result = min((rank.result(rule.margin) for rank in ranks), key=WORST_FIRST.index)
+        changed = sorted((place for place in {**then, **now} if then[place] != now[place]), key=str)
+        named = [
+            f"{collective} {then[collective, figure]:,} -> {now[collective, figure]:,} {figure}"
+            for collective, figure in changed
+            if isinstance(collective, str)
+        ]
+        signs = {now[place] > then[place] for place in changed}
+        word = "changed" if len(signs) > 1 else "grew" if True in signs else "fell"
+        limit = f" within the threshold of {percent(rule.margin)}" if result == "OK" else ""
+        more = f"; and {len(named) - _NAMED} more figures" if len(named) > _NAMED else ""
+        what = "; ".join(named[:_NAMED]) or "the ranks split it differently"
+        reason = f"Traffic {word}{limit}: {what}{more}."
     sent, now_sent = float(base.traffic.sent_bytes), float(head.traffic.sent_bytes)
     figures = {"base": sent, "head": now_sent, "ratio": now_sent / sent if sent else None, "threshold": rule.margin}
     return Row.of(head, "traffic", result, reason, gated=rule.gate, **figures)
 
 
-_Sent = Counter[tuple[int, str, str]]
-"""Rank, collective and name of a figure to its value."""
-
-
-def _sent_by_rank(traffic: Traffic) -> _Sent:
-    figures: _Sent = Counter()
+def _sent(traffic: Traffic) -> Counter[tuple[int | str, str]]:
+    """Return the sums of calls and bytes of each rank over all collectives, and of each collective over all ranks."""
+    sums: Counter[tuple[int | str, str]] = Counter()
     for number, rank in enumerate(traffic.ranks):
         for entry in rank:
-            figures[number, entry.collective, "calls"] += entry.calls
-            figures[number, entry.collective, "payload bytes"] += entry.payload_bytes
-            figures[number, entry.collective, "wire bytes"] += entry.wire_bytes
-    return figures
-
-
-def _summed(figures: _Sent, *, without: int) -> Counter[tuple[int | str, ...]]:
-    """Return the sums over one part of the key: 0, the ranks; 1, the collectives."""
-    sums: Counter[tuple[int | str, ...]] = Counter()
-    for key, value in figures.items():
-        sums[key[:without] + key[without + 1 :]] += value
+            for place in (number, entry.collective):
+                sums[place, "calls"] += entry.calls
+                sums[place, "payload bytes"] += entry.payload_bytes
+                sums[place, "wire bytes"] += entry.wire_bytes
     return sums
-
-
-def _traffic_change(before: _Sent, after: _Sent, *, within: float | None) -> str:
-    """Describe a change of the traffic; `within` is the threshold that it does not exceed."""
-    grew, fell = (any(sign * (after[place] - before[place]) > 0 for place in {**before, **after}) for sign in (1, -1))
-    then, now = _summed(before, without=0), _summed(after, without=0)
-    changed = [
-        f"{collective} {then[collective, figure]:,} -> {now[collective, figure]:,} {figure}"
-        for collective, figure in sorted(then.keys() | now.keys())
-        if then[collective, figure] != now[collective, figure]
-    ]
-    what = "; ".join(changed[:_NAMED]) or "the ranks split it differently"
-    more = f"; and {len(changed) - _NAMED} more figures" if len(changed) > _NAMED else ""
-    word = "changed" if grew and fell else "grew" if grew else "fell"
-    limit = "" if within is None else f" within the threshold of {percent(within)}"
-    return f"Traffic {word}{limit}: {what}{more}."
 
 
 def path_row(base: CaseResult, head: CaseResult, *, gated: bool) -> Row | str | None:
@@ -279,19 +262,13 @@ def path_row(base: CaseResult, head: CaseResult, *, gated: bool) -> Row | str | 
     if not any(head.traffic.ranks):
         return "nothing is sent"
     then, now = base.traffic.path, head.traffic.path
-    links = [None if path is None else path.link for path in (then, now)]
-    if (missing := absent(head, "path", *links, gated=gated)) is not None:
-        return missing
-    assert then is not None
-    assert then.link is not None
-    assert now is not None
-    assert now.link is not None
+    before, after = (None if path is None else path.link for path in (then, now))
+    if then is None or now is None or before is None or after is None:
+        return absent(head, "path", before, after, gated=gated)
     if not has_moved(then, now):
-        return Row.of(head, "path", "OK", f"Traffic goes over {NAMES[now.link]} as before.", gated=gated)
-    slower = FASTEST_FIRST.index(now.link) > FASTEST_FIRST.index(then.link)
-    return Row.of(
-        head, "path", "REGRESSED" if slower else "IMPROVED", f"Traffic {describe_move(then, now)}.", gated=gated
-    )
+        return Row.of(head, "path", "OK", f"Traffic goes over {NAMES[after]} as before.", gated=gated)
+    result: Decided = "REGRESSED" if FASTEST_FIRST.index(after) > FASTEST_FIRST.index(before) else "IMPROVED"
+    return Row.of(head, "path", result, f"Traffic {describe_move(then, now)}.", gated=gated)
 
 
 def execution_row(base: CaseResult, head: CaseResult, *, gated: bool) -> Row | None:
@@ -536,7 +513,3 @@ def with_distinct_names(rows: Sequence[Row], results: Sequence[CaseResult]) -> S
             its = [f"{name}={value}" for name in shown if (value := one.get(name)) is not None]
             names[key] = f"{strategy} ({', '.join(its[:_NAMED_FIELDS])})" if its else strategy
     return [msgspec.structs.replace(row, id=names[row.key]) if row.key in names else row for row in rows]
-
-
-def _plans(result: CaseResult) -> set[str | None]:
-    return {launch.plan_sha256 for launch in result.launches}

@@ -49,9 +49,9 @@ class Exported:
 
     column: str
     """Column of the CSV table."""
-    label: str | None
+    label: str | None = None
     """Name in github-action-benchmark; None: not exported there, since each case would repeat it."""
-    measure: str | None
+    measure: str | None = None
     """Measure in Bencher; None likewise."""
     measure_scale: float = 1.0
     """Bencher's unit per unit of the figure: 1e9 where seconds become nanoseconds."""
@@ -170,10 +170,6 @@ def _accuracy(result: CaseResult) -> Figure | None:
     return None if result.case.load_format == "dummy" else _figure(metric, value)
 
 
-def _traffic(result: CaseResult) -> Figure | None:
-    return None if result.traffic is None else _figure("bytes/sequence", result.traffic.wire_bytes_per_sequence)
-
-
 def _medians(result: CaseResult, name: str) -> list[float]:
     """Return the median of a column of the generation for each launch that has it."""
     columns = [getattr(launch.generation, name) for launch in result.launches if launch.generation is not None]
@@ -262,8 +258,7 @@ def _operations(value: float) -> str:
     return f"{value / unit:,.5g} {name}"
 
 
-def _counted(value: float) -> str:
-    return f"{value:,.0f}"
+_counted = "{:,.0f}".format
 
 
 _ITEMS = "Read the items in `lost` of the verdict's row in the report."
@@ -339,17 +334,17 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec(
         name="token_p95",
         figure=lambda result: _figure("s", result.token_p95_s),
-        exported=Exported(column="token_p95_s", label=None, measure=None),
+        exported=Exported(column="token_p95_s"),
     ),
     MetricSpec(
         name="kv_cache",
         figure=_kv_cache,
-        exported=Exported(column="kv_cache_bytes", label=None, measure=None),
+        exported=Exported(column="kv_cache_bytes"),
     ),
     MetricSpec(
         name="token_traffic",
         figure=_token_traffic,
-        exported=Exported(column="wire_bytes_per_token", label=None, measure=None),
+        exported=Exported(column="wire_bytes_per_token"),
     ),
     MetricSpec(
         name="sequences",
@@ -386,7 +381,13 @@ METRICS: tuple[MetricSpec, ...] = (
         trended=Trended(title="accuracy (%)", scale=0.01),
     ),
     MetricSpec(
-        name="predictions", rule="answers", gate=False, points=True, unit="acc", written=_points, next_step=_ITEMS
+        name="predictions",
+        rule="answers",
+        gate=False,
+        points=True,
+        unit="acc",
+        written=_points,
+        next_step=_ITEMS,
     ),
     MetricSpec(
         name="flops",
@@ -416,7 +417,7 @@ METRICS: tuple[MetricSpec, ...] = (
         figure=lambda result: _per(
             lambda launch: len(_eager_batches(launch)), _of_ranks("host_syncs"), "calls/forward", result
         ),
-        exported=Exported(column="host_syncs_per_forward", label=None, measure=None),
+        exported=Exported(column="host_syncs_per_forward"),
     ),
     MetricSpec(
         name="kernels",
@@ -431,7 +432,7 @@ METRICS: tuple[MetricSpec, ...] = (
         figure=lambda result: _per(
             lambda launch: len(launch.work.batches) if launch.work else 0, _of_ranks("kernels"), "calls/forward", result
         ),
-        exported=Exported(column="kernels_per_forward", label=None, measure=None),
+        exported=Exported(column="kernels_per_forward"),
         trended=Trended(title="kernel calls (per forward, all ranks)"),
     ),
     MetricSpec(
@@ -465,7 +466,9 @@ METRICS: tuple[MetricSpec, ...] = (
         unit="wire bytes",
         written=_sent,
         next_step="Exact counts do not vary by chance: find what sends more since the baseline.",
-        figure=_traffic,
+        figure=lambda result: _figure(
+            "bytes/sequence", result.traffic.wire_bytes_per_sequence if result.traffic is not None else None
+        ),
         exported=Exported(
             column="wire_bytes_per_sequence", label="sent per sequence", measure="wire-bytes-per-sequence"
         ),
@@ -486,7 +489,7 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec(
         name="load_time",
         figure=lambda result: _median("s", [launch.load_s for launch in result.launches if launch.load_s]),
-        exported=Exported(column="load_s", label=None, measure=None),
+        exported=Exported(column="load_s"),
     ),
 )
 """Every metric, in the order in which a reader meets them: outcome before numbers."""
