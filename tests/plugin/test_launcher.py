@@ -119,8 +119,10 @@ def test_two_nodes_measure_a_case(pytester: pytest.Pytester) -> None:
     assert result.outcome == "completed"
     assert result.launches[0].accuracy is not None
     assert result.traffic is not None
-    (sent,) = {(one.collective, one.calls, one.payload_bytes) for rank in result.traffic.ranks for one in rank}
-    assert sent[0] == "all_reduce"
+    first, second = result.traffic.ranks
+    assert first == second
+    assert [one.collective for one in first] == ["all_reduce", "all_gather"]
+    assert result.traffic.sent_bytes == result.traffic.between_nodes_bytes
 
 
 def _start(command: Sequence[str], variables: dict[str, str]) -> subprocess.Popen[str]:
