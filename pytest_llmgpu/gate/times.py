@@ -647,49 +647,39 @@ def _row(case: Timed, estimate: Estimate, *, ps: tuple[float, float], family: in
             family=tests,
             confidence=confidence,
         )
-    threshold, (low, high) = math.expm1(limit), (_ratio(change - half), _ratio(change + half))
     base_s, head_s = case.seconds[case.slowest]
-    reason, step = _described(case, estimate, result, threshold, (low, high), needed, family, note)
-    return Row.of(
+    row = Row.of(
         case.result,
         case.metric,
         result,
-        reason,
-        next_step=step,
+        "",
         gated=case.gated,
         base=base_s,
         head=head_s,
         ratio=_ratio(change),
-        low=low,
-        high=high,
-        threshold=threshold,
+        low=_ratio(change - half),
+        high=_ratio(change + half),
+        threshold=math.expm1(limit),
         p=slower if change >= 0 else faster,
         n=min(map(len, case.ranks[0])),
-        smallest_seen=smallest_slowdown(threshold, shown, error),
+        smallest_seen=smallest_slowdown(math.expm1(limit), shown, error),
         launches_needed=needed,
     )
+    reason, step = _described(case, estimate, row, family, note)
+    return msgspec.structs.replace(row, reason=reason, next_step=step)
 
 
-def _described(
-    case: Timed,
-    estimate: Estimate,
-    result: Decided,
-    threshold: float,
-    interval: tuple[float, float],
-    needed: int | None,
-    family: int,
-    note: str,
-) -> tuple[str, str]:
+def _described(case: Timed, estimate: Estimate, row: Row, family: int, note: str) -> tuple[str, str]:
     """Return the reason of a verdict in at most two lines, and the next step where more launches do not decide."""
-    base_s, head_s = case.seconds[case.slowest]
+    (base_s, head_s), unit = case.seconds[case.slowest], spec_of(case.metric).unit
+    ratio, low, high, threshold = row.ratio or 0.0, row.low or 0.0, row.high or 0.0, row.threshold or 0.0
     of_rank = f" of rank {case.slowest}" if len(case.ranks) > 1 else ""
-    can_be_judged = not case.machine_sd or result == "REGRESSED" or threshold <= _LARGEST_THRESHOLD
+    can_be_judged = not case.machine_sd or row.result == "REGRESSED" or threshold <= _LARGEST_THRESHOLD
     limit = f", threshold {_threshold(threshold)}" if can_be_judged else ""
-    low, high = (100 * (end - 1) for end in interval)
-    unit = spec_of(case.metric).unit
     reason = (
-        f"{_NAMES[case.metric]}{of_rank} {signed_percent(_ratio(estimate.change) - 1)} "
-        f"(90 % CI {low:+.1f} to {high:+.1f} %){limit}: {_amount(head_s, unit)}, was {_amount(base_s, unit)}."
+        f"{_NAMES[case.metric]}{of_rank} {signed_percent(ratio - 1)} "
+        f"(90 % CI {100 * (low - 1):+.1f} to {100 * (high - 1):+.1f} %){limit}: "
+        f"{_amount(head_s, unit)}, was {_amount(base_s, unit)}."
     )
     if case.machine_sd:
         start = "The" if can_be_judged else "Slowdowns cannot be judged: the"
@@ -698,23 +688,23 @@ def _described(
             f" {start} baseline is from other boards ({source} spread between boards: {100 * case.machine_sd:.2g} %)."
         )
     reason += case.left_out
-    if result in {"REGRESSED", "IMPROVED"}:
+    if row.result in {"REGRESSED", "IMPROVED"}:
         return "\n".join(filter(None, (reason, note))), ""
     if estimate.spread >= math.log(case.spread):
-        ratio = math.exp(min(estimate.spread, 700.0))
         step = "Look for other users of the machine (nvidia-smi, top), then measure again."
-        return f"{reason}\nLaunches of one report differ by a factor of {ratio:.1f}.", step
+        return f"{reason}\nLaunches of one report differ by a factor of {_ratio(estimate.spread):.1f}.", step
     if case.machine_sd:
         # An OK row has a step as well: behind so much noise that a slowdown would not have been seen, it is not OK.
         return reason, "Measure the baseline on these boards."
-    if result == "OK":
+    if row.result == "OK":
         return reason, ""
     chance = f" Not statistically significant among {plural(family, 'row')}."
+    needed = row.launches_needed
     least = f"more than {PRACTICAL_LAUNCHES}" if needed is None or needed > PRACTICAL_LAUNCHES else needed
     return (
         f"{reason}{chance if estimate.change > math.log1p(threshold) else ''}\n"
         f"Minimum launches required in each report to detect {100 * (case.threshold + PROMISED):+.3g} %: "
-        f"{least}, now {min(map(len, case.ranks[0])):,}."
+        f"{least}, now {row.n:,}."
     ), ""
 
 
