@@ -250,7 +250,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     benchmark = _made(config)
     if benchmark is None:
         return
-    for line in benchmark.troubles():
+    for line in benchmark.problems():
         terminalreporter.write_line(printable_lines(f"FAILED {line}"), red=True)
     if text := benchmark.summary(verbose=config.getoption("verbose") > 0):
         terminalreporter.section("LLM inference")

@@ -94,9 +94,9 @@ class Recorder:
             file.check_writable(storage_path / "0001.json")
 
     @property
-    def troubles(self) -> list[str]:
+    def problems(self) -> list[str]:
         """Return a line for each file that is missing or incomplete, with the reason."""
-        return [trouble for trouble in (self._unwritten, self._unsaved, self._unmade) if trouble is not None]
+        return [problem for problem in (self._unwritten, self._unsaved, self._unmade) if problem is not None]
 
     def whereabouts(self) -> list[str]:
         """Return a line for each file, its path or the reason why it is missing, and one on what to do with them."""

@@ -209,7 +209,7 @@ class BenchmarkSession:
             self._out_of_memory.discard(group)  # the test itself fails
         return found
 
-    def troubles(self) -> list[str]:
+    def problems(self) -> list[str]:
         """Return a line for each reason why a run fails although no test failed.
 
         The reasons are a report that could not be written, a regression that no item of the gate reported, and a group
@@ -220,7 +220,7 @@ class BenchmarkSession:
             f"{strategy}, {options.model}: out of memory, and nothing completed"
             for strategy, options in sorted(self._out_of_memory & self._required - self._completed, key=repr)
         ]
-        return [*self.recorder.troubles, *unreported, *nothing_fitted]
+        return [*self.recorder.problems, *unreported, *nothing_fitted]
 
     def profilers_of(self, machine: Machine) -> NodeProfilers:
         """Return the profilers of the devices of a machine; the samplers of other devices are ended first."""
@@ -261,12 +261,12 @@ class BenchmarkSession:
                 them. `complete` in the report covers only the tests that were not deselected.
 
         Returns:
-            The exit status of the run: that of pytest, 1 if it is 0 and the run has troubles, or that of an interrupted
+            The exit status of the run: that of pytest, 1 if it is 0 and the run has problems, or that of an interrupted
             run after Ctrl-C.
         """
 
         def checked(status: int) -> int:
-            return 1 if status == 0 and self.troubles() else status
+            return 1 if status == 0 and self.problems() else status
 
         if self.judge is not None:
             # The verdicts decide the status, and no item of the gate may have run.

@@ -115,7 +115,7 @@ def test_a_run_that_could_not_be_saved_is_not_green(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(store, "save", full)
     kept = _finished(tmp_path, Options(save=""))
     said = "the report could not be saved in store: No space left on device"
-    assert kept.troubles == [said]
+    assert kept.problems == [said]
     assert kept.whereabouts()[:2] == ["report: report.json", said]
 
 

@@ -174,7 +174,7 @@ def test_a_figure_that_is_not_finite_loses_no_report(
     _add(recorded, result)
     recorded.conclude(0, None, interrupted=False, expected=[], deselected=[])
     (copy,) = tmp_path.glob("tmp/*/report.json")
-    (trouble,) = recorded.troubles
+    (trouble,) = recorded.problems
     assert "$.cases[0].launches[0].wall_s is nan" in trouble
     assert trouble.endswith(f"the report is {copy}")
     assert file.load(copy).cases[0].launches[0].wall_s is None
