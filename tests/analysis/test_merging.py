@@ -36,10 +36,16 @@ def test_launches_of_a_case_become_its_launches() -> None:
         _measured(with_launches([level], sequences=20), with_launches([2 * level], sequences=40, batch_size=2))
         for level in (1.0, 3.0, 1.1)
     ]
+    for report in reports:  # the bound itself depends on the case and the machine alone
+        report.cases[0].bound = Bound(
+            compute_s=21.0, memory_s=1.0, wire_s=0.0, bound_s=21.0, limited_by="compute", share=0.1
+        )
     merged = merge(reports)
     assert [result.id for result in merged.cases] == ["mp-bs1", "mp-bs2"]
     assert [_seconds(result) for result in merged.cases] == [[1.0, 3.0, 1.1], [2.0, 6.0, 2.2]]
     assert merged.cases[0].inference_s == pytest.approx(1.1 * 210)
+    assert merged.cases[0].bound is not None
+    assert merged.cases[0].bound.share == pytest.approx(21.0 / (1.1 * 210))
     assert [len(result.launches) for report in reports for result in report.cases] == [1] * 6
     assert parse(encode(merged, compressed=False), "merged") == merged
 
@@ -61,19 +67,6 @@ def test_kernels_of_several_reports_share_one_list_of_names() -> None:
             shown = [[None if row.kernel is None else names[row.kernel] for row in rows] for rows in of_launches]
             assert shown == [["gemm", "add", "gemm", None], ["mul", "gemm", "mul", None]]
     assert reports[1].cases[0].launches[0].work == make_work(1)
-
-
-def test_the_share_of_the_bound_is_that_of_all_launches() -> None:
-    """The bound itself depends on the case and the machine alone."""
-    reports = [_measured(with_launches([level], sequences=20)) for level in (1.0, 3.0)]
-    for report in reports:
-        report.cases[0].bound = Bound(
-            compute_s=21.0, memory_s=1.0, wire_s=0.0, bound_s=21.0, limited_by="compute", share=0.1
-        )
-    found = merge(reports).cases[0]
-    assert found.bound is not None
-    assert found.inference_s is not None
-    assert found.bound.share == pytest.approx(21.0 / found.inference_s)
 
 
 def test_one_report_alone_stays_the_same() -> None:
@@ -115,28 +108,34 @@ def test_a_case_measured_twice_stays_two_cases() -> None:
     assert [_seconds(result) for result in merge(twice).cases] == [[1.0, 1.1], [5.0, 5.1]]
 
 
-def test_launches_of_other_cases_are_refused() -> None:
-    """The message names the cases that only one report has."""
-    with pytest.raises(ValueError, match=r"^base-1 and base-2 measured different cases") as caught:
-        merge([_measured(make_result()), _measured(make_result(batch_size=2))], ["base-1", "base-2"])
-    assert str(caught.value).endswith(": only base-1 has mp-bs1; only base-2 has mp-bs2")
-    with pytest.raises(ValueError, match=r"only launch 2 has mp-bs1#2$"):
-        merge(
-            [_measured(make_result()), _measured(make_result(), msgspec.structs.replace(make_result(), id="mp-bs1#2"))]
-        )
+_TWICE = msgspec.structs.replace(make_result(), id="mp-bs1#2")
+
+
+def _on_one_l4() -> Report:
+    report = _measured(make_result())
+    report.environment.gpus = [Gpu(index=0, uuid="GPU-0", name="NVIDIA L4")]
+    return report
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (
+            _measured(make_result(batch_size=2)),
+            "and launch 2 measured different cases .*: only launch 1 has mp-bs1; only",
+        ),
+        (_measured(make_result(), _TWICE), r"only launch 2 has mp-bs1#2$"),
+        (_measured(make_result(), sha="b" * 40), f"launch 2 measured commit {'b' * 40} and launch 1 commit {'a' * 40}"),
+        (_on_one_l4(), "launch 2 ran on another machine than launch 1: GPUs 4 -> 1; GPU model"),
+    ],
+)
+def test_launches_of_other_cases_commits_or_machines_are_refused(other: Report, message: str) -> None:
+    """They are no replicates; an unknown commit is accepted."""
+    with pytest.raises(ValueError, match=message):
+        merge([_measured(make_result()), other])
     with pytest.raises(ValueError, match="at least one report"):
         merge([])
-
-
-def test_launches_of_other_commits_or_machines_are_refused() -> None:
-    """They are no replicates; an unknown commit is accepted."""
-    with pytest.raises(ValueError, match=f"launch 2 measured commit {'b' * 40} and launch 1 commit {'a' * 40}"):
-        merge([_measured(make_result()), _measured(make_result(), sha="b" * 40)])
     assert merge([_measured(make_result()), _measured(make_result(), sha=None)]).commit.sha == "a" * 40
-    other = _measured(make_result())
-    other.environment.gpus = [Gpu(index=0, uuid="GPU-0", name="NVIDIA L4")]
-    with pytest.raises(ValueError, match="launch 2 ran on another machine than launch 1: GPUs 4 -> 1; GPU model"):
-        merge([_measured(make_result()), other])
 
 
 def test_traffic_that_differs_between_launches_is_unknown() -> None:
