@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from pytest_llmgpu.session.session import BenchmarkSession
 
 _OUT_OF_MEMORY = ("oom", "skipped_after_oom")
-_WORKER_ERROR = "llmgpu_usage_error"
-"""Key of the error that an xdist worker sends to its controller."""
 _MARKER_ERRORS = pytest.StashKey[dict[str, str]]()
 """In `config.stash`: node id of each test function whose markers are not allowed to the reason."""
 _PEERS: pytest.StashKey[Peers] = pytest.StashKey()
@@ -164,11 +162,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if not ours:
         return
     if hasattr(session.config, "workerinput"):
-        if options.resolve(session.config).compare is not None:
-            # A run that is compared must not pass without a measurement.
-            session.config.workeroutput[_WORKER_ERROR] = f"-n: {_NO_WORKERS}"  # type: ignore[attr-defined]  # xdist's own
         for item in ours:
-            item.add_marker(pytest.mark.skip(reason=_NO_WORKERS))
+            if options.resolve(session.config).compare is not None:
+                _refuse(item, _NO_WORKERS)  # a run that is compared must not pass without a measurement
+            else:
+                item.add_marker(pytest.mark.skip(reason=_NO_WORKERS))
         return
     from pytest_llmgpu.strategies import BUILT_IN
 
@@ -190,14 +188,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Fail a test that cannot be measured, with the reason in one line."""
     if (reason := item.stash.get(_REFUSED, None)) is not None:
         pytest.fail(reason, pytrace=False)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any) -> None:
-    """Refuse a run that is compared where xdist's workers collected our tests: the last hook that can do so."""
-    error = getattr(node, "workeroutput", {}).get(_WORKER_ERROR)
-    if error is not None:
-        raise pytest.UsageError(error)
 
 
 def pytest_report_collectionfinish(config: pytest.Config, items: Sequence[pytest.Item]) -> list[str]:

@@ -97,7 +97,7 @@ def run_bisect(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--max-launches={most}: at least {_FEWEST} are needed: GOOD, BAD and one commit")
     references = {"good": arguments.good_ref, "bad": arguments.bad_ref}
     good, bad = (worktrees.sha_of(name) for name in references.values())
-    looks = ends_looks(most)
+    looks = ab.looks(max(1, most // 4))  # the ends take at most half of the launches
     with subprocesses.interruptible(), begun(good, bad) as history:
         kept = launches.kept(_KEPT, f"{good[:LETTERS]}_{bad[:LETTERS]}")
         with worktrees.checked_out([*references.values()]) as trees:
@@ -267,11 +267,6 @@ def begun(good: str, bad: str, folder: Path = Path()) -> Iterator[Bisection]:
         root = add("bisection", bad)
         worktrees.git_output(root, "bisect", "start", bad, good)
         yield Bisection(root, folder)
-
-
-def ends_looks(launches: int) -> tuple[int, ...]:
-    """Return the numbers of launches of each end after which they are compared: the ends take at most half of all."""
-    return ab.looks(max(1, launches // 4))
 
 
 def measure_ends(
