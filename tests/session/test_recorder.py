@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.report_factory import make_answers, make_ceilings, make_failed, make_result, make_traffic, make_work
+from support.report_factory import make_ceilings, make_failed, make_result, make_traffic, make_work
 
 from pytest_llmgpu.profiling import machine
 from pytest_llmgpu.profiling.machine import Machine, TorchFacts
@@ -84,12 +84,6 @@ def test_the_environment_has_the_ceilings_and_the_names_of_kernels(recorded: Rec
     assert "bound" not in added.why
 
 
-def test_a_failure_without_a_log_keeps_none(recorded: Recorder) -> None:
-    """No log differs from an empty log."""
-    result = _add(recorded, make_failed("interrupted", Failure(phase="load", message="x")))
-    assert result.failure == Failure(phase="load", message="x")
-
-
 def test_every_case_is_written_at_once_under_a_name_of_its_own(recorded: Recorder) -> None:
     """An interrupted session keeps its measured cases; a second measurement does not replace the first."""
     assert recorded.path is not None
@@ -143,24 +137,6 @@ def test_options_lose_their_folders(recorded: Recorder) -> None:
     _add(recorded, make_result(device="cpu", devices=1))
     assert recorded.report is not None
     assert recorded.report.options["--llmgpu-dataset"] == "d.jsonl"
-
-
-def test_a_case_is_compared_with_mp_of_the_same_session(recorded: Recorder) -> None:
-    """The checked metric counts; a case without a comparison has the reason."""
-    cpu: dict[str, Any] = {"device": "cpu", "devices": 1}
-    alone = _add(recorded, make_result(1.0, make_answers([True] * 5), strategy="tp", **cpu))
-    mp = _add(recorded, make_result(1.0, make_answers([True] * 5), **cpu))
-    tp = _add(recorded, make_result(1.0, make_answers([False] * 2 + [True] * 3), strategy="tp", **cpu))
-    failed = _add(recorded, make_failed("oom", strategy="tp", batch_size=2, **cpu))
-    assert recorded.path is not None
-    written = file.load(recorded.path).cases
-    for result in (alone, mp, failed):
-        assert result.comparison is None
-        assert result.why["comparison"]
-    assert "comparison" not in tp.why
-    found = written[2].comparison
-    assert found is not None
-    assert (found.reference, found.flipped, found.lost, found.won, found.mcnemar_p) == ("mp-bs1", [0, 1], 2, 0, 0.5)
 
 
 def test_a_figure_that_is_not_finite_loses_no_report(
