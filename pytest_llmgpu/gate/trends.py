@@ -29,6 +29,9 @@ from pytest_llmgpu.store.store import Stored
 Change = Literal["worse", "better", "disturbed"]
 """The change of a figure from the earlier ones. A `disturbed` time is compared with no other one."""
 
+_Marks = dict[int, tuple[Change, str]]
+"""The changes of a metric of one case and their reasons, by the place of the report."""
+
 _SMALLEST = 0.002
 """Smallest step that is stated, as a fraction. A test of figures that hardly vary would find any."""
 
@@ -67,17 +70,6 @@ class Figure(NamedTuple):
     """The change in one sentence."""
 
 
-class Column(NamedTuple):
-    """One report."""
-
-    number: int
-    """The number of the report in the store."""
-    commit: str
-    """The measured commit, shortened."""
-    created: str
-    """The time of the measurement."""
-
-
 class Line(NamedTuple):
     """One metric of one case over all reports."""
 
@@ -107,8 +99,8 @@ class Trend(NamedTuple):
     """The name of the metric."""
     title: str
     """The title of the metric with its unit."""
-    columns: list[Column]
-    """The reports, the oldest first."""
+    columns: list[tuple[str, str, str]]
+    """Date, number in the store and commit of each report, the oldest first."""
     lines: list[Line]
     """The cases, by strategy in the order in which these ran, then by batch size."""
 
@@ -116,14 +108,8 @@ class Trend(NamedTuple):
 def chosen(folder: Path, machine: str | None = None) -> list[Stored]:
     """Return the reports of one machine in the order of their measurement, without copies.
 
-    A promoted report is in the store twice, and its measurement can be much older than its promotion.
-
-    Args:
-        folder: a store, or the folder of one machine in a store.
-        machine: the machine, which is needed if the store has several.
-
-    Raises:
-        ValueError: there is no report, or the machine is ambiguous or unknown.
+    A promoted report is in the store twice, and its measurement can be much older than its promotion. The folder is a
+    store, or that of one machine in it; ValueError if it has no report, or those of several machines.
     """
     found = store.stored(folder) if folder.is_dir() else []
     if not found:
@@ -144,14 +130,12 @@ def chosen(folder: Path, machine: str | None = None) -> list[Stored]:
 
 
 def trends(kept: Sequence[tuple[Stored, Report]], last: int | None = None) -> list[Trend]:
-    """Return each metric over stored reports.
-
-    Args:
-        kept: the reports, the oldest first.
-        last: the number of newest reports with a column; None: all. Older reports are only compared with.
-    """
+    """Return each metric over stored reports, oldest first; those before the `last` ones are only compared with."""
     start = 0 if last is None else max(0, len(kept) - last)
-    columns = [Column(one.number, store.commit(report.commit), report.created) for one, report in kept[start:]]
+    columns = [
+        (report.created[:10], f"{one.number:04}", store.commit(report.commit).split(" ")[0])
+        for one, report in kept[start:]
+    ]
     cases: dict[tuple[str, str], dict[int, CaseResult]] = {}
     gpus = [frozenset(gpu.uuid for gpu in report.environment.gpus) for _, report in kept]
     for place, (_, report) in enumerate(kept):
@@ -162,23 +146,14 @@ def trends(kept: Sequence[tuple[Stored, Report]], last: int | None = None) -> li
     order = sorted(newest.items(), key=lambda one: (strategies.index(one[1].case.strategy), one[1].case.batch_size))
     names, reports = _names(newest), [f"{one.number:04}" for one, _ in kept]
     found = []
-    for spec in METRICS:
-        if spec.trended is None:
-            continue
+    for spec in (spec for spec in METRICS if spec.trended is not None):
         lines = []
         for identity, result in order:
             past = [_Past(place, gpus[place], one, _value(spec, one)) for place, one in sorted(cases[identity].items())]
-            if all(one.value is None for one in past if one.place >= start):
-                continue
-            marks = _marks(spec, past, reports, len(cases), start)
-            figures: list[Figure | None] = [None] * len(columns)
-            for one in past:
-                if one.place >= start:
-                    shown = None if one.value is None else one.value / spec.trended.scale
-                    change, reason = marks.get(one.place, (None, ""))
-                    figures[one.place - start] = Figure(shown, one.result.outcome, change, reason)
-            lines.append(Line(names[identity], result.case.strategy, figures))
-        if lines:
+            figures = _figures(spec, past, reports, len(cases), start)
+            if any(one is not None and one.value is not None for one in figures):
+                lines.append(Line(names[identity], result.case.strategy, figures))
+        if lines and spec.trended is not None:
             found.append(Trend(spec.name, spec.trended.title, columns, lines))
     return found
 
@@ -190,12 +165,8 @@ def steps(values: Sequence[float], prior: Prior, *, cases: int = 1) -> list[Step
     them: the likelihood-ratio test of a change point with unknown means and deviation (Hawkins, Qiu and Kang 2003, "The
     changepoint model for statistical process control", Journal of Quality Technology 35, 355-366). The deviation is
     moderated as that of the gate: the prior counts as some reports more, because few reports do not show their
-    deviation. There is no step where another figure of one report explains more: this may be an accident.
-
-    Args:
-        values: the figures of all reports, the oldest first; all are above 0.
-        prior: the expected noise of a report.
-        cases: the number of histories that are searched: any of them may show a change by chance.
+    deviation. There is no step where another figure of one report explains more: this may be an accident. All figures
+    are above 0; `cases` is the number of histories that are searched, any of which may show a change by chance.
     """
     logs = [math.log(value) for value in values]
     found: list[Step] = []
@@ -226,17 +197,27 @@ def _value(spec: MetricSpec, result: CaseResult) -> float | None:
     return None if figure is None else figure.value
 
 
-def _marks(
+def _figures(
     spec: MetricSpec, past: Sequence[_Past], names: Sequence[str], cases: int, start: int
-) -> dict[int, tuple[Change, str]]:
+) -> list[Figure | None]:
+    """Return the figure of one case in each report from `start` on, with its changes; a rate changes with the time."""
+    marks: _Marks = {}
     if spec.rule == "time":
-        return _steps(spec, past, names, cases, start)
-    return {} if spec.rule is None else _differences(spec, past, names)  # a rate changes with the time
+        marks = _steps(spec, past, names, cases, start)
+    elif spec.rule is not None:
+        marks = _differences(spec, past, names)
+    scale = spec.trended.scale if spec.trended is not None else 1.0
+    figures: list[Figure | None] = [None] * (len(names) - start)
+    for place, _, result, value in past:
+        if place >= start:
+            change, reason = marks.get(place, (None, ""))
+            figures[place - start] = Figure(None if value is None else value / scale, result.outcome, change, reason)
+    return figures
 
 
-def _differences(spec: MetricSpec, past: Sequence[_Past], names: Sequence[str]) -> dict[int, tuple[Change, str]]:
+def _differences(spec: MetricSpec, past: Sequence[_Past], names: Sequence[str]) -> _Marks:
     """Return the changes of an exact metric of one case, by the place of the report."""
-    marks: dict[int, tuple[Change, str]] = {}
+    marks: _Marks = {}
     known = [(one.place, one.value) for one in past if one.value is not None]
     for (before, was), (place, value) in itertools.pairwise(known):
         change = value - was if spec.points or not was else value / was - 1
@@ -246,14 +227,12 @@ def _differences(spec: MetricSpec, past: Sequence[_Past], names: Sequence[str]) 
     return marks
 
 
-def _steps(
-    spec: MetricSpec, past: Sequence[_Past], names: Sequence[str], cases: int, start: int
-) -> dict[int, tuple[Change, str]]:
+def _steps(spec: MetricSpec, past: Sequence[_Past], names: Sequence[str], cases: int, start: int) -> _Marks:
     """Return the changes of a time of one case: another outcome, a disturbance, or a step on the same GPUs.
 
     A step that began before the report `start`, the first with a column, is marked where it was found.
     """
-    marks: dict[int, tuple[Change, str]] = {}
+    marks: _Marks = {}
     for before, now in itertools.pairwise(past):
         fits = now.result.outcome not in OUT_OF_MEMORY
         if (before.result.outcome not in OUT_OF_MEMORY) != fits:

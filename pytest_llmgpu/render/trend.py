@@ -25,7 +25,7 @@ def tables(trends: Sequence[Trend], paint: Painter) -> str:
     """Return one table per metric, cases down and reports across, and the reason of each change."""
     parts = []
     for trend in trends:
-        head = [" ".join(name).replace(" ", "\n") for name in _reports(trend)]
+        head = ["\n".join(name) for name in trend.columns]
         body = []
         for line in trend.lines:
             cells = []
@@ -60,11 +60,6 @@ def page(trends: Sequence[Trend], machine: str) -> str:
     )
 
 
-def _reports(trend: Trend) -> list[tuple[str, str, str]]:
-    """Return date, number and commit of each report."""
-    return [(one.created[:10], f"{one.number:04}", one.commit.split(" ")[0]) for one in trend.columns]
-
-
 def _cell(one: Figure | None) -> str:
     if one is None:
         return ""
@@ -76,15 +71,15 @@ def _cell(one: Figure | None) -> str:
 def _changes(trend: Trend) -> Iterator[str]:
     """Yield one line per change, with its reason."""
     for line in trend.lines:
-        for column, one in zip(trend.columns, line.figures, strict=True):
+        for (_, number, _), one in zip(trend.columns, line.figures, strict=True):
             if one is not None and one.change is not None:
                 metric = trend.metric.replace("_", " ")
-                yield f"{_MARKS[one.change][0]} {column.number:04} {line.name} {metric}: {' '.join(one.reason.split())}"
+                yield f"{_MARKS[one.change][0]} {number} {line.name} {metric}: {' '.join(one.reason.split())}"
 
 
 def _chart(trend: Trend) -> Chart:
     """Return one line per case over the reports, with its name at its end and a mark at each change."""
-    labels = ["|".join(name) for name in _reports(trend)]
+    labels = ["|".join(name) for name in trend.columns]
     log = trend.metric not in _LINEAR
     rows: list[axes.Spec] = []
     ends: dict[str, axes.Spec] = {}
