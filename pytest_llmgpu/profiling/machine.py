@@ -136,13 +136,22 @@ def machine(
         return Machine(device="cpu", devices=devices or 1, gpus=[], facts=facts)
     inventory = nvml.inventory() if inventory is None else inventory
     if facts.devices:
-        return _cuda_machine(devices, facts, inventory, environ)
+        present, mask = len(facts.devices), environ.get("CUDA_VISIBLE_DEVICES")
+        if devices is not None and devices > present:
+            masked = "" if mask is None else f" with CUDA_VISIBLE_DEVICES={mask}"
+            raise ValueError(f"devices {devices}: CUDA lists {present}{masked}; allowed are 1 to {present}")
+        by_uuid = {gpu.uuid: gpu for gpu in inventory.gpus}
+        reason = inventory.why.get("nvml", "NVML does not list this device")
+        why = dict.fromkeys(("pcie_gen", "pcie_width", "power_limit_w", "nvlinks"), reason)
+        chosen = facts.devices[: devices or present]
+        gpus = [by_uuid.get(found.uuid) or msgspec.structs.replace(found, why=why) for found in chosen]
+        return Machine(device="cuda", devices=len(gpus), gpus=gpus, facts=facts)
 
     nodes = len(list(Path("/dev").glob("nvidia[0-9]*"))) if device_nodes is None else device_nodes
-    present = _count(gpu.name for gpu in inventory.gpus) or (f"{nodes} x /dev/nvidia*" if nodes else "")
+    names = _count(gpu.name for gpu in inventory.gpus) or (f"{nodes} x /dev/nvidia*" if nodes else "")
     mask = environ.get("CUDA_VISIBLE_DEVICES")
     hidden = mask is not None and mask.split(",")[0].strip() in ("", "-1", "NoDevFiles")
-    if device == "auto" and (hidden or not present):
+    if device == "auto" and (hidden or not names):
         return Machine(device="cpu", devices=devices or 1, gpus=[], facts=facts)
     remedy = "check that nvidia-smi works and that the driver is new enough for this torch"
     if hidden:
@@ -152,23 +161,9 @@ def machine(
     elif mask is not None:
         remedy = f"check that CUDA_VISIBLE_DEVICES={mask!r} names a GPU of this machine"
     raise ValueError(
-        f"device {device}: {present or 'no GPU'} found, and torch {facts.version} cannot use CUDA ({facts.why}); "
+        f"device {device}: {names or 'no GPU'} found, and torch {facts.version} cannot use CUDA ({facts.why}); "
         f"{remedy}, or pass --llmgpu-device=cpu to measure the CPU"
     )
-
-
-def _cuda_machine(devices: int | None, facts: TorchFacts, inventory: Inventory, environ: Mapping[str, str]) -> Machine:
-    present = len(facts.devices)
-    if devices is not None and devices > present:
-        mask = environ.get("CUDA_VISIBLE_DEVICES")
-        masked = "" if mask is None else f" with CUDA_VISIBLE_DEVICES={mask}"
-        raise ValueError(f"devices {devices}: CUDA lists {present}{masked}; allowed are 1 to {present}")
-    by_uuid = {gpu.uuid: gpu for gpu in inventory.gpus}
-    reason = inventory.why.get("nvml", "NVML does not list this device")
-    why = dict.fromkeys(("pcie_gen", "pcie_width", "power_limit_w", "nvlinks"), reason)
-    chosen = facts.devices[: devices or present]
-    gpus = [by_uuid.get(found.uuid) or msgspec.structs.replace(found, why=why) for found in chosen]
-    return Machine(device="cuda", devices=len(gpus), gpus=gpus, facts=facts)
 
 
 def probe() -> TorchFacts:

@@ -137,32 +137,33 @@ class Recording:
                 values = (reading.values[at] for reading in readings)
                 # A reading from before the bytes were held must not fall below zero.
                 columns[-1][metric] = [None if math.isnan(value) else max(0.0, value - held) for value in values]
+        first = max(0, math.ceil((start_s - self.header.t0_s) / self.header.period_s))
+        if self._dropped and self.readings:
+            first = max(first, self.readings[0].k)
+        last = self._last_deadline(end_s)
+        ticked = sum(first <= reading.k <= last for reading in self.readings)
+        cpu_s = [(reading.t_s, reading.cpu_s) for reading in inside if reading.cpu_s is not None]
+        used_s = None
+        if len(cpu_s) > 1:
+            used_s = (cpu_s[-1][1] - cpu_s[0][1]) / (cpu_s[-1][0] - cpu_s[0][0]) * (end_s - start_s)
         late_s = sorted(reading.t_s - (self.header.t0_s + reading.k * self.header.period_s) for reading in inside)
         return Profile(
             period_s=self.header.period_s,
             duration_s=end_s - start_s,
             samples=len(inside),
-            missed=self._missed(start_s, end_s),
+            missed=max(0, last - first + 1) - ticked,
             lateness_p99_s=max(0.0, late_s[math.ceil(0.99 * len(late_s)) - 1]) if late_s else None,
             devices=[
                 self._device(place, readings, columns[place], start_s, end_s)
                 for place in range(len(self.header.devices))
             ],
-            sampler_cpu_s=_cpu_s(inside, end_s - start_s),
+            sampler_cpu_s=used_s,
             series=_series(readings, columns, start_s),
             why=reasons,
         )
 
     def _last_deadline(self, end_s: float) -> int:
         return math.floor((end_s - self.header.t0_s) / self.header.period_s)
-
-    def _missed(self, start_s: float, end_s: float) -> int:
-        """Count the deadlines inside the window that have no tick, as far back as ticks are stored."""
-        first = max(0, math.ceil((start_s - self.header.t0_s) / self.header.period_s))
-        if self._dropped and self.readings:
-            first = max(first, self.readings[0].k)
-        last = self._last_deadline(end_s)
-        return max(0, last - first + 1) - sum(first <= reading.k <= last for reading in self.readings)
 
     def _device(
         self, place: int, readings: Sequence[Reading], columns: _Columns, start_s: float, end_s: float
@@ -202,15 +203,6 @@ class Recording:
             counters=counts,
             why=reasons,
         )
-
-
-def _cpu_s(inside: Sequence[Reading], duration_s: float) -> float | None:
-    """Return the CPU seconds of the sampler in a window by the ticks inside; None with fewer than two."""
-    known = [(reading.t_s, reading.cpu_s) for reading in inside if reading.cpu_s is not None]
-    if len(known) < 2:  # noqa: PLR2004 - a difference
-        return None
-    (first_t_s, first_s), (last_t_s, last_s) = known[0], known[-1]
-    return (last_s - first_s) / (last_t_s - first_t_s) * duration_s
 
 
 def _series(readings: Sequence[Reading], columns: Sequence[_Columns], start_s: float) -> Series | None:

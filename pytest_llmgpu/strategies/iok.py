@@ -176,6 +176,8 @@ class KernelInjection:
         self, layer: Any, arguments: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Give a layer only arguments that its kernel supports: no mask, or one of its own dtype."""
+        import torch
+
         mask = named.get("attention_mask")
         if self._causal:
             # The kernel applies the causal mask itself. transformers 5.17 creates a mask while a CUDA graph is
@@ -183,7 +185,12 @@ class KernelInjection:
             named["attention_mask"] = None
         elif mask is not None:
             # The kernel reads the bytes of the mask as numbers of its own dtype.
-            named["attention_mask"] = _additive(mask, layer.config.dtype)
+            dtype = layer.config.dtype
+            if mask.dtype == torch.bool:
+                numbers = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, _MASKED)
+            else:
+                numbers = mask.to(dtype).clamp(min=_MASKED).contiguous()
+            named["attention_mask"] = numbers
         named["use_cache"] = False
         for name in ("position_embeddings", "past_key_values", "position_ids"):
             named.pop(name, None)
@@ -246,11 +253,3 @@ def _correct_residual_add(layer: Any) -> None:
         return added
 
     residual_add.forward = MethodType(add_once, residual_add)
-
-
-def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    import torch
-
-    if mask.dtype == torch.bool:
-        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, _MASKED)
-    return mask.to(dtype).clamp(min=_MASKED).contiguous()

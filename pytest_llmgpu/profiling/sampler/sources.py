@@ -379,25 +379,21 @@ class Cumulative:
         nvml, handle, query = self._nvml, self._handle, Query(self._nvml, why)
         energy_mj = query("energy_j", nvml.nvmlDeviceGetTotalEnergyConsumption, handle)
         processes = query("compute_processes", nvml.nvmlDeviceGetComputeRunningProcesses_v3, handle)
-        throttled_s = self._throttled_s(why)
+        try:
+            values = field_values(nvml, handle, list(THROTTLED.values()))
+        except nvml.NVMLError as error:
+            values = [f"nvmlDeviceGetFieldValues: {error}"] * len(THROTTLED)
+        throttled = dict(zip(THROTTLED, values, strict=True))
+        why.update((name, value) for name, value in throttled.items() if isinstance(value, str))
         error_types = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
         counts = {
             "energy_j": None if energy_mj is None else energy_mj / 1000,
-            **throttled_s,
+            **{name: value / 1e9 for name, value in throttled.items() if not isinstance(value, str)},
             "ecc_uncorrected": query("ecc_uncorrected", nvml.nvmlDeviceGetTotalEccErrors, handle, *error_types),
             "xids": self._count_xids(why),
             "compute_processes": None if processes is None else len(processes),
         }
         return {name: float(count) for name, count in counts.items() if count is not None}
-
-    def _throttled_s(self, why: dict[str, str]) -> dict[str, float]:
-        try:
-            values = field_values(self._nvml, self._handle, list(THROTTLED.values()))
-        except self._nvml.NVMLError as error:
-            values = [f"nvmlDeviceGetFieldValues: {error}"] * len(THROTTLED)
-        named = dict(zip(THROTTLED, values, strict=True))
-        why.update((name, value) for name, value in named.items() if isinstance(value, str))
-        return {name: value / 1e9 for name, value in named.items() if not isinstance(value, str)}
 
     def _register(self, why: dict[str, str]) -> bool:
         """Register for Xid errors, once; return whether that is done."""

@@ -281,22 +281,13 @@ def _end(process: subprocess.Popen[bytes], grace_s: float) -> None:
                 os.killpg(process.pid, signal.SIGTERM)
             _has_ended(process, grace_s)
     finally:
-        for pid in _session(process.pid):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):  # it has ended
+                # After the name, which may have any characters: state, parent, group, session.
+                fields = stat.read_text("utf-8", "replace").rpartition(")")[2].split()
+                if int(fields[3]) == process.pid:
+                    os.kill(int(stat.parent.name), signal.SIGKILL)
         process.wait()
-
-
-def _session(leader: int) -> list[int]:
-    """Return the ids of the processes of a session."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            # After the name, which may have any characters: state, parent, group, session.
-            fields = stat.read_text("utf-8", "replace").rpartition(")")[2].split()
-            if int(fields[3]) == leader:
-                found.append(int(stat.parent.name))
-    return found
 
 
 def _reason(log: str, status: int) -> str:
