@@ -12,7 +12,7 @@ import pytest
 
 from pytest_llmgpu.profiling.sampler.devices import METRICS, Device
 from pytest_llmgpu.profiling.sampler.rounds import Sampler
-from pytest_llmgpu.profiling.sampler.sources import CALLS, ByteCounters, Gpm, NvLink, SampleRing
+from pytest_llmgpu.profiling.sampler.sources import CALLS, Average, ByteCounters, Gpm, NvLink, SampleRing
 
 GIB = 1 << 30
 WRAP = 1 << 32
@@ -116,6 +116,12 @@ class FakeNvml:
             raise Refusal(15)
 
 
+def read(average: Average | None) -> Average:
+    """Return an average that is there."""
+    assert average is not None
+    return average
+
+
 def counters(nvml: FakeNvml, **values: int) -> ByteCounters:
     """Return the counters of a Gen5 x16 link that start at these values."""
     nvml.fields = {197: values.get("tx"), 198: values.get("rx")}
@@ -130,8 +136,7 @@ def test_a_byte_counter_that_wraps_loses_nothing() -> None:
         nvml.now_s += 0.04
         nvml.fields = {197: (WRAP - GIB + step * 2 * GIB) % WRAP, 198: step}
         source.poll()
-    average = source.read(nvml.now_s)
-    assert average is not None
+    average = read(source.read(nvml.now_s))
     assert average.seconds == pytest.approx(0.4)
     assert average.values["pcie_tx_bytes_per_s"] * average.seconds == pytest.approx(20 * GIB)
     assert average.values["pcie_rx_bytes_per_s"] * average.seconds == pytest.approx(10)
@@ -143,14 +148,12 @@ def test_a_gap_in_which_a_counter_may_wrap_twice_is_left_out() -> None:
     source = counters(nvml, tx=0, rx=0)
     nvml.now_s += 0.2
     nvml.fields = {197: 5, 198: 5}
-    average = source.read(nvml.now_s)
-    assert average is not None
+    average = read(source.read(nvml.now_s))
     assert (average.values, average.seconds) == ({}, 0.0)
     assert "may have wrapped" in average.why["pcie_tx_bytes_per_s"]
     nvml.now_s += 0.03
     nvml.fields = {197: 35, 198: 5}
-    average = source.read(nvml.now_s)
-    assert average is not None
+    average = read(source.read(nvml.now_s))
     assert average.values["pcie_tx_bytes_per_s"] == pytest.approx(1000)
     assert average.seconds == pytest.approx(0.03)
 
@@ -197,8 +200,7 @@ def test_nvlink_counts_over_a_refusal() -> None:
     nvml.lost = False
     nvml.fields = {138: 5000, 139: 2000}
     assert source.totals() == {"nvlink_tx_bytes": 5000 * 1024, "nvlink_rx_bytes": 2000 * 1024}
-    average = source.read(102.0)
-    assert average is not None
+    average = read(source.read(102.0))
     assert average.seconds == 2.0
     assert average.values == {"nvlink_tx_bytes_per_s": 2000 * 1024, "nvlink_rx_bytes_per_s": 1000 * 1024}
 
@@ -212,13 +214,11 @@ def test_nvlink_is_read_once_a_second_or_where_a_window_ends() -> None:
     nvml.fields = {138: 600, 139: 0}
     assert source.read(100.5) is None
     assert nvml.requested == []
-    average = source.read(100.5, window_ended=True)
-    assert average is not None
+    average = read(source.read(100.5, window_ended=True))
     assert (average.seconds, average.values["nvlink_tx_bytes_per_s"]) == (0.5, 1200 * 1024)
     nvml.fields = {138: 1600, 139: 0}
     assert source.read(101.4) is None
-    average = source.read(101.5)
-    assert average is not None
+    average = read(source.read(101.5))
     assert (average.seconds, average.values["nvlink_tx_bytes_per_s"]) == (1.0, 1000 * 1024)
 
 
@@ -228,12 +228,10 @@ def test_an_nvlink_counter_that_was_reset_is_a_reason() -> None:
     nvml.fields = {138: 1000, 139: 0}
     source = NvLink(nvml, None, nvml.clock)
     nvml.fields = {138: 10, 139: 0}
-    average = source.read(101.0)
-    assert average is not None
+    average = read(source.read(101.0))
     assert set(average.why) == {"nvlink_tx_bytes_per_s"}
     nvml.fields = {138: 11, 139: 0}
-    average = source.read(102.0)
-    assert average is not None
+    average = read(source.read(102.0))
     assert average.values["nvlink_tx_bytes_per_s"] == 1024
 
 
@@ -245,8 +243,7 @@ def test_gpm_averages_cover_the_time_between_samples() -> None:
     nvml.now_s = 100.09
     assert source.read(100.09) is None
     nvml.now_s = 100.15
-    average = source.read(100.15)
-    assert average is not None
+    average = read(source.read(100.15))
     assert average.seconds == pytest.approx(0.15)
     assert average.values == {
         "pcie_tx_bytes_per_s": 3 << 20,
@@ -257,8 +254,7 @@ def test_gpm_averages_cover_the_time_between_samples() -> None:
     assert average.why == {"dram_active_pct": "nvmlGpmMetricsGet [10]: refusal 3"}
     assert nvml.taken == [100.0, 100.15]
     nvml.now_s, nvml.gpm = 101.0, {2: float("nan")}
-    average = source.read(101.0)
-    assert average is not None
+    average = read(source.read(101.0))
     assert (average.values, average.why["sm_active_pct"]) == ({}, "nvmlGpmMetricsGet [2]: gave nan")
 
 
@@ -269,13 +265,11 @@ def test_the_ring_gives_every_new_sample_once_weighted_by_its_time() -> None:
     source = SampleRing(nvml, None, nvml.clock)
     assert source.read(100.5) is None
     nvml.ring += [(1_100_000, 10), (1_300_000, 40)]
-    average = source.read(101.0)
-    assert average is not None
+    average = read(source.read(101.0))
     assert average.values == {"utilization_pct": pytest.approx(30.0)}
     assert average.seconds == 1.0
     nvml.ring += [(1_400_000, 70)]
-    average = source.read(101.2, window_ended=True)
-    assert average is not None
+    average = read(source.read(101.2, window_ended=True))
     assert average.values == {"utilization_pct": 70.0}
     assert average.seconds == pytest.approx(0.2)
 
@@ -299,13 +293,11 @@ def test_a_ring_that_ran_over_covers_its_remaining_samples() -> None:
     nvml.ring = [(1_000_000, 0)]
     source = SampleRing(nvml, None, nvml.clock)
     nvml.ring = [(47_000_000 + 200_000 * number, 100) for number in range(71)]
-    average = source.read(160.0)
-    assert average is not None
+    average = read(source.read(160.0))
     assert average.values == {"utilization_pct": pytest.approx(100.0)}
     assert average.seconds == pytest.approx(15.0)
     nvml.ring = [(61_000_000 + 200_000 * number, 50) for number in range(1, 5)]
-    average = source.read(161.0)
-    assert average is not None
+    average = read(source.read(161.0))
     assert average.seconds == 1.0, "the newest sample is up to a second old, and no time is lost"
 
 
