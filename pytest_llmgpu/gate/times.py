@@ -239,13 +239,7 @@ def smallest_seen(
 ) -> float:
     """Return the smallest true slowdown that launches with the noise of a prior show, as a fraction.
 
-    Args:
-        prior: The expected noise.
-        n_base: The number of launches of the baseline.
-        n_head: The number of launches of the candidate.
-        threshold: The threshold as a fraction.
-        family: The number of gated rows of times, times the number of ranks of this row.
-        confidence: The confidence of the policy.
+    The arguments are those of `launches_needed`; `n_base` and `n_head` are the launches of each report.
     """
     error = prior.s0 * math.sqrt(1 / n_base + 1 / n_head)
     shown = critical_t(prior.df0 + n_base + n_head - 2, family, confidence) * error
@@ -471,16 +465,8 @@ def device_times(
 ) -> Timed | Row | str | None:
     """Return the device times of two completed results, or why they cannot be compared; None for a CPU.
 
-    Ranks with equal GPUs are compared; where the GPUs are others of the same kind, ranks of equal number.
-
-    Args:
-        base: The result of the baseline.
-        head: The result of the candidate.
-        sides: The launches that can be compared, or why there are none.
-        rule: The threshold.
-        prior: The expected noise.
-        regime: The noise regime of the case.
-        other_day: True if the sessions are of different days.
+    Ranks with equal GPUs are compared; where the GPUs are others of the same kind, ranks of equal number. The arguments
+    are those of `wall_times`; `other_day` is true if the sessions are of different days.
     """
     if head.case.device == "cpu":
         return None
@@ -528,14 +514,7 @@ def device_times(
 
 
 def _left_out(base: CaseResult, head: CaseResult, used: Sequence[Sequence[object]], fields: str) -> str:
-    """Return a sentence on the launches that are not used, to be appended; empty if all are used.
-
-    Args:
-        base: The result of the baseline.
-        head: The result of the candidate.
-        used: The launches of both that are used.
-        fields: The fields of a launch that show why it is not.
-    """
+    """Return a sentence on the launches that are not used, with the fields that show why; empty if all are used."""
     counts = [sum(bool(launch.batches.latency_s) for launch in result.launches) for result in (base, head)]
     found = [
         f"{len(side)} of {count} launches of the {name} are used"
