@@ -140,9 +140,9 @@ def _rows(verdicts: Verdicts, report: Report, baseline: Report | None) -> dict[s
             was, now = (_without_numbers(of_report.get(row.id), named.metric) for of_report in results)
             shown = shown._replace(was=was, now=now)
         compared.append((named, shown))
-    parts: dict[str, list[tuple[Row, comparison.Figures]]] = {"Not OK": [], "OK": []}
+    parts: dict[str, list[tuple[Row, comparison.Figures]]] = {"Changed, undecided or missing": [], "Unchanged": []}
     for row in worst_first(verdicts.rows):
-        parts["OK" if row.unchanged else "Not OK"].append((row, comparison.figures(row)))
+        parts["Unchanged" if row.unchanged else "Changed, undecided or missing"].append((row, comparison.figures(row)))
     reasons = cause_groups.by_reason(row for row in verdicts.rows if not row.unchanged)
     return {"compared": compared, "parts": [part for part in parts.items() if part[1]], "reasons": reasons}
 
