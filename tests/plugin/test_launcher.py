@@ -10,8 +10,6 @@ from support import worlds
 
 from pytest_llmgpu.ranks import supervisor
 from pytest_llmgpu.report import file
-from pytest_llmgpu.report.report import Report
-from pytest_llmgpu.report.result import CaseResult
 
 _BENCHMARK = """
 def test_hellaswag(llm, hellaswag, batch_size, measure):
@@ -129,20 +127,3 @@ def _start(command: Sequence[str], variables: dict[str, str]) -> subprocess.Pope
     return subprocess.Popen(
         command, env=worlds.environment(variables), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
-
-
-def _sent(result: CaseResult) -> list[list[tuple[str, int, int, int]]]:
-    """Return the communication of each rank, wherever the others are."""
-    assert result.traffic is not None
-    return [
-        [(sent.collective, sent.calls, sent.payload_bytes, sent.wire_bytes) for sent in of_rank]
-        for of_rank in result.traffic.ranks
-    ]
-
-
-def _figures(report: Report) -> list[tuple[object, ...]]:
-    """Return what two runs of the same cases have in common."""
-    return [
-        (result.id, result.outcome, result.launches[0].accuracy, _sent(result), result.launches[0].plan_sha256)
-        for result in report.cases
-    ]
