@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest_llmgpu
 
 _PACKAGE = Path(pytest_llmgpu.__file__).parent
-_PIPES = {"ranks/env.py", "ranks/futures.py", "ranks/join.py", "ranks/local.py", "ranks/serving.py"}
+_PIPES = {"ranks/local.py", "ranks/serving.py"}
 """These modules unpickle what comes from a process of this package, through pipes or an authenticated connection."""
 _UNPICKLES = {("pickle", "load"), ("pickle", "loads"), ("pickle", "Unpickler"), ("torch", "load"), ("marshal", "loads")}
 
