@@ -212,25 +212,9 @@ def logits(loaded: Loaded, ids_BS: torch.Tensor) -> torch.Tensor:
     return answer
 
 
-def dtypes(loaded: Loaded) -> dict[str, str]:
-    """Return the dtype of each parameter and buffer."""
-    named = [*loaded.model.named_parameters(), *loaded.model.named_buffers()]
-    return {name: str(tensor.dtype) for name, tensor in named}
-
-
 def process(_loaded: Loaded) -> int:
     """Return the process id."""
     return os.getpid()
-
-
-def break_rank_1(loaded: Loaded) -> None:
-    """Make every forward of rank 1 raise, while the others wait for it in a collective."""
-
-    def fail_forward(*_: Any) -> NoReturn:
-        raise ValueError("the layer is broken")
-
-    if loaded.rank == 1:
-        loaded.model.register_forward_pre_hook(fail_forward)
 
 
 def parent(_state: RankState) -> int:
