@@ -307,7 +307,7 @@ def test_calibrate_notes_launches_far_apart(capsys: pytest.CaptureFixture[str]) 
     dump(on_h200([timed(1.0, 1.1, 4.0)]), Path("a.json"))
     dump(on_h200([timed(1.2)]), Path("b.json"))
     assert main(["calibrate", "a.json", "b.json"]) == 0
-    assert "differ so much in time that only large changes can be seen" in capsys.readouterr().out
+    assert "differ so much that only large changes can be seen" in capsys.readouterr().out
 
 
 def test_the_noise_estimate_is_named(capsys: pytest.CaptureFixture[str]) -> None:
