@@ -189,7 +189,7 @@ def test_a_floor_at_one_batch_size_names_it(prose: Prose) -> None:
 def test_false_alarms_are_rare_whether_batch_sizes_agree_or_not(together: bool) -> None:
     """Items flip by chance, the same ones at all batch sizes or other ones: at most 5 % of runs are REGRESSED."""
     alarms = 0
-    for seed in range(300):
+    for seed in range(150):
         chance = random.Random(seed)
         flips = {size: [(n, chance.random() < 0.5) for n in chance.sample(range(ITEMS), 12)] for size in SIZES}
         if together:
@@ -197,7 +197,7 @@ def test_false_alarms_are_rare_whether_batch_sizes_agree_or_not(together: bool) 
         lost, won = ({size: [n for n, is_lost in flips[size] if is_lost is side] for size in SIZES} for side in (1, 0))
         (row,) = rows(_series(lost, won), 0.95, "")
         alarms += row.result == "REGRESSED"
-    assert alarms <= 15
+    assert alarms <= 8
 
 
 def test_other_wrong_answers_are_no_loss_but_other_predictions(prose: Prose) -> None:
