@@ -25,8 +25,7 @@ from pathlib import Path
 import msgspec
 
 from pytest_llmgpu.analysis import noise_regime
-from pytest_llmgpu.gate.classify import exit_status
-from pytest_llmgpu.gate.judge import judge
+from pytest_llmgpu.gate.judge import exit_status, judge
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.derived import derive

@@ -26,7 +26,7 @@ JUDGE = """
 import datetime, gc, json, sys, time
 gc.disable()  # as the command does, which ends before there is anything to collect
 from pathlib import Path
-from pytest_llmgpu.gate.classify import exit_status
+from pytest_llmgpu.gate.judge import exit_status
 from pytest_llmgpu.gate.judge import judge
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.store.references import resolve

@@ -1,4 +1,4 @@
-"""The arguments of commands that judge reports, and the verdicts for these arguments."""
+"""The arguments of commands that judge reports or show verdicts, and the verdicts for these arguments."""
 
 from __future__ import annotations
 
@@ -7,34 +7,32 @@ import datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from pytest_llmgpu.cli.arguments import REFERENCE, add_storage, source, storage_of
-from pytest_llmgpu.gate import calibration, judge, policy_file
-from pytest_llmgpu.gate.calibration import Calibration
-from pytest_llmgpu.gate.policy import Policy, switched
+import msgspec
+
+from pytest_llmgpu.cli.arguments import add_storage, source
+from pytest_llmgpu.gate import judge
+from pytest_llmgpu.gate.policy import Policy, find_policy, load_policy, policy_in_words, switched
+from pytest_llmgpu.report import file
 from pytest_llmgpu.report.report import Report
-from pytest_llmgpu.report.verdicts import Verdicts
+from pytest_llmgpu.report.verdicts import Candidate, Verdicts, with_present_names
 from pytest_llmgpu.store import git
-from pytest_llmgpu.store.references import Source
+
+_SHA_DIGITS = 8
 
 
-class Judged(NamedTuple):
-    """The verdicts on two reports."""
+class Comparison(NamedTuple):
+    """The comparison that is shown with a report."""
 
-    verdicts: Verdicts
-    """The verdicts."""
-    judged_by: str | None
-    """The lines that name the noise estimate and the policy of the verdicts; None without a baseline."""
-
-
-def add_reports(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
-    """Declare `BASE HEAD...` for several candidates, else `[BASE] [HEAD]`, which an option can make needless."""
-    text = "the candidate, named in the same ways" + "; several are shown side by side" * several
-    parser.add_argument("base", metavar="BASE", nargs=None if several else "?", help=f"the baseline: {REFERENCE}")
-    parser.add_argument("head", metavar="HEAD", nargs="+" if several else "?", help=text)
+    base: Report | None = None
+    """The baseline; None if none is given."""
+    verdicts: Verdicts | None = None
+    """The verdicts; None if the report's own verdicts are shown."""
+    policy: Policy | None = None
+    """The policy of the verdicts; None without a baseline."""
 
 
 def add_rules(parser: argparse.ArgumentParser) -> None:
-    """Declare the policy, the day, the calibration and the store, on which verdicts depend."""
+    """Declare the policy, the day and the store, on which verdicts depend."""
     parser.add_argument(
         "--policy",
         metavar="FILE",
@@ -43,14 +41,7 @@ def add_rules(parser: argparse.ArgumentParser) -> None:
         "has this table, up to the root of the repository; without one, the built-in policy)",
     )
     parser.add_argument(
-        "--today", metavar="DATE", type=_date, help="day for the expiry of known regressions (default: today, UTC)"
-    )
-    parser.add_argument(
-        "--calibration",
-        metavar="FILE",
-        type=Path,
-        help="file with the noise between launches, or git:REV:PATH (default: the one that llmgpu calibrate wrote to "
-        "the store for the candidate's machine)",
+        "--today", metavar="DATE", type=_date, help="day for the expiry of allowed regressions (default: today, UTC)"
     )
     parser.add_argument(
         "--in-turn",
@@ -60,53 +51,100 @@ def add_rules(parser: argparse.ArgumentParser) -> None:
     add_storage(parser)
 
 
+def add_switches(parser: argparse.ArgumentParser, *, baseline: bool = True) -> None:
+    """Declare the switches of the policy."""
+    parser.add_argument("--strict", action="store_true", help="fail on rows that are undecided")
+    if baseline:
+        text = "pass if the baseline does not exist; a broken baseline is always an error"
+        parser.add_argument("--allow-no-baseline", action="store_true", help=text)
+
+
+def add_baseline(parser: argparse.ArgumentParser) -> None:
+    """Declare `[BASELINE]`, `--verdicts` and the rules."""
+    parser.add_argument(
+        "baseline", metavar="BASELINE", nargs="?", help="report to compare it with, named in the same ways"
+    )
+    parser.add_argument(
+        "--verdicts", metavar="PATH", type=Path, help="show the verdicts in this file, which llmgpu gate --json wrote"
+    )
+    add_rules(parser)
+
+
 def policy_of(arguments: argparse.Namespace) -> Policy:
     """Return the policy in force: the file, overridden by the command line; ValueError in one line."""
-    return switched(policy_file.load(_policy_path(arguments)), arguments)
+    return switched(load_policy(_policy_path(arguments)), arguments)
 
 
-def judged(arguments: argparse.Namespace, policy: Policy, *, may_lack_base: bool = False) -> Judged:
-    """Read BASE and HEAD and judge them.
+def policy_line(arguments: argparse.Namespace) -> str:
+    """Return the line that names the policy in force."""
+    return policy_in_words(_policy_path(arguments))
+
+
+def today_of(arguments: argparse.Namespace) -> datetime.date:
+    """Return the day to judge at."""
+    return arguments.today or datetime.datetime.now(datetime.timezone.utc).date()
+
+
+def judged(arguments: argparse.Namespace, reference: str, head: Report, policy: Policy) -> Comparison:
+    """Read a baseline and judge a report.
 
     Args:
-        arguments: the parsed arguments of `add_reports` and `add_rules`.
+        arguments: the parsed arguments of `add_rules`.
+        reference: the name of the baseline. It may be absent if the policy allows that; a broken one is an error.
+        head: the candidate.
         policy: the policy in force.
-        may_lack_base: whether the baseline may be absent. A broken one is always an error.
 
     Raises:
         ValueError: one line: a file cannot be read.
     """
-    head = source(arguments.head, arguments).report()
-    base_source = _base(arguments, head, may_lack_base=may_lack_base)
-    base = base_source.report() if base_source is not None else None
-    baseline = base_source.baseline(arguments.base, base) if base_source is not None and base is not None else None
-    del base_source
-    today, noise = rules_of(arguments, head)
-    found = judge.judge(
-        base, head, policy, today=today, calibration=noise, baseline=baseline, in_turn=arguments.in_turn
-    )
-    in_words = calibration.in_words(noise, arguments.calibration), policy_file.in_words(_policy_path(arguments))
-    return Judged(found, None if base is None else "\n".join(in_words))
+    base = baseline = None
+    try:
+        found = source(reference, arguments, same_machine_as=head)
+        base = found.report()
+        baseline = found.baseline(reference, base)
+    except git.AbsentError as error:
+        if not policy.allow_no_baseline:
+            raise ValueError(f"{error}; use --allow-no-baseline if this is the first run") from None
+    verdicts = judge.judge(base, head, policy, today=today_of(arguments), baseline=baseline, in_turn=arguments.in_turn)
+    return Comparison(base, verdicts, policy)
 
 
-def rules_of(arguments: argparse.Namespace, head: Report) -> tuple[datetime.date, Calibration | None]:
-    """Return the day and the calibration to judge a report with: the given ones, or the defaults of `add_rules`."""
-    today: datetime.date = arguments.today or datetime.datetime.now(datetime.timezone.utc).date()
-    return today, calibration.in_force(storage_of(arguments), head, arguments.calibration)
+def comparison(arguments: argparse.Namespace, report: Report) -> Comparison:
+    """Return the comparison that the arguments of `add_baseline` ask for.
+
+    Raises:
+        ValueError: one line: a file cannot be read, or an argument would have no effect.
+    """
+    if arguments.baseline is None:
+        unused = [name for name in ("policy", "today") if getattr(arguments, name) is not None]
+        if unused:
+            raise ValueError(f"--{unused[0]}: has an effect only with a baseline, which is not given")
+        return Comparison(verdicts=read_verdicts(arguments.verdicts, report) if arguments.verdicts else None)
+    if arguments.verdicts is not None:
+        raise ValueError("--verdicts: cannot be combined with a baseline, which computes new verdicts")
+    return judged(arguments, arguments.baseline, report, policy_of(arguments))
+
+
+def read_verdicts(path: Path, report: Report) -> Verdicts:
+    """Return the verdicts in a file; ValueError in one line, also if they belong to another report."""
+    try:
+        found = msgspec.json.decode(with_present_names(file.unpack(file.read(path))), type=Verdicts)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"verdicts {path}: {file.one_line(error)}") from None
+    head = found.head
+    if head is not None and (head.created, head.commit) != (report.created, report.commit.sha):
+        ours = Candidate(created=report.created, commit=report.commit.sha)
+        raise ValueError(f"verdicts {path}: belong to another report, of {_shown(head)}; this one is of {_shown(ours)}")
+    return found
+
+
+def _shown(head: Candidate) -> str:
+    return head.created if head.commit is None else f"{head.created} and commit {head.commit[:_SHA_DIGITS]}"
 
 
 def _policy_path(arguments: argparse.Namespace) -> Path | None:
     path: Path | None = arguments.policy
-    return policy_file.find(Path()) if path is None else path
-
-
-def _base(arguments: argparse.Namespace, head: Report, *, may_lack_base: bool) -> Source | None:
-    try:
-        return source(arguments.base, arguments, same_machine_as=head)
-    except git.AbsentError as error:
-        if may_lack_base:
-            return None
-        raise ValueError(f"{error}; use --allow-no-baseline if this is the first run") from None
+    return find_policy(Path()) if path is None else path
 
 
 def _date(text: str) -> datetime.date:

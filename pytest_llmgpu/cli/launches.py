@@ -16,8 +16,7 @@ from pathlib import Path
 from pytest_llmgpu.cli import subprocesses, worktrees
 from pytest_llmgpu.cli.output import show
 from pytest_llmgpu.cli.worktrees import Worktree
-from pytest_llmgpu.gate import policy_file
-from pytest_llmgpu.gate.policy import Policy, switched
+from pytest_llmgpu.gate.policy import Policy, find_policy, load_policy, policy_in_words, switched
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.store import store
@@ -177,5 +176,5 @@ def policy_at(base: Worktree, arguments: argparse.Namespace) -> tuple[Policy, st
 
     It is the file of --policy or the base commit's: a change must not edit the thresholds that it is judged by.
     """
-    path = policy_file.find(base.folder) if arguments.policy is None else arguments.policy
-    return switched(policy_file.load(path), arguments), policy_file.in_words(path)
+    path = find_policy(base.folder) if arguments.policy is None else arguments.policy
+    return switched(load_policy(path), arguments), policy_in_words(path)

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from pytest_llmgpu.analysis.merging import extend, merge
-from pytest_llmgpu.gate.classify import ExitStatus, exit_status
+from pytest_llmgpu.gate.judge import ExitStatus, exit_status
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.report.metrics import spec_of
 from pytest_llmgpu.report.report import Report
@@ -93,7 +93,7 @@ def undecided(verdicts: Verdicts, policy: Policy) -> set[str]:
     """
     if exit_status(verdicts, policy) is ExitStatus.REGRESSED:
         return set()
-    return {row.key for row in verdicts.rows if row.gated and row.known is None and is_open(row)}
+    return {row.key for row in verdicts.rows if row.gated and row.allowed is None and is_open(row)}
 
 
 def is_open(row: Row) -> bool:

@@ -11,8 +11,8 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 from pytest_llmgpu.gate import cause
-from pytest_llmgpu.gate.classify import RowClass, classify
 from pytest_llmgpu.gate.headline import differences, is_slower, row_in_words, step_of
+from pytest_llmgpu.gate.judge import RowClass, classify
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.report.text import listed, without_numbers
 from pytest_llmgpu.report.verdicts import ALSO_CHANGED, DIFFERS, Row, Verdicts, worst_first
@@ -38,9 +38,9 @@ class Group(NamedTuple):
         return max(slower, key=lambda row: round(row.ratio or 0.0, 9), default=self.rows[0])
 
     @property
-    def known(self) -> str | None:
-        """The reason of the policy's `known` entry that accepts the rows; None if there is none."""
-        return self.rows[0].known
+    def allowed(self) -> str | None:
+        """The reason of the policy's `allow` entry that accepts the rows; None if there is none."""
+        return self.rows[0].allowed
 
 
 def group(verdicts: Verdicts, policy: Policy) -> list[Group]:
@@ -53,7 +53,7 @@ def group(verdicts: Verdicts, policy: Policy) -> list[Group]:
     alone = {(row.key, row.id) for row in verdicts.rows if row.verdict == "NEW"}
     for row in rows:
         name = _cause(row, [] if (row.key, row.id) in alone else differing)
-        if row.worse and row.known is None:
+        if row.worse and row.allowed is None:
             names.setdefault((row.key, row.id), name)
         if row.verdict == "NOT_COMPARABLE":
             name = names.get((row.key, row.id), name)  # what made the case worse also prevents the comparison
@@ -93,8 +93,8 @@ def lines(found: Group) -> list[str]:
         parts.setdefault(f"{row.metric.replace('_', ' ')} {row.verdict}", []).append(row.id)
     if found.differences:
         text.insert(0, f"{DIFFERS.capitalize()}{'; '.join(found.differences)}.")
-    if found.known is not None:
-        text.append(f"Known: {found.known}")
+    if found.allowed is not None:
+        text.append(f"Allowed: {found.allowed}")
     if len(found.rows) > 1:
         text += [f"{name}: {listed(ids, _MOST_NAMES)}." for name, ids in parts.items()]
     return text
@@ -108,7 +108,7 @@ def next_step(found: Group) -> str:
 
 
 def _cause(row: Row, differing: Sequence[str]) -> Hashable:
-    if row.known is not None:
+    if row.allowed is not None:
         return _reason(row)
     is_worse = row.worse or is_slower(row)
     if is_worse and row.cause is not None and (module := cause.module_of(row.cause)) is not None:
@@ -117,7 +117,7 @@ def _cause(row: Row, differing: Sequence[str]) -> Hashable:
 
 
 def _reason(row: Row) -> Hashable:
-    return row.verdict, row.metric, without_numbers(row.reason), row.known
+    return row.verdict, row.metric, without_numbers(row.reason), row.allowed
 
 
 def _merged(found: dict[Hashable, list[Row]]) -> dict[Hashable, list[Row]]:
@@ -129,8 +129,8 @@ def _merged(found: dict[Hashable, list[Row]]) -> dict[Hashable, list[Row]]:
     merged: dict[Hashable, list[Row]] = {}
     for name, rows in found.items():
         alike = name
-        if all(row.worse and row.known is None for row in rows) and isinstance(name, tuple):
-            worse = {other: others for other, others in merged.items() if others[0].worse and others[0].known is None}
+        if all(row.worse and row.allowed is None for row in rows) and isinstance(name, tuple):
+            worse = {other: others for other, others in merged.items() if others[0].worse and others[0].allowed is None}
             alike = next((other for other, others in worse.items() if ids(rows) <= ids(others)), name)
         merged.setdefault(alike, []).extend(rows)
     return merged

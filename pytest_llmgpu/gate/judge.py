@@ -1,37 +1,137 @@
 """Compare a report with a baseline: every metric of every case gets a verdict.
 
-The outcome comes before the numbers: a case that no longer fits in memory is a regression even where every number
-improved.
+Cases are paired first. The outcome comes before the numbers: a case that no longer fits in memory is a regression even
+where every number improved. Then come the metrics of a completed case, then the series.
 """
 
 from __future__ import annotations
 
 import datetime
+import enum
+import math
+import textwrap
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from operator import attrgetter
+from typing import NamedTuple
 
 import msgspec
 
-from pytest_llmgpu.analysis.environments import software_differences
-from pytest_llmgpu.gate import cases, policy_file
-from pytest_llmgpu.gate.calibration import Calibration
-from pytest_llmgpu.gate.classify import with_unseen
-from pytest_llmgpu.gate.policy import Known, Policy, idle_overrides
-from pytest_llmgpu.report.report import Report
-from pytest_llmgpu.report.result import CaseResult
-from pytest_llmgpu.report.text import guess, listed, plural
+from pytest_llmgpu.analysis import noise_regime
+from pytest_llmgpu.analysis.environments import hardware_differences, shortened, software_differences
+from pytest_llmgpu.gate import answers, times
+from pytest_llmgpu.gate.answers import Answered, below_floor
+from pytest_llmgpu.gate.cause import with_cause
+from pytest_llmgpu.gate.exact import (
+    by_series,
+    exact_rows,
+    execution_row,
+    largest_batch_row,
+    was_probed,
+    with_distinct_names,
+    worse,
+)
+from pytest_llmgpu.gate.policy import Allowed, Policy, TimeRule, dump_policy, sha256_of
+from pytest_llmgpu.gate.times import GPU_SD, Timed, comparable, prior_of, prior_of_case
+from pytest_llmgpu.report.case import Case
+from pytest_llmgpu.report.derived import of_prefill
+from pytest_llmgpu.report.metrics import MetricName
+from pytest_llmgpu.report.report import Report, started
+from pytest_llmgpu.report.result import OUT_OF_MEMORY, CaseResult
+from pytest_llmgpu.report.text import guess, plural
 from pytest_llmgpu.report.verdicts import (
+    ALSO_CHANGED,
     DIFFERS,
-    Armed,
+    UNCLEAR,
     Baseline,
     Candidate,
+    Decided,
     Row,
     SessionState,
     Verdicts,
 )
 
-_CHANGES_ONLY = frozenset(("outcome", "execution", "kernels", "ops", "runtime_calls"))
-"""Metrics that a completed case may have no row of: the absence of a row means no change."""
+_BROKEN = {"timeout": "exceeded its time limit", "crashed": "crashed", "error": "ended with an error"}
+
+_NAMED = 3
+"""Most differences that a reason names."""
+
+_OF_SCORING = [("time", times.WALL_TIMES["time"])]
+"""The wall times of a case that scores: it has no tokens."""
+
+_WIDTH = 200
+"""Most characters of a failure's message in a reason."""
+
+
+TIMES = ("device_time", "time", "first_token", "token_time")
+"""The metrics that show a slowdown, the best first."""
+
+LARGEST_UNSEEN = 0.5
+"""The largest slowdown of a case that may stay unseen, as a fraction: else the gate does not pass."""
+
+
+class RowClass(enum.Enum):
+    """The class of a row under a policy. The values are in the order in which they are shown."""
+
+    FAILS = "fails"
+    """The row fails the gate."""
+    ALLOWED = "worse, but allowed"
+    """The candidate is worse, and the policy lets it pass: the metric is not gated, or the regression is allowed."""
+    BETTER = "better"
+    """The candidate is better."""
+    UNCLEAR = "unclear"
+    """Nothing could be compared, or not enough was measured to decide; the policy lets it pass."""
+    UNCHANGED = "unchanged"
+    """The candidate is as the baseline is."""
+    NEW = "new"
+    """The baseline has nothing to compare with."""
+
+
+class ExitStatus(enum.IntEnum):
+    """Exit status of every command."""
+
+    PASSED = 0
+    REGRESSED = 1
+    """A metric regressed, a case failed, or one is missing."""
+    USAGE = 2
+    """The arguments are wrong, or a file cannot be read."""
+    NOT_JUDGED = 3
+    """The candidate could not be judged: it is undecided, not comparable, or nothing that is gated was compared."""
+
+
+def classify(row: Row, policy: Policy) -> RowClass:
+    """Return the class of a row under a policy."""
+    if fails(row, policy):
+        return RowClass.FAILS
+    if row.worse:
+        return RowClass.ALLOWED
+    if row.improved:
+        return RowClass.BETTER
+    if row.verdict in UNCLEAR:
+        return RowClass.UNCLEAR
+    return RowClass.UNCHANGED if row.verdict == "OK" else RowClass.NEW
+
+
+def fails(row: Row, policy: Policy) -> bool:
+    """Return whether a row alone makes the gate fail. A case that was interrupted does, which is no matter of noise."""
+    if not row.gated or row.allowed is not None:
+        return False
+    if row.verdict == "UNDECIDED":
+        return policy.strict or row.unseen or row.metric == "outcome"
+    return row.verdict in {"REGRESSED", "MISSING", "NOT_COMPARABLE"}
+
+
+def exit_status(verdicts: Verdicts, policy: Policy) -> ExitStatus:
+    """Return the exit status that all verdicts come to."""
+    failing = {row.verdict for row in verdicts.rows if fails(row, policy)}
+    if failing & {"REGRESSED", "MISSING"}:
+        return ExitStatus.REGRESSED
+    if "NOT_COMPARABLE" in failing:
+        return ExitStatus.NOT_JUDGED
+    if verdicts.baseline is None:
+        return ExitStatus.PASSED if policy.allow_no_baseline else ExitStatus.NOT_JUDGED
+    compared = any(row.compared and row.gated for row in verdicts.rows)
+    return ExitStatus.PASSED if compared and not failing else ExitStatus.NOT_JUDGED
 
 
 def judge(
@@ -40,7 +140,6 @@ def judge(
     policy: Policy,
     *,
     today: datetime.date,
-    calibration: Calibration | None = None,
     baseline: Baseline | None = None,
     in_turn: bool = False,
 ) -> Verdicts:
@@ -49,53 +148,45 @@ def judge(
     Args:
         base: The baseline; None where there is none.
         head: The candidate.
-        policy: Thresholds and known regressions.
-        today: The day that decides whether a known regression expired.
-        calibration: Noise between launches of this machine; None: the priors alone.
+        policy: Thresholds and accepted regressions.
+        today: The day that decides whether an accepted regression expired.
         baseline: Where `base` came from; None: only its commit is named.
         in_turn: True if launches of both reports alternated.
     """
-    calibration = calibration or Calibration()
-    judged = cases.Comparison(base, head, policy, calibration, in_turn=in_turn)
-    results = [*(base.cases if base is not None else []), *head.cases]
-    known, warnings = _known(judged.rows, policy, today)
-    known = with_unseen(known, policy)
-    if judged.copied:
-        copied = plural(judged.copied, "case")
+    compared = Comparison(base, head, policy, in_turn=in_turn)
+    rows, warnings = _with_allowed(compared.rows, policy, today)
+    rows = with_unseen(rows)
+    if compared.copied:
+        copied = plural(compared.copied, "case")
         warnings.insert(0, f"baseline and candidate are of the same run: {copied} with the same launches")
-    warnings += idle_overrides(policy, results)
     if base is not None:
-        warnings += unmatched(policy, results, known)
+        warnings += unmatched(policy, [*base.cases, *head.cases], rows)
         baseline = baseline or Baseline(commit=base.commit.sha)
-        soft = software_differences(base.environment, head.environment)
+        differing = software_differences(base.environment, head.environment)
         if base.promotion is not None:
-            objections = listed(base.promotion.objections, 1)
-            warnings.append(f"the baseline was promoted by force ({base.promotion.reason}) in spite of: {objections}")
-        if (head.created, head.commit.sha) in {(one.created, one.commit) for one in calibration.sessions}:
-            warnings.append("the noise was calibrated from the candidate itself: calibrate from other launches")
-        warnings = [*(f"{DIFFERS}{text}" for text in soft), *calibration.warnings, *warnings]
-    unarmed = judged.unarmed + judged.left_out
-    others = [row for row in known if not row.compared]
-    unarmed.update(f"{row.metric}: {row.verdict}" for row in others)
-    gaps = judged.gaps + Counter(f"{row.metric}: {row.verdict}" for row in others if row.gated)
-    armed = Armed(
-        compared=sum(row.compared for row in known),
-        gated=sum(row.compared and row.gated for row in known),
-        unarmed=dict(sorted(unarmed.items())),
-        gaps=dict(sorted(gaps.items())),
-        gated_unarmed=gaps.total(),
-    )
+            warnings.append(f"the baseline was promoted by force: {base.promotion.reason}")
+        warnings = [*(f"{DIFFERS}{text}" for text in differing), *warnings]
+    compared.not_compared.update(f"{row.metric}: {row.verdict}" for row in rows if not row.compared)
     return Verdicts(
         baseline=baseline if base is not None else None,
         head=Candidate(created=head.created, commit=head.commit.sha, states=list(_states(head))),
-        policy=policy_file.dump(policy),
-        policy_sha256=policy_file.sha256(policy),
-        calibration_sha256=calibration.sha256,
+        policy=dump_policy(policy),
+        policy_sha256=sha256_of(policy),
         in_turn=in_turn,
-        armed=armed,
+        not_compared=dict(sorted(compared.not_compared.items())),
         warnings=warnings,
-        rows=known,
+        rows=rows,
     )
+
+
+def unmatched(policy: Policy, cases: Sequence[CaseResult], rows: Sequence[Row] = ()) -> list[str]:
+    """Return a line for each accepted regression that matches none of the cases: its name may be misspelt."""
+    names = {name for result in cases for name in (result.id, result.case.strategy)} | {row.id for row in rows}
+    return [
+        f"{_named(entry)}: no case of these reports has that name{guess(entry.case, names)}"
+        for entry in policy.allow
+        if not any(map(entry.matches, names))
+    ]
 
 
 def _states(head: Report) -> Iterator[SessionState]:
@@ -111,62 +202,375 @@ def _states(head: Report) -> Iterator[SessionState]:
         yield "dirty"
 
 
-def _known(rows: Sequence[Row], policy: Policy, today: datetime.date) -> tuple[list[Row], list[str]]:
+def _named(entry: Allowed) -> str:
+    return f"allowed {entry.case} {entry.metric} ({entry.reason})"
+
+
+def _with_allowed(rows: Sequence[Row], policy: Policy, today: datetime.date) -> tuple[list[Row], list[str]]:
     """Mark the rows that the policy accepts, and return a warning for each entry that expired or is not needed.
 
-    A row with not enough data can be the known regression, hidden by noise.
+    An undecided row can be the accepted regression, hidden by noise. A row of a series is accepted if each of the
+    cases that it is about is.
     """
-    warnings = []
-    reasons: dict[tuple[str, str], str] = {}
-    for entry in policy.known:
-        name = f"known regression {entry.case} {entry.metric} ({entry.reason})"
-        about = [row for row in rows if row.metric == entry.metric and entry.case in {*_names(row), *(row.cases or ())}]
-        open_rows = [row for row in about if _may_be_known(row)]
-        grown = max((row.ratio - 1 for row in open_rows if row.ratio is not None), default=0.0)
-        if entry.expires < today:
-            warnings.append(f"{name} expired on {entry.expires}: it counts again")
-        elif entry.up_to is not None and grown > entry.up_to:
-            warnings.append(
-                f"{name} grew by {100 * grown:,.0f} %, more than its up_to of {100 * entry.up_to:.3g} %: it counts"
+    warnings: list[str] = []
+    in_force = [entry for entry in policy.allow if entry.expires is None or entry.expires >= today]
+    for entry in policy.allow:
+        about = [row for row in rows if row.metric == entry.metric and any(map(entry.matches, _names(row)))]
+        grown = max((row.ratio - 1 for row in about if row.ratio is not None), default=0.0)
+        if entry not in in_force:
+            warnings.append(f"{_named(entry)} expired on {entry.expires}: it counts again")
+        elif entry.up_to is not None and grown > entry.up_to and any(row.worse for row in about):
+            text = f"grew by {100 * grown:,.3g} %, more than its up_to of {100 * entry.up_to:.3g} %: it counts"
+            warnings.append(f"{_named(entry)} {text}")
+        elif entry.expires is not None and about and all(row.verdict == "OK" for row in about):
+            warnings.append(f"{_named(entry)} was not found: remove it from the policy")
+
+    def reason(row: Row, name: str) -> str | None:
+        growth = 0.0 if row.ratio is None else row.ratio - 1
+        for entry in in_force:
+            if entry.metric == row.metric and entry.matches(name) and (entry.up_to is None or growth <= entry.up_to):
+                return entry.reason
+        return None
+
+    marked = []
+    for row in rows:
+        if row.worse or row.verdict in {"MISSING", "UNDECIDED"}:
+            of_cases = [reason(row, name) for name in row.cases or ()]
+            of_cases = of_cases if None not in of_cases else []
+            found = next(filter(None, [reason(row, name) for name in _names(row)[:2]] + of_cases), None)
+            marked.append(msgspec.structs.replace(row, allowed=found))
+        else:
+            marked.append(row)
+    return marked, warnings
+
+
+def _names(row: Row) -> list[str]:
+    """Return the id of a row, the strategy of one of several series of it, and the cases that it is about."""
+    return [row.id, row.id.partition(" (")[0], *(row.cases or ())]
+
+
+def with_unseen(rows: Sequence[Row]) -> list[Row]:
+    """Mark the row of each case whose launches would not have shown a slowdown of `LARGEST_UNSEEN`.
+
+    The best gated time of a case decides. A row that is OK by chance, with so much noise, is undecided.
+    """
+
+    def order(number: int) -> tuple[bool, int]:
+        # Times that were compared come first, then the better metric.
+        return rows[number].smallest_seen is None, TIMES.index(rows[number].metric)
+
+    best: dict[tuple[str, str], int] = {}
+    for number, row in enumerate(rows):
+        if row.metric in TIMES and row.gated:
+            best[row.key, row.id] = min(best.get((row.key, row.id), number), number, key=order)
+    marked = list(rows)
+    for number in best.values():
+        row = rows[number]
+        seen = math.inf if row.smallest_seen is None else row.smallest_seen
+        if row.allowed is None and (row.unchanged or row.verdict == "UNDECIDED") and seen > LARGEST_UNSEEN:
+            marked[number] = msgspec.structs.replace(row, verdict="UNDECIDED", unseen=True)
+    return marked
+
+
+class Comparison:
+    """The verdicts on all cases, and the reasons where there is none."""
+
+    def __init__(self, base: Report | None, head: Report, policy: Policy, *, in_turn: bool = False) -> None:
+        """Compare every case of a report with the baseline's.
+
+        Args:
+            base: The baseline; None: there is none.
+            head: The candidate.
+            policy: The thresholds.
+            in_turn: True if launches of both reports alternated.
+        """
+        self.base, self.head, self.policy = base, head, policy
+        self.not_compared: Counter[str] = Counter()
+        """Reason why a case, or a metric of one, has no row, to the number of such cases."""
+        self.copied = 0
+        """The number of cases whose launches in the candidate are launches of the baseline."""
+        self._entries: list[Row | Timed] = []
+        self._answered: list[Answered] = []
+        self._compared: dict[str, tuple[CaseResult, CaseResult]] = {}
+        environments = (base.environment if base is not None else head.environment, head.environment)
+        self._hardware = {device: hardware_differences(*environments, device) for device in ("cpu", "cuda")}
+        then, now = ({gpu.uuid for gpu in one.gpus} for one in environments)
+        self._same_gpus = then == now
+        self._in_turn = in_turn
+        self.rows = self._compare()
+        """Every row: case by case, then the series."""
+
+    def _compare(self) -> list[Row]:
+        before = self.base.cases if self.base is not None else []
+        matched, self._apart = pairs(before, self.head.cases), apart(before, self.head.cases)
+        gone: list[CaseResult] = []
+        for pair in matched:
+            if pair.head is None:
+                assert pair.base is not None
+                gone.append(pair.base)
+            else:
+                self._case(pair.base, pair.head, pair.differing)
+        self._entries += answers.rows(self._answered, self.policy.confidence, self._note())
+        then, now = by_series(before), by_series(self.head.cases)
+        for result in gone:
+            if was_probed(result, now, self.head.cases):
+                self.not_compared["a probe for the largest batch size"] += 1
+            else:
+                self._gone(result)
+        for key, series in now.items():
+            if key in then and not self._hardware[_device(series.result)]:
+                row = largest_batch_row(then[key], series, gated=self.policy.largest_batch.gate)
+                self._entries += [] if row is None else [row]
+        return self._finished()
+
+    def _case(self, base: CaseResult | None, head: CaseResult, differing: Sequence[str]) -> None:
+        hardware = self._hardware[_device(head)]
+        if head.outcome in _BROKEN:
+            also = ", as in the baseline" if base is not None and base.outcome == head.outcome else ""
+            self._outcome(head, "REGRESSED", f"The case {_BROKEN[head.outcome]}{also}.{_message(head)}")
+        elif head.outcome == "interrupted":
+            self._outcome(head, "UNDECIDED", "The case was interrupted: measure it again.")
+        elif base is None:
+            nothing = self.base is None
+            reason = "There is no baseline." if nothing else "The baseline lacks this case."
+            self._alone(head, "NEW", reason)
+        elif differing or hardware:
+            text = "; ".join([*dict.fromkeys([*differing, *hardware])][:_NAMED])
+            self._alone(head, "NOT_COMPARABLE", f"The measurements differ from the baseline's: {text}.")
+        elif base.outcome in OUT_OF_MEMORY or head.outcome in OUT_OF_MEMORY:
+            self._capacity(base, head)
+        elif base.outcome != "completed":
+            reason = f"The baseline's case {_BROKEN.get(base.outcome, 'was interrupted')}: there is nothing to compare."
+            self._alone(head, "NEW", reason)
+        else:
+            self._metrics(base, head)
+
+    def _capacity(self, base: CaseResult, head: CaseResult) -> None:
+        if head.outcome == "completed":
+            self._alone(head, "IMPROVED", "The batch size fits in memory; in the baseline it did not.")
+        elif base.outcome == "completed":
+            how = "Out of memory" if head.outcome == "oom" else "Skipped, since a smaller batch size is out of memory"
+            self._outcome(head, "REGRESSED", f"{how}; in the baseline the case completed.{_message(head)}")
+        elif base.outcome in OUT_OF_MEMORY:
+            self._outcome(head, "OK", "Out of memory, as in the baseline.")
+        else:
+            self._outcome(head, "NEW", "Out of memory; the baseline's case failed.")
+
+    def _metrics(self, base: CaseResult, head: CaseResult) -> None:
+        rules = self.policy
+        self._compared[head.id] = base, head
+        if (execution := execution_row(base, head, gated=rules.execution.gate)) is not None:
+            self._entries.append(execution)
+        self._times(base, head)
+        answered = None if head.case.generates else answers.answered(base, head, rules.accuracy)
+        if isinstance(answered, Answered):
+            self._answered.append(answered)
+            self._entries.append(answers.predictions_row(answered, gated=rules.predictions.gate))
+        else:
+            if not isinstance(answered, Row):
+                self._floor(head)  # Texts have no accuracy: they are right or wrong by themselves.
+            self._take("accuracy", answered)
+        for metric, found in exact_rows(base, head, rules):
+            self._take(metric, found)
+
+    def _times(self, base: CaseResult, head: CaseResult) -> None:
+        assert self.base is not None
+        sides = comparable(base, head)
+        self.copied += base.launches == head.launches
+        then, now = (
+            {started(report, launch) for launch in result.launches}
+            for report, result in ((self.base, base), (self.head, head))
+        )
+        other_day = not self._in_turn and any(times.days_apart(one, other) for one in then for other in now)
+        regime = noise_regime.noisiest("device_time", base, head)
+        rule = self.policy.device_time
+        prior = prior_of_case(regime, base, head)
+        found = times.device_times(base, head, sides, rule, prior=prior, regime=regime, other_day=other_day)
+        self._take("device_time", found)
+        if isinstance(found, Timed) and head.case.generates:
+            # Computation is assumed to limit prefills.
+            first = of_prefill(base), of_prefill(head)
+            prior = prior_of_case("device_compute", *first)
+            found = times.device_times(
+                *first, comparable(*first), rule, prior=prior, regime="device_compute", other_day=other_day
             )
-        elif open_rows:
-            reasons[entry.case, entry.metric] = entry.reason
-        elif any(row.verdict == "OK" or row.improved for row in about or _of_completed(rows, entry)):
-            # A case that was left out, or could not be compared, can still have it.
-            warnings.append(f"{name} was not found: remove it from the policy")
-    return [_marked(row, reasons) if _may_be_known(row) else row for row in rows], warnings
+            if isinstance(found, Timed):
+                self._entries.append(msgspec.structs.replace(found, prefill=True))
+        regime = noise_regime.noisiest("time", base, head)
+        prior = prior_of_case(regime, base, head)
+        before, after = (
+            {device.uuid for profile in result.profiles for device in profile.devices} for result in (base, head)
+        )
+        # Without a profile, the GPUs of the machines count.
+        same_gpus = before == after if before and after else self._same_gpus
+        machine_sd = 0.0 if same_gpus else max(GPU_SD, prior_of(regime).s0)
+        for metric, (latencies_s, _) in times.WALL_TIMES.items() if head.case.generates else _OF_SCORING:
+            # The times of a case that generates are there wherever its batches are.
+            if metric != "time" and not all(any(map(latencies_s, one.launches)) for one in (base, head)):
+                continue
+            wall_rule: TimeRule = getattr(self.policy, metric)
+            wall = times.wall_times(
+                base,
+                head,
+                sides,
+                wall_rule,
+                metric=metric,
+                prior=prior,
+                regime=regime,
+                in_turn=self._in_turn,
+                machine_sd=machine_sd,
+            )
+            self._take(metric, wall)
+
+    def _take(self, metric: MetricName, found: Row | Timed | str | None) -> None:
+        if isinstance(found, str):
+            self.not_compared[f"{metric}: {found}"] += 1
+        elif found is not None:
+            self._entries.append(found)
+
+    def _alone(self, head: CaseResult, verdict: Decided, reason: str) -> None:
+        """Add why a case is not compared; its answers can be wrong by themselves."""
+        self._outcome(head, verdict, reason)
+        self._floor(head)
+
+    def _floor(self, head: CaseResult) -> None:
+        if (floor := below_floor(head, self.policy.accuracy)) is not None:
+            step = next((found.next_step for found in head.findings if found.severity == "failure"), "")
+            gated = self.policy.accuracy.gate
+            self._entries.append(Row.of(head, "accuracy", "REGRESSED", floor, gated=gated, next_step=step))
+
+    def _outcome(self, result: CaseResult, verdict: Decided, reason: str) -> None:
+        self._entries.append(Row.of(result, "outcome", verdict, reason))
+
+    def _gone(self, result: CaseResult) -> None:
+        session = self.head.session
+        if self._apart is not None:
+            self._outcome(result, "NOT_COMPARABLE", self._apart)
+        elif (why := self._left_out(result.nodeid)) is not None:
+            self.not_compared[why] += 1
+        elif result.outcome != "completed" and result.outcome not in OUT_OF_MEMORY:
+            self.not_compared["the baseline's case failed and is absent"] += 1
+        else:
+            ended = "; the run was interrupted" if session.interrupted else ""
+            self._outcome(
+                result, "MISSING", f"The baseline has this case and the candidate does not{ended}: measure it again."
+            )
+
+    def _left_out(self, nodeid: str | None) -> str | None:
+        """Return the reason why the user left a test out of the run; None where it ran, or should have."""
+        ran = {result.nodeid for result in self.head.cases}
+        deselected = self.head.session.deselected
+        if nodeid is not None and nodeid in deselected:
+            return "deselected in this run"
+        if nodeid is None or nodeid in ran:
+            return None
+        # An entry without `::` is no node id: it narrowed the run without a name for each test.
+        entries = [entry for entry in deselected if "::" not in entry]
+        if nodeid.partition("[")[0] in {(name or "").partition("[")[0] for name in ran}:
+            # The function was named as a whole: only a named parameter, or --lf, leaves others out.
+            entries = [entry for entry in entries if not entry.startswith("tests not named")]
+        return next((f"left out: {entry}" for entry in entries), None)
+
+    def _finished(self) -> list[Row]:
+        note = self._note()
+        timed = [entry for entry in self._entries if isinstance(entry, Timed)]
+        judged = iter(times.rows(timed, self.policy.confidence, note))
+        rows: list[Row] = []
+        for entry in self._entries:
+            row = next(judged) if isinstance(entry, Timed) else entry
+            if isinstance(entry, Timed) and entry.prefill:
+                rows[-1] = worse(rows[-1], row)
+            else:
+                rows.append(row)
+        named = with_distinct_names(rows, self.head.cases)
+        if self.base is None:
+            return list(named)
+        names = self.base.environment.kernel_names, self.head.environment.kernel_names
+        return [
+            with_cause(row, *self._compared[row.id], names=names)
+            if row.verdict != "OK" and row.id in self._compared
+            else row
+            for row in named
+        ]
+
+    def _note(self) -> str:
+        if self.base is None:
+            return ""
+        soft = software_differences(self.base.environment, self.head.environment)
+        more = f" and {len(soft) - _NAMED} more" if len(soft) > _NAMED else ""
+        return f"{ALSO_CHANGED}{'; '.join(soft[:_NAMED])}{more}." if soft else ""
 
 
-def _may_be_known(row: Row) -> bool:
-    return row.worse or (row.verdict == "UNDECIDED" and row.compared)
+def _device(result: CaseResult) -> str:
+    return "cpu" if result.case.device == "cpu" else "cuda"
 
 
-def _marked(row: Row, reasons: Mapping[tuple[str, str], str]) -> Row:
-    """Return the row with the reason why it is accepted: of its id, or of each case that it is about."""
-    reason = next((text for name in _names(row) if (text := reasons.get((name, row.metric)))), None)
-    of_cases = [reasons.get((case, row.metric)) for case in row.cases or ()]
-    if reason is None and of_cases and None not in of_cases:
-        reason = of_cases[0]
-    return row if reason is None else msgspec.structs.replace(row, known=reason)
+def _message(result: CaseResult) -> str:
+    """Return a failure's message as the second line of a reason, shortened."""
+    text = "" if result.failure is None else result.failure.message
+    return f"\n{textwrap.shorten(text, _WIDTH, placeholder=' ...')}" if text.strip() else ""
 
 
-def _names(row: Row) -> tuple[str, str]:
-    """Return the id of a row, and the strategy of one of several series of it."""
-    return row.id, row.id.partition(" (")[0]
+class Pair(NamedTuple):
+    """A result of the baseline and one of the candidate; one of them can be absent."""
+
+    base: CaseResult | None
+    head: CaseResult | None
+    differing: list[str]
+    """Fields that make them different measurements in spite of the same id: `dtype float16 -> bfloat16`."""
 
 
-def _of_completed(rows: Sequence[Row], entry: Known) -> list[Row]:
-    """Return all rows of a case for a metric that has a row only where it changed; else none."""
-    return [row for row in rows if row.id == entry.case] if entry.metric in _CHANGES_ONLY else []
+def pairs(base: Sequence[CaseResult], head: Sequence[CaseResult]) -> list[Pair]:
+    """Match results by key and test, then by key, then by id; the second of a key with the second.
+
+    Results of one id whose cases differ are matched as well, with the differing fields. The pairs are in the
+    candidate's order; results that only the baseline has come last.
+    """
+    left = list(base)
+    matched: dict[int, CaseResult] = {}
+    for name_of in (attrgetter("key", "nodeid"), attrgetter("key"), attrgetter("id")):
+        waiting = [number for number in range(len(head)) if number not in matched]
+        there = dict(zip(_numbered(left, name_of), left, strict=True))
+        names = _numbered([head[number] for number in waiting], name_of)
+        matched |= {number: there.pop(name) for number, name in zip(waiting, names, strict=True) if name in there}
+        left = list(there.values())
+    found = []
+    for number, now in enumerate(head):
+        then = matched.get(number)
+        differs = then is not None and then.key != now.key
+        found.append(Pair(then, now, _differing(then.case, now.case) if then is not None and differs else []))
+    return [*found, *(Pair(result, None, []) for result in left)]
 
 
-def unmatched(policy: Policy, cases: Sequence[CaseResult], rows: Sequence[Row] = ()) -> list[str]:
-    """Return a line for each known regression whose case neither report has: its name may be misspelt."""
-    names = {*(name for result in cases for name in (result.id, result.case.strategy))}
-    names |= {row.id for row in rows}
-    return [
-        f"known regression {entry.case} {entry.metric} ({entry.reason}): no case of these reports has that name"
-        + guess(entry.case, names)
-        for entry in policy.known
-        if entry.case not in names
-    ]
+def apart(base: Sequence[CaseResult], head: Sequence[CaseResult]) -> str | None:
+    """Return why two reports share no case, and what to do: another device or workload; None for another reason."""
+
+    def device(case: Case) -> str:
+        return f"ran on {case.device}"
+
+    def workload(case: Case) -> str:
+        return "generates" if case.generates else "scores"
+
+    for flag, measured in (("--llmgpu-device", device), ("--llmgpu-workload", workload)):
+        then, now = ({measured(result.case) for result in cases} for cases in (base, head))
+        if then and now and not then & now:
+            was, is_now = (" and ".join(sorted(texts)) for texts in (then, now))
+            return f"The baseline {was} and the candidate {is_now}: measure both with the same {flag}."
+    return None
+
+
+def _numbered(results: Sequence[CaseResult], name_of: Callable[[CaseResult], Hashable]) -> list[tuple[Hashable, int]]:
+    """Return each result's name with the number of earlier results of that name."""
+    counts: Counter[Hashable] = Counter()
+    numbered = []
+    for name in map(name_of, results):
+        numbered.append((name, counts[name]))
+        counts[name] += 1
+    return numbered
+
+
+def _differing(base: Case, head: Case) -> list[str]:
+    then, now = msgspec.structs.asdict(base), msgspec.structs.asdict(head)
+    # `execution` is no part of the key.
+    names = [name for name in then if then[name] != now[name] and name != "execution"]
+    return [f"{name} {shortened(then[name])} -> {shortened(now[name])}" for name in names]

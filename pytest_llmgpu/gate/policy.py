@@ -1,87 +1,35 @@
-"""The policy of a gate: thresholds, the handling of rows with not enough data, and known regressions."""
+"""The policy of a gate: a table of thresholds for each metric, the regressions that are accepted, and their file.
+
+It is TOML: the table `[tool.llmgpu.gate]` of a pyproject.toml, or a separate file with the same keys at the top level.
+The tables of the metrics are generated from `report.metrics`.
+"""
 
 from __future__ import annotations
 
 import datetime
+import hashlib
+import json
+import math
 import re
-from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
-from pytest_llmgpu.report.bounds import Amount, Count, Fraction, Positive, Seconds
-from pytest_llmgpu.report.metrics import JUDGED, MetricName, default_threshold, spec_of
-from pytest_llmgpu.report.result import CaseResult
-from pytest_llmgpu.report.text import MIB, guess
+from pytest_llmgpu.report import file
+from pytest_llmgpu.report.bounds import Amount, Count, Fraction, Seconds
+from pytest_llmgpu.report.metrics import METRICS, MetricName, MetricSpec, spec_of
+from pytest_llmgpu.report.text import MIB
+from pytest_llmgpu.report.verdicts import Verdicts
+from pytest_llmgpu.store import git
 
-_Record = TypeVar("_Record", bound=msgspec.Struct)
+_PYPROJECT = "pyproject.toml"
+_LIMIT_BYTES = 2**20
 
 _Part = Annotated[float, Meta(ge=0, lt=1)]
 """A relative threshold."""
-
-_ALLOWED = {
-    "on_inconclusive": ("pass", "fail"),
-    "accuracy.metric": ("acc", "acc_norm"),
-    "].metric": JUDGED,
-}
-"""The allowed words of a key, by the end of its name."""
-
-_SWITCHES = ("on_inconclusive", "largest_unseen_slowdown", "allow_missing", "allow_no_baseline", "require_armed")
-"""Keys that options of the command line override."""
-
-
-class DeviceTimeRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The threshold of device time: the time of the kernels that are no collective."""
-
-    gate: bool = True
-    """True if a regression fails the gate. False: verdicts are reported only."""
-    margin: _Part = default_threshold("device_time")
-    """The relative threshold: the slowdown that is allowed, as a fraction. 0.005 is added between different days, and
-    more where the baseline is of other GPUs of the same kind."""
-
-
-class TimeRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The threshold of wall time."""
-
-    gate: bool = True
-    """True if a regression fails the gate. False: verdicts are reported only."""
-    margin: _Part | None = None
-    """The relative threshold: the slowdown that is allowed, as a fraction. None: 0.04 against a stored baseline, 0.02
-    where launches of both reports alternated."""
-    absolute_s: Seconds = 0.0
-    """The absolute threshold in seconds, for `time` of the whole case. The larger of both thresholds is used."""
-
-
-class AccuracyRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The thresholds of accuracy. A statistically significant loss is a regression, however small it is."""
-
-    gate: bool = True
-    """True if a regression fails the gate. False: verdicts are reported only."""
-    metric: Literal["acc", "acc_norm"] = "acc_norm"
-    """The accuracy that is compared: by log-likelihood (acc), or by log-likelihood per byte of the ending
-    (acc_norm)."""
-    margin: _Part = default_threshold("accuracy")
-    """The loss as a fraction of the items that the interval must exclude for the verdict OK."""
-    floor: Fraction | None = None
-    """The least accuracy that is allowed, independent of the baseline; None: the candidate's accuracy check decides."""
-    difference: Amount | None = None
-    """The largest typical relative difference of log-likelihoods from the baseline that is allowed. None: what rounding
-    explains in the dtype of the case, 0.001 in float32, 0.005 in float16, 0.04 in bfloat16."""
-
-
-class MemoryRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The thresholds of the peak memory of each device."""
-
-    gate: bool = True
-    """True if a regression fails the gate. False: verdicts are reported only."""
-    margin: _Part = default_threshold("memory")
-    """The relative threshold: the growth of tensors that is allowed, as a fraction."""
-    absolute_bytes: Count = 64 * MIB
-    """The absolute threshold in bytes. The larger of both thresholds is used."""
-    used_margin: _Part = 0.1
-    """The growth that is allowed for memory that torch reserved and for all memory that NVML reports as used, as a
-    fraction. This includes caches and buffers of NCCL. A growth of 1 GiB is always allowed."""
 
 
 class ExactRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -91,224 +39,254 @@ class ExactRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """True if a regression fails the gate. False: verdicts are reported only."""
 
 
-class AmountRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The threshold of an exact amount, which is equal in every launch of an equal program."""
+class AmountRule(ExactRule, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The threshold of an amount."""
 
-    gate: bool = True
-    """True if a regression fails the gate. False: verdicts are reported only."""
     margin: _Part = 0.001
-    """The relative threshold: the growth that is allowed, as a fraction."""
+    """The relative threshold: the growth that is allowed, as a fraction. For device time 0.005 is added between
+    different days, and more where the baseline is of other GPUs of the same kind."""
 
 
-class Rules(msgspec.Struct, frozen=True, kw_only=True):
-    """The rules of all metrics for one case."""
+class TimeRule(ExactRule, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The threshold of wall time."""
 
-    device_time: DeviceTimeRule = DeviceTimeRule()
-    """The rule of the device time of a case."""
-    time: TimeRule = TimeRule()
-    """The rule of the time of a case."""
-    first_token: TimeRule = TimeRule()
-    """The rule of the time to first token of a case that generates."""
-    token_time: TimeRule = TimeRule()
-    """The rule of the time per output token of a case that generates."""
-    accuracy: AccuracyRule = AccuracyRule()
-    """The rule of accuracy."""
-    memory: MemoryRule = MemoryRule()
-    """The rule of the peak memory."""
-    execution: ExactRule = ExactRule()
-    """The rule of the execution: CUDA graphs in the baseline and eager forwards in the candidate are a regression."""
-    flops: AmountRule = AmountRule(margin=default_threshold("flops"))
-    """The rule of the floating-point operations of each rank."""
-    host_syncs: ExactRule = ExactRule()
-    """The rule of the calls that make the host wait for the GPU."""
-    kernels: ExactRule = ExactRule(gate=spec_of("kernels").gate)
-    """The rule of the number of kernel calls."""
-    ops: ExactRule = ExactRule(gate=spec_of("ops").gate)
-    """The rule of the number of calls of torch's ops."""
-    runtime_calls: ExactRule = ExactRule(gate=spec_of("runtime_calls").gate)
-    """The rule of the number of calls of the CUDA runtime and driver."""
-    traffic: AmountRule = AmountRule(margin=default_threshold("traffic"))
-    """The rule of the bytes and calls that the ranks send."""
-    path: ExactRule = ExactRule()
-    """The rule of the links that carry the traffic."""
-    predictions: ExactRule = ExactRule(gate=spec_of("predictions").gate)
-    """The rule of changed predictions. Other kernels can change a few without a loss of accuracy."""
-    largest_batch: ExactRule = ExactRule()
-    """The rule of the largest batch size of a series that completed."""
+    margin: _Part | None = None
+    """The relative threshold: the slowdown that is allowed, as a fraction. None: 0.04 against a stored baseline, 0.02
+    where launches of both reports alternated."""
+    absolute_s: Seconds = 0.0
+    """The absolute threshold in seconds, for `time` of the whole case. The larger of both thresholds is used."""
 
 
-class Override(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Other rules for some cases. Later entries take precedence, and keys that an entry lacks do not change."""
+class AccuracyRule(AmountRule, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The thresholds of accuracy: `margin` is the loss, as a fraction of the items, that OK has to rule out.
 
-    strategy: str | None = None
-    """The strategy of the cases; None: any."""
-    test: str | None = None
-    """The pattern of the node ids of the cases, in which `*` stands for any text; None: any."""
-    marker: str | None = None
-    """The name of a pytest marker that the test, its class or its module has; None: any."""
-    device_time: dict[str, Any] = {}
-    """The changed keys of the rule of device time."""
-    time: dict[str, Any] = {}
-    """The changed keys of the rule of time."""
-    first_token: dict[str, Any] = {}
-    """The changed keys of the rule of the time to first token."""
-    token_time: dict[str, Any] = {}
-    """The changed keys of the rule of the time per output token."""
-    accuracy: dict[str, Any] = {}
-    """The changed keys of the rule of accuracy."""
-    memory: dict[str, Any] = {}
-    """The changed keys of the rule of memory."""
-    execution: dict[str, Any] = {}
-    """The changed keys of the rule of the execution."""
-    flops: dict[str, Any] = {}
-    """The changed keys of the rule of the floating-point operations."""
-    host_syncs: dict[str, Any] = {}
-    """The changed keys of the rule of host synchronizations."""
-    kernels: dict[str, Any] = {}
-    """The changed keys of the rule of kernel calls."""
-    ops: dict[str, Any] = {}
-    """The changed keys of the rule of calls of torch's ops."""
-    runtime_calls: dict[str, Any] = {}
-    """The changed keys of the rule of calls of the CUDA runtime."""
-    traffic: dict[str, Any] = {}
-    """The changed keys of the rule of traffic."""
-    path: dict[str, Any] = {}
-    """The changed keys of the rule of the path."""
-    predictions: dict[str, Any] = {}
-    """The changed keys of the rule of predictions."""
-    largest_batch: dict[str, Any] = {}
-    """The changed keys of the rule of the largest batch size."""
+    A statistically significant loss is a regression, however small it is.
+    """
 
-    def is_for(self, result: CaseResult) -> bool:
-        """Return whether the entry applies to a case."""
-        return (
-            self.strategy in {None, result.case.strategy}
-            and (self.test is None or _matches(self.test, result.nodeid or ""))
-            and (self.marker is None or self.marker in result.markers)
-        )
+    margin: _Part = 0.005
+    metric: Literal["acc", "acc_norm"] = "acc_norm"
+    """The accuracy that is compared: by log-likelihood (acc), or by log-likelihood per byte of the ending
+    (acc_norm)."""
+    floor: Fraction | None = None
+    """The least accuracy that is allowed, independent of the baseline; None: the candidate's accuracy check decides."""
+    difference: Amount | None = None
+    """The largest typical relative difference of log-likelihoods from the baseline that is allowed. None: what rounding
+    explains in the dtype of the case, 0.001 in float32, 0.005 in float16, 0.04 in bfloat16."""
 
 
-class Known(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A regression that is accepted until a day."""
+class MemoryRule(AmountRule, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The thresholds of the peak memory of each device."""
+
+    margin: _Part = 0.005
+    absolute_bytes: Count = 64 * MIB
+    """The absolute threshold in bytes. The larger of both thresholds is used."""
+    used_margin: _Part = 0.1
+    """The growth that is allowed for memory that torch reserved and for all memory that NVML reports as used, as a
+    fraction. This includes caches and buffers of NCCL. A growth of 1 GiB is always allowed."""
+
+
+def _rule(spec: MetricSpec) -> ExactRule:
+    """Return the built-in rule of a metric."""
+    if spec.rule == "time" and spec.name != "device_time":
+        return TimeRule(gate=spec.gate)
+    if spec.threshold is None:
+        return ExactRule(gate=spec.gate)
+    records: dict[str, type[AmountRule]] = {"accuracy": AccuracyRule, "memory": MemoryRule}
+    return records.get(spec.name, AmountRule)(gate=spec.gate, margin=spec.threshold)
+
+
+if TYPE_CHECKING:
+
+    class Rules(msgspec.Struct, frozen=True, kw_only=True):
+        """The rules of all metrics."""
+
+        def __getattr__(self, metric: str) -> Any: ...
+else:
+    Rules = msgspec.defstruct(
+        "Rules",
+        [
+            (spec.name, type(rule), rule)
+            for spec in METRICS
+            if spec.rule and spec.name != "outcome"
+            for rule in [_rule(spec)]
+        ],
+        frozen=True,
+        kw_only=True,
+    )
+
+
+class Allowed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A regression that is accepted: a row of a matching case passes, undecided or missing ones too."""
 
     case: str
-    """The id of the case, such as `tp-bs8`, or the strategy of a series."""
+    """The id of the case, such as `tp-bs8`, or the strategy of a series; `*` stands for any text."""
     metric: MetricName
-    """The metric that regressed."""
+    """The metric."""
     reason: str
     """The reason why the regression is accepted."""
-    expires: datetime.date
-    """The last day on which the regression is accepted."""
     up_to: Amount | None = None
     """The largest growth that is accepted, as a fraction of the baseline; None: any. Only for metrics that grow."""
+    expires: datetime.date | None = None
+    """The last day on which the regression is accepted; None: it is always accepted."""
+
+    def matches(self, name: str) -> bool:
+        """Return whether the pattern matches a whole name."""
+        # fnmatch would interpret the brackets of node ids.
+        return re.fullmatch(".*".join(map(re.escape, self.case.split("*"))), name, re.DOTALL) is not None
 
 
 class Policy(Rules, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The rules of a gate for all cases, with overrides and known regressions."""
+    """The rules of a gate for all cases, and the regressions that are accepted."""
 
     confidence: Annotated[float, Meta(ge=0.5, lt=1)] = 0.99
     """The confidence of a verdict that something changed. The probability of a false alarm in all gated rows of times
     together, and in all gated rows of another metric, is at most 1 minus this value."""
-    on_inconclusive: Literal["pass", "fail"] = "pass"
-    """Effect of a UNDECIDED row on the gate: `pass` or `fail`."""
-    largest_unseen_slowdown: Annotated[float, Meta(gt=0, lt=2.0**63)] = 0.5
-    """The largest slowdown of a case that may stay unseen, as a fraction. The gate does not pass if the launches of a
-    gated case would not have shown this slowdown, whatever `on_inconclusive` is. Device time counts if both reports
-    have it, else wall time."""
-    min_launches: Positive = 1
-    """The least number of undisturbed launches of each completed case in a baseline: `llmgpu promote` refuses
-    fewer."""
-    allow_missing: bool = False
-    """True if cases and figures pass that only the baseline has."""
+    strict: bool = False
+    """True if a gated row that is undecided fails the gate."""
     allow_no_baseline: bool = False
     """True if a run passes that could not be compared because there is no baseline."""
-    require_armed: bool = False
-    """True if a gated row that could not be compared fails the gate."""
-    override: list[Override] = []
-    """The rules that differ for some cases."""
-    known: list[Known] = []
+    allow: list[Allowed] = []  # noqa: RUF012 - msgspec copies it
     """The regressions that are accepted."""
 
-    def rules(self, result: CaseResult) -> Rules:
-        """Return the rules for a case."""
-        rules: Rules = self
-        for entry in self.override:
-            if entry.is_for(result):
-                rules = overridden(rules, entry)
-        return rules
+    def __post_init__(self) -> None:
+        """Refuse an `up_to` that can have no effect."""
+        for number, entry in enumerate(self.allow):
+            if entry.up_to is not None and not spec_of(entry.metric).grows:
+                growing = ", ".join(spec.name for spec in METRICS if spec.rule and spec.grows)
+                raise ValueError(f"allow[{number}].up_to: {entry.metric} does not grow; allowed for {growing}")
 
 
 def switched(policy: Policy, given: object) -> Policy:
-    """Return the policy with the values of the attributes of `given`, except None, for the keys in `_SWITCHES`."""
-    changed = {name: value for name in _SWITCHES if (value := getattr(given, name, None)) is not None}
+    """Return the policy with the switches that are set among the attributes of `given`, such as parsed arguments."""
+    changed = {name: True for name in ("strict", "allow_no_baseline") if getattr(given, name, None)}
     return msgspec.structs.replace(policy, **changed)
 
 
-def idle_overrides(policy: Policy, cases: Iterable[CaseResult]) -> list[str]:
-    """Return a line for each override that applies to none of the cases, because its name may be misspelt."""
-    results = list(cases)
-    return [
-        f"override[{number}] of the policy matches no case: check its strategy, test and marker"
-        for number, entry in enumerate(policy.override)
-        if not any(map(entry.is_for, results))
-    ]
+def find_policy(folder: Path) -> Path | None:
+    """Return the policy file that is used if none is given; None: the default policy.
+
+    It is the first pyproject.toml with a policy from the folder up to the root of its repository. A command in a
+    subfolder uses the same thresholds in this way.
+    """
+    start = folder.resolve()
+    for parent in (start, *start.parents):
+        path = parent / _PYPROJECT
+        try:
+            if path.is_file() and _table(path, parent) is not None:
+                return path
+        except ValueError:
+            return path  # `load_policy` reports the error.
+        if (parent / ".git").exists():  # In a worktree it is a file.
+            break
+    return None
 
 
-def overridden(rules: Rules, entry: Override, number: int = 0) -> Rules:
-    """Return the rules with the keys of an entry; ValueError names the number of the entry and the key."""
-    changed: dict[str, Any] = {}
-    for name in Rules.__struct_fields__:
-        if table := getattr(entry, name):
-            before = getattr(rules, name)
-            merged = {**msgspec.to_builtins(before), **table}
-            changed[name] = converted(merged, type(before), f"override[{number}].{name}.")
-    # `rules` can be a Policy; only its rules are copied.
-    return Rules(**{name: changed.get(name, getattr(rules, name)) for name in Rules.__struct_fields__})
+def load_policy(path: Path | None, repository: Path = Path()) -> Policy:
+    """Read a policy. The default policy is returned for None and for a pyproject.toml without a policy.
 
+    A commit without a pyproject.toml has the default policy, too.
 
-def converted(table: Any, record: type[_Record], place: str) -> _Record:
-    """Return a TOML table as a record; ValueError names an invalid key, its value and what is allowed."""
-    _refuse_unknown(table, record, place)
+    Args:
+        path: A TOML file, or `git:REV:PATH`, which is read from that commit.
+        repository: A folder inside the working tree of git.
+
+    Raises:
+        ValueError: The file is not valid; one line with the file, the error and its place.
+    """
+    table = None if path is None else _table(path, repository)
+    if table is None:
+        return Policy()
+    built_in = msgspec.to_builtins(Policy())
     try:
-        return msgspec.convert(table, record)
-    except msgspec.ValidationError as error:
-        text, _, where = str(error).partition(" - at `$.")
-        key = f"{place}{where.rstrip('`')}" or "the table"
-        if bound := re.fullmatch(r"Expected `(?:int|float)` ([<>]=?) (.*)", text):
-            for step in re.findall(r"\w+", where):
-                table = table[int(step) if step.isdigit() else step]
-            raise ValueError(f"{key} = {table}: allowed are numbers {bound[1]} {float(bound[2]):g}") from None
-        allowed = next((names for end, names in _ALLOWED.items() if key.endswith(end)), None)
-        also = f": allowed are {', '.join(allowed)}" if allowed and "enum" in text else ""
-        raise ValueError(f"{key}: {text[:1].lower()}{text[1:]}{also}") from None
+        # A key that a table lacks has the default of its metric, not that of the record.
+        return msgspec.convert({key: _merged(built_in.get(key), value) for key, value in table.items()}, Policy)
+    except (AttributeError, ValueError) as error:  # AttributeError: the table is a value
+        raise ValueError(f"policy {path}: {error}") from None
 
 
-def _matches(pattern: str, name: str) -> bool:
-    """Return whether a pattern with `*` matches the whole name. fnmatch would interpret the brackets of node ids."""
-    first, *others = pattern.split("*")
-    if not others or not name.startswith(first):
-        return name == pattern
-    *middle, last = others
-    # Each part at its first place. A regular expression would try every combination of places.
-    at = len(first)
-    for part in middle:
-        if (found := name.find(part, at)) < 0:
-            return False
-        at = found + len(part)
-    return len(name) - at >= len(last) and name.endswith(last)
+def policy_in_words(path: Path | None, repository: Path = Path()) -> str:
+    """Describe the policy that `load_policy` reads. The line is published, so it contains no folder."""
+    if path is None or _table(path, repository) is None:
+        return "policy: built-in"
+    return f"policy: {path if git.is_reference(path) else path.name}"
 
 
-def _refuse_unknown(table: Any, record: type[msgspec.Struct], place: str) -> None:
-    if not isinstance(table, Mapping):
-        return  # The conversion reports it.
-    for key, value in table.items():
-        if key not in record.__struct_fields__:
-            allowed = sorted(record.__struct_fields__)
-            raise ValueError(f"{place}{key} is not a key{guess(key, allowed)}: allowed are {', '.join(allowed)}")
-        if record is Policy:
-            rule = next((f.type for f in msgspec.structs.fields(Policy) if f.name == key), None)
-            if isinstance(rule, type) and issubclass(rule, msgspec.Struct):
-                _refuse_unknown(value, rule, f"{key}.")
-            if key in {"override", "known"} and isinstance(value, list):
-                for number, entry in enumerate(value):
-                    _refuse_unknown(entry, Override if key == "override" else Known, f"{key}[{number}].")
+def dump_policy(policy: Policy) -> str:
+    """Return the policy as TOML with all keys; `load_policy` reads it."""
+    fields: dict[str, Any] = msgspec.to_builtins(policy, builtin_types=(datetime.date,))
+    allowed = fields.pop("allow")
+    tables = {key: fields.pop(key) for key in sorted(fields) if isinstance(fields[key], dict)}
+    lines = _pairs(fields)
+    for key, table in tables.items():
+        lines += ["", f"[{key}]", *_pairs(table)]
+    for entry in allowed:
+        lines += ["", "[[allow]]", *_pairs(entry)]
+    return "\n".join(lines) + "\n"
+
+
+def _pairs(table: Mapping[str, Any]) -> list[str]:
+    """Return the lines of a TOML table."""
+
+    def toml(value: Any) -> str:
+        if isinstance(value, datetime.date):
+            return value.isoformat()
+        # TOML has the strings, numbers and booleans of JSON, except that DEL must be escaped.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+    return [f"{key} = {toml(table[key])}" for key in sorted(table) if table[key] is not None]
+
+
+def sha256_of(policy: Policy) -> str:
+    """Return the SHA-256 of the policy as TOML."""
+    return hashlib.sha256(dump_policy(policy).encode()).hexdigest()
+
+
+def policy_of(verdicts: Verdicts | None) -> Policy:
+    """Return the policy of verdicts; the default policy if there are none or theirs cannot be read."""
+    if verdicts is None:
+        return Policy()
+    try:
+        return msgspec.toml.decode(verdicts.policy, type=Policy)
+    except (ValueError, ImportError):  # ImportError: Python 3.10 without tomli
+        return Policy()
+
+
+def _table(path: Path, repository: Path) -> Any:
+    """Return the table of the policy in a file; None for a pyproject.toml without one."""
+    is_project = path.name.rpartition(":")[2] == _PYPROJECT
+    try:
+        data = git.content(path, repository) if git.is_reference(path) else file.read(path, _LIMIT_BYTES)
+    except (OSError, ValueError) as error:
+        if is_project and isinstance(error, git.AbsentError):
+            return None
+        raise ValueError(f"policy {path}: {file.one_line(error).removeprefix(f'{path}: ')}") from None
+    try:
+        # tomllib needs Python 3.11. msgspec uses tomli in Python 3.10, which pytest installs.
+        table = msgspec.toml.decode(data)
+    except ImportError:
+        raise ValueError(f"policy {path}: Python 3.10 needs the package tomli to read TOML") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"policy {path}: is not valid TOML: {file.one_line(error)}") from None
+    if not is_project and "tool" not in table:
+        return table
+    # A key beside the table would be ignored, and the default policy used.
+    ours = _inner(_inner(table, "tool"), "llmgpu")
+    wrong = [f"tool.llmgpu.{name}" for name in ours if name != "gate"]
+    wrong += [] if is_project else [name for name in table if name != "tool"]
+    if wrong:
+        raise ValueError(f"policy {path}: {wrong[0]} is not allowed: allowed is [tool.llmgpu.gate]")
+    return ours.get("gate")
+
+
+def _merged(built_in: Any, value: Any) -> Any:
+    """Return the keys of a table over the built-in ones; a number that is not finite would compare with nothing."""
+    if not (isinstance(built_in, dict) and isinstance(value, dict)):
+        return value
+    if wrong := [key for key, one in value.items() if isinstance(one, float) and not math.isfinite(one)]:
+        raise ValueError(f"{wrong[0]} = {value[wrong[0]]}: a finite number is needed")
+    return {**built_in, **value}
+
+
+def _inner(table: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    inner = table.get(name)
+    return inner if isinstance(inner, Mapping) else {}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import math
-import statistics
 from collections.abc import Callable, Hashable, Sequence
 
 _TERMS = 40
@@ -63,18 +62,6 @@ def t_quantile(degrees: float, confidence: float) -> float:
     while t_tail(most, degrees) > 1 - confidence:
         most *= 2
     return _solved(lambda t: 1 - confidence - t_tail(t, degrees), 0.0, most)
-
-
-def largest_sd(sd: float, degrees: int, chance: float) -> float:
-    """Return the upper limit of a standard deviation: with it a sample has `sd` or less with probability `chance`.
-
-    The quantile of the chi-squared distribution is the approximation of Wilson and Hilferty. The result is up to 3 %
-    too large from 8 degrees of freedom on, and more below. It is infinite for too few degrees and for a deviation of 0.
-    """
-    if sd <= 0 or degrees <= 0:
-        return math.inf
-    root = 1 - 2 / (9 * degrees) + statistics.NormalDist().inv_cdf(chance) * math.sqrt(2 / (9 * degrees))
-    return sd / root**1.5 if root > 0 else math.inf
 
 
 @functools.lru_cache(maxsize=4096)

@@ -26,8 +26,8 @@ import msgspec
 from pytest_llmgpu.analysis import noise_regime
 from pytest_llmgpu.analysis.noise_regime import NoiseRegime
 from pytest_llmgpu.gate.exact import absent, other_execution
-from pytest_llmgpu.gate.policy import DeviceTimeRule, TimeRule
-from pytest_llmgpu.gate.stats import holm, largest_sd, t_quantile, t_tail
+from pytest_llmgpu.gate.policy import AmountRule, TimeRule
+from pytest_llmgpu.gate.stats import holm, t_quantile, t_tail
 from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.derived import device_times_s, inference_s
 from pytest_llmgpu.report.metrics import MetricName, default_threshold, spec_of
@@ -60,9 +60,6 @@ or smaller by the square root: on two H200, forwards of LLaMA-7B at batch sizes 
 
 _MOST_FORWARDS = 200
 """More forwards do not lower the deviation further: launches differ in more than their forwards."""
-
-_CHANCE = 0.01
-"""Probability with which the deviation of a calibration is limited to less than the true one."""
 
 _IN_TURN = 0.02
 """Threshold of wall time where launches of both reports alternated. A host drifts by 1 % from day to day: against a
@@ -154,17 +151,6 @@ class Prior(msgspec.Struct, frozen=True, kw_only=True):
         s0 = math.sqrt((self.df0 * self.s0**2 + measured.degrees * measured.sd**2) / degrees)
         return Prior(s0=s0, df0=degrees, source=self.source)
 
-    def calibrated(self, measured: Deviation | None) -> Prior:
-        """Return the prior with the launches of a calibration added to it.
-
-        Machines of one regime can differ in their deviation by more than a factor of ten. A prior that the launches
-        contradict is therefore replaced by the largest deviation that they are compatible with.
-        """
-        if measured is None:
-            return self
-        both = self.updated(measured)
-        return msgspec.structs.replace(both, s0=min(both.s0, largest_sd(measured.sd, measured.degrees, _CHANCE)))
-
 
 PRIORS: Mapping[NoiseRegime, Prior] = MappingProxyType(
     {
@@ -207,7 +193,7 @@ def prior_of(regime: NoiseRegime, *, idle: float = 0.0, forwards: int | None = N
 
 
 def prior_of_case(regime: NoiseRegime, *results: CaseResult) -> Prior:
-    """Return the prior of a time of one case, from its results in one report or in several, before a calibration."""
+    """Return the prior of a time of one case, from its results in one report or in several."""
     idle = noise_regime.idle_share(*results) if regime == "replayed" else 0.0
     return prior_of(regime, idle=idle, forwards=noise_regime.forwards(regime, *results))
 
@@ -388,7 +374,7 @@ class Timed(msgspec.Struct, frozen=True):
     ranks: Sequence[Samples]
     """The launches of each rank; the rank that became slowest decides."""
     prior: Prior
-    """The noise that is expected, the calibration included."""
+    """The noise that is expected."""
     threshold: float
     """The slowdown that is allowed, as a fraction."""
     spread: float
@@ -457,7 +443,7 @@ def device_times(
     base: CaseResult,
     head: CaseResult,
     sides: Sides | Refusal,
-    rule: DeviceTimeRule,
+    rule: AmountRule,
     *,
     prior: Prior,
     regime: NoiseRegime,

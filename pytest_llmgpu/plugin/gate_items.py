@@ -54,18 +54,18 @@ class GateItem(pytest.Item):
         """Fail on a regression, and skip if there is no verdict; both with the reason."""
         __tracebackhide__ = True
         benchmark = self.config.stash[SESSION]()
-        assert benchmark.judge is not None, "the items exist with --llmgpu-compare only"
+        assert benchmark.gate is not None, "the items exist with --llmgpu-compare only"
         if not self.config.stash.get(_CONCLUDED, False):
             deselected = self.config.stash[DESELECTED]
             benchmark.conclude(None, interrupted=False, deselected=deselected)
             self.config.stash[_CONCLUDED] = True
-        ruling = benchmark.judge.ruling(self._judged)
-        self.stash[_VERDICT] = ruling.verdict
-        self.user_properties += junit_verdicts(ruling.rows)
-        if ruling.fails:
-            pytest.fail(printable_lines(ruling.text), pytrace=False)
-        if ruling.open:
-            pytest.skip(printable_lines(ruling.text))
+        found = benchmark.gate.verdict_of(self._judged)
+        self.stash[_VERDICT] = found.verdict
+        self.user_properties += junit_verdicts(found.rows)
+        if found.fails:
+            pytest.fail(printable_lines(found.text), pytrace=False)
+        if found.undecided:
+            pytest.skip(printable_lines(found.text))
 
     def reportinfo(self) -> tuple[Any, int | None, str]:
         """Return the location and the heading of a failure."""
@@ -80,9 +80,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     tests = [item.nodeid for item in session.items if selection.measures(item)]
     # With the flag, a run without a test that measures fails too.
     if tests or config.getoption("llmgpu_compare") is not None:
-        judge = config.stash[SESSION]().judge
-        assert judge is not None, "this plugin is registered with --llmgpu-compare only"
-        judge.expect(tests)
+        gate = config.stash[SESSION]().gate
+        assert gate is not None, "this plugin is registered with --llmgpu-compare only"
+        gate.expect(tests)
         parent = _Gate.from_parent(session, path=config.rootpath / NAME)
         judged = [*((test, test) for test in tests), (WHOLE_RUN, None)]
         # With the path of the rootdir, the hooks of its conftest.py apply to the items.

@@ -341,7 +341,6 @@ def _new_session(config: pytest.Config) -> BenchmarkSession:
             rootdir=config.rootpath,
             report_path=place("json", chosen.json or None),
             policy_path=place("policy", chosen.policy),
-            calibration_path=place("calibration", chosen.calibration),
             page_path=place("html", chosen.html),
             storage_path=place("storage", chosen.storage) or Path(),
             options=chosen,

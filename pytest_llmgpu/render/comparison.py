@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from pytest_llmgpu.analysis.answers import written
-from pytest_llmgpu.gate.classify import TIMES
+from pytest_llmgpu.gate.judge import TIMES
 from pytest_llmgpu.render.table import entries
 from pytest_llmgpu.report.case import REFERENCE_STRATEGY
 from pytest_llmgpu.report.metrics import spec_of
@@ -47,7 +47,7 @@ def figures(row: Row) -> Figures:
 
 def verdict(row: Row) -> str:
     """Return the verdict of a row, with a sign if the candidate is better or the change is known."""
-    why = "improved" if row.improved else "known" if row.known is not None else ""
+    why = "improved" if row.improved else "allowed" if row.allowed is not None else ""
     return f"{row.verdict} ({why})" if why else row.verdict
 
 
@@ -60,12 +60,12 @@ def mark(verdict: Verdict) -> Literal["failure", "warning", "changed", "ok"]:
 
 def counts(verdicts: Verdicts) -> str:
     """Return how many rows were compared, how many are OK, and why the others were not compared."""
-    armed = verdicts.armed
+    compared = [row for row in verdicts.rows if row.compared]
     ok = sum(row.verdict == "OK" for row in verdicts.rows)
-    text = f"{plural(armed.compared, 'row')} compared, {armed.gated:,} gated, {ok:,} OK"
+    text = f"{plural(len(compared), 'row')} compared, {sum(row.gated for row in compared):,} gated, {ok:,} OK"
     missing = [
         f"{reason.removesuffix(NEITHER)}{'not recorded' if reason.endswith(NEITHER) else ''} ({plural(count, 'case')})"
-        for reason, count in armed.unarmed.items()
+        for reason, count in verdicts.not_compared.items()
     ]
     return f"{text}; not compared: {'; '.join(missing)}" if missing else text
 

@@ -10,9 +10,8 @@ import msgspec
 
 from pytest_llmgpu.analysis.reference import by_series
 from pytest_llmgpu.gate import cause_groups, headline
-from pytest_llmgpu.gate.classify import ExitStatus, exit_status
-from pytest_llmgpu.gate.policy import Policy
-from pytest_llmgpu.gate.policy_file import policy_of
+from pytest_llmgpu.gate.judge import ExitStatus, exit_status
+from pytest_llmgpu.gate.policy import Policy, policy_of
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import OUT_OF_MEMORY, CaseResult, Finding
 from pytest_llmgpu.report.text import without_numbers

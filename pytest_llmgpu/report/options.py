@@ -174,7 +174,7 @@ def _switch(help: str) -> Any:  # noqa: A002
     return _option(switch, "false", None, help)
 
 
-GATE_OPTIONS = ("policy", "calibration", "on_inconclusive", "allow_missing", "allow_no_baseline", "require_armed")
+GATE_OPTIONS = ("policy", "strict", "allow_no_baseline")
 """Options that have an effect only if the run is compared with a baseline."""
 
 OUTPUT_OPTIONS = ("json", "save", "storage", "compare", "html", "resume")
@@ -323,27 +323,9 @@ class Options:
         "thresholds of the gate, a TOML file or git:REV:PATH, which a change cannot edit (default: [tool.llmgpu.gate] "
         "of pyproject.toml)",
     )
-    calibration: str | None = _option(
-        text,
-        None,
-        "PATH",
-        "noise of this runner between launches, a file or git:REV:PATH (default: the file of llmgpu calibrate in the "
-        "store)",
-    )
-    on_inconclusive: str | None = _choice(
-        "pass fail", "result of the gate if there is not enough data (default: the policy's, pass)", default=None
-    )
-    allow_missing: bool | None = _option(
-        switch, None, None, "pass although cases or figures of the baseline are missing in this run"
-    )
+    strict: bool | None = _option(switch, None, None, "fail if a gated figure is undecided")
     allow_no_baseline: bool | None = _option(
         switch, None, None, "pass although nothing could be compared, because there is no baseline"
-    )
-    require_armed: bool | None = _option(
-        switch,
-        None,
-        None,
-        "fail if anything that is gated could not be compared; deselected cases (-k and similar) do not count",
     )
     html: str | None = _option(
         text, None, "PATH", "HTML page to write at the end, .html; it needs no network (requires the extra `report`)"

@@ -45,7 +45,7 @@ ALSO_CHANGED = "Also changed: "
 """Start of the line of a reason that lists the same differences."""
 
 
-_RENAMED = ((b'"margin":', b'"threshold":'), (b'"smallest_change":', b'"smallest_seen":'))
+_RENAMED = ((b'"margin":', b'"threshold":'), (b'"smallest_change":', b'"smallest_seen":'), (b'"known":', b'"allowed":'))
 """The fields of earlier reports that were renamed."""
 
 PRESENT_NAMES = {
@@ -121,10 +121,10 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     won: list[int] | None = None
     """Items that are wrong in the baseline and right in the candidate."""
     unseen: bool = False
-    """True if these launches would not have shown a slowdown of the policy's `largest_unseen_slowdown`, so that the row
-    fails the gate. It is set on one row of a case: device time, or wall time if there is no device time."""
-    known: str | None = None
-    """Reason of the policy's `known` entry that accepts this row; null if there is no such entry."""
+    """True if these launches would not have shown a slowdown by a factor of 1.5, so that the row fails the gate. It
+    is set on one row of a case: device time, or wall time if there is no device time."""
+    allowed: str | None = None
+    """Reason of the policy's `allow` entry that accepts this row; null if there is no such entry."""
     cause: Cause | None = None
     """Changes in the work passes that explain a change for the worse; null without such a change, and if a report has
     no work passes of the same batches."""
@@ -178,22 +178,6 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         )
 
 
-class Armed(msgspec.Struct, frozen=True, kw_only=True):
-    """How much was compared: a gate that compared nothing does not pass."""
-
-    compared: int = 0
-    """Number of rows in which the candidate was compared with the baseline."""
-    gated: int = 0
-    """Number of compared rows that can fail the gate."""
-    unarmed: dict[str, int] = {}
-    """Reason why a metric of a case was not compared, mapped to the number of such rows."""
-    gaps: dict[str, int] = {}
-    """The part of `unarmed` that the policy gates, which fails a gate with `require_armed`. Empty in reports of older
-    versions, which have the sum of its numbers only."""
-    gated_unarmed: int = 0
-    """Number of rows that were not compared although the policy gates them; deselected cases are not counted."""
-
-
 class Baseline(msgspec.Struct, frozen=True, kw_only=True):
     """The report that the candidate was compared with."""
 
@@ -233,12 +217,10 @@ class Verdicts(msgspec.Struct, frozen=True, kw_only=True):
     """Policy that was applied, as TOML."""
     policy_sha256: str
     """SHA-256 of the text of `policy`."""
-    calibration_sha256: str | None = None
-    """SHA-256 of the calibration file with the noise of this runner; null if default noise was assumed."""
     in_turn: bool = False
     """True if launches of the baseline and the candidate alternated, which lowers the threshold of wall time."""
-    armed: Armed
-    """Count of what was compared and what was not."""
+    not_compared: dict[str, int] = {}
+    """Reason why a case, or a metric of one, was not compared, mapped to the number of such cases."""
     warnings: list[str] = []
     """Warnings that belong to no row, such as different software or expired entries of the policy."""
     rows: list[Row] = []
@@ -269,7 +251,7 @@ def worst_first(rows: Iterable[Row]) -> list[Row]:
     return sorted(
         rows,
         key=lambda row: (
-            row.known is not None or not row.gated,
+            row.allowed is not None or not row.gated,
             severity[row.verdict],
             not row.improved,
             order[row.metric],

@@ -1,4 +1,4 @@
-"""The objects that live as long as one pytest run: planner, processes, profiler, recorder and judge."""
+"""The objects that live as long as one pytest run: planner, processes, profiler, recorder and gate."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.derived import generated
 from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.report.result import OUT_OF_MEMORY, CaseResult
-from pytest_llmgpu.session.judge import Judge
+from pytest_llmgpu.session.gate import RunGate
 from pytest_llmgpu.session.planner import Planner
 from pytest_llmgpu.session.recorder import Recorder
 from pytest_llmgpu.session.runner import Request, Runner
@@ -57,7 +57,6 @@ class BenchmarkSession:
         report_path: Path | None,
         storage_path: Path,
         policy_path: Path | None,
-        calibration_path: Path | None,
         page_path: Path | None,
         options: Options,
         known: Mapping[str, str],
@@ -74,16 +73,10 @@ class BenchmarkSession:
         find_machine = environment.machine if self._devices is None else self._devices.machine
         self.planner = Planner(rootdir, find_machine, known, known_tasks)
         self.recorder = Recorder(report_path, storage_path, rootdir, options, page_path)
-        self.judge: Judge | None = None
+        self.gate: RunGate | None = None
         """Compares the run with its baseline; None without one."""
         if options.compare is not None:
-            self.judge = Judge(
-                options,
-                rootdir=rootdir,
-                policy_path=policy_path,
-                calibration_path=calibration_path,
-                storage_path=storage_path,
-            )
+            self.gate = RunGate(options, rootdir=rootdir, policy_path=policy_path, storage_path=storage_path)
         self._sample_period_s, self._profile_method = options.sample_period, options.profile_method
         self._live = live
         self._folder = tempfile.TemporaryDirectory(prefix="llmgpu-run-", ignore_cleanup_errors=True)
@@ -131,8 +124,8 @@ class BenchmarkSession:
         Raises:
             ValueError: The baseline does not exist or is no report.
         """
-        if self.judge is not None:
-            self.judge.find_baseline(self.planner.machine(options))
+        if self.gate is not None:
+            self.gate.find_baseline(self.planner.machine(options))
 
     def resume(self, options: Options) -> None:
         """Continue the session of a report, if the run does so; once no test is refused, since the report is changed.
@@ -163,7 +156,7 @@ class BenchmarkSession:
             + resumed
             + self.planner.notes
             + ([] if self._devices is None else [f"note: the nodes differ: {text}" for text in self._devices.notes])
-            + ([] if self.judge is None else self.judge.notes())
+            + ([] if self.gate is None else self.gate.notes())
         )
 
     def start_launch(self, number: int, of: int) -> None:
@@ -215,7 +208,7 @@ class BenchmarkSession:
         The reasons are a report that could not be written, a regression that no item of the gate reported, and a group
         that ran out of memory and completed nothing although something should fit.
         """
-        unreported = self.judge.unreported() if self.judge is not None else []
+        unreported = self.gate.unreported() if self.gate is not None else []
         nothing_fitted = [
             f"{strategy}, {options.model}: out of memory, and nothing completed"
             for strategy, options in sorted(self._out_of_memory & self._required - self._completed, key=repr)
@@ -248,7 +241,7 @@ class BenchmarkSession:
             deselected: See `end`.
         """
         expected = [nodeid for nodeids in self._expected.values() for nodeid in nodeids]
-        judge = None if self.judge is None else self.judge.judge
+        judge = None if self.gate is None else self.gate.judge
         self.recorder.conclude(exit_status, judge, interrupted=interrupted, expected=expected, deselected=deselected)
 
     def end(self, exit_status: int, *, interrupted: bool, deselected: Sequence[str]) -> int:
@@ -268,7 +261,7 @@ class BenchmarkSession:
         def checked(status: int) -> int:
             return 1 if status == 0 and self.problems() else status
 
-        if self.judge is not None:
+        if self.gate is not None:
             # The verdicts decide the status, and no item of the gate may have run.
             self.conclude(exit_status, interrupted=interrupted, deselected=deselected)
         exit_status = checked(exit_status)
@@ -281,7 +274,7 @@ class BenchmarkSession:
         with _deferred_interrupt() as requested:
             self.conclude(exit_status, interrupted=interrupted, deselected=deselected)
             self.recorder.save()
-            self.recorder.write_page(None if self.judge is None else self.judge.base)
+            self.recorder.write_page(None if self.gate is None else self.gate.base)
         # Checked again, because the last writing of the report may have failed.
         return checked(_INTERRUPTED if requested else exit_status)
 
@@ -290,7 +283,7 @@ class BenchmarkSession:
         report = self.recorder.report
         if report is None:
             return ""
-        verdicts = [] if self.judge is None else [self.judge.summary()]
+        verdicts = [] if self.gate is None else [self.gate.summary()]
         tables = terminal.tables(report, verbose=verbose)
         return "\n\n".join([tables, *verdicts, "\n".join(self.recorder.whereabouts())])
 

@@ -25,12 +25,11 @@ DEFAULT = Path(".llmgpu")
 """Default folder of the store, relative to the working directory."""
 
 _IGNORED = """\
-# Written by pytest-llmgpu: reports and logs stay out of git, baselines and calibrations can be committed.
+# Written by pytest-llmgpu: reports and logs stay out of git, baselines can be committed.
 *
 !*/
 !*_baseline.json
 !*_baseline.json.gz
-!calibration.json
 """
 
 _SHA_LETTERS = 8

@@ -62,7 +62,7 @@ def evil() -> Report:
         ["show", "evil.json"],
         ["list"],
         ["trend"],
-        ["compare", "evil.json", "evil.json"],
+        ["show", "evil.json", "evil.json", "evil.json"],
         ["gate", "evil.json", "evil.json"],
         ["promote", "evil.json"],
         ["show", f"{_EVIL}.json"],

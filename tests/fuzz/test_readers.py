@@ -33,8 +33,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pytest_llmgpu.cli import main
-from pytest_llmgpu.gate import policy_file
-from pytest_llmgpu.gate.policy import Policy
+from pytest_llmgpu.gate.policy import Policy, dump_policy, load_policy
 from pytest_llmgpu.inference import models
 from pytest_llmgpu.inference.tasks.hellaswag import HellaSwag, Prompts
 from pytest_llmgpu.report import file
@@ -197,12 +196,12 @@ def test_reports_with_changed_bytes(data: bytes) -> None:
     _consume(data)
 
 
-@given(changed_bytes(policy_file.dump(Policy()).encode()))
+@given(changed_bytes(dump_policy(Policy()).encode()))
 @fuzz
 def test_policies(data: bytes) -> None:
     """A policy is read, or refused in one line."""
     Path("policy.toml").write_bytes(data)
-    _one_line(lambda: policy_file.load(Path("policy.toml")))
+    _one_line(lambda: load_policy(Path("policy.toml")))
 
 
 @given(st.data())

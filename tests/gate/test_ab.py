@@ -11,7 +11,7 @@ from pytest_llmgpu.gate.ab import SIDES, Both, Side, compare, left_out, looks, s
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
-from pytest_llmgpu.report.verdicts import SEVERITY, Armed, Baseline, Row, Verdict, Verdicts
+from pytest_llmgpu.report.verdicts import SEVERITY, Baseline, Row, Verdict, Verdicts
 
 POLICY = Policy()
 NOT_ENOUGH: Verdict = "UNDECIDED"
@@ -39,8 +39,7 @@ class _Machine:
 
 
 def _verdicts(*rows: Row) -> Verdicts:
-    armed = Armed(compared=len(rows), gated=len(rows))
-    return Verdicts(baseline=Baseline(), policy="", policy_sha256="", armed=armed, rows=list(rows))
+    return Verdicts(baseline=Baseline(), policy="", policy_sha256="", rows=list(rows))
 
 
 def _decided_at(needed: dict[int, int], then: Verdict = "OK", metric: str = "time") -> Callable[[Both], Verdicts]:
@@ -105,7 +104,7 @@ def test_verdicts_that_more_launches_can_change(verdict: Verdict) -> None:
     rows = [
         Row.of(_result(1), "time", verdict, ""),
         Row.of(_result(2), "time", verdict, "", gated=False),
-        Row.of(_result(4), "time", verdict, "", known="accepted"),
+        Row.of(_result(4), "time", verdict, "", allowed="accepted"),
         Row.of(_result(8), "accuracy", verdict, ""),
     ]
     expected = {rows[0].key} if verdict in {NOT_ENOUGH, "UNDECIDED"} else set()

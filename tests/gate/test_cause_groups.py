@@ -9,7 +9,7 @@ import pytest
 from pytest_llmgpu.gate.cause_groups import by_reason, group, lines, next_step, title
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.report.cause import Cause, TimeChange
-from pytest_llmgpu.report.verdicts import DIFFERS, Armed, Baseline, Row, Verdict, Verdicts
+from pytest_llmgpu.report.verdicts import DIFFERS, Baseline, Row, Verdict, Verdicts
 
 
 def _row(
@@ -30,7 +30,6 @@ def _verdicts(*rows: Row, differences: tuple[str, ...] = ()) -> Verdicts:
         baseline=Baseline(name="base"),
         policy="",
         policy_sha256="",
-        armed=Armed(compared=len(rows), gated=len(rows)),
         warnings=[f"{DIFFERS}{text}" for text in differences],
         rows=list(rows),
     )
@@ -110,9 +109,9 @@ def test_metrics_of_the_same_cases_have_one_cause() -> None:
 
 def test_a_known_regression_is_no_part_of_another_cause() -> None:
     """Its reason is one of its lines, and it does not fail."""
-    found = group(_verdicts(_row("tp-bs1"), _row("tp-bs1", metric="memory", known="bug 7")), Policy())
-    assert [(one.fails, one.known) for one in found] == [(True, None), (False, "bug 7")]
-    assert "Known: bug 7" in lines(found[1])
+    found = group(_verdicts(_row("tp-bs1"), _row("tp-bs1", metric="memory", allowed="bug 7")), Policy())
+    assert [(one.fails, one.allowed) for one in found] == [(True, None), (False, "bug 7")]
+    assert "Allowed: bug 7" in lines(found[1])
 
 
 @pytest.mark.parametrize("verdict", ["OK", "NEW"])

@@ -8,9 +8,8 @@ import msgspec
 import pytest
 from support.report_factory import make_generation, make_report, make_result, make_work
 
-from pytest_llmgpu.gate.calibration import Calibration
-from pytest_llmgpu.gate.cases import Comparison
 from pytest_llmgpu.gate.headline import row_in_words
+from pytest_llmgpu.gate.judge import Comparison
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import AccuracyCheck, Launch
@@ -41,7 +40,7 @@ def _report(*, first: float = 0.02, step: float = 0.01, wrong: bool = False, **f
 
 
 def _judge(head: Report) -> Comparison:
-    return Comparison(_report(), head, Policy(), Calibration())
+    return Comparison(_report(), head, Policy())
 
 
 @pytest.mark.parametrize(
@@ -64,7 +63,7 @@ def test_wrong_texts_are_a_regression_and_right_ones_need_no_accuracy() -> None:
     assert [(row.metric, row.result) for row in judged.rows if row.metric == "accuracy"] == [("accuracy", "REGRESSED")]
     judged = _judge(_report())
     assert not [row for row in judged.rows if row.metric == "accuracy"]
-    assert not [gap for gap in judged.gaps if gap.startswith("accuracy")]
+    assert not [why for why in judged.not_compared if why.startswith("accuracy")]
 
 
 @pytest.mark.parametrize(
@@ -93,9 +92,7 @@ def test_the_worse_of_decode_step_and_prefill_stands(
         return found
 
     (row,) = (
-        row
-        for row in Comparison(report(1.0, 1.0), report(step, prefill), Policy(), Calibration()).rows
-        if row.metric == "flops"
+        row for row in Comparison(report(1.0, 1.0), report(step, prefill), Policy()).rows if row.metric == "flops"
     )
     assert row.result == verdict
     assert row.prefill == of_prefill
@@ -121,7 +118,7 @@ def test_slower_kernels_of_prefills_are_found_as_those_of_decode_steps(part: str
             for rank in work.ranks
         ]
         setattr(launch, part, msgspec.structs.replace(work, ranks=ranks))
-    rows = Comparison(base, head, Policy(), Calibration()).rows
+    rows = Comparison(base, head, Policy()).rows
     (worse,) = (row for row in rows if row.verdict == "REGRESSED")
     assert worse.metric == "device_time"
     assert worse.prefill == (part == "prefill_work")
@@ -134,11 +131,7 @@ def test_the_device_time_of_a_case_is_seen_as_well_as_in_the_noisier_of_its_part
     for launch in alone.cases[0].launches:
         launch.prefill_work = None
     seen = [
-        next(
-            row.smallest_seen
-            for row in Comparison(one, one, Policy(), Calibration()).rows
-            if row.metric == "device_time"
-        )
+        next(row.smallest_seen for row in Comparison(one, one, Policy()).rows if row.metric == "device_time")
         for one in (alone, base)
     ]
     assert None not in seen

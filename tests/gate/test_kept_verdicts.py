@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_llmgpu.gate.classify import exit_status
-from pytest_llmgpu.gate.judge import judge
-from pytest_llmgpu.gate.matching import apart
+from pytest_llmgpu.gate.judge import apart, exit_status, judge
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.report import file
 

@@ -7,7 +7,7 @@ import pytest
 from support.report_factory import make_report, make_result
 
 from pytest_llmgpu.analysis.environments import hardware_differences, software_differences
-from pytest_llmgpu.gate.matching import pairs
+from pytest_llmgpu.gate.judge import pairs
 from pytest_llmgpu.report.file import encode, parse
 from pytest_llmgpu.report.report import Environment, Gpu
 from pytest_llmgpu.report.result import CaseResult

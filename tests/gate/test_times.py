@@ -12,7 +12,7 @@ from support.report_factory import make_result, make_work
 from support.verdict_factory import BATCHES, make_invalid, with_latencies, with_launches
 
 from pytest_llmgpu.analysis.noise_regime import REGIMES, noisiest
-from pytest_llmgpu.gate.policy import DeviceTimeRule, TimeRule
+from pytest_llmgpu.gate.policy import AmountRule, TimeRule
 from pytest_llmgpu.gate.times import (
     DAY_SD,
     PRIORS,
@@ -84,7 +84,7 @@ def _device(
     regime: Any = "device_memory",
 ) -> Timed | Row | str | None:
     sides = comparable(base, head)
-    return device_times(base, head, sides, DeviceTimeRule(), prior=prior, regime=regime, other_day=other_day)
+    return device_times(base, head, sides, AmountRule(margin=0.01), prior=prior, regime=regime, other_day=other_day)
 
 
 def _device_row(base: CaseResult, head: CaseResult, **given: Any) -> Row:
@@ -534,17 +534,6 @@ def test_launches_and_prior_are_weighted_by_their_degrees_of_freedom() -> None:
     assert updated.df0 == 12
     for nothing in (None, Deviation(sd=0.0, degrees=0)):
         assert _PRIOR.updated(nothing) is _PRIOR
-
-
-def test_a_calibration_replaces_a_prior_that_it_contradicts() -> None:
-    """Ten quiet launches lower a large prior to the 99 % limit of their deviation; two have hardly any effect."""
-    large = Prior(s0=0.1, df0=2.0, source="test")
-    calibrated = large.calibrated(Deviation(sd=0.003, degrees=9))
-    assert 0.003 * math.sqrt(9 / 2.087901) <= calibrated.s0 < 0.0065  # the 1 % quantile of chi-squared
-    assert calibrated.df0 == 11
-    assert large.calibrated(Deviation(sd=0.003, degrees=1)).s0 == pytest.approx(0.1 * math.sqrt(2 / 3), rel=1e-3)
-    assert _PRIOR.calibrated(Deviation(sd=0.01, degrees=4)) == _PRIOR.updated(Deviation(sd=0.01, degrees=4))
-    assert large.calibrated(None) is large
 
 
 def test_the_deviation_is_within_the_reports() -> None:

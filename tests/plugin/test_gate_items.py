@@ -6,7 +6,6 @@ import datetime
 import hashlib
 import re
 import shutil
-import textwrap
 
 import msgspec
 import pytest
@@ -19,7 +18,6 @@ from pytest_llmgpu.report.verdicts import Candidate
 from pytest_llmgpu.store import store
 
 _COMPARE = "--llmgpu-compare=base.json"
-_LENIENT = "largest_unseen_slowdown = 99\n"
 
 
 @pytest.fixture
@@ -52,7 +50,7 @@ def test_a_regression_is_a_failing_item_with_a_reason(runs: FakedRuns) -> None:
             "REGRESSED: mp-bs4 wall time +300.0 % (160 s, was 40 s)*",
             "*mp-bs4*time*REGRESSED*",
             "noise: built-in priors of each regime and these launches; llmgpu calibrate adds launches",
-            "policy: lenient.toml",
+            "policy: built-in",
             "REGRESSED llmgpu gate::test_it.py::test_hellaswag?mp-bs4?*",
             "*1 failed, 4 passed, 2 not enough data*",
         ]
@@ -71,7 +69,7 @@ def test_the_verdicts_are_those_of_the_written_report(runs: FakedRuns) -> None:
     base, head = runs.report("base.json"), runs.report()
     assert head.verdicts is not None
     today = datetime.datetime.now(datetime.timezone.utc).date()
-    again = judge.judge(base, head, Policy(largest_unseen_slowdown=99.0), today=today, baseline=head.verdicts.baseline)
+    again = judge.judge(base, head, Policy(), today=today, baseline=head.verdicts.baseline)
     assert msgspec.structs.replace(again, head=head.verdicts.head) == head.verdicts
     ours = Candidate(created=head.created, commit=head.commit.sha, states=[])
     assert head.verdicts.head == ours
@@ -84,8 +82,8 @@ def test_a_run_that_is_as_good_as_its_baseline_is_green(runs: FakedRuns) -> None
     """A run as fast as its baseline passes; too little data is counted separately, and the policy can make it fail."""
     result = runs(_COMPARE)
     assert result.ret == 0
-    result.stdout.fnmatch_lines(["*4 passed, 3 not enough data*"])
-    strict = runs(_COMPARE, "--llmgpu-on-inconclusive=fail")
+    result.stdout.fnmatch_lines(["*4 passed, 3 undecided*"])
+    strict = runs(_COMPARE, "--llmgpu-strict")
     assert strict.ret == 1
     strict.stdout.fnmatch_lines(["UNDECIDED: mp-bs1 wall time *", "*3 failed, 4 passed*"])
 
@@ -98,65 +96,21 @@ def test_what_no_longer_fits_fails_its_test_and_the_series_fails_the_run(runs: F
     result.stdout.fnmatch_lines(
         [
             "*test_it.py::test_hellaswag?mp-bs8? OOM*",
-            "*llmgpu gate::*mp-bs8? CAPACITY_REGRESSED*",
-            "*llmgpu gate::the whole run CAPACITY_REGRESSED*",
-            "CAPACITY_REGRESSED: mp-bs8: Out of memory; *",
-            "CAPACITY_REGRESSED: mp largest batch *",
+            "*llmgpu gate::*mp-bs8? REGRESSED*",
+            "*llmgpu gate::the whole run REGRESSED*",
+            "REGRESSED: mp-bs8: Out of memory; *",
+            "REGRESSED: mp largest batch *",
         ]
     )
 
 
-def test_wrong_answers_fail(runs: FakedRuns, pytester: pytest.Pytester) -> None:
-    """An accuracy below the policy's minimum is a regression; the policy comes from pyproject.toml."""
-    pytester.makepyprojecttoml(f"[tool.llmgpu.gate]\n{_LENIENT}accuracy = {{ floor = 0.9 }}\n")
-    runs.right = lambda size: 5 if size == 8 else 6
-    result = runs(_COMPARE)
-    assert result.ret == 1
-    result.stdout.fnmatch_lines(["REGRESSED: mp accuracy -*", "*below the policy's floor of 90.00 %*"])
-
-
-def test_a_known_regression_passes_and_is_named(runs: FakedRuns, pytester: pytest.Pytester) -> None:
-    """A known regression passes until it expires; the policy may be a separate file."""
-    known = _LENIENT + '[[known]]\ncase = "mp-bs4"\nmetric = "time"\nreason = "issue 7"\nexpires = {}\n'
-    runs.seconds = _slower
-    pytester.makefile(".toml", gate=known.format("2999-01-01"))
-    result = runs(_COMPARE, "--llmgpu-policy=gate.toml")
-    assert result.ret == 0
-    result.stdout.fnmatch_lines(["*Known: issue 7*"])
-    pytester.makefile(".toml", gate=known.format("2020-01-01"))
-    assert runs(_COMPARE, "--llmgpu-policy=gate.toml").ret == 1
-
-
-def test_a_slowdown_that_would_not_be_seen_fails_the_items(runs: FakedRuns, pytester: pytest.Pytester) -> None:
-    """One launch on a CPU shows no slowdown of 50 %: every item fails, although `on_inconclusive` lets it pass."""
-    pytester.makefile(".toml", empty="")
-    result = runs(_COMPARE, "--llmgpu-policy=empty.toml", "--llmgpu-on-inconclusive=pass")
-    assert result.ret == pytest.ExitCode.TESTS_FAILED
-    result.assert_outcomes(passed=4, failed=3)
-
-
-def test_a_marked_test_may_have_its_own_threshold(runs: FakedRuns, pytester: pytest.Pytester) -> None:
-    """A policy has thresholds per pytest marker, since the report has the markers of each test."""
-    pytester.makeini("[pytest]\nmarkers = noisy: it is\n")
-    pytester.makepyfile(test_it=f"import pytest\npytestmark = pytest.mark.noisy\n{textwrap.dedent(BENCHMARK)}")
-    pytester.makefile(".toml", gate=_LENIENT + '[[override]]\nmarker = "noisy"\ntime = { absolute_s = 200 }\n')
-    runs.seconds = _slower
-    assert runs(_COMPARE).ret == 1
-    assert runs(_COMPARE, "--llmgpu-policy=gate.toml").ret == 0
-    [case, *_] = runs.report().cases
-    assert "noisy" in case.markers
-    assert case.line is not None
-    assert pytester.path.joinpath("test_it.py").read_text().splitlines()[case.line - 1].startswith("def test_")
-
-
 def test_a_case_that_is_gone_fails_the_run(runs: FakedRuns) -> None:
-    """A missing case fails the run unless the policy allows it."""
+    """No test has a missing case."""
     result = runs("-v", _COMPARE, sizes="1,4")
     assert result.ret == 1
     result.stdout.fnmatch_lines(
         ["*llmgpu gate::the whole run MISSING*", "MISSING: mp-bs8: The baseline has this case*"]
     )
-    assert runs(_COMPARE, "--llmgpu-allow-missing", sizes="1,4").ret == 0
 
 
 def test_a_selection_is_compared_with_its_part_of_the_baseline(runs: FakedRuns) -> None:
@@ -256,17 +210,14 @@ def test_a_gate_without_its_items_fails_the_run(runs: FakedRuns, pytester: pytes
         ),
         (["--llmgpu-compare=git:nowhere:base.json"], "--llmgpu-compare: git:nowhere:base.json: *"),
         ([_COMPARE, "--llmgpu-policy=items.jsonl"], "policy *items.jsonl: is not valid TOML: *"),
-        ([_COMPARE, "--llmgpu-policy=nowhere.toml"], "policy *nowhere.toml: cannot be read: *"),
+        ([_COMPARE, "--llmgpu-policy=nowhere.toml"], "policy *nowhere.toml: No such file*"),
         ([_COMPARE, "--llmgpu-policy=git:nowhere:x.toml"], "policy git:nowhere:x.toml: *"),
-        ([_COMPARE, "--llmgpu-calibration=nowhere.json"], "calibration *nowhere.json: cannot be read: *"),
-        ([_COMPARE, "--llmgpu-calibration=git:nowhere:x.json"], "calibration git:nowhere:x.json: *"),
-        ([_COMPARE, "--llmgpu-on-inconclusive=ignore"], "--llmgpu-on-inconclusive: 'ignore' is not allowed: *"),
     ],
 )
 def test_a_baseline_or_policy_that_is_none_is_refused_before_anything_is_measured(
     runs: FakedRuns, flags: list[str], complaint: str
 ) -> None:
-    """A wrong reference, policy or calibration is a usage error before anything is measured."""
+    """A wrong reference or policy is a usage error before anything is measured."""
     runs.did.clear()
     result = runs(*flags)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
@@ -281,15 +232,6 @@ def test_a_first_run_may_do_without_a_baseline(runs: FakedRuns) -> None:
     assert result.ret == 0
     result.stdout.fnmatch_lines(
         ["no baseline: report nowhere.json: *", "PASSED: there is no baseline*", "* no baseline*"]
-    )
-
-
-def test_what_is_gated_and_was_not_compared_fails_where_asked(runs: FakedRuns) -> None:
-    """With --llmgpu-require-armed the run fails, because traffic and memory were not measured."""
-    result = runs(_COMPARE, "--llmgpu-require-armed")
-    assert result.ret == 1
-    result.stdout.fnmatch_lines(
-        ["NOTHING COMPARED: the policy requires every gated row (require_armed): *", "*3 x traffic: *"]
     )
 
 

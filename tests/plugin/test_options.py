@@ -217,11 +217,8 @@ def test_a_bad_flag_stops_the_run_before_the_collection(pytester: pytest.Pyteste
     "flag",
     [
         "--llmgpu-policy=gate.toml",
-        "--llmgpu-calibration=noise.json",
-        "--llmgpu-on-inconclusive=fail",
-        "--llmgpu-allow-missing",
+        "--llmgpu-strict",
         "--llmgpu-allow-no-baseline",
-        "--llmgpu-require-armed",
     ],
 )
 def test_a_flag_of_the_gate_needs_a_baseline(pytester: pytest.Pytester, flag: str) -> None:
@@ -235,7 +232,7 @@ def test_a_flag_of_the_gate_needs_a_baseline(pytester: pytest.Pytester, flag: st
 def test_an_ini_key_of_the_gate_needs_no_baseline(pytester: pytest.Pytester) -> None:
     """It has an effect in the runs that are compared."""
     pytester.makepyfile("def test_it(): pass")
-    pytester.makeini("[pytest]\nllmgpu_on_inconclusive = fail\nllmgpu_require_armed = true\n")
+    pytester.makeini("[pytest]\nllmgpu_strict = true\n")
     pytester.runpytest_inprocess().assert_outcomes(passed=1)
 
 

@@ -7,12 +7,11 @@ import pytest
 from support.prose import Prose
 from support.report_factory import make_failed, make_report, make_result
 
-from pytest_llmgpu.gate.policy import Policy
-from pytest_llmgpu.gate.policy_file import dump, policy_of
+from pytest_llmgpu.gate.policy import Policy, dump_policy, policy_of
 from pytest_llmgpu.render.summary import conclude
 from pytest_llmgpu.report.report import Report, Session
 from pytest_llmgpu.report.result import CaseResult, Finding
-from pytest_llmgpu.report.verdicts import Armed, Baseline, Row, Verdicts, stated
+from pytest_llmgpu.report.verdicts import Baseline, Row, Verdicts, stated
 
 
 def _report(*cases: CaseResult, **session: Any) -> Report:
@@ -32,9 +31,8 @@ def _verdicts(*rows: tuple[str, Any], policy: Policy | None = None) -> Verdicts:
         )
         for n, (metric, verdict) in enumerate(rows)
     ]
-    armed = Armed(compared=len(plain), gated=len(plain))
-    text = "" if policy is None else dump(policy)
-    return Verdicts(baseline=Baseline(name="base"), policy=text, policy_sha256="0", armed=armed, rows=plain)
+    text = "" if policy is None else dump_policy(policy)
+    return Verdicts(baseline=Baseline(name="base"), policy=text, policy_sha256="0", rows=plain)
 
 
 @pytest.mark.parametrize("session", [{"complete": False}, {"interrupted": True}, {"exit_status": 2}])
@@ -87,7 +85,7 @@ def test_an_allowed_regression_is_no_problem(prose: Prose) -> None:
     verdicts = _verdicts(("time", "REGRESSED"), ("memory", "REGRESSED"), ("traffic", "OK"))
     rows = [
         msgspec.structs.replace(verdicts.rows[0], gated=False),
-        msgspec.structs.replace(verdicts.rows[1], known="accepted"),
+        msgspec.structs.replace(verdicts.rows[1], allowed="accepted"),
         verdicts.rows[2],
     ]
     conclusion = conclude(_report(), msgspec.structs.replace(verdicts, rows=rows))
@@ -155,7 +153,7 @@ def test_a_regression_comes_before_a_missing_comparison(prose: Prose) -> None:
 
 @pytest.mark.parametrize(
     ("rows", "status"),
-    [([("time", "NOT_COMPARABLE")], "unclear"), ([("time", "UNDECIDED")], "pass"), ([], "unclear")],
+    [([("time", "NOT_COMPARABLE")], "unclear"), ([("time", "UNDECIDED"), ("memory", "OK")], "pass"), ([], "unclear")],
 )
 def test_the_exit_status_of_the_gate_decides(rows: list[tuple[str, str]], status: str) -> None:
     """A report that does not compare, and a report without a comparison, do not pass."""
@@ -164,7 +162,7 @@ def test_the_exit_status_of_the_gate_decides(rows: list[tuple[str, str]], status
 
 def test_the_policy_of_the_verdicts_decides_what_fails() -> None:
     """A given policy has precedence."""
-    strict = _verdicts(("time", "UNDECIDED"), policy=Policy(on_inconclusive="fail"))
-    assert policy_of(strict) == Policy(on_inconclusive="fail")
+    strict = _verdicts(("time", "UNDECIDED"), policy=Policy(strict=True))
+    assert policy_of(strict) == Policy(strict=True)
     assert conclude(_report(), strict).problems != []
     assert conclude(_report(), strict, Policy()).problems == []

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from support.report_factory import make_result, make_work
 
-from pytest_llmgpu.gate.policy import Override, Policy
+from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.report.metrics import JUDGED, METRICS, MetricSpec, spec_of
 from pytest_llmgpu.report.result import Batches
 from pytest_llmgpu.report.verdicts import Row
@@ -36,7 +36,6 @@ def test_a_judged_metric_has_a_next_step_and_a_policy_with_its_defaults(spec: Me
             or spec.threshold is None
             or rule.margin == spec.threshold
         )
-        assert hasattr(Override(), spec.name)
 
 
 def test_the_work_of_a_case_is_exported_for_one_sequence_or_forward() -> None:

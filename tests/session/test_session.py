@@ -22,7 +22,6 @@ def session(tmp_path: Path) -> Iterator[BenchmarkSession]:
         report_path=tmp_path / "report.json",
         storage_path=tmp_path / "store",
         policy_path=None,
-        calibration_path=None,
         page_path=None,
         options=Options(),
         live=LiveLine(nullcontext, lambda: 80),

@@ -8,7 +8,6 @@ import pytest
 from support.repository import first_commit
 from support.stored_reports import H200, measured
 
-from pytest_llmgpu.gate import promotion
 from pytest_llmgpu.report.file import dump, load
 from pytest_llmgpu.store.references import BASELINE, last_run, resolve
 from pytest_llmgpu.store.store import save, stored
@@ -90,9 +89,8 @@ def test_promoting_an_old_report_does_not_make_it_the_latest() -> None:
     ]
     for report in reports:
         save(report, _STORE)
-    assert promotion.NAME == BASELINE
     for report in reports:
-        promotion.keep(report, None, path=None, store=_STORE)
+        save(report, _STORE, BASELINE)
         found = resolve("latest", _STORE).stored
         assert found is not None
         assert (found.number, found.name) == (3, None)

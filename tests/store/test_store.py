@@ -58,15 +58,15 @@ def test_a_time_that_is_none_is_refused() -> None:
 
 
 def test_a_new_store_keeps_reports_out_of_git() -> None:
-    """Reports do not show in `git status`; baselines and calibrations can be committed."""
+    """Reports do not show in `git status`; baselines can be committed."""
     subprocess.run(["git", "init", "-q"], check=True)
     report = save(measured(), _STORE)
-    names = [save(measured(), _STORE, "baseline"), report.parent / "calibration.json"]
+    names = [save(measured(), _STORE, "baseline")]
     Path("reports").mkdir()
     save(measured(), Path("reports"))
     assert not Path("reports/.gitignore").exists(), "in a folder of the user it could hide other files"
     shutil.rmtree("reports")
-    for path in (names[1], _STORE / "last.json", report.parent / ".0001.unfinished"):
+    for path in (_STORE / "last.json", report.parent / ".0001.unfinished"):
         path.write_text("")
     done = subprocess.run(["git", "status", "--porcelain", "-uall"], check=True, capture_output=True, text=True)
     assert {line[3:].strip('"') for line in done.stdout.splitlines()} == set(map(str, names))

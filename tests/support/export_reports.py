@@ -12,16 +12,14 @@ from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.report.metrics import MetricName
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult, Failure, Finding
-from pytest_llmgpu.report.verdicts import Armed, Baseline, Decided, Row, Verdicts, stated
+from pytest_llmgpu.report.verdicts import Baseline, Decided, Row, Verdicts, stated
+from support.quiet_noise import any_unseen
 from support.report_factory import GIB, make_accuracy, make_failed, make_memory, make_report, make_result, make_traffic
 
 NASTY = (
     "<script>alert(1)</script> | a`b` *c* _d_ $x$ @team #7 https://evil.test www.evil.test\n::error::%0A \x1b[31m\u202e"
 )
 """A name with the special characters of each format."""
-
-LENIENT = Policy(largest_unseen_slowdown=99)
-"""The built-in policy, except that one launch in each report passes."""
 
 TODAY = datetime.date(2026, 1, 2)
 
@@ -62,7 +60,8 @@ def two_strategies(factor: float = 1.0, *, sent: float = 40e6, oom: Sequence[int
 
 def judged(head: Report, base: Report | None, policy: Policy | None = None) -> Report:
     """Return `head` with the verdicts of a gate."""
-    head.verdicts = judge.judge(base, head, policy or LENIENT, today=TODAY)
+    with any_unseen():
+        head.verdicts = judge.judge(base, head, policy or Policy(), today=TODAY)
     return head
 
 
@@ -84,12 +83,11 @@ def row(verdict: Decided, metric: MetricName = "time", *, id: str = "mp-bs8", re
     return Row(key=f"key of {id}", id=id, metric=metric, reason=reason, **stated(verdict))
 
 
-def verdicts(rows: Sequence[Row], *, gated: int = 1) -> Verdicts:
+def verdicts(rows: Sequence[Row]) -> Verdicts:
     """Return verdicts of these rows, with an empty policy."""
     return Verdicts(
         baseline=Baseline(name="base.json"),
         policy="",
         policy_sha256="",
-        armed=Armed(compared=1, gated=gated),
         rows=list(rows),
     )

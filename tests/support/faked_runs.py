@@ -16,6 +16,7 @@ import pytest
 # pytester forgets what a run inside this process has imported; a module that is here already keeps its identity.
 import pytest_llmgpu.plugin.gate_items
 import pytest_llmgpu.session.session  # noqa: F401
+from pytest_llmgpu.gate import judge
 from pytest_llmgpu.profiling import machine, nvml
 from pytest_llmgpu.profiling.machine import TorchFacts
 from pytest_llmgpu.profiling.nvml import Inventory
@@ -69,10 +70,6 @@ class FakedRuns:
         """Run pytest. By default a comparison passes one launch on a CPU, which shows no slowdown of 50 %."""
         flags = ["--llmgpu-dataset=items.jsonl", f"--llmgpu-batch-sizes={sizes}"]
         self._out_of_memory.clear()
-        given = {argument.partition("=")[0] for argument in arguments}
-        chosen = "--llmgpu-policy" in given or (self.pytester.path / "pyproject.toml").exists()
-        if "--llmgpu-compare" in given and not chosen:
-            flags.append("--llmgpu-policy=lenient.toml")
         return self.pytester.runpytest_inprocess(*([] if cached else ["-p", "no:cacheprovider"]), *flags, *arguments)
 
     def report(self, path: str = ".llmgpu/last.json") -> Report:
@@ -88,7 +85,7 @@ class FakedRuns:
         monkeypatch.setattr(Runner, "take_output", lambda _: {0: text} if (text := self._take_output()) else {})
         monkeypatch.setattr(Runner, "close", lambda _: self.did.append("end"))
         tiny_model.write_dataset(Path(self.pytester.path) / "items.jsonl")
-        self.pytester.makefile(".toml", lenient="largest_unseen_slowdown = 99")
+        monkeypatch.setattr(judge, "LARGEST_UNSEEN", 99.0)
 
     def _measure(self, request: Request, record: Callable[[CaseResult], None]) -> CaseResult:
         case = request.case

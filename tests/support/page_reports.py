@@ -6,7 +6,7 @@ import msgspec
 
 from pytest_llmgpu.report.report import Commit, Report, Session
 from pytest_llmgpu.report.result import Series
-from pytest_llmgpu.report.verdicts import Armed, Baseline, Row, Verdicts
+from pytest_llmgpu.report.verdicts import Baseline, Row, Verdicts
 from support.report_factory import make_profile, make_report, paper_results
 
 EVIL = "<script>window.evil = 1</script><!-- &amp; "
@@ -40,8 +40,7 @@ def paper_report(points: int = 30) -> Report:
 
 def make_verdicts(*rows: Row, policy: str = "") -> Verdicts:
     """Return these rows as the verdicts of a comparison with `base.json`."""
-    armed = Armed(compared=len(rows), gated=len(rows))
-    return Verdicts(baseline=Baseline(name="base.json"), policy=policy, policy_sha256="0", armed=armed, rows=list(rows))
+    return Verdicts(baseline=Baseline(name="base.json"), policy=policy, policy_sha256="0", rows=list(rows))
 
 
 def time_row(report: Report, number: int = 0, verdict: str = "REGRESSED", **fields: object) -> Row:

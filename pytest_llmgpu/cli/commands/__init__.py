@@ -10,20 +10,16 @@ from __future__ import annotations
 COMMANDS = {
     "ab": ("ab", "measure two commits alternately and judge the second"),
     "bisect": ("bisect", "find the commit that made a metric worse"),
-    "calibrate": ("calibrate", "measure the noise between launches of one commit on this runner; the gate reads it"),
-    "compare": (
-        "compare",
-        "show what changed between reports, worst first; exit status 0 also for a regression",
-    ),
+    "calibrate": ("calibrate", "print how much times differ between launches of one commit on this machine"),
     "export": ("reports", "write a report in the format of another tool or page"),
     "gate": ("gate", "judge a report against a baseline; the exit status is the result"),
     "html": ("reports", "write a report as one HTML page that needs no network"),
     "list": ("reports", "list the reports of the store"),
     "plot": ("reports", "draw the charts of a report as PNG or SVG"),
-    "promote": ("promote", "make a report the baseline unless it is dirty, failed, invalid, undecided or worse"),
+    "promote": ("promote", "make a report the baseline if it is clean and complete and passes the gate"),
     "ray": ("ray", "run pytest on the nodes of a Ray cluster, one process for each GPU"),
     "schema": ("reports", "print the JSON Schema of a report"),
-    "show": ("reports", "show the tables and findings of a report"),
+    "show": ("reports", "show the tables and findings of a report, or what changed between several"),
     "trend": ("trend", "show how each case changed over stored reports"),
 }
 """Name of each command to its module in this folder and its line in `llmgpu --help`."""

@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pytest_llmgpu.cli import launches, subprocesses, worktrees
-from pytest_llmgpu.cli.gate_arguments import add_rules, rules_of
+from pytest_llmgpu.cli.gate_arguments import add_rules, add_switches, today_of
 from pytest_llmgpu.cli.launches import LETTERS, Version, add_command, policy_at, prepare
 from pytest_llmgpu.cli.output import color, show
 from pytest_llmgpu.cli.worktrees import Worktree
-from pytest_llmgpu.gate import ab, calibration, judge, policy_file
+from pytest_llmgpu.gate import ab, judge
 from pytest_llmgpu.gate.ab import Both, Side
-from pytest_llmgpu.gate.classify import exit_status
+from pytest_llmgpu.gate.judge import exit_status
+from pytest_llmgpu.gate.policy import dump_policy
 from pytest_llmgpu.render.terminal import verdicts as verdict_tables
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.report import Report
@@ -44,19 +45,14 @@ def add_ab(parser: argparse.ArgumentParser) -> None:
         default=8,
         help="largest number of launches of each commit (default: 8)",
     )
-    parser.add_argument("--again", metavar="N", help=argparse.SUPPRESS)
-    parser.add_argument(
-        "--on-inconclusive", choices=("pass", "fail"), help="result of rows with not enough data (default: pass)"
-    )
     add_rules(parser)
+    add_switches(parser, baseline=False)
     parser.set_defaults(in_turn=True)
 
 
 def run_ab(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
     launches.check(arguments.command)
-    if arguments.again is not None:
-        show("note: --again no longer has an effect: --launches is the largest number of launches of each commit")
     references = arguments.base_ref, arguments.head_ref
     with subprocesses.interruptible(), worktrees.checked_out(references) as trees:
         job = _Job(arguments, trees)
@@ -64,7 +60,7 @@ def run_ab(arguments: argparse.Namespace) -> int:
         verdicts = job.measured()
         conclusion = verdict_tables.conclusion(verdicts, job.policy, color())
         table = verdict_tables.table(verdicts, job.policy, color())
-        show(f"\n{conclusion}\n\n{table}\n{job.judged_by}")
+        show(f"\n{conclusion}\n\n{table}\n{job.policy_in_words}")
         show(f"reports, policy and logs: {_KEPT / job.kept.name}")
     return exit_status(verdicts, job.policy)
 
@@ -75,17 +71,15 @@ class _Job:
     def __init__(self, arguments: argparse.Namespace, trees: Sequence[Worktree]) -> None:
         self._arguments = arguments
         self._looks = ab.looks(arguments.launches)
-        policy, self._policy_in_words = policy_at(trees[0], arguments)
+        policy, self.policy_in_words = policy_at(trees[0], arguments)
         self.policy = ab.split(policy, len(self._looks))
         self.kept = launches.kept(_KEPT, "_".join(tree.sha[:LETTERS] for tree in trees))
         self.versions = [Version(side, tree, self.kept) for side, tree in zip(ab.SIDES, trees, strict=True)]
         """The commits in the order of `ab.SIDES`."""
-        self.judged_by = ""
-        """The lines that name the noise estimate and the policy of the verdicts."""
 
     def measured(self) -> Verdicts:
         """Measure both commits and return the last verdicts; the head's report has them too."""
-        (self.kept / "policy.toml").write_text(policy_file.dump(self.policy), encoding="utf-8")
+        (self.kept / "policy.toml").write_text(dump_policy(self.policy), encoding="utf-8")
         _, verdicts = ab.compare(
             self._measure, self._judge, lambda found: ab.undecided(found, self.policy), self._looks
         )
@@ -98,14 +92,11 @@ class _Job:
         data = file.encode(both.base, compressed=True)
         file.dump(both.base, self.kept / "base.json.gz")
         tree = self.versions[0].tree
-        today, noise = rules_of(self._arguments, both.head)
-        self.judged_by = f"{calibration.in_words(noise, self._arguments.calibration)}\n{self._policy_in_words}"
         both.head.verdicts = judge.judge(
             both.base,
             both.head,
             self.policy,
-            today=today,
-            calibration=noise,
+            today=today_of(self._arguments),
             baseline=Baseline(name=tree.reference, sha256=hashlib.sha256(data).hexdigest(), commit=tree.sha),
             in_turn=True,
         )

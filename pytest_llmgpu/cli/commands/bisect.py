@@ -18,12 +18,13 @@ from typing import Literal, NamedTuple
 
 from pytest_llmgpu.analysis.merging import merge
 from pytest_llmgpu.cli import launches, subprocesses, worktrees
-from pytest_llmgpu.cli.gate_arguments import add_rules, rules_of
+from pytest_llmgpu.cli.gate_arguments import add_rules, today_of
 from pytest_llmgpu.cli.launches import LETTERS, Version, add_command, policy_at, prepare
 from pytest_llmgpu.cli.output import show
 from pytest_llmgpu.cli.worktrees import Worktree
-from pytest_llmgpu.gate import ab, judge, policy_file
+from pytest_llmgpu.gate import ab, judge
 from pytest_llmgpu.gate.ab import LOOKS, Both, is_open
+from pytest_llmgpu.gate.policy import dump_policy
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.metrics import JUDGED, spec_of
 from pytest_llmgpu.report.report import Report
@@ -103,7 +104,7 @@ def run_bisect(arguments: argparse.Namespace) -> int:
         with worktrees.checked_out([*references.values()]) as trees:
             policy, in_words = policy_at(trees[0], arguments)
             policy = ab.split(policy, len(looks))
-            (kept / "policy.toml").write_text(policy_file.dump(policy), encoding="utf-8")
+            (kept / "policy.toml").write_text(dump_policy(policy), encoding="utf-8")
             versions = [Version(name, tree, kept) for name, tree in zip(references, trees, strict=True)]
             prepare(versions, arguments.setup)
             show(in_words)
@@ -112,8 +113,7 @@ def run_bisect(arguments: argparse.Namespace) -> int:
                 return versions[ab.SIDES.index(side)].launch(arguments.command, number, deselected)
 
             def judge_two(base: Report, head: Report) -> Verdicts:
-                today, noise = rules_of(arguments, head)
-                return judge.judge(base, head, policy, today=today, calibration=noise, in_turn=True)
+                return judge.judge(base, head, policy, today=today_of(arguments), in_turn=True)
 
             ends, verdicts = measure_ends(measure_end, judge_two, looks, arguments.metric, arguments.case)
         if (end := worst(verdicts, arguments.metric, arguments.case)) is None:
@@ -316,7 +316,7 @@ def _selected(verdicts: Verdicts, metric: str | None, case: str | None) -> list[
     return [
         row
         for row in verdicts.rows
-        if (row.metric == metric if metric is not None else row.gated and row.known is None)
+        if (row.metric == metric if metric is not None else row.gated and row.allowed is None)
         and case in {None, row.id, *(row.cases or ())}
     ]
 

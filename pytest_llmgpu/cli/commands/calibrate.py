@@ -1,37 +1,38 @@
-"""`llmgpu calibrate`: measure how much times differ between launches on a runner, for use by the gate."""
+"""`llmgpu calibrate`: print how much times differ between launches of one commit on a machine."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
-import shutil
-from collections.abc import Iterator, Sequence
+import statistics
+from collections.abc import Sequence
 from pathlib import Path
 
 from tabulate import tabulate
 
-from pytest_llmgpu.analysis import findings, merging
+from pytest_llmgpu.analysis import findings
+from pytest_llmgpu.analysis.merging import merge
 from pytest_llmgpu.cli import launches, subprocesses
 from pytest_llmgpu.cli.arguments import REFERENCE, add_storage, source, storage_of
 from pytest_llmgpu.cli.output import show
-from pytest_llmgpu.gate import calibration
-from pytest_llmgpu.gate.calibration import Measured
-from pytest_llmgpu.gate.times import Deviation
+from pytest_llmgpu.gate.times import deviation
+from pytest_llmgpu.report import disturbances
+from pytest_llmgpu.report.derived import device_times_s
 from pytest_llmgpu.report.report import Report
-from pytest_llmgpu.report.text import plural
+from pytest_llmgpu.report.result import CaseResult, Launch
 
-_EPILOG = """\
-Use launches of one commit on an idle machine: their differences are noise. The gate reads the result from the store for
-reports of the same machine and adds these launches to its built-in priors. Reports of one day are one session; only
-differences within a session count."""
-
-_KEPT = "calibrate"
+_LEAST = 2
+"""Least number of launches of a case to estimate its scatter."""
 
 
 def add_calibrate(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
     parser.usage = "%(prog)s [options] REPORT [REPORT ...]\n       %(prog)s --launches N [options] -- COMMAND"
-    parser.epilog = _EPILOG
+    parser.epilog = (
+        "The standard deviation of the times between launches of one commit is noise. The gate needs no calibration: "
+        "it estimates the noise from the launches of both reports."
+    )
     parser.add_argument(
         "words",
         metavar="REPORT | COMMAND",
@@ -40,85 +41,52 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
         "--launches: the measuring command after --, such as pytest benchmarks",
     )
     parser.add_argument("--launches", metavar="N", type=launches.count, help="run COMMAND N times and keep its reports")
-    parser.add_argument(
-        "--output",
-        metavar="FILE",
-        type=Path,
-        help="file to write (default: in the folder of the machine's reports)",
-    )
     add_storage(parser)
 
 
 def run_calibrate(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
-    found = _named(arguments) if arguments.launches is None else _launched(arguments)
-    report = merging.merge([one for _, one in found], [name for name, _ in found])
-    # With --launches all launches are one session, even if they run past midnight.
-    days = _by_day([one for _, one in found]) if arguments.launches is None else []
-    sessions = [merging.merge(reports) for reports in days] if len(days) > 1 else [report]
-    measured = calibration.measure(*sessions, reports=[one for _, one in found])
-    path = arguments.output or calibration.default_path(storage_of(arguments), measured.machine)
-    try:
-        previous = _copied(path)
-        calibration.dump(measured, path)
-    except OSError as error:
-        raise ValueError(f"calibration {path}: cannot be written: {error.strerror or error}") from None
-    show("\n".join(_text(measured, report, path, previous)))
+    if arguments.launches is None:
+        sources = [source(reference, arguments) for reference in arguments.words]
+        reports, names = [one.report() for one in sources], [one.name for one in sources]
+    else:
+        names = [f"launch-{number}" for number in range(1, arguments.launches + 1)]
+        reports = _launched(arguments, names)
+    merged = merge(reports, names)
+    rows = [row for result in merged.cases if (row := _row(result)) is not None]
+    if not rows:
+        raise ValueError(f"no case has {_LEAST} undisturbed launches of the same batches: measure more launches")
+    show(tabulate(rows, ["case", "launches", "device time", "wall time"], disable_numparse=True))
+    if far_apart := findings.far_apart(merged.cases):
+        show(far_apart)
     return 0
 
 
-def _text(measured: Measured, report: Report, path: Path, previous: Path | None) -> Iterator[str]:
-    """Yield the lines on a calibration: its table, its file, and how it could be better."""
-    noises = measured.cases.values()
-    rows = [[noise.id, noise.launches, _pct(noise.device_time), _pct(noise.time)] for noise in noises]
-    yield tabulate(rows, ["case", "launches", "device time", "time"], disable_numparse=True)
-    yield ""
-    yield f"written: {path}{f' (previous: {previous})' if previous else ''}"
-    if far_apart := findings.far_apart(report.cases):
-        yield far_apart
-    if few := sum(noise.launches < calibration.ENOUGH for noise in noises):
-        yield f"{plural(few, 'case')} with fewer than {calibration.ENOUGH} launches: add launches for a better estimate"
-    if left := sum(result.key not in measured.cases for result in report.cases):
-        cases = plural(left, "case")
-        yield f"left out: {cases} with fewer than {calibration.LEAST} undisturbed launches of the same batches"
-
-
-def _copied(path: Path) -> Path | None:
-    """Copy an existing calibration, whose launches may have taken hours, and return the path of the copy."""
-    if not path.exists():
-        return None
-    copy = path.with_name(f"{path.stem}-before{path.suffix}")
-    shutil.copyfile(path, copy)
-    return copy
-
-
-def _by_day(reports: Sequence[Report]) -> list[list[Report]]:
-    """Return the reports of each day, which are one session."""
-    days: dict[str, list[Report]] = {}
-    for report in reports:
-        days.setdefault(report.created[: len("2026-01-31")], []).append(report)
-    return list(days.values())
-
-
-def _pct(deviation: Deviation | None) -> str:
-    return "" if deviation is None else f"{100 * deviation.sd:.2g} %"
-
-
-def _named(arguments: argparse.Namespace) -> list[tuple[str, Report]]:
-    sources = [source(reference, arguments) for reference in arguments.words]
-    return [(one.name, one.report()) for one in sources]
-
-
-def _launched(arguments: argparse.Namespace) -> list[tuple[str, Report]]:
-    """Run the command as often as --launches says; return each launch's name and report."""
-    if arguments.launches < calibration.LEAST:
-        raise ValueError(f"--launches={arguments.launches}: at least {calibration.LEAST} launches are needed")
+def _launched(arguments: argparse.Namespace, names: Sequence[str]) -> list[Report]:
+    """Run the command once for each name and return the reports."""
     launches.check(arguments.words)
-    into = launches.kept(storage_of(arguments) / _KEPT)
+    into = launches.kept(storage_of(arguments) / "calibrate")
     with subprocesses.interruptible():
-        names = [f"launch-{number}" for number in range(1, arguments.launches + 1)]
-        found = [
-            (name, launches.launch(arguments.words, name, Path(), environ=os.environ, into=into)) for name in names
-        ]
+        found = [launches.launch(arguments.words, name, Path(), environ=os.environ, into=into) for name in names]
     show(f"reports and logs: {into}\n")
     return found
+
+
+def _row(result: CaseResult) -> list[str] | None:
+    """Return the scatter of a case between undisturbed launches of the same batches; None with too few of them."""
+    valid = [one for one in result.launches if one.batches.latency_s and disturbances.untimed(one) is None]
+    alike = [one for one in valid if _batches(one) == _batches(valid[0])]
+    if len(alike) < _LEAST:
+        return None
+    wall = [statistics.fmean(map(math.log, one.batches.latency_s)) for one in alike]
+    # The slowest rank is the one that the others wait for.
+    device = [math.log(max(times)) for one in alike if (times := device_times_s(one))]
+    return [result.id, str(len(alike)), _percent(device), _percent(wall)]
+
+
+def _batches(launch: Launch) -> tuple[str | None, int]:
+    return launch.plan_sha256, len(launch.batches.latency_s)
+
+
+def _percent(log_times: Sequence[float]) -> str:
+    return f"{100 * deviation([log_times]).sd:.2g} %" if len(log_times) >= _LEAST else ""

@@ -4,39 +4,25 @@ from __future__ import annotations
 
 import argparse
 
-from pytest_llmgpu.cli.gate_arguments import add_reports, add_rules, judged, policy_of
+from pytest_llmgpu.cli.arguments import REFERENCE, source
+from pytest_llmgpu.cli.gate_arguments import add_rules, add_switches, judged, policy_line, policy_of
 from pytest_llmgpu.cli.output import color, show, write_json
-from pytest_llmgpu.gate import policy_file
-from pytest_llmgpu.gate.classify import exit_status
+from pytest_llmgpu.gate.judge import exit_status
+from pytest_llmgpu.gate.policy import dump_policy
 from pytest_llmgpu.render.terminal import verdicts as verdict_tables
-from pytest_llmgpu.report import options
-
-_STATUSES = (
-    "exit status: 0 passed, 1 regressed, 2 bad usage or an unreadable file, 3 could not be judged: undecided, not "
-    "comparable, or nothing compared"
-)
 
 
 def add_gate(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
-    parser.epilog = _STATUSES
-    add_reports(parser)
+    parser.epilog = (
+        "exit status: 0 passed, 1 regressed, 2 bad usage or an unreadable file, 3 could not be judged: undecided, not "
+        "comparable, or nothing compared"
+    )
+    # --dump-policy needs no report.
+    parser.add_argument("base", metavar="BASE", nargs="?", help=f"the baseline: {REFERENCE}")
+    parser.add_argument("head", metavar="HEAD", nargs="?", help="the candidate, named in the same ways")
     add_rules(parser)
-    parser.add_argument(
-        "--on-inconclusive", choices=("pass", "fail"), help="result of rows with not enough data (default: pass)"
-    )
-    parser.add_argument(
-        "--largest-unseen-slowdown",
-        metavar="FRACTION",
-        type=_positive,
-        help="fail if a slowdown of a case by this fraction would not have been seen (default: 0.5)",
-    )
-    for flag, text in (
-        ("--allow-missing", "let cases and figures pass that only the baseline has"),
-        ("--allow-no-baseline", "pass if the baseline does not exist; a broken baseline is always an error"),
-        ("--require-armed", "fail if anything gated could not be compared, except deselected tests"),
-    ):
-        parser.add_argument(flag, action="store_true", default=None, help=text)
+    add_switches(parser)
     parser.add_argument("--json", metavar="PATH", help="write the verdicts as JSON; - prints them instead of the table")
     parser.add_argument("--all", action="store_true", help="show all cases")
     parser.add_argument("--dump-policy", action="store_true", help="print the policy in force as TOML and exit")
@@ -44,24 +30,18 @@ def add_gate(parser: argparse.ArgumentParser) -> None:
 
 def run_gate(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
-    in_force = policy_of(arguments)
+    policy = policy_of(arguments)
     if arguments.dump_policy:
-        show(policy_file.dump(in_force).rstrip("\n"))
+        show(dump_policy(policy).rstrip("\n"))
         return 0
     if arguments.base is None or arguments.head is None:
         raise ValueError("gate: BASE and HEAD are needed; see llmgpu gate --help")
-    verdicts, judged_by = judged(arguments, in_force, may_lack_base=in_force.allow_no_baseline)
+    base, verdicts, _ = judged(arguments, arguments.base, source(arguments.head, arguments).report(), policy)
+    assert verdicts is not None, "a judged report has verdicts"
     # Before the table is printed, because its reader may close the pipe early.
     if not write_json(verdicts, arguments.json):
         most = None if arguments.all else verdict_tables.MOST_CASES
-        table = verdict_tables.table(verdicts, in_force, color(), most)
-        conclusion = verdict_tables.conclusion(verdicts, in_force, color())
-        show("\n".join(filter(None, (f"{conclusion}\n", table, judged_by))))
-    return exit_status(verdicts, in_force)
-
-
-def _positive(text: str) -> float:
-    try:
-        return options.positive(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+        table = verdict_tables.table(verdicts, policy, color(), most)
+        conclusion = verdict_tables.conclusion(verdicts, policy, color())
+        show("\n".join(filter(None, (f"{conclusion}\n", table, policy_line(arguments) if base is not None else ""))))
+    return exit_status(verdicts, policy)

@@ -1,32 +1,36 @@
-"""`llmgpu promote`: make a report the baseline if it is fit to be one."""
+"""`llmgpu promote`: make a report the baseline if it is clean and complete and passes the gate against the present one.
+
+The report keeps its verdicts against the baseline that it replaces.
+"""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from pytest_llmgpu.analysis import findings
+import msgspec
+
 from pytest_llmgpu.cli.arguments import REFERENCE, source, storage_of
-from pytest_llmgpu.cli.gate_arguments import add_rules, policy_of, rules_of
+from pytest_llmgpu.cli.gate_arguments import add_rules, policy_of, today_of
 from pytest_llmgpu.cli.output import complain, show
-from pytest_llmgpu.gate import promotion
-from pytest_llmgpu.gate.promotion import Trial
-from pytest_llmgpu.report.report import Promotion
+from pytest_llmgpu.gate import headline
+from pytest_llmgpu.gate.judge import exit_status, judge
+from pytest_llmgpu.report import file
+from pytest_llmgpu.report.options import check_name_is_free
+from pytest_llmgpu.report.report import Promotion, Report
 from pytest_llmgpu.report.text import listed
 from pytest_llmgpu.store import references
 from pytest_llmgpu.store import store as storage
-from pytest_llmgpu.store.references import Source
+from pytest_llmgpu.store.store import Stored
 
-_REFUSED = 1
-_REMEDY = "remove the cause and measure again, or pass --force REASON, which the baseline keeps"
-_TIMES_REMEDY = "disturbed times are no objection if the policy gates no time: gate = false in [tool.llmgpu.gate.time]"
-_SHOWN = 10
-"""Most objections that are printed."""
+_NAMED = 3
+"""Most cases that a reason lists."""
 
 
 def add_promote(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
-    parser.epilog = "exit status: 0 promoted, 1 refused, 2 bad usage or an unreadable file"
+    parser.epilog = "exit status: 0 promoted, 1 refused, 2 bad usage or an unreadable file, 3 could not be judged"
     parser.add_argument("report", metavar="REF", help=REFERENCE)
     parser.add_argument(
         "--to",
@@ -37,85 +41,89 @@ def add_promote(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--force",
         metavar="REASON",
-        type=_reason,
-        help="promote in spite of objections; the baseline keeps them with this reason, and the gate shows it",
+        help="promote a report that would be refused; the baseline keeps the reason, and the gate shows it",
     )
     add_rules(parser)
 
 
 def run_promote(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
-    policy = policy_of(arguments)
+    if arguments.force is not None and not arguments.force.strip():
+        raise ValueError("--force: a reason is needed, which the baseline keeps")
+    policy, store = policy_of(arguments), storage_of(arguments)
     candidate = source(arguments.report, arguments).report()
-    today, noise = rules_of(arguments, candidate)
-    store = storage_of(arguments)
-    present = _present(arguments.to, store, storage.hardware(candidate))
-    verdicts, replaced = None, ""
-    objections = [promotion.describe(one) for one in promotion.unfit(candidate, policy)]
-    remedies: list[str] = []
-    if present is not None:
+    kept = [
+        one
+        for one in storage.stored(store)
+        if (one.machine, one.name) == (storage.hardware(candidate), references.BASELINE)
+    ]
+    newest = max(kept, key=lambda one: one.number, default=None)
+    path: Path | None = arguments.to or (None if newest is None else newest.path)
+    objections = list(_unfit(candidate))
+    status, verdicts = 1 if objections else 0, None
+    if path is not None and path.exists():
+        present = references.resolve(str(path), store)
         base = present.report()
-        if promotion.is_same(candidate, base):
+        if _measured(candidate) == _measured(base):
             show(f"{arguments.report} is already the baseline")
             return 0
+        # A case that was deselected is missing: later reports would not be compared with it.
+        session = msgspec.structs.replace(candidate.session, deselected=[])
+        whole = msgspec.structs.replace(candidate, session=session)
         baseline = present.baseline(present.name, base)
-        trial = promotion.trial(base, candidate, policy, today=today, calibration=noise, baseline=baseline)
-        remedies = [] if objections else _remedies(trial, present.name)
-        objections += promotion.describe_trial(trial)
-        verdicts = trial.verdicts
-        counted = promotion.counted(verdicts)
-        replaced = f"replaces commit {(base.commit.sha or 'unknown')[:8]}, sha256 {present.sha256}: {counted}"
-    disturbed = listed(promotion.disturbed_times(candidate), promotion.NAMED)
-    if objections and arguments.force is None:
-        remedies = remedies or [_REMEDY]
-        return _refuse(arguments.report, objections, remedies + [_TIMES_REMEDY] * bool(disturbed))
-    forced = Promotion(reason=arguments.force, objections=objections) if objections else None
+        verdicts = judge(base, whole, policy, today=today_of(arguments), baseline=baseline)
+        if found := exit_status(verdicts, policy):
+            objections.append(headline.describe(headline.decide(verdicts, policy)))
+            status = status or found
+    if status and arguments.force is None:
+        for text in objections:
+            complain(f"{arguments.report} is not promoted: {text}")
+        complain("remove the cause and measure again, or pass --force REASON, which the baseline keeps")
+        return status
+    promotion = Promotion(reason=arguments.force, objections=objections) if objections else None
+    promoted = msgspec.structs.replace(candidate, verdicts=verdicts, promotion=promotion)
     try:
-        path = promotion.keep(candidate, verdicts, path=arguments.to, store=store, promotion=forced)
+        written = _write(promoted, arguments.to, store, kept)
     except OSError as error:
-        where = arguments.to or store
-        raise ValueError(f"baseline {where}: cannot be written: {error.strerror or error}") from None
-    unsure = "note: the report does not record whether the working tree had uncommitted changes"
-    far_apart = findings.far_apart(candidate.cases)
-    overruled = "" if forced is None else f"by force, in spite of: {listed(objections, _SHOWN)}"
-    ungated = f"note: times were disturbed, and the policy gates none of them: {disturbed}"
-    times = ungated if disturbed and not objections else ""
-    lines = [f"promoted: {arguments.report} is the baseline {path}", overruled, replaced, times, far_apart]
-    show("\n".join(filter(None, [*lines, unsure if candidate.commit.dirty is None else ""])))
+        raise ValueError(f"baseline {arguments.to or store}: cannot be written: {file.one_line(error)}") from None
+    show(f"promoted: {arguments.report} is the baseline {written}")
+    if objections:
+        show(f"by force, in spite of: {'; '.join(objections)}")
     return 0
 
 
-def _present(path: Path | None, store: Path, machine: str) -> Source | None:
-    """Return the existing baseline; None if there is none. A broken one is an error, so that it is not replaced."""
-    if path is None:
-        kept = promotion.current_in(store, machine)
-        path = kept.path if kept is not None else None
-    return references.resolve(str(path), store) if path is not None and path.exists() else None
+def _write(promoted: Report, path: Path | None, store: Path, before: Sequence[Stored]) -> Path:
+    """Write the baseline to a file, or to the store, where the previous one keeps its number only."""
+    if path is not None:
+        file.check_writable(path)
+        file.dump(promoted, path)
+        return path
+    check_name_is_free(references.BASELINE)
+    written = storage.save(promoted, store, references.BASELINE)
+    # The new file is written first: an interruption then leaves two baselines, which is refused, and never none.
+    for one in before:
+        one.path.rename(storage.unnamed(one))
+    return written
 
 
-def _reason(text: str) -> str:
-    if not text.strip():
-        raise argparse.ArgumentTypeError("a reason is needed, which the baseline keeps")
-    return text
+def _unfit(candidate: Report) -> Iterator[str]:
+    """Yield why a report cannot be a baseline, whatever the present one is."""
+    session = candidate.session
+    if candidate.commit.sha is None:
+        yield "the report does not record its commit"
+    if candidate.commit.dirty:
+        yield "files were changed after the commit"
+    # Items of the gate fail a run whose tests passed: its exit status is 1 then.
+    passed = not session.exit_status or (session.exit_status, session.failed_tests) == (1, 0)
+    if not session.complete or session.interrupted or not passed:
+        yield f"the run did not complete, or tests failed (exit status {session.exit_status})"
+    bad = {"timeout", "crashed", "error", "interrupted"}
+    failed = [f"{one.id} {one.outcome}" for one in candidate.cases if one.outcome in bad]
+    failed += [f"wrong answers of {one.id}" for one in candidate.cases if one.has_wrong_answers]
+    if failed or not any(one.outcome == "completed" for one in candidate.cases):
+        yield f"failed: {listed(failed, _NAMED) or 'no case completed'}"
 
 
-def _remedies(trial: Trial, present: str) -> list[str]:
-    """Return what the user can do about the objections, one line each."""
-    lines = []
-    if trial.measure_noise:
-        lines.append(
-            "the noise of this runner is assumed: measure it with llmgpu calibrate, and fewer launches are needed"
-        )
-    if trial.begin_again:
-        lines.append(f"if the change of cases or machine is intended, remove {present} and promote again")
-    return lines
-
-
-def _refuse(name: str, objections: list[str], remedies: list[str]) -> int:
-    for text in objections[:_SHOWN]:
-        complain(f"{name} is not promoted: {text}")
-    if len(objections) > _SHOWN:
-        complain(f"and {len(objections) - _SHOWN:,} more objections: see llmgpu compare")
-    for line in remedies:
-        complain(line)
-    return _REFUSED
+def _measured(report: Report) -> bytes:
+    """Return what two reports with the same measurement have in common."""
+    return msgspec.json.encode(msgspec.structs.replace(report, verdicts=None, promotion=None))

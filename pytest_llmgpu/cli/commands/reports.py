@@ -7,8 +7,7 @@ import json
 from pathlib import Path
 
 from pytest_llmgpu.cli.arguments import REFERENCE, add_storage, source, storage_of
-from pytest_llmgpu.cli.baseline_arguments import add_baseline, comparison, read_verdicts, refuse_rules
-from pytest_llmgpu.cli.gate_arguments import add_rules, judged, policy_of
+from pytest_llmgpu.cli.gate_arguments import add_baseline, add_rules, comparison, judged, policy_line, policy_of
 from pytest_llmgpu.cli.output import color, complain, save, show, write_data
 from pytest_llmgpu.report.text import listed
 from pytest_llmgpu.store import store
@@ -20,17 +19,22 @@ _STDOUT = "-"
 def add_show(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `llmgpu show`."""
     parser.add_argument("report", metavar="REPORT", help=REFERENCE)
+    text = "reports to compare with the first one, side by side if several"
+    parser.add_argument("others", metavar="REPORT", nargs="*", help=text)
     text = "show all cases, with work, communication and memory per GPU"
     parser.add_argument("-v", "--verbose", action="store_true", help=text)
     text = "show the end of the log of a case that failed, with its traceback"
     parser.add_argument("--log", metavar="CASE", help=text)
-    add_storage(parser)
+    add_rules(parser)
 
 
 def run_show(arguments: argparse.Namespace) -> int:
-    """Print a report as pytest printed it at the end of the run, or the log of a case."""
+    """Print a report as pytest printed it at the end of the run, the log of a case, or what changed from the first."""
     from pytest_llmgpu.render.terminal import report as terminal
 
+    if arguments.others:
+        show(_side_by_side(arguments))
+        return 0
     found = source(arguments.report, arguments)
     report = found.report()
     if (case := arguments.log) is not None:
@@ -46,6 +50,27 @@ def run_show(arguments: argparse.Namespace) -> int:
         parts.append("run not complete")
     show(f"{', '.join(parts)}\n\n{terminal.tables(report, color(), verbose=arguments.verbose) or 'no case'}")
     return 0
+
+
+def _side_by_side(arguments: argparse.Namespace) -> str:
+    """Return what changed from the first report to each other one, worst first."""
+    from pytest_llmgpu.render.terminal import verdicts as verdict_tables
+
+    policy, most = policy_of(arguments), None if arguments.verbose else verdict_tables.MOST_CASES
+    found = []
+    for name in arguments.others:
+        verdicts = judged(arguments, arguments.report, source(name, arguments).report(), policy).verdicts
+        assert verdicts is not None, "a judged report has verdicts"
+        found.append(verdicts)
+    conclusions = [verdict_tables.conclusion(one, policy, color()) for one in found]
+    if len(found) == 1:
+        table = verdict_tables.table(found[0], policy, color(), most)
+    else:
+        table = verdict_tables.side_by_side(found, color(), most)
+        named = enumerate(zip(arguments.others, conclusions, strict=True), 1)
+        conclusions = [f"{number}  {name}: {text}" for number, (name, text) in named]
+    lines = "\n".join(conclusions)
+    return "\n".join(filter(None, (f"{lines}\n", table, policy_line(arguments))))
 
 
 def add_html(parser: argparse.ArgumentParser) -> None:
@@ -84,11 +109,10 @@ def add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("format", metavar="FORMAT", choices=FORMATS, help=", ".join(FORMATS))
     parser.add_argument("head", metavar="REPORT", help=REFERENCE)
     parser.add_argument("--output", metavar="PATH", default=_STDOUT, help="file to write (default: -, stdout)")
-    judges = parser.add_mutually_exclusive_group()
     text = "judge the report against this one and export the verdicts"
-    judges.add_argument("--baseline", dest="base", metavar="REF", help=text)
+    parser.add_argument("--baseline", metavar="REF", help=text)
     text = "export the verdicts in this file, which llmgpu gate --json wrote"
-    judges.add_argument("--verdicts", metavar="PATH", type=Path, help=text)
+    parser.add_argument("--verdicts", metavar="PATH", type=Path, help=text)
     add_rules(parser)
 
 
@@ -97,13 +121,7 @@ def run_export(arguments: argparse.Namespace) -> int:
     from pytest_llmgpu.render.exports import export
 
     report = source(arguments.head, arguments).report()
-    if arguments.base is not None:
-        policy = policy_of(arguments)
-        report.verdicts = judged(arguments, policy, may_lack_base=policy.allow_no_baseline).verdicts
-    else:
-        refuse_rules(arguments, "--baseline")
-        if arguments.verdicts is not None:
-            report.verdicts = read_verdicts(arguments.verdicts, report)
+    report.verdicts = comparison(arguments, report).verdicts or report.verdicts
     text = export(arguments.format, report)
     if arguments.output != _STDOUT:
         save(f"{text}\n" if text else "", Path(arguments.output))

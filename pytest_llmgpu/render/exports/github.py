@@ -14,9 +14,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from pytest_llmgpu.gate import cause_groups, headline
-from pytest_llmgpu.gate.classify import ExitStatus, RowClass, classify
-from pytest_llmgpu.gate.policy import Policy
-from pytest_llmgpu.gate.policy_file import policy_of
+from pytest_llmgpu.gate.judge import ExitStatus, RowClass, classify
+from pytest_llmgpu.gate.policy import Policy, policy_of
 from pytest_llmgpu.render import comparison
 from pytest_llmgpu.render.exports.escaping import code, command_property, command_value, markdown, one_line
 from pytest_llmgpu.render.exports.tables import markdown_header, markdown_line, markdown_lines
@@ -162,7 +161,9 @@ def _page(report: Report, first: Sequence[str], limit_bytes: int) -> str:
         found = headline.decide(verdicts, policy)
         # It is green only if gated rows were compared and none is unclear.
         unclear = any(level(row, policy) == "warning" for row in verdicts.rows)
-        passed: Level = "warning" if unclear or found.states or not verdicts.armed.gated else "info"
+        passed: Level = (
+            "warning" if unclear or found.states or not any(row.compared for row in verdicts.rows) else "info"
+        )
         mark = _MARKS[passed if found.status == ExitStatus.PASSED else "failure"]
         result = f"{mark} {markdown(headline.describe(found))}"
     counts = ", ".join(f"{number:,} {word}" for word, number in counted.items())
@@ -210,7 +211,7 @@ def _verdict_line(severity: Level, row: Row) -> str:
     was, now, change, interval = comparison.figures(row)
     mark = "" if row.verdict == "CHANGED" else _MARKS[severity]
     numbers = [was, now, f"{change} ({interval})" if interval else change]
-    reason = [*row.reason.splitlines(), *([f"Known: {row.known}"] if row.known is not None else [])]
+    reason = [*row.reason.splitlines(), *([f"Allowed: {row.allowed}"] if row.allowed is not None else [])]
     text = "<br>".join(map(markdown, reason))
     return markdown_line([mark, code(row.id), row.metric.replace("_", " "), comparison.verdict(row), *numbers, text])
 

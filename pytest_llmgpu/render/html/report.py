@@ -12,8 +12,7 @@ import msgspec
 
 from pytest_llmgpu.analysis.capacity import capacities
 from pytest_llmgpu.gate import cause_groups, judge
-from pytest_llmgpu.gate.policy import Policy
-from pytest_llmgpu.gate.policy_file import policy_of
+from pytest_llmgpu.gate.policy import Policy, policy_of
 from pytest_llmgpu.render import charts, comparison, grouping
 from pytest_llmgpu.render.charts import timelines
 from pytest_llmgpu.render.grouping import unique

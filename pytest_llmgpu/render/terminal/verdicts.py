@@ -9,7 +9,7 @@ from tabulate import tabulate
 
 from pytest_llmgpu.gate import headline
 from pytest_llmgpu.gate.cause_groups import by_reason
-from pytest_llmgpu.gate.classify import ExitStatus
+from pytest_llmgpu.gate.judge import ExitStatus
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.render.comparison import counts, figures, mark, verdict
 from pytest_llmgpu.render.terminal.report import WIDTH, Painter, painter
@@ -59,7 +59,7 @@ def table(verdicts: Verdicts, policy: Policy, color: bool = False, most: int | N
     if left := cases[len(cases[:most]) :]:
         parts.append(f"and {plural(len(left), 'more case')}; their worst verdict is {left[0][0].verdict}")
     parts.append("\n".join(_reasons(verdicts.rows if most is None else rows, paint, most)))
-    ends = [headline.describe_next(headline.next_steps(verdicts, policy)), printable(counts(verdicts))]
+    ends = [headline.next_steps(verdicts, policy), printable(counts(verdicts))]
     if undecided and not any(row.verdict == "UNDECIDED" for row in rows):
         metrics = ", ".join(dict.fromkeys(row.metric.replace("_", " ") for row in undecided))
         ends.insert(0, f"{plural(len(undecided), 'row')} UNDECIDED ({metrics}): --all lists them.")
@@ -109,6 +109,6 @@ def _reasons(rows: Sequence[Row], paint: Painter, most: int | None) -> Iterator[
         worst = group[0]
         ids = listed(map(printable, dict.fromkeys(row.id for row in group)), _MOST_NAMES)
         yield f"{paint(worst.verdict, _STYLES[mark(worst.verdict)])}  {worst.metric}: {ids}"
-        known = [f"Known: {worst.known}"] if worst.known is not None else []
-        for line in [*worst.reason.splitlines(), *known]:
+        allowed = [f"Allowed: {worst.allowed}"] if worst.allowed is not None else []
+        for line in [*worst.reason.splitlines(), *allowed]:
             yield textwrap.fill(printable(line), WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT)

@@ -2,15 +2,23 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from support.measured_project import STEADY, Project, make_project
+from support.quiet_noise import noise
 
 from pytest_llmgpu.cli import main
 
 Behaviour = dict[str, object]
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    """Little noise between launches."""
+    with noise():
+        yield
 
 
 @pytest.fixture
@@ -21,20 +29,6 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
 
 def _ab(*options: str, refs: Sequence[str] = ("base", "head"), command: Sequence[str] = ()) -> int:
     return main(["ab", *refs, *options, "--", *(command or (sys.executable, "measure.py", "-k", "x"))])
-
-
-def _quiet(project: Project) -> str:
-    """Return the option with a calibration of little noise between launches."""
-    from support.quiet_policy import calibrated
-    from support.report_factory import make_report, make_result
-
-    from pytest_llmgpu.gate import calibration
-    from pytest_llmgpu.store import store
-
-    results = [make_result(batch_size=size) for size in (1, 2)]
-    path = project.root.parent / "calibration.json"
-    calibration.dump(calibrated(store.hardware(make_report(results)), *results), path)
-    return f"--calibration={path}"
 
 
 def test_equal_commits_pass(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,49 +55,47 @@ def test_a_slower_commit_is_regressed(project: Project, capsys: pytest.CaptureFi
     """A test that failed in a launch has its outcome in the report."""
     project.commit("base", seconds=STEADY)
     project.commit("head", seconds={"1": [11.0], "2": [None]}, ends=1)
-    assert _ab("--launches", "2", _quiet(project)) == 1
+    assert _ab("--launches", "2") == 1
     out = capsys.readouterr().out
     assert "REGRESSED" in out
     assert "Time +10.0 %" in out
     project.untouched()
 
 
-def test_alternating_launches_have_the_smaller_threshold(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+def test_alternating_launches_have_the_smaller_threshold(project: Project) -> None:
     """`llmgpu ab` detects 3 %; `llmgpu gate` on the same reports allows 4 %, because a host drifts."""
     project.commit("base", seconds=STEADY)
     project.commit("head", seconds={"1": [10.3], "2": [20.6]})
-    assert _ab("--launches", "2", noise := _quiet(project)) == 1
-    assert "\nnoise: calibration.json, 10,000 launches\n" in capsys.readouterr().out
-    assert main(["gate", str(project.kept / "base.json.gz"), str(project.kept / "head.json.gz"), noise]) == 0
+    assert _ab("--launches", "2") == 1
+    assert main(["gate", str(project.kept / "base.json.gz"), str(project.kept / "head.json.gz")]) == 0
 
 
 def test_the_verdicts_can_be_reproduced(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
     """`llmgpu gate` with the kept reports and policy gives the same verdicts and exit status."""
     project.commit("base", seconds=STEADY)
     project.commit("head", seconds={"1": [10.0], "2": [23.0]})
-    assert _ab("--launches", "2", noise := _quiet(project)) == 1
+    assert _ab("--launches", "2") == 1
     out = capsys.readouterr().out
     kept = project.kept
     policy = f"--policy={kept / 'policy.toml'}"
-    assert main(["gate", str(kept / "base.json.gz"), str(kept / "head.json.gz"), policy, noise, "--in-turn"]) == 1
+    assert main(["gate", str(kept / "base.json.gz"), str(kept / "head.json.gz"), policy, "--in-turn"]) == 1
     again = capsys.readouterr().out.splitlines()
     assert again[0].startswith("REGRESSED: ")
-    assert "\n".join(again[: next(n for n, line in enumerate(again) if line.startswith("noise: "))]) in out
+    assert "\n".join(again[: next(n for n, line in enumerate(again) if line.startswith("policy: "))]) in out
 
 
-def test_undecided_cases_are_launched_again(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+def test_undecided_cases_are_launched_again(project: Project) -> None:
     """Launches alternate; later ones measure only these cases, and the error rate is divided by the number of looks."""
     behaviour: Behaviour = {"seconds": {"1": [10.0], "2": [None]}, "ends": 1}
     project.commit("base", "[tool.llmgpu.gate]\nconfidence = 0.96\n", **behaviour)
     project.commit("head", None, **behaviour)
-    assert _ab("--launches", "3", "--again", "2", "--on-inconclusive", "fail") == 3
+    assert _ab("--launches", "3", "--strict") == 3
     assert project.launches() == [f"{side}-{number}" for number in (1, 2, 3) for side in ("base", "head")]
     base, head = project.reports()
     assert [len(result.launches) for result in (*base.cases, *head.cases)] == [3, 1, 3, 1]
     logs = [(project.kept / "launches" / f"head-{number}.log").read_text() for number in (1, 2, 3)]
     assert ["--deselect=b.py::t[mp-bs2]" in log for log in logs] == [False, True, True]
     assert "confidence = 0.98\n" in (project.kept / "policy.toml").read_text()
-    assert capsys.readouterr().out.count("note: --again no longer has an effect") == 1
 
 
 def test_a_change_cannot_edit_its_own_thresholds(project: Project) -> None:
@@ -111,13 +103,12 @@ def test_a_change_cannot_edit_its_own_thresholds(project: Project) -> None:
     project.commit("base", "[tool.llmgpu.gate.time]\nmargin = 0.03\n", seconds=STEADY)
     project.commit(
         "head",
-        "[tool.llmgpu.gate]\nlargest_unseen_slowdown = 9\ntime = { margin = 0.5 }\n",
+        "[tool.llmgpu.gate.time]\nmargin = 0.5\n",
         seconds={"1": [11.0], "2": [22.0]},
     )
-    noise = _quiet(project)
-    assert _ab("--launches", "1", noise) == 1
-    assert _ab("--launches", "1", noise) == 1, "in a folder of its own"
-    assert _ab("--launches", "1", noise, "--policy", "pyproject.toml") == 0
+    assert _ab("--launches", "1") == 1
+    assert _ab("--launches", "1") == 1, "in a folder of its own"
+    assert _ab("--launches", "1", "--policy", "pyproject.toml") == 0
 
 
 def test_each_worktree_gets_its_own_environment(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
@@ -143,7 +134,7 @@ def test_uncommitted_changes_and_a_shared_environment_are_noted(
     project.commit("base", seconds=STEADY)
     project.commit("head", seconds=STEADY)
     (project.root / "behaviour.json").write_text("{}")
-    assert _ab("--launches", "1", _quiet(project)) == 0
+    assert _ab("--launches", "1") == 0
     out = capsys.readouterr().out
     assert "note: your uncommitted changes are not measured\n" in out
     assert "all commits run in the current environment" in out
@@ -224,24 +215,18 @@ def test_unusable_arguments_are_exit_2(project: Project, capsys: pytest.CaptureF
 
 
 def test_calibrate_runs_the_launches(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
-    """The report of each launch is kept, and the noise is written for the gate."""
-    from pytest_llmgpu.gate import calibration
-
+    """The report of each launch is kept, and the scatter is printed."""
     project.commit("base", seconds={"1": [10.0, 10.1, 10.05], "2": [20.0, 20.2, 20.1]})
     assert main(["calibrate", "--launches", "3", "--", sys.executable, "measure.py"]) == 0
-    printed = capsys.readouterr().out
-    assert [line.split()[0] for line in printed.splitlines()[:3]] == ["launch-1", "launch-2", "launch-3"]
-    (written,) = (line for line in printed.splitlines() if line.startswith("written: "))
-    noise = calibration.load(Path(written.removeprefix("written: "))).cases.values()
-    assert [(one.id, one.launches) for one in noise] == [("mp-bs1", 3), ("mp-bs2", 3)]
-    assert all(0.004 < one.time.sd < 0.006 for one in noise)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[0] for line in lines[:3]] == ["launch-1", "launch-2", "launch-3"]
+    assert lines[-2:] == [["mp-bs1", "3", "0.5", "%"], ["mp-bs2", "3", "0.5", "%"]]
     assert len(list(Path(".llmgpu/calibrate").glob("*/launches/*.json.gz"))) == 3
 
 
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["--launches", "1", "--", "true"], "--launches=1: at least 2 launches are needed"),
         (["--launches", "2", "--", "true", "--llmgpu-json=x"], "each launch sets its own"),
         (["--launches", "2", "--", "true"], "launch-1: true ended without a report with status 0"),
         (["--launches", "2", "--", "no-such-program"], "'no-such-program' cannot be run"),
@@ -250,8 +235,7 @@ def test_calibrate_runs_the_launches(project: Project, capsys: pytest.CaptureFix
 def test_calibrate_refuses_unusable_launches(
     project: Project, arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The reason is one line, and no calibration is written."""
+    """The reason is one line."""
     project.commit("base", seconds=STEADY)
     assert main(["calibrate", *arguments]) == 2
     assert reason in capsys.readouterr().err
-    assert not list(project.root.rglob("calibration.json"))

@@ -22,7 +22,7 @@ from pytest_llmgpu.cli.commands.bisect import Mark, Step, begun, find, mark_of, 
 from pytest_llmgpu.gate.ab import Both
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.report import Report
-from pytest_llmgpu.report.verdicts import Armed, Decided, Row, Verdict, Verdicts
+from pytest_llmgpu.report.verdicts import Decided, Row, Verdict, Verdicts
 
 _EXACT = "[tool.llmgpu.gate.time]\ngate = false\n"
 """A policy under which one launch decides."""
@@ -50,7 +50,7 @@ def _report(seconds: float) -> Report:
 
 
 def _verdicts(*rows: Row) -> Verdicts:
-    return Verdicts(policy="", policy_sha256="", armed=Armed(), rows=list(rows))
+    return Verdicts(policy="", policy_sha256="", rows=list(rows))
 
 
 def _row(metric: str, verdict: Decided = "REGRESSED", size: int = 1, **figures: Any) -> Row:
@@ -197,7 +197,7 @@ def test_another_outcome_than_that_of_the_bad_end_is_skipped() -> None:
 
 def test_the_worst_gated_regression_is_bisected() -> None:
     """Exact metrics come before times, and among times the most significant one."""
-    shown, accepted = _row("memory", gated=False), _row("flops", known="accepted")
+    shown, accepted = _row("memory", gated=False), _row("flops", allowed="accepted")
     small, large = _row("time", ratio=1.1, p=1e-9), _row("time", size=2, ratio=1.2, p=1e-3)
     rows = [shown, accepted, large, small, _row("accuracy", "OK")]
     assert worst(_verdicts(*rows)) == small

@@ -6,13 +6,12 @@ from typing import Any
 import msgspec
 import pytest
 from support.prose import Prose
-from support.quiet_policy import with_noise
+from support.quiet_noise import noise
 from support.report_factory import make_answers, make_failed, make_memory, make_report
 from support.verdict_factory import make_invalid, make_traffic, with_launches
 
-from pytest_llmgpu.gate.classify import ExitStatus, exit_status
-from pytest_llmgpu.gate.judge import judge
-from pytest_llmgpu.gate.policy import Known, Policy
+from pytest_llmgpu.gate.judge import ExitStatus, exit_status, judge
+from pytest_llmgpu.gate.policy import Allowed, Policy
 from pytest_llmgpu.render.comparison import cases, figures, verdict
 from pytest_llmgpu.render.terminal.report import WIDTH
 from pytest_llmgpu.render.terminal.verdicts import conclusion, table
@@ -40,10 +39,9 @@ def _disturbed() -> CaseResult:
 def _judge(
     base: list[CaseResult] | None, head: list[CaseResult], sd: float = 0.001, **policy: Any
 ) -> tuple[Verdicts, Policy]:
-    rules = Policy(**policy)
-    before = None if base is None else make_report(base)
-    found = judge(before, make_report(head), rules, calibration=with_noise(*head, sd=sd), today=TODAY)
-    return found, rules
+    rules, before = Policy(**policy), None if base is None else make_report(base)
+    with noise(sd):
+        return judge(before, make_report(head), rules, today=TODAY), rules
 
 
 def _lines(text: str, word: str) -> list[str]:
@@ -112,13 +110,13 @@ def test_a_long_table_is_cut() -> None:
 
 def test_rows_that_cannot_fail_the_gate_are_marked() -> None:
     """A known regression has its reason, and a metric that is not gated is marked."""
-    known = Known(case="mp-bs1", metric="time", reason="bug 7", expires=TODAY)
-    found, rules = _judge([_full()], [_full(1.05, wrong=1)], known=[known])
+    known = Allowed(case="mp-bs1", metric="time", reason="bug 7", expires=TODAY)
+    found, rules = _judge([_full()], [_full(1.05, wrong=1)], allow=[known])
     text = table(found, Policy())
-    assert "REGRESSED (known)" in _lines(text, "  time")[0]
+    assert "REGRESSED (allowed)" in _lines(text, "  time")[0]
     assert "CHANGED" in _lines(text, "predictions")[0]
-    assert "    Known: bug 7" in text.splitlines()
-    assert "1 known regression" in conclusion(found, rules)
+    assert "    Allowed: bug 7" in text.splitlines()
+    assert "1 allowed regression" in conclusion(found, rules)
 
 
 def test_text_of_a_report_cannot_drive_the_terminal() -> None:
@@ -145,15 +143,15 @@ def test_text_fits_the_terminal() -> None:
         ([_full(1.05, calls=65)], {}, ExitStatus.REGRESSED, "REGRESSED"),
         (
             [_full(1.02)],
-            {"sd": 0.03, "on_inconclusive": "fail"},
+            {"sd": 0.03, "strict": True},
             ExitStatus.NOT_JUDGED,
             "UNDECIDED: ",
         ),
         ([_full(1.02)], {"sd": 0.03}, ExitStatus.PASSED, "PASSED"),
         ([_full(), make_failed("interrupted", batch_size=2)], {}, ExitStatus.NOT_JUDGED, "UNDECIDED: "),
-        ([_disturbed()], {"on_inconclusive": "fail"}, ExitStatus.NOT_JUDGED, "UNDECIDED: "),
+        ([_disturbed()], {"strict": True}, ExitStatus.NOT_JUDGED, "UNDECIDED: "),
         ([_full(dtype="float32")], {}, ExitStatus.NOT_JUDGED, "NOT COMPARABLE"),
-        ([_full(), _full(batch_size=2)], {"require_armed": True}, ExitStatus.NOT_JUDGED, "NOTHING COMPARED"),
+        ([make_failed("oom")], {}, ExitStatus.REGRESSED, "REGRESSED"),
     ],
 )
 def test_the_conclusion_has_a_word_for_each_exit_status(
@@ -213,4 +211,4 @@ def test_a_verdict_states_why_it_cannot_fail() -> None:
     """The policy shows the metric only, or accepts the regression."""
     assert verdict(_row("a", "time", "REGRESSED")) == "REGRESSED"
     assert verdict(_row("a", "time", "REGRESSED", gated=False)) == "CHANGED"
-    assert verdict(_row("a", "time", "REGRESSED", known="bug 7")) == "REGRESSED (known)"
+    assert verdict(_row("a", "time", "REGRESSED", allowed="bug 7")) == "REGRESSED (allowed)"

@@ -1,0 +1,186 @@
+"""Compares a run with its baseline and assigns the verdicts to the tests.
+
+Policy and baseline are read before anything is measured, so that a typo costs no hours. The whole report is judged at
+once, since the rows of a metric are one family of tests; then every test gets the rows of its own cases.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from pytest_llmgpu.gate import cause, headline
+from pytest_llmgpu.gate.judge import ExitStatus, exit_status, fails, judge, unmatched
+from pytest_llmgpu.gate.policy import Policy, find_policy, load_policy, policy_in_words, switched
+from pytest_llmgpu.profiling.machine import Machine, environment
+from pytest_llmgpu.render.terminal import verdicts as verdict_tables
+from pytest_llmgpu.report.case import Case
+from pytest_llmgpu.report.options import Options
+from pytest_llmgpu.report.report import Report
+from pytest_llmgpu.report.result import CaseResult
+from pytest_llmgpu.report.verdicts import Row, Verdict, Verdicts, worst_first
+from pytest_llmgpu.store import git, references, store
+from pytest_llmgpu.store.references import Source
+
+_SHOWN = 3  # rows or reasons in a message; the table has all of them
+
+
+class TestVerdict(NamedTuple):
+    """The result of the gate for one test, or for the rows that belong to no test."""
+
+    verdict: Verdict
+    """The worst verdict of the rows that count."""
+    fails: bool
+    """True if the test fails."""
+    text: str
+    """One entry for each row that fails, or the reason why nothing was compared; empty where all is well."""
+    rows: Sequence[Row] = ()
+    """All rows, worst first."""
+
+    @property
+    def undecided(self) -> bool:
+        """True if the test neither fails nor passes."""
+        return not self.fails and self.verdict not in {"OK", "CHANGED"}
+
+
+class RunGate:
+    """Compares the report of a run with its baseline."""
+
+    def __init__(self, options: Options, *, rootdir: Path, policy_path: Path | None, storage_path: Path) -> None:
+        """Read the policy; options of the run override it.
+
+        Args:
+            options: The options of the run; `compare` is set.
+            rootdir: The folder whose pyproject.toml is the default policy, and whose git repository is used.
+            policy_path: The policy, also as `git:REV:PATH`; None for the default.
+            storage_path: The folder of the store.
+
+        Raises:
+            ValueError: The policy is invalid.
+        """
+        assert options.compare is not None, "a run without `compare` is not judged"
+        self._reference = options.compare
+        self._rootdir = rootdir
+        self._storage_path = storage_path
+        self._today = datetime.datetime.now(datetime.timezone.utc).date()
+        self.base: Report | None = None
+        """The baseline; None where there is none."""
+        self._source: Source | None = None
+        self._why: str | None = None
+        """The reason why there is no baseline, where the policy allows that."""
+        self._verdicts: Verdicts | None = None
+        self._tests: frozenset[str] = frozenset()
+        self._failed = False
+        path = policy_path or find_policy(rootdir)
+        self.policy: Policy = switched(load_policy(path, rootdir), options)
+        self._policy_in_words = policy_in_words(path, rootdir)
+
+    def find_baseline(self, machine: Machine) -> None:
+        """Read the baseline. If reports of several machines have its name, the one of this machine counts.
+
+        Raises:
+            ValueError: There is no baseline although one is needed, or it is no report.
+        """
+        # A path that is not found is relative to the rootdir, as in an ini file.
+        reference, in_root = self._reference, self._rootdir / self._reference
+        try:
+            if not Path(reference).exists() and in_root.is_file():
+                reference = str(in_root)
+        except OSError:  # too long for a path
+            pass
+        name = store.hardware(_report_of(machine))
+        try:
+            self._source = references.resolve(reference, self._storage_path, machine=name, repository=self._rootdir)
+            self.base = self._source.report()
+        except ValueError as error:
+            absent = isinstance(error, git.AbsentError)
+            if absent and self.policy.allow_no_baseline:
+                self._why = str(error)
+                return
+            remedy = "; --llmgpu-allow-no-baseline lets a first run pass" if absent else ""
+            raise ValueError(f"--llmgpu-compare: {error}{remedy}") from None
+
+    def notes(self) -> list[str]:
+        """Return a line for each name of the policy that no case of the baseline has, before anything is measured."""
+        found = [] if self.base is None else unmatched(self.policy, self.base.cases)
+        return [f"llmgpu: note: {text}" for text in found]
+
+    def expect(self, nodeids: Sequence[str]) -> None:
+        """Set the tests that get a verdict of their own."""
+        self._tests = frozenset(nodeids)
+
+    def judge(self, report: Report) -> Verdicts:
+        """Return the verdicts on a report: those of `llmgpu gate` on the same two files under the same policy."""
+        known = self._source is not None and self.base is not None
+        baseline = self._source.baseline(self._reference, self.base) if known else None  # type: ignore[union-attr,arg-type]
+        self._verdicts = judge(self.base, report, self.policy, today=self._today, baseline=baseline)
+        return self._verdicts
+
+    def verdict_of(self, nodeid: str | None) -> TestVerdict:
+        """Return the verdict on the cases of a test; for None, on the rows that belong to no test.
+
+        The latter, on series and missing cases, fails also if too little was compared.
+        """
+        verdicts = self._verdicts
+        if nodeid is not None:
+            rows = [row for row in verdicts.rows if row.nodeid == nodeid] if verdicts is not None else []
+            found = self._of_rows(rows) if rows else TestVerdict("MISSING", False, "the test measured no case")
+        elif verdicts is None:
+            found = TestVerdict("MISSING", fails=True, text="no case was measured: nothing was compared.")
+        else:
+            found = self._of_rows([row for row in verdicts.rows if row.nodeid not in self._tests])
+            decided = headline.decide(verdicts, self.policy)
+            if not found.fails and decided.status is ExitStatus.NOT_JUDGED and not decided.worst:
+                verdict: Verdict = "NEW" if verdicts.baseline is None else "NOT_COMPARABLE"
+                found = TestVerdict(verdict, fails=True, text=headline.describe(decided))
+        self._failed |= found.fails
+        return found
+
+    def unreported(self) -> list[str]:
+        """Return one line on why the gate fails, if no test failed: their verdicts may not have been requested."""
+        if self._verdicts is None or self._failed or not exit_status(self._verdicts, self.policy):
+            return []
+        return [f"llmgpu gate: {verdict_tables.conclusion(self._verdicts, self.policy)}"]
+
+    def summary(self) -> str:
+        """Return the verdicts as text for the terminal."""
+        lines = [] if self._why is None else [f"no baseline: {self._why}"]
+        if self._verdicts is not None:
+            lines.append(verdict_tables.conclusion(self._verdicts, self.policy))
+            lines.append(verdict_tables.table(self._verdicts, self.policy))
+            lines += [self._policy_in_words] if self._verdicts.baseline is not None else []
+        return "\n\n".join(lines)
+
+    def _of_rows(self, rows: Sequence[Row]) -> TestVerdict:
+        ordered = worst_first(rows)
+        if failing := [row for row in ordered if fails(row, self.policy)]:
+            return TestVerdict(failing[0].verdict, fails=True, text=_describe(failing), rows=ordered)
+        counting = [row for row in ordered if row.gated and row.allowed is None]
+        worst: Verdict = counting[0].verdict if counting else "OK"
+        return TestVerdict(worst, False, "" if worst == "OK" else _describe(counting[:1]), ordered)
+
+
+def _describe(rows: Sequence[Row]) -> str:
+    """Return each of the first rows with its reason, and the number of the others."""
+    lines = []
+    for row in rows[:_SHOWN]:
+        first = f"{row.verdict}: {headline.row_in_words(row)}"
+        # The first line of a reason has the change, which the headline of the row has as well.
+        reason = row.reason.splitlines()[0 if row.ratio is None or row.unseen else 1 :]
+        lines += [first, *(line for line in reason if line.removeprefix(cause.PREFIX).rstrip(".") not in first)]
+    more = [f"and {len(rows) - _SHOWN} more rows: see the table"] if len(rows) > _SHOWN else []
+    return "\n".join([*lines, *more, f"Next: {headline.step_of(rows[0])}"])
+
+
+def _report_of(machine: Machine) -> Report:
+    """Return a report that identifies this machine: the store names machines by their reports."""
+    nothing = dict.fromkeys(("strategy", "model", "dtype", "dataset", "dataset_sha256", "tokenizer_sha256"), "")
+    case = Case(batch_size=1, device=machine.device, devices=machine.devices, **nothing)  # type: ignore[arg-type]
+    return Report(
+        created="",
+        plugin_version=None,
+        environment=environment(machine),
+        cases=[CaseResult(id="", key="", case=case, outcome="completed")],
+    )
