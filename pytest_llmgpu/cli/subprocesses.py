@@ -6,9 +6,10 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Ctrl-C, the end of a job of CI, and a terminal that is closed."""
@@ -53,6 +54,18 @@ def run(command: Sequence[str], folder: Path, environ: Mapping[str, str], log: P
 
 
 @contextmanager
+def handled(handler: Any, numbers: Collection[int] = INTERRUPTS) -> Iterator[None]:
+    """Give signals this handler within the block; outside the main thread, where nobody can, they keep theirs."""
+    main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, handler) for number in numbers} if main else {}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+@contextmanager
 def interruptible() -> Iterator[None]:
     """Treat the other signals of `INTERRUPTS` like Ctrl-C.
 
@@ -60,27 +73,18 @@ def interruptible() -> Iterator[None]:
     started ignores SIGHUP on purpose.
     """
     ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
-    before = {number: signal.signal(number, signal.default_int_handler) for number in {*INTERRUPTS} - ignored}
-    try:
+    with handled(signal.default_int_handler, {*INTERRUPTS} - ignored):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager
 def _held() -> Iterator[None]:
     """Handle `INTERRUPTS` after the block: an interrupted start would leave a process that nobody ends."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     received: list[int] = []
-    before = {number: signal.signal(number, lambda number, _: received.append(number)) for number in INTERRUPTS}
     try:
-        yield
+        with handled(lambda number, _: received.append(number)):
+            yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
         for late in received:
             signal.raise_signal(late)
 

@@ -6,13 +6,12 @@ import os
 import shutil
 import signal
 import tempfile
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from pytest_llmgpu.cli.subprocesses import INTERRUPTS
+from pytest_llmgpu.cli.subprocesses import handled
 from pytest_llmgpu.store import git
 
 _GIT_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_OBJECT_DIRECTORY", "GIT_COMMON_DIR")
@@ -80,7 +79,7 @@ def temporary(folder: Path) -> Iterator[Callable[[str, str], Path]]:
     try:
         yield add
     finally:
-        with _signals_ignored():
+        with handled(signal.SIG_IGN):  # git inherits that
             for root in made:
                 _remove(folder, root)
             shutil.rmtree(parent, ignore_errors=True)
@@ -130,7 +129,7 @@ def git_output(folder: Path, *arguments: str) -> str:
 
 def _moved(entry: str, tree: Worktree) -> str:
     path = Path(entry)
-    if entry and path.is_absolute() and path.is_relative_to(tree.repository):
+    if path.is_absolute() and path.is_relative_to(tree.repository):
         return str(tree.root / path.relative_to(tree.repository))
     return entry
 
@@ -142,17 +141,3 @@ def _remove(folder: Path, root: Path) -> None:
         git_output(folder, "worktree", "remove", "--force", "--force", str(root))
     except ValueError:
         return  # git has no record of it
-
-
-@contextmanager
-def _signals_ignored() -> Iterator[None]:
-    """Ignore what interrupts a command; git processes inherit that."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in INTERRUPTS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
