@@ -204,31 +204,8 @@ def limit(value: float, label: str) -> list[Spec]:
     ]
 
 
-def notes(lines: Iterable[Sequence[Spec]], *, color: Spec, tooltip: list[Spec]) -> list[Spec]:
-    """Return the layers of lines of text above the plot, from the plot upwards; their text is in the field `l`."""
-    place = "scale('x', datum.b)"
-    half = f"{_LETTER / 2} * length(datum.l)"
-    # Centred, but not beyond the left or the right edge of the plot, whose width only the browser knows.
-    align = f"{place} < {half} ? 'left' : {place} > width - {half} ? 'right' : 'center'"
-    dx = f"{place} < {half} ? -{place} : {place} > width - {half} ? width - {place} : 0"
-    mark = {"type": "text", "style": "note", "fontWeight": "bold", "align": {"expr": align}, "dx": {"expr": dx}}
-    return [
-        {
-            "data": {"values": list(rows)},
-            "mark": mark,
-            "encoding": {
-                "y": {"value": -LINE * level - LINE // 2},
-                "text": text("l"),
-                "color": color,
-                "tooltip": tooltip,
-            },
-        }
-        for level, rows in enumerate(lines)
-    ]
-
-
 def failures(panel: Panel) -> list[Spec]:
-    """Return the notes on the batch sizes that did not complete or gave wrong answers, in one line each per strategy.
+    """Return the notes above the plot on batch sizes that did not complete or gave wrong answers, a line per strategy.
 
     The first of several wrong answers is named and the others are crosses.
     """
@@ -245,5 +222,18 @@ def failures(panel: Panel) -> list[Spec]:
         reason = why if len(why) <= _MOST_MESSAGE else f"{why[:_MOST_MESSAGE]}..."
         label = name if failed or not rows else "\N{BALLOT X}"
         rows.append({"s": entry.title, "b": entry.batch_size, "o": name, "l": label, "w": reason})
-    tooltip = [text("o", "outcome"), number("b", "batch size"), text("w", "reason")]
-    return notes(lines.values(), color=curves(panel), tooltip=tooltip)
+    place, half = "scale('x', datum.b)", f"{_LETTER / 2} * length(datum.l)"
+    # Centred, but not beyond the left or the right edge of the plot, whose width only the browser knows.
+    align = f"{place} < {half} ? 'left' : {place} > width - {half} ? 'right' : 'center'"
+    dx = f"{place} < {half} ? -{place} : {place} > width - {half} ? width - {place} : 0"
+    mark = {"type": "text", "style": "note", "fontWeight": "bold", "align": {"expr": align}, "dx": {"expr": dx}}
+    shown = [text("o", "outcome"), number("b", "batch size"), text("w", "reason")]
+    channels = {"text": text("l"), "color": curves(panel), "tooltip": shown}
+    return [
+        {
+            "data": {"values": rows},
+            "mark": mark,
+            "encoding": {"y": {"value": -LINE * level - LINE // 2}, **channels},
+        }
+        for level, rows in enumerate(lines.values())
+    ]

@@ -107,8 +107,8 @@ def theme(*, dark: bool) -> Spec:
     }
 
 
-def image(chart: Chart, format: Format, *, dark: bool = False, titled: bool = True, width: int = _WIDTH_PX) -> bytes:  # noqa: A002 - the usual name
-    """Return a chart as an image, `titled` with title and caption; the width is that of the plot alone.
+def image(chart: Chart, format: Format, *, dark: bool = False, titled: bool = True) -> bytes:  # noqa: A002 - the usual name
+    """Return a chart as an image, `titled` with title and caption.
 
     Raises:
         ValueError: the format is unknown, or the extra `report` is not installed.
@@ -118,7 +118,7 @@ def image(chart: Chart, format: Format, *, dark: bool = False, titled: bool = Tr
         import vl_convert
     except ImportError:
         raise ValueError("images of charts need vl-convert: pip install 'pytest-llmgpu[report]'") from None
-    spec: Spec = {**chart.spec, "width": width, "padding": 16}
+    spec: Spec = {**chart.spec, "width": _WIDTH_PX, "padding": 16}
     if titled:
         lines = [line for text in (chart.measured, chart.summary) for line in textwrap.wrap(text, _CAPTION_LETTERS)]
         spec["title"] = {"text": chart.title, "subtitle": lines}
