@@ -14,7 +14,7 @@ import pytest
 from support.report_factory import make_accuracy, make_result
 
 from pytest_llmgpu import cli
-from pytest_llmgpu.gate import policy_file
+from pytest_llmgpu.gate import policy
 from pytest_llmgpu.render.terminal.report import painter, summary_table
 from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.report.result import HostUse
@@ -112,4 +112,4 @@ def test_policies_are_accepted(page: str, text: str, tmp_path: Path) -> None:
     """The gate reads each policy that a page shows."""
     del page
     tmp_path.joinpath("pyproject.toml").write_text(text, "utf-8")
-    assert policy_file.load(tmp_path / "pyproject.toml")
+    assert policy.load_policy(tmp_path / "pyproject.toml")
