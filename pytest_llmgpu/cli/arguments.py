@@ -1,12 +1,20 @@
-"""The arguments that several commands take."""
+"""The arguments that several commands take: reports, the policy, a baseline; and the verdicts for these arguments."""
 
 from __future__ import annotations
 
 import argparse
+import datetime
 from pathlib import Path
+from typing import NamedTuple
 
+import msgspec
+
+from pytest_llmgpu.gate import judge
+from pytest_llmgpu.gate.policy import Policy, find_policy, load_policy, policy_in_words, switched
+from pytest_llmgpu.report import file
 from pytest_llmgpu.report.report import Report
-from pytest_llmgpu.store import references, store
+from pytest_llmgpu.report.verdicts import Candidate, Verdicts, with_present_names
+from pytest_llmgpu.store import git, references, store
 from pytest_llmgpu.store.references import Source
 
 REFERENCE = (
@@ -14,6 +22,18 @@ REFERENCE = (
     "or git:REV:PATH"
 )
 """The ways to name a report, for a command's help."""
+_SHA_DIGITS = 8
+
+
+class Comparison(NamedTuple):
+    """The comparison that is shown with a report."""
+
+    base: Report | None = None
+    """The baseline; None if none is given."""
+    verdicts: Verdicts | None = None
+    """The verdicts; None if the report's own verdicts are shown."""
+    policy: Policy | None = None
+    """The policy of the verdicts; None without a baseline."""
 
 
 def add_storage(parser: argparse.ArgumentParser) -> None:
@@ -40,3 +60,126 @@ def source(reference: str, arguments: argparse.Namespace, *, same_machine_as: Re
     """
     machine = None if same_machine_as is None else store.hardware(same_machine_as)
     return references.resolve(reference, storage_of(arguments), machine=machine)
+
+
+def add_rules(parser: argparse.ArgumentParser) -> None:
+    """Declare the policy, the day and the store, on which verdicts depend."""
+    parser.add_argument(
+        "--policy",
+        metavar="FILE",
+        type=Path,
+        help="TOML file of the policy, or git:REV:PATH (default: [tool.llmgpu.gate] in the nearest pyproject.toml that "
+        "has this table, up to the root of the repository; without one, the built-in policy)",
+    )
+    parser.add_argument(
+        "--today", metavar="DATE", type=_date, help="day for the expiry of allowed regressions (default: today, UTC)"
+    )
+    parser.add_argument(
+        "--in-turn",
+        action="store_true",
+        help="launches of the two reports alternated, as in llmgpu ab: the threshold of wall time is 2 %%, not 4 %%",
+    )
+    add_storage(parser)
+
+
+def add_switches(parser: argparse.ArgumentParser, *, baseline: bool = True) -> None:
+    """Declare the switches of the policy."""
+    parser.add_argument("--strict", action="store_true", help="fail on rows that are undecided")
+    if baseline:
+        text = "pass if the baseline does not exist; a broken baseline is always an error"
+        parser.add_argument("--allow-no-baseline", action="store_true", help=text)
+
+
+def add_baseline(parser: argparse.ArgumentParser) -> None:
+    """Declare `[BASELINE]`, `--verdicts` and the rules."""
+    parser.add_argument(
+        "baseline", metavar="BASELINE", nargs="?", help="report to compare it with, named in the same ways"
+    )
+    parser.add_argument(
+        "--verdicts", metavar="PATH", type=Path, help="show the verdicts in this file, which llmgpu gate --json wrote"
+    )
+    add_rules(parser)
+
+
+def policy_of(arguments: argparse.Namespace) -> Policy:
+    """Return the policy in force: the file, overridden by the command line; ValueError in one line."""
+    return switched(load_policy(_policy_path(arguments)), arguments)
+
+
+def policy_line(arguments: argparse.Namespace) -> str:
+    """Return the line that names the policy in force."""
+    return policy_in_words(_policy_path(arguments))
+
+
+def today_of(arguments: argparse.Namespace) -> datetime.date:
+    """Return the day to judge at."""
+    return arguments.today or datetime.datetime.now(datetime.timezone.utc).date()
+
+
+def judged(arguments: argparse.Namespace, reference: str, head: Report, policy: Policy) -> Comparison:
+    """Read a baseline and judge a report.
+
+    Args:
+        arguments: the parsed arguments of `add_rules`.
+        reference: the name of the baseline. It may be absent if the policy allows that; a broken one is an error.
+        head: the candidate.
+        policy: the policy in force.
+
+    Raises:
+        ValueError: one line: a file cannot be read.
+    """
+    base = baseline = None
+    try:
+        found = source(reference, arguments, same_machine_as=head)
+        base = found.report()
+        baseline = found.baseline(reference, base)
+    except git.AbsentError as error:
+        if not policy.allow_no_baseline:
+            raise ValueError(f"{error}; use --allow-no-baseline if this is the first run") from None
+    verdicts = judge.judge(base, head, policy, today=today_of(arguments), baseline=baseline, in_turn=arguments.in_turn)
+    return Comparison(base, verdicts, policy)
+
+
+def comparison(arguments: argparse.Namespace, report: Report) -> Comparison:
+    """Return the comparison that the arguments of `add_baseline` ask for.
+
+    Raises:
+        ValueError: one line: a file cannot be read, or an argument would have no effect.
+    """
+    if arguments.baseline is None:
+        unused = [name for name in ("policy", "today") if getattr(arguments, name) is not None]
+        if unused:
+            raise ValueError(f"--{unused[0]}: has an effect only with a baseline, which is not given")
+        return Comparison(verdicts=read_verdicts(arguments.verdicts, report) if arguments.verdicts else None)
+    if arguments.verdicts is not None:
+        raise ValueError("--verdicts: cannot be combined with a baseline, which computes new verdicts")
+    return judged(arguments, arguments.baseline, report, policy_of(arguments))
+
+
+def read_verdicts(path: Path, report: Report) -> Verdicts:
+    """Return the verdicts in a file; ValueError in one line, also if they belong to another report."""
+    try:
+        found = msgspec.json.decode(with_present_names(file.unpack(file.read(path))), type=Verdicts)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"verdicts {path}: {file.one_line(error)}") from None
+    head = found.head
+    if head is not None and (head.created, head.commit) != (report.created, report.commit.sha):
+        ours = Candidate(created=report.created, commit=report.commit.sha)
+        raise ValueError(f"verdicts {path}: belong to another report, of {_shown(head)}; this one is of {_shown(ours)}")
+    return found
+
+
+def _shown(head: Candidate) -> str:
+    return head.created if head.commit is None else f"{head.created} and commit {head.commit[:_SHA_DIGITS]}"
+
+
+def _policy_path(arguments: argparse.Namespace) -> Path | None:
+    path: Path | None = arguments.policy
+    return find_policy(Path()) if path is None else path
+
+
+def _date(text: str) -> datetime.date:
+    try:
+        return datetime.date.fromisoformat(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a date such as 2026-01-31") from None

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pytest_llmgpu.cli import launches, subprocesses, worktrees
-from pytest_llmgpu.cli.gate_arguments import add_rules, add_switches, today_of
+from pytest_llmgpu.cli.arguments import add_rules, add_switches, today_of
 from pytest_llmgpu.cli.launches import LETTERS, Version, add_command, policy_at, prepare
 from pytest_llmgpu.cli.output import color, show
 from pytest_llmgpu.cli.worktrees import Worktree

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 
 from pytest_llmgpu.analysis.merging import merge
 from pytest_llmgpu.cli import launches, subprocesses, worktrees
-from pytest_llmgpu.cli.gate_arguments import add_rules, today_of
+from pytest_llmgpu.cli.arguments import add_rules, today_of
 from pytest_llmgpu.cli.launches import LETTERS, Version, add_command, policy_at, prepare
 from pytest_llmgpu.cli.output import show
 from pytest_llmgpu.cli.worktrees import Worktree

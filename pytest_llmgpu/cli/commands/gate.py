@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from pytest_llmgpu.cli.arguments import REFERENCE, source
-from pytest_llmgpu.cli.gate_arguments import add_rules, add_switches, judged, policy_line, policy_of
+from pytest_llmgpu.cli.arguments import REFERENCE, add_rules, add_switches, judged, policy_line, policy_of, source
 from pytest_llmgpu.cli.output import color, show, write_json
 from pytest_llmgpu.gate.judge import exit_status
 from pytest_llmgpu.gate.policy import dump_policy

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from pytest_llmgpu.cli.arguments import REFERENCE, source, storage_of
-from pytest_llmgpu.cli.gate_arguments import add_rules, policy_of, today_of
+from pytest_llmgpu.cli.arguments import REFERENCE, add_rules, policy_of, source, storage_of, today_of
 from pytest_llmgpu.cli.output import complain, show
 from pytest_llmgpu.gate import headline
 from pytest_llmgpu.gate.judge import exit_status, judge

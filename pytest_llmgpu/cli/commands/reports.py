@@ -6,8 +6,18 @@ import argparse
 import json
 from pathlib import Path
 
-from pytest_llmgpu.cli.arguments import REFERENCE, add_storage, source, storage_of
-from pytest_llmgpu.cli.gate_arguments import add_baseline, add_rules, comparison, judged, policy_line, policy_of
+from pytest_llmgpu.cli.arguments import (
+    REFERENCE,
+    add_baseline,
+    add_rules,
+    add_storage,
+    comparison,
+    judged,
+    policy_line,
+    policy_of,
+    source,
+    storage_of,
+)
 from pytest_llmgpu.cli.output import color, complain, save, show, write_data
 from pytest_llmgpu.report.text import listed
 from pytest_llmgpu.store import store

@@ -11,7 +11,7 @@ import pytest
 from support.export_reports import judged, row, two_strategies, verdicts
 
 from pytest_llmgpu.cli import main
-from pytest_llmgpu.cli.gate_arguments import read_verdicts
+from pytest_llmgpu.cli.arguments import read_verdicts
 from pytest_llmgpu.render.exports import FORMATS, export
 from pytest_llmgpu.report.file import dump, load
 from pytest_llmgpu.report.report import Commit
