@@ -81,6 +81,8 @@ def exact_rows(base: CaseResult, head: CaseResult, rules: Rules) -> Iterator[tup
         row: Row | str | None = None
         if spec.rule == "exact":
             row = _exact_row(spec, base, head, rules)
+            if row == NEITHER and spec.batches == "measured":
+                continue  # Reports of versions without the metric lack it, and no option records it.
             if head.case.generates and spec.batches != "measured":
                 prefill = _exact_row(spec, of_prefill(base), of_prefill(head), rules)
                 row = worse(row if isinstance(row, Row) else None, prefill) if isinstance(prefill, Row) else row
