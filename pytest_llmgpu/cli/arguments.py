@@ -161,7 +161,8 @@ def read_verdicts(path: Path, report: Report) -> Verdicts:
     try:
         found = msgspec.json.decode(with_present_names(file.unpack(file.read(path))), type=Verdicts)
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"verdicts {path}: {file.one_line(error)}") from None
+        text = f"{'cannot be read: ' * isinstance(error, OSError)}{file.one_line(error)}"
+        raise ValueError(f"verdicts {path}: {text}") from None
     head = found.head
     if head is not None and (head.created, head.commit) != (report.created, report.commit.sha):
         ours = Candidate(created=report.created, commit=report.commit.sha)

@@ -259,7 +259,8 @@ def _table(path: Path, repository: Path) -> Any:
     except (OSError, ValueError) as error:
         if is_project and isinstance(error, git.AbsentError):
             return None
-        raise ValueError(f"policy {path}: {file.one_line(error).removeprefix(f'{path}: ')}") from None
+        text = file.one_line(error).removeprefix(f"{path}: ")
+        raise ValueError(f"policy {path}: {'cannot be read: ' * isinstance(error, OSError)}{text}") from None
     try:
         # tomllib needs Python 3.11. msgspec uses tomli in Python 3.10, which pytest installs.
         table = msgspec.toml.decode(data)

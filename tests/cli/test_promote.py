@@ -178,7 +178,7 @@ def _broken() -> None:
     [
         (["--to", str(TARGET)], f"report {TARGET}: is not valid JSON", _broken),
         (["--to", "baseline.txt"], "the name must end in .json", None),
-        (["--policy", "none.toml"], "policy none.toml: No such file", None),
+        (["--policy", "none.toml"], "policy none.toml: cannot be read", None),
         ([], "name 'baseline': is a file or folder here", lambda: Path(BASELINE).mkdir()),
     ],
 )

@@ -159,7 +159,7 @@ def test_invalid_input_is_refused_with_its_place(tmp_path: Path, text: str, mess
 
 def test_a_given_policy_file_must_exist(tmp_path: Path) -> None:
     """The default policy is not used instead."""
-    with pytest.raises(ValueError, match=r"nowhere\.toml: No such file"):
+    with pytest.raises(ValueError, match=r"nowhere\.toml: cannot be read: No such file"):
         load_policy(tmp_path / "nowhere.toml")
 
 

@@ -108,7 +108,7 @@ def _comments() -> list[str]:
 
 @pytest.mark.slow
 def test_a_new_repository_comes_to_a_gate_that_detects_a_slowdown(repository: _Repository) -> None:
-    """Nothing is needed to begin; comments of the workflow have the way of the first baseline and calibration."""
+    """Nothing is needed to begin; comments of the workflow have the way of the first baseline."""
     statuses, output = repository.judge()
     assert statuses == [0, 0, 0], output
     assert "there is no baseline" in output
@@ -118,16 +118,10 @@ def test_a_new_repository_comes_to_a_gate_that_detects_a_slowdown(repository: _R
     text = _WORKFLOW.read_text(encoding="utf-8")
     [promote] = re.findall(r"^#   (llmgpu promote .*)$", text, re.MULTILINE)
     assert repository.shell(promote).returncode == 0
-    calibrate = re.search(r"`(llmgpu calibrate .*?)`", text)
-    assert calibrate is not None
-    dump(on_h200([timed(*_QUIET)]), Path("launches.json"))
-    # The launches are here already: calibrate from their report in place of the command.
-    of_report = re.sub(r"--launches 10 (.*) -- .*", r"launches.json \1", calibrate[1])
-    assert repository.shell(of_report).returncode == 0
     repository.git("add", "benchmarks")
     repository.git("commit", "-q", "-m", "Baseline")
 
-    for slower, status in ((0.0, 0), (0.05, 1)):
+    for slower, status in ((0.0, 0), (0.3, 1)):
         statuses, output = repository.judge(slower=slower)
         assert statuses == [status, 0, 0], output
     person, comment = _comments()
@@ -152,7 +146,7 @@ def _commands(text: str) -> list[list[str]]:
 def test_the_workflow_s_commands_are_those_of_the_command_line(workflow: Any) -> None:
     """This includes those in comments: their options and formats exist."""
     commands = _commands(re.sub(r"^\s*# *(- )?", "", _WORKFLOW.read_text(encoding="utf-8"), flags=re.MULTILINE))
-    names = ["promote", "calibrate", "gate", *["export"] * 3, "html", *["export"] * 2]
+    names = ["promote", "gate", *["export"] * 3, "html", *["export"] * 2]
     assert [arguments[0] for arguments in commands] == names
     for arguments in commands:
         assert callable(parser().parse_args(arguments).run)

@@ -14,8 +14,8 @@ from pytest_llmgpu.cli import main
 Behaviour = dict[str, object]
 
 
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
+@pytest.fixture
+def quiet() -> Iterator[None]:
     """Little noise between launches."""
     with noise():
         yield
@@ -51,6 +51,7 @@ def test_equal_commits_pass(project: Project, capsys: pytest.CaptureFixture[str]
     project.untouched()
 
 
+@pytest.mark.usefixtures("quiet")
 def test_a_slower_commit_is_regressed(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
     """A test that failed in a launch has its outcome in the report."""
     project.commit("base", seconds=STEADY)
@@ -62,6 +63,7 @@ def test_a_slower_commit_is_regressed(project: Project, capsys: pytest.CaptureFi
     project.untouched()
 
 
+@pytest.mark.usefixtures("quiet")
 def test_alternating_launches_have_the_smaller_threshold(project: Project) -> None:
     """`llmgpu ab` detects 3 %; `llmgpu gate` on the same reports allows 4 %, because a host drifts."""
     project.commit("base", seconds=STEADY)
@@ -70,6 +72,7 @@ def test_alternating_launches_have_the_smaller_threshold(project: Project) -> No
     assert main(["gate", str(project.kept / "base.json.gz"), str(project.kept / "head.json.gz")]) == 0
 
 
+@pytest.mark.usefixtures("quiet")
 def test_the_verdicts_can_be_reproduced(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
     """`llmgpu gate` with the kept reports and policy gives the same verdicts and exit status."""
     project.commit("base", seconds=STEADY)
@@ -98,19 +101,18 @@ def test_undecided_cases_are_launched_again(project: Project) -> None:
     assert "confidence = 0.98\n" in (project.kept / "policy.toml").read_text()
 
 
+@pytest.mark.usefixtures("quiet")
 def test_a_change_cannot_edit_its_own_thresholds(project: Project) -> None:
     """The policy is that of the base commit unless --policy names a file."""
-    project.commit("base", "[tool.llmgpu.gate.time]\nmargin = 0.03\n", seconds=STEADY)
-    project.commit(
-        "head",
-        "[tool.llmgpu.gate.time]\nmargin = 0.5\n",
-        seconds={"1": [11.0], "2": [22.0]},
-    )
+    project.commit("base", "[tool.llmgpu.gate.time]\nmargin = 0.03\n", seconds=STEADY, calls=64)
+    slower = {"1": [11.0], "2": [22.0]}
+    project.commit("head", "[tool.llmgpu.gate.time]\ngate = false\n", seconds=slower, calls=64)
     assert _ab("--launches", "1") == 1
     assert _ab("--launches", "1") == 1, "in a folder of its own"
     assert _ab("--launches", "1", "--policy", "pyproject.toml") == 0
 
 
+@pytest.mark.usefixtures("quiet")
 def test_each_worktree_gets_its_own_environment(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
     """The environment that --setup creates is first in PATH."""
     project.commit("base", seconds=STEADY)
@@ -119,7 +121,7 @@ def test_each_worktree_gets_its_own_environment(project: Project, capsys: pytest
         f'mkdir -p .venv/bin && printf \'#!/bin/sh\\necho "in $VIRTUAL_ENV"\\nexec {sys.executable} measure.py "$@"\' '
         "> .venv/bin/measure && chmod +x .venv/bin/measure && echo made"
     )
-    assert _ab("--launches", "1", "--setup", setup, _quiet(project), command=["measure"]) == 0
+    assert _ab("--launches", "1", "--setup", setup, command=["measure"]) == 0
     first = [(project.kept / "launches" / f"{side}-1.log").read_text().splitlines()[0] for side in ("base", "head")]
     assert first[0] != first[1]
     assert all(line.startswith("in ") and line.endswith(".venv") for line in first)
@@ -127,6 +129,7 @@ def test_each_worktree_gets_its_own_environment(project: Project, capsys: pytest
     assert "no .venv" not in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("quiet")
 def test_uncommitted_changes_and_a_shared_environment_are_noted(
     project: Project, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -101,7 +101,7 @@ def test_nothing_to_annotate_prints_nothing(capsys: pytest.CaptureFixture[str]) 
         (["report.json", "--baseline", "missing.json"], "missing.json"),
         (["report.json", "--policy", "p.toml"], "--policy: has an effect only with a baseline"),
         (["report.json", "--today", "2026-01-02"], "--today: has an effect only with a baseline"),
-        (["report.json", "--verdicts", "missing.json"], "verdicts missing.json: No such file"),
+        (["report.json", "--verdicts", "missing.json"], "verdicts missing.json: cannot be read: No such file"),
         (["report.json", "--verdicts", "report.json"], "verdicts report.json: Object missing required field"),
         (["report.json", "--verdicts", "deep.json"], "verdicts deep.json: "),
         (["report.json", "--baseline=a", "--verdicts=b"], "--verdicts: cannot be combined with a baseline"),
