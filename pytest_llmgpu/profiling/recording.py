@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from pytest_llmgpu.profiling.sampler.sources import THROTTLED, Cumulative
 from pytest_llmgpu.profiling.stream import Header, MarkRecord, TickRecord
-from pytest_llmgpu.report.derived import Span, moments, spans
 from pytest_llmgpu.report.result import DeviceProfile, Metric, Profile, Series
 
 HISTORY_BYTES = 64 << 20
@@ -176,17 +175,13 @@ class Recording:
             method = device.methods[number]
             known = [(reading.t_s, value) for reading, value in zip(readings, column, strict=True) if value is not None]
             at = place * len(columns) + number
-            covering = [
-                Span(reading.values[at], reading.t_s - reading.seconds[at], reading.t_s)
+            spans = [
+                (reading.values[at], reading.t_s - reading.seconds[at], reading.t_s)
                 for reading in reaching
                 if reading.seconds is not None and not math.isnan(reading.seconds[at])
             ]
-            if covering:
-                figures = spans(covering, known[-1][1] if known else None, method, start_s, end_s)
-                complete = (figures.coverage or 0.0) >= _FULL
-            else:
-                figures = moments(known, device.windows_s[number], method, start_s, end_s)
-                complete = bool(readings) and None not in column
+            figures = _figures(spans, known, device.windows_s[number], method, start_s, end_s)
+            complete = (figures.coverage or 0.0) >= _FULL if spans else bool(readings) and None not in column
             if figures.mean is None:
                 reasons[metric] = f"{method or 'NVML'}: no reading covers this window"
             # A failure at another time is no reason of a window in which every reading was made.
@@ -203,6 +198,40 @@ class Recording:
             counters=counts,
             why=reasons,
         )
+
+
+def _figures(
+    spans: Sequence[tuple[float, float, float]],
+    moments: Sequence[tuple[float, float]],
+    window_s: float | None,
+    method: str,
+    start_s: float,
+    end_s: float,
+) -> Metric:
+    """Return the figures of a metric from `start_s` to `end_s`.
+
+    Args:
+        spans: value, start and end of the readings that cover spans, which are weighted by their part of the window;
+            empty for a metric of moments.
+        moments: time and value of the readings in the window. Where no span has a part of it, the last one is the
+            figure, of coverage 0.
+        window_s: time after a moment that its value covers; None if it covers none, and if it is not known.
+        method: NVML call.
+        start_s: start of the window.
+        end_s: end of the window.
+    """
+    weighted = spans or [(value, at_s, at_s + (window_s or 0.0)) for at_s, value in moments]
+    parts = [(value, max(0.0, min(last_s, end_s) - max(first_s, start_s))) for value, first_s, last_s in weighted]
+    covered_s = math.fsum(part_s for _, part_s in parts)
+    coverage = min(1.0, covered_s / (end_s - start_s)) if end_s > start_s else 0.0
+    values = [value for value, part_s in parts if part_s > 0 or not spans]
+    if not values:
+        nearest = moments[-1][1] if moments else None
+        return Metric(mean=nearest, max=nearest, method=method, coverage=None if nearest is None else 0.0)
+    sum_s = math.fsum(value * part_s for value, part_s in parts)
+    mean = sum_s / covered_s if spans else math.fsum(values) / len(values)
+    known = bool(spans) or window_s is not None
+    return Metric(mean=mean, max=max(values), method=method, coverage=coverage if known else None)
 
 
 def _series(readings: Sequence[Reading], columns: Sequence[_Columns], start_s: float) -> Series | None:

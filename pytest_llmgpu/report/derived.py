@@ -9,7 +9,6 @@ import operator
 import statistics
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import msgspec
 
@@ -57,8 +56,13 @@ def device_times_s(launch: Launch) -> list[float] | None:
     A quarter of the passes at either end, at least one, is left out: a single disturbed pass does not count, and the
     mean varies less than a median.
     """
-    times = [_middle_mean(rank.device_time_s) for rank in launch.ranks if rank.device_time_s]
-    return times if times and len(times) == len(launch.ranks) and min(times) > 0 else None
+    times_s = []
+    for rank in launch.ranks:
+        ordered = sorted(rank.device_time_s or ())
+        left_out = max(1, len(ordered) // 4) if len(ordered) > 2 else 0  # noqa: PLR2004 - of two none is in the middle
+        middle = ordered[left_out : len(ordered) - left_out]
+        times_s.append(math.fsum(middle) / max(1, len(middle)))
+    return times_s if times_s and min(times_s) > 0 else None
 
 
 def of_prefill(result: CaseResult) -> CaseResult:
@@ -84,18 +88,6 @@ def device_busy(launch: Launch) -> float | None:
     return min(1.0, math.fsum(times_s) / len(times_s) / timed_s) if timed_s else None
 
 
-def transfer_s(launch: Launch) -> float | None:
-    """Return the time in which the collectives of a work pass transferred data; None without collectives."""
-    collectives = [] if launch.work is None else launch.work.collectives or []
-    return math.fsum(_middle_mean(one.transfer_s) for one in collectives if one.transfer_s) or None
-
-
-def _middle_mean(values: Sequence[float]) -> float:
-    left_out = max(1, len(values) // 4) if len(values) > 2 else 0  # noqa: PLR2004 - of two none is in the middle
-    middle = sorted(values)[left_out : len(values) - left_out]
-    return math.fsum(middle) / len(middle)
-
-
 def peaks_bytes(result: CaseResult) -> list[int]:
     """Return the memory peak of the fullest device, tensors plus workspace, for each launch in which it is known."""
     launches = [[device.peak_bytes for device in launch.memory if device.peak_bytes] for launch in result.launches]
@@ -114,14 +106,13 @@ def derive(result: CaseResult) -> None:
         return
     figures = [_figures_of(launch, result.case.new_tokens) for launch in launches]
     medians = {}
+    result.why = {name: reason for name, reason in result.why.items() if name not in _ENERGIES}
     for name in figures[0]:
         known = [value for one in figures if (value := one[name]) is not None]
         medians[name] = statistics.median(known) if known else None
-    missing = [name for name in _ENERGIES if any(one[name] is None for one in figures)]
-    reason = f"the energy of a window of at least {_LEAST_ENERGY_WINDOW_S:g} s is not known"
-    result.why = {name: text for name, text in result.why.items() if name not in _ENERGIES}
-    result.why |= dict.fromkeys(missing, reason)
-    medians |= dict.fromkeys(missing)
+        if name in _ENERGIES and len(known) < len(figures):
+            medians[name] = None
+            result.why[name] = f"the energy of a window of at least {_LEAST_ENERGY_WINDOW_S:g} s is not known"
     if time_s := medians["inference_s"]:  # a file may contain latencies of 0.0
         # From the median time: medians of their own would disagree with it where launches scatter.
         medians["sequences_per_s"] = (medians["sequences"] or 0) / time_s
@@ -156,12 +147,7 @@ def counted_tokens(batches: Batches, new_tokens: int | None) -> int:
 
 
 def batch_latency_s(result: CaseResult, share: float) -> float | None:
-    """Return a quantile of the batch latencies of all launches; None without batches, and too few for the 99th.
-
-    Args:
-        result: a case; one that did not complete has none, because its batches are not those of a completed one.
-        share: 0.5, 0.95 or 0.99.
-    """
+    """Return a quantile of the batch latencies of a completed case; None without batches, and too few for the 99th."""
     latencies = [latency for launch in result.launches for latency in launch.batches.latency_s]
     fewest = _FEWEST_FOR_P99 if share > _P95 else 1
     return quantile(latencies, share) if result.outcome == "completed" and len(latencies) >= fewest else None
@@ -191,10 +177,7 @@ def proportion_stderr(fraction: float, items: int) -> float | None:
 
 
 def upper_bound(fraction: float, items: int, z: float = 1.645) -> float:
-    """Return the one-sided 95 % upper bound of a fraction of `items` items.
-
-    It is that of Wilson's score interval, which stays in [0, 1] and is valid for small samples.
-    """
+    """Return the one-sided 95 % upper bound of a fraction of items by Wilson's score interval."""
     centre = fraction + z * z / (2 * items)
     spread = z * math.sqrt(fraction * (1 - fraction) / items + z * z / (4 * items * items))
     return min(1.0, (centre + spread) / (1 + z * z / items))
@@ -211,27 +194,23 @@ def generated(result: CaseResult) -> Generation | None:
 
 
 def decode(loglikelihoods: str) -> array[float]:
-    """Return the numbers of `Accuracy.loglikelihoods`."""
-    numbers = array("f")
-    numbers.frombytes(binascii.a2b_base64(loglikelihoods))
-    return numbers
+    """Return the numbers of a text that `encode` wrote."""
+    return array("f", binascii.a2b_base64(loglikelihoods))
 
 
-def encode(values: Iterable[float]) -> str:
-    """Return numbers as text for `Accuracy.loglikelihoods`: base64 of float32, little-endian as every host of a GPU."""
-    return base64.b64encode(array("f", values).tobytes()).decode()
+def encode(loglikelihoods: Iterable[float]) -> str:
+    """Return numbers as text: base64 of float32, little-endian as every host of a GPU."""
+    return base64.b64encode(array("f", loglikelihoods)).decode()
 
 
 def decode_tokens(tokens: str) -> array[int]:
-    """Return the numbers of `Generation.tokens`."""
-    numbers = array("i")
-    numbers.frombytes(binascii.a2b_base64(tokens))
-    return numbers
+    """Return the numbers of a text that `encode_tokens` wrote."""
+    return array("i", binascii.a2b_base64(tokens))
 
 
 def encode_tokens(tokens: Iterable[int]) -> str:
-    """Return token ids as text for `Generation.tokens`: base64 of int32."""
-    return base64.b64encode(array("i", tokens).tobytes()).decode()
+    """Return token ids as text: base64 of int32, little-endian."""
+    return base64.b64encode(array("i", tokens)).decode()
 
 
 def value_of(accuracy: Accuracy, metric: str) -> float:
@@ -256,21 +235,12 @@ def explained(dtype: str) -> float:
 def typical_difference(values: Sequence[float], expected: Sequence[float]) -> float:
     """Return the sum of all absolute differences of finite numbers, divided by that of the expected numbers.
 
-    Raises:
-        ValueError: the numbers of values differ.
+    ValueError if the numbers of values differ.
     """
     if len(values) != len(expected):
         raise ValueError(f"{len(values)} numbers cannot be compared with {len(expected)}")
     total = math.fsum(map(abs, expected))
     return math.fsum(map(abs, map(operator.sub, values, expected))) / (total or 1.0)
-
-
-class Span(NamedTuple):
-    """A reading that covers the period before it."""
-
-    value: float
-    start_s: float
-    end_s: float
 
 
 def of_window(profile: Profile, device: DeviceProfile, name: str) -> Metric | str:
@@ -284,43 +254,3 @@ def of_window(profile: Profile, device: DeviceProfile, name: str) -> Metric | st
     if metric.coverage == 0 or (metric.coverage is None and not profile.samples):
         return profile.why.get("samples") or f"{metric.method}: no reading covers this window"
     return metric
-
-
-def moments(
-    readings: Sequence[tuple[float, float]], window_s: float | None, method: str, start_s: float, end_s: float
-) -> Metric:
-    """Return the figures of the readings from `start_s` to `end_s`, each a time and a value.
-
-    Each covers [t, t + window_s]; `window_s` is None for moments, and if it is not known. `method` is the NVML call.
-    """
-    values = [value for _, value in readings]
-    coverage = None
-    if window_s is not None and values:
-        coverage = _fraction([(time_s, time_s + window_s) for time_s, _ in readings], start_s, end_s)
-    mean = math.fsum(values) / len(values) if values else None
-    return Metric(mean=mean, max=max(values, default=None), method=method, coverage=coverage)
-
-
-def spans(readings: Sequence[Span], nearest: float | None, method: str, start_s: float, end_s: float) -> Metric:
-    """Return the figures of readings that cover spans, weighted by the part of each from `start_s` to `end_s`.
-
-    Where none has such a part, the figure is `nearest`, of coverage 0. `method` is the NVML call.
-    """
-    parts = [(span, min(span.end_s, end_s) - max(span.start_s, start_s)) for span in readings]
-    parts = [(span, part_s) for span, part_s in parts if part_s > 0]
-    if not parts:
-        return Metric(mean=nearest, max=nearest, method=method, coverage=None if nearest is None else 0.0)
-    return Metric(
-        mean=math.fsum(span.value * part_s for span, part_s in parts) / math.fsum(part_s for _, part_s in parts),
-        max=max(span.value for span, _ in parts),
-        method=method,
-        coverage=_fraction([(span.start_s, span.end_s) for span, _ in parts], start_s, end_s),
-    )
-
-
-def _fraction(periods: Sequence[tuple[float, float]], start_s: float, end_s: float) -> float:
-    """Return the fraction of [start, end] that the periods cover, which do not overlap."""
-    if end_s <= start_s:
-        return 0.0
-    covered = math.fsum(max(0.0, min(last_s, end_s) - max(first_s, start_s)) for first_s, last_s in periods)
-    return min(1.0, covered / (end_s - start_s))

@@ -246,26 +246,14 @@ def with_present_names(data: bytes) -> bytes:
 
 def worst_first(rows: Iterable[Row]) -> list[Row]:
     """Return rows by severity, then by metric, then the largest change; rows that cannot fail the gate come last."""
-    severity = {verdict: number for number, verdict in enumerate(SEVERITY)}
-    order = {metric: number for number, metric in enumerate(JUDGED)}
-    return sorted(
-        rows,
-        key=lambda row: (
-            row.allowed is not None or not row.gated,
-            severity[row.verdict],
-            not row.improved,
-            order[row.metric],
-            -_loss(row),
-        ),
-    )
 
-
-def _loss(row: Row) -> float:
-    """Return the change of a row for the worse; 0 without figures."""
-    spec = spec_of(row.metric)
-    if spec.points:
-        change = 0.0 if row.base is None or row.head is None else row.head - row.base
-    else:
+    def place(row: Row) -> tuple[bool, int, bool, int, float]:
+        spec = spec_of(row.metric)
         change = 0.0 if row.ratio is None else row.ratio - 1
-    # Rounded, so that equal changes keep their order.
-    return round(-change if spec.bigger_is_better else change, 9)
+        if spec.points:
+            change = 0.0 if row.base is None or row.head is None else row.head - row.base
+        gain = round(change if spec.bigger_is_better else -change, 9)  # equal changes keep their order
+        ungated = row.allowed is not None or not row.gated
+        return ungated, SEVERITY.index(row.verdict), not row.improved, JUDGED.index(row.metric), gain
+
+    return sorted(rows, key=place)
