@@ -167,17 +167,19 @@ def _searched(
 def _no_difference(arguments: argparse.Namespace, verdicts: Verdicts) -> list[str]:
     metric, case = arguments.metric, arguments.case
     rows = _selected(verdicts, metric, case)
-    if not rows:
+    known = sorted({row.id for row in verdicts.rows})
+    # An exact metric that is only shown has a row only where it changed.
+    exact = metric is not None and spec_of(metric).rule != "time"
+    if not rows and not (exact and case in {None, *known}):
         wanted = " of ".join(filter(None, (metric or "a gated metric", case)))
-        there = sorted({row.id for row in verdicts.rows if metric in {None, row.metric}})
-        raise ValueError(f"the reports of GOOD and BAD have no row of {wanted}; rows are of {', '.join(there)}")
+        raise ValueError(f"the reports of GOOD and BAD have no row of {wanted}; rows are of {', '.join(known)}")
     unknown = [row for row in rows if is_open(row)]
     shown = rows if metric is not None or case is not None else unknown
     lines = [f"{row.metric} of {row.id}  {row.verdict}\n{textwrap.indent(row.reason, _INDENT)}" for row in shown]
     if unknown:
         lines.append(f"UNDECIDED: BAD and GOOD do not differ significantly in {plural(len(unknown), 'row')}")
     else:
-        lines.append(f"NO DIFFERENCE: BAD is not worse than GOOD in {plural(len(rows), 'row')}")
+        lines.append("NO DIFFERENCE: BAD is not worse than GOOD")
     again = f"llmgpu ab {arguments.good_ref} {arguments.bad_ref} --launches 20 -- {shlex.join(arguments.command)}"
     if not any(spec_of(row.metric).rule == "time" for row in rows):
         again = "other commits, or another --metric: exact figures do not vary"
