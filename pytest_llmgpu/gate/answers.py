@@ -286,7 +286,11 @@ def _decide(tests: _Tests, confidence: float) -> tuple[Decided, _Cause, list[Ans
             ("UNDECIDED", "disagree", [case for case in cases if case.odd_launch is not None]),
             ("OK", "unlabelled", unlabelled),
             ("IMPROVED", "won", tests.won if tests.gain <= alpha else []),
-            ("UNDECIDED", "not_ruled_out", [case for case in cases if case.interval(confidence)[1] > case.rule.margin]),
+            (
+                "UNDECIDED",
+                "not_ruled_out",
+                [case for case in cases if case.interval(confidence)[1] > case.rule.threshold],
+            ),
         ]
     return next((step for step in steps if step[2]), ("OK", "ruled_out", cases))
 
@@ -308,7 +312,7 @@ def _row(tests: _Tests, confidence: float, note: str) -> Row:
             "head": statistics.fmean(one.head for one in concerned),
             "low": low,
             "high": high,
-            "threshold": rule.margin,
+            "threshold": rule.threshold,
             "p": chance if any(one.labelled for one in concerned) else None,
             "lost": lost,
             "won": won,
@@ -355,7 +359,7 @@ def _reason(
     more = {
         "lost": f"\nItems lost: {listed(lost)}.",
         "disagree": "\nThe candidate's launches differ in their answers; the baseline's agree.",
-        "not_ruled_out": f"\nA loss of {100 * rule.margin:.2g} points is not ruled out: score more items.",
+        "not_ruled_out": f"\nA loss of {100 * rule.threshold:.2g} points is not ruled out: score more items.",
     }
     return f"{change}: {flips if lost or won else 'no item was lost or won'}.{more.get(cause, '')}"
 

@@ -145,7 +145,7 @@ def _exact_row(spec: MetricSpec, base: CaseResult, head: CaseResult, rules: Rule
     thens, nows = ([list(spec.amount(launch)) for launch in side[common]] for side in (then, now))
     if len(set(map(len, [*thens, *nows]))) > 1:
         return "the numbers of ranks differ"
-    threshold = rule.margin if isinstance(rule, AmountRule) else 0.0
+    threshold = rule.threshold if isinstance(rule, AmountRule) else 0.0
     ranks = [
         Amounts(*([launch[number] or 0 for launch in side] for side in (thens, nows))) for number in range(len(nows[0]))
     ]
@@ -227,7 +227,7 @@ def traffic_row(base: CaseResult, head: CaseResult, rule: AmountRule) -> Row | s
         result, reason = "NOT_COMPARABLE", f"The batches differ (plan_sha256), and so does their traffic.\n{other}"
     else:
         ranks = [Amounts([then[place]], [now[place]]) for place in {**then, **now} if isinstance(place[0], int)]
-        result = min((rank.result(rule.margin) for rank in ranks), key=WORST_FIRST.index)
+        result = min((rank.result(rule.threshold) for rank in ranks), key=WORST_FIRST.index)
         changed = sorted((place for place in {**then, **now} if then[place] != now[place]), key=str)
         named = [
             f"{collective} {then[collective, figure]:,} -> {now[collective, figure]:,} {figure}"
@@ -236,12 +236,12 @@ def traffic_row(base: CaseResult, head: CaseResult, rule: AmountRule) -> Row | s
         ]
         signs = {now[place] > then[place] for place in changed}
         word = "changed" if len(signs) > 1 else "grew" if True in signs else "fell"
-        limit = f" within the threshold of {percent(rule.margin)}" if result == "OK" else ""
+        limit = f" within the threshold of {percent(rule.threshold)}" if result == "OK" else ""
         more = f"; and {len(named) - _NAMED} more figures" if len(named) > _NAMED else ""
         what = "; ".join(named[:_NAMED]) or "the ranks split it differently"
         reason = f"Traffic {word}{limit}: {what}{more}."
     sent, now_sent = float(base.traffic.sent_bytes), float(head.traffic.sent_bytes)
-    figures = {"base": sent, "head": now_sent, "ratio": now_sent / sent if sent else None, "threshold": rule.margin}
+    figures = {"base": sent, "head": now_sent, "ratio": now_sent / sent if sent else None, "threshold": rule.threshold}
     return Row.of(head, "traffic", result, reason, gated=rule.gate, **figures)
 
 
@@ -326,7 +326,7 @@ def memory_row(base: CaseResult, head: CaseResult, rule: MemoryRule) -> Row | st
         return missing
 
     def allowed(peak: _Peak) -> float:
-        return max(rule.margin, rule.absolute_bytes / peak.bytes_.before)
+        return max(rule.threshold, rule.absolute_bytes / peak.bytes_.before)
 
     def result_of(peak: _Peak) -> Decided:
         return peak.bytes_.result(allowed(peak))
@@ -339,7 +339,7 @@ def memory_row(base: CaseResult, head: CaseResult, rule: MemoryRule) -> Row | st
     if result != "REGRESSED":
         for figures, name, grew in _OUTSIDE_TENSORS:
             outside = _changed_peaks(head, _of_launches(base, head, figures))
-            limits = [max(rule.used_margin, _USED_BYTES / max(one.bytes_.then)) for one in outside]
+            limits = [max(rule.used_threshold, _USED_BYTES / max(one.bytes_.then)) for one in outside]
             grown = [
                 (one, limit)
                 for one, limit in zip(outside, limits, strict=True)

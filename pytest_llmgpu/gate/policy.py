@@ -42,7 +42,7 @@ class ExactRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class AmountRule(ExactRule, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The threshold of an amount."""
 
-    margin: _Part = 0.001
+    threshold: _Part = 0.001
     """The relative threshold: the growth that is allowed, as a fraction. For device time 0.005 is added between
     different days, and more where the baseline is of other GPUs of the same kind."""
 
@@ -50,7 +50,7 @@ class AmountRule(ExactRule, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class TimeRule(ExactRule, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The threshold of wall time."""
 
-    margin: _Part | None = None
+    threshold: _Part | None = None
     """The relative threshold: the slowdown that is allowed, as a fraction. None: 0.04 against a stored baseline, 0.02
     where launches of both reports alternated."""
     absolute_s: Seconds = 0.0
@@ -58,12 +58,12 @@ class TimeRule(ExactRule, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class AccuracyRule(AmountRule, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The thresholds of accuracy: `margin` is the loss, as a fraction of the items, that OK has to rule out.
+    """The thresholds of accuracy: `threshold` is the loss, as a fraction of the items, that OK has to rule out.
 
     A statistically significant loss is a regression, however small it is.
     """
 
-    margin: _Part = 0.005
+    threshold: _Part = 0.005
     metric: Literal["acc", "acc_norm"] = "acc_norm"
     """The accuracy that is compared: by log-likelihood (acc), or by log-likelihood per byte of the ending
     (acc_norm)."""
@@ -77,10 +77,10 @@ class AccuracyRule(AmountRule, frozen=True, kw_only=True, forbid_unknown_fields=
 class MemoryRule(AmountRule, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The thresholds of the peak memory of each device."""
 
-    margin: _Part = 0.005
+    threshold: _Part = 0.005
     absolute_bytes: Count = 64 * MIB
     """The absolute threshold in bytes. The larger of both thresholds is used."""
-    used_margin: _Part = 0.1
+    used_threshold: _Part = 0.1
     """The growth that is allowed for memory that torch reserved and for all memory that NVML reports as used, as a
     fraction. This includes caches and buffers of NCCL. A growth of 1 GiB is always allowed."""
 
@@ -92,7 +92,7 @@ def _rule(spec: MetricSpec) -> ExactRule:
     if spec.threshold is None:
         return ExactRule(gate=spec.gate)
     records: dict[str, type[AmountRule]] = {"accuracy": AccuracyRule, "memory": MemoryRule}
-    return records.get(spec.name, AmountRule)(gate=spec.gate, margin=spec.threshold)
+    return records.get(spec.name, AmountRule)(gate=spec.gate, threshold=spec.threshold)
 
 
 if TYPE_CHECKING:

@@ -424,14 +424,14 @@ def wall_times(
     latencies_s, shown_s = WALL_TIMES[metric]
     logs = [[statistics.fmean(map(math.log, latencies_s(one))) for one in side] for side in sides]
     base_s, head_s = (_ratio(statistics.fmean(math.log(shown_s(one)) for one in side)) for side in sides)
-    margin = rule.margin if rule.margin is not None else _IN_TURN if in_turn else default_threshold(metric)
+    relative = rule.threshold if rule.threshold is not None else _IN_TURN if in_turn else default_threshold(metric)
     return Timed(
         result=head,
         metric=metric,
         gated=rule.gate,
         ranks=[Samples(*logs)],
         prior=prior,
-        threshold=max(margin, rule.absolute_s / base_s),
+        threshold=max(relative, rule.absolute_s / base_s),
         spread=noise_regime.largest_spread(regime),
         seconds=[(base_s, head_s)],
         machine_sd=machine_sd,
@@ -491,7 +491,7 @@ def device_times(
         gated=rule.gate,
         ranks=ranks,
         prior=prior,
-        threshold=rule.margin + (DAY_SD if same and other_day else 0.0),
+        threshold=rule.threshold + (DAY_SD if same and other_day else 0.0),
         spread=noise_regime.largest_spread(regime),
         seconds=[tuple(_ratio(statistics.fmean(side)) for side in rank) for rank in ranks],
         machine_sd=0.0 if same else GPU_SD,

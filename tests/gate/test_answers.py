@@ -32,7 +32,7 @@ def _judged(base: CaseResult, head: CaseResult, note: str = "", **rule: Any) -> 
     ("lost", "won", "verdict", "p"),
     [
         (0, 0, "OK", 1.0),
-        (4, 0, "OK", 1 / 16),  # 0.4 points at most, and the margin is 0.5
+        (4, 0, "OK", 1 / 16),  # 0.4 points at most, and the threshold is 0.5
         (5, 0, "REGRESSED", 1 / 32),
         (8, 4, "UNDECIDED", 794 / 4096),
         (3, 3, "OK", 42 / 64),
@@ -40,7 +40,7 @@ def _judged(base: CaseResult, head: CaseResult, note: str = "", **rule: Any) -> 
     ],
 )
 def test_items_that_flipped_decide(lost: int, won: int, verdict: str, p: float) -> None:
-    """McNemar's exact one-sided p by hand; without evidence a loss of the margin has to be ruled out."""
+    """McNemar's exact one-sided p by hand; without evidence a loss of the threshold has to be ruled out."""
     row = _judged(_result(*range(100, 100 + won)), _result(*range(lost)))
     assert row.result == verdict
     assert row.p == pytest.approx(p)
@@ -60,7 +60,7 @@ def test_lost_items_are_named(prose: Prose) -> None:
 def test_few_items_cannot_rule_out_a_loss() -> None:
     """One of 16 lost is 6 points, and may be chance: neither OK nor REGRESSED."""
     assert _judged(_result(items=16), _result(3, items=16)).verdict == "UNDECIDED"
-    assert _judged(_result(items=16), _result(3, items=16), margin=0.07).verdict == "OK"
+    assert _judged(_result(items=16), _result(3, items=16), threshold=0.07).verdict == "OK"
 
 
 def _answered(base: CaseResult, head: CaseResult, **rule: Any) -> Answered:
@@ -356,7 +356,7 @@ def test_other_numbers_are_told_with_what_became_of_the_answers(prose: Prose) ->
     base, head = _numbers(-2.0, -4.0, dtype="float16"), _numbers(-2.2, -4.4, dtype="float16")
     assert prose == _judged(base, head).reason
     assert prose == _judged(base, head, difference=0.05).reason
-    allowed = _judged(base, head, difference=0.11, margin=0.05)
+    allowed = _judged(base, head, difference=0.11, threshold=0.05)
     assert (allowed.verdict, allowed.p) == ("OK", 1.0)
 
 

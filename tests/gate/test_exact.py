@@ -84,7 +84,7 @@ def test_flops_may_grow_by_a_thousandth_on_each_rank(flops: int, verdict: str) -
     row = _rows(head=_with(flops=flops))["flops"]
     assert (row.result, row.gated, row.threshold) == (verdict, True, 0.001)
     assert row.ratio == flops / 10**12
-    assert _rows(head=_with(flops=flops), rules=Rules(flops=AmountRule(margin=0.02)))["flops"].verdict == "OK"
+    assert _rows(head=_with(flops=flops), rules=Rules(flops=AmountRule(threshold=0.02)))["flops"].verdict == "OK"
 
 
 def test_flops_that_move_between_ranks_are_a_regression() -> None:
@@ -253,7 +253,7 @@ def test_the_traffic_of_a_rank_may_grow_by_a_thousandth(calls: list[tuple[str, i
     base = _collectives(("all_reduce", 10_000), ("all_gather", 1_000))
     row = _row(traffic_row(base, _collectives(*calls), AmountRule()))
     assert (row.result, row.threshold) == (verdict, 0.001)
-    assert _row(traffic_row(base, _collectives(*calls), AmountRule(margin=0.01))).verdict == "OK"
+    assert _row(traffic_row(base, _collectives(*calls), AmountRule(threshold=0.01))).verdict == "OK"
 
 
 def test_forwards_that_ran_in_another_way_are_not_compared() -> None:
@@ -394,7 +394,7 @@ def test_memory_outside_live_tensors_has_a_bar_of_its_own(used: float | None, ve
     if verdict == "REGRESSED":
         assert (row.base, row.head, row.threshold) == (int(18.2 * GIB), int(20.1 * GIB), 0.1)
         assert row.ratio == row.low == row.high == pytest.approx(20.1 / 18.2)
-    assert _row(memory_row(base, head, MemoryRule(used_margin=0.5))).verdict == "OK"
+    assert _row(memory_row(base, head, MemoryRule(used_threshold=0.5))).verdict == "OK"
     make_invalid(head.launches[0], "programs of others at work: GPU 0")
     assert _row(memory_row(base, head, MemoryRule())).verdict == "OK", "it is somebody else's"
 
@@ -454,7 +454,7 @@ def test_workspace_outside_torch_counts() -> None:
 
 
 def test_launches_that_differ_have_not_enough_data() -> None:
-    """One of two grew: the range has the margin inside."""
+    """One of two grew: the range has the threshold inside."""
     row = _row(memory_row(_using(16.0, 16.0), _using(16.0, 17.0), MemoryRule()))
     assert (row.result, row.n) == ("UNDECIDED", 2)
     assert memory_row(make_result(), make_result(), MemoryRule()) == "neither report has it"

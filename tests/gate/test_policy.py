@@ -30,7 +30,7 @@ confidence = 0.99
 strict = true
 
 [time]
-margin = 0.03
+threshold = 0.03
 absolute_s = 1
 
 [accuracy]
@@ -63,16 +63,20 @@ def test_each_metric_has_the_threshold_of_the_table() -> None:
     for spec in METRICS:
         if spec.rule and spec.name != "outcome":
             assert getattr(policy, spec.name).gate is spec.gate
-    assert (policy.flops, policy.kernels, policy.time) == (AmountRule(margin=0.001), ExactRule(gate=False), TimeRule())
+    assert (policy.flops, policy.kernels, policy.time) == (
+        AmountRule(threshold=0.001),
+        ExactRule(gate=False),
+        TimeRule(),
+    )
 
 
 def test_a_table_changes_the_keys_that_it_has(tmp_path: Path) -> None:
     """The others keep the default of their metric."""
     policy = load_policy(_write(tmp_path, FULL + "[device_time]\ngate = false\n[kernels]\n"))
-    assert policy.device_time == AmountRule(gate=False, margin=0.01)
+    assert policy.device_time == AmountRule(gate=False, threshold=0.01)
     assert policy.kernels == ExactRule(gate=False)
-    assert policy.time == TimeRule(margin=0.03, absolute_s=1)
-    assert (policy.accuracy.floor, policy.accuracy.margin, policy.accuracy.metric) == (0.8, 0.005, "acc")
+    assert policy.time == TimeRule(threshold=0.03, absolute_s=1)
+    assert (policy.accuracy.floor, policy.accuracy.threshold, policy.accuracy.metric) == (0.8, 0.005, "acc")
     reason, expires = 'the "new" kernel\\, see é', datetime.date(2027, 1, 31)
     assert policy.allow == [Allowed(case="tp-*", metric="time", reason=reason, up_to=0.05, expires=expires)]
 
@@ -87,10 +91,10 @@ def test_without_a_file_the_default_policy_is_used(tmp_path: Path) -> None:
 def test_a_pyproject_and_a_separate_file_give_the_same_policy(tmp_path: Path) -> None:
     """The pyproject.toml of the folder is found, and its table has the same keys."""
     assert find_policy(tmp_path) is None
-    path = _write(tmp_path, "[tool.llmgpu.gate.time]\nmargin = 0.04\n", "pyproject.toml")
+    path = _write(tmp_path, "[tool.llmgpu.gate.time]\nthreshold = 0.04\n", "pyproject.toml")
     assert find_policy(tmp_path) == path
-    other = _write(tmp_path, "[time]\nmargin = 0.04\n")
-    assert load_policy(path) == load_policy(other) == msgspec.structs.replace(Policy(), time=TimeRule(margin=0.04))
+    other = _write(tmp_path, "[time]\nthreshold = 0.04\n")
+    assert load_policy(path) == load_policy(other) == msgspec.structs.replace(Policy(), time=TimeRule(threshold=0.04))
 
 
 def test_a_dumped_policy_is_read_back(tmp_path: Path) -> None:
@@ -131,20 +135,20 @@ def test_switches_take_precedence_over_the_policy() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("margin = 1", "Object contains unknown field `margin`"),
+        ("threshold = 1", "Object contains unknown field `threshold`"),
         ("[time]\nmargn = 1", r"Object contains unknown field `margn` - at `\$\.time`"),
         ("[[allow]]\ncase = 'x'", r"Object missing required field `metric` - at `\$\.allow\[0\]`"),
         (ALLOW.format("time", "-0.1"), r"Expected `float` >= 0\.0 - at `\$\.allow\[0\]\.up_to`"),
         (ALLOW.format("accuracy", "0.1"), r"allow\[0\]\.up_to: accuracy does not grow; allowed for device_time, .*"),
         ("[accuracy]\nmetric = 'f1'", r"Invalid enum value 'f1' - at `\$\.accuracy\.metric`"),
-        ("[time]\nmargin = '2 %'", r"Expected `float \| null`, got `str` - at `\$\.time\.margin`"),
-        ("[memory]\nmargin = 3", r"Expected `float` < 1\.0 - at `\$\.memory\.margin`"),
-        ("[time]\nmargin = nan", "margin = nan: a finite number is needed"),
+        ("[time]\nthreshold = '2 %'", r"Expected `float \| null`, got `str` - at `\$\.time\.threshold`"),
+        ("[memory]\nthreshold = 3", r"Expected `float` < 1\.0 - at `\$\.memory\.threshold`"),
+        ("[time]\nthreshold = nan", "threshold = nan: a finite number is needed"),
         ("confidence = 1.0", r"Expected `float` < 1\.0 - at `\$\.confidence`"),
         ("time = 3", r"Expected `object`, got `int` - at `\$\.time`"),
         ("= 3", "is not valid TOML: .*"),
         ("[tool.llmgpu.gate]\nfoo = 1", "Object contains unknown field `foo`"),
-        ("[tool.llmgpu.gate]\n[time]\nmargin = 0.9", r"time is not allowed: allowed is \[tool\.llmgpu\.gate\]"),
+        ("[tool.llmgpu.gate]\n[time]\nthreshold = 0.9", r"time is not allowed: allowed is \[tool\.llmgpu\.gate\]"),
         ("[tool.llmgpu.gates]\nx = 1", r"tool\.llmgpu\.gates is not allowed: allowed is \[tool\.llmgpu\.gate\]"),
         ("#" * 2**21, "is larger than 1,048,576 bytes.*"),
     ],
@@ -165,7 +169,7 @@ def test_a_given_policy_file_must_exist(tmp_path: Path) -> None:
 
 def test_the_policy_is_searched_up_to_the_root_of_the_repository(tmp_path: Path) -> None:
     """A pyproject.toml without a policy is skipped, and the search does not leave the repository."""
-    root = _write(tmp_path, "[tool.llmgpu.gate.time]\nmargin = 0.04\n", "pyproject.toml")
+    root = _write(tmp_path, "[tool.llmgpu.gate.time]\nthreshold = 0.04\n", "pyproject.toml")
     below = tmp_path / "sub" / "below"
     below.mkdir(parents=True)
     _write(tmp_path / "sub", "[project]\nname = 'x'\n", "pyproject.toml")
@@ -178,13 +182,13 @@ def test_the_policy_is_searched_up_to_the_root_of_the_repository(tmp_path: Path)
 
 def test_a_policy_can_be_read_from_a_commit(tmp_path: Path) -> None:
     """A change cannot edit the policy at `git:REV:PATH`; a missing file is refused. The line has no folder."""
-    _write(tmp_path, "[tool.llmgpu.gate.time]\nmargin = 0.04\n", "pyproject.toml")
-    path = _write(tmp_path, "[time]\nmargin = 0.05\n")
+    _write(tmp_path, "[tool.llmgpu.gate.time]\nthreshold = 0.04\n", "pyproject.toml")
+    path = _write(tmp_path, "[time]\nthreshold = 0.05\n")
     first_commit(tmp_path)
-    _write(tmp_path, "[tool.llmgpu.gate.time]\nmargin = 0.5\n", "pyproject.toml")
+    _write(tmp_path, "[tool.llmgpu.gate.time]\nthreshold = 0.5\n", "pyproject.toml")
     reference = Path("git:HEAD:pyproject.toml")
-    assert load_policy(reference, tmp_path).time.margin == 0.04
-    assert load_policy(Path("git:HEAD:gate.toml"), tmp_path).time.margin == 0.05
+    assert load_policy(reference, tmp_path).time.threshold == 0.04
+    assert load_policy(Path("git:HEAD:gate.toml"), tmp_path).time.threshold == 0.05
     assert load_policy(Path("git:HEAD:sub/pyproject.toml"), tmp_path) == Policy(), "a commit without a policy"
     words = [policy_in_words(one, tmp_path) for one in (None, reference, path)]
     assert words == ["policy: built-in", "policy: git:HEAD:pyproject.toml", "policy: gate.toml"]

@@ -44,7 +44,7 @@ _MEMORY = PRIORS["device_memory"]
 
 
 def _wall(base: CaseResult, head: CaseResult, prior: Prior = _QUIET, **given: Any) -> Timed | Row | str:
-    rule = TimeRule(**{name: given.pop(name) for name in ("gate", "margin", "absolute_s") if name in given})
+    rule = TimeRule(**{name: given.pop(name) for name in ("gate", "threshold", "absolute_s") if name in given})
     fields: dict[str, Any] = {"regime": "replayed", "in_turn": True, "machine_sd": 0.0, **given}
     return wall_times(base, head, comparable(base, head), rule, prior=prior, **fields)
 
@@ -84,7 +84,7 @@ def _device(
     regime: Any = "device_memory",
 ) -> Timed | Row | str | None:
     sides = comparable(base, head)
-    return device_times(base, head, sides, AmountRule(margin=0.01), prior=prior, regime=regime, other_day=other_day)
+    return device_times(base, head, sides, AmountRule(threshold=0.01), prior=prior, regime=regime, other_day=other_day)
 
 
 def _device_row(base: CaseResult, head: CaseResult, **given: Any) -> Row:
@@ -133,7 +133,7 @@ def test_the_threshold_of_wall_time_depends_on_the_comparison() -> None:
     assert stored.verdict == "OK"
     assert stored.threshold == pytest.approx(0.04)
     for in_turn in (True, False):
-        assert _judged(base, head, in_turn=in_turn, margin=0.025).threshold == pytest.approx(0.025)
+        assert _judged(base, head, in_turn=in_turn, threshold=0.025).threshold == pytest.approx(0.025)
     assert _judged(base, head, absolute_s=21).threshold == pytest.approx(0.1), "21 s of 210 s"
 
 
@@ -163,11 +163,11 @@ def test_launches_that_scatter_are_never_ok() -> None:
     """Two of five launches three times as slow; eager forwards that wait for the host scatter by nature."""
     steady, scattered = with_launches([1.0] * 5), with_launches([1.0, 1.0, 1.0, 3.0, 3.0])
     assert _judged(steady, scattered).verdict != "OK"
-    back = _judged(scattered, steady, Prior(s0=0.001, df0=1e6, source="test"), margin=0.9)
+    back = _judged(scattered, steady, Prior(s0=0.001, df0=1e6, source="test"), threshold=0.9)
     assert back.verdict == "UNDECIDED"
     assert "factor of 3.0" in back.reason
     spread = with_launches([1.0, 2.5]), with_launches([1.0, 2.5])
-    assert _judged(*spread, Prior(s0=1e-4, df0=1e6, source="test"), regime="eager_host", margin=0.9).verdict == "OK"
+    assert _judged(*spread, Prior(s0=1e-4, df0=1e6, source="test"), regime="eager_host", threshold=0.9).verdict == "OK"
 
 
 def test_disturbed_launches_are_left_out() -> None:
@@ -473,7 +473,7 @@ def _held(*launches: tuple[float, bool]) -> CaseResult:
 
 
 def test_a_clock_that_hardly_fell_is_no_reason_to_leave_a_launch_out() -> None:
-    """Only one of two met its limit: by 1 % it still compares, by more it does not, whatever the margin."""
+    """Only one of two met its limit: by 1 % it still compares, by more it does not, whatever the threshold."""
     free, held, slow = with_launches([1.0]), with_launches([1.01]), with_launches([1.08])
     make_invalid(free.launches[0], mhz=1980)
     make_invalid(held.launches[0], _HELD, mhz=1961)

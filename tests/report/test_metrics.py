@@ -34,7 +34,7 @@ def test_a_judged_metric_has_a_next_step_and_a_policy_with_its_defaults(spec: Me
         assert (
             spec.name in {"time", "first_token", "token_time"}
             or spec.threshold is None
-            or rule.margin == spec.threshold
+            or rule.threshold == spec.threshold
         )
 
 

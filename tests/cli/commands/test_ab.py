@@ -104,7 +104,7 @@ def test_undecided_cases_are_launched_again(project: Project) -> None:
 @pytest.mark.usefixtures("quiet")
 def test_a_change_cannot_edit_its_own_thresholds(project: Project) -> None:
     """The policy is that of the base commit unless --policy names a file."""
-    project.commit("base", "[tool.llmgpu.gate.time]\nmargin = 0.03\n", seconds=STEADY, calls=64)
+    project.commit("base", "[tool.llmgpu.gate.time]\nthreshold = 0.03\n", seconds=STEADY, calls=64)
     slower = {"1": [11.0], "2": [22.0]}
     project.commit("head", "[tool.llmgpu.gate.time]\ngate = false\n", seconds=slower, calls=64)
     assert _ab("--launches", "1") == 1

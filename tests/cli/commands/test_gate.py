@@ -127,11 +127,11 @@ def test_the_policy_of_the_folder_is_in_force_unless_another_is_named(
 
 def test_dump_policy_prints_the_policy_in_force(capsys: pytest.CaptureFixture[str]) -> None:
     """It is TOML that gives the same policy; reports are not needed."""
-    Path("pyproject.toml").write_text("[tool.llmgpu.gate.time]\nmargin = 0.1\n")
+    Path("pyproject.toml").write_text("[tool.llmgpu.gate.time]\nthreshold = 0.1\n")
     assert main(["gate", "--dump-policy", "--strict"]) == 0
     Path("dumped.toml").write_text(capsys.readouterr().out)
     found = load_policy(Path("dumped.toml"))
-    assert (found.time.margin, found.strict) == (0.1, True)
+    assert (found.time.threshold, found.strict) == (0.1, True)
 
 
 def test_allowed_regressions_expire_on_their_day() -> None:
@@ -161,7 +161,7 @@ def test_an_absent_baseline_passes_only_if_it_is_allowed(capsys: pytest.CaptureF
 
 def test_baseline_and_policy_of_a_commit_cannot_be_edited_by_the_change(capsys: pytest.CaptureFixture[str]) -> None:
     """`git:REV:PATH` is read from the commit; an unknown path is an absent baseline, an unknown commit is an error."""
-    Path("pyproject.toml").write_text("[tool.llmgpu.gate.time]\nmargin = 0.04\n")
+    Path("pyproject.toml").write_text("[tool.llmgpu.gate.time]\nthreshold = 0.04\n")
     _write()
     first_commit(Path())
     Path("pyproject.toml").write_text("[tool.llmgpu.gate.time]\ngate = false\n")

@@ -56,7 +56,7 @@ def test_plot_judges_as_the_gate_does(path: Path) -> None:
     """The chart has the verdicts under the policy in force."""
     for name, level in (("base.json", 1.0), ("head.json", 1.5)):
         dump(make_report([timed(*[level] * 3)]), path.with_name(name))
-    Path("lax.toml").write_text("[time]\nmargin = 0.9\n")
+    Path("lax.toml").write_text("[time]\nthreshold = 0.9\n")
     for more, words in (([], "1 slower"), (["--policy", "lax.toml"], "1 not enough data")):
         assert main(["plot", "head.json", "base.json", "--output", "out", "--format", "svg", *more]) == 0
         assert words in Path("out/ratio.svg").read_text("utf-8")
