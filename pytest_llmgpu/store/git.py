@@ -31,9 +31,7 @@ def is_reference(name: str | Path) -> bool:
 def content(reference: str | Path, repository: Path) -> bytes:
     """Return the bytes of `git:REV:PATH`.
 
-    Args:
-        reference: a revision, and a path from the root of the repository.
-        repository: a folder in the working tree.
+    The path is from the root of the repository; `repository` is a folder in the working tree.
 
     Raises:
         AbsentError: the commit has no such file.
@@ -67,10 +65,9 @@ def _run(
     timeout_s: float | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> subprocess.CompletedProcess[bytes]:
-    """Return the finished process of git, successful or not. `text` is its standard input.
+    """Return the finished process of git, successful or not; ValueError if git is missing or did not finish in time.
 
-    Raises:
-        ValueError: git is missing, or it did not finish in time.
+    `text` is the standard input.
     """
     try:
         return subprocess.run(
@@ -90,11 +87,7 @@ def _run(
 def output(
     folder: Path, *arguments: str, timeout_s: float | None = None, environ: Mapping[str, str] = os.environ
 ) -> str:
-    """Return the output of git.
-
-    Raises:
-        ValueError: git is missing, did not finish in time, or failed. The message is one line.
-    """
+    """Return the output of git; ValueError in one line if it is missing, did not finish in time, or failed."""
     done = _run(folder, *arguments, timeout_s=timeout_s, environ=environ)
     if done.returncode:
         raise ValueError(f"git: {_error_line(done)}")

@@ -21,8 +21,6 @@ BASELINE = "baseline"
 """Name of the baseline in the store, which `llmgpu promote` saves as a copy of a report."""
 
 _SUFFIXES = (".json", ".json.gz")
-_LAST_RUN = "last.json"
-"""Report of the last run in the folder of the store, without a number."""
 _SHOWN = 5  # candidates in a message
 
 _NUMBER = re.compile(r"[0-9]{1,9}")
@@ -101,8 +99,8 @@ def resolve(reference: str, storage: Path, *, machine: str | None = None, reposi
 
 
 def last_run(storage: Path) -> Path:
-    """Return the file of the last run in the folder of the store, whether that run was kept or not."""
-    return storage / _LAST_RUN
+    """Return the file of the last run in the folder of the store, which has no number, whether it was kept or not."""
+    return storage / "last.json"
 
 
 def _exists(path: Path) -> bool:

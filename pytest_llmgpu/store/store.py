@@ -34,7 +34,6 @@ _IGNORED = """\
 
 _SHA_LETTERS = 8
 _NO_COMMIT = "nocommit"
-
 _FILE = re.compile(r"(\d{4,})_([0-9a-z]+)_(\d{8}T\d{6}Z)(?:_(.+?))?\.json(?:\.gz)?")
 _MARKS = re.compile(r"\((?:R|TM|C)\)|\bCPU\b|@.*", re.IGNORECASE)
 
@@ -78,25 +77,15 @@ def hardware(report: Report) -> str:
 
 
 def prepare(storage: Path) -> None:
-    """Make the folder of the store. A new one gets a .gitignore; in a folder of the user it could hide other files.
-
-    Raises:
-        OSError: the folder cannot be made.
-    """
+    """Make the folder of the store. A new one gets a .gitignore; in a folder of the user it could hide other files."""
     storage.parent.mkdir(parents=True, exist_ok=True)
-    try:
+    with suppress(FileExistsError):
         storage.mkdir()
-    except FileExistsError:
-        return
-    (storage / ".gitignore").write_text(_IGNORED, encoding="utf-8")
+        (storage / ".gitignore").write_text(_IGNORED, encoding="utf-8")
 
 
 def stored(storage: Path) -> list[Stored]:
-    """Return the reports of the store by machine and number, without opening them. A missing store has none.
-
-    Raises:
-        ValueError: a folder cannot be read.
-    """
+    """Return the reports of the store by machine and number, without opening them; none if there is no store."""
     try:
         folders = sorted(entry.path for entry in os.scandir(storage) if entry.is_dir())
         found = [one for folder in folders for one in _stored_in(Path(folder))]
@@ -111,13 +100,7 @@ def save(report: Report, storage: Path, name: str | None = None, *, compressed: 
     """Write a report to the store under the next number of its machine, and return its path.
 
     A session that was continued replaces its earlier report of the same name, and one that did not complete loses its
-    name to a later one.
-
-    Args:
-        report: the report.
-        storage: folder of the store; it is created if it is missing.
-        name: name to find the report by, as `check_name` allows.
-        compressed: whether to write `.json.gz`.
+    name to a later one. The store is created if it is missing.
 
     Raises:
         ValueError: the name is not allowed, or a figure is not finite.
@@ -163,19 +146,15 @@ def _claim(folder: Path) -> tuple[int, Path]:
     The name of that file is the number only, and it is removed once the report exists. A number without a report and
     without such a file is therefore free. The file of a killed process stays, and its number is skipped.
     """
-    number = max((found.number for found in _stored_in(folder)), default=0) + 1
+    number = 0
     while True:
+        number = max([number, *(found.number for found in _stored_in(folder))]) + 1
         claim = folder / f".{number:04}.unfinished"
-        try:
+        with suppress(FileExistsError):
             claim.open("xb").close()
-        except FileExistsError:
-            number += 1
-            continue
-        last = max((found.number for found in _stored_in(folder)), default=0)
-        if last < number:
-            return number, claim
-        claim.unlink()
-        number = last + 1
+            if all(found.number < number for found in _stored_in(folder)):
+                return number, claim
+            claim.unlink()
 
 
 def _stored_in(folder: Path) -> Iterator[Stored]:
