@@ -66,9 +66,6 @@ _KINDS: dict[Kind, tuple[str, str, str]] = {
 TITLES = {kind: title for kind, (title, _, _) in _KINDS.items()}
 """The beginning of the sentence about each kind."""
 
-_COUNTERS: dict[Kind, str] = {"ecc": "ecc_uncorrected", "xid": "xids"}
-"""The counter of errors of each kind."""
-
 _POWER = ("throttled by power", "SM clock")
 """Beginnings of the sentences about power and heat."""
 
@@ -92,10 +89,7 @@ def find(
     ranks_per_device: Mapping[str, int] | None = None,
     used_before: Mapping[str, int] = MappingProxyType({}),
 ) -> list[Disturbance]:
-    """Return the disturbances of a profile by kind and device.
-
-    Processes are counted and not compared by id, because process ids in a container are of another namespace. A value
-    that could not be read is no disturbance.
+    """Return the disturbances of a profile by kind and device. A value that could not be read is none.
 
     Args:
         profile: profile of the case.
@@ -120,14 +114,16 @@ def find(
         mhz, first_mhz = clocks.get(device.uuid), first_clocks.get(device.uuid)
         if mhz is not None and first_mhz is not None and abs(mhz - first_mhz) > _CLOCK * first_mhz:
             add("clock", mhz, first_mhz)
+        # Not compared by id: process ids in a container are of another namespace.
         ours, processes = (ranks_per_device or {}).get(device.uuid, 0), device.counters.get("compute_processes", 0)
         if ranks_per_device is not None and processes > ours:
             add("processes", processes - ours, ours)
         if (used_bytes := used_before.get(device.uuid, 0)) > _IDLE_BYTES:
             add("memory", used_bytes / GIB)
-        for kind, counter in _COUNTERS.items():
-            if (count := device.counters.get(counter, 0)) > 0:
-                add(kind, count)
+        if (errors := device.counters.get("ecc_uncorrected", 0)) > 0:
+            add("ecc", errors)
+        if (errors := device.counters.get("xids", 0)) > 0:
+            add("xid", errors)
     return sorted(found, key=lambda disturbance: list(TITLES).index(disturbance.kind))
 
 
@@ -144,11 +140,7 @@ def busy_cpu(host: HostUse, *, on_cpu: bool) -> str | None:
     """Return a sentence on the rank that waited longest for a CPU core; None where the machine was idle enough.
 
     Where the kernel does not count how long a thread waits, a rank that computes on the CPU counts as waiting if its
-    threads ran for too short a time while processes of the machine waited.
-
-    Args:
-        host: the use of the cores.
-        on_cpu: whether the model ran on the CPU, with all threads; on a GPU one thread starts the kernels.
+    threads ran for too short a time while processes of the machine waited. On a GPU one thread starts the kernels.
     """
     if not host.wall_s:
         return None
@@ -156,13 +148,11 @@ def busy_cpu(host: HostUse, *, on_cpu: bool) -> str | None:
     found = []
     for rank, (threads, cpu_s, waited_s) in enumerate(zip(host.threads, host.cpu_s, host.waited_s, strict=True)):
         got = cpu_s / (host.wall_s * (threads if on_cpu else 1))
-        if waited_s is not None:
-            lost, text = (
-                waited_s / host.wall_s,
-                f"waited for a core for {100 * waited_s / host.wall_s:.0f} % of the time",
-            )
-        else:
+        if waited_s is None:
             lost, text = 1 - got if on_cpu and pressure > _BUSY else 0.0, f"had {100 * got:.0f} % of its CPU time"
+        else:
+            lost = waited_s / host.wall_s
+            text = f"waited for a core for {100 * lost:.0f} % of the time"
         found.append((lost, -rank, f"{TITLES['cpu']}: rank {rank} {text}"))
     lost, _, text = max(found, default=(0.0, 0, ""))
     return text if lost > _BUSY else None
@@ -188,21 +178,18 @@ def disturbed(profile: Profile) -> str | None:
 
 def untimed(launch: Launch) -> str | None:
     """Return the reason why the times of a launch are not used, without a full stop; None if they are used."""
-    texts = [] if launch.profile is None else launch.profile.invalid
-    if (disturbance := next((text for text in texts if not is_power(text)), None)) is not None:
-        return disturbance.rstrip(".")
-    if launch.batches.latency_s and min(launch.batches.latency_s) <= 0:
-        return "the time of a batch is 0 s"
-    return None
+    texts = (
+        [] if launch.profile is None else [text.rstrip(".") for text in launch.profile.invalid if not is_power(text)]
+    )
+    no_time = bool(launch.batches.latency_s) and min(launch.batches.latency_s) <= 0
+    return next(iter(texts), "the time of a batch is 0 s" if no_time else None)
 
 
 def clock_reference(profiles: Iterable[Profile | None], profile: Profile) -> Profile | None:
     """Return the first profile of the same devices that has all their clocks; None if there is none."""
     uuids = {device.uuid for device in profile.devices}
-    for other in profiles:
-        if other is not None and {device.uuid for device in other.devices} == uuids == set(clocks_mhz(other)):
-            return other
-    return None
+    known = (other for other in profiles if other is not None and set(clocks_mhz(other)) == uuids)
+    return next((other for other in known if {device.uuid for device in other.devices} == uuids), None)
 
 
 def clocks_mhz(profile: Profile) -> dict[str, float]:

@@ -19,6 +19,7 @@ import stat
 import tempfile
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NoReturn, TypeVar
 
@@ -50,22 +51,16 @@ class _Head(msgspec.Struct):
 
 
 def check_writable(path: Path, kind: str = "report", suffixes: Sequence[str] = (".json", ".json.gz")) -> None:
-    """Check that a file of a kind can be written to `path`, without creating a file or a folder.
+    """Check before a run that a file can be written to `path`, without creating a file or a folder.
 
-    It is called before the run, so that hours of measuring are not lost at the end.
-
-    Raises:
-        ValueError: the file cannot be written. The message names the path and the reason.
+    ValueError with the kind, the path and the reason if it cannot.
     """
     if not path.name.endswith(tuple(suffixes)):
         raise ValueError(f"{kind} {path}: the name must end in {' or '.join(suffixes)}")
     try:
         target = path.resolve()
-        try:
+        with suppress(FileNotFoundError, NotADirectoryError):
             mode = target.stat().st_mode  # Path.exists hides other errors since Python 3.14
-        except (FileNotFoundError, NotADirectoryError):
-            pass
-        else:
             if not stat.S_ISREG(mode):
                 raise ValueError(f"{kind} {path}: is {'a directory' if stat.S_ISDIR(mode) else 'not a regular file'}")
             if not os.access(target, os.W_OK):
@@ -79,21 +74,12 @@ def check_writable(path: Path, kind: str = "report", suffixes: Sequence[str] = (
 
 
 def dump(report: Report, path: Path) -> None:
-    """Write a report to `path`, `.json` or `.json.gz`. A reader finds the old file or the new one, never a part of it.
-
-    Raises:
-        ValueError: a figure is NaN or infinite, which JSON does not allow. The message names the field.
-        OSError: the file cannot be written. The old file is unchanged.
-    """
+    """Write a report to `path`, `.json` or `.json.gz`; the errors are those of `encode` and `write`."""
     write(path, encode(report, compressed=path.name.endswith(".gz")))
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write a file and its folder. A reader finds the old file or the new one, never a part of it.
-
-    Raises:
-        OSError: the file cannot be written. The old file is unchanged.
-    """
+    """Write a file and its folder. A reader finds the old file or the new one, never a part of it."""
     target = path.resolve()  # a symbolic link is followed, not replaced
     target.parent.mkdir(parents=True, exist_ok=True)
     # No file of tempfile: its mode 0600 would stay on the file, and other users could not read it.
@@ -162,11 +148,7 @@ def encodable(record: _Record) -> _Record:
 
 
 def load(path: Path) -> Report:
-    """Read a report. Its content decides if it is decompressed, not its name.
-
-    Raises:
-        ValueError: one line with the file, the error and its place.
-    """
+    """Read a report. Its content decides if it is decompressed, not its name. The errors are those of `parse`."""
     try:
         data = read(path)
     except OSError as error:
@@ -184,7 +166,18 @@ def parse(data: bytes, name: str) -> Report:
     """
     try:
         text = with_present_names(unpack(data))
-        _check_version(text)
+        try:
+            version = msgspec.json.decode(text, type=_Head).schema_version
+        except msgspec.ValidationError as error:
+            raise ValueError(f"is not a report of pytest-llmgpu: {error}") from None
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"is not valid JSON: {error}") from None
+        if version != SCHEMA_VERSION:
+            found = (
+                f"schema_version {version} is {'newer' if version > SCHEMA_VERSION else 'older'} than {SCHEMA_VERSION}"
+            )
+            advice = "; upgrade pytest-llmgpu" if version > SCHEMA_VERSION else " and not read; measure it again"
+            raise ValueError(found + advice)  # noqa: TRY301 - the name of the report is added below
         try:
             report = msgspec.json.decode(text, type=Report)
             _check(report.cases)
@@ -192,8 +185,7 @@ def parse(data: bytes, name: str) -> Report:
             raise ValueError(f"breaks schema_version {SCHEMA_VERSION}: {error}") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"report {name}: {one_line(error)}") from None
-    # Keys of another version, or of an edited file, can be of other fields.
-    present = {result.key: result.case.key for result in report.cases}
+    present = {result.key: result.case.key for result in report.cases}  # other fields in another version
     for result in report.cases:
         result.key = result.case.key
     if report.verdicts is not None:
@@ -202,35 +194,8 @@ def parse(data: bytes, name: str) -> Report:
     return report
 
 
-def _check_version(text: bytes) -> None:
-    """Check that a text is a report of the version that this pytest-llmgpu reads.
-
-    Raises:
-        ValueError: the text is not JSON, it is not a report, or it is one of another version.
-    """
-    try:
-        version = msgspec.json.decode(text, type=_Head).schema_version
-    except msgspec.ValidationError as error:
-        raise ValueError(f"is not a report of pytest-llmgpu: {error}") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"is not valid JSON: {error}") from None
-    if version > SCHEMA_VERSION:
-        raise ValueError(f"schema_version {version} is newer than {SCHEMA_VERSION}; upgrade pytest-llmgpu")
-    if version < SCHEMA_VERSION:
-        raise ValueError(f"schema_version {version} is older than {SCHEMA_VERSION} and not read; measure it again")
-
-
 def read(path: Path, limit_bytes: int | None = None) -> bytes:
-    """Return the bytes of a file or a pipe, without decompression.
-
-    Args:
-        path: the file.
-        limit_bytes: None for `LIMIT_BYTES`.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: the file is larger than the limit.
-    """
+    """Return the bytes of a file or a pipe; ValueError if they are more than the limit, None for `LIMIT_BYTES`."""
     with path.open("rb") as file:
         return _limited(file, limit_bytes, "is larger")
 
@@ -238,12 +203,7 @@ def read(path: Path, limit_bytes: int | None = None) -> bytes:
 def unpack(data: bytes, limit_bytes: int | None = None) -> bytes:
     """Return gzip data decompressed, and other data unchanged.
 
-    Args:
-        data: one gzip stream, several gzip streams, or anything else.
-        limit_bytes: None for `LIMIT_BYTES`.
-
-    Raises:
-        ValueError: the stream is broken or ends early, or it decompresses to more than the limit.
+    ValueError if the stream is broken or ends early, or decompresses to more than the limit, None for `LIMIT_BYTES`.
     """
     if not data.startswith(GZIP):
         return data
@@ -265,11 +225,7 @@ def _limited(file: IO[bytes] | gzip.GzipFile, limit_bytes: int | None, excess: s
 
 
 def parse_json(data: bytes) -> Any:
-    """Return a JSON value, for files whose form no type describes.
-
-    Raises:
-        ValueError: the data is not JSON, or it is nested too deeply. The message is one line.
-    """
+    """Return a JSON value, for files whose form no type describes; ValueError in one line if the data is none."""
     try:
         return json.loads(data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -284,8 +240,7 @@ def parse_json(data: bytes) -> Any:
 def _check(cases: Sequence[CaseResult]) -> None:
     """Check what no type expresses: unique ids, columns of equal length, answers.
 
-    Raises:
-        ValueError: the first violation, with its place: `$.cases[3].launches[0].batches.tokens`.
+    The ValueError of the first violation has its place: `$.cases[3].launches[0].batches.tokens`.
     """
     places: dict[str, int] = {}
     for number, result in enumerate(cases):
