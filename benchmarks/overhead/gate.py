@@ -2,7 +2,7 @@
 
 The reports are synthetic: 1 % of noise in each batch, a few flipped items, log-likelihoods that differ by rounding, and
 work passes with `--rows` rows of kernels.
-`compare` is the whole command `llmgpu compare` on the same reports, with Python's start and the tables. Each is
+`show` is the whole command `llmgpu show` on the same reports, with Python's start and the tables. Each is
 measured in three processes, and the limit holds for the least CPU time, because other programs take time, too.
 """
 
@@ -58,7 +58,7 @@ print(json.dumps({
 # A small process starts the command, because the memory of the starting process counts as the command's.
 COMPARE = """
 import json, os, subprocess, sys, time
-command = [sys.executable, "-m", "pytest_llmgpu.cli", "compare", *sys.argv[1:]]
+command = [sys.executable, "-m", "pytest_llmgpu.cli", "show", *sys.argv[1:]]
 began = time.perf_counter()
 running = subprocess.Popen(command, stdout=subprocess.DEVNULL)
 _, status, used = os.wait4(running.pid, 0)
@@ -97,7 +97,7 @@ def main() -> int:
     sizes["cpu_s_of_each"] = [run["cpu_s"] for run in runs]
     ok = found["cpu_s"] < LIMIT_S and max(found["peak_mb"], compared["peak_mb"]) < LIMIT_MB
     limits = {"limit_s": LIMIT_S, "limit_mb": LIMIT_MB, "ok": ok}
-    json.dump({**sizes, **found, "compare": compared, **limits}, sys.stdout, indent=2)
+    json.dump({**sizes, **found, "show": compared, **limits}, sys.stdout, indent=2)
     print()
     return 0 if ok else 1
 

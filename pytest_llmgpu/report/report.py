@@ -148,12 +148,12 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Promotion(msgspec.Struct, frozen=True, kw_only=True):
-    """The promotion of a report to the baseline in spite of objections."""
+    """The promotion by force of a report that `llmgpu promote` had refused."""
 
     reason: str
     """Reason that the user gave."""
-    objections: list[str]
-    """Objections of `llmgpu promote`."""
+    refused: list[str]
+    """Reasons why it had been refused."""
 
 
 class Report(msgspec.Struct, kw_only=True):
@@ -182,7 +182,7 @@ class Report(msgspec.Struct, kw_only=True):
     verdicts: Verdicts | None = None
     """Verdicts of the gate; null if nothing was compared."""
     promotion: Promotion | None = None
-    """Promotion in spite of objections; null for other baselines, and for reports that are none."""
+    """Promotion by force; null for other baselines, and for reports that are none."""
 
 
 def started(report: Report, launch: Launch) -> str:

@@ -45,7 +45,12 @@ ALSO_CHANGED = "Also changed: "
 """Start of the line of a reason that lists the same differences."""
 
 
-_RENAMED = ((b'"margin":', b'"threshold":'), (b'"smallest_change":', b'"smallest_seen":'), (b'"known":', b'"allowed":'))
+_RENAMED = (
+    (b'"margin":', b'"threshold":'),
+    (b'"smallest_change":', b'"smallest_seen":'),
+    (b'"known":', b'"allowed":'),
+    (b'"objections":', b'"refused":'),
+)
 """The fields of earlier reports that were renamed."""
 
 PRESENT_NAMES = {

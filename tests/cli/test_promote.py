@@ -118,7 +118,7 @@ def test_a_refused_report_can_be_promoted_with_a_reason(capsys: pytest.CaptureFi
     assert _promote(dirty, "--to", str(TARGET), "--force", "the machine is gone") == 0
     promotion = load(TARGET).promotion
     assert promotion is not None
-    assert (promotion.reason, len(promotion.objections)) == ("the machine is gone", 1)
+    assert (promotion.reason, len(promotion.refused)) == ("the machine is gone", 1)
     main(["gate", str(TARGET), "new.json"])
     assert "promoted by force: the machine is gone" in " ".join(capsys.readouterr().out.split())
     assert _promote(on_h200(sha="b" * 40), "--to", str(TARGET), "--force", "not needed") == 0

@@ -171,7 +171,7 @@ def test_launches_that_scatter_are_never_ok() -> None:
 
 
 def test_disturbed_launches_are_left_out() -> None:
-    """The reason counts those that are used; without any the row is INVALID."""
+    """The reason counts those that are used; without any the row is UNDECIDED."""
     head = with_launches([1.0, 5.0])
     make_invalid(head.launches[1], "processes of other programs: GPU 0 has 1 besides 1 of this run")
     row = _judged(with_launches([1.0]), head)
@@ -206,7 +206,7 @@ def test_noise_of_launches_makes_no_time_of_another_machine_ok() -> None:
 
 
 def test_a_time_of_another_machine_that_is_ok_has_a_next_step() -> None:
-    """The row has not enough data where its launches would not have shown a slowdown of the policy's limit."""
+    """The row is undecided where its launches would not have shown a slowdown by a factor of 1.5."""
     row = _judged(with_launches([1.0]), with_launches([1.01]), machine_sd=0.05)
     assert row.result == "OK"
     assert "threshold" in row.reason
@@ -359,7 +359,7 @@ def test_a_slowdown_of_one_case_of_21_is_found(regime: Any, launches: int, slowd
 
 
 def test_a_time_that_is_ok_by_chance_has_the_launches_that_exclude_a_slowdown() -> None:
-    """A policy whose `largest_unseen_slowdown` is small makes it undecided, and the next step needs their number."""
+    """With so much noise the row is undecided, and the next step needs their number."""
     prior = Prior(s0=0.02, df0=1000.0, source="test")
     row = _judged(with_launches([1.0]), with_launches([0.97]), prior)
     assert row.result == "OK"
@@ -427,7 +427,7 @@ def test_times_of_other_threads_are_not_compared(device: str, refused: bool) -> 
 
 
 def test_a_launch_with_evidence_against_it_does_not_count() -> None:
-    """The others do; where none is left the time is INVALID, with the evidence, on either side."""
+    """The others do; where none is left the time is UNDECIDED, with the evidence, on either side."""
     head = with_launches([1.0, 5.0])
     make_invalid(head.launches[1], "GPU 0 was throttled for 3 s.")
     assert _counts(with_launches([1.0]), head) == (1, 1)

@@ -58,8 +58,8 @@ def run_promote(arguments: argparse.Namespace) -> int:
     ]
     newest = max(kept, key=lambda one: one.number, default=None)
     path: Path | None = arguments.to or (None if newest is None else newest.path)
-    objections = list(_unfit(candidate))
-    status, verdicts = 1 if objections else 0, None
+    refused = list(_unfit(candidate))
+    status, verdicts = 1 if refused else 0, None
     if path is not None and path.exists():
         present = references.resolve(str(path), store)
         base = present.report()
@@ -72,22 +72,22 @@ def run_promote(arguments: argparse.Namespace) -> int:
         baseline = present.baseline(present.name, base)
         verdicts = judge(base, whole, policy, today=today_of(arguments), baseline=baseline)
         if found := exit_status(verdicts, policy):
-            objections.append(headline.describe(headline.decide(verdicts, policy)))
+            refused.append(headline.describe(headline.decide(verdicts, policy)))
             status = status or found
     if status and arguments.force is None:
-        for text in objections:
+        for text in refused:
             complain(f"{arguments.report} is not promoted: {text}")
         complain("remove the cause and measure again, or pass --force REASON, which the baseline keeps")
         return status
-    promotion = Promotion(reason=arguments.force, objections=objections) if objections else None
+    promotion = Promotion(reason=arguments.force, refused=refused) if refused else None
     promoted = msgspec.structs.replace(candidate, verdicts=verdicts, promotion=promotion)
     try:
         written = _write(promoted, arguments.to, store, kept)
     except OSError as error:
         raise ValueError(f"baseline {arguments.to or store}: cannot be written: {file.one_line(error)}") from None
     show(f"promoted: {arguments.report} is the baseline {written}")
-    if objections:
-        show(f"by force, in spite of: {'; '.join(objections)}")
+    if refused:
+        show(f"by force, in spite of: {'; '.join(refused)}")
     return 0
 
 
