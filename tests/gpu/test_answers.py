@@ -16,7 +16,7 @@ from pytest_llmgpu.analysis import answers
 from pytest_llmgpu.inference import models
 from pytest_llmgpu.inference.cuda_graphs import GraphedDecoder
 from pytest_llmgpu.inference.tasks.hellaswag import HellaSwag
-from pytest_llmgpu.profiling import nvml
+from pytest_llmgpu.profiling import machine, nvml
 from pytest_llmgpu.ranks import worker
 from pytest_llmgpu.ranks.worker import RankState
 from pytest_llmgpu.report.derived import LOGLIKELIHOOD_TOLERANCES, decode, typical_difference
@@ -175,9 +175,7 @@ def test_a_case_is_the_same_alone_and_in_a_sweep(plain: _Plain) -> None:
 
 def test_uuids_join_nvml_and_torch() -> None:
     """Memory and profile of a device are joined by its UUID, which is the same in torch and NVML."""
-    known = {gpu.uuid for gpu in nvml.inventory().gpus}
-    devices = range(torch.cuda.device_count())
-    assert {f"GPU-{torch.cuda.get_device_properties(device).uuid}" for device in devices} <= known
+    assert {found.uuid for found in machine.probe().devices} <= {found.uuid for found in nvml.inventory().gpus}
 
 
 def _layers(state: RankState) -> list[str]:

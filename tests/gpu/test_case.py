@@ -14,6 +14,9 @@ from support import gpu
 from support.gpu import LAYERS
 
 from pytest_llmgpu.ranks import work
+from pytest_llmgpu.ranks.group import RankGroup
+from pytest_llmgpu.ranks.local import LocalLauncher
+from pytest_llmgpu.ranks.worker import RankState
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.work import RankWork, Work
@@ -279,9 +282,8 @@ def test_a_memory_cap_makes_large_batches_run_out_of_memory(tmp_path: Path, mode
     assert failure.evidence
 
 
-@pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")
-def test_fakes_are_like_the_records_of_this_torch() -> None:
-    """What the parser relies on: kernels carry the correlation id of their launch, ranges are annotations."""
+def _records(_state: RankState) -> list[work.Record]:
+    """In a rank: record a product that belongs to a module and a sum that belongs to none."""
     from torch.profiler import ProfilerActivity, profile, record_function
 
     tensor = torch.ones(1024, 1024, device="cuda")
@@ -291,7 +293,17 @@ def test_fakes_are_like_the_records_of_this_torch() -> None:
                 product = tensor @ tensor
             product.sum().item()
     results: Any = recorded.profiler
-    records = work.read_records(results.kineto_results.events())
+    return work.read_records(results.kineto_results.events())
+
+
+def test_fakes_are_like_the_records_of_this_torch(tmp_path: Path) -> None:
+    """What the parser relies on: kernels carry the correlation id of their launch, ranges are annotations."""
+    # A rank, because a CUDA context of this process would stay on the GPU and disturb the cases of later tests.
+    group = RankGroup(LocalLauncher(tmp_path), [{}])
+    try:
+        (records,) = group.ask(_records, phase="forward", timeout_s=gpu.WAIT_S)
+    finally:
+        group.kill()
     found = work.attribute(records)
     assert {module for module, _ in found.kernels} == {"lm_head", work.OUTSIDE}
     assert not any(record.device is not None and record.name.startswith("llmgpu:") for record in records)
