@@ -173,11 +173,10 @@ def parse(data: bytes, name: str) -> Report:
         except (ValueError, RecursionError) as error:
             raise ValueError(f"is not valid JSON: {error}") from None
         if version != SCHEMA_VERSION:
-            found = (
-                f"schema_version {version} is {'newer' if version > SCHEMA_VERSION else 'older'} than {SCHEMA_VERSION}"
-            )
-            advice = "; upgrade pytest-llmgpu" if version > SCHEMA_VERSION else " and not read; measure it again"
-            raise ValueError(found + advice)  # noqa: TRY301 - the name of the report is added below
+            newer = version > SCHEMA_VERSION
+            advice = "; upgrade pytest-llmgpu" if newer else " and not read; measure it again"
+            found = f"schema_version {version} is {'newer' if newer else 'older'} than {SCHEMA_VERSION}{advice}"
+            raise ValueError(found)  # noqa: TRY301 - the name of the report is added below
         try:
             report = msgspec.json.decode(text, type=Report)
             _check(report.cases)

@@ -149,9 +149,8 @@ def _figure(unit: str, value: float | None, launches: Sequence[float] = ()) -> F
     if value is None or not math.isfinite(value):
         return None
     several = len(launches) > 1 and all(map(math.isfinite, launches))
-    return Figure(
-        unit=unit, value=value, low=min(launches) if several else None, high=max(launches) if several else None
-    )
+    low, high = (min(launches), max(launches)) if several else (None, None)
+    return Figure(unit=unit, value=value, low=low, high=high)
 
 
 def _median(unit: str, launches: Sequence[float]) -> Figure | None:
@@ -166,19 +165,13 @@ def _rate(result: CaseResult, value: float | None, count: Callable[[Launch], int
 def _accuracy(result: CaseResult) -> Figure | None:
     """Return the accuracy; None for random weights, whose accuracy is chance."""
     metric = accuracy_metric(result)
-    value = result.acc if metric == "acc" else result.acc_norm
-    return None if result.case.load_format == "dummy" else _figure(metric, value)
+    return None if result.case.load_format == "dummy" else _figure(metric, getattr(result, metric))
 
 
 def _medians(result: CaseResult, name: str) -> list[float]:
     """Return the median of a column of the generation for each launch that has it."""
     columns = [getattr(launch.generation, name) for launch in result.launches if launch.generation is not None]
     return [statistics.median(column) for column in columns if column]
-
-
-def _kv_cache(result: CaseResult) -> Figure | None:
-    texts = generated(result)
-    return None if texts is None else _figure("bytes", float(texts.kv_cache_bytes))
 
 
 def _token_traffic(result: CaseResult) -> Figure | None:
@@ -251,16 +244,12 @@ def _sent(value: float) -> str:
 
 
 def _operations(value: float) -> str:
-    unit, name = next(
-        ((unit, name) for unit, name in ((1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP")) if value >= unit),
-        (1.0, "FLOP"),
-    )
-    return f"{value / unit:,.5g} {name}"
+    units = ((1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (-math.inf, "FLOP"))
+    unit, name = next((unit, name) for unit, name in units if value >= unit)
+    return f"{value / max(1.0, unit):,.5g} {name}"
 
 
 _counted = "{:,.0f}".format
-
-
 _ITEMS = "Read the items in `lost` of the verdict's row in the report."
 
 METRICS: tuple[MetricSpec, ...] = (
@@ -338,14 +327,10 @@ METRICS: tuple[MetricSpec, ...] = (
     ),
     MetricSpec(
         name="kv_cache",
-        figure=_kv_cache,
+        figure=lambda result: _figure("bytes", texts.kv_cache_bytes) if (texts := generated(result)) else None,
         exported=Exported(column="kv_cache_bytes"),
     ),
-    MetricSpec(
-        name="token_traffic",
-        figure=_token_traffic,
-        exported=Exported(column="wire_bytes_per_token"),
-    ),
+    MetricSpec(name="token_traffic", figure=_token_traffic, exported=Exported(column="wire_bytes_per_token")),
     MetricSpec(
         name="sequences",
         bigger_is_better=True,
@@ -381,13 +366,7 @@ METRICS: tuple[MetricSpec, ...] = (
         trended=Trended(title="accuracy (%)", scale=0.01),
     ),
     MetricSpec(
-        name="predictions",
-        rule="answers",
-        gate=False,
-        points=True,
-        unit="acc",
-        written=_points,
-        next_step=_ITEMS,
+        name="predictions", rule="answers", gate=False, points=True, unit="acc", written=_points, next_step=_ITEMS
     ),
     MetricSpec(
         name="flops",

@@ -133,26 +133,35 @@ def _number(text: str) -> float:
         return math.nan
 
 
+_PARSERS = {
+    None: switch,
+    "FRACTION": fraction,
+    "ITEMS": whole,
+    "N": whole,
+    "N[,N]": size_list,
+    "NAME": save_name,
+    "NAME[,NAME]": names,
+    "SECONDS": seconds,
+    "SIZE": memory_size,
+}
+"""Placeholder of a value in the help to the function that returns it, or raises ValueError; others are `text`."""
+
+
 def _option(
-    parse: Callable[[str], Any],
-    default: str | None,
     metavar: str | None,
     help: str,  # noqa: A002 - argparse's word
+    default: str | None = None,
     *,
+    parse: Callable[[str], Any] | None = None,
     flag: str | None = None,
     bare: str | None = None,
 ) -> Any:
-    """Declare an option.
+    """Declare an option. Its `default` is a text, or None for None.
 
-    Args:
-        parse: function that returns the value of a text, or raises ValueError.
-        default: text of the default value; None for None.
-        metavar: placeholder of the value in the help; None for a flag without a value, which is true or false in ini
-            files and markers.
-        help: text for `pytest --help`.
-        flag: flag on the command line; None for `--llmgpu-` and the field's name.
-        bare: value of the flag if it is given without one; None if it must have one.
+    `metavar` is None for true and false, `parse` for the function of `metavar`, `flag` for `--llmgpu-` and the field's
+    name. `bare` is the value of a flag that is given without one; None if it must have one.
     """
+    parse = parse or _PARSERS.get(metavar, text)
     metadata = {"parse": parse, "metavar": metavar, "help": help, "flag": flag, "text": default, "bare": bare}
     return dataclasses.field(default=None if default is None else parse(default), metadata=metadata)
 
@@ -166,12 +175,7 @@ def _choice(allowed: str, help: str, *, default: str | None = "") -> Any:  # noq
             raise ValueError(f"allowed are {', '.join(words)}{guess(text, words)}")
         return text
 
-    return _option(parse, words[0] if default == "" else default, f"{{{','.join(words)}}}", help)
-
-
-def _switch(help: str) -> Any:  # noqa: A002
-    """Declare an option that is off by default."""
-    return _option(switch, "false", None, help)
+    return _option(f"{{{','.join(words)}}}", help, words[0] if default == "" else default, parse=parse)
 
 
 GATE_OPTIONS = ("policy", "strict", "allow_no_baseline")
@@ -189,22 +193,20 @@ class Options:
     """Values of all options for one test. Field names are marker arguments and, with the prefix `llmgpu_`, ini keys."""
 
     strategy: tuple[str, ...] = _option(
-        names,
-        "mp",
         "NAME[,NAME]",
         "strategies to measure: mp (layers spread over the GPUs), tp (tensor parallel), iok (tp with DeepSpeed's "
         "kernels), compile (tp with torch.compile, also on one GPU), a registered strategy, or module:attribute",
+        "mp",
         flag="--strategy",
     )
     model: str = _option(
-        text,
-        "bundled",
         "MODEL",
         "bundled, a directory, a hub id, or a preset (llama-7b, llama-13b, llama-30b, llama-65b, llama-3-8b) with "
         "dummy weights",
+        "bundled",
     )
-    revision: str | None = _option(text, None, "REV", "branch, tag or commit of a hub model")
-    tokenizer: str | None = _option(text, None, "DIR", "directory or hub id of the tokenizer (default: the model's)")
+    revision: str | None = _option("REV", "branch, tag or commit of a hub model")
+    tokenizer: str | None = _option("DIR", "directory or hub id of the tokenizer (default: the model's)")
     add_bos: str = _choice(
         "auto yes no",
         "begin texts with the beginning-of-sequence token, as add_bos_token in lm-evaluation-harness; auto: as the "
@@ -215,20 +217,19 @@ class Options:
         "auto float32 float16 bfloat16", "dtype of weights and activations (auto: float16 on GPUs, float32 on a CPU)"
     )
     device: str = _choice("auto cuda cpu", "auto: every visible GPU, else the CPU")
-    devices: int | None = _option(whole, None, "N", "number of devices (default: every visible GPU; 1 on a CPU)")
+    devices: int | None = _option("N", "number of devices (default: every visible GPU; 1 on a CPU)")
     launcher: str = _choice(
         "local env",
         "local: start the ranks on this machine; env: start one rank for each process that torchrun, srun or "
         "`llmgpu ray` started, on one or several nodes",
     )
     dataset: str = _option(
-        text,
-        "bundled",
         "DATASET",
         "bundled, hellaswag (from the hub), or a JSON Lines file (.jsonl, .jsonl.gz) whose lines have activity_label, "
         "ctx_a, ctx_b, endings and label, or a prompt (workload generate)",
+        "bundled",
     )
-    limit: int | None = _option(whole, None, "ITEMS", "use only the first items of the dataset")
+    limit: int | None = _option("ITEMS", "use only the first items of the dataset")
     workload: str | None = _choice(
         "score generate",
         "score: log-likelihoods of endings; generate: continue the context of each item greedily (default: generate "
@@ -236,25 +237,22 @@ class Options:
         default=None,
     )
     prompt_tokens: int | None = _option(
-        whole, None, "N", "workload generate: tokens that are kept of each prompt, the last ones (default: 96)"
+        "N", "workload generate: tokens that are kept of each prompt, the last ones (default: 96)"
     )
     new_tokens: int | None = _option(
-        whole,
-        None,
         "N",
         "workload generate: tokens generated for each prompt, end-of-sequence tokens ignored (default: 64); the "
         "argument new_tokens of measure wins over it",
     )
     batch_sizes: tuple[int, ...] = _option(
-        size_list,
-        "1,2,4,8,16,32,64",
-        "N[,N]",
-        "batch sizes, in sequences per forward (an item of HellaSwag has 4 sequences)",
+        "N[,N]", "batch sizes, in sequences per forward (an item of HellaSwag has 4 sequences)", "1,2,4,8,16,32,64"
     )
-    find_max_batch: bool = _switch(
-        "after a batch size ran out of memory, search the largest batch size that fits by measuring sizes in between"
+    find_max_batch: bool = _option(
+        None,
+        "after a batch size ran out of memory, search the largest batch size that fits by measuring sizes in between",
+        "false",
     )
-    gpu_memory: int | None = _option(memory_size, None, "SIZE", "cap on each GPU's memory, such as 32GiB")
+    gpu_memory: int | None = _option("SIZE", "cap on each GPU's memory, such as 32GiB")
     cuda_graphs: str = _choice(
         "auto on off",
         "replay forwards from CUDA graphs; auto: where they can be recorded (not for mp over several GPUs) and the "
@@ -276,65 +274,60 @@ class Options:
         "after each case, run forwards that are not measured and record their kernels, ops, FLOPs and CUDA calls",
     )
     tp_backend: str = _choice("transformers deepspeed", "library that implements tp")
-    iok_stock: bool = _switch("use DeepSpeed's own binding of the kernels for iok, including its wrong residual sum")
+    iok_stock: bool = _option(
+        None, "use DeepSpeed's own binding of the kernels for iok, including its wrong residual sum", "false"
+    )
     iok_min_tokens: int | None = _option(
-        whole,
-        None,
         "N",
         "tokens per sequence that iok's workspace must hold (default: the longest sequence; 1: DeepSpeed's own limit, "
         "with wrong answers if memory holds fewer tokens than the longest sequence has)",
     )
     launches: int = _option(
-        whole,
-        "1",
         "N",
         "measure every case in N launches of its processes, all cases in turn; the gate distinguishes a change from "
         "noise by the differences between launches",
+        "1",
     )
-    sample_period: float = _option(seconds, "1/6", "SECONDS", "sampling period of the GPU profile")
+    sample_period: float = _option("SECONDS", "sampling period of the GPU profile", "1/6")
     profile_method: Literal["auto", "polling"] = _choice(
         "auto polling",
         "how NVML is read; auto: counters and averages that cover all of the time, where a GPU has them; polling: one "
         "PCIe window of 20 ms, utilisation and memory in each period, the method of Shin et al. 2024",
     )
-    timeout: float = _option(seconds, "600", "SECONDS", "time limit until the next batch is finished")
-    load_timeout: float = _option(seconds, "1800", "SECONDS", "time limit for starting processes and loading the model")
-    json: str = _option(str, ".llmgpu/last.json", "PATH", "report to write, .json or .json.gz; empty for no report")
-    save: str | None = _option(save_name, None, "NAME", "keep this run in the store, optionally under a name", bare="")
-    storage: str = _option(text, ".llmgpu", "DIR", "folder of the store")
+    timeout: float = _option("SECONDS", "time limit until the next batch is finished", "600")
+    load_timeout: float = _option("SECONDS", "time limit for starting processes and loading the model", "1800")
+    json: str = _option(
+        "PATH", "report to write, .json or .json.gz; empty for no report", ".llmgpu/last.json", parse=str
+    )
+    save: str | None = _option("NAME", "keep this run in the store, optionally under a name", bare="")
+    storage: str = _option("DIR", "folder of the store", ".llmgpu")
     resume: str | None = _option(
-        text,
-        None,
         "REPORT",
         "continue the session of this report with the cases that are missing, on the same machine and commit with the "
         "same options; the tests of the other cases get their results from it",
     )
     compare: str | None = _option(
-        text,
-        None,
         "REF",
         "compare this run with a report and fail on regressions: a path, git:REV:PATH, or a report of the store by its "
         "number, name, commit, or latest (which moves with every run, so that small regressions add up unnoticed)",
     )
     policy: str | None = _option(
-        text,
-        None,
         "PATH",
         "thresholds of the gate, a TOML file or git:REV:PATH, which a change cannot edit (default: [tool.llmgpu.gate] "
         "of pyproject.toml)",
     )
-    strict: bool | None = _option(switch, None, None, "fail if a gated figure is undecided")
+    strict: bool | None = _option(None, "fail if a gated figure is undecided")
     allow_no_baseline: bool | None = _option(
-        switch, None, None, "pass although nothing could be compared, because there is no baseline"
+        None, "pass although nothing could be compared, because there is no baseline"
     )
     html: str | None = _option(
-        text, None, "PATH", "HTML page to write at the end, .html; it needs no network (requires the extra `report`)"
+        "PATH", "HTML page to write at the end, .html; it needs no network (requires the extra `report`)"
     )
     accuracy_baseline: float | None = _option(
-        fraction, None, "FRACTION", "accuracy to reach (default: the registered or published one, if known)"
+        "FRACTION", "accuracy to reach (default: the registered or published one, if known)"
     )
     accuracy_metric: str = _choice("acc_norm acc", "accuracy metric that is compared with the baseline")
-    accuracy_tolerance: float = _option(fraction, "0.01", "FRACTION", "allowed difference below the baseline")
+    accuracy_tolerance: float = _option("FRACTION", "allowed difference below the baseline", "0.01")
 
     def in_force(self) -> dict[str, Any]:
         """Return flag to value of all options, for the report."""
