@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -141,12 +140,11 @@ def test_a_command_is_measured_by_itself(script: Callable[[str], ModuleType], tm
         sizes = {"cases": 1, "batches": 2, "items": 1, "launches": 1, "devices": 1}
         judging.write(tmp_path / name, seed, **sizes, rows_of_work=0, ranks_of_work=1)
     held = b"x" * (256 * MIB)
-    for code in (judging.JUDGE, judging.COMPARE):
-        found = judging.measured(code, [tmp_path / "base", tmp_path / "head"])
-        assert 10 < found["peak_mb"] < len(held) / MIB
+    found = judging.measured([tmp_path / "base", tmp_path / "head"])
+    assert 10 < found["peak_mb"] < len(held) / MIB
     assert min(found["wall_s"], found["cpu_s"]) > 0
-    with pytest.raises(subprocess.CalledProcessError):
-        judging.measured(judging.COMPARE, [tmp_path / "base", tmp_path / "nowhere"])
+    with pytest.raises(ValueError, match="could not read"):
+        judging.measured([tmp_path / "base", tmp_path / "nowhere"])
 
 
 def test_lateness_and_missed_ticks_come_from_the_stream(script: Callable[[str], ModuleType]) -> None:
