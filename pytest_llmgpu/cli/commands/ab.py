@@ -11,7 +11,6 @@ from pytest_llmgpu.cli import launches, subprocesses, worktrees
 from pytest_llmgpu.cli.arguments import add_rules, add_switches, today_of
 from pytest_llmgpu.cli.launches import LETTERS, Version, add_command, policy_at, prepare
 from pytest_llmgpu.cli.output import color, show
-from pytest_llmgpu.cli.worktrees import Worktree
 from pytest_llmgpu.gate import ab, judge
 from pytest_llmgpu.gate.ab import Both, Side
 from pytest_llmgpu.gate.judge import exit_status
@@ -55,50 +54,30 @@ def run_ab(arguments: argparse.Namespace) -> int:
     launches.check(arguments.command)
     references = arguments.base_ref, arguments.head_ref
     with subprocesses.interruptible(), worktrees.checked_out(references) as trees:
-        job = _Job(arguments, trees)
-        prepare(job.versions, arguments.setup)
-        verdicts = job.measured()
-        conclusion = verdict_tables.conclusion(verdicts, job.policy, color())
-        table = verdict_tables.table(verdicts, job.policy, color())
-        show(f"\n{conclusion}\n\n{table}\n{job.policy_in_words}")
-        show(f"reports, policy and logs: {_KEPT / job.kept.name}")
-    return exit_status(verdicts, job.policy)
+        looks = ab.looks(arguments.launches)
+        policy, in_words = policy_at(trees[0], arguments)
+        policy = ab.split(policy, len(looks))
+        kept = launches.kept(_KEPT, "_".join(tree.sha[:LETTERS] for tree in trees))
+        (kept / "policy.toml").write_text(dump_policy(policy), encoding="utf-8")
+        versions = [Version(side, tree, kept) for side, tree in zip(ab.SIDES, trees, strict=True)]
+        prepare(versions, arguments.setup)
 
+        def measure(side: Side, number: int, deselected: Sequence[str]) -> Report:
+            return versions[ab.SIDES.index(side)].launch(arguments.command, number, deselected)
 
-class _Job:
-    """The measurement of two commits in their worktrees."""
+        def judge_both(both: Both) -> Verdicts:
+            data = file.encode(both.base, compressed=True)
+            file.dump(both.base, kept / "base.json.gz")
+            sha256 = hashlib.sha256(data).hexdigest()
+            baseline = Baseline(name=trees[0].reference, sha256=sha256, commit=trees[0].sha)
+            today = today_of(arguments)
+            verdicts = judge.judge(both.base, both.head, policy, today=today, baseline=baseline, in_turn=True)
+            both.head.verdicts = verdicts
+            file.dump(both.head, kept / "head.json.gz")
+            return verdicts
 
-    def __init__(self, arguments: argparse.Namespace, trees: Sequence[Worktree]) -> None:
-        self._arguments = arguments
-        self._looks = ab.looks(arguments.launches)
-        policy, self.policy_in_words = policy_at(trees[0], arguments)
-        self.policy = ab.split(policy, len(self._looks))
-        self.kept = launches.kept(_KEPT, "_".join(tree.sha[:LETTERS] for tree in trees))
-        self.versions = [Version(side, tree, self.kept) for side, tree in zip(ab.SIDES, trees, strict=True)]
-        """The commits in the order of `ab.SIDES`."""
-
-    def measured(self) -> Verdicts:
-        """Measure both commits and return the last verdicts; the head's report has them too."""
-        (self.kept / "policy.toml").write_text(dump_policy(self.policy), encoding="utf-8")
-        _, verdicts = ab.compare(
-            self._measure, self._judge, lambda found: ab.undecided(found, self.policy), self._looks
-        )
-        return verdicts
-
-    def _measure(self, side: Side, number: int, deselected: Sequence[str]) -> Report:
-        return self.versions[ab.SIDES.index(side)].launch(self._arguments.command, number, deselected)
-
-    def _judge(self, both: Both) -> Verdicts:
-        data = file.encode(both.base, compressed=True)
-        file.dump(both.base, self.kept / "base.json.gz")
-        tree = self.versions[0].tree
-        both.head.verdicts = judge.judge(
-            both.base,
-            both.head,
-            self.policy,
-            today=today_of(self._arguments),
-            baseline=Baseline(name=tree.reference, sha256=hashlib.sha256(data).hexdigest(), commit=tree.sha),
-            in_turn=True,
-        )
-        file.dump(both.head, self.kept / "head.json.gz")
-        return both.head.verdicts
+        _, verdicts = ab.compare(measure, judge_both, lambda found: ab.undecided(found, policy), looks)
+        conclusion = verdict_tables.conclusion(verdicts, policy, color())
+        show(f"\n{conclusion}\n\n{verdict_tables.table(verdicts, policy, color())}\n{in_words}")
+        show(f"reports, policy and logs: {_KEPT / kept.name}")
+    return exit_status(verdicts, policy)
