@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from support.faked_runs import BENCHMARK, FakedRuns
+from support.faked_runs import FakedRuns
 
 
 @pytest.fixture
-def runs(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> FakedRuns:
+def runs(runs: FakedRuns) -> FakedRuns:
     """Return a function that runs a benchmark of which batch sizes up to 13 fit."""
-    faked = FakedRuns(pytester, fits=13)
-    faked.start(monkeypatch)
-    pytester.makepyfile(test_it=BENCHMARK)
-    return faked
+    runs.fits = 13
+    return runs
 
 
 def _outcomes(runs: FakedRuns) -> dict[str, str]:

@@ -48,15 +48,6 @@ _MISBEHAVING = """
 """
 
 
-@pytest.fixture
-def faked(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> FakedRuns:
-    """Return a function that runs pytest with measurements of no process: nothing but pytest's part is tested."""
-    runs = FakedRuns(pytester)
-    runs.start(monkeypatch)
-    pytester.makepyfile(test_it=BENCHMARK)
-    return runs
-
-
 def _flags(pytester: pytest.Pytester, sizes: str) -> list[str]:
     """Return the flags of a real run."""
     tiny_model.write_dataset(pytester.path / "items.jsonl")
@@ -234,7 +225,7 @@ def _read_all(descriptor: int) -> str:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_every_signal_that_ends_a_run_loses_no_report(
-    pytester: pytest.Pytester, faked: FakedRuns, number: signal.Signals
+    pytester: pytest.Pytester, runs: FakedRuns, number: signal.Signals
 ) -> None:
     """Termination and a closed terminal end a run as Ctrl-C does."""
 
@@ -243,27 +234,27 @@ def test_every_signal_that_ends_a_run_loses_no_report(
             os.kill(os.getpid(), number)
         return float(size)
 
-    faked.seconds = seconds
+    runs.seconds = seconds
     with pytest.raises(KeyboardInterrupt):
-        faked()
+        runs()
     assert _outcomes(pytester) == {"mp-bs1": "completed"}
     assert (_report(pytester).session.complete, _report(pytester).session.interrupted) == (False, True)
 
 
-def test_out_of_memory_is_no_failure_unless_nothing_fits(pytester: pytest.Pytester, faked: FakedRuns) -> None:
+def test_out_of_memory_is_no_failure_unless_nothing_fits(pytester: pytest.Pytester, runs: FakedRuns) -> None:
     """A series of which nothing fits fails, except with `expect_oom`; also if its last test skips itself."""
-    faked.fits = 1
-    result = faked()
+    runs.fits = 1
+    result = runs()
     assert result.ret == 0
     result.stdout.fnmatch_lines(["*1 passed, 2 oom*"])
-    faked.fits = 0
-    result = faked()
+    runs.fits = 0
+    result = runs()
     assert result.ret == 1
     result.stdout.fnmatch_lines(["*no batch size of this model and strategy completed*", "*1 failed, 2 oom*"])
     assert _report(pytester).session.failed_tests == 1
     marker = "@pytest.mark.llmgpu(expect_oom=True)"
     pytester.makepyfile(test_it=f"import pytest\n\n{marker}\n{textwrap.dedent(BENCHMARK)}")
-    result = faked()
+    result = runs()
     assert result.ret == 0
     result.stdout.fnmatch_lines(["*3 oom*"])
     pytester.makepyfile(
@@ -276,16 +267,16 @@ def test_out_of_memory_is_no_failure_unless_nothing_fits(pytester: pytest.Pytest
             measure(llm, hellaswag, batch_size)
         """
     )
-    result = faked(sizes="1,4")
+    result = runs(sizes="1,4")
     assert result.ret == 1
     result.stdout.fnmatch_lines(["*1 skipped, 1 oom*"])
     result.stdout.fnmatch_lines(["FAILED mp, *: out of memory, and nothing completed"])
 
 
-def test_wrong_answers_fail(pytester: pytest.Pytester, faked: FakedRuns) -> None:
+def test_wrong_answers_fail(pytester: pytest.Pytester, runs: FakedRuns) -> None:
     """An accuracy below the baseline fails the test."""
-    faked.right = lambda _: 0
-    result = faked("--llmgpu-accuracy-baseline=0.95", sizes="1")
+    runs.right = lambda _: 0
+    result = runs("--llmgpu-accuracy-baseline=0.95", sizes="1")
     assert result.ret == 1
     result.stdout.fnmatch_lines(["*below the baseline of 95.0 %*", "*1 failed*"])
     (case,) = _report(pytester).cases
@@ -316,29 +307,29 @@ def test_wrong_answers_fail(pytester: pytest.Pytester, faked: FakedRuns) -> None
     ],
 )
 def test_bad_input_is_refused_before_anything_starts(
-    pytester: pytest.Pytester, faked: FakedRuns, flags: list[str], complaint: str
+    pytester: pytest.Pytester, runs: FakedRuns, flags: list[str], complaint: str
 ) -> None:
     """A wrong value is a usage error in one line, without a report."""
     (pytester.path / "broken.jsonl").write_text((pytester.path / "items.jsonl").read_text().replace('"1"}', '"9"}'))
-    result = faked(*flags)
+    result = runs(*flags)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines([f"ERROR: {complaint}"])
     assert "Traceback" not in result.stdout.str() + result.stderr.str()
     assert not (pytester.path / ".llmgpu").exists()
 
 
-def test_a_gpu_that_torch_cannot_use_is_refused(faked: FakedRuns, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_torch_cannot_use_is_refused(runs: FakedRuns, monkeypatch: pytest.MonkeyPatch) -> None:
     """A torch without CUDA on a machine with GPUs is refused."""
     gpu = Gpu(index=0, uuid="GPU-0", name="NVIDIA H200", memory_bytes=1)
     monkeypatch.setattr(nvml, "inventory", lambda: Inventory(gpus=[gpu]))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    result = faked()
+    result = runs()
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["ERROR: *1 x NVIDIA H200*cannot use CUDA*--llmgpu-device=cpu*"])
-    assert faked("--llmgpu-device=cpu", sizes="8").ret == 0
+    assert runs("--llmgpu-device=cpu", sizes="8").ret == 0
 
 
-def test_a_marker_chooses_for_one_test(pytester: pytest.Pytester, faked: FakedRuns) -> None:
+def test_a_marker_chooses_for_one_test(pytester: pytest.Pytester, runs: FakedRuns) -> None:
     """A marker gives a test its own batch sizes and dataset."""
     pytester.makepyfile(
         test_it="""
@@ -354,7 +345,7 @@ def test_a_marker_chooses_for_one_test(pytester: pytest.Pytester, faked: FakedRu
     pytester.makeini("[pytest]\nllmgpu_batch_sizes = 8\n")
     result = pytester.runpytest_inprocess("--collect-only", "-q")
     result.stdout.fnmatch_lines(["*test_marked?mp-bs2?", "*test_marked?mp-bs3?"])
-    faked(sizes="2,3").assert_outcomes(passed=2)
+    runs(sizes="2,3").assert_outcomes(passed=2)
 
 
 @pytest.mark.parametrize(
@@ -393,18 +384,18 @@ def test_a_bad_marker_fails_its_test_in_one_line(pytester: pytest.Pytester, mark
     ],
 )
 def test_a_wrong_argument_fails_before_a_model_loads(
-    pytester: pytest.Pytester, faked: FakedRuns, call: str, complaint: str
+    pytester: pytest.Pytester, runs: FakedRuns, call: str, complaint: str
 ) -> None:
     """A wrong argument fails the test in one line."""
     pytester.makepyfile(test_it=f"def test_wrong(llm, hellaswag, measure):\n    {call}\n")
-    result = faked()
-    assert (result.ret, set(faked.did)) == (1, {"end"})
+    result = runs()
+    assert (result.ret, set(runs.did)) == (1, {"end"})
     result.stdout.fnmatch_lines([complaint, "*1 failed*"])
     assert "fixtures.py" not in result.stdout.str()
     assert "ValueError" not in result.stdout.str()
 
 
-def test_a_failing_function_shows_why_without_frames_of_ours(pytester: pytest.Pytester, faked: FakedRuns) -> None:
+def test_a_failing_function_shows_why_without_frames_of_ours(pytester: pytest.Pytester, runs: FakedRuns) -> None:
     """An error on a rank fails the test, and out of memory is shown as OOM; if nothing completed, the run fails."""
     pytester.makepyfile(
         test_it="""
@@ -441,7 +432,7 @@ def test_a_failing_function_shows_why_without_frames_of_ours(pytester: pytest.Py
             llm.run(oom)
         """
     )
-    result = faked("-v", sizes="1,4")
+    result = runs("-v", sizes="1,4")
     result.stdout.fnmatch_lines(
         [
             "*test_oom?mp-bs1? OOM*",
@@ -461,7 +452,7 @@ def test_a_failing_function_shows_why_without_frames_of_ours(pytester: pytest.Py
     assert "plugin/fixtures.py" not in text
 
 
-def test_a_model_of_the_suite_cannot_be_measured(pytester: pytest.Pytester, faked: FakedRuns) -> None:
+def test_a_model_of_the_suite_cannot_be_measured(pytester: pytest.Pytester, runs: FakedRuns) -> None:
     """The message names the object and the fixture that hides ours."""
     pytester.makepyfile(
         test_it="""
@@ -476,7 +467,7 @@ def test_a_model_of_the_suite_cannot_be_measured(pytester: pytest.Pytester, fake
         """,
         test_other="def test_lambda(llm): llm.run(lambda loaded: 1)",
     )
-    result = faked()
+    result = runs()
     result.stdout.fnmatch_lines_random(
         [
             "measure: llm: dict is not allowed: *fixture of that name in the test suite*",
@@ -520,37 +511,37 @@ def test_a_suites_own_fixtures_are_left_alone(pytester: pytest.Pytester) -> None
     ],
 )
 def test_listing_starts_nothing(
-    pytester: pytest.Pytester, faked: FakedRuns, monkeypatch: pytest.MonkeyPatch, flags: list[str], shown: list[str]
+    pytester: pytest.Pytester, runs: FakedRuns, monkeypatch: pytest.MonkeyPatch, flags: list[str], shown: list[str]
 ) -> None:
     """Listing tests or fixtures probes no GPU and writes no report."""
     monkeypatch.setattr(machine, "probe", lambda: pytest.fail("torch was probed"))
-    result = faked(*flags)
+    result = runs(*flags)
     assert result.ret == 0
     result.stdout.fnmatch_lines_random(shown)
     assert not (pytester.path / ".llmgpu").exists()
 
 
-def test_deselected_cases_are_told_from_missing_ones(pytester: pytest.Pytester, faked: FakedRuns) -> None:
+def test_deselected_cases_are_told_from_missing_ones(pytester: pytest.Pytester, runs: FakedRuns) -> None:
     """The report has the tests that -k deselected."""
-    assert faked("-k", "bs4").ret == 0
+    assert runs("-k", "bs4").ret == 0
     session = _report(pytester).session
     assert session.complete
     assert session.deselected == ["test_it.py::test_hellaswag[mp-bs1]", "test_it.py::test_hellaswag[mp-bs8]"]
 
 
-def test_a_run_of_chosen_tests_is_told_from_a_whole_one(pytester: pytest.Pytester, faked: FakedRuns) -> None:
+def test_a_run_of_chosen_tests_is_told_from_a_whole_one(pytester: pytest.Pytester, runs: FakedRuns) -> None:
     """The report names the option that took out tests which pytest does not collect."""
-    faked.outcome = lambda size: "error" if size == 4 else "completed"
-    assert faked("test_it.py::test_hellaswag[mp-bs1]").ret == 0
+    runs.outcome = lambda size: "error" if size == 4 else "completed"
+    assert runs("test_it.py::test_hellaswag[mp-bs1]").ret == 0
     assert _report(pytester).session.deselected == [
         "tests not named on the command line",
         "parameters not named on the command line",
     ]
-    assert faked("test_it.py::test_hellaswag", sizes="1").ret == 0
+    assert runs("test_it.py::test_hellaswag", sizes="1").ret == 0
     assert _report(pytester).session.deselected == ["tests not named on the command line"]
-    assert faked(sizes="1,4", cached=True).ret == 1
+    assert runs(sizes="1,4", cached=True).ret == 1
     assert _report(pytester).session.deselected == []
-    faked("--lf", sizes="1,4", cached=True).assert_outcomes(failed=1)
+    runs("--lf", sizes="1,4", cached=True).assert_outcomes(failed=1)
     assert "--lf: tests that passed last time" in _report(pytester).session.deselected
 
 
@@ -568,7 +559,7 @@ def test_workers_of_xdist_measure_nothing(pytester: pytest.Pytester) -> None:
 
 
 def test_a_report_that_cannot_be_written_where_it_should_be_is_kept_elsewhere(
-    faked: FakedRuns, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    runs: FakedRuns, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A full disk fails the run and loses no table; the report is in the temporary folder."""
     dump = file.dump
@@ -580,7 +571,7 @@ def test_a_report_that_cannot_be_written_where_it_should_be_is_kept_elsewhere(
 
     monkeypatch.setattr(file, "dump", full)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    result = faked(sizes="8")
+    result = runs(sizes="8")
     assert result.ret == 1
     (kept,) = tmp_path.glob("llmgpu-*/last.json")
     assert [case.case.batch_size for case in file.load(kept).cases] == [8]
@@ -589,14 +580,14 @@ def test_a_report_that_cannot_be_written_where_it_should_be_is_kept_elsewhere(
 
 
 def test_a_folder_whose_name_is_not_utf8_loses_no_report(
-    pytester: pytest.Pytester, faked: FakedRuns, monkeypatch: pytest.MonkeyPatch
+    pytester: pytest.Pytester, runs: FakedRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Node ids, arguments and variables of other bytes are shown by their codes."""
     folder = pytester.path / os.fsdecode(b"caf\xe9")
     folder.mkdir()
     (pytester.path / "test_it.py").rename(folder / "test_it.py")
     monkeypatch.setenv("NCCL_DEBUG_FILE", os.fsdecode(b"/tmp/\xe9"))
-    result = faked(f"{folder.name}/", "--llmgpu-html=page.html", sizes="8")
+    result = runs(f"{folder.name}/", "--llmgpu-html=page.html", sizes="8")
     assert result.ret == 0
     report = _report(pytester)
     assert str(report.cases[0].nodeid).startswith(r"caf\udce9/test_it.py::test_hellaswag")
@@ -604,7 +595,7 @@ def test_a_folder_whose_name_is_not_utf8_loses_no_report(
     assert (pytester.path / "page.html").exists()
 
 
-def test_a_run_without_a_terminal_reporter_measures_all_the_same(pytester: pytest.Pytester, faked: FakedRuns) -> None:
+def test_a_run_without_a_terminal_reporter_measures_all_the_same(pytester: pytest.Pytester, runs: FakedRuns) -> None:
     """With `-p no:terminal` the report is the only output."""
-    assert faked("-p", "no:terminal", sizes="8").ret == 0
+    assert runs("-p", "no:terminal", sizes="8").ret == 0
     assert _outcomes(pytester) == {"mp-bs8": "completed"}

@@ -102,7 +102,7 @@ def test_a_strategy_and_a_task_beside_the_benchmarks_are_measured(pytester: pyte
 
 
 def test_strategies_are_chosen_by_place_and_from_installed_packages(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+    runs: FakedRuns, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A place needs no hook; a package registers a strategy by its entry point."""
     site = pytester.mkdir("site")
@@ -112,8 +112,6 @@ def test_strategies_are_chosen_by_place_and_from_installed_packages(
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: far-strategies\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text("[pytest11]\nfar = far_strategies\n")
     monkeypatch.syspath_prepend(site)
-    runs = FakedRuns(pytester)
-    runs.start(monkeypatch)
     pytester.makepyfile(near=_own("near", "Near"), test_it=BENCHMARK)
     assert runs("--strategy=far,near:Near", sizes="8").ret == 0
     assert [(case.id, case.nodeid) for case in runs.report().cases] == [

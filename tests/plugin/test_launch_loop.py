@@ -6,7 +6,7 @@ import itertools
 from pathlib import Path
 
 import pytest
-from support.faked_runs import BENCHMARK, FakedRuns
+from support.faked_runs import FakedRuns
 from support.report_factory import make_result, make_traffic
 
 import pytest_llmgpu.plugin.launch_loop  # noqa: F401 - as in faked_runs
@@ -17,15 +17,6 @@ from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.report.report import Commit, Environment
 from pytest_llmgpu.session import recorder
 from pytest_llmgpu.session.recorder import Recorder
-
-
-@pytest.fixture
-def runs(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> FakedRuns:
-    """Return a function that runs a benchmark with stubbed measurements."""
-    faked = FakedRuns(pytester)
-    faked.start(monkeypatch)
-    pytester.makepyfile(test_it=BENCHMARK)
-    return faked
 
 
 def test_all_cases_run_once_a_launch_in_ascending_order(runs: FakedRuns) -> None:

@@ -5,11 +5,9 @@ from support.faked_runs import FakedRuns
 
 
 def test_batch_sizes_ascend_within_a_group_and_the_reference_runs_first(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+    runs: FakedRuns, pytester: pytest.Pytester
 ) -> None:
     """Each model is loaded once, and large batches run last; tests of one batch size keep their order."""
-    runs = FakedRuns(pytester)
-    runs.start(monkeypatch)
     pytester.makepyfile(
         own="""
         from pytest_llmgpu.strategies.mp import LayerParallel
@@ -37,12 +35,8 @@ def test_batch_sizes_ascend_within_a_group_and_the_reference_runs_first(
     assert ran == [name.format(strategy) for strategy in ("mp", "own:Own") for name in each]
 
 
-def test_what_a_marker_cannot_have_stops_its_own_test_alone(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_marker_cannot_have_stops_its_own_test_alone(runs: FakedRuns, pytester: pytest.Pytester) -> None:
     """A case that cannot be measured fails with its marker and the reason, and the others are measured."""
-    runs = FakedRuns(pytester)
-    runs.start(monkeypatch)
     pytester.makeini("[pytest]\nllmgpu_batch_sizes = 8\n")
     pytester.makepyfile(
         test_it="""

@@ -24,13 +24,6 @@ NASTY = (
 TODAY = datetime.date(2026, 1, 2)
 
 
-def without_traffic() -> Report:
-    """Return a report whose first case has no traffic."""
-    report = two_strategies()
-    report.cases[0].traffic = None
-    return report
-
-
 def two_strategies(factor: float = 1.0, *, sent: float = 40e6, oom: Sequence[int] = (64,)) -> Report:
     """Return a report of mp and tp at batch sizes 8 and 64; the sizes in `oom` are out of memory with tp."""
     results: list[CaseResult] = []

@@ -49,21 +49,6 @@ def make_invalid(launch: Launch, *disturbances: str, mhz: float | None = None) -
     )
 
 
-def make_busy(result: CaseResult, *pct: float, samples: int = 20) -> CaseResult:
-    """Set the utilisation of one GPU in the launches of a result, with its number of readings; return the result."""
-    for launch, mean in zip(result.launches, pct, strict=True):
-        busy = Metric(mean=mean, max=100.0, coverage=1.0, method="seen")
-        launch.profile = Profile(
-            period_s=0.1,
-            duration_s=1.0,
-            samples=samples,
-            missed=0,
-            lateness_p99_s=None,
-            devices=[DeviceProfile(index=0, uuid="GPU-0", metrics={"utilization_pct": busy})],
-        )
-    return result
-
-
 def make_traffic(calls: int = 64, ranks: int = 2, *, link: str | None = None, kind: str = "all_reduce") -> Traffic:
     """Return traffic of one kind, with 1 KiB per call and rank; without calls it is empty."""
     entry = {"collective": kind, "calls": calls, "payload_bytes": 1024 * calls, "wire_bytes": 1024 * calls}
