@@ -231,7 +231,7 @@ class Profiler:
             window.end_s = time.monotonic()
             self.mark()
             profile = self.slice(window.start_s, window.end_s, held_bytes)
-            window.profile = msgspec.structs.replace(profile, invalid=disturbances.describe(disturbances.find(profile)))
+            window.profile = msgspec.structs.replace(profile, invalid=disturbances.find(profile))
             with self._changed:
                 self._open.remove(window.start_s)
 

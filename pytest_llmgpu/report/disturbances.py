@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Literal
-
-import msgspec
 
 from pytest_llmgpu.report.result import HostUse, Launch, Profile
 from pytest_llmgpu.report.text import GIB, MIB
@@ -70,26 +68,15 @@ _POWER = ("throttled by power", "SM clock")
 """Beginnings of the sentences about power and heat."""
 
 
-class Disturbance(msgspec.Struct, frozen=True):
-    """One disturbance of one device."""
-
-    kind: Kind
-    """Kind of the disturbance."""
-    index: int
-    """NVML index of the device."""
-    value: float | str
-    """Value found: a message of NVML, percent of the window, MHz, processes of other programs, GiB, or a count."""
-    expected: float
-    """Value that it is compared with: MHz of the first case, or the number of processes of this run; else 0."""
-
-
 def find(
     profile: Profile,
     first: Profile | None = None,
     ranks_per_device: Mapping[str, int] | None = None,
     used_before: Mapping[str, int] = MappingProxyType({}),
-) -> list[Disturbance]:
-    """Return the disturbances of a profile by kind and device. A value that could not be read is none.
+) -> list[str]:
+    """Return one sentence for each kind of disturbance of a profile, with all its devices and without a full stop.
+
+    A value that could not be read is no disturbance.
 
     Args:
         profile: profile of the case.
@@ -99,11 +86,12 @@ def find(
         used_before: UUID to the bytes in use before any rank was started, if known.
     """
     clocks, first_clocks = clocks_mhz(profile), {} if first is None else clocks_mhz(first)
-    found: list[Disturbance] = []
+    found: dict[Kind, list[str]] = {}
     for device in profile.devices:
 
         def add(kind: Kind, value: float | str, expected: float = 0, index: int = device.index) -> None:
-            found.append(Disturbance(kind, index, value, expected))
+            text = _KINDS[kind][1].format(index=index, value=value, expected=expected)
+            found.setdefault(kind, []).append(text)
 
         lost = [reason for reason in device.why.values() if reason.endswith(_LOST)]
         if lost:
@@ -124,16 +112,7 @@ def find(
             add("ecc", errors)
         if (errors := device.counters.get("xids", 0)) > 0:
             add("xid", errors)
-    return sorted(found, key=lambda disturbance: list(TITLES).index(disturbance.kind))
-
-
-def describe(found: Sequence[Disturbance]) -> list[str]:
-    """Return one sentence for each kind of disturbance, with all its devices and without a full stop."""
-    sentences = []
-    for kind in dict.fromkeys(disturbance.kind for disturbance in found):
-        details = [_KINDS[kind][1].format(**msgspec.structs.asdict(one)) for one in found if one.kind == kind]
-        sentences.append(f"{TITLES[kind]}: {', '.join(details)}")
-    return sentences
+    return [f"{title}: {', '.join(found[kind])}" for kind, title in TITLES.items() if kind in found]
 
 
 def busy_cpu(host: HostUse, *, on_cpu: bool) -> str | None:
@@ -159,12 +138,12 @@ def busy_cpu(host: HostUse, *, on_cpu: bool) -> str | None:
 
 
 def is_power(sentence: str) -> bool:
-    """Return whether a sentence of `describe` is about the power and heat limits of a GPU."""
+    """Return whether a sentence of `find` is about the power and heat limits of a GPU."""
     return sentence.startswith(_POWER)
 
 
 def remedy(sentence: str) -> str:
-    """Return the next step for the disturbance of a sentence of `describe`; empty for other sentences."""
+    """Return the next step for the disturbance of a sentence of `find`; empty for other sentences."""
     return next((_KINDS[kind][2] for kind, title in TITLES.items() if sentence.startswith(title)), "")
 
 
@@ -178,11 +157,10 @@ def disturbed(profile: Profile) -> str | None:
 
 def untimed(launch: Launch) -> str | None:
     """Return the reason why the times of a launch are not used, without a full stop; None if they are used."""
-    texts = (
-        [] if launch.profile is None else [text.rstrip(".") for text in launch.profile.invalid if not is_power(text)]
-    )
+    invalid = [] if launch.profile is None else launch.profile.invalid
+    texts = (text.rstrip(".") for text in invalid if not is_power(text))
     no_time = bool(launch.batches.latency_s) and min(launch.batches.latency_s) <= 0
-    return next(iter(texts), "the time of a batch is 0 s" if no_time else None)
+    return next(texts, "the time of a batch is 0 s" if no_time else None)
 
 
 def clock_reference(profiles: Iterable[Profile | None], profile: Profile) -> Profile | None:

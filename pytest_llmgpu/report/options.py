@@ -39,13 +39,6 @@ def whole(text: str) -> int:
     return int(text)
 
 
-def positive(text: str) -> float:
-    """Return a number greater than 0."""
-    if not 0 < (value := _number(text)) < math.inf:
-        raise ValueError("a number greater than 0 is needed, such as 0.5")
-    return value
-
-
 def switch(text: str) -> bool:
     """Return the value of `true` or `false`."""
     if text.lower() not in ("true", "false"):

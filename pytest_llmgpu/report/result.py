@@ -231,8 +231,7 @@ class HostUse(msgspec.Struct, frozen=True, kw_only=True):
     cpu_s: list[Seconds]
     """CPU time of all threads of the rank."""
     waited_s: list[Seconds | None]
-    """Longest time in which one thread of the rank could run and waited for a core, from /proc/self/task; null if the
-    kernel does not count it."""
+    """Longest time in which one thread of the rank waited for a core; null if the kernel does not count it."""
     pressure_s: Seconds | None = None
     """Time in which any process of the machine waited for a core, from /proc/pressure/cpu; null without that file."""
 
@@ -245,8 +244,7 @@ class Launch(msgspec.Struct, kw_only=True):
     warmup_s: Seconds | None = None
     """Time of the warm-up, without `compile_s`."""
     compile_s: Seconds | None = None
-    """Time that torch.compile took in the warm-up; null if nothing is compiled. It is shorter where torch finds earlier
-    results in its cache folder."""
+    """Time of torch.compile in the warm-up, which is shorter with torch's cache folder; null if nothing is compiled."""
     wall_s: Seconds | None = None
     """Time from the request to the answer, including warm-up and tokenization."""
     plan_sha256: str | None = None
@@ -270,14 +268,12 @@ class Launch(msgspec.Struct, kw_only=True):
     execution_choice: str | None = None
     """Reason for the value of `case.execution`, in one sentence with its figures."""
     resumption: Count = 0
-    """Number of times that the session had been resumed before this launch (`resumed` of the report). Launches with
-    different numbers are of different starts of pytest."""
+    """Number of times that the session had been resumed before this launch: the start of pytest that measured it."""
     work: Work | None = None
     """Kernels, ops and FLOPs, recorded in work passes after the measured forwards; null with the reason in `why`. For a
     case that generates, they are those of one decode step of each batch of `work.batches`."""
     prefill_work: Work | None = None
-    """The same for the prefills of these batches; null for a case that scores, and with `work`. The gate judges the
-    worse of both."""
+    """Work of the prefills of these batches; null for a case that scores, and with `work`."""
     why: dict[str, str] = {}
     """Field name mapped to the reason why its value is null."""
 
@@ -386,8 +382,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     largest_difference: float | None
     """Largest relative difference of a log-likelihood to that of the reference; null if one is not finite."""
     typical_difference: float | None
-    """Sum of all differences divided by the sum of the log-likelihoods of the reference, as absolute values. A single
-    log-likelihood near 0 does not make it large."""
+    """Sum of all absolute differences divided by the sum of the absolute log-likelihoods of the reference."""
 
 
 class AccuracyCheck(msgspec.Struct, frozen=True, kw_only=True):
@@ -449,13 +444,11 @@ class CaseResult(msgspec.Struct, kw_only=True):
     sequences_per_s: Amount | None = None
     """Sequences per second: those of a launch divided by `inference_s`."""
     tokens_per_s: Amount | None = None
-    """Tokens per second: the input tokens of a launch without padding, or for a case that generates, the generated
-    tokens, divided by `inference_s`."""
+    """Generated tokens, or for a case that scores, input tokens without padding, divided by `inference_s`."""
     first_token_s: Seconds | None = None
     """Time to first token: the median over batches, and over launches. Null for a case that scores."""
     token_p50_s: Seconds | None = None
-    """Time per output token: the median over decode steps, and over launches. Null for a case that scores, and if one
-    token is generated."""
+    """Time per output token: the median over decode steps, and over launches; null without decode steps."""
     token_p95_s: Seconds | None = None
     """The 95th percentile of the time of a decode step; the median over launches."""
     token_p99_s: Seconds | None = None
@@ -475,8 +468,7 @@ class CaseResult(msgspec.Struct, kw_only=True):
     energy_j_per_sequence: Amount | None = None
     """Energy of all devices in joules per sequence; the median over launches. Null if a window is shorter than 1 s."""
     energy_j_per_token: Amount | None = None
-    """Energy of all devices in joules per input token without padding, and for a case that generates, per generated
-    token; the median over launches."""
+    """Energy of all devices in joules per token, as `tokens_per_s` counts them; the median over launches."""
     findings: list[Finding] = []
     """Observations about the case."""
     why: dict[str, str] = {}

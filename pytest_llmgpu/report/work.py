@@ -198,21 +198,11 @@ class Bound(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def renumbered(work: Work, numbers: Sequence[int]) -> Work:
-    """Return a record whose rows refer to other numbers of kernels.
+    """Return a record with the new number of each old one; a row that refers to none of them loses its kernel."""
+    new: dict[int | None, int] = dict(enumerate(numbers))
 
-    Args:
-        work: The record.
-        numbers: The new number of each old one. A row that refers to none of them loses its kernel.
-    """
+    def of_rank(rank: RankWork) -> RankWork:
+        rows = [msgspec.structs.replace(row, kernel=new.get(row.kernel)) for row in rank.rows or ()]
+        return msgspec.structs.replace(rank, rows=None if rank.rows is None else rows)
 
-    def kernel(row: WorkRow) -> int | None:
-        return None if row.kernel is None or row.kernel >= len(numbers) else numbers[row.kernel]
-
-    ranks = [
-        msgspec.structs.replace(
-            rank,
-            rows=None if rank.rows is None else [msgspec.structs.replace(row, kernel=kernel(row)) for row in rank.rows],
-        )
-        for rank in work.ranks
-    ]
-    return msgspec.structs.replace(work, ranks=ranks)
+    return msgspec.structs.replace(work, ranks=[of_rank(rank) for rank in work.ranks])

@@ -479,7 +479,7 @@ class Runner:
         first = disturbances.clock_reference(self._profiles, profile)
         found = disturbances.find(profile, first, ours, self._used_before)
         busy = None if host is None else disturbances.busy_cpu(host, on_cpu=request.case.device == "cpu")
-        sentences = [*disturbances.describe(found), *filter(None, [busy])]
+        sentences = [*found, *filter(None, [busy])]
         return msgspec.structs.replace(profile, invalid=sentences)
 
     def _abandon(self) -> None:
