@@ -38,7 +38,7 @@ from pytest_llmgpu.report.derived import of_prefill
 from pytest_llmgpu.report.metrics import MetricName
 from pytest_llmgpu.report.report import Report, started
 from pytest_llmgpu.report.result import OUT_OF_MEMORY, CaseResult
-from pytest_llmgpu.report.text import guess, plural
+from pytest_llmgpu.report.text import guess
 from pytest_llmgpu.report.verdicts import (
     ALSO_CHANGED,
     DIFFERS,
@@ -156,9 +156,6 @@ def judge(
     compared = Comparison(base, head, policy, in_turn=in_turn)
     rows, warnings = _with_allowed(compared.rows, policy, today)
     rows = with_unseen(rows)
-    if compared.copied:
-        copied = plural(compared.copied, "case")
-        warnings.insert(0, f"baseline and candidate are of the same run: {copied} with the same launches")
     if base is not None:
         warnings += unmatched(policy, [*base.cases, *head.cases], rows)
         baseline = baseline or Baseline(commit=base.commit.sha)
@@ -287,8 +284,6 @@ class Comparison:
         self.base, self.head, self.policy = base, head, policy
         self.not_compared: Counter[str] = Counter()
         """Reason why a case, or a metric of one, has no row, to the number of such cases."""
-        self.copied = 0
-        """The number of cases whose launches in the candidate are launches of the baseline."""
         self._entries: list[Row | Timed] = []
         self._answered: list[Answered] = []
         self._compared: dict[str, tuple[CaseResult, CaseResult]] = {}
@@ -304,6 +299,8 @@ class Comparison:
         before = self.base.cases if self.base is not None else []
         matched, self._apart = pairs(before, self.head.cases), apart(before, self.head.cases)
         gone: list[CaseResult] = []
+        both = [(pair.base.launches, pair.head.launches) for pair in matched if pair.base and pair.head]
+        self._same_run = any(then for then, _ in both) and all(then == now for then, now in both)
         for pair in matched:
             if pair.head is None:
                 assert pair.base is not None
@@ -358,6 +355,9 @@ class Comparison:
 
     def _metrics(self, base: CaseResult, head: CaseResult) -> None:
         rules = self.policy
+        if self._same_run:
+            self._outcome(head, "UNDECIDED", "Baseline and candidate are of the same run: measure the candidate.")
+            return
         self._compared[head.id] = base, head
         if (execution := execution_row(base, head, gated=rules.execution.gate)) is not None:
             self._entries.append(execution)
@@ -376,7 +376,6 @@ class Comparison:
     def _times(self, base: CaseResult, head: CaseResult) -> None:
         assert self.base is not None
         sides = comparable(base, head)
-        self.copied += base.launches == head.launches
         then, now = (
             {started(report, launch) for launch in result.launches}
             for report, result in ((self.base, base), (self.head, head))

@@ -415,7 +415,7 @@ def test_one_launch_names_the_module_that_takes_more_device_time() -> None:
     assert (row.cause.rank, row.cause.modules[0].name, row.cause.parts[0].name) == (1, _PROJECTION, "GEMM")
     assert "Cause: rank 1 alone: 100 % in layers.*.mlp.down_proj (GEMM)." in row.reason.splitlines()
     assert _judged(base, head).cause is None
-    assert _judged(base, base, "device_time").cause is None
+    assert _judged(base, _report(1.0, healthy, launches=1), "device_time").cause is None
 
 
 @pytest.mark.parametrize(

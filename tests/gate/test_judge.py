@@ -140,13 +140,13 @@ def test_a_lost_batch_size_shows_in_its_series(prose: Prose) -> None:
 
 def test_a_case_that_is_gone_is_missing() -> None:
     """Unless somebody deselected it, or the policy allows it; also if the run was interrupted."""
-    base = [_full(), _full(strategy="tp")]
-    found = _judge(base, base[:1])
+    base, again = [_full(), _full(strategy="tp")], [_full()]
+    found = _judge(base, again)
     assert (found.rows[-1].id, found.rows[-1].verdict) == ("tp-bs1", "MISSING")
     assert exit_status(found, Policy()) == 1
     removed = Policy(allow=[Allowed(case="tp-*", metric="outcome", reason="tp was removed")])
-    assert exit_status(_judge(base, base[:1], removed), removed) == 0
-    head = make_report(base[:1])
+    assert exit_status(_judge(base, again, removed), removed) == 0
+    head = make_report(again)
     head.session = Session(interrupted=True)
     assert "interrupted" in judge(make_report(base), head, Policy(), today=TODAY).rows[-1].reason
     head.session = Session(deselected=["benchmarks/test_a.py::test_other[mp-bs1]"])
@@ -181,7 +181,7 @@ def test_reports_of_another_device_or_workload_are_not_comparable(
 def test_a_run_that_was_narrowed_without_names_explains_what_is_gone() -> None:
     """As `--lf` and tests named on the command line do; not what is gone from a test that did run."""
     base = [_full(), _full(strategy="tp")]
-    head = make_report(base[:1])
+    head = make_report([_full()])
     head.session = Session(deselected=["--lf: tests that passed last time"])
     found = _judge_reports(make_report(base), head)
     assert found.not_compared == {"left out: --lf: tests that passed last time": 1}
@@ -279,7 +279,7 @@ def test_an_allowed_regression_passes_until_its_day(prose: Prose) -> None:
     found = _judge(*sides, expired)
     assert prose == "\n".join(found.warnings)
     assert exit_status(found, expired) == 1
-    assert prose == "\n".join(_judge(sides[0], sides[0], policy).warnings)
+    assert prose == "\n".join(_judge(sides[0], [_full()], policy).warnings)
 
 
 def test_an_allowed_regression_that_noise_hides_is_allowed() -> None:
@@ -293,12 +293,22 @@ def test_an_allowed_regression_that_noise_hides_is_allowed() -> None:
 def test_an_allowed_regression_is_gone_only_where_it_was_looked_for(prose: Prose) -> None:
     """Not where its case was left out; a case that nobody has is a name that is misspelt."""
     base = [_full(), _full(batch_size=2)]
-    for result in base:
+    again = _full()
+    for result in (*base, again):
         result.nodeid = f"test_a.py::test_b[{result.id}]"
-    head = make_report(base[:1])
+    head = make_report([again])
     head.session = Session(deselected=["test_a.py::test_b[mp-bs2]"])
     policy = Policy(allow=[_allowed("mp-bs2", "time"), _allowed("mp-bs3", "time"), _allowed("mp-bs1", "outcome")])
     assert prose == "\n".join(judge(make_report(base), head, policy, today=TODAY).warnings)
+
+
+def test_the_run_of_the_baseline_is_no_candidate() -> None:
+    """It has the launches of the baseline, so that every figure is equal: nothing was judged."""
+    base = [_full(), _full(batch_size=2)]
+    found = _judge(base, base)
+    assert {(row.metric, row.verdict) for row in found.rows} == {("outcome", "UNDECIDED")}
+    assert exit_status(found, Policy()) == 3
+    assert exit_status(_judge(base, [base[0], _full(batch_size=2)]), Policy()) == 0
 
 
 @pytest.mark.parametrize(
@@ -450,11 +460,11 @@ _HELD_DOWN = "throttled by power or heat: GPU 0 for 90.0 % of the time"
 
 def test_full_load_at_the_power_limit_is_compared() -> None:
     """It is how these GPUs work: a slowdown of cases that met it on both sides is one."""
-    base, head = _full(), _full(slower=1.5)
-    for result in (base, head):
+    base, head, again = _full(), _full(slower=1.5), _full()
+    for result in (base, head, again):
         make_invalid(result.launches[0], _HELD_DOWN)
     assert _said(_judge([base], [head]))["time"] == "REGRESSED"
-    assert _said(_judge([base], [base]))["time"] == "OK"
+    assert _said(_judge([base], [again]))["time"] == "OK"
 
 
 def test_a_limit_that_one_side_met_is_no_verdict() -> None:
