@@ -327,7 +327,8 @@ def test_several_reports_are_compared_side_by_side(capsys: pytest.CaptureFixture
     assert capsys.readouterr().out == judged
     assert main(["show", "base.json", "base.json", "head.json"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[:2] for line in lines[:2]] == [
+    heads = [["1  base.json", " UNDECIDED"], ["2  head.json", " REGRESSED"]]
+    assert [line.split(":")[:2] for line in lines[:2]] == heads
         ["1  base.json", " UNDECIDED"],
         ["2  head.json", " REGRESSED"],
     ]
