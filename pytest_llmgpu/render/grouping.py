@@ -89,19 +89,15 @@ def _caption_parts(case: Case, environment: Environment) -> dict[str, str]:
     nodes = case.nodes if case.device == "cuda" else len(environment.nodes)
     devices += f" on {nodes} nodes" * (nodes > 1)
     limit_bytes = case.gpu_memory_bytes
+    workload = "every logit and a KV cache" if case.scoring == "harness" else ""
+    if case.generates:
+        workload = f"{plural(case.new_tokens or 0, 'new token')} after prompts of at most {case.prompt_tokens}"
     return {
         "model": model(case),
         "dtype": case.dtype,
         "devices": devices,
         "dataset": dataset(case),
         "gpu_memory_bytes": "" if limit_bytes is None else f"memory limit {gib(limit_bytes, 1)} per GPU",
-        "workload": _workload(case),
+        "workload": workload,
         "attention": "" if case.attention is None else f"{case.attention} attention",
     }
-
-
-def _workload(case: Case) -> str:
-    """Return what a case computes; empty for the default."""
-    if case.generates:
-        return f"{plural(case.new_tokens or 0, 'new token')} after prompts of at most {case.prompt_tokens}"
-    return "every logit and a KV cache" if case.scoring == "harness" else ""

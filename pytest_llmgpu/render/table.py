@@ -57,13 +57,13 @@ def _of_metrics(titles: dict[str, tuple[str, float]]) -> list[Column]:
     return columns
 
 
-def _of_devices(name: str, title: str, unit: float, devices: Callable[[CaseResult], Sequence[float]]) -> Column:
-    """Return a column with a figure of each device; that of the case is their mean."""
+def _of_devices(figure: Callable[[str, CaseResult], Sequence[float]], name: str, title: str, unit: float) -> Column:
+    """Return a column with a figure of each device by its name; that of the case is their mean."""
 
     def value(result: CaseResult) -> float | None:
-        return statistics.fmean(found) if (found := devices(result)) else None
+        return statistics.fmean(found) if (found := figure(name, result)) else None
 
-    return Column(name, title, unit, value, devices)
+    return Column(name, title, unit, value, partial(figure, name))
 
 
 def _sampled(name: str, result: CaseResult) -> list[float]:
@@ -79,7 +79,7 @@ def _of_memory(name: str, result: CaseResult) -> list[float]:
     return [size for size in found if size is not None]
 
 
-def _sent_bytes(result: CaseResult) -> list[float]:
+def _sent_bytes(_: str, result: CaseResult) -> list[float]:
     """Return the bytes that each device sends per sequence; one value if all send the same or share a process."""
     traffic = result.traffic
     if traffic is None:
@@ -115,20 +115,11 @@ def _threads(result: CaseResult) -> int | None:
     return min((min(host.threads) for host in hosts), default=None) if result.case.device == "cpu" else None
 
 
-def _formula_bytes(result: CaseResult) -> float | None:
-    texts = generated(result)
-    return None if texts is None else texts.kv_cache_formula_bytes
-
-
-def _bound_share(bound: str, measured_s: str) -> Callable[[CaseResult], float | None]:
-    """Return a function that returns the share of the bound in a measured time, by the names of their fields."""
-
-    def value(result: CaseResult) -> float | None:
-        bound_s = None if result.bound is None else getattr(result.bound, bound)
-        seconds = getattr(result, measured_s)
-        return bound_s / seconds if bound_s is not None and seconds else None
-
-    return value
+def _bound_share(result: CaseResult, *, bound: str, measured: str) -> float | None:
+    """Return the share of the bound in a measured time, by the names of their fields."""
+    bound_s = None if result.bound is None else getattr(result.bound, bound)
+    seconds = getattr(result, measured)
+    return bound_s / seconds if bound_s is not None and seconds else None
 
 
 COLUMNS = {
@@ -154,34 +145,36 @@ COLUMNS = {
         Column("batch_p95_s", "batch p95\nms", 1e-3, partial(batch_latency_s, share=0.95)),
         Column("batch_p99_s", "batch p99\nms", 1e-3, partial(batch_latency_s, share=0.99)),
         Column("token_p99_s", "p99\nms", 1e-3, lambda one: one.token_p99_s),
-        Column("kv_cache_formula_bytes", "formula\nMiB", MIB, _formula_bytes),
-        Column("prefill_bound_share", "of bound\n%, prefill", 0.01, _bound_share("prefill_s", "first_token_s")),
-        Column("step_bound_share", "of bound\n%, step", 0.01, _bound_share("step_s", "token_p50_s")),
+        Column(
+            "kv_cache_formula_bytes",
+            "formula\nMiB",
+            MIB,
+            lambda one: getattr(generated(one), "kv_cache_formula_bytes", None),
+        ),
+        Column(
+            "prefill_bound_share",
+            "of bound\n%, prefill",
+            0.01,
+            partial(_bound_share, bound="prefill_s", measured="first_token_s"),
+        ),
+        Column(
+            "step_bound_share", "of bound\n%, step", 0.01, partial(_bound_share, bound="step_s", measured="token_p50_s")
+        ),
         Column("memory_bytes", "memory\nGiB/GPU", GIB, _fullest_bytes),
         Column("threads", "threads\nper rank", 1.0, _threads),
-        _of_devices("sent_bytes", "sent/device\nMB/sequence", 1e6, _sent_bytes),
-        *(
-            _of_devices(name, title, unit, partial(_sampled, name))
-            for name, title, unit in (
-                ("utilization_pct", "GPU busy\n% (NVML)", 1.0),
-                ("pcie_tx_bytes_per_s", "PCIe TX\nGB/s", 1e9),
-                ("pcie_rx_bytes_per_s", "PCIe RX\nGB/s", 1e9),
-                ("nvlink_tx_bytes_per_s", "NVLink TX\nGB/s", 1e9),
-                ("nvlink_rx_bytes_per_s", "NVLink RX\nGB/s", 1e9),
-            )
-        ),
-        *(
-            _of_devices(name, f"{title}\nGiB", GIB, partial(_of_memory, name))
-            for name, title in (
-                ("weights_bytes", "weights"),
-                ("activations_bytes", "activations"),
-                ("workspace_bytes", "workspace"),
-                ("cached_bytes", "cached"),
-                ("rest_bytes", "rest"),
-                ("peak_allocated_bytes", "torch peak"),
-                ("nvml_used_max_bytes", "NVML peak"),
-            )
-        ),
+        _of_devices(_sent_bytes, "sent_bytes", "sent/device\nMB/sequence", 1e6),
+        _of_devices(_sampled, "utilization_pct", "GPU busy\n% (NVML)", 1.0),
+        _of_devices(_sampled, "pcie_tx_bytes_per_s", "PCIe TX\nGB/s", 1e9),
+        _of_devices(_sampled, "pcie_rx_bytes_per_s", "PCIe RX\nGB/s", 1e9),
+        _of_devices(_sampled, "nvlink_tx_bytes_per_s", "NVLink TX\nGB/s", 1e9),
+        _of_devices(_sampled, "nvlink_rx_bytes_per_s", "NVLink RX\nGB/s", 1e9),
+        _of_devices(_of_memory, "weights_bytes", "weights\nGiB", GIB),
+        _of_devices(_of_memory, "activations_bytes", "activations\nGiB", GIB),
+        _of_devices(_of_memory, "workspace_bytes", "workspace\nGiB", GIB),
+        _of_devices(_of_memory, "cached_bytes", "cached\nGiB", GIB),
+        _of_devices(_of_memory, "rest_bytes", "rest\nGiB", GIB),
+        _of_devices(_of_memory, "peak_allocated_bytes", "torch peak\nGiB", GIB),
+        _of_devices(_of_memory, "nvml_used_max_bytes", "NVML peak\nGiB", GIB),
     )
 }
 """Each column by its name."""
@@ -189,56 +182,34 @@ COLUMNS = {
 Place = Literal["summary", "work", "tokens", "communication", "memory"]
 """A table of figures."""
 
+
+def _columns(names: str) -> dict[str, int]:
+    pairs = [name.partition(":") for name in names.split()]
+    return {name: int(order or 0) for name, _, order in pairs}
+
+
 TABLES: dict[Place, dict[str, int]] = {
-    "summary": {
-        "sequences_per_s": 0,
-        "new_tokens_per_s": 0,
-        "memory_bytes": 0,
-        "sent_bytes": 2,
-        "between_nodes_bytes_per_sequence": 1,
-        "device_busy": 3,
-        "utilization_pct": 4,
-        "threads": 5,
-    },
-    "work": {
-        "inference_s": 0,
-        "device_time_s": 0,
-        "bound_share": 0,
-        "device_busy": 1,
-        "between_nodes_bytes_per_sequence": 1,
-        "energy_j_per_sequence": 2,
-        "energy_j_per_token": 3,
-        "batch_p50_s": 4,
-        "batch_p95_s": 5,
-        "batch_p99_s": 6,
-    },
-    "tokens": {
-        "token_p95_s": 2,
-        "token_p99_s": 0,
-        "kv_cache_bytes": 0,
-        "kv_cache_formula_bytes": 1,
-        "wire_bytes_per_token": 0,
-        "prefill_bound_share": 0,
-        "step_bound_share": 0,
-    },
-    "communication": {
-        "utilization_pct": 0,
-        "pcie_tx_bytes_per_s": 0,
-        "pcie_rx_bytes_per_s": 0,
-        "nvlink_tx_bytes_per_s": 0,
-        "sent_bytes": 1,
-    },
-    "memory": {
-        "weights_bytes": 0,
-        "activations_bytes": 0,
-        "workspace_bytes": 0,
-        "cached_bytes": 3,
-        "rest_bytes": 1,
-        "peak_allocated_bytes": 2,
-        "nvml_used_max_bytes": 0,
-    },
+    "summary": _columns(
+        "sequences_per_s new_tokens_per_s memory_bytes sent_bytes:2 between_nodes_bytes_per_sequence:1 device_busy:3"
+        " utilization_pct:4 threads:5"
+    ),
+    "work": _columns(
+        "inference_s device_time_s bound_share device_busy:1 between_nodes_bytes_per_sequence:1"
+        " energy_j_per_sequence:2 energy_j_per_token:3 batch_p50_s:4 batch_p95_s:5 batch_p99_s:6"
+    ),
+    "tokens": _columns(
+        "token_p95_s:2 token_p99_s kv_cache_bytes kv_cache_formula_bytes:1 wire_bytes_per_token prefill_bound_share"
+        " step_bound_share"
+    ),
+    "communication": _columns(
+        "utilization_pct pcie_tx_bytes_per_s pcie_rx_bytes_per_s nvlink_tx_bytes_per_s sent_bytes:1"
+    ),
+    "memory": _columns(
+        "weights_bytes activations_bytes workspace_bytes cached_bytes:3 rest_bytes:1 peak_allocated_bytes:2"
+        " nvml_used_max_bytes"
+    ),
 }
-"""The columns of each table. If it is too wide, that with the largest number is dropped first; 0 is never dropped.
+"""The columns of each table: `name:3` is dropped before `name:2` if the table is too wide, and `name` never.
 
 The summary has the memory of the fullest GPU, and means of the others. `communication` and `memory` are of each device.
 """
@@ -264,14 +235,16 @@ LEGEND: dict[str, tuple[str, str]] = {
 }
 """The mark on the page and its meaning: one entry per kind of cell, and one for `graphs`."""
 
+Kind = Literal["plain", "best", "wrong", "oom", "skipped", "failed", "absent"]
+"""The state that a cell is marked with."""
+
 _USUAL_BACKENDS = {"mp": "accelerate", "tp": "transformers", "iok": "deepspeed", "compile": "transformers"}
 """The title of a strategy names the backend only if it is not the usual one."""
 
+_ENDED: dict[str, tuple[Kind, str]] = {"oom": ("oom", "OOM"), "skipped_after_oom": ("skipped", "-")}
+"""The kind and the word of a cell by outcome; of another outcome than these the word is its name."""
+
 _MINUTES_FROM_S = 600  # times are written in minutes if the smallest one is at least this long
-
-
-Kind = Literal["plain", "best", "wrong", "oom", "skipped", "failed", "absent"]
-"""The state that a cell is marked with."""
 
 
 class Entry(NamedTuple):
@@ -291,10 +264,9 @@ class Entry(NamedTuple):
 
 
 class FigureTable(NamedTuple):
-    """A table with one row per case."""
+    """A table with one row per case, and its heading."""
 
     title: str
-    """The heading, which holds for every choice of columns."""
     columns: Sequence[Column]
     """The columns in which a case has a figure."""
     rows: Sequence[tuple[str, str, Sequence[str]]]
@@ -383,22 +355,23 @@ def make_time_table(cases: Sequence[CaseResult]) -> TimeTable:
     def cell(result: CaseResult | None) -> Cell:
         if result is None:
             return Cell()
-        if result.outcome == "oom":
-            return Cell(result.id, "oom", word="OOM")
-        if result.outcome == "skipped_after_oom":
-            return Cell(result.id, "skipped", word="-")
         if result.outcome != "completed":
-            return Cell(result.id, "failed", word=result.outcome)
+            kind, word = _ENDED.get(result.outcome, ("failed", result.outcome))
+            return Cell(result.id, kind, word=word)
         if generates:
-            time, second = _milliseconds(result.token_p50_s), _milliseconds(result.first_token_s)
+            # A text of one token has no time of the next one.
+            times_ms = [
+                None if time_s is None else 1000 * time_s for time_s in (result.token_p50_s, result.first_token_s)
+            ]
+            time, second = ("-" if ms is None else f"{ms:,.{digits(ms)}f} ms" for ms in times_ms)
         else:
             value = result.acc if metric == "acc" else result.acc_norm
             time = "done" if result.inference_s is None else f"{result.inference_s / unit:.{places}f} {unit_name}"
             second = "" if value is None or random_weights else percent(value)
-        kind: Kind = "wrong" if result.has_wrong_answers else "best" if id(result) in best else "plain"
+        kind = "wrong" if result.has_wrong_answers else "best" if id(result) in best else "plain"
         return Cell(result.id, kind, time, second, graphs=result.case.execution == "cuda_graphs")
 
-    body = [(_row_name(row), [cell(found.get(title)) for title in columns]) for row, found in rows.items()]
+    body = [(row, [cell(found.get(title)) for title in columns]) for row, found in rows.items()]
     cells = [cell for _, cells in body for cell in cells]
     kinds = {*(cell.kind for cell in cells), *(["graphs"] if any(cell.graphs for cell in cells) else [])}
     return TimeTable(
@@ -414,9 +387,7 @@ def make_time_table(cases: Sequence[CaseResult]) -> TimeTable:
 def entries(cases: Sequence[CaseResult]) -> list[Entry]:
     """Return the cases of a block, strategy by strategy and in ascending batch size."""
     columns, rows = _layout(cases)
-    return [
-        Entry(title, _row_name(row), found[title]) for title in columns for row, found in rows.items() if title in found
-    ]
+    return [Entry(title, row, found[title]) for title in columns for row, found in rows.items() if title in found]
 
 
 def written(values: Sequence[float | None], unit: float) -> list[str]:
@@ -432,8 +403,8 @@ def digits(value: float) -> int:
     return 3 if value <= 0 else min(3, max(0, 2 - math.floor(math.log10(value))))
 
 
-def _layout(cases: Sequence[CaseResult]) -> tuple[list[str], dict[tuple[int, int], dict[str, CaseResult]]]:
-    """Return the titles of the columns, and the results by row (batch size, number of the measurement) and title."""
+def _layout(cases: Sequence[CaseResult]) -> tuple[list[str], dict[str, dict[str, CaseResult]]]:
+    """Return the titles of the columns, and the results by row (batch size and number of the measurement) and title."""
     by_series = {result.case.series: result.case for result in cases}
     titles = {series: _strategy_title(case, list(by_series.values())) for series, case in by_series.items()}
     rows: dict[tuple[int, int], dict[str, CaseResult]] = {}
@@ -442,11 +413,8 @@ def _layout(cases: Sequence[CaseResult]) -> tuple[list[str], dict[tuple[int, int
         while title in rows.get((result.case.batch_size, number), {}):
             number += 1
         rows.setdefault((result.case.batch_size, number), {})[title] = result
-    return list(titles.values()), dict(sorted(rows.items()))
-
-
-def _row_name(row: tuple[int, int]) -> str:
-    return f"{row[0]}" if row[1] == 1 else f"{row[0]} #{row[1]}"
+    names = {(size, n): f"{size}" if n == 1 else f"{size} #{n}" for size, n in sorted(rows)}
+    return list(titles.values()), {name: rows[row] for row, name in names.items()}
 
 
 def _strategy_title(case: Case, columns: Sequence[Case]) -> str:
@@ -479,8 +447,3 @@ def _table_title(cases: Sequence[CaseResult], metric: str, *, random_weights: bo
     if random_weights:
         return f"{title} (no accuracy: the weights are random)"
     return title if items is None else f"{title} / {metric}"
-
-
-def _milliseconds(value_s: float | None) -> str:
-    """Return a time in milliseconds; `-` where there is none, as for the next token of texts of one token."""
-    return "-" if value_s is None else f"{1000 * value_s:,.{digits(1000 * value_s)}f} ms"

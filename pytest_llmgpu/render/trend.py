@@ -17,8 +17,7 @@ from pytest_llmgpu.report.text import capital, plural, significant
 _MARKS: dict[Change, tuple[str, str]] = {"worse": ("!", "31"), "better": ("*", "32"), "disturbed": ("?", "33")}
 """The mark of a change, and its ANSI style."""
 
-_LINEAR = ("accuracy", "memory")
-"""Metrics with a linear axis, because they change little."""
+_LINEAR = ("accuracy", "memory")  # metrics with a linear axis, because they change little
 
 
 def tables(trends: Sequence[Trend], paint: Painter) -> str:

@@ -6,7 +6,7 @@ import msgspec
 
 from pytest_llmgpu.report.report import Commit, Report, Session
 from pytest_llmgpu.report.result import Series
-from pytest_llmgpu.report.verdicts import Baseline, Row, Verdicts
+from pytest_llmgpu.report.verdicts import Baseline, Decided, Row, Verdicts, stated
 from support.report_factory import make_profile, make_report, paper_results
 
 EVIL = "<script>window.evil = 1</script><!-- &amp; "
@@ -43,8 +43,8 @@ def make_verdicts(*rows: Row, policy: str = "") -> Verdicts:
     return Verdicts(baseline=Baseline(name="base.json"), policy=policy, policy_sha256="0", rows=list(rows))
 
 
-def time_row(report: Report, number: int = 0, verdict: str = "REGRESSED", **fields: object) -> Row:
+def time_row(report: Report, number: int = 0, verdict: Decided = "REGRESSED", **fields: object) -> Row:
     """Return a verdict on the time of a case of the report."""
     result = report.cases[number]
-    plain = {"metric": "time", "verdict": verdict, "reason": "time changed by +9.0 %.\nAlso changed: the driver."}
+    plain = {"metric": "time", **stated(verdict), "reason": "time changed by +9.0 %.\nAlso changed: the driver."}
     return msgspec.convert({"key": result.key, "id": result.id, **plain, **fields}, Row)

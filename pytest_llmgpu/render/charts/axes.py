@@ -73,11 +73,11 @@ LINE = 15
 PADDING = 16
 """Pixels between the outermost figures and the edges of the plot."""
 
-_NUMBER = ",.6~r"
-"""Format of figures on axes and in tooltips: no exponent, no trailing zeros."""
+_NUMBER = ",.6~r"  # format of figures on axes and in tooltips: no exponent, no trailing zeros
 
-_LETTER = 6.7
-"""Largest mean width in pixels of a letter of a note, over the fonts of browsers."""
+BATCH_SIZE = "batch size (sequences per forward)"
+
+_LETTER = 6.7  # largest mean width in pixels of a letter of a note, over the fonts of browsers
 
 _WIDE = 5.0
 """A logarithmic axis over at least this factor has ticks at 1, 2 and 5; Vega's own are better on a narrower one."""
@@ -85,14 +85,12 @@ _WIDE = 5.0
 _LOG_TICKS = [rounded(step * 10.0**power) for power in range(-9, 13) for step in (1, 2, 5)]
 _POWERS = [2**power for power in range(24)]
 
-_FAINT = 0.45
-"""Opacity of the marks of a baseline."""
+_FAINT = 0.45  # opacity of the marks of a baseline
 
 FAINT = "Faint: the baseline."
 """The sentence on these marks in a summary."""
 
-_MOST_MESSAGE = 200
-"""Characters of a failure's message in a tooltip."""
+_MOST_MESSAGE = 200  # characters of a failure's message in a tooltip
 
 
 def text(field: str, title: str | None = None) -> Spec:
@@ -126,25 +124,10 @@ def batch_sizes(sizes: Iterable[int]) -> Spec:
     return {
         "field": "b",
         "type": "quantitative",
-        "title": "batch size (sequences per forward)",
+        "title": BATCH_SIZE,
         "scale": {"type": "log", "base": 2, "nice": False, "padding": 2 * PADDING},
         "axis": {"values": _POWERS if several else known, "format": ",d", "labelOverlap": "greedy"},
     }
-
-
-def ordinal_batch_sizes(panel: Panel) -> Spec:
-    """Return the x channel over the field `b` with one place per batch size, in which strategies stand side by side."""
-    sizes = sorted({entry.batch_size for entry in (*panel.completed, *panel.failed, *panel.before)})
-    title = "batch size (sequences per forward)"
-    axis = {"labelAngle": 0, "format": ",d", "labelOverlap": "greedy"}
-    scale = {"domain": sizes, "paddingInner": 0.3, "paddingOuter": 0.2}
-    return {"field": "b", "type": "ordinal", "title": title, "scale": scale, "axis": axis}
-
-
-def offset(panel: Panel) -> Spec:
-    """Return the channel that moves the curves of a panel apart within one place of `ordinal_batch_sizes`."""
-    titles = [title for title in panel.titles if panel.of(title)]
-    return {"field": "s", "type": "nominal", "scale": {"domain": titles}}
 
 
 def levels(values: Iterable[float], title: str, *, log: bool, field: str = "v", zero: bool = False) -> Spec:

@@ -8,16 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pytest_llmgpu.render.charts import axes
 from pytest_llmgpu.render.charts.axes import Chart, Spec, formatted, rounded, value_range
 from pytest_llmgpu.render.charts.panels import Panel, covers_traffic, link_rate
-from pytest_llmgpu.render.charts.sweeps import Figure, curves_of, points, row_of, table
+from pytest_llmgpu.render.charts.sweeps import Figure, Point, curves_of, of_figure, points, row_of
 from pytest_llmgpu.render.table import COLUMNS, Entry
 
 _GB = 1e9
 _MB = 1e6
-_HEIGHT = 220
-"""Pixels of a chart of one strategy."""
-
-_Utilized = tuple[Entry, float, float]
-"""A case, the utilisation of its GPUs in percent, and what a GPU sent in GB/s."""
+_HEIGHT = 220  # pixels of a chart of one strategy
 
 
 def charts(panel: Panel) -> Iterator[Chart | str]:
@@ -77,39 +73,52 @@ def _not_counted(panel: Panel, title: str) -> str:
 
 
 def _sent(panel: Panel) -> Chart | str:
+    def sent_mb(entry: Entry) -> float | None:
+        traffic = entry.result.traffic
+        return None if traffic is None else traffic.wire_bytes_per_sequence / _MB
+
+    def summary(drawn: Sequence[Point]) -> str:
+        values = {one: [point.value for point in drawn if point.entry.title == one] for one in panel.titles}
+        ranges = ", ".join(f"{one} {value_range(found, 'MB')}" for one, found in values.items() if found)
+        return f"Bytes that the program sends for one sequence, exact, sum of all ranks: {ranges}."
+
     title = "Bytes sent by batch size"
-    drawn = [point for point in points(panel.completed, {"sent": _sent_mb}) if point.value > 0]
-    if not drawn:
-        reasons = [entry.result.why.get("traffic") for entry in panel.completed]
-        default = "GPUs send each other nothing" if panel.several else "there is one device"
-        return f"{title}: {next(filter(None, reasons), default).rstrip('.')}."
-    values = {one: [point.value for point in drawn if point.entry.title == one] for one in panel.titles}
-    ranges = ", ".join(f"{one} {value_range(found, 'MB')}" for one, found in values.items() if found)
-    headers, rows = table(panel, _sent_mb, "MB/sequence")
-    return Chart(
-        id="sent",
-        title=title,
-        summary=f"Bytes that the program sends for one sequence, exact, sum of all ranks: {ranges}.",
-        spec=curves_of(panel, drawn, {"sent": _sent_mb}, title="sent (MB/sequence)"),
-        headers=headers,
-        rows=rows,
-    )
+    if chart := of_figure(panel, title, ("sent", "MB/sequence"), sent_mb, summary):
+        return chart
+    reasons = [entry.result.why.get("traffic") for entry in panel.completed]
+    default = "GPUs send each other nothing" if panel.several else "there is one device"
+    return f"{title}: {next(filter(None, reasons), default).rstrip('.')}."
 
 
 def _by_utilization(panel: Panel) -> Iterator[Chart | str]:
     """Yield one chart per strategy: their traffic differs by factors of 100, which one scale would flatten."""
     title = "Traffic by GPU utilisation"
 
-    def utilized(entries: Iterable[Entry]) -> list[_Utilized]:
+    def utilized(entries: Iterable[Entry]) -> list[tuple[Entry, float, float]]:
+        """Return the cases with the utilisation of their GPUs in percent and what a GPU sent in GB/s."""
         both = [(entry, busy_of(entry.result), link_rate(entry.result, "tx")) for entry in entries]
         return [(entry, busy, sent / _GB) for entry, busy, sent in both if busy is not None and sent]
 
     busy_of = COLUMNS["utilization_pct"].value
+
+    def row_at(entry: Entry, busy: float, rate: float) -> Spec:
+        return {"s": entry.title, "b": entry.batch_size, "u": rounded(busy), "v": rounded(rate)}
+
     found, before = utilized(panel.completed), utilized(panel.before)
     if not found:
         yield f"{title}: traffic or utilisation was not sampled."
     nvlink = any(COLUMNS["nvlink_tx_bytes_per_s"].devices(entry.result) for entry in panel.completed)
     sent = "sent, NVLink and PCIe (GB/s)" if nvlink else "sent, PCIe (GB/s)"
+    batch_size = {"field": "b", "type": "quantitative"}
+    colour = {**axes.curves(panel), "legend": None}
+    tooltip = axes.tooltip(axes.number("u", "GPU utilisation (%)"), axes.number("v", sent))
+    labels: list[Spec] = [
+        {
+            "mark": {"type": "text", "style": style, "align": "left", "dx": 7, "dy": -7},
+            "encoding": {"text": {**batch_size, "format": ",d"}},
+        }
+        for style in ("halo", "note")  # the halo separates the text from the line behind it
+    ]
     for place, strategy in enumerate(panel.titles, 1):
         rows = sorted((one for one in found if one[0].title == strategy), key=lambda one: one[0].batch_size)
         if not rows:
@@ -118,53 +127,23 @@ def _by_utilization(panel: Panel) -> Iterator[Chart | str]:
             f"{formatted(busy, digits=3)} % and {formatted(rate, digits=3)} GB/s at batch size {entry.batch_size}"
             for entry, busy, rate in (rows[0], rows[-1])
         )
-        then = [one for one in before if one[0].title == strategy]
+        drawn = [row_at(*one) for one in rows]
+        then = [row_at(*one) for one in before if one[0].title == strategy]
+        curve: list[Spec] = [
+            {"mark": {"type": "line"}, "encoding": {"order": batch_size}},
+            {"mark": {"type": "point"}, "encoding": {"shape": colour, "tooltip": tooltip}},
+        ]
+        layers = [*axes.with_baseline(curve, then), *labels]
+        x = axes.levels([row["u"] for row in (*drawn, *then)], "GPU utilisation (%)", log=False, field="u")
+        y = axes.levels([row["v"] for row in (*drawn, *then)], sent, log=False)
         yield Chart(
             id=f"traffic-utilization-{place}",
             title=f"{title}: {strategy}",
             summary=f"Mean over the GPUs, in order of batch size: {' to '.join(ends)}{_not_counted(panel, strategy)}.",
-            spec=_path(panel, rows, then, sent),
+            spec=axes.layered(layers, drawn, height=_HEIGHT, x=x, y=y, color=colour),
             headers=["strategy", "batch size", "GPU utilisation (%)", sent],
             rows=[row_of(entry, (busy, rate)) for entry, busy, rate in rows],
         )
-
-
-def _path(panel: Panel, found: Sequence[_Utilized], then: Sequence[_Utilized], sent: str) -> Spec:
-    """Return the path of one strategy over utilisation and traffic, with that of the baseline."""
-
-    def rows_of(some: Sequence[_Utilized]) -> list[Spec]:
-        return [
-            {"s": one.title, "b": one.batch_size, "u": rounded(busy), "v": rounded(rate)} for one, busy, rate in some
-        ]
-
-    rows, before = rows_of(found), rows_of(then)
-    batch_size = {"field": "b", "type": "quantitative"}
-    colour = {**axes.curves(panel), "legend": None}
-    tooltip = axes.tooltip(axes.number("u", "GPU utilisation (%)"), axes.number("v", sent))
-    layers: list[Spec] = [
-        *axes.with_baseline(
-            [
-                {"mark": {"type": "line"}, "encoding": {"order": batch_size}},
-                {"mark": {"type": "point"}, "encoding": {"shape": colour, "tooltip": tooltip}},
-            ],
-            before,
-        ),
-        *(
-            {
-                "mark": {"type": "text", "style": style, "align": "left", "dx": 7, "dy": -7},
-                "encoding": {"text": {**batch_size, "format": ",d"}},
-            }
-            for style in ("halo", "note")  # the halo separates the text from the line behind it
-        ),
-    ]
-    x = axes.levels([row["u"] for row in (*rows, *before)], "GPU utilisation (%)", log=False, field="u")
-    y = axes.levels([row["v"] for row in (*rows, *before)], sent, log=False)
-    return axes.layered(layers, rows, height=_HEIGHT, x=x, y=y, color=colour)
-
-
-def _sent_mb(entry: Entry) -> float | None:
-    traffic = entry.result.traffic
-    return None if traffic is None else traffic.wire_bytes_per_sequence / _MB
 
 
 def _rate(name: str, of_devices: Callable[[Sequence[float]], float]) -> Figure:

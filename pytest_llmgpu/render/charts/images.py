@@ -19,13 +19,10 @@ _SHAPES = ["circle", "square", "triangle-up", "diamond", "cross", "triangle-down
 _LIGHT = ["#0072b2", "#c25500", "#00805d", "#a0508a", "#8a6d00", "#26749e", "#5a5a5a", "#b3404a"]
 _DARK = ["#56b4e9", "#ff9a4d", "#2fd0a0", "#e59ccb", "#f0e442", "#9ad0ff", "#bdbdbd", "#ff8f98"]
 
-_BACKGROUND = {False: "#ffffff", True: "#16181d"}
-_TEXT = {False: "#24292f", True: "#e6e8eb"}
-_MUTED = {False: "#57606a", True: "#a8b0ba"}
-_GRID = {False: "#e3e6ea", True: "#32363d"}
-_LIMIT = {False: "#b3261e", True: "#ff8f85"}
-_IMPROVED = {False: "#11632e", True: "#6fd08c"}
-_UNDECIDED = {False: "#7a4a00", True: "#f2bd5c"}
+_GROUND = {  # background, text, muted text, grid, limit, improved, undecided
+    False: ("#ffffff", "#24292f", "#57606a", "#e3e6ea", "#b3261e", "#11632e", "#7a4a00"),
+    True: ("#16181d", "#e6e8eb", "#a8b0ba", "#32363d", "#ff8f85", "#6fd08c", "#f2bd5c"),
+}
 
 _FONT = "system-ui, Liberation Sans, Arial, sans-serif"
 
@@ -33,12 +30,10 @@ Format = Literal["png", "svg"]
 """The format of an image."""
 
 _WIDTH_PX = 720
-_CAPTION_LETTERS = 120
-"""Characters of a line of the caption at that width."""
+_CAPTION_LETTERS = 120  # characters of a line of the caption at that width
 _LEGEND_PADDING_PX = 14
 """Between a legend's title and its symbols in an SVG: a browser may use a wider font than the layout."""
-_SCALE = 2.0
-"""Pixels of a PNG per pixel of the layout, for screens of high resolution."""
+_SCALE = 2.0  # pixels of a PNG per pixel of the layout, for screens of high resolution
 
 
 def theme(*, dark: bool) -> Spec:
@@ -49,59 +44,35 @@ def theme(*, dark: bool) -> Spec:
     (capacity, a published figure, no change), `note` (text inside a chart), `halo` (background around such text) and
     `muted`.
     """
-    text, muted, grid = _TEXT[dark], _MUTED[dark], _GRID[dark]
+    background, text, muted, grid, limit, improved, undecided = _GROUND[dark]
+    label: Spec = {"labelColor": text, "titleColor": muted, "labelFontSize": 12, "titleFontSize": 12}
+    label["titleFontWeight"] = "normal"
+    title = {"color": text, "subtitleColor": muted, "fontSize": 16, "subtitleFontSize": 12}
     return {
-        "background": _BACKGROUND[dark],
+        "background": background,
         "font": _FONT,
         "view": {"stroke": None},
         "range": {
             "category": _DARK if dark else _LIGHT,
             "symbol": _SHAPES,
-            "ordinal": [muted, _LIMIT[dark], _IMPROVED[dark], _UNDECIDED[dark]],
+            "ordinal": [muted, limit, improved, undecided],
         },
-        "axis": {
-            "labelColor": text,
-            "titleColor": muted,
-            "domainColor": muted,
-            "tickColor": muted,
-            "gridColor": grid,
-            "labelFontSize": 12,
-            "titleFontSize": 12,
-            "titleFontWeight": "normal",
-            "titlePadding": 8,
-            "labelFlush": False,
-        },
+        "axis": label
+        | {"domainColor": muted, "tickColor": muted, "gridColor": grid, "titlePadding": 8, "labelFlush": False},
         "axisX": {"grid": False},
-        "legend": {
-            "orient": "bottom",
-            "titleOrient": "left",
-            "labelColor": text,
-            "titleColor": muted,
-            "labelFontSize": 12,
-            "titleFontSize": 12,
-            "titleFontWeight": "normal",
-            "symbolStrokeColor": text,
-            "symbolSize": 90,
-            "layout": {"bottom": {"anchor": "start", "direction": "vertical"}},
-        },
-        "title": {
-            "color": text,
-            "subtitleColor": muted,
-            "fontSize": 16,
-            "subtitleFontSize": 12,
-            "anchor": "start",
-            "frame": "group",
-            "offset": 12,
-        },
+        "legend": label
+        | {"orient": "bottom", "titleOrient": "left", "symbolStrokeColor": text, "symbolSize": 90}
+        | {"layout": {"bottom": {"anchor": "start", "direction": "vertical"}}},
+        "title": {**title, "anchor": "start", "frame": "group", "offset": 12},
         "line": {"strokeWidth": 2},
         "point": {"size": 70, "filled": True, "opacity": 1},
         "rule": {"color": muted},
         "text": {"color": text},
         "style": {
-            "limit": {"color": _LIMIT[dark], "stroke": _LIMIT[dark], "strokeDash": [6, 4], "strokeWidth": 1.5},
-            "limit-note": {"color": _LIMIT[dark], "fill": _LIMIT[dark], "fontSize": 12},
+            "limit": {"color": limit, "stroke": limit, "strokeDash": [6, 4], "strokeWidth": 1.5},
+            "limit-note": {"color": limit, "fill": limit, "fontSize": 12},
             "note": {"fontSize": 12},
-            "halo": {"fontSize": 12, "stroke": _BACKGROUND[dark], "strokeWidth": 4, "strokeJoin": "round"},
+            "halo": {"fontSize": 12, "stroke": background, "strokeWidth": 4, "strokeJoin": "round"},
             "muted": {"color": muted},
         },
     }

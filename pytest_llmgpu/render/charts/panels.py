@@ -25,12 +25,10 @@ _CARRIERS: dict[Link, frozenset[LinkName]] = {
 }
 """The links whose counters include the traffic of a path."""
 
-_COVERED = 0.5
-"""Counters below this share of what the program sent: its traffic took links that were not counted."""
+_COVERED = 0.5  # counters below this share of what the program sent: its traffic took links that were not counted
 
 
-_FIRST = ("mp", "tp", "iok")
-"""Strategies that have the same colours and shapes in every chart of every report."""
+_FIRST = ("mp", "tp", "iok")  # strategies that have the same colours and shapes in every chart of every report
 
 
 class Panel(NamedTuple):

@@ -18,11 +18,8 @@ from pytest_llmgpu.report.verdicts import Verdicts
 Figure = Callable[[Entry], float | None]
 """A function that returns a case's figure in the unit of an axis; None where the case has none."""
 
-_FAR = 2.5
-"""A capacity above this multiple of the memory in use is not drawn: it would flatten the curves."""
-
-_Z = 1.96
-"""Quantile of the normal distribution for a two-sided interval of 95 %."""
+_FAR = 2.5  # a capacity above this multiple of the memory in use is not drawn: it would flatten the curves
+_Z = 1.96  # quantile of the normal distribution for a two-sided interval of 95 %
 
 
 class Point(NamedTuple):
@@ -97,27 +94,6 @@ def row_of(entry: Entry, values: Iterable[float | None]) -> list[str]:
     return [entry.title, str(entry.batch_size), *map(formatted, values)]
 
 
-def table(panel: Panel, figure: Figure, unit: str) -> tuple[list[str], list[list[str]]]:
-    """Return headers and rows of a figure: one row per batch size, one column per strategy, with failed cases."""
-    before = {(entry.title, entry.batch_size): figure(entry) for entry in panel.before}
-    cells: dict[int, dict[str, list[str]]] = {}
-    for entry in panel.entries:
-        value = figure(entry) if entry.result.outcome == "completed" else None
-        ended = {"completed": "-", "oom": "OOM", "skipped_after_oom": "not run"}
-        text = formatted(value) if value is not None else ended.get(entry.result.outcome, entry.result.outcome)
-        if entry.result.has_wrong_answers:
-            text += " (wrong answers)"
-        if (then := before.get((entry.title, entry.batch_size))) is not None:
-            text += f" (was {formatted(then)})"
-        cells.setdefault(entry.batch_size, {}).setdefault(entry.title, []).append(text)
-    headers = ["batch size", *(f"{title} ({unit})" for title in panel.titles)]
-    rows = [
-        [str(size), *("; ".join(by_title.get(title, [])) for title in panel.titles)]
-        for size, by_title in sorted(cells.items())
-    ]
-    return headers, rows
-
-
 def times(panel: Panel) -> Iterator[Chart | str]:
     """Yield the charts of a panel's time and throughput, or a sentence with the reason why there is none."""
 
@@ -137,26 +113,51 @@ def times(panel: Panel) -> Iterator[Chart | str]:
 
 
 def _speed(panel: Panel, name: str, unit: str, figure: Figure, best: Callable[..., Point]) -> Chart | str:
+    def summary(drawn: Sequence[Point]) -> str:
+        texts = []
+        for one in panel.titles:
+            of_title = [point for point in drawn if point.entry.title == one]
+            if right := [point for point in of_title if not point.entry.result.has_wrong_answers]:
+                winner = best(right, key=lambda point: point.value)
+                texts.append(f"{one} {formatted(winner.value, unit, digits=3)} at batch size {winner.entry.batch_size}")
+            elif of_title:
+                texts.append(f"{one} none, because all its answers are wrong")
+        return f"Best of each strategy: {', '.join(texts)}."
+
     title = f"{name.capitalize()} by batch size"
-    drawn = [point for point in points(panel.completed, {name: figure}) if point.value > 0]
+    if chart := of_figure(panel, title, (name, unit), figure, summary):
+        return chart
+    return f"{title}: no completed case has one."
+
+
+def of_figure(
+    panel: Panel, title: str, axis: tuple[str, str], figure: Figure, summary: Callable[[Sequence[Point]], str]
+) -> Chart | None:
+    """Return the chart of a figure above 0, with the name and the unit of its axis; None if no case has it."""
+    (name, unit), drawn = axis, [point for point in points(panel.completed, {"": figure}) if point.value > 0]
     if not drawn:
-        return f"{title}: no completed case has one."
-    texts = []
-    for one in panel.titles:
-        of_title = [point for point in drawn if point.entry.title == one]
-        if right := [point for point in of_title if not point.entry.result.has_wrong_answers]:
-            winner = best(right, key=lambda point: point.value)
-            texts.append(f"{one} {formatted(winner.value, unit, digits=3)} at batch size {winner.entry.batch_size}")
-        elif of_title:
-            texts.append(f"{one} none, because all its answers are wrong")
-    headers, rows = table(panel, figure, unit)
+        return None
+    before = {(entry.title, entry.batch_size): figure(entry) for entry in panel.before}
+    cells: dict[int, dict[str, list[str]]] = {}
+    for entry in panel.entries:
+        value = figure(entry) if entry.result.outcome == "completed" else None
+        ended = {"completed": "-", "oom": "OOM", "skipped_after_oom": "not run"}
+        text = formatted(value) if value is not None else ended.get(entry.result.outcome, entry.result.outcome)
+        if entry.result.has_wrong_answers:
+            text += " (wrong answers)"
+        if (then := before.get((entry.title, entry.batch_size))) is not None:
+            text += f" (was {formatted(then)})"
+        cells.setdefault(entry.batch_size, {}).setdefault(entry.title, []).append(text)
     return Chart(
         id=name.replace(" ", "-"),
         title=title,
-        summary=f"Best of each strategy: {', '.join(texts)}.",
-        spec=curves_of(panel, drawn, {name: figure}, title=f"{name} ({unit})"),
-        headers=headers,
-        rows=rows,
+        summary=summary(drawn),
+        spec=curves_of(panel, drawn, {"": figure}, title=f"{name} ({unit})"),
+        headers=["batch size", *(f"{one} ({unit})" for one in panel.titles)],
+        rows=[
+            [str(size), *("; ".join(by_title.get(one, [])) for one in panel.titles)]
+            for size, by_title in sorted(cells.items())
+        ],
     )
 
 
@@ -285,7 +286,17 @@ def _accuracy_row(entry: Entry, metric: str) -> Spec | None:
 
 
 def _accuracy_spec(panel: Panel, rows: list[Spec], before: list[Spec], metric: str) -> Spec:
-    shared = {"color": axes.curves(panel), "xOffset": axes.offset(panel)}
+    # Each batch size has one place, in which the strategies stand side by side.
+    titles = [one for one in panel.titles if panel.of(one)]
+    shared = {"color": axes.curves(panel), "xOffset": {"field": "s", "type": "nominal", "scale": {"domain": titles}}}
+    sizes = sorted({entry.batch_size for entry in (*panel.completed, *panel.failed, *panel.before)})
+    x = {
+        "field": "b",
+        "type": "ordinal",
+        "title": axes.BATCH_SIZE,
+        "scale": {"domain": sizes, "paddingInner": 0.3, "paddingOuter": 0.2},
+        "axis": {"labelAngle": 0, "format": ",d", "labelOverlap": "greedy"},
+    }
     low, high = ({"field": name, "type": "quantitative"} for name in ("l", "h"))
     tooltip = axes.tooltip(
         axes.number("v", f"{metric} (%)"),
@@ -315,11 +326,10 @@ def _accuracy_spec(panel: Panel, rows: list[Spec], before: list[Spec], metric: s
             }
         )
     y = axes.levels([row["v"] for row in (*rows, *before)], f"{metric}, 95 % confidence interval (%)", log=False)
-    return axes.layered([*layers, *axes.failures(panel)], rows, x=axes.ordinal_batch_sizes(panel), y=y)
+    return axes.layered([*layers, *axes.failures(panel)], rows, x=x, y=y)
 
 
-_STEP = 20
-"""Pixels of each case."""
+_STEP = 20  # pixels of each case
 
 _CHANGES = {
     "no significant change": "circle",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from pytest_llmgpu.render.charts import axes
 from pytest_llmgpu.render.charts.axes import Chart, Spec, formatted, rounded, value_range
@@ -13,33 +12,20 @@ from pytest_llmgpu.report.report import Environment
 from pytest_llmgpu.report.result import CaseResult, Profile
 from pytest_llmgpu.report.text import GIB
 
-_POINTS = 200
-"""Most points of a line: more cannot be distinguished, and a page with many cases would become large."""
-_LINES = 20
-"""Most lines of the table."""
-_FEW = 30
-"""Up to this number of points each point has a mark."""
+_POINTS = 200  # most points of a line: more cannot be distinguished, and a page with many cases would become large
+_LINES = 20  # most lines of the table
+_FEW = 30  # up to this number of points each point has a mark
 _HEIGHT = 200
 _DASHES = [[1, 0], [6, 3], [2, 2], [8, 3, 2, 3]]
 """Dashes of the GPUs, in turn: lines differ in more than colour (WCAG 2.2, 1.4.1)."""
 
 
-class _Figure(NamedTuple):
-    metric: str
-    """The metric of the profile."""
-    title: str
-    unit: str
-    scale: float = 1
-    """The size of one unit of the chart in the unit of the report."""
-    zero: bool = True
-    """True if the axis begins at 0."""
-
-
 _FIGURES = {
-    "utilization": _Figure("utilization_pct", "GPU utilisation", "%"),
-    "memory": _Figure("memory_used_bytes", "Memory in use", "GiB", GIB, zero=False),
-    "power": _Figure("power_w", "Power", "W"),
+    "utilization_pct": ("utilization", "GPU utilisation", "%", 1),
+    "memory_used_bytes": ("memory", "Memory in use", "GiB", GIB),
+    "power_w": ("power", "Power", "W", 1),
 }
+"""The metrics of the profile: end of the chart's id, title, unit, and the size of that unit in the report's unit."""
 
 
 def charts(result: CaseResult, environment: Environment) -> Iterator[Chart]:
@@ -53,9 +39,9 @@ def charts(result: CaseResult, environment: Environment) -> Iterator[Chart]:
     names = {kinds.get(device.uuid) or "GPU" for device in profile.devices}
     where = f"{len(profile.devices)} x {names.pop() if len(names) == 1 else 'GPU'}"
     times = profile.series.t_s
-    for slug, figure in _FIGURES.items():
+    for metric, (slug, title, unit, scale) in _FIGURES.items():
         columns: list[list[float | None]] = [
-            [None if value is None else value / figure.scale for value in of_device.get(figure.metric, ())]
+            [None if value is None else value / scale for value in of_device.get(metric, ())]
             for of_device in profile.series.devices
         ]
         if not any(value for column in columns for value in column):
@@ -77,17 +63,17 @@ def charts(result: CaseResult, environment: Environment) -> Iterator[Chart]:
             table.append([statistics.fmean(times[part]), *mean])
         yield Chart(
             id=f"timeline-{slug}",
-            title=f"{figure.title} of {result.id} over time",
-            summary=f"{figure.title} of {where} during {formatted(profile.duration_s, digits=3)} s, {sampled}: "
-            f"mean {value_range(means, figure.unit)}.",
-            spec=_spec(profile, figure, rows),
-            headers=["time (s)", *(f"GPU {device.index} ({figure.unit})" for device in profile.devices)],
+            title=f"{title} of {result.id} over time",
+            summary=f"{title} of {where} during {formatted(profile.duration_s, digits=3)} s, {sampled}: "
+            f"mean {value_range(means, unit)}.",
+            spec=_spec(profile, f"{title} ({unit})", unit, rows, zero=metric != "memory_used_bytes"),
+            headers=["time (s)", *(f"GPU {device.index} ({unit})" for device in profile.devices)],
             rows=[[formatted(value) for value in line] for line in table],
             measured=caption(result.case, environment),
         )
 
 
-def _spec(profile: Profile, figure: _Figure, points: Sequence[Sequence[float | None]]) -> Spec:
+def _spec(profile: Profile, title: str, unit: str, points: Sequence[Sequence[float | None]], *, zero: bool) -> Spec:
     """Return the lines of the GPUs; each point has its time and the figure of each GPU."""
     indices = [str(device.index) for device in profile.devices]
     rows: list[Spec] = [
@@ -97,30 +83,25 @@ def _spec(profile: Profile, figure: _Figure, points: Sequence[Sequence[float | N
         }
         for t, *values in points
     ]
+    stroke = {"symbolType": "stroke", "symbolSize": 700, "symbolStrokeWidth": 2, "symbolOpacity": 1}
     gpu = {
         **axes.text("g"),
         "scale": {"domain": indices},
-        "legend": {
-            "symbolType": "stroke",
-            "symbolSize": 700,
-            "symbolStrokeWidth": 2,
-            "symbolOpacity": 1,
-            "labelExpr": "'GPU ' + datum.label",
-        },
+        "legend": {**stroke, "labelExpr": "'GPU ' + datum.label"},
     }
     values = [row[index] for row in rows for index in indices if index in row]
     lines = {
         "transform": [{"fold": indices, "as": ["g", "v"]}, {"filter": "isValid(datum.v)"}],
         "mark": {"type": "line", "strokeWidth": 1.5, **({"point": {"size": 30}} if len(rows) <= _FEW else {})},
         "encoding": {
-            "y": axes.levels(values, f"{figure.title} ({figure.unit})", log=False, zero=figure.zero),
+            "y": axes.levels(values, title, log=False, zero=zero),
             "color": gpu,
             "strokeDash": {**gpu, "scale": {"domain": indices, "range": _DASHES}},
         },
     }
     # A line at the pointer, invisible elsewhere, whose tooltip has the figures of all GPUs at that time.
     select = {"type": "point", "fields": ["t"], "nearest": True, "on": "pointerover", "clear": "pointerout"}
-    tooltip = [axes.number("t", "time (s)"), *(axes.number(one, f"GPU {one} ({figure.unit})") for one in indices)]
+    tooltip = [axes.number("t", "time (s)"), *(axes.number(one, f"GPU {one} ({unit})") for one in indices)]
     opacity = {"condition": {"param": "at", "empty": False, "value": 0.6}, "value": 0}
     rule = {
         "params": [{"name": "at", "select": select}],

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import re
 
-_LONGEST = 500
-"""Most characters of a line."""
+_LONGEST = 500  # most characters of a line
 
 _MARKDOWN = {character: f"&#{ord(character)};" for character in "\\`*[]<&|~$#"}
 """Characters with a meaning in Markdown or HTML, as character references, which are never structure."""
 
-_FORMULA = ("=", "+", "-", "@")
-"""First characters of a formula in a spreadsheet."""
+_FORMULA = ("=", "+", "-", "@")  # first characters of a formula in a spreadsheet
 
 
 def one_line(text: str, longest: int = _LONGEST) -> str:

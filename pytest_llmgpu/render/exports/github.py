@@ -35,14 +35,12 @@ COMMENT_MARK = "<!-- pytest-llmgpu -->"
 ANNOTATIONS = 10
 """Most annotations of one step."""
 
-_NOTE_BYTES = 200
-"""Bytes reserved for the line on the rows that are left out of a table."""
+_NOTE_BYTES = 200  # bytes reserved for the line on the rows that are left out of a table
 
 Level = Literal["failure", "warning", "info"]
 """The severity of a notice."""
 
-_MARKS: dict[Level, str] = {"failure": "❌", "warning": "⚠️", "info": "✅"}
-"""The levels, worst first, with their marks."""
+_MARKS: dict[Level, str] = {"failure": "❌", "warning": "⚠️", "info": "✅"}  # the levels, worst first, with their marks
 
 _COMMANDS: dict[Level, str] = {"failure": "error", "warning": "warning", "info": "notice"}
 _LEVELS: dict[RowClass, Level] = {RowClass.FAILS: "failure", RowClass.ALLOWED: "warning", RowClass.UNCLEAR: "warning"}
@@ -189,9 +187,16 @@ def _tables(report: Report) -> Iterator[_Table]:
     policy = policy_of(verdicts)
     folded = ["", "</details>"]
     lines: dict[bool, list[str]] = {True: [], False: []}
-    for severity in _MARKS:
+    for severity, sign in _MARKS.items():
         of_level = [row for row in worst_first(verdicts.rows) if level(row, policy) == severity]
-        lines[severity != "info"] += [_verdict_line(severity, row) for row in of_level]
+        for row in of_level:
+            was, now, change, interval = comparison.figures(row)
+            mark = "" if row.verdict == "CHANGED" else sign
+            allowed = [] if row.allowed is None else [f"Allowed: {row.allowed}"]
+            reason = "<br>".join(map(markdown, [*row.reason.splitlines(), *allowed]))
+            cells = [mark, code(row.id), row.metric.replace("_", " "), comparison.verdict(row), was, now]
+            line = markdown_line([*cells, f"{change} ({interval})" if interval else change, reason])
+            lines[severity != "info"].append(line)
     yield ["### To look at", "", *_VERDICT_HEADER], lines[True], ()
     yield _notice_table(other_notices(report))
     yield ["<details>", "<summary>Cases</summary>", "", *markdown_header(report)], cases, folded
@@ -205,15 +210,6 @@ def _notice_table(found: Sequence[Notice]) -> _Table:
         if notice.level != "info"
     ]
     return ["### Findings", ""], lines, ()
-
-
-def _verdict_line(severity: Level, row: Row) -> str:
-    was, now, change, interval = comparison.figures(row)
-    mark = "" if row.verdict == "CHANGED" else _MARKS[severity]
-    numbers = [was, now, f"{change} ({interval})" if interval else change]
-    reason = [*row.reason.splitlines(), *([f"Allowed: {row.allowed}"] if row.allowed is not None else [])]
-    text = "<br>".join(map(markdown, reason))
-    return markdown_line([mark, code(row.id), row.metric.replace("_", " "), comparison.verdict(row), *numbers, text])
 
 
 def _fitted(head: Sequence[str], tables: Sequence[_Table], limit_bytes: int) -> str:

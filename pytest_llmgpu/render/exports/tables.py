@@ -48,8 +48,7 @@ CSV_COLUMNS = tuple(
 )
 """The header of the CSV table; new columns are appended at the end."""
 
-_MESSAGE = 120
-"""Most characters of a failure's message in Markdown; its numbers come first."""
+_MESSAGE = 120  # most characters of a failure's message in Markdown; its numbers come first
 
 
 def render_csv(report: Report) -> str:

@@ -25,10 +25,8 @@ from pytest_llmgpu.report.result import OUT_OF_MEMORY, CaseResult
 from pytest_llmgpu.report.text import GIB, plural
 from pytest_llmgpu.report.verdicts import Row
 
-_LONGEST_BYTES = 1024
-"""Most bytes of a benchmark's name in Bencher."""
-_HASHED = 8
-"""Digits of the digest of a longer name."""
+_LONGEST_BYTES = 1024  # most bytes of a benchmark's name in Bencher
+_HASHED = 8  # digits of the digest of a longer name
 
 _IN_COMMENTS = str.maketrans({"`": "'", "|": "/"})
 """A comment of github-action-benchmark has the name in backticks in a table; these two characters would end it."""

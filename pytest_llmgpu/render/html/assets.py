@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import importlib
 import importlib.resources
 import re
 from collections.abc import Sequence
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 MISSING = "the page needs jinja2 and vl-convert: pip install 'pytest-llmgpu[report]'"
 """The message if a library of the page is not installed."""
 
-
 _COLOR = re.compile(r'(?<=")#[0-9a-f]{6}(?=")', re.IGNORECASE)
 
 
@@ -32,17 +32,17 @@ def asset(name: str) -> str:
     return (importlib.resources.files(__package__) / name).read_text(encoding="utf-8")
 
 
-def templates() -> Templates:
-    """Return the templates.
-
-    Raises:
-        ValueError: jinja2 is not installed.
-    """
+def _library(name: str) -> Any:
     try:
-        import jinja2
+        return importlib.import_module(name)
     except ImportError:
         raise ValueError(MISSING) from None
-    found = jinja2.Environment(
+
+
+def templates() -> Templates:
+    """Return the templates; ValueError if jinja2 is not installed."""
+    jinja2 = _library("jinja2")
+    found: Templates = jinja2.Environment(
         loader=jinja2.PackageLoader("pytest_llmgpu.render", "html"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
@@ -54,16 +54,8 @@ def templates() -> Templates:
 
 
 def vega() -> str:
-    """Return Vega, Vega-Lite and Vega-Embed as one script.
-
-    Raises:
-        ValueError: vl-convert is not installed.
-    """
-    try:
-        import vl_convert
-    except ImportError:
-        raise ValueError(MISSING) from None
-    bundle: str = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
+    """Return Vega, Vega-Lite and Vega-Embed as one script; ValueError if vl-convert is not installed."""
+    bundle: str = _library("vl_convert").javascript_bundle("window.vegaEmbed = vegaEmbed;")
     # The string keeps its value, and an HTML parser does not read it as the end of the element.
     return re.sub(r"<(?=/script|!--)", r"\\x3c", bundle, flags=re.IGNORECASE)
 

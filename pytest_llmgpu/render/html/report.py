@@ -30,7 +30,6 @@ from pytest_llmgpu.report import file
 from pytest_llmgpu.report.metrics import spec_of
 from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.report.report import OptionValue, Report
-from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.text import GIB, gib, plural
 from pytest_llmgpu.report.verdicts import Row, Verdicts, worst_first
 
@@ -136,24 +135,24 @@ def _rows(verdicts: Verdicts, report: Report, baseline: Report | None) -> dict[s
         named, shown = row, comparison.figures(row)
         if not shown.was and not shown.now:
             named = row if row.metric in {"execution", "accuracy"} else msgspec.structs.replace(row, metric="time")
-            was, now = (_without_numbers(of_report.get(row.id), named.metric) for of_report in results)
-            shown = shown._replace(was=was, now=now)
+            texts = []
+            for of_report in results:
+                if (result := of_report.get(row.id)) is None:
+                    texts.append("-")
+                elif named.metric == "execution":
+                    texts.append(result.case.execution.removeprefix("cuda_"))  # the column is narrow
+                elif named.metric == "accuracy" and result.acc_norm is not None:
+                    texts.append(spec_of("accuracy").written(result.acc_norm))
+                else:
+                    time_s = result.inference_s
+                    texts.append(spec_of("time").written(time_s) if time_s else result.outcome.replace("_", " "))
+            shown = shown._replace(was=texts[0], now=texts[1])
         compared.append((named, shown))
     parts: dict[str, list[tuple[Row, comparison.Figures]]] = {"Changed, undecided or missing": [], "Unchanged": []}
     for row in worst_first(verdicts.rows):
         parts["Unchanged" if row.unchanged else "Changed, undecided or missing"].append((row, comparison.figures(row)))
     reasons = cause_groups.by_reason(row for row in verdicts.rows if not row.unchanged)
     return {"compared": compared, "parts": [part for part in parts.items() if part[1]], "reasons": reasons}
-
-
-def _without_numbers(result: CaseResult | None, metric: str) -> str:
-    if result is None:
-        return "-"
-    if metric == "execution":
-        return result.case.execution.removeprefix("cuda_")  # the column is narrow
-    if metric == "accuracy" and result.acc_norm is not None:
-        return spec_of(metric).written(result.acc_norm)
-    return spec_of("time").written(result.inference_s) if result.inference_s else result.outcome.replace("_", " ")
 
 
 def _filter_keys(report: Report, baseline: Report | None) -> dict[str, dict[str, str]]:

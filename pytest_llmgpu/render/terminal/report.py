@@ -47,8 +47,7 @@ _RED, _GREEN, _YELLOW, _BOLD = "31", "32", "33", "1"
 _MARKS = {"best": "*", "wrong": "x", "graphs": "g:", "oom": "OOM:", "skipped": "-:"}
 """The marks of the legend. A case that failed needs none: its cell has the outcome."""
 
-_SEVERAL = ("nvlink_tx_bytes_per_s", "sent_bytes")
-"""Columns of devices that are shown only if a case ran on several."""
+_SEVERAL = ("nvlink_tx_bytes_per_s", "sent_bytes")  # columns of devices that are shown only if a case ran on several
 
 
 class _Column(NamedTuple):
@@ -175,27 +174,19 @@ def _device_table(
 
 
 def _missing(results: Sequence[CaseResult], name: str, environment: Environment, *, sampled: bool) -> str:
-    """Return the reason why no case has a value of a column.
-
-    The reports keep reasons in `why`. The most specific one wins: the case, then its launches, then the environment,
-    then the samples of the profile.
-    """
+    """Return the reason why no case has a value of a column, from the `why` of the reports, the most specific one."""
     key = "traffic" if name == "sent_bytes" else name
-    for result in results:
-        if reason := result.why.get(key):
-            return reason.rstrip(".")
+    found = [result.why.get(key) for result in results]
     launches = [launch for result in results for launch in result.launches]
+    profiles = [launch.profile for launch in launches if launch.profile is not None]
     for launch in launches:
         maps = [launch.why, *(memory.why for memory in launch.memory), *(split(memory).why for memory in launch.memory)]
         if launch.profile is not None:
             maps += [launch.profile.why, *(device.why for device in launch.profile.devices)]
-        for why in maps:
-            if reason := why.get(key) or why.get("profile"):
-                return reason.rstrip(".")
-    if (reason := environment.why.get("nvml")) is not None:
-        return reason
-    profiles = [launch.profile for launch in launches if launch.profile is not None and sampled]
-    return next(filter(None, (profile.why.get("samples") for profile in profiles)), "no sample was taken").rstrip(".")
+        found += [why.get(key) or why.get("profile") for why in maps]
+    found.append(environment.why.get("nvml"))
+    found += [profile.why.get("samples") for profile in profiles if sampled]
+    return next(filter(None, found), "no sample was taken").rstrip(".")
 
 
 def _collectives(by_title: Mapping[str, Sequence[CaseResult]]) -> Iterator[str]:
@@ -281,12 +272,9 @@ def _fitted(places: Sequence[tuple[str, str]], columns: Sequence[_Column]) -> li
 
 _STYLES = {"failure": _RED, "warning": _YELLOW, "info": _BOLD}
 
-_MOST_ROWS = 30
-"""Largest number of rows of the short tables."""
-_MOST_LINES = 3
-"""Largest number of comparisons and of findings in the short text."""
-_MOST_IDS = 8
-"""Largest number of further cases of a finding in the short text."""
+_MOST_ROWS = 30  # largest number of rows of the short tables
+_MOST_LINES = 3  # largest number of comparisons and of findings in the short text
+_MOST_IDS = 8  # largest number of further cases of a finding in the short text
 
 
 def headline(machine: Machine, cases: Sequence[Case], batch_sizes: Iterable[int]) -> str:

@@ -15,6 +15,7 @@ from support.page_reports import EVIL, make_verdicts, paper_report, time_row
 
 from pytest_llmgpu.render.html import report as html_report
 from pytest_llmgpu.report.result import Failure, Finding
+from pytest_llmgpu.report.verdicts import Decided
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="the browser's tests need selenium")
 pytest.importorskip("jinja2", reason="the page needs the extra report")
@@ -74,9 +75,8 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> str:
         Finding(code="fourth", severity="info", text="It is old.", next_step="Look."),
     ]
     report.cases[0].failure = Failure(phase="forward", message="x", log_tail=f"OutOfMemoryError: {'a_long_line ' * 50}")
-    rows = [
-        time_row(report, number, verdict) for number, verdict in enumerate(("REGRESSED", "MISSING", "IMPROVED", "OK"))
-    ]
+    judged: tuple[Decided, ...] = ("REGRESSED", "MISSING", "IMPROVED", "OK")
+    rows = [time_row(report, number, verdict) for number, verdict in enumerate(judged)]
     report.verdicts = make_verdicts(*rows)
     path = tmp_path_factory.mktemp("page") / "page.html"
     path.write_text(html_report.render(report, name=EVIL), encoding="utf-8")

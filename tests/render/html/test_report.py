@@ -228,15 +228,10 @@ def test_a_verdict_has_one_colour() -> None:
     """A row that fails the gate and one that is not gated have the colour of their verdict."""
     report = paper_report()
     rows = [
-        time_row(report, number, verdict, gated=gated, unseen=unseen, reason=verdict)
-        for number, (verdict, gated, unseen) in enumerate(
-            [
-                ("UNDECIDED", True, True),
-                ("UNDECIDED", False, False),
-                ("REGRESSED", True, False),
-                ("REGRESSED", False, False),
-            ]
-        )
+        time_row(report, 0, "UNDECIDED", unseen=True, reason="UNDECIDED"),
+        time_row(report, 1, "UNDECIDED", gated=False, reason="UNDECIDED"),
+        time_row(report, 2, "REGRESSED", reason="REGRESSED"),
+        time_row(report, 3, "REGRESSED", gated=False, reason="REGRESSED"),
     ]
     page = html_report.render(report, verdicts=make_verdicts(*rows))
     found = re.findall(r'class="verdict (\w+)">(\w+)', page.replace("_<wbr>", "_"))
