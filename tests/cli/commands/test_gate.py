@@ -329,8 +329,5 @@ def test_several_reports_are_compared_side_by_side(capsys: pytest.CaptureFixture
     lines = capsys.readouterr().out.splitlines()
     heads = [["1  base.json", " UNDECIDED"], ["2  head.json", " REGRESSED"]]
     assert [line.split(":")[:2] for line in lines[:2]] == heads
-        ["1  base.json", " UNDECIDED"],
-        ["2  head.json", " REGRESSED"],
-    ]
     assert lines[3].split() == ["case", "metric", "was", "1", "2"]
     assert [line.split()[-2:] for line in lines if line.strip().startswith("traffic")] == [["%", "REGRESSED"]]
