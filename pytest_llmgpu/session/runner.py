@@ -6,6 +6,7 @@ they are ended, and the next case starts on clean devices.
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -163,7 +164,7 @@ class Runner:
         except BaseException as error:
             if measured:
                 # Only the passes after the measurement were stopped: the case is complete.
-                self._abandon()
+                self.close(kill=True)
                 raise
             bug = isinstance(error, Exception)
             result.outcome = "error" if bug else "interrupted"
@@ -185,17 +186,18 @@ class Runner:
             self._send_items(group, request)
             return group.ask(fn, *args, phase="forward", timeout_s=request.timeout_s)
         except BaseException:
-            self._abandon()
+            self.close(kill=True)
             raise
 
     def take_output(self) -> Mapping[int, str]:
         """Return what the processes of each rank wrote since the last call."""
         return self._launcher.take_output()
 
-    def close(self) -> None:
-        """End all processes."""
+    def close(self, *, kill: bool = False) -> None:
+        """End all processes, at once with `kill`."""
         if self._group is not None:
-            self._group.close()
+            end = self._group.kill if kill else self._group.close
+            end()
         self._group = self._loading = None
 
     def _measure(self, request: Request, launch: Launch) -> str:
@@ -204,18 +206,8 @@ class Runner:
         Returns:
             How the forwards ran: `eager` or `cuda_graphs`.
         """
-        try:
-            return self._measure_as_decided(request, launch)
-        except RankFailedError as error:
-            if error.failure.evidence != serving.NOT_RECORDED:
-                raise
-            # A failed recording leaves a rank in no defined state, and the others may wait in a collective.
-            self._abandon()
-            self._not_recorded[request.case.loading, request.case.workload] = error.failure.message
-            return self._measure_as_decided(request, launch)
-
-    def _measure_as_decided(self, request: Request, launch: Launch) -> str:
-        case = request.case
+        case, timeout_s = request.case, request.timeout_s
+        recording = case.loading, case.workload
         profilers = self._profilers_of(request.machine)
         profilers.start()
         self._begin("load", profilers)
@@ -223,22 +215,24 @@ class Runner:
         launch.load_s = self._load_s
         self._send_items(group, request)
         # Before the window begins: caches that the previous case left are not part of this case.
-        group.ask(worker.reset, phase="forward", timeout_s=request.timeout_s)
+        group.ask(worker.reset, phase="forward", timeout_s=timeout_s)
         self._begin("forward", profilers)
         began = self._began_s
-        group.ask(
-            worker.warm_up,
-            case,
-            self._not_recorded.get((case.loading, case.workload)),
-            phase="forward",
-            timeout_s=request.timeout_s,
-        )
+        try:
+            group.ask(worker.warm_up, case, self._not_recorded.get(recording), phase="forward", timeout_s=timeout_s)
+        except RankFailedError as error:
+            if error.failure.evidence != serving.NOT_RECORDED or recording in self._not_recorded:
+                raise
+            # A failed recording leaves a rank in no defined state, and the others may wait in a collective.
+            self.close(kill=True)
+            self._not_recorded[recording] = error.failure.message
+            return self._measure(request, launch)
         # The devices are idle here and after the last batch: the difference of the counters is what the batches sent.
         profilers.mark(wait=True)
         replies: list[worker.Measured] = group.ask(
             worker.measure,
             phase="forward",
-            timeout_s=request.timeout_s,
+            timeout_s=timeout_s,
             tick=lambda done, planned: self._progress(case, done, planned, time.monotonic() - began),
         )
         # The devices are idle now; the comparison of the answers below takes longer than a mark may wait.
@@ -249,7 +243,17 @@ class Runner:
         ranks = [reply.launch for reply in replies]
         _check_ranks_agree(ranks, case)
         _join(launch, ranks)
-        self._check_texts(request, launch)
+        if launch.generation is not None:
+            checked: list[Generation] | str = self._ask_further(request, worker.check_texts, request.reference)
+            if isinstance(checked, str):
+                launch.why["generation"] = f"the forwards that check the texts failed: {checked}"
+            else:
+                launch.generation = msgspec.structs.replace(
+                    launch.generation,
+                    prefill_loglikelihoods=checked[0].prefill_loglikelihoods,
+                    reference=checked[0].reference,
+                    reference_loglikelihoods=checked[0].reference_loglikelihoods,
+                )
         # The times of a rank are those of the clock of its node.
         of_nodes: dict[int, list[worker.Measured]] = {}
         for rank, reply in enumerate(replies):
@@ -272,23 +276,8 @@ class Runner:
         try:
             return self._group.ask(command, *args, phase="forward", timeout_s=request.timeout_s)
         except RankFailedError as error:
-            self._abandon()
+            self.close(kill=True)
             return str(error)
-
-    def _check_texts(self, request: Request, launch: Launch) -> None:
-        """Add the log-likelihoods that generated texts are checked by; without them the texts are unchecked."""
-        if launch.generation is None:
-            return
-        checked: list[Generation] | str = self._ask_further(request, worker.check_texts, request.reference)
-        if isinstance(checked, str):
-            launch.why["generation"] = f"the forwards that check the texts failed: {checked}"
-            return
-        launch.generation = msgspec.structs.replace(
-            launch.generation,
-            prefill_loglikelihoods=checked[0].prefill_loglikelihoods,
-            reference=checked[0].reference,
-            reference_loglikelihoods=checked[0].reference_loglikelihoods,
-        )
 
     def _begin(self, phase: Phase, profilers: NodeProfilers) -> None:
         """Begin a phase of a case: if it fails, its profile and its counters start here."""
@@ -328,16 +317,13 @@ class Runner:
         )
         launch.prefill_work = prefill[0] if prefill else None
         del launch.why["work"]
-        self._measure_ceilings(request, len(replies))
-
-    def _measure_ceilings(self, request: Request, ranks: int) -> None:
-        """Measure the rates of the GPUs of a case that were not measured in this session."""
+        # The rates of the GPUs, unless they were measured in this session.
         uuids = tuple(gpu.uuid for gpu in request.machine.gpus)
         keys = {"product": (request.case.dtype, uuids), "copy": ("copy", uuids)}
-        if ranks > 1:
+        if len(replies) > 1:
             keys["all_reduce"] = ("all_reduce", uuids)
         wanted = [kind for kind, key in keys.items() if key not in self._ceilings_measured]
-        if self._group is None or request.case.device != "cuda" or not wanted:
+        if isinstance(sizes, str) or request.case.device != "cuda" or not wanted:
             return
         self._ceilings_measured.update(keys.values())
         found: list[Ceilings] | str = self._ask_further(request, worker.measure_ceilings, wanted)
@@ -351,20 +337,18 @@ class Runner:
             result.why["traffic"] = f"the ranks were ended: {result.launches[-1].why['work']}"
             return
         result.why["traffic"] = TRAFFIC_STOPPED
-        found: list[tuple[list[Collective], list[Collective] | None] | str] | str
-        found = self._ask_further(request, worker.account)
-        if isinstance(found, str):
-            result.why["traffic"] = f"{TRAFFIC_FAILED}: {found}"
+        counted = self._ask_further(request, worker.account)
+        if isinstance(counted, str):
+            result.why["traffic"] = f"{TRAFFIC_FAILED}: {counted}"
             return
-        counted = [one for one in found if not isinstance(one, str)]
-        if len(counted) < len(found):
-            result.why["traffic"] = next(one for one in found if isinstance(one, str))
+        if unknown := [reason for reason in counted if isinstance(reason, str)]:
+            result.why["traffic"] = unknown[0]
             return
-        ranks = [total for total, _ in counted]
+        ranks: list[list[Collective]] = [total for total, _ in counted]
         try:
             traffic.check(ranks)
         except ValueError as error:
-            self._abandon()
+            self.close(kill=True)
             result.outcome, result.failure = "error", Failure(phase="forward", message=str(error))
         sequences = sum(result.launches[-1].batches.sequences)
         steps = [step for _, step in counted if step is not None]
@@ -392,7 +376,14 @@ class Runner:
         self._group = RankGroup(self._launcher, _environments(request, len(nodes_of_ranks)))
         try:
             if any(nodes_of_ranks):
-                self._check_files(self._group, request)
+                hashes: list[Mapping[str, str] | None] = self._group.ask(
+                    worker.file_hashes, request.source, phase="load", timeout_s=request.load_timeout_s
+                )
+                # With one GPU in sight of each process, every rank is the first one of its node.
+                by_node = {node: files for node, files in zip(nodes_of_ranks, hashes, strict=True) if files is not None}
+                if found := machine.file_differences([files for _, files in sorted(by_node.items())]):
+                    message = f"the files of {case.model} differ: {listed(found, _NAMED)}"
+                    raise RankFailedError("error", Failure(phase="load", message=message))  # noqa: TRY301
                 started = time.monotonic()
                 self._build(strategy, request, nodes_of_ranks, self._group)
                 began += time.monotonic() - started  # it is no part of loading
@@ -409,17 +400,6 @@ class Runner:
         self._profilers_of(request.machine).hold(_held(loaded, request.machine))
         self._loading, self._load_s = case.loading, time.monotonic() - began
         return self._group
-
-    def _check_files(self, group: RankGroup, request: Request) -> None:
-        """Refuse a model whose files differ between nodes, before it is loaded."""
-        hashes: list[Mapping[str, str] | None] = group.ask(
-            worker.file_hashes, request.source, phase="load", timeout_s=request.load_timeout_s
-        )
-        # With one GPU in sight of each process, every rank is the first one of its node.
-        by_node = {request.machine.node_of(rank): files for rank, files in enumerate(hashes) if files is not None}
-        if found := machine.file_differences([files for _, files in sorted(by_node.items())]):
-            message = f"the files of {request.case.model} differ: {listed(found, _NAMED)}"
-            raise RankFailedError("error", Failure(phase="load", message=message))
 
     def _build(
         self, strategy: Strategy, request: Request, nodes_of_ranks: Sequence[int], group: RankGroup | None = None
@@ -459,7 +439,7 @@ class Runner:
         ended_s = profilers.now_s()
         profilers.mark()  # before the ranks are ended, which takes longer than a mark may wait
         group = self._group
-        self._abandon()
+        self.close(kill=True)
         if group is not None and self._phase == "forward":
             # Not while loading: a group may then still hold the batches of the previous case.
             # Not before the ranks are ended: only then have all batches that they streamed arrived.
@@ -482,25 +462,19 @@ class Runner:
         sentences = [*found, *filter(None, [busy])]
         return msgspec.structs.replace(profile, invalid=sentences)
 
-    def _abandon(self) -> None:
-        if self._group is not None:
-            self._group.kill()
-        self._group = self._loading = None
-
 
 def _environments(request: Request, world_size: int) -> Sequence[Mapping[str, str]]:
     """Return the variables of each rank: its devices and, for several ranks, those that torchrun would set."""
-    case = request.case
-    machine = request.machine
-    uuids = [gpu.uuid for gpu in machine.gpus] if case.device == "cuda" else []
-    chosen = case.device == "cuda" or not os.environ.keys().isdisjoint({"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"})
+    machine, on_gpus = request.machine, request.case.device == "cuda"
+    uuids = [gpu.uuid for gpu in machine.gpus] if on_gpus else []
+    chosen = on_gpus or not os.environ.keys().isdisjoint({"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"})
     waiting = {} if chosen else {"GOMP_SPINCOUNT": _SPINS}
     if world_size == 1:
         return [{"CUDA_VISIBLE_DEVICES": ",".join(uuids), **waiting}]
     environments = []
-    nodes = ",".join(str(machine.node_of(rank)) for rank in range(world_size))
-    for number in range(world_size):
-        on_node = [rank for rank in range(world_size) if machine.node_of(rank) == machine.node_of(number)]
+    nodes = [machine.node_of(rank) for rank in range(world_size)]
+    for number, its_node in enumerate(nodes):
+        on_node = [rank for rank, node in enumerate(nodes) if node == its_node]
         seen = [number] if machine.one_gpu_each else on_node
         environments.append(
             {
@@ -509,7 +483,7 @@ def _environments(request: Request, world_size: int) -> Sequence[Mapping[str, st
                 "LOCAL_RANK": str(seen.index(number)),
                 "WORLD_SIZE": str(world_size),
                 "LOCAL_WORLD_SIZE": str(len(on_node)),
-                **({} if len(on_node) == world_size else {traffic.NODES: nodes}),
+                **({} if len(on_node) == world_size else {traffic.NODES: ",".join(map(str, nodes))}),
                 **waiting,
                 # The cores of this process, split between the ranks.
                 "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")
@@ -531,18 +505,17 @@ def _check_ranks_agree(ranks: Sequence[Launch], case: Case) -> None:
     assert first is not None, "a case scores or generates"
     for number, answer in enumerate(answers[1:], start=1):
         assert answer is not None
+        numbers = derived.decode(answer.loglikelihoods), derived.decode(first.loglikelihoods)
         if getattr(answer, "tokens", None) != getattr(first, "tokens", None):
             message = f"rank {number} chose other tokens than rank 0"
-            raise RankFailedError("error", Failure(phase="forward", rank=number, message=message))
-        difference = derived.typical_difference(
-            derived.decode(answer.loglikelihoods), derived.decode(first.loglikelihoods)
-        )
-        if difference > allowed:
+        elif (difference := derived.typical_difference(*numbers)) > allowed:
             message = (
                 f"the log-likelihoods of rank {number} typically differ by {percent(difference)} from those of rank 0; "
                 f"{case.dtype} allows {100 * allowed:g} %"
             )
-            raise RankFailedError("error", Failure(phase="forward", rank=number, message=message))
+        else:
+            continue
+        raise RankFailedError("error", Failure(phase="forward", rank=number, message=message))
 
 
 def _join(launch: Launch, ranks: Sequence[Launch]) -> None:
@@ -554,7 +527,6 @@ def _join(launch: Launch, ranks: Sequence[Launch]) -> None:
     launch.batches = slowest([rank.batches for rank in ranks])
     launch.accuracy = first.accuracy
     texts = [rank.generation for rank in ranks if rank.generation is not None]
-    launch.generation = None
     if texts:
         launch.generation = msgspec.structs.replace(
             texts[0],
@@ -577,39 +549,33 @@ def _join(launch: Launch, ranks: Sequence[Launch]) -> None:
     )
 
 
-def _gpus_of(rank: int, devices: int, machine: Machine) -> Sequence[Gpu]:
-    """Return the GPUs of a rank with this many devices: all are those of a rank that has several."""
-    return machine.gpus if devices > 1 else machine.gpus[rank : rank + 1]
+def _by_gpu(ranks: Sequence[Sequence[DeviceMemory]], machine: Machine) -> list[tuple[Gpu | None, DeviceMemory]]:
+    """Return the memory of each device with its GPU: a rank that has several devices has all of them."""
+    found: list[tuple[Gpu | None, DeviceMemory]] = []
+    for rank, devices in enumerate(ranks):
+        gpus = machine.gpus if len(devices) > 1 else machine.gpus[rank : rank + 1]
+        found += itertools.zip_longest(gpus[: len(devices)], devices)
+    return found
 
 
 def _held(ranks: Sequence[Sequence[DeviceMemory]], machine: Machine) -> dict[str, int]:
     """Return the bytes that ranks hold for the memory cap by the UUID of the GPU."""
-    return {
-        gpu.uuid: device.held_bytes
-        for rank, devices in enumerate(ranks)
-        for gpu, device in zip(_gpus_of(rank, len(devices), machine), devices, strict=False)
-    }
+    return {gpu.uuid: device.held_bytes for gpu, device in _by_gpu(ranks, machine) if gpu is not None}
 
 
 def _memory(ranks: Sequence[Sequence[DeviceMemory]], machine: Machine, profile: Profile) -> list[DeviceMemory]:
     """Return the memory of all devices with what NVML reports about it, and with their own index."""
     found = []
-    for rank, devices in enumerate(ranks):
-        for place, device in enumerate(devices):
-            gpus = _gpus_of(rank, len(devices), machine)
-            gpu = gpus[place] if place < len(gpus) else None
-            seen = next((one for one in profile.devices if gpu is not None and one.uuid == gpu.uuid), None)
-            used: Metric | str = profile.why.get("profile", "no sample")
-            if seen is not None:
-                used = derived.of_window(profile, seen, "memory_used_bytes")
-            unknown = ("nvml_used_max_bytes", "nvml_used_mean_bytes") if isinstance(used, str) else ()
-            found.append(
-                msgspec.structs.replace(
-                    device,
-                    index=0 if gpu is None else gpu.index,
-                    nvml_used_max_bytes=None if isinstance(used, str) or used.max is None else round(used.max),
-                    nvml_used_mean_bytes=None if isinstance(used, str) or used.mean is None else round(used.mean),
-                    why=device.why | dict.fromkeys(unknown, used),
-                )
-            )
+    for gpu, device in _by_gpu(ranks, machine):
+        seen = next((one for one in profile.devices if gpu is not None and one.uuid == gpu.uuid), None)
+        used: Metric | str = profile.why.get("profile", "no sample")
+        if seen is not None:
+            used = derived.of_window(profile, seen, "memory_used_bytes")
+        figures: dict[str, Any]
+        if isinstance(used, str):
+            figures = {"why": device.why | dict.fromkeys(("nvml_used_max_bytes", "nvml_used_mean_bytes"), used)}
+        else:
+            rounded = [None if value is None else round(value) for value in (used.max, used.mean)]
+            figures = {"nvml_used_max_bytes": rounded[0], "nvml_used_mean_bytes": rounded[1]}
+        found.append(msgspec.structs.replace(device, index=0 if gpu is None else gpu.index, **figures))
     return found
