@@ -30,24 +30,18 @@ def commit(rootdir: Path, environ: Mapping[str, str] = os.environ) -> Commit:
         return next((environ[name] for name in names if environ.get(name)), None)
 
     try:
-        sha, branch = _git(rootdir, "rev-parse", "HEAD", "--abbrev-ref", "HEAD").split()
+        sha, branch = git.output(rootdir, "rev-parse", "HEAD", "--abbrev-ref", "HEAD", timeout_s=_TIMEOUT_S).split()
     except ValueError as error:
         for name, branches in _VARIABLES.items():
             if value := environ.get(name, "").strip():
-                return Commit(sha=value, branch=first(branches), source=name, why={"dirty": str(error)})
-        return Commit(why={"sha": f"{error}; none of {', '.join(_VARIABLES)} is set"})
+                return Commit(sha=value, branch=first(branches), source=name, why={"dirty": anonymous(str(error))})
+        return Commit(why={"sha": f"{anonymous(str(error))}; none of {', '.join(_VARIABLES)} is set"})
     # A detached HEAD: CI checks out a commit, not a branch.
     named = branch if branch != "HEAD" else first(name for branches in _VARIABLES.values() for name in branches)
     try:
         # The store does not count: every run writes to it, and it may be kept in git.
-        changed = _git(rootdir, "status", "--porcelain", "--untracked-files=no", "--", ":/", _NOT_STORED)
+        status = ("status", "--porcelain", "--untracked-files=no", "--", ":/", _NOT_STORED)
+        changed = git.output(rootdir, *status, timeout_s=_TIMEOUT_S)
     except ValueError as error:
-        return Commit(sha=sha, branch=named, source="git", why={"dirty": str(error)})
+        return Commit(sha=sha, branch=named, source="git", why={"dirty": anonymous(str(error))})
     return Commit(sha=sha, branch=named, dirty=bool(changed), source="git")
-
-
-def _git(rootdir: Path, *arguments: str) -> str:
-    try:
-        return git.output(rootdir, *arguments, timeout_s=_TIMEOUT_S)
-    except ValueError as error:
-        raise ValueError(anonymous(str(error))) from None

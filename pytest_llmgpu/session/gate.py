@@ -49,13 +49,7 @@ class RunGate:
     """Compares the report of a run with its baseline."""
 
     def __init__(self, options: Options, *, rootdir: Path, policy_path: Path | None, storage_path: Path) -> None:
-        """Read the policy; options of the run override it.
-
-        Args:
-            options: The options of the run; `compare` is set.
-            rootdir: The folder whose pyproject.toml is the default policy, and whose git repository is used.
-            policy_path: The policy, also as `git:REV:PATH`; None for the default.
-            storage_path: The folder of the store.
+        """Read the policy, by default that of pyproject.toml in `rootdir`; options of the run override it.
 
         Raises:
             ValueError: The policy is invalid.
@@ -90,7 +84,12 @@ class RunGate:
                 reference = str(in_root)
         except OSError:  # too long for a path
             pass
-        name = store.hardware(_report_of(machine))
+        # The store names machines by their reports.
+        nothing = dict.fromkeys(("strategy", "model", "dtype", "dataset", "dataset_sha256", "tokenizer_sha256"), "")
+        case = Case(batch_size=1, device=machine.device, devices=machine.devices, **nothing)  # type: ignore[arg-type]
+        result = CaseResult(id="", key="", case=case, outcome="completed")
+        here = Report(created="", plugin_version=None, environment=environment(machine), cases=[result])
+        name = store.hardware(here)
         try:
             self._source = references.resolve(reference, self._storage_path, machine=name, repository=self._rootdir)
             self.base = self._source.report()
@@ -172,15 +171,3 @@ def _describe(rows: Sequence[Row]) -> str:
         lines += [first, *(line for line in reason if line.removeprefix(cause.PREFIX).rstrip(".") not in first)]
     more = [f"and {len(rows) - _SHOWN} more rows: see the table"] if len(rows) > _SHOWN else []
     return "\n".join([*lines, *more, f"Next: {headline.step_of(rows[0])}"])
-
-
-def _report_of(machine: Machine) -> Report:
-    """Return a report that identifies this machine: the store names machines by their reports."""
-    nothing = dict.fromkeys(("strategy", "model", "dtype", "dataset", "dataset_sha256", "tokenizer_sha256"), "")
-    case = Case(batch_size=1, device=machine.device, devices=machine.devices, **nothing)  # type: ignore[arg-type]
-    return Report(
-        created="",
-        plugin_version=None,
-        environment=environment(machine),
-        cases=[CaseResult(id="", key="", case=case, outcome="completed")],
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -63,21 +64,15 @@ class Planner:
         self._known = known
         # A name in a report stands for one place, since cases of the same name are compared.
         self._places = dict(known)
-        self._strategies: dict[str, tuple[str, Strategy]] = {}
         self._rootdir = rootdir
-        self._find_machine = find_machine
-        self._machines: dict[tuple[str, int | None], Machine] = {}
-        self._tasks: dict[str, tuple[str, Task]] = {}
+        self._find_machine = functools.cache(find_machine)
         self._datasets: dict[tuple[str, str, int | None], Dataset] = {}
         self._sources: dict[tuple[object, ...], ModelSource] = {}
         self._caps: set[tuple[int, tuple[str, ...]]] = set()
 
     def machine(self, options: Options) -> Machine:
         """Return the devices that the options choose."""
-        wanted = (options.device, options.devices)
-        if wanted not in self._machines:
-            self._machines[wanted] = self._find_machine(*wanted)
-        return self._machines[wanted]
+        return self._find_machine(options.device, options.devices)
 
     def dataset(self, options: Options, task: str = DEFAULT_TASK) -> Dataset:
         """Return the items of a task that the options choose."""
@@ -114,9 +109,17 @@ class Planner:
             new_tokens: The number of tokens to generate for each item; None for the one of the options.
         """
         place, strategy = self._strategy(strategy_name)
-        backend, strategy_options = _backend_and_options(strategy, options)
-        own = backend == strategy.backend
-        _check_library(backend, f"--strategy={strategy_name}" if own else f"--llmgpu-tp-backend={backend}")
+        # Only strategies of this package have options: another one named `load` must not get `load_format`.
+        prefix = f"{strategy.name}_"
+        fields = dataclasses.asdict(options) if strategy.name in strategies.BUILT_IN else {}
+        own = {name.removeprefix(prefix): value for name, value in fields.items() if name.startswith(prefix)}
+        backend = own.pop("backend", strategy.backend)
+        # The base of this package has no library that loads a model.
+        for library, extra in ((backend, _EXTRAS.get(backend)), ("transformers", "transformers")):
+            if not library or importlib.util.find_spec(library.partition(".")[0]) is None:
+                flag = f"strategy={strategy_name}" if backend == strategy.backend else f"llmgpu-tp-backend={backend}"
+                package = f"'pytest-llmgpu[{extra}]'" if extra else library
+                raise ValueError(f"--{flag} needs {library}: pip install {package}")
         if options.attention is not None and getattr(strategy, "own_attention", False):
             raise ValueError(
                 f"--llmgpu-attention={options.attention}: the kernels of strategy {strategy.name} compute attention "
@@ -147,7 +150,7 @@ class Planner:
             return Case(
                 strategy=strategy.name,
                 backend=backend,
-                strategy_options=strategy_options,
+                strategy_options=own,
                 batch_size=batch_size,
                 workload=GENERATE if generates else SCORE,
                 scoring=options.scoring,
@@ -213,8 +216,6 @@ class Planner:
 
     def _strategy(self, written: str) -> tuple[str, Strategy]:
         """Return the place and the object of a strategy, from a name or a place as written in `--strategy`."""
-        if written in self._strategies:
-            return self._strategies[written]
         try:
             place = strategies.find(written, self._known)
             strategy = strategies.make(place)
@@ -227,18 +228,52 @@ class Planner:
             raise ValueError(
                 f"--strategy: {place} and {other} are both named {strategy.name!r}; give each a name of its own"
             )
-        self._strategies[written] = place, strategy
         return place, strategy
 
     def _task(self, name: str) -> tuple[str, Task]:
         """Return the place and the object of a task."""
-        if name not in self._tasks:
-            place = tasks.find(name, self.known_tasks)
-            task = tasks.make(place)
-            if task.name != name:
-                raise ValueError(f"task {place} is registered as {name!r}, but its name is {task.name!r}")
-            self._tasks[name] = place, task
-        return self._tasks[name]
+        place = tasks.find(name, self.known_tasks)
+        task = tasks.make(place)
+        if task.name != name:
+            raise ValueError(f"task {place} is registered as {name!r}, but its name is {task.name!r}")
+        return place, task
+
+    def _check_device(self, options: Options, machine: Machine) -> None:
+        """Refuse options and a memory cap that the devices do not allow."""
+        dummy_preset = models.is_preset(options.model) and options.load_format == "dummy"
+        if dummy_preset and machine.device == "cpu" and options.device != "cpu":
+            raise ValueError(
+                f"--llmgpu-model={options.model}: an architecture preset needs a GPU, and torch found none; "
+                "pass --llmgpu-device=cpu to run it on the CPU"
+            )
+        if options.cuda_graphs == "on" and machine.device == "cpu":
+            raise ValueError("--llmgpu-cuda-graphs=on: CUDA graphs need a GPU, the run is on the CPU")
+        if options.cuda_graphs == "on" and options.scoring == "harness":
+            raise ValueError(
+                "--llmgpu-cuda-graphs=on: --llmgpu-scoring=harness keeps a KV cache; allowed are auto and off"
+            )
+        cap = options.gpu_memory
+        uuids = tuple(gpu.uuid for gpu in machine.gpus_here)
+        # Once, before a rank runs: later the memory in use is that of our own ranks.
+        if cap is not None and (cap, uuids) not in self._caps:
+            flag = f"--llmgpu-gpu-memory={gib(cap)}"
+            if machine.device == "cpu":
+                raise ValueError(f"{flag}: a cap needs a GPU, the run is on the CPU")
+            used = nvml.used_bytes([gpu.uuid for gpu in machine.gpus])
+            for gpu in machine.gpus:
+                if gpu.memory_bytes is not None and cap > gpu.memory_bytes:
+                    raise ValueError(f"{flag}: allowed are at most the {gib(gpu.memory_bytes)} of GPU {gpu.index}")
+                if used.get(gpu.uuid, 0) >= cap:
+                    raise ValueError(
+                        f"{flag}: other programs use {gib(used[gpu.uuid])} of GPU {gpu.index}; pass a larger cap or "
+                        "use an idle GPU"
+                    )
+            self._caps.add((cap, uuids))
+        if options.sample_period < SMALLEST_PERIOD_S and options.profile_method == "auto":
+            raise ValueError(
+                f"--llmgpu-sample-period={options.sample_period:g}: allowed are {SMALLEST_PERIOD_S:g} s and more, "
+                "which GPUs need for an average"
+            )
 
     def _check_processes(self, strategy: Strategy, options: Options, machine: Machine) -> None:
         """Refuse more processes, or more GPUs in one process, than were started, and processes that nothing uses."""
@@ -294,31 +329,6 @@ class Planner:
             self._sources[wanted] = source
         return self._sources[wanted]
 
-    def _check_device(self, options: Options, machine: Machine) -> None:
-        dummy_preset = models.is_preset(options.model) and options.load_format == "dummy"
-        if dummy_preset and machine.device == "cpu" and options.device != "cpu":
-            raise ValueError(
-                f"--llmgpu-model={options.model}: an architecture preset needs a GPU, and torch found none; "
-                "pass --llmgpu-device=cpu to run it on the CPU"
-            )
-        if options.cuda_graphs == "on" and machine.device == "cpu":
-            raise ValueError("--llmgpu-cuda-graphs=on: CUDA graphs need a GPU, the run is on the CPU")
-        if options.cuda_graphs == "on" and options.scoring == "harness":
-            raise ValueError(
-                "--llmgpu-cuda-graphs=on: --llmgpu-scoring=harness keeps a KV cache; allowed are auto and off"
-            )
-        cap = options.gpu_memory
-        uuids = tuple(gpu.uuid for gpu in machine.gpus_here)
-        # Once, before a rank runs: later the memory in use is that of our own ranks.
-        if cap is not None and (cap, uuids) not in self._caps:
-            _check_cap(cap, machine)
-            self._caps.add((cap, uuids))
-        if options.sample_period < SMALLEST_PERIOD_S and options.profile_method == "auto":
-            raise ValueError(
-                f"--llmgpu-sample-period={options.sample_period:g}: allowed are {SMALLEST_PERIOD_S:g} s and more, "
-                "which GPUs need for an average"
-            )
-
 
 def _generates(options: Options, dataset: Dataset, new_tokens: int | None) -> bool:
     """Return whether a dataset is continued, not scored; refuse options of the other workload."""
@@ -356,40 +366,3 @@ def _check_case(case: Case, source: ModelSource, strategy: Strategy) -> None:
         if reason is not None:
             raise ValueError(f"--llmgpu-model={source.name} {reason}: workload generate is not possible")
     strategy.check(case, source)
-
-
-def _backend_and_options(
-    strategy: Strategy, options: Options
-) -> tuple[str, dict[str, str | int | float | bool | None]]:
-    """Return the library of a strategy and its own options: their names begin with the name of the strategy.
-
-    Only strategies of this package have options: another one named `load` must not get `load_format`.
-    """
-    prefix = f"{strategy.name}_"
-    fields = dataclasses.asdict(options) if strategy.name in strategies.BUILT_IN else {}
-    own = {name.removeprefix(prefix): value for name, value in fields.items() if name.startswith(prefix)}
-    return own.pop("backend", strategy.backend), own
-
-
-def _check_library(backend: str, chosen_by: str) -> None:
-    """Refuse a strategy whose library is not installed: the base of this package has none that loads a model."""
-    for library, extra in ((backend, _EXTRAS.get(backend)), ("transformers", "transformers")):
-        if not library or importlib.util.find_spec(library.partition(".")[0]) is None:
-            package = f"'pytest-llmgpu[{extra}]'" if extra else library
-            raise ValueError(f"{chosen_by} needs {library}: pip install {package}")
-
-
-def _check_cap(cap: int, machine: Machine) -> None:
-    if machine.device == "cpu":
-        raise ValueError(f"--llmgpu-gpu-memory={gib(cap)}: a cap needs a GPU, the run is on the CPU")
-    used = nvml.used_bytes([gpu.uuid for gpu in machine.gpus])
-    for gpu in machine.gpus:
-        if gpu.memory_bytes is not None and cap > gpu.memory_bytes:
-            raise ValueError(
-                f"--llmgpu-gpu-memory={gib(cap)}: allowed are at most the {gib(gpu.memory_bytes)} of GPU {gpu.index}"
-            )
-        if used.get(gpu.uuid, 0) >= cap:
-            raise ValueError(
-                f"--llmgpu-gpu-memory={gib(cap)}: other programs use {gib(used[gpu.uuid])} of GPU {gpu.index}; "
-                "pass a larger cap or use an idle GPU"
-            )

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -44,14 +45,14 @@ class Recorder:
         options: Options,
         page_path: Path | None = None,
     ) -> None:
-        """Prepare a report.
+        """Prepare a report; None is the path of no report, or of no page.
 
         Args:
-            path: The path of the report; None for no file.
+            path: The path of the report.
             storage_path: The folder of the store, for a run that is saved there.
             rootdir: The folder that relative paths in the report start from, and whose commit is recorded.
             options: The options of the run, without the markers of tests.
-            page_path: The path of the HTML page; None for no page.
+            page_path: The path of the HTML page.
 
         Raises:
             ValueError: The report, the store or the page cannot be written.
@@ -64,13 +65,10 @@ class Recorder:
         """The report so far; None until the first case is there."""
         self.failed_tests: set[str] = set()
         """Node ids of the tests of a model that failed."""
-        self._unwritten: str | None = None
-        """The reason why the file does not have the whole report."""
-        self._unsaved: str | None = None
-        """The reason why the report is not in the store."""
-        self._saved: Path | None = None
-        self._ambiguous: list[str] = []
-        """A line if other reports of this machine have the name of the saved one."""
+        self._failed: dict[Literal["report", "store", "page"], str] = {}
+        """The reason why the file does not have the whole report, or why there is no copy in the store or no page."""
+        self._saved: list[str] = []
+        """The path in the store, and a note if other reports of this machine have the name of the saved one."""
         self._launch = 1
         """The number of the launch that is measured now."""
         self._counts: Counter[tuple[str, str]] = Counter()
@@ -82,8 +80,6 @@ class Recorder:
         self._measured: dict[tuple[str, str, int], tuple[int, list[CaseResult]]] = {}
         """Maps node id, key and number of a measurement to its place in the report and its results, one per launch."""
         self._page_path = page_path
-        self._unmade: str | None = None
-        """The reason why there is no page."""
         if path is not None:
             file.check_writable(path)
         if page_path is not None:
@@ -96,27 +92,20 @@ class Recorder:
     @property
     def problems(self) -> list[str]:
         """Return a line for each file that is missing or incomplete, with the reason."""
-        return [problem for problem in (self._unwritten, self._unsaved, self._unmade) if problem is not None]
+        return list(self._failed.values())
 
     def whereabouts(self) -> list[str]:
         """Return a line for each file, its path or the reason why it is missing, and one on what to do with them."""
-        if self.path is None:
-            lines = ["no report was written (--llmgpu-json=)"]
-        else:
-            lines = [self._unwritten or f"report: {self._shown(self.path)}"]
-        if self._unsaved is not None:
-            lines.append(self._unsaved)
-        elif self._saved is not None:
-            lines.append(f"saved: {self._shown(self._saved)}")
-            lines += self._ambiguous
+        written = "no report was written (--llmgpu-json=)" if self.path is None else f"report: {self._shown(self.path)}"
+        lines = [self._failed.get("report", written), *self._saved, *filter(None, [self._failed.get("store")])]
         steps = []
         if self._page_path is not None:
-            lines.append(self._unmade or f"page: {self._shown(self._page_path)}")
-        elif self.path is not None and self._unwritten is None:
+            lines.append(self._failed.get("page", f"page: {self._shown(self._page_path)}"))
+        elif self.path is not None and "report" not in self._failed:
             last = references.last_run(self._storage_path)
             name = LATEST if self.path.absolute() == last.absolute() else self._shown(self.path)
             steps.append(f"llmgpu html {name} (one page with charts)")
-        if self._saved is None and self._unsaved is None:
+        if not self._saved and "store" not in self._failed:
             steps.append("--llmgpu-save=NAME (keeps the report)")
         return [*lines, f"next: {', '.join(steps)}"] if steps else lines
 
@@ -239,13 +228,13 @@ class Recorder:
         if judge is not None:
             self.report.verdicts = judge(self.report)
         self._write()
-        if self._unwritten is not None and self.path is not None:
+        if "report" in self._failed and self.path is not None:
             # It may be the work of hours.
             with suppress(OSError):
                 copy = Path(tempfile.mkdtemp(prefix="llmgpu-report-")) / self.path.name
                 # A figure that is not finite is null in this copy.
                 copy.write_bytes(msgspec.json.encode(self.report))
-                self._unwritten += f"; the report is {copy}"
+                self._failed["report"] += f"; the report is {copy}"
 
     def save(self) -> None:
         """Save the finished report in the store, if an option requests that."""
@@ -253,16 +242,16 @@ class Recorder:
             return
         name = str(chosen or "") or None
         try:
-            self._saved = store.save(self.report, self._storage_path, name)
+            self._saved = [f"saved: {self._shown(store.save(self.report, self._storage_path, name))}"]
         except (OSError, ValueError) as error:  # ValueError: a name in the report that was continued
             where = self._shown(self._storage_path)
-            self._unsaved = f"the report could not be saved in {where}: {file.one_line(error)}"
+            self._failed["store"] = f"the report could not be saved in {where}: {file.one_line(error)}"
             return
         try:
             if name is not None:
                 references.resolve(name, self._storage_path, machine=store.hardware(self.report))
         except ValueError as error:
-            self._ambiguous = [f"note: {error}"]
+            self._saved.append(f"note: {error}")
 
     def write_page(self, baseline: Report | None) -> None:
         """Write the finished report as a page, with its baseline, if an option requests that."""
@@ -274,7 +263,7 @@ class Recorder:
         try:
             report.write(report.render(self.report, baseline, name=name), self._page_path)
         except ValueError as error:
-            self._unmade = f"no page: {error}"
+            self._failed["page"] = f"no page: {error}"
 
     def _shown(self, where: Path | str) -> str:
         """Return a path relative to the rootdir; of one outside its base name. A relative path, or text, stays."""
@@ -303,7 +292,7 @@ class Recorder:
             return
         try:
             file.dump(self.report, self.path)
-            self._unwritten = None
+            self._failed.pop("report", None)
         except (OSError, ValueError) as error:  # ValueError: a figure of a case is not finite
             # A full disk must not end the run: the file is written again after the next case.
-            self._unwritten = f"{self._shown(self.path)} could not be written: {file.one_line(error)}"
+            self._failed["report"] = f"{self._shown(self.path)} could not be written: {file.one_line(error)}"

@@ -37,7 +37,6 @@ from pytest_llmgpu.session.runner import Request, Runner
 Group = tuple[str, Options]
 """A strategy and the options in force. The tests of one group share a loaded model."""
 
-
 Handler = Callable[[int, FrameType | None], object] | int
 """A signal handler, as `signal.getsignal` returns it."""
 
@@ -143,21 +142,19 @@ class BenchmarkSession:
 
     def headlines(self) -> list[str]:
         """Return the lines that name devices, model, data and batch sizes, the report that is continued, and notes."""
-        lines: dict[str, list[tuple[Machine, Case, int | None]]] = {}
+        by_machine: dict[str, list[tuple[Machine, Case, int | None]]] = {}
         for entry in self._cases:
-            lines.setdefault(entry[0].describe(), []).append(entry)
-        report = self.recorder.report
-        resumed = [] if report is None else [f"llmgpu: {line}" for line in terminal.resumptions(report)]
-        return (
-            [
-                terminal.headline(found[0][0], [case for _, case, _ in found], [size for *_, size in found if size])
-                for found in lines.values()
-            ]
-            + resumed
-            + self.planner.notes
-            + ([] if self._devices is None else [f"note: the nodes differ: {text}" for text in self._devices.notes])
-            + ([] if self.gate is None else self.gate.notes())
-        )
+            by_machine.setdefault(entry[0].describe(), []).append(entry)
+        lines = [
+            terminal.headline(found[0][0], [case for _, case, _ in found], [size for *_, size in found if size])
+            for found in by_machine.values()
+        ]
+        if self.recorder.report is not None:
+            lines += [f"llmgpu: {line}" for line in terminal.resumptions(self.recorder.report)]
+        lines += self.planner.notes
+        if self._devices is not None:
+            lines += [f"note: the nodes differ: {text}" for text in self._devices.notes]
+        return lines if self.gate is None else lines + self.gate.notes()
 
     def start_launch(self, number: int, of: int) -> None:
         """Begin the next launch of the same cases, with new processes."""
@@ -169,11 +166,9 @@ class BenchmarkSession:
     def with_reference(self, request: Request) -> Request:
         """Return a request with the texts of the reference strategy, where the run has generated them before."""
         mp = reference.find(request.case, self.recorder.earlier.peers(request.case))
-        texts = None if mp is None else generated(mp)
-        if mp is None or texts is None:
+        if mp is None or (texts := generated(mp)) is None:
             return request
-        given = ReferenceTexts(key=mp.key, tokens=texts.tokens)
-        return msgspec.structs.replace(request, reference=given)
+        return msgspec.structs.replace(request, reference=ReferenceTexts(key=mp.key, tokens=texts.tokens))
 
     def record(self, result: CaseResult, options: Options, nodeid: str) -> CaseResult:
         """Add a result of any outcome to the report; return its case with all launches so far."""
@@ -196,18 +191,13 @@ class BenchmarkSession:
 
     def nothing_fits(self, group: Group, nodeid: str) -> bool:
         """Return whether this is the last test of a group in which no test completed although one should."""
-        last = self._expected.get(group, [nodeid])[-1] == nodeid
-        found = last and group in self._required - self._completed
+        found = self._expected.get(group, [nodeid])[-1] == nodeid and group in self._required - self._completed
         if found:
             self._out_of_memory.discard(group)  # the test itself fails
         return found
 
     def problems(self) -> list[str]:
-        """Return a line for each reason why a run fails although no test failed.
-
-        The reasons are a report that could not be written, a regression that no item of the gate reported, and a group
-        that ran out of memory and completed nothing although something should fit.
-        """
+        """Return why a run fails although no test failed: files, regressions without an item, groups that never fit."""
         unreported = self.gate.unreported() if self.gate is not None else []
         nothing_fitted = [
             f"{strategy}, {options.model}: out of memory, and nothing completed"
@@ -218,10 +208,9 @@ class BenchmarkSession:
     def profilers_of(self, machine: Machine) -> NodeProfilers:
         """Return the profilers of the devices of a machine; the samplers of other devices are ended first."""
         wanted = tuple(tuple(gpu.uuid for gpu in gpus) for gpus in machine.gpus_of_nodes)
-        if self._profilers is not None and self._profilers[0] != wanted:
-            self._profilers[1].close()
-            self._profilers = None
-        if self._profilers is None:
+        if self._profilers is None or self._profilers[0] != wanted:
+            if self._profilers is not None:
+                self._profilers[1].close()
             own, *others = (
                 Settings(period_s=self._sample_period_s, uuids=uuids, method=self._profile_method) for uuids in wanted
             )
@@ -233,13 +222,7 @@ class BenchmarkSession:
         return self._profilers[1]
 
     def conclude(self, exit_status: int | None, *, interrupted: bool, deselected: Sequence[str]) -> None:
-        """Add the state of the run to the report, judge it and write it.
-
-        Args:
-            exit_status: The exit status of pytest; None while it runs.
-            interrupted: Whether the run was stopped before its end.
-            deselected: See `end`.
-        """
+        """Add the state of the run (see `end`) to the report, judge it and write it; a running one has no status."""
         expected = [nodeid for nodeids in self._expected.values() for nodeid in nodeids]
         judge = None if self.gate is None else self.gate.judge
         self.recorder.conclude(exit_status, judge, interrupted=interrupted, expected=expected, deselected=deselected)
@@ -257,14 +240,10 @@ class BenchmarkSession:
             The exit status of the run: that of pytest, 1 if it is 0 and the run has problems, or that of an interrupted
             run after Ctrl-C.
         """
-
-        def checked(status: int) -> int:
-            return 1 if status == 0 and self.problems() else status
-
         if self.gate is not None:
             # The verdicts decide the status, and no item of the gate may have run.
             self.conclude(exit_status, interrupted=interrupted, deselected=deselected)
-        exit_status = checked(exit_status)
+        exit_status = exit_status or int(bool(self.problems()))
         try:
             self._end_processes()
         except KeyboardInterrupt:
@@ -276,7 +255,7 @@ class BenchmarkSession:
             self.recorder.save()
             self.recorder.write_page(None if self.gate is None else self.gate.base)
         # Checked again, because the last writing of the report may have failed.
-        return checked(_INTERRUPTED if requested else exit_status)
+        return _INTERRUPTED if requested else exit_status or int(bool(self.problems()))
 
     def summary(self, *, verbose: bool = False) -> str:
         """Return the tables, the findings and the path of the report; empty where nothing was measured."""

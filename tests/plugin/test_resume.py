@@ -96,35 +96,23 @@ def test_a_session_is_continued_as_often_as_it_breaks(runs: FakedRuns) -> None:
     assert runs(_RESUME).ret == 0
     assert _measured(runs) == ["mp-bs8"]
     written = runs.report()
-    assert [(case.id, case.launches[0].resumption) for case in written.cases] == [
-        ("mp-bs1", 0),
-        ("mp-bs4", 1),
-        ("mp-bs8", 2),
-    ]
+    starts = {case.id: case.launches[0].resumption for case in written.cases}
+    assert starts == {"mp-bs1": 0, "mp-bs4": 1, "mp-bs8": 2}
     assert [one.kept for one in written.resumed] == [1, 2]
 
 
-@pytest.mark.parametrize("again", [(), ("--llmgpu-save=base",)])
-def test_a_continued_session_keeps_its_name_in_the_store(runs: FakedRuns, again: tuple[str, ...]) -> None:
-    """The whole report replaces the one of the interrupted run, with the option or without it."""
+def test_a_continued_session_keeps_its_name_in_the_store(runs: FakedRuns) -> None:
+    """The whole report replaces the one of the interrupted run, which stays where another name is chosen."""
     _break_off(runs, 2, "--llmgpu-save=base")
     storage = runs.pytester.path / ".llmgpu"
     (first,) = stored(storage)
-    assert runs(*again, "--llmgpu-resume=base").ret == 0
-    (kept,) = stored(storage)
-    assert (kept.name, kept.path) == ("base", first.path)
-    assert file.load(kept.path) == runs.report()
+    _break_off(runs, 2, "--llmgpu-resume=base", "--llmgpu-save=other")
+    assert runs(_RESUME).ret == 0, "without the option the newer name is kept"
+    assert [one.name for one in stored(storage)] == ["base", "other"]
+    assert runs("--llmgpu-resume=base").ret == 0
+    assert [one.name for one in stored(storage)] == ["base", "other"]
+    assert file.load(first.path) == runs.report()
     assert runs.report().session.complete
-    assert runs(*again).ret == 0
-    assert len(stored(storage)) == 1 + len(again), "another session is another report"
-
-
-def test_a_continued_session_can_get_another_name(runs: FakedRuns) -> None:
-    """The report of the interrupted run stays; a further start without the option keeps the newer name."""
-    _break_off(runs, 2, "--llmgpu-save=base")
-    _break_off(runs, 2, _RESUME, "--llmgpu-save=other")
-    assert runs(_RESUME).ret == 0
-    assert [one.name for one in stored(runs.pytester.path / ".llmgpu")] == ["base", "other"]
 
 
 def test_launches_are_continued_where_they_broke_off(runs: FakedRuns) -> None:

@@ -103,28 +103,24 @@ def test_without_git_ci_variables_name_the_commit(
     assert found.why == {"dirty": "git: fatal: not a git repository"}
 
 
-def test_a_missing_git_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run does not need git."""
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert commit(tmp_path, {}).why["sha"].startswith("git cannot be run: No such file or directory")
-
-
-def test_a_hung_git_is_a_reason(fake_git: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file system that hangs costs a minute, not the run."""
+def test_a_git_that_is_missing_or_hangs_is_a_reason(fake_git: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run does not need git; a file system that hangs costs a minute, not the run."""
     monkeypatch.setattr(commit_module, "_TIMEOUT_S", 0.1)
     _becomes(fake_git, "exec tail -f /dev/null")
     assert commit(fake_git.parent, {}).why["sha"].startswith("git did not finish within 0.1 s")
+    monkeypatch.setenv("PATH", str(fake_git.parent.parent))
+    assert commit(fake_git.parent, {}).why["sha"].startswith("git cannot be run: No such file or directory")
 
 
 def test_a_status_that_hangs_still_leaves_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The commit of a huge tree is known although its state is not."""
 
-    def slow(_: Path, *arguments: str) -> str:
+    def slow(_: Path, *arguments: str, **__: float) -> str:
         if arguments[0] == "status":
             raise ValueError("git did not answer")
         return "abc\nwork\n"
 
-    monkeypatch.setattr(commit_module, "_git", slow)
+    monkeypatch.setattr("pytest_llmgpu.store.git.output", slow)
     found = commit(tmp_path, {})
     assert (found.sha, found.branch, found.dirty, found.source) == ("abc", "work", None, "git")
     assert found.why == {"dirty": "git did not answer"}

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -49,6 +50,18 @@ def _sha256(path: Path) -> str:
 def _gate(folder: Path, reference: str, *, policy: Path | None = None, **given: object) -> RunGate:
     options = Options(compare=reference, **given)  # type: ignore[arg-type]
     return RunGate(options, rootdir=folder, policy_path=policy, storage_path=folder / "store")
+
+
+def _judged(
+    folder: Path, machine: Machine, *base: CaseResult, cpu: str = "Xeon", tests: Sequence[str] = (_TEST,)
+) -> RunGate:
+    """Return the gate of a run on a Xeon that measured one case, with a baseline of these cases."""
+    file.dump(_on(cpu, *base), folder / "base.json")
+    gate = _gate(folder, str(folder / "base.json"))
+    gate.find_baseline(machine)
+    gate.expect(tests)
+    gate.judge(_on("Xeon", _result()))
+    return gate
 
 
 def test_a_name_means_the_report_of_this_machine(tmp_path: Path, machine: Machine) -> None:
@@ -107,11 +120,7 @@ def test_names_of_the_policy_that_the_baseline_lacks_are_noted_before_the_run(tm
 
 def test_reports_without_a_common_case_fail(tmp_path: Path, machine: Machine) -> None:
     """New cases are skipped, and the run fails because nothing was compared."""
-    file.dump(_on("Xeon"), tmp_path / "base.json")
-    gate = _gate(tmp_path, str(tmp_path / "base.json"))
-    gate.find_baseline(machine)
-    gate.expect([_TEST])
-    gate.judge(_on("Xeon", _result()))
+    gate = _judged(tmp_path, machine)
     of_test, of_run = gate.verdict_of(_TEST), gate.verdict_of(None)
     assert (of_test.verdict, of_test.fails, of_test.undecided) == ("NEW", False, True)
     assert of_run.fails
@@ -120,30 +129,14 @@ def test_reports_without_a_common_case_fail(tmp_path: Path, machine: Machine) ->
 
 def test_another_machine_s_report_fails_its_tests(tmp_path: Path, machine: Machine) -> None:
     """Times of another processor are no baseline."""
-    file.dump(_on("EPYC", _result()), tmp_path / "base.json")
-    gate = _gate(tmp_path, str(tmp_path / "base.json"))
-    gate.find_baseline(machine)
-    gate.expect([_TEST])
-    gate.judge(_on("Xeon", _result()))
-    found = gate.verdict_of(_TEST)
+    found = _judged(tmp_path, machine, _result(), cpu="EPYC").verdict_of(_TEST)
     assert (found.verdict, found.fails) == ("NOT_COMPARABLE", True)
     assert "CPU EPYC -> Xeon" in found.text
 
 
-def test_options_override_the_policy(tmp_path: Path) -> None:
-    """A flag or the ini file comes before pyproject.toml; the rest of the policy stays."""
-    (tmp_path / "pyproject.toml").write_text("[tool.llmgpu.gate]\nstrict = true\n")
-    policy = _gate(tmp_path, "x", allow_no_baseline=True).policy
-    assert (policy.strict, policy.allow_no_baseline) == (True, True)
-
-
 def test_a_test_that_measured_nothing_is_open(tmp_path: Path, machine: Machine) -> None:
     """A skipped test neither passes nor fails; the missing case of the baseline has its own row."""
-    file.dump(_on("Xeon", _result()), tmp_path / "base.json")
-    gate = _gate(tmp_path, str(tmp_path / "base.json"))
-    gate.find_baseline(machine)
-    gate.expect([_TEST, "test_it.py::test_skipped"])
-    gate.judge(_on("Xeon", _result()))
+    gate = _judged(tmp_path, machine, _result(), tests=[_TEST, "test_it.py::test_skipped"])
     found = gate.verdict_of("test_it.py::test_skipped")
     assert (found.undecided, found.text) == (True, "the test measured no case")
 
@@ -184,8 +177,8 @@ def test_the_policy_may_be_that_of_a_commit(tmp_path: Path, machine: Machine) ->
     (tmp_path / "pyproject.toml").write_text("[tool.llmgpu.gate]\nstrict = true\n")
     first_commit(tmp_path)
     (tmp_path / "pyproject.toml").unlink()
-    gate = _gate(tmp_path, "main", policy=Path("git:HEAD:pyproject.toml"))
-    assert gate.policy.strict
+    gate = _gate(tmp_path, "main", policy=Path("git:HEAD:pyproject.toml"), allow_no_baseline=True)
+    assert (gate.policy.strict, gate.policy.allow_no_baseline) == (True, True), "an option changes its own rule alone"
     gate.find_baseline(machine)
     with noise():
         assert {row.verdict for row in gate.judge(_on("Xeon", _result())).rows} == {"OK"}

@@ -18,6 +18,7 @@ from pytest_llmgpu.report.result import CaseResult, Failure
 from pytest_llmgpu.session import recorder
 from pytest_llmgpu.session.recorder import Recorder
 
+_CPU: dict[str, Any] = {"device": "cpu", "devices": 1}
 _FACTS = Machine(device="cpu", devices=1, gpus=[], facts=TorchFacts(version="2"))
 
 
@@ -62,6 +63,7 @@ def test_a_failure_has_no_folder_user_or_host_name(recorded: Recorder, tmp_path:
     assert recorded.path is not None
     written = recorded.path.read_text()
     assert not any(name in written for name in ("ada", "node17", str(tmp_path)))
+    assert file.load(recorded.path).options["--llmgpu-dataset"] == "d.jsonl"
 
 
 def test_the_environment_has_the_ceilings_and_the_names_of_kernels(recorded: Recorder) -> None:
@@ -95,22 +97,12 @@ def test_every_case_is_written_at_once_under_a_name_of_its_own(recorded: Recorde
 
 def test_the_end_of_a_session_adds_the_capacity_of_each_series(recorded: Recorder) -> None:
     """A case that was out of memory stands after the one that completed."""
-    cpu: dict[str, Any] = {"device": "cpu", "devices": 1}
-    for result in (make_result(**cpu), make_failed(batch_size=2, **cpu), make_result(strategy="tp", **cpu)):
+    for result in (make_result(**_CPU), make_failed(batch_size=2, **_CPU), make_result(strategy="tp", **_CPU)):
         _add(recorded, result)
     recorded.conclude(0, None, interrupted=False, expected=[], deselected=[])
     assert recorded.report is not None
-    assert [(one.strategy, one.largest_fit, one.smallest_oom) for one in recorded.report.capacity] == [
-        ("mp", 1, 2),
-        ("tp", 1, None),
-    ]
-
-
-def test_a_session_without_a_case_has_no_report(recorded: Recorder) -> None:
-    """A run without a measured case does not replace an older report."""
-    recorded.conclude(0, None, interrupted=False, expected=["a"], deselected=[])
-    assert recorded.path is not None
-    assert not recorded.path.exists()
+    found = [(one.strategy, one.largest_fit, one.smallest_oom) for one in recorded.report.capacity]
+    assert found == [("mp", 1, 2), ("tp", 1, None)]
 
 
 @pytest.mark.parametrize(
@@ -124,19 +116,14 @@ def test_a_session_without_a_case_has_no_report(recorded: Recorder) -> None:
 def test_a_session_is_complete_once_all_expected_tests_measured(
     recorded: Recorder, interrupted: bool, expected: list[str], complete: bool
 ) -> None:
-    """A missing case and an interrupt make it incomplete, a deselected test does not."""
+    """A missing case and an interrupt make it incomplete, a deselected test does not; without a case there is no file."""
+    assert recorded.path is not None
+    recorded.conclude(1, None, interrupted=interrupted, expected=expected, deselected=["other"])
+    assert not recorded.path.exists()
     _add(recorded, make_result(device="cpu", devices=1))
     recorded.conclude(1, None, interrupted=interrupted, expected=expected, deselected=["other"])
-    assert recorded.path is not None
     session = file.load(recorded.path).session
     assert (session.complete, session.exit_status, session.deselected) == (complete, 1, ["other"])
-
-
-def test_options_lose_their_folders(recorded: Recorder) -> None:
-    """The values in force are recorded; private folders are removed."""
-    _add(recorded, make_result(device="cpu", devices=1))
-    assert recorded.report is not None
-    assert recorded.report.options["--llmgpu-dataset"] == "d.jsonl"
 
 
 def test_a_figure_that_is_not_finite_loses_no_report(

@@ -69,18 +69,12 @@ def test_another_commit_machine_or_option_is_refused(change: Callable[[Report], 
     assert "\n" not in str(caught.value)
 
 
-def test_options_of_the_output_may_be_others() -> None:
-    """They say where the report goes."""
-    broken = _report(make_result())
-    broken.options = {**broken.options, "--llmgpu-json": "other.json", "--llmgpu-html": "page.html"}
-    assert len(_continued(broken).cases) == 1
-
-
 def test_results_stay_and_the_state_of_the_session_does_not() -> None:
-    """Every outcome is a result; the environment with its rates is the one that the results were measured in."""
+    """Every outcome is a result, its environment has the rates, and options of the output may be others."""
     cases = [make_result(), make_failed("oom", batch_size=2), make_failed("crashed", batch_size=4)]
     broken = _report(*cases)
     broken.session = Session(interrupted=True, exit_status=2)
+    broken.options = {**broken.options, "--llmgpu-json": "other.json", "--llmgpu-html": "page.html"}
     broken.environment.ceilings = make_ceilings()
     found = _continued(broken)
     assert found.cases == cases
