@@ -105,11 +105,11 @@ class Plan(msgspec.Struct):
         """The number of tokens of the longest row, with padding and with the tokens that are generated."""
         return max(batch.width for batch in self.batches) + self.requests.new_tokens
 
-    def pin(self) -> None:
+    def pin(self, device: torch.device) -> None:
         """Move the batches to page-locked memory, from which a copy to a CUDA device needs no staging buffer."""
         import torch
 
-        if self.batches[0].packed.is_pinned():
+        if device.type != "cuda" or self.batches[0].packed.is_pinned():
             return
         # One allocation for all batches: page-locking each batch takes longer than a small forward.
         sizes = [batch.packed.numel() for batch in self.batches]
@@ -131,12 +131,8 @@ def encode(
     As in lm-evaluation-harness, the input is the context's own tokens, then the tokens of the joined text from that
     number on. The tokenizer adds its default special tokens, unless the text begins with one.
 
-    Args:
-        task: Makes the requests of each item.
-        items: The items of the dataset.
-        tokenizer: The model's tokenizer, loaded with the same `add_bos`.
-        max_length: The maximum input length in tokens.
-        add_bos: Whether texts begin with the tokenizer's special tokens; None for the tokenizer's own setting.
+    With `add_bos` texts begin with the tokenizer's special tokens, and with None by its own setting; it is loaded with
+    the same value.
 
     Raises:
         ValueError: A context or an ending has no token, or an ending has more than `max_length` tokens.
@@ -182,17 +178,10 @@ def encode_prompts(
     new_tokens: int,
     add_bos: bool | None = None,
 ) -> Requests:
-    """Tokenise the context of every item and keep its last tokens.
+    """Tokenise the context of every item and keep its last tokens, `most_tokens` at most (see `encode`).
 
     A request has one more token in the place of an ending, whose value has no effect: its row of the hidden states is
     the one that predicts the first new token.
-
-    Args:
-        items: The items of the dataset.
-        tokenizer: The model's tokenizer.
-        most_tokens: The number of tokens that are kept of a longer prompt.
-        new_tokens: The number of tokens that are generated after each prompt.
-        add_bos: Whether texts begin with the tokenizer's special tokens; None for the tokenizer's own setting.
 
     Raises:
         ValueError: A prompt has no token.
@@ -279,11 +268,7 @@ def _few(rows: Sequence[int], widths: Sequence[int]) -> list[int]:
     """Return the width of each forward, so that there are as few shapes as `_MOST_PADDING` allows.
 
     Among plans with equally few shapes, the cheapest is chosen. The last forward keeps its width where it has fewer
-    rows than the others: its shape is its own.
-
-    Args:
-        rows: The rows of each forward.
-        widths: The tokens of its longest row, in descending order.
+    rows than the others: its shape is its own. Widths, the tokens of the longest row of each, are in descending order.
     """
     alike = [width for count, width in zip(rows, widths, strict=True) if count == rows[0]]
     allowed = _MOST_PADDING * cost(zip(rows, widths, strict=True)) / rows[0]
@@ -296,11 +281,7 @@ def _fewest_groups(counts: Sequence[tuple[int, int]], most: int) -> list[list[in
     """Split widths into as few groups as possible, each padded to its first width, by at most `most` tokens in all.
 
     This is an exact dynamic programme. The best begin of the last group moves only forwards with the widths that are
-    covered, which leaves few begins to look at.
-
-    Args:
-        counts: Each width, in descending order, with its number of rows.
-        most: The most tokens that padding may add.
+    covered, which leaves few begins to look at. `counts` has the rows of each width, in descending order.
     """
     numbers = list(accumulate((count for _, count in counts), initial=0))
     tokens = list(accumulate((width * count for width, count in counts), initial=0))

@@ -75,8 +75,7 @@ class Generator:
         """
         import torch
 
-        if input_device.type == "cuda":
-            plan.pin()
+        plan.pin(input_device)
         self._model, self._plan, self._device, self._devices = model, plan, input_device, devices
         self._new_tokens = plan.requests.new_tokens
         self._recorded_tokens = recorded_tokens
@@ -320,6 +319,12 @@ def score_texts(
 class _Cache:
     """What the models of transformers ask in a prefill. Decode steps have their positions and masks as arguments."""
 
+    def start(self, lengths_B: torch.Tensor) -> None:
+        """Begin a batch whose prompts have these numbers of tokens, after their prefill."""
+
+    def clear(self) -> None:
+        """Free the memory of all layers."""
+
     def get_seq_length(self, *_: Any) -> int:
         """Return 0, the number of tokens before a prompt."""
         return 0
@@ -422,8 +427,7 @@ class StaticCache(_Cache):
         rows, width = ids_BS.shape
         return ids_BS, self._numbers[ids_BS.device][:rows] * width + lengths_B - 1, {}
 
-    def start(self, lengths_B: torch.Tensor) -> None:
-        """Begin a batch whose prompts have these numbers of tokens, after their prefill."""
+    def start(self, lengths_B: torch.Tensor) -> None:  # noqa: D102
         for positions in self._positions.values():
             positions[: len(lengths_B)].copy_(lengths_B)
 
@@ -437,17 +441,13 @@ class StaticCache(_Cache):
         for positions in self._positions.values():
             positions.add_(1)
 
-    def clear(self) -> None:
-        """Free the memory of all layers."""
+    def clear(self) -> None:  # noqa: D102
         self.layers.clear()
 
     def arguments(self, rows: int, device: torch.device, dtype: torch.dtype | None) -> dict[str, Any]:
         """Return the arguments of a decode step: the position of each row and its mask.
 
-        Args:
-            rows: Rows of the batch.
-            device: The device of the input ids.
-            dtype: The dtype of a mask that is added to the scores; None for a mask of truth values.
+        With a dtype the mask is added to the scores; None is for a mask of truth values.
         """
         import torch
 
@@ -506,9 +506,6 @@ class KernelCache(_Cache):
         places_BS = (self._numbers[:width] - self._padding_B[:, None]).clamp(min=0)
         return ids_BS.gather(1, places_BS), last_B, {"attention_mask": self._mask(width).expand(-1, -1, width, -1)}
 
-    def start(self, lengths_B: torch.Tensor) -> None:
-        """Do nothing: `prompts` has begun the batch."""
-
     def advance(self) -> None:
         """Count the token of a step."""
         self.length += 1
@@ -516,9 +513,6 @@ class KernelCache(_Cache):
     def rewind(self) -> None:
         """Let the next step begin new texts."""
         self.length, self._padding_B = 0, None
-
-    def clear(self) -> None:
-        """Do nothing: the workspace belongs to the strategy."""
 
     def arguments(self, rows: int, device: torch.device, dtype: torch.dtype | None) -> dict[str, Any]:  # noqa: ARG002
         """Return the mask of a decode step (see `StaticCache.arguments`); none without padding."""
@@ -533,13 +527,8 @@ class KernelCache(_Cache):
 def formula_bytes(config: Any, *, rows: int, slots: int, number_bytes: int) -> int | None:
     """Return the size of the cache of all ranks together by the formula; None if the config lacks a part of it.
 
-    Models with latent attention have keys and values of other sizes: the formula is not theirs.
-
-    Args:
-        config: The config of transformers.
-        rows: Rows of the largest batch.
-        slots: Tokens of the longest row, generated ones included.
-        number_bytes: Size of one number.
+    Models with latent attention have keys and values of other sizes: the formula is not theirs. The largest batch has
+    `rows`, and the longest row `slots` tokens, generated ones included.
     """
     text = config.get_text_config()
     layers, heads = (getattr(text, name, None) for name in ("num_hidden_layers", "num_attention_heads"))
@@ -555,12 +544,7 @@ def formula_bytes(config: Any, *, rows: int, slots: int, number_bytes: int) -> i
 
 
 def reason_against(fields: Mapping[str, Any], slots: int) -> str | None:
-    """Return why a model cannot generate with this cache, in words that follow its name; None if it can.
-
-    Args:
-        fields: The config of the decoder.
-        slots: Tokens of the longest row, generated ones included.
-    """
+    """Return why a decoder with this config cannot generate with this cache, in words that follow its name, or None."""
     others = [name for name in fields.get("layer_types") or () if name not in _ATTENTION]
     others += [name for name in fields if name.startswith("mamba_")]
     if others:

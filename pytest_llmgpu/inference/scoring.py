@@ -176,7 +176,7 @@ def warm_up(
     Libraries plan for each shape: on 4 H200 the first forward of a new width took 110 ms longer (LLaMA-30B, cuDNN's
     attention), which is three times the forward itself at batch size 1. The arguments are those of `score`.
     """
-    _pin(plan, input_device)
+    plan.pin(input_device)
     batches = [*{(batch.rows, batch.width): batch for batch in plan.batches}.values()]
     run(model, batches, on_batch=on_batch, input_device=input_device, devices=devices, logits=logits)
 
@@ -205,7 +205,7 @@ def score(
     Raises:
         ValueError: A log-likelihood is not finite.
     """
-    _pin(plan, input_device)
+    plan.pin(input_device)
     batches, answers = run(
         model, plan.batches, on_batch=on_batch, input_device=input_device, devices=devices, logits=logits
     )
@@ -266,11 +266,6 @@ def run_tokens(
             synchronize(devices)
             answers.update(zip(batch.requests, _of_tokens(head, batch, input_device).tolist(), strict=True))
     return answers
-
-
-def _pin(plan: Plan, input_device: torch.device) -> None:
-    if input_device.type == "cuda":
-        plan.pin()
 
 
 def _of_tokens(chosen: Way, batch: Batch, input_device: torch.device) -> torch.Tensor:

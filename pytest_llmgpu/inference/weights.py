@@ -171,12 +171,7 @@ def fill(
 ) -> None:
     """Fill the empty parameters of a module and its submodules, and move its buffers to their devices.
 
-    Args:
-        module: The module.
-        prefix: Its full name; empty for a model.
-        read: Returns the values of a parameter.
-        device_of: Returns the device of a buffer by its full name.
-        skipped: Submodules with these names, and all in them, stay as they are.
+    The prefix is the full name of the module, empty for a model. Submodules with the skipped names stay as they are.
     """
     import torch
 
@@ -201,13 +196,8 @@ def filled_in_turn(
 ) -> Iterator[None]:
     """Return a context manager in which iterating over a list of layers fills each layer when it is reached.
 
-    All other parameters are filled when the context is entered.
-
-    Args:
-        model: The model, with its parameters on the meta device.
-        read: Returns the values of a parameter.
-        device: The device of the values.
-        on_layer: Called with each layer after it is filled.
+    All other parameters are filled when the context is entered. `on_layer` is called with each layer after it is
+    filled.
     """
     import torch
 

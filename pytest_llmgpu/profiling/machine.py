@@ -13,7 +13,6 @@ import platform
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -31,10 +30,6 @@ _DISTRIBUTIONS = (
 _VARIABLES = re.compile(r"(NCCL|CUDA|PYTORCH)_.*|OMP_(NUM_THREADS|WAIT_POLICY)|GOMP_SPINCOUNT")
 _LIBRARIES = ("pytest-llmgpu", "torch", "transformers", "accelerate", "deepspeed", "triton")
 """Distributions that every node must have in one version: their code computes and communicates."""
-_OWN_VARIABLES = ("CUDA_VISIBLE_DEVICES",)
-"""Variables that differ between nodes without an effect on the measurement."""
-_BETWEEN = "NET"
-"""The path between two GPUs of different nodes in a topology."""
 
 
 class TorchFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,7 +96,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
         if self.device == "cuda":
             return f"{_count(gpu.name for gpu in self.gpus)} (cuda){nodes}"
         times = f"{self.devices} x " if self.devices > 1 else ""
-        return f"{times}CPU, {_cores()} cores ({_cpu()}){nodes}"
+        return f"{times}CPU, {len(os.sched_getaffinity(0))} cores ({_cpu()}){nodes}"
 
 
 def machine(
@@ -190,9 +185,8 @@ def _torch_facts() -> TorchFacts:
             found.append(Gpu(index=number, uuid=uuid, name=device.name, memory_bytes=device.total_memory))
     except (RuntimeError, AssertionError) as error:
         found, why = [], str(error).partition("\n")[0]
-    nccl = None
-    if torch.version.cuda is not None and torch.distributed.is_nccl_available():
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    has_nccl = torch.version.cuda is not None and torch.distributed.is_nccl_available()
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None
     return TorchFacts(version=str(torch.__version__), cuda=torch.version.cuda, nccl=nccl, devices=found, why=why)
 
 
@@ -201,16 +195,15 @@ def fingerprint(
 ) -> Environment:
     """Return the machine and its libraries, without names of hosts or users and without secrets."""
     inventory = nvml.inventory() if inventory is None else inventory
-    why = {
-        name: reason for name, reason in inventory.why.items() if name != "cuda"
-    }  # NVML has the CUDA version of the driver
+    # NVML has the CUDA version of the driver.
+    why = {name: reason for name, reason in inventory.why.items() if name != "cuda"}
     if facts.cuda is None:
         why |= dict.fromkeys(("cuda", "nccl"), f"torch {facts.version} is built without CUDA")
     elif facts.nccl is None:
         why["nccl"] = f"torch {facts.version} is built without NCCL"
     return Environment(
         cpu=_cpu(),
-        cores=_cores(),
+        cores=len(os.sched_getaffinity(0)),
         python=platform.python_version(),
         platform=platform.platform(),
         gpus=inventory.gpus,
@@ -243,7 +236,8 @@ def gather(torch: TorchFacts | None = None) -> NodeFacts:
         ValueError: Torch cannot be imported.
     """
     torch = probe() if torch is None else torch
-    return NodeFacts(torch=torch, node=Node(**_fields(fingerprint(torch))))
+    found = fingerprint(torch)
+    return NodeFacts(torch=torch, node=Node(**{name: getattr(found, name) for name in Node.__struct_fields__}))
 
 
 def check(nodes: Sequence[NodeFacts]) -> list[str]:
@@ -256,7 +250,8 @@ def check(nodes: Sequence[NodeFacts]) -> list[str]:
         ValueError: The message names what differs, with the value on each node.
     """
     found = [one.node for one in nodes]
-    names = sorted({name for node in found for name in node.variables} - {*_OWN_VARIABLES})
+    # It differs between nodes without an effect on the measurement.
+    names = sorted({name for node in found for name in node.variables} - {"CUDA_VISIBLE_DEVICES"})
     must: dict[str, Sequence[object]] = {
         "Python": [node.python for node in found],
         **{name: [node.versions.get(name) for node in found] for name in _LIBRARIES},
@@ -276,11 +271,7 @@ def check(nodes: Sequence[NodeFacts]) -> list[str]:
 
 
 def differences(facts: Mapping[str, Sequence[object]]) -> list[str]:
-    """Return the facts in which nodes differ, in words: `torch 2.10.0 on nodes 0 and 2, 2.9.1 on node 1`.
-
-    Args:
-        facts: Name to the value on each node; None where a node has none.
-    """
+    """Return the facts in which nodes differ, in words: `torch 2.10.0 on nodes 0 and 2, 2.9.1 on node 1`."""
     found = []
     for name, values in facts.items():
         numbers: dict[str, list[str]] = {}
@@ -293,11 +284,7 @@ def differences(facts: Mapping[str, Sequence[object]]) -> list[str]:
 
 
 def file_differences(files: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return the files of a model that differ between nodes, each with the start of its hash on each node.
-
-    Args:
-        files: Name to SHA-256 of the files on each node.
-    """
+    """Return the files of a model whose SHA-256 differs between nodes, each with the start of its hash on each node."""
     names = sorted({name for of_node in files for name in of_node})
     differing = [name for name in names if len({of_node.get(name) for of_node in files}) > 1]
     return differences({name: [of_node.get(name, "none")[:12] for of_node in files] for name in differing})
@@ -308,7 +295,7 @@ def environment(devices: Machine) -> Environment:
     nodes = devices.node_facts
     if not nodes:
         return fingerprint(devices.facts)
-    first = _fields(nodes[0])
+    first = msgspec.structs.asdict(nodes[0])
     if len(nodes) == 1:
         return Environment(**first)
     gpus: list[Gpu] = []
@@ -316,7 +303,7 @@ def environment(devices: Machine) -> Environment:
     total = sum(len(node.gpus) for node in nodes)
     for node in nodes:
         before, after = len(gpus), total - len(gpus) - len(node.gpus)
-        topology += [[*[_BETWEEN] * before, *row, *[_BETWEEN] * after] for row in node.topology or ()]
+        topology += [["NET"] * before + row + ["NET"] * after for row in node.topology or ()]
         gpus += numbered(node.gpus, before)
     known = all(node.topology is not None for node in nodes)
     return Environment(**{**first, "gpus": gpus, "topology": topology if known else None}, nodes=list(nodes))
@@ -327,21 +314,12 @@ def numbered(gpus: Sequence[Gpu], offset: int) -> list[Gpu]:
     return [msgspec.structs.replace(gpu, index=offset + gpu.index) for gpu in gpus]
 
 
-def _fields(node: Node) -> dict[str, Any]:
-    """Return the fields that an environment and a node have in common."""
-    return {name: getattr(node, name) for name in Node.__struct_fields__}
-
-
 def _cpu() -> str:
     try:
         match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text("utf-8"), re.MULTILINE)
     except OSError:
         match = None
     return match[1].strip() if match else platform.machine()
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))
 
 
 def _count(names: Iterable[str]) -> str:

@@ -15,7 +15,6 @@ from pytest_llmgpu.report.result import Profile, Series
 
 _Answer = TypeVar("_Answer")
 
-
 Call = Callable[..., Any]
 """`call(fn, *args)` runs a function in the agent of another node and returns what it returns.
 
@@ -177,13 +176,9 @@ class NodeProfilers:
 def joined(profiles: Sequence[Profile], indices: Mapping[str, int]) -> Profile:
     """Return the profiles of several nodes as one.
 
-    Figures of a device are those of its node. For the whole, the node with the fewest samples counts. The series of the
-    other nodes are read at the times of the first one: each value is that of the nearest sample since the start of the
-    window.
-
-    Args:
-        profiles: The profile of each node.
-        indices: UUID to the index of a GPU among those of all nodes.
+    Figures of a device are those of its node; `indices` has its index among those of all nodes by UUID. For the whole,
+    the node with the fewest samples counts. The series of the other nodes are read at the times of the first one: each
+    value is that of the nearest sample since the start of the window.
     """
     lateness = [one.lateness_p99_s for one in profiles if one.lateness_p99_s is not None]
     cpu = [one.sampler_cpu_s for one in profiles if one.sampler_cpu_s is not None]
@@ -212,19 +207,12 @@ def _joined_series(series: Sequence[Series | None]) -> Series | None:
     known = [one for one in series if one is not None]
     if not known or len(known) < len(series):
         return None
-    t_s = known[0].t_s
-    return Series(
-        t_s=t_s,
-        devices=[
-            {name: [column[place] for place in places] for name, column in columns.items()}
-            for one in known
-            for places in [[_nearest(one.t_s, moment_s) for moment_s in t_s]]
-            for columns in one.devices
-        ],
-    )
-
-
-def _nearest(t_s: Sequence[float], moment_s: float) -> int:
-    """Return the place of the time that is nearest to a moment; times ascend."""
-    after = bisect.bisect_left(t_s, moment_s)
-    return min(range(max(0, after - 1), min(len(t_s), after + 1)), key=lambda place: abs(t_s[place] - moment_s))
+    devices = []
+    for one in known:
+        places = []
+        for moment_s in known[0].t_s:
+            after = bisect.bisect_left(one.t_s, moment_s)
+            near = range(max(0, after - 1), min(len(one.t_s), after + 1))
+            places.append(min(near, key=lambda place: abs(one.t_s[place] - moment_s)))
+        devices += [{name: [values[place] for place in places] for name, values in row.items()} for row in one.devices]
+    return Series(t_s=known[0].t_s, devices=devices)

@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from types import MappingProxyType
 
 import msgspec
 
@@ -37,19 +36,17 @@ _ERROR_BYTES = 2**16
 _FRESH_S = 0.1
 _FRESH = 0.01
 """A window can be marked this many seconds after its end, or this fraction of its length (`recording`)."""
-_NOTHING_HELD: Mapping[str, int] = MappingProxyType({})
 
 
-class Window:
-    """A period of time. `profile` is set when it ends."""
+class Window(msgspec.Struct):
+    """A block of code. The end and the profile are set when it ends."""
 
-    def __init__(self, start_s: float) -> None:
-        self.start_s = start_s
-        """The CLOCK_MONOTONIC time at which the block began."""
-        self.end_s: float | None = None
-        """The time at which it ended; None before."""
-        self.profile: Profile | None = None
-        """The profile of the block; None before its end."""
+    start_s: float
+    """The CLOCK_MONOTONIC time at which the block began."""
+    end_s: float | None = None
+    """The time at which it ended; None before."""
+    profile: Profile | None = None
+    """The profile of the block; None before its end."""
 
 
 class Profiler:
@@ -81,7 +78,7 @@ class Profiler:
         if not (math.isfinite(period_s) and period_s > 0):
             raise ValueError(f"sampling period is {period_s!r}; allowed are positive numbers of seconds")
         self.period_s = period_s
-        self.held_bytes: Mapping[str, int] = _NOTHING_HELD
+        self.held_bytes: Mapping[str, int] = {}
         """UUID to the bytes that are subtracted from memory_used_bytes, unless a slice is given others."""
         self._method = method
         self._uuids = None if uuids is None else list(uuids)
@@ -176,10 +173,7 @@ class Profiler:
     def slice(self, start_s: float, end_s: float, held_bytes: Mapping[str, int] | None = None) -> Profile:
         """Return the profile between two times. Wait up to 2 s until the stream has passed the end.
 
-        Args:
-            start_s: CLOCK_MONOTONIC seconds.
-            end_s: CLOCK_MONOTONIC seconds; not in the future.
-            held_bytes: UUID to the bytes that are subtracted from memory_used_bytes; None for those of the profiler.
+        They are CLOCK_MONOTONIC seconds, not in the future. Without `held_bytes` those of the profiler are subtracted.
 
         Raises:
             ValueError: The end lies before the start.

@@ -92,10 +92,7 @@ class Recording:
     def settled(self, start_s: float, end_s: float, orders: int = 0) -> bool:
         """Return whether later ticks cannot change the slice between these times.
 
-        Args:
-            start_s: Start of the window.
-            end_s: End of the window.
-            orders: Marks requested so far. The tick after the latest has the readings that are made once a second.
+        The tick after the latest of the marks requested so far, `orders`, has the readings that are made once a second.
         """
         if self.behind(end_s):
             return False
@@ -208,7 +205,7 @@ def _figures(
     start_s: float,
     end_s: float,
 ) -> Metric:
-    """Return the figures of a metric from `start_s` to `end_s`.
+    """Return the figures of a metric in a window.
 
     Args:
         spans: value, start and end of the readings that cover spans, which are weighted by their part of the window;
@@ -218,7 +215,7 @@ def _figures(
         window_s: time after a moment that its value covers; None if it covers none, and if it is not known.
         method: NVML call.
         start_s: start of the window.
-        end_s: end of the window.
+        end_s: its end.
     """
     weighted = spans or [(value, at_s, at_s + (window_s or 0.0)) for at_s, value in moments]
     parts = [(value, max(0.0, min(last_s, end_s) - max(first_s, start_s))) for value, first_s, last_s in weighted]
@@ -238,12 +235,9 @@ def _series(readings: Sequence[Reading], columns: Sequence[_Columns], start_s: f
     if not readings:
         return None
     points = _thinned(len(readings), [values for column in columns for values in column.values()])
-    return Series(
-        t_s=[round(readings[point].t_s - start_s, 6) for point in points],
-        devices=[
-            {metric: [values[point] for point in points] for metric, values in column.items()} for column in columns
-        ],
-    )
+    t_s = [round(readings[point].t_s - start_s, 6) for point in points]
+    devices = [{name: [values[point] for point in points] for name, values in column.items()} for column in columns]
+    return Series(t_s=t_s, devices=devices)
 
 
 def _flat(kind: str, rows: Sequence[Sequence[float | None]]) -> array[float]:
@@ -274,13 +268,8 @@ def _window_counts(
 ) -> dict[str, float]:
     """Return the counts of one device in a window: differences of the counters between the marks at its two ends.
 
-    Args:
-        marks: The marks in order.
-        place: The place of the device in them.
-        metrics: Its metrics in the window; the rates of bytes are replaced by exact ones.
-        why: Receives the reason of every count that is missing.
-        start_s: Start of the window.
-        end_s: End of the window.
+    `place` is that of the device in the marks. The rates of bytes in its metrics are replaced by exact ones, and `why`
+    receives the reason of every count that is missing.
     """
     counts: dict[str, float] = {}
     measured = [name for name in _BYTES if (old := metrics.get(f"{name}_per_s")) is not None and old.method]
@@ -301,9 +290,8 @@ def _window_counts(
             largest = rate if old.max is None else max(rate, old.max)
             metrics[f"{name}_per_s"] = Metric(mean=rate, max=largest, method=old.method, coverage=1.0)
     # The times throttled for power and for heat count together.
-    known = [counts.pop(name) for name in THROTTLED if name in counts]
     missing = [why.pop(name) for name in THROTTLED if name in why]
-    if known:
+    if known := [counts.pop(name) for name in THROTTLED if name in counts]:
         counts["throttled_s"] = math.fsum(known)
     if missing:
         why["throttled_s"] = f"incomplete: {missing[0]}" if known else missing[0]

@@ -110,7 +110,9 @@ def test_a_forward_that_compiles_after_the_warm_up_is_an_error() -> None:
     with pytest.raises(CompileError, match=r"^torch.compile compiled LlamaDecoderLayer again after the warm-up"):
         _score(model, 3)
     layers.reset()
+    assert (layers.graphs, layers.compile_s) == (0, 0.0)
     _score(model, 3)
+    assert layers.graphs == 1, "a case does not use the graphs of the case before"
 
 
 def test_products_of_one_row_are_sums_that_can_be_fused() -> None:
@@ -133,27 +135,6 @@ def test_products_of_one_row_are_sums_that_can_be_fused() -> None:
             assert {*graphs} == {7 if one.numel() > 1 else 1}, "the first layer has a bias, and so a graph of its own"
 
 
-def test_a_case_does_not_use_the_graphs_of_the_case_before() -> None:
-    """After a reset a forward is compiled again, and its time counts alone."""
-    model = _model(1)
-    layers = _compiled(model)
-    for _ in range(2):
-        layers.reset()
-        assert (layers.graphs, layers.compile_s) == (0, 0.0)
-        _score(model)
-        assert layers.graphs == 1
-
-
-def test_suspended_forwards_run_eagerly() -> None:
-    """They compile nothing, whatever their shape, and compute the same."""
-    model = _model()
-    expected = _score(model, rows=3)
-    layers = _compiled(model)
-    with compiled_layers.suspended():
-        assert torch.equal(_score(model, rows=3), expected)
-    assert layers.graphs == 0
-
-
 def test_layers_of_suspended_texts_run_once() -> None:
     """Ops, FLOPs and traffic are counted in such forwards, with a KV cache that is new."""
     model = _model()
@@ -161,10 +142,10 @@ def test_layers_of_suspended_texts_run_once() -> None:
     model.model.layers[0].mlp.register_forward_hook(lambda *_: calls.append(None))
     expected = _generate(model)
     plain = len(calls)
-    _compiled(model)
+    layers = _compiled(model)
     with compiled_layers.suspended():
         texts = _generate(model)
-    assert (texts.tokens, len(calls)) == (expected.tokens, 2 * plain)
+    assert (texts.tokens, len(calls), layers.graphs) == (expected.tokens, 2 * plain, 0)
 
 
 def test_more_shapes_than_torch_keeps_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

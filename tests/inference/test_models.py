@@ -269,7 +269,13 @@ def test_a_presets_tokenizer_is_trained_once_and_kept(small_preset: str, tmp_pat
 
 @pytest.mark.parametrize(
     ("preset", "billions", "tokens"),
-    [("llama-13b", 13.016, 2048), ("llama-65b", 65.286, 2048), ("llama-3-8b", 8.030, 8192)],
+    [
+        ("llama-7b", 6.738, 2048),
+        ("llama-13b", 13.016, 2048),
+        ("llama-30b", 32.529, 2048),
+        ("llama-65b", 65.286, 2048),
+        ("llama-3-8b", 8.030, 8192),
+    ],
 )
 def test_a_preset_is_the_architecture_of_its_name(preset: str, billions: float, tokens: int, tmp_path: Path) -> None:
     """A preset has the published number of parameters and maximum input length."""

@@ -223,12 +223,3 @@ def test_lists_inside_a_layer_are_part_of_it() -> None:
             list(layer.experts.named_children())
     assert asked.count("model.layers.1.experts.0.weight") == 1
     assert len(asked) == len(set(asked)) == len(list(model.named_parameters()))
-
-
-def test_tied_embeddings_stay_tied() -> None:
-    """Tied embeddings are one tensor that is read once."""
-    source = _source(tie_word_embeddings=True)
-    model = _empty(source)
-    with _in_turn(model, source):
-        assert model.lm_head.weight is model.model.embed_tokens.weight
-        assert _is_full(model.lm_head)

@@ -156,15 +156,7 @@ class Device:
 def open_devices(
     nvml: Any, uuids: Sequence[str] | None, method: Method = "auto"
 ) -> tuple[list[Device], dict[str, str]]:
-    """Find the GPUs to sample.
-
-    Args:
-        nvml: pynvml, initialised.
-        uuids: The GPUs in their order; None for all in NVML's order.
-        method: How they are read.
-
-    Returns:
-        The devices, and `gpu 3` to the reason why it did not answer.
+    """Return the GPUs to sample, None for all in NVML's order, and `gpu 3` to the reason why it did not answer.
 
     Raises:
         NvmlMissingError: NVML lists no GPU, or one of the requested GPUs is missing.
@@ -183,13 +175,6 @@ def open_devices(
         refused = "".join(f"; {gpu}: {reason}" for gpu, reason in why.items())
         raise NvmlMissingError(f"NVML lists no GPU{' ' if absent else ''}{', '.join(absent)}{refused}")
     return [found[uuid] for uuid in wanted], why
-
-
-def choose(devices: Sequence[Device]) -> None:
-    """Open the sources of the devices and choose one for each metric."""
-    time.sleep(max(device.open() for device in devices))
-    for device in devices:
-        device.choose()
 
 
 def _pcie_limit_bytes_per_s(nvml: Any, handle: Any) -> float | None:

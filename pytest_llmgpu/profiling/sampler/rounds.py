@@ -119,19 +119,15 @@ class Sampler:
     ) -> tuple[list[list[float | None]], list[list[float | None]]]:
         """Return the readings of the tick that begins now, and the seconds before it that they cover.
 
-        Args:
-            now_s: CLOCK_MONOTONIC.
-            window_ended: A window has ended since the last round: sources that are read once a second are read now.
+        If a window has ended since the last round, the sources that are read once a second are read too.
 
         Returns:
             [device, metric] The value, and its seconds. None for a reading that failed or is too early; None for the
             seconds of a value at one moment or over a time after it.
         """
-        rows = self._read(now_s, window_ended=window_ended)
-        values, seconds = (
-            [[row.get(metric, (None, None))[part] for metric in METRICS] for row in rows] for part in (0, 1)
-        )
-        return values, seconds
+        read = self._read(now_s, window_ended=window_ended)
+        rows = [[row.get(metric, (None, None)) for metric in METRICS] for row in read]
+        return [[value for value, _ in row] for row in rows], [[covered_s for _, covered_s in row] for row in rows]
 
     def poll(self) -> float | None:
         """Poll the sources that are due; return when the next poll is due, None if no source needs it."""

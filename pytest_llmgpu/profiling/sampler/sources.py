@@ -60,14 +60,7 @@ class Source:
     """CLOCK_MONOTONIC before which `poll` must be called; None if it need not be called."""
 
     def __init__(self, nvml: Any, handle: Any, clock: Clock, link_bytes_per_s: float | None = None) -> None:
-        """Start from now.
-
-        Args:
-            nvml: pynvml, initialised.
-            handle: The device.
-            clock: CLOCK_MONOTONIC.
-            link_bytes_per_s: The limit of the PCIe link; None if it is not known.
-        """
+        """Start from now, by CLOCK_MONOTONIC. The limit of the PCIe link is None if it is not known."""
         self._nvml, self._handle, self._clock = nvml, handle, clock
         self._link_bytes_per_s = link_bytes_per_s
         self.metrics: Sequence[str] = list(self.IDS)
@@ -77,11 +70,9 @@ class Source:
         raise NotImplementedError
 
     def read(self, now_s: float, *, window_ended: bool = False) -> Average | None:
-        """Return the averages since the last reading; None if it is too early for a reading.
+        """Return the averages from the last reading to the tick at `now_s`; None if it is too early for a reading.
 
-        Args:
-            now_s: CLOCK_MONOTONIC of the tick, which ends the time that is covered.
-            window_ended: A window has ended since the last tick: read now if that is possible at all.
+        If a window has ended since the last tick, the reading is made now if that is possible at all.
 
         Raises:
             NVMLError: The device refuses. Where a counter continues, the next reading covers this time too.
@@ -265,7 +256,13 @@ class SampleRing(Source):
         samples = self._new_samples()
         covered_s = seconds
         if samples:
-            mean, sampled_s = self._mean(samples)
+            weighted = total_us = 0.0
+            for stamp_us, percent in samples:
+                # The first sample after an idle period does not cover all of it.
+                took_us = min(stamp_us - self._last_us, _RING_SAMPLE_S * 1e6)
+                weighted, total_us = weighted + took_us * percent, total_us + took_us
+                self._last_us = stamp_us
+            mean, sampled_s = weighted / total_us, total_us / 1e6
             # The ring holds about 70 samples: after a long gap the oldest are lost. The newest is up to 1 s old.
             covered_s = seconds if sampled_s > seconds - _RING_SAMPLE_S else sampled_s
         elif seconds < _SECOND_S:
@@ -289,18 +286,6 @@ class SampleRing(Source):
         member = _MEMBERS.get(kind, "uiVal")
         found = ((int(sample.timeStamp), float(getattr(sample.sampleValue, member))) for sample in samples)
         return sorted(sample for sample in found if sample[0] > self._last_us)
-
-    def _mean(self, samples: Sequence[tuple[int, float]]) -> tuple[float, float]:
-        """Return the weighted mean and the seconds that the samples cover, and keep the time of the newest."""
-        before_us = self._last_us
-        weighted = total_us = 0.0
-        for stamp_us, percent in samples:
-            # The first sample after an idle period does not cover all of it.
-            took_us = min(stamp_us - before_us, _RING_SAMPLE_S * 1e6)
-            weighted, total_us = weighted + took_us * percent, total_us + took_us
-            before_us = stamp_us
-        self._last_us = before_us
-        return weighted / total_us, total_us / 1e6
 
 
 SOURCES: tuple[type[Source], ...] = (Gpm, ByteCounters, NvLink, SampleRing)
@@ -424,13 +409,7 @@ class Cumulative:
 
 
 def field_values(nvml: Any, handle: Any, ids: Sequence[Any]) -> list[int | str]:
-    """Return for each field its value, or the reason why there is none.
-
-    Args:
-        nvml: pynvml, initialised.
-        handle: The device.
-        ids: Field ids, or pairs of field id and scope.
-    """
+    """Return for each field id, or pair of id and scope, its value or the reason why there is none."""
     found: list[int | str] = []
     for value in nvml.nvmlDeviceGetFieldValues(handle, ids):
         if value.nvmlReturn:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -350,19 +350,3 @@ def test_a_source_that_refuses_once_is_opened_again(code: int, opened: bool) -> 
 
 def _refuse(*_: object) -> None:
     raise Refusal(3)
-
-
-def test_polling_reads_nothing_else() -> None:
-    """The method polling does not read counters, and gives the reason."""
-    device = Device(cast("Any", SimpleNamespace(NVMLError=Refusal, **_link())), None, 0, "GPU-0", "polling")
-    assert not device.open()
-    device.choose()
-    assert set(device.why) == set(METRICS) - set(device.chosen)
-    assert device.cumulative()[0] == {}
-
-
-def _link() -> dict[str, Any]:
-    return {
-        "nvmlDeviceGetMaxPcieLinkGeneration": lambda _: 5,
-        "nvmlDeviceGetMaxPcieLinkWidth": lambda _: 16,
-    }
