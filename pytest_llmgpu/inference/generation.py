@@ -291,14 +291,8 @@ def score_texts(
 ) -> list[list[float]]:
     """Return the log-likelihood of each token of given texts after their prompts [prompts][N], without a KV cache.
 
-    Args:
-        model: The model of the texts, or another one that is to agree with it.
-        prompts: The prompts, as `batching.encode_prompts` returns them.
-        texts: A text for each prompt, as tokens.
-        batch_size: The batch size of the case. Half of it is used: prompts and texts together have more tokens in a
-            forward than the prompts alone, and the case must not run out of memory here.
-        input_device: The device of the input ids.
-        devices: All devices of the model.
+    Half of the batch size of the case is used: prompts and texts together are longer than the prompts alone, and the
+    case must not run out of memory here.
     """
     length = len(texts[0])
     requests = Requests(
@@ -372,13 +366,7 @@ class StaticCache(_Cache):
     """
 
     def __init__(self, *, rows: int, slots: int, devices: Sequence[torch.device]) -> None:
-        """Make a cache without layers.
-
-        Args:
-            rows: Rows of the largest batch.
-            slots: Tokens of the longest row, generated ones included.
-            devices: The devices of the model.
-        """
+        """Make a cache for the rows of the largest batch; slots are the tokens of the longest row with the new ones."""
         import torch
 
         self.layers: dict[int, LayerCache] = {}
@@ -419,10 +407,7 @@ class StaticCache(_Cache):
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         """Return the input ids of a prefill, the row of [B * S] of each last token, and further arguments: none.
 
-        Args:
-            ids_BS: The prompts, padded on the right.
-            lengths_B: The number of tokens of each prompt.
-            padded: Whether prompts have different lengths.
+        Prompts are padded on the right; `padded` is true if they have different lengths.
         """
         rows, width = ids_BS.shape
         return ids_BS, self._numbers[ids_BS.device][:rows] * width + lengths_B - 1, {}

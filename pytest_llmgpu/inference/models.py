@@ -232,12 +232,7 @@ def tokenizer_sha256(directory: Path) -> str:
 
 
 def load_tokenizer(source: ModelSource, *, add_bos: bool | None = None) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model.
-
-    Args:
-        source: The source of the model.
-        add_bos: Whether the tokenizer puts its beginning-of-sequence token first; None for its own setting.
-    """
+    """Load the tokenizer of a model; `add_bos` puts its beginning-of-sequence token first, None is its own setting."""
     from transformers import AutoTokenizer
 
     silence_transformers()

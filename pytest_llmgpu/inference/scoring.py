@@ -57,10 +57,7 @@ class EndingHead:
     def forward(self, ids_BS: torch.Tensor, rows_N: torch.Tensor, **cached: Any) -> torch.Tensor:
         """Return the logits [1, N, V] of the given rows of the hidden states.
 
-        Args:
-            ids_BS: The input ids.
-            rows_N: The rows of [B * S].
-            cached: Further arguments of the model, for a forward with a KV cache.
+        They are rows of [B * S]. Further arguments of the model are those of a forward with a KV cache.
         """
         self.rows_N = rows_N
         # No attention mask: with padding on the right and causal attention, no scored token depends on the padding.
@@ -132,12 +129,9 @@ def way(model: torch.nn.Module, logits: str) -> Way:
 def log_probabilities(
     logits_NV: torch.Tensor, targets_N: torch.Tensor, *, most_bytes: int = _MOST_BYTES
 ) -> torch.Tensor:
-    """Return the float32 log-probability [N] of each row's target.
+    """Return the float32 log-probability [N] of each row's target; the logits may be overwritten.
 
-    Args:
-        logits_NV: They may be overwritten.
-        targets_N: The token of each row.
-        most_bytes: The maximum size of the float32 log-probabilities that exist at one time.
+    At most `most_bytes` of float32 log-probabilities exist at one time.
     """
     import torch
 

@@ -53,12 +53,7 @@ def checkpoint(
 ) -> PreTrainedModel:
     """Load a model with its weights from safetensors, each directly on its device.
 
-    Args:
-        source: The source of the model.
-        dtype: The data type that weights are converted to.
-        device_map: Module to device; None with `distributed_config`.
-        distributed_config: transformers' description of how weights are sharded over the process group; None with
-            `device_map`.
+    Either a map from modules to devices or a description of how weights are sharded over the process group is given.
 
     Raises:
         ValueError: The files lack a weight, which transformers would fill with random numbers.
@@ -94,13 +89,7 @@ def materialise(
     """Fill a skeleton with random weights, each made directly on its device, and move its buffers to their devices.
 
     A value depends on the seed, on the parameter's name, shape and dtype, and on the kind of device. It does not depend
-    on how the model is spread over devices.
-
-    Args:
-        model: The model without weights, from `skeleton`.
-        device_of: Returns the device of a parameter or buffer by its full name.
-        seed: Equal seeds give equal weights.
-        dtype: The data type of the weights.
+    on how the model is spread over devices: `device_of` has the device of a parameter or buffer by its full name.
     """
     from torch.distributed.tensor import DTensor, distribute_tensor
 

@@ -119,11 +119,9 @@ class NodeProfilers:
     def __init__(
         self, profilers: Sequence[Profiler | RemoteProfiler], indices: Mapping[str, int] | None = None
     ) -> None:
-        """Join profilers; none is started.
+        """Join the profilers of the nodes, the first of which is that of this process; none is started.
 
-        Args:
-            profilers: The profiler of each node; the first is that of this process.
-            indices: UUID to the index of a GPU among those of all nodes; None on one node.
+        `indices` has the index of each GPU among those of all nodes by its UUID; None on one node.
         """
         assert isinstance(profilers[0], Profiler)
         self.here = profilers[0]

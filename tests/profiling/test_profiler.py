@@ -17,6 +17,7 @@ from support.ending import ends
 
 from pytest_llmgpu.profiling import profiler as module
 from pytest_llmgpu.profiling.profiler import Profiler
+from pytest_llmgpu.profiling.sampler.devices import METRICS
 from pytest_llmgpu.report import disturbances
 
 GIB = 1 << 30
@@ -85,15 +86,7 @@ def test_a_window_profiles_every_gpu(nvml_stub: StubEnvironment, gpus: int) -> N
             "pcie_rx_bytes_per_s": 2_000_000 * (index + 1),
             "power_w": 300 + index,
             "sm_clock_mhz": 1500 + index,
-            **dict.fromkeys(
-                (
-                    "nvlink_tx_bytes_per_s",
-                    "nvlink_rx_bytes_per_s",
-                    "sm_active_pct",
-                    "tensor_active_pct",
-                    "dram_active_pct",
-                )
-            ),
+            **dict.fromkeys(METRICS[6:]),
         }
         assert device.energy_j == 5 + index
         assert {name for name, metric in device.metrics.items() if metric.max is None} == set(device.why) - {

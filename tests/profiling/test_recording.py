@@ -273,27 +273,18 @@ def test_a_rate_of_bytes_excludes_the_time_between_marks_and_window() -> None:
 @pytest.mark.parametrize(
     ("first", "last", "throttled_s", "why"),
     [
-        (
-            {"throttled_power_s": 1.0, "throttled_heat_s": 5.0},
-            {"throttled_power_s": 2.0, "throttled_heat_s": 7.0},
-            3,
-            None,
-        ),
-        ({"throttled_power_s": 1.0}, {"throttled_power_s": 2.0}, 1, "incomplete: throttled_heat_s refused"),
-        (
-            {"throttled_power_s": 1.0, "throttled_heat_s": 5.0},
-            {"throttled_power_s": 2.0},
-            1,
-            "incomplete: throttled_heat_s refused",
-        ),
-        ({}, {}, None, "throttled_power_s refused"),
+        ((1.0, 5.0), (2.0, 7.0), 3, None),
+        ((1.0,), (2.0,), 1, "incomplete: throttled_heat_s refused"),
+        ((1.0, 5.0), (2.0,), 1, "incomplete: throttled_heat_s refused"),
+        ((), (), None, "throttled_power_s refused"),
     ],
 )
 def test_throttled_time_needs_counters_at_both_ends(
-    first: dict[str, float], last: dict[str, float], throttled_s: float | None, why: str | None
+    first: tuple[float, ...], last: tuple[float, ...], throttled_s: float | None, why: str | None
 ) -> None:
     """A missing part is named as such, and a counter that is missing at one end gives no difference."""
-    device = cut(marked((102.0, first), (105.0, last)), 102.0, 105.0).devices[0]
+    before, after = (dict(zip(("throttled_power_s", "throttled_heat_s"), end, strict=False)) for end in (first, last))
+    device = cut(marked((102.0, before), (105.0, after)), 102.0, 105.0).devices[0]
     assert (device.throttled_s, device.why.get("throttled_s")) == (throttled_s, why)
     assert not {*THROTTLED} & (device.counters.keys() | device.why.keys())
 
@@ -341,21 +332,11 @@ def test_a_mark_is_near_to_a_window_when_its_reading_ended_there() -> None:
 
 def test_errors_are_counted_and_processes_are_the_larger_of_both_ends() -> None:
     """A program at one end of the window only is counted; errors before the window are not."""
-    stream = marked(
-        (102.0, {"ecc_uncorrected": 5.0, "xids": 1.0, "compute_processes": 3.0}),
-        (105.0, {"ecc_uncorrected": 7.0, "xids": 1.0, "compute_processes": 1.0}),
-        (108.0, {"ecc_uncorrected": 7.0, "xids": 1.0, "compute_processes": 2.0}),
-    )
-    assert cut(stream, 102.0, 105.0).devices[0].counters == {
-        "ecc_uncorrected": 2.0,
-        "xids": 0.0,
-        "compute_processes": 3.0,
-    }
-    assert cut(stream, 105.0, 108.0).devices[0].counters == {
-        "ecc_uncorrected": 0.0,
-        "xids": 0.0,
-        "compute_processes": 2.0,
-    }
+    names = ("ecc_uncorrected", "xids", "compute_processes")
+    at_s = {102.0: (5.0, 1.0, 3.0), 105.0: (7.0, 1.0, 1.0), 108.0: (7.0, 1.0, 2.0)}
+    stream = marked(*((t_s, dict(zip(names, counts, strict=True))) for t_s, counts in at_s.items()))
+    for start_s, expected in ((102.0, (2.0, 0.0, 3.0)), (105.0, (0.0, 0.0, 2.0))):
+        assert cut(stream, start_s, start_s + 3.0).devices[0].counters == dict(zip(names, expected, strict=True))
 
 
 def test_missing_counts_of_bytes_have_a_reason_with_nvlink() -> None:

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import base64
 import dataclasses
-from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from pytest_llmgpu.inference import weights
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.ranks import memory
 from pytest_llmgpu.report import file
+from pytest_llmgpu.report.derived import decode
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.strategies.iok import KernelInjection
 from pytest_llmgpu.strategies.mp import LayerParallel
@@ -107,30 +106,22 @@ def _agreement(found: torch.Tensor, right: torch.Tensor) -> float:
     return float((found.argmax(-1) == right.argmax(-1)).float().mean())
 
 
-def test_the_kernels_compute_the_numbers_of_the_plain_model(inject: Inject, plain: torch.nn.Module) -> None:
-    """With the corrected residual, the numbers differ by rounding only."""
-    injected = inject()
-    injected.strategy.prepare(injected.loaded, 8, 70)
-    ids_BS = _ids(8, 70)
-    _exact(_logits(injected.loaded.model, ids_BS), _logits(plain, ids_BS))
-
-
-def test_the_stock_binding_computes_other_numbers(inject: Inject, tmp_path: Path) -> None:
-    """`--llmgpu-iok-stock` measures DeepSpeed without the correction, and its numbers are wrong."""
-    source = _source(tmp_path)
-    injected = inject(source, stock=True)
+@pytest.mark.parametrize(
+    ("fields", "stock"), [({}, False), ({"num_key_value_heads": 2}, False), ({}, True)], ids=["", "grouped", "stock"]
+)
+def test_the_kernels_compute_the_numbers_of_the_plain_model(
+    inject: Inject, tmp_path: Path, fields: dict[str, int], stock: bool
+) -> None:
+    """They differ by rounding only, with grouped heads too; `--llmgpu-iok-stock` has wrong numbers."""
+    source = _source(tmp_path, **fields)
+    injected = inject(source, stock=stock)
     injected.strategy.prepare(injected.loaded, 4, 40)
     ids_BS = _ids(4, 40)
-    assert _agreement(_logits(injected.loaded.model, ids_BS), _logits(_plain(source), ids_BS)) < 0.5
-
-
-def test_grouped_heads_are_expanded(inject: Inject, tmp_path: Path) -> None:
-    """A model with fewer key heads than query heads gives the same numbers with repeated heads."""
-    source = _source(tmp_path, num_key_value_heads=2)
-    injected = inject(source)
-    injected.strategy.prepare(injected.loaded, 4, 40)
-    ids_BS = _ids(4, 40)
-    _exact(_logits(injected.loaded.model, ids_BS), _logits(_plain(source), ids_BS))
+    found, right = _logits(injected.loaded.model, ids_BS), _logits(_plain(source), ids_BS)
+    if stock:
+        assert _agreement(found, right) < 0.5
+    else:
+        _exact(found, right)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -322,7 +313,7 @@ def test_two_ranks_answer_as_the_plain_model(
     found, right = fits.launches[0].accuracy, plain.launches[0].accuracy
     assert found is not None
     assert right is not None
-    assert _loglikelihoods(found.loglikelihoods) == pytest.approx(_loglikelihoods(right.loglikelihoods), abs=1e-4)
+    assert decode(found.loglikelihoods) == pytest.approx(decode(right.loglikelihoods), abs=1e-4)
     failure = too_large.failure
     assert failure is not None
     assert failure.tokens_requested is not None
@@ -343,7 +334,3 @@ def test_the_stock_binding_fails_a_run(pytester: pytest.Pytester, monkeypatch: p
     assert case.acc_norm == 1.0
     assert [(finding.code, finding.severity) for finding in case.findings][:1] == [("wrong-answers", "failure")]
     assert result.ret == pytest.ExitCode.TESTS_FAILED
-
-
-def _loglikelihoods(text: str) -> list[float]:
-    return array("f", base64.b64decode(text)).tolist()

@@ -75,10 +75,7 @@ def test_a_place_may_have_a_class_or_an_object(place: str) -> None:
         (f"{__name__}:Needy", "cannot be imported: TypeError: .*'needed'"),
         ("broken:Own", r"cannot be imported: SyntaxError: .*broken\.py, line 1\)$"),
         ("unlucky:Own", r"cannot be imported: OSError: first line \(unlucky\.py, line 1\)$"),
-        (
-            f"{__name__}:Lacking",
-            r"lacks backend, check, ranks, .* \(see pytest_llmgpu.strategies.protocol\)$",
-        ),
+        (f"{__name__}:Lacking", r"lacks backend, check, ranks, .* \(see pytest_llmgpu.strategies.protocol\)$"),
     ],
 )
 def test_a_broken_strategy_is_refused_in_one_line(

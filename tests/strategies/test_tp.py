@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-import base64
 import importlib.util
 import json
 import re
-from array import array
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -26,6 +24,7 @@ from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.ranks import worker
 from pytest_llmgpu.ranks.group import RankGroup
 from pytest_llmgpu.report import file
+from pytest_llmgpu.report.derived import decode
 from pytest_llmgpu.strategies.mp import LayerParallel
 from pytest_llmgpu.strategies.tp import TensorParallel, check_divisible
 
@@ -182,7 +181,7 @@ def test_every_item_has_the_answer_of_mp(pytester: pytest.Pytester, measure: Cal
         assert answered is not None
         assert answered.predictions == expected.predictions
         assert answered.predictions_norm == expected.predictions_norm
-        assert _decode(answered.loglikelihoods) == pytest.approx(_decode(expected.loglikelihoods), abs=1e-4)
+        assert decode(answered.loglikelihoods) == pytest.approx(decode(expected.loglikelihoods), abs=1e-4)
         assert shared.comparison is not None
         assert (shared.comparison.reference, shared.comparison.flipped) == (plain.id, [])
     both, processes = json.loads((pytester.path / "ranks.json").read_text())
@@ -194,10 +193,6 @@ def test_every_item_has_the_answer_of_mp(pytester: pytest.Pytester, measure: Cal
 
 def _skeleton() -> torch.nn.Module:
     return weights.skeleton(models.resolve("bundled", texts=[], rootdir=Path.cwd()), torch.float32)
-
-
-def _decode(text: str) -> list[float]:
-    return array("f", base64.b64decode(text)).tolist()
 
 
 @pytest.mark.parametrize(
@@ -231,12 +226,7 @@ _LLAMA_2_70B = {"num_attention_heads": 64, "num_key_value_heads": 8, "intermedia
         ({"num_attention_heads": 52}, 8, 2, "the 52 attention heads; 2, 4"),
         ({"num_key_value_heads": 2}, 4, 2, "the 2 key and value heads; 2"),
         ({"num_attention_heads": 3}, 2, 2, "the 3 attention heads; no number from 2 to 64"),
-        (
-            {"intermediate_size": 28_674},
-            8,
-            2,
-            "the 28674 columns of the feed-forward layers; 2",
-        ),
+        ({"intermediate_size": 28_674}, 8, 2, "the 28674 columns of the feed-forward layers; 2"),
         ({"num_attention_heads": 12}, 8, 1, "the 12 attention heads; 1, 2, 4"),
         ({}, 8, 2, None),
         ({}, 1, 2, None),

@@ -53,10 +53,7 @@ def dataset_path() -> Path:
 def save_tokenizer(texts: Iterable[str], vocabulary_size: int, directory: Path) -> int:
     """Train a tokenizer and write it, so that `AutoTokenizer.from_pretrained(directory)` loads it.
 
-    Args:
-        texts: The training texts; equal texts in equal order give equal files.
-        vocabulary_size: The maximum number of tokens, with the 256 bytes and 2 special tokens.
-        directory: An existing directory for tokenizer.json and tokenizer_config.json.
+    Equal texts in equal order give equal files. The 256 bytes and 2 special tokens are part of the vocabulary.
 
     Returns:
         The number of tokens; below `vocabulary_size` if the texts have no more pairs to merge.

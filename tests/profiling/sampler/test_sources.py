@@ -57,19 +57,14 @@ class FakeNvml:
         del handle
         self._alive()
         self.requested += ids
-        answers = []
-        for entry in ids:
-            field = entry[0] if isinstance(entry, tuple) else entry
-            value = self.fields.get(field)
-            answers.append(
-                SimpleNamespace(
-                    fieldId=field,
-                    nvmlReturn=3 if value is None else 0,
-                    valueType=1,
-                    value=SimpleNamespace(uiVal=value),
-                )
+        fields = [entry[0] if isinstance(entry, tuple) else entry for entry in ids]
+        values = {field: self.fields.get(field) for field in fields}
+        return [
+            SimpleNamespace(
+                fieldId=field, nvmlReturn=3 * (value is None), valueType=1, value=SimpleNamespace(uiVal=value)
             )
-        return answers
+            for field, value in values.items()
+        ]
 
     def nvmlDeviceGetSamples(self, handle: object, kind: int, last_us: int) -> tuple[int, list[SimpleNamespace]]:
         """Return the samples after that time, the older ones of a ring too."""

@@ -120,11 +120,7 @@ def _logs(machine: Machine) -> list[Path]:
     ("variables", "lacking", "message"),
     [
         ({}, None, None),
-        (
-            {"CUDA_HOME": ""},
-            None,
-            "no CUDA toolkit was found (CUDA_HOME is not set, nvcc is not on PATH)",
-        ),
+        ({"CUDA_HOME": ""}, None, "no CUDA toolkit was found (CUDA_HOME is not set, nvcc is not on PATH)"),
         ({"CUDA_HOME": "/opt/no-cuda"}, None, "CUDA_HOME=/opt/no-cuda"),
         ({"CUDA_HOME": "", "CUDA_PATH": "/opt/no-cuda"}, None, "CUDA_PATH=/opt/no-cuda"),
         ({}, "bin/ninja", "pip install ninja"),
@@ -260,7 +256,6 @@ _NINJA = "Error building extension 'transformer_inference': [1/9] nvcc -Werror -
             f'{_NINJA}\na.cu(3): error: "x" is undefined\na.cu(4): error: more\n2 errors',
             'a.cu(3): error: "x" is undefined',
         ),
-        (f"{_NINJA}\nb.cpp:1:10: fatal error: cuda.h: No such file", "b.cpp:1:10: fatal error: cuda.h: No such file"),
         (f"{_NINJA}\nnvcc fatal   : Unsupported gpu", "nvcc fatal   : Unsupported gpu"),
         (
             f"{_NINJA}\n/bin/ld: cannot find -lcurand: No such file\ncollect2: error: ld returned 1 exit status",
