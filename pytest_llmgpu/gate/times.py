@@ -30,7 +30,7 @@ from pytest_llmgpu.gate.policy import AmountRule, TimeRule
 from pytest_llmgpu.gate.stats import holm, t_quantile, t_tail
 from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.derived import device_times_s, inference_s
-from pytest_llmgpu.report.metrics import MetricName, default_threshold, spec_of
+from pytest_llmgpu.report.metrics import MetricName, spec_of
 from pytest_llmgpu.report.result import CaseResult, Launch
 from pytest_llmgpu.report.text import FACTORS_FROM, plural, signed_percent, significant, slowdown
 from pytest_llmgpu.report.verdicts import Decided, Row, Verdict
@@ -424,7 +424,9 @@ def wall_times(
     latencies_s, shown_s = WALL_TIMES[metric]
     logs = [[statistics.fmean(map(math.log, latencies_s(one))) for one in side] for side in sides]
     base_s, head_s = (_ratio(statistics.fmean(math.log(shown_s(one)) for one in side)) for side in sides)
-    relative = rule.threshold if rule.threshold is not None else _IN_TURN if in_turn else default_threshold(metric)
+    relative = (
+        rule.threshold if rule.threshold is not None else _IN_TURN if in_turn else spec_of(metric).threshold or 0.0
+    )
     return Timed(
         result=head,
         metric=metric,

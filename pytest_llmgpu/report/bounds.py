@@ -32,3 +32,6 @@ Elapsed = Annotated[float, Meta(gt=0, lt=_LARGEST_S)]
 
 Moment = Annotated[float, Meta(gt=-_LARGEST_S, lt=_LARGEST_S)]
 """A time in seconds before or after a start."""
+
+Reasons = Annotated[dict[str, str], Meta(description="Field name mapped to the reason why its value is null.")]
+"""The `why` of a record."""

@@ -113,8 +113,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     def key(self) -> str:
         """SHA-256 over the fields that differ from their defaults, except `execution` and `launcher`.
 
-        Equal keys are the same measurement. A report that was written before a field existed has its default. A new
-        field therefore changes no key, and the default of a field must stay as it is.
+        A new field therefore changes no key, and the default of a field must stay as it is.
         """
         return self._digest()
 

@@ -77,14 +77,12 @@ def device_busy(launch: Launch) -> float | None:
     Collectives do not count, since a rank that waits in one computes nothing. The time is that of the same forwards in
     the case, or of decode steps: under the profiler they take longer.
     """
-    times_s, work, generation = device_times_s(launch), launch.work, launch.generation
+    times_s, work, latencies_s = device_times_s(launch), launch.work, launch.batches.latency_s
     if times_s is None or work is None:
         return None
-    if generation is None:
-        latencies_s = launch.batches.latency_s
-        timed_s = math.fsum(latencies_s[number] for number in work.batches if number < len(latencies_s))
-    else:
-        timed_s = len(work.batches) * statistics.median(generation.step_s or [0.0])
+    timed_s = math.fsum(latencies_s[number] for number in work.batches if number < len(latencies_s))
+    if launch.generation is not None:
+        timed_s = len(work.batches) * statistics.median(launch.generation.step_s or [0.0])
     return min(1.0, math.fsum(times_s) / len(times_s) / timed_s) if timed_s else None
 
 

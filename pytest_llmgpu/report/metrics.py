@@ -6,6 +6,7 @@ amounts are recorded in a field of `Launch`, with the reason in `why` where they
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -38,9 +39,8 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
     value: float
     """The number; the median where each launch has one."""
     low: float | None = None
-    """Smallest number of a launch; None with fewer than two launches."""
     high: float | None = None
-    """Largest number of a launch; None with fewer than two launches."""
+    """Smallest and largest number of a launch; None with fewer than two launches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,13 +116,6 @@ class MetricSpec:
 def spec_of(name: str) -> MetricSpec:
     """Return the row of a metric; KeyError for a name that the table lacks."""
     return _BY_NAME[name]
-
-
-def default_threshold(name: str) -> float:
-    """Return the change of a metric that the built-in policy allows, as a fraction."""
-    threshold = spec_of(name).threshold
-    assert threshold is not None, f"{name} has no threshold"
-    return threshold
 
 
 def accuracy_metric(result: CaseResult) -> Literal["acc", "acc_norm"]:
@@ -234,10 +227,6 @@ def _seconds(value: float) -> str:
     return f"{significant(value)} s"
 
 
-def _points(value: float) -> str:
-    return percent(value, 2)
-
-
 def _sent(value: float) -> str:
     unit, name = (1e9, "GB") if value >= 1e9 else (1e6, "MB")  # noqa: PLR2004 - the unit's own size
     return f"{value / unit:,.4g} {name}" if value else "0"
@@ -250,6 +239,7 @@ def _operations(value: float) -> str:
 
 
 _counted = "{:,.0f}".format
+_points = functools.partial(percent, digits=2)
 _ITEMS = "Read the items in `lost` of the verdict's row in the report."
 
 METRICS: tuple[MetricSpec, ...] = (

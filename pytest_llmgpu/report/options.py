@@ -26,10 +26,9 @@ _UNITS = {"": 1, "B": 1, "MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": 2**30}
 
 def names(text: str) -> tuple[str, ...]:
     """Return the names of a comma list, each once."""
-    names = tuple(name.strip() for name in text.split(",") if name.strip())
-    if not names:
-        raise ValueError("a comma list of strategies is needed")
-    return tuple(dict.fromkeys(names))
+    if names := dict.fromkeys(name.strip() for name in text.split(",") if name.strip()):
+        return tuple(names)
+    raise ValueError("a comma list of strategies is needed")
 
 
 def whole(text: str) -> int:
@@ -94,11 +93,7 @@ def save_name(text: str) -> str:
 
 
 def check_name(name: str) -> None:
-    """Check that a report can be saved under `name`.
-
-    Raises:
-        ValueError: the name is not allowed, or it has another meaning.
-    """
+    """Check that a report can be saved under `name`; ValueError if it is not allowed, or has another meaning."""
     if not _NAME.fullmatch(name) or name.endswith((".json", ".json.gz")):
         raise ValueError(
             f"name {name!r}: allowed are at most {LONGEST_NAME} letters, digits, '.', '_' and '-', with at least one "
@@ -109,11 +104,7 @@ def check_name(name: str) -> None:
 
 
 def check_name_is_free(name: str) -> None:
-    """Check that a report would be found by `name`. It is called before a run: a file may appear meanwhile.
-
-    Raises:
-        ValueError: the name is that of a file or a folder here.
-    """
+    """Check before a run that a report would be found by `name`; ValueError if it is that of a file or folder here."""
     if Path(name).exists():
         raise ValueError(f"name {name!r}: is a file or folder here, which the name would refer to; choose another name")
 

@@ -43,17 +43,13 @@ def short_paths(text: str, rootdir: Path) -> str:
     def short(match: re.Match[str]) -> str:
         path = match[0]
         components = [component for component in path.split("/") if component]
-        package = max(
-            (len(components) - components[::-1].index(name) for name in _PACKAGES if name in components), default=0
-        )
+        package = max((number for number, name in enumerate(components, 1) if name in _PACKAGES), default=0)
         if 0 < package < len(components):
             return "/".join(("...", *components[package:]))
         for root in roots:
             if Path(path).is_relative_to(root):
                 return str(Path(path).relative_to(root))
-        if len(components) > _KEPT_COMPONENTS:
-            return "/".join(("...", *components[-_KEPT_COMPONENTS:]))
-        return path
+        return path if len(components) <= _KEPT_COMPONENTS else "/".join(("...", *components[-_KEPT_COMPONENTS:]))
 
     return _ABSOLUTE_PATH.sub(short, text)
 

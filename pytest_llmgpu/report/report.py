@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection
 
 import msgspec
 
-from pytest_llmgpu.report.bounds import Amount, Count, Positive
+from pytest_llmgpu.report.bounds import Amount, Count, Positive, Reasons
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.result import CaseResult, Launch
 from pytest_llmgpu.report.verdicts import Verdicts
@@ -41,8 +42,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     """Lowest power limit in force. A lower limit makes the GPU slower."""
     nvlinks: Count | None = None
     """Number of active NVLinks; null if the GPU has none."""
-    why: dict[str, str] = {}
-    """Field name mapped to the reason why its value is null."""
+    why: Reasons = {}
 
 
 class Node(msgspec.Struct, kw_only=True):
@@ -70,8 +70,7 @@ class Node(msgspec.Struct, kw_only=True):
     """Distribution name mapped to its version; null if it is not installed."""
     variables: dict[str, str] = {}
     """Environment variables that influence the measurement."""
-    why: dict[str, str] = {}
-    """Field name mapped to the reason why its value is null."""
+    why: Reasons = {}
 
 
 class Environment(Node, kw_only=True):
@@ -96,8 +95,7 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
     """True if a tracked file differs from the commit; null if git could not be run."""
     source: str | None = None
     """Source of the commit: `git`, or the environment variable that named it."""
-    why: dict[str, str] = {}
-    """Field name mapped to the reason why its value is null."""
+    why: Reasons = {}
 
 
 class Session(msgspec.Struct, kw_only=True):
@@ -193,8 +191,5 @@ def started(report: Report, launch: Launch) -> str:
 
 def next_id(used: Collection[str], case: Case) -> str:
     """Return the id for the next result of a case, which is not in use: `mp-bs8`, then `mp-bs8#2`."""
-    name, number = case.id, 1
-    while name in used:
-        number += 1
-        name = f"{case.id}#{number}"
-    return name
+    names = itertools.chain([case.id], (f"{case.id}#{number}" for number in itertools.count(2)))
+    return next(name for name in names if name not in used)

@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from pytest_llmgpu.report.bounds import Amount, Count, Elapsed, Fraction, Moment, Seconds
+from pytest_llmgpu.report.bounds import Amount, Count, Elapsed, Fraction, Moment, Reasons, Seconds
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.work import Bound, RankWork, Work
 
@@ -142,8 +142,7 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Largest NVML sample of memory used by all processes."""
     nvml_used_mean_bytes: Count | None = None
     """Mean of the NVML samples of memory used by all processes."""
-    why: dict[str, str] = {}
-    """Field name mapped to the reason why its value is null."""
+    why: Reasons = {}
 
     @property
     def peak_bytes(self) -> int | None:
@@ -274,8 +273,7 @@ class Launch(msgspec.Struct, kw_only=True):
     case that generates, they are those of one decode step of each batch of `work.batches`."""
     prefill_work: Work | None = None
     """Work of the prefills of these batches; null for a case that scores, and with `work`."""
-    why: dict[str, str] = {}
-    """Field name mapped to the reason why its value is null."""
+    why: Reasons = {}
 
     @property
     def ranks(self) -> list[RankWork]:
@@ -471,8 +469,7 @@ class CaseResult(msgspec.Struct, kw_only=True):
     """Energy of all devices in joules per token, as `tokens_per_s` counts them; the median over launches."""
     findings: list[Finding] = []
     """Observations about the case."""
-    why: dict[str, str] = {}
-    """Field name mapped to the reason why its value is null."""
+    why: Reasons = {}
 
     @property
     def accuracies(self) -> list[Accuracy]:

@@ -9,10 +9,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-MIB = 2**20
-"""Bytes in a mebibyte."""
-GIB = 2**30
-"""Bytes in a gibibyte."""
+MIB, GIB = 2**20, 2**30
+"""Bytes in a mebibyte and in a gibibyte."""
 
 _UNITS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
 _LARGEST_PLAIN = 1e6
@@ -31,10 +29,9 @@ _COMMAND = re.compile(r"^(\s*)(?=::)|(?<=#)(?=#\w*\[)", re.MULTILINE)
 MESSAGE_LETTERS = 2_000
 """Most letters of a message that are kept."""
 
-_LOG_LINES = 40
+_LOG_LINES, _LOG_BYTES = 40, 2**18
+"""Lines of a log that are kept, of the last bytes, which hold as many lines of several thousand letters."""
 _LINE_LETTERS = 1_000
-_LOG_BYTES = 2**18
-"""A log is read from this many bytes before its end: 40 lines of several thousand letters."""
 
 
 def significant(value: float, digits: int = 4) -> str:
@@ -151,15 +148,9 @@ def beginning(text: str, most_letters: int = MESSAGE_LETTERS) -> str:
 
 
 def log_tail(path: Path, begin_bytes: int = 0, *, most_lines: int = _LOG_LINES, most_bytes: int = _LOG_BYTES) -> str:
-    """Return the last lines of a log, each cut; empty if the log cannot be read.
+    """Return the last lines of a log from `begin_bytes` on, each cut; empty if the log cannot be read.
 
     If the log is longer than the part that is read, the first line has the number of bytes before that part.
-
-    Args:
-        path: The log.
-        begin_bytes: What comes before this place does not count.
-        most_lines: Most lines that are returned.
-        most_bytes: Most bytes that are read.
     """
     try:
         with path.open("rb") as file:

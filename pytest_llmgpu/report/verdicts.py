@@ -35,11 +35,8 @@ UNCLEAR: frozenset[Verdict] = frozenset(("MISSING", "NOT_COMPARABLE", "UNDECIDED
 DIFFERS = "differs from the baseline: "
 """Start of a warning that lists a difference between the environments of both reports."""
 
-NEITHER = "neither report has it"
-"""Reason why a metric was not compared."""
-
-ONLY_CANDIDATE = "only the candidate has it"
-"""Reason why a metric was not compared."""
+NEITHER, ONLY_CANDIDATE = "neither report has it", "only the candidate has it"
+"""Reasons why a metric was not compared."""
 
 ALSO_CHANGED = "Also changed: "
 """Start of the line of a reason that lists the same differences."""
@@ -160,27 +157,10 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return self.verdict in {"REGRESSED", "CHANGED", "OK"} or (self.verdict == "UNDECIDED" and self.base is not None)
 
     @classmethod
-    def of(
-        cls,
-        result: CaseResult,
-        metric: MetricName,
-        verdict: Decided,
-        reason: str,
-        *,
-        gated: bool = True,
-        **figures: Any,
-    ) -> Row:
+    def of(cls, result: CaseResult, metric: MetricName, verdict: Decided, reason: str, **figures: Any) -> Row:
         """Return a row for the case of a result; `figures` are fields that have a default."""
-        return cls(
-            key=result.key,
-            id=result.id,
-            nodeid=result.nodeid,
-            metric=metric,
-            reason=reason,
-            gated=gated,
-            **stated(verdict),
-            **figures,
-        )
+        case: dict[str, Any] = {"key": result.key, "id": result.id, "nodeid": result.nodeid}
+        return cls(metric=metric, reason=reason, **case, **stated(verdict), **figures)
 
 
 class Baseline(msgspec.Struct, frozen=True, kw_only=True):

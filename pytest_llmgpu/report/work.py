@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from pytest_llmgpu.report.bounds import Amount, Count, Fraction, Seconds
+from pytest_llmgpu.report.bounds import Amount, Count, Fraction, Reasons, Seconds
 
 KERNEL_NAME_LENGTH = 120
 """Names of kernels are cut to this number of characters: C++ templates make some of them thousands long."""
@@ -21,21 +21,16 @@ OTHER_MODULE = "other"
 """Module of the rows that sum all modules without a row of their own, one row for each family."""
 
 WORK_OFF = "work passes are switched off for this case (--llmgpu-work=off)"
-"""Reason in `why` of a launch."""
+NO_WORK = "work passes run for completed cases only"
+WORK_STOPPED = "the work passes were stopped"
+"""Reasons in `why` of a launch; the last one if it was interrupted after its measured forwards."""
 
 WORK_ON = "Measure the candidate again without --llmgpu-work=off."
 """Next step where the candidate has `WORK_OFF` and the baseline has work."""
 
 TRAFFIC_FAILED = "the forwards in which traffic is counted failed"
-"""Beginning of the reason why a completed case has no traffic, if a rank failed."""
-NO_WORK = "work passes run for completed cases only"
-"""Reason in `why` of a launch."""
-
-WORK_STOPPED = "the work passes were stopped"
-"""Reason in `why` of a launch that was interrupted after its measured forwards."""
-
 TRAFFIC_STOPPED = "the counting of traffic was stopped"
-"""Reason in `why` of a case that was interrupted then."""
+"""Reasons in `why` of a completed case; the first one is followed by the error of a rank."""
 
 KernelFamily = Literal["GEMM", "attention", "norm", "elementwise", "copy", "collective", "other"]
 """The kind of computation of a kernel, by its name (see `kernel_families`)."""
@@ -110,8 +105,7 @@ class RankWork(msgspec.Struct, frozen=True, kw_only=True):
     rows: Sequence[WorkRow] | None = None
     """The kernels with the largest times, at most 100 rows. The time of the remaining kernels is summed by family, and
     within a module by module and family. The smallest of very many modules are summed by family as `other`."""
-    why: dict[str, str] = {}
-    """Name of a field that is null to the reason."""
+    why: Reasons = {}
 
 
 class ModelSize(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,8 +139,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of each rank, in the order of the ranks."""
     model: ModelSize | None = None
     """The size of the model, from which `bound` is computed."""
-    why: dict[str, str] = {}
-    """Name of a field that is null to the reason."""
+    why: Reasons = {}
 
 
 class DeviceCeilings(msgspec.Struct, frozen=True, kw_only=True):
@@ -158,8 +151,7 @@ class DeviceCeilings(msgspec.Struct, frozen=True, kw_only=True):
     """Dtype to the floating-point operations per second of a product of two 8192 x 8192 matrices."""
     copy_bytes_per_s: Amount | None = None
     """The bytes that a copy within the memory of the GPU reads and writes per second."""
-    why: dict[str, str] = {}
-    """Name of a figure that is missing to the reason."""
+    why: Reasons = {}
 
 
 class Ceilings(msgspec.Struct, frozen=True, kw_only=True):
@@ -171,8 +163,7 @@ class Ceilings(msgspec.Struct, frozen=True, kw_only=True):
     """The bytes that each rank sends per second in a large all-reduce, counted as in the ring algorithm."""
     all_reduce_latency_s: Seconds | None = None
     """The time of an all-reduce of a few bytes in seconds."""
-    why: dict[str, str] = {}
-    """Name of a figure that is null to the reason."""
+    why: Reasons = {}
 
 
 class Bound(msgspec.Struct, frozen=True, kw_only=True):

@@ -152,7 +152,7 @@ def _claim(folder: Path) -> tuple[int, Path]:
         claim = folder / f".{number:04}.unfinished"
         with suppress(FileExistsError):
             claim.open("xb").close()
-            if all(found.number < number for found in _stored_in(folder)):
+            if number > max((found.number for found in _stored_in(folder)), default=0):
                 return number, claim
             claim.unlink()
 
