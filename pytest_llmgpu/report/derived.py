@@ -35,8 +35,6 @@ _LEAST_ENERGY_WINDOW_S = 1.0
 _FEWEST_FOR_P99 = 100
 """With fewer decode steps or batches, the 99th percentile would be the largest one."""
 
-_P95 = 0.95
-
 _ENERGIES = "energy_j_per_sequence", "energy_j_per_token"
 _FIGURES = (
     *("inference_s", "sequences_per_s", "tokens_per_s", "acc", "acc_norm"),
@@ -147,7 +145,7 @@ def counted_tokens(batches: Batches, new_tokens: int | None) -> int:
 def batch_latency_s(result: CaseResult, share: float) -> float | None:
     """Return a quantile of the batch latencies of a completed case; None without batches, and too few for the 99th."""
     latencies = [latency for launch in result.launches for latency in launch.batches.latency_s]
-    fewest = _FEWEST_FOR_P99 if share > _P95 else 1
+    fewest = _FEWEST_FOR_P99 if share > 0.95 else 1  # noqa: PLR2004 - of the 95th percentile
     return quantile(latencies, share) if result.outcome == "completed" and len(latencies) >= fewest else None
 
 

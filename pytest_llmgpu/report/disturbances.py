@@ -64,9 +64,6 @@ _KINDS: dict[Kind, tuple[str, str, str]] = {
 TITLES = {kind: title for kind, (title, _, _) in _KINDS.items()}
 """The beginning of the sentence about each kind."""
 
-_POWER = ("throttled by power", "SM clock")
-"""Beginnings of the sentences about power and heat."""
-
 
 def find(
     profile: Profile,
@@ -139,7 +136,7 @@ def busy_cpu(host: HostUse, *, on_cpu: bool) -> str | None:
 
 def is_power(sentence: str) -> bool:
     """Return whether a sentence of `find` is about the power and heat limits of a GPU."""
-    return sentence.startswith(_POWER)
+    return sentence.startswith(("throttled by power", "SM clock"))
 
 
 def remedy(sentence: str) -> str:

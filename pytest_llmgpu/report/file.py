@@ -159,11 +159,7 @@ def load(path: Path) -> Report:
 
 
 def parse(data: bytes, name: str) -> Report:
-    """Return the report in the bytes of a file, compressed or not.
-
-    Raises:
-        ValueError: one line with the name, the error and its place.
-    """
+    """Return the report in the bytes of a file; ValueError in one line with the name, the error and its place."""
     try:
         text = with_present_names(unpack(data))
         try:
@@ -237,10 +233,7 @@ def parse_json(data: bytes) -> Any:
 
 
 def _check(cases: Sequence[CaseResult]) -> None:
-    """Check what no type expresses: unique ids, columns of equal length, answers.
-
-    The ValueError of the first violation has its place: `$.cases[3].launches[0].batches.tokens`.
-    """
+    """Check what no type expresses: unique ids, columns of equal length, answers; ValueError with the place."""
     places: dict[str, int] = {}
     for number, result in enumerate(cases):
         place = f"$.cases[{number}]"

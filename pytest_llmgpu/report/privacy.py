@@ -16,7 +16,6 @@ _CREDENTIALS = re.compile(
     re.VERBOSE,
 )
 """Secrets that have a form of their own: Hugging Face, GitHub, GitLab, AWS, OpenAI, HTTP."""
-_HIDDEN = "***"
 _COMPONENT_END = r"(?![^/:,;'\"\s])"
 # A quoted path can contain blanks. An unquoted one does not begin inside a word, a URL or another path.
 _ABSOLUTE_PATH = re.compile(
@@ -59,7 +58,7 @@ def anonymous(text: str) -> str:
 
     `***` replaces credentials, `~` the home folder, `<user>` the user name in paths, `<host>` the host name.
     """
-    text = _CREDENTIALS.sub(_HIDDEN, text)
+    text = _CREDENTIALS.sub("***", text)
     home = os.path.expanduser("~")  # noqa: PTH111 - Path.home() raises if the user has no home folder
     if len(home) > 1:
         text = re.sub(r"(?<![\w.~-])" + re.escape(home.rstrip("/")) + _COMPONENT_END, "~", text)
