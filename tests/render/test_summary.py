@@ -37,21 +37,11 @@ def _verdicts(*rows: tuple[str, Any], policy: Policy | None = None) -> Verdicts:
 
 @pytest.mark.parametrize("session", [{"complete": False}, {"interrupted": True}, {"exit_status": 2}])
 def test_an_incomplete_run_is_unclear(session: dict[str, object]) -> None:
-    """The missing cases may have failed."""
+    """The missing cases may have failed; a run without a completed case measured nothing; a failed test fails."""
     assert conclude(_report(**session)).status == "unclear"
-
-
-@pytest.mark.parametrize("cases", [[make_failed("oom")], [make_failed("skipped_after_oom")]])
-def test_a_run_without_a_completed_case_is_unclear(cases: list[CaseResult]) -> None:
-    """It measured nothing."""
-    assert conclude(_report(*cases)).status == "unclear"
-
-
-def test_a_failed_test_fails() -> None:
-    """A failed test of the user counts, too: it sets the exit status of pytest."""
-    conclusion = conclude(_report(exit_status=1))
-    assert conclusion.status == "fail"
-    assert "exit status 1" in conclusion.sentence
+    assert conclude(_report(make_failed("oom"))).status == "unclear"
+    failed = conclude(_report(exit_status=1))
+    assert (failed.status, "exit status 1" in failed.sentence) == ("fail", True)
 
 
 def test_a_strategy_that_never_fitted_explains_the_failed_test(prose: Prose) -> None:

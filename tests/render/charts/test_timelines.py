@@ -49,14 +49,6 @@ def test_a_peak_of_one_sample_is_drawn_at_its_height(place: int) -> None:
     assert spike["t"] == pytest.approx(place / 6, abs=20 / 6)
 
 
-def test_gpus_differ_in_more_than_colour() -> None:
-    """Each has its own dashes (WCAG 2.2, 1.4.1)."""
-    (chart, *_) = list(timelines.charts(sampled(30), make_report().environment))
-    dashes = chart.spec["layer"][0]["encoding"]["strokeDash"]["scale"]
-    assert dashes["domain"] == ["0", "1", "2", "3"]
-    assert len(set(map(tuple, dashes["range"]))) == 4
-
-
 def test_missing_samples_are_gaps_in_a_time_line() -> None:
     """A driver that refreshes slowly leaves gaps, which are not 0."""
     series = Series(t_s=[0.0, 0.2, 0.4], devices=[{"utilization_pct": [None, 40.0, None]}])

@@ -107,13 +107,6 @@ def test_annotations_contain_no_command_of_a_user() -> None:
     assert any("::error::%0A" in _parsed(line)[2] for line in _annotations(nasty()))
 
 
-def test_unchanged_better_and_new_rows_are_not_annotated() -> None:
-    """A comparison without findings has no annotation."""
-    report = make_report()
-    report.verdicts = verdicts([row("OK"), row("IMPROVED"), row("NEW"), row("NEW")])
-    assert export("github-annotations", report) == ""
-
-
 def test_the_severity_follows_the_policy() -> None:
     """A row that fails is an error; a known, ungated or allowed one is a warning."""
     report = judged(two_strategies(), two_strategies(oom=()))
@@ -152,11 +145,7 @@ def test_a_case_with_a_verdict_on_its_outcome_is_noticed_once() -> None:
         result.outcome = "crashed"
         result.findings = [_finding("failure")] * number
     titles = [notice.title for notice in notices(judged(head, two_strategies(oom=())))]
-    assert sorted(title.partition(" ")[0] for title in titles) == [
-        *["REGRESSED:"] * 2,
-        "UNDECIDED:",
-        "a-warning:",
-    ]
+    assert sorted(title.partition(" ")[0] for title in titles) == [*["REGRESSED:"] * 2, "UNDECIDED:", "a-warning:"]
 
 
 @pytest.mark.parametrize(
@@ -188,13 +177,7 @@ def test_the_summary_begins_with_the_worst() -> None:
     page = _summary(report)
     places = [
         page.index(text)
-        for text in (
-            "REGRESSED |",
-            "| UNDECIDED |",
-            "**Comparison**",
-            markdown_header(report)[0],
-            "| OK |",
-        )
+        for text in ("REGRESSED |", "| UNDECIDED |", "**Comparison**", markdown_header(report)[0], "| OK |")
     ]
     assert places == sorted(places)
     assert page.count("<details>") == page.count("</details>") == 2

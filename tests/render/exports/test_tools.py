@@ -3,7 +3,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import xml.etree.ElementTree as ET
 from typing import Any
 
 import jsonschema
@@ -14,7 +13,7 @@ from support.verdict_factory import with_launches
 
 from pytest_llmgpu.render.exports import export
 from pytest_llmgpu.render.exports.tables import CSV_COLUMNS
-from pytest_llmgpu.render.exports.tools import junit_properties, junit_verdicts
+from pytest_llmgpu.render.exports.tools import junit_properties
 from pytest_llmgpu.report.report import Report
 
 _BENCHER = {
@@ -103,12 +102,7 @@ def test_github_action_benchmark_has_each_figure_in_the_file_of_its_direction() 
         }
         for direction in ("smaller", "bigger")
     }
-    assert set(found["smaller"]) == {
-        "cases that did not complete",
-        "time",
-        "peak memory",
-        "sent per sequence",
-    }
+    assert set(found["smaller"]) == {"cases that did not complete", "time", "peak memory", "sent per sequence"}
     assert set(found["bigger"]) == {
         "cases that completed",
         "sequences per second",
@@ -158,25 +152,6 @@ def test_csv_runs_nothing_in_a_spreadsheet() -> None:
     assert (lines[0]["model"], lines[0]["dataset"]) == ("'=1+1", "'@SUM(A1)")
     assert lines[1]["model"].startswith("<script>alert(1)</script> | a`b`")
     assert set(lines[1]) == set(CSV_COLUMNS)
-
-
-@pytest.mark.slow
-def test_junit_properties_reach_the_xml(pytester: pytest.Pytester) -> None:
-    """As an item's user properties they are in the file, which is well-formed with any text."""
-    report = nasty()
-    rows = report.verdicts.rows if report.verdicts is not None else []
-    pairs = [*junit_properties(report.cases[1]), *junit_verdicts(rows[:1])]
-    pytester.makepyfile(
-        f"""
-        def test_case(request):
-            request.node.user_properties.extend({pairs!r})
-        """
-    )
-    pytester.runpytest_inprocess("--junit-xml=out.xml", "-p", "no:llmgpu").assert_outcomes(passed=1)
-    found = {one.get("name"): one.get("value") for one in ET.parse(pytester.path / "out.xml").iter("property")}
-    assert found == dict(pairs)
-    assert found["llmgpu.outcome"] == "crashed"
-    assert str(found["llmgpu.verdict.time"]).startswith("REGRESSED: <script>")
 
 
 def test_junit_properties_name_their_units() -> None:

@@ -35,14 +35,6 @@ def test_the_line_is_redrawn_in_place_and_removed(monkeypatch: pytest.MonkeyPatc
     assert screen.getvalue() == "\x1b7\x1b[K1/9 batches\x1b8\x1b[K2/9 batches\x1b8\x1b[K"
 
 
-def test_the_line_never_wraps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Text is cut to the free width, because a wrapped line cannot be redrawn in place."""
-    screen = _Terminal(is_terminal=True)
-    monkeypatch.setattr(sys, "stdout", screen)
-    LiveLine(_uncaptured, lambda: 21).show("x" * 100)
-    assert screen.getvalue().count("x") == 20
-
-
 def test_the_width_is_read_from_the_real_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Captured standard output has no width."""
     screen = _Terminal(is_terminal=True)

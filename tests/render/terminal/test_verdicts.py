@@ -12,7 +12,7 @@ from support.verdict_factory import make_invalid, make_traffic, with_launches
 
 from pytest_llmgpu.gate.judge import ExitStatus, exit_status, judge
 from pytest_llmgpu.gate.policy import Allowed, Policy
-from pytest_llmgpu.render.comparison import cases, figures, verdict
+from pytest_llmgpu.render.comparison import cases
 from pytest_llmgpu.render.terminal.report import WIDTH
 from pytest_llmgpu.render.terminal.verdicts import conclusion, table
 from pytest_llmgpu.report.metrics import JUDGED
@@ -120,19 +120,13 @@ def test_rows_that_cannot_fail_the_gate_are_marked() -> None:
 
 
 def test_text_of_a_report_cannot_drive_the_terminal() -> None:
-    """Control characters of ids and messages are replaced by spaces."""
-    result = make_failed("crashed", Failure(phase="load", message="a\x1b[2Jb\rc"))
+    """Control characters of ids and messages are replaced by spaces, and a long reason is wrapped."""
+    result = make_failed("crashed", Failure(phase="load", message="a\x1b[2Jb\rc" + "word " * 100))
     result.id = "mp\n\x1b[31m"
     text = table(*_judge([_full()], [result]))
     assert "\x1b" not in text
     assert "\r" not in text
     assert "mp  [31m" in text
-
-
-def test_text_fits_the_terminal() -> None:
-    """A long reason is wrapped."""
-    result = make_failed("crashed", Failure(phase="load", message="word " * 100))
-    text = table(*_judge([_full()], [result]))
     assert max(map(len, text.splitlines())) <= WIDTH
 
 
@@ -141,12 +135,7 @@ def test_text_fits_the_terminal() -> None:
     [
         ([_full()], {}, ExitStatus.PASSED, "PASSED"),
         ([_full(1.05, calls=65)], {}, ExitStatus.REGRESSED, "REGRESSED"),
-        (
-            [_full(1.02)],
-            {"sd": 0.03, "strict": True},
-            ExitStatus.NOT_JUDGED,
-            "UNDECIDED: ",
-        ),
+        ([_full(1.02)], {"sd": 0.03, "strict": True}, ExitStatus.NOT_JUDGED, "UNDECIDED: "),
         ([_full(1.02)], {"sd": 0.03}, ExitStatus.PASSED, "PASSED"),
         ([_full(), make_failed("interrupted", batch_size=2)], {}, ExitStatus.NOT_JUDGED, "UNDECIDED: "),
         ([_disturbed()], {"strict": True}, ExitStatus.NOT_JUDGED, "UNDECIDED: "),
@@ -197,18 +186,3 @@ def test_each_case_has_one_row() -> None:
         ("a", "device_time"),
         ("d", "time"),
     ]
-
-
-def test_figures_have_units_and_the_interval() -> None:
-    """An equal value is `same`, and a row without numbers is empty."""
-    assert figures(_row("a", "time", ratio=1.5, low=1.4, high=1.6)) == ("2 s", "3 s", "+50.0 %", "+40.0 to +60.0 %")
-    assert figures(_row("a", "time")).change == "same"
-    assert figures(_row("a", "time", ratio=None)) == ("", "", "", "")
-    assert figures(_row("mp", "accuracy", ratio=None, base=0.5, head=0.4)).change == "-10.00 pt"
-
-
-def test_a_verdict_states_why_it_cannot_fail() -> None:
-    """The policy shows the metric only, or accepts the regression."""
-    assert verdict(_row("a", "time", "REGRESSED")) == "REGRESSED"
-    assert verdict(_row("a", "time", "REGRESSED", gated=False)) == "CHANGED"
-    assert verdict(_row("a", "time", "REGRESSED", allowed="bug 7")) == "REGRESSED (allowed)"
