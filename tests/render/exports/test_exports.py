@@ -101,7 +101,7 @@ def test_figures_have_the_range_over_launches() -> None:
     assert (time.value, time.low, time.high) == (420.0, 210.0, 630.0)
     assert launches_s(result) == [210.0, 630.0, 420.0]
     result.outcome = "timeout"
-    assert figures(result) == launches_s(result) == []
+    assert (figures(result), launches_s(result)) == ([], [])
 
 
 def test_the_accuracy_of_random_weights_is_not_exported() -> None:
