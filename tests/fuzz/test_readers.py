@@ -182,18 +182,12 @@ def test_the_report_that_is_changed_can_be_read() -> None:
     assert Path("r.json").exists()
 
 
-@given(changed_json(_REPORT))
+@pytest.mark.parametrize("changed", [changed_json(_REPORT).map(_encoded), changed_bytes(_encoded(_REPORT))])
+@given(data=st.data())
 @fuzz
-def test_reports_with_changed_values(document: Any) -> None:
-    """A report that is read can be shown, judged and exported."""
-    _consume(_encoded(document))
-
-
-@given(changed_bytes(_encoded(_REPORT)))
-@fuzz
-def test_reports_with_changed_bytes(data: bytes) -> None:
-    """The same for files that are damaged."""
-    _consume(data)
+def test_reports(data: st.DataObject, changed: st.SearchStrategy[bytes]) -> None:
+    """A report that is read can be shown, judged and exported; it has other values, or is damaged."""
+    _consume(data.draw(changed))
 
 
 @given(changed_bytes(dump_policy(Policy()).encode()))

@@ -116,7 +116,7 @@ def test_the_end_of_a_session_adds_the_capacity_of_each_series(recorded: Recorde
 def test_a_session_is_complete_once_all_expected_tests_measured(
     recorded: Recorder, interrupted: bool, expected: list[str], complete: bool
 ) -> None:
-    """A missing case and an interrupt make it incomplete, a deselected test does not; without a case there is no file."""
+    """A missing case or an interrupt makes it incomplete, a deselected test not; without a case there is no file."""
     assert recorded.path is not None
     recorded.conclude(1, None, interrupted=interrupted, expected=expected, deselected=["other"])
     assert not recorded.path.exists()
