@@ -222,11 +222,9 @@ def _prefix(tokenizer: PreTrainedTokenizerBase) -> int | None:
 def plan(requests: Requests, batch_size: int, *, few_shapes: bool = False) -> Plan:
     """Split the requests into batches: longest first, scored requests with the same input on one row.
 
-    Args:
-        requests: The tokenised dataset.
-        batch_size: The rows of a batch; the last batch may have fewer.
-        few_shapes: False pads rows to the longest row of their batch. True pads some batches further, so that the
-            forwards have as few shapes as 2 % more time allow: each shape is warmed up, or recorded as a CUDA graph.
+    The last batch may have fewer rows. Rows are padded to the longest one of their batch. With `few_shapes` some are
+    padded further, so that the forwards have as few shapes as 2 % more time allow: each shape is warmed up, or recorded
+    as a CUDA graph.
 
     Raises:
         ValueError: The batch size is below 1 or above the number of requests.

@@ -119,11 +119,7 @@ class Generator:
                 on_batch(latency_s, batch.rows, batch.tokens, batch.padded_tokens)
 
     def generate(self, on_batch: Callable[[float, int, int, int], None] | None = None) -> Generated:
-        """Generate the texts of all prompts.
-
-        Args:
-            on_batch: Called after each batch, outside its measured time, with its latency in seconds, rows, tokens of
-                the prompts and these with padding.
+        """Generate the texts of all prompts; `on_batch` is that of `scoring.score`.
 
         Raises:
             ValueError: A log-likelihood is not finite.
@@ -184,9 +180,7 @@ class Generator:
     def _run(self, batch: Batch, new_tokens: int) -> tuple[float, list[float], list[list[int]], list[list[float]]]:
         """Generate the texts of one batch; the devices are idle at both ends.
 
-        Returns:
-            Its latency in seconds, the times to the first token and of each decode step, and the tokens [B][N] with
-            their log-likelihoods.
+        Return its latency in seconds, the times to the first token and of each step, tokens [B][N], log-likelihoods.
         """
         import torch
 

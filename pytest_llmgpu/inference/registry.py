@@ -62,11 +62,9 @@ class Registry(Generic[_T]):
         return merged
 
     def find(self, name: str, known: Mapping[str, str] | None = None) -> str:
-        """Return the place of an implementation: `module:attribute`.
+        """Return the place of an implementation, `module:attribute`, by a registered name or by the place itself.
 
-        Args:
-            name: A registered name, or itself `module:attribute`.
-            known: Registered names to places, as `merge` returns them; None for the built-in ones.
+        The registered names are those that `merge` returned; None for the built-in ones.
 
         Raises:
             ValueError: No implementation has this name.

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import kv_cache_faults
+from support import kv_cache_faults, tiny_model
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from pytest_llmgpu.inference import generation
@@ -28,17 +28,8 @@ def model() -> Any:
 
 def _model(**fields: Any) -> Any:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=_VOCABULARY,
-        initializer_range=0.3,
-        **fields,
-    )
-    return LlamaForCausalLM(config).eval()
+    config = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": _VOCABULARY, "initializer_range": 0.3}
+    return LlamaForCausalLM(LlamaConfig(**{**tiny_model.SIZES, **config, **fields})).eval()
 
 
 def _requests(prompts: list[list[int]] = _PROMPTS, new_tokens: int = _NEW) -> Requests:

@@ -125,15 +125,8 @@ def _bundled_items(number: int) -> Sequence[Item]:
 
 
 def _random(directory: Path, vocabulary: int) -> Drawn:
-    config = {
-        "vocab_size": vocabulary,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "max_position_embeddings": LONGEST,
-        "initializer_range": 0.3,
-    }
+    config = {**tiny_model.SIZES, "hidden_size": 64, "intermediate_size": 128, "vocab_size": vocabulary}
+    config |= {"max_position_embeddings": LONGEST, "initializer_range": 0.3}
     source = tiny_model.source(config, tokenizer_directory=str(directory))
     model = weights.skeleton(source, torch.float32)
     weights.materialise(model, lambda _: torch.device("cpu"), seed=0, dtype=torch.float32)

@@ -18,13 +18,7 @@ from pytest_llmgpu.inference.bundled import PRESETS
 
 CPU = torch.device("cpu")
 TEXTS = ["a man sits on a roof", "he starts pulling up roofing", "the lady stands and lifts the weight"]
-SMALL: dict[str, object] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "vocab_size": 300,
-}
+SMALL: dict[str, object] = {**tiny_model.SIZES, "vocab_size": 300}
 
 
 @pytest.fixture(scope="module")

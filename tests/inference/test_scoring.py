@@ -27,16 +27,8 @@ def model() -> Any:
 
 
 def _llama(**fields: Any) -> Any:
-    config = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "max_position_embeddings": 64,
-        "initializer_range": 0.5,
-    }
-    source = tiny_model.source(config | fields)
+    config = {"vocab_size": VOCABULARY, "max_position_embeddings": 64, "initializer_range": 0.5}
+    source = tiny_model.source({**tiny_model.SIZES, **config, **fields})
     built = weights.skeleton(source, torch.float32)
     weights.materialise(built, lambda _: CPU, seed=0, dtype=torch.float32)
     return built
@@ -105,17 +97,9 @@ def test_logits_exist_only_where_an_ending_is_predicted(model: Any) -> None:
 
 def test_what_comes_after_the_head_still_runs() -> None:
     """A model that caps its logits is scored with capped logits."""
-    gemma = pytest.importorskip("transformers").Gemma2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=16,
-        final_logit_softcapping=1.0,
-        initializer_range=0.5,
-    )
+    capping = {"num_key_value_heads": 2, "head_dim": 16, "final_logit_softcapping": 1.0, "initializer_range": 0.5}
+    config = {**tiny_model.SIZES, **capping, "vocab_size": VOCABULARY}
+    gemma = pytest.importorskip("transformers").Gemma2Config(**config)
     torch.manual_seed(0)
     capped = pytest.importorskip("transformers").Gemma2ForCausalLM(gemma).eval()
     scores = scoring.score(capped, batching.plan(_requests(*MIXED), 2), input_device=CPU)

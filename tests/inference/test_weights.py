@@ -15,13 +15,7 @@ from pytest_llmgpu.inference import weights
 from pytest_llmgpu.inference.models import ModelSource
 
 _CPU = torch.device("cpu")
-_SMALL: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "vocab_size": 300,
-}
+_SMALL: dict[str, Any] = {**tiny_model.SIZES, "num_hidden_layers": 3, "vocab_size": 300}
 
 
 def _source(directory: Path | None = None, **fields: Any) -> ModelSource:

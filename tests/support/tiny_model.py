@@ -12,6 +12,8 @@ from pytest_llmgpu.inference.models import ModelSource
 if TYPE_CHECKING:
     from transformers import LlamaConfig, LlamaForCausalLM
 
+SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+"""Those of a small LLaMA."""
 ITEMS = 6
 SEQUENCES = 4 * ITEMS
 
@@ -39,14 +41,7 @@ def write_model(directory: Path) -> None:
     directory.mkdir()
     save_tokenizer(["Someone counts and says the number. Then they stop."], 300, directory)
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        vocab_size=300,
-        max_position_embeddings=256,
-    )
+    config = LlamaConfig(**{**SIZES, "num_hidden_layers": 1}, vocab_size=300, max_position_embeddings=256)
     LlamaForCausalLM(config).save_pretrained(directory)
 
 
@@ -78,8 +73,6 @@ def random_model() -> LlamaForCausalLM:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, vocab_size=40
-    )
+    config = LlamaConfig(**{**SIZES, "num_hidden_layers": 1}, vocab_size=40)
     model: LlamaForCausalLM = LlamaForCausalLM(config).eval()
     return model

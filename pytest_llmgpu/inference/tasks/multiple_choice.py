@@ -31,12 +31,7 @@ class MultipleChoice:
     """The names of datasets that are not files, for `records`."""
 
     def item(self, record: Any, place: str, index: int) -> Item:
-        """Return the item of one record, with this task's name.
-
-        Args:
-            record: The JSON value of the record.
-            place: Where it comes from, such as `items.jsonl:3`.
-            index: How many records came before it.
+        """Return the item of one record, with this task's name; it comes from a place such as `items.jsonl:3`.
 
         Raises:
             ValueError: The record has no such item; the message begins with the place.

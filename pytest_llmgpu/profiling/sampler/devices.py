@@ -43,7 +43,12 @@ class Device:
         """Metrics whose call this device or driver does not have. They are not read again."""
         self._nvml = nvml
         self._handle = handle
-        self._pcie_limit_bytes_per_s = _pcie_limit_bytes_per_s(nvml, handle)
+        query = Query(nvml)
+        lane = _GB_PER_S_PER_LANE.get(query("generation", nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle))
+        lanes = query("width", nvml.nvmlDeviceGetMaxPcieLinkWidth, handle)
+        # No PCIe reading above it can be right. None: the link is not known.
+        limit = None if lane is None or lanes is None else lane * 1e9 * lanes * _LINK_TOLERANCE
+        self._pcie_limit_bytes_per_s: float | None = limit
         self._cumulative = Cumulative(nvml, handle)
 
     def open(self) -> float:
@@ -175,11 +180,3 @@ def open_devices(
         refused = "".join(f"; {gpu}: {reason}" for gpu, reason in why.items())
         raise NvmlMissingError(f"NVML lists no GPU{' ' if absent else ''}{', '.join(absent)}{refused}")
     return [found[uuid] for uuid in wanted], why
-
-
-def _pcie_limit_bytes_per_s(nvml: Any, handle: Any) -> float | None:
-    """Return the rate above which a PCIe reading cannot be right; None if the link is not known."""
-    query = Query(nvml)
-    lane = _GB_PER_S_PER_LANE.get(query("generation", nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle))
-    lanes = query("width", nvml.nvmlDeviceGetMaxPcieLinkWidth, handle)
-    return None if lane is None or lanes is None else lane * 1e9 * lanes * _LINK_TOLERANCE
