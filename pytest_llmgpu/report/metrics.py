@@ -317,7 +317,7 @@ METRICS: tuple[MetricSpec, ...] = (
     ),
     MetricSpec(
         name="kv_cache",
-        figure=lambda result: _figure("bytes", texts.kv_cache_bytes) if (texts := generated(result)) else None,
+        figure=lambda result: _figure("bytes", float(texts.kv_cache_bytes)) if (texts := generated(result)) else None,
         exported=Exported(column="kv_cache_bytes"),
     ),
     MetricSpec(name="token_traffic", figure=_token_traffic, exported=Exported(column="wire_bytes_per_token")),
