@@ -160,14 +160,9 @@ def test_checks_read_as(prose: Prose) -> None:
     assert prose == "\n".join(f"{found.ok}: {found.text}" for found in checks)
 
 
-@pytest.mark.parametrize("result", [make_failed("oom"), make_result(1.0)])
-def test_a_case_without_answers_is_not_checked(result: CaseResult) -> None:
-    """It is neither right nor wrong."""
-    assert _assess([result], 0.8)[0].accuracy_check is None
-
-
 def test_the_worst_launch_counts() -> None:
-    """One launch with wrong answers fails the case, in any order."""
+    """One launch with wrong answers fails the case, in any order. A case without answers is not checked."""
+    assert [one.accuracy_check for one in _assess([make_failed("oom"), make_result(1.0)], 0.8)] == [None, None]
     for values in ((0.828, 0.26, 0.828), (0.26, 0.828, 0.828)):
         launches = [make_result(1.0, make_accuracy(value)) for value in values]
         found = assess(launches, earlier=[], environment=_MACHINE, options=Options()).accuracy_check
@@ -225,12 +220,12 @@ def test_items_that_are_wrong_both_times_do_not_count(strategy: str, lost: int, 
     now = msgspec.structs.replace(now, predictions=still_wrong, predictions_norm=still_wrong)
     result = make_result(1.0, now, strategy=strategy, batch_size=8, **_MINE)
     assert _check(make_result(1.0, make_answers([True] * 100 + [False] * 100), **_MINE), result).ok is ok
-
-
-def test_a_loss_within_the_tolerance_passes() -> None:
-    """A loss of 8 of 1,000 items with none won is not chance (0.4 %), but less than the tolerance of a point."""
-    before, now = (make_answers([False] * lost + [True] * (1000 - lost)) for lost in (0, 8))
-    assert _check(make_result(1.0, before, **_MINE), make_result(1.0, now, strategy="tp", **_MINE)).ok is None
+    # A loss of 8 of 1,000 items with none won is not chance (0.4 %), but less than the tolerance of a point.
+    before, now = (make_answers([False] * wrong + [True] * (1000 - wrong)) for wrong in (0, 8))
+    assert (
+        _check(make_result(1.0, before, **_MINE), make_result(1.0, now, strategy=strategy, batch_size=8, **_MINE)).ok
+        is None
+    )
 
 
 def test_guesses_fail_against_mp_and_against_the_smallest_batch_size() -> None:
@@ -305,19 +300,21 @@ def test_random_weights_must_score_alike_at_every_batch_size(dtype: str, differe
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_numbers_that_are_not_finite_fail(bad: float) -> None:
-    """An overflow fails even at the smallest batch size; the report has no NaN."""
+    """An overflow fails even at the smallest batch size; the report has no NaN. A zero agrees with a zero alone."""
+    zeros = _dummy([0.0] * 4, dtype="float32")
+    assert [_check(zeros, _dummy([value] * 4, 2, dtype="float32")).ok for value in (0.0, -1.0)] == [True, False]
     broken = _dummy([-1.0, bad, -1.0, -1.0])
     assert (_check(broken).ok, _check(broken).value) == (False, None)
     assert "1 of 4 " in _check(broken).text
-    found = _check(broken, _dummy([-1.0] * 4, 2))
+    good = _dummy([-1.0] * 4, 2)
+    found = _check(broken, good)
     assert (found.ok, found.value) == (False, None)
-
-
-def test_zeros_agree() -> None:
-    """A zero agrees with a zero and with nothing else."""
-    zeros = _dummy([0.0] * 4, dtype="float32")
-    assert _check(zeros, _dummy([0.0] * 4, 2, dtype="float32")).ok is True
-    assert _check(zeros, _dummy([-1.0] * 4, 2, dtype="float32")).ok is False
+    # A comparison has no difference, in either direction.
+    assert (compare(broken, good, "acc").largest_difference, compare(good, broken, "acc").typical_difference) == (
+        None,
+    ) * 2
+    broken.launches += good.launches
+    assert compare(broken, good, "acc").largest_difference is None
 
 
 def test_the_smallest_batch_size_is_the_smallest_completed_one_of_the_series() -> None:
@@ -465,17 +462,12 @@ def test_a_failure_names_lost_items_where_chance_does_not_explain_them(lost: int
 def test_a_workspace_that_is_too_small_is_the_cause(
     earlier: list[CaseResult], result: CaseResult, code: str, words: tuple[str, ...]
 ) -> None:
-    """One finding names the workspace and the failure; where no check failed it warns."""
+    """One finding names the workspace and the failure; where no check failed it warns. A large one has no finding."""
+    assert _codes(_assess([_dummy(_STOCK), *(_dummy(_STOCK, 1, "iok", (106, n)) for n in (106, 128))])) == [[]] * 3
     finding = _assess([*earlier, _clamped(result)])[-1].findings[0]
     assert finding.code == code
     assert all(word in finding.text for word in words)
     assert ("--llmgpu-iok-min-tokens" in finding.next_step) is (result.case.strategy == "iok")
-
-
-def test_a_workspace_that_is_large_enough_has_no_finding() -> None:
-    """It holds as many tokens as needed, or more."""
-    results = _assess([_dummy(_STOCK), *(_dummy(_STOCK, 1, "iok", (106, n)) for n in (106, 128))])
-    assert _codes(results) == [[], [], []]
 
 
 # Texts.
@@ -530,10 +522,7 @@ def test_texts_of_other_strategies_are_compared_with_mp() -> None:
     assert checks == [(True, mp.id), (False, mp.id), (None, None)]
     assert _codes(results) == [[], ["wrong-answers"], []]
     assert "what tp computes" in results[1].findings[0].next_step
-
-
-def test_texts_that_were_not_scored_again_are_unchecked() -> None:
-    """The reason is in the text of the check, which neither passes nor fails."""
+    # The check of texts that were not scored again has the reason, and neither passes nor fails.
     result = _generated("mp", msgspec.structs.replace(_generation(), prefill_loglikelihoods=None))
     result.launches[0].why["generation"] = "out of memory"
     found = _check(result)
@@ -603,17 +592,6 @@ def test_a_comparison_has_flips_losses_and_the_largest_difference() -> None:
     mp, tp = (make_result(1.0, make_accuracy(items=2, predictions=[0, n]), strategy="tp") for n in (0, 1))
     found = compare(tp, mp, "acc_norm")
     assert (found.flipped, found.lost, found.won, found.mcnemar_p) == ([1], None, None, None), "without labels"
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_comparison_of_numbers_that_are_not_finite_has_no_difference(bad: float) -> None:
-    """This holds for the case and for its reference: JSON has no NaN."""
-    good = make_result(1.0, make_accuracy(items=1, loglikelihoods=[-1.0] * 4))
-    broken = make_result(1.0, make_accuracy(items=1, loglikelihoods=[-1.0, bad, -1.0, -1.0]))
-    assert compare(broken, good, "acc").largest_difference is None
-    assert compare(good, broken, "acc").typical_difference is None
-    broken.launches += good.launches
-    assert compare(broken, good, "acc").largest_difference is None
 
 
 def test_the_worst_launch_is_compared() -> None:

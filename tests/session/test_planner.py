@@ -131,6 +131,8 @@ def test_a_case_holds_what_the_options_mean_on_this_machine(plan: _Bench) -> Non
     assert len(request.items) == tiny_model.ITEMS
     assert plan(size=2).items is request.items, "all batch sizes share one read of the file"
     assert plan.probes == [("auto", None)], "and one probe of torch"
+    off = plan(work="off")
+    assert (request.work, off.work, off.case) == (True, False, case), "work passes are no part of a case"
     assert plan.on(_machine("cpu", 1))().case.dtype == "float32"
 
 
@@ -242,13 +244,6 @@ def test_an_option_that_changes_the_measurement_is_part_of_the_case(
     assert cases[0].key == plan().case.key
 
 
-def test_work_passes_are_no_part_of_a_case(plan: _Bench) -> None:
-    """They follow the measurement and leave it as it is; the option switches them off."""
-    requests = [plan(), plan(work="off")]
-    assert [request.work for request in requests] == [True, False]
-    assert requests[0].case == requests[1].case
-
-
 @pytest.mark.parametrize(
     ("strategy", "fields", "backend", "own"),
     [
@@ -269,15 +264,11 @@ def test_a_case_holds_the_options_of_its_strategy_alone(
 
 
 def test_a_case_has_the_name_that_its_strategy_has(plan: _Bench) -> None:
-    """A strategy chosen by name or by place is the same measurement; a name stands for one place."""
+    """A strategy chosen by name or by place is the same measurement."""
     by_name, by_place = plan("load"), plan(f"{__name__}:Mine")
     assert by_name.case.id == "load-bs4"
     assert by_name.case == by_place.case
     assert by_name.strategy == by_place.strategy == f"{__name__}:Mine"
-    plan.on(_machine(), {})
-    plan(f"{__name__}:Mine")
-    with pytest.raises(ValueError, match=rf"^--strategy: {__name__}:AlsoMine and {__name__}:Mine are both named"):
-        plan(f"{__name__}:AlsoMine")
 
 
 def test_a_cap_is_compared_with_memory_of_other_programs_only(plan: _Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,7 +311,6 @@ def test_items_of_a_tests_own_are_another_measurement(plan: _Bench) -> None:
 
 def test_a_dataset_with_other_prompts_is_noted(plan: _Bench) -> None:
     """Items with a context in one text have other prompts than lm-evaluation-harness makes of two."""
-    assert plan.planner.notes == []
     plan.planner.dataset(plan.options())
     plan.planner.dataset(plan.options(dataset="bundled"))
     (note,) = plan.planner.notes
@@ -339,10 +329,7 @@ def test_prompts_are_continued_and_other_items_where_the_option_asks(plan: _Benc
     assert own.new_tokens == 7, "the argument of measure comes first"
     assert len({case.series for case in (scored, prompts, contexts, own)}) == 4
     assert len({case.loading for case in (scored, prompts, contexts, own)}) == 1
-
-
-def test_a_file_of_prompts_serves_a_test_that_scores_where_the_option_asks_to_generate(plan: _Bench) -> None:
-    """The same test continues contexts or prompts."""
+    # A file of prompts serves the test that scores where the option asks to generate.
     (plan.rootdir / "prompts.jsonl").write_text('{"prompt": "One, two,"}\n')
     case = plan(size=1, dataset="prompts.jsonl", workload="generate").case
     assert (case.id, case.task) == ("mp-generate-bs1", "hellaswag")
@@ -352,13 +339,6 @@ def test_a_file_of_prompts_serves_a_test_that_scores_where_the_option_asks_to_ge
 
 
 # What transformers answers about the model.
-
-
-def test_a_model_without_a_kv_cache_generates_nothing(plan: _Bench) -> None:
-    """It is refused before it is loaded."""
-    plan.facts = ModelFacts(has_plan=True, without="past_key_values")
-    with pytest.raises(ValueError, match=r"^--llmgpu-model=tiny takes no past_key_values, .* is not possible$"):
-        plan(workload="generate")
 
 
 def test_quantised_weights_without_their_library_are_refused(plan: _Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -384,8 +364,11 @@ def test_the_attention_is_part_of_the_case_where_transformers_would_not_choose_i
     assert eager.source.attention == "eager"
 
 
-def test_an_attention_that_the_model_lacks_is_refused(plan: _Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels with an attention of their own refuse the option: it would have no effect."""
+def test_what_the_model_lacks_is_refused(plan: _Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode steps need a KV cache. Kernels with an attention of their own refuse the option: it has no effect."""
+    plan.facts = ModelFacts(has_plan=True, without="past_key_values")
+    with pytest.raises(ValueError, match=r"^--llmgpu-model=tiny takes no past_key_values, .* is not possible$"):
+        plan(workload="generate")
     plan.facts = ModelFacts(has_plan=True, has_sdpa=False)
     assert plan(attention="eager").case.attention is None
     with pytest.raises(ValueError, match=r"^--llmgpu-attention=sdpa: .* of tiny \(llama\): allowed: eager$"):

@@ -215,9 +215,10 @@ def test_a_completed_case_holds_what_the_ranks_measured() -> None:
 
 def test_counters_are_read_where_a_phase_begins_and_where_a_case_fails() -> None:
     """The window of a failed case begins with loading or warm-up and ends before its ranks end."""
-    bench = _Bench(measure=_failed())
+    bench = _Bench(load=[DeviceMemory(index=0, held_bytes=3)], measure=_failed())
     bench.ended = bench.did  # in one list, for the order
-    bench.run(_case())
+    assert bench.run(_case()).outcome == "crashed"
+    assert bench.profiler.windows[-1][2] == {"GPU-c": 3}, "held bytes are known although the rank crashed"
     before = ["mark", "load", "give", "reset", "mark", "warm_up", "mark, wait", "measure"]
     assert bench.did == [*before, "mark", "killed"]
 
@@ -286,28 +287,28 @@ def test_a_rank_has_the_devices_of_its_node() -> None:
     assert alone == [{"CUDA_VISIBLE_DEVICES": "GPU-c,GPU-a"}]
 
 
-@pytest.mark.parametrize("chosen", [None, "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"])
-def test_threads_on_a_cpu_do_not_spin_for_long(chosen: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A variable of the user has precedence."""
-    if chosen is not None:
-        monkeypatch.setenv(chosen, "1")
-    bench = _Bench()
-    for strategy in (_MP, _TP):
-        bench.run(_case(device="cpu", model=strategy), strategy)
-    short = None if chosen else "1000"
-    assert [[one.get("GOMP_SPINCOUNT") for one in ranks] for ranks in bench.environments] == [[short], [short] * 2]
-
-
-@pytest.mark.parametrize(("chosen", "threads"), [(None, "3"), ("5", "5")])
-def test_ranks_of_a_node_split_its_cores(chosen: str | None, threads: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("chosen", "spins", "threads"),
+    [
+        (None, "1000", "3"),
+        ("OMP_WAIT_POLICY", None, "3"),
+        ("GOMP_SPINCOUNT", None, "3"),
+        ("OMP_NUM_THREADS", "1000", "5"),
+    ],
+)
+def test_ranks_on_a_cpu_split_its_cores_and_do_not_spin_for_long(
+    chosen: str | None, spins: str | None, threads: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With all cores for each rank, threads would wait for each other. A variable of the user has precedence."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if chosen is not None:
-        monkeypatch.setenv("OMP_NUM_THREADS", chosen)
+        monkeypatch.setenv(chosen, "5")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(6))
     bench = _Bench()
-    bench.run(_case(), _TP)
-    assert [[one["OMP_NUM_THREADS"] for one in ranks] for ranks in bench.environments] == [[threads] * 2]
+    for strategy in (_MP, _TP):
+        bench.run(_case(device="cpu", model=strategy), strategy)
+    assert [[one.get("GOMP_SPINCOUNT") for one in ranks] for ranks in bench.environments] == [[spins], [spins] * 2]
+    assert [one["OMP_NUM_THREADS"] for one in bench.environments[1]] == [threads] * 2
 
 
 @pytest.mark.parametrize(
@@ -361,18 +362,15 @@ def test_each_rate_of_a_gpu_is_measured_once_a_session() -> None:
     for dtype, strategy in (("float16", _MP), ("float16", _TP), ("bfloat16", _TP)):
         for batch_size in (4, 8):
             bench.run(_case(batch_size, dtype=dtype, strategy="mp" if strategy is _MP else "tp"), strategy, work=True)
-    assert wanted == [
-        ["product", "copy"],
-        *[["all_reduce"]] * 2,
-        *[["product"]] * 2,
-    ]
+    assert wanted == [["product", "copy"], *[["all_reduce"]] * 2, *[["product"]] * 2]
 
 
 def test_traffic_is_recorded_per_rank() -> None:
-    """The bytes per sequence are the sum over all ranks."""
+    """The bytes per sequence are the sum over all ranks. `why` has the reason why there are no work passes."""
     result = _Bench().run(_case(), _TP)
     assert result.traffic == Traffic(ranks=[[_SENT], [_SENT]], wire_bytes_per_sequence=2 * 120 / 8)
-    assert "traffic" not in result.why
+    assert ("traffic" in result.why, result.launches[0].why) == (False, {"work": WORK_OFF})
+    assert _Bench(measure=_failed()).run(_case(), work=True).launches[0].why == {"work": NO_WORK}
 
 
 def test_ranks_that_send_nothing_are_an_error_that_keeps_the_measurement() -> None:
@@ -404,23 +402,17 @@ def test_a_pass_that_fails_costs_no_measurement(command: str, answer: Any, ended
     (launch,) = result.launches
     assert (result.outcome, result.failure, launch.batches.latency_s) == ("completed", None, [1.0, 2.0])
     assert bench.ended == ["killed"] * ended
-    figures: dict[str, object] = {"traffic": result.traffic, "work": launch.work, "ceilings": bench.runner.ceilings}
-    figures["model"] = launch.work.model if launch.work is not None else 1
-    rates = bench.runner.ceilings
-    if rates is not None and not rates.devices:
-        figures["ceilings"] = None
-        assert "cuBLAS failed" in rates.why["devices"]
-    assert {name for name, figure in figures.items() if figure is None} - ({"ceilings"} - missing) == missing
-    reasons = {**result.why, **launch.why, **({} if launch.work is None else launch.work.why)}
+    figures: dict[str, object] = {"traffic": result.traffic, "work": launch.work}
+    if launch.work is not None:
+        figures["model"] = launch.work.model
+        figures["ceilings"] = (bench.runner.ceilings or Ceilings()).devices or None
+    assert {name for name, figure in figures.items() if figure is None} == missing
+    rates = {} if bench.runner.ceilings is None else bench.runner.ceilings.why
+    reasons = {**result.why, **launch.why, **({} if launch.work is None else launch.work.why), **rates}
     words = answer if isinstance(answer, str) else answer.failure.message
-    assert all(words in reasons[name] or "were ended" in reasons[name] for name in missing - {"ceilings"})
+    reasons.setdefault("ceilings", reasons.get("devices", words))
+    assert all(words in reasons[name] or "were ended" in reasons[name] for name in missing)
     assert bench.run(_case(8), _TP).outcome == "completed"
-
-
-def test_work_passes_are_left_out_where_they_are_switched_off() -> None:
-    """`why` has the reason: the option, or the outcome."""
-    assert _Bench().run(_case()).launches[0].why == {"work": WORK_OFF}
-    assert _Bench(measure=_failed()).run(_case(), work=True).launches[0].why == {"work": NO_WORK}
 
 
 @pytest.mark.parametrize("interrupted", ["record_work", "account", "run_eager_passes"])
@@ -541,13 +533,6 @@ def test_a_failure_keeps_the_finished_batches() -> None:
     assert launch.profile is not None
 
 
-def test_held_bytes_are_known_once_a_model_is_loaded() -> None:
-    """A crashed rank cannot report its held bytes; its profile subtracts them all the same."""
-    bench = _Bench(load=[DeviceMemory(index=0, held_bytes=3)], measure=_failed())
-    assert bench.run(_case()).outcome == "crashed"
-    assert bench.profiler.windows[-1][2] == {"GPU-c": 3}
-
-
 @pytest.mark.parametrize(
     ("command", "error", "outcome", "phase"),
     [
@@ -586,15 +571,11 @@ def _of_ranks(*fields: dict[str, Any]) -> Callable[..., Measured]:
     return answer
 
 
-def test_the_smallest_workspace_of_all_ranks_counts() -> None:
-    """Wrong numbers of one rank are summed into the numbers of all ranks."""
+def test_the_ranks_of_a_case_are_joined(prose: Prose) -> None:
+    """The smallest workspace counts. Each rank computes all answers: a broken one is seen although rank 0 is right."""
     ranks = [{"tokens_requested": 74, "tokens_granted": granted} for granted in (64, 23)]
     launch = _Bench(measure=_of_ranks(*ranks)).run(_case(), _TP).launches[0]
     assert (launch.tokens_requested, launch.tokens_granted) == (74, 23)
-
-
-def test_ranks_that_answer_differently_are_an_error(prose: Prose) -> None:
-    """Each rank computes all log-likelihoods, so that a broken device is seen although rank 0 is right."""
     ranks = [{"accuracy": report_factory.make_accuracy(1.0, 1, [0], [value] * 4)} for value in (-1.0, -1.1)]
     failure = _Bench(measure=_of_ranks(*ranks)).failure(_case(), _TP)
     assert failure.rank == 1
@@ -637,14 +618,18 @@ def builds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return Building.builds
 
 
-def test_a_strategy_is_built_once_before_its_ranks_start(builds: list[str]) -> None:
-    """The load time excludes the build, and another model of the same strategy does not repeat it."""
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_strategy_is_built_once_before_its_ranks_start(
+    builds: list[str], broken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another model of the same strategy does not repeat it, nor a failure: its next case fails without a process."""
+    monkeypatch.setattr(Building, "broken", broken)
     bench = _Bench()
-    bench.run(_case(1), _BUILDING)
-    bench.run(_case(2, model="another"), _BUILDING)
-    assert (len(builds), bench.lines) == (1, ["compiling ..."])
-    assert [result.outcome for result in bench.recorded] == ["completed", "completed"]
-    assert len(bench.environments) == 2
+    results = [bench.run(_case(1), _BUILDING), bench.run(_case(2, model="another"), _BUILDING)]
+    assert (len(builds), bench.lines, len(bench.environments)) == (1, ["compiling ..."], 0 if broken else 2)
+    assert [result.outcome for result in results] == ["error" if broken else "completed"] * 2
+    failures = [(one.failure.phase, one.failure.message) for one in results if one.failure is not None]
+    assert failures == [("load", "error: no such header")] * 2 * broken
 
 
 def test_every_node_builds_before_it_loads(builds: list[str]) -> None:
@@ -669,15 +654,3 @@ def test_the_first_rank_of_another_node_builds(builds: list[str], monkeypatch: p
         answers.append(worker.build(state, _case(1), tiny_model.source({}), _BUILDING))
     assert answers == [None, None, None, "error: no such header"]
     assert len(builds) == 2
-
-
-def test_what_does_not_compile_is_an_error_and_is_not_tried_again(
-    builds: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The second case fails at once, without a process."""
-    monkeypatch.setattr(Building, "broken", True)
-    bench = _Bench()
-    for batch_size in (1, 2):
-        failure = bench.failure(_case(batch_size), _BUILDING)
-        assert (failure.phase, failure.message) == ("load", "error: no such header")
-    assert (len(builds), bench.environments) == (1, [])
