@@ -576,8 +576,8 @@ def test_the_ranks_of_a_case_are_joined(prose: Prose) -> None:
     ranks = [{"tokens_requested": 74, "tokens_granted": granted} for granted in (64, 23)]
     launch = _Bench(measure=_of_ranks(*ranks)).run(_case(), _TP).launches[0]
     assert (launch.tokens_requested, launch.tokens_granted) == (74, 23)
-    ranks = [{"accuracy": report_factory.make_accuracy(1.0, 1, [0], [value] * 4)} for value in (-1.0, -1.1)]
-    failure = _Bench(measure=_of_ranks(*ranks)).failure(_case(), _TP)
+    answers = [{"accuracy": report_factory.make_accuracy(1.0, 1, [0], [value] * 4)} for value in (-1.0, -1.1)]
+    failure = _Bench(measure=_of_ranks(*answers)).failure(_case(), _TP)
     assert failure.rank == 1
     assert prose == failure.message
 
