@@ -19,11 +19,9 @@ class Figures(NamedTuple):
     """The numbers of a row as text; empty where it has none."""
 
     was: str
-    """The value of the baseline."""
     now: str
-    """The value of the candidate."""
     change: str
-    """The change: relative, or in percentage points."""
+    """Relative, or in percentage points."""
     interval: str
     """The confidence interval of the change."""
 

@@ -35,7 +35,6 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     """Findings of one kind, or verdicts with one cause."""
 
     severity: Literal["failure", "warning", "info"]
-    """The severity of the problem."""
     verdict: Verdict | None = None
     """The worst verdict of a cause; None for findings."""
     label: str

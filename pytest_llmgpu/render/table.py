@@ -38,11 +38,7 @@ class Column(NamedTuple):
 
 
 def _of_metrics(titles: dict[str, tuple[str, float]]) -> list[Column]:
-    """Return the columns of the exported metrics, which have the figures of completed cases.
-
-    Args:
-        titles: title and unit in tables by the name of the column; metrics without them are in CSV and Markdown only.
-    """
+    """Return the columns of the exported metrics; those without title and unit are in CSV and Markdown only."""
     columns = []
     for spec in METRICS:
         if spec.exported is not None and spec.figure is not None:
@@ -255,7 +251,6 @@ class Entry(NamedTuple):
     row: str
     """The name of its row: the batch size, and from the second measurement on its number."""
     result: CaseResult
-    """The case."""
 
     @property
     def batch_size(self) -> int:

@@ -40,11 +40,7 @@ def tables(trends: Sequence[Trend], paint: Painter) -> str:
 
 
 def page(trends: Sequence[Trend], machine: str) -> str:
-    """Return the page of one machine.
-
-    Raises:
-        ValueError: the extra `report` is not installed.
-    """
+    """Return the page of one machine; ValueError if the extra `report` is not installed."""
     template = templates().get_template("trend.html")
     style = asset("page.css")
     sections = []

@@ -9,7 +9,6 @@ from support.report_factory import make_failed, make_generation, make_report, ma
 
 from pytest_llmgpu.render.exports import export
 from pytest_llmgpu.render.table import LEGEND, Cell, TimeTable, figure_tables, make_time_table
-from pytest_llmgpu.render.terminal.report import WIDTH, work_table
 from pytest_llmgpu.report.derived import batch_latency_s, derive
 from pytest_llmgpu.report.report import Commit
 from pytest_llmgpu.report.result import AccuracyCheck, Batches, CaseResult, Collective, Outcome, Traffic
@@ -73,15 +72,6 @@ def test_a_case_that_generates_has_a_table_of_its_tokens() -> None:
     assert list(cells) == ["29.0", "3", "1", "1"]
     assert list(figure_tables([_worked()])) == ["work"]
     assert figure_tables([make_failed()]) == {}
-
-
-def test_a_narrow_table_drops_the_latencies_first() -> None:
-    """The columns that matter least are named below the table."""
-    result = _worked(strategy="a" * 50, energy_j_per_sequence=12.5, energy_j_per_token=0.125)
-    text = work_table([result])
-    assert max(map(len, text.splitlines()[:-1])) <= WIDTH
-    assert text.splitlines()[-1].startswith("Columns dropped to fit the width (the report has them): batch p95 ms")
-    assert "device time" in text
 
 
 def test_the_csv_table_has_the_session_of_each_case() -> None:
@@ -167,18 +157,13 @@ def test_a_case_without_a_time_has_its_outcome(outcome: Outcome, kind: str, word
 
 
 def test_an_unmeasured_batch_size_is_an_empty_cell() -> None:
-    """Every row has one cell per column, and a second measurement has its own row."""
+    """A row has a cell per column, a second measurement its own row, a number of processes on a CPU its own column."""
+    few, many = (make_result(device="cpu", devices=devices, strategy="tp") for devices in (2, 4))
+    assert make_time_table([few, many]).columns == ["tp 2 processes", "tp 4 processes"]
     table = make_time_table([make_result(), make_result(), make_result(strategy="tp", batch_size=2)])
     assert [name for name, _ in table.rows] == ["1", "1 #2", "2"]
     assert all(len(cells) == 2 for _, cells in table.rows)
     assert table.rows[0][1][1] == Cell()
-
-
-def test_numbers_of_processes_on_a_cpu_are_columns() -> None:
-    """They share a table; on GPUs each number of them has a table of its own."""
-    few, many = (make_result(device="cpu", devices=devices, strategy="tp") for devices in (2, 4))
-    assert make_time_table([few, many]).columns == ["tp 2 processes", "tp 4 processes"]
-    assert make_time_table([few, make_result(device="cpu", devices=1)]).columns == ["tp", "mp"]
 
 
 def test_the_title_has_the_number_of_launches() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 from pytest_llmgpu.render.charts import axes
 from pytest_llmgpu.render.charts.axes import Chart, Spec, formatted, rounded, value_range
@@ -25,8 +26,8 @@ def charts(panel: Panel) -> Iterator[Chart | str]:
 
 
 def _rates(panel: Panel, link: str, name: str) -> Chart | str:
-    figures = {way: _rate(f"{link}_{way.lower()}_bytes_per_s", statistics.fmean) for way in ("TX", "RX")}
-    largest = {way: _rate(f"{link}_{way.lower()}_bytes_per_s", max) for way in ("TX", "RX")}
+    columns_of = {way: f"{link}_{way.lower()}_bytes_per_s" for way in ("TX", "RX")}
+    figures: Mapping[str, Figure] = {way: partial(_rate, name, statistics.fmean) for way, name in columns_of.items()}
     found = points(panel.completed, figures)
     title = f"{name} traffic by batch size"
     drawn = [point for point in found if point.value > 0]
@@ -43,10 +44,10 @@ def _rates(panel: Panel, link: str, name: str) -> Chart | str:
     if link == "pcie":
         traffic = [(entry.title, entry.result.traffic) for entry in panel.completed]
         paths = [(one, found.path.link) for one, found in traffic if found is not None and found.path is not None]
-        names = dict.fromkeys(one for one, link in paths if link in {"nvlink", "mixed"})
-        summary += f"; not included, because it took NVLink: GPU-to-GPU traffic of {', '.join(names)}" if names else ""
+        took = dict.fromkeys(one for one, link in paths if link in {"nvlink", "mixed"})
+        summary += f"; not included, because it took NVLink: GPU-to-GPU traffic of {', '.join(took)}" if took else ""
         summary += "".join(_not_counted(panel, one) for one in panel.titles)
-    columns = [*figures.values(), *largest.values()]
+    columns: list[Figure] = [*figures.values(), *(partial(_rate, name, max) for name in columns_of.values())]
     return Chart(
         id=f"traffic-{link}",
         title=title,
@@ -146,9 +147,6 @@ def _by_utilization(panel: Panel) -> Iterator[Chart | str]:
         )
 
 
-def _rate(name: str, of_devices: Callable[[Sequence[float]], float]) -> Figure:
-    def figure(entry: Entry) -> float | None:
-        found = COLUMNS[name].devices(entry.result)
-        return of_devices(found) / _GB if found else None
-
-    return figure
+def _rate(name: str, of_devices: Callable[[Sequence[float]], float], entry: Entry) -> float | None:
+    found = COLUMNS[name].devices(entry.result)
+    return of_devices(found) / _GB if found else None

@@ -79,11 +79,7 @@ def theme(*, dark: bool) -> Spec:
 
 
 def image(chart: Chart, format: Format, *, dark: bool = False, titled: bool = True) -> bytes:  # noqa: A002 - the usual name
-    """Return a chart as an image, `titled` with title and caption.
-
-    Raises:
-        ValueError: the format is unknown, or the extra `report` is not installed.
-    """
+    """Return a chart as an image, `titled` with title and caption; ValueError without the extra `report`."""
     formats(format)
     try:
         import vl_convert
@@ -120,11 +116,7 @@ def formats(text: str) -> list[Format]:
 
 
 def write(charts: Sequence[Chart], folder: Path, chosen: Sequence[Format], *, dark: bool = False) -> Iterator[Path]:
-    """Write each chart in each format and yield its path: `memory.png`, `memory-dark.png`; existing files are replaced.
-
-    Raises:
-        ValueError: a file cannot be written, or the extra `report` is not installed.
-    """
+    """Write each chart in each format, and yield its path: `memory.png`, `memory-dark.png`; ValueError if it cannot."""
     for chart in charts:
         for one in chosen:
             data = image(chart, one, dark=dark)  # before the folder is made: an image that cannot be drawn leaves none

@@ -41,7 +41,6 @@ class Panel(NamedTuple):
     domain: list[str]
     """All titles in the order of their colours, including strategies that the report lacks."""
     report: Report
-    """The report of the cases."""
     suffix: str = ""
     """The end of the charts' ids where a report has several panels."""
     caption: str = ""

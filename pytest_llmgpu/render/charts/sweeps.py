@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from pytest_llmgpu.render.charts import axes
@@ -26,7 +27,6 @@ class Point(NamedTuple):
     """One mark of a chart."""
 
     entry: Entry
-    """The result that the mark shows."""
     kind: str
     """The curve among several curves of one strategy, such as `TX`."""
     value: float
@@ -97,16 +97,13 @@ def row_of(entry: Entry, values: Iterable[float | None]) -> list[str]:
 def times(panel: Panel) -> Iterator[Chart | str]:
     """Yield the charts of a panel's time and throughput, or a sentence with the reason why there is none."""
 
-    def milliseconds(name: str) -> Figure:
-        def figure(entry: Entry) -> float | None:
-            value_s: float | None = getattr(entry.result, name)
-            return None if value_s is None else 1000 * value_s
-
-        return figure
+    def milliseconds(name: str, entry: Entry) -> float | None:
+        value_s: float | None = getattr(entry.result, name)
+        return None if value_s is None else 1000 * value_s
 
     if panel.entries[0].result.case.generates:
-        yield _speed(panel, "time per token", "ms", milliseconds("token_p50_s"), min)
-        yield _speed(panel, "time to first token", "ms", milliseconds("first_token_s"), min)
+        yield _speed(panel, "time per token", "ms", partial(milliseconds, "token_p50_s"), min)
+        yield _speed(panel, "time to first token", "ms", partial(milliseconds, "first_token_s"), min)
     else:
         yield _speed(panel, "time", "s", lambda entry: entry.result.inference_s, min)
     yield _speed(panel, "throughput", "sequences/s", lambda entry: entry.result.sequences_per_s, max)

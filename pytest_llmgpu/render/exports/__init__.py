@@ -26,11 +26,7 @@ reading tool ignores. Text that users control is escaped for the format.
 
 
 def export(name: str, report: Report) -> str:
-    """Return a report in a format, without a line break at the end.
-
-    Raises:
-        ValueError: The format is unknown, or a figure is NaN or infinite and the format has no such value.
-    """
+    """Return a report in a format; ValueError if it is unknown, or a figure that it cannot have is NaN or infinite."""
     if name not in FORMATS:
         raise ValueError(f"export format {name!r}: allowed are {', '.join(FORMATS)}")
     module, _, function = FORMATS[name].partition(":")

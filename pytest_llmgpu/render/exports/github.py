@@ -50,10 +50,9 @@ _VERDICT_HEADER = (markdown_line(_COLUMNS), "|---|---|---|---|---:|---:|---:|---
 
 
 class Notice(NamedTuple):
-    """One notice."""
+    """One notice and how severe it is."""
 
     level: Level
-    """How severe it is."""
     title: str
     """The finding and the case in a few words: `REGRESSED: mp-bs8 wall time +5.0 % (220.5 s, was 210 s)`."""
     text: str

@@ -160,11 +160,14 @@ def _cut(name: str) -> str:
 
 def render_smaller(report: Report) -> str:
     """Return the metrics of the report that should be small, for `tool: customSmallerIsBetter`."""
-    others = [result for result in report.cases if result.outcome != "completed"]
-    count: dict[str, str | float] = {"name": "cases that did not complete", "unit": "cases", "value": len(others)}
-    if others:
-        named = dict(zip((result.id for result in report.cases), names(report.cases), strict=True))
-        count["extra"] = "\n".join(f"{result.outcome.replace('_', ' ')}: {named[result.id]}" for result in others)
+    lines = [
+        f"{result.outcome.replace('_', ' ')}: {name}"
+        for result, name in zip(report.cases, names(report.cases), strict=True)
+        if result.outcome != "completed"
+    ]
+    count: dict[str, str | float] = {"name": "cases that did not complete", "unit": "cases", "value": len(lines)}
+    if lines:
+        count["extra"] = "\n".join(lines)
     return json.dumps([count, *_entries(report, bigger=False)], indent=2, allow_nan=False)
 
 
@@ -173,12 +176,8 @@ def render_bigger(report: Report) -> str:
     completed = sum(result.outcome == "completed" for result in report.cases)
     count: dict[str, str | float] = {"name": "cases that completed", "unit": "cases", "value": completed}
     largest = [
-        {
-            "name": f"{name}: largest batch size".translate(_IN_COMMENTS),
-            "unit": "sequences",
-            "value": size,
-            "extra": one_line(text),
-        }
+        {"name": f"{name}: largest batch size".translate(_IN_COMMENTS), "unit": "sequences", "value": size}
+        | {"extra": one_line(text)}
         for name, size, text in _largest_batches(report)
     ]
     return json.dumps([count, *_entries(report, bigger=True), *largest], indent=2, allow_nan=False)

@@ -59,10 +59,9 @@ def render(
     verdicts: Verdicts | None = None,
     policy: Policy | None = None,
 ) -> str:
-    """Return the page of a report, with its verdicts, or new ones against the baseline by the policy.
+    """Return the page of a report with its verdicts, or new ones against the baseline by the policy.
 
-    Raises:
-        ValueError: a library of the page is not installed, or there are too many cases; one line.
+    ValueError if a library of the page is not installed, or there are too many cases.
     """
     if len(report.cases) > _MOST_CASES:
         raise ValueError(
@@ -85,7 +84,13 @@ def render(
         if found := list(timelines.charts(result, report.environment)):
             title = f"{result.id}: {times[result.id] or result.outcome.replace('_', ' ')}"
             of_cases.append((result.id, title, _json(found)))
-    keys = _filter_keys(report, baseline)
+    # The strategy, model and batch size by which each case is filtered, by its id.
+    titled = [(result, result.case.strategy) for result in (() if baseline is None else baseline.cases)]
+    titled += [(one.result, one.title) for block in grouping.blocks(report.cases) for one in entries(block)]
+    keys = {
+        result.id: {"strategy": title, "model": result.case.model, "batch": str(result.case.batch_size)}
+        for result, title in titled
+    }
     filters = []
     for field, label in {"strategy": "Strategy", "model": "Model", "batch": "Batch size"}.items():
         values = grouping.unique(key[field] for key in keys.values())
@@ -155,17 +160,6 @@ def _rows(verdicts: Verdicts, report: Report, baseline: Report | None) -> dict[s
     return {"compared": compared, "parts": [part for part in parts.items() if part[1]], "reasons": reasons}
 
 
-def _filter_keys(report: Report, baseline: Report | None) -> dict[str, dict[str, str]]:
-    """Return the strategy, model and batch size by which each case is filtered, by its id, and those of a series."""
-    found = [(result, result.case.strategy) for result in (() if baseline is None else baseline.cases)]
-    for block in grouping.blocks(report.cases):
-        found += [(entry.result, entry.title) for entry in entries(block)]
-    return {
-        result.id: {"strategy": title, "model": result.case.model, "batch": str(result.case.batch_size)}
-        for result, title in found
-    }
-
-
 def _tables(report: Report) -> Iterator[dict[str, Any]]:
     """Yield the table of each block of cases, with its caption, the comparison with mp and the largest batch sizes."""
     found = grouping.blocks(report.cases)
@@ -199,9 +193,7 @@ class Fact(NamedTuple):
     """One line of a list of facts."""
 
     name: str
-    """The name of the fact."""
     value: str
-    """The value in the report."""
     baseline: str | None = None
     """The value in the baseline; None if it is equal or there is no baseline."""
 

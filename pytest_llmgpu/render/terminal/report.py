@@ -305,11 +305,9 @@ def progress(name: str, done: int, total: int, elapsed_s: float, *, batch_size: 
 
 
 def tables(report: Report, color: bool = False, *, verbose: bool = False) -> str:
-    """Return the report as tables: a summary of the cases, differences from mp, then the findings.
+    """Return the report as tables: blocks of cases, differences from mp, then findings, worst first.
 
-    Cases that differ in more than strategy and batch size are in separate blocks, each with a caption. The worst
-    finding comes first. There are about 40 lines; with `verbose` every case and finding, and the tables of work,
-    communication and memory.
+    There are about 40 lines; with `verbose` every case and finding, and the tables of work, communication and memory.
     """
     paint = painter(color)
     found = blocks(report.cases)

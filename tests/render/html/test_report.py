@@ -25,8 +25,6 @@ from pytest_llmgpu.report.result import CaseResult, Failure, Finding
 pytest.importorskip("jinja2", reason="the page needs the extra report")
 pytest.importorskip("vl_convert", reason="the page needs the extra report")
 
-"""A policy that passes one launch in each report, which shows no slowdown of 50 %."""
-
 _EMPTY = frozenset(("meta", "link", "br", "wbr", "img", "input", "hr"))
 
 
