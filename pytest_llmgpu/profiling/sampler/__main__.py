@@ -24,7 +24,7 @@ import msgspec
 
 from pytest_llmgpu.processes import die_with_parent
 from pytest_llmgpu.profiling.nvml import NvmlMissingError, session
-from pytest_llmgpu.profiling.sampler.devices import METRICS, Device, Method, open_devices
+from pytest_llmgpu.profiling.sampler.devices import METRICS, Device, Method, choose, open_devices
 from pytest_llmgpu.profiling.sampler.rounds import Marking, Sampler, ticks
 from pytest_llmgpu.profiling.sampler.sources import Call
 from pytest_llmgpu.profiling.stream import Header, HeaderDevice, Refusal, TickRecord
@@ -54,9 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             with session() as nvml:
                 devices, why = open_devices(nvml, options.uuids, options.method)
-                time.sleep(max(device.open() for device in devices))
-                for device in devices:
-                    device.choose()
+                choose(devices)
                 _Stream(devices, options.period, write).run(why, drift=options.method == "polling")
         except NvmlMissingError as error:
             write(Refusal(error=str(error)))

@@ -180,3 +180,10 @@ def open_devices(
         refused = "".join(f"; {gpu}: {reason}" for gpu, reason in why.items())
         raise NvmlMissingError(f"NVML lists no GPU{' ' if absent else ''}{', '.join(absent)}{refused}")
     return [found[uuid] for uuid in wanted], why
+
+
+def choose(devices: Sequence[Device]) -> None:
+    """Open the sources of the devices and choose one for each metric."""
+    time.sleep(max(device.open() for device in devices))
+    for device in devices:
+        device.choose()
