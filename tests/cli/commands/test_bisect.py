@@ -362,7 +362,7 @@ def test_bad_usage_is_exit_2(project: Project, capsys: pytest.CaptureFixture[str
         (("c0", "c2"), ["--case", "tp-bs8"], "no row of a gated metric of tp-bs8; rows are of mp-bs1, mp-bs2"),
         (("c0", "c2"), ["--setup", "exit 9"], "good: --setup ended with status 9"),
         (("c0", "c3"), [], "bad-1: "),
-        (("c0", "c2"), ["--policy", "nowhere.toml"], "policy nowhere.toml: No such file"),
+        (("c0", "c2"), ["--policy", "nowhere.toml"], "policy nowhere.toml: cannot be read: No such file"),
     ):
         assert _bisect(*options, refs=refs) == 2
         error = capsys.readouterr().err
