@@ -286,15 +286,10 @@ def check_dummy(result: CaseResult, mp: CaseResult | None, smallest: CaseResult 
 
 
 def check_texts(result: CaseResult, mp: CaseResult | None) -> Checked | None:
-    """Check the texts of a case by their log-likelihoods.
+    """Check the texts of a case by their log-likelihoods, and by those of the texts of mp where it scored them, too.
 
-    Args:
-        result: The case.
-        mp: The case whose texts were scored, too; None if there is none.
-
-    Returns:
-        The check, which neither passes nor fails where nothing independent was there to compare with; None for a result
-        that did not complete or generated nothing.
+    The check neither passes nor fails where nothing independent was there to compare with. It is None for a result that
+    did not complete or generated nothing.
     """
     launches = [launch.generation for launch in result.launches if launch.generation is not None]
     if result.outcome != "completed" or not launches:
@@ -517,12 +512,7 @@ def lost_and_won(accuracy: Accuracy, before: Accuracy, metric: str) -> tuple[int
 
 
 def largest_difference(loglikelihoods: str, expected: str) -> float | None:
-    """Return the largest difference as a fraction of the expected number; None where one is not finite.
-
-    Args:
-        loglikelihoods: Base64 of float32, as in `Accuracy`.
-        expected: The expected numbers in the same form, of as many endings.
-    """
+    """Return the largest difference as a fraction of the expected number; None where one is not finite."""
     pairs = list(zip(decode(loglikelihoods), decode(expected), strict=True))
     if not all(math.isfinite(a) and math.isfinite(b) for a, b in pairs):
         return None

@@ -305,18 +305,17 @@ def _of_disturbances(result: CaseResult) -> Iterator[Finding]:
 def _of_samples(launch: Launch) -> Iterator[Finding]:
     """Yield what is wrong with the samples of a profile: none, too short a window, or missing ones."""
     profile = launch.profile
-    reason = launch.why.get("profile") if profile is None else profile.why.get("profile")
+    reason = (launch if profile is None else profile).why.get("profile")
     if profile is None or reason:
-        yield finding("incomplete-profile", f"There is no GPU profile: {reason or 'no reason was recorded'}")
+        text = f"There is no GPU profile: {reason or 'no reason was recorded'}"
     elif not profile.samples and profile.duration_s < 2 * profile.period_s:
-        yield finding(
-            "incomplete-profile",
-            f"The GPU profile has no sample: the case took {profile.duration_s:.2g} s, samples are "
-            f"{profile.period_s:.2g} s apart",
-        )
+        text = f"The GPU profile has no sample: the case took {profile.duration_s:.2g} s, samples are "
+        text += f"{profile.period_s:.2g} s apart"
     elif profile.missed > _MISSED_SAMPLES * (profile.samples + profile.missed):
-        missing = f"{profile.missed:,} of {profile.samples + profile.missed:,}"
-        yield finding("incomplete-profile", f"{missing} samples of the GPU profile are missing")
+        text = f"{profile.missed:,} of {profile.samples + profile.missed:,} samples of the GPU profile are missing"
+    else:
+        return
+    yield finding("incomplete-profile", text)
 
 
 def _uneven(launch: Launch) -> Iterator[str]:

@@ -17,7 +17,7 @@ from pytest_llmgpu.analysis.findings import disagreements, first_of_each_code
 from pytest_llmgpu.analysis.traffic_path import FASTEST_FIRST
 from pytest_llmgpu.report.derived import derive
 from pytest_llmgpu.report.report import Report, Session
-from pytest_llmgpu.report.result import CaseResult, Outcome, Traffic
+from pytest_llmgpu.report.result import CaseResult, Outcome
 from pytest_llmgpu.report.text import listed
 from pytest_llmgpu.report.work import renumbered
 
@@ -95,7 +95,8 @@ def merge_results(results: Sequence[CaseResult]) -> CaseResult:
     worst = min(results, key=lambda result: _WORST_FIRST.index(result.outcome))
     why = {name: text for result in reversed(results) for name, text in result.why.items()}
     known = [result.traffic for result in results if result.traffic is not None]
-    traffic = max(known, key=_slowness, default=None)
+    order = (None, *FASTEST_FIRST)  # a link that is unknown comes first
+    traffic = max(known, key=lambda one: order.index(one.path.link if one.path is not None else None), default=None)
     if (other := next((one for one in known if one.ranks != known[0].ranks), None)) is not None:
         traffic = None
         sent = f"{known[0].sent_bytes:,} and {other.sent_bytes:,}"
@@ -117,11 +118,6 @@ def merge_results(results: Sequence[CaseResult]) -> CaseResult:
     if merged.bound is not None and merged.inference_s:
         merged.bound = msgspec.structs.replace(merged.bound, share=merged.bound.bound_s / merged.inference_s)
     return merged
-
-
-def _slowness(traffic: Traffic) -> int:
-    """Return the place of the link in the order from the fastest to the slowest; -1 where it is unknown."""
-    return -1 if traffic.path is None or traffic.path.link is None else FASTEST_FIRST.index(traffic.path.link)
 
 
 def _with_common_kernel_names(reports: Sequence[Report]) -> list[Report]:

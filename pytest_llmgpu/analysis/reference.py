@@ -14,19 +14,8 @@ from pytest_llmgpu.report.derived import generated, measured
 from pytest_llmgpu.report.result import CaseResult
 
 _decisive = attrgetter(
-    "workload",
-    "scoring",
-    "model",
-    "revision",
-    "load_format",
-    "seed",
-    "dtype",
-    "dataset_sha256",
-    "tokenizer_sha256",
-    "add_bos",
-    "limit",
-    "prompt_tokens",
-    "new_tokens",
+    *("workload", "scoring", "model", "revision", "load_format", "seed", "dtype"),
+    *("dataset_sha256", "tokenizer_sha256", "add_bos", "limit", "prompt_tokens", "new_tokens"),
 )
 """Returns the fields of a case that decide its log-likelihoods. The devices and their memory do not."""
 

@@ -494,11 +494,7 @@ def _environments(request: Request, world_size: int) -> Sequence[Mapping[str, st
 
 
 def _check_ranks_agree(ranks: Sequence[Launch], case: Case) -> None:
-    """Compare the log-likelihoods of each rank with those of rank 0: every rank computes all of them.
-
-    Raises:
-        RankFailedError: They differ by more than rounding.
-    """
+    """Refuse log-likelihoods that differ by more than rounding from those of rank 0: every rank computes all."""
     answers = [rank.generation or rank.accuracy for rank in ranks]
     allowed = derived.LOGLIKELIHOOD_TOLERANCES[case.dtype]
     first = answers[0]

@@ -41,6 +41,12 @@ def _result(
     return result
 
 
+def _bound(result: CaseResult, *uuids: list[str]) -> Bound:
+    found = bound(result, _work(*uuids), _CEILINGS)
+    assert isinstance(found, Bound)
+    return found
+
+
 def test_a_forward_has_two_flops_per_parameter_and_token_plus_attention() -> None:
     """Causal attention: two products of a query with half of the keys and values, for every layer."""
     assert forward_flops(_MODEL, 10, 1) == 2 * 1000 * 10 + 2 * 2 * 10 * 100
@@ -50,9 +56,8 @@ def test_a_forward_has_two_flops_per_parameter_and_token_plus_attention() -> Non
 
 def test_the_slower_of_compute_and_memory_bounds_each_batch() -> None:
     """The first batch is limited by its FLOPs, the second by the weights that it reads."""
-    found = bound(_result([100, 1], [10, 1]), _work(["a"]), _CEILINGS)
+    found = _bound(_result([100, 1], [10, 1]), ["a"])
     large, small = (forward_flops(_MODEL, *shape) / 1e6 for shape in ((100, 10), (1, 1)))
-    assert isinstance(found, Bound)
     assert found.compute_s == pytest.approx(large + small)
     assert found.memory_s == pytest.approx(2 * 0.02)
     assert found.bound_s == pytest.approx(large + 0.02)
@@ -64,10 +69,7 @@ def test_the_slower_of_compute_and_memory_bounds_each_batch() -> None:
 def test_ranks_compute_at_the_same_time_and_devices_of_a_rank_in_turn() -> None:
     """The slowest GPU of the case counts, and none of another case."""
     result = _result([1], [1])
-    one = bound(result, _work(["a", "b"]), _CEILINGS)
-    two = bound(result, _work(["a"], ["b"]), _CEILINGS)
-    assert isinstance(one, Bound)
-    assert isinstance(two, Bound)
+    one, two = _bound(result, ["a", "b"]), _bound(result, ["a"], ["b"])
     assert one.limited_by == "memory"
     assert two.compute_s == pytest.approx(one.compute_s / 2)
     assert two.memory_s == pytest.approx(one.memory_s / 2)
@@ -75,14 +77,11 @@ def test_ranks_compute_at_the_same_time_and_devices_of_a_rank_in_turn() -> None:
 
 def test_the_wire_is_added_for_the_rank_that_sends_most() -> None:
     """Collectives overlap with nothing; what is received was sent by another rank."""
-    found = bound(_result([1], [1], sent=(5000, 20_000)), _work(["a"], ["b"]), _CEILINGS)
-    assert isinstance(found, Bound)
+    found = _bound(_result([1], [1], sent=(5000, 20_000)), ["a"], ["b"])
     assert found.wire_s == pytest.approx(2.0)
     assert found.limited_by == "wire"
     assert found.bound_s == pytest.approx(found.memory_s + 2.0)
-    copied = bound(_result([1], [1], sent=(5000,), kind="peer_copy"), _work(["a", "b"]), _CEILINGS)
-    assert isinstance(copied, Bound)
-    assert copied.wire_s == 0
+    assert _bound(_result([1], [1], sent=(5000,), kind="peer_copy"), ["a", "b"]).wire_s == 0
 
 
 @pytest.mark.parametrize(
@@ -125,9 +124,7 @@ def test_a_decode_step_reads_the_weights_and_the_keys_and_values_before_it() -> 
     launch = msgspec.structs.replace(scored.launches[-1], generation=texts)
     case = msgspec.structs.replace(scored.case, workload="generate", prompt_tokens=10, new_tokens=3)
     result = msgspec.structs.replace(scored, case=case, launches=[launch])
-    plain, found = (bound(one, _work(["a"]), _CEILINGS) for one in (scored, result))
-    assert isinstance(plain, Bound)
-    assert isinstance(found, Bound)
+    plain, found = (_bound(one, ["a"]) for one in (scored, result))
     assert (plain.prefill_s, plain.step_s) == (None, None)
     assert found.prefill_s == pytest.approx(plain.bound_s / 2)
     # 50 bytes for each token: 40 + 4 x 1.5 of the first batch, 10 + 1.5 of the second, and 2,000 bytes of weights.
