@@ -97,10 +97,7 @@ def _chart(trend: Trend) -> Chart:
     }
     case = axes.text("c", "case")
     layers: list[axes.Spec] = [
-        {
-            "mark": {"type": "line", "strokeWidth": 1.5},
-            "encoding": {"color": colour, "detail": [case, axes.text("p")]},
-        },
+        {"mark": {"type": "line", "strokeWidth": 1.5}, "encoding": {"color": colour, "detail": [case, axes.text("p")]}},
         {"mark": {"type": "point", "size": 40}, "encoding": {"color": colour, "shape": colour}},
         {
             "transform": [{"filter": "isValid(datum.k)"}],

@@ -49,6 +49,5 @@ def of_report(report: Report, baseline: Report | None = None) -> Charts:
                     )
                 )
     return Charts(
-        charts=[one for one in found if isinstance(one, Chart)],
-        omitted=[one for one in found if isinstance(one, str)],
+        charts=[one for one in found if isinstance(one, Chart)], omitted=[one for one in found if isinstance(one, str)]
     )

@@ -64,15 +64,9 @@ def value_range(values: Sequence[float], unit: str) -> str:
     return f"{' to '.join(ends)} {unit}"
 
 
-HEIGHT = 300
-"""Height of a plot in pixels."""
-
-LINE = 15
-"""Height of a line of text in pixels."""
-
-PADDING = 16
-"""Pixels between the outermost figures and the edges of the plot."""
-
+HEIGHT = 300  # height of a plot in pixels
+LINE = 15  # height of a line of text in pixels
+PADDING = 16  # pixels between the outermost figures and the edges of the plot
 _NUMBER = ",.6~r"  # format of figures on axes and in tooltips: no exponent, no trailing zeros
 
 BATCH_SIZE = "batch size (sequences per forward)"
@@ -213,10 +207,6 @@ def failures(panel: Panel) -> list[Spec]:
     shown = [text("o", "outcome"), number("b", "batch size"), text("w", "reason")]
     channels = {"text": text("l"), "color": curves(panel), "tooltip": shown}
     return [
-        {
-            "data": {"values": rows},
-            "mark": mark,
-            "encoding": {"y": {"value": -LINE * level - LINE // 2}, **channels},
-        }
+        {"data": {"values": rows}, "mark": mark, "encoding": {"y": {"value": -LINE * level - LINE // 2}, **channels}}
         for level, rows in enumerate(lines.values())
     ]

@@ -84,11 +84,7 @@ def _spec(profile: Profile, title: str, unit: str, points: Sequence[Sequence[flo
         for t, *values in points
     ]
     stroke = {"symbolType": "stroke", "symbolSize": 700, "symbolStrokeWidth": 2, "symbolOpacity": 1}
-    gpu = {
-        **axes.text("g"),
-        "scale": {"domain": indices},
-        "legend": {**stroke, "labelExpr": "'GPU ' + datum.label"},
-    }
+    gpu = {**axes.text("g"), "scale": {"domain": indices}, "legend": {**stroke, "labelExpr": "'GPU ' + datum.label"}}
     values = [row[index] for row in rows for index in indices if index in row]
     lines = {
         "transform": [{"fold": indices, "as": ["g", "v"]}, {"filter": "isValid(datum.v)"}],

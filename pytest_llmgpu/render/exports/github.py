@@ -23,18 +23,10 @@ from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.verdicts import Row, worst_first
 from pytest_llmgpu.store.store import commit, hardware
 
-LIMIT_BYTES = 1000 * 1024
-"""Most bytes of the page: 24 KiB less than GitHub allows, for other output of the step."""
-
-COMMENT_BYTES = 60_000
-"""Most bytes of a comment, for which GitHub allows 65,536 characters."""
-
-COMMENT_MARK = "<!-- pytest-llmgpu -->"
-"""The first line of a comment, by which a workflow finds its own comment and edits it."""
-
-ANNOTATIONS = 10
-"""Most annotations of one step."""
-
+LIMIT_BYTES = 1000 * 1024  # most bytes of the page: 24 KiB less than GitHub allows, for other output of the step
+COMMENT_BYTES = 60_000  # most bytes of a comment, for which GitHub allows 65,536 characters
+COMMENT_MARK = "<!-- pytest-llmgpu -->"  # the first line of a comment, by which a workflow finds its own and edits it
+ANNOTATIONS = 10  # most annotations of one step
 _NOTE_BYTES = 200  # bytes reserved for the line on the rows that are left out of a table
 
 Level = Literal["failure", "warning", "info"]

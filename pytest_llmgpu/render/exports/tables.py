@@ -35,16 +35,10 @@ _OF_METRICS = [spec.exported.column for spec in METRICS if spec.exported]
 
 _FIGURES = [*_OF_METRICS, *TABLES["work"], *TABLES["tokens"]]
 
+_SESSION = ("created", "commit", "machine", "gpu", "gpu_memory_bytes")
+
 CSV_COLUMNS = tuple(
-    dict.fromkeys(
-        [
-            *_FIRST,
-            *_OF_METRICS,
-            *(f"verdict_{name}" for name in JUDGED),
-            *_FIGURES,
-            *("created", "commit", "machine", "gpu", "gpu_memory_bytes"),
-        ]
-    )
+    dict.fromkeys([*_FIRST, *_OF_METRICS, *(f"verdict_{name}" for name in JUDGED), *_FIGURES, *_SESSION])
 )
 """The header of the CSV table; new columns are appended at the end."""
 

@@ -16,14 +16,7 @@ from pytest_llmgpu.gate.policy import Policy, policy_of
 from pytest_llmgpu.render import charts, comparison, grouping
 from pytest_llmgpu.render.charts import timelines
 from pytest_llmgpu.render.grouping import unique
-from pytest_llmgpu.render.html.assets import (
-    MISSING,
-    asset,
-    config_and_style,
-    content_security_policy,
-    templates,
-    vega,
-)
+from pytest_llmgpu.render.html.assets import MISSING, asset, config_and_style, content_security_policy, templates, vega
 from pytest_llmgpu.render.summary import conclude
 from pytest_llmgpu.render.table import entries, figure_tables, make_time_table
 from pytest_llmgpu.report import file

@@ -210,20 +210,6 @@ def test_traffic_of_both_links_is_shown_by_utilisation() -> None:
     assert "89 % and 3 GB/s at batch size 1 to 86 % and 3 GB/s at batch size 4" in chart.summary
 
 
-def test_a_chart_names_strategies_whose_traffic_was_mostly_not_counted() -> None:
-    """The profiler of Shin et al. reads PCIe only: counters below half of what was sent show host traffic."""
-    traffic = make_traffic(wire_bytes_per_sequence=5e6)
-    results = [
-        make_result(1.0, profile=make_profile(tx=rate), traffic=traffic, strategy=name)
-        for name, rate in (("mp", 0.03e9), ("tp", 0.06e9))
-    ]
-    found = _by_id(make_report(results))
-    for name in ("traffic-pcie", "traffic-utilization-1"):
-        assert f"{_NOT_COUNTED} mp sent" in found[name].summary
-        assert f"{_NOT_COUNTED} tp sent" not in found[name].summary
-    assert _NOT_COUNTED not in found["traffic-utilization-2"].summary
-
-
 def test_a_link_that_was_counted_has_no_remark_whatever_the_sum() -> None:
     """A reduction in the switch moves fewer bytes than a ring; a known path excludes another link."""
     path = msgspec.convert({"link": "nvlink", "expected_bytes": 1, "text": "x"}, Path)

@@ -175,10 +175,8 @@ def test_the_summary_begins_with_the_worst() -> None:
     assert report.verdicts is not None
     report.verdicts.warnings.append("differs from the baseline: driver")
     page = _summary(report)
-    places = [
-        page.index(text)
-        for text in ("REGRESSED |", "| UNDECIDED |", "**Comparison**", markdown_header(report)[0], "| OK |")
-    ]
+    parts = ("REGRESSED |", "| UNDECIDED |", "**Comparison**", markdown_header(report)[0], "| OK |")
+    places = [page.index(text) for text in parts]
     assert places == sorted(places)
     assert page.count("<details>") == page.count("</details>") == 2
     assert "4 rows compared" not in page
