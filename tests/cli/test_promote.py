@@ -4,10 +4,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from support.judged_reports import on_h200, timed
 from support.quiet_noise import noise
 from support.report_factory import make_failed
-from support.stored_reports import H200, gpus
+from support.stored_reports import H200, gpus, on_h200, timed
 
 from pytest_llmgpu.cli import main
 from pytest_llmgpu.report.file import dump, load

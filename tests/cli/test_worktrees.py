@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.ending import ends
 from support.repository import first_commit, git
+from support.worlds import ends
 
 from pytest_llmgpu.cli.subprocesses import interruptible, last_line, run
 from pytest_llmgpu.cli.worktrees import Worktree, changed, checked_out, environment

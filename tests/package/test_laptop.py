@@ -10,7 +10,7 @@ import venv
 from pathlib import Path
 
 import pytest
-from support.judged_reports import on_h200, timed
+from support.stored_reports import on_h200, timed
 
 import pytest_llmgpu
 from pytest_llmgpu.report.file import dump

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.judged_reports import on_h200, timed
+from support.stored_reports import on_h200, timed
 
 from pytest_llmgpu.cli import parser
 from pytest_llmgpu.report.file import dump

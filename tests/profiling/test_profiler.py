@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from support.ending import ends
+from support.worlds import ends
 
 from pytest_llmgpu.profiling import profiler as module
 from pytest_llmgpu.profiling.profiler import Profiler

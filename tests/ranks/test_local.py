@@ -15,7 +15,7 @@ import pytest
 from support import rank_functions as ranks
 
 from pytest_llmgpu import processes
-from pytest_llmgpu.ranks import local, memory
+from pytest_llmgpu.ranks import memory
 from pytest_llmgpu.ranks.local import FinishedBatch, LocalLauncher, Rank, RankFailedError
 
 _ANSWER_S = 300
@@ -80,14 +80,6 @@ def test_an_exception_becomes_a_record_and_the_rank_continues(rank: Rank) -> Non
     full = _failure(rank, ranks.fail_on_a_full_disk)
     assert (full.outcome, full.failure.message) == ("error", "ValueError: the layer is broken")
     assert _ask(rank, ranks.add, 1, 1) == 2
-
-
-@pytest.mark.slow
-def test_a_message_of_megabytes_is_cut(rank: Rank) -> None:
-    """The failure has the beginning of the message and the number of bytes that are left out."""
-    error = _failure(rank, ranks.raise_at_length, 200_000_000)
-    assert error.failure.message.endswith("... (199,998,014 bytes left out)")
-    assert len(error.failure.log_tail or "") < 50_000
 
 
 def test_the_output_of_a_rank_is_taken_once(launcher: LocalLauncher) -> None:
@@ -167,16 +159,6 @@ def test_a_kill_by_the_host_is_out_of_memory(launcher: LocalLauncher, monkeypatc
     assert "oom_kill 7 -> 8" in (error.failure.evidence or "")
     assert [batch.latency_s for batch in received] == [number + 1.0 for number in range(50)]
     rank.close()
-
-
-def test_stacks_show_where_a_rank_hangs(rank: Rank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stacks of a rank that waits for ever have the function."""
-    monkeypatch.setattr(local, "_STACKS_S", _ANSWER_S)
-    begun = tmp_path / "begun"
-    os.mkfifo(begun)
-    rank.submit(ranks.hang_in_a_collective, str(begun))
-    begun.read_bytes()
-    assert "hang_in_a_collective" in rank.stacks()
 
 
 def test_a_rank_that_has_not_begun_survives_being_asked_for_its_stacks(

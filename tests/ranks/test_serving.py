@@ -18,10 +18,13 @@ def _raised(cause: Exception) -> RecordingError:
 
 
 def test_a_failed_recording_is_named_with_its_operation() -> None:
-    """The launcher sees by the evidence that the case can be measured eagerly, and gets the operation alone."""
+    """The evidence, of any other error its class, tells that the case can be measured eagerly; the message is plain."""
     outcome, failure = serving.failure_of(_raised(RuntimeError("operation not permitted")), "forward")
     assert (outcome, failure.evidence) == ("error", serving.NOT_RECORDED)
     assert failure.message == "`x.item()` (model.py, line 3): operation not permitted"
+    outcome, failure = serving.failure_of(ValueError("broken\nmore"), "load")
+    assert (outcome, failure.phase, failure.message) == ("error", "load", "ValueError: broken")
+    assert failure.evidence == "ValueError was raised"
 
 
 def test_out_of_memory_while_recording_is_out_of_memory() -> None:
@@ -32,13 +35,6 @@ def test_out_of_memory_while_recording_is_out_of_memory() -> None:
     assert failure.evidence == "torch's allocator, while a CUDA graph was recorded"
     assert (failure.requested_bytes, failure.free_bytes) == (2 << 20, 1 << 20)
     assert "--llmgpu-cuda-graphs=off" in failure.message
-
-
-def test_another_failure_is_an_error_of_its_own() -> None:
-    """Its evidence is the name of the exception."""
-    outcome, failure = serving.failure_of(ValueError("broken\nmore"), "load")
-    assert (outcome, failure.phase, failure.message) == ("error", "load", "ValueError: broken")
-    assert failure.evidence == "ValueError was raised"
 
 
 class CodeError(ValueError):

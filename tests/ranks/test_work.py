@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from support import tiny_model, traffic_functions, work_functions
+from support import tiny_model, traffic_functions
 from support.report_factory import make_case
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.flop_counter import FlopCounterMode
@@ -45,16 +45,11 @@ _SIZE = ModelSize(parameters=10, weights_bytes=20, layers=2, attention_width=8)
     ],
 )
 def test_batches_are_spread_over_the_plan(padded_tokens: list[int], numbers: list[int]) -> None:
-    """As many as fit 8,192 padded tokens, at least 1 and at most 16."""
+    """As many as fit 8,192 padded tokens, at least 1 and at most 16, and none twice."""
     assert work.batches_used(padded_tokens) == numbers
-
-
-def test_no_batch_is_used_twice() -> None:
-    """However many batches a plan has."""
     for planned in range(1, 70):
-        numbers = work.batches_used([10] * planned)
-        assert numbers == sorted(set(numbers)), planned
-        assert (len(numbers), numbers[-1] < planned) == (min(16, planned), True)
+        used = work.batches_used([10] * planned)
+        assert (used, len(used), used[-1] < planned) == (sorted(set(used)), min(16, planned), True)
 
 
 @pytest.mark.parametrize(("batches", "passes"), [(16, 3), (8, 3), (7, 4), (5, 5), (2, 12), (1, 12)])
@@ -70,15 +65,19 @@ def _loaded(**fields: Any) -> Loaded:
 
 
 def test_a_cpu_counts_ops_and_flops() -> None:
-    """Everything else is null with the reason; every batch that is finished is a sign of life."""
+    """Everything else is null with the reason; a finished batch is a sign of life; no hook stays behind."""
     finished: list[float] = []
-    plan = traffic_functions.make_plan()
-    reply = work_functions.measure_plan(_loaded(), plan, lambda latency_s, *_: finished.append(latency_s))
+    plan, loaded = traffic_functions.make_plan(), _loaded()
+    reply = traffic_functions.measure_plan(loaded, plan, lambda latency_s, *_: finished.append(latency_s))
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in loaded.model.modules())
     assert reply.batches == list(range(len(plan.batches)))
     assert reply.eager_batches == [len(plan.batches) // 2]
     assert len(finished) == 1
     assert (reply.work.flops or 0) > 0
-    assert (reply.work.ops or {})["aten::mm"] == 8
+    ops = reply.work.ops or {}
+    assert ops["aten::mm"] == 8
+    # Transformers reads one scalar back; the passes themselves add no synchronization to `host_syncs`.
+    assert sum(ops.get(name, 0) for name in ("aten::_local_scalar_dense", "aten::item")) == 1, ops
     assert set(reply.work.why) == _DEVICE_FIGURES | _HOST_FIGURES
     assert len({*reply.work.why.values()}) == 1
     for name in reply.work.why:
@@ -88,18 +87,9 @@ def test_a_cpu_counts_ops_and_flops() -> None:
     assert found.why == {"collectives": reply.work.why["device_time_s"]}
 
 
-def test_a_model_runs_as_before_after_the_work_passes() -> None:
-    """No hook stays behind."""
-    loaded = _loaded()
-    before = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in loaded.model.modules()]
-    work_functions.measure(loaded)
-    after = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in loaded.model.modules()]
-    assert before == after == [0] * len(before)
-
-
 def test_kernels_past_the_dispatcher_have_no_flops() -> None:
     """A count of a part of the FLOPs would be taken for all of them."""
-    reply = work_functions.measure(_loaded(dispatched=False))
+    reply = traffic_functions.measure(_loaded(dispatched=False))
     assert reply.work.flops is None
     assert "dispatcher" in reply.work.why["flops"]
     assert reply.work.ops
@@ -144,14 +134,8 @@ def test_the_last_profile_detaches_cupti_where_cuda_allows_it(
         seen["start"].clear()
         seen["stop"].clear()
         monkeypatch.setattr(torch.profiler, "profile", Profiler(_recordings()))
-        work_functions.measure(gpu)
+        traffic_functions.measure(gpu)
         assert seen == {"start": starts, "stop": stops}
-
-
-def test_a_forward_reads_one_scalar_back() -> None:
-    """Transformers does so; the passes themselves add no synchronization to `host_syncs`."""
-    found = work_functions.measure(_loaded()).work.ops or {}
-    assert sum(found.get(name, 0) for name in ("aten::_local_scalar_dense", "aten::item")) == 1, found
 
 
 class _Event:
@@ -220,7 +204,7 @@ def _recordings() -> Iterator[list[Record]]:
 def test_passes_are_recorded_on_a_gpu(gpu: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first recording is a warm-up, three give the time, the last gives modules and calls of the host."""
     monkeypatch.setattr(torch.profiler, "profile", _Profiler(_recordings()))
-    reply = work_functions.measure(gpu)
+    reply = traffic_functions.measure(gpu)
     found = reply.work
     assert found.why == {}
     assert found.uuids == ["GPU-1234"]
@@ -256,7 +240,7 @@ def test_without_cupti_ops_and_flops_stay(
     monkeypatch.setattr(torch.profiler, "profile", profiler)
     runs: list[float] = []
     plan = traffic_functions.make_plan()
-    reply = work_functions.measure_plan(gpu, plan, lambda latency_s, *_: runs.append(latency_s))
+    reply = traffic_functions.measure_plan(gpu, plan, lambda latency_s, *_: runs.append(latency_s))
     assert len(runs) == 1 + work.passes_of(len(plan.batches)) * len(plan.batches) + 2
     assert reply.work.ops
     assert reply.work.flops
@@ -271,7 +255,7 @@ def test_a_detachment_that_the_user_chose_is_named(gpu: Loaded, monkeypatch: pyt
     """It can be the reason why no kernel was recorded."""
     monkeypatch.setattr(work, "_USERS_CHOICE", "1")
     monkeypatch.setattr(torch.profiler, "profile", _Profiler(itertools.repeat([])))
-    assert "TEARDOWN_CUPTI=1" in work_functions.measure(gpu).work.why["device_time_s"]
+    assert "TEARDOWN_CUPTI=1" in traffic_functions.measure(gpu).work.why["device_time_s"]
 
 
 def test_a_profiler_is_stopped_where_a_forward_fails(gpu: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,7 +273,7 @@ def test_a_profiler_is_stopped_where_a_forward_fails(gpu: Loaded, monkeypatch: p
     monkeypatch.setattr(torch.profiler, "profile", Profiler(_recordings()))
     gpu.model.register_forward_pre_hook(fail)
     with pytest.raises(ValueError, match="the layer is broken"):
-        work_functions.measure(gpu)
+        traffic_functions.measure(gpu)
     assert stopped == [True]
 
 
@@ -339,11 +323,13 @@ def test_names_of_kernels_stand_once_in_a_report() -> None:
 
 
 def test_the_size_of_a_model_leaves_embeddings_and_head_out() -> None:
-    """They are looked up, and computed for the predicted tokens only."""
+    """They are looked up, and computed for the predicted tokens only; a token does not meet all experts."""
     model = tiny_model.random_model()
     found = work.model_size(model, 2)
     layer = 4 * 32 * 32 + 3 * 32 * 48 + 2 * 32
     assert found == ModelSize(parameters=layer + 32, weights_bytes=2 * (layer + 32), layers=1, attention_width=32)
+    model.config.num_local_experts = 8
+    assert "experts" in str(work.model_size(model, 2))
 
 
 def test_the_size_of_a_preset_needs_no_weights(tmp_path: Any) -> None:
@@ -353,13 +339,6 @@ def test_the_size_of_a_preset_needs_no_weights(tmp_path: Any) -> None:
     assert isinstance(found, ModelSize)
     assert found.parameters == pytest.approx(6.476e9, rel=0.001)
     assert (found.layers, found.attention_width) == (32, 4096)
-
-
-def test_a_mixture_of_experts_has_no_size() -> None:
-    """A token does not meet all of its parameters."""
-    model = tiny_model.random_model()
-    model.config.num_local_experts = 8
-    assert "experts" in str(work.model_size(model, 2))
 
 
 def test_a_model_whose_size_cannot_be_computed_costs_its_bound_alone() -> None:
@@ -381,7 +360,7 @@ def test_every_module_has_a_range(gpu: Loaded, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(torch.profiler, "profile", _Profiler(_recordings()))
     monkeypatch.setattr(torch.profiler, "record_function", spy)
-    work_functions.measure(gpu)
+    traffic_functions.measure(gpu)
     assert {"(scoring)", "model", "layers.*", "layers.*.mlp.down_proj", "layers.*.self_attn", "lm_head"} <= set(entered)
 
 
@@ -603,12 +582,12 @@ def test_each_rank_of_tp_has_half_of_every_linear_layer(gloo_pair: RankGroup, bu
     """FLOPs are counted on local tensors: a counter above DTensor would report the whole model on every rank."""
     whole = LayerParallel().load(msgspec.structs.replace(_CASE, strategy="mp", devices=1), bundled)
     gloo_pair.ask(worker.load, _CASE, bundled, _TP, phase="load", timeout_s=300)
-    one, two = gloo_pair.ask(worker.call, work_functions.measure, (), phase="forward", timeout_s=300)
+    one, two = gloo_pair.ask(worker.call, traffic_functions.measure, (), phase="forward", timeout_s=300)
     assert (one.work.ops, one.work.flops) == (two.work.ops, two.work.flops)
-    whole_flops = work_functions.measure(whole).work.flops or 0
+    whole_flops = traffic_functions.measure(whole).work.flops or 0
     assert whole_flops / 2 <= one.work.flops < 0.6 * whole_flops
-    first, second = gloo_pair.ask(worker.call, work_functions.flops_of_modules, (), phase="forward", timeout_s=300)
-    alone = work_functions.flops_of_modules(whole)
+    first, second = gloo_pair.ask(worker.call, traffic_functions.flops_of_modules, (), phase="forward", timeout_s=300)
+    alone = traffic_functions.flops_of_modules(whole)
     linear = [name for name in alone if name.endswith(_LINEAR)]
     assert len(linear) == 7 * bundled.config["num_hidden_layers"]
     for name in linear:

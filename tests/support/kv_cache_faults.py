@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import torch
@@ -49,24 +50,20 @@ def _last_token_hidden(cache: StaticCache, *given: Any) -> dict[str, Any]:
     return arguments | {"attention_mask": mask.scatter(-1, last, hidden)}
 
 
-FAULTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
+Fault = tuple[type, str, Any]
+"""The class and the member that a fault replaces, and the replacement."""
+FAULTS: dict[str, Fault] = {
     "stale": (LayerCache, "update", _stale),
     "of other rows": (LayerCache, "update", _of_other_rows),
     "position": (StaticCache, "arguments", _next_position),
     "mask": (StaticCache, "arguments", _last_token_hidden),
 }
-"""Name of a fault to the class and the method that it replaces, and the replacement."""
 
 
-@contextmanager
-def injected(name: str) -> Iterator[None]:
-    """While entered, every KV cache of this process has a fault."""
-    owner, method, replacement = FAULTS[name]
-    setattr(owner, method, replacement)
-    try:
-        yield
-    finally:
-        StaticCache.arguments, LayerCache.update = _arguments, _update  # type: ignore[method-assign]
+def injected(name: str, faults: Mapping[str, Fault] = FAULTS) -> AbstractContextManager[Any]:
+    """Return a context in which every KV cache of this process has a fault."""
+    owner, member, replacement = faults[name]
+    return patch.object(owner, member, replacement, create=True)
 
 
 def generate(state: RankState, case: Case, fault: str | None, reference: worker.ReferenceTexts | None) -> Launch:
@@ -77,7 +74,7 @@ def generate(state: RankState, case: Case, fault: str | None, reference: worker.
             launch = worker.measure(state).launch
             launch.generation = worker.check_texts(state, reference)
             return launch
-    with injected_into_kernels(fault) if state.loaded.own_kv_cache else injected(fault):
+    with injected(fault, KERNEL_FAULTS if state.loaded.own_kv_cache else FAULTS):
         return generate(state, case, None, reference)
 
 
@@ -110,30 +107,15 @@ def _last_token_hidden_from_kernels(cache: KernelCache, rows: int, device: Any, 
     return {"attention_mask": ((numbers >= first_B1) & (numbers < cache.length))[:, None, None]}
 
 
-KERNEL_FAULTS: dict[str, tuple[str, Callable[..., Any]]] = {
-    "stale": ("prompts", _prompts_of_the_first_batch),
-    "of other rows": ("prompts", _prompts_of_other_rows),
-    "mask": ("arguments", _last_token_hidden_from_kernels),
-    "padding": ("arguments", _padding_seen),
-    "position": ("length", property(lambda _: 0, lambda *_: None)),  # type: ignore[dict-item]
+KERNEL_FAULTS: dict[str, Fault] = {
+    "stale": (KernelCache, "prompts", _prompts_of_the_first_batch),
+    "of other rows": (KernelCache, "prompts", _prompts_of_other_rows),
+    "mask": (KernelCache, "arguments", _last_token_hidden_from_kernels),
+    "padding": (KernelCache, "arguments", _padding_seen),
+    "position": (KernelCache, "length", property(lambda _: 0, lambda *_: None)),
 }
 """Faults of kernels that keep keys and values themselves, and count positions: a step begins a new text where the
 length is 0."""
-
-
-@contextmanager
-def injected_into_kernels(name: str) -> Iterator[None]:
-    """While entered, the bookkeeping of the kernels has a fault."""
-    member, replacement = KERNEL_FAULTS[name]
-    before = vars(KernelCache).get(member)
-    setattr(KernelCache, member, replacement)
-    try:
-        yield
-    finally:
-        if before is None:
-            delattr(KernelCache, member)
-        else:
-            setattr(KernelCache, member, before)
 
 
 def result(case: Case, reply: Launch) -> CaseResult:

@@ -167,11 +167,6 @@ def fail_on_a_full_disk(_state: RankState) -> NoReturn:
     raise ValueError("the layer is broken")
 
 
-def raise_at_length(_state: RankState, letters: int) -> NoReturn:
-    """Raise an exception with a long message."""
-    raise RuntimeError("1" * letters)
-
-
 class UncompiledTensorParallel(TensorParallel):
     """Strategy tp without compiling DeepSpeed's extension for all-reduces through shared memory."""
 

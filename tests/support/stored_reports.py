@@ -1,12 +1,14 @@
-"""Reports of a store, for the tests of its readers."""
+"""Reports of complete runs, for the tests of the store and of the commands that judge."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from pytest_llmgpu.report.report import Commit, Gpu, Report, Session
+from pytest_llmgpu.report.report import Commit, Environment, Gpu, Report, Session
+from pytest_llmgpu.report.result import CaseResult
 from support.report_factory import make_failed, make_report, make_result
+from support.verdict_factory import BATCHES, make_traffic, with_launches
 
 H200 = "4x-NVIDIA-H200-140GiB"
 """The folder of the default report of `measured`."""
@@ -30,3 +32,26 @@ def measured(
     report.environment.gpus = gpus(*["NVIDIA H200"] * 4) if seen is None else list(seen)
     report.environment.cpu = cpu
     return report
+
+
+def timed(*levels: float, calls: int = 64, **fields: Any) -> CaseResult:
+    """Return a result with traffic and one launch per level, which multiplies its time."""
+    result = with_launches(levels or (1.0,), **fields)
+    for launch in result.launches:
+        for name in ("sequences", "tokens", "padded_tokens"):
+            setattr(launch.batches, name, [1] * BATCHES)
+    result.traffic = make_traffic(calls)
+    return result
+
+
+def on_h200(cases: Sequence[CaseResult] = (), sha: str = "a" * 40, **fields: Any) -> Report:
+    """Return a report of a complete run on four H200, with one case by default."""
+    defaults: dict[str, Any] = {
+        "created": "2026-01-02T03:04:05Z",
+        "plugin_version": None,
+        "session": Session(complete=True, exit_status=0),
+        "environment": Environment(python="3.12", platform="Linux", gpus=gpus(*["NVIDIA H200"] * 4)),
+        "commit": Commit(sha=sha, dirty=False),
+        "cases": list(cases) or [timed()],
+    }
+    return Report(**{**defaults, **fields})

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 import torch
@@ -23,22 +22,8 @@ from deepspeed.ops.transformer.inference.op_binding.residual_add import Residual
 _GIB = 2**30
 _SHAPE: Mapping[str, int] = {"layers": 2, "heads": 4, "hidden": 128, "element_bytes": 4}
 _VOCABULARY = 200
-
-
-class Inject(Protocol):
-    """`inject(op, model, tokens=64)`: a copy of the model with its layers replaced."""
-
-    def __call__(
-        self,
-        op: EmulatedInference,
-        model: LlamaForCausalLM,
-        *,
-        tokens: int = 64,
-        min_tokens: int | None = None,
-        stock: bool = False,
-        dtype: torch.dtype = torch.float32,
-    ) -> Any:
-        """Inject into a copy of the model."""
+Inject = Callable[..., Any]
+"""`inject(op, model, tokens=64)`: a copy of the model with its layers replaced."""
 
 
 def _add_once(
@@ -53,25 +38,13 @@ def _add_once(
 def inject(monkeypatch: pytest.MonkeyPatch) -> Inject:
     """DeepSpeed's injection with an emulated op, as in a process of its own."""
     reset_deepspeed(monkeypatch)
-    # DeepSpeed refuses float16 on a CPU, where it was slow once.
-    every = [torch.float32, torch.float16, torch.bfloat16]
-    monkeypatch.setattr(deepspeed.accelerator.get_accelerator(), "supported_dtypes", lambda: every)
 
-    def make(
-        op: EmulatedInference,
-        model: LlamaForCausalLM,
-        *,
-        tokens: int = 64,
-        min_tokens: int | None = None,
-        stock: bool = False,
-        dtype: torch.dtype = torch.float32,
-    ) -> Any:
+    def make(op: EmulatedInference, model: LlamaForCausalLM, *, tokens: int = 64, min_tokens: int | None = None) -> Any:
         monkeypatch.setattr(BaseOp, "inference_module", op)
-        if not stock:
-            monkeypatch.setattr(ResidualAddOp, "forward", _add_once)
+        monkeypatch.setattr(ResidualAddOp, "forward", _add_once)
         engine = deepspeed.init_inference(
             copy.deepcopy(model),
-            dtype=dtype,
+            dtype=torch.float32,
             replace_with_kernel_inject=True,
             return_tuple=False,
             max_out_tokens=tokens,
@@ -86,10 +59,6 @@ def inject(monkeypatch: pytest.MonkeyPatch) -> Inject:
 @pytest.fixture(scope="module")
 def llama() -> LlamaForCausalLM:
     """A random LLaMA of two layers, sharp enough that its choices are no accident."""
-    return _llama()
-
-
-def _llama(**fields: Any) -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=_SHAPE["hidden"],
@@ -98,7 +67,6 @@ def _llama(**fields: Any) -> LlamaForCausalLM:
         num_attention_heads=_SHAPE["heads"],
         vocab_size=_VOCABULARY,
         initializer_range=0.12,
-        **fields,
     )
     model = LlamaForCausalLM(config)
     model.set_attn_implementation("eager")
@@ -192,25 +160,17 @@ def test_23_tokens_are_granted_where_the_study_got_them(
     assert (granted_tokens(least - 1, **shape), granted_tokens(least, **shape)) == (22, 23)
 
 
-_Allocate = Callable[..., None]
-
-
-def _allocation(op: Any) -> _Allocate:
-    def allocate(batch: int, tokens: int, *, least: int = 1) -> None:
-        shape = SimpleNamespace(**_SHAPE)
-        op.allocate_workspace_fp32(shape.hidden, shape.heads, 1, batch, shape.layers, 1, False, 0, tokens, least)
-
-    return allocate
-
-
 def test_a_workspace_that_is_large_enough_is_kept() -> None:
     """It grows and never shrinks; but the size that it grows from is that of the last demand."""
-    op = EmulatedInference()
-    allocate = _allocation(op)
-    allocate(4, 64)
+    op: Any = EmulatedInference()
+
+    def allocate(batch: int) -> None:
+        op.allocate_workspace_fp32(_SHAPE["hidden"], _SHAPE["heads"], 1, batch, _SHAPE["layers"], 1, False, 0, 64, 1)
+
+    allocate(4)
     largest = op.workspace_bytes
-    allocate(2, 64)
+    allocate(2)
     assert (op.mallocs, op.workspace_bytes, op.batch_size) == (1, largest, 2)
-    allocate(3, 64)
+    allocate(3)
     assert op.mallocs == 2
     assert op.workspace_bytes < largest

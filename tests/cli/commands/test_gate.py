@@ -10,11 +10,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from support.judged_reports import on_h200, timed
 from support.quiet_noise import any_unseen, noise
 from support.report_factory import make_failed
 from support.repository import first_commit
-from support.stored_reports import H200, gpus
+from support.stored_reports import H200, gpus, on_h200, timed
 from support.verdict_factory import BATCHES
 
 from pytest_llmgpu.cli import main

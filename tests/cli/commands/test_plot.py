@@ -4,8 +4,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.judged_reports import timed
 from support.report_factory import make_memory, make_profile, make_report, make_result
+from support.stored_reports import timed
 
 from pytest_llmgpu.cli import main
 from pytest_llmgpu.report.file import dump
