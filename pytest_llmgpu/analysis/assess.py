@@ -53,8 +53,7 @@ def assess(
     mp = reference.reference(result, earlier)
     result.bound = None if isinstance(shortest, str) else shortest
     result.comparison = None if mp is None else answers.compare(result, mp, options.accuracy_metric)
-    for name in ("bound", "comparison"):
-        result.why.pop(name, None)
+    result.why = {name: reason for name, reason in result.why.items() if name not in ("bound", "comparison")}
     if isinstance(shortest, str):
         result.why["bound"] = shortest
     if mp is None:

@@ -33,13 +33,7 @@ def _devices(environment: Environment) -> dict[str, str | None]:
 
 
 def hardware_differences(base: Environment, head: Environment, device: str) -> list[str]:
-    """Return the differences between machines that make figures incomparable, each as `name then -> now`.
-
-    Args:
-        base: The machine of the baseline.
-        head: The machine of the candidate.
-        device: `cuda` or `cpu`, where the case ran; only differences of that device count.
-    """
+    """Return the differences of the device, `cuda` or `cpu`, that make figures incomparable, as `name then -> now`."""
     seen: list[tuple[str, Any, Any]] = [("nodes", len(base.nodes) or 1, len(head.nodes) or 1)]
     if device == "cpu":
         seen += [("CPU", base.cpu, head.cpu), ("cores", base.cores, head.cores)]
@@ -47,9 +41,8 @@ def hardware_differences(base: Environment, head: Environment, device: str) -> l
         then, now = _devices(base), _devices(head)
         seen.append(("GPUs", len(base.gpus), len(head.gpus)))
         seen += [(name, then[name], now[name]) for name in ("GPU model", "GPU memory", "topology")]
-    return [
-        f"{name} {before} -> {after}" for name, before, after in seen if None not in (before, after) and before != after
-    ]
+    known = [one for one in seen if None not in one]
+    return [f"{name} {before} -> {after}" for name, before, after in known if before != after]
 
 
 def software_differences(base: Environment, head: Environment) -> list[str]:

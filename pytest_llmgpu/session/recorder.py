@@ -115,10 +115,13 @@ class Recorder:
         Raises:
             ValueError: There is no such report, or its session cannot be continued.
         """
-        source = references.resolve(reference, self._storage_path, repository=self._rootdir)
-        self.report = report = resume.continued(
-            source.report(), self._start(devices), name=references.public(reference), sha256=source.sha256
-        )
+        name = references.public(reference)
+        try:
+            source = references.resolve(reference, self._storage_path, repository=self._rootdir)
+            report = resume.continued(source.report(), self._start(devices), name=name, sha256=source.sha256)
+        except ValueError as error:
+            raise ValueError(f"--llmgpu-resume={reference}: {error}") from None
+        self.report = report
         self.earlier, self._ids = Earlier(report.cases), {result.id for result in report.cases}
         for place, result in enumerate(report.cases):
             self._measured[self._next(result.nodeid or "", result.key)] = (place, by_launch(result))

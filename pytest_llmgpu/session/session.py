@@ -118,11 +118,7 @@ class BenchmarkSession:
         self._cases += [(request.machine, request.case, batch_size) for request in requests]
 
     def find_baseline(self, options: Options) -> None:
-        """Read the baseline, if the run has one, before a model is looked up.
-
-        Raises:
-            ValueError: The baseline does not exist or is no report.
-        """
+        """Read the baseline, if the run has one, before a model is looked up; ValueError if that fails."""
         if self.gate is not None:
             self.gate.find_baseline(self.planner.machine(options))
 
@@ -132,13 +128,8 @@ class BenchmarkSession:
         Raises:
             ValueError: The report cannot be read, or its session cannot be continued here.
         """
-        if options.resume is None:
-            return
-        try:
-            report = self.recorder.resume(options.resume, self.planner.machine(options))
-        except ValueError as error:
-            raise ValueError(f"--llmgpu-resume={options.resume}: {error}") from None
-        self.runner.resume(report)
+        if options.resume is not None:
+            self.runner.resume(self.recorder.resume(options.resume, self.planner.machine(options)))
 
     def headlines(self) -> list[str]:
         """Return the lines that name devices, model, data and batch sizes, the report that is continued, and notes."""

@@ -25,6 +25,11 @@ def test_one_call_states_all_that_a_run_states_about_a_case() -> None:
     assert result.traffic is not None
     assert result.traffic.path is not None
     assert [finding.code for finding in result.findings] == ["wrong-answers"]
+    # A result that did not complete has no check, no comparison and no traffic, and holds the reason.
+    result = assess([make_failed("crashed")], earlier=[], environment=_MACHINE, options=Options())
+    assert (result.accuracy_check, result.comparison, result.traffic) == (None, None, None)
+    assert "comparison" in result.why
+    assert [finding.code for finding in result.findings] == ["failed"]
 
 
 def test_options_of_the_test_decide_the_check() -> None:
@@ -45,11 +50,3 @@ def test_launches_of_a_case_are_assessed_as_one() -> None:
     assert found.inference_s == 2.5
     assert [finding.code for finding in found.findings] == ["times-far-apart"]
     assert encode(make_report(launches), compressed=False) == before, "arguments are not changed"
-
-
-def test_a_case_without_a_comparison_holds_the_reason() -> None:
-    """A result that did not complete has no check, no comparison and no traffic."""
-    result = assess([make_failed("crashed")], earlier=[], environment=_MACHINE, options=Options())
-    assert (result.accuracy_check, result.comparison, result.traffic) == (None, None, None)
-    assert "comparison" in result.why
-    assert [finding.code for finding in result.findings] == ["failed"]

@@ -48,6 +48,12 @@ def test_launches_of_a_case_become_its_launches() -> None:
     assert merged.cases[0].bound.share == pytest.approx(21.0 / (1.1 * 210))
     assert [len(result.launches) for report in reports for result in report.cases] == [1] * 6
     assert parse(encode(merged, compressed=False), "merged") == merged
+    # The second measurement of a case is merged with the second of the other reports.
+    twice = [
+        _measured(with_launches([a]), msgspec.structs.replace(with_launches([b]), id="mp-bs1#2"))
+        for a, b in ((1.0, 5.0), (1.1, 5.1))
+    ]
+    assert [_seconds(result) for result in merge(twice).cases] == [[1.0, 1.1], [5.0, 5.1]]
 
 
 def test_kernels_of_several_reports_share_one_list_of_names() -> None:
@@ -97,15 +103,6 @@ def test_the_worst_outcome_counts(outcomes: Sequence[Any], worst: str) -> None:
     assert merged.outcome == worst
     assert merged.inference_s is None
     assert sum(bool(launch.batches.latency_s) for launch in merged.launches) == outcomes.count("completed")
-
-
-def test_a_case_measured_twice_stays_two_cases() -> None:
-    """The second measurement is merged with the second of the other reports."""
-    twice = [
-        _measured(with_launches([a]), msgspec.structs.replace(with_launches([b]), id="mp-bs1#2"))
-        for a, b in ((1.0, 5.0), (1.1, 5.1))
-    ]
-    assert [_seconds(result) for result in merge(twice).cases] == [[1.0, 1.1], [5.0, 5.1]]
 
 
 _TWICE = msgspec.structs.replace(make_result(), id="mp-bs1#2")
@@ -197,10 +194,7 @@ def test_findings_on_launches_are_those_of_all_reports() -> None:
     failed = merge([merged_two, _measured(make_failed("skipped_after_oom"))])
     [finding] = failed.cases[0].findings
     assert "launch 2 of 3" in finding.text, "a failed launch has a number, too"
-
-
-def test_a_finding_that_launches_no_longer_show_is_kept() -> None:
-    """Traffic that differed is not in the merged report, but its finding is."""
+    # Traffic that differed is not in the merged report, but its finding is.
     sent = merge([_measured(with_launches([1.0], traffic=make_traffic(calls))) for calls in (64, 65)])
     known = merge([sent, _measured(with_launches([1.0], traffic=make_traffic()))])
     assert [finding.code for finding in known.cases[0].findings] == ["launches-differ"]
@@ -213,13 +207,9 @@ def test_the_session_is_as_whole_as_its_launches() -> None:
     session = merge([_measured(make_result(), deselected=["a"]), last])
     assert session.session == Session(complete=False, interrupted=True, exit_status=1, deselected=["a", "b"])
     assert session.commit.dirty is True
-
-
-def test_capacity_counts_all_launches() -> None:
-    """A batch size that failed once is the limit."""
     sizes = [make_result(batch_size=1), make_result(batch_size=2)]
     merged = merge([_measured(*sizes), _measured(sizes[0], make_failed(batch_size=2))])
-    assert [(one.largest_fit, one.smallest_oom) for one in merged.capacity] == [(1, 2)]
+    assert [(one.largest_fit, one.smallest_oom) for one in merged.capacity] == [(1, 2)], "what failed once is the limit"
 
 
 def test_cases_measured_again_add_their_launches() -> None:

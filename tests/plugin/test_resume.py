@@ -141,7 +141,7 @@ def test_a_case_that_failed_has_a_result(runs: FakedRuns) -> None:
 
 def test_a_whole_session_is_judged_again(runs: FakedRuns) -> None:
     """Nothing is measured, and the options of the gate may be others."""
-    assert runs("--llmgpu-save=base").ret == 0
+    assert (runs("--llmgpu-save=base").ret, runs().ret) == (0, 0)
     runs.did.clear()
     result = runs(_RESUME, "--llmgpu-compare=base", "--llmgpu-json=judged.json")
     assert (result.ret, _measured(runs)) == (0, [])
