@@ -24,6 +24,7 @@ from pytest_llmgpu.ranks.group import RankGroup
 from pytest_llmgpu.ranks.link import Link
 from pytest_llmgpu.ranks.local import RankFailedError
 from pytest_llmgpu.ranks.supervisor import Devices, EnvLauncher, Peers, Place, spread
+from pytest_llmgpu.ranks.world import of_environment
 from pytest_llmgpu.report.report import Gpu, Node
 
 _LIMIT_S = 300
@@ -65,7 +66,7 @@ def nodes(tmp_path: Path) -> Iterator[_Started]:
 def _start(folder: Path, starter: Callable[..., dict[str, str]], *, per_node: int) -> Iterator[_Started]:
     port = {"LLMGPU_PORT": str(worlds.free_port())}
     variables = {rank: {**starter(rank, 3, per_node=per_node), **port} for rank in range(3)}
-    peers = Peers(worlds.world_of(variables.pop(0)))
+    peers = Peers(of_environment(variables.pop(0)))
     with worlds.served(folder, variables) as processes:
         peers.wait(_LIMIT_S)
         logs = folder / "rank0"
@@ -199,7 +200,7 @@ def test_a_place_runs_functions(shared: _Started) -> None:
 
 
 def _peers(port: int, size: int = 2, *, per_node: int = 1) -> Peers:
-    return Peers(worlds.world_of(worlds.torchrun(0, size, per_node=per_node, port=port)))
+    return Peers(of_environment(worlds.torchrun(0, size, per_node=per_node, port=port)))
 
 
 @pytest.mark.slow
@@ -272,7 +273,7 @@ def test_nobody_joins_or_ends_a_run_without_the_secret(sent: bytes) -> None:
         received = b"".join(iter(lambda: _received(stranger), b""))
     assert received[4:].startswith(_GREETING)
     assert len(received) == 4 + _NUMBER, "the number to prove with, and nothing after it"
-    world = worlds.world_of(worlds.torchrun(1, 2, per_node=1, port=port))
+    world = of_environment(worlds.torchrun(1, 2, per_node=1, port=port))
     joined = link.connect(world, _LIMIT_S)
     joined.send(supervisor.hello(world))
     peers.wait(_LIMIT_S)
@@ -304,7 +305,7 @@ def test_strangers_that_take_all_files_do_not_end_the_wait(monkeypatch: pytest.M
     bound = link.bound
     monkeypatch.setattr(link, "bound", lambda *address: Flooded(fileno=bound(*address).detach()))
     port = worlds.free_port()
-    peers, world = _peers(port), worlds.world_of(worlds.torchrun(1, 2, per_node=1, port=port))
+    peers, world = _peers(port), of_environment(worlds.torchrun(1, 2, per_node=1, port=port))
     joined = link.connect(world, _LIMIT_S)
     joined.send(supervisor.hello(world))
     peers.wait(_LIMIT_S)
@@ -322,7 +323,7 @@ def test_a_stranger_that_is_too_slow_is_left(monkeypatch: pytest.MonkeyPatch) ->
             Link(here, b"secret", listens=True)
     port = worlds.free_port()
     with socket.create_server(("127.0.0.1", port)):
-        world = worlds.world_of(worlds.torchrun(1, 2, per_node=1, port=port))
+        world = of_environment(worlds.torchrun(1, 2, per_node=1, port=port))
         with pytest.raises(ValueError, match=r"rank 0 was not found .* did not answer in time"):
             link.connect(world, 0.01)
 
@@ -332,7 +333,7 @@ def test_a_process_does_not_connect_to_itself(monkeypatch: pytest.MonkeyPatch) -
     port = worlds.free_port()
     create = functools.partial(socket.create_connection, source_address=("127.0.0.1", port))
     monkeypatch.setattr(socket, "create_connection", create)
-    world = worlds.world_of(worlds.torchrun(1, 2, per_node=1, port=port))
+    world = of_environment(worlds.torchrun(1, 2, per_node=1, port=port))
     with pytest.raises(ValueError, match=r"rank 0 was not found .*Connection refused"):
         link.connect(world, 0)
 
@@ -345,7 +346,7 @@ def test_an_address_that_cannot_be_used_is_refused() -> None:
             _peers(port)
     variables = {**worlds.torchrun(0, 2, per_node=1), "MASTER_ADDR": "192.0.2.1"}
     with pytest.raises(ValueError, match=r"192\.0\.2\.1 \(MASTER_ADDR\): it is no address of the machine of rank 0"):
-        Peers(worlds.world_of(variables))
+        Peers(of_environment(variables))
 
 
 def test_rank_0_listens_on_its_address_only_and_until_all_have_joined(shared: _Started) -> None:
@@ -358,12 +359,12 @@ def test_rank_0_listens_on_its_address_only_and_until_all_have_joined(shared: _S
 
 def test_rank_0_that_never_listens_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process waits for a limited time."""
-    world = worlds.world_of(worlds.torchrun(1, 2, per_node=1, port=worlds.free_port()))
+    world = of_environment(worlds.torchrun(1, 2, per_node=1, port=worlds.free_port()))
     where = rf"rank 0 was not found at port {world.port} .* of 127.0.0.1 \(MASTER_ADDR\) within 0 s"
     with pytest.raises(ValueError, match=where):
         link.connect(world, 0)
     monkeypatch.setattr(os, "getuid", lambda: 2**31 - 1)
-    alone = worlds.world_of(worlds.torchrun(1, 2, per_node=2, port=worlds.free_port()))
+    alone = of_environment(worlds.torchrun(1, 2, per_node=2, port=worlds.free_port()))
     with pytest.raises(ValueError, match=r"rank 0 was not found at .* of localhost"):
         link.connect(alone, 0)
 

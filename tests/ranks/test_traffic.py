@@ -234,21 +234,18 @@ def test_every_known_op_of_torch_has_its_payload_argument() -> None:
 
 @pytest.mark.parametrize("inference", [True, False], ids=["inference mode", "autograd"])
 def test_copies_between_devices_are_counted(inference: bool) -> None:
-    """Accelerate moves hidden states in this way; copies on a device or from the host do not count."""
+    """Accelerate moves hidden states in this way; copies on a device or from the host do not count.
+
+    Of a copy into another tensor the dtype of the source decides.
+    """
     with FakeTensorMode(), torch.inference_mode(inference):
         first, second, host = (torch.empty(10, device=device) for device in ("cuda:0", "cuda:1", "cpu"))
         assert traffic.count(lambda: first.to("cuda:1"), world_size=1) == [_one("peer_copy", 40, 40)]
         assert traffic.count(lambda: second.to("cuda:1", copy=True), world_size=1) == []
         assert traffic.count(lambda: host.to("cuda:1"), world_size=1) == []
-
-
-def test_copies_into_another_devices_tensor_are_counted() -> None:
-    """The dtype of the source decides."""
-    with FakeTensorMode():
-        source, target = torch.empty(10, device="cuda:0", dtype=torch.float16), torch.empty(10, device="cuda:1")
-        copy = torch.ops.aten.copy_.default  # Tensor.copy_ of a torch without CUDA refuses
-        assert traffic.count(lambda: copy(target, source), world_size=1) == [_one("peer_copy", 20, 20)]
-        assert traffic.count(lambda: copy(target, target), world_size=1) == []
+        half, copy = first.half(), torch.ops.aten.copy_.default  # Tensor.copy_ of a torch without CUDA refuses
+        assert traffic.count(lambda: copy(second, half), world_size=1) == [_one("peer_copy", 20, 20)]
+        assert traffic.count(lambda: copy(second, second), world_size=1) == []
 
 
 @pytest.fixture
@@ -365,18 +362,14 @@ def test_ranks_without_traffic_are_an_error(load: Callable[..., RankGroup]) -> N
     traffic.check([[]])
 
 
-def test_a_single_process_sends_nothing(bundled: ModelSource) -> None:
-    """Strategy mp on a CPU has no second device, which is no error."""
-    loaded = LayerParallel().load(msgspec.structs.replace(_CASE, strategy="mp", devices=1), bundled)
-    assert ranks.of_plan(loaded) == []
-
-
 @pytest.mark.parametrize("logits", scoring.SCORINGS)
 def test_the_copies_of_accelerate_are_counted(
     monkeypatch: pytest.MonkeyPatch, bundled: ModelSource, logits: str
 ) -> None:
-    """Hidden states move once, rotary tables to every layer; their bytes depend on the row length only."""
-    model: Any = LayerParallel().load(msgspec.structs.replace(_CASE, strategy="mp", devices=1), bundled).model
+    """Hidden states move once, rotary tables to every layer, by the row length only; on one device nothing moves."""
+    alone = LayerParallel().load(msgspec.structs.replace(_CASE, strategy="mp", devices=1), bundled)
+    assert ranks.of_plan(alone) == []
+    model: Any = alone.model
     second = {"model.layers.1": "meta", "model.norm": "meta", "lm_head": "meta"}
     for name, device in second.items():
         module = model.get_submodule(name).to(device)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from support.worlds import KEY, srun, torchrun
 
@@ -57,49 +59,39 @@ def test_the_first_host_of_a_list(nodelist: str, first: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("starter", "changed", "message"),
     [
-        ({"RANK": None}, "neither RANK and WORLD_SIZE nor SLURM_PROCID"),
-        ({"WORLD_SIZE": None}, "^WORLD_SIZE is not set"),
-        ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0': .* at least 1"),
-        ({"RANK": "two"}, "RANK='two'"),
-        ({"RANK": "-1"}, "RANK='-1': .* from 0 to 3"),
-        ({"RANK": "4"}, "RANK='4': .* from 0 to 3"),
-        ({"LOCAL_RANK": "2"}, "LOCAL_RANK='2': .* from 0 to 1"),
-        ({"LOCAL_WORLD_SIZE": "5"}, "LOCAL_WORLD_SIZE='5': .* from 1 to 4"),
-        ({"MASTER_ADDR": None}, "MASTER_ADDR is not set"),
-        ({"MASTER_PORT": None}, "^MASTER_PORT is not set"),
-        ({"MASTER_PORT": "65535"}, "^MASTER_PORT='65535': .* from 0 to 65534"),
-        ({"LLMGPU_PORT": "0"}, "^LLMGPU_PORT='0'"),
-        ({"LLMGPU_KEY": None}, "LLMGPU_KEY is not set"),
-        ({"LLMGPU_KEY": "short"}, "LLMGPU_KEY has 5 bytes"),
+        (torchrun, {"RANK": None}, "neither RANK and WORLD_SIZE nor SLURM_PROCID"),
+        (torchrun, {"WORLD_SIZE": None}, "^WORLD_SIZE is not set"),
+        (torchrun, {"WORLD_SIZE": "0"}, "WORLD_SIZE='0': .* at least 1"),
+        (torchrun, {"RANK": "two"}, "RANK='two'"),
+        (torchrun, {"RANK": "-1"}, "RANK='-1': .* from 0 to 3"),
+        (torchrun, {"RANK": "4"}, "RANK='4': .* from 0 to 3"),
+        (torchrun, {"LOCAL_RANK": "2"}, "LOCAL_RANK='2': .* from 0 to 1"),
+        (torchrun, {"LOCAL_WORLD_SIZE": "5"}, "LOCAL_WORLD_SIZE='5': .* from 1 to 4"),
+        (torchrun, {"MASTER_ADDR": None}, "MASTER_ADDR is not set"),
+        (torchrun, {"MASTER_PORT": None}, "^MASTER_PORT is not set"),
+        (torchrun, {"MASTER_PORT": "65535"}, "^MASTER_PORT='65535': .* from 0 to 65534"),
+        (torchrun, {"LLMGPU_PORT": "0"}, "^LLMGPU_PORT='0'"),
+        (torchrun, {"LLMGPU_KEY": None}, "LLMGPU_KEY is not set"),
+        (torchrun, {"LLMGPU_KEY": "short"}, "LLMGPU_KEY has 5 bytes"),
+        (srun, {"SLURM_STEP_NUM_TASKS": None, "SLURM_NTASKS": None}, "SLURM_NTASKS is not set"),
+        (srun, {"SLURM_PROCID": "4"}, "SLURM_PROCID='4': .* from 0 to 3"),
+        (srun, {"SLURM_LOCALID": "4"}, "SLURM_LOCALID='4': .* from 0 to 3"),
+        (srun, {"SLURM_STEP_NODELIST": "n[01-02"}, r"SLURM_STEP_NODELIST='n\[01-02'"),
+        (srun, {"SLURM_STEP_NODELIST": "n1,"}, "SLURM_STEP_NODELIST='n1,'"),
+        (srun, {"SLURM_STEP_NODELIST": None}, "MASTER_ADDR is not set"),
     ],
 )
-def test_bad_variables_are_refused_in_one_line(changed: dict[str, str | None], message: str) -> None:
-    """The message has the variable and its value, but never a secret."""
-    variables = {**torchrun(1, 4, per_node=2), **changed}
+def test_bad_variables_are_refused_in_one_line(
+    starter: Callable[..., dict[str, str]], changed: dict[str, str | None], message: str
+) -> None:
+    """The message has the variable by the name that its starter gives it and its value, but never a secret."""
+    variables = {**starter(1, 4, per_node=2), **changed}
     with pytest.raises(ValueError, match=message) as caught:
         world.of_environment({name: value for name, value in variables.items() if value is not None})
     assert "\n" not in str(caught.value)
     assert "short" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"SLURM_STEP_NUM_TASKS": None, "SLURM_NTASKS": None}, "SLURM_NTASKS is not set"),
-        ({"SLURM_PROCID": "4"}, "SLURM_PROCID='4': .* from 0 to 3"),
-        ({"SLURM_LOCALID": "4"}, "SLURM_LOCALID='4': .* from 0 to 3"),
-        ({"SLURM_STEP_NODELIST": "n[01-02"}, r"SLURM_STEP_NODELIST='n\[01-02'"),
-        ({"SLURM_STEP_NODELIST": "n1,"}, "SLURM_STEP_NODELIST='n1,'"),
-        ({"SLURM_STEP_NODELIST": None}, "MASTER_ADDR is not set"),
-    ],
-)
-def test_bad_variables_of_slurm_are_refused_by_their_names(changed: dict[str, str | None], message: str) -> None:
-    """No variable of torchrun is named but the one that can be set in their place."""
-    variables = {**srun(1, 4, per_node=2), **changed}
-    with pytest.raises(ValueError, match=message):
-        world.of_environment({name: value for name, value in variables.items() if value is not None})
 
 
 def test_port_and_address_have_their_sources() -> None:

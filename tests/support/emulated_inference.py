@@ -30,13 +30,7 @@ def workspace_elements(
 ) -> tuple[int, int, int]:
     """Return the elements per token of the workspace: activations, attention scores, and keys and values.
 
-    Args:
-        layers: Of the model.
-        heads: Of the model, all ranks together.
-        hidden: Of the model, all ranks together.
-        batch: Sequences of the forward that makes the workspace.
-        tp: Ranks.
-        max_out: `max_out_tokens`.
+    Heads and hidden size are those of all `tp` ranks together; `batch` is that of the forward that makes the workspace.
     """
     head = hidden // heads
     padded = head if head > 128 else 32 if head <= 32 else 64 if head <= 64 else 128
@@ -46,11 +40,7 @@ def workspace_elements(
 def granted_tokens(free_bytes: int, *, max_out: int = 1024, element_bytes: int = 2, **shape: int) -> int:
     """Return the tokens per sequence that DeepSpeed allocates; -1 if the memory is below its reserve.
 
-    Args:
-        free_bytes: Free on the device when the first workspace of the process is made.
-        max_out: `max_out_tokens`.
-        element_bytes: Of the dtype.
-        shape: The other arguments of `workspace_elements`.
+    `free_bytes` are free when the first workspace of the process is made; `shape` goes to `workspace_elements`.
     """
     elements = workspace_elements(max_out=max_out, **shape)
     spare = free_bytes - _reserve(free_bytes, elements[1])
@@ -74,14 +64,11 @@ class EmulatedInference:
     """The extension's functions, and the state that the extension keeps for the process (`InferenceContext`)."""
 
     def __init__(self, free_bytes: int = 64 * _GIB, *, capacity_bytes: int | None = None) -> None:
-        """Start in the state of a new process.
-
-        Args:
-            free_bytes: What cudaMemGetInfo calls free; asked once, so that setting it later changes nothing.
-            capacity_bytes: Largest workspace that cudaMalloc gives; None for any.
-        """
+        """Start in the state of a new process."""
         self.free_bytes = free_bytes
+        """What cudaMemGetInfo calls free; asked once, so that setting it later changes nothing."""
         self.capacity_bytes = capacity_bytes
+        """Largest workspace that cudaMalloc gives; None for any."""
         self.max_tokens = 0
         """The tokens granted per sequence, also if they were then refused as too few."""
         self.batch_size = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from pytest_llmgpu.ranks.work import WorkReply
 from pytest_llmgpu.ranks.worker import RankState
 from pytest_llmgpu.report.result import Collective
 from pytest_llmgpu.strategies.protocol import Loaded
+from support import tiny_model
 
 if TYPE_CHECKING:
     import torch
@@ -79,14 +81,7 @@ def of_forward(loaded: Loaded, rows: int, tokens: int) -> list[Collective]:
 
 def of_each_for_itself(loaded: Loaded) -> list[Collective]:
     """Return the traffic of a model that each rank holds as a whole."""
-    import dataclasses
-
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, vocab_size=40
-    )
-    return traffic.of_plan(dataclasses.replace(loaded, model=LlamaForCausalLM(config).eval()), make_plan())
+    return traffic.of_plan(dataclasses.replace(loaded, model=tiny_model.random_model()), make_plan())
 
 
 def exchange(_loaded: Loaded) -> list[Collective]:

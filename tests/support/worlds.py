@@ -13,8 +13,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from pytest_llmgpu.ranks.world import World, of_environment
-
 KEY = "a secret of more than 16 bytes"
 
 _SERVE = """
@@ -102,11 +100,6 @@ def served(folder: Path, worlds: Mapping[int, Mapping[str, str]]) -> Iterator[di
         for process in started.values():
             process.kill()
             process.communicate()
-
-
-def world_of(variables: Mapping[str, str]) -> World:
-    """Return the world of a process with these variables."""
-    return of_environment(variables)
 
 
 def ends(pid: int, limit_s: float = 300) -> bool:
