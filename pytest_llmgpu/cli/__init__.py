@@ -56,7 +56,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         chosen = parsing.parse_args(words)
         if not chosen.version and "run" not in chosen:
             parsing.error(f"a command is needed: {', '.join(COMMANDS)}")
-        status: int = _version() if chosen.version else chosen.run(chosen)
+        if chosen.version:
+            from pytest_llmgpu.profiling.machine import installed_version
+
+            show(f"llmgpu {installed_version('pytest-llmgpu') or '(not installed)'}")
+            return 0
+        status: int = chosen.run(chosen)
     except (ValueError, ArithmeticError, OSError) as error:
         if os.environ.get(_DEBUG, "0") not in {"", "0"}:
             traceback.print_exc()
@@ -67,10 +72,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _INTERRUPTED
     return status
-
-
-def _version() -> int:
-    from pytest_llmgpu.profiling.machine import installed_version
-
-    show(f"llmgpu {installed_version('pytest-llmgpu') or '(not installed)'}")
-    return 0

@@ -26,14 +26,11 @@ _SHA_DIGITS = 8
 
 
 class Comparison(NamedTuple):
-    """The comparison that is shown with a report."""
+    """The comparison that is shown with a report; all None if that is its own one."""
 
     base: Report | None = None
-    """The baseline; None if none is given."""
     verdicts: Verdicts | None = None
-    """The verdicts; None if the report's own verdicts are shown."""
     policy: Policy | None = None
-    """The policy of the verdicts; None without a baseline."""
 
 
 def add_storage(parser: argparse.ArgumentParser) -> None:
@@ -48,15 +45,9 @@ def storage_of(arguments: argparse.Namespace) -> Path:
 
 
 def source(reference: str, arguments: argparse.Namespace, *, same_machine_as: Report | None = None) -> Source:
-    """Return the report that a reference names.
+    """Return the report that a reference names; ValueError in one line if none or several have that name.
 
-    Args:
-        reference: one of the forms of `REFERENCE`.
-        arguments: the parsed arguments of `add_storage`.
-        same_machine_as: a report; the reference means its machine if several machines have a report of that name.
-
-    Raises:
-        ValueError: one line: no report or several reports have that name.
+    If several machines have a report of that name, it is the one of the machine of `same_machine_as`.
     """
     machine = None if same_machine_as is None else store.hardware(same_machine_as)
     return references.resolve(reference, storage_of(arguments), machine=machine)
@@ -117,16 +108,9 @@ def today_of(arguments: argparse.Namespace) -> datetime.date:
 
 
 def judged(arguments: argparse.Namespace, reference: str, head: Report, policy: Policy) -> Comparison:
-    """Read a baseline and judge a report.
+    """Read a baseline and judge a report; ValueError in one line if a file cannot be read.
 
-    Args:
-        arguments: the parsed arguments of `add_rules`.
-        reference: the name of the baseline. It may be absent if the policy allows that; a broken one is an error.
-        head: the candidate.
-        policy: the policy in force.
-
-    Raises:
-        ValueError: one line: a file cannot be read.
+    The baseline may be absent if the policy allows that; a broken one is an error.
     """
     base = baseline = None
     try:
@@ -141,11 +125,7 @@ def judged(arguments: argparse.Namespace, reference: str, head: Report, policy: 
 
 
 def comparison(arguments: argparse.Namespace, report: Report) -> Comparison:
-    """Return the comparison that the arguments of `add_baseline` ask for.
-
-    Raises:
-        ValueError: one line: a file cannot be read, or an argument would have no effect.
-    """
+    """Return the comparison with the arguments of `add_baseline`; ValueError in one line if one has no effect."""
     if arguments.baseline is None:
         unused = [name for name in ("policy", "today") if getattr(arguments, name) is not None]
         if unused:
@@ -166,12 +146,12 @@ def read_verdicts(path: Path, report: Report) -> Verdicts:
     head = found.head
     if head is not None and (head.created, head.commit) != (report.created, report.commit.sha):
         ours = Candidate(created=report.created, commit=report.commit.sha)
-        raise ValueError(f"verdicts {path}: belong to another report, of {_shown(head)}; this one is of {_shown(ours)}")
+        theirs, this = (
+            one.created if one.commit is None else f"{one.created} and commit {one.commit[:_SHA_DIGITS]}"
+            for one in (head, ours)
+        )
+        raise ValueError(f"verdicts {path}: belong to another report, of {theirs}; this one is of {this}")
     return found
-
-
-def _shown(head: Candidate) -> str:
-    return head.created if head.commit is None else f"{head.created} and commit {head.commit[:_SHA_DIGITS]}"
 
 
 def _policy_path(arguments: argparse.Namespace) -> Path | None:

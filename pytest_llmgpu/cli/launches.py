@@ -12,6 +12,7 @@ import shlex
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from pytest_llmgpu.cli import subprocesses, worktrees
 from pytest_llmgpu.cli.output import show
@@ -45,11 +46,7 @@ def count(text: str) -> int:
 
 
 def kept(parent: Path, name: str = "") -> Path:
-    """Create a new folder for reports and logs, named after `name` and the time, in a folder of the store.
-
-    Raises:
-        ValueError: one line: the folder cannot be created.
-    """
+    """Create a new folder for reports and logs, named after `name` and the time, in a folder of the store."""
     now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%dT%H%M%SZ")
     stem = f"{name}_{now}" if name else now
     for number in itertools.count(1):
@@ -75,18 +72,11 @@ def launch(
     into: Path,
     deselected: Sequence[str] = (),
 ) -> Report:
-    """Run one launch to its end and return its report.
+    """Run one launch of the measuring command in a folder to its end and return its report.
 
-    Args:
-        command: the measuring command, such as `pytest benchmarks`.
-        name: the name of the launch, for its report and its log.
-        folder: the working directory.
-        environ: all environment variables.
-        into: the folder that `kept` returned.
-        deselected: node ids of tests that are left out.
-
-    Raises:
-        ValueError: one line: the command cannot be run, or it ended without a complete report.
+    Its report and its log get the name of the launch in the folder `into`, which `kept` returned; `deselected` are node
+    ids of tests that are left out. ValueError in one line: the command cannot be run, or it ended without a complete
+    report.
     """
     began = time.monotonic()
     path, log = into / "launches" / f"{name}.json.gz", into / "launches" / f"{name}.log"
@@ -114,7 +104,7 @@ def prepare(versions: Sequence[Version], setup: str | None) -> None:
         show("note: your uncommitted changes are not measured")
     for one in versions:
         one.build(setup)
-    if all(one.shares_environment for one in versions):
+    if not any(Path(one.environ.get("VIRTUAL_ENV", "/")).is_relative_to(one.tree.root) for one in versions):
         show("note: the worktrees have no .venv: all commits run in the current environment")
 
 
@@ -123,36 +113,24 @@ class Version:
 
     def __init__(self, name: str, tree: Worktree, kept: Path) -> None:
         """Set the name of the version in the output and in its files, which are written to the folder `kept`."""
-        self.name, self.tree = name, tree
-        self._kept = kept
-        self._environ = worktrees.environment(tree)
-
-    @property
-    def shares_environment(self) -> bool:
-        """True if the worktree has no .venv, so that its commands run in the current environment."""
-        return not Path(self._environ.get("VIRTUAL_ENV", "/")).is_relative_to(self.tree.root)
+        self.name, self.tree, self._kept = name, tree, kept
+        self.environ = worktrees.environment(tree)
 
     def build(self, setup: str | None) -> None:
         """Run the shell command that creates the environment of the worktree; ValueError in one line if it fails."""
         if setup is None:
             return
         began, log = time.monotonic(), self._kept / f"{self.name}-setup.log"
-        status = subprocesses.run(("/bin/sh", "-c", setup), self.tree.folder, self._environ, log)
+        status = subprocesses.run(("/bin/sh", "-c", setup), self.tree.folder, self.environ, log)
         show(f"{self.name}-setup  {time.monotonic() - began:.1f} s")
         if status:
             raise ValueError(f"{self.name}: --setup ended with {describe_ending(status, log)}")
-        self._environ = worktrees.environment(self.tree)
+        self.environ = worktrees.environment(self.tree)
 
     def launch(self, command: Sequence[str], number: int, deselected: Sequence[str]) -> Report:
         """Run one launch and return its report; see `launch`."""
-        return launch(
-            command,
-            f"{self.name}-{number}",
-            self.tree.folder,
-            environ=self._environ,
-            into=self._kept,
-            deselected=deselected,
-        )
+        folders: dict[str, Any] = {"environ": self.environ, "into": self._kept}
+        return launch(command, f"{self.name}-{number}", self.tree.folder, **folders, deselected=deselected)
 
 
 def add_command(parser: argparse.ArgumentParser) -> None:

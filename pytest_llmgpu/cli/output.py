@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from pathlib import Path
@@ -27,26 +28,20 @@ def one_printable_line(text: str) -> str:
 def write_data(text: str) -> None:
     """Print text in the format of another program to stdout, without buffering.
 
-    If the reader of a pipe, such as `head`, has ended, the command continues to its exit status.
-
-    Raises:
-        ValueError: the output cannot be written, for example because the disk is full.
+    If the reader of a pipe, such as `head`, has ended, the command continues to its exit status. ValueError in one
+    line: the output cannot be written, for example because the disk is full.
     """
     try:
         print(text, flush=True)
-    except BrokenPipeError:
-        _discard_the_rest()
     except OSError as error:
-        _discard_the_rest()
-        raise ValueError(f"the output cannot be written: {error.strerror}") from None
+        # Python flushes stdout again at exit; without this it would report the error a second time.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno != errno.EPIPE:
+            raise ValueError(f"the output cannot be written: {error.strerror}") from None
 
 
 def write_json(record: object, target: str | None) -> bool:
-    """Write a record as indented JSON to the file of `--json`, or to stdout if that is `-`; return whether to stdout.
-
-    Raises:
-        ValueError: one line: the file cannot be written.
-    """
+    """Write a record as indented JSON to the file of `--json`, or to stdout for `-`; return whether to stdout."""
     if target is None:
         return False
     import msgspec
@@ -60,11 +55,7 @@ def write_json(record: object, target: str | None) -> bool:
 
 
 def save(text: str, path: Path) -> None:
-    """Write text to a file and create its folder if it does not exist.
-
-    Raises:
-        ValueError: one line: the file cannot be written.
-    """
+    """Write text to a file, whose folder is created; ValueError in one line if it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
@@ -75,8 +66,3 @@ def save(text: str, path: Path) -> None:
 def color() -> bool:
     """Return whether the output may have colours: stdout is a terminal and NO_COLOR is not set."""
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-
-
-def _discard_the_rest() -> None:
-    # Python flushes stdout again at exit; without this it would report the error a second time.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -20,17 +20,9 @@ _GRACES_S = ((signal.SIGINT, 60.0), (signal.SIGTERM, 10.0), (signal.SIGKILL, Non
 def run(command: Sequence[str], folder: Path, environ: Mapping[str, str], log: Path) -> int:
     """Run a command to its end and return its exit status, negative for the signal that ended it.
 
-    The command runs in a session of its own without a terminal. Ctrl-C reaches only this process, which ends the
-    command first.
-
-    Args:
-        command: program and arguments; the PATH of `environ` is searched for the program.
-        folder: the working directory.
-        environ: all environment variables.
-        log: the file to which stdout and stderr are appended.
-
-    Raises:
-        ValueError: one line: the program cannot be started.
+    The command runs in a session of its own without a terminal, so that Ctrl-C reaches only this process, which ends
+    the command first. The PATH of `environ` is searched for the program; stdout and stderr are appended to the log.
+    ValueError in one line: the program cannot be started.
     """
     process = None
     with log.open("ab") as output:

@@ -7,7 +7,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,9 +24,7 @@ class Worktree(NamedTuple):
     reference: str
     """The commit as the user named it."""
     sha: str
-    """The hash of the commit."""
     root: Path
-    """The root of the worktree."""
     folder: Path
     """The user's working directory within the worktree; commands run there."""
     repository: Path
@@ -38,10 +36,8 @@ def checked_out(references: Sequence[str], folder: Path = Path()) -> Iterator[li
     """Check out each commit in a worktree of its own, and remove the worktrees at the end, also after an error.
 
     They are in the folder for temporary files, which TMPDIR sets: each is as large as the working tree with its
-    environment. Hooks of the repository do not run.
-
-    Raises:
-        ValueError: one line: there is no repository or no such commit, or the commit does not have that folder.
+    environment. Hooks of the repository do not run. ValueError in one line: there is no repository or no such commit,
+    or the commit does not have that folder.
     """
     inside, repository = place(folder)
     commits = [sha_of(reference, folder) for reference in references]
@@ -81,7 +77,10 @@ def temporary(folder: Path) -> Iterator[Callable[[str, str], Path]]:
     finally:
         with handled(signal.SIG_IGN):  # git inherits that
             for root in made:
-                _remove(folder, root)
+                # First, because git stops at a file that it cannot remove.
+                shutil.rmtree(root, ignore_errors=True)
+                with suppress(ValueError):  # git has no record of a worktree that it could not add
+                    git_output(folder, "worktree", "remove", "--force", "--force", str(root))
             shutil.rmtree(parent, ignore_errors=True)
 
 
@@ -109,7 +108,11 @@ def environment(tree: Worktree, environ: Mapping[str, str] = os.environ) -> dict
     found = {name: value for name, value in environ.items() if name not in _GIT_VARIABLES}
     found["LLMGPU_BRANCH"] = tree.reference
     if "PYTHONPATH" in found:
-        found["PYTHONPATH"] = os.pathsep.join(_moved(entry, tree) for entry in found["PYTHONPATH"].split(os.pathsep))
+        entries = found["PYTHONPATH"].split(os.pathsep)
+        for number, path in enumerate(map(Path, entries)):
+            if path.is_relative_to(tree.repository):
+                entries[number] = str(tree.root / path.relative_to(tree.repository))
+        found["PYTHONPATH"] = os.pathsep.join(entries)
     for folder in (tree.folder, tree.root):
         scripts = folder / ".venv" / "bin"
         if scripts.is_dir():
@@ -125,19 +128,3 @@ def git_output(folder: Path, *arguments: str) -> str:
     environ = {name: value for name, value in os.environ.items() if name not in _GIT_VARIABLES}
     # A checkout must not run code of the repository.
     return git.output(folder, "-c", f"core.hooksPath={os.devnull}", *arguments, environ=environ)
-
-
-def _moved(entry: str, tree: Worktree) -> str:
-    path = Path(entry)
-    if path.is_absolute() and path.is_relative_to(tree.repository):
-        return str(tree.root / path.relative_to(tree.repository))
-    return entry
-
-
-def _remove(folder: Path, root: Path) -> None:
-    """Remove a worktree and git's record of it, also if it is incomplete or already removed."""
-    shutil.rmtree(root, ignore_errors=True)  # first, because git stops at a file that it cannot remove
-    try:
-        git_output(folder, "worktree", "remove", "--force", "--force", str(root))
-    except ValueError:
-        return  # git has no record of it

@@ -44,7 +44,6 @@ class SessionMaker:
     def __init__(self, make: Callable[[], BenchmarkSession]) -> None:
         self._make = make
         self.made: BenchmarkSession | None = None
-        """The session; None before the first call."""
 
     def __call__(self) -> BenchmarkSession:
         """Return the session."""
@@ -53,10 +52,8 @@ class SessionMaker:
         return self.made
 
 
-class StrategyName(str):
+class StrategyName(str):  # noqa: SLOT000
     """The parameter of our fixture `llm`; a test suite can have another fixture of that name."""
-
-    __slots__ = ()
 
 
 class BatchSize(int):
@@ -103,12 +100,10 @@ class LLM:
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """Run `fn(loaded, *args)` on every rank and return a list with the result of each, in their order.
 
-        mp has one rank, the others have one for each device. Results are pickled. An exception of `fn` is raised here
-        again, with its class if that is imported here; the ranks are then ended. Out of memory ends the test as OOM.
-
-        Args:
-            fn: A function at the top level of a module; its first argument is the rank's `strategies.protocol.Loaded`.
-            args: Further arguments, which must pickle.
+        mp has one rank, the others have one for each device. `fn` is a function at the top level of a module, whose
+        first argument is the rank's `strategies.protocol.Loaded`. Arguments and results are pickled. An exception of
+        `fn` is raised here again, with its class if that is imported here; the ranks are then ended. Out of memory ends
+        the test as OOM.
         """
         __tracebackhide__ = True
         import pickle
@@ -156,26 +151,13 @@ def make(chosen: Options) -> ModuleType:
     class of any other object.
     """
     plugin = ModuleType("pytest_llmgpu.plugin.fixtures of this run")
-    parameters = _parameters(chosen)
-    vars(plugin).update(
-        llm=pytest.fixture(name="llm", **parameters["llm"])(_llm),
-        batch_size=pytest.fixture(name="batch_size", **parameters["batch_size"])(_batch_size),
-        nvml_profiler=pytest.fixture(name="nvml_profiler")(_nvml_profiler),
-        measure=pytest.fixture(name="measure")(_measure),
-    )
+    functions = {"llm": _llm, "batch_size": _batch_size, "nvml_profiler": _nvml_profiler, "measure": _measure}
+    for name, function in functions.items():
+        setattr(plugin, name, pytest.fixture(name=name, **parameters(chosen).get(name, {}))(function))
     return plugin
 
 
-def parametrize_marks(chosen: Options, used: Collection[str]) -> list[pytest.MarkDecorator]:
-    """Return the markers that give a test the strategies and batch sizes of its options, if it uses these fixtures."""
-    return [
-        pytest.mark.parametrize(name, parameter["params"], ids=parameter["ids"], indirect=True)
-        for name, parameter in _parameters(chosen).items()
-        if name in used
-    ]
-
-
-def _parameters(chosen: Options) -> dict[str, dict[str, Any]]:
+def parameters(chosen: Options) -> dict[str, dict[str, Any]]:
     """Return the parameters of each parametrised fixture, and the function that returns their part of a test's id."""
     return {
         "llm": {"params": [StrategyName(name) for name in chosen.strategy], "ids": str},
@@ -201,17 +183,20 @@ class TaskFixtures:
             for name in tasks if isinstance(tasks, Mapping) else ():
                 if isinstance(name, str) and name not in (*_FIXTURES, *self._made):
                     self._made.add(name)
-                    fixtures = ModuleType(f"pytest_llmgpu.plugin.fixtures of task {name}")
-                    setattr(fixtures, name, _task_fixture(name))
-                    self._config.pluginmanager.register(fixtures)
+                    self._register(name)
+
+    def _register(self, name: str) -> None:
+        def items(request: pytest.FixtureRequest) -> Dataset:
+            return request.config.stash[SESSION]().planner.dataset(options_of(request.node), name)
+
+        items.__doc__ = f"The items of task {name} in --llmgpu-dataset: `len({name})`, `{name}[:8]`."
+        fixtures = ModuleType(f"pytest_llmgpu.plugin.fixtures of task {name}")
+        setattr(fixtures, name, pytest.fixture(name=name)(items))
+        self._config.pluginmanager.register(fixtures)
 
 
 def check_task_names(names: Collection[str]) -> None:
-    """Refuse tasks with the name of a fixture of this plugin.
-
-    Raises:
-        ValueError: The message has the name.
-    """
+    """Refuse tasks with the name of a fixture of this plugin, with a ValueError."""
     for name in names:
         if name in _FIXTURES:
             raise ValueError(
@@ -221,7 +206,7 @@ def check_task_names(names: Collection[str]) -> None:
 
 
 def used(item: pytest.Item, names: Collection[str]) -> list[str]:
-    """Return which of some fixtures a test uses; those of tasks have their names."""
+    """Return the names of fixtures that a test uses; those of tasks have their names."""
     fixtures = item.fixturenames if isinstance(item, pytest.Function) else []
     return [name for name in names if name in fixtures]
 
@@ -235,14 +220,6 @@ def workloads_of(item: pytest.Item) -> set[str]:
 
     found = {"generate" if name == tasks.PROMPTS else "score" for name in used(item, tasks.BUILT_IN)}
     return found or {"score", "generate"}
-
-
-def _task_fixture(name: str) -> object:
-    def items(request: pytest.FixtureRequest) -> Dataset:
-        return request.config.stash[SESSION]().planner.dataset(options_of(request.node), name)
-
-    items.__doc__ = f"The items of task {name} in --llmgpu-dataset: `len({name})`, `{name}[:8]`."
-    return pytest.fixture(name=name)(items)
 
 
 def _batch_size(request: pytest.FixtureRequest) -> int:
@@ -337,20 +314,18 @@ def _find_max_batch(
     from pytest_llmgpu.analysis import capacity
 
     def probe(batch_size: int) -> CaseResult | None:
+        tokens = failed.case.new_tokens
         try:
-            request = session.planner.request(
-                llm.options, llm.strategy, batch_size, items, new_tokens=failed.case.new_tokens
-            )
+            request = session.planner.request(llm.options, llm.strategy, batch_size, items, new_tokens=tokens)
         except ValueError:
             return None  # a strategy of the user may refuse some batch sizes
         # The search is for what fits: work passes would only make it longer.
         request = session.with_reference(msgspec.structs.replace(request, work=False))
         return session.runner.run(request, record)
 
-    report = session.recorder.report
-    assert report is not None, "it has the case that ran out of memory"
-    series = [result for result in report.cases if result.case.series == failed.case.series]
-    capacity.search(series, probe)
+    assert session.recorder.report is not None, "it has the case that ran out of memory"
+    cases = session.recorder.report.cases
+    capacity.search([result for result in cases if result.case.series == failed.case.series], probe)
 
 
 def _check_arguments(items: object, batch_size: object, new_tokens: object) -> None:
@@ -375,11 +350,14 @@ def _end_test(result: CaseResult, *, nothing_fits: bool) -> None:
 
     failures = [f"{finding.text} {finding.next_step}" for finding in result.findings if finding.severity == "failure"]
     if result.outcome in OUT_OF_MEMORY:
+        reason = "not measured, because a smaller or equal batch size ran out of memory"
+        if result.failure is not None:
+            reason = f"out of memory: {result.failure.message}"
         if not nothing_fits:
             # A skip: the outcome was measured and is neither passed nor failed. The plugin shows it as OOM.
-            pytest.skip(printable_lines(_describe_oom(result)))
+            pytest.skip(printable_lines(reason))
         failures.append(
-            f"{result.id}: {_describe_oom(result)}, and no batch size of this model and strategy completed. Choose "
+            f"{result.id}: {reason}, and no batch size of this model and strategy completed. Choose "
             "smaller batch sizes, more GPUs or a smaller model, or mark the test with "
             "@pytest.mark.llmgpu(expect_oom=True)."
         )
@@ -387,9 +365,3 @@ def _end_test(result: CaseResult, *, nothing_fits: bool) -> None:
         failures.append(f"{result.id}: {result.outcome}: {result.failure.message if result.failure else ''}")
     if failures:
         pytest.fail(printable_lines("\n".join(failures)), pytrace=False)
-
-
-def _describe_oom(result: CaseResult) -> str:
-    if result.failure is None:
-        return "not measured, because a smaller or equal batch size ran out of memory"
-    return f"out of memory: {result.failure.message}"

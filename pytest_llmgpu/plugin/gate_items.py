@@ -22,13 +22,10 @@ from pytest_llmgpu.report.text import printable_lines
 
 NAME = "llmgpu gate"
 """The ids of the items begin with this."""
-
 WHOLE_RUN = "the whole run"
 """The name of the item for failures that belong to no test."""
-
 _LAST_FAILED = "cache/lastfailed"
 """The entry of pytest's cache with the ids of failed tests, for --lf."""
-
 _VERDICT = pytest.StashKey[str]()
 """In `item.stash`: the verdict of the item."""
 _CONCLUDED = pytest.StashKey[bool]()
@@ -116,8 +113,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
     The item of the whole run is dropped, since no single test belongs to it.
     """
-    cache = getattr(session.config, "cache", None)
-    if cache is None or hasattr(session.config, "workerinput"):
+    if (cache := getattr(session.config, "cache", None)) is None or hasattr(session.config, "workerinput"):
         return
     failed: dict[str, bool] = cache.get(_LAST_FAILED, {})
     tests = {nodeid.removeprefix(f"{NAME}::"): True for nodeid in failed if nodeid != f"{NAME}::{WHOLE_RUN}"}

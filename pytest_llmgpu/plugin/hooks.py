@@ -98,7 +98,7 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Refuse bad options, whatever is collected, and register the fixtures."""
+    """Refuse bad options, whatever is collected, and register the fixtures and the plugins that options need."""
     config.addinivalue_line(
         "markers",
         "llmgpu(model=..., batch_sizes=..., expect_oom=False, ...): options of pytest-llmgpu for one test, by their "
@@ -137,8 +137,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.config.stash[_MARKER_ERRORS][metafunc.definition.nodeid] = printable(str(error))
         return
     if any({"strategy", "batch_sizes"} & set(marker.kwargs) for marker in markers):
-        for mark in fixtures.parametrize_marks(chosen, metafunc.fixturenames):
-            metafunc.definition.add_marker(mark)
+        for name, values in fixtures.parameters(chosen).items():
+            if name in metafunc.fixturenames:
+                mark = pytest.mark.parametrize(name, values["params"], ids=values["ids"], indirect=True)
+                metafunc.definition.add_marker(mark)
 
 
 def pytest_deselected(items: Sequence[pytest.Item]) -> None:
@@ -228,8 +230,7 @@ def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Complete the report and end every process."""
-    benchmark = _made(session.config)
-    if benchmark is not None:
+    if (benchmark := _made(session.config)) is not None:
         stopped = exitstatus == pytest.ExitCode.INTERRUPTED or bool(session.shouldstop or session.shouldfail)
         deselected = session.config.stash[DESELECTED]
         session.exitstatus = benchmark.end(int(exitstatus), interrupted=stopped, deselected=deselected)
@@ -237,8 +238,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Print tables and findings."""
-    benchmark = _made(config)
-    if benchmark is None:
+    if (benchmark := _made(config)) is None:
         return
     for line in benchmark.problems():
         terminalreporter.write_line(printable_lines(f"FAILED {line}"), red=True)
@@ -249,24 +249,21 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     """End the processes of a run that was refused after the collection."""
-    benchmark = _made(config)
-    if benchmark is not None:
+    if (benchmark := _made(config)) is not None:
         benchmark.close()
 
 
 def _serves_rank_zero(config: pytest.Config) -> bool:
-    """Return whether this process was started with others, of which rank 0's has the same options and prints."""
+    """Return whether this process was started with rank 0's, which has the same options and prints."""
     launcher = config.known_args_namespace.llmgpu_launcher or config.getini("llmgpu_launcher")
     return launcher == "env" and os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0"
 
 
 def _runs(item: pytest.Item) -> bool:
-    """Return whether a test uses the model and was not refused."""
     return selection.is_ours(item) and _REFUSED not in item.stash
 
 
 def _refuse(item: pytest.Item, error: object) -> None:
-    """Make a test fail with an error of its marker when it runs."""
     item.stash[_REFUSED] = f"{item.nodeid}: {error}"
 
 
@@ -305,8 +302,7 @@ def _plan(items: Sequence[pytest.Item]) -> None:
 
 
 def _made(config: pytest.Config) -> BenchmarkSession | None:
-    maker = config.stash.get(SESSION, None)
-    return None if maker is None else maker.made
+    return config.stash[SESSION].made if SESSION in config.stash else None
 
 
 def _new_session(config: pytest.Config) -> BenchmarkSession:

@@ -43,9 +43,7 @@ def pytest_llmgpu_strategies(config: pytest.Config) -> Mapping[str, str]:  # typ
 
     `pytest --strategy=mp,slow` measures it and mp. An installed package implements the hook in the module of its entry
     point of group `pytest11`; with `@pytest.hookimpl(optionalhook=True)` the module also works without this plugin.
-
-    Args:
-        config: pytest's configuration; an implementation may omit it.
+    An implementation may omit `config`.
     """
 
 
@@ -80,7 +78,5 @@ def pytest_llmgpu_tasks(config: pytest.Config) -> Mapping[str, str]:  # type: ig
             return {"right_or_wrong": "right_or_wrong:RightOrWrong"}
 
     A test measures it with `measure(llm, right_or_wrong, batch_size)`.
-
-    Args:
-        config: pytest's configuration; an implementation may omit it.
+    An implementation may omit `config`.
     """

@@ -1,12 +1,9 @@
 """The order of tests with several launches per case. A plugin of its own, for --llmgpu-launches above 1.
 
-The run is repeated launch by launch: all tests that measure run, with ascending batch sizes per strategy, then the
-processes end, and the next launch begins. A model is therefore loaded once per launch and not once per case. In every
-launch the processes of a case have run the same cases before it, as replicates of one measurement require. A drift of
-the machine affects all cases alike. Whole tests are repeated, because a test may use the model in other ways too.
-
-A test is reported once: after its last launch, or after the first launch in which it did not pass, which is then its
-last.
+All tests that measure run, then the processes end, and the next launch begins. A model is therefore loaded once per
+launch, the processes of a case have run the same cases before it in every launch, as replicates of one measurement
+require, and a drift of the machine affects all cases alike. Whole tests are repeated, because a test may use the model
+in other ways too. A test is reported once: after its last launch, or after the first one in which it did not pass.
 """
 
 from __future__ import annotations

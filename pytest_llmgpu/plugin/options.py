@@ -56,14 +56,9 @@ def declare(parser: pytest.Parser) -> None:
 
 
 def resolve(config: pytest.Config, markers: Iterable[pytest.Mark] = ()) -> Options:
-    """Return the options of a run or, with its markers, of a test.
+    """Return the options of a run or, with its markers `llmgpu`, the closest first, of a test.
 
-    Args:
-        config: pytest's, with the flags and ini keys.
-        markers: The `llmgpu` markers of a test, the closest first.
-
-    Raises:
-        pytest.UsageError: A value is not allowed; the message has the value, its source and the allowed values.
+    A pytest.UsageError has a value that is not allowed, its source and the allowed values.
     """
     marked: dict[str, Any] = {}
     for marker in markers:
@@ -90,17 +85,14 @@ def resolve(config: pytest.Config, markers: Iterable[pytest.Mark] = ()) -> Optio
 
 
 def _ini_type(parse: Callable[[str], Any]) -> Any:
-    """Return the type of an ini key: native TOML (`pytest.toml`, `[tool.pytest]`) writes numbers, booleans and lists.
-
-    Strings are accepted too where pytest has several types (9.2): ini files have nothing else, and 1/6 is a number.
-    """
+    # Native TOML writes numbers, booleans and lists. Strings are accepted too where pytest has several types (9.2): ini
+    # files have nothing else, and 1/6 is a number.
     if parse in {options.names, options.size_list}:
         return "args"
     return _NATIVE.get(parse, "string") if pytest.version_tuple >= (9, 2) else "string"
 
 
 def _ini_value(config: pytest.Config, key: str) -> object:
-    """Return the value of an ini key; None if it is not set."""
     try:
         return config.getini(key)
     except TypeError as error:  # before pytest 9.2, which raises a usage error itself
@@ -111,9 +103,6 @@ def check_run(config: pytest.Config, chosen: Options) -> None:
     """Refuse flags of the gate without a baseline, where they have no effect, and a name that finds another file.
 
     ini keys of the gate are accepted. The name is checked once, because a file may appear during the run.
-
-    Raises:
-        pytest.UsageError: The message has the first such flag, or the name and its source.
     """
     unused = [field for field in _given_flags(config) if field.name in GATE_OPTIONS]
     if unused and chosen.compare is None:
@@ -133,14 +122,8 @@ def check_owners(
 ) -> None:
     """Refuse flags of a strategy or a workload that no test has, where they have no effect; ini keys are accepted.
 
-    Args:
-        config: pytest's, with the flags.
-        measured: The strategies that are measured, as `--strategy` names them.
-        built_in: The strategies with flags of their own, whose fields begin with the strategy's name.
-        workloads: The workloads of all tests.
-
-    Raises:
-        pytest.UsageError: The message has the first such flag.
+    Strategies that are `built_in` have flags of their own, whose fields begin with the strategy's name; `measured` are
+    those of the run, and `workloads` those of all tests.
     """
     for field in _given_flags(config):
         owner = field.name.partition("_")[0]
@@ -170,10 +153,9 @@ def _given_flags(config: pytest.Config) -> list[dataclasses.Field[Any]]:
 def _check_marker(marker: pytest.Mark) -> None:
     allowed = [*(field.name for field in dataclasses.fields(Options) if field.name not in RUN_OPTIONS), EXPECT_OOM]
     unknown = [name for name in marker.kwargs if name not in allowed]
-    if marker.args or unknown:
-        wrong = repr(marker.args[0]) if marker.args else unknown[0]
+    if wrong := [*map(repr, marker.args), *unknown]:
         raise pytest.UsageError(
-            f"@pytest.mark.llmgpu: {wrong} is not allowed: allowed are {', '.join(allowed)}, by name"
+            f"@pytest.mark.llmgpu: {wrong[0]} is not allowed: allowed are {', '.join(allowed)}, by name"
         )
     expected = marker.kwargs.get(EXPECT_OOM, False)
     if not isinstance(expected, bool):

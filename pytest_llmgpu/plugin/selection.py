@@ -60,11 +60,8 @@ def run_order(items: Sequence[pytest.Item], runs: Callable[[pytest.Item], bool])
 
     Ours are run group by group, the reference strategy first, then in the order in which groups first appear, with
     ascending batch sizes: each model is loaded once, and small batches run before large ones that may not fit. A test
-    that sets its batch size itself comes first. Tests of equal batch size keep their order.
-
-    Args:
-        items: All tests of the run.
-        runs: Returns whether a test is one of ours that is measured.
+    that sets its batch size itself comes first. Tests of equal batch size keep their order. `runs` returns whether a
+    test is one of ours that is measured.
     """
     from pytest_llmgpu.report.case import REFERENCE_STRATEGY
 
@@ -88,10 +85,7 @@ def idle_marker(item: pytest.Item) -> str | None:
     """
     chosen = fixtures.options_of(item)
     strategy, size = parameter(item, "llm"), parameter(item, "batch_size")
-    for name, value, allowed in (
-        ("strategy", strategy, chosen.strategy),
-        ("batch_sizes", size, chosen.batch_sizes),
-    ):
+    for name, value, allowed in (("strategy", strategy, chosen.strategy), ("batch_sizes", size, chosen.batch_sizes)):
         if isinstance(value, (StrategyName, BatchSize)) and value not in allowed:
             return (
                 f"marker llmgpu({name}=...): a marker of a pytest.param cannot choose it, and the test would run with "

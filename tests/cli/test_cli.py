@@ -64,6 +64,13 @@ def test_help_names_the_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         (["--no"], "--no"),
         (["show"], "REPORT"),
         (["list", "--storage"], "--storage"),
+        (["gate", "a", "b", "--today", "yesterday"], "2026-01-31"),
+        (["calibrate"], "REPORT | COMMAND"),
+        (["promote"], "REF"),
+        (["export", "xml", "report.json"], "xml"),
+        (["ab", "base"], "HEAD_REF"),
+        (["ab", "base", "head"], "COMMAND"),
+        (["ab", "base", "head", "--launches", "0", "--", "pytest"], "whole number from 1"),
     ],
 )
 def test_bad_usage_is_one_line_and_exit_2(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:

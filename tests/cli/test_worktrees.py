@@ -5,7 +5,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -85,13 +84,6 @@ def test_an_unknown_commit_is_refused(repository: Path, reference: str, reason: 
     with pytest.raises(ValueError, match=reason), checked_out(["main", reference], repository):
         pass
     assert _left(repository) == ([], 1)
-
-
-def test_a_folder_outside_a_repository_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The message is git's own line."""
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    with pytest.raises(ValueError, match=r"^git: fatal: not a git repository"), checked_out(["main"], tmp_path):
-        pass
 
 
 def test_worktrees_are_removed_after_an_error(repository: Path) -> None:
@@ -264,21 +256,6 @@ def test_a_command_that_ignores_ctrl_c_is_ended(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(KeyboardInterrupt):
         run(_python(_STUBBORN.format(noted=str(noted), parent=os.getpid())), tmp_path, {}, log)
     assert log.read_text().splitlines() == ["ignored 2", "ignored 15"]
-
-
-def test_worktrees_are_removed_outside_the_main_thread_too(repository: Path) -> None:
-    """Signals cannot be ignored there."""
-    found = []
-
-    def work() -> None:
-        with checked_out(["main"], repository) as (tree,):
-            found.append(tree.sha)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert len(found) == 1
-    assert _left(repository) == ([], 1)
 
 
 def test_children_of_a_command_are_ended(tmp_path: Path) -> None:

@@ -46,33 +46,6 @@ def test_probes_belong_to_the_test_that_was_out_of_memory(runs: FakedRuns) -> No
     assert (found.largest_fit, found.smallest_oom) == (13, 14)
 
 
-def test_no_search_without_the_option(runs: FakedRuns) -> None:
-    """Without the option only the listed batch sizes are measured."""
-    runs(sizes="8,16")
-    assert _outcomes(runs) == {"mp-bs8": "completed", "mp-bs16": "oom"}
-
-
-def test_a_marker_asks_for_one_test(pytester: pytest.Pytester, runs: FakedRuns) -> None:
-    """A marker can set the option for one test."""
-    pytester.makepyfile(
-        test_it="""
-        import pytest
-
-        @pytest.mark.llmgpu(find_max_batch=True)
-        def test_hellaswag(llm, hellaswag, batch_size, measure):
-            measure(llm, hellaswag, batch_size)
-        """
-    )
-    runs(sizes="12,16")
-    assert _outcomes(runs) == {"mp-bs12": "completed", "mp-bs16": "oom", "mp-bs14": "oom", "mp-bs13": "completed"}
-
-
-def test_where_all_fit_there_is_nothing_to_find(runs: FakedRuns) -> None:
-    """No batch size above the list is measured."""
-    assert runs("--llmgpu-find-max-batch", sizes="1,8").ret == 0
-    assert _outcomes(runs) == {"mp-bs1": "completed", "mp-bs8": "completed"}
-
-
 def test_probes_do_not_excuse_a_list_of_which_nothing_fits(runs: FakedRuns) -> None:
     """The test fails as it does without the search, and the report has the size that fits."""
     result = runs("--llmgpu-find-max-batch", sizes="16")
@@ -114,25 +87,3 @@ def test_a_size_that_the_strategy_refuses_ends_the_search(pytester: pytest.Pytes
     )
     assert runs("--strategy=even:Even", "--llmgpu-find-max-batch", sizes="12,16").ret == 0
     assert _outcomes(runs) == {"even-bs12": "completed", "even-bs16": "oom", "even-bs14": "oom"}
-
-
-def test_each_strategy_is_searched_by_itself(pytester: pytest.Pytester, runs: FakedRuns) -> None:
-    """Each series has its own search."""
-    runs.fits = 3
-    pytester.makepyfile(
-        test_it="""
-        import pytest
-
-        @pytest.mark.llmgpu(dtype="float16")
-        def test_half(llm, hellaswag, batch_size, measure):
-            measure(llm, hellaswag, batch_size)
-
-        @pytest.mark.llmgpu(dtype="float32")
-        def test_single(llm, hellaswag, batch_size, measure):
-            measure(llm, hellaswag, batch_size)
-        """
-    )
-    runs("--llmgpu-find-max-batch", sizes="1,4")
-    ran = [(case.case.dtype, case.case.batch_size, case.outcome) for case in runs.report().cases]
-    each = [(1, "completed"), (4, "oom"), (2, "completed"), (3, "completed")]
-    assert ran == [(dtype, *case) for dtype in ("float16", "float32") for case in each]

@@ -87,40 +87,6 @@ def test_a_run_that_is_as_good_as_its_baseline_is_green(runs: FakedRuns) -> None
     strict.stdout.fnmatch_lines(["UNDECIDED: mp-bs1 wall time *", "*3 failed, 4 passed*"])
 
 
-def test_what_no_longer_fits_fails_its_test_and_the_series_fails_the_run(runs: FakedRuns) -> None:
-    """Out of memory is a regression if the baseline completed, also where the test expects it."""
-    runs.outcome = lambda size: "oom" if size == 8 else "completed"
-    result = runs("-v", _COMPARE)
-    assert result.ret == 1
-    result.stdout.fnmatch_lines(
-        [
-            "*test_it.py::test_hellaswag?mp-bs8? OOM*",
-            "*llmgpu gate::*mp-bs8? REGRESSED*",
-            "*llmgpu gate::the whole run REGRESSED*",
-            "REGRESSED: mp-bs8: Out of memory; *",
-            "REGRESSED: mp largest batch *",
-        ]
-    )
-
-
-def test_a_case_that_is_gone_fails_the_run(runs: FakedRuns) -> None:
-    """No test has a missing case."""
-    result = runs("-v", _COMPARE, sizes="1,4")
-    assert result.ret == 1
-    result.stdout.fnmatch_lines(
-        ["*llmgpu gate::the whole run MISSING*", "MISSING: mp-bs8: The baseline has this case*"]
-    )
-
-
-def test_a_selection_is_compared_with_its_part_of_the_baseline(runs: FakedRuns) -> None:
-    """Cases that -k left out do not fail, and a regression of the others does."""
-    runs.seconds = _slower
-    result = runs(_COMPARE, "-k", "bs1")
-    assert result.ret == 0
-    result.stdout.fnmatch_lines(["*deselected in this run (2 cases)*"])
-    assert runs(_COMPARE, "-k", "bs4").ret == 1
-
-
 @pytest.mark.parametrize("flags", [["-k", "nothing"], ["-k", "other"]])
 def test_a_selection_without_a_case_is_not_green(runs: FakedRuns, pytester: pytest.Pytester, flags: list[str]) -> None:
     """A run with --llmgpu-compare that measures nothing fails with the reason."""
@@ -265,24 +231,3 @@ def test_junit_has_a_test_case_for_each_item(runs: FakedRuns, pytester: pytest.P
     assert "REGRESSED: mp-bs4 wall time +" in text
     assert '<property name="llmgpu.verdict.time" value="REGRESSED: Time +' in text
     assert '<property name="llmgpu.verdict.accuracy" value="OK: ' in text
-
-
-def test_the_report_is_judged_and_written_before_anything_fails(runs: FakedRuns, pytester: pytest.Pytester) -> None:
-    """The report is complete with its verdicts when the first item is reported."""
-    pytester.makeconftest(
-        """
-        import shutil
-
-        def pytest_runtest_logreport(report):
-            if report.failed:
-                shutil.copy(".llmgpu/last.json", "seen.json")
-        """
-    )
-    runs.seconds = _slower
-    assert runs(_COMPARE).ret == 1
-    seen = runs.report("seen.json")
-    assert seen.verdicts is not None
-    assert (len(seen.cases), seen.session.complete, seen.session.exit_status) == (3, True, None)
-    written = runs.report().verdicts
-    assert written is not None
-    assert seen.verdicts.rows == written.rows

@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 
 import pytest
 from support.faked_runs import FakedRuns
-from support.report_factory import make_result, make_traffic
 
 import pytest_llmgpu.plugin.launch_loop  # noqa: F401 - as in faked_runs
-from pytest_llmgpu.profiling import machine
-from pytest_llmgpu.profiling.machine import TorchFacts
-from pytest_llmgpu.report import file
-from pytest_llmgpu.report.options import Options
-from pytest_llmgpu.report.report import Commit, Environment
-from pytest_llmgpu.session import recorder
-from pytest_llmgpu.session.recorder import Recorder
 
 
 def test_all_cases_run_once_a_launch_in_ascending_order(runs: FakedRuns) -> None:
@@ -41,14 +32,6 @@ def test_a_case_holds_its_launches_and_their_median(runs: FakedRuns) -> None:
     assert case.inference_s == pytest.approx(20.0)
     assert (written.session.complete, written.session.collected) == (True, 1)
     assert written.options["--llmgpu-launches"] == 3
-
-
-def test_one_launch_is_the_ordinary_run(runs: FakedRuns) -> None:
-    """Without the option processes do not end between cases, and the output names no launch."""
-    result = runs(sizes="1,8")
-    assert runs.did[:2] == ["mp-bs1", "mp-bs8"]
-    result.stdout.no_fnmatch_line("*launch * of *")
-    assert [len(case.launches) for case in runs.report().cases] == [1, 1]
 
 
 def test_out_of_memory_in_any_launch_is_out_of_memory(runs: FakedRuns) -> None:
@@ -137,19 +120,6 @@ def test_a_test_judges_all_launches_so_far(runs: FakedRuns, pytester: pytest.Pyt
     assert [(case.id, len(case.launches)) for case in runs.report().cases] == [("mp-bs4", 3), ("mp-bs4#2", 3)]
 
 
-def test_launches_give_the_gate_enough_data(runs: FakedRuns) -> None:
-    """A slowdown is judged with the launches of both reports, and the gate's items run once, at the end."""
-    assert runs("--llmgpu-launches=3", "--llmgpu-json=base.json", sizes="4").ret == 0
-    runs.seconds = lambda size: 3 * size
-    result = runs("-v", "--llmgpu-launches=3", "--llmgpu-compare=base.json", sizes="4")
-    assert result.ret == 1
-    result.assert_outcomes(passed=2, failed=1)
-    verdicts = runs.report().verdicts
-    assert verdicts is not None
-    (time,) = [row for row in verdicts.rows if row.metric == "time"]
-    assert (time.verdict, time.n) == ("REGRESSED", 3)
-
-
 def test_a_collection_that_failed_is_not_run(runs: FakedRuns, pytester: pytest.Pytester) -> None:
     """A failed collection stops the launches too."""
     pytester.makepyfile(test_broken="import nothing_of_that_name")
@@ -164,23 +134,6 @@ def test_listing_launches_nothing(runs: FakedRuns, flags: list[str]) -> None:
     assert result.ret == 0
     assert "mp-bs1" not in runs.did
     result.stdout.no_fnmatch_line("*launch * of *")
-
-
-def test_launches_of_a_case_are_assessed_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The report has one case with the findings on its launches; unequal traffic is unknown, with the reason."""
-    monkeypatch.setattr(recorder, "commit", lambda _: Commit())
-    monkeypatch.setattr(machine, "fingerprint", lambda _: Environment(python="3.11.7", platform="Linux"))
-    kept = Recorder(tmp_path / "report.json", tmp_path / "store", tmp_path, Options())
-    devices = machine.Machine(device="cpu", devices=1, gpus=[], facts=TorchFacts(version="2"))
-    for number, (seconds, ranks) in enumerate(((1.2, 4), (1.0, 2), (3.1, 4)), start=1):
-        kept.start_launch(number)
-        result = make_result(seconds, traffic=make_traffic(ranks))
-        kept.add(result, Options(), "test_it.py::test_it", devices)
-    (case,) = file.load(tmp_path / "report.json").cases
-    assert len(case.launches) == 3
-    assert case.traffic is None
-    assert "traffic" in case.why
-    assert "launches-differ" in [finding.code for finding in case.findings]
 
 
 def test_a_test_that_may_fail_runs_in_every_launch(runs: FakedRuns, pytester: pytest.Pytester) -> None:

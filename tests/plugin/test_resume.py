@@ -89,18 +89,6 @@ def test_only_the_missing_cases_are_measured(runs: FakedRuns) -> None:
     assert "Resumed" in runs.pytester.path.joinpath("whole.html").read_text()
 
 
-def test_a_session_is_continued_as_often_as_it_breaks(runs: FakedRuns) -> None:
-    """The report may be written over the one that is continued."""
-    _break_off(runs, 2)
-    _break_off(runs, 2, _RESUME)
-    assert runs(_RESUME).ret == 0
-    assert _measured(runs) == ["mp-bs8"]
-    written = runs.report()
-    starts = {case.id: case.launches[0].resumption for case in written.cases}
-    assert starts == {"mp-bs1": 0, "mp-bs4": 1, "mp-bs8": 2}
-    assert [one.kept for one in written.resumed] == [1, 2]
-
-
 def test_a_continued_session_keeps_its_name_in_the_store(runs: FakedRuns) -> None:
     """The whole report replaces the one of the interrupted run, which stays where another name is chosen."""
     _break_off(runs, 2, "--llmgpu-save=base")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.report_factory import make_failed, make_result
+from support.report_factory import make_result
 
 from pytest_llmgpu.profiling import machine as environment
 from pytest_llmgpu.profiling.machine import Machine, TorchFacts
@@ -74,13 +74,6 @@ def test_a_second_run_of_a_name_is_noted(tmp_path: Path) -> None:
     assert "CPU-Xeon/0002" in note
 
 
-def test_a_run_of_the_same_name_on_another_machine_is_not_noted(tmp_path: Path) -> None:
-    """A gate finds that of its own machine by the name."""
-    _finished(tmp_path, Options(save="base"))
-    (tmp_path / "store" / "CPU-Xeon").rename(tmp_path / "store" / "CPU-Other")
-    assert len(_finished(tmp_path, Options(save="base")).whereabouts()) == 3
-
-
 @pytest.mark.parametrize(("exit_status", "interrupted"), [(1, False), (2, True)])
 def test_who_asks_for_a_run_to_be_saved_gets_it_whatever_came_of_it(
     tmp_path: Path, exit_status: int, interrupted: bool
@@ -90,12 +83,6 @@ def test_who_asks_for_a_run_to_be_saved_gets_it_whatever_came_of_it(
     (one,) = store.stored(tmp_path / "store")
     assert one.name is None
     assert file.load(one.path).session.exit_status == exit_status
-
-
-def test_nothing_is_saved_unless_asked_for(tmp_path: Path) -> None:
-    """Without the options no store is created."""
-    _finished(tmp_path, Options(), result=make_failed("oom", device="cpu", devices=1))
-    assert not (tmp_path / "store").exists()
 
 
 def test_a_store_that_cannot_be_written_is_refused_before_the_run(tmp_path: Path) -> None:

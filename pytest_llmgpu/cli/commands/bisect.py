@@ -60,13 +60,11 @@ class Step(NamedTuple):
     """One commit of a bisection."""
 
     sha: str
-    """The hash of the commit."""
     mark: Mark | None
     """The mark of the commit; None if the allowed launches did not decide."""
     reason: str = ""
     """The reason why the commit was skipped; else empty."""
     launches: int = 0
-    """The number of launches with a report."""
     row: Row | None = None
     """The comparison with the good end; None if there is none."""
     report: Report | None = None
@@ -212,15 +210,14 @@ class Bisection:
         return None if _FIRST_BAD.search(log) or _ONLY_SKIPPED.search(log) else self._git("rev-parse", "HEAD").strip()
 
     def tree(self, sha: str) -> Worktree:
-        """Return the worktree, in which git has checked out this commit."""
+        """Return the worktree with this commit."""
         inside, repository = worktrees.place(self._folder)
         return Worktree(sha, sha, self._root, self._root / inside, repository)
 
     def mark(self, mark: Mark) -> None:
         """Mark the candidate, and check out the next one without the files that the launches left.
 
-        Raises:
-            ValueError: one line: git cannot continue, for example because a merge base is bad.
+        ValueError in one line: git cannot continue, for example because a merge base is bad.
         """
         self._git("reset", "--hard", "--quiet")
         self._git("clean", "-ffdxq")
@@ -249,11 +246,7 @@ class Bisection:
 
 @contextmanager
 def begun(good: str, bad: str, folder: Path = Path()) -> Iterator[Bisection]:
-    """Begin a bisection in a temporary worktree, and remove it at the end, also after an error.
-
-    Raises:
-        ValueError: one line: git cannot bisect between these commits.
-    """
+    """Begin a bisection in a temporary worktree, and remove it at the end; ValueError if git cannot bisect."""
     if good == bad:
         raise ValueError(f"GOOD and BAD are the same commit, {good}: there is nothing to search")
     try:
@@ -278,10 +271,7 @@ def measure_ends(
     metric: str | None = None,
     case: str | None = None,
 ) -> tuple[Both, Verdicts]:
-    """Launch both ends in turn until a regression is found or no row can show one, and compare them as `gate.ab` does.
-
-    The good end is `base`. The other arguments are those of `ab.compare` and `worst`.
-    """
+    """Launch both ends in turn until a regression is found or no row can show one; the good end is `base`."""
 
     def again(verdicts: Verdicts) -> set[str]:
         if worst(verdicts, metric, case) is not None:
@@ -298,12 +288,8 @@ def worst(verdicts: Verdicts, metric: str | None = None, case: str | None = None
 
     The worst verdict comes first. Among equal verdicts exact metrics come first and noisy ones last, because they need
     the fewest launches; then the row with the smallest p, which is the least hidden by noise, and then the one with the
-    largest change. A row over several cases, which needs launches of all of them, comes last.
-
-    Args:
-        verdicts: The comparison of the bad end with the good end.
-        metric: The metric to bisect, which need not be gated; None: any gated metric.
-        case: The id of the case, as in the rows of verdicts; None: any.
+    largest change. A row over several cases, which needs launches of all of them, comes last. A metric that is named
+    need not be gated.
     """
 
     def order(row: Row) -> tuple[bool, int, int, float, float]:
@@ -341,15 +327,8 @@ def find(
     """Measure the commits that the bisection proposes until one is left, and return them in that order.
 
     A commit is launched again while its row is undecided, up to eight times. One that cannot be measured is skipped.
-
-    Args:
-        history: The bisection.
-        measure: The function that runs one launch. Only the test of the case is selected.
-        judge_two: The function that compares two reports.
-        ends: The reports of the good and of the bad end.
-        end: The row of `judge_two` on the ends that is to be explained.
-        launches: The largest number of launches of all commits together.
-        on_step: Called after each commit.
+    Only the test of the case is launched, and all commits together have at most `launches` launches. `end` is the row
+    of the ends that is to be explained.
     """
     deselected = ab.left_out(ends.base, {end.key}) if end.nodeid is not None else []
     steps: list[Step] = []
@@ -380,11 +359,7 @@ def find(
 def mark_of(end: Row, verdicts: Verdicts, report: Report, bad: Report) -> tuple[Mark | None, str]:
     """Return the mark of a commit and why it is skipped; None if more launches are needed to decide.
 
-    Args:
-        end: The comparison of the bad end with the good end.
-        verdicts: The comparison of the commit with the good end.
-        report: The report of the commit.
-        bad: The report of the bad end.
+    `end` is a row of the comparison of the bad end with the good end, `verdicts` that of the commit with the good end.
     """
     row = _row_of(verdicts, end)
     outcomes = [{result.outcome for result in one.cases if result.key == end.key} for one in (report, bad)]

@@ -19,7 +19,6 @@ from pytest_llmgpu.cli.output import show
 from pytest_llmgpu.gate.times import deviation
 from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.derived import device_times_s
-from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult, Launch
 
 _LEAST = 2
@@ -50,8 +49,12 @@ def run_calibrate(arguments: argparse.Namespace) -> int:
         sources = [source(reference, arguments) for reference in arguments.words]
         reports, names = [one.report() for one in sources], [one.name for one in sources]
     else:
+        launches.check(arguments.words)
         names = [f"launch-{number}" for number in range(1, arguments.launches + 1)]
-        reports = _launched(arguments, names)
+        into = launches.kept(storage_of(arguments) / "calibrate")
+        with subprocesses.interruptible():
+            reports = [launches.launch(arguments.words, name, Path(), environ=os.environ, into=into) for name in names]
+        show(f"reports and logs: {into}\n")
     merged = merge(reports, names)
     rows = [row for result in merged.cases if (row := _row(result)) is not None]
     if not rows:
@@ -60,16 +63,6 @@ def run_calibrate(arguments: argparse.Namespace) -> int:
     if far_apart := findings.far_apart(merged.cases):
         show(far_apart)
     return 0
-
-
-def _launched(arguments: argparse.Namespace, names: Sequence[str]) -> list[Report]:
-    """Run the command once for each name and return the reports."""
-    launches.check(arguments.words)
-    into = launches.kept(storage_of(arguments) / "calibrate")
-    with subprocesses.interruptible():
-        found = [launches.launch(arguments.words, name, Path(), environ=os.environ, into=into) for name in names]
-    show(f"reports and logs: {into}\n")
-    return found
 
 
 def _row(result: CaseResult) -> list[str] | None:

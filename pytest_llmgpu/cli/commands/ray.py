@@ -32,21 +32,10 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 def add_ray(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument(
-        "-n",
-        dest="ranks",
-        type=int,
-        metavar="RANKS",
-        help="number of processes, each with one GPU, or one CPU where the cluster has no GPU (default: every GPU; 1 "
-        "on CPUs)",
-    )
-    parser.add_argument(
-        "command",
-        nargs=argparse.REMAINDER,
-        metavar="-- COMMAND",
-        help="the command of pytest; the cluster is that of RAY_ADDRESS or of this machine, or one that ends with the "
-        "run",
-    )
+    text = "number of processes, each with one GPU, or one CPU if the cluster has no GPU (default: all GPUs; 1 on CPUs)"
+    parser.add_argument("-n", dest="ranks", type=int, metavar="RANKS", help=text)
+    text = "the command of pytest; the cluster is that of RAY_ADDRESS or of this machine, or one that ends with the run"
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help=text)
 
 
 class Starter:
@@ -144,11 +133,8 @@ def _run(command: Sequence[str], ranks: int | None) -> int:
 def _reserve(ranks: int | None) -> tuple[Any, bool, list[int], list[int]]:
     """Reserve one GPU, or one CPU, for each rank; the first is on this node.
 
-    Returns:
-        The placement group, true for GPUs, and per rank the number of its node and its bundle.
-
-    Raises:
-        ValueError: The cluster has too few devices, or they are in use.
+    Return the placement group, true for GPUs, and per rank the number of its node and its bundle. ValueError in one
+    line: the cluster has too few devices, or they are in use.
     """
     import ray
     from ray.util.placement_group import placement_group, placement_group_table

@@ -3,7 +3,6 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -140,27 +139,6 @@ def test_commits_that_cannot_be_measured_hide_no_other(project: Project) -> None
     first, remaining, steps, _ = _found(project, [1.0] * 14 + [1.1] * 18, launches=2)
     assert (first, len(remaining), steps[-1].mark) == (None, 8, None)
     assert "14" in remaining
-
-
-def test_merges_are_bisected(project: Project) -> None:
-    """A commit is bad if the culprit is among its ancestors."""
-    for seed in range(2):
-        chance = random.Random(seed)
-        shas = [_commit(project.root, "root")]
-        ancestors = {shas[0]: {shas[0]}}
-        for number in range(12):
-            # The last commit merges everything, as does each fourth one a part.
-            tips = [sha for sha in shas if not any(sha in seen for other, seen in ancestors.items() if other != sha)]
-            parents = tips if number == 11 else tips[:2] if number % 4 == 3 else [chance.choice(shas[-3:])]
-            new = _commit(project.root, f"c{number}", *parents)
-            ancestors[new] = {new}.union(*(ancestors[parent] for parent in parents))
-            shas.append(new)
-        culprit = chance.choice(shas[1:])
-        with begun(shas[0], shas[-1]) as bisection:
-            while (sha := bisection.candidate()) is not None:
-                assert culprit in bisection.remaining()
-                bisection.mark("bad" if culprit in ancestors[sha] else "good")
-            assert bisection.first_bad() == culprit
 
 
 @pytest.mark.parametrize(

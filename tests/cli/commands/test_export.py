@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import csv
 import io
-import os
 import re
 from pathlib import Path
 
@@ -85,15 +84,6 @@ def test_export_refuses_the_verdicts_of_another_report(capsys: pytest.CaptureFix
     assert re.fullmatch(r"llmgpu: verdicts verdicts.json: .*03:04:05Z; .*03:04:06Z and commit b{8}\n", printed.err)
 
 
-def test_nothing_to_annotate_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    """There is no empty line either."""
-    dump(two_strategies(oom=()), Path("report.json"))
-    assert main(["export", "github-annotations", "report.json"]) == 0
-    assert capsys.readouterr().out == ""
-    assert main(["export", "github-annotations", "report.json", "--output", "out"]) == 0
-    assert Path("out").read_bytes() == b""
-
-
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -119,11 +109,3 @@ def test_bad_input_is_one_line_and_exit_2(arguments: list[str], named: str, caps
     assert printed.err.startswith("llmgpu: ")
     assert named in printed.err
     assert printed.err.count("\n") == 1
-
-
-def test_bad_usage_is_one_line_and_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
-    """An unknown format is an error."""
-    with pytest.raises(SystemExit) as caught:
-        main(["export", "xml", "report.json"])
-    assert caught.value.code == 2
-    assert capsys.readouterr().err.count(os.linesep) == 1

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 import os
 import subprocess
 import sys
@@ -13,8 +12,7 @@ import pytest
 from support.quiet_noise import any_unseen, noise
 from support.report_factory import make_failed
 from support.repository import first_commit
-from support.stored_reports import H200, gpus, on_h200, timed
-from support.verdict_factory import BATCHES
+from support.stored_reports import on_h200, timed
 
 from pytest_llmgpu.cli import main
 from pytest_llmgpu.gate import judge as gate
@@ -133,17 +131,6 @@ def test_dump_policy_prints_the_policy_in_force(capsys: pytest.CaptureFixture[st
     assert (found.time.threshold, found.strict) == (0.1, True)
 
 
-def test_allowed_regressions_expire_on_their_day() -> None:
-    """The day is today unless --today gives another."""
-    _write(head=on_h200([timed(calls=65)]))
-    Path("pyproject.toml").write_text(
-        '[[tool.llmgpu.gate.allow]]\ncase = "mp-*"\nmetric = "traffic"\nreason = "x"\nexpires = 2020-05-01\n'
-    )
-    assert _gate("--today", "2020-05-01") == 0
-    assert _gate("--today", "2020-05-02") == 1
-    assert _gate() == 1
-
-
 def test_an_absent_baseline_passes_only_if_it_is_allowed(capsys: pytest.CaptureFixture[str]) -> None:
     """A flag or the policy allows it; the rows then have no baseline, and the first line shows that."""
     _write()
@@ -174,32 +161,6 @@ def test_baseline_and_policy_of_a_commit_cannot_be_edited_by_the_change(capsys: 
     assert "no commit 'unknown'" in capsys.readouterr().err
 
 
-def test_reports_of_the_store_are_named_by_number_and_name() -> None:
-    """A name that several machines have means the candidate's machine."""
-    save(on_h200([timed(40.0)]), STORE, "good")
-    other = on_h200()
-    other.environment.gpus = gpus("NVIDIA A100")
-    save(other, STORE, "good")
-    save(on_h200(), STORE)
-    assert main(["gate", f"{H200}/1", f"{H200}/2", "--json", "verdicts.json"]) == 0
-    assert main(["gate", "good", f"{H200}/2", "--json", "other.json"]) == 0
-    assert _verdicts().rows == _verdicts("other.json").rows
-    assert _verdicts().rows[0].improved
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("command", ["html", "plot"])
-def test_a_name_of_several_machines_means_the_machine_of_the_report(command: str) -> None:
-    """`html` and `plot` resolve names as `gate` does."""
-    pytest.importorskip("jinja2")
-    save(on_h200(), STORE, "good")
-    other = on_h200()
-    other.environment.gpus = gpus("NVIDIA A100")
-    save(other, STORE, "good")
-    _write()
-    assert main([command, "head.json", "good", "--output", f"out{'.html' * (command == 'html')}"]) == 0
-
-
 def test_in_turn_has_the_smaller_threshold() -> None:
     """A host drifts from day to day: 3 % is a regression only if the launches alternated."""
     _write(on_h200([timed(1.0, 1.001, 1.002)]), on_h200([timed(1.03, 1.031, 1.032)]))
@@ -207,58 +168,26 @@ def test_in_turn_has_the_smaller_threshold() -> None:
         assert (_gate(), _gate("--in-turn")) == (0, 1)
 
 
-def _broken(name: str) -> bytes:
-    whole = Path("base.json").read_bytes()
-    text = json.loads(whole)
-    if name == "negative.json":
-        text["cases"][0]["launches"][0]["batches"]["latency_s"][3] = -1.0
-    elif name == "overflow.json":
-        text["cases"][0]["launches"][0]["batches"]["latency_s"] = [1e308] * BATCHES
-    elif name == "huge.json":
-        text["cases"][0]["traffic"]["ranks"][0][0]["wire_bytes"] = 10**400
-    elif name == "newer.json":
-        text["schema_version"] = 99
-    elif name == "twice.json":
-        text["cases"] *= 2
-    elif name == "nan.json":
-        return whole.replace(b'"wall_s": 62.0', b'"wall_s": NaN')
-    else:
-        return {
-            "text.json": b"hello",
-            "truncated.json": whole[:1000],
-            "other.json": b'{"benchmarks": [], "version": "5.3.1"}',
-            "nested.json": b"[" * 10_000_000,
-            "gzip.json.gz": b"\x1f\x8b\x08\x00",
-        }[name]
-    return json.dumps(text).encode()
-
-
-_PLACES = {
-    "overflow.json": "$.cases[0].launches[0].batches.latency_s[0]",
-    "huge.json": "$.cases[0].traffic.ranks[0][0].wire_bytes",
-    "negative.json": "$.cases[0].launches[0].batches.latency_s[3]",
-    "newer.json": "schema_version 99 is newer",
-    "twice.json": "$.cases[1].id",
-    "nan.json": "is not valid JSON",
-    "text.json": "is not valid JSON",
-    "truncated.json": "is not valid JSON",
-    "other.json": "is not a report of pytest-llmgpu",
-    "nested.json": "report nested.json",
-    "gzip.json.gz": "cannot be decompressed",
-}
-
-
-@pytest.mark.parametrize("name", _PLACES)
-def test_a_broken_report_is_one_line_and_exit_2(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The line names the file and the place; a broken baseline is not an absent one."""
+@pytest.mark.parametrize(
+    ("name", "data", "reason"),
+    [
+        ("text.json", b"hello", "is not valid JSON"),
+        ("other.json", b'{"benchmarks": [], "version": "5.3.1"}', "is not a report of pytest-llmgpu"),
+        ("gzip.json.gz", b"\x1f\x8b\x08\x00", "cannot be decompressed"),
+    ],
+)
+def test_a_broken_report_is_one_line_and_exit_2(
+    name: str, data: bytes, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The line names the file; a broken baseline is not an absent one."""
     _write()
-    Path(name).write_bytes(_broken(name))
+    Path(name).write_bytes(data)
     for command in (["gate", name, "head.json", "--allow-no-baseline"], ["show", "base.json", name]):
         assert main(command) == 2
         printed = capsys.readouterr()
         assert (printed.out, printed.err.count("\n")) == ("", 1)
         assert printed.err.startswith(f"llmgpu: report {name}: ")
-        assert _PLACES[name] in printed.err
+        assert reason in printed.err
 
 
 @pytest.mark.parametrize(
@@ -281,17 +210,6 @@ def test_bad_input_is_one_line_and_exit_2(arguments: list[str], text: str, capsy
     assert (printed.out, printed.err.count("\n")) == ("", 1)
     assert printed.err.startswith("llmgpu: ")
     assert text in printed.err
-
-
-@pytest.mark.parametrize(
-    "arguments", [["show"], ["gate", "a", "b", "--today", "yesterday"], ["calibrate"], ["promote"]]
-)
-def test_bad_usage_is_one_line_and_exit_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """This holds for every command."""
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    assert caught.value.code == 2
-    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_an_overflow_is_exit_2(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

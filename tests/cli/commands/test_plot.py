@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 from support.report_factory import make_memory, make_profile, make_report, make_result
-from support.stored_reports import timed
 
 from pytest_llmgpu.cli import main
 from pytest_llmgpu.report.file import dump
@@ -50,16 +49,6 @@ def test_an_image_stands_alone_in_a_readme(path: Path) -> None:
     assert "#ffffff" not in dark
     assert "huggyllama/llama-30b, float16, 4 x NVIDIA H200" in text
     assert "huggyllama/llama-30b, float16, 4 x NVIDIA H200" in Path("out/timeline-power.svg").read_text("utf-8")
-
-
-def test_plot_judges_as_the_gate_does(path: Path) -> None:
-    """The chart has the verdicts under the policy in force."""
-    for name, level in (("base.json", 1.0), ("head.json", 1.5)):
-        dump(make_report([timed(*[level] * 3)]), path.with_name(name))
-    Path("lax.toml").write_text("[time]\nthreshold = 0.9\n")
-    for more, words in (([], "1 slower"), (["--policy", "lax.toml"], "1 not enough data")):
-        assert main(["plot", "head.json", "base.json", "--output", "out", "--format", "svg", *more]) == 0
-        assert words in Path("out/ratio.svg").read_text("utf-8")
 
 
 @pytest.mark.parametrize(
