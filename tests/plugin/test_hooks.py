@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from support import tiny_model
 from support.faked_runs import BENCHMARK, FakedRuns
-from support.hurried_clock import hurry
+from support.worlds import hurry
 
 from pytest_llmgpu.profiling import machine, nvml
 from pytest_llmgpu.profiling.nvml import Inventory

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from support import rank_functions as ranks
-from support.hurried_clock import hurry
+from support.worlds import hurry
 
 from pytest_llmgpu.ranks import group, local
 from pytest_llmgpu.ranks.group import RankGroup

@@ -227,17 +227,19 @@ def test_passes_are_recorded_on_a_gpu(gpu: Loaded, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("profiler", "reason"),
+    ("profiler", "users", "reason"),
     [
-        (_Refusing(iter(())), "torch.profiler did not start: CUPTI_ERROR_INSUFFICIENT_PRIVILEGES"),
-        (_Profiler(itertools.repeat([Record("cudaLaunchKernel", None, 0, 1, 1)])), "CUPTI"),
+        (_Refusing(iter(())), None, "torch.profiler did not start: CUPTI_ERROR_INSUFFICIENT_PRIVILEGES"),
+        (_Profiler(itertools.repeat([Record("cudaLaunchKernel", None, 0, 1, 1)])), None, "CUPTI"),
+        (_Profiler(itertools.repeat([])), "1", "TEARDOWN_CUPTI=1"),
     ],
 )
 def test_without_cupti_ops_and_flops_stay(
-    gpu: Loaded, monkeypatch: pytest.MonkeyPatch, profiler: _Profiler, reason: str
+    gpu: Loaded, monkeypatch: pytest.MonkeyPatch, profiler: _Profiler, users: str | None, reason: str
 ) -> None:
     """Whether the profiler does not start or records no kernel, every pass is run, since other ranks may wait in it."""
     monkeypatch.setattr(torch.profiler, "profile", profiler)
+    monkeypatch.setattr(work, "_USERS_CHOICE", users)
     runs: list[float] = []
     plan = traffic_functions.make_plan()
     reply = traffic_functions.measure_plan(gpu, plan, lambda latency_s, *_: runs.append(latency_s))
@@ -249,13 +251,6 @@ def test_without_cupti_ops_and_flops_stay(
     found = work.join([reply], {}, "it is not known")
     assert found.ranks[0].rows is None
     assert set(found.why) == {"collectives", "model"}
-
-
-def test_a_detachment_that_the_user_chose_is_named(gpu: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It can be the reason why no kernel was recorded."""
-    monkeypatch.setattr(work, "_USERS_CHOICE", "1")
-    monkeypatch.setattr(torch.profiler, "profile", _Profiler(itertools.repeat([])))
-    assert "TEARDOWN_CUPTI=1" in traffic_functions.measure(gpu).work.why["device_time_s"]
 
 
 def test_a_profiler_is_stopped_where_a_forward_fails(gpu: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:

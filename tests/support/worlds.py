@@ -1,4 +1,4 @@
-"""Processes that torchrun or srun would start: variables for them, and processes that serve a rank."""
+"""Processes of a job: what torchrun or srun sets for them, processes that serve a rank, their ends and time limits."""
 
 from __future__ import annotations
 
@@ -9,9 +9,15 @@ import select
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from pytest_llmgpu.ranks import group
 
 KEY = "a secret of more than 16 bytes"
 
@@ -110,3 +116,13 @@ def ends(pid: int, limit_s: float = 300) -> bool:
         os.close(descriptor)
         return bool(ended)
     return True
+
+
+def hurry(monkeypatch: pytest.MonkeyPatch, *, while_exists: Path) -> None:
+    """Let the clock of time limits be a thousand times as fast while a file exists, which a rank that hangs makes."""
+    monotonic = time.monotonic
+
+    def hurried() -> float:
+        return monotonic() * (1000 if while_exists.exists() else 1)
+
+    monkeypatch.setattr(group, "time", SimpleNamespace(monotonic=hurried))
