@@ -1,7 +1,6 @@
 """pytest's hooks: they call the modules that decide, and pass results to pytest.
 
-Every test run loads this module. It imports nothing heavier than pytest; the rest is imported when a collected test
-uses the model.
+Every test run loads this module. It imports nothing heavier than pytest, the rest when a test uses the model.
 """
 
 from __future__ import annotations

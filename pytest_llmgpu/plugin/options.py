@@ -1,7 +1,4 @@
-"""Options in pytest: flags, ini keys and the marker `llmgpu`.
-
-A flag wins over a marker, a marker over the ini file, the ini file over the default.
-"""
+"""Options in pytest: a flag wins over the marker `llmgpu`, a marker over the ini file, that over the default."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from support import worlds
 
-from pytest_llmgpu.ranks import supervisor
 from pytest_llmgpu.report import file
 
 _BENCHMARK = """
@@ -40,21 +39,6 @@ def test_a_world_that_cannot_work_is_refused_before_the_collection(
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines([f"ERROR: --llmgpu-launcher=env: {message.replace('[', '[[]')}*"])
     result.stdout.no_fnmatch_line("*collected*")
-
-
-@pytest.mark.slow
-def test_missing_processes_are_named_before_a_model_is_loaded(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The time limit is that of loading; a run that measures nothing does not wait."""
-    monkeypatch.setattr(supervisor, "_LATE_S", 0.0)
-    pytester.makepyfile(test_it=_BENCHMARK)
-    port = worlds.free_port()
-    _be_process(monkeypatch, worlds.torchrun(0, 3, per_node=1, port=port))
-    assert pytester.runpytest_inprocess("--llmgpu-launcher=env", "--collect-only").ret == 0
-    result = pytester.runpytest_inprocess("--llmgpu-launcher=env", "--llmgpu-load-timeout=0.1")
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["ERROR: WORLD_SIZE=3, but 1 process joined within 0.1 s: rank 1, 2 is missing.*"])
 
 
 def test_a_process_looks_for_rank_zero_within_the_time_limit_of_loading(
