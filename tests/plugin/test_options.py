@@ -134,6 +134,7 @@ def test_the_closest_marker_wins(pytestconfig: pytest.Config) -> None:
         ({"dtype": "float8"}, "allowed are auto, float32, float16, bfloat16"),
         ({"gpu_memory": "0GiB"}, "a size such as 32GiB"),
         ({"timeout": "soon"}, "seconds above 0"),
+        ({"timeout": "1/0"}, "seconds above 0"),
         ({"load_timeout": "inf"}, "seconds above 0"),
         ({"accuracy_tolerance": "nan"}, "a fraction from 0 to 1"),
         ({"iok_stock": 1}, "allowed are true and false"),
