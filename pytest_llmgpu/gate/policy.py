@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -21,8 +21,9 @@ from msgspec import Meta
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.bounds import Amount, Count, Fraction, Seconds
 from pytest_llmgpu.report.metrics import METRICS, MetricName, MetricSpec, spec_of
-from pytest_llmgpu.report.text import MIB
-from pytest_llmgpu.report.verdicts import Verdicts
+from pytest_llmgpu.report.result import CaseResult
+from pytest_llmgpu.report.text import MIB, guess
+from pytest_llmgpu.report.verdicts import Row, Verdicts
 from pytest_llmgpu.store import git
 
 _PYPROJECT = "pyproject.toml"
@@ -291,3 +292,60 @@ def _merged(built_in: Any, value: Any) -> Any:
 def _inner(table: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     inner = table.get(name)
     return inner if isinstance(inner, Mapping) else {}
+
+
+def unmatched(policy: Policy, cases: Sequence[CaseResult], rows: Sequence[Row] = ()) -> list[str]:
+    """Return a line for each accepted regression that matches none of the cases: its name may be misspelt."""
+    names = {name for result in cases for name in (result.id, result.case.strategy)} | {row.id for row in rows}
+    return [
+        f"{_named(entry)}: no case of these reports has that name{guess(entry.case, names)}"
+        for entry in policy.allow
+        if not any(map(entry.matches, names))
+    ]
+
+
+def _named(entry: Allowed) -> str:
+    return f"allowed {entry.case} {entry.metric} ({entry.reason})"
+
+
+def with_allowed(rows: Sequence[Row], policy: Policy, today: datetime.date) -> tuple[list[Row], list[str]]:
+    """Mark the rows that the policy accepts, and return a warning for each entry that expired or is not needed.
+
+    An undecided row can be the accepted regression, hidden by noise. A row of a series is accepted if each of the
+    cases that it is about is.
+    """
+    warnings: list[str] = []
+    in_force = [entry for entry in policy.allow if entry.expires is None or entry.expires >= today]
+    for entry in policy.allow:
+        about = [row for row in rows if row.metric == entry.metric and any(map(entry.matches, _names(row)))]
+        grown = max((row.ratio - 1 for row in about if row.ratio is not None), default=0.0)
+        if entry not in in_force:
+            warnings.append(f"{_named(entry)} expired on {entry.expires}: it counts again")
+        elif entry.up_to is not None and grown > entry.up_to and any(row.worse for row in about):
+            text = f"grew by {100 * grown:,.3g} %, more than its up_to of {100 * entry.up_to:.3g} %: it counts"
+            warnings.append(f"{_named(entry)} {text}")
+        elif entry.expires is not None and about and all(row.verdict == "OK" for row in about):
+            warnings.append(f"{_named(entry)} was not found: remove it from the policy")
+
+    def reason(row: Row, name: str) -> str | None:
+        growth = 0.0 if row.ratio is None else row.ratio - 1
+        for entry in in_force:
+            if entry.metric == row.metric and entry.matches(name) and (entry.up_to is None or growth <= entry.up_to):
+                return entry.reason
+        return None
+
+    marked = []
+    for row in rows:
+        if row.worse or row.verdict in {"MISSING", "UNDECIDED"}:
+            of_cases = [reason(row, name) for name in row.cases or ()]
+            of_cases = of_cases if None not in of_cases else []
+            found = next(filter(None, [reason(row, name) for name in _names(row)[:2]] + of_cases), None)
+            marked.append(msgspec.structs.replace(row, allowed=found))
+        else:
+            marked.append(row)
+    return marked, warnings
+
+
+def _names(row: Row) -> list[str]:
+    """Return the id of a row, the strategy of one of several series of it, and the cases that it is about."""
+    return [row.id, row.id.partition(" (")[0], *(row.cases or ())]

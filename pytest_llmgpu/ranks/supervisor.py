@@ -425,7 +425,7 @@ class Peers:
         """Let a process join if it proves itself and belongs here."""
         try:
             connection = Link(connected, self.world.key, listens=True)
-            version, number, size, local_rank, node = connection.receive()
+            version, number, *rest = connection.receive()
         except (OSError, EOFError) as error:
             if isinstance(error, PermissionError):  # others are scans of ports, for example
                 self._stranger = error.strerror
@@ -435,12 +435,16 @@ class Peers:
             reason = self._refused
             if version != (own := hello(self.world)[0]):
                 reason = f"rank {number} has pytest-llmgpu {version}, rank 0 has {own}: install the same version"
-            elif size != self.world.size:
-                reason = f"rank {number} has {name}={size}, rank 0 has {name}={self.world.size}"
-            elif number in self._joined or not 0 < number < self.world.size:
-                reason = f"two processes are rank {number}"
-            if reason is None:
-                self._joined[number] = Peer(connection, number, local_rank, node)
+            else:
+                size, local_rank, node = rest  # another version may send other fields
+                if size != self.world.size:
+                    reason = f"rank {number} has {name}={size}, rank 0 has {name}={self.world.size}"
+                elif not 0 <= number < size:
+                    reason = f"a process is rank {number}: allowed are 0 to {size - 1}"
+                elif number == 0 or number in self._joined:
+                    reason = f"two processes are rank {number}"
+                if reason is None:
+                    self._joined[number] = Peer(connection, number, local_rank, node)
             self._refused = self._refused or reason
             self._changed.notify_all()
         if reason is not None:

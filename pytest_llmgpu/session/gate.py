@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pytest_llmgpu.gate import cause, headline
-from pytest_llmgpu.gate.judge import ExitStatus, exit_status, fails, judge, unmatched
-from pytest_llmgpu.gate.policy import Policy, find_policy, load_policy, policy_in_words, switched
+from pytest_llmgpu.gate.judge import ExitStatus, exit_status, fails, judge
+from pytest_llmgpu.gate.policy import Policy, find_policy, load_policy, policy_in_words, switched, unmatched
 from pytest_llmgpu.profiling.machine import Machine, environment
 from pytest_llmgpu.render.terminal import verdicts as verdict_tables
 from pytest_llmgpu.report.case import Case

@@ -7,7 +7,6 @@ they are ended, and the next case starts on clean devices.
 from __future__ import annotations
 
 import itertools
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,6 +20,7 @@ from pytest_llmgpu.profiling import machine
 from pytest_llmgpu.profiling.machine import Machine
 from pytest_llmgpu.profiling.node_profilers import NodeProfilers
 from pytest_llmgpu.ranks import ceilings, serving, traffic, work, worker
+from pytest_llmgpu.ranks import host as hosts
 from pytest_llmgpu.ranks.group import RankGroup, slowest
 from pytest_llmgpu.ranks.local import LocalLauncher, RankFailedError
 from pytest_llmgpu.report import derived, disturbances
@@ -52,11 +52,6 @@ _NAMED = 3
 """A message names at most this many files that differ."""
 _WORK_FAILED = "the work passes failed"
 _NO_TRAFFIC = "traffic is counted for completed cases only"
-
-_SPINS = "1000"
-"""How often a thread of a rank on a CPU looks for the end of an operation before it sleeps: as libgomp does where it
-sees more threads than cores. It does not see other programs: with two of them on two cores its default of 300,000 made
-forwards of the bundled model 6 to 60 times slower."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -204,7 +199,7 @@ class Runner:
         """Measure a case and fill its launch, eagerly if its forwards cannot be recorded as CUDA graphs.
 
         Returns:
-            How the forwards ran: `eager` or `cuda_graphs`.
+            How the forwards ran: `eager`, `cuda_graphs` or `compile`.
         """
         case, timeout_s = request.case, request.timeout_s
         recording = case.loading, case.workload
@@ -373,7 +368,9 @@ class Runner:
         self._build(strategy, request, nodes_of_ranks)
         self._used_before = self._profilers_of(request.machine).used_bytes()
         began = time.monotonic()
-        self._group = RankGroup(self._launcher, _environments(request, len(nodes_of_ranks)))
+        self._group = RankGroup(
+            self._launcher, hosts.environments(request.machine, request.case.device, len(nodes_of_ranks))
+        )
         try:
             if any(nodes_of_ranks):
                 hashes: list[Mapping[str, str] | None] = self._group.ask(
@@ -463,36 +460,6 @@ class Runner:
         return msgspec.structs.replace(profile, invalid=sentences)
 
 
-def _environments(request: Request, world_size: int) -> Sequence[Mapping[str, str]]:
-    """Return the variables of each rank: its devices and, for several ranks, those that torchrun would set."""
-    machine, on_gpus = request.machine, request.case.device == "cuda"
-    uuids = [gpu.uuid for gpu in machine.gpus] if on_gpus else []
-    chosen = on_gpus or not os.environ.keys().isdisjoint({"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"})
-    waiting = {} if chosen else {"GOMP_SPINCOUNT": _SPINS}
-    if world_size == 1:
-        return [{"CUDA_VISIBLE_DEVICES": ",".join(uuids), **waiting}]
-    environments = []
-    nodes = [machine.node_of(rank) for rank in range(world_size)]
-    for number, its_node in enumerate(nodes):
-        on_node = [rank for rank, node in enumerate(nodes) if node == its_node]
-        seen = [number] if machine.one_gpu_each else on_node
-        environments.append(
-            {
-                "CUDA_VISIBLE_DEVICES": ",".join(uuids[rank] for rank in seen) if uuids else "",
-                "RANK": str(number),
-                "LOCAL_RANK": str(seen.index(number)),
-                "WORLD_SIZE": str(world_size),
-                "LOCAL_WORLD_SIZE": str(len(on_node)),
-                **({} if len(on_node) == world_size else {traffic.NODES: ",".join(map(str, nodes))}),
-                **waiting,
-                # The cores of this process, split between the ranks.
-                "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")
-                or str(max(1, len(os.sched_getaffinity(0)) // len(on_node))),
-            }
-        )
-    return environments
-
-
 def _check_ranks_agree(ranks: Sequence[Launch], case: Case) -> None:
     """Refuse log-likelihoods that differ by more than rounding from those of rank 0: every rank computes all."""
     answers = [rank.generation or rank.accuracy for rank in ranks]
@@ -517,6 +484,7 @@ def _check_ranks_agree(ranks: Sequence[Launch], case: Case) -> None:
 def _join(launch: Launch, ranks: Sequence[Launch]) -> None:
     """Fill a launch with what its ranks measured: the slowest rank counts, and the smallest workspace."""
     first = ranks[0]
+    launch.why |= {name: reason for rank in ranks for name, reason in rank.why.items()}
     launch.warmup_s = max(rank.warmup_s for rank in ranks if rank.warmup_s is not None)
     launch.compile_s = max((rank.compile_s for rank in ranks if rank.compile_s is not None), default=None)
     launch.plan_sha256 = first.plan_sha256
@@ -531,13 +499,13 @@ def _join(launch: Launch, ranks: Sequence[Launch]) -> None:
             kv_cache_bytes=sum(one.kv_cache_bytes for one in texts),
         )
     launch.execution_choice = first.execution_choice
-    hosts = [rank.host for rank in ranks if rank.host is not None]
+    uses = [rank.host for rank in ranks if rank.host is not None]
     launch.host = HostUse(
-        wall_s=max(host.wall_s for host in hosts),
-        threads=[number for host in hosts for number in host.threads],
-        cpu_s=[used_s for host in hosts for used_s in host.cpu_s],
-        waited_s=[waited_s for host in hosts for waited_s in host.waited_s],
-        pressure_s=hosts[0].pressure_s,
+        wall_s=max(host.wall_s for host in uses),
+        threads=[number for host in uses for number in host.threads],
+        cpu_s=[used_s for host in uses for used_s in host.cpu_s],
+        waited_s=[waited_s for host in uses for waited_s in host.waited_s],
+        pressure_s=uses[0].pressure_s,
     )
     launch.tokens_requested = first.tokens_requested
     launch.tokens_granted = min(
