@@ -136,16 +136,11 @@ class Item(NamedTuple):
         return frozenset(self.facts), self.asked
 
 
-def _draw_facts(rng: random.Random) -> tuple[str, tuple[Fact, ...]]:
-    """Draw an activity label and four facts, of different people and different things."""
-    activity_label, things = rng.choice(_THEMES)
-    people = zip(rng.sample(_NAMES, 4), rng.sample(things, 4), strict=True)
-    return activity_label, tuple(Fact(name, thing) for name, thing in people)
-
-
 def _draw_item(rng: random.Random, label: int) -> Item:
     """Draw an item whose right ending is number `label`."""
-    activity_label, facts = _draw_facts(rng)
+    activity_label, things = rng.choice(_THEMES)
+    people = zip(rng.sample(_NAMES, 4), rng.sample(things, 4), strict=True)
+    facts = tuple(Fact(name, thing) for name, thing in people)
     # The question is about a random fact and the other endings are shuffled: only the facts determine the answer.
     asked = rng.choice(facts)
     endings = [f"{fact.thing}." for fact in facts if fact is not asked]

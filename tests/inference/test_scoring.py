@@ -161,17 +161,6 @@ def test_the_warm_up_runs_every_shape_once(model: Any, logits: str) -> None:
     assert warm_up == list(dict.fromkeys(shapes[2:]))
 
 
-def test_a_model_that_answers_with_some_logits_is_refused_by_the_harness_way() -> None:
-    """Logits of another shape are refused."""
-
-    class Short(torch.nn.Module):
-        def forward(self, input_ids: Any, **_: Any) -> Any:
-            return type("Output", (), {"logits": torch.zeros(len(input_ids), 1, VOCABULARY)})
-
-    with pytest.raises(ValueError, match="Short does not return the logits of every position"):
-        scoring.score(Short(), batching.plan(_requests(*MIXED), 2), input_device=CPU, logits=scoring.HARNESS)
-
-
 def test_broken_numbers_are_an_error_not_a_choice() -> None:
     """NaN in the weights is an error with the batch."""
     broken = _llama()
@@ -181,17 +170,24 @@ def test_broken_numbers_are_an_error_not_a_choice() -> None:
         scoring.score(broken, batching.plan(_requests(*MIXED), 2), input_device=CPU)
 
 
-def test_a_model_that_goes_around_its_head_is_refused(model: Any) -> None:
-    """A model that does not call its output head is refused."""
+@pytest.mark.parametrize(
+    ("logits", "positions", "message"),
+    [
+        (scoring.HARNESS, 1, "does not return the logits of every position"),
+        (scoring.LEAN, 7, "does not call its output head"),
+    ],
+)
+def test_a_model_with_other_logits_is_refused(model: Any, logits: str, positions: int, message: str) -> None:
+    """Logits of another shape are refused, and so is a model that does not call its output head."""
 
-    class Around(torch.nn.Module):
+    class Other(torch.nn.Module):
         get_output_embeddings = model.get_output_embeddings
 
         def forward(self, input_ids: Any, **_: Any) -> Any:
-            return type("Output", (), {"logits": torch.zeros(*input_ids.shape, VOCABULARY)})
+            return type("Output", (), {"logits": torch.zeros(len(input_ids), positions, VOCABULARY)})
 
-    with pytest.raises(ValueError, match="Around does not call its output head"):
-        scoring.score(Around(), batching.plan(_requests(*MIXED), 2), input_device=CPU)
+    with pytest.raises(ValueError, match=f"Other {message}"):
+        scoring.score(Other(), batching.plan(_requests(*MIXED), 2), input_device=CPU, logits=logits)
 
 
 def test_batches_are_reported_as_they_finish(model: Any) -> None:
