@@ -54,14 +54,22 @@ def _from_full_logits(model: Any, tokens: tuple[int, ...], ending: int) -> float
 MIXED = (((5, 6, 7, 8, 9), 2), ((5, 6, 7), 1), ((1, 2, 3, 4, 5, 6, 7, 8), 5), ((9, 8, 7, 6), 3), ((3, 4), 1))
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 5])
+ONE_ROW = (((1, 2, 3, 4, 5, 6), 4), ((1, 2, 3, 4, 5, 7), 1), ((1, 2, 3, 4, 5, 8), 2))
+
+
+@pytest.mark.parametrize(
+    ("pairs", "batch_size", "rows"), [(MIXED, 1, 5), (MIXED, 2, 5), (MIXED, 5, 5), (ONE_ROW, 1, 1)]
+)
 @pytest.mark.parametrize("logits", scoring.SCORINGS)
-def test_loglikelihoods_are_those_of_the_full_logits(model: Any, logits: str, batch_size: int) -> None:
-    """Padding, order, batch size and the scoring do not change the log-likelihoods."""
-    plan = batching.plan(_requests(*MIXED), batch_size)
+def test_loglikelihoods_are_those_of_the_full_logits(
+    model: Any, logits: str, pairs: Any, batch_size: int, rows: int
+) -> None:
+    """Padding, order, batch size, the scoring, and endings that share a row do not change the log-likelihoods."""
+    plan = batching.plan(_requests(*pairs), batch_size)
+    assert sum(batch.rows for batch in plan.batches) == rows
     scores = scoring.score(model, plan, input_device=CPU, logits=logits)
     assert [value for row in scores.loglikelihoods for value in row] == pytest.approx(
-        [_from_full_logits(model, *pair) for pair in MIXED], rel=1e-5
+        [_from_full_logits(model, *pair) for pair in pairs], rel=1e-5
     )
 
 
@@ -73,17 +81,6 @@ def test_log_probabilities_are_those_of_float32(dtype: torch.dtype, rows: int) -
     targets = torch.arange(rows) % VOCABULARY
     expected = torch.log_softmax(values.float(), dim=-1)[torch.arange(rows), targets]
     assert torch.equal(scoring.log_probabilities(values, targets, most_bytes=4 * VOCABULARY * 5), expected)
-
-
-def test_requests_on_one_row_may_have_endings_of_different_lengths(model: Any) -> None:
-    """Requests with equal input and endings of different length are scored on their own last tokens."""
-    pairs = (((1, 2, 3, 4, 5, 6), 4), ((1, 2, 3, 4, 5, 7), 1), ((1, 2, 3, 4, 5, 8), 2))
-    plan = batching.plan(_requests(*pairs), 1)
-    assert [(batch.rows, batch.requests) for batch in plan.batches] == [(1, (0, 1, 2))]
-    scores = scoring.score(model, plan, input_device=CPU)
-    assert [row[0] for row in scores.loglikelihoods] == pytest.approx(
-        [_from_full_logits(model, *pair) for pair in pairs], rel=1e-5
-    )
 
 
 def test_logits_exist_only_where_an_ending_is_predicted(model: Any) -> None:

@@ -166,22 +166,13 @@ def test_rows_without_padding_need_no_mask(
 
 
 def test_a_larger_batch_gets_a_larger_workspace(inject: Inject, plain: torch.nn.Module) -> None:
-    """A function of the user may run a larger shape than the prepared one."""
+    """A function of the user may run a larger shape than the prepared one; one token starts a new text."""
     injected = inject()
     injected.strategy.prepare(injected.loaded, 2, 20)
-    for rows, tokens in ((2, 20), (8, 20), (8, 50), (1, 50)):
-        ids_BS = _ids(rows, tokens)
+    for seed, (rows, tokens) in enumerate(((2, 20), (2, 1), (8, 20), (8, 50), (1, 50))):
+        ids_BS = _ids(rows, tokens, seed)
         _exact(_logits(injected.loaded.model, ids_BS), _logits(plain, ids_BS))
     assert injected.op.batch_size == 8
-
-
-def test_a_single_token_starts_a_new_text(inject: Inject, plain: torch.nn.Module) -> None:
-    """One token does not continue the batch before it."""
-    injected = inject()
-    injected.strategy.prepare(injected.loaded, 4, 20)
-    _logits(injected.loaded.model, _ids(4, 20))
-    one = _ids(4, 1, seed=2)
-    _exact(_logits(injected.loaded.model, one), _logits(plain, one))
 
 
 def test_a_smaller_batch_gets_a_smaller_workspace(inject: Inject, plain: torch.nn.Module) -> None:
