@@ -91,15 +91,9 @@ class Checked(NamedTuple):
 def check(
     result: CaseResult, mp: CaseResult | None, earlier: Sequence[CaseResult], options: Options
 ) -> tuple[AccuracyCheck | None, list[Finding]]:
-    """Check the answers of a result and find what is wrong with them.
+    """Check the answers of a result, compare them with those of mp, and find what is wrong with them.
 
     If the result has several launches, the worst one counts.
-
-    Args:
-        result: The case to check; its comparison with mp is filled in.
-        mp: Its case of the reference strategy; None if there is none.
-        earlier: Results of the same session; dummy weights and a model without a baseline are compared with these.
-        options: The options of the test: baseline, metric and tolerance.
 
     Returns:
         The check as the report holds it, None for a result that did not complete or has no answers; and the findings.

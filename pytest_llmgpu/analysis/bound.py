@@ -19,11 +19,6 @@ def bound(result: CaseResult, work: Work | None, ceilings: Ceilings | None) -> B
 
     The devices of one rank run one after the other (a forward passes through their layers in turn), ranks run at the
     same time and have equal parts of the model. The slowest GPU counts.
-
-    Args:
-        result: The case; its last launch has the batches.
-        work: What the ranks of that launch computed.
-        ceilings: What the GPUs reach.
     """
     if work is None or work.model is None:
         missing = "there were no work passes" if work is None else work.why.get("model", "it was not recorded")

@@ -90,10 +90,6 @@ def search(results: Sequence[CaseResult], probe: Callable[[int], CaseResult | No
 
     The interval is halved. The search ends early if a case ends in another way than completed or out of memory: that is
     no information on memory. It does not begin if the model itself does not fit.
-
-    Args:
-        results: The results of one series in the order in which they ran, one of them out of memory.
-        probe: Measures one batch size; returns None if it cannot be measured.
     """
     if any(map(_while_loading, results)):
         return

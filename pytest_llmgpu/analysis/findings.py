@@ -19,7 +19,7 @@ from pytest_llmgpu.analysis.traffic_path import FASTEST_FIRST, NAMES
 from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.derived import device_times_s, inference_s, of_window, predictions_of
 from pytest_llmgpu.report.result import CaseResult, Failure, Finding, Launch
-from pytest_llmgpu.report.text import GIB, gib, listed, percent, plural, sentence
+from pytest_llmgpu.report.text import GIB, gib, percent, plural, sentence
 from pytest_llmgpu.report.work import NO_WORK, TRAFFIC_FAILED, WORK_OFF
 
 
@@ -413,11 +413,3 @@ def _differences(completed: Sequence[CaseResult]) -> Iterator[str]:
     executions = dict.fromkeys(result.case.execution for result in completed)
     if len(executions) > 1:
         yield f"they ran as {' and as '.join(executions)}"
-
-
-def far_apart(cases: Sequence[CaseResult]) -> str:
-    """Return a line that names the cases whose times are far apart; empty where there are none."""
-    ids = [result.id for result in cases if any(one.code == "times-far-apart" for one in result.findings)]
-    if not ids:
-        return ""
-    return f"note: times of {listed(ids, 3)} differ so much that only large changes can be seen"

@@ -66,11 +66,6 @@ def merge(reports: Sequence[Report], names: Sequence[str] | None = None) -> Repo
 def extend(report: Report, again: Report, keys: Collection[str]) -> Report:
     """Return a report with further launches of some cases, which a later run measured again.
 
-    Args:
-        report: The report with all cases.
-        again: The report of the later run; cases with other keys are ignored.
-        keys: The keys of the cases whose launches are added.
-
     Raises:
         ValueError: The later run is of another commit or machine.
     """
@@ -87,9 +82,6 @@ def merge_results(results: Sequence[CaseResult]) -> CaseResult:
     The worst outcome counts: out of memory in any launch is out of memory. The first failed check of the answers
     counts, and the slowest path that a launch took. Traffic is exact: if launches differ in it, the merged result has
     none, with the reason in `why`.
-
-    Args:
-        results: At least one result.
     """
     first = results[0]
     worst = min(results, key=lambda result: _WORST_FIRST.index(result.outcome))

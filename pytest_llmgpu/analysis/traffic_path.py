@@ -65,11 +65,6 @@ def of_case(traffic: Traffic, profile: Profile, environment: Environment) -> Pat
     NVLink's counters are exact; PCIe's bytes include those to and from the host. The GPUs cannot distinguish bytes that
     go straight to another GPU over PCIe from bytes that go through the host's memory: that is known only where an NCCL
     variable forbids the direct path.
-
-    Args:
-        traffic: The bytes that the program itself sent in the window.
-        profile: The counters of the devices in the window, in the order of the ranks.
-        environment: The machine: its GPUs, their topology, and NCCL's variables.
     """
     # GPUs do not count what they send to other nodes.
     sent = [sum(one.inside_bytes for one in rank) for rank in traffic.ranks]

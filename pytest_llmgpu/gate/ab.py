@@ -76,7 +76,7 @@ def compare(
         if not (keys := again(verdicts)):
             break
         others = {side: left_out(report, keys) for side, report in zip(SIDES, both, strict=True)}
-        if not all(_selectable(report, keys) for report in both):
+        if not all(set(keys) <= {one.key for one in report.cases if one.nodeid is not None} for report in both):
             # A case without a test that can be run alone.
             keys, others = {result.key for report in both for result in report.cases}, {side: [] for side in SIDES}
         more = _launched(measure, range(before + 1, number + 1), others, keys)
@@ -110,11 +110,6 @@ def left_out(report: Report, keys: Collection[str]) -> list[str]:
     wanted = {result.nodeid for result in report.cases if result.key in keys and result.nodeid is not None}
     others = dict.fromkeys(result.nodeid for result in report.cases if result.nodeid is not None)
     return [name for name in others if not any(other.startswith(name) for other in wanted)]
-
-
-def _selectable(report: Report, keys: Collection[str]) -> bool:
-    """Return whether each of the keys is that of a case with a test that can be run alone."""
-    return set(keys) <= {result.key for result in report.cases if result.nodeid is not None}
 
 
 def _launched(

@@ -139,14 +139,7 @@ class _Pair(NamedTuple):
 
 
 def with_cause(row: Row, base: CaseResult, head: CaseResult, names: tuple[Sequence[str], Sequence[str]]) -> Row:
-    """Return a row with its cause, which its reason states as well; the row itself where no cause is found.
-
-    Args:
-        row: The verdict.
-        base: The case in the baseline.
-        head: The case in the candidate.
-        names: The kernel names of both reports.
-    """
+    """Return a row with its cause, which its reason states as well; the row itself where no cause is found."""
     if row.metric not in _EXPLAINED or not row.worse:
         return row
     launches = [launch for result in (base, head) for launch in result.launches if launch.work is not None]
@@ -167,14 +160,7 @@ def with_cause(row: Row, base: CaseResult, head: CaseResult, names: tuple[Sequen
 
 
 def find(metric: MetricName, before: Measured, after: Measured, *, ratio: float | None = None) -> Cause | None:
-    """Return the cause of a growth, or None where the work passes cannot be compared or nothing changed in them.
-
-    Args:
-        metric: The metric that became worse.
-        before: The baseline.
-        after: The candidate.
-        ratio: Candidate divided by baseline, for a metric of time.
-    """
+    """Return the cause of a growth, or None where the work passes cannot be compared or nothing changed in them."""
     shapes = {
         (tuple(work.batches), tuple(work.eager_batches or work.batches), len(work.ranks))
         for work in (*before.works, *after.works)
@@ -305,15 +291,7 @@ def _timed(
     parts: Callable[[_Rank], Mapping[str, float]],
     total: tuple[float, float],
 ) -> Cause:
-    """Return the cause of a longer time: the parts that changed, and what was called more often.
-
-    Args:
-        place: Place of the difference.
-        pair: The rank that is compared.
-        rank: Its number if it alone became slower.
-        parts: Returns the seconds of each part of the time that is split.
-        total: That time in both reports.
-    """
+    """Return the cause of a longer time: the parts that changed, and what was called more often."""
     before, after = parts(pair.before), parts(pair.after)
     growth_s = {name: after.get(name, 0.0) - before.get(name, 0.0) for name in {**before, **after}}
     whole_s = sum(growth for growth in growth_s.values() if growth > 0)

@@ -473,11 +473,6 @@ def was_probed(gone: CaseResult, heads: Mapping[str, Series], results: Sequence[
     Each run probes other sizes, in the test whose own case was out of memory. So the candidate's series has to have
     run out of memory too, in the same test, and to have a result for this size: the size is at most the largest that
     fits, or at least the smallest that does not.
-
-    Args:
-        gone: The baseline's result.
-        heads: The candidate's series, from `by_series`.
-        results: The results of the candidate.
     """
     series, size = gone.case.series, gone.case.batch_size
     head = heads.get(series)
@@ -487,12 +482,7 @@ def was_probed(gone: CaseResult, heads: Mapping[str, Series], results: Sequence[
 
 
 def with_distinct_names(rows: Sequence[Row], results: Sequence[CaseResult]) -> Sequence[Row]:
-    """Return the rows with the fields in which series of one strategy differ in their ids: `mp (limit=40)`.
-
-    Args:
-        rows: Rows of cases and of series.
-        results: The results of the candidate.
-    """
+    """Return the rows with the fields in which series of one strategy differ in their ids: `mp (limit=40)`."""
     keys: dict[str, set[str]] = {}
     for row in rows:
         if spec_of(row.metric).scope == "series":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from pytest_llmgpu.gate import cause
@@ -80,7 +80,11 @@ def decide(verdicts: Verdicts, policy: Policy) -> Headline:
     failing = worst_first(row for row in verdicts.rows if fails(row, policy))
     compared = [row for row in verdicts.rows if row.compared]
     deciding = {
-        ExitStatus.REGRESSED: _with_numbers_first(row for row in failing if row.verdict in {"REGRESSED", "MISSING"}),
+        # Of each verdict outcomes come first, and rows that have a number.
+        ExitStatus.REGRESSED: sorted(
+            (row for row in failing if row.verdict in {"REGRESSED", "MISSING"}),
+            key=lambda row: (SEVERITY.index(row.verdict), row.ratio is None and row.metric != "outcome"),
+        ),
         ExitStatus.NOT_JUDGED: [row for row in failing if row.verdict == "NOT_COMPARABLE"] or failing,
     }
     gated = [row for row in compared if row.gated and row.smallest_seen is not None]
@@ -219,11 +223,6 @@ def _deciding(rows: Sequence[Row], *, in_turn: bool = False) -> list[str]:
             "are decided by one launch."
         )
     return parts
-
-
-def _with_numbers_first(rows: Iterable[Row]) -> list[Row]:
-    """Return rows of each verdict with outcomes and those first that have a number."""
-    return sorted(rows, key=lambda row: (SEVERITY.index(row.verdict), row.ratio is None and row.metric != "outcome"))
 
 
 def _of_rows(rows: Sequence[Row]) -> str:

@@ -215,14 +215,7 @@ class Comparison:
     """The verdicts on all cases, and the reasons where there is none."""
 
     def __init__(self, base: Report | None, head: Report, policy: Policy, *, in_turn: bool = False) -> None:
-        """Compare every case of a report with the baseline's.
-
-        Args:
-            base: The baseline; None: there is none.
-            head: The candidate.
-            policy: The thresholds.
-            in_turn: True if launches of both reports alternated.
-        """
+        """Compare every case of a report with the baseline's."""
         self.base, self.head, self.policy = base, head, policy
         self.not_compared: Counter[str] = Counter()
         """Reason why a case, or a metric of one, has no row, to the number of such cases."""

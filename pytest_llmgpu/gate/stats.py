@@ -24,11 +24,6 @@ def beta(x: float, a: float, b: float) -> float:
 
     It is computed from the continued fraction 26.5.8 of Abramowitz and Stegun by Lentz's method, which ends as soon as
     a term no longer changes the result: after ten terms for most verdicts.
-
-    Args:
-        x: The argument, from 0 to 1.
-        a: The first parameter, above 0.
-        b: The second parameter, above 0.
     """
     if x <= 0 or x >= 1:
         return float(x >= 1)

@@ -119,11 +119,7 @@ class Deviation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def deviation(groups: Iterable[Sequence[float]]) -> Deviation:
-    """Return the deviation of launches around the mean of their group; without degrees of freedom 0.
-
-    Args:
-        groups: [groups, launches] logarithms of times.
-    """
+    """Return the deviation of launches around the mean of their group; without degrees of freedom 0."""
     squares, degrees = 0.0, 0
     for group in groups:
         if len(group) > 1:
@@ -210,13 +206,7 @@ def critical_t(degrees: float, family: float, confidence: float) -> float:
 
 
 def smallest_slowdown(threshold: float, shown: float, error: float) -> float:
-    """Return the smallest true slowdown that is seen with probability `POWER`, as a fraction.
-
-    Args:
-        threshold: The threshold as a fraction.
-        shown: The smallest measured change, as a logarithm, that is statistically significant.
-        error: The standard error of the measured change.
-    """
+    """Return the smallest true slowdown that is seen with probability `POWER`, as a fraction."""
     return math.expm1(min(700.0, max(math.log1p(threshold), shown) + _POWER_QUANTILE * error))
 
 
@@ -406,19 +396,7 @@ def wall_times(
     in_turn: bool,
     machine_sd: float,
 ) -> Timed | Row:
-    """Return the wall times of two completed results, or why they cannot be compared.
-
-    Args:
-        base: The result of the baseline.
-        head: The result of the candidate.
-        sides: The launches that can be compared, or why there are none.
-        rule: The threshold.
-        metric: A metric of `WALL_TIMES`.
-        prior: The expected noise.
-        regime: The noise regime of the case.
-        in_turn: True if launches of both reports alternated.
-        machine_sd: The deviation between machines; 0 if both reports are of the same GPUs.
-    """
+    """Return the wall times of two completed results, or why they cannot be compared."""
     if isinstance(sides, Refusal):
         return sides.row(head, metric, gated=rule.gate)
     latencies_s, shown_s = WALL_TIMES[metric]
@@ -553,13 +531,7 @@ def estimated(case: Timed) -> Estimate:
 
 
 def rows(cases: Sequence[Timed], confidence: float, note: str) -> list[Row]:
-    """Judge times. All gated rows are one family of tests, the other rows of each metric are another.
-
-    Args:
-        cases: The times of each row.
-        confidence: The confidence of a family: 1 minus the probability of any false alarm.
-        note: The second line of the reason of a change; empty for none.
-    """
+    """Judge times. All gated rows are one family of tests, the other rows of each metric are another."""
     estimates = list(map(estimated, cases))
     families = [case.gated or case.metric for case in cases]
     members = Counter(families)
@@ -577,14 +549,6 @@ def _row(case: Timed, estimate: Estimate, *, ps: tuple[float, float], family: in
     REGRESSED: the change is statistically significant and exceeds the threshold. IMPROVED: the same in the other
     direction. OK: the upper end of the interval is below the threshold plus `PROMISED`, where the baseline is of other
     GPUs without the part of the threshold that is for the noise of the launches.
-
-    Args:
-        case: The times of the row.
-        estimate: Its change and noise.
-        ps: The adjusted p of a slowdown and of a speedup if the true change is 0.
-        family: The number of rows in the family.
-        confidence: The confidence of the family.
-        note: The second line of the reason of a change; empty for none.
     """
     tests = family * len(case.ranks)
     change, error = estimate.change, estimate.error
@@ -642,7 +606,8 @@ def _described(case: Timed, estimate: Estimate, row: Row, family: int, note: str
     ratio, low, high, threshold = row.ratio or 0.0, row.low or 0.0, row.high or 0.0, row.threshold or 0.0
     of_rank = f" of rank {case.slowest}" if len(case.ranks) > 1 else ""
     can_be_judged = not case.machine_sd or row.result == "REGRESSED" or threshold <= _LARGEST_THRESHOLD
-    limit = f", threshold {_threshold(threshold)}" if can_be_judged else ""
+    limit = f"{100 * threshold:.3g} %" if threshold < FACTORS_FROM else slowdown(threshold)
+    limit = f", threshold {limit}" if can_be_judged else ""
     reason = (
         f"{_NAMES[case.metric]}{of_rank} {signed_percent(ratio - 1)} "
         f"(90 % CI {100 * (low - 1):+.1f} to {100 * (high - 1):+.1f} %){limit}: "
@@ -678,11 +643,6 @@ def _described(case: Timed, estimate: Estimate, row: Row, family: int, note: str
 def _amount(value: float, unit: str) -> str:
     """Return an amount with four digits, as 210.0 s."""
     return f"{f'{value:#.4g}' if round(value, 1) < _THOUSAND else significant(value)} {unit}"
-
-
-def _threshold(fraction: float) -> str:
-    """Return a threshold with three digits; from 1,000 % on as a factor."""
-    return f"{100 * fraction:.3g} %" if fraction < FACTORS_FROM else slowdown(fraction)
 
 
 def _ratio(log_ratio: float) -> float:

@@ -51,14 +51,7 @@ class Planner:
         known: Mapping[str, str],
         known_tasks: Mapping[str, str] = tasks.BUILT_IN,
     ) -> None:
-        """Make a planner.
-
-        Args:
-            rootdir: Folder that relative paths start from.
-            find_machine: Returns the devices of `--llmgpu-device` and `--llmgpu-devices`.
-            known: Strategies by name: name to `module:attribute` (see `strategies.merge`).
-            known_tasks: Tasks by name, likewise (see `tasks.merge`).
-        """
+        """Make a planner."""
         self.known_tasks = known_tasks
         """Maps the name of each task, which is the name of its fixture, to its place."""
         self._known = known

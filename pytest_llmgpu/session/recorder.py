@@ -47,13 +47,6 @@ class Recorder:
     ) -> None:
         """Prepare a report; None is the path of no report, or of no page.
 
-        Args:
-            path: The path of the report.
-            storage_path: The folder of the store, for a run that is saved there.
-            rootdir: The folder that relative paths in the report start from, and whose commit is recorded.
-            options: The options of the run, without the markers of tests.
-            page_path: The path of the HTML page.
-
         Raises:
             ValueError: The report, the store or the page cannot be written.
         """

@@ -26,12 +26,6 @@ def continued(broken: Report, now: Report, *, name: str, sha256: str) -> Report:
 
     It is saved under the name of the broken one, unless the options have another name.
 
-    Args:
-        broken: The report of the broken session.
-        now: A report without cases, of this commit, machine and options.
-        name: The name of the broken report.
-        sha256: The hash of its file.
-
     Raises:
         ValueError: The session was of another commit or machine, of uncommitted changes, or had other options.
     """

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from pytest_llmgpu.analysis import findings
 from pytest_llmgpu.analysis.merging import merge
 from pytest_llmgpu.cli import launches, subprocesses
 from pytest_llmgpu.cli.arguments import REFERENCE, add_storage, source, storage_of
@@ -60,8 +59,6 @@ def run_calibrate(arguments: argparse.Namespace) -> int:
     if not rows:
         raise ValueError(f"no case has {_LEAST} undisturbed launches of the same batches: measure more launches")
     show(tabulate(rows, ["case", "launches", "device time", "wall time"], disable_numparse=True))
-    if far_apart := findings.far_apart(merged.cases):
-        show(far_apart)
     return 0
 
 
