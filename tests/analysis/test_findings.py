@@ -22,7 +22,7 @@ from support.report_factory import (
 )
 
 from pytest_llmgpu.analysis.assess import assess
-from pytest_llmgpu.analysis.findings import disagreements, far_apart
+from pytest_llmgpu.analysis.findings import disagreements
 from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.report.result import (
@@ -466,15 +466,6 @@ def test_launches_differ_a_little_in_time_and_in_nothing_else(
     found = disagreements(launches)
     assert [one.code for one in found] == ([] if code is None else [code])
     assert all(text in one.text for one in found)
-
-
-def test_cases_far_apart_are_named_in_one_line() -> None:
-    """At most three are named."""
-    cases = [make_result(batch_size=size) for size in (1, 2, 4, 8)]
-    assert far_apart(cases) == ""
-    for case in cases:
-        case.findings = disagreements(_launched(1.0, 3.0))
-    assert "mp-bs1, mp-bs2, mp-bs4 and 1 more" in far_apart(cases)
 
 
 def test_findings_read_as(prose: Prose) -> None:
