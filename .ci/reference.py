@@ -53,12 +53,14 @@ def metrics() -> str:
             []
             if rule is None
             else [
-                f"`{key} = {_toml(value)}`" for key, value in msgspec.structs.asdict(rule).items() if value is not None
+                f"`{key}`" if value is None else f"`{key} = {_toml(value)}`"
+                for key, value in msgspec.structs.asdict(rule).items()
             ]
         )
         rows.append([f"`{spec.name}`", spec.rule, ", ".join(keys), spec.next_step])
     return _table(
-        ["metric", "rule", "keys of `[tool.llmgpu.gate.METRIC]` with their defaults", "after a regression"], rows
+        ["metric", "rule", "keys of `[tool.llmgpu.gate.METRIC]` with their defaults, if any", "after a regression"],
+        rows,
     )
 
 

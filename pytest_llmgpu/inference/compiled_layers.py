@@ -43,11 +43,7 @@ class CompiledLayers:
     """Replaces the forwards of a decoder's layers by compiled ones; the first forward of each shape compiles."""
 
     def __init__(self, model: Any, compiler: str | Callable[..., Any] = "inductor") -> None:
-        """Prepare to compile the layers of a model.
-
-        Args:
-            model: A causal language model of transformers, in eval mode.
-            compiler: A backend of torch.compile, or its name.
+        """Prepare to compile the layers of a model, in eval mode, by a backend of torch.compile.
 
         Raises:
             ValueError: The decoder has no list of layers.

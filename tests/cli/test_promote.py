@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from support.quiet_noise import noise
-from support.report_factory import make_failed
+from support.report_factory import make_failed, make_profile
 from support.stored_reports import H200, gpus, on_h200, timed
 
 from pytest_llmgpu.cli import main
@@ -78,6 +78,14 @@ def test_an_unfit_report_is_refused(report: Report, reason: str, capsys: pytest.
     assert printed.out == ""
     assert f"llmgpu: new.json is not promoted: {reason}" in printed.err
     assert not TARGET.exists()
+
+
+def test_disturbed_launches_are_noted(capsys: pytest.CaptureFixture[str]) -> None:
+    """No later time can be compared with such a baseline; its exact figures can."""
+    result = timed()
+    result.launches[0].profile = make_profile(invalid=["processes of other programs: GPU 0 has 1"])
+    assert _to_file(on_h200([result])) == 0
+    assert f"note: every launch of {result.id} was disturbed" in capsys.readouterr().out
 
 
 def test_failed_items_of_the_gate_do_not_prevent_a_promotion() -> None:

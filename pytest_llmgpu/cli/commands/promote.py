@@ -15,7 +15,7 @@ from pytest_llmgpu.cli.arguments import REFERENCE, add_rules, policy_of, source,
 from pytest_llmgpu.cli.output import complain, show
 from pytest_llmgpu.gate import headline
 from pytest_llmgpu.gate.judge import exit_status, judge
-from pytest_llmgpu.report import file
+from pytest_llmgpu.report import disturbances, file
 from pytest_llmgpu.report.options import check_name_is_free
 from pytest_llmgpu.report.report import Promotion, Report
 from pytest_llmgpu.report.text import listed
@@ -86,6 +86,8 @@ def run_promote(arguments: argparse.Namespace) -> int:
     except OSError as error:
         raise ValueError(f"baseline {arguments.to or store}: cannot be written: {file.one_line(error)}") from None
     show(f"promoted: {arguments.report} is the baseline {written}")
+    if names := [one.id for one in candidate.cases if one.launches and all(map(disturbances.untimed, one.launches))]:
+        show(f"note: every launch of {listed(names, _NAMED)} was disturbed: times cannot be compared, measure again")
     if refused:
         show(f"by force, in spite of: {'; '.join(refused)}")
     return 0
