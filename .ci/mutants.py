@@ -2,7 +2,8 @@
 
 `python .ci/mutants.py` runs the tests once with coverage, changes one operator, constant or condition at a time in a
 copy of the package, and runs the tests that reached its line. A mutant on a line that no test reached survives. The
-tests run in this process's children, so code of other processes (ranks, samplers) counts as not reached.
+tests run in this process's children, so code of other processes (ranks, samplers) counts as not reached. Each of
+`--processes` changes a copy of its own.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import ast
 import contextlib
 import copy
 import json
+import multiprocessing
 import os
 import random
 import shutil
@@ -22,7 +24,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import coverage
 import pytest
@@ -121,50 +123,91 @@ def _in_child(root: Path, arguments: list[str], record: Path | None = None) -> i
     os._exit(int(status))
 
 
+class _Mutant(NamedTuple):
+    """One change of a file, and the tests that reached its line."""
+
+    path: str
+    number: int
+    line: int
+    tests: list[str]
+
+
+def _copied(folder: Path) -> Path:
+    """Return a copy of the repository for this process, made at its first call."""
+    root = folder / str(os.getpid())
+    if not root.exists():
+        ignored = shutil.ignore_patterns(".git", ".tox", ".mypy_cache", "__pycache__", ".gpu")
+        shutil.copytree(_ROOT, root, ignore=ignored)
+    return root
+
+
+def _reached(folder: Path, name: str) -> tuple[int, dict[tuple[str, int], list[str]]]:
+    """Run a folder of tests; return pytest's exit status and the tests that reached each line of the package."""
+    root = _copied(folder)
+    record = folder / f"{name}.coverage"
+    status = _in_child(root, ["-m", "not slow", f"tests/{name}"], record)
+    data = coverage.CoverageData(str(record))
+    data.read()
+    tests: dict[tuple[str, int], list[str]] = {}
+    for path in data.measured_files():
+        for line, contexts in data.contexts_by_lineno(path).items():
+            tests[str(Path(path).relative_to(root)), line] = [context for context in contexts if context]
+    return status, tests
+
+
+def _is_killed(folder: Path, mutant: _Mutant) -> bool:
+    """Return whether a test that reached the line of a mutant fails with it."""
+    if not mutant.tests:
+        return False
+    path = _copied(folder) / mutant.path
+    source = path.read_text("utf-8")
+    path.write_text(_changed(source, mutant.number), "utf-8")
+    try:
+        return bool(_in_child(_copied(folder), ["-x", *mutant.tests]))
+    finally:
+        path.write_text(source, "utf-8")
+
+
 def main() -> None:
     """Print how many mutants the tests killed, by package, and those that survived."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mutants", type=int, default=300)
     parser.add_argument("--seed", type=int, default=_SEED)
+    parser.add_argument("--processes", type=int, default=os.cpu_count())
     chosen = parser.parse_args()
     folder = Path(tempfile.mkdtemp())
-    root = folder / "copy"
-    shutil.copytree(_ROOT, root, ignore=shutil.ignore_patterns(".git", ".tox", ".mypy_cache", "__pycache__", ".gpu"))
-    record = folder / "coverage"
-    tests = [f"tests/{name}" for name in _TESTS]
-    baseline = _in_child(root, ["-m", "not slow", *tests], record)
-    data = coverage.CoverageData(str(record))
-    data.read()
-    sources = {
-        path: path.read_text("utf-8") for name in _PACKAGES for path in root.glob(f"pytest_llmgpu/{name}/**/*.py")
-    }
     sites = [
-        (path, number, node.lineno)
-        for path, source in sorted(sources.items())
-        for number, (node, _) in enumerate(_mutants(ast.parse(source)))
+        (str(path.relative_to(_ROOT)), number, node.lineno)
+        for path in sorted(path for name in _PACKAGES for path in _ROOT.glob(f"pytest_llmgpu/{name}/**/*.py"))
+        for number, (node, _) in enumerate(_mutants(ast.parse(path.read_text("utf-8"))))
         if hasattr(node, "lineno")
     ]
-    killed: Counter[str] = Counter()
-    total: Counter[str] = Counter()
-    survivors = []
-    for path, number, line in random.Random(chosen.seed).sample(  # noqa: S311 - a seed, no secret
-        sites, chosen.mutants
-    ):
-        package = path.relative_to(root).parts[1]
-        reached = [name for name in data.contexts_by_lineno(str(path)).get(line, []) if name]
-        reached = sorted(reached, key=lambda name: (not name.startswith(f"tests/{package}/"), name))[:_MOST_TESTS]
-        total[package] += 1
-        path.write_text(_changed(sources[path], number), "utf-8")
-        if reached and _in_child(root, ["-x", *reached]):
-            killed[package] += 1
-        else:
-            survivors.append(f"{path.relative_to(root)}:{line}{'' if reached else ' (not reached)'}")
-        path.write_text(sources[path], "utf-8")
+    sample = random.Random(chosen.seed).sample(sites, chosen.mutants)  # noqa: S311 - a seed, no secret
+    with multiprocessing.get_context("fork").Pool(chosen.processes) as pool:
+        statuses, reached = zip(*pool.starmap(_reached, [(folder, name) for name in _TESTS], 1), strict=True)
+        mutants = []
+        for path, number, line in sample:
+            own = f"tests/{path.split('/')[1]}/"
+            tests = sorted(
+                (test for one in reached for test in one.get((path, line), [])),
+                key=lambda test: (not test.startswith(own), test),
+            )
+            mutants.append(_Mutant(path, number, line, tests[:_MOST_TESTS]))
+        killed = pool.starmap(_is_killed, [(folder, mutant) for mutant in mutants], 1)
     shutil.rmtree(folder)
-    shares = {name: round(killed[name] / total[name], 3) for name in sorted(total)}
-    figures = {"seed": chosen.seed, "mutants": chosen.mutants, "sites": len(sites), "tests_exit_status": baseline}
-    figures |= {"killed": sum(killed.values()), "share": round(sum(killed.values()) / chosen.mutants, 3)}
-    print(json.dumps({**figures, "share_by_package": shares, "survivors": sorted(survivors)}, indent=1))
+    total = Counter(mutant.path.split("/")[1] for mutant in mutants)
+    by_package = Counter(
+        mutant.path.split("/")[1] for mutant, is_killed in zip(mutants, killed, strict=True) if is_killed
+    )
+    survivors = sorted(
+        f"{mutant.path}:{mutant.line}{'' if mutant.tests else ' (not reached)'}"
+        for mutant, is_killed in zip(mutants, killed, strict=True)
+        if not is_killed
+    )
+    figures = {"seed": chosen.seed, "mutants": len(mutants), "sites": len(sites), "tests_exit_statuses": statuses}
+    figures |= {"killed": sum(killed), "share": round(sum(killed) / len(mutants), 3)}
+    shares = {name: round(by_package[name] / total[name], 3) for name in sorted(total)}
+    print(json.dumps({**figures, "share_by_package": shares, "survivors": survivors}, indent=1))
 
 
 if __name__ == "__main__":
