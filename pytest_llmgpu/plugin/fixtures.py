@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pytest_llmgpu.inference.tasks.protocol import Dataset, Item
     from pytest_llmgpu.profiling.profiler import Profiler
     from pytest_llmgpu.report.result import CaseResult, Launch
-    from pytest_llmgpu.session.runner import Request
+    from pytest_llmgpu.session.runner import CaseRequest
     from pytest_llmgpu.session.session import BenchmarkSession
 
 SESSION = pytest.StashKey["SessionMaker"]()
@@ -76,7 +76,7 @@ class LLM:
         self.strategy = strategy
         """The strategy as `--strategy` names it."""
 
-    def request(self, items: Dataset | Sequence[Item], batch_size: int, new_tokens: int | None = None) -> Request:
+    def request(self, items: Dataset | Sequence[Item], batch_size: int, new_tokens: int | None = None) -> CaseRequest:
         """Return the case of these items at a batch size; fail the test if the case is not allowed."""
         __tracebackhide__ = True
         try:
@@ -122,7 +122,7 @@ class LLM:
         task = next(iter(used(self._item, planner.known_tasks)), DEFAULT_TASK)
         return self._ask(self.request(planner.dataset(self.options, task), 1), worker.call, fn, args)
 
-    def _ask(self, request: Request, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    def _ask(self, request: CaseRequest, fn: Callable[..., Any], *args: Any) -> list[Any]:
         __tracebackhide__ = True
         from pytest_llmgpu.ranks import worker
         from pytest_llmgpu.ranks.local import RankFailedError

@@ -48,7 +48,7 @@ _LATE_S = 5.0
 """A run that ends at once waits for processes that are about to join: without a goodbye they would look for it."""
 
 
-class Request(NamedTuple):
+class RemoteCall(NamedTuple):
     """A message of rank 0's process: a method of `Supervisor`. None instead of it ends the run."""
 
     number: int | None
@@ -186,7 +186,7 @@ class Peer(Place):
         """The reason why the process is lost; None while it is not."""
         self._link = connection
         self._lock = threading.Lock()
-        self._outbox: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[RemoteCall | None] = queue.SimpleQueue()
         """Messages for the process, which may be stopped; None is the last one."""
         self._numbers = itertools.count()
         self._requests: dict[int, Future[Any]] = {}
@@ -208,7 +208,7 @@ class Peer(Place):
 
     def post(self, method: str, *arguments: Any, number: int | None = None) -> None:
         """Let the process call a method of `Supervisor`; this does not wait for it."""
-        self._outbox.put(Request(number, method, arguments))
+        self._outbox.put(RemoteCall(number, method, arguments))
 
     def request(self, method: str, *arguments: Any) -> Future[Any]:
         """Do the same and return a future, which raises ValueError if it fails there, or ConnectionError."""

@@ -21,7 +21,7 @@ from pytest_llmgpu.profiling.sampler.sources import SMALLEST_PERIOD_S
 from pytest_llmgpu.report.case import DEFAULT_TASK, GENERATE, SCORE, Case
 from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.report.text import gib, plural
-from pytest_llmgpu.session.runner import Request
+from pytest_llmgpu.session.runner import CaseRequest
 from pytest_llmgpu.strategies.protocol import Strategy
 
 _PROMPT_TOKENS, _NEW_TOKENS = 96, 64
@@ -90,7 +90,7 @@ class Planner:
         *,
         task: str = DEFAULT_TASK,
         new_tokens: int | None = None,
-    ) -> Request:
+    ) -> CaseRequest:
         """Return one case with everything that its measurement needs.
 
         Args:
@@ -178,7 +178,7 @@ class Planner:
         source = self._source(options, chosen)
         case = case_of(source)
         _check_case(case, source, strategy)
-        return Request(
+        return CaseRequest(
             case=case,
             machine=machine,
             source=source,

@@ -54,7 +54,7 @@ _WORK_FAILED = "the work passes failed"
 _NO_TRAFFIC = "traffic is counted for completed cases only"
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True):
+class CaseRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A case with everything that its measurement needs."""
 
     case: Case
@@ -129,7 +129,7 @@ class Runner:
             result.case.series: result.case.batch_size for result in report.cases if result.outcome == "oom"
         }
 
-    def run(self, request: Request, record: Callable[[CaseResult], None]) -> CaseResult:
+    def run(self, request: CaseRequest, record: Callable[[CaseResult], None]) -> CaseResult:
         """Measure a case and pass the result to `record`, also if the case fails or the user interrupts it.
 
         Returns:
@@ -174,7 +174,7 @@ class Runner:
             record(result)
         return result
 
-    def ask(self, request: Request, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    def ask(self, request: CaseRequest, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """Load the model of a case if it is not loaded, and run `fn(state, *args)` on every rank."""
         try:
             group = self._load(request)
@@ -195,7 +195,7 @@ class Runner:
             end()
         self._group = self._loading = None
 
-    def _measure(self, request: Request, launch: Launch) -> str:
+    def _measure(self, request: CaseRequest, launch: Launch) -> str:
         """Measure a case and fill its launch, eagerly if its forwards cannot be recorded as CUDA graphs.
 
         Returns:
@@ -264,7 +264,7 @@ class Runner:
         launch.memory = _memory([rank.memory for rank in ranks], request.machine, launch.profile)
         return replies[0].execution
 
-    def _ask_further(self, request: Request, command: Callable[..., Any], *args: Any) -> list[Any] | str:
+    def _ask_further(self, request: CaseRequest, command: Callable[..., Any], *args: Any) -> list[Any] | str:
         """Return what the ranks answer after the measurement, or why they do not: then they are ended."""
         if self._group is None:
             return "the ranks were ended before"
@@ -279,7 +279,7 @@ class Runner:
         profilers.mark()
         self._phase, self._began_s, self._began_on_nodes_s = phase, time.monotonic(), profilers.now_s()
 
-    def _run_further_passes(self, request: Request, result: CaseResult) -> None:
+    def _run_further_passes(self, request: CaseRequest, result: CaseResult) -> None:
         """Run each pass that follows the measured forwards and has forwards of its own.
 
         A pass adds to the result. If a pass fails, the measured figures stay.
@@ -326,7 +326,7 @@ class Runner:
             found = [Ceilings(why={"devices": f"the benchmark of the GPUs failed: {found}"})]
         self.ceilings = ceilings.merged([*([] if self.ceilings is None else [self.ceilings]), *found])
 
-    def _count_traffic(self, request: Request, result: CaseResult) -> None:
+    def _count_traffic(self, request: CaseRequest, result: CaseResult) -> None:
         """Add the bytes that the program itself sent, or the reason why they are unknown."""
         if self._group is None:
             result.why["traffic"] = f"the ranks were ended: {result.launches[-1].why['work']}"
@@ -354,7 +354,7 @@ class Runner:
         )
         del result.why["traffic"]
 
-    def _load(self, request: Request) -> RankGroup:
+    def _load(self, request: CaseRequest) -> RankGroup:
         """Return the ranks with the model of a case loaded; start them if others, or none, are running."""
         case = request.case
         if self._group is not None and self._loading == case.loading and self._group.alive:
@@ -399,7 +399,7 @@ class Runner:
         return self._group
 
     def _build(
-        self, strategy: Strategy, request: Request, nodes_of_ranks: Sequence[int], group: RankGroup | None = None
+        self, strategy: Strategy, request: CaseRequest, nodes_of_ranks: Sequence[int], group: RankGroup | None = None
     ) -> None:
         """Do the work that ranks need before they load, once: on this node, with a group on the others.
 
@@ -423,14 +423,14 @@ class Runner:
             if message := self._build_errors.get(place):
                 raise RankFailedError("error", Failure(phase="load", message=message, evidence="the build failed"))
 
-    def _send_items(self, group: RankGroup, request: Request) -> None:
+    def _send_items(self, group: RankGroup, request: CaseRequest) -> None:
         """Send the items of a case to the ranks, unless they have them."""
         sha256 = request.case.dataset_sha256
         if sha256 not in group.given:
             group.ask(worker.give, sha256, request.items, request.task, phase="forward", timeout_s=request.timeout_s)
             group.given.add(sha256)
 
-    def _keep_finished_part(self, request: Request, launch: Launch, error: RankFailedError | None) -> None:
+    def _keep_finished_part(self, request: CaseRequest, launch: Launch, error: RankFailedError | None) -> None:
         """Fill the launch of a case that failed with its finished batches, its profile and its memory."""
         profilers = self._profilers_of(request.machine)
         ended_s = profilers.now_s()
@@ -450,7 +450,7 @@ class Runner:
         launch.memory = _memory(of_ranks, request.machine, launch.profile)
         profilers.hold({})
 
-    def _with_disturbances(self, profile: Profile, request: Request, host: HostUse | None = None) -> Profile:
+    def _with_disturbances(self, profile: Profile, request: CaseRequest, host: HostUse | None = None) -> Profile:
         """Return a profile with the disturbances of its window; `host` is not known if the case failed."""
         ours = dict.fromkeys((gpu.uuid for gpu in request.machine.gpus), 1)  # one process per GPU, or one for all GPUs
         first = disturbances.clock_reference(self._profiles, profile)

@@ -32,7 +32,7 @@ from pytest_llmgpu.report.result import OUT_OF_MEMORY, CaseResult
 from pytest_llmgpu.session.gate import RunGate
 from pytest_llmgpu.session.planner import Planner
 from pytest_llmgpu.session.recorder import Recorder
-from pytest_llmgpu.session.runner import Request, Runner
+from pytest_llmgpu.session.runner import CaseRequest, Runner
 
 Group = tuple[str, Options]
 """A strategy and the options in force. The tests of one group share a loaded model."""
@@ -154,7 +154,7 @@ class BenchmarkSession:
         self._launch = f"launch {number} of {of}"
         self._live.note(f"llmgpu: {self._launch}")
 
-    def with_reference(self, request: Request) -> Request:
+    def with_reference(self, request: CaseRequest) -> CaseRequest:
         """Return a request with the texts of the reference strategy, where the run has generated them before."""
         mp = reference.find(request.case, self.recorder.earlier.peers(request.case))
         if mp is None or (texts := generated(mp)) is None:

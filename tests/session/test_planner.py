@@ -17,7 +17,7 @@ from pytest_llmgpu.profiling.machine import Machine, TorchFacts
 from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.report.report import Gpu
 from pytest_llmgpu.session.planner import Planner
-from pytest_llmgpu.session.runner import Request
+from pytest_llmgpu.session.runner import CaseRequest
 from pytest_llmgpu.strategies.iok import KernelInjection
 from pytest_llmgpu.strategies.mp import LayerParallel
 
@@ -104,7 +104,7 @@ class _Bench:
     def options(self, **fields: Any) -> Options:
         return Options(**{"model": str(self.model), "dataset": "items.jsonl", **fields})
 
-    def __call__(self, name: str = "mp", size: int = 4, items: Any = None, **fields: Any) -> Request:
+    def __call__(self, name: str = "mp", size: int = 4, items: Any = None, **fields: Any) -> CaseRequest:
         """Return the request of a case; `task` and `new_tokens_of_test` are arguments of the test."""
         given = {"task": fields.pop("task", "hellaswag"), "new_tokens": fields.pop("new_tokens_of_test", None)}
         return self.planner.request(self.options(**fields), name, size, items, **given)

@@ -37,7 +37,7 @@ from pytest_llmgpu.report.result import (
     Traffic,
 )
 from pytest_llmgpu.report.work import NO_WORK, WORK_OFF, Ceilings, DeviceCeilings, ModelSize, RankWork, WorkRow
-from pytest_llmgpu.session.runner import Request, Runner
+from pytest_llmgpu.session.runner import CaseRequest, Runner
 from pytest_llmgpu.strategies.mp import LayerParallel
 
 _GPUS = [Gpu(index=3, uuid="GPU-c", name="H", memory_bytes=10), Gpu(index=1, uuid="GPU-a", name="H", memory_bytes=10)]
@@ -165,7 +165,7 @@ class _Bench(LocalLauncher):
         return {}
 
     def run(self, case: Case, strategy: str = _MP, *, work: bool = False, machine: Machine = _MACHINE) -> CaseResult:
-        request = Request(
+        request = CaseRequest(
             case=case,
             machine=machine,
             source=tiny_model.source({}),

@@ -26,7 +26,7 @@ from pytest_llmgpu.ranks.serving import describe, failure_of
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import Batches, CaseResult, Failure, Launch, Outcome, Phase
-from pytest_llmgpu.session.runner import Request, Runner
+from pytest_llmgpu.session.runner import CaseRequest, Runner
 from support import tiny_model
 from support.report_factory import make_answers
 
@@ -56,7 +56,7 @@ class FakedRuns:
     """The largest batch size that fits in memory."""
     phase: Phase = "forward"
     """The phase of every failure."""
-    requests: list[Request] = dataclasses.field(default_factory=list)
+    requests: list[CaseRequest] = dataclasses.field(default_factory=list)
     """The requests of measured cases."""
     did: list[str] = dataclasses.field(default_factory=list)
     """The ids of measured cases and the ends of all processes, in order."""
@@ -87,7 +87,7 @@ class FakedRuns:
         tiny_model.write_dataset(Path(self.pytester.path) / "items.jsonl")
         monkeypatch.setattr(judge, "LARGEST_UNSEEN", 99.0)
 
-    def _measure(self, request: Request, record: Callable[[CaseResult], None]) -> CaseResult:
+    def _measure(self, request: CaseRequest, record: Callable[[CaseResult], None]) -> CaseResult:
         case = request.case
         size = case.batch_size
         self.did.append(case.id)
