@@ -30,7 +30,7 @@ from pytest_llmgpu.inference import compiled_layers, models, scoring
 from pytest_llmgpu.inference.batching import Batch, Request, Requests
 from pytest_llmgpu.inference.cuda_graphs import GraphedDecoder
 from pytest_llmgpu.inference.generation import Generator
-from pytest_llmgpu.ranks import execution
+from pytest_llmgpu.ranks import graph_choice
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.strategies.protocol import Loaded, Strategy
 
@@ -63,12 +63,12 @@ def main() -> None:
 def _generate(strategy: Strategy, loaded: Loaded, batch_size: int, arguments: argparse.Namespace) -> dict[str, Any]:
     new_tokens = arguments.new_tokens
     requests = _requests(loaded, _BATCHES * batch_size, arguments.prompt_tokens, new_tokens)
-    decision = execution.decide(loaded, requests, batch_size, requested="auto")
+    decision = graph_choice.decide(loaded, requests, batch_size, requested="auto")
     plan, began_s = decision.plan, time.perf_counter()
     strategy.prepare(loaded, batch_size, plan.tokens)
     steps_ms: list[float] = []
     first_ms: list[float] = []
-    with execution.generator(loaded, plan, recorded_tokens=decision.recorded_tokens) as generator:
+    with graph_choice.generator(loaded, plan, recorded_tokens=decision.recorded_tokens) as generator:
         generator.warm_up()
         warmed_s = time.perf_counter() - began_s
 
@@ -97,7 +97,7 @@ def _generate(strategy: Strategy, loaded: Loaded, batch_size: int, arguments: ar
 
 def _prefill(strategy: Strategy, loaded: Loaded, batch_size: int, arguments: argparse.Namespace) -> dict[str, Any]:
     requests = _requests(loaded, _BATCHES * batch_size, arguments.prefill_tokens)
-    decision = execution.decide(loaded, requests, batch_size, requested="auto")
+    decision = graph_choice.decide(loaded, requests, batch_size, requested="auto")
     plan, began_s = decision.plan, time.perf_counter()
     strategy.prepare(loaded, batch_size, plan.tokens)
     placed: dict[str, Any] = {"input_device": loaded.input_device, "devices": loaded.devices}
@@ -125,7 +125,7 @@ def _prefill(strategy: Strategy, loaded: Loaded, batch_size: int, arguments: arg
     return {**_started(loaded, decision, warmed_s), **_compared(batch_ms)}
 
 
-def _started(loaded: Loaded, decision: execution.Decision, warmed_s: float) -> dict[str, Any]:
+def _started(loaded: Loaded, decision: graph_choice.Decision, warmed_s: float) -> dict[str, Any]:
     compile_s = None if loaded.compiled is None else loaded.compiled.compile_s
     return {
         "execution": decision.execution,

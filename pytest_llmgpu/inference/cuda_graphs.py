@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     _Graph = tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]
     """A recorded forward, its input and its output."""
 
+_T = TypeVar("_T")
+MOST_TOKENS = 8192
+"""With `auto`, forwards of more tokens, padding included, run eagerly: the GPU is the limit there."""
+
 
 class RecordingError(RuntimeError):
     """A forward could not be recorded; the message names the operation, its line and the error."""
@@ -35,9 +39,6 @@ def reason_against(model: torch.nn.Module, devices: tuple[torch.device, ...]) ->
     if decoder is None or decoder is model:
         return f"{type(model).__name__} has no decoder separate from its output head"
     return None
-
-
-_T = TypeVar("_T")
 
 
 class Recorder:

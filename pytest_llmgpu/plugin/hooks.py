@@ -22,7 +22,7 @@ from pytest_llmgpu.plugin.selection import DESELECTED
 from pytest_llmgpu.report.text import printable, printable_lines
 
 if TYPE_CHECKING:
-    from pytest_llmgpu.ranks.supervisor import Peers
+    from pytest_llmgpu.ranks.env_launcher import Peers
     from pytest_llmgpu.session.session import BenchmarkSession
 
 _OUT_OF_MEMORY = ("oom", "skipped_after_oom")
@@ -82,16 +82,16 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
         raise
     if chosen.launcher != "env":
         return None
-    from pytest_llmgpu.ranks import supervisor, world
+    from pytest_llmgpu.ranks import env_launcher, job_variables
 
     try:
-        here = world.of_environment(os.environ)
+        here = job_variables.of_environment(os.environ)
         if here.rank == 0:
-            config.stash[_PEERS] = peers = supervisor.Peers(here)
+            config.stash[_PEERS] = peers = env_launcher.Peers(here)
             config.add_cleanup(peers.close)
             return None
         with tempfile.TemporaryDirectory(prefix="llmgpu-run-") as folder:
-            return supervisor.serve(here, Path(folder), min(chosen.load_timeout, world.JOIN_S))
+            return env_launcher.serve(here, Path(folder), min(chosen.load_timeout, job_variables.JOIN_S))
     except ValueError as error:
         raise pytest.UsageError(printable(f"--llmgpu-launcher=env: {error}")) from None
 

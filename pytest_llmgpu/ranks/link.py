@@ -20,7 +20,7 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-from pytest_llmgpu.ranks.world import KEY, PORT, World
+from pytest_llmgpu.ranks.job_variables import KEY, PORT, World
 
 _GREETING = b"pytest-llmgpu\n"
 _NONCE_BYTES = 32

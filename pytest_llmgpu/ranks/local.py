@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from pytest_llmgpu import processes
-from pytest_llmgpu.ranks import memory, world
+from pytest_llmgpu.ranks import job_variables, memory
 from pytest_llmgpu.ranks.memory import Death
 from pytest_llmgpu.report.result import DeviceMemory, Failure, Outcome
 from pytest_llmgpu.report.text import beginning, log_tail
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _NOT_INHERITED = re.compile(
     r"RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE)_(RANK|WORLD_SIZE)|(PMI|PMIX|OMPI_COMM_WORLD|MV2_COMM_WORLD|TORCHELASTIC)_.*"
-    rf"|{world.KEY}"
+    rf"|{job_variables.KEY}"
 )
 """Variables of this process as a rank of a job, which libraries would read, and the secret of its nodes."""
 _MARK = "LLMGPU_RANK_OF"

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from pytest_llmgpu.inference import scoring
 from pytest_llmgpu.inference.batching import Batch, Plan
-from pytest_llmgpu.ranks import execution
+from pytest_llmgpu.ranks import graph_choice
 from pytest_llmgpu.report.result import Collective, CollectiveKind
 from pytest_llmgpu.report.text import plural
 
@@ -133,7 +133,7 @@ def of_generation(loaded: Loaded, plan: Plan) -> tuple[list[Collective], list[Co
     """
     total = _of_prefills(loaded, plan, scoring.LEAN)
     largest: _Tally = {}
-    with execution.generator(loaded, plan) as generator:
+    with graph_choice.generator(loaded, plan) as generator:
         counts = Counter(batch.rows for batch in plan.batches)
         for batch in sorted({batch.rows: batch for batch in plan.batches}.values(), key=lambda batch: batch.rows):
             largest = _tally(functools.partial(generator.step, batch), loaded.world_size)

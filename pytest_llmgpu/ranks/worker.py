@@ -18,8 +18,8 @@ from pytest_llmgpu.inference.cuda_graphs import GraphedDecoder
 from pytest_llmgpu.inference.generation import Generated, Generator, score_texts
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.inference.tasks.protocol import Item, Task
-from pytest_llmgpu.ranks import ceilings, execution, host, memory, traffic, work
-from pytest_llmgpu.ranks.execution import Decision
+from pytest_llmgpu.ranks import ceilings, graph_choice, host, memory, traffic, work
+from pytest_llmgpu.ranks.graph_choice import Decision
 from pytest_llmgpu.ranks.local import FinishedBatch
 from pytest_llmgpu.ranks.work import BatchReport, Passes, WorkReply
 from pytest_llmgpu.report.case import Case
@@ -204,7 +204,7 @@ def warm_up(state: RankState, case: Case, not_recorded: str | None = None) -> No
     requests = _encoded(state)
     reset(state)
     began_s = time.monotonic()
-    state.decision = decision = execution.decide(
+    state.decision = decision = graph_choice.decide(
         loaded,
         requests,
         case.batch_size,
@@ -219,7 +219,7 @@ def warm_up(state: RankState, case: Case, not_recorded: str | None = None) -> No
     with contextlib.ExitStack() as graphs:
         if case.generates:
             recorded_tokens = decision.recorded_tokens
-            generator = graphs.enter_context(execution.generator(loaded, plan, recorded_tokens=recorded_tokens))
+            generator = graphs.enter_context(graph_choice.generator(loaded, plan, recorded_tokens=recorded_tokens))
             generator.warm_up(on_batch)
             state.generator = generator
         else:
@@ -234,7 +234,7 @@ def warm_up(state: RankState, case: Case, not_recorded: str | None = None) -> No
                 logits=case.scoring,
             )
             if decoder is not None:
-                execution.check_answers(loaded, plan, decoder, case.dtype)
+                graph_choice.check_answers(loaded, plan, decoder, case.dtype)
         state.graphs = graphs.pop_all()
     compile_s = None
     if loaded.compiled is not None:
@@ -246,7 +246,7 @@ def warm_up(state: RankState, case: Case, not_recorded: str | None = None) -> No
         plan_sha256=plan.sha256,
         tokens_requested=None if workspace is None else workspace.tokens_requested,
         tokens_granted=None if workspace is None else workspace.tokens_granted,
-        execution_choice=execution.describe(decision),
+        execution_choice=graph_choice.describe(decision),
     )
 
 
@@ -357,7 +357,7 @@ def run_eager_passes(state: RankState) -> list[WorkReply]:
         with work.scoring_forward(loaded, state.case.scoring) as forward, compiled_layers.suspended():
             return [work.measure(loaded, plan, state.passes[0], forward, on_batch=on_batch)]
     steps, prefills = state.passes
-    with execution.generator(loaded, plan) as generator, compiled_layers.suspended():
+    with graph_choice.generator(loaded, plan) as generator, compiled_layers.suspended():
         return [
             work.measure(loaded, plan, steps, generator.step, on_batch=on_batch, last=False),
             work.measure(loaded, plan, prefills, generator.prefill, on_batch=on_batch),

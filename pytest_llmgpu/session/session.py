@@ -20,8 +20,8 @@ from pytest_llmgpu.profiling import node_profilers
 from pytest_llmgpu.profiling.machine import Machine
 from pytest_llmgpu.profiling.node_profilers import NodeProfilers, RemoteProfiler, Settings
 from pytest_llmgpu.profiling.profiler import Profiler
+from pytest_llmgpu.ranks.env_launcher import Devices, EnvLauncher, Peers
 from pytest_llmgpu.ranks.local import LocalLauncher
-from pytest_llmgpu.ranks.supervisor import Devices, EnvLauncher, Peers
 from pytest_llmgpu.ranks.worker import ReferenceTexts
 from pytest_llmgpu.render.terminal import report as terminal
 from pytest_llmgpu.render.terminal.live import LiveLine

@@ -24,9 +24,9 @@ KEY = "a secret of more than 16 bytes"
 _SERVE = """
 import os, sys
 from pathlib import Path
-from pytest_llmgpu.ranks import supervisor, world
+from pytest_llmgpu.ranks import env_launcher, job_variables
 try:
-    sys.exit(supervisor.serve(world.of_environment(os.environ), Path(sys.argv[1])))
+    sys.exit(env_launcher.serve(job_variables.of_environment(os.environ), Path(sys.argv[1])))
 except ValueError as error:
     sys.exit(str(error))
 """

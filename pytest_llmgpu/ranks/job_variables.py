@@ -1,4 +1,4 @@
-"""The processes that torchrun or srun started together: which of them this one is, and where rank 0 listens."""
+"""The variables that torchrun or srun set: which of the processes this one is, and where rank 0 listens."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ from support.report_factory import make_case
 from pytest_llmgpu.inference import batching, cuda_graphs, scoring
 from pytest_llmgpu.inference.batching import Request, Requests
 from pytest_llmgpu.inference.tasks.hellaswag import HellaSwag
-from pytest_llmgpu.ranks import execution, memory, worker
-from pytest_llmgpu.ranks.execution import Decision, Reason
+from pytest_llmgpu.ranks import graph_choice, memory, worker
+from pytest_llmgpu.ranks.graph_choice import Decision, Reason
 from pytest_llmgpu.ranks.worker import RankState
 from pytest_llmgpu.strategies.mp import LayerParallel
 from pytest_llmgpu.strategies.protocol import Loaded, Workspace, WorkspaceError
@@ -91,7 +91,7 @@ def _loaded(model: Any, *devices: torch.device, **fields: Any) -> Loaded:
 
 
 def _decide(loaded: Loaded, requested: str = "auto", **named: Any) -> Decision:
-    return execution.decide(loaded, named.pop("requests", _requests()), _BATCH_SIZE, requested=requested, **named)
+    return graph_choice.decide(loaded, named.pop("requests", _requests()), _BATCH_SIZE, requested=requested, **named)
 
 
 @pytest.mark.parametrize("requested", ["auto", "on"])
@@ -128,7 +128,7 @@ def test_excluded_graphs_are_named(
 @pytest.mark.parametrize("requested", ["off", "auto"])
 def test_large_eager_forwards_keep_their_widths(model: Any, monkeypatch: pytest.MonkeyPatch, requested: str) -> None:
     """There padding costs time of the GPU, and there are few of them to warm up."""
-    monkeypatch.setattr(execution, "MOST_TOKENS", 71)
+    monkeypatch.setattr(cuda_graphs, "MOST_TOKENS", 71)
     for devices in ((GPU,), _TWO_GPUS):
         decision = _decide(_loaded(model, *devices), requested)
         assert decision.execution == "eager"
@@ -138,7 +138,7 @@ def test_large_eager_forwards_keep_their_widths(model: Any, monkeypatch: pytest.
 @pytest.mark.parametrize(("most", "reason"), [(71, "large"), (72, "small"), (73, "small")])
 def test_the_largest_forward_decides(model: Any, monkeypatch: pytest.MonkeyPatch, most: int, reason: str) -> None:
     """2 rows of 36 tokens are the largest; above the limit the case runs eagerly, unless graphs are requested."""
-    monkeypatch.setattr(execution, "MOST_TOKENS", most)
+    monkeypatch.setattr(cuda_graphs, "MOST_TOKENS", most)
     decision = _decide(_loaded(model))
     assert (decision.reason, decision.execution) == (reason, "eager" if reason == "large" else "cuda_graphs")
     requested = _decide(_loaded(model), "on")
@@ -161,7 +161,7 @@ def test_what_could_not_be_recorded_runs_eagerly(model: Any, requested: str) -> 
     """The decision names the operation, and the batches are those that were to be recorded."""
     decision = _decide(_loaded(model), requested, not_recorded="`x.item()` (gate.py, line 3): not permitted")
     assert (decision.reason, decision.execution) == ("not_recorded", "eager")
-    assert "x.item()" in execution.describe(decision)
+    assert "x.item()" in graph_choice.describe(decision)
     assert decision.plan.sha256 == batching.plan(_requests(), _BATCH_SIZE, few_shapes=True).sha256
 
 
@@ -253,4 +253,4 @@ def test_each_decision_is_described_with_its_figures(prose: Prose) -> None:
         Decision(reason="not_recorded", plan=own, detail="`x.item()` (gate.py, line 3): operation not permitted"),
     ]
     assert {decision.reason for decision in decisions} == set(get_args(Reason))
-    assert prose == "\n".join(execution.describe(decision) for decision in decisions)
+    assert prose == "\n".join(graph_choice.describe(decision) for decision in decisions)

@@ -1,9 +1,9 @@
-"""The execution of a case, eagerly or as CUDA graphs: decided by the case and its batches alone, never by a timing.
+"""The choice whether a case runs eagerly or as CUDA graphs: by the case and its batches alone, never by a timing.
 
 So every launch of a case runs the same batches in the same execution. With `auto`, forwards are recorded up to
-`MOST_TOKENS`; above, the GPU is the limit and eager forwards are as fast. Up to there eager forwards on GPUs are padded
-to few shapes as well: the first forward of a shape is slow, and a dataset has about a hundred widths (LLaMA-13B, mp on
-2 H200, 64 items, batch size 1: 6.7 s of warm-up before 8.9 s of inference).
+`cuda_graphs.MOST_TOKENS`; above, the GPU is the limit and eager forwards are as fast. Up to there eager forwards on
+GPUs are padded to few shapes as well: the first forward of a shape is slow, and a dataset has about a hundred widths
+(LLaMA-13B, mp on 2 H200, 64 items, batch size 1: 6.7 s of warm-up before 8.9 s of inference).
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from pytest_llmgpu.report.derived import LOGLIKELIHOOD_TOLERANCES, typical_diffe
 from pytest_llmgpu.report.text import percent, plural
 from pytest_llmgpu.strategies.protocol import Loaded
 
-MOST_TOKENS = 8192
-"""With `auto`, forwards of more tokens, padding included, run eagerly."""
 Reason = Literal["requested", "small", "excluded", "large", "not_recorded"]
 
 
@@ -42,7 +40,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def recorded_tokens(self) -> int:
         """Return the tokens up to which a forward of a case that generates is recorded; 0 for none."""
-        return {"requested": sys.maxsize, "small": MOST_TOKENS}.get(self.reason, 0)
+        return {"requested": sys.maxsize, "small": cuda_graphs.MOST_TOKENS}.get(self.reason, 0)
 
     @property
     def execution(self) -> Literal["eager", "cuda_graphs", "compile"]:
@@ -72,7 +70,7 @@ def decide(
         not_recorded: The operation that could not be recorded when it was tried; None if nothing failed.
     """
     own = plan(requests, batch_size)
-    large = requested != "on" and _largest_forward(own) > MOST_TOKENS
+    large = requested != "on" and _largest_forward(own) > cuda_graphs.MOST_TOKENS
     if requests.new_tokens and loaded.own_kv_cache:
         exclusion: str | None = (
             "the kernels of the strategy count the tokens of a text on the host, so that a graph repeats one step"
@@ -128,9 +126,9 @@ def describe(decision: Decision) -> str:
     eager, graphs = ("compiled", "compiled, CUDA graphs") if decision.compiled else ("eager", "CUDA graphs")
     sentences: dict[Reason, str] = {
         "requested": f"{graphs}: they were requested; {recorded}",
-        "small": f"{graphs}: {largest}, at most {MOST_TOKENS:,}; {recorded}",
+        "small": f"{graphs}: {largest}, at most {cuda_graphs.MOST_TOKENS:,}; {recorded}",
         "excluded": f"{eager}: {decision.detail}",
-        "large": f"{eager}: {largest}, more than {MOST_TOKENS:,}: the GPU is the limit",
+        "large": f"{eager}: {largest}, more than {cuda_graphs.MOST_TOKENS:,}: the GPU is the limit",
         "not_recorded": f"{eager}: the forwards cannot be recorded as CUDA graphs: {decision.detail}",
     }
     return sentences[decision.reason]

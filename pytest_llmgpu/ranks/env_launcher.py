@@ -29,9 +29,9 @@ from pytest_llmgpu.profiling import node_profilers
 from pytest_llmgpu.profiling.machine import Machine
 from pytest_llmgpu.profiling.node_profilers import Call
 from pytest_llmgpu.ranks import link
+from pytest_llmgpu.ranks.job_variables import JOIN_S, World
 from pytest_llmgpu.ranks.link import Link
 from pytest_llmgpu.ranks.local import BatchListener, End, Event, LocalLauncher, LocalRank, Rank, RankFailedError
-from pytest_llmgpu.ranks.world import JOIN_S, World
 from pytest_llmgpu.report.report import Node
 from pytest_llmgpu.report.result import Failure
 from pytest_llmgpu.report.text import plural

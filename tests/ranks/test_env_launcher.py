@@ -19,12 +19,12 @@ from support import worlds
 
 from pytest_llmgpu.profiling import machine as local
 from pytest_llmgpu.profiling.machine import Machine, NodeFacts, TorchFacts
-from pytest_llmgpu.ranks import link, supervisor
+from pytest_llmgpu.ranks import env_launcher, link
+from pytest_llmgpu.ranks.env_launcher import Devices, EnvLauncher, Peers, Place, spread
 from pytest_llmgpu.ranks.group import RankGroup
+from pytest_llmgpu.ranks.job_variables import of_environment
 from pytest_llmgpu.ranks.link import Link
 from pytest_llmgpu.ranks.local import RankFailedError
-from pytest_llmgpu.ranks.supervisor import Devices, EnvLauncher, Peers, Place, spread
-from pytest_llmgpu.ranks.world import of_environment
 from pytest_llmgpu.report.report import Gpu, Node
 
 _LIMIT_S = 300
@@ -44,8 +44,8 @@ class _Started(NamedTuple):
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that stops for some seconds loses no process."""
     for limit in ("_REPLY_S", "_KILL_S", "_CLOSE_S", "_GOODBYE_S"):
-        monkeypatch.setattr(supervisor, limit, _LIMIT_S)
-    monkeypatch.setattr(supervisor, "_LATE_S", 0.0)
+        monkeypatch.setattr(env_launcher, limit, _LIMIT_S)
+    monkeypatch.setattr(env_launcher, "_LATE_S", 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +160,7 @@ def test_a_process_ends_with_rank_0_or_by_sigterm_and_a_stopped_one_is_a_crash(
     """Without a goodbye the exit status is not 0. SIGTERM is how Slurm and torchrun end a job. Ranks end, too."""
     group = nodes.group(3)
     pids = [pid for pid, _ in group.ask(ranks.identity, phase="forward", timeout_s=_LIMIT_S)]
-    monkeypatch.setattr(supervisor, "_REPLY_S", 0.5)
+    monkeypatch.setattr(env_launcher, "_REPLY_S", 0.5)
     nodes.processes[1].send_signal(signal.SIGSTOP)
     with pytest.raises(RankFailedError) as caught:
         group.ask(ranks.hang_on_rank_1, phase="forward", timeout_s=0.5)
@@ -241,7 +241,7 @@ def test_a_process_that_does_not_belong_here_is_refused(tmp_path: Path, changed:
 @pytest.mark.slow
 def test_a_run_that_ends_at_once_says_goodbye(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes that join late end with it, and do not look for it until their time limit."""
-    monkeypatch.setattr(supervisor, "_LATE_S", _LIMIT_S)
+    monkeypatch.setattr(env_launcher, "_LATE_S", _LIMIT_S)
     port = worlds.free_port()
     peers = _peers(port, per_node=2)
     with worlds.served(tmp_path, {1: worlds.torchrun(1, 2, per_node=2, port=port)}) as processes:
@@ -275,7 +275,7 @@ def test_nobody_joins_or_ends_a_run_without_the_secret(sent: bytes) -> None:
     assert len(received) == 4 + _NUMBER, "the number to prove with, and nothing after it"
     world = of_environment(worlds.torchrun(1, 2, per_node=1, port=port))
     joined = link.connect(world, _LIMIT_S)
-    joined.send(supervisor.hello(world))
+    joined.send(env_launcher.hello(world))
     peers.wait(_LIMIT_S)
     assert [place.local_rank for place in peers.places] == [0, 0]
     peers.close()
@@ -291,7 +291,7 @@ def _received(stranger: socket.socket) -> bytes:
 
 def test_strangers_that_take_all_files_do_not_end_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process joins after them."""
-    monkeypatch.setattr(supervisor, "_ACCEPT_AGAIN_S", 0.0)
+    monkeypatch.setattr(env_launcher, "_ACCEPT_AGAIN_S", 0.0)
 
     class Flooded(socket.socket):
         refusals = 3
@@ -307,7 +307,7 @@ def test_strangers_that_take_all_files_do_not_end_the_wait(monkeypatch: pytest.M
     port = worlds.free_port()
     peers, world = _peers(port), of_environment(worlds.torchrun(1, 2, per_node=1, port=port))
     joined = link.connect(world, _LIMIT_S)
-    joined.send(supervisor.hello(world))
+    joined.send(env_launcher.hello(world))
     peers.wait(_LIMIT_S)
     peers.close()
     joined.close()
