@@ -1,9 +1,10 @@
 """Measure what the tests protect: the share of random mutants of the package that a test kills; prints JSON.
 
 `python .ci/mutants.py` runs the tests once with coverage, changes one operator, constant or condition at a time in a
-copy of the package, and runs the tests that reached its line. A mutant on a line that no test reached survives. The
-tests run in this process's children, so code of other processes (ranks, samplers) counts as not reached. Each of
-`--processes` changes a copy of its own.
+copy of the package, and runs the tests that reached its line; for a line that runs when its module is imported, such as
+a constant, the tests that reached its file. A mutant that no test reached survives. The tests run in children of this
+process, so code of other processes (ranks, samplers) counts as not reached. Each of `--processes` changes a copy of its
+own.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ _SEED = 2026
 _LIMIT_S = 120
 _MOST_TESTS = 300
 """Tests run for one mutant, those of its own package first."""
+_IMPORT = 0
+"""Number in place of the line for the tests that reached any line of a file."""
 _SWAPPED: dict[type, type] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Add: ast.Sub, ast.Sub: ast.Add,
@@ -141,17 +144,20 @@ def _copied(folder: Path) -> Path:
     return root
 
 
-def _reached(folder: Path, name: str) -> tuple[int, dict[tuple[str, int], list[str]]]:
+def _reached(folder: Path, tests_of: str) -> tuple[int, dict[tuple[str, int], list[str]]]:
     """Run a folder of tests; return pytest's exit status and the tests that reached each line of the package."""
     root = _copied(folder)
-    record = folder / f"{name}.coverage"
-    status = _in_child(root, ["-m", "not slow", f"tests/{name}"], record)
+    record = folder / f"{tests_of}.coverage"
+    status = _in_child(root, ["-m", "not slow", f"tests/{tests_of}"], record)
     data = coverage.CoverageData(str(record))
     data.read()
     tests: dict[tuple[str, int], list[str]] = {}
     for path in data.measured_files():
+        name = str(Path(path).relative_to(root))
         for line, contexts in data.contexts_by_lineno(path).items():
-            tests[str(Path(path).relative_to(root)), line] = [context for context in contexts if context]
+            tests[name, line] = [context for context in contexts if context]
+        imported = set().union(*(tests[name, line] for file, line in tests if file == name))
+        tests[name, _IMPORT] = sorted(imported)
     return status, tests
 
 
@@ -188,10 +194,9 @@ def main() -> None:
         mutants = []
         for path, number, line in sample:
             own = f"tests/{path.split('/')[1]}/"
-            tests = sorted(
-                (test for one in reached for test in one.get((path, line), [])),
-                key=lambda test: (not test.startswith(own), test),
-            )
+            at_line = [test for one in reached for test in one.get((path, line), [])]
+            tests = at_line or [test for one in reached for test in one.get((path, _IMPORT), [])]
+            tests.sort(key=lambda test: (not test.startswith(own), test))
             mutants.append(_Mutant(path, number, line, tests[:_MOST_TESTS]))
         killed = pool.starmap(_is_killed, [(folder, mutant) for mutant in mutants], 1)
     shutil.rmtree(folder)
