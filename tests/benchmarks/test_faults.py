@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-from pathlib import Path
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -13,14 +12,11 @@ from support.report_factory import make_report, make_result
 from pytest_llmgpu.report.cause import CallsChange, Cause, TimeChange
 from pytest_llmgpu.report.verdicts import Row
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
 
 @pytest.fixture
-def faults(monkeypatch: pytest.MonkeyPatch) -> Any:
+def faults() -> Any:
     """Import faults.py."""
-    monkeypatch.syspath_prepend(BENCHMARKS / "gate")
-    return importlib.import_module("faults")
+    return import_module("faults")
 
 
 def _cause(name: str = "GEMM", module: str = "layers.*.mlp", **fields: Any) -> Cause:

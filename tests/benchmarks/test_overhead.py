@@ -2,53 +2,43 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
 import json
 import sys
-from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-from support.report_factory import make_report, make_result
 
-FOLDER = Path(__file__).parents[2] / "benchmarks" / "overhead"
 MIB = 1 << 20
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    """Import a script by its name, with those beside it."""
-    monkeypatch.syspath_prepend(FOLDER)
-    return importlib.import_module
-
-
-@pytest.fixture
-def agreement(script: Callable[[str], ModuleType]) -> ModuleType:
+def agreement() -> ModuleType:
     """Import agreement.py."""
-    return script("agreement")
+    return import_module("agreement")
 
 
-def step(kind: str, message_bytes: int, wire_bytes: int, **counted: list[int | None]) -> dict[str, Any]:
+def step(kind: str, message_bytes: int, **counted: list[int | None]) -> dict[str, Any]:
     """Return a step of two ranks that sent the message ten times."""
     return {
         "kind": kind,
         "message_bytes": message_bytes,
         "ranks": 2,
         "nvlink": True,
-        "wire_bytes_of_one": wire_bytes,
-        "expected_bytes": 10 * wire_bytes,
+        "wire_bytes_of_one": message_bytes,
+        "expected_bytes": 10 * message_bytes,
         "devices": counted,
         "why_not_counted": ["nvlink_tx_bytes: refused"],
     }
 
 
-def over_nvlink(tx: int | None, message_bytes: int = 4 * MIB, wire_bytes: int = 4 * MIB) -> dict[str, Any]:
+def over_nvlink(tx: int | None) -> dict[str, Any]:
     """Return an all-reduce for which the second device has this count."""
-    rx = 10 * wire_bytes
-    return step("all_reduce", message_bytes, wire_bytes, nvlink_tx_bytes=[rx, tx], nvlink_rx_bytes=[rx, rx])
+    rx = 40 * MIB
+    return step("all_reduce", 4 * MIB, nvlink_tx_bytes=[rx, tx], nvlink_rx_bytes=[rx, rx])
 
 
 @pytest.mark.parametrize(
@@ -82,7 +72,7 @@ def test_without_nvlink_a_collective_is_compared_with_pcie(
     agreement: ModuleType, shown: list[int | None], ok: bool | None, why: str
 ) -> None:
     """PCIe must show at least the sent bytes. A machine that cannot count them does not fail."""
-    given = step("all_reduce", 4 * MIB, 4 * MIB, pcie_tx_bytes=shown, pcie_rx_bytes=shown, nvlink_tx_bytes=[None, None])
+    given = step("all_reduce", 4 * MIB, pcie_tx_bytes=shown, pcie_rx_bytes=shown, nvlink_tx_bytes=[None, None])
     answer = agreement.judged({**given, "nvlink": False})
     assert (answer["ok"], answer["why"], answer["bound"]) == (ok, why, (0.99, None))
 
@@ -91,7 +81,7 @@ def test_without_nvlink_a_collective_is_compared_with_pcie(
 def test_a_copy_is_counted_with_its_protocol_and_no_more(agreement: ModuleType, ratio: float, ok: bool) -> None:
     """A device receives at least the payload of a copy, and at most the payload with packet headers."""
     counted = round(160 * MIB * ratio)
-    given = step("host_to_device", 16 * MIB, 16 * MIB, pcie_rx_bytes=[counted, counted], pcie_tx_bytes=[0, 0])
+    given = step("host_to_device", 16 * MIB, pcie_rx_bytes=[counted, counted], pcie_tx_bytes=[0, 0])
     assert agreement.judged(given)["ok"] is ok
 
 
@@ -99,43 +89,36 @@ def test_a_copy_is_counted_with_its_protocol_and_no_more(agreement: ModuleType, 
     ("count", "least", "most", "confidence"), [(3, 1, 3, 0.75), (10, 2, 9, 0.9785), (20, 6, 15, 0.9586)]
 )
 def test_the_interval_of_a_median_is_that_of_the_sign_test(
-    script: Callable[[str], ModuleType], count: int, least: int, most: int, confidence: float
+    count: int, least: int, most: int, confidence: float
 ) -> None:
     """Tables of the binomial give the same order statistics and confidence."""
     values = list(range(count, 0, -1))
-    assert script("profiler").interval(values) == (least, most, pytest.approx(confidence, abs=1e-4))
+    assert import_module("profiler").interval(values) == (least, most, pytest.approx(confidence, abs=1e-4))
 
 
 @pytest.mark.parametrize(
-    ("median", "least", "most", "device", "ok", "sure", "status"),
+    ("figures_pct", "ok", "sure", "device", "status"),
     [
-        (0.05, -0.1, 0.15, "cuda", True, True, 0),
-        (0.05, -0.1, 0.9, "cuda", True, False, 0),
-        (0.3, 0.1, 0.5, "cuda", False, False, 1),
-        (-0.3, -0.5, -0.1, "cuda", False, False, 1),
-        (0.3, 0.1, 0.5, "cpu", False, False, 0),
-        (0.3, 0.25, 0.5, "cpu", False, False, 1),
+        ((0.05, -0.1, 0.15), True, True, "cuda", 0),
+        ((0.05, -0.1, 0.9), True, False, "cuda", 0),
+        ((0.3, 0.1, 0.5), False, False, "cuda", 1),
+        ((-0.3, -0.5, -0.1), False, False, "cuda", 1),
+        ((0.3, 0.1, 0.5), False, False, "cpu", 0),
+        ((0.3, 0.25, 0.5), False, False, "cpu", 1),
     ],
 )
 def test_a_profiler_that_costs_more_than_its_limit_fails_on_a_gpu(
-    script: Callable[[str], ModuleType],
-    median: float,
-    least: float,
-    most: float,
-    device: str,
-    ok: bool,
-    sure: bool,
-    status: int,
+    figures_pct: tuple[float, float, float], ok: bool, sure: bool, device: str, status: int
 ) -> None:
-    """The median decides; on a CPU, whose noise is larger than the limit, the whole interval."""
-    profiler = script("profiler")
-    assert profiler.judged(median, least, most) == {"ok": ok, "sure": sure}
-    assert profiler.status(median, least, device) == status
+    """The median, the first figure, decides; on a CPU, whose noise is larger than the limit, the whole interval."""
+    profiler = import_module("profiler")
+    assert profiler.judged(*figures_pct) == {"ok": ok, "sure": sure}
+    assert profiler.status(*figures_pct[:2], device) == status
 
 
-def test_a_command_is_measured_by_itself(script: Callable[[str], ModuleType], tmp_path: Path) -> None:
+def test_a_command_is_measured_by_itself(tmp_path: Path) -> None:
     """The memory of the process that starts the command does not count."""
-    judging = script("gate")
+    judging = import_module("gate")
     for seed, name in enumerate(("base", "head")):
         sizes = {"cases": 1, "batches": 2, "items": 1, "launches": 1, "devices": 1}
         judging.write(tmp_path / name, seed, **sizes, rows_of_work=0, ranks_of_work=1)
@@ -147,11 +130,11 @@ def test_a_command_is_measured_by_itself(script: Callable[[str], ModuleType], tm
         judging.measured([tmp_path / "base", tmp_path / "nowhere"])
 
 
-def test_lateness_and_missed_ticks_come_from_the_stream(script: Callable[[str], ModuleType]) -> None:
+def test_lateness_and_missed_ticks_come_from_the_stream() -> None:
     """Of a hundred ticks one is missing and one is late: the late one is the maximum, not the 99th percentile."""
     ticks = [{"k": k, "t_s": 5 + k * 0.1 + 0.001, "cpu_s": 0.01 * k} for k in range(101) if k != 7]
     ticks[50]["t_s"] += 0.05
-    figures = script("sampler").figures({"t0_s": 5.0, "period_s": 0.1}, ticks)
+    figures = import_module("sampler").figures({"t0_s": 5.0, "period_s": 0.1}, ticks)
     assert figures["missed"] == 1
     assert figures["lateness_max_s"] == pytest.approx(0.051)
     assert figures["lateness_p99_s"] == pytest.approx(0.001)
@@ -159,7 +142,7 @@ def test_lateness_and_missed_ticks_come_from_the_stream(script: Callable[[str], 
 
 
 def test_a_sampler_that_is_not_installed_has_the_reason(
-    script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its figures are missing with a reason."""
 
@@ -168,25 +151,16 @@ def test_a_sampler_that_is_not_installed_has_the_reason(
 
     monkeypatch.setattr(importlib.metadata, "version", absent)
     monkeypatch.setattr(sys, "argv", ["peers.py", "nvitop"])
-    script("peers").main()
+    import_module("peers").main()
     assert json.loads(capsys.readouterr().out) == {"installed": None, "why": "nvitop is not installed"}
-
-
-def _timed(factor: float) -> Any:
-    """Return a report of one case whose batches took this many times as long."""
-    result = make_result()
-    (launch,) = result.launches
-    launch.batches.latency_s = [factor * latency_s for latency_s in launch.batches.latency_s]
-    launch.warmup_s = 2 * factor
-    return make_report([result])
 
 
 @pytest.mark.slow
 def test_generation_is_compared_with_bare_forwards_and_with_transformers(
-    script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each piece is a line when it is finished, and each arm has a time."""
-    generation = script("generation")
+    generation = import_module("generation")
     sizes = ("--batch-sizes=1,2", "--prefill-batch-sizes=2", "--prompt-tokens=9", "--prefill-tokens=12")
     monkeypatch.setattr(sys, "argv", ["generation.py", "--strategies=mp", *sizes, "--new-tokens=3", "--repeats=1"])
     generation.main()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 import shutil
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,7 +25,6 @@ from support.report_factory import (
 
 from pytest_llmgpu.plugin import options
 from pytest_llmgpu.report import file
-from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import AccuracyCheck, Outcome
 
@@ -46,24 +45,10 @@ def _peer_access(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE)
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model and a dataset, made before pytester, which unloads modules imported later."""
-    folder = tmp_path_factory.mktemp("tiny")
-    tiny_model.write_model(folder / "model")
-    tiny_model.write_dataset(folder / "items.jsonl")
-    return folder
-
-
 @pytest.fixture
-def claims(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Import claims.py, with the scripts of its folder."""
-    monkeypatch.syspath_prepend(PAPER)
-    return importlib.import_module("claims")
-
-
-def _chosen(pytester: pytest.Pytester, *flags: str) -> Options:
-    return options.resolve(pytester.parseconfigure(str(PAPER), *flags))
+def claims() -> ModuleType:
+    """Import claims.py."""
+    return import_module("claims")
 
 
 def _collected(result: pytest.RunResult) -> list[str]:
@@ -72,7 +57,7 @@ def _collected(result: pytest.RunResult) -> list[str]:
 
 def test_the_settings_are_those_of_the_publication(pytester: pytest.Pytester) -> None:
     """One file has the settings of its server, harness and profiler."""
-    chosen = _chosen(pytester)
+    chosen = options.resolve(pytester.parseconfigure(str(PAPER)))
     assert chosen.strategy == ("mp", "tp", "iok")
     assert (chosen.model, chosen.load_format, chosen.dtype) == ("llama-30b", "dummy", "float16")
     assert (chosen.device, chosen.devices) == ("cuda", 4)
@@ -104,8 +89,9 @@ def test_its_own_command_collects_the_experiment(pytester: pytest.Pytester) -> N
 
 
 @pytest.mark.slow
-def test_the_command_measures(tiny: Path, pytester: pytest.Pytester) -> None:
+def test_the_command_measures(model: Path, pytester: pytest.Pytester) -> None:
     """On a CPU, which has no memory to cap, the experiment runs and its report has the settings."""
+    tiny_model.write_dataset(pytester.path / "items.jsonl")
     folder = pytester.path / "paper"
     shutil.copytree(PAPER, folder, ignore=shutil.ignore_patterns("__pycache__", "*.json.gz"))
     settings = (folder / "pytest.ini").read_text()
@@ -113,8 +99,8 @@ def test_the_command_measures(tiny: Path, pytester: pytest.Pytester) -> None:
     for_the_cpu = ("--llmgpu-device=cpu", "--llmgpu-devices=1", "--llmgpu-dtype=float32")
     flags = (
         "--strategy=mp",
-        f"--llmgpu-model={tiny / 'model'}",
-        f"--llmgpu-dataset={tiny / 'items.jsonl'}",
+        f"--llmgpu-model={model}",
+        f"--llmgpu-dataset={pytester.path / 'items.jsonl'}",
         "--llmgpu-batch-sizes=2,8",
     )
     # A process of its own: pytester would forget the parts of torch that are imported on the way.

@@ -1,42 +1,31 @@
-"""The scripts that estimate the noise of regimes, and that try the gate on recorded launches."""
+"""Recorded launches are judged as when they were recorded; the scripts that try the gate and estimate noise on them."""
 
 from __future__ import annotations
 
 import datetime
-import importlib
 import json
 import math
 import random
-from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 
+import msgspec
 import pytest
 
 from pytest_llmgpu.gate.judge import judge
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.report import file
+from pytest_llmgpu.report.derived import derive
+from pytest_llmgpu.report.report import Report
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-RECORDED, OF_ONE_HOST = (
-    [str(BENCHMARKS / "reports" / f"{name}-{number}.json.gz") for number in (1, 2)]
-    for name in ("replayed-7b-240-gpu", "replayed-7b-gpu")
-)
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    """Return a function that imports a script of the folder."""
-    monkeypatch.syspath_prepend(BENCHMARKS / "gate")
-    return importlib.import_module
+REPORTS = Path(__file__).parents[2] / "benchmarks" / "reports"
 
 
 @pytest.mark.slow
-def test_recorded_launches_show_what_the_gate_finds(
-    script: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_recorded_launches_show_what_the_gate_finds(capsys: pytest.CaptureFixture[str]) -> None:
     """One launch finds 2 % where enough forwards were measured, names the module, and leaves equal programs alone."""
-    assert script("reach").main([*RECORDED, "--trials=4"]) == 0
+    recorded = [str(REPORTS / f"replayed-7b-240-gpu-{number}.json.gz") for number in (1, 2)]
+    assert import_module("reach").main([*recorded, "--trials=4"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["launches"] == [12, 10]
     by_case = {(row["case"], row["slowdown"]): row for row in found["device_time"]}
@@ -57,7 +46,7 @@ def test_recorded_launches_show_what_the_gate_finds(
 @pytest.mark.slow
 def test_two_gpus_of_one_host_are_other_gpus() -> None:
     """Both recordings name both GPUs of their host, and each used one. The program is the same: nothing is worse."""
-    one, two = (file.load(Path(path)) for path in OF_ONE_HOST)
+    one, two = (file.load(REPORTS / f"replayed-7b-gpu-{number}.json.gz") for number in (1, 2))
     assert {gpu.uuid for gpu in one.environment.gpus} == {gpu.uuid for gpu in two.environment.gpus}
     for base, head in ((one, two), (two, one)):
         rows = judge(base, head, Policy(), today=datetime.date(2026, 1, 1)).rows
@@ -67,21 +56,51 @@ def test_two_gpus_of_one_host_are_other_gpus() -> None:
         assert not [row for row in rows if row.worse]
 
 
+def _rounds(name: str) -> list[Report]:
+    """Return the recorded launches of a case, five in each report."""
+    whole = file.load(REPORTS / f"slow-gpu-2-{name}.json.gz")
+    (result,) = whole.cases
+    found = []
+    for start in range(0, len(result.launches), 5):
+        part = msgspec.structs.replace(result, launches=result.launches[start : start + 5])
+        derive(part)
+        found.append(msgspec.structs.replace(whole, cases=[part]))
+    return found
+
+
+@pytest.mark.slow
+def test_a_strategy_that_sleeps_is_found_and_an_equal_one_is_not() -> None:
+    """In 20 rounds of five launches on four H200 a sleep of 10 % is REGRESSED in 15, OK in none; equal ones never."""
+    without, slower = _rounds("without"), _rounds("with")
+
+    def time_verdict(base: Report, head: Report) -> str:
+        # Only the first launch has its answers: only its round has a verdict of accuracy.
+        found = judge(base, head, Policy(), today=datetime.date(2026, 1, 1))
+        [row] = [row for row in found.rows if row.metric == "time"]
+        return row.verdict
+
+    found = [time_verdict(base, head) for base, head in zip(without, slower, strict=True)]
+    assert (len(found), found.count("REGRESSED"), found.count("OK")) == (20, 15, 0)
+    # The next round of the same GPU, of four, is the same program.
+    alike = [time_verdict(base, head) for base, head in zip(without, without[4:], strict=False)]
+    assert "REGRESSED" not in alike
+
+
 @pytest.mark.parametrize(("s0", "df0"), [(0.01, 4.0), (0.002, 20.0)])
-def test_the_prior_of_many_machines_is_recovered(script: Callable[[str], ModuleType], s0: float, df0: float) -> None:
+def test_the_prior_of_many_machines_is_recovered(s0: float, df0: float) -> None:
     """Variances of groups that are drawn from a prior give its deviation and its degrees of freedom."""
     chance = random.Random(1)
     groups = []
     for _ in range(4000):
         variance = s0**2 * df0 / chance.gammavariate(df0 / 2, 2)
         groups.append((variance * chance.gammavariate(9 / 2, 2) / 9, 9))
-    found_s0, found_df0 = script("priors").fit(groups)
+    found_s0, found_df0 = import_module("priors").fit(groups)
     assert found_s0 == pytest.approx(s0, rel=0.05)
     assert found_df0 == pytest.approx(df0, rel=0.25)
 
 
-def test_groups_of_one_deviation_have_a_prior_that_counts_for_everything(script: Callable[[str], ModuleType]) -> None:
+def test_groups_of_one_deviation_have_a_prior_that_counts_for_everything() -> None:
     """Machines that differ by chance alone have the pooled deviation and the most degrees of freedom."""
-    s0, df0 = script("priors").fit([(0.01**2, 11), (0.0101**2, 11), (0.0099**2, 11)])
+    s0, df0 = import_module("priors").fit([(0.01**2, 11), (0.0101**2, 11), (0.0099**2, 11)])
     assert math.isclose(s0, 0.01, rel_tol=0.01)
     assert df0 == 1000

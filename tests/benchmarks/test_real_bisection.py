@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-import subprocess
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.repository import git
 
-GATE = Path(__file__).parents[2] / "benchmarks" / "gate"
 OUTPUT = """good  aaaa1
 5 launches: 2 of GOOD and BAD, 3 of the commits between them
 FOUND: bbbb2 is the first bad commit: Commit 1
@@ -17,21 +16,15 @@ FOUND: bbbb2 is the first bad commit: Commit 1
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Any:
+def script() -> Any:
     """Import real_bisection.py."""
-    monkeypatch.syspath_prepend(GATE)
-    return importlib.import_module("real_bisection")
+    return import_module("real_bisection")
 
 
 def test_one_commit_makes_the_model_slower(script: Any, tmp_path: Path) -> None:
     """The work changes in this commit alone."""
     shas = script.repository(tmp_path, 4, 3, "cpu")
-    works = [
-        subprocess.run(
-            ["git", "show", f"{sha}:work.py"], cwd=tmp_path, check=True, stdout=subprocess.PIPE, text=True
-        ).stdout
-        for sha in shas
-    ]
+    works = [git(tmp_path, "show", f"{sha}:work.py") for sha in shas]
     assert [work == works[0] for work in works] == [True, True, True, False, False]
 
 

@@ -25,7 +25,7 @@ from support.report_factory import (
     make_result,
     make_work,
 )
-from support.tiny_model import write_dataset, write_model
+from support.tiny_model import write_dataset
 
 pytest.importorskip("hypothesis", reason="tox -e fuzz installs it")
 
@@ -209,14 +209,6 @@ def test_datasets(data: st.DataObject) -> None:
     Path("items.jsonl").write_bytes(b"\n".join([first, *lines[1:]]))
     task = data.draw(st.sampled_from([HellaSwag(), Prompts()]))
     _one_line(lambda: task.load("items.jsonl", rootdir=Path.cwd()))
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model."""
-    folder = tmp_path_factory.mktemp("model") / "tiny"
-    write_model(folder)
-    return folder
 
 
 @given(st.data())
