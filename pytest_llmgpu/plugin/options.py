@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
 
-from pytest_llmgpu.report import options
 from pytest_llmgpu.report.options import GATE_OPTIONS, RUN_OPTIONS, Options, check_name_is_free, flag_of, ini_key_of
 
 EXPECT_OOM = "expect_oom"
@@ -20,14 +19,15 @@ _OF_WORKLOAD = {
 }
 """Options that have an effect in one workload only."""
 
-_NATIVE: dict[Callable[[str], Any], Any] = {
-    options.whole: int | str,
-    options.memory_size: int | str,
-    options.seconds: float | str,
-    options.fraction: float | str,
-    options.switch: bool | str,
+_NATIVE: dict[str | None, Any] = {
+    "ITEMS": int | str,
+    "N": int | str,
+    "SIZE": int | str,
+    "SECONDS": float | str,
+    "FRACTION": float | str,
+    None: bool | str,
 }
-"""Types of ini keys beside strings and lists, by the function that reads their text."""
+"""Types of ini keys beside strings and lists, by the placeholder of their value in the help."""
 
 
 def declare(parser: pytest.Parser) -> None:
@@ -48,7 +48,7 @@ def declare(parser: pytest.Parser) -> None:
             **({"nargs": "?", "const": declared["bare"]} if declared["bare"] is not None else {}),
         )
         parser.addini(
-            ini_key_of(field), f"default of {flag_of(field)}", type=_ini_type(declared["parse"]), default=None
+            ini_key_of(field), f"default of {flag_of(field)}", type=_ini_type(declared["metavar"]), default=None
         )
 
 
@@ -81,12 +81,12 @@ def resolve(config: pytest.Config, markers: Iterable[pytest.Mark] = ()) -> Optio
     return Options(**values)
 
 
-def _ini_type(parse: Callable[[str], Any]) -> Any:
+def _ini_type(metavar: str | None) -> Any:
     # Native TOML writes numbers, booleans and lists. Strings are accepted too where pytest has several types (9.2): ini
     # files have nothing else, and 1/6 is a number.
-    if parse in {options.names, options.size_list}:
+    if metavar in {"NAME[,NAME]", "N[,N]"}:
         return "args"
-    return _NATIVE.get(parse, "string") if pytest.version_tuple >= (9, 2) else "string"
+    return _NATIVE.get(metavar, "string") if pytest.version_tuple >= (9, 2) else "string"
 
 
 def _ini_value(config: pytest.Config, key: str) -> object:

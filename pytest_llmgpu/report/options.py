@@ -1,6 +1,6 @@
 """The declaration of every option: flag, ini key, marker argument, default and help.
 
-One function per kind of value comes first; it raises ValueError with the allowed values.
+The kinds of values come first: what is allowed, and how a text becomes a value.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,74 +24,6 @@ LONGEST_NAME = 80
 
 _NAME = re.compile(rf"(?=.*[A-Za-z])[A-Za-z0-9][A-Za-z0-9._-]{{0,{LONGEST_NAME - 1}}}")
 _UNITS = {"": 1, "B": 1, "MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": 2**30}
-
-
-def names(text: str) -> tuple[str, ...]:
-    """Return the names of a comma list, each once."""
-    if names := dict.fromkeys(name.strip() for name in text.split(",") if name.strip()):
-        return tuple(names)
-    raise ValueError("a comma list of strategies is needed")
-
-
-def whole(text: str) -> int:
-    """Return a whole number of at least 1."""
-    if not re.fullmatch(r"\d+", text) or int(text) < 1:
-        raise ValueError("a whole number of at least 1 is needed")
-    return int(text)
-
-
-def switch(text: str) -> bool:
-    """Return the value of `true` or `false`."""
-    if text.lower() not in ("true", "false"):
-        raise ValueError("allowed are true and false")
-    return text.lower() == "true"
-
-
-def size_list(text: str) -> tuple[int, ...]:
-    """Return the batch sizes of a comma list, ascending, each once."""
-    try:
-        sizes = {whole(part.strip()) for part in text.split(",")}
-    except ValueError:
-        raise ValueError("a comma list of whole numbers of at least 1 is needed, such as 1,2,4") from None
-    return tuple(sorted(sizes))
-
-
-def seconds(text: str) -> float:
-    """Return seconds; a fraction such as 1/6 is allowed."""
-    above, _, below = text.partition("/")
-    if not 0 < (value := _number(above) / (_number(below or "1") or math.nan)) < math.inf:
-        raise ValueError("seconds above 0 are needed, such as 0.5 or 1/6")
-    return value
-
-
-def fraction(text: str) -> float:
-    """Return a number from 0 to 1."""
-    if not 0 <= (value := _number(text)) <= 1:
-        raise ValueError("a fraction from 0 to 1 is needed, such as 0.82")
-    return value
-
-
-def memory_size(text: str) -> int:
-    """Return the number of bytes of a size such as 32GiB."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    unit = _UNITS.get(match[2].upper()) if match else None
-    if match is None or unit is None or float(match[1]) <= 0:
-        raise ValueError("a size such as 32GiB, 24GB or 8192MiB is needed")
-    return round(float(match[1]) * unit)
-
-
-def text(text: str) -> str:
-    """Return a text that is not empty."""
-    if not text.strip():
-        raise ValueError("a value is needed")
-    return text
-
-
-def save_name(text: str) -> str:
-    """Return a name for a report in the store; an empty text is no name."""
-    if text:
-        check_name(text)
-    return text
 
 
 def check_name(name: str) -> None:
@@ -109,26 +43,63 @@ def check_name_is_free(name: str) -> None:
         raise ValueError(f"name {name!r}: is a file or folder here, which the name would refer to; choose another name")
 
 
-def _number(text: str) -> float:
-    """Return a number; NaN for a text that is none."""
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
+def _whole(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError
+    return int(text)
 
 
-_PARSERS = {
-    None: switch,
-    "FRACTION": fraction,
-    "ITEMS": whole,
-    "N": whole,
-    "N[,N]": size_list,
-    "NAME": save_name,
-    "NAME[,NAME]": names,
-    "SECONDS": seconds,
-    "SIZE": memory_size,
+def _seconds(text: str) -> float | None:
+    above, _, below = text.partition("/")
+    value = float(above) / float(below or 1)
+    return value if 0 < value < math.inf else None
+
+
+def _bytes(text: str) -> int | None:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    return None if match is None else round(float(match[1]) * _UNITS.get(match[2].upper(), 0)) or None
+
+
+_KINDS: dict[str | None, tuple[str, Callable[[str], Any]]] = {
+    None: ("allowed are true and false", lambda text: {"true": True, "false": False}.get(text.lower())),
+    "FRACTION": (
+        "a fraction from 0 to 1 is needed, such as 0.82",
+        lambda text: float(text) if 0 <= float(text) <= 1 else None,
+    ),
+    "ITEMS": ("a whole number of at least 1 is needed", _whole),
+    "N": ("a whole number of at least 1 is needed", _whole),
+    "N[,N]": (
+        "a comma list of whole numbers of at least 1 is needed, such as 1,2,4",
+        lambda text: tuple(sorted({_whole(size.strip()) for size in text.split(",")})),
+    ),
+    "NAME[,NAME]": (
+        "a comma list of strategies is needed",
+        lambda text: tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip())) or None,
+    ),
+    "SECONDS": ("seconds above 0 are needed, such as 0.5 or 1/6", _seconds),
+    "SIZE": ("a size such as 32GiB, 24GB or 8192MiB is needed", _bytes),
 }
-"""Placeholder of a value in the help to the function that returns it, or raises ValueError; others are `text`."""
+"""Placeholder of a value in the help to the values that are allowed, and the function that returns the value of a text:
+None or an error if it is not allowed. The placeholder of a flag without a value is None."""
+
+
+def parse(metavar: str | None, empty: bool, text: str) -> Any:
+    """Return the value of a text by the placeholder in the help; ValueError with the allowed values.
+
+    `{auto,cuda}` allows these words, NAME the name of a report, and any other a text; `empty` allows an empty one.
+    """
+    if metavar == "NAME" and text:
+        check_name(text)
+    if metavar is not None and metavar.startswith("{"):
+        words = metavar.strip("{}").split(",")
+        if text in words:
+            return text
+        raise ValueError(f"allowed are {', '.join(words)}{guess(text, words)}")
+    allowed, read = _KINDS.get(metavar, ("a value is needed", lambda text: text if text.strip() or empty else None))
+    with suppress(ValueError, ZeroDivisionError):
+        if (value := read(text)) is not None:
+            return value
+    raise ValueError(allowed)
 
 
 def _option(
@@ -136,30 +107,18 @@ def _option(
     help: str,  # noqa: A002 - argparse's word
     default: str | None = None,
     *,
-    parse: Callable[[str], Any] | None = None,
     flag: str | None = None,
     bare: str | None = None,
+    empty: bool = False,
 ) -> Any:
     """Declare an option. Its `default` is a text, or None for None.
 
-    `metavar` is None for true and false, `parse` for the function of `metavar`, `flag` for `--llmgpu-` and the field's
-    name. `bare` is the value of a flag that is given without one; None if it must have one.
+    `metavar` is None for true and false, `flag` for `--llmgpu-` and the field's name. `bare` is the value of a flag
+    that is given without one; None if it must have one. `empty` allows an empty text.
     """
-    parse = parse or _PARSERS.get(metavar, text)
-    metadata = {"parse": parse, "metavar": metavar, "help": help, "flag": flag, "text": default, "bare": bare}
-    return dataclasses.field(default=None if default is None else parse(default), metadata=metadata)
-
-
-def _choice(allowed: str, help: str, *, default: str | None = "") -> Any:  # noqa: A002
-    """Declare an option whose value is one of some words; the default is the first one, unless it is given."""
-    words = allowed.split()
-
-    def parse(text: str) -> str:
-        if text not in words:
-            raise ValueError(f"allowed are {', '.join(words)}{guess(text, words)}")
-        return text
-
-    return _option(f"{{{','.join(words)}}}", help, words[0] if default == "" else default, parse=parse)
+    read = partial(parse, metavar, empty)
+    metadata = {"parse": read, "metavar": metavar, "help": help, "flag": flag, "text": default, "bare": bare}
+    return dataclasses.field(default=None if default is None else read(default), metadata=metadata)
 
 
 GATE_OPTIONS = ("policy", "strict", "allow_no_baseline")
@@ -191,21 +150,25 @@ class Options:
     )
     revision: str | None = _option("REV", "branch, tag or commit of a hub model")
     tokenizer: str | None = _option("DIR", "directory or hub id of the tokenizer (default: the model's)")
-    add_bos: str = _choice(
-        "auto yes no",
+    add_bos: str = _option(
+        "{auto,yes,no}",
         "begin texts with the beginning-of-sequence token, as add_bos_token in lm-evaluation-harness; auto: as the "
         "tokenizer is set",
+        "auto",
     )
-    load_format: str = _choice("auto dummy", "auto: safetensors; dummy: seeded random weights, no checkpoint")
-    dtype: str = _choice(
-        "auto float32 float16 bfloat16", "dtype of weights and activations (auto: float16 on GPUs, float32 on a CPU)"
+    load_format: str = _option("{auto,dummy}", "auto: safetensors; dummy: seeded random weights, no checkpoint", "auto")
+    dtype: str = _option(
+        "{auto,float32,float16,bfloat16}",
+        "dtype of weights and activations (auto: float16 on GPUs, float32 on a CPU)",
+        "auto",
     )
-    device: str = _choice("auto cuda cpu", "auto: every visible GPU, else the CPU")
+    device: str = _option("{auto,cuda,cpu}", "auto: every visible GPU, else the CPU", "auto")
     devices: int | None = _option("N", "number of devices (default: every visible GPU; 1 on a CPU)")
-    launcher: str = _choice(
-        "local env",
+    launcher: str = _option(
+        "{local,env}",
         "local: start the ranks on this machine; env: start one rank for each process that torchrun, srun or "
         "`llmgpu ray` started, on one or several nodes",
+        "local",
     )
     dataset: str = _option(
         "DATASET",
@@ -214,11 +177,10 @@ class Options:
         "bundled",
     )
     limit: int | None = _option("ITEMS", "use only the first items of the dataset")
-    workload: str | None = _choice(
-        "score generate",
+    workload: str | None = _option(
+        "{score,generate}",
         "score: log-likelihoods of endings; generate: continue the context of each item greedily (default: generate "
         "for the items of the fixture prompts, else score)",
-        default=None,
     )
     prompt_tokens: int | None = _option(
         "N", "workload generate: tokens that are kept of each prompt, the last ones (default: 96)"
@@ -237,27 +199,29 @@ class Options:
         "false",
     )
     gpu_memory: int | None = _option("SIZE", "cap on each GPU's memory, such as 32GiB")
-    cuda_graphs: str = _choice(
-        "auto on off",
+    cuda_graphs: str = _option(
+        "{auto,on,off}",
         "replay forwards from CUDA graphs; auto: where they can be recorded (not for mp over several GPUs) and the "
         "largest forward has at most 8,192 tokens; on: wherever they can be recorded",
+        "auto",
     )
-    scoring: str = _choice(
-        "lean harness",
+    scoring: str = _option(
+        "{lean,harness}",
         "lean: logits only where an ending is predicted; harness: logits of every position and a KV cache, as in "
         "lm-evaluation-harness, which needs more memory and excludes CUDA graphs",
+        "lean",
     )
-    attention: str | None = _choice(
-        "sdpa eager",
+    attention: str | None = _option(
+        "{sdpa,eager}",
         "attention of transformers (default: sdpa if the architecture has it, else eager); not for iok, whose kernels "
         "compute it themselves",
-        default=None,
     )
-    work: str = _choice(
-        "on off",
+    work: str = _option(
+        "{on,off}",
         "after each case, run forwards that are not measured and record their kernels, ops, FLOPs and CUDA calls",
+        "on",
     )
-    tp_backend: str = _choice("transformers deepspeed", "library that implements tp")
+    tp_backend: str = _option("{transformers,deepspeed}", "library that implements tp", "transformers")
     iok_stock: bool = _option(
         None, "use DeepSpeed's own binding of the kernels for iok, including its wrong residual sum", "false"
     )
@@ -273,17 +237,18 @@ class Options:
         "1",
     )
     sample_period: float = _option("SECONDS", "sampling period of the GPU profile", "1/6")
-    profile_method: Literal["auto", "polling"] = _choice(
-        "auto polling",
+    profile_method: Literal["auto", "polling"] = _option(
+        "{auto,polling}",
         "how NVML is read; auto: counters and averages that cover all of the time, where a GPU has them; polling: one "
         "PCIe window of 20 ms, utilisation and memory in each period, the method of Shin et al. 2024",
+        "auto",
     )
     timeout: float = _option("SECONDS", "time limit until the next batch is finished", "600")
     load_timeout: float = _option("SECONDS", "time limit for starting processes and loading the model", "1800")
     json: str = _option(
-        "PATH", "report to write, .json or .json.gz; empty for no report", ".llmgpu/last.json", parse=str
+        "PATH", "report to write, .json or .json.gz; empty for no report", ".llmgpu/last.json", empty=True
     )
-    save: str | None = _option("NAME", "keep this run in the store, optionally under a name", bare="")
+    save: str | None = _option("NAME", "keep this run in the store, optionally under a name", bare="", empty=True)
     storage: str = _option("DIR", "folder of the store", ".llmgpu")
     resume: str | None = _option(
         "REPORT",
@@ -310,7 +275,7 @@ class Options:
     accuracy_baseline: float | None = _option(
         "FRACTION", "accuracy to reach (default: the registered or published one, if known)"
     )
-    accuracy_metric: str = _choice("acc_norm acc", "accuracy metric that is compared with the baseline")
+    accuracy_metric: str = _option("{acc_norm,acc}", "accuracy metric that is compared with the baseline", "acc_norm")
     accuracy_tolerance: float = _option("FRACTION", "allowed difference below the baseline", "0.01")
 
     def in_force(self) -> dict[str, Any]:
