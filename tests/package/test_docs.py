@@ -72,11 +72,6 @@ def test_the_output_in_the_readme_is_what_a_run_prints() -> None:
     assert f"```text\n{text}\n```" in (_ROOT / "README.md").read_text("utf-8")
 
 
-def test_the_picture_is_small() -> None:
-    """`.ci/picture` makes it."""
-    assert (_ROOT / "docs" / "page.png").stat().st_size < 150_000
-
-
 @pytest.mark.parametrize("page", _PAGES, ids=lambda page: page.name)
 def test_pages_name_real_flags_only(page: Path) -> None:
     """A flag of pytest that a page shows exists."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.repository import git
 from support.stored_reports import on_h200, timed
 
 from pytest_llmgpu.cli import parser
@@ -65,17 +66,12 @@ class _Repository:
             "COMMENTS": "repos/a/b/issues/1/comments",
             **{name: value for name, value in workflow["env"].items() if name != "BASE"},
         }
-        self.git("init", "-q", "-b", "main")
-        self.git("commit", "-q", "--allow-empty", "-m", "a repository")
+        git(Path(), "init", "-q", "-b", "main")
+        git(Path(), "commit", "-q", "--allow-empty", "-m", "a repository")
 
     def _add(self, program: Path, text: str) -> None:
         program.write_text(text)
         program.chmod(0o755)
-
-    def git(self, *arguments: str) -> None:
-        """Run git."""
-        identity = ("-c", "user.name=x", "-c", "user.email=x@example.org")
-        subprocess.run(["git", *identity, *arguments], check=True, capture_output=True)
 
     def judge(self, name: str = "main", slower: float = 0.0) -> tuple[list[int], str]:
         """Return the exit statuses of the steps of the job that judges, and their output."""
@@ -118,8 +114,8 @@ def test_a_new_repository_comes_to_a_gate_that_detects_a_slowdown(repository: _R
     text = _WORKFLOW.read_text(encoding="utf-8")
     [promote] = re.findall(r"^#   (llmgpu promote .*)$", text, re.MULTILINE)
     assert repository.shell(promote).returncode == 0
-    repository.git("add", "benchmarks")
-    repository.git("commit", "-q", "-m", "Baseline")
+    git(Path(), "add", "benchmarks")
+    git(Path(), "commit", "-q", "-m", "Baseline")
 
     for slower, status in ((0.0, 0), (0.3, 1)):
         statuses, output = repository.judge(slower=slower)
