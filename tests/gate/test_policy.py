@@ -3,6 +3,7 @@ from __future__ import annotations
 import argparse
 import datetime
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -21,9 +22,10 @@ from pytest_llmgpu.gate.policy import (
     policy_of,
     sha256_of,
     switched,
+    with_allowed,
 )
 from pytest_llmgpu.report.metrics import METRICS
-from pytest_llmgpu.report.verdicts import Verdicts
+from pytest_llmgpu.report.verdicts import Row, Verdicts
 
 FULL = """
 confidence = 0.99
@@ -124,6 +126,52 @@ def test_a_dumped_policy_is_read_back(tmp_path: Path) -> None:
 def test_only_the_star_is_special_in_a_pattern(pattern: str, name: str, matches: bool) -> None:
     """It stands for any text; the whole name is matched."""
     assert Allowed(case=pattern, metric="time", reason="x").matches(name) is matches
+
+
+_TODAY = datetime.date(2026, 6, 1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "row", "is_allowed", "warning"),
+    [
+        ({}, {}, True, None),
+        ({"case": "mp-*"}, {}, True, None),
+        ({"case": "tp-*"}, {}, False, None),
+        ({"metric": "memory"}, {}, False, None),
+        ({"expires": _TODAY}, {}, True, None),
+        ({"expires": _TODAY - datetime.timedelta(days=1)}, {}, False, "expired on 2026-05-31: it counts again"),
+        ({"expires": _TODAY}, {"verdict": "OK"}, False, "was not found: remove it from the policy"),
+        ({}, {"verdict": "OK"}, False, None),
+        ({"expires": _TODAY}, {"verdict": "UNDECIDED"}, True, None),
+        ({"expires": _TODAY}, {"verdict": "MISSING", "ratio": None}, True, None),
+        ({"up_to": 0.5}, {}, True, None),
+        ({"up_to": 0.3}, {"ratio": 1.25}, True, None),
+        ({"up_to": 0.1}, {}, False, "grew by 30 %, more than its up_to of 10 %: it counts"),
+        ({"up_to": 0.1}, {"verdict": "UNDECIDED"}, False, None),
+        ({"case": "mp"}, {"id": "mp (limit=80)"}, True, None),
+        ({"case": "mp (limit=80)"}, {"id": "mp (limit=40)"}, False, None),
+        ({"case": "mp-bs*"}, {"id": "mp", "cases": ["mp-bs1", "mp-bs2"]}, True, None),
+        ({"case": "mp-bs1"}, {"id": "mp", "cases": ["mp-bs1", "mp-bs2"]}, False, None),
+        ({"case": "mp-bs4"}, {"id": "mp", "cases": ["mp-bs1", "mp-bs2"]}, False, None),
+    ],
+)
+def test_a_regression_is_allowed_until_its_day_and_up_to_its_growth(
+    fields: dict[str, Any], row: dict[str, Any], is_allowed: bool, warning: str | None
+) -> None:
+    """The id, the strategy of a series or each of its cases matches; an entry that expired or is not needed warns."""
+    entry = Allowed(**{"case": "mp-bs1", "metric": "time", "reason": "bug 7", **fields})
+    grown = {"key": "k", "id": "mp-bs1", "metric": "time", "verdict": "REGRESSED", "reason": "", "ratio": 1.3}
+    ([found], warnings) = with_allowed([Row(**{**grown, **row})], Policy(allow=[entry]), _TODAY)
+    assert (found.allowed is not None) is is_allowed
+    assert warnings == ([] if warning is None else [f"allowed {entry.case} {entry.metric} (bug 7) {warning}"])
+
+
+def test_several_entries_can_allow_the_cases_of_one_row() -> None:
+    """The row of a series is accepted if each case that it is about is."""
+    row = Row(key="k", id="mp", metric="accuracy", verdict="REGRESSED", reason="", cases=["mp-bs1", "mp-bs2"])
+    entries = [Allowed(case=case, metric="accuracy", reason=case) for case in row.cases or ()]
+    ([found], _) = with_allowed([row], Policy(allow=entries), _TODAY)
+    assert found.allowed == "mp-bs1"
 
 
 def test_switches_take_precedence_over_the_policy() -> None:
