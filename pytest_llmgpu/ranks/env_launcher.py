@@ -38,8 +38,8 @@ from pytest_llmgpu.report.text import plural
 
 _REPLY_S = 20.0
 """A process that needs longer to reply is lost: it is stopped, or its node is gone."""
-_KILL_S, _CLOSE_S = 30.0, 50.0
-"""The same while it ends its rank."""
+_END_S = 30.0
+"""The same while it kills its rank."""
 _PROBE_S = 300.0
 """Time limit of the first import of torch on a node."""
 _GOODBYE_S = 5.0
@@ -113,7 +113,7 @@ def serve(world: World, log_directory: Path, limit_s: float = JOIN_S) -> int:
     except (EOFError, OSError):
         return 1
     finally:
-        supervisor.rank("kill")
+        supervisor.rank("close", 0.0)
         node_profilers.close_here()
         connection.close()
     return 0
@@ -146,7 +146,7 @@ class Supervisor:
             send(End("crashed", Failure(phase="load", rank=rank, message=text)))
 
     def rank(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the rank, which unpickles commands itself: `send`, `stacks`, `close` or `kill`."""
+        """Call a method of the rank, which unpickles commands itself: `send`, `stacks` or `close`."""
         return "" if self._rank is None else getattr(self._rank, method)(*arguments)
 
     def take_output(self) -> str:
@@ -158,14 +158,14 @@ class Supervisor:
         return fn(*arguments)
 
 
-class Place:
-    """A process that starts one rank: rank 0's, or another one (`Peer`)."""
+class JobProcess:
+    """A process of the job, which starts one rank: rank 0's, or another one (`Peer`)."""
 
     def __init__(self, node: int, local_rank: int) -> None:
         self.node = node
         """The number of its node; that of rank 0 is 0."""
         self.local_rank = local_rank
-        """The number of this place among those of its node, and of its GPU."""
+        """The number of this process among those of its node, and of its GPU."""
 
     def call(self, fn: Callable[..., Any], /, *args: Any) -> Future[Any]:
         """Run `fn(*args)` in the process: a function of this package, whose arguments and result pickle.
@@ -175,7 +175,7 @@ class Place:
         raise NotImplementedError
 
 
-class Peer(Place):
+class Peer(JobProcess):
     """Another process as rank 0's sees it."""
 
     def __init__(self, connection: Link, rank: int, local_rank: int, node: int) -> None:
@@ -234,7 +234,7 @@ class Peer(Place):
         return future.result()
 
     def call(self, fn: Callable[..., Any], /, *args: Any) -> Future[Any]:
-        """See `Place`."""
+        """See `JobProcess`."""
         return self.request("call", fn, *args)
 
     def lose(self, reason: str) -> None:
@@ -288,8 +288,6 @@ class Peer(Place):
 class RemoteRank(Rank):
     """A rank whose process another one started; the methods are those of `Rank`."""
 
-    alive = True
-
     def __init__(self, peer: Peer, on_batch: BatchListener) -> None:
         super().__init__(peer.number, on_batch, peer.node)
         self._peer = peer
@@ -297,15 +295,6 @@ class RemoteRank(Rank):
     def send(self, command: bytes) -> None:
         """Send a pickled command."""
         self._peer.post("rank", "send", command)
-
-    def take(self, event: Event) -> None:
-        """Take what the process sent, and its end once."""
-        if isinstance(event, End):
-            with self._lock:
-                alive, self.alive = self.alive, False
-            if not alive:
-                return
-        super().take(event)
 
     def lose(self, reason: str) -> None:
         """End the rank because its process was lost."""
@@ -319,17 +308,10 @@ class RemoteRank(Rank):
             failure = Failure(phase="forward", rank=self.rank, message=f"{error} (node {self._node})")
             raise RankFailedError("crashed", failure) from None
 
-    def close(self) -> None:
-        """Let the process end."""
-        self._end("close", _CLOSE_S)
-
-    def kill(self) -> None:
-        """End the process at once."""
-        self._end("kill", _KILL_S)
-
-    def _end(self, method: str, limit_s: float) -> None:
+    def close(self, limit_s: float) -> None:
+        """Let the process end; kill it after a time limit."""
         with contextlib.suppress(ConnectionError, ValueError):  # it kills its rank when the connection ends
-            self._peer.wait(self._peer.request("rank", method), limit_s)
+            self._peer.wait(self._peer.request("rank", "close", limit_s), limit_s + _END_S)
 
 
 class Peers:
@@ -342,7 +324,7 @@ class Peers:
             ValueError: The port is in use, or the address is not of this machine.
         """
         self.world = world
-        self._own = Place(0, world.local_rank)
+        self._own = JobProcess(0, world.local_rank)
         self._joined: dict[int, Peer] = {}
         self._refused: str | None = None
         self._stranger: str | None = None
@@ -387,8 +369,8 @@ class Peers:
         return [self._joined[rank] for rank in sorted(self._joined)]
 
     @property
-    def places(self) -> list[Place]:
-        """The places for ranks, in their order; the first one is this process. Nodes are numbered in this order."""
+    def processes(self) -> list[JobProcess]:
+        """All processes in the order of their ranks; this one is the first. Nodes are numbered in this order."""
         return [self._own, *self.peers]
 
     def close(self) -> None:
@@ -461,10 +443,10 @@ class EnvLauncher(LocalLauncher):
         self._world, self._peers = peers.world, peers.peers
 
     def start(self, environments: Sequence[Mapping[str, str]], on_batch: BatchListener) -> Sequence[Rank]:
-        """Start one process per environment, each at its place.
+        """Start one rank per environment, each by its process.
 
         Raises:
-            RankFailedError: The process at one of the places was lost.
+            RankFailedError: The process of a rank was lost.
         """
         peers = self._peers[: len(environments) - 1]
         for peer in peers:
@@ -498,13 +480,13 @@ class EnvLauncher(LocalLauncher):
 
 
 class Devices:
-    """The devices of all places; each place is asked once."""
+    """The devices of all processes of the job; each of them is asked once."""
 
-    def __init__(self, places: Callable[[], Sequence[Place]]) -> None:
-        """Ask nothing yet; the places are there when the first machine is chosen."""
-        self._places = places
+    def __init__(self, processes: Callable[[], Sequence[JobProcess]]) -> None:
+        """Ask nothing yet; the processes are there when the first machine is chosen."""
+        self._processes = processes
         self._machines: dict[str, list[Machine]] = {}
-        """Maps `--llmgpu-device` to the devices that each place can use."""
+        """Maps `--llmgpu-device` to the devices that each process can use."""
         self._nodes: list[Node] = []
         """The facts of each node, once they were compared."""
         self.notes: list[str] = []
@@ -514,25 +496,25 @@ class Devices:
         """Choose the devices of a run, as `profiling.machine.machine` does on one machine.
 
         Raises:
-            ValueError: There are fewer devices or places, a node cannot use its devices, or nodes must not measure
+            ValueError: There are fewer devices or processes, a node cannot use its devices, or nodes must not measure
                 together.
         """
-        places = self._places()
-        if len(places) == 1:
+        processes = self._processes()
+        if len(processes) == 1:
             return msgspec.structs.replace(here.machine(device, devices), nodes=[0])
         if device not in self._machines:
             own = here.machine(device, None)
             if not self._nodes:
-                firsts = {place.node: place for place in reversed(places[1:]) if place.node}
-                asked = [place for _, place in sorted(firsts.items())]
+                firsts = {one.node: one for one in reversed(processes[1:]) if one.node}
+                asked = [process for _, process in sorted(firsts.items())]
                 found = [here.gather(own.facts), *_answers(asked, here.gather)]
                 self.notes = here.check(found)
                 self._nodes = [one.node for one in found]
-            others = [own] * (len(places) - 1)
+            others = [own] * (len(processes) - 1)
             if own.device != "cpu":
-                others = _answers(places[1:], here.machine, device, None)
+                others = _answers(processes[1:], here.machine, device, None)
             self._machines[device] = [own, *others]
-        chosen = spread(devices, places, self._machines[device])
+        chosen = spread(devices, processes, self._machines[device])
         count = len(chosen.gpus_of_nodes)
         if count == 1:
             return chosen
@@ -543,10 +525,10 @@ class Devices:
 
     def call_on(self, node: int) -> Call:
         """Return what runs a function on a node, and raises OSError if it cannot."""
-        place = next(place for place in self._places() if place.node == node)
+        process = next(one for one in self._processes() if one.node == node)
 
         def call(fn: Callable[..., Any], *args: Any) -> Any:
-            future = place.call(fn, *args)
+            future = process.call(fn, *args)
             if not concurrent.futures.wait([future], _REPLY_S).done:
                 raise TimeoutError(f"no answer for {_REPLY_S:g} s")
             try:
@@ -557,48 +539,47 @@ class Devices:
         return call
 
 
-def _answers(places: Sequence[Place], fn: Callable[..., Any], *args: Any) -> list[Any]:
-    """Return the answer of each place; they are asked at the same time.
+def _answers(processes: Sequence[JobProcess], fn: Callable[..., Any], *args: Any) -> list[Any]:
+    """Return the answer of each process; they are asked at the same time.
 
     Raises:
-        ValueError: A place has another answer than a result.
+        ValueError: A process has another answer than a result.
     """
     found = []
-    for place, future in [(place, place.call(fn, *args)) for place in places]:
+    for process, future in [(one, one.call(fn, *args)) for one in processes]:
         if not concurrent.futures.wait([future], _PROBE_S).done:
-            raise ValueError(f"node {place.node}: no answer for {_PROBE_S:g} s")
+            raise ValueError(f"node {process.node}: no answer for {_PROBE_S:g} s")
         try:
             found.append(future.result())
         except (ValueError, ConnectionError) as error:
-            raise ValueError(f"node {place.node}: {error}") from None
+            raise ValueError(f"node {process.node}: {error}") from None
     return found
 
 
-def spread(devices: int | None, places: Sequence[Place], machines: Sequence[Machine]) -> Machine:
-    """Return the devices of the first places, one for each; `machines` has those that each place can use.
+def spread(devices: int | None, processes: Sequence[JobProcess], machines: Sequence[Machine]) -> Machine:
+    """Return the devices of the first processes, one for each; `machines` has those that each of them can use.
 
     Raises:
-        ValueError: There are fewer places, or their devices are not distinct devices of one kind.
+        ValueError: There are fewer processes, or their devices are not distinct devices of one kind.
     """
-    wanted = devices or len(places)
-    if wanted > len(places):
+    wanted = devices or len(processes)
+    if wanted > len(processes):
         raise ValueError(
-            f"--llmgpu-devices={wanted}, but the run has {plural(len(places), 'process')}: start {wanted}, or pass at "
-            f"most {len(places)}"
+            f"--llmgpu-devices={wanted}, but the run has {plural(len(processes), 'process')}: start {wanted}, or pass "
+            f"at most {len(processes)}"
         )
-    first = machines[0]
+    first, nodes = machines[0], [process.node for process in processes]
     gpus = []
-    for place, machine in list(zip(places, machines, strict=True))[:wanted]:
+    for process, machine in list(zip(processes, machines, strict=True))[:wanted]:
         if machine.device != first.device:
-            raise ValueError(f"node {place.node} has device {machine.device}, node {places[0].node} {first.device}")
+            raise ValueError(f"node {process.node} has device {machine.device}, node {nodes[0]} {first.device}")
         if machine.gpus:
             # Slurm may show each process its own GPU only.
-            gpus.append(machine.gpus[place.local_rank % len(machine.gpus)])
+            gpus.append(machine.gpus[process.local_rank % len(machine.gpus)])
             if [gpu.uuid for gpu in gpus].count(gpus[-1].uuid) > 1:
                 raise ValueError(
-                    f"node {place.node} has {plural(len(machine.gpus), 'GPU')} for more ranks: start one process for "
+                    f"node {process.node} has {plural(len(machine.gpus), 'GPU')} for more ranks: start one process for "
                     "each GPU"
                 )
-    nodes = [place.node for place in places]
     alone = len(first.gpus) == 1 and nodes.count(nodes[0]) > 1
     return msgspec.structs.replace(first, devices=wanted, gpus=gpus, nodes=nodes, one_gpu_each=alone)

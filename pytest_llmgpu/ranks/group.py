@@ -19,6 +19,7 @@ from pytest_llmgpu.report.result import Batches, Failure, Phase
 
 _TICK_S = 0.25
 _OTHER_RANKS_S = 2.0
+_CLOSE_S = 10.0
 _LOST_PEER = re.compile(r"closed by peer|reset by peer|Broken pipe|ncclRemoteError|remote process exited")
 
 
@@ -66,7 +67,7 @@ class RankGroup:
                 error.failure = msgspec.structs.replace(error.failure, phase=phase)
                 raise error
             if tick is not None and self._planned:
-                tick(len(self.batches().latency_s), self._planned)
+                tick(min(len(column.latency_s) for column in self._columns), self._planned)
             if waiting and time.monotonic() - self._progress_s > timeout_s:
                 raise self._timeout(phase, timeout_s)
         return [future.result() for future in futures]
@@ -84,7 +85,7 @@ class RankGroup:
     def close(self) -> None:
         """Let every rank end by itself, all at the same time: a rank may wait until the others leave the group."""
         with ThreadPoolExecutor(max_workers=len(self._ranks)) as pool:
-            closing = [pool.submit(rank.close) for rank in self._ranks]
+            closing = [pool.submit(rank.close, _CLOSE_S) for rank in self._ranks]
             try:
                 wait(closing)
             except KeyboardInterrupt:
@@ -94,7 +95,7 @@ class RankGroup:
     def kill(self) -> None:
         """End every rank at once."""
         with ThreadPoolExecutor(max_workers=len(self._ranks)) as pool:
-            list(pool.map(lambda rank: rank.kill(), self._ranks))
+            list(pool.map(lambda rank: rank.close(0.0), self._ranks))
 
     def _on_batch(self, rank: int, finished: FinishedBatch) -> None:
         with self._lock:

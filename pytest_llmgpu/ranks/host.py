@@ -1,6 +1,7 @@
 """The host of a rank: the variables that its process gets, and the use of CPU cores by it and by its machine.
 
-A rank that waits for a core is slower than its GPU or CPU.
+A rank that waits for a core is slower than its GPU or CPU. A further figure of each rank is measured here: it is a list
+of one value in `HostUse`, and the runner joins the lists of all ranks.
 """
 
 from __future__ import annotations

@@ -122,9 +122,8 @@ class Rank(ABC):
         self._pending: deque[Future[Any]] = deque()
         self._lock = threading.Lock()
         self._ended: RankFailedError | None = None
-
-    alive: bool
-    """True if the process runs."""
+        self.alive = True
+        """True if the process runs."""
 
     @abstractmethod
     def send(self, command: bytes) -> None:
@@ -139,12 +138,11 @@ class Rank(ABC):
         """
 
     @abstractmethod
-    def close(self) -> None:
-        """Let the process end by itself, and kill it after a time limit; its devices are free when this returns."""
+    def close(self, limit_s: float) -> None:
+        """Let the process end by itself, and kill it after a time limit, in whatever state it is.
 
-    @abstractmethod
-    def kill(self) -> None:
-        """End the process at once, in whatever state it is, and wait for it."""
+        Its devices are free when this returns.
+        """
 
     def submit(self, fn: Callable[..., Any], /, *args: Any) -> Future[Any]:
         """Run `fn(state, *args)` on the rank, after all commands that were submitted before.
@@ -185,7 +183,9 @@ class Rank(ABC):
             if self._node is not None:
                 failure = msgspec.structs.replace(failure, message=f"{failure.message} (node {self._node})")
             with self._lock:
-                self._ended = RankFailedError(event.outcome, failure)
+                if self._ended is not None:
+                    return  # its node was lost afterwards
+                self.alive, self._ended = False, RankFailedError(event.outcome, failure)
                 pending, self._pending = self._pending, deque()
             for future in pending:
                 future.set_exception(self._ended)
@@ -217,10 +217,10 @@ class LocalRank(Rank):
             node: See `Rank`.
         """
         super().__init__(rank, on_batch, node)
+        self.log = log
+        self.taken_bytes = 0
+        """The bytes of the log that `LocalLauncher.take_output` has returned."""
         self._listener = listener or self.take
-        self._log = log
-        self._taken_bytes = 0
-        """The bytes of the log that `take_output` has returned."""
         self._mark = secrets.token_hex(16)
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         """Commands for the process; None ends the pipe."""
@@ -249,34 +249,25 @@ class LocalRank(Rank):
         for thread in self._threads:
             thread.start()
 
-    @property
-    def alive(self) -> bool:  # type: ignore[override]  # it is read only
-        """True if the process runs."""
-        return self._process.poll() is None
-
     def send(self, command: bytes) -> None:
         """Send a pickled command; this does not wait for the process."""
         # Processes that the host killed earlier do not explain a failure of this command.
         self._kills_before = memory.host_kills()
         self._outbox.put(command)
 
-    def close(self) -> None:
+    def close(self, limit_s: float) -> None:
         """Let the process end by itself; kill it after a time limit."""
         self._outbox.put(None)
         try:
-            self._process.wait(_CLOSE_S)
+            self._process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            self.kill()
-        self._join()
-
-    def kill(self) -> None:
-        """End the process at once and wait for it."""
-        self._end_group()
-        # A process that waits in a driver ends once the driver returns.
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_CLOSE_S)
-        self._outbox.put(None)
-        self._join()
+            self._end_group()
+            # A process that waits in a driver ends once the driver returns.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_CLOSE_S)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(2 * _DRAIN_S)
 
     def stacks(self) -> str:
         """Make the process write the stack of each of its threads, and return the end of its log.
@@ -284,20 +275,15 @@ class LocalRank(Rank):
         This works while the process is in native code: faulthandler writes from the handler of SIGUSR1 itself. Before
         a process serves it has no handler, and the signal would end it.
         """
-        size = before = self._log.stat().st_size
+        size = before = self.log.stat().st_size
         if processes.catches(self._process.pid, signal.SIGUSR1):
             self._process.send_signal(signal.SIGUSR1)
             deadline = time.monotonic() + _STACKS_S
             # Until it has paused: the stacks are written line by line.
-            while (size == before or size != self._log.stat().st_size) and time.monotonic() < deadline and self.alive:
-                size = self._log.stat().st_size
+            while (size == before or size != self.log.stat().st_size) and time.monotonic() < deadline and self.alive:
+                size = self.log.stat().st_size
                 time.sleep(_PAUSE_S)
-        return log_tail(self._log)
-
-    def take_output(self) -> str:
-        """Return what the process wrote to stdout and stderr since the last call; of long output the end."""
-        taken_bytes, self._taken_bytes = self._taken_bytes, self._log.stat().st_size
-        return log_tail(self._log, taken_bytes, most_lines=_OUTPUT_LINES)
+        return log_tail(self.log)
 
     def _send(self, commands: Connection) -> None:
         """Send the commands in turn: a process that is stopped does not read, and sending waits without a limit."""
@@ -312,7 +298,7 @@ class LocalRank(Rank):
             while True:
                 event = pickle.loads(events.recv_bytes(_MOST_BYTES))  # noqa: S301 - written by our own child
                 if isinstance(event, Answer) and not event.done:
-                    event = event._replace(log_tail=log_tail(self._log))
+                    event = event._replace(log_tail=log_tail(self.log))
                 if not isinstance(event, FinishedBatch | Answer):
                     raise TypeError(type(event).__name__)  # noqa: TRY301 - as another one below
                 self._listener(event)
@@ -328,12 +314,14 @@ class LocalRank(Rank):
     def _watch(self) -> None:
         """Report the end of the process; its pipe stays open if a child of it holds it."""
         code = self._process.wait()
+        self.alive = False
         self._end_group()
         self._receiver.join(_DRAIN_S)
-        log = log_tail(self._log)
-        shortage = memory.decide_out_of_memory(
-            Death(return_code=code, log=log, kills_before=self._kills_before, kills_after=memory.host_kills())
-        )
+        log, kills = log_tail(self.log), memory.host_kills()
+        shortage = None
+        if code:
+            death = Death(return_code=code, log=log, kills_before=self._kills_before, kills_after=kills)
+            shortage = memory.decide_out_of_memory(death)
         end = f"exit status {code}"
         if code < 0:
             named = -code in set(signal.Signals)  # most real-time signals have no name
@@ -342,7 +330,7 @@ class LocalRank(Rank):
         if self._unreadable is not None:
             message = f"rank {self.rank} was ended: it sent data that is no answer ({self._unreadable})"
         with contextlib.suppress(OSError):
-            if shutil.disk_usage(self._log.parent).free < _FULL_BYTES:
+            if shutil.disk_usage(self.log.parent).free < _FULL_BYTES:
                 message += ", and the disk of its log is full (TMPDIR)"
         failure = Failure(
             phase="forward",
@@ -360,11 +348,6 @@ class LocalRank(Rank):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         processes.end_marked(f"{_MARK}={self._mark}")
-
-    def _join(self) -> None:
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(2 * _DRAIN_S)
 
 
 class LocalLauncher:
@@ -402,6 +385,8 @@ class LocalLauncher:
         output: dict[int, str] = {}
         started, self._ranks = self._ranks, [rank for rank in self._ranks if rank.alive]
         for one in started:
-            if text := one.take_output():
+            size_bytes = one.log.stat().st_size
+            if text := log_tail(one.log, one.taken_bytes, most_lines=_OUTPUT_LINES):
                 output[one.rank] = "\n".join(filter(None, (output.get(one.rank), text)))
+            one.taken_bytes = size_bytes
         return output

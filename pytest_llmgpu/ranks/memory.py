@@ -78,7 +78,7 @@ def hold(devices: Sequence[torch.device], cap_bytes: int | None) -> list[DeviceM
     includes CUDA contexts, NCCL buffers and workspaces.
 
     Returns:
-        The memory of each device before a model is loaded; the index is the place of the device in the rank.
+        The memory of each device before a model is loaded; the index is the number of the device in the rank.
 
     Raises:
         RuntimeError: A device has too little free memory.
@@ -88,10 +88,10 @@ def hold(devices: Sequence[torch.device], cap_bytes: int | None) -> list[DeviceM
     if devices[0].type != "cuda":
         return [DeviceMemory(index=0, why=dict.fromkeys((*_OF_LOADING, *_PEAKS), _ON_CPU))]
     held = []
-    for place, device in enumerate(devices):
+    for index, device in enumerate(devices):
         free, total = (0, 0) if cap_bytes is None else torch.cuda.mem_get_info(device)
         size = max(0, total - (cap_bytes or 0))
-        held.append(DeviceMemory(index=place, held_bytes=size, why=dict.fromkeys(_OF_LOADING, _NOT_LOADED)))
+        held.append(DeviceMemory(index=index, held_bytes=size, why=dict.fromkeys(_OF_LOADING, _NOT_LOADED)))
         if cap_bytes is None or not size:
             continue
         assert torch.version.cuda is not None

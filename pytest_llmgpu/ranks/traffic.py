@@ -171,11 +171,6 @@ def check(ranks: Sequence[Iterable[Collective]]) -> None:
         )
 
 
-def wire_bytes_per_sequence(ranks: Iterable[Iterable[Collective]], sequences: int) -> float:
-    """Return the bytes that all ranks together send per sequence; received bytes count at their sender only."""
-    return sum(one.sent_bytes for rank in ranks for one in rank) / sequences
-
-
 def _of_forward(loaded: Loaded, rows: int, width: int, predicted: int, logits: str = scoring.LEAN) -> _Tally:
     """Return the traffic of a forward as `scoring` runs it; it does not depend on the tokens."""
     import torch
@@ -196,8 +191,8 @@ def _combined(counted: Sequence[_Tally], batches: Iterable[Batch]) -> _Tally:
     weights = [0] * len(counted)
     for batch in batches:
         b, s, n = batch.rows - rows, batch.width - width, batch.predicted - predicted
-        for place, weight in enumerate((1 - b - s + b * s - n, b - b * s, s - b * s, b * s, n)):
-            weights[place] += weight
+        for number, weight in enumerate((1 - b - s + b * s - n, b - b * s, s - b * s, b * s, n)):
+            weights[number] += weight
     total: _Tally = {}
     for weight, tally in zip(weights, counted, strict=True):
         for kind, amounts in tally.items():
@@ -280,7 +275,7 @@ def between_gpus(source: torch.device, target: torch.device) -> bool:
 
 
 def _group_of(given: Mapping[str, Any], world_size: int) -> tuple[Sequence[int], int]:
-    """Return the ranks of the group of an op, and the place of this rank among them."""
+    """Return the ranks of the group of an op, and the index of this rank among them."""
     from torch import distributed
     from torch._C._distributed_c10d import _resolve_process_group  # as in torch.distributed
 

@@ -222,7 +222,7 @@ def batches_used(padded_tokens: Sequence[int]) -> list[int]:
     """
     planned = len(padded_tokens)
     for count in range(min(_MOST_BATCHES, planned), 1, -1):
-        numbers = [(2 * place + 1) * planned // (2 * count) for place in range(count)]
+        numbers = [(2 * index + 1) * planned // (2 * count) for index in range(count)]
         if sum(padded_tokens[number] for number in numbers) <= _MOST_PADDED_TOKENS:
             return numbers
     return [planned // 2]

@@ -349,7 +349,7 @@ class Runner:
         steps = [step for _, step in counted if step is not None]
         result.traffic = Traffic(
             ranks=ranks,
-            wire_bytes_per_sequence=traffic.wire_bytes_per_sequence(ranks, sequences),
+            wire_bytes_per_sequence=sum(one.sent_bytes for rank in ranks for one in rank) / sequences,
             step=steps if len(steps) == len(ranks) else None,
         )
         del result.why["traffic"]
@@ -500,12 +500,11 @@ def _join(launch: Launch, ranks: Sequence[Launch]) -> None:
         )
     launch.execution_choice = first.execution_choice
     uses = [rank.host for rank in ranks if rank.host is not None]
-    launch.host = HostUse(
+    of_ranks = [name for name, value in msgspec.structs.asdict(uses[0]).items() if isinstance(value, list)]
+    launch.host = msgspec.structs.replace(
+        uses[0],
         wall_s=max(host.wall_s for host in uses),
-        threads=[number for host in uses for number in host.threads],
-        cpu_s=[used_s for host in uses for used_s in host.cpu_s],
-        waited_s=[waited_s for host in uses for waited_s in host.waited_s],
-        pressure_s=uses[0].pressure_s,
+        **{name: [value for host in uses for value in getattr(host, name)] for name in of_ranks},
     )
     launch.tokens_requested = first.tokens_requested
     launch.tokens_granted = min(

@@ -68,7 +68,7 @@ class BenchmarkSession:
         Raises:
             ValueError: The report or the page cannot be written, the store cannot be written, or the policy is invalid.
         """
-        self._devices = None if peers is None else Devices(lambda: peers.places)
+        self._devices = None if peers is None else Devices(lambda: peers.processes)
         find_machine = environment.machine if self._devices is None else self._devices.machine
         self.planner = Planner(rootdir, find_machine, known, known_tasks)
         self.recorder = Recorder(report_path, storage_path, rootdir, options, page_path)

@@ -20,7 +20,7 @@ from support import worlds
 from pytest_llmgpu.profiling import machine as local
 from pytest_llmgpu.profiling.machine import Machine, NodeFacts, TorchFacts
 from pytest_llmgpu.ranks import env_launcher, link
-from pytest_llmgpu.ranks.env_launcher import Devices, EnvLauncher, Peers, Place, spread
+from pytest_llmgpu.ranks.env_launcher import Devices, EnvLauncher, JobProcess, Peers, spread
 from pytest_llmgpu.ranks.group import RankGroup
 from pytest_llmgpu.ranks.job_variables import of_environment
 from pytest_llmgpu.ranks.link import Link
@@ -43,7 +43,7 @@ class _Started(NamedTuple):
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that stops for some seconds loses no process."""
-    for limit in ("_REPLY_S", "_KILL_S", "_CLOSE_S", "_GOODBYE_S"):
+    for limit in ("_REPLY_S", "_END_S", "_GOODBYE_S"):
         monkeypatch.setattr(env_launcher, limit, _LIMIT_S)
     monkeypatch.setattr(env_launcher, "_LATE_S", 0.0)
 
@@ -147,7 +147,7 @@ def test_a_killed_process_is_a_crash_of_its_node(nodes: _Started) -> None:
     group.kill()
     assert all(map(worlds.ends, pids))
     with pytest.raises(ConnectionError):
-        nodes.peers.places[2].call(os.getpid).result(_LIMIT_S)
+        nodes.peers.processes[2].call(os.getpid).result(_LIMIT_S)
     with pytest.raises(RankFailedError, match=r"process of rank 2 was lost.*\(node 2\)"):
         nodes.launcher.start([{}, {}, {}], lambda *_: None)
     assert nodes.ask(2, ranks.add, 1, 1) == [2, 2]
@@ -186,17 +186,17 @@ def test_a_time_limit_has_the_stacks_of_all_ranks(shared: _Started) -> None:
         if "in hang_on_rank_1" in rank.stacks():
             break
     assert "in hang_on_rank_1" in rank.stacks()
-    rank.kill()
+    rank.close(0)
 
 
-def test_a_place_runs_functions(shared: _Started) -> None:
+def test_a_process_of_the_job_runs_functions(shared: _Started) -> None:
     """Results come back, and exceptions as their message."""
-    places = shared.peers.places
-    assert [place.node for place in places] == [0, 1, 2]
-    found = [place.call(os.getpid).result(_LIMIT_S) for place in places[1:]]
+    processes = shared.peers.processes
+    assert [process.node for process in processes] == [0, 1, 2]
+    found = [process.call(os.getpid).result(_LIMIT_S) for process in processes[1:]]
     assert found == [shared.processes[1].pid, shared.processes[2].pid]
     with pytest.raises(ValueError, match="invalid literal"):
-        places[1].call(int, "x").result(_LIMIT_S)
+        processes[1].call(int, "x").result(_LIMIT_S)
 
 
 def _peers(port: int, size: int = 2, *, per_node: int = 1) -> Peers:
@@ -277,7 +277,7 @@ def test_nobody_joins_or_ends_a_run_without_the_secret(sent: bytes) -> None:
     joined = link.connect(world, _LIMIT_S)
     joined.send(env_launcher.hello(world))
     peers.wait(_LIMIT_S)
-    assert [place.local_rank for place in peers.places] == [0, 0]
+    assert [process.local_rank for process in peers.processes] == [0, 0]
     peers.close()
     joined.close()
 
@@ -386,7 +386,7 @@ def test_gloo_gets_the_interface_of_an_address() -> None:
     assert link.interface_of("192.0.2.1") == {}
 
 
-class _Place(Place):
+class _Process(JobProcess):
     def __init__(self, node: int, local_rank: int) -> None:
         super().__init__(node, local_rank)
         self.answers: dict[Callable[..., Any], Any] = {_own_machine: _machine(node), _own_facts: _facts(node)}
@@ -427,8 +427,8 @@ def _own_facts(_torch: TorchFacts | None = None) -> NodeFacts:
     return _facts(0)
 
 
-def _places(nodes: Sequence[int]) -> list[_Place]:
-    return [_Place(node, nodes[:rank].count(node)) for rank, node in enumerate(nodes)]
+def _processes(nodes: Sequence[int]) -> list[_Process]:
+    return [_Process(node, nodes[:rank].count(node)) for rank, node in enumerate(nodes)]
 
 
 def _uuids(machine: Machine) -> list[str]:
@@ -436,9 +436,9 @@ def _uuids(machine: Machine) -> list[str]:
 
 
 @pytest.mark.usefixtures("here")
-def test_each_place_has_the_gpu_of_its_number_on_the_node() -> None:
+def test_each_process_has_the_gpu_of_its_number_on_the_node() -> None:
     """GPUs are in the order of the ranks, with indices among those of all nodes; fewer are those of the first."""
-    devices = Devices(lambda: _places([0, 0, 1, 1]))
+    devices = Devices(lambda: _processes([0, 0, 1, 1]))
     machine = devices.machine("auto", None)
     assert _uuids(machine) == ["GPU-0-0", "GPU-0-1", "GPU-1-0", "GPU-1-1"]
     assert [gpu.index for gpu in machine.gpus] == [0, 1, 2, 3]
@@ -452,7 +452,7 @@ def test_each_place_has_the_gpu_of_its_number_on_the_node() -> None:
 def test_processes_may_see_their_own_gpu_only() -> None:
     """Slurm's --gpus-per-task shows each process one GPU with index 0."""
     machines = [msgspec.structs.replace(_machine(0), devices=1, gpus=[gpu]) for gpu in _machine(0).gpus]
-    machine = spread(None, _places([0, 0]), machines)
+    machine = spread(None, _processes([0, 0]), machines)
     assert (_uuids(machine), machine.one_gpu_each) == (["GPU-0-0", "GPU-0-1"], True)
 
 
@@ -469,7 +469,7 @@ def test_devices_that_are_not_there_are_refused(
 ) -> None:
     """The message has the number that is there."""
     with pytest.raises(ValueError, match=message):
-        spread(devices, _places(nodes), machines)
+        spread(devices, _processes(nodes), machines)
 
 
 @pytest.mark.usefixtures("here")
@@ -486,9 +486,9 @@ def test_nodes_that_cannot_measure_together_are_refused(
     asked: Callable[..., Any], answer: object, message: str | None
 ) -> None:
     """The message has the node and what differs; other differences are notes."""
-    places = _places([0, 1])
-    places[1].answers[asked] = answer
-    devices = Devices(lambda: places)
+    processes = _processes([0, 1])
+    processes[1].answers[asked] = answer
+    devices = Devices(lambda: processes)
     if message is None:
         devices.machine("auto", None)
         assert len(devices.notes) == 1
@@ -499,9 +499,9 @@ def test_nodes_that_cannot_measure_together_are_refused(
 
 def test_a_call_on_a_node_fails_as_one_to_a_machine_that_is_gone() -> None:
     """A profiler of another node continues without it."""
-    places = _places([0, 1])
-    call = Devices(lambda: places).call_on(1)
+    processes = _processes([0, 1])
+    call = Devices(lambda: processes).call_on(1)
     assert call(_own_machine) == _machine(1)
-    places[1].answers[_own_machine] = ValueError("the sampler broke")
+    processes[1].answers[_own_machine] = ValueError("the sampler broke")
     with pytest.raises(OSError, match="the sampler broke"):
         call(_own_machine)

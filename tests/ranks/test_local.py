@@ -33,7 +33,7 @@ def rank(launcher: LocalLauncher, monkeypatch: pytest.MonkeyPatch) -> Iterator[R
     monkeypatch.setenv("WORLD_SIZE", "4")
     (started,) = launcher.start([{"LLMGPU_TEST": "here"}], lambda *_: None)
     yield started
-    started.kill()
+    started.close(0)
 
 
 def _ask(rank: Rank, fn: Callable[..., Any], *args: Any) -> Any:
@@ -60,7 +60,7 @@ def test_a_rank_runs_commands_in_order_in_a_session_and_an_environment_of_its_ow
     pid, session = _ask(rank, ranks.identity)
     assert pid == session != os.getsid(0)
     assert _ask(rank, ranks.interrupt_yourself) == "still here"
-    rank.close()
+    rank.close(_ANSWER_S)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 
@@ -96,7 +96,7 @@ def test_the_output_of_a_rank_is_taken_once(launcher: LocalLauncher) -> None:
     (again,) = launcher.start([{}], lambda *_: None)
     _failure(again, ranks.fail)
     assert list(launcher.take_output()) == [0]
-    again.close()
+    again.close(_ANSWER_S)
 
 
 _UNNAMED = signal.SIGRTMIN + 3
@@ -158,7 +158,7 @@ def test_a_kill_by_the_host_is_out_of_memory(launcher: LocalLauncher, monkeypatc
     assert (error.outcome, error.failure.signal) == ("oom", signal.SIGKILL)
     assert "oom_kill 7 -> 8" in (error.failure.evidence or "")
     assert [batch.latency_s for batch in received] == [number + 1.0 for number in range(50)]
-    rank.close()
+    rank.close(_ANSWER_S)
 
 
 def test_a_rank_that_has_not_begun_survives_being_asked_for_its_stacks(
@@ -170,7 +170,7 @@ def test_a_rank_that_has_not_begun_survives_being_asked_for_its_stacks(
     (rank,) = launcher.start([{}], lambda *_: None)
     future = rank.submit(ranks.identity)
     assert rank.stacks() == ""
-    rank.kill()
+    rank.close(0)
     with pytest.raises(RankFailedError) as failed:
         future.result(_ANSWER_S)
     assert failed.value.failure.signal == signal.SIGKILL
@@ -179,7 +179,7 @@ def test_a_rank_that_has_not_begun_survives_being_asked_for_its_stacks(
 def test_a_child_in_a_session_of_its_own_ends_with_its_rank(rank: Rank) -> None:
     """A daemon that a library starts would use the GPU during the next case."""
     descriptor = os.pidfd_open(_ask(rank, ranks.start_daemon))
-    rank.kill()
+    rank.close(0)
     assert _ended(descriptor)
 
 

@@ -399,9 +399,3 @@ def test_traffic_that_depends_on_more_is_an_error(bundled: ModelSource) -> None:
     loaded.model.register_forward_pre_hook(send_square, with_kwargs=True)
     with pytest.raises(ValueError, match=r"the traffic of 2 rows of \d+ tokens .* 1 all_reduce of \d+ bytes, but"):
         ranks.of_plan(loaded)
-
-
-def test_received_bytes_are_not_counted_twice() -> None:
-    """Bytes per sequence are the sum over all ranks of the bytes that they send."""
-    sent, received = [_one("send", 40, 40)], [_one("recv", 40, 40), _one("all_reduce", 8, 12)]
-    assert traffic.wire_bytes_per_sequence([sent, received], 4) == 13.0

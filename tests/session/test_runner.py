@@ -96,11 +96,8 @@ class _FakeRank:
     def stacks(self) -> str:
         return "stuck"
 
-    def close(self) -> None:
-        self.bench.ended.append("closed")
-
-    def kill(self) -> None:
-        self.bench.ended.append("killed")
+    def close(self, limit_s: float) -> None:
+        self.bench.ended.append("closed" if limit_s else "killed")
 
 
 class _FakeProfiler(Profiler):
@@ -366,9 +363,10 @@ def test_each_rate_of_a_gpu_is_measured_once_a_session() -> None:
 
 
 def test_traffic_is_recorded_per_rank() -> None:
-    """The bytes per sequence are the sum over all ranks. `why` has the reason why there are no work passes."""
-    result = _Bench().run(_case(), _TP)
-    assert result.traffic == Traffic(ranks=[[_SENT], [_SENT]], wire_bytes_per_sequence=2 * 120 / 8)
+    """The bytes per sequence are those that all ranks send. `why` has the reason why there are no work passes."""
+    counted = [_SENT, msgspec.structs.replace(_SENT, collective="recv")]
+    result = _Bench(account=(counted, None)).run(_case(), _TP)
+    assert result.traffic == Traffic(ranks=[counted, counted], wire_bytes_per_sequence=2 * 120 / 8)
     assert ("traffic" in result.why, result.launches[0].why) == (False, {"work": WORK_OFF})
     assert _Bench(measure=_failed()).run(_case(), work=True).launches[0].why == {"work": NO_WORK}
 
@@ -572,10 +570,21 @@ def _of_ranks(*fields: dict[str, Any]) -> Callable[..., Measured]:
 
 
 def test_the_ranks_of_a_case_are_joined(prose: Prose) -> None:
-    """The smallest workspace counts. Each rank computes all answers: a broken one is seen although rank 0 is right."""
-    ranks = [{"tokens_requested": 74, "tokens_granted": granted} for granted in (64, 23)]
+    """The smallest workspace and the longest window count; figures of each rank are listed.
+
+    Each rank computes all answers: a broken one is seen although rank 0 is right.
+    """
+    ranks = [
+        {
+            "tokens_requested": 74,
+            "tokens_granted": granted,
+            "host": HostUse(wall_s=wall_s, threads=[4], cpu_s=[wall_s], waited_s=[None]),
+        }
+        for granted, wall_s in ((64, 3.0), (23, 4.0))
+    ]
     launch = _Bench(measure=_of_ranks(*ranks)).run(_case(), _TP).launches[0]
     assert (launch.tokens_requested, launch.tokens_granted) == (74, 23)
+    assert launch.host == HostUse(wall_s=4.0, threads=[4, 4], cpu_s=[3.0, 4.0], waited_s=[None, None])
     answers = [{"accuracy": report_factory.make_accuracy(1.0, 1, [0], [value] * 4)} for value in (-1.0, -1.1)]
     failure = _Bench(measure=_of_ranks(*answers)).failure(_case(), _TP)
     assert failure.rank == 1
