@@ -6,7 +6,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from support import verdict_factory
 from support.prose import Prose
 from support.report_factory import (
     GIB,
@@ -402,7 +401,7 @@ def _answering(*answers: Sequence[bool]) -> list[CaseResult]:
 
 
 def _sending(*links: Link | None) -> list[CaseResult]:
-    return [make_result(1.0, traffic=verdict_factory.make_traffic(link=link)) for link in links]
+    return [make_result(1.0, traffic=make_traffic(link=link)) for link in links]
 
 
 def _planned(plan: str = "0" * 64, **fields: Any) -> CaseResult:

@@ -5,8 +5,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.report_factory import make_answers, make_failed, make_report, make_result, make_work
-from support.verdict_factory import make_traffic, with_launches
+from support.report_factory import make_answers, make_failed, make_report, make_result, make_traffic, make_work
+from support.verdict_factory import with_launches
 
 from pytest_llmgpu.analysis.merging import extend, merge, merge_results
 from pytest_llmgpu.report.file import encode, parse

@@ -5,13 +5,13 @@ from collections.abc import Callable, Sequence
 import msgspec
 import pytest
 from support.report_factory import make_report
-from support.verdict_factory import with_launches
+from support.verdict_factory import make_verdicts, with_launches
 
 from pytest_llmgpu.gate.ab import SIDES, Both, Side, compare, left_out, looks, split, undecided
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
-from pytest_llmgpu.report.verdicts import SEVERITY, Baseline, Row, Verdict, Verdicts
+from pytest_llmgpu.report.verdicts import SEVERITY, Row, Verdict, Verdicts
 
 POLICY = Policy()
 NOT_ENOUGH: Verdict = "UNDECIDED"
@@ -38,10 +38,6 @@ class _Machine:
         return make_report([result for result in results if result.nodeid not in deselected])
 
 
-def _verdicts(*rows: Row) -> Verdicts:
-    return Verdicts(baseline=Baseline(), policy="", policy_sha256="", rows=list(rows))
-
-
 def _decided_at(needed: dict[int, int], then: Verdict = "OK", metric: str = "time") -> Callable[[Both], Verdicts]:
     """Return a gate that decides a batch size from a number of launches of it on."""
 
@@ -55,7 +51,7 @@ def _decided_at(needed: dict[int, int], then: Verdict = "OK", metric: str = "tim
             )
             for result in both.head.cases
         ]
-        return _verdicts(*rows)
+        return make_verdicts(*rows)
 
     return judge
 
@@ -108,7 +104,7 @@ def test_verdicts_that_more_launches_can_change(verdict: Verdict) -> None:
         Row.of(_result(8), "accuracy", verdict, ""),
     ]
     expected = {rows[0].key} if verdict in {NOT_ENOUGH, "UNDECIDED"} else set()
-    assert undecided(_verdicts(*rows), POLICY) == expected
+    assert undecided(make_verdicts(*rows), POLICY) == expected
 
 
 def test_a_row_without_a_test_of_its_own_needs_every_case() -> None:
@@ -116,7 +112,7 @@ def test_a_row_without_a_test_of_its_own_needs_every_case() -> None:
     for key in ("all cases", _result(2).key):
         machine = _Machine()
         row = msgspec.structs.replace(Row.of(_result(2), "time", NOT_ENOUGH, ""), key=key)
-        verdicts = _verdicts(row)
+        verdicts = make_verdicts(row)
 
         def measure(side: Side, number: int, deselected: Sequence[str], machine: _Machine = machine) -> Report:
             report = machine(side, number, deselected)

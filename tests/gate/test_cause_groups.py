@@ -5,19 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.verdict_factory import make_row, make_verdicts
 
 from pytest_llmgpu.gate.cause_groups import by_reason, group, lines, next_step, title
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.report.cause import Cause, TimeChange
-from pytest_llmgpu.report.verdicts import DIFFERS, Baseline, Row, Verdict, Verdicts
+from pytest_llmgpu.report.verdicts import DIFFERS, Row, Verdict, Verdicts
 
 
 def _row(
     name: str, verdict: Verdict = "REGRESSED", metric: str = "time", ratio: float | None = 1.1, **fields: Any
 ) -> Row:
     numbers = {} if ratio is None else {"base": 1.0, "head": ratio, "ratio": ratio, "low": ratio - 0.01}
-    plain = {"reason": f"{metric} is another.", **numbers, **fields}
-    return Row(key=name, id=name, metric=metric, verdict=verdict, **plain)
+    return make_row(verdict, metric, name, **{"reason": f"{metric} is another.", **numbers, **fields})
 
 
 def _cause(module: str) -> Cause:
@@ -26,13 +26,7 @@ def _cause(module: str) -> Cause:
 
 
 def _verdicts(*rows: Row, differences: tuple[str, ...] = ()) -> Verdicts:
-    return Verdicts(
-        baseline=Baseline(name="base"),
-        policy="",
-        policy_sha256="",
-        warnings=[f"{DIFFERS}{text}" for text in differences],
-        rows=list(rows),
-    )
+    return make_verdicts(*rows, warnings=[f"{DIFFERS}{text}" for text in differences])
 
 
 def _ids(*rows: Row, differences: tuple[str, ...] = ()) -> list[set[tuple[str, str]]]:

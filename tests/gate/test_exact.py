@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 import pytest
 from support.prose import Prose
-from support.report_factory import GIB, make_failed, make_memory, make_result, make_work
-from support.verdict_factory import make_invalid, make_traffic
+from support.report_factory import GIB, make_failed, make_memory, make_result, make_traffic, make_work
+from support.verdict_factory import make_invalid
 
 from pytest_llmgpu.gate.exact import (
     by_series,

@@ -7,6 +7,7 @@ from typing import Any, get_args
 import msgspec
 import pytest
 from support.prose import Prose
+from support.verdict_factory import make_row, make_verdicts
 
 from pytest_llmgpu.gate.headline import decide, describe, next_steps, row_in_words
 from pytest_llmgpu.gate.judge import ExitStatus
@@ -34,7 +35,7 @@ _CAUSE = Cause(
 
 def _row(verdict: Verdict, metric: str = "time", name: str = "tp-bs8", **fields: Any) -> Row:
     defaults = {"base": 0.0646, "head": 0.0646, "ratio": 1.0, "n": 1, "reason": "Nothing is to be stated."}
-    return Row(key=name, id=name, metric=metric, verdict=verdict, **{**defaults, **fields})
+    return make_row(verdict, metric, name, **{**defaults, **fields})
 
 
 def _slower(name: str = "tp-bs8", ratio: float = 1.041, **fields: Any) -> Row:
@@ -42,13 +43,12 @@ def _slower(name: str = "tp-bs8", ratio: float = 1.041, **fields: Any) -> Row:
 
 
 def _verdicts(*rows: Row, states: tuple[SessionState, ...] = (), baseline: bool = True) -> Verdicts:
-    return Verdicts(
+    return make_verdicts(
+        *rows,
         head=Candidate(created="2026-01-02T03:04:05Z", commit="b" * 40, states=list(states)),
         baseline=Baseline(name="base.json", commit="a" * 40) if baseline else None,
         policy=dump_policy(Policy()),
-        policy_sha256="",
         not_compared={} if any(row.compared for row in rows) else {"time: why": 2},
-        rows=list(rows),
     )
 
 

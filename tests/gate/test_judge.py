@@ -8,8 +8,8 @@ import msgspec
 import pytest
 from support.prose import Prose
 from support.quiet_noise import noise
-from support.report_factory import make_answers, make_failed, make_memory, make_report, make_work
-from support.verdict_factory import make_invalid, make_traffic, with_launches
+from support.report_factory import make_answers, make_failed, make_memory, make_report, make_traffic, make_work
+from support.verdict_factory import make_invalid, make_row, with_launches
 
 from pytest_llmgpu.gate.judge import RowClass, classify, exit_status, fails, judge, with_unseen
 from pytest_llmgpu.gate.policy import Allowed, Policy, TimeRule, dump_policy, sha256_of
@@ -375,25 +375,21 @@ def test_a_case_that_was_measured_after_a_resumption_has_its_day() -> None:
     assert thresholds == {"mp-bs1": pytest.approx(0.01), "mp-bs2": pytest.approx(0.01 + DAY_SD)}
 
 
-def _row(verdict: Verdict, metric: str = "time", **fields: Any) -> Row:
-    return Row(**{"key": "k", "id": "mp-bs8", "metric": metric, "verdict": verdict, "reason": "none.", **fields})
-
-
 def test_the_worst_comes_first() -> None:
     """By severity, metric and change for the worse; rows that cannot fail the gate come last."""
     ordered = [
-        _row("REGRESSED", "outcome"),
-        _row("REGRESSED", ratio=1.3),
-        _row("REGRESSED", ratio=1.1),
-        _row("REGRESSED", "accuracy", base=0.8, head=0.6),
-        _row("REGRESSED", "accuracy", base=0.8, head=0.7),
-        _row("REGRESSED", "memory", ratio=2.0),
-        _row("MISSING"),
-        _row("UNDECIDED"),
-        _row("OK", "memory", improved=True),
-        _row("OK"),
-        _row("REGRESSED", allowed="bug 7"),
-        _row("CHANGED", gated=False),
+        make_row("REGRESSED", "outcome"),
+        make_row("REGRESSED", ratio=1.3),
+        make_row("REGRESSED", ratio=1.1),
+        make_row("REGRESSED", "accuracy", base=0.8, head=0.6),
+        make_row("REGRESSED", "accuracy", base=0.8, head=0.7),
+        make_row("REGRESSED", "memory", ratio=2.0),
+        make_row("MISSING"),
+        make_row("UNDECIDED"),
+        make_row("OK", "memory", improved=True),
+        make_row("OK"),
+        make_row("REGRESSED", allowed="bug 7"),
+        make_row("CHANGED", gated=False),
     ]
     assert worst_first(ordered[::-1]) == ordered
 
@@ -414,24 +410,27 @@ def test_a_row_has_a_class(verdict: Verdict, gated: RowClass, shown: RowClass) -
     """A row that is not gated, or allowed, never fails, under a strict policy neither."""
     strict = Policy(strict=True)
     fails_strictly = gated is RowClass.FAILS or verdict == "UNDECIDED"
-    assert (classify(_row(verdict), Policy()), fails(_row(verdict), strict)) == (gated, fails_strictly)
-    for row in (_row(verdict, gated=False), _row(verdict, allowed="bug 7")):
+    assert (classify(make_row(verdict), Policy()), fails(make_row(verdict), strict)) == (gated, fails_strictly)
+    for row in (make_row(verdict, gated=False), make_row(verdict, allowed="bug 7")):
         assert (classify(row, strict), fails(row, strict)) == (shown, False)
 
 
 @pytest.mark.parametrize(
     ("rows", "unseen"),
     [
-        ([_row("OK", smallest_seen=0.6)], [True]),
-        ([_row("OK", smallest_seen=0.4)], [False]),
-        ([_row("UNDECIDED")], [True]),
-        ([_row("OK", smallest_seen=0.6, improved=True)], [False]),
-        ([_row("REGRESSED", smallest_seen=0.6)], [False]),
-        ([_row("OK", smallest_seen=0.6, gated=False)], [False]),
-        ([_row("UNDECIDED", smallest_seen=0.6, allowed="bug 7")], [False]),
-        ([_row("OK", "device_time", smallest_seen=0.02), _row("UNDECIDED", smallest_seen=9.0)], [False, False]),
-        ([_row("UNDECIDED", "device_time"), _row("OK", smallest_seen=0.02)], [False, False]),
-        ([_row("UNDECIDED", smallest_seen=0.1), _row("UNDECIDED", smallest_seen=0.6, key="other")], [False, True]),
+        ([make_row("OK", smallest_seen=0.6)], [True]),
+        ([make_row("OK", smallest_seen=0.4)], [False]),
+        ([make_row("UNDECIDED")], [True]),
+        ([make_row("OK", smallest_seen=0.6, improved=True)], [False]),
+        ([make_row("REGRESSED", smallest_seen=0.6)], [False]),
+        ([make_row("OK", smallest_seen=0.6, gated=False)], [False]),
+        ([make_row("UNDECIDED", smallest_seen=0.6, allowed="bug 7")], [False]),
+        ([make_row("OK", "device_time", smallest_seen=0.02), make_row("UNDECIDED", smallest_seen=9.0)], [False, False]),
+        ([make_row("UNDECIDED", "device_time"), make_row("OK", smallest_seen=0.02)], [False, False]),
+        (
+            [make_row("UNDECIDED", smallest_seen=0.1), make_row("UNDECIDED", id="other", smallest_seen=0.6)],
+            [False, True],
+        ),
     ],
 )
 def test_a_case_whose_slowdown_would_not_be_seen_fails(rows: list[Row], unseen: list[bool]) -> None:

@@ -136,7 +136,7 @@ def test_other_gpus_and_noisy_times_show_no_small_step(gpu: str, execution: str)
     [
         ("time", _timed(1.0), make_failed("oom"), "worse"),
         ("time", make_failed("oom"), _timed(1.0), "better"),
-        ("traffic", {"traffic": make_traffic(wire_bytes_per_sequence=1e6)}, {"traffic": make_traffic()}, "worse"),
+        ("traffic", {"traffic": make_traffic(60)}, {"traffic": make_traffic()}, "worse"),
         ("traffic", {"traffic": make_traffic()}, {"traffic": make_traffic()}, None),
         (
             "accuracy",

@@ -6,12 +6,13 @@ import msgspec
 import pytest
 from support.prose import Prose
 from support.report_factory import make_failed, make_report, make_result
+from support.verdict_factory import make_row, make_verdicts
 
 from pytest_llmgpu.gate.policy import Policy, dump_policy, policy_of
 from pytest_llmgpu.render.summary import conclude
 from pytest_llmgpu.report.report import Report, Session
 from pytest_llmgpu.report.result import CaseResult, Finding
-from pytest_llmgpu.report.verdicts import Baseline, Row, Verdicts, stated
+from pytest_llmgpu.report.verdicts import Verdicts
 
 
 def _report(*cases: CaseResult, **session: Any) -> Report:
@@ -25,14 +26,8 @@ def _finding(severity: str, code: str = "slow", step: str = "Look.") -> Finding:
 
 
 def _verdicts(*rows: tuple[str, Any], policy: Policy | None = None) -> Verdicts:
-    plain = [
-        msgspec.convert(
-            {"key": "k", "id": f"mp-bs{n}", "metric": metric, "reason": f"{metric}; x", **stated(verdict)}, Row
-        )
-        for n, (metric, verdict) in enumerate(rows)
-    ]
-    text = "" if policy is None else dump_policy(policy)
-    return Verdicts(baseline=Baseline(name="base"), policy=text, policy_sha256="0", rows=plain)
+    plain = [make_row(verdict, metric, f"mp-bs{n}", reason=f"{metric}; x") for n, (metric, verdict) in enumerate(rows)]
+    return make_verdicts(*plain, policy="" if policy is None else dump_policy(policy))
 
 
 @pytest.mark.parametrize("session", [{"complete": False}, {"interrupted": True}, {"exit_status": 2}])

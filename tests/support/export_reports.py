@@ -9,12 +9,11 @@ from typing import Any
 from pytest_llmgpu.analysis.capacity import capacities
 from pytest_llmgpu.gate import judge
 from pytest_llmgpu.gate.policy import Policy
-from pytest_llmgpu.report.metrics import MetricName
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult, Failure, Finding
-from pytest_llmgpu.report.verdicts import Baseline, Decided, Row, Verdicts, stated
 from support.quiet_noise import any_unseen
 from support.report_factory import GIB, make_accuracy, make_failed, make_memory, make_report, make_result, make_traffic
+from support.verdict_factory import make_row, make_verdicts
 
 NASTY = (
     "<script>alert(1)</script> | a`b` *c* _d_ $x$ @team #7 https://evil.test www.evil.test\n::error::%0A \x1b[31m\u202e"
@@ -67,20 +66,6 @@ def nasty() -> Report:
         result.nodeid = f"{NASTY}::test[{result.id}]"
         result.findings = [Finding(code="code", severity="failure", text=NASTY, next_step=NASTY)]
     report.capacity = capacities(report.cases)
-    report.verdicts = verdicts([row("REGRESSED", id=report.cases[0].id, reason=NASTY), row("MISSING", id=NASTY)])
+    rows = [make_row("REGRESSED", id=report.cases[0].id, reason=NASTY), make_row("MISSING", id=NASTY)]
+    report.verdicts = make_verdicts(*rows)
     return report
-
-
-def row(verdict: Decided, metric: MetricName = "time", *, id: str = "mp-bs8", reason: str = "as said.") -> Row:  # noqa: A002
-    """Return a row of a verdict."""
-    return Row(key=f"key of {id}", id=id, metric=metric, reason=reason, **stated(verdict))
-
-
-def verdicts(rows: Sequence[Row]) -> Verdicts:
-    """Return verdicts of these rows, with an empty policy."""
-    return Verdicts(
-        baseline=Baseline(name="base.json"),
-        policy="",
-        policy_sha256="",
-        rows=list(rows),
-    )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import msgspec
+from typing import Any
 
 from pytest_llmgpu.report.report import Commit, Report, Session
 from pytest_llmgpu.report.result import Series
-from pytest_llmgpu.report.verdicts import Baseline, Decided, Row, Verdicts, stated
+from pytest_llmgpu.report.verdicts import Decided, Row
 from support.report_factory import make_profile, make_report, paper_results
+from support.verdict_factory import make_row
 
 EVIL = "<script>window.evil = 1</script><!-- &amp; "
 """A text that must never become markup."""
@@ -38,13 +39,8 @@ def paper_report(points: int = 30) -> Report:
     return report
 
 
-def make_verdicts(*rows: Row, policy: str = "") -> Verdicts:
-    """Return these rows as the verdicts of a comparison with `base.json`."""
-    return Verdicts(baseline=Baseline(name="base.json"), policy=policy, policy_sha256="0", rows=list(rows))
-
-
-def time_row(report: Report, number: int = 0, verdict: Decided = "REGRESSED", **fields: object) -> Row:
+def time_row(report: Report, number: int = 0, verdict: Decided = "REGRESSED", **fields: Any) -> Row:
     """Return a verdict on the time of a case of the report."""
     result = report.cases[number]
-    plain = {"metric": "time", **stated(verdict), "reason": "time changed by +9.0 %.\nAlso changed: the driver."}
-    return msgspec.convert({"key": result.key, "id": result.id, **plain, **fields}, Row)
+    plain = {"key": result.key, "id": result.id, "reason": "time changed by +9.0 %.\nAlso changed: the driver."}
+    return make_row(verdict, **{**plain, **fields})

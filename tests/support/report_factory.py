@@ -26,6 +26,7 @@ from pytest_llmgpu.report.result import (
     Launch,
     Metric,
     Outcome,
+    Path,
     Profile,
     Series,
     Traffic,
@@ -156,10 +157,21 @@ def make_profile(
     return Profile(**{**defaults, **fields})
 
 
-def make_traffic(ranks: int = 4, wire_bytes_per_sequence: float = 40e6) -> Traffic:
-    """Return the traffic of ranks that all-reduce equal amounts."""
-    sent = Collective(collective="all_reduce", calls=960, payload_bytes=1 << 30, wire_bytes=3 << 29)
-    return Traffic(ranks=[[sent]] * ranks, wire_bytes_per_sequence=wire_bytes_per_sequence)
+def make_traffic(
+    calls: int = 64,
+    ranks: int = 2,
+    *,
+    wire_bytes_per_sequence: float | None = None,
+    link: Any = None,
+    kind: Any = "all_reduce",
+) -> Traffic:
+    """Return traffic of one kind, with 1 KiB per call and rank; without calls it is empty."""
+    sent = Collective(collective=kind, calls=calls, payload_bytes=1024 * calls, wire_bytes=1024 * calls)
+    return Traffic(
+        ranks=[[sent] if calls else []] * ranks,
+        wire_bytes_per_sequence=16.0 * calls * ranks if wire_bytes_per_sequence is None else wire_bytes_per_sequence,
+        path=None if link is None else Path(link=link, expected_bytes=1024 * calls * ranks, text="as counted"),
+    )
 
 
 def make_work(ranks: int = 2, **fields: Any) -> Work:

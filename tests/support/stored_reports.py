@@ -7,8 +7,8 @@ from typing import Any
 
 from pytest_llmgpu.report.report import Commit, Environment, Gpu, Report, Session
 from pytest_llmgpu.report.result import CaseResult
-from support.report_factory import make_failed, make_report, make_result
-from support.verdict_factory import BATCHES, make_traffic, with_launches
+from support.report_factory import make_failed, make_report, make_result, make_traffic
+from support.verdict_factory import BATCHES, with_launches
 
 H200 = "4x-NVIDIA-H200-140GiB"
 """The folder of the default report of `measured`."""

@@ -1,4 +1,4 @@
-"""Results with given launches, for tests of verdicts."""
+"""Verdicts, and results with given launches to judge."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any
 
 import msgspec
 
-from pytest_llmgpu.report.result import CaseResult, Collective, DeviceProfile, Launch, Metric, Path, Profile, Traffic
+from pytest_llmgpu.report.metrics import MetricName
+from pytest_llmgpu.report.result import CaseResult, DeviceProfile, Launch, Metric, Profile
+from pytest_llmgpu.report.verdicts import Baseline, Decided, Row, Verdicts, stated
 from support.report_factory import make_result
 
 BATCHES = 20
@@ -49,13 +51,17 @@ def make_invalid(launch: Launch, *disturbances: str, mhz: float | None = None) -
     )
 
 
-def make_traffic(calls: int = 64, ranks: int = 2, *, link: str | None = None, kind: str = "all_reduce") -> Traffic:
-    """Return traffic of one kind, with 1 KiB per call and rank; without calls it is empty."""
-    entry = {"collective": kind, "calls": calls, "payload_bytes": 1024 * calls, "wire_bytes": 1024 * calls}
-    sent = [msgspec.convert(entry, Collective)] if calls else []
-    path = {"link": link, "expected_bytes": 1024 * calls * ranks, "text": "as counted"}
-    return Traffic(
-        ranks=[sent] * ranks,
-        wire_bytes_per_sequence=16.0 * calls * ranks,
-        path=msgspec.convert(path, Path) if link is not None else None,
-    )
+def make_row(
+    verdict: Decided = "REGRESSED",
+    metric: MetricName = "time",
+    id: str = "mp-bs8",  # noqa: A002 - the name of the field
+    **fields: Any,
+) -> Row:
+    """Return a verdict on a case with this id."""
+    return Row(**{"key": f"key of {id}", "id": id, "metric": metric, "reason": "as said.", **stated(verdict), **fields})
+
+
+def make_verdicts(*rows: Row, **fields: Any) -> Verdicts:
+    """Return these rows as the verdicts of a comparison with `base.json`."""
+    plain = {"baseline": Baseline(name="base.json"), "policy": "", "policy_sha256": ""}
+    return Verdicts(**{**plain, "rows": list(rows), **fields})

@@ -14,7 +14,7 @@ import pytest
 from support.measured_project import STEADY, Project, make_project
 from support.report_factory import make_failed, make_report
 from support.repository import git
-from support.verdict_factory import with_launches
+from support.verdict_factory import make_verdicts, with_launches
 
 from pytest_llmgpu.cli import main
 from pytest_llmgpu.cli.commands.bisect import Mark, Step, begun, find, mark_of, measure_ends, worst
@@ -48,10 +48,6 @@ def _report(seconds: float) -> Report:
     return make_report(cases)
 
 
-def _verdicts(*rows: Row) -> Verdicts:
-    return Verdicts(policy="", policy_sha256="", rows=list(rows))
-
-
 def _row(metric: str, verdict: Decided = "REGRESSED", size: int = 1, **figures: Any) -> Row:
     result = with_launches([1.0], batch_size=size)
     result.nodeid = f"b.py::t[{result.id}]"
@@ -63,14 +59,14 @@ def _judge(metric: str) -> Callable[[Report, Report], Verdicts]:
 
     def judge(base: Report, head: Report) -> Verdicts:
         if head.cases[0].outcome != "completed":
-            return _verdicts(Row.of(head.cases[0], "outcome", "REGRESSED", "The case crashed."))
+            return make_verdicts(Row.of(head.cases[0], "outcome", "REGRESSED", "The case crashed."))
         times = [[one.batches.latency_s[0] for one in report.cases[0].launches] for report in (base, head)]
         ratio = fmean(times[1]) / fmean(times[0])
         error = _SD * math.sqrt(sum(1 / len(launches) for launches in times))
         decided = metric != "time" or abs(ratio - 1.005) > 2 * error
         verdict: Verdict = "UNDECIDED" if not decided else "REGRESSED" if ratio > 1.005 else "OK"
         p = NormalDist().cdf(-abs(ratio - 1) / error)
-        return _verdicts(Row.of(head.cases[0], metric, verdict, "", ratio=ratio, p=p, n=1))
+        return make_verdicts(Row.of(head.cases[0], metric, verdict, "", ratio=ratio, p=p, n=1))
 
     return judge
 
@@ -161,7 +157,7 @@ def test_commits_that_cannot_be_measured_hide_no_other(project: Project) -> None
 )
 def test_a_commit_is_marked_by_its_row(end: Row, own: Row | None, mark: Mark | None) -> None:
     """The nearer end decides, without figures the verdict; an undecided row is launched again."""
-    verdicts, report = _verdicts() if own is None else _verdicts(own), make_report([with_launches([1.0])])
+    verdicts, report = make_verdicts() if own is None else make_verdicts(own), make_report([with_launches([1.0])])
     assert mark_of(end, verdicts, report, report)[0] == mark
 
 
@@ -169,8 +165,8 @@ def test_another_outcome_than_that_of_the_bad_end_is_skipped() -> None:
     """A commit that crashes shows nothing about one that runs out of memory."""
     row, crashed, oom = _row("outcome"), make_report([make_failed("crashed")]), make_report([make_failed("oom")])
     row = msgspec.structs.replace(row, key=crashed.cases[0].key)
-    assert mark_of(row, _verdicts(row), crashed, crashed)[0] == "bad"
-    assert mark_of(row, _verdicts(row), crashed, oom)[0] == "skip"
+    assert mark_of(row, make_verdicts(row), crashed, crashed)[0] == "bad"
+    assert mark_of(row, make_verdicts(row), crashed, oom)[0] == "skip"
 
 
 def test_the_worst_gated_regression_is_bisected() -> None:
@@ -178,12 +174,12 @@ def test_the_worst_gated_regression_is_bisected() -> None:
     shown, accepted = _row("memory", gated=False), _row("flops", allowed="accepted")
     small, large = _row("time", ratio=1.1, p=1e-9), _row("time", size=2, ratio=1.2, p=1e-3)
     rows = [shown, accepted, large, small, _row("accuracy", "OK")]
-    assert worst(_verdicts(*rows)) == small
-    assert worst(_verdicts(*rows, exact := _row("traffic", size=4))) == exact
-    assert worst(_verdicts(*rows[:2])) is None
-    assert worst(_verdicts(*rows), metric="memory") == shown
-    assert worst(_verdicts(*rows), case="mp-bs2") == large
-    assert worst(_verdicts(*rows), metric="accuracy") is None
+    assert worst(make_verdicts(*rows)) == small
+    assert worst(make_verdicts(*rows, exact := _row("traffic", size=4))) == exact
+    assert worst(make_verdicts(*rows[:2])) is None
+    assert worst(make_verdicts(*rows), metric="memory") == shown
+    assert worst(make_verdicts(*rows), case="mp-bs2") == large
+    assert worst(make_verdicts(*rows), metric="accuracy") is None
 
 
 @pytest.mark.parametrize(
@@ -198,7 +194,9 @@ def test_the_worst_gated_regression_is_bisected() -> None:
 )
 def test_the_ends_are_launched_until_the_row_is_decided(verdict: Verdict, asked: dict[str, str], launches: int) -> None:
     """The user saw a regression, so that an OK is launched again; other rows need no further launch."""
-    both, _ = measure_ends(lambda *_: _report(1.0), lambda *_: _verdicts(_row("time", verdict)), looks=(1, 3), **asked)
+    both, _ = measure_ends(
+        lambda *_: _report(1.0), lambda *_: make_verdicts(_row("time", verdict)), looks=(1, 3), **asked
+    )
     assert [len(report.cases[0].launches) for report in both] == [launches] * 2
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from support.export_reports import judged, row, two_strategies, verdicts
+from support.export_reports import judged, two_strategies
+from support.verdict_factory import make_row, make_verdicts
 
 from pytest_llmgpu.cli import main
 from pytest_llmgpu.cli.arguments import read_verdicts
@@ -47,16 +48,16 @@ def test_export_judges_the_report_against_a_baseline(capsys: pytest.CaptureFixtu
 def test_export_takes_the_verdicts_of_a_gate(capsys: pytest.CaptureFixture[str]) -> None:
     """They replace the verdicts of the report."""
     dump(judged(two_strategies(), two_strategies()), Path("report.json"))
-    Path("verdicts.json").write_bytes(msgspec.json.encode(verdicts([row("REGRESSED", "outcome", id="mp-bs8")])))
+    Path("verdicts.json").write_bytes(msgspec.json.encode(make_verdicts(make_row("REGRESSED", "outcome"))))
     assert main(["export", "github-annotations", "report.json", "--verdicts", "verdicts.json"]) == 0
     assert "REGRESSED%3A mp-bs8%3A as said" in capsys.readouterr().out
 
 
 def test_verdicts_of_an_older_version_have_the_present_names() -> None:
     """INCONCLUSIVE is read as UNDECIDED in verdicts and in reports, but not within a text."""
-    old = row("UNDECIDED", reason='"verdict": "INCONCLUSIVE"')
+    old = make_row("UNDECIDED", reason='"verdict": "INCONCLUSIVE"')
     report = judged(two_strategies(), two_strategies())
-    report.verdicts = verdicts([old])
+    report.verdicts = make_verdicts(old)
     for path, record in (("report.json", report), ("verdicts.json", report.verdicts)):
         data = msgspec.json.format(msgspec.json.encode(record))
         data = data.replace(b'"UNDECIDED"', b'"INCONCLUSIVE"')

@@ -7,8 +7,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.export_reports import NASTY, TODAY, judged, nasty, row, two_strategies, verdicts
+from support.export_reports import NASTY, TODAY, judged, nasty, two_strategies
 from support.report_factory import make_accuracy, make_failed, make_report, make_result
+from support.verdict_factory import make_row, make_verdicts
 
 from pytest_llmgpu.gate.policy import Allowed, Policy
 from pytest_llmgpu.render.exports import export, github
@@ -49,25 +50,23 @@ def _finding(severity: Any, text: str = "Something.") -> Finding:
 def test_annotations_are_limited_to_what_github_shows() -> None:
     """The worst are kept, and the last one has the number of the others."""
     report = make_report()
-    rows = [row("UNDECIDED", id=f"mp-bs{n}", reason=f"Noise {'x' * n}.") for n in range(20)]
-    report.verdicts = verdicts([*rows, row("REGRESSED", id="tp-bs1"), row("REGRESSED", id="tp-bs2", metric="outcome")])
+    rows = [make_row("UNDECIDED", id=f"mp-bs{n}", reason=f"Noise {'x' * n}.") for n in range(20)]
+    report.verdicts = make_verdicts(*rows, make_row(id="tp-bs1"), make_row(id="tp-bs2", metric="outcome"))
     lines = _annotations(report)
     assert len(lines) == ANNOTATIONS
     assert [_parsed(line)[0] for line in lines] == ["error", "error", *["warning"] * 8]
     assert _parsed(lines[0])[1]["title"] == "pytest-llmgpu: REGRESSED: tp-bs2: as said"
     assert _parsed(lines[-1])[2].startswith("13 more are not shown")
-    report.verdicts = verdicts([row("OK"), *rows[:ANNOTATIONS]])
+    report.verdicts = make_verdicts(make_row("OK"), *rows[:ANNOTATIONS])
     assert len(_annotations(report)) == ANNOTATIONS
     assert "are not shown" not in _annotations(report)[-1]
 
 
 def test_an_annotation_stands_at_its_test() -> None:
     """The file is that of the node id, the line is 1 if the report has none, and line breaks are kept."""
-    regressed = msgspec.structs.replace(
-        row("REGRESSED", reason="+5 %.\nRun it again."), nodeid="a/test_b.py::test_c[x]"
-    )
+    regressed = make_row(reason="+5 %.\nRun it again.", nodeid="a/test_b.py::test_c[x]")
     report = make_report()
-    report.verdicts = verdicts([regressed])
+    report.verdicts = make_verdicts(regressed)
     (line,) = _annotations(report)
     assert _parsed(line) == (
         "error",
@@ -83,14 +82,9 @@ def test_an_annotation_stands_at_its_test() -> None:
 
 def test_one_cause_has_one_annotation() -> None:
     """It names the largest change, and every metric with its cases."""
-    rows = [
-        msgspec.structs.replace(
-            row("REGRESSED", id=f"mp-bs{size}"), base=1.0, head=1 + size / 100, ratio=1 + size / 100
-        )
-        for size in (8, 64)
-    ]
+    rows = [make_row(id=f"mp-bs{size}", base=1.0, head=1 + size / 100, ratio=1 + size / 100) for size in (8, 64)]
     report = make_report()
-    report.verdicts = verdicts([*rows, *(row("REGRESSED", "traffic", id=one.id) for one in rows)])
+    report.verdicts = make_verdicts(*rows, *(make_row(metric="traffic", id=one.id) for one in rows))
     (line,) = _annotations(report)
     _, properties, text = _parsed(line)
     assert properties["title"] == "pytest-llmgpu: REGRESSED: mp-bs64 wall time +64.0 % (1.64 s, was 1 s)"

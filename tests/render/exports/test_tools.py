@@ -7,9 +7,9 @@ from typing import Any
 
 import jsonschema
 import pytest
-from support.export_reports import NASTY, judged, nasty, row, two_strategies, verdicts
+from support.export_reports import NASTY, judged, nasty, two_strategies
 from support.report_factory import make_failed, make_report, make_result
-from support.verdict_factory import with_launches
+from support.verdict_factory import make_row, make_verdicts, with_launches
 
 from pytest_llmgpu.render.exports import export
 from pytest_llmgpu.render.exports.tables import CSV_COLUMNS
@@ -119,7 +119,7 @@ def test_github_action_benchmark_shows_range_and_verdicts_at_a_point() -> None:
     """The range is half of the difference between the launches; the verdicts are in the tooltip."""
     result = with_launches([1.0, 3.0])
     report = make_report([result])
-    report.verdicts = verdicts([row("REGRESSED", id=result.id, reason="slower.\nMuch.")])
+    report.verdicts = make_verdicts(make_row(id=result.id, reason="slower.\nMuch."))
     entry = _rendered("github-action-benchmark-smaller", report)[1]
     assert entry["range"] == "± 210"
     assert entry["extra"] == "2 launches\nREGRESSED (time): slower. Much."

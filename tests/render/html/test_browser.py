@@ -11,7 +11,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.page_reports import EVIL, make_verdicts, paper_report, time_row
+from support.page_reports import EVIL, paper_report, time_row
+from support.verdict_factory import make_verdicts
 
 from pytest_llmgpu.render.html import report as html_report
 from pytest_llmgpu.report.result import Failure, Finding

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from support.page_reports import EVIL, make_verdicts, paper_report, time_row
+from support.page_reports import EVIL, paper_report, time_row
 from support.quiet_noise import any_unseen
 from support.report_factory import make_failed, make_report, make_result
+from support.verdict_factory import make_verdicts
 
 from pytest_llmgpu.cli import main
 from pytest_llmgpu.cli.commands.reports import page_name

@@ -273,7 +273,7 @@ def test_communication_and_memory_are_means_with_the_largest_device() -> None:
     """In the test's data the last GPU is 10 % busier and has 1 GiB more in use."""
     profile = make_profile(4, tx=1e9, rx=2e9, busy=40.0, nvlink=3e9)
     memory = make_memory(4, peak=16 * GIB, used=18 * GIB)
-    result = make_result(1.0, None, profile, memory, traffic=make_traffic(), batch_size=8)
+    result = make_result(1.0, None, profile, memory, traffic=make_traffic(wire_bytes_per_sequence=40e6), batch_size=8)
     communication, held = (table.splitlines() for table in device_tables([result], _ENVIRONMENT).split("\n\n"))
     assert communication[0] == "Communication per GPU: mean over the GPUs (largest)"
     cells = "mp 8 41.0 (44.0) 1.02 (1.10) 2.05 (2.20) 3.08 (3.30) 10.0"

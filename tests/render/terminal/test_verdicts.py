@@ -7,8 +7,8 @@ import msgspec
 import pytest
 from support.prose import Prose
 from support.quiet_noise import noise
-from support.report_factory import make_answers, make_failed, make_memory, make_report
-from support.verdict_factory import make_invalid, make_traffic, with_launches
+from support.report_factory import make_answers, make_failed, make_memory, make_report, make_traffic
+from support.verdict_factory import make_invalid, make_row, with_launches
 
 from pytest_llmgpu.gate.judge import ExitStatus, exit_status, judge
 from pytest_llmgpu.gate.policy import Allowed, Policy
@@ -164,7 +164,7 @@ def test_a_gate_without_a_baseline_does_not_simply_pass(allowed: bool, word: str
 
 def _row(name: str, metric: str, judged: Verdict = "OK", ratio: float | None = 1.0, **fields: Any) -> Row:
     numbers = {} if ratio is None else {"base": 2.0, "head": 2 * ratio, "ratio": ratio}
-    return Row(key=name, id=name, metric=metric, verdict=judged, reason="x", **{**numbers, **fields})
+    return make_row(judged, metric, name, **{**numbers, **fields})
 
 
 def test_each_case_has_one_row() -> None:
