@@ -17,7 +17,7 @@ from pytest_llmgpu import strategies
 from pytest_llmgpu.analysis.answers import check_texts
 from pytest_llmgpu.inference import tasks
 from pytest_llmgpu.inference.models import ModelSource
-from pytest_llmgpu.inference.tasks.hellaswag import Prompts
+from pytest_llmgpu.inference.tasks.prompts import Prompts
 from pytest_llmgpu.inference.tasks.protocol import Dataset
 from pytest_llmgpu.ranks import worker
 from pytest_llmgpu.ranks.group import RankGroup

@@ -14,7 +14,7 @@ PROMPTS = "prompts"
 
 BUILT_IN = {
     "hellaswag": "pytest_llmgpu.inference.tasks.hellaswag:HellaSwag",
-    PROMPTS: "pytest_llmgpu.inference.tasks.hellaswag:Prompts",
+    PROMPTS: "pytest_llmgpu.inference.tasks.prompts:Prompts",
 }
 """Name to `module:attribute`. pytest reads it at every start, so a task is imported only when a test uses it."""
 

@@ -10,9 +10,6 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-import msgspec
-
-from pytest_llmgpu.inference.tasks import PROMPTS
 from pytest_llmgpu.inference.tasks.multiple_choice import MultipleChoice
 from pytest_llmgpu.inference.tasks.protocol import Item
 from pytest_llmgpu.report.text import first_line
@@ -85,20 +82,6 @@ class HellaSwag(MultipleChoice):
             kind = "an empty text" if isinstance(prompt, str) else type(prompt).__name__
             raise ValueError(f"{place}: prompt is {kind}: text is needed")
         return Item(id=str(record.get("id", index)), context=prompt, endings=(), label=0, task=self.name)
-
-
-class Prompts(HellaSwag):
-    """Items without endings: the contexts of HellaSwag's records, or the texts of records with a `prompt`."""
-
-    name = PROMPTS
-
-    def item(self, record: Any, place: str, index: int) -> Item:
-        """Return the prompt of one record."""
-        if isinstance(record, dict) and not record.keys() & {"ctx", "ctx_a", "prompt"}:
-            raise ValueError(f"{place}: prompt is missing: text is needed, or the fields of HellaSwag")
-        if isinstance(record, dict) and "prompt" in record:
-            return self.prompt(record, place, index)
-        return msgspec.structs.replace(super().item(record, place, index), endings=(), label=0)
 
 
 def _text(record: dict[str, Any], field: str, place: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support import tiny_model
 
-from pytest_llmgpu.inference.tasks.hellaswag import Prompts
+from pytest_llmgpu.inference.tasks.prompts import Prompts
 from pytest_llmgpu.inference.tasks.protocol import Dataset
 
 
