@@ -246,7 +246,12 @@ def plan(requests: Requests, batch_size: int, *, few_shapes: bool = False) -> Pl
     chunks = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
     widths = [min(len(requests.requests[chunk[0][0]].tokens) - 1, requests.max_length) for chunk in chunks]
     if few_shapes:
-        widths = _few([len(chunk) for chunk in chunks], widths)
+        # A last batch with fewer rows keeps its width: its shape is its own.
+        alike = [width for chunk, width in zip(chunks, widths, strict=True) if len(chunk) == len(chunks[0])]
+        allowed = _MOST_PADDING * cost(zip(map(len, chunks), widths, strict=True)) / len(chunks[0])
+        groups = _fewest_groups(sorted(Counter(alike).items(), reverse=True), int(allowed))
+        padded = {width: group[0] for group in groups for width in group}
+        widths = [padded[width] for width in alike] + widths[len(alike) :]
     batches = [_batch(requests, chunk, width) for chunk, width in zip(chunks, widths, strict=True)]
     layout = [[batch.rows, batch.width, batch.predicted, batch.requests] for batch in batches]
     generated = [requests.new_tokens] if requests.new_tokens else []
@@ -262,24 +267,12 @@ def cost(shapes: Iterable[tuple[int, int]]) -> int:
     return sum(rows * width + _WEIGHTS_TOKENS for rows, width in shapes)
 
 
-def _few(rows: Sequence[int], widths: Sequence[int]) -> list[int]:
-    """Return the width of each forward, so that there are as few shapes as `_MOST_PADDING` allows.
-
-    Among plans with equally few shapes, the cheapest is chosen. The last forward keeps its width where it has fewer
-    rows than the others: its shape is its own. Widths, the tokens of the longest row of each, are in descending order.
-    """
-    alike = [width for count, width in zip(rows, widths, strict=True) if count == rows[0]]
-    allowed = _MOST_PADDING * cost(zip(rows, widths, strict=True)) / rows[0]
-    groups = _fewest_groups(sorted(Counter(alike).items(), reverse=True), int(allowed))
-    padded = {width: group[0] for group in groups for width in group}
-    return [padded[width] for width in alike] + list(widths[len(alike) :])
-
-
 def _fewest_groups(counts: Sequence[tuple[int, int]], most: int) -> list[list[int]]:
     """Split widths into as few groups as possible, each padded to its first width, by at most `most` tokens in all.
 
-    This is an exact dynamic programme. The best begin of the last group moves only forwards with the widths that are
-    covered, which leaves few begins to look at. `counts` has the rows of each width, in descending order.
+    Among splits into equally many groups, the one with the fewest tokens is chosen. This is an exact dynamic programme.
+    The best begin of the last group moves only forwards with the widths that are covered, which leaves few begins to
+    look at. `counts` has the number of batches of each width, in descending order.
     """
     numbers = list(accumulate((count for _, count in counts), initial=0))
     tokens = list(accumulate((width * count for width, count in counts), initial=0))
