@@ -100,11 +100,6 @@ class TokenizerError(ValueError):
     """The tokenizer of a model is missing or does not belong to it."""
 
 
-def is_preset(model: str) -> bool:
-    """Return whether a name is that of a preset: an architecture with random weights."""
-    return model in bundled.PRESETS
-
-
 def resolve(
     model: str,
     *,
@@ -132,30 +127,23 @@ def resolve(
     if load_format not in _LOAD_FORMATS:
         raise ValueError(f"load format {load_format!r} is unknown: allowed are {', '.join(_LOAD_FORMATS)}")
     dummy = load_format == "dummy"
-    if is_preset(model):
+    if model in bundled.PRESETS:
         if not dummy:
             raise ValueError(f"model {model} is an architecture without weights: use load format dummy")
         name, directory, fields, at, from_hub = model, None, bundled.PRESETS[model], None, False
     else:
         name, directory, commit = _locate(model, revision, rootdir, weights=not dummy)
-        fields, from_hub = _config(directory), commit is not None
-        if not dummy:
-            _check_weights(directory)
-        # It differs between checkpoints: fine-tuning changes every tensor, and each sampled block has many values.
-        digest = hashlib.sha256((directory / "config.json").read_bytes())
-        for path in () if dummy else sorted(directory.glob("*.safetensors")):
-            _add_weights(digest, path)
-        at = commit or digest.hexdigest()
+        fields, fingerprint = _read_directory(directory, weights=not dummy)
+        at, from_hub = commit or fingerprint, commit is not None
     if revision not in (None, at) and not from_hub:
         own = f", its revision is {at}" if at else ""
         raise ValueError(f"revision {revision!r} is not allowed: {model} is not a model of the hub{own}")
-    size = vocabulary_size(fields)
     try:
         if tokenizer is not None:
             tokenizer_directory = _locate(tokenizer, None, rootdir, weights=False)[1]
         else:
-            tokenizer_directory = directory or _preset_tokenizer(texts, size or 0)
-        _check_vocabulary(tokenizer_directory, size, name)
+            tokenizer_directory = directory or _preset_tokenizer(texts, fields["vocab_size"])
+        _check_vocabulary(tokenizer_directory, fields, name)
         sha256 = tokenizer_sha256(tokenizer_directory)
     except ValueError as error:
         raise TokenizerError(str(error)) from error
@@ -175,13 +163,6 @@ def max_length(config: PretrainedConfig | SimpleNamespace) -> int:
     text = getattr(config, "text_config", None) or config
     lengths = (getattr(text, name, None) for name in ("n_positions", "max_position_embeddings", "n_ctx"))
     return next((int(length) for length in lengths if length is not None), 2048)
-
-
-def vocabulary_size(fields: dict[str, Any]) -> int | None:
-    """Return the vocabulary size in a config.json; None if it has none, so that the default of its class applies."""
-    text = fields.get("text_config")
-    size = fields.get("vocab_size", text.get("vocab_size") if isinstance(text, dict) else None)
-    return size if isinstance(size, int) else None
 
 
 def is_quantized(fields: dict[str, Any]) -> bool:
@@ -316,7 +297,7 @@ def _locate(model: str, revision: str | None, rootdir: Path, *, weights: bool) -
         ValueError: The model is unknown or cannot be downloaded.
     """
     if model == "bundled":
-        return model, bundled.model_directory(), None
+        return model, bundled.MODEL_DIRECTORY, None
     for path in (Path(model), rootdir / model):
         if path.is_dir():
             here, root = path.resolve(), rootdir.resolve()
@@ -355,8 +336,14 @@ def _read_json(path: Path) -> Any:
         raise ValueError(f"{path} cannot be read: {error}") from error
 
 
-def _config(directory: Path) -> dict[str, Any]:
-    """Return the content of config.json; ValueError if it is missing, cannot be read, or is not a JSON object."""
+def _read_directory(directory: Path, *, weights: bool) -> tuple[dict[str, Any], str]:
+    """Return the content of config.json, and a hash of it and, with `weights`, of the safetensors files.
+
+    The hash differs between checkpoints: fine-tuning changes every tensor, and each sampled block has many values.
+
+    Raises:
+        ValueError: config.json is missing or is not a JSON object, or a safetensors file is missing or truncated.
+    """
     path = directory / "config.json"
     try:
         fields = _read_json(path)
@@ -366,11 +353,9 @@ def _config(directory: Path) -> dict[str, Any]:
         ) from error
     if not isinstance(fields, dict):
         raise ValueError(f"{path} is not a JSON object")  # noqa: TRY004 - the file is wrong, not the caller
-    return fields
-
-
-def _check_weights(directory: Path) -> None:
-    """Refuse a directory without complete safetensors files: another format, a missing or a truncated file."""
+    digest = hashlib.sha256(path.read_bytes())
+    if not weights:
+        return fields, digest.hexdigest()
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         others = [path.name for pattern in ("*.bin", "*.pt*") for path in sorted(directory.glob(pattern))]
@@ -386,7 +371,8 @@ def _check_weights(directory: Path) -> None:
         if missing:
             raise ValueError(f"model {directory} lacks {missing[0]}: {len(missing)} of {len(named)} files are missing")
     for path in files:
-        _header(path)
+        _add_weights(digest, path)
+    return fields, digest.hexdigest()
 
 
 def _indexed(index: Path) -> set[str]:
@@ -402,20 +388,12 @@ def _indexed(index: Path) -> set[str]:
 
 
 def _add_weights(digest: hashlib._Hash, path: Path) -> None:
-    """Add the name, the size, the header and 16 blocks of a safetensors file to a hash."""
-    size = path.stat().st_size
-    digest.update(f"\0{path.name}\0{size}\0".encode())
-    digest.update(_header(path))
-    with path.open("rb") as file:
-        for block in range(_BLOCKS):
-            file.seek(block * max(0, size - _BLOCK_BYTES) // (_BLOCKS - 1))
-            digest.update(file.read(_BLOCK_BYTES))
-
-
-def _header(path: Path) -> bytes:
-    """Return the JSON header of a safetensors file, after a check that the file is as long as its last offset requires.
+    """Add the name, the size, the header and 16 blocks of a safetensors file to a hash.
 
     Source: https://github.com/huggingface/safetensors#format
+
+    Raises:
+        ValueError: The file has no such header, or is not as long as the last offset in it requires.
     """
     with path.open("rb") as file:
         start = file.read(8)
@@ -423,17 +401,21 @@ def _header(path: Path) -> bytes:
         if start.startswith(b"version"):
             raise ValueError(f"{path} is a pointer of Git LFS, not the weights: run git lfs pull")
         header = file.read(length) if length < min(size, _HEADER_BYTES) else b""
-    try:
-        tensors = parse_json(header)
-        end = max(int(entry["data_offsets"][1]) for name, entry in tensors.items() if name != "__metadata__")
-    except _UNREADABLE as error:
-        raise ValueError(f"{path} is not a safetensors file, or is truncated: copy or download it again") from error
-    if size != 8 + length + end:
-        raise ValueError(f"{path} has {size} bytes instead of {8 + length + end}: copy or download it again")
-    return header
+        try:
+            tensors = parse_json(header)
+            end = max(int(entry["data_offsets"][1]) for name, entry in tensors.items() if name != "__metadata__")
+        except _UNREADABLE as error:
+            raise ValueError(f"{path} is not a safetensors file, or is truncated: copy or download it again") from error
+        if size != 8 + length + end:
+            raise ValueError(f"{path} has {size} bytes instead of {8 + length + end}: copy or download it again")
+        digest.update(f"\0{path.name}\0{size}\0".encode())
+        digest.update(header)
+        for block in range(_BLOCKS):
+            file.seek(block * max(0, size - _BLOCK_BYTES) // (_BLOCKS - 1))
+            digest.update(file.read(_BLOCK_BYTES))
 
 
-def _check_vocabulary(directory: Path, size: int | None, model: str) -> None:
+def _check_vocabulary(directory: Path, config: dict[str, Any], model: str) -> None:
     """Refuse a tokenizer with ids outside the model's vocabulary: on a GPU such an id crashes the process."""
     path = directory / "tokenizer.json"
     if not path.is_file():
@@ -446,7 +428,9 @@ def _check_vocabulary(directory: Path, size: int | None, model: str) -> None:
         largest = int(max(ids + [token["id"] for token in fields.get("added_tokens", [])]))
     except _UNREADABLE as error:
         raise ValueError(f"{path} is not a tokenizer: {error!r}") from error
-    if size is not None and largest >= size:
+    text = config.get("text_config")
+    size = config.get("vocab_size", text.get("vocab_size") if isinstance(text, dict) else None)
+    if isinstance(size, int) and largest >= size:  # without a size the default of its class applies
         raise ValueError(
             f"tokenizer {directory.name} has token {largest}, and model {model} has a vocabulary of {size}: "
             "choose the tokenizer of this model"

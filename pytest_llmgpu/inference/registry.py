@@ -52,7 +52,7 @@ class Registry(Generic[_T]):
                         f"{self.hook}: {place!r}, the place of {self.kind} {name!r}, is not allowed: "
                         "package.module:attribute is needed"
                     )
-                if not self._is_name(name):
+                if not (isinstance(name, str) and self.is_name(name)):
                     raise ValueError(
                         f"{self.hook}: {name!r}, the name of the {self.kind} at {place}, is not allowed: "
                         f"{self.allowed_names}"
@@ -108,12 +108,9 @@ class Registry(Generic[_T]):
         lacking = [name for name in self.members if not hasattr(made, name)]
         if lacking:
             raise ValueError(f"{self.kind} {place} lacks {', '.join(lacking)} (see {self.protocol})")
-        if not self._is_name(made.name):
+        if not (isinstance(made.name, str) and self.is_name(made.name)):
             raise ValueError(f"{self.kind} {place} is named {made.name!r}: {self.allowed_names}")
         return made  # type: ignore[no-any-return]
-
-    def _is_name(self, text: object) -> bool:
-        return isinstance(text, str) and self.is_name(text)
 
 
 def _is_place(text: object) -> bool:

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import msgspec
 
 from pytest_llmgpu import strategies
-from pytest_llmgpu.inference import generation, models, tasks
+from pytest_llmgpu.inference import bundled, generation, models, tasks
 from pytest_llmgpu.inference.models import ModelSource, TokenizerError
 from pytest_llmgpu.inference.tasks.protocol import Dataset, Item, Task
 from pytest_llmgpu.profiling import nvml
@@ -169,7 +169,7 @@ class Planner:
                 new_tokens=(new_tokens or options.new_tokens or _NEW_TOKENS) if generates else None,
             )
 
-        if options.load_format != "dummy" and not models.is_preset(options.model):
+        if options.load_format != "dummy" and options.model not in bundled.PRESETS:
             # First with the config alone: a model that cannot work must not cost a download of weights.
             outline = self._source(dataclasses.replace(options, load_format="dummy"), chosen)
             if models.is_quantized(outline.config):
@@ -233,7 +233,7 @@ class Planner:
 
     def _check_device(self, options: Options, machine: Machine) -> None:
         """Refuse options and a memory cap that the devices do not allow."""
-        dummy_preset = models.is_preset(options.model) and options.load_format == "dummy"
+        dummy_preset = options.model in bundled.PRESETS and options.load_format == "dummy"
         if dummy_preset and machine.device == "cpu" and options.device != "cpu":
             raise ValueError(
                 f"--llmgpu-model={options.model}: an architecture preset needs a GPU, and torch found none; "

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from bundled_model.dataset import Item, evaluation_items
-from pytest_llmgpu.inference.bundled import model_directory
+from pytest_llmgpu.inference.bundled import MODEL_DIRECTORY
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
@@ -127,4 +127,4 @@ def evaluate(directory: Path, dtype: str = "float32") -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(evaluate(Path(sys.argv[1]) if sys.argv[1:] else model_directory()), indent=2))
+    print(json.dumps(evaluate(Path(sys.argv[1]) if sys.argv[1:] else MODEL_DIRECTORY), indent=2))

@@ -333,6 +333,7 @@ def test_a_folder_called_like_something_known_is_told_from_it(name: str, written
 
 
 @pytest.mark.parametrize("text_config", [[], "x", 1, None, {"vocab_size": "many"}])
-def test_a_text_configuration_of_another_type_has_no_vocabulary(text_config: Any) -> None:
+def test_a_text_configuration_of_another_type_has_no_vocabulary(directory: Path, text_config: Any) -> None:
     """The class of the model then refuses it or has a default."""
-    assert models.vocabulary_size({"text_config": text_config}) is None
+    (directory / "config.json").write_text(json.dumps({"text_config": text_config}))
+    assert _resolve(directory, directory.parent).config == {"text_config": text_config}

@@ -12,6 +12,7 @@ import sys
 from array import array
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 ACCURACY: dict[str, float] = {"acc": 1.0, "acc_norm": 1.0}
 """The accuracies of the bundled model on all bundled items of HellaSwag, in float32."""
@@ -28,26 +29,20 @@ BOS = "<|bos|>"
 EOS = "<|eos|>"
 """The end-of-sequence token; its id is 1."""
 
-_HERE = Path(__file__).parent
+MODEL_DIRECTORY = Path(__file__).parent / "model"
+"""The directory of the bundled model and tokenizer, for `from_pretrained`."""
 
-
-def model_directory() -> Path:
-    """Return the directory of the bundled model and tokenizer, for `from_pretrained`."""
-    return _HERE / "model"
+DATASET_PATH = Path(__file__).parent / "hellaswag_like.jsonl"
+"""The file of the bundled items: JSON Lines in HellaSwag's format."""
 
 
 def loglikelihoods() -> array[float]:
     """Return the log-likelihoods of all endings of the bundled items in the bundled model, in float32."""
     values = array("f")
-    values.frombytes((model_directory() / "loglikelihoods.f32").read_bytes())
+    values.frombytes((MODEL_DIRECTORY / "loglikelihoods.f32").read_bytes())
     if sys.byteorder == "big":
         values.byteswap()
     return values
-
-
-def dataset_path() -> Path:
-    """Return the file of the bundled items: JSON Lines in HellaSwag's format."""
-    return _HERE / "hellaswag_like.jsonl"
 
 
 def save_tokenizer(texts: Iterable[str], vocabulary_size: int, directory: Path) -> int:
@@ -107,7 +102,7 @@ def _llama(hidden: int, intermediate: int, layers: int, heads: int, **others: ob
     }
 
 
-PRESETS: dict[str, dict[str, object]] = {
+PRESETS: dict[str, dict[str, Any]] = {
     "llama-7b": _llama(4096, 11_008, 32, 32),
     "llama-13b": _llama(5120, 13_824, 40, 40),
     # It has 32.5 billion parameters. The paper names it 33B, its first release 30b.

@@ -45,7 +45,7 @@ class MultipleChoice:
     def records(self, dataset: str) -> Iterable[tuple[str, Any]]:
         """Return the place and the JSON value of each record of one of `datasets`."""
         assert dataset == "bundled", "a subclass knows its other datasets"
-        return read_json_lines(bundled.dataset_path())
+        return read_json_lines(bundled.DATASET_PATH)
 
     def load(self, dataset: str, *, rootdir: Path, limit: int | None = None) -> Dataset:
         """Load a dataset by its name or path. Lines after the limit are not read (see `protocol.Task`)."""

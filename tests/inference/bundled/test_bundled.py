@@ -32,7 +32,7 @@ def loaded() -> Iterator[Loaded]:
 
     threads = torch.get_num_threads()
     torch.set_num_threads(min(2, threads))
-    yield load(bundled.model_directory())
+    yield load(bundled.MODEL_DIRECTORY)
     torch.set_num_threads(threads)
 
 
@@ -51,13 +51,13 @@ def sha256(path: Path) -> str:
 
 def test_hashes_of_the_weights_and_the_dataset_are_the_registered_ones() -> None:
     """The files are those that baselines were measured with."""
-    assert sha256(bundled.model_directory() / "model.safetensors") == bundled.MODEL_SHA256
-    assert sha256(bundled.dataset_path()) == bundled.DATASET_SHA256
+    assert sha256(bundled.MODEL_DIRECTORY / "model.safetensors") == bundled.MODEL_SHA256
+    assert sha256(bundled.DATASET_PATH) == bundled.DATASET_SHA256
 
 
 def test_dataset_is_rebuilt_byte_for_byte() -> None:
     """The generator gives the committed file."""
-    assert to_json_lines(evaluation_items()).encode() == bundled.dataset_path().read_bytes()
+    assert to_json_lines(evaluation_items()).encode() == bundled.DATASET_PATH.read_bytes()
 
 
 def test_training_never_sees_an_evaluation_item(items: list[Item]) -> None:
