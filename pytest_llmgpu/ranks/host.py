@@ -1,7 +1,7 @@
 """The host of a rank: the variables that its process gets, and the use of CPU cores by it and by its machine.
 
-A rank that waits for a core is slower than its GPU or CPU. A further figure of each rank is measured here: it is a list
-of one value in `HostUse`, and the runner joins the lists of all ranks.
+A rank that waits for a core is slower than its GPU or CPU. A further figure of each rank is measured here as a list of
+one value in `HostUse`, with the reason in `why` of the launch where there is none: the runner joins those of all ranks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pytest_llmgpu.profiling.machine import Machine
 from pytest_llmgpu.ranks import traffic
-from pytest_llmgpu.report.result import HostUse
+from pytest_llmgpu.report.result import HostUse, Launch
 
 _TASKS = Path("/proc/self/task")
 _PRESSURE = Path("/proc/pressure/cpu")
@@ -23,13 +23,13 @@ sees more threads than cores. It does not see other programs: with two of them o
 forwards of the bundled model 6 to 60 times slower."""
 
 
-def watch() -> Callable[[], HostUse]:
-    """Begin a window; the function that is returned ends it and returns the use of CPU cores by this rank."""
+def watch() -> Callable[[Launch], None]:
+    """Begin a window; the function that is returned ends it and adds the use of CPU cores by this rank to a launch."""
     import torch
 
     wall_s, cpu_s, waits_s, pressure_s = time.monotonic(), time.process_time(), _waits_s(), _pressure_s()
 
-    def end() -> HostUse:
+    def end(launch: Launch) -> None:
         took_s, used_s = time.monotonic() - wall_s, time.process_time() - cpu_s
         later_s, later_pressure_s = _waits_s(), _pressure_s()
         waited_s = None
@@ -38,7 +38,7 @@ def watch() -> Callable[[], HostUse]:
         pressed_s = None
         if later_pressure_s is not None and pressure_s is not None:
             pressed_s = later_pressure_s - pressure_s
-        return HostUse(
+        launch.host = HostUse(
             wall_s=took_s,
             threads=[torch.get_num_threads()],
             cpu_s=[used_s],

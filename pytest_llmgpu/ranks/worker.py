@@ -269,7 +269,8 @@ def measure(state: RankState) -> Measured:
             logits=state.case.scoring,
         )
         launch.batches = scores.batches
-    launch.host, ended_s = ended(), time.monotonic()
+    ended(launch)
+    ended_s = time.monotonic()
     if state.generator is not None:
         launch.generation = state.generation = _generation(state, state.generator, generated)
     else:

@@ -1,8 +1,8 @@
 """The table of metrics: one row per metric. Verdicts, policy, terminal, page, exports and trend read it.
 
 A new exact metric is a new row here, with `amount`: the policy's keys, verdicts, columns, exports and docs follow. Its
-amounts are recorded in a field of `Launch`, with the reason in `why` where they are not: a rank fills it in
-(`ranks.worker.measure`, or `ranks.host`), and `session.runner` joins those of all ranks.
+amounts are a list of `HostUse`, which `ranks.host` measures, or a field of `RankWork`, which `ranks.work` counts: what
+records them, their field and the row are all that it needs.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from pytest_llmgpu.ranks import host
+from pytest_llmgpu.report.result import Launch
 
 
 @pytest.fixture
@@ -26,11 +27,12 @@ def _write(kernel: Path, waited_s: dict[str, float], *, pressure_s: float) -> No
 
 def test_the_thread_that_waited_longest_counts(kernel: Path) -> None:
     """The others wait for it at the end of each operation; a thread that was started in the window counts too."""
-    ended = host.watch()
+    ended, launch = host.watch(), Launch()
     _write(kernel, {"10": 1.25, "11": 2.125, "12": 0.5}, pressure_s=5.75)
-    use = ended()
-    assert (use.waited_s, use.pressure_s) == ([0.5], 0.75)
-    assert use.wall_s > 0
+    ended(launch)
+    assert launch.host is not None
+    assert (launch.host.waited_s, launch.host.pressure_s) == ([0.5], 0.75)
+    assert launch.host.wall_s > 0
 
 
 @pytest.mark.parametrize("text", [None, "", "unexpected text"])
@@ -40,8 +42,9 @@ def test_what_the_kernel_does_not_count_is_not_known(kernel: Path, text: str | N
         path.unlink()
         if text is not None:
             path.write_text(text)
-    ended = host.watch()
+    ended, launch = host.watch(), Launch()
     sum(range(10_000))
-    use = ended()
-    assert (use.waited_s, use.pressure_s) == ([None], None)
-    assert use.cpu_s[0] > 0
+    ended(launch)
+    assert launch.host is not None
+    assert (launch.host.waited_s, launch.host.pressure_s) == ([None], None)
+    assert launch.host.cpu_s[0] > 0
