@@ -193,7 +193,7 @@ def steps(values: Sequence[float], prior: Prior, *, cases: int = 1) -> list[Step
 
 
 def _value(spec: MetricSpec, result: CaseResult) -> float | None:
-    figure = spec.figure(result) if spec.figure is not None and result.outcome == "completed" else None
+    figure = spec.of(result)
     return None if figure is None else figure.value
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -76,14 +76,9 @@ def dataset(case: Case) -> str:
     return f"{task}{case.dataset} dataset" + ("" if case.limit is None else f" (first {case.limit:,} items)")
 
 
-def unique(values: Iterable[str]) -> list[str]:
-    """Return each value once, in the order of first appearance."""
-    return list(dict.fromkeys(values))
-
-
 def _caption_parts(case: Case, environment: Environment) -> dict[str, str]:
     """Return the parts of a caption by field; the text of a default value is empty."""
-    names = unique(gpu.name for gpu in environment.gpus)
+    names = list(dict.fromkeys(gpu.name for gpu in environment.gpus))
     devices = f"{case.devices} x {names[0] if len(names) == 1 else 'GPU'}" if case.device == "cuda" else "CPU"
     # On a CPU strategies of one table use different numbers of nodes.
     nodes = case.nodes if case.device == "cuda" else len(environment.nodes)

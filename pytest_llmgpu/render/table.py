@@ -1,22 +1,24 @@
 """The figures of each case as columns, and the tables of a block of cases, for terminal, page, CSV and Markdown.
 
 `COLUMNS` has every figure once: a metric with its row of the table of metrics, any other with its function. `TABLES`
-and `MARKDOWN` have the columns of each table in their order.
+and `MARKDOWN` have the columns of each table in their order. Below a table the answers are compared with those of mp.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Literal, NamedTuple
 
+from pytest_llmgpu.analysis import answers
 from pytest_llmgpu.analysis.capacity import split
-from pytest_llmgpu.report.case import Case
+from pytest_llmgpu.report.case import REFERENCE_STRATEGY, Case
 from pytest_llmgpu.report.derived import batch_latency_s, device_busy, generated, measured, of_window
 from pytest_llmgpu.report.metrics import METRICS, Figure
-from pytest_llmgpu.report.result import CaseResult
+from pytest_llmgpu.report.result import CaseResult, Comparison
 from pytest_llmgpu.report.text import GIB, MIB, percent, plural
 
 
@@ -29,37 +31,19 @@ class Column(NamedTuple):
     """The first line is the name, the second line is the unit."""
     unit: float
     """A value is divided by this number in tables."""
-    value: Callable[[CaseResult], float | None]
+    figure: Callable[[CaseResult], Figure | float | None] = lambda _: None
     """Returns the figure in the unit of the report; None where it was not measured."""
     devices: Callable[[CaseResult], Sequence[float]] = lambda _: ()
     """Returns the figure of each device in each launch, in the unit of the report."""
     written: Callable[[float], str] = str
     """Returns the figure as text with its unit."""
 
-
-def _of_metrics(titles: dict[str, tuple[str, float]]) -> list[Column]:
-    """Return the columns of the exported metrics; those without title and unit are in CSV and Markdown only."""
-    columns = []
-    for spec in METRICS:
-        if spec.exported is not None and spec.figure is not None:
-            name = spec.exported.column
-            title, unit = titles.get(name, ("", 1.0))
-
-            def value(result: CaseResult, figure_of: Callable[..., Figure | None] = spec.figure) -> float | None:
-                figure = figure_of(result) if result.outcome == "completed" else None
-                return None if figure is None else figure.value
-
-            columns.append(Column(name, title, unit, value, written=spec.written))
-    return columns
-
-
-def _of_devices(figure: Callable[[str, CaseResult], Sequence[float]], name: str, title: str, unit: float) -> Column:
-    """Return a column with a figure of each device by its name; that of the case is their mean."""
-
-    def value(result: CaseResult) -> float | None:
-        return statistics.fmean(found) if (found := figure(name, result)) else None
-
-    return Column(name, title, unit, value, partial(figure, name))
+    def value(self, result: CaseResult) -> float | None:
+        """Return the figure of a case, where devices have one their mean; None where it was not measured."""
+        if of_devices := self.devices(result):
+            return statistics.fmean(of_devices)
+        figure = self.figure(result)
+        return figure.value if isinstance(figure, Figure) else figure
 
 
 def _sampled(name: str, result: CaseResult) -> list[float]:
@@ -100,11 +84,6 @@ def _fullest_bytes(result: CaseResult) -> float | None:
     return max((size for size in sizes if size is not None), default=None)
 
 
-def _busy(result: CaseResult) -> float | None:
-    found = [busy for launch in result.launches if (busy := device_busy(launch)) is not None]
-    return statistics.fmean(found) if found else None
-
-
 def _threads(result: CaseResult) -> int | None:
     """Return the threads of the rank that has the fewest; None on a GPU."""
     hosts = [launch.host for launch in result.launches if launch.host is not None and launch.host.threads]
@@ -118,22 +97,27 @@ def _bound_share(result: CaseResult, *, bound: str, measured: str) -> float | No
     return bound_s / seconds if bound_s is not None and seconds else None
 
 
+_TITLES = {
+    "inference_s": ("time\ns", 1.0),
+    "device_time_s": ("device time\ns/work pass", 1.0),
+    "sequences_per_s": ("sequences\n/s", 1.0),
+    "token_p95_s": ("p95\nms", 1e-3),
+    "kv_cache_bytes": ("KV cache\nMiB", MIB),
+    "wire_bytes_per_token": ("sent\nMB/token", 1e6),
+}
+"""Titles and units of metrics in tables; those without one are in CSV and Markdown only."""
+
 COLUMNS = {
     column.name: column
     for column in (
-        *_of_metrics(
-            {
-                "inference_s": ("time\ns", 1.0),
-                "device_time_s": ("device time\ns/work pass", 1.0),
-                "sequences_per_s": ("sequences\n/s", 1.0),
-                "token_p95_s": ("p95\nms", 1e-3),
-                "kv_cache_bytes": ("KV cache\nMiB", MIB),
-                "wire_bytes_per_token": ("sent\nMB/token", 1e6),
-            }
+        *(
+            Column(one.exported.column, *_TITLES.get(one.exported.column, ("", 1.0)), one.of, written=one.written)
+            for one in METRICS
+            if one.exported is not None
         ),
         Column("new_tokens_per_s", "new tokens\n/s", 1.0, lambda one: one.tokens_per_s if one.case.generates else None),
         Column("bound_share", "of bound\n%", 0.01, lambda one: None if one.bound is None else one.bound.share),
-        Column("device_busy", "computing\n%", 0.01, _busy),
+        Column("device_busy", "computing\n%", 0.01, device_busy),
         Column("between_nodes_bytes_per_sequence", "between nodes\nMB/sequence, sum", 1e6, _between_nodes_bytes),
         Column("energy_j_per_sequence", "energy\nJ/sequence", 1.0, lambda one: one.energy_j_per_sequence),
         Column("energy_j_per_token", "energy\nJ/token", 1.0, lambda one: one.energy_j_per_token),
@@ -158,19 +142,24 @@ COLUMNS = {
         ),
         Column("memory_bytes", "memory\nGiB/GPU", GIB, _fullest_bytes),
         Column("threads", "threads\nper rank", 1.0, _threads),
-        _of_devices(_sent_bytes, "sent_bytes", "sent/device\nMB/sequence", 1e6),
-        _of_devices(_sampled, "utilization_pct", "GPU busy\n% (NVML)", 1.0),
-        _of_devices(_sampled, "pcie_tx_bytes_per_s", "PCIe TX\nGB/s", 1e9),
-        _of_devices(_sampled, "pcie_rx_bytes_per_s", "PCIe RX\nGB/s", 1e9),
-        _of_devices(_sampled, "nvlink_tx_bytes_per_s", "NVLink TX\nGB/s", 1e9),
-        _of_devices(_sampled, "nvlink_rx_bytes_per_s", "NVLink RX\nGB/s", 1e9),
-        _of_devices(_of_memory, "weights_bytes", "weights\nGiB", GIB),
-        _of_devices(_of_memory, "activations_bytes", "activations\nGiB", GIB),
-        _of_devices(_of_memory, "workspace_bytes", "workspace\nGiB", GIB),
-        _of_devices(_of_memory, "cached_bytes", "cached\nGiB", GIB),
-        _of_devices(_of_memory, "rest_bytes", "rest\nGiB", GIB),
-        _of_devices(_of_memory, "peak_allocated_bytes", "torch peak\nGiB", GIB),
-        _of_devices(_of_memory, "nvml_used_max_bytes", "NVML peak\nGiB", GIB),
+        *(
+            Column(name, title, unit, devices=partial(figure, name))
+            for figure, name, title, unit in (
+                (_sent_bytes, "sent_bytes", "sent/device\nMB/sequence", 1e6),
+                (_sampled, "utilization_pct", "GPU busy\n% (NVML)", 1.0),
+                (_sampled, "pcie_tx_bytes_per_s", "PCIe TX\nGB/s", 1e9),
+                (_sampled, "pcie_rx_bytes_per_s", "PCIe RX\nGB/s", 1e9),
+                (_sampled, "nvlink_tx_bytes_per_s", "NVLink TX\nGB/s", 1e9),
+                (_sampled, "nvlink_rx_bytes_per_s", "NVLink RX\nGB/s", 1e9),
+                (_of_memory, "weights_bytes", "weights\nGiB", GIB),
+                (_of_memory, "activations_bytes", "activations\nGiB", GIB),
+                (_of_memory, "workspace_bytes", "workspace\nGiB", GIB),
+                (_of_memory, "cached_bytes", "cached\nGiB", GIB),
+                (_of_memory, "rest_bytes", "rest\nGiB", GIB),
+                (_of_memory, "peak_allocated_bytes", "torch peak\nGiB", GIB),
+                (_of_memory, "nvml_used_max_bytes", "NVML peak\nGiB", GIB),
+            )
+        ),
     )
 }
 """Each column by its name."""
@@ -179,36 +168,43 @@ Place = Literal["summary", "work", "tokens", "communication", "memory"]
 """A table of figures."""
 
 
-def _columns(names: str) -> dict[str, int]:
-    pairs = [name.partition(":") for name in names.split()]
-    return {name: int(order or 0) for name, _, order in pairs}
-
-
-TABLES: dict[Place, dict[str, int]] = {
-    "summary": _columns(
-        "sequences_per_s new_tokens_per_s memory_bytes sent_bytes:2 between_nodes_bytes_per_sequence:1 device_busy:3"
-        " utilization_pct:4 threads:5"
+TABLES: dict[Place, Sequence[str]] = {
+    "summary": (
+        *("sequences_per_s", "new_tokens_per_s", "memory_bytes", "sent_bytes", "between_nodes_bytes_per_sequence"),
+        *("device_busy", "utilization_pct", "threads"),
     ),
-    "work": _columns(
-        "inference_s device_time_s bound_share device_busy:1 between_nodes_bytes_per_sequence:1"
-        " energy_j_per_sequence:2 energy_j_per_token:3 batch_p50_s:4 batch_p95_s:5 batch_p99_s:6"
+    "work": (
+        *("inference_s", "device_time_s", "bound_share", "device_busy", "between_nodes_bytes_per_sequence"),
+        *("energy_j_per_sequence", "energy_j_per_token", "batch_p50_s", "batch_p95_s", "batch_p99_s"),
     ),
-    "tokens": _columns(
-        "token_p95_s:2 token_p99_s kv_cache_bytes kv_cache_formula_bytes:1 wire_bytes_per_token prefill_bound_share"
-        " step_bound_share"
+    "tokens": (
+        *("token_p95_s", "token_p99_s", "kv_cache_bytes", "kv_cache_formula_bytes", "wire_bytes_per_token"),
+        *("prefill_bound_share", "step_bound_share"),
     ),
-    "communication": _columns(
-        "utilization_pct pcie_tx_bytes_per_s pcie_rx_bytes_per_s nvlink_tx_bytes_per_s sent_bytes:1"
+    "communication": (
+        *("utilization_pct", "pcie_tx_bytes_per_s", "pcie_rx_bytes_per_s", "nvlink_tx_bytes_per_s", "sent_bytes"),
     ),
-    "memory": _columns(
-        "weights_bytes activations_bytes workspace_bytes cached_bytes:3 rest_bytes:1 peak_allocated_bytes:2"
-        " nvml_used_max_bytes"
+    "memory": (
+        *("weights_bytes", "activations_bytes", "workspace_bytes", "cached_bytes", "rest_bytes"),
+        *("peak_allocated_bytes", "nvml_used_max_bytes"),
     ),
 }
-"""The columns of each table: `name:3` is dropped before `name:2` if the table is too wide, and `name` never.
+"""The columns of each table.
 
 The summary has the memory of the fullest GPU, and means of the others. `communication` and `memory` are of each device.
 """
+
+DROPPED: dict[Place, Sequence[str]] = {
+    "summary": ("threads", "utilization_pct", "device_busy", "sent_bytes", "between_nodes_bytes_per_sequence"),
+    "work": (
+        *("batch_p99_s", "batch_p95_s", "batch_p50_s", "energy_j_per_token", "energy_j_per_sequence", "device_busy"),
+        "between_nodes_bytes_per_sequence",
+    ),
+    "tokens": ("token_p95_s", "kv_cache_formula_bytes"),
+    "communication": ("sent_bytes",),
+    "memory": ("cached_bytes", "peak_allocated_bytes", "rest_bytes"),
+}
+"""The columns that are dropped, one after the other, if the table is too wide; the others never are."""
 
 MARKDOWN = {
     "inference_s": "time",
@@ -333,7 +329,8 @@ def figure_tables(cases: Sequence[CaseResult]) -> dict[Place, FigureTable]:
 
 def make_time_table(cases: Sequence[CaseResult]) -> TimeTable:
     """Return the table of times of cases that differ in strategy and batch size only."""
-    columns, rows = _layout(cases)
+    order = entries(cases)
+    columns = list(dict.fromkeys(entry.title for entry in order))
     seconds = [result.inference_s for result in cases if result.inference_s is not None]
     # One unit, and the decimals of the smallest value: the times of a column then compare.
     unit, unit_name = (60, "min") if min(seconds, default=0.0) >= _MINUTES_FROM_S else (1, "s")
@@ -343,7 +340,7 @@ def make_time_table(cases: Sequence[CaseResult]) -> TimeTable:
     generates = cases[0].case.generates
     best = set()  # the fastest right answers of each strategy with more than one time
     for title in columns:
-        timed = [row[title] for row in rows.values() if title in row and row[title].inference_s is not None]
+        timed = [one.result for one in order if one.title == title and one.result.inference_s is not None]
         if len(timed) > 1 and (right := [result for result in timed if not result.has_wrong_answers]):
             best.add(id(min(right, key=lambda result: result.inference_s or 0.0)))
 
@@ -366,7 +363,9 @@ def make_time_table(cases: Sequence[CaseResult]) -> TimeTable:
         kind = "wrong" if result.has_wrong_answers else "best" if id(result) in best else "plain"
         return Cell(result.id, kind, time, second, graphs=result.case.execution == "cuda_graphs")
 
-    body = [(row, [cell(found.get(title)) for title in columns]) for row, found in rows.items()]
+    found = {(entry.row, entry.title): entry.result for entry in order}
+    rows = dict.fromkeys(entry.row for entry in sorted(order, key=lambda entry: entry.batch_size))
+    body = [(row, [cell(found.get((row, title))) for title in columns]) for row in rows]
     cells = [cell for _, cells in body for cell in cells]
     kinds = {*(cell.kind for cell in cells), *(["graphs"] if any(cell.graphs for cell in cells) else [])}
     return TimeTable(
@@ -381,8 +380,17 @@ def make_time_table(cases: Sequence[CaseResult]) -> TimeTable:
 
 def entries(cases: Sequence[CaseResult]) -> list[Entry]:
     """Return the cases of a block, strategy by strategy and in ascending batch size."""
-    columns, rows = _layout(cases)
-    return [Entry(title, row, found[title]) for title in columns for row, found in rows.items() if title in found]
+    by_series = {result.case.series: result.case for result in cases}
+    titles = {series: _strategy_title(case, list(by_series.values())) for series, case in by_series.items()}
+    measured_as: Counter[tuple[str, int]] = Counter()
+    found = []
+    for result in sorted(cases, key=lambda result: result.case.batch_size):
+        title, size = titles[result.case.series], result.case.batch_size
+        measured_as[title, size] += 1
+        number = measured_as[title, size]
+        found.append(Entry(title, f"{size}" if number == 1 else f"{size} #{number}", result))
+    order = list(titles.values())
+    return sorted(found, key=lambda entry: order.index(entry.title))
 
 
 def written(values: Sequence[float | None], unit: float) -> list[str]:
@@ -396,20 +404,6 @@ def written(values: Sequence[float | None], unit: float) -> list[str]:
 def digits(value: float) -> int:
     """Return the decimals, 3 at most, that leave about three significant digits."""
     return 3 if value <= 0 else min(3, max(0, 2 - math.floor(math.log10(value))))
-
-
-def _layout(cases: Sequence[CaseResult]) -> tuple[list[str], dict[str, dict[str, CaseResult]]]:
-    """Return the titles of the columns, and the results by row (batch size and number of the measurement) and title."""
-    by_series = {result.case.series: result.case for result in cases}
-    titles = {series: _strategy_title(case, list(by_series.values())) for series, case in by_series.items()}
-    rows: dict[tuple[int, int], dict[str, CaseResult]] = {}
-    for result in cases:
-        title, number = titles[result.case.series], 1
-        while title in rows.get((result.case.batch_size, number), {}):
-            number += 1
-        rows.setdefault((result.case.batch_size, number), {})[title] = result
-    names = {(size, n): f"{size}" if n == 1 else f"{size} #{n}" for size, n in sorted(rows)}
-    return list(titles.values()), {name: rows[row] for row, name in names.items()}
 
 
 def _strategy_title(case: Case, columns: Sequence[Case]) -> str:
@@ -442,3 +436,60 @@ def _table_title(cases: Sequence[CaseResult], metric: str, *, random_weights: bo
     if random_weights:
         return f"{title} (no accuracy: the weights are random)"
     return title if items is None else f"{title} / {metric}"
+
+
+def with_reference(cases: Sequence[CaseResult], *, verbose: bool) -> Iterator[list[str]]:
+    """Yield how much each strategy differs from mp, at the batch size with the largest difference: the parts of a line.
+
+    Strategies that do not differ are left out unless `verbose`.
+    """
+    found = [(one.title, one.result, one.result.comparison) for one in entries(cases)]
+    for title in dict.fromkeys(title for title, *_ in found):
+        compared = [(result, one) for other, result, one in found if other == title and one is not None]
+        if not compared:
+            continue
+        result, worst = max(compared, key=lambda pair: _severity(*pair))
+        if not verbose and not any(_severity(result, worst)):
+            continue
+        where = f" at batch size {result.case.batch_size}"
+        if len(compared) > 1:
+            where = f", worst{where}" if any(_severity(result, worst)) else " at every batch size"
+        first, *rest = _differences(result, worst)
+        yield [f"{title} compared with {REFERENCE_STRATEGY}{where}: {first}", *rest]
+
+
+def _severity(result: CaseResult, comparison: Comparison) -> tuple[bool, int, int, float]:
+    """Return the sort key of the worst case: with random weights the numbers decide, else the predictions."""
+    difference = comparison.largest_difference
+    if result.case.generates:
+        return (difference is None, 0, len(comparison.flipped), difference or 0.0)
+    if result.case.load_format == "dummy":
+        return (difference is None, 0, 0, difference or 0.0)
+    return (difference is None, comparison.lost or 0, len(comparison.flipped), difference or 0.0)
+
+
+def _differences(result: CaseResult, comparison: Comparison) -> list[str]:
+    dummy = result.case.load_format == "dummy"
+    parts = []
+    if result.case.generates:
+        text = f"{len(comparison.flipped):,} of {plural(comparison.items, 'text')} diverge"
+        if comparison.first_difference is not None:
+            text += f", the first at token {comparison.first_difference + 1}"
+        parts.append(text)
+    elif not dummy:
+        text = f"{len(comparison.flipped):,} of {comparison.items:,} items flipped"
+        if comparison.mcnemar_p is not None:
+            text += f" ({comparison.lost:,} lost, {comparison.won:,} won, {answers.written(comparison.mcnemar_p)})"
+        parts.append(text)
+    # The accuracy check uses the same figures: the largest difference of random weights, and the typical difference of
+    # trained weights, because the relative difference of a log-likelihood near 0 is always large.
+    difference = comparison.largest_difference if dummy else comparison.typical_difference
+    # Each text has log-likelihoods of its own: those of the reference's texts are compared.
+    name = f"log-likelihoods of {REFERENCE_STRATEGY}'s texts" if result.case.generates else "log-likelihoods"
+    if difference is None:
+        parts.append(f"not all {name} are finite")
+    elif not difference:
+        parts.append(f"{name} equal")
+    else:
+        parts.append(f"{name} differ by {100 * difference:.2g} % ({'largest' if dummy else 'typical'})")
+    return parts

@@ -6,9 +6,10 @@ machine and day. The figures themselves are in `result`.
 
 from __future__ import annotations
 
-import functools
 import hashlib
+import itertools
 import json
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
@@ -131,7 +132,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     def _digest(self, *left_out: str) -> str:
         fields = {
             name: value
-            for name, default in _defaults().items()
+            for name, default in _DEFAULTS.items()
             if name not in left_out and (value := getattr(self, name)) != default
         }
         try:
@@ -141,11 +142,15 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         return hashlib.sha256(data).hexdigest()
 
 
-@functools.cache
-def _defaults() -> dict[str, Any]:
-    """Return each field of a key with its default; a field without one has `NODEFAULT`, which equals no value."""
-    return {
-        field.name: field.default_factory() if callable(field.default_factory) else field.default
-        for field in msgspec.structs.fields(Case)
-        if field.name not in {"execution", "launcher"}
-    }
+_DEFAULTS: dict[str, Any] = {
+    field.name: field.default_factory() if callable(field.default_factory) else field.default
+    for field in msgspec.structs.fields(Case)
+    if field.name not in {"execution", "launcher"}
+}
+"""Each field of a key with its default; a field without one has `NODEFAULT`, which equals no value."""
+
+
+def next_id(used: Collection[str], case: Case) -> str:
+    """Return the id for the next result of a case, which is not in use: `mp-bs8`, then `mp-bs8#2`."""
+    names = itertools.chain([case.id], (f"{case.id}#{number}" for number in itertools.count(2)))
+    return next(name for name in names if name not in used)

@@ -69,19 +69,23 @@ def of_prefill(result: CaseResult) -> CaseResult:
     return msgspec.structs.replace(result, launches=launches)
 
 
-def device_busy(launch: Launch) -> float | None:
-    """Return the fraction of the timed forwards in which kernels ran, the mean over ranks; None without device time.
+def device_busy(result: CaseResult) -> float | None:
+    """Return the fraction of the timed forwards in which kernels ran, the mean over ranks and launches that have it.
 
     Collectives do not count, since a rank that waits in one computes nothing. The time is that of the same forwards in
     the case, or of decode steps: under the profiler they take longer.
     """
-    times_s, work, latencies_s = device_times_s(launch), launch.work, launch.batches.latency_s
-    if times_s is None or work is None:
-        return None
-    timed_s = math.fsum(latencies_s[number] for number in work.batches if number < len(latencies_s))
-    if launch.generation is not None:
-        timed_s = len(work.batches) * statistics.median(launch.generation.step_s or [0.0])
-    return min(1.0, math.fsum(times_s) / len(times_s) / timed_s) if timed_s else None
+    found = []
+    for launch in result.launches:
+        times_s, work, latencies_s = device_times_s(launch), launch.work, launch.batches.latency_s
+        if times_s is None or work is None:
+            continue
+        timed_s = math.fsum(latencies_s[number] for number in work.batches if number < len(latencies_s))
+        if launch.generation is not None:
+            timed_s = len(work.batches) * statistics.median(launch.generation.step_s or [0.0])
+        if timed_s:
+            found.append(min(1.0, statistics.fmean(times_s) / timed_s))
+    return statistics.fmean(found) if found else None
 
 
 def peaks_bytes(result: CaseResult) -> list[int]:

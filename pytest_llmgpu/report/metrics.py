@@ -108,6 +108,10 @@ class MetricSpec:
     trended: Trended | None = None
     """How it is followed over reports; None where it is not."""
 
+    def of(self, result: CaseResult) -> Figure | None:
+        """Return the number of a case; None where it has none, or did not complete."""
+        return self.figure(result) if self.figure is not None and result.outcome == "completed" else None
+
     @property
     def grows(self) -> bool:
         """True if a verdict's row has the ratio of two amounts, so that a growth can be stated."""

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Collection
-
 import msgspec
 
 from pytest_llmgpu.report.bounds import Amount, Count, Positive, Reasons
-from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.result import CaseResult, Launch
 from pytest_llmgpu.report.verdicts import Verdicts
 from pytest_llmgpu.report.work import Ceilings
@@ -187,9 +183,3 @@ def started(report: Report, launch: Launch) -> str:
     """Return the time at which the start of pytest that measured a launch began, as the report has it."""
     number = launch.resumption
     return report.resumed[number - 1].created if 0 < number <= len(report.resumed) else report.created
-
-
-def next_id(used: Collection[str], case: Case) -> str:
-    """Return the id for the next result of a case, which is not in use: `mp-bs8`, then `mp-bs8#2`."""
-    names = itertools.chain([case.id], (f"{case.id}#{number}" for number in itertools.count(2)))
-    return next(name for name in names if name not in used)

@@ -33,6 +33,9 @@ _LOG_LINES, _LOG_BYTES = 40, 2**18
 """Lines of a log that are kept, of the last bytes, which hold as many lines of several thousand letters."""
 _LINE_LETTERS = 1_000
 
+_LONGEST = 500
+"""Most letters of a text in one line of an export."""
+
 
 def significant(value: float, digits: int = 4) -> str:
     """Return a number with so many significant digits, without exponent and trailing zeros: 10264.3 is `10,260`."""
@@ -126,6 +129,12 @@ def without_numbers(text: str) -> str:
 def printable(text: str) -> str:
     """Return text in which each control character is a space. A report can come from any source."""
     return "".join(letter if letter.isprintable() else " " for letter in text)
+
+
+def one_line(text: str, longest: int = _LONGEST) -> str:
+    """Return text as one line without control characters and marks of direction, cut to `longest` characters."""
+    line = " ".join(printable(text).split())
+    return line if len(line) <= longest else line[: longest - 1] + "…"
 
 
 def printable_lines(text: str, *, styled: bool = False) -> str:

@@ -19,10 +19,10 @@ from pytest_llmgpu.analysis.reference import Earlier
 from pytest_llmgpu.profiling import machine
 from pytest_llmgpu.profiling.machine import Machine
 from pytest_llmgpu.report import file
-from pytest_llmgpu.report.case import Case
+from pytest_llmgpu.report.case import Case, next_id
 from pytest_llmgpu.report.options import LATEST, Options
 from pytest_llmgpu.report.privacy import anonymous, short_paths
-from pytest_llmgpu.report.report import OptionValue, Report, Session, next_id
+from pytest_llmgpu.report.report import OptionValue, Report, Session
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.text import beginning, valid
 from pytest_llmgpu.report.verdicts import Verdicts
@@ -95,7 +95,7 @@ class Recorder:
         if self._page_path is not None:
             lines.append(self._failed.get("page", f"page: {self._shown(self._page_path)}"))
         elif self.path is not None and "report" not in self._failed:
-            last = references.last_run(self._storage_path)
+            last = self._storage_path / store.LAST
             name = LATEST if self.path.absolute() == last.absolute() else self._shown(self.path)
             steps.append(f"llmgpu html {name} (one page with charts)")
         if not self._saved and "store" not in self._failed:

@@ -15,7 +15,7 @@ from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.text import listed, plural
 from pytest_llmgpu.report.verdicts import Baseline
 from pytest_llmgpu.store import git
-from pytest_llmgpu.store.store import Stored, compact_time, stored
+from pytest_llmgpu.store.store import LAST, Stored, compact_time, stored
 
 BASELINE = "baseline"
 """Name of the baseline in the store, which `llmgpu promote` saves as a copy of a report."""
@@ -77,7 +77,7 @@ def resolve(reference: str, storage: Path, *, machine: str | None = None, reposi
         return Source(name=reference, data=git.content(reference, repository))
     path = Path(reference)
     found = _find(reference, stored(storage), machine)
-    if reference == LATEST and _exists(last := last_run(storage)):
+    if reference == LATEST and _exists(last := storage / LAST):
         source = _of_path(last)
         created = compact_time(source.report())
         if all(one.created < created for one in found):
@@ -96,11 +96,6 @@ def resolve(reference: str, storage: Path, *, machine: str | None = None, reposi
     kept = len(stored(storage))
     advice = f"which has {plural(kept, 'report')}: see llmgpu list" if kept else "which is empty"
     raise git.AbsentError(f"{reference!r} is neither a file nor a report of the store {storage}, {advice}")
-
-
-def last_run(storage: Path) -> Path:
-    """Return the file of the last run in the folder of the store, which has no number, whether it was kept or not."""
-    return storage / "last.json"
 
 
 def _exists(path: Path) -> bool:

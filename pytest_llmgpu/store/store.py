@@ -24,6 +24,9 @@ from pytest_llmgpu.report.text import GIB
 DEFAULT = Path(".llmgpu")
 """Default folder of the store, relative to the working directory."""
 
+LAST = "last.json"
+"""Default file of the last run in the folder of the store: it has no number, whether the run was kept or not."""
+
 _IGNORED = """\
 # Written by pytest-llmgpu: reports and logs stay out of git, baselines can be committed.
 *

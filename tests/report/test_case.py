@@ -6,8 +6,7 @@ import msgspec
 import pytest
 from support.report_factory import make_case
 
-from pytest_llmgpu.report.case import Case
-from pytest_llmgpu.report.report import next_id
+from pytest_llmgpu.report.case import Case, next_id
 
 _CHANGES: dict[str, Any] = {
     "strategy": "tp",

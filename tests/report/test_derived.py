@@ -26,17 +26,18 @@ def test_inference_time_is_the_sum_of_the_batches() -> None:
 @pytest.mark.parametrize(("step_s", "busy"), [(None, 0.4), ([2.0, 4.0, 9.0], 0.2), ([], None)])
 def test_a_gpu_is_busy_for_its_part_of_the_timed_batches(step_s: list[float] | None, busy: float | None) -> None:
     """The latencies are those of the batches that the work passes ran; a case that generates has its decode steps."""
-    launch = make_result(sequences=3).launches[0]
+    result = make_result(sequences=3)
+    [launch] = result.launches
     launch.batches.latency_s = [1.0, 50.0, 3.0]
     ranks = [RankWork(uuids=[f"GPU-{rank}"], device_time_s=[0.4 + 2.4 * rank]) for rank in range(2)]
     launch.work = Work(
         batches=[0, 2], passes=1, ranks=[msgspec.structs.replace(ranks[0], device_time_s=None), ranks[1]]
     )
-    assert device_busy(launch) is None
+    assert device_busy(result) is None
     launch.work = Work(batches=[0, 2], passes=1, ranks=ranks)
     if step_s is not None:
         launch.generation = make_generation([[1]], [[-1.0]], [[-1.0]], step_s=step_s)
-    assert device_busy(launch) == (None if busy is None else pytest.approx(busy))
+    assert device_busy(result) == (None if busy is None else pytest.approx(busy))
 
 
 def test_figures_of_several_launches_are_medians_and_rates_those_of_the_median_time() -> None:

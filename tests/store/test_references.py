@@ -9,8 +9,8 @@ from support.repository import first_commit
 from support.stored_reports import H200, measured
 
 from pytest_llmgpu.report.file import dump, load
-from pytest_llmgpu.store.references import BASELINE, last_run, resolve
-from pytest_llmgpu.store.store import save, stored
+from pytest_llmgpu.store.references import BASELINE, resolve
+from pytest_llmgpu.store.store import LAST, save, stored
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
 
@@ -138,7 +138,7 @@ def test_a_reference_without_a_report_is_refused_in_one_line(reference: str, rea
 
 def test_the_last_run_is_the_latest_whether_it_was_kept_or_not() -> None:
     """`latest` is what was measured last; a run that was kept is the report of the store."""
-    last = last_run(_STORE)
+    last = _STORE / LAST
     dump(measured(), last)
     assert resolve("latest", _STORE).name == str(last)
     kept = save(measured(), _STORE)

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import re
 
-_LONGEST = 500  # most characters of a line
+from pytest_llmgpu.report.text import one_line
 
 _MARKDOWN = {character: f"&#{ord(character)};" for character in "\\`*[]<&|~$#"}
 """Characters with a meaning in Markdown or HTML, as character references, which are never structure."""
 
 _FORMULA = ("=", "+", "-", "@")  # first characters of a formula in a spreadsheet
-
-
-def one_line(text: str, longest: int = _LONGEST) -> str:
-    """Return text as one line without control characters and marks of direction, cut to `longest` characters."""
-    line = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
-    return line if len(line) <= longest else line[: longest - 1] + "…"
 
 
 def markdown(text: str) -> str:

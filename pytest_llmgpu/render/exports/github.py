@@ -17,9 +17,10 @@ from pytest_llmgpu.gate import cause_groups, headline
 from pytest_llmgpu.gate.judge import ExitStatus, RowClass, classify
 from pytest_llmgpu.gate.policy import Policy, policy_of
 from pytest_llmgpu.render import comparison
-from pytest_llmgpu.render.exports.escaping import code, command_property, command_value, markdown, one_line
+from pytest_llmgpu.render.exports.escaping import code, command_property, command_value, markdown
 from pytest_llmgpu.render.exports.tables import markdown_header, markdown_line, markdown_lines
 from pytest_llmgpu.report.report import Report
+from pytest_llmgpu.report.text import one_line
 from pytest_llmgpu.report.verdicts import Row, worst_first
 from pytest_llmgpu.store.store import commit, hardware
 

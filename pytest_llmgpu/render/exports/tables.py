@@ -10,12 +10,12 @@ import io
 from collections.abc import Iterator, Sequence
 
 from pytest_llmgpu.render import comparison
-from pytest_llmgpu.render.exports.escaping import code, markdown, one_line, spreadsheet
+from pytest_llmgpu.render.exports.escaping import code, markdown, spreadsheet
 from pytest_llmgpu.render.exports.tools import describe
-from pytest_llmgpu.render.grouping import unique
 from pytest_llmgpu.render.table import COLUMNS, MARKDOWN, TABLES
 from pytest_llmgpu.report.metrics import JUDGED, METRICS, spec_of
 from pytest_llmgpu.report.report import Report
+from pytest_llmgpu.report.text import one_line
 from pytest_llmgpu.report.verdicts import Row
 from pytest_llmgpu.store.store import hardware
 
@@ -55,9 +55,8 @@ def render_csv(report: Report) -> str:
         "created": report.created,
         "commit": spreadsheet(report.commit.sha or ""),
         "machine": spreadsheet(hardware(report)),
-        "gpu": spreadsheet(", ".join(unique(gpu.name for gpu in report.environment.gpus))),
+        "gpu": spreadsheet(", ".join(dict.fromkeys(gpu.name for gpu in report.environment.gpus))),
     }
-    time_of = spec_of("time").figure
     for result in report.cases:
         fields: dict[str, object] = {name: getattr(result.case, name) for name in _CASE}
         fields |= {
@@ -70,8 +69,7 @@ def render_csv(report: Report) -> str:
         }
         line = {name: spreadsheet(value) if isinstance(value, str) else value for name, value in fields.items()}
         line |= {name: COLUMNS[name].value(result) for name in _FIGURES}
-        time = time_of(result) if time_of is not None and result.outcome == "completed" else None
-        if time is not None:
+        if (time := spec_of("time").of(result)) is not None:
             line |= {"inference_s_low": time.low, "inference_s_high": time.high}
         writer.writerow({**session, **line, **_verdicts(rows.pop(result.id, ()))})
     for name, others in rows.items():

@@ -17,12 +17,11 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from pytest_llmgpu.analysis.capacity import capacities
 from pytest_llmgpu.render.comparison import by_id
-from pytest_llmgpu.render.exports.escaping import one_line
 from pytest_llmgpu.report.case import DEFAULT_TASK, Case
 from pytest_llmgpu.report.metrics import METRICS, Figure, MetricSpec
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import OUT_OF_MEMORY, CaseResult
-from pytest_llmgpu.report.text import GIB, plural
+from pytest_llmgpu.report.text import GIB, one_line, plural
 from pytest_llmgpu.report.verdicts import Row
 
 _LONGEST_BYTES = 1024  # most bytes of a benchmark's name in Bencher
@@ -34,9 +33,7 @@ _IN_COMMENTS = str.maketrans({"`": "'", "|": "/"})
 
 def figures(result: CaseResult) -> list[tuple[MetricSpec, Figure]]:
     """Return the exported figures of a case with their metrics; none if it did not complete."""
-    if result.outcome != "completed":
-        return []
-    found = [(spec, spec.figure(result)) for spec in METRICS if spec.exported and spec.figure]
+    found = [(spec, spec.of(result)) for spec in METRICS if spec.exported]
     return [(spec, figure) for spec, figure in found if figure is not None]
 
 

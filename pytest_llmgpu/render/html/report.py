@@ -15,10 +15,9 @@ from pytest_llmgpu.gate import cause_groups, judge
 from pytest_llmgpu.gate.policy import Policy, policy_of
 from pytest_llmgpu.render import charts, comparison, grouping
 from pytest_llmgpu.render.charts import timelines
-from pytest_llmgpu.render.grouping import unique
 from pytest_llmgpu.render.html.assets import MISSING, asset, config_and_style, content_security_policy, templates, vega
 from pytest_llmgpu.render.summary import conclude
-from pytest_llmgpu.render.table import entries, figure_tables, make_time_table
+from pytest_llmgpu.render.table import entries, figure_tables, make_time_table, with_reference
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.metrics import spec_of
 from pytest_llmgpu.report.options import Options
@@ -86,7 +85,7 @@ def render(
     }
     filters = []
     for field, label in {"strategy": "Strategy", "model": "Model", "batch": "Batch size"}.items():
-        values = grouping.unique(key[field] for key in keys.values())
+        values = list(dict.fromkeys(key[field] for key in keys.values()))
         if len(values) > 1:
             filters.append((field, label, sorted(values, key=int) if field == "batch" else values))
     drawn = charts.of_report(report, baseline)
@@ -167,7 +166,7 @@ def _tables(report: Report) -> Iterator[dict[str, Any]]:
             "model": cases[0].case.model,
             "table": make_time_table(cases),
             "works": list(figure_tables(cases).values()),
-            "notes": [*map(", ".join, comparison.with_reference(cases, verbose=True)), *largest],
+            "notes": [*map(", ".join, with_reference(cases, verbose=True)), *largest],
         }
 
 
@@ -197,7 +196,7 @@ def compared_facts(
     """Return facts of a report with those of its baseline; `absent` stands for a fact that one of them lacks."""
     own = facts_of(report)
     before = own if baseline is None else facts_of(baseline)
-    values = [(name, own.get(name, absent), before.get(name, absent)) for name in unique([*own, *before])]
+    values = [(name, own.get(name, absent), before.get(name, absent)) for name in dict.fromkeys([*own, *before])]
     return [Fact(name, value, None if then == value else then) for name, value, then in values]
 
 
@@ -232,7 +231,7 @@ def machine(report: Report) -> dict[str, str]:
         link = f"PCIe {gpu.pcie_gen}.0 x{gpu.pcie_width}" if gpu.pcie_gen and gpu.pcie_width else ""
         power = f"{gpu.power_limit_w:g} W" if gpu.power_limit_w else ""
         gpus.append(", ".join(filter(None, (gpu.name, size, link, power))))
-    links = unique(link for row in environment.topology or [] for link in row if link != "X")
+    links = dict.fromkeys(link for row in environment.topology or [] for link in row if link != "X")
     branch = f"({commit.branch})" if commit.branch else None
     source = [commit.sha, branch, "with uncommitted changes" if commit.dirty else None]
     found = {
@@ -240,7 +239,7 @@ def machine(report: Report) -> dict[str, str]:
         "Resumed": ", ".join(f"{one.created}, with {plural(one.kept, 'case')}" for one in report.resumed),
         "Commit": " ".join(part for part in source if part),
         "Nodes": str(len(environment.nodes) or ""),
-        "GPUs": f"{len(environment.gpus)} x {'; '.join(unique(gpus))}" if gpus else "none",
+        "GPUs": f"{len(environment.gpus)} x {'; '.join(dict.fromkeys(gpus))}" if gpus else "none",
         "Links": ", ".join(links),
         "CPU": f"{environment.cpu or 'unknown'}, {environment.cores or 'unknown number of'} cores",
         "Platform": environment.platform,

@@ -14,18 +14,20 @@ from tabulate import tabulate
 from pytest_llmgpu.analysis.capacity import capacities, split
 from pytest_llmgpu.analysis.reference import by_series
 from pytest_llmgpu.profiling.machine import Machine
-from pytest_llmgpu.render.comparison import with_reference
-from pytest_llmgpu.render.grouping import blocks, captions, dataset, model, unique
+from pytest_llmgpu.render.grouping import blocks, captions, dataset, model
 from pytest_llmgpu.render.summary import Problem, finding_problems
 from pytest_llmgpu.render.table import (
     COLUMNS,
+    DROPPED,
     LEGEND,
     TABLES,
     Entry,
+    Place,
     digits,
     entries,
     figure_tables,
     make_time_table,
+    with_reference,
     written,
 )
 from pytest_llmgpu.report.case import Case
@@ -55,8 +57,8 @@ class _Column(NamedTuple):
     """The first line is the name, the second line is the unit."""
     texts: Sequence[str]
     """The cell of each case."""
-    drop_order: int = 0
-    """If the table is too wide, the column with the largest number is dropped first; 0 is never dropped."""
+    name: str = ""
+    """The name of its figure, by which it is dropped if the table is too wide; empty if it never is."""
 
 
 def summary_table(cases: Sequence[CaseResult], paint: Painter, most: int | None = None) -> tuple[str, int]:
@@ -82,17 +84,17 @@ def summary_table(cases: Sequence[CaseResult], paint: Painter, most: int | None 
             text = paint(f"{_MARKS['best']} {text}", _GREEN)
         times.append(text)
     values = {name: [COLUMNS[name].value(entry.result) for entry in shown] for name in TABLES["summary"]}
-    known = [name for name, found in values.items() if any(found)]
-    if "device_busy" in known and "utilization_pct" in known:
-        known.remove("utilization_pct")  # the less exact one of the two
     figures = {
-        name: _Column(COLUMNS[name].title, written(values[name], COLUMNS[name].unit), TABLES["summary"][name])
-        for name in known
+        name: _Column(COLUMNS[name].title, written(found, COLUMNS[name].unit), name)
+        for name, found in values.items()
+        if any(found)
     }
+    if "device_busy" in figures:
+        figures.pop("utilization_pct", None)  # the less exact one of the two
     rates = [figures.pop("sequences_per_s")] if "sequences_per_s" in figures else []
     seconds = _Column(table.metric, [cells[entry.result.id].second for entry in shown])
     columns = [_Column(table.time_title, times), *rates, seconds, *figures.values()]
-    text, *_ = _fitted([entry[:2] for entry in shown], [column for column in columns if any(column.texts)])
+    text, *_ = _fitted("summary", [entry[:2] for entry in shown], [column for column in columns if any(column.texts)])
     notes = [f"{_MARKS[key]} {LEGEND[key][1]}" for key in table.used if key in _MARKS]
     notes += ["#2: measured again, by another test or strategy"] * any("#" in one.row for one in shown)
     legend = textwrap.wrap("   ".join(notes), WIDTH)
@@ -105,10 +107,9 @@ def work_table(cases: Sequence[CaseResult]) -> str:
     for place, table in figure_tables(cases).items():
         cells = zip(*(texts for _, _, texts in table.rows), strict=True)
         columns = [
-            _Column(column.title, of_cases, TABLES[place][column.name])
-            for column, of_cases in zip(table.columns, cells, strict=True)
+            _Column(column.title, of_cases, column.name) for column, of_cases in zip(table.columns, cells, strict=True)
         ]
-        texts.append("\n".join([table.title, *_fitted([row[:2] for row in table.rows], columns)]))
+        texts.append("\n".join([table.title, *_fitted(place, [row[:2] for row in table.rows], columns)]))
     return "\n\n".join(texts)
 
 
@@ -152,7 +153,7 @@ def _device_table(
     results = [entry.result for entry in order]
     several = any(result.case.devices > 1 for result in results)
     shown, with_largest = [], False
-    for name, drop_order in TABLES[place].items():
+    for name in TABLES[place]:
         column = COLUMNS[name]
         values = [[value / column.unit for value in column.devices(result)] for result in results]
         if name in _SEVERAL and not several:
@@ -164,13 +165,13 @@ def _device_table(
             for mean, each in zip(means, values, strict=True):
                 largest = f" ({max(each):.{places}f})" if len(each) > 1 else ""
                 texts.append("" if mean is None else f"{mean:.{places}f}{largest}")
-            shown.append(_Column(column.title, texts, drop_order))
+            shown.append(_Column(column.title, texts, name))
             with_largest = with_largest or any(len(each) > 1 for each in values)
         elif name != "workspace_bytes":  # most strategies have no workspace
             why = _missing(results, name, environment, sampled=place == "communication")
             reasons.setdefault(why, []).append(column.title.partition("\n")[0])
     heading = f"{place.capitalize()} per GPU{': mean over the GPUs (largest)' if with_largest else ''}"
-    return "\n".join([heading, *_fitted([entry[:2] for entry in order], shown)]) if shown else ""
+    return "\n".join([heading, *_fitted(place, [entry[:2] for entry in order], shown)]) if shown else ""
 
 
 def _missing(results: Sequence[CaseResult], name: str, environment: Environment, *, sampled: bool) -> str:
@@ -252,22 +253,22 @@ def _range(values: Iterable[float]) -> str:
     return " to ".join(dict.fromkeys(shown))
 
 
-def _fitted(places: Sequence[tuple[str, str]], columns: Sequence[_Column]) -> list[str]:
+def _fitted(table: Place, places: Sequence[tuple[str, str]], columns: Sequence[_Column]) -> list[str]:
     """Return the table of places and of the columns that fit the width, and a line with the names of the others."""
     firsts = [("" if n and places[n - 1][0] == name else name, size) for n, (name, size) in enumerate(places)]
-    shown, dropped = list(columns), []
+    shown, dropped = list(columns), list[str]()
+    candidates = [column for name in DROPPED[table] for column in columns if column.name == name]
     while True:
         headers = ["strategy", "batch\nsize", *(column.title for column in shown)]
         body = [[*first, *(column.texts[n] for column in shown)] for n, first in enumerate(firsts)]
         align = ["left"] + ["right"] * (len(headers) - 1)
-        table = tabulate(body, headers=headers, colalign=align, disable_numparse=True)
-        last = max(shown, key=lambda column: column.drop_order)
-        if max(map(len, _ANSI.sub("", table).splitlines())) <= WIDTH or not last.drop_order:
+        text = tabulate(body, headers=headers, colalign=align, disable_numparse=True)
+        if max(map(len, _ANSI.sub("", text).splitlines())) <= WIDTH or len(dropped) == len(candidates):
             break
-        shown.remove(last)
-        dropped.append(last.title.replace("\n", " "))
+        shown.remove(candidates[len(dropped)])
+        dropped.append(candidates[len(dropped)].title.replace("\n", " "))
     note = f"Columns dropped to fit the width (the report has them): {', '.join(dropped)}."
-    return [table, note] if dropped else [table]
+    return [text, note] if dropped else [text]
 
 
 _STYLES = {"failure": _RED, "warning": _YELLOW, "info": _BOLD}
@@ -281,13 +282,13 @@ def headline(machine: Machine, cases: Sequence[Case], batch_sizes: Iterable[int]
     """Return one line with the machine and the selected cases; tests that choose their batch size give none."""
     parts = [machine.describe()]
     if cases:
-        parts += unique(model(case) for case in cases)
-        parts.append(", ".join(unique(case.dtype for case in cases)))
-        parts += unique(dataset(case) for case in cases)
-        workloads = unique("generate" if case.generates else "score" for case in cases)
-        if workloads != ["score"]:
+        parts += dict.fromkeys(model(case) for case in cases)
+        parts.append(", ".join(dict.fromkeys(case.dtype for case in cases)))
+        parts += dict.fromkeys(dataset(case) for case in cases)
+        workloads = dict.fromkeys("generate" if case.generates else "score" for case in cases)
+        if [*workloads] != ["score"]:
             parts.append(("workload " if len(workloads) == 1 else "workloads ") + ", ".join(workloads))
-        strategies = unique(case.strategy for case in cases)
+        strategies = dict.fromkeys(case.strategy for case in cases)
         parts.append(("strategy " if len(strategies) == 1 else "strategies ") + ", ".join(strategies))
     if sizes := sorted(set(batch_sizes)):
         parts.append(("batch size " if len(sizes) == 1 else "batch sizes ") + ", ".join(map(str, sizes)))
@@ -296,12 +297,15 @@ def headline(machine: Machine, cases: Sequence[Case], batch_sizes: Iterable[int]
 
 def progress(name: str, done: int, total: int, elapsed_s: float, *, batch_size: int) -> str:
     """Return the live line of a case: `mp-bs8  120/502 batches  1 234 seq/s  ETA 0:41`."""
-    line = f"{name}  {done}/{total} batches"
-    if not done or elapsed_s <= 0:
-        return f"{line}  {_clock(elapsed_s)}"
-    rate = done * batch_size / elapsed_s
-    digits = 0 if rate >= 10 else 2  # noqa: PLR2004 - two significant digits at least
-    return f"{line}  {rate:,.{digits}f} seq/s  ETA {_clock(elapsed_s / done * (total - done))}".replace(",", " ")
+    shown_s, rate = elapsed_s, ""
+    if done and elapsed_s > 0:
+        shown_s = elapsed_s / done * (total - done)
+        per_s = done * batch_size / elapsed_s
+        rate = f"{per_s:,.{0 if per_s >= 10 else 2}f} seq/s  ETA ".replace(",", " ")  # noqa: PLR2004 - two digits at least
+    minutes, seconds = divmod(round(max(0.0, shown_s)), 60)
+    hours, minutes = divmod(minutes, 60)
+    clock = f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+    return f"{name}  {done}/{total} batches  {rate}{clock}"
 
 
 def tables(report: Report, color: bool = False, *, verbose: bool = False) -> str:
@@ -383,9 +387,3 @@ def _finding(problem: Problem, paint: Painter, *, verbose: bool) -> str:
         for line in lines
     )
     return paint(problem.severity.upper().ljust(9), _STYLES[problem.severity]) + text[9:]
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(max(0.0, seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

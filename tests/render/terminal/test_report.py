@@ -34,8 +34,9 @@ from pytest_llmgpu.render.terminal.report import (
     summary_table,
     tables,
 )
+from pytest_llmgpu.report.case import next_id
 from pytest_llmgpu.report.options import Options
-from pytest_llmgpu.report.report import Environment, Report, next_id
+from pytest_llmgpu.report.report import Environment, Report
 from pytest_llmgpu.report.result import (
     Accuracy,
     CaseResult,
