@@ -65,7 +65,7 @@ def software_differences(base: Environment, head: Environment) -> list[str]:
         seen.append(("power limit", then["power limit"], now["power limit"]))
     found = [f"{name} {shortened(before)} -> {shortened(after)}" for name, before, after in seen if before != after]
     if base.gpus and head.gpus and {gpu.uuid for gpu in base.gpus} != {gpu.uuid for gpu in head.gpus}:
-        found.append("other boards of the same kind")
+        found.append("other GPUs of the same kind")
     return found
 
 

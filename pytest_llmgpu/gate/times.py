@@ -616,9 +616,7 @@ def _described(case: Timed, estimate: Estimate, row: Row, family: int, note: str
     if case.machine_sd:
         start = "The" if can_be_judged else "Slowdowns cannot be judged: the"
         source = "measured" if case.metric == "device_time" else "assumed"
-        reason += (
-            f" {start} baseline is from other boards ({source} spread between boards: {100 * case.machine_sd:.2g} %)."
-        )
+        reason += f" {start} baseline is from other GPUs ({source} spread between GPUs: {100 * case.machine_sd:.2g} %)."
     reason += case.left_out
     if row.result in {"REGRESSED", "IMPROVED"}:
         return "\n".join(filter(None, (reason, note))), ""
@@ -627,7 +625,7 @@ def _described(case: Timed, estimate: Estimate, row: Row, family: int, note: str
         return f"{reason}\nLaunches of one report differ by a factor of {_ratio(estimate.spread):.1f}.", step
     if case.machine_sd:
         # An OK row has a step as well: behind so much noise that a slowdown would not have been seen, it is not OK.
-        return reason, "Measure the baseline on these boards."
+        return reason, "Measure the baseline on these GPUs."
     if row.result == "OK":
         return reason, ""
     chance = f" Not statistically significant among {plural(family, 'row')}."

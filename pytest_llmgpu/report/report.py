@@ -27,7 +27,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     """Product name of the GPU."""
     memory_bytes: Count | None = None
-    """Total memory of the board, including the share of the driver."""
+    """Total memory of the GPU, including the share of the driver."""
     reserved_bytes: Count | None = None
     """Memory that the driver reserves for itself; null if the driver does not report it."""
     pcie_gen: Count | None = None

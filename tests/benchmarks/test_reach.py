@@ -51,7 +51,7 @@ def test_two_gpus_of_one_host_are_other_gpus() -> None:
     for base, head in ((one, two), (two, one)):
         rows = judge(base, head, Policy(), today=datetime.date(2026, 1, 1)).rows
         times = [row for row in rows if row.metric in {"time", "device_time"}]
-        assert all("other boards" in row.reason for row in times)
+        assert all("other GPUs" in row.reason for row in times)
         assert len(times) == 8, "no row over all cases"
         assert not [row for row in rows if row.worse]
 

@@ -87,14 +87,14 @@ def test_other_cores_are_another_machine_for_the_cpu() -> None:
 
 
 def test_software_is_named_and_not_refused() -> None:
-    """Driver, libraries, variables, the slot, and which boards they were."""
+    """Driver, libraries, variables, the slot, and which GPUs they were."""
     base = _machine(gpus=_gpus(), driver="570", versions={"torch": "2.6"}, variables={"NCCL_P2P_DISABLE": "1"})
     head = _machine(gpus=_gpus(uuid="b"), driver="580", versions={"torch": "2.7"})
     assert software_differences(base, head) == [
         "driver 570 -> 580",
         "torch 2.6 -> 2.7",
         "NCCL_P2P_DISABLE 1 -> unset",
-        "other boards of the same kind",
+        "other GPUs of the same kind",
     ]
     assert software_differences(base, base) == []
 

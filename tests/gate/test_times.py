@@ -197,8 +197,8 @@ def test_wall_time_of_another_machine_has_a_larger_threshold(
     assert (row.result, row.threshold) == (verdict, pytest.approx(threshold, rel=0.01))
     can_be_judged = threshold < 1
     assert ("threshold" in row.reason) == can_be_judged
-    assert ("Slowdowns cannot be judged: the baseline is from other boards" in row.reason) != can_be_judged
-    assert ("these boards" in row.next_step) == (verdict != "REGRESSED")
+    assert ("Slowdowns cannot be judged: the baseline is from other GPUs" in row.reason) != can_be_judged
+    assert ("these GPUs" in row.next_step) == (verdict != "REGRESSED")
 
 
 def test_extreme_times_give_finite_ratios() -> None:
@@ -241,7 +241,7 @@ def test_other_gpus_of_one_kind_have_a_larger_threshold() -> None:
         row = _device_row(_worked(1.0), _worked(slower, uuids=others))
         assert row.result == verdict
         assert row.threshold == pytest.approx(0.0245, abs=0.002)
-        assert "measured spread between boards" in row.reason
+        assert "measured spread between GPUs" in row.reason
 
 
 def test_another_day_has_half_a_point_more() -> None:

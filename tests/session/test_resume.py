@@ -35,7 +35,7 @@ def _replaced(part: str, **fields: Any) -> Callable[[Report], None]:
     return change
 
 
-def _other_board(report: Report) -> None:
+def _other_gpus(report: Report) -> None:
     first, second = report.environment.gpus
     report.environment.gpus = [first, msgspec.structs.replace(second, uuid="GPU-7")]
 
@@ -52,7 +52,7 @@ def _other_board(report: Report) -> None:
         (_replaced("environment", cpu="Xeon"), "another way: CPU Xeon -> EPYC"),
         (_replaced("environment", cores=8), "another way: cores 8 -> 16"),
         (_replaced("environment", gpus=[]), "another way: GPUs 0 -> 2"),
-        (_other_board, "another way: other boards of the same kind"),
+        (_other_gpus, "another way: other GPUs of the same kind"),
         (_replaced("environment", driver="1"), "another way: driver 1 -> none"),
         (_replaced("environment", variables={"NCCL_P2P_DISABLE": "1"}), "another way: NCCL_P2P_DISABLE 1 -> unset"),
         (lambda report: setattr(report, "plugin_version", "0.0.9"), "another way: pytest-llmgpu 0.0.9 -> 0.1.0"),
