@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 from pytest_llmgpu.analysis import answers
 from pytest_llmgpu.analysis.capacity import split
-from pytest_llmgpu.report.case import REFERENCE_STRATEGY, Case
+from pytest_llmgpu.report.case import REFERENCE_STRATEGY
 from pytest_llmgpu.report.derived import batch_latency_s, device_busy, generated, measured, of_window
 from pytest_llmgpu.report.metrics import METRICS, Figure
 from pytest_llmgpu.report.result import CaseResult, Comparison
@@ -364,7 +364,7 @@ def make_time_table(cases: Sequence[CaseResult]) -> TimeTable:
         return Cell(result.id, kind, time, second, graphs=result.case.execution == "cuda_graphs")
 
     found = {(entry.row, entry.title): entry.result for entry in order}
-    rows = dict.fromkeys(entry.row for entry in sorted(order, key=lambda entry: entry.batch_size))
+    rows = dict.fromkeys(entry.row for entry in sorted(order, key=lambda entry: entry.result.case.batch_size))
     body = [(row, [cell(found.get((row, title))) for title in columns]) for row in rows]
     cells = [cell for _, cells in body for cell in cells]
     kinds = {*(cell.kind for cell in cells), *(["graphs"] if any(cell.graphs for cell in cells) else [])}
@@ -379,15 +379,30 @@ def make_time_table(cases: Sequence[CaseResult]) -> TimeTable:
 
 
 def entries(cases: Sequence[CaseResult]) -> list[Entry]:
-    """Return the cases of a block, strategy by strategy and in ascending batch size."""
+    """Return the cases of a block, strategy by strategy and in ascending batch size.
+
+    A title has unusual settings of the strategy, and those that other columns of the same strategy do not share.
+    """
     by_series = {result.case.series: result.case for result in cases}
-    titles = {series: _strategy_title(case, list(by_series.values())) for series, case in by_series.items()}
-    measured_as: Counter[tuple[str, int]] = Counter()
+    titles = {}
+    for series, case in by_series.items():
+        alike = [other for other in by_series.values() if other.strategy == case.strategy]
+        unusual = _USUAL_BACKENDS.get(case.strategy, case.backend) != case.backend
+        backend = case.backend if unusual or any(other.backend != case.backend for other in alike) else None
+        options = [
+            f"{name}={value}"
+            for name, value in case.strategy_options.items()
+            if value or any(other.strategy_options.get(name, ...) != value for other in alike)
+        ]
+        # On a CPU devices are processes, and cases of different numbers share a table.
+        processes = plural(case.devices, "process") if any(other.devices != case.devices for other in alike) else None
+        titles[series] = " ".join(filter(None, [case.strategy, backend, *options, processes]))
+    numbers: Counter[tuple[str, int]] = Counter()
     found = []
     for result in sorted(cases, key=lambda result: result.case.batch_size):
         title, size = titles[result.case.series], result.case.batch_size
-        measured_as[title, size] += 1
-        number = measured_as[title, size]
+        numbers[title, size] += 1
+        number = numbers[title, size]
         found.append(Entry(title, f"{size}" if number == 1 else f"{size} #{number}", result))
     order = list(titles.values())
     return sorted(found, key=lambda entry: order.index(entry.title))
@@ -404,21 +419,6 @@ def written(values: Sequence[float | None], unit: float) -> list[str]:
 def digits(value: float) -> int:
     """Return the decimals, 3 at most, that leave about three significant digits."""
     return 3 if value <= 0 else min(3, max(0, 2 - math.floor(math.log10(value))))
-
-
-def _strategy_title(case: Case, columns: Sequence[Case]) -> str:
-    """Return the strategy with its unusual settings and those that other columns of the same strategy do not share."""
-    alike = [other for other in columns if other.strategy == case.strategy]
-    unusual = _USUAL_BACKENDS.get(case.strategy, case.backend) != case.backend
-    backend = case.backend if unusual or any(other.backend != case.backend for other in alike) else None
-    options = [
-        f"{name}={value}"
-        for name, value in case.strategy_options.items()
-        if value or any(name not in other.strategy_options or other.strategy_options[name] != value for other in alike)
-    ]
-    # On a CPU devices are processes, and cases of different numbers share a table.
-    processes = plural(case.devices, "process") if any(other.devices != case.devices for other in alike) else None
-    return " ".join(filter(None, [case.strategy, backend, *options, processes]))
 
 
 def _table_title(cases: Sequence[CaseResult], metric: str, *, random_weights: bool) -> str:

@@ -125,7 +125,11 @@ def _figures_of(launch: Launch, new_tokens: int | None) -> dict[str, float | Non
     """Return the figures of one launch by name, and what the rates count; None where one is not known."""
     batches, accuracy, texts = launch.batches, launch.accuracy, launch.generation
     steps_s = [] if texts is None else texts.step_s
-    sequences, tokens, energy_j = sum(batches.sequences), counted_tokens(batches, new_tokens), launch_energy_j(launch)
+    sequences, tokens = sum(batches.sequences), counted_tokens(batches, new_tokens)
+    window_s, devices = (0.0, []) if launch.profile is None else (launch.profile.duration_s, launch.profile.devices)
+    energies_j = [device.energy_j for device in devices if device.energy_j is not None]
+    is_known = window_s >= _LEAST_ENERGY_WINDOW_S and 0 < len(energies_j) == len(devices)
+    energy_j = math.fsum(energies_j) if is_known else None
     return {
         "inference_s": inference_s(launch),
         "sequences": sequences,
@@ -160,15 +164,6 @@ def quantile(values: Sequence[float], share: float) -> float:
     low = math.floor(place)
     high = min(low + 1, len(ordered) - 1)
     return ordered[low] + (place - low) * (ordered[high] - ordered[low])
-
-
-def launch_energy_j(launch: Launch) -> float | None:
-    """Return the energy of all GPUs during a launch; None if it is not known, or the window is too short."""
-    profile = launch.profile
-    if profile is None or not profile.devices or profile.duration_s < _LEAST_ENERGY_WINDOW_S:
-        return None
-    energies = [device.energy_j for device in profile.devices]
-    return None if None in energies else math.fsum(energy for energy in energies if energy is not None)
 
 
 def proportion_stderr(fraction: float, items: int) -> float | None:

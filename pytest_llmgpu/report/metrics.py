@@ -123,11 +123,6 @@ def spec_of(name: str) -> MetricSpec:
     return _BY_NAME[name]
 
 
-def accuracy_metric(result: CaseResult) -> Literal["acc", "acc_norm"]:
-    """Return the accuracy that a case was checked by."""
-    return "acc" if result.accuracy_check is not None and result.accuracy_check.metric == "acc" else "acc_norm"
-
-
 def launches_s(result: CaseResult) -> list[float]:
     """Return the seconds that each launch of a completed case spent in batches; without batches its one figure.
 
@@ -135,12 +130,8 @@ def launches_s(result: CaseResult) -> list[float]:
     """
     if result.outcome != "completed":
         return []
-    seconds = [inference_s(launch) for launch in _timed(result)]
+    seconds = [inference_s(launch) for launch in result.launches if launch.batches.latency_s]
     return seconds or ([result.inference_s] if result.inference_s is not None else [])
-
-
-def _timed(result: CaseResult) -> list[Launch]:
-    return [launch for launch in result.launches if launch.batches.latency_s]
 
 
 def _figure(unit: str, value: float | None, launches: Sequence[float] = ()) -> Figure | None:
@@ -156,13 +147,12 @@ def _median(unit: str, launches: Sequence[float]) -> Figure | None:
 
 
 def _rate(result: CaseResult, value: float | None, count: Callable[[Launch], int], unit: str) -> Figure | None:
-    launches = zip(_timed(result), launches_s(result), strict=False)
-    return _figure(unit, value, [count(launch) / s for launch, s in launches if s])
+    return _figure(unit, value, [count(launch) / s for launch in result.launches if (s := inference_s(launch))])
 
 
 def _accuracy(result: CaseResult) -> Figure | None:
-    """Return the accuracy; None for random weights, whose accuracy is chance."""
-    metric = accuracy_metric(result)
+    """Return the accuracy that a case was checked by; None for random weights, whose accuracy is chance."""
+    metric = "acc" if result.accuracy_check is not None and result.accuracy_check.metric == "acc" else "acc_norm"
     return None if result.case.load_format == "dummy" else _figure(metric, getattr(result, metric))
 
 
@@ -184,12 +174,6 @@ def _token_traffic(result: CaseResult) -> Figure | None:
 def _of_ranks(field: str) -> Callable[[Launch], list[Any]]:
     """Return a function that returns a field of the work of each rank of a launch; empty without work passes."""
     return lambda launch: [getattr(rank, field) for rank in launch.ranks]
-
-
-def _calls_of_ranks(field: str) -> Callable[[Launch], list[int | None]]:
-    """Return a function that returns the number of calls of all functions, which a field of each rank counts."""
-    counted = _of_ranks(field)
-    return lambda launch: [None if calls is None else sum(calls.values()) for calls in counted(launch)]
 
 
 def _per(
@@ -418,7 +402,7 @@ METRICS: tuple[MetricSpec, ...] = (
         next_step="Read `ops` of `work` in the two reports.",
         noun="Calls of ops",
         batches="eager",
-        amount=_calls_of_ranks("ops"),
+        amount=lambda launch: [None if rank.ops is None else sum(rank.ops.values()) for rank in launch.ranks],
         explain=_of_ranks("ops"),
     ),
     MetricSpec(
@@ -430,7 +414,9 @@ METRICS: tuple[MetricSpec, ...] = (
         next_step="Read `runtime_calls` of `work` in the two reports.",
         noun="CUDA calls",
         batches="eager",
-        amount=_calls_of_ranks("runtime_calls"),
+        amount=lambda launch: [
+            None if rank.runtime_calls is None else sum(rank.runtime_calls.values()) for rank in launch.ranks
+        ],
         explain=_of_ranks("runtime_calls"),
     ),
     MetricSpec(
