@@ -1,7 +1,7 @@
 """Did the run get worse than the baseline?
 
-`judge` compares two reports: it pairs their results and collects the rows of each pair, by the rules in `times`,
-`exact` and `answers`; it has the class of a row and the exit status as well. `policy` has the
-thresholds. `cause` and `cause_groups` name what changed, `headline` says it in one sentence. `ab` launches until a row
-is decided, `trends` looks over many reports.
+`judge` compares two reports: `matching` pairs their results, and the rows of each pair follow the rules in `times`,
+`exact`, `memory`, `largest_batch` and `answers`; it has the class of a row and the exit status as well. `policy` has
+the thresholds. `cause` names what changed in the program, `rows_by_cause` groups rows that have one cause, and
+`headline` says it in one sentence. `ab` launches until a row is decided, `trends` looks over many reports.
 """

@@ -1,7 +1,8 @@
 """The cause of a verdict: what changed in the program, by the work passes of both reports.
 
 Families of kernels, collectives and idle time come from the passes in the execution of the case. Modules come from the
-eager pass, and one is named only where its family grew in the execution of the case too.
+eager pass, with the layers that can have changed: `layers.*.mlp (GEMM, at most 3 layers)`. A module is named only where
+its family grew in the execution of the case too.
 """
 
 from __future__ import annotations

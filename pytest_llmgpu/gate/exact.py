@@ -1,4 +1,4 @@
-"""Metrics that do not vary by chance: work, traffic, its path, memory, execution and the largest batch size.
+"""Metrics that do not vary by chance: work, traffic, its path and the execution.
 
 The amounts of a metric with the rule `exact` are equal in every launch of an equal program, so that one launch
 suffices. They are compared rank by rank, because the slowest rank decides the time of a case, and only where the
@@ -7,38 +7,27 @@ forwards ran the same batches. A new one is a row of `report.metrics.METRICS`.
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from pytest_llmgpu.analysis.traffic_path import FASTEST_FIRST, NAMES, describe_move, has_moved
-from pytest_llmgpu.gate.policy import AmountRule, MemoryRule, Rules
-from pytest_llmgpu.report import disturbances
+from pytest_llmgpu.gate.policy import AmountRule, Rules
 from pytest_llmgpu.report.derived import of_prefill
 from pytest_llmgpu.report.metrics import METRICS, MetricName, MetricSpec, spec_of
-from pytest_llmgpu.report.result import OUT_OF_MEMORY, CaseResult, Launch, Traffic
-from pytest_llmgpu.report.text import gib, listed, percent, signed_percent
-from pytest_llmgpu.report.verdicts import NEITHER, ONLY_CANDIDATE, WORST_FIRST, Decided, Row, stated
+from pytest_llmgpu.report.result import CaseResult, Launch, Traffic
+from pytest_llmgpu.report.text import listed, percent, signed_percent
+from pytest_llmgpu.report.verdicts import NEITHER, ONLY_CANDIDATE, WORST_FIRST, Decided, Row
 from pytest_llmgpu.report.work import WORK_OFF, WORK_ON
 
 _NAMED = 3
 """Most changes that a reason names, since it has two lines."""
 
-_NAMED_FIELDS = 2
-"""Most fields in the name of a series."""
-
-_USED_BYTES = 2**30
-"""Growth of memory outside live tensors that is always allowed: a new version of a library can take as much."""
-
 _EXECUTIONS = {"cuda_graphs": "as CUDA graphs", "eager": "eagerly", "compile": "compiled"}
-
-_NOT_OF_SERIES = frozenset(("batch_size", "execution"))
-"""Fields in which the cases of one series can differ."""
 
 
 class Amounts(NamedTuple):
@@ -73,10 +62,7 @@ class Amounts(NamedTuple):
 
 
 def exact_rows(base: CaseResult, head: CaseResult, rules: Rules) -> Iterator[tuple[MetricName, Row | str]]:
-    """Yield the verdict on each exact metric of two completed results, or the reason why there is none.
-
-    A metric that the policy does not gate is there only where it changed: it explains other rows.
-    """
+    """Yield the verdict on each metric of work and traffic of two completed results, or the reason for none."""
     for spec in METRICS:
         row: Row | str | None = None
         if spec.rule == "exact":
@@ -90,10 +76,7 @@ def exact_rows(base: CaseResult, head: CaseResult, rules: Rules) -> Iterator[tup
             row = traffic_row(base, head, rules.traffic)
         elif spec.rule == "path":
             row = path_row(base, head, gated=rules.path.gate)
-        elif spec.rule == "memory":
-            row = memory_row(base, head, rules.memory)
-        changed = isinstance(row, Row) and row.result not in {"OK", "MISSING"}
-        if row is not None and (changed or getattr(rules, spec.name).gate):
+        if row is not None:
             yield spec.name, row
 
 
@@ -298,210 +281,3 @@ def other_execution(base: CaseResult, head: CaseResult) -> str | None:
 def _executions(base: CaseResult, head: CaseResult) -> str:
     now, was = (_EXECUTIONS.get(one.case.execution, one.case.execution) for one in (head, base))
     return f"The forwards ran {now}, the baseline's {was}"
-
-
-class _Peak(NamedTuple):
-    """The peak of one device in the launches of both reports, in bytes."""
-
-    where: str
-    bytes_: Amounts
-
-
-_Figures = list[int | None]
-"""A figure of each device of a launch; devices correspond by their order."""
-
-
-def memory_row(base: CaseResult, head: CaseResult, rule: MemoryRule) -> Row | str:
-    """Compare the peak of live tensors and of the workspace outside torch's allocator, on each device.
-
-    The fullest device decides what fits. Another device that grew counts as well where the fullest one did not fall:
-    memory that only moved to emptier devices is no regression. Equal runs have equal peaks except for the allocator's
-    rounding, which the threshold covers. What torch reserved and what NVML reports in use, which is sampled, have a
-    threshold of their own: memory outside live tensors takes the space of the next batch as well. Recorded graphs hold
-    memory of their own: a change between forwards of another execution is NOT_COMPARABLE.
-    """
-    tensors = _of_launches(base, head, lambda launch: [device.peak_bytes for device in launch.memory])
-    then, now = ([max(filter(None, launch)) for launch in side] for side in tensors)
-    if (missing := absent(head, "memory", then, now, gated=rule.gate)) is not None:
-        return missing
-
-    def allowed(peak: _Peak) -> float:
-        return max(rule.threshold, rule.absolute_bytes / peak.bytes_.before)
-
-    def result_of(peak: _Peak) -> Decided:
-        return peak.bytes_.result(allowed(peak))
-
-    peak = _Peak("the fullest device", Amounts(then, now))
-    if result_of(peak) in {"OK", "UNDECIDED"}:
-        peak = min([peak, *_changed_peaks(head, tensors)], key=lambda one: WORST_FIRST.index(result_of(one)))
-    noun, threshold, result = "Memory", allowed(peak), result_of(peak)
-    more = "The launches differ by more than the threshold." if result == "UNDECIDED" else None
-    if result != "REGRESSED":
-        for figures, name, grew in _OUTSIDE_TENSORS:
-            outside = _changed_peaks(head, _of_launches(base, head, figures))
-            limits = [max(rule.used_threshold, _USED_BYTES / max(one.bytes_.then)) for one in outside]
-            grown = [
-                (one, limit)
-                for one, limit in zip(outside, limits, strict=True)
-                if one.bytes_.result(limit) == "REGRESSED"
-            ]
-            if grown:
-                more = f"{grew} grew. Live tensors: {gib(peak.bytes_.after)}, was {gib(peak.bytes_.before)}."
-                peak, threshold = max(grown, key=lambda one: one[0].bytes_.after - one[0].bytes_.before)
-                noun, result = name, "REGRESSED"
-                break
-    if result != "OK" and (other := other_execution(base, head)) is not None:
-        result, more = "NOT_COMPARABLE", other
-    amounts = peak.bytes_
-    change = f"{noun} {signed_percent(amounts.growth)}" if amounts.growth else f"{noun} is equal"
-    return Row.of(
-        head,
-        "memory",
-        result,
-        f"{change}, threshold {percent(threshold)}: {gib(amounts.after)} on {peak.where}, was {gib(amounts.before)}."
-        + (f"\n{more}" if more else ""),
-        gated=rule.gate,
-        base=amounts.before,
-        head=amounts.after,
-        ratio=amounts.after / amounts.before,
-        low=min(amounts.now) / max(amounts.then),
-        high=max(amounts.now) / min(amounts.then),
-        threshold=threshold,
-        n=min(map(len, amounts)),
-    )
-
-
-def _of_launches(
-    base: CaseResult, head: CaseResult, figures: Callable[[Launch], _Figures]
-) -> tuple[list[_Figures], list[_Figures]]:
-    """Return the figures of the launches of both results that have any."""
-    then, now = ([found for one in result.launches if any(found := figures(one))] for result in (base, head))
-    return then, now
-
-
-def _changed_peaks(head: CaseResult, sides: tuple[list[_Figures], list[_Figures]]) -> list[_Peak]:
-    """Return the figure of each device that every launch of both reports has, where the launches differ."""
-    if not all(sides) or len(set(map(len, [*sides[0], *sides[1]]))) > 1:
-        return []
-    return [
-        _Peak(
-            f"device {head.launches[-1].memory[place].index}",
-            Amounts(*([launch[place] or 0 for launch in side] for side in sides)),
-        )
-        for place, of_launches in enumerate(zip(*sides[0], *sides[1], strict=True))
-        if all(of_launches) and len(set(of_launches)) > 1
-    ]
-
-
-def _reserved_bytes(launch: Launch) -> _Figures:
-    return [
-        device.peak_reserved_bytes + (device.workspace_bytes or 0) if device.peak_reserved_bytes else None
-        for device in launch.memory
-    ]
-
-
-def _used_bytes(launch: Launch) -> _Figures:
-    """Return the most that NVML reported in use on each device; empty where other programs disturbed the launch."""
-    disturbed = launch.profile is not None and disturbances.disturbed(launch.profile) is not None
-    return [] if disturbed else [device.nvml_used_max_bytes for device in launch.memory]
-
-
-_OUTSIDE_TENSORS = (
-    (_reserved_bytes, "Memory reserved by torch", "The allocator's cache or its fragmentation"),
-    (_used_bytes, "Memory in use (NVML)", "Caches, CUDA contexts or NCCL's buffers"),
-)
-"""Figures of memory outside live tensors, their names, and what can have grown."""
-
-
-class Series(msgspec.Struct, kw_only=True):
-    """The results of one series in one report: the cases that differ in their batch size only."""
-
-    result: CaseResult
-    """The first of its results."""
-    fits: int = 0
-    """Largest batch size that completed; 0 where none did."""
-    fails: int | None = None
-    """Smallest batch size that was out of memory; None where none was."""
-
-    def __str__(self) -> str:
-        return f"{self.fits}" + (f" (out of memory at {self.fails})" if self.fails is not None else "")
-
-
-def by_series(results: Sequence[CaseResult]) -> dict[str, Series]:
-    """Return the series of a report's results by `Case.series`."""
-    found: dict[str, Series] = {}
-    for result in results:
-        size = result.case.batch_size
-        series = found.setdefault(result.case.series, Series(result=result))
-        if result.outcome == "completed":
-            series.fits = max(series.fits, size)
-        elif result.outcome in OUT_OF_MEMORY:
-            series.fails = min(size, series.fails or size)
-    return found
-
-
-def largest_batch_row(base: Series, head: Series, *, gated: bool) -> Row | None:
-    """Compare the largest batch size that fits; None where nothing was out of memory, so that no limit is known.
-
-    A batch size that one report lacks is no change: the size at which the other ran out of memory has to have fitted.
-    A crash shows neither that a size fits nor that it does not.
-    """
-    if (base.fails is None and head.fails is None) or not all(one.fits or one.fails for one in (base, head)):
-        return None
-    result: Decided = "OK"
-    if head.fails is not None and head.fails <= base.fits:
-        result = "REGRESSED"
-    elif base.fails is not None and base.fails <= head.fits:
-        result = "IMPROVED"
-    case = head.result.case
-    return Row(
-        key=case.series,
-        id=case.strategy,
-        metric="largest_batch",
-        reason=f"Largest batch size {head}, was {base}.",
-        gated=gated,
-        base=float(base.fits),
-        head=float(head.fits),
-        ratio=head.fits / base.fits if base.fits else None,
-        **stated(result),
-    )
-
-
-def was_probed(gone: CaseResult, heads: Mapping[str, Series], results: Sequence[CaseResult]) -> bool:
-    """Return whether a case that only the baseline has was a probe for the largest batch size, and needs no second one.
-
-    Each run probes other sizes, in the test whose own case was out of memory. So the candidate's series has to have
-    run out of memory too, in the same test, and to have a result for this size: the size is at most the largest that
-    fits, or at least the smallest that does not.
-    """
-    series, size = gone.case.series, gone.case.batch_size
-    head = heads.get(series)
-    if head is None or head.fails is None or head.fits < size < head.fails or gone.nodeid is None:
-        return False
-    return any(result.nodeid == gone.nodeid and result.case.series == series for result in results)
-
-
-def with_distinct_names(rows: Sequence[Row], results: Sequence[CaseResult]) -> Sequence[Row]:
-    """Return the rows with the fields in which series of one strategy differ in their ids: `mp (limit=40)`."""
-    keys: dict[str, set[str]] = {}
-    for row in rows:
-        if spec_of(row.metric).scope == "series":
-            keys.setdefault(row.id, set()).add(row.key)
-    names: dict[str, str] = {}
-    for strategy in (strategy for strategy, several in keys.items() if len(several) > 1):
-        cases = {result.case.series: result.case for result in results if result.case.strategy == strategy}
-        fields: dict[str, dict[str, Any]] = {
-            key: {**msgspec.structs.asdict(case), **case.strategy_options, "strategy_options": None}
-            for key, case in cases.items()
-        }
-        differing = [
-            name
-            for name in dict.fromkeys(itertools.chain(*fields.values()))
-            if name not in _NOT_OF_SERIES and len({str(one.get(name)) for one in fields.values()}) > 1
-        ]
-        # A hash names nothing to the reader, unless it is all that differs.
-        shown = [name for name in differing if not name.endswith("sha256")] or differing
-        for key, one in fields.items():
-            its = [f"{name}={value}" for name in shown if (value := one.get(name)) is not None]
-            names[key] = f"{strategy} ({', '.join(its[:_NAMED_FIELDS])})" if its else strategy
-    return [msgspec.structs.replace(row, id=names[row.key]) if row.key in names else row for row in rows]

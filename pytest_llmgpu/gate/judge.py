@@ -8,34 +8,28 @@ from __future__ import annotations
 
 import datetime
 import enum
+import itertools
 import math
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from operator import attrgetter
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import msgspec
 
 from pytest_llmgpu.analysis import noise_regime
-from pytest_llmgpu.analysis.environments import hardware_differences, shortened, software_differences
+from pytest_llmgpu.analysis.environments import hardware_differences, software_differences
 from pytest_llmgpu.gate import answers, times
 from pytest_llmgpu.gate.answers import Answered, below_floor
 from pytest_llmgpu.gate.cause import with_cause
-from pytest_llmgpu.gate.exact import (
-    by_series,
-    exact_rows,
-    execution_row,
-    largest_batch_row,
-    was_probed,
-    with_distinct_names,
-    worse,
-)
+from pytest_llmgpu.gate.exact import exact_rows, execution_row, worse
+from pytest_llmgpu.gate.largest_batch import by_series, largest_batch_row, was_probed
+from pytest_llmgpu.gate.matching import apart, pairs
+from pytest_llmgpu.gate.memory import memory_row
 from pytest_llmgpu.gate.policy import Policy, TimeRule, dump_policy, sha256_of, unmatched, with_allowed
 from pytest_llmgpu.gate.times import GPU_SD, Timed, comparable, prior_of, prior_of_case
-from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.derived import of_prefill
-from pytest_llmgpu.report.metrics import MetricName
+from pytest_llmgpu.report.metrics import MetricName, spec_of
 from pytest_llmgpu.report.report import Report, started
 from pytest_llmgpu.report.result import OUT_OF_MEMORY, CaseResult
 from pytest_llmgpu.report.verdicts import (
@@ -55,8 +49,8 @@ _BROKEN = {"timeout": "exceeded its time limit", "crashed": "crashed", "error": 
 _NAMED = 3
 """Most differences that a reason names."""
 
-_OF_SCORING = [("time", times.WALL_TIMES["time"])]
-"""The wall times of a case that scores: it has no tokens."""
+_NAMED_FIELDS = 2
+"""Most fields in the name of a series."""
 
 _WIDTH = 200
 """Most characters of a failure's message in a reason."""
@@ -269,24 +263,20 @@ class Comparison:
         elif differing or hardware:
             text = "; ".join([*dict.fromkeys([*differing, *hardware])][:_NAMED])
             self._alone(head, "NOT_COMPARABLE", f"The measurements differ from the baseline's: {text}.")
-        elif base.outcome in OUT_OF_MEMORY or head.outcome in OUT_OF_MEMORY:
-            self._capacity(base, head)
+        elif base.outcome in OUT_OF_MEMORY and head.outcome == "completed":
+            self._alone(head, "IMPROVED", "The batch size fits in memory; in the baseline it did not.")
+        elif base.outcome in OUT_OF_MEMORY:
+            self._outcome(head, "OK", "Out of memory, as in the baseline.")
+        elif head.outcome in OUT_OF_MEMORY and base.outcome == "completed":
+            how = "Out of memory" if head.outcome == "oom" else "Skipped, since a smaller batch size is out of memory"
+            self._outcome(head, "REGRESSED", f"{how}; in the baseline the case completed.{_message(head)}")
+        elif head.outcome in OUT_OF_MEMORY:
+            self._outcome(head, "NEW", "Out of memory; the baseline's case failed.")
         elif base.outcome != "completed":
             reason = f"The baseline's case {_BROKEN.get(base.outcome, 'was interrupted')}: there is nothing to compare."
             self._alone(head, "NEW", reason)
         else:
             self._metrics(base, head)
-
-    def _capacity(self, base: CaseResult, head: CaseResult) -> None:
-        if head.outcome == "completed":
-            self._alone(head, "IMPROVED", "The batch size fits in memory; in the baseline it did not.")
-        elif base.outcome == "completed":
-            how = "Out of memory" if head.outcome == "oom" else "Skipped, since a smaller batch size is out of memory"
-            self._outcome(head, "REGRESSED", f"{how}; in the baseline the case completed.{_message(head)}")
-        elif base.outcome in OUT_OF_MEMORY:
-            self._outcome(head, "OK", "Out of memory, as in the baseline.")
-        else:
-            self._outcome(head, "NEW", "Out of memory; the baseline's case failed.")
 
     def _metrics(self, base: CaseResult, head: CaseResult) -> None:
         rules = self.policy
@@ -305,8 +295,12 @@ class Comparison:
             if not isinstance(answered, Row):
                 self._floor(head)  # Texts have no accuracy: they are right or wrong by themselves.
             self._take("accuracy", answered)
-        for metric, found in exact_rows(base, head, rules):
-            self._take(metric, found)
+        memory: tuple[MetricName, Row | str] = "memory", memory_row(base, head, rules.memory)
+        for metric, found in (*exact_rows(base, head, rules), memory):
+            # A metric that is not gated has a row only where it changed: it explains other rows.
+            changed = isinstance(found, Row) and found.result not in {"OK", "MISSING"}
+            if changed or getattr(rules, metric).gate:
+                self._take(metric, found)
 
     def _times(self, base: CaseResult, head: CaseResult) -> None:
         assert self.base is not None
@@ -338,8 +332,8 @@ class Comparison:
         # Without a profile, the GPUs of the machines count.
         same_gpus = before == after if before and after else self._same_gpus
         machine_sd = 0.0 if same_gpus else max(GPU_SD, prior_of(regime).s0)
-        for metric, (latencies_s, _) in times.WALL_TIMES.items() if head.case.generates else _OF_SCORING:
-            # The times of a case that generates are there wherever its batches are.
+        for metric, (latencies_s, _) in times.WALL_TIMES.items():
+            # A case that scores has no times of tokens.
             if metric != "time" and not all(any(map(latencies_s, one.launches)) for one in (base, head)):
                 continue
             wall_rule: TimeRule = getattr(self.policy, metric)
@@ -377,7 +371,6 @@ class Comparison:
         self._entries.append(Row.of(result, "outcome", verdict, reason))
 
     def _gone(self, result: CaseResult) -> None:
-        session = self.head.session
         if self._apart is not None:
             self._outcome(result, "NOT_COMPARABLE", self._apart)
         elif (why := self._left_out(result.nodeid)) is not None:
@@ -385,10 +378,9 @@ class Comparison:
         elif result.outcome != "completed" and result.outcome not in OUT_OF_MEMORY:
             self.not_compared["the baseline's case failed and is absent"] += 1
         else:
-            ended = "; the run was interrupted" if session.interrupted else ""
-            self._outcome(
-                result, "MISSING", f"The baseline has this case and the candidate does not{ended}: measure it again."
-            )
+            ended = "; the run was interrupted" if self.head.session.interrupted else ""
+            reason = f"The baseline has this case and the candidate does not{ended}: measure it again."
+            self._outcome(result, "MISSING", reason)
 
     def _left_out(self, nodeid: str | None) -> str | None:
         """Return the reason why the user left a test out of the run; None where it ran, or should have."""
@@ -416,7 +408,7 @@ class Comparison:
                 rows[-1] = worse(rows[-1], row)
             else:
                 rows.append(row)
-        named = with_distinct_names(rows, self.head.cases)
+        named = _with_distinct_names(rows, self.head.cases)
         if self.base is None:
             return list(named)
         names = self.base.environment.kernel_names, self.head.environment.kernel_names
@@ -445,66 +437,27 @@ def _message(result: CaseResult) -> str:
     return f"\n{textwrap.shorten(text, _WIDTH, placeholder=' ...')}" if text.strip() else ""
 
 
-class Pair(NamedTuple):
-    """A result of the baseline and one of the candidate; one of them can be absent."""
-
-    base: CaseResult | None
-    head: CaseResult | None
-    differing: list[str]
-    """Fields that make them different measurements in spite of the same id: `dtype float16 -> bfloat16`."""
-
-
-def pairs(base: Sequence[CaseResult], head: Sequence[CaseResult]) -> list[Pair]:
-    """Match results by key and test, then by key, then by id; the second of a key with the second.
-
-    Results of one id whose cases differ are matched as well, with the differing fields. The pairs are in the
-    candidate's order; results that only the baseline has come last.
-    """
-    left = list(base)
-    matched: dict[int, CaseResult] = {}
-    for name_of in (attrgetter("key", "nodeid"), attrgetter("key"), attrgetter("id")):
-        waiting = [number for number in range(len(head)) if number not in matched]
-        there = dict(zip(_numbered(left, name_of), left, strict=True))
-        names = _numbered([head[number] for number in waiting], name_of)
-        matched |= {number: there.pop(name) for number, name in zip(waiting, names, strict=True) if name in there}
-        left = list(there.values())
-    found = []
-    for number, now in enumerate(head):
-        then = matched.get(number)
-        differs = then is not None and then.key != now.key
-        found.append(Pair(then, now, _differing(then.case, now.case) if then is not None and differs else []))
-    return [*found, *(Pair(result, None, []) for result in left)]
-
-
-def apart(base: Sequence[CaseResult], head: Sequence[CaseResult]) -> str | None:
-    """Return why two reports share no case, and what to do: another device or workload; None for another reason."""
-
-    def device(case: Case) -> str:
-        return f"ran on {case.device}"
-
-    def workload(case: Case) -> str:
-        return "generates" if case.generates else "scores"
-
-    for flag, measured in (("--llmgpu-device", device), ("--llmgpu-workload", workload)):
-        then, now = ({measured(result.case) for result in cases} for cases in (base, head))
-        if then and now and not then & now:
-            was, is_now = (" and ".join(sorted(texts)) for texts in (then, now))
-            return f"The baseline {was} and the candidate {is_now}: measure both with the same {flag}."
-    return None
-
-
-def _numbered(results: Sequence[CaseResult], name_of: Callable[[CaseResult], Hashable]) -> list[tuple[Hashable, int]]:
-    """Return each result's name with the number of earlier results of that name."""
-    counts: Counter[Hashable] = Counter()
-    numbered = []
-    for name in map(name_of, results):
-        numbered.append((name, counts[name]))
-        counts[name] += 1
-    return numbered
-
-
-def _differing(base: Case, head: Case) -> list[str]:
-    then, now = msgspec.structs.asdict(base), msgspec.structs.asdict(head)
-    # `execution` is no part of the key.
-    names = [name for name in then if then[name] != now[name] and name != "execution"]
-    return [f"{name} {shortened(then[name])} -> {shortened(now[name])}" for name in names]
+def _with_distinct_names(rows: Sequence[Row], results: Sequence[CaseResult]) -> Sequence[Row]:
+    """Return the rows with the fields in which series of one strategy differ in their ids: `mp (limit=40)`."""
+    keys: dict[str, set[str]] = {}
+    for row in rows:
+        if spec_of(row.metric).scope == "series":
+            keys.setdefault(row.id, set()).add(row.key)
+    names: dict[str, str] = {}
+    for strategy in (strategy for strategy, several in keys.items() if len(several) > 1):
+        cases = {result.case.series: result.case for result in results if result.case.strategy == strategy}
+        fields: dict[str, dict[str, Any]] = {
+            key: {**msgspec.structs.asdict(case), **case.strategy_options, "strategy_options": None}
+            for key, case in cases.items()
+        }
+        differing = [
+            name
+            for name in dict.fromkeys(itertools.chain(*fields.values()))
+            if name not in {"batch_size", "execution"} and len({str(one.get(name)) for one in fields.values()}) > 1
+        ]
+        # A hash names nothing to the reader, unless it is all that differs.
+        shown = [name for name in differing if not name.endswith("sha256")] or differing
+        for key, one in fields.items():
+            its = [f"{name}={value}" for name in shown if (value := one.get(name)) is not None]
+            names[key] = f"{strategy} ({', '.join(its[:_NAMED_FIELDS])})" if its else strategy
+    return [msgspec.structs.replace(row, id=names[row.key]) if row.key in names else row for row in rows]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -144,12 +144,21 @@ def trends(kept: Sequence[tuple[Stored, Report]], last: int | None = None) -> li
     newest = {identity: results[max(results)] for identity, results in cases.items() if max(results) >= start}
     strategies = list(dict.fromkeys(result.case.strategy for result in newest.values()))
     order = sorted(newest.items(), key=lambda one: (strategies.index(one[1].case.strategy), one[1].case.batch_size))
-    names, reports = _names(newest), [f"{one.number:04}" for one, _ in kept]
+    names: dict[tuple[str, str], str] = {}  # the id, and the fields that differ where other cases have the same id
+    for identity, result in newest.items():
+        alike = [msgspec.to_builtins(other.case) for (_, name), other in newest.items() if name == result.id]
+        fields = msgspec.to_builtins(result.case).items()
+        differing = [f"{name} {value}" for name, value in fields if any(value != one[name] for one in alike)]
+        names[identity] = " ".join([result.id, *differing])
+    reports = [f"{one.number:04}" for one, _ in kept]
     found = []
     for spec in (spec for spec in METRICS if spec.trended is not None):
         lines = []
         for identity, result in order:
-            past = [_Past(place, gpus[place], one, _value(spec, one)) for place, one in sorted(cases[identity].items())]
+            past = []
+            for place, one in sorted(cases[identity].items()):
+                figure = spec.of(one)
+                past.append(_Past(place, gpus[place], one, None if figure is None else figure.value))
             figures = _figures(spec, past, reports, len(cases), start)
             if any(one is not None and one.value is not None for one in figures):
                 lines.append(Line(names[identity], result.case.strategy, figures))
@@ -192,11 +201,6 @@ def steps(values: Sequence[float], prior: Prior, *, cases: int = 1) -> list[Step
     return found
 
 
-def _value(spec: MetricSpec, result: CaseResult) -> float | None:
-    figure = spec.of(result)
-    return None if figure is None else figure.value
-
-
 def _figures(
     spec: MetricSpec, past: Sequence[_Past], names: Sequence[str], cases: int, start: int
 ) -> list[Figure | None]:
@@ -205,26 +209,19 @@ def _figures(
     if spec.rule == "time":
         marks = _steps(spec, past, names, cases, start)
     elif spec.rule is not None:
-        marks = _differences(spec, past, names)
+        known = [(one.place, one.value) for one in past if one.value is not None]
+        for (before, was), (place, value) in itertools.pairwise(known):
+            change = value - was if spec.points or not was else value / was - 1
+            if abs(change) > (spec.threshold or 0.0):
+                reason = f"{spec.written(value)}, was {spec.written(was)} in report {names[before]}."
+                marks[place] = ("better" if (change > 0) == spec.bigger_is_better else "worse", reason)
     scale = spec.trended.scale if spec.trended is not None else 1.0
     figures: list[Figure | None] = [None] * (len(names) - start)
     for place, _, result, value in past:
         if place >= start:
-            change, reason = marks.get(place, (None, ""))
-            figures[place - start] = Figure(None if value is None else value / scale, result.outcome, change, reason)
+            mark = marks.get(place, (None, ""))
+            figures[place - start] = Figure(None if value is None else value / scale, result.outcome, *mark)
     return figures
-
-
-def _differences(spec: MetricSpec, past: Sequence[_Past], names: Sequence[str]) -> _Marks:
-    """Return the changes of an exact metric of one case, by the place of the report."""
-    marks: _Marks = {}
-    known = [(one.place, one.value) for one in past if one.value is not None]
-    for (before, was), (place, value) in itertools.pairwise(known):
-        change = value - was if spec.points or not was else value / was - 1
-        if abs(change) > (spec.threshold or 0.0):
-            reason = f"{spec.written(value)}, was {spec.written(was)} in report {names[before]}."
-            marks[place] = ("better" if (change > 0) == spec.bigger_is_better else "worse", reason)
-    return marks
 
 
 def _steps(spec: MetricSpec, past: Sequence[_Past], names: Sequence[str], cases: int, start: int) -> _Marks:
@@ -255,14 +252,3 @@ def _steps(spec: MetricSpec, past: Sequence[_Past], names: Sequence[str], cases:
             reason = f"Step of {signed_percent(step.change)} since report {names[first]}, found with {names[found]}."
             marks[first if first >= start else found] = ("worse" if step.change > 0 else "better", reason)
     return marks
-
-
-def _names(results: Mapping[tuple[str, str], CaseResult]) -> dict[tuple[str, str], str]:
-    """Return the id of each case; where several have it, with the fields of the case that differ."""
-    names = {}
-    for identity, result in results.items():
-        alike = [msgspec.to_builtins(other.case) for (_, name), other in results.items() if name == result.id]
-        fields = msgspec.to_builtins(result.case)
-        differing = [f"{name} {value}" for name, value in fields.items() if any(value != one[name] for one in alike)]
-        names[identity] = " ".join([result.id, *differing])
-    return names

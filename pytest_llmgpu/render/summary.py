@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from pytest_llmgpu.analysis.reference import by_series
-from pytest_llmgpu.gate import cause_groups, headline
+from pytest_llmgpu.gate import headline, rows_by_cause
 from pytest_llmgpu.gate.judge import ExitStatus, exit_status
 from pytest_llmgpu.gate.policy import Policy, policy_of
 from pytest_llmgpu.report.report import Report
@@ -151,14 +151,14 @@ def _unfit(report: Report) -> dict[str, tuple[Finding, str]]:
 
 def _of_gate(verdicts: Verdicts | None, policy: Policy) -> Iterator[Problem]:
     """Yield the causes that fail the gate, and gated slowdowns with not enough data, which the headline names."""
-    for group in [] if verdicts is None else cause_groups.group(verdicts, policy):
+    for group in [] if verdicts is None else rows_by_cause.group(verdicts, policy):
         if group.fails or any(row.gated and row.verdict in UNCLEAR and headline.is_slower(row) for row in group.rows):
             yield Problem(
                 severity="failure" if group.fails else "warning",
                 verdict=group.rows[0].verdict,
-                label=cause_groups.title(group),
-                texts=[(group.largest.id, "\n".join(cause_groups.lines(group)))],
-                next_step=cause_groups.next_step(group),
+                label=rows_by_cause.title(group),
+                texts=[(group.largest.id, "\n".join(rows_by_cause.lines(group)))],
+                next_step=rows_by_cause.next_step(group),
             )
 
 

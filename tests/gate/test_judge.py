@@ -12,7 +12,7 @@ from support.report_factory import make_answers, make_failed, make_memory, make_
 from support.verdict_factory import make_invalid, make_row, with_launches
 
 from pytest_llmgpu.gate.judge import RowClass, classify, exit_status, fails, judge, with_unseen
-from pytest_llmgpu.gate.policy import Allowed, Policy, TimeRule, dump_policy, sha256_of
+from pytest_llmgpu.gate.policy import Allowed, ExactRule, Policy, TimeRule, dump_policy, sha256_of
 from pytest_llmgpu.gate.times import DAY_SD
 from pytest_llmgpu.report.case import GENERATE
 from pytest_llmgpu.report.metrics import MetricName
@@ -93,6 +93,18 @@ def test_each_loss_alone_fails_the_gate(change: dict[str, Any], metric: str) -> 
     back = _judge([_full(**change)], [_full()])
     assert _said(back)[metric] == "IMPROVED"
     assert exit_status(back, Policy()) == 0
+
+
+def test_a_metric_that_is_only_shown_has_a_row_where_it_changed() -> None:
+    """The policy can gate it: then it has a row in any case."""
+    more, without = _full(), _full()
+    work = make_work()
+    ranks = [msgspec.structs.replace(rank, kernels=(rank.kernels or 0) + 1) for rank in work.ranks]
+    more.launches[0].work, without.launches[0].work = msgspec.structs.replace(work, ranks=ranks), None
+    gating = msgspec.structs.replace(Policy(), kernels=ExactRule())
+    for head, shown, gated in ((_full(), None, "OK"), (more, "CHANGED", "REGRESSED"), (without, None, "MISSING")):
+        found = [_said(_judge([_full()], [head], policy)).get("kernels") for policy in (Policy(), gating)]
+        assert found == [shown, gated]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pytest_llmgpu.gate.judge import apart, exit_status, judge
+from pytest_llmgpu.gate.judge import exit_status, judge
+from pytest_llmgpu.gate.matching import apart
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.report import file
 

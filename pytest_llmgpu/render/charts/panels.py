@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
-from pytest_llmgpu.gate.judge import pairs
+from pytest_llmgpu.gate.matching import pairs
 from pytest_llmgpu.render.grouping import blocks, captions
 from pytest_llmgpu.render.table import COLUMNS, Entry
 from pytest_llmgpu.render.table import entries as entries_of

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
-from pytest_llmgpu.gate import cause_groups, headline
+from pytest_llmgpu.gate import headline, rows_by_cause
 from pytest_llmgpu.gate.judge import ExitStatus, RowClass, classify
 from pytest_llmgpu.gate.policy import Policy, policy_of
 from pytest_llmgpu.render import comparison
@@ -62,13 +62,13 @@ def notices(report: Report) -> list[Notice]:
         decided = headline.decide(verdicts, policy)
         if decided.status is ExitStatus.NOT_JUDGED and not decided.worst:
             found.append(Notice("failure", "Gate", headline.describe(decided)))
-        for group in cause_groups.group(verdicts, policy):
+        for group in rows_by_cause.group(verdicts, policy):
             worst = group.rows[0]
             found.append(
                 Notice(
                     min((level(row, policy) for row in group.rows), key=list(_MARKS).index),
-                    f"{worst.verdict}: {cause_groups.title(group)}",
-                    "\n".join([*cause_groups.lines(group), f"Next: {cause_groups.next_step(group)}"]),
+                    f"{worst.verdict}: {rows_by_cause.title(group)}",
+                    "\n".join([*rows_by_cause.lines(group), f"Next: {rows_by_cause.next_step(group)}"]),
                     group.largest.nodeid or worst.nodeid,
                 )
             )

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from pytest_llmgpu.analysis.capacity import capacities
-from pytest_llmgpu.gate import cause_groups, judge
+from pytest_llmgpu.gate import judge, rows_by_cause
 from pytest_llmgpu.gate.policy import Policy, policy_of
 from pytest_llmgpu.render import charts, comparison, grouping
 from pytest_llmgpu.render.charts import timelines
@@ -148,7 +148,7 @@ def _rows(verdicts: Verdicts, report: Report, baseline: Report | None) -> dict[s
     parts: dict[str, list[tuple[Row, comparison.Figures]]] = {"Changed, undecided or missing": [], "Unchanged": []}
     for row in worst_first(verdicts.rows):
         parts["Unchanged" if row.unchanged else "Changed, undecided or missing"].append((row, comparison.figures(row)))
-    reasons = cause_groups.by_reason(row for row in verdicts.rows if not row.unchanged)
+    reasons = rows_by_cause.by_reason(row for row in verdicts.rows if not row.unchanged)
     return {"compared": compared, "parts": [part for part in parts.items() if part[1]], "reasons": reasons}
 
 

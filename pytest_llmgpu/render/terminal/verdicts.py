@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from tabulate import tabulate
 
 from pytest_llmgpu.gate import headline
-from pytest_llmgpu.gate.cause_groups import by_reason
 from pytest_llmgpu.gate.judge import ExitStatus
 from pytest_llmgpu.gate.policy import Policy
+from pytest_llmgpu.gate.rows_by_cause import by_reason
 from pytest_llmgpu.render.comparison import counts, figures, mark, verdict
 from pytest_llmgpu.render.terminal.report import WIDTH, Painter, painter
 from pytest_llmgpu.report.metrics import JUDGED

@@ -7,7 +7,7 @@ reasons differ in their numbers alone.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 from typing import NamedTuple
 
 from pytest_llmgpu.gate import cause
@@ -52,7 +52,11 @@ def group(verdicts: Verdicts, policy: Policy) -> list[Group]:
     names: dict[tuple[str, str], Hashable] = {}  # the cause of the first worse row of each case
     alone = {(row.key, row.id) for row in verdicts.rows if row.verdict == "NEW"}
     for row in rows:
-        name = _cause(row, [] if (row.key, row.id) in alone else differing)
+        name = _reason(row)
+        if row.allowed is None and (row.worse or is_slower(row)):
+            module = None if row.cause is None else cause.module_of(row.cause)
+            explained = differing and (row.key, row.id) not in alone
+            name = module or (_ENVIRONMENT if explained else name)
         if row.worse and row.allowed is None:
             names.setdefault((row.key, row.id), name)
         if row.verdict == "NOT_COMPARABLE":
@@ -105,15 +109,6 @@ def next_step(found: Group) -> str:
     if found.differences:
         return "Measure again in the environment of the baseline, or make this report the baseline."
     return step_of(*found.rows)
-
-
-def _cause(row: Row, differing: Sequence[str]) -> Hashable:
-    if row.allowed is not None:
-        return _reason(row)
-    is_worse = row.worse or is_slower(row)
-    if is_worse and row.cause is not None and (module := cause.module_of(row.cause)) is not None:
-        return module
-    return _ENVIRONMENT if differing and is_worse else _reason(row)
 
 
 def _reason(row: Row) -> Hashable:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from support.verdict_factory import make_row, make_verdicts
 
-from pytest_llmgpu.gate.cause_groups import by_reason, group, lines, next_step, title
 from pytest_llmgpu.gate.policy import Policy
+from pytest_llmgpu.gate.rows_by_cause import by_reason, group, lines, next_step, title
 from pytest_llmgpu.report.cause import Cause, TimeChange
 from pytest_llmgpu.report.verdicts import DIFFERS, Row, Verdict, Verdicts
 
