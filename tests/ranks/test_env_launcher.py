@@ -96,7 +96,8 @@ def test_each_process_of_a_machine_runs_its_rank(tmp_path: Path) -> None:
         ask = functools.partial(group.ask, phase="forward", timeout_s=_LIMIT_S)
         assert ask(ranks.variable, "RANK") == ["0", "1", "2"]
         assert ask(ranks.variable, "LLMGPU_KEY") == [None] * 3
-        assert ask(ranks.parent) == [os.getpid(), machine.processes[1].pid, machine.processes[2].pid]
+        parents = [parent for _, parent, _ in ask(ranks.identity)]
+        assert parents == [os.getpid(), machine.processes[1].pid, machine.processes[2].pid]
         ask(ranks.finish_batches, 7)
         assert len(group.batches().latency_s) == 7, "batches arrive before the answer"
         group.close()
@@ -109,12 +110,12 @@ def test_failures_of_a_rank_elsewhere_are_those_of_a_rank_here(shared: _Started)
     """An exception, its traceback, an answer that does not unpickle; its output is taken once. Others wait."""
     group, launcher = shared.group(2), shared.launcher
     ask = functools.partial(group.ask, phase="forward", timeout_s=_LIMIT_S)
-    assert ask(ranks.parent) == [os.getpid(), shared.processes[1].pid]
+    assert [parent for _, parent, _ in ask(ranks.identity)] == [os.getpid(), shared.processes[1].pid]
     launcher.take_output()
     with pytest.raises(RankFailedError) as caught:
-        ask(ranks.fail_on_rank_1)
+        ask(ranks.on_rank, 1, ranks.break_down)
     assert (caught.value.outcome, caught.value.failure.rank) == ("error", 1)
-    assert "in fail_on_rank_1" in (caught.value.failure.log_tail or "")
+    assert "in break_down" in (caught.value.failure.log_tail or "")
     assert list(launcher.take_output()) == [1]
     assert launcher.take_output() == {}
     with pytest.raises(RankFailedError, match="does not unpickle"):
@@ -126,7 +127,7 @@ def test_a_killed_rank_is_a_crash_of_its_node_and_starts_again(shared: _Started)
     """The failure has the signal and the node; the process that started the rank stays."""
     group = shared.group(3)
     with pytest.raises(RankFailedError) as caught:
-        group.ask(ranks.die_on_rank, 2, phase="forward", timeout_s=_LIMIT_S)
+        group.ask(ranks.on_rank, 2, ranks.receive, signal.SIGKILL, phase="forward", timeout_s=_LIMIT_S)
     failure = caught.value.failure
     assert (caught.value.outcome, failure.rank, failure.signal) == ("crashed", 2, signal.SIGKILL)
     assert failure.message == "rank 2 ended with signal SIGKILL (node 2)"
@@ -138,10 +139,10 @@ def test_a_killed_rank_is_a_crash_of_its_node_and_starts_again(shared: _Started)
 def test_a_killed_process_is_a_crash_of_its_node(nodes: _Started) -> None:
     """Its rank ends with it; groups that do not need it run on, and those that need it are refused."""
     group = nodes.group(3)
-    pids = [pid for pid, _ in group.ask(ranks.identity, phase="forward", timeout_s=_LIMIT_S)]
+    pids = [pid for pid, *_ in group.ask(ranks.identity, phase="forward", timeout_s=_LIMIT_S)]
     nodes.processes[2].kill()
     with pytest.raises(RankFailedError) as caught:
-        group.ask(ranks.hang_on_rank_1, phase="forward", timeout_s=_LIMIT_S)
+        group.ask(ranks.on_rank, 1, ranks.hang, phase="forward", timeout_s=_LIMIT_S)
     assert (caught.value.outcome, caught.value.failure.rank) == ("crashed", 2)
     assert "(node 2)" in caught.value.failure.message
     group.kill()
@@ -159,11 +160,11 @@ def test_a_process_ends_with_rank_0_or_by_sigterm_and_a_stopped_one_is_a_crash(
 ) -> None:
     """Without a goodbye the exit status is not 0. SIGTERM is how Slurm and torchrun end a job. Ranks end, too."""
     group = nodes.group(3)
-    pids = [pid for pid, _ in group.ask(ranks.identity, phase="forward", timeout_s=_LIMIT_S)]
+    pids = [pid for pid, *_ in group.ask(ranks.identity, phase="forward", timeout_s=_LIMIT_S)]
     monkeypatch.setattr(env_launcher, "_REPLY_S", 0.5)
     nodes.processes[1].send_signal(signal.SIGSTOP)
     with pytest.raises(RankFailedError) as caught:
-        group.ask(ranks.hang_on_rank_1, phase="forward", timeout_s=0.5)
+        group.ask(ranks.on_rank, 1, ranks.hang, phase="forward", timeout_s=0.5)
     assert (caught.value.outcome, caught.value.failure.phase) == ("crashed", "forward")
     assert "no reply within 0.5 s (node 1)" in caught.value.failure.message
     nodes.processes[2].terminate()
@@ -176,16 +177,16 @@ def test_a_time_limit_has_the_stacks_of_all_ranks(shared: _Started) -> None:
     """A rank that hangs elsewhere is a time-out as here."""
     group = shared.group(2)
     with pytest.raises(RankFailedError) as caught:
-        group.ask(ranks.hang_on_rank_1, phase="forward", timeout_s=0.5)
+        group.ask(ranks.on_rank, 1, ranks.hang, phase="forward", timeout_s=0.5)
     assert caught.value.outcome == "timeout"
     group.kill()
     _, rank = shared.launcher.start([{"RANK": "0"}, {"RANK": "1"}], lambda *_: None)
     assert rank.submit(ranks.add, 1, 1).result(_LIMIT_S) == 2
-    rank.submit(ranks.hang_on_rank_1)
+    rank.submit(ranks.hang)
     for _ in range(300):  # the rank may not have come so far
-        if "in hang_on_rank_1" in rank.stacks():
+        if "in hang" in rank.stacks():
             break
-    assert "in hang_on_rank_1" in rank.stacks()
+    assert "in hang" in rank.stacks()
     rank.close(0)
 
 

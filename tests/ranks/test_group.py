@@ -86,7 +86,7 @@ def test_progress_is_the_number_of_finished_and_planned_batches(pair: RankGroup,
             pipe.write_bytes(b"")
         reported.append((done, planned))
 
-    pair.ask(ranks.finish_batches_then_wait, 7, str(pipe), phase="forward", timeout_s=300, tick=tick)
+    pair.ask(ranks.finish_batches, 7, ranks.read, pipe, phase="forward", timeout_s=300, tick=tick)
     assert reported == sorted(reported)
     assert reported[-1] == (7, 10)
     pair.ask(ranks.finish_batches, 2, phase="forward", timeout_s=300)

@@ -57,9 +57,9 @@ def test_a_rank_runs_commands_in_order_in_a_session_and_an_environment_of_its_ow
     futures = [rank.submit(ranks.add, number, 1) for number in range(5)]
     assert [future.result(_ANSWER_S) for future in futures] == [1, 2, 3, 4, 5]
     assert [_ask(rank, ranks.variable, name) for name in ("LLMGPU_TEST", "WORLD_SIZE")] == ["here", None]
-    pid, session = _ask(rank, ranks.identity)
+    pid, _, session = _ask(rank, ranks.identity)
     assert pid == session != os.getsid(0)
-    assert _ask(rank, ranks.interrupt_yourself) == "still here"
+    assert _ask(rank, ranks.receive, signal.SIGINT) == "still here"
     rank.close(_ANSWER_S)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
@@ -106,8 +106,8 @@ _UNNAMED = signal.SIGRTMIN + 3
     ("fn", "arguments", "code", "message", "log"),
     [
         (ranks.leave, (3,), 3, "rank 0 ended with exit status 3", ""),
-        (ranks.die, (signal.SIGSEGV,), -signal.SIGSEGV, "rank 0 ended with signal SIGSEGV", "in die"),
-        (ranks.die, (_UNNAMED,), -_UNNAMED, f"rank 0 ended with signal {_UNNAMED}", ""),
+        (ranks.receive, (signal.SIGSEGV,), -signal.SIGSEGV, "rank 0 ended with signal SIGSEGV", "in receive"),
+        (ranks.receive, (_UNNAMED,), -_UNNAMED, f"rank 0 ended with signal {_UNNAMED}", ""),
         (ranks.abort_among_threads, ("NCCL timeout",), -signal.SIGABRT, "rank 0 ended with signal", "NCCL timeout"),
         (ranks.abort_among_threads, ("timeout",), -signal.SIGABRT, "rank 0 ended", "in abort_among_threads"),
         # A forked process holds the pipes open.
@@ -154,7 +154,7 @@ def test_a_kill_by_the_host_is_out_of_memory(launcher: LocalLauncher, monkeypatc
     monkeypatch.setattr(memory, "host_kills", lambda: next(counts))
     received: list[FinishedBatch] = []
     (rank,) = launcher.start([{}], lambda _, batch: received.append(batch))
-    error = _failure(rank, ranks.finish_batches_then_die, 50)
+    error = _failure(rank, ranks.finish_batches, 50, ranks.receive, signal.SIGKILL)
     assert (error.outcome, error.failure.signal) == ("oom", signal.SIGKILL)
     assert "oom_kill 7 -> 8" in (error.failure.evidence or "")
     assert [batch.latency_s for batch in received] == [number + 1.0 for number in range(50)]

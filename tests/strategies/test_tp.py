@@ -159,7 +159,7 @@ def test_every_item_has_the_answer_of_mp(pytester: pytest.Pytester, measure: Cal
         def test_hellaswag(llm, hellaswag, batch_size, measure):
             measure(llm, hellaswag, batch_size)
             if llm.strategy == "tp" and batch_size == 8:
-                answers = [llm.run(ranks.parts), llm.run(ranks.process)]
+                answers = [llm.run(ranks.parts), llm.run(ranks.identity)]
                 pathlib.Path("ranks.json").write_text(json.dumps(answers))
 
         @pytest.mark.skipif({not _HAS_DEEPSPEED}, reason="needs the extra deepspeed")
@@ -184,8 +184,8 @@ def test_every_item_has_the_answer_of_mp(pytester: pytest.Pytester, measure: Cal
         assert decode(answered.loglikelihoods) == pytest.approx(decode(expected.loglikelihoods), abs=1e-4)
         assert shared.comparison is not None
         assert (shared.comparison.reference, shared.comparison.flipped) == (plain.id, [])
-    both, processes = json.loads((pytester.path / "ranks.json").read_text())
-    assert len(set(processes)) == 2
+    both, identities = json.loads((pytester.path / "ranks.json").read_text())
+    assert len({pid for pid, *_ in identities}) == 2
     whole = {name: tuple(parameter.shape) for name, parameter in _skeleton().named_parameters()}
     for parts in both:
         _assert_halves({name: tuple(shape) for name, shape in parts.items()}, whole)

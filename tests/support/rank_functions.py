@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -54,15 +55,9 @@ def variable(_state: RankState, name: str) -> str | None:
     return os.environ.get(name)
 
 
-def identity(_state: RankState) -> tuple[int, int]:
-    """Return process id and session id."""
-    return os.getpid(), os.getsid(0)
-
-
-def interrupt_yourself(_state: RankState) -> str:
-    """Survive Ctrl-C."""
-    os.kill(os.getpid(), signal.SIGINT)
-    return "still here"
+def identity(_state: RankState | Loaded) -> tuple[int, int, int]:
+    """Return the ids of the process, of its parent and of its session."""
+    return os.getpid(), os.getppid(), os.getsid(0)
 
 
 def fail(_state: RankState) -> NoReturn:
@@ -80,9 +75,26 @@ def leave(_state: RankState, status: int) -> NoReturn:
     os._exit(status)
 
 
-def die(_state: RankState, number: int) -> None:
-    """End by a signal."""
+def receive(_state: RankState, number: int) -> str:
+    """Receive a signal."""
     os.kill(os.getpid(), number)
+    return "still here"
+
+
+def break_down(_state: RankState) -> NoReturn:
+    """Raise an exception."""
+    raise ValueError("the layer is broken")
+
+
+def hang(_state: RankState) -> None:
+    """Wait for ever."""
+    threading.Event().wait()
+
+
+def on_rank(state: RankState, rank: int, fn: Callable[..., None], *args: object) -> None:
+    """Call a function on one rank; the others do nothing."""
+    if os.environ["RANK"] == str(rank):
+        fn(state, *args)
 
 
 def abort_among_threads(_state: RankState, reason: str) -> None:
@@ -103,23 +115,16 @@ def unsendable(_state: RankState) -> object:
     return threading.Lock()
 
 
-def finish_batches(state: RankState, count: int) -> None:
-    """Finish some batches of ten."""
+def finish_batches(state: RankState, count: int, then: Callable[..., object] = repr, *args: object) -> None:
+    """Finish some batches of ten, then call a function."""
     for number in range(count):
         state.on_batch(FinishedBatch(latency_s=number + 1.0, sequences=4, tokens=40, padded_tokens=44, planned=10))
+    then(state, *args)
 
 
-def finish_batches_then_wait(state: RankState, count: int, pipe: str) -> None:
-    """Finish some batches, then wait until another process writes to a named pipe."""
-    finish_batches(state, count)
-    with open(pipe, "rb") as reader:  # noqa: PTH123 - a pipe, no file
-        reader.read()
-
-
-def finish_batches_then_die(state: RankState, count: int) -> None:
-    """Finish some batches, then die."""
-    finish_batches(state, count)
-    os.kill(os.getpid(), signal.SIGKILL)
+def read(_state: RankState, pipe: Path) -> None:
+    """Wait until another process writes to a named pipe."""
+    pipe.read_bytes()
 
 
 def hang_in_a_collective(_state: RankState, begun: str) -> None:
@@ -128,11 +133,10 @@ def hang_in_a_collective(_state: RankState, begun: str) -> None:
     threading.Event().wait()
 
 
-def hang_on_rank_0_fail_on_rank_1(_state: RankState) -> None:
+def hang_on_rank_0_fail_on_rank_1(state: RankState) -> None:
     """Behave as a strategy in which one rank fails."""
-    if os.environ["RANK"] == "0":
-        threading.Event().wait()
-    raise ValueError("the layer is broken")
+    on_rank(state, 0, hang)
+    break_down(state)
 
 
 def fork_and_die(_state: RankState) -> None:
@@ -161,10 +165,10 @@ def log_and_die(_state: RankState, size_bytes: int, last: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def fail_on_a_full_disk(_state: RankState) -> NoReturn:
+def fail_on_a_full_disk(state: RankState) -> NoReturn:
     """Raise where no file can grow; Python ignores the signal of that."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
-    raise ValueError("the layer is broken")
+    break_down(state)
 
 
 class UncompiledTensorParallel(TensorParallel):
@@ -205,31 +209,3 @@ def logits(loaded: Loaded, ids_BS: torch.Tensor) -> torch.Tensor:
     with torch.inference_mode():
         answer: torch.Tensor = loaded.model(input_ids=ids_BS).logits
     return answer
-
-
-def process(_loaded: Loaded) -> int:
-    """Return the process id."""
-    return os.getpid()
-
-
-def parent(_state: RankState) -> int:
-    """Return the process that started the rank."""
-    return os.getppid()
-
-
-def fail_on_rank_1(_state: RankState) -> None:
-    """Raise an exception on one rank."""
-    if os.environ["RANK"] == "1":
-        raise ValueError("the layer is broken")
-
-
-def hang_on_rank_1(_state: RankState) -> None:
-    """Wait for ever on one rank."""
-    if os.environ["RANK"] == "1":
-        threading.Event().wait()
-
-
-def die_on_rank(_state: RankState, rank: int) -> None:
-    """End one rank by a signal."""
-    if os.environ["RANK"] == str(rank):
-        os.kill(os.getpid(), signal.SIGKILL)
