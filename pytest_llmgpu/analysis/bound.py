@@ -5,6 +5,7 @@ FLOPs that were counted play no part: a program that computes too much would rai
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Literal
 
 from pytest_llmgpu.report.result import CaseResult, Launch
@@ -25,7 +26,10 @@ def bound(result: CaseResult, work: Work | None, ceilings: Ceilings | None) -> B
         return f"the size of the model is not known: {missing}"
     if not result.launches or not result.inference_s:
         return "the case has no finished batches"
-    rates = _rates(result.case.dtype, work, ceilings)
+    uuids = {uuid for rank in work.ranks for uuid in rank.uuids}
+    if not uuids:
+        return "the case ran on a CPU"
+    rates = _rates(result.case.dtype, uuids, len(work.ranks), ceilings)
     if isinstance(rates, str):
         return rates
     wire_s = _wire_s(result, ceilings)
@@ -98,17 +102,14 @@ def forward_flops(model: ModelSize, tokens: int, sequences: int) -> float:
     return 2 * model.parameters * tokens + attention
 
 
-def _rates(dtype: str, work: Work, ceilings: Ceilings | None) -> tuple[float, float] | str:
+def _rates(dtype: str, uuids: Collection[str], ranks: int, ceilings: Ceilings | None) -> tuple[float, float] | str:
     """Return FLOPs and bytes per second of all ranks together, or the reason why they are not known."""
-    uuids = {uuid for rank in work.ranks for uuid in rank.uuids}
-    if not uuids:
-        return "the case ran on a CPU"
     devices = [] if ceilings is None else [device for device in ceilings.devices if device.uuid in uuids]
     flops = [rate for device in devices if (rate := device.gemm_flops_per_s.get(dtype))]
     copies = [rate for device in devices if (rate := device.copy_bytes_per_s)]
     if min(len(flops), len(copies)) < len(uuids):
         return f"the ceilings for {dtype} were not measured on every GPU of the case"
-    return len(work.ranks) * min(flops), len(work.ranks) * min(copies)
+    return ranks * min(flops), ranks * min(copies)
 
 
 def _wire_s(result: CaseResult, ceilings: Ceilings | None) -> float | str:

@@ -62,27 +62,25 @@ def split(memory: DeviceMemory) -> MemorySplit:
 
 def capacities(results: Sequence[CaseResult]) -> list[Capacity]:
     """Return the largest batch size of each series, in the order in which they appear."""
-    return [_capacity(series) for series in by_series(results)]
-
-
-def _capacity(series: Sequence[CaseResult]) -> Capacity:
-    fit = max((result.case.batch_size for result in series if result.outcome == "completed"), default=None)
-    oom = min((result.case.batch_size for result in series if result.outcome == "oom"), default=None)
-    if fit is None and oom is None:
-        text = "The largest batch size is unknown: none completed"
-    elif fit is None:
-        loads = not any(map(_while_loading, series))
-        text = f"The largest batch size is below {oom}" if loads else "The model itself does not fit"
-    elif oom is None:
-        text = f"The largest batch size is {fit} or above: nothing was out of memory"
-    elif oom <= fit:
-        text = f"The largest batch size is not clear: {oom} ran out of memory and {fit} completed"
-    elif oom == fit + 1:
-        text = f"The largest batch size is {fit}: {oom} runs out of memory"
-    else:
-        text = f"The largest batch size is between {fit}, which fits, and {oom}, which does not"
-    case = series[0].case
-    return Capacity(series=case.series, strategy=case.strategy, largest_fit=fit, smallest_oom=oom, text=f"{text}.")
+    found = []
+    for series in by_series(results):
+        fit = max((result.case.batch_size for result in series if result.outcome == "completed"), default=None)
+        oom = min((result.case.batch_size for result in series if result.outcome == "oom"), default=None)
+        if fit is None and any(map(_while_loading, series)):
+            text = "The model itself does not fit"
+        elif fit is None:
+            text = f"The largest batch size is {'unknown: none completed' if oom is None else f'below {oom}'}"
+        elif oom is None:
+            text = f"The largest batch size is {fit} or above: nothing was out of memory"
+        elif oom <= fit:
+            text = f"The largest batch size is not clear: {oom} ran out of memory and {fit} completed"
+        elif oom == fit + 1:
+            text = f"The largest batch size is {fit}: {oom} runs out of memory"
+        else:
+            text = f"The largest batch size is between {fit}, which fits, and {oom}, which does not"
+        name, strategy = series[0].case.series, series[0].case.strategy
+        found.append(Capacity(series=name, strategy=strategy, largest_fit=fit, smallest_oom=oom, text=f"{text}."))
+    return found
 
 
 def search(results: Sequence[CaseResult], probe: Callable[[int], CaseResult | None]) -> None:

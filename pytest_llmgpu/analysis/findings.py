@@ -1,6 +1,6 @@
 """Findings on a case, each with its next step; a finding that needs no action is left out.
 
-Those on answers are in `answers`, which finds them.
+Those on answers are found by their checks: `accuracy`, `random_weights` and `generated_texts`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from pytest_llmgpu.analysis.noise_regime import largest_spread, of_device_time, 
 from pytest_llmgpu.analysis.reference import same_series
 from pytest_llmgpu.analysis.traffic_path import FASTEST_FIRST, NAMES
 from pytest_llmgpu.report import disturbances
+from pytest_llmgpu.report.case import REFERENCE_STRATEGY
 from pytest_llmgpu.report.derived import device_times_s, inference_s, of_window, predictions_of
-from pytest_llmgpu.report.result import CaseResult, Failure, Finding, Launch
-from pytest_llmgpu.report.text import GIB, gib, percent, plural, sentence
+from pytest_llmgpu.report.result import AccuracyCheck, CaseResult, Failure, Finding, Launch
+from pytest_llmgpu.report.text import GIB, capital, gib, percent, plural, sentence
 from pytest_llmgpu.report.work import NO_WORK, TRAFFIC_FAILED, WORK_OFF
 
 
@@ -80,6 +81,26 @@ _WORDS = {
 }
 """Code of a finding to its severity and its next step."""
 
+Fault = Literal["below", "inputs", "overflow", "batch_size", "strategy", "cache"]
+"""Why answers fail: an accuracy below its baseline, weights and prompts that do not match, numbers that overflow, a
+batch size, a strategy, the KV cache."""
+
+NEXT_STEPS: dict[Fault, str] = {
+    "below": "See which items flipped (`predictions` in the report), and check whether dtype, tokenizer, revision or "
+    "library versions changed. --llmgpu-accuracy-baseline sets another baseline.",
+    "inputs": "Check --llmgpu-model, --llmgpu-revision and --llmgpu-tokenizer.",
+    "overflow": "Try --llmgpu-dtype=bfloat16 or float32.",
+    "batch_size": "Do not use this batch size. Look for a mask, padding or position that depends on the batch, or a "
+    "workspace that is too small for its tokens.",
+    "strategy": "Do not use {strategy} until this is fixed. Look for what {strategy} computes differently from "
+    "{reference}, such as a mask that is ignored, a term that is added twice or a workspace that is too small.",
+    "cache": "Look at the KV cache and at what a decode step reads: keys of another batch, a position that is off by "
+    "one, a mask that hides a token.",
+}
+"""The next step for each cause."""
+
+_DEEPSPEED_STRATEGY = "iok"  # its workspace is DeepSpeed's and has an option of its own
+
 _OF_THE_MACHINE = ("passes-failed", "incomplete-profile")
 """Their text is the same for many cases, and is stated once."""
 
@@ -111,12 +132,46 @@ _SLOWER_RANK = 1.05
 device time of an equal program differs by at most 3.5 % (measured on five H200)."""
 
 
+class Checked(NamedTuple):
+    """The check of the answers of a case."""
+
+    check: AccuracyCheck
+    fault: Fault | None = None
+    """Why the check fails; None where it does not."""
+
+
 def finding(code: str, text: str, next_step: str = "") -> Finding:
     """Return the finding of a code; text and next step get a capital and a full stop."""
-    words = _WORDS[code]
-    return Finding(
-        code=code, severity=words.severity, text=sentence(text), next_step=sentence(next_step or words.next_step)
-    )
+    severity, usual = _WORDS[code]
+    return Finding(code=code, severity=severity, text=sentence(text), next_step=sentence(next_step or usual))
+
+
+def wrong_answers(text: str, result: CaseResult, fault: Fault) -> Finding:
+    """Return the finding of a check that fails."""
+    step = NEXT_STEPS[fault].format(strategy=result.case.strategy, reference=REFERENCE_STRATEGY)
+    return finding("wrong-answers", text, step)
+
+
+def small_workspace(result: CaseResult) -> tuple[str, str] | None:
+    """Return what a workspace that is too small for its tokens does, and the next step; None where none is."""
+    sizes = [(launch.tokens_granted, launch.tokens_requested) for launch in result.launches]
+    small = [(held, needed) for held, needed in sizes if held is not None and needed is not None and held < needed]
+    if not small:
+        return None
+    held, needed = min(small)
+    owner, step = capital(result.case.strategy), "give it more memory or a smaller batch size"
+    if result.case.strategy == _DEEPSPEED_STRATEGY:
+        owner, step = "DeepSpeed", f"Remove --llmgpu-iok-min-tokens (DeepSpeed then reports out of memory), or {step}"
+    tokens = f"{held:,} of {needed:,} tokens"
+    return f"{owner}'s workspace held {tokens}, so keys and values of neighbouring heads overlap", step
+
+
+def of_small_workspace(workspace: tuple[str, str], failure: str | None) -> Finding:
+    """Return the finding on a workspace that is too small: the cause of a failed check; None if no check failed."""
+    text, step = workspace
+    if failure is None:
+        return finding("unchecked-answers", f"{text}. Answers may be wrong although no check failed", step)
+    return finding("wrong-answers", f"{text}: {failure}", step)
 
 
 def first_of_each_code(found: Iterable[Finding]) -> list[Finding]:
@@ -159,7 +214,7 @@ def findings(
                 found.append(finding("imbalance", "; ".join(uneven)))
     stated = {one.text for other in earlier for one in other.findings}
     found = [one for one in found if one.code not in _OF_THE_MACHINE or one.text not in stated]
-    return first_of_each_code([*found, *disagreements(launches)])
+    return first_of_each_code([*found, *(disagreements(launches) if len(launches) > 1 else [])])
 
 
 def _of_memory(result: CaseResult, series: Sequence[CaseResult], *, searching: bool) -> Iterator[Finding]:
@@ -197,7 +252,14 @@ def _of_failure(result: CaseResult) -> Finding:
     where = "while loading the model" if failure.phase == "load" else f"at batch size {result.case.batch_size}"
     rank = "" if failure.rank is None else f" on rank {failure.rank}"
     text = f"{_OUTCOMES[result.outcome]} {where}{rank}: {failure.message.strip().rstrip('.')}"
-    last = _decisive_line(failure.log_tail or "")
+    # The line of the log that names the cause: a fatal Python error, else the last exception, else the last line. Those
+    # of a traceback and the headings of faulthandler, which every dump of stacks has, do not count.
+    lines = [line.rstrip() for line in (failure.log_tail or "").splitlines() if line.strip()]
+    fatal = [line for line in lines if line.startswith("Fatal Python error: ")]
+    exceptions = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Interrupt)\b", line)]
+    plain = [line for line in lines if not line.startswith(_NO_TEXT)]
+    last = (fatal or exceptions or plain or [""])[-1].strip().rstrip(".")
+    last = last if len(last) <= _LONGEST_LOG_LINE else f"{last[: _LONGEST_LOG_LINE - 1]}…"
     # In a traceback the name of an exception has its module, in the message it has not.
     if last and last not in failure.message and failure.message not in last:
         text += f". Its log ends: {last}"
@@ -217,19 +279,6 @@ def _of_failure(result: CaseResult) -> Finding:
         log = "`llmgpu show REPORT --log CASE` prints the traceback."
         advice = log if failure.log_tail else "Remove the cause, and run it again."
     return finding("failed", text, advice)
-
-
-def _decisive_line(log: str) -> str:
-    """Return the line of a log that names the cause: a fatal Python error, else the last exception, else the last line.
-
-    Lines of a traceback and the headings of faulthandler, which every dump of stacks has, do not count.
-    """
-    lines = [line.rstrip() for line in log.splitlines() if line.strip()]
-    fatal = [line for line in lines if line.startswith("Fatal Python error: ")]
-    exceptions = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Interrupt)\b", line)]
-    plain = [line for line in lines if not line.startswith(_NO_TEXT)]
-    last = (fatal or exceptions or plain or [""])[-1].strip().rstrip(".")
-    return last if len(last) <= _LONGEST_LOG_LINE else f"{last[: _LONGEST_LOG_LINE - 1]}…"
 
 
 def _of_throughput(result: CaseResult, series: Sequence[CaseResult]) -> Iterator[Finding]:
@@ -368,8 +417,6 @@ def disagreements(launches: Sequence[CaseResult]) -> list[Finding]:
         launches: The results of one case, one per launch, in the order in which they ran. A launch that failed is
             counted, but not compared.
     """
-    if len(launches) < 2:  # noqa: PLR2004 - nothing to compare
-        return []
     completed = [(number, result) for number, result in enumerate(launches, 1) if result.outcome == "completed"]
     found = []
     if differences := list(_differences([result for _, result in completed])):

@@ -88,26 +88,3 @@ def _scored(result: CaseResult) -> bool:
     """Return whether a result has answers: log-likelihoods of endings, or texts with theirs."""
     answers = measured(result) or generated(result)
     return result.outcome == "completed" and answers is not None
-
-
-class Earlier:
-    """The assessed cases of a session by what makes them comparable, so that each is compared with few of the others.
-
-    A case is assessed again after each of its launches.
-    """
-
-    def __init__(self, cases: Iterable[CaseResult] = ()) -> None:
-        self._peers: dict[tuple[object, ...], dict[int, CaseResult]] = {}
-        """Maps the fields that decide the answers of a case to the cases that have them equal, by place in the report.
-        Series and references are among these."""
-        for place, result in enumerate(cases):
-            self.put(place, result)
-
-    def put(self, place: int, result: CaseResult) -> None:
-        """Add an assessed case, or replace the one at its place in the report."""
-        self._peers.setdefault(decisive(result.case), {})[place] = result
-
-    def peers(self, case: Case, before: int | None = None) -> list[CaseResult]:
-        """Return the cases that compute the same answers as a case; with `before` those before this place."""
-        found = self._peers.get(decisive(case), {})
-        return [found[place] for place in sorted(found) if before is None or place < before]

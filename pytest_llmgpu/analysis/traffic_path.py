@@ -106,17 +106,12 @@ def of_case(traffic: Traffic, profile: Profile, environment: Environment) -> Pat
 
 
 def _sender(name: str, expected: int, profile: Profile, devices: Sequence[DeviceProfile]) -> _Sender:
-    def total(sizes: list[float | None]) -> float | None:
-        known = [size for size in sizes if size is not None]
-        return sum(known) if known and len(known) == len(sizes) else None
-
-    return _Sender(
-        name,
-        expected,
-        nvlink=total([device.counters.get("nvlink_tx_bytes") for device in devices]),
-        pcie=total([pcie_bytes(profile, device, "tx") for device in devices]),
-        pcie_received=total([pcie_bytes(profile, device, "rx") for device in devices]),
+    nvlink = [device.counters.get("nvlink_tx_bytes") for device in devices]
+    pcie, received = ([pcie_bytes(profile, device, way) for device in devices] for way in ("tx", "rx"))
+    totals = (
+        None if None in sizes or not sizes else sum(filter(None, sizes), 0.0) for sizes in (nvlink, pcie, received)
     )
+    return _Sender(name, expected, *totals)
 
 
 def _link(sender: _Sender, *, has_nvlink: bool) -> Link | None:

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from pytest_llmgpu.analysis.answers import by_chance, differing, largest_difference, written
+from pytest_llmgpu.analysis.comparison import by_chance, differing, largest_difference, written
 from pytest_llmgpu.gate.policy import AccuracyRule
 from pytest_llmgpu.gate.stats import holm, net_loss
 from pytest_llmgpu.report.derived import decode, explained, predictions_of, typical_difference, value_of

@@ -203,8 +203,7 @@ def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Add the outcome to pytest's report, where other plugins can read it, and the output of the ranks."""
-    benchmark = _made(item.config)
-    if benchmark is not None:
+    if (benchmark := _made(item.config)) is not None:
         for rank, text in benchmark.runner.take_output().items():
             item.add_report_section(call.when, f"rank {rank}", printable_lines(text))
     report = yield
@@ -273,9 +272,10 @@ def _plan(items: Sequence[pytest.Item]) -> None:
     """
     if not items:
         return
-    session = items[0].config.stash[SESSION]()
+    session, chosen = items[0].config.stash[SESSION](), options.resolve(items[0].config)
     try:
-        session.find_baseline(fixtures.options_of(items[0]))
+        if session.gate is not None:
+            session.gate.find_baseline(session.planner.machine(fixtures.options_of(items[0])))
     except ValueError as error:
         raise pytest.UsageError(printable(str(error))) from None
     for item in items:
@@ -295,7 +295,8 @@ def _plan(items: Sequence[pytest.Item]) -> None:
             given = ", ".join(f"{name}={value!r}" for mark in markers for name, value in mark.kwargs.items())
             _refuse(item, f"marker llmgpu({given}): {error}")
     try:
-        session.resume(options.resolve(items[0].config))
+        if chosen.resume is not None:
+            session.resume(chosen)
     except ValueError as error:
         raise pytest.UsageError(printable(str(error))) from None
 

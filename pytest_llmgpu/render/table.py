@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Literal, NamedTuple
 
-from pytest_llmgpu.analysis import answers
 from pytest_llmgpu.analysis.capacity import split
+from pytest_llmgpu.analysis.comparison import written as probability
 from pytest_llmgpu.report.case import REFERENCE_STRATEGY
 from pytest_llmgpu.report.derived import batch_latency_s, device_busy, generated, measured, of_window
 from pytest_llmgpu.report.metrics import METRICS, Figure
@@ -479,7 +479,7 @@ def _differences(result: CaseResult, comparison: Comparison) -> list[str]:
     elif not dummy:
         text = f"{len(comparison.flipped):,} of {comparison.items:,} items flipped"
         if comparison.mcnemar_p is not None:
-            text += f" ({comparison.lost:,} lost, {comparison.won:,} won, {answers.written(comparison.mcnemar_p)})"
+            text += f" ({comparison.lost:,} lost, {comparison.won:,} won, {probability(comparison.mcnemar_p)})"
         parts.append(text)
     # The accuracy check uses the same figures: the largest difference of random weights, and the typical difference of
     # trained weights, because the relative difference of a log-likelihood near 0 is always large.

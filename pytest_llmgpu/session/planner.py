@@ -54,6 +54,8 @@ class Planner:
         """Make a planner."""
         self.known_tasks = known_tasks
         """Maps the name of each task, which is the name of its fixture, to its place."""
+        self.notes: list[str] = []
+        """A line for each dataset that differs from the published one."""
         self._known = known
         # A name in a report stands for one place, since cases of the same name are compared.
         self._places = dict(known)
@@ -79,6 +81,7 @@ class Planner:
             if loaded.task != task:
                 raise ValueError(f"task {task!r} loads items of task {loaded.task!r}: Item.task must be {task!r}")
             self._datasets[wanted] = loaded
+            self.notes += [f"note: {loaded.name}: {loaded.note}"] if loaded.note else []
         return self._datasets[wanted]
 
     def request(
@@ -138,9 +141,10 @@ class Planner:
             machine = msgspec.structs.replace(machine, devices=strategy.ranks(machine.devices))
 
         def case_of(source: ModelSource) -> Case:
+            """Return the case of a model; refuse one that the model or the strategy cannot run."""
             processes = strategy.ranks(machine.devices)
             recorded = options.cuda_graphs == "on" and (processes > 1 or machine.devices == 1)
-            return Case(
+            case = Case(
                 strategy=strategy.name,
                 backend=backend,
                 strategy_options=own,
@@ -168,18 +172,20 @@ class Planner:
                 prompt_tokens=(options.prompt_tokens or _PROMPT_TOKENS) if generates else None,
                 new_tokens=(new_tokens or options.new_tokens or _NEW_TOKENS) if generates else None,
             )
+            if case.prompt_tokens is not None and case.new_tokens is not None:
+                _check_generation(source, case.prompt_tokens, case.new_tokens)
+            strategy.check(case, source)
+            return case
 
         if options.load_format != "dummy" and options.model not in bundled.PRESETS:
             # First with the config alone: a model that cannot work must not cost a download of weights.
             outline = self._source(dataclasses.replace(options, load_format="dummy"), chosen)
             if models.is_quantized(outline.config):
                 models.facts(outline)
-            _check_case(case_of(outline), outline, strategy)
+            case_of(outline)
         source = self._source(options, chosen)
-        case = case_of(source)
-        _check_case(case, source, strategy)
         return CaseRequest(
-            case=case,
+            case=case_of(source),
             machine=machine,
             source=source,
             strategy=place,
@@ -189,11 +195,6 @@ class Planner:
             load_timeout_s=options.load_timeout,
             work=options.work == "on",
         )
-
-    @property
-    def notes(self) -> list[str]:
-        """Return a line for each dataset that differs from the published one."""
-        return [f"note: {dataset.name}: {dataset.note}" for dataset in self._datasets.values() if dataset.note]
 
     def _items(self, options: Options, items: Dataset | Sequence[Item] | None, task: str) -> tuple[Dataset, int | None]:
         """Return the items of a case as a dataset, and its limit: the first items of a dataset are a limit of it."""
@@ -342,20 +343,18 @@ def _generates(options: Options, dataset: Dataset, new_tokens: int | None) -> bo
     return False
 
 
-def _check_case(case: Case, source: ModelSource, strategy: Strategy) -> None:
-    """Refuse a case that its model or its strategy cannot run."""
-    if case.prompt_tokens is not None and case.new_tokens is not None:
-        fields, tokens = source.decoder, case.prompt_tokens + case.new_tokens
-        context = models.max_length(SimpleNamespace(**fields))
-        if tokens > context:
-            raise ValueError(
-                f"--llmgpu-model={source.name}: its context has {context} tokens, but {case.prompt_tokens} of a prompt "
-                f"and {case.new_tokens} new ones are {tokens}: choose --llmgpu-prompt-tokens and --llmgpu-new-tokens "
-                f"with a sum of at most {context}"
-            )
-        reason = generation.reason_against(fields, tokens)
-        if reason is None and (without := models.facts(source).without) is not None:
-            reason = f"takes no {without}, which decode steps with a KV cache need"
-        if reason is not None:
-            raise ValueError(f"--llmgpu-model={source.name} {reason}: workload generate is not possible")
-    strategy.check(case, source)
+def _check_generation(source: ModelSource, prompt_tokens: int, new_tokens: int) -> None:
+    """Refuse a model whose context is too short for the texts, or that cannot generate with a KV cache."""
+    fields, tokens = source.decoder, prompt_tokens + new_tokens
+    context = models.max_length(SimpleNamespace(**fields))
+    if tokens > context:
+        raise ValueError(
+            f"--llmgpu-model={source.name}: its context has {context} tokens, but {prompt_tokens} of a prompt and "
+            f"{new_tokens} new ones are {tokens}: choose --llmgpu-prompt-tokens and --llmgpu-new-tokens with a sum of "
+            f"at most {context}"
+        )
+    reason = generation.reason_against(fields, tokens)
+    if reason is None and (without := models.facts(source).without) is not None:
+        reason = f"takes no {without}, which decode steps with a KV cache need"
+    if reason is not None:
+        raise ValueError(f"--llmgpu-model={source.name} {reason}: workload generate is not possible")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +15,7 @@ import msgspec
 from pytest_llmgpu.analysis.assess import assess
 from pytest_llmgpu.analysis.capacity import capacities
 from pytest_llmgpu.analysis.merging import by_launch
-from pytest_llmgpu.analysis.reference import Earlier
+from pytest_llmgpu.analysis.reference import decisive
 from pytest_llmgpu.profiling import machine
 from pytest_llmgpu.profiling.machine import Machine
 from pytest_llmgpu.report import file
@@ -28,8 +28,8 @@ from pytest_llmgpu.report.text import beginning, valid
 from pytest_llmgpu.report.verdicts import Verdicts
 from pytest_llmgpu.report.work import Ceilings
 from pytest_llmgpu.session import resume
-from pytest_llmgpu.session.commit import commit
 from pytest_llmgpu.store import references, store
+from pytest_llmgpu.store.git import commit
 
 _NO_CEILINGS = "the ceilings are measured after the first work passes on a GPU"
 
@@ -58,19 +58,20 @@ class Recorder:
         """The report so far; None until the first case is there."""
         self.failed_tests: set[str] = set()
         """Node ids of the tests of a model that failed."""
-        self._failed: dict[Literal["report", "store", "page"], str] = {}
-        """The reason why the file does not have the whole report, or why there is no copy in the store or no page."""
+        self.problems: dict[Literal["report", "store", "page"], str] = {}
+        """A line for each file that is missing or incomplete, with the reason."""
         self._saved: list[str] = []
         """The path in the store, and a note if other reports of this machine have the name of the saved one."""
         self._launch = 1
         """The number of the launch that is measured now."""
         self._counts: Counter[tuple[str, str]] = Counter()
         """Maps node id and key of a case to the number of its measurements in this launch."""
-        self.earlier = Earlier()
-        """The assessed cases."""
+        self._assessed: defaultdict[tuple[object, ...], dict[int, CaseResult]] = defaultdict(dict)
+        """Maps the fields that decide the answers of a case to the cases that have them equal, by place in the report,
+        so that each is compared with few of the others. Series and references are among these."""
         self._ids: set[str] = set()
         """The ids of the cases."""
-        self._measured: dict[tuple[str, str, int], tuple[int, list[CaseResult]]] = {}
+        self._measured: dict[tuple[tuple[str, str], int], tuple[int, list[CaseResult]]] = {}
         """Maps node id, key and number of a measurement to its place in the report and its results, one per launch."""
         self._page_path = page_path
         if path is not None:
@@ -82,23 +83,18 @@ class Recorder:
         if options.save is not None:
             file.check_writable(storage_path / "0001.json")
 
-    @property
-    def problems(self) -> list[str]:
-        """Return a line for each file that is missing or incomplete, with the reason."""
-        return list(self._failed.values())
-
     def whereabouts(self) -> list[str]:
         """Return a line for each file, its path or the reason why it is missing, and one on what to do with them."""
         written = "no report was written (--llmgpu-json=)" if self.path is None else f"report: {self._shown(self.path)}"
-        lines = [self._failed.get("report", written), *self._saved, *filter(None, [self._failed.get("store")])]
+        lines = [self.problems.get("report", written), *self._saved, *filter(None, [self.problems.get("store")])]
         steps = []
         if self._page_path is not None:
-            lines.append(self._failed.get("page", f"page: {self._shown(self._page_path)}"))
-        elif self.path is not None and "report" not in self._failed:
+            lines.append(self.problems.get("page", f"page: {self._shown(self._page_path)}"))
+        elif self.path is not None and "report" not in self.problems:
             last = self._storage_path / store.LAST
             name = LATEST if self.path.absolute() == last.absolute() else self._shown(self.path)
             steps.append(f"llmgpu html {name} (one page with charts)")
-        if not self._saved and "store" not in self._failed:
+        if not self._saved and "store" not in self.problems:
             steps.append("--llmgpu-save=NAME (keeps the report)")
         return [*lines, f"next: {', '.join(steps)}"] if steps else lines
 
@@ -115,9 +111,12 @@ class Recorder:
         except ValueError as error:
             raise ValueError(f"--llmgpu-resume={reference}: {error}") from None
         self.report = report
-        self.earlier, self._ids = Earlier(report.cases), {result.id for result in report.cases}
+        self._ids = {result.id for result in report.cases}
         for place, result in enumerate(report.cases):
-            self._measured[self._next(result.nodeid or "", result.key)] = (place, by_launch(result))
+            self._assessed[decisive(result.case)][place] = result
+            measured = result.nodeid or "", result.key
+            self._measured[measured, self._counts[measured]] = (place, by_launch(result))
+            self._counts[measured] += 1
         self._counts.clear()
         return report
 
@@ -127,10 +126,10 @@ class Recorder:
         A test that measures the same case twice calls this, or `add`, once for each of them.
         """
         measured = valid(nodeid), case.key
-        place, launches = self._measured.get((*measured, self._counts[measured]), (0, []))
+        place, launches = self._measured.get((measured, self._counts[measured]), (0, []))
         if self.report is None or len(launches) < self._launch:
             return None
-        self._next(*measured)
+        self._counts[measured] += 1
         return self.report.cases[place]
 
     def start_launch(self, number: int) -> None:
@@ -178,26 +177,23 @@ class Recorder:
         for launch in result.launches:
             launch.resumption = len(self.report.resumed)
         # A test that measures the same case twice has two cases in the report, in every launch.
-        place, launches = self._measured.setdefault(self._next(nodeid, result.key), (len(cases), []))
+        measured = nodeid, result.key
+        place, launches = self._measured.setdefault((measured, self._counts[measured]), (len(cases), []))
+        self._counts[measured] += 1
         launches.append(result)
         if len(launches) == 1:
             result.id = next_id(self._ids, result.case)
             self._ids.add(result.id)
-        earlier = self.earlier.peers(result.case, before=place)
-        assessed = assess(launches, earlier=earlier, environment=environment, options=options)
-        self.earlier.put(place, assessed)
-        cases[place : place + 1] = [assessed]
+        peers = self._assessed[decisive(result.case)]
+        earlier = [peers[number] for number in sorted(peers) if number < place]
+        peers[place] = assess(launches, earlier=earlier, environment=environment, options=options)
+        cases[place : place + 1] = [peers[place]]
         self._write()
-        return assessed
+        return peers[place]
 
     def _text(self, text: str) -> str:
         """Return a text of a library or a rank without private folders, names and secrets."""
         return anonymous(short_paths(text, self._rootdir))
-
-    def _next(self, nodeid: str, key: str) -> tuple[str, str, int]:
-        """Count a measurement of this launch, and return its name in `_measured`."""
-        self._counts[nodeid, key] += 1
-        return nodeid, key, self._counts[nodeid, key] - 1
 
     def conclude(
         self,
@@ -224,42 +220,41 @@ class Recorder:
         if judge is not None:
             self.report.verdicts = judge(self.report)
         self._write()
-        if "report" in self._failed and self.path is not None:
+        if "report" in self.problems and self.path is not None:
             # It may be the work of hours.
             with suppress(OSError):
                 copy = Path(tempfile.mkdtemp(prefix="llmgpu-report-")) / self.path.name
                 # A figure that is not finite is null in this copy.
                 copy.write_bytes(msgspec.json.encode(self.report))
-                self._failed["report"] += f"; the report is {copy}"
+                self.problems["report"] += f"; the report is {copy}"
 
-    def save(self) -> None:
-        """Save the finished report in the store, if an option requests that."""
-        if self.report is None or (chosen := self.report.options.get(resume.SAVE)) is None:
+    def finish(self, baseline: Report | None) -> None:
+        """Save the finished report in the store, and write it as a page with its baseline, as options request it."""
+        if self.report is None:
             return
-        name = str(chosen or "") or None
+        if (chosen := self.report.options.get(resume.SAVE)) is not None:
+            self._save(self.report, str(chosen or "") or None)
+        if self._page_path is not None:
+            from pytest_llmgpu.render.html import report
+
+            name = "" if self.path is None else self._shown(self.path)
+            try:
+                report.write(report.render(self.report, baseline, name=name), self._page_path)
+            except ValueError as error:
+                self.problems["page"] = f"no page: {error}"
+
+    def _save(self, report: Report, name: str | None) -> None:
         try:
-            self._saved = [f"saved: {self._shown(store.save(self.report, self._storage_path, name))}"]
+            self._saved = [f"saved: {self._shown(store.save(report, self._storage_path, name))}"]
         except (OSError, ValueError) as error:  # ValueError: a name in the report that was continued
             where = self._shown(self._storage_path)
-            self._failed["store"] = f"the report could not be saved in {where}: {file.one_line(error)}"
+            self.problems["store"] = f"the report could not be saved in {where}: {file.one_line(error)}"
             return
         try:
             if name is not None:
-                references.resolve(name, self._storage_path, machine=store.hardware(self.report))
+                references.resolve(name, self._storage_path, machine=store.hardware(report))
         except ValueError as error:
             self._saved.append(f"note: {error}")
-
-    def write_page(self, baseline: Report | None) -> None:
-        """Write the finished report as a page, with its baseline, if an option requests that."""
-        if self.report is None or self._page_path is None:
-            return
-        from pytest_llmgpu.render.html import report
-
-        name = "" if self.path is None else self._shown(self.path)
-        try:
-            report.write(report.render(self.report, baseline, name=name), self._page_path)
-        except ValueError as error:
-            self._failed["page"] = f"no page: {error}"
 
     def _shown(self, where: Path | str) -> str:
         """Return a path relative to the rootdir; of one outside its base name. A relative path, or text, stays."""
@@ -288,7 +283,7 @@ class Recorder:
             return
         try:
             file.dump(self.report, self.path)
-            self._failed.pop("report", None)
+            self.problems.pop("report", None)
         except (OSError, ValueError) as error:  # ValueError: a figure of a case is not finite
             # A full disk must not end the run: the file is written again after the next case.
-            self._failed["report"] = f"{self._shown(self.path)} could not be written: {file.one_line(error)}"
+            self.problems["report"] = f"{self._shown(self.path)} could not be written: {file.one_line(error)}"

@@ -91,7 +91,14 @@ class BenchmarkSession:
         self._required: set[Group] = set()
         """The groups of which something should fit into memory."""
         self._launch = ""
-        self._handlers = _interrupt_on_termination()
+        self._handlers: dict[signal.Signals, Handler] = {}
+        """The handlers before this session: the signals that end a job are handled like Ctrl-C."""
+        # Outside the main thread nothing changes; a signal that is ignored stays so, as under nohup.
+        if threading.current_thread() is threading.main_thread():
+            for number in _TERMINATION:
+                if (before := signal.getsignal(number)) != signal.SIG_IGN:
+                    signal.signal(number, _interrupt)
+                    self._handlers[number] = signal.SIG_DFL if before is None else before
 
     def expect(
         self, group: Group, nodeid: str | None, batch_size: int | None, *, scored: Sequence[str], may_fit_nowhere: bool
@@ -117,19 +124,14 @@ class BenchmarkSession:
             self._expected.setdefault(group, []).append(nodeid)
         self._cases += [(request.machine, request.case, batch_size) for request in requests]
 
-    def find_baseline(self, options: Options) -> None:
-        """Read the baseline, if the run has one, before a model is looked up; ValueError if that fails."""
-        if self.gate is not None:
-            self.gate.find_baseline(self.planner.machine(options))
-
     def resume(self, options: Options) -> None:
-        """Continue the session of a report, if the run does so; once no test is refused, since the report is changed.
+        """Continue the session of a report; once no test is refused, since the report is changed.
 
         Raises:
             ValueError: The report cannot be read, or its session cannot be continued here.
         """
-        if options.resume is not None:
-            self.runner.resume(self.recorder.resume(options.resume, self.planner.machine(options)))
+        assert options.resume is not None, "the run continues a report"
+        self.runner.resume(self.recorder.resume(options.resume, self.planner.machine(options)))
 
     def headlines(self) -> list[str]:
         """Return the lines that name devices, model, data and batch sizes, the report that is continued, and notes."""
@@ -156,7 +158,8 @@ class BenchmarkSession:
 
     def with_reference(self, request: CaseRequest) -> CaseRequest:
         """Return a request with the texts of the reference strategy, where the run has generated them before."""
-        mp = reference.find(request.case, self.recorder.earlier.peers(request.case))
+        report = self.recorder.report
+        mp = reference.find(request.case, report.cases) if report is not None and request.case.generates else None
         if mp is None or (texts := generated(mp)) is None:
             return request
         return msgspec.structs.replace(request, reference=ReferenceTexts(key=mp.key, tokens=texts.tokens))
@@ -194,7 +197,7 @@ class BenchmarkSession:
             f"{strategy}, {options.model}: out of memory, and nothing completed"
             for strategy, options in sorted(self._out_of_memory & self._required - self._completed, key=repr)
         ]
-        return [*self.recorder.problems, *unreported, *nothing_fitted]
+        return [*self.recorder.problems.values(), *unreported, *nothing_fitted]
 
     def profilers_of(self, machine: Machine) -> NodeProfilers:
         """Return the profilers of the devices of a machine; the samplers of other devices are ended first."""
@@ -243,8 +246,7 @@ class BenchmarkSession:
             self._end_processes()
         with _deferred_interrupt() as requested:
             self.conclude(exit_status, interrupted=interrupted, deselected=deselected)
-            self.recorder.save()
-            self.recorder.write_page(None if self.gate is None else self.gate.base)
+            self.recorder.finish(None if self.gate is None else self.gate.base)
         # Checked again, because the last writing of the report may have failed.
         return _INTERRUPTED if requested else exit_status or int(bool(self.problems()))
 
@@ -273,20 +275,6 @@ class BenchmarkSession:
     def _show(self, case: Case, done: int, planned: int, elapsed_s: float) -> None:
         name = f"{case.id} ({self._launch})" if self._launch else case.id
         self._live.show(terminal.progress(name, done, planned, elapsed_s, batch_size=case.batch_size))
-
-
-def _interrupt_on_termination() -> dict[signal.Signals, Handler]:
-    """Handle the signals that end a job like Ctrl-C; return the previous handlers.
-
-    A signal that is ignored stays so, as under nohup. Outside the main thread nothing changes.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        return {}
-    before = {number: signal.getsignal(number) for number in _TERMINATION}
-    replaced = {number: handler for number, handler in before.items() if handler != signal.SIG_IGN}
-    for number in replaced:
-        signal.signal(number, _interrupt)
-    return {number: signal.SIG_DFL if handler is None else handler for number, handler in replaced.items()}
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001 - as signal calls it

@@ -1,4 +1,4 @@
-"""Running git, and reading files of a commit by `git:REV:PATH`.
+"""Runs git, finds the commit that was measured, and reads files of a commit by `git:REV:PATH`.
 
 git never asks for a password, changes nothing in the repository, and its errors are one line. A baseline or a policy
 that is read from a commit of the main branch cannot be edited by the change that it judges.
@@ -9,14 +9,27 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+
+from pytest_llmgpu.report.privacy import anonymous
+from pytest_llmgpu.report.report import Commit
 
 _REFERENCE = "git:"
 _FETCH_TIMEOUT_S = 120.0  # a partial clone fetches the file from its remote
+_STATUS_TIMEOUT_S = 60.0  # git reads every file of a large tree on a network disk, and a report needs its commit
 
 # Without locks and file system monitor, reading a tree does not change it and leaves no process.
 _COMMAND = ("git", "--no-optional-locks", "-c", "core.fsmonitor=false")
+
+_NOT_STORED = ":(exclude,top,glob)**/.llmgpu/**"
+
+_VARIABLES = {
+    "LLMGPU_COMMIT": ("LLMGPU_BRANCH",),
+    "GITHUB_SHA": ("GITHUB_HEAD_REF", "GITHUB_REF_NAME"),
+    "CI_COMMIT_SHA": ("CI_COMMIT_REF_NAME",),
+}
+"""Maps a variable with the commit to the variables with its branch; the one that a user sets comes first."""
 
 
 class AbsentError(ValueError):
@@ -26,6 +39,30 @@ class AbsentError(ValueError):
 def is_reference(name: str | Path) -> bool:
     """Return whether a name is of the form `git:REV:PATH`: `git:origin/main:pyproject.toml`."""
     return str(name).startswith(_REFERENCE)
+
+
+def commit(rootdir: Path, environ: Mapping[str, str] = os.environ) -> Commit:
+    """Return the commit of a working tree; without git and without variables of a CI system, the reason."""
+
+    def first(names: Iterable[str]) -> str | None:
+        return next((environ[name] for name in names if environ.get(name)), None)
+
+    try:
+        sha, branch = output(rootdir, "rev-parse", "HEAD", "--abbrev-ref", "HEAD", timeout_s=_STATUS_TIMEOUT_S).split()
+    except ValueError as error:
+        for name, branches in _VARIABLES.items():
+            if value := environ.get(name, "").strip():
+                return Commit(sha=value, branch=first(branches), source=name, why={"dirty": anonymous(str(error))})
+        return Commit(why={"sha": f"{anonymous(str(error))}; none of {', '.join(_VARIABLES)} is set"})
+    # A detached HEAD: CI checks out a commit, not a branch.
+    named = branch if branch != "HEAD" else first(name for branches in _VARIABLES.values() for name in branches)
+    try:
+        # The store does not count: every run writes to it, and it may be kept in git.
+        status = ("status", "--porcelain", "--untracked-files=no", "--", ":/", _NOT_STORED)
+        changed = output(rootdir, *status, timeout_s=_STATUS_TIMEOUT_S)
+    except ValueError as error:
+        return Commit(sha=sha, branch=named, source="git", why={"dirty": anonymous(str(error))})
+    return Commit(sha=sha, branch=named, dirty=bool(changed), source="git")
 
 
 def content(reference: str | Path, repository: Path) -> bytes:
@@ -44,10 +81,10 @@ def content(reference: str | Path, repository: Path) -> bytes:
     begun = _run(repository, "rev-parse", "--git-dir", timeout_s=_FETCH_TIMEOUT_S)
     if begun.returncode:
         raise ValueError(f"{name}: git: {_error_line(begun)}")
-    commit = _run(repository, "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}", timeout_s=_FETCH_TIMEOUT_S)
-    if commit.returncode:
+    known = _run(repository, "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}", timeout_s=_FETCH_TIMEOUT_S)
+    if known.returncode:
         raise ValueError(f"{name}: there is no commit {revision!r} in this repository; fetch it first")
-    blob = b"%s:%s\n" % (commit.stdout.strip(), path.encode())
+    blob = b"%s:%s\n" % (known.stdout.strip(), path.encode())
     found = _run(repository, "cat-file", "--batch", text=blob, timeout_s=_FETCH_TIMEOUT_S).stdout
     head, _, data = found.partition(b"\n")
     kind = re.fullmatch(rb"[0-9a-f]+ (\w+) (\d+)", head)

@@ -20,16 +20,10 @@ from support.report_factory import (
     paper_results,
 )
 
-from pytest_llmgpu.analysis.answers import (
-    baseline,
-    by_chance,
-    check_texts,
-    compare,
-    lost_and_won,
-    mcnemar,
-    written,
-)
+from pytest_llmgpu.analysis.accuracy import baseline
 from pytest_llmgpu.analysis.assess import assess
+from pytest_llmgpu.analysis.comparison import by_chance, compare, lost_and_won, mcnemar, written
+from pytest_llmgpu.analysis.generated_texts import check_texts
 from pytest_llmgpu.inference import bundled
 from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.report.result import Accuracy, AccuracyCheck, CaseResult, Finding, Launch

@@ -2,11 +2,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import pytest
 from support.report_factory import make_accuracy, make_failed, make_result
 
-from pytest_llmgpu.analysis.reference import Earlier, missing, reference
+from pytest_llmgpu.analysis.reference import missing, reference
 from pytest_llmgpu.report.result import AccuracyCheck, CaseResult
 
 
@@ -71,16 +70,3 @@ def test_a_missing_reference_has_its_reason(result: CaseResult, earlier: list[Ca
     """The reason is that of the case itself first."""
     assert reference(result, earlier) is None
     assert reason in missing(result, earlier)
-
-
-def test_a_case_is_compared_with_earlier_ones_that_compute_the_same() -> None:
-    """Other strategies of the same items count; a case is replaced when it is assessed again after a launch."""
-    results = [_scored(limit=1), _scored(limit=2), _scored("tp", limit=1), _scored("iok", limit=1)]
-    earlier = Earlier(results)
-    case = results[3].case
-    assert [one.case.strategy for one in earlier.peers(case)] == ["mp", "tp", "iok"]
-    assert [one.case.strategy for one in earlier.peers(case, before=3)] == ["mp", "tp"]
-    assert earlier.peers(case, before=0) == []
-    again = msgspec.structs.replace(results[0], outcome="crashed")
-    earlier.put(0, again)
-    assert earlier.peers(case, before=1) == [again]

@@ -45,7 +45,7 @@ def _finished(
         Machine(device="cpu", devices=1, gpus=[], facts=TorchFacts(version="2")),
     )
     kept.conclude(exit_status, None, interrupted=interrupted, expected=[_NODEID], deselected=[])
-    kept.save()
+    kept.finish(None)
     return kept
 
 
@@ -102,7 +102,7 @@ def test_a_run_that_could_not_be_saved_is_not_green(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(store, "save", full)
     kept = _finished(tmp_path, Options(save=""))
     said = "the report could not be saved in store: No space left on device"
-    assert kept.problems == [said]
+    assert list(kept.problems.values()) == [said]
     assert kept.whereabouts()[:2] == ["report: report.json", said]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from support.report_factory import make_ceilings, make_failed, make_result, make_traffic, make_work
 
+from pytest_llmgpu.analysis.assess import assess
 from pytest_llmgpu.profiling import machine
 from pytest_llmgpu.profiling.machine import Machine, TorchFacts
 from pytest_llmgpu.report import file
@@ -95,6 +96,25 @@ def test_every_case_is_written_at_once_under_a_name_of_its_own(recorded: Recorde
     assert [result.id for result in file.load(recorded.path).cases] == ["mp-bs1", "mp-bs1#2"]
 
 
+def test_a_case_is_compared_with_earlier_ones_that_compute_the_same(
+    recorded: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cases of the same items count that stand before it in the report, with all of their launches so far."""
+    compared: list[list[tuple[str, int]]] = []
+
+    def seen(launches: list[CaseResult], *, earlier: list[CaseResult], **others: Any) -> CaseResult:
+        compared.append([(one.id, len(one.launches)) for one in earlier])
+        return assess(launches, earlier=earlier, **others)
+
+    monkeypatch.setattr(recorder, "assess", seen)
+    for launch in (1, 2):
+        recorded.start_launch(launch)
+        for strategy, limit in (("mp", 1), ("mp", 2), ("tp", 1), ("iok", 1)):
+            _add(recorded, make_result(strategy=strategy, limit=limit, **_CPU))
+    once, twice = ([("mp-bs1", number), ("tp-bs1", number)] for number in (1, 2))
+    assert compared == [[], [], once[:1], once, [], [], twice[:1], twice]
+
+
 def test_the_end_of_a_session_adds_the_capacity_of_each_series(recorded: Recorder) -> None:
     """A case that was out of memory stands after the one that completed."""
     for result in (make_result(**_CPU), make_failed(batch_size=2, **_CPU), make_result(strategy="tp", **_CPU)):
@@ -137,7 +157,7 @@ def test_a_figure_that_is_not_finite_loses_no_report(
     _add(recorded, result)
     recorded.conclude(0, None, interrupted=False, expected=[], deselected=[])
     (copy,) = tmp_path.glob("tmp/*/report.json")
-    (trouble,) = recorded.problems
+    (trouble,) = recorded.problems.values()
     assert "$.cases[0].launches[0].wall_s is nan" in trouble
     assert trouble.endswith(f"the report is {copy}")
     assert file.load(copy).cases[0].launches[0].wall_s is None

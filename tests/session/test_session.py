@@ -56,13 +56,12 @@ def test_an_interrupt_while_the_report_is_written_loses_nothing(
     """Ctrl-C is deferred until everything is written, and changes the exit status."""
     written: list[str] = []
 
-    def save() -> None:
+    def finish(_: None) -> None:
         os.kill(os.getpid(), signal.SIGINT)
-        written.append("store")
+        written.append("store and page")
 
-    monkeypatch.setattr(session.recorder, "save", save)
-    monkeypatch.setattr(session.recorder, "write_page", lambda _: written.append("page"))
+    monkeypatch.setattr(session.recorder, "finish", finish)
     before = signal.getsignal(signal.SIGINT)
     assert session.end(0, interrupted=False, deselected=[]) == 2
-    assert written == ["store", "page"]
+    assert written == ["store and page"]
     assert signal.getsignal(signal.SIGINT) is before

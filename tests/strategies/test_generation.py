@@ -14,7 +14,7 @@ from support.report_factory import make_case
 # pytester removes modules that a run in this process has imported; modules imported before it stay the same.
 import pytest_llmgpu.session.session  # noqa: F401
 from pytest_llmgpu import strategies
-from pytest_llmgpu.analysis.answers import check_texts
+from pytest_llmgpu.analysis.generated_texts import check_texts
 from pytest_llmgpu.inference import tasks
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.inference.tasks.prompts import Prompts

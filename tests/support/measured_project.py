@@ -19,7 +19,7 @@ import json, os, signal, sys
 from msgspec.structs import replace
 from pathlib import Path
 from support.report_factory import make_failed, make_report, make_result, make_traffic, make_work
-from pytest_llmgpu.session.commit import commit
+from pytest_llmgpu.store.git import commit
 from pytest_llmgpu.report.file import dump
 from pytest_llmgpu.report.report import Session
 

@@ -22,7 +22,6 @@ from support.report_factory import (
     paper_results,
 )
 
-from pytest_llmgpu.analysis import answers
 from pytest_llmgpu.analysis.assess import assess
 from pytest_llmgpu.profiling.machine import Machine, TorchFacts
 from pytest_llmgpu.render.terminal.report import (
@@ -224,7 +223,8 @@ def _summary(results: Sequence[CaseResult], most: int | None = None) -> str:
 
 def _checked(results: list[CaseResult]) -> list[CaseResult]:
     for number, result in enumerate(results):
-        result.accuracy_check, _ = answers.check(result, None, results[:number], Options())
+        assessed = assess([result], earlier=results[:number], environment=_ENVIRONMENT, options=Options())
+        result.accuracy_check = assessed.accuracy_check
     return results
 
 

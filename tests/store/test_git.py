@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from support.repository import first_commit, git
 
-from pytest_llmgpu.session import commit as commit_module
-from pytest_llmgpu.session.commit import commit
+from pytest_llmgpu.store import git as git_module
+from pytest_llmgpu.store.git import commit
 
 needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 
@@ -105,7 +105,7 @@ def test_without_git_ci_variables_name_the_commit(
 
 def test_a_git_that_is_missing_or_hangs_is_a_reason(fake_git: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run does not need git; a file system that hangs costs a minute, not the run."""
-    monkeypatch.setattr(commit_module, "_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(git_module, "_STATUS_TIMEOUT_S", 0.1)
     _becomes(fake_git, "exec tail -f /dev/null")
     assert commit(fake_git.parent, {}).why["sha"].startswith("git did not finish within 0.1 s")
     monkeypatch.setenv("PATH", str(fake_git.parent.parent))
