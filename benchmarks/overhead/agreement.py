@@ -220,7 +220,7 @@ def _step(
     time.sleep(idle_s)
     took_s = max(ranks.run(kind, message_bytes, repetitions)) if repetitions else 0.0
     time.sleep(idle_s)
-    profile = profiler.slice(start_s, _mark(profiler))
+    profile = profiler.slice([start_s], [_mark(profiler)])
     return {
         "kind": kind,
         "message_bytes": message_bytes,

@@ -80,13 +80,8 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
         return self.nodes[rank] if len(self.nodes) > 1 else 0
 
     @property
-    def gpus_here(self) -> list[Gpu]:
-        """The chosen GPUs of node 0, where pytest runs: NVML reads no others."""
-        return self.gpus_of_nodes[0]
-
-    @property
     def gpus_of_nodes(self) -> list[list[Gpu]]:
-        """The chosen GPUs of each node that takes part."""
+        """The chosen GPUs of each node that takes part. The first is node 0, where pytest runs."""
         number = 1 + max((self.node_of(place) for place in range(self.devices)), default=0)
         return [[gpu for place, gpu in enumerate(self.gpus) if self.node_of(place) == node] for node in range(number)]
 
@@ -143,11 +138,11 @@ def machine(
         return Machine(device="cuda", devices=len(gpus), gpus=gpus, facts=facts)
 
     nodes = len(list(Path("/dev").glob("nvidia[0-9]*"))) if device_nodes is None else device_nodes
-    names = _count(gpu.name for gpu in inventory.gpus) or (f"{nodes} x /dev/nvidia*" if nodes else "")
     mask = environ.get("CUDA_VISIBLE_DEVICES")
     hidden = mask is not None and mask.split(",")[0].strip() in ("", "-1", "NoDevFiles")
-    if device == "auto" and (hidden or not names):
+    if device == "auto" and (hidden or not (inventory.gpus or nodes)):
         return Machine(device="cpu", devices=devices or 1, gpus=[], facts=facts)
+    names = _count(gpu.name for gpu in inventory.gpus) or (f"{nodes} x /dev/nvidia*" if nodes else "no GPU")
     remedy = "check that nvidia-smi works and that the driver is new enough for this torch"
     if hidden:
         remedy = f"CUDA_VISIBLE_DEVICES={mask!r} hides every GPU: unset it"
@@ -156,7 +151,7 @@ def machine(
     elif mask is not None:
         remedy = f"check that CUDA_VISIBLE_DEVICES={mask!r} names a GPU of this machine"
     raise ValueError(
-        f"device {device}: {names or 'no GPU'} found, and torch {facts.version} cannot use CUDA ({facts.why}); "
+        f"device {device}: {names} found, and torch {facts.version} cannot use CUDA ({facts.why}); "
         f"{remedy}, or pass --llmgpu-device=cpu to measure the CPU"
     )
 

@@ -1,4 +1,4 @@
-"""The profilers of all nodes as one: each node has a sampler, and cuts its own stream by its own clock."""
+"""The profilers of several nodes as one: each node has a sampler, and cuts its own stream by its own clock."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ It raises OSError if the node cannot be reached.
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of the profiler of one node."""
+    """The settings of the profiler of another node."""
 
     period_s: float
     """Seconds between readings."""
@@ -33,11 +33,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """See `Profiler`."""
 
 
-def profiler(settings: Settings) -> Profiler:
-    """Return a profiler of this node."""
-    return Profiler(settings.period_s, settings.uuids, method=settings.method)
-
-
 class RemoteProfiler:
     """The profiler of another node, which its agent runs; a node that is lost has profiles without readings.
 
@@ -45,8 +40,6 @@ class RemoteProfiler:
     """
 
     def __init__(self, call: Call, settings: Settings) -> None:
-        self.held_bytes: Mapping[str, int] = {}
-        """See `Profiler`."""
         self._call = call
         self._settings = settings
         self._lost: str | None = None
@@ -55,25 +48,24 @@ class RemoteProfiler:
         """Start the sampler."""
         self._ask("start", None)
 
-    def now_s(self) -> float:
+    def now_s(self) -> list[float]:
         """Return the time of the node; 0 if it is lost."""
-        return self._ask("now_s", 0.0)
+        return self._ask("now_s", [0.0])
 
     def mark(self, *, wait: bool = False) -> None:
         """Request a reading of the cumulative counters."""
         self._ask("mark", None, wait=wait)
 
-    def slice(self, start_s: float, end_s: float, held_bytes: Mapping[str, int] | None = None) -> Profile:
+    def slice(self, starts_s: Sequence[float], ends_s: Sequence[float], held_bytes: Mapping[str, int]) -> Profile:
         """Return the profile between two times; one without readings if the node is lost."""
         nothing = Profile(
             period_s=self._settings.period_s,
-            duration_s=max(0.0, end_s - start_s),
+            duration_s=max(0.0, ends_s[0] - starts_s[0]),
             samples=0,
             missed=0,
             lateness_p99_s=None,
         )
-        held = dict(self.held_bytes if held_bytes is None else held_bytes)
-        found = self._ask("slice", nothing, start_s=start_s, end_s=end_s, held_bytes=held)
+        found = self._ask("slice", nothing, starts_s=starts_s, ends_s=ends_s, held_bytes=dict(held_bytes))
         return msgspec.structs.replace(found, why={"profile": self._lost}) if self._lost else found
 
     def used_bytes(self) -> Mapping[str, int]:
@@ -103,7 +95,7 @@ def ask_here(settings: Settings, method: str, arguments: Mapping[str, Any]) -> A
     """Call a method of the profiler of this node for another one. The agent of a node runs this."""
     if settings not in _here:
         close_here()
-        _here[settings] = profiler(settings)
+        _here[settings] = Profiler(settings.period_s, settings.uuids, method=settings.method)
     return getattr(_here[settings], method)(**arguments)
 
 
@@ -114,25 +106,26 @@ def close_here() -> None:
 
 
 class NodeProfilers:
-    """The profilers of all nodes of a run, in the order of the nodes."""
+    """The profilers of all nodes of a run, in the order of the nodes. It has the methods of a `Profiler` for a run."""
 
-    def __init__(
-        self, profilers: Sequence[Profiler | RemoteProfiler], indices: Mapping[str, int] | None = None
-    ) -> None:
-        """Join the profilers of the nodes, the first of which is that of this process; none is started.
+    def __init__(self, here: Profiler, others: Sequence[Profiler | RemoteProfiler], indices: Mapping[str, int]) -> None:
+        """Join the profilers of the nodes; none is started.
 
-        `indices` has the index of each GPU among those of all nodes by its UUID; None on one node.
+        `indices` has the index of each GPU among those of all nodes by its UUID.
         """
-        assert isinstance(profilers[0], Profiler)
-        self.here = profilers[0]
+        self.here = here
         """The profiler of the node of this process."""
-        self._profilers = profilers
-        self._indices = indices or {}
+        self._profilers = [here, *others]
+        self._indices = indices
 
-    def hold(self, held_bytes: Mapping[str, int]) -> None:
-        """Subtract these bytes, by UUID, from memory_used_bytes, unless a slice is given others."""
-        for profiler in self._profilers:
-            profiler.held_bytes = held_bytes
+    @property
+    def held_bytes(self) -> Mapping[str, int]:
+        """See `Profiler`."""
+        return self.here.held_bytes
+
+    @held_bytes.setter
+    def held_bytes(self, held_bytes: Mapping[str, int]) -> None:
+        self.here.held_bytes = held_bytes
 
     def start(self) -> None:
         """Start the samplers that do not run."""
@@ -140,7 +133,7 @@ class NodeProfilers:
 
     def now_s(self) -> list[float]:
         """Return the time of each node."""
-        return self._each(lambda profiler, _: profiler.now_s())
+        return [time_s for times_s in self._each(lambda profiler, _: profiler.now_s()) for time_s in times_s]
 
     def mark(self, *, wait: bool = False) -> None:
         """Request a reading of the cumulative counters on every node."""
@@ -150,8 +143,9 @@ class NodeProfilers:
         self, starts_s: Sequence[float], ends_s: Sequence[float], held_bytes: Mapping[str, int] | None = None
     ) -> Profile:
         """Return the profile of all devices; each node has a start and an end in its own time."""
-        found = self._each(lambda profiler, node: profiler.slice(starts_s[node], ends_s[node], held_bytes))
-        return found[0] if len(found) == 1 else joined(found, self._indices)
+        held = self.held_bytes if held_bytes is None else held_bytes
+        found = self._each(lambda profiler, node: profiler.slice([starts_s[node]], [ends_s[node]], held))
+        return joined(found, self._indices)
 
     def used_bytes(self) -> dict[str, int]:
         """Return the memory in use now by UUID, on all nodes."""
@@ -165,8 +159,6 @@ class NodeProfilers:
 
     def _each(self, do: Callable[[Profiler | RemoteProfiler, int], _Answer]) -> list[_Answer]:
         """Return what a call of each profiler returns; nodes are called at the same time."""
-        if len(self._profilers) == 1:
-            return [do(self._profilers[0], 0)]
         with ThreadPoolExecutor(len(self._profilers)) as pool:
             return list(pool.map(do, self._profilers, range(len(self._profilers))))
 

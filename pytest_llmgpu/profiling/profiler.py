@@ -1,6 +1,7 @@
 """Starts the sampler, receives its stream, and cuts a profile for every window of time.
 
-Times are CLOCK_MONOTONIC seconds, as `time.monotonic()` gives them in every process of the machine.
+Times are CLOCK_MONOTONIC seconds, as `time.monotonic()` gives them in every process of the machine. Each node has a
+clock of its own: a time of a run is a list with an entry for each node, here with one (`node_profilers`).
 """
 
 from __future__ import annotations
@@ -112,9 +113,14 @@ class Profiler:
         with self._changed:
             return None if self._process is None else self._process.pid
 
-    def now_s(self) -> float:
+    @property
+    def here(self) -> Profiler:
+        """The profiler of the node of this process."""
+        return self
+
+    def now_s(self) -> list[float]:
         """Return the time that windows are cut by."""
-        return time.monotonic()
+        return [time.monotonic()]
 
     def used_bytes(self) -> Mapping[str, int]:
         """Return the memory in use now, by any process, for each of the chosen GPUs that can be read."""
@@ -170,14 +176,17 @@ class Profiler:
                 recording, marks = self.recording, self._marks
                 self._changed.wait_for(lambda: self._ended or recording.marks >= marks, _STREAM_S)
 
-    def slice(self, start_s: float, end_s: float, held_bytes: Mapping[str, int] | None = None) -> Profile:
+    def slice(
+        self, starts_s: Sequence[float], ends_s: Sequence[float], held_bytes: Mapping[str, int] | None = None
+    ) -> Profile:
         """Return the profile between two times. Wait up to 2 s until the stream has passed the end.
 
-        They are CLOCK_MONOTONIC seconds, not in the future. Without `held_bytes` those of the profiler are subtracted.
+        They are not in the future. Without `held_bytes` those of the profiler are subtracted.
 
         Raises:
             ValueError: The end lies before the start.
         """
+        (start_s,), (end_s,) = starts_s, ends_s
         if end_s < start_s:
             raise ValueError(f"window ends at {end_s} s, before its start at {start_s} s")
         if self._marked_s < end_s and time.monotonic() < end_s + max(_FRESH_S, _FRESH * (end_s - start_s)):
@@ -224,7 +233,7 @@ class Profiler:
         finally:
             window.end_s = time.monotonic()
             self.mark()
-            profile = self.slice(window.start_s, window.end_s, held_bytes)
+            profile = self.slice([window.start_s], [window.end_s], held_bytes)
             window.profile = msgspec.structs.replace(profile, invalid=disturbances.find(profile))
             with self._changed:
                 self._open.remove(window.start_s)

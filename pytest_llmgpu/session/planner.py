@@ -247,7 +247,7 @@ class Planner:
                 "--llmgpu-cuda-graphs=on: --llmgpu-scoring=harness keeps a KV cache; allowed are auto and off"
             )
         cap = options.gpu_memory
-        uuids = tuple(gpu.uuid for gpu in machine.gpus_here)
+        uuids = tuple(gpu.uuid for gpu in machine.gpus_of_nodes[0])
         # Once, before a rank runs: later the memory in use is that of our own ranks.
         if cap is not None and (cap, uuids) not in self._caps:
             flag = f"--llmgpu-gpu-memory={gib(cap)}"
@@ -277,7 +277,7 @@ class Planner:
                 f"WORLD_SIZE={started}, but {strategy.name} on {plural(machine.devices, 'device')} needs {needed} "
                 f"processes: start {needed}, or pass --llmgpu-devices={started}"
             )
-        usable = 1 if machine.one_gpu_each else len(machine.gpus_here)
+        usable = 1 if machine.one_gpu_each else len(machine.gpus_of_nodes[0])
         if started and needed == 1 and machine.device == "cuda" and machine.devices > usable:
             raise ValueError(
                 f"--llmgpu-devices={machine.devices}: {strategy.name} runs in one process, which can use "

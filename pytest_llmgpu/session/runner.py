@@ -19,6 +19,7 @@ from pytest_llmgpu.inference.tasks.protocol import Item
 from pytest_llmgpu.profiling import machine
 from pytest_llmgpu.profiling.machine import Machine
 from pytest_llmgpu.profiling.node_profilers import NodeProfilers
+from pytest_llmgpu.profiling.profiler import Profiler
 from pytest_llmgpu.ranks import ceilings, serving, traffic, work, worker
 from pytest_llmgpu.ranks import host as hosts
 from pytest_llmgpu.ranks.group import RankGroup, slowest
@@ -84,7 +85,7 @@ class Runner:
     def __init__(
         self,
         launcher: LocalLauncher,
-        profilers_of: Callable[[Machine], NodeProfilers],
+        profilers_of: Callable[[Machine], Profiler | NodeProfilers],
         progress: Progress,
         show_line: Callable[[str], None],
     ) -> None:
@@ -274,7 +275,7 @@ class Runner:
             self.close(kill=True)
             return str(error)
 
-    def _begin(self, phase: Phase, profilers: NodeProfilers) -> None:
+    def _begin(self, phase: Phase, profilers: Profiler | NodeProfilers) -> None:
         """Begin a phase of a case: if it fails, its profile and its counters start here."""
         profilers.mark()
         self._phase, self._began_s, self._began_on_nodes_s = phase, time.monotonic(), profilers.now_s()
@@ -394,7 +395,7 @@ class Runner:
                 )
                 self._load_errors[case.loading] = RankFailedError(error.outcome, failure)
             raise
-        self._profilers_of(request.machine).hold(_held(loaded, request.machine))
+        self._profilers_of(request.machine).held_bytes = _held(loaded, request.machine)
         self._loading, self._load_s = case.loading, time.monotonic() - began
         return self._group
 
@@ -448,7 +449,7 @@ class Runner:
         profile = profilers.slice(self._began_on_nodes_s, ended_s, _held(of_ranks, request.machine) or None)
         launch.profile = self._with_disturbances(profile, request)
         launch.memory = _memory(of_ranks, request.machine, launch.profile)
-        profilers.hold({})
+        profilers.held_bytes = {}
 
     def _with_disturbances(self, profile: Profile, request: CaseRequest, host: HostUse | None = None) -> Profile:
         """Return a profile with the disturbances of its window; `host` is not known if the case failed."""

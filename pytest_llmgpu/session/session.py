@@ -16,7 +16,6 @@ import msgspec
 from pytest_llmgpu.analysis import reference
 from pytest_llmgpu.inference import tasks
 from pytest_llmgpu.profiling import machine as environment
-from pytest_llmgpu.profiling import node_profilers
 from pytest_llmgpu.profiling.machine import Machine
 from pytest_llmgpu.profiling.node_profilers import NodeProfilers, RemoteProfiler, Settings
 from pytest_llmgpu.profiling.profiler import Profiler
@@ -79,7 +78,7 @@ class BenchmarkSession:
         self._sample_period_s, self._profile_method = options.sample_period, options.profile_method
         self._live = live
         self._folder = tempfile.TemporaryDirectory(prefix="llmgpu-run-", ignore_cleanup_errors=True)
-        self._profilers: tuple[tuple[tuple[str, ...], ...], NodeProfilers] | None = None
+        self._profilers: tuple[tuple[tuple[str, ...], ...], Profiler | NodeProfilers] | None = None
         folder = Path(self._folder.name)
         launcher = LocalLauncher(folder) if peers is None else EnvLauncher(peers, folder)
         self.runner = Runner(launcher, self.profilers_of, self._show, live.note)
@@ -199,20 +198,21 @@ class BenchmarkSession:
         ]
         return [*self.recorder.problems.values(), *unreported, *nothing_fitted]
 
-    def profilers_of(self, machine: Machine) -> NodeProfilers:
+    def profilers_of(self, machine: Machine) -> Profiler | NodeProfilers:
         """Return the profilers of the devices of a machine; the samplers of other devices are ended first."""
         wanted = tuple(tuple(gpu.uuid for gpu in gpus) for gpus in machine.gpus_of_nodes)
         if self._profilers is None or self._profilers[0] != wanted:
             if self._profilers is not None:
                 self._profilers[1].close()
-            own, *others = (
-                Settings(period_s=self._sample_period_s, uuids=uuids, method=self._profile_method) for uuids in wanted
-            )
-            profilers: list[Profiler | RemoteProfiler] = [node_profilers.profiler(own)]
-            if self._devices is not None:
-                calls = map(self._devices.call_on, range(1, len(wanted)))
-                profilers += map(RemoteProfiler, calls, others)
-            self._profilers = wanted, NodeProfilers(profilers, {gpu.uuid: gpu.index for gpu in machine.gpus})
+            period_s, method = self._sample_period_s, self._profile_method
+            here = Profiler(period_s, wanted[0], method=method)
+            self._profilers = wanted, here
+            if self._devices is not None and len(wanted) > 1:
+                others = [
+                    RemoteProfiler(self._devices.call_on(node), Settings(period_s=period_s, uuids=uuids, method=method))
+                    for node, uuids in enumerate(wanted[1:], 1)
+                ]
+                self._profilers = wanted, NodeProfilers(here, others, {gpu.uuid: gpu.index for gpu in machine.gpus})
         return self._profilers[1]
 
     def conclude(self, exit_status: int | None, *, interrupted: bool, deselected: Sequence[str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -15,16 +15,19 @@ from pytest_llmgpu.report.result import DeviceProfile, Profile, Series
 
 _PERIOD_S = 0.025
 _APART_S = 1e6
+_UUID = "GPU-00000000-0000-0000-0000-000000000000"
 
 
 class _Ahead(Profiler):
     """The profiler of a node whose clock is ahead by eleven days."""
 
-    def now_s(self) -> float:
-        return super().now_s() + _APART_S
+    def now_s(self) -> list[float]:
+        return [super().now_s()[0] + _APART_S]
 
-    def slice(self, start_s: float, end_s: float, held_bytes: Mapping[str, int] | None = None) -> Profile:
-        return super().slice(start_s - _APART_S, end_s - _APART_S, held_bytes)
+    def slice(
+        self, starts_s: Sequence[float], ends_s: Sequence[float], held_bytes: Mapping[str, int] | None = None
+    ) -> Profile:
+        return super().slice([starts_s[0] - _APART_S], [ends_s[0] - _APART_S], held_bytes)
 
 
 pytestmark = pytest.mark.usefixtures("patient_profiler")
@@ -40,9 +43,9 @@ def close_here() -> Iterator[None]:
 def test_each_node_cuts_its_stream_by_its_own_clock(nvml_stub: Callable[..., dict[str, str]]) -> None:
     """The window has samples of every node."""
     environment = nvml_stub(gpus=1)
-    profilers = NodeProfilers(
-        [Profiler(_PERIOD_S, environment=environment), _Ahead(_PERIOD_S, environment=environment)]
-    )
+    here, there = (kind(_PERIOD_S, environment=environment) for kind in (Profiler, _Ahead))
+    profilers = NodeProfilers(here, [there], {})
+    profilers.held_bytes = {_UUID: 4 << 30}
     profilers.start()
     try:
         starts_s = profilers.now_s()
@@ -52,7 +55,7 @@ def test_each_node_cuts_its_stream_by_its_own_clock(nvml_stub: Callable[..., dic
     finally:
         profilers.close()
     assert starts_s[1] - starts_s[0] == pytest.approx(_APART_S, abs=300)
-    assert len(profile.devices) == 2
+    assert [device.metrics["memory_used_bytes"].max for device in profile.devices] == [6 << 30] * 2
     assert not profile.why.get("profile")
     assert profile.samples >= 2
     assert all(device.metrics["power_w"].mean is not None for device in profile.devices)
@@ -69,13 +72,13 @@ def test_an_agent_keeps_the_profiler_of_its_node(
     """All calls with equal settings are of one sampler; other settings end it."""
     for name, value in nvml_stub(gpus=1).items():
         monkeypatch.setenv(name, value)
-    settings = Settings(period_s=_PERIOD_S, uuids=("GPU-00000000-0000-0000-0000-000000000000",))
+    settings = Settings(period_s=_PERIOD_S, uuids=(_UUID,))
     remote = RemoteProfiler(_calls_here, settings)
     remote.start()
     remote.mark(wait=True)
-    start_s = remote.now_s()
+    starts_s = remote.now_s()
     remote.mark(wait=True)
-    profile = remote.slice(start_s, remote.now_s(), {})
+    profile = remote.slice(starts_s, remote.now_s(), {})
     assert [device.uuid for device in profile.devices] == list(settings.uuids)
     assert profile.devices[0].metrics["power_w"].mean is not None
     [first] = node_profilers._here.values()
@@ -96,7 +99,7 @@ def test_a_lost_node_has_a_profile_without_readings() -> None:
         def slice(self, *_: Any) -> Profile:
             return known
 
-    profilers = NodeProfilers([_Here(_PERIOD_S), RemoteProfiler(call, Settings(period_s=1.0, uuids=("GPU-b",)))])
+    profilers = NodeProfilers(_Here(_PERIOD_S), [RemoteProfiler(call, Settings(period_s=1.0, uuids=("GPU-b",)))], {})
     profilers.mark()
     assert profilers.now_s()[1] == 0
     assert profilers.used_bytes() == {}

@@ -138,7 +138,7 @@ def test_a_slice_waits_for_the_tick_after_its_mark(monkeypatch: pytest.MonkeyPat
         return settled()
 
     monkeypatch.setattr(nvml._changed, "wait_for", wait_for)
-    metric = nvml.slice(101.0, 102.9).devices[0].metrics["utilization_pct"]
+    metric = nvml.slice([101.0], [102.9]).devices[0].metrics["utilization_pct"]
     assert metric.mean == 70.0
     assert metric.coverage == pytest.approx(1.0)
 
@@ -163,7 +163,7 @@ def test_a_sampler_that_hangs_is_replaced_and_a_refused_one_is_not(
         hanging.read_bytes()
         first, process = nvml.pid, nvml._process
         assert process is not None
-        profile = nvml.slice(0.0, time.monotonic() + 10 * PERIOD_S)
+        profile = nvml.slice([0.0], [time.monotonic() + 10 * PERIOD_S])
         assert "did not answer within" in profile.why["sampler"]
         assert profile.samples <= 2
         assert profile.missed >= 9
@@ -212,7 +212,7 @@ def test_devices_are_the_requested_ones_in_their_order(nvml_stub: StubEnvironmen
     """UUIDs choose the GPUs and their order; the index remains NVML's."""
     with profiler(nvml_stub(gpus=4), [uuid(3), uuid(1)]) as nvml:
         wait_for_ticks(nvml, 1)
-        profile = nvml.slice(0.0, time.monotonic())
+        profile = nvml.slice([0.0], [time.monotonic()])
     assert [(device.index, device.metrics["power_w"].max) for device in profile.devices] == [(3, 303), (1, 301)]
 
 
@@ -229,7 +229,7 @@ def test_a_closed_profiler_leaves_no_process_and_keeps_its_readings(nvml_stub: S
         assert nvml._process is not None
         assert nvml._process.returncode == 0
         assert nvml.why is None
-        assert nvml.slice(start_s, end_s).samples >= 1
+        assert nvml.slice([start_s], [end_s]).samples >= 1
 
 
 def test_without_a_gpu_the_profile_has_the_reason(nvml_stub: StubEnvironment, tmp_path: Path) -> None:
@@ -279,7 +279,7 @@ def test_a_killed_sampler_leaves_its_readings(nvml_stub: StubEnvironment) -> Non
         wait_for_end(nvml)
         cause = "the sampler ended with signal 9 (SIGKILL)"
         assert nvml.why == cause
-        profile = nvml.slice(start_s, time.monotonic() + 10 * PERIOD_S)
+        profile = nvml.slice([start_s], [time.monotonic() + 10 * PERIOD_S])
     assert profile.why == {"sampler": cause}
     assert profile.samples >= 1
     assert profile.missed >= 9

@@ -447,7 +447,7 @@ def test_each_process_has_the_gpu_of_its_number_on_the_node() -> None:
     assert (machine.devices, len(machine.node_facts), machine.one_gpu_each) == (4, 2, False)
     assert machine.describe() == "4 x H (cuda) on 2 nodes"
     alone = devices.machine("auto", 2)
-    assert (_uuids(alone), alone.node_facts, alone.gpus_here) == (["GPU-0-0", "GPU-0-1"], [], alone.gpus)
+    assert (_uuids(alone), alone.node_facts, alone.gpus_of_nodes) == (["GPU-0-0", "GPU-0-1"], [], [alone.gpus])
 
 
 def test_processes_may_see_their_own_gpu_only() -> None:

@@ -13,7 +13,6 @@ from support.prose import Prose
 
 from pytest_llmgpu.inference import tasks
 from pytest_llmgpu.profiling.machine import Machine, TorchFacts
-from pytest_llmgpu.profiling.node_profilers import NodeProfilers
 from pytest_llmgpu.profiling.profiler import Profiler
 from pytest_llmgpu.ranks import serving, worker
 from pytest_llmgpu.ranks.local import BatchListener, FinishedBatch, LocalLauncher, RankFailedError
@@ -113,7 +112,10 @@ class _FakeProfiler(Profiler):
     def start(self) -> None:
         pass
 
-    def slice(self, start_s: float, end_s: float, held_bytes: Mapping[str, int] | None = None) -> Profile:
+    def slice(
+        self, starts_s: Sequence[float], ends_s: Sequence[float], held_bytes: Mapping[str, int] | None = None
+    ) -> Profile:
+        start_s, end_s = starts_s[0], ends_s[0]
         self.windows.append((start_s, end_s, dict(self.held_bytes if held_bytes is None else held_bytes)))
         used = Metric(mean=5.0, max=7.0, method="nvml", coverage=None)
         return Profile(
@@ -142,8 +144,7 @@ class _Bench(LocalLauncher):
         self.recorded: list[CaseResult] = []
         self.lines: list[str] = []
         self.profiler = _FakeProfiler(self.did)
-        profilers = NodeProfilers([profiler or self.profiler])
-        self.runner = Runner(self, lambda _: profilers, lambda *_: None, self.lines.append)
+        self.runner = Runner(self, lambda _: profiler or self.profiler, lambda *_: None, self.lines.append)
 
     def answer(self, command: str, args: tuple[Any, ...]) -> Any:
         self.did.append(command)
