@@ -232,9 +232,19 @@ def _figures(
 
 
 def _series(readings: Sequence[Reading], columns: Sequence[_Columns], start_s: float) -> Series | None:
+    """Return up to 2,000 points: evenly spaced ones, and the smallest and largest of every column."""
     if not readings:
         return None
-    points = _thinned(len(readings), [values for column in columns for values in column.values()])
+    count = len(readings)
+    points: Sequence[int] = range(count)
+    if count > SERIES_POINTS:
+        keep: set[int] = set()
+        of_metrics: list[list[Any]] = [values for column in columns for values in column.values()]
+        for values in of_metrics:
+            if known := [point for point, value in enumerate(values) if value is not None]:
+                keep |= {min(known, key=values.__getitem__), max(known, key=values.__getitem__)}
+        stride = math.ceil(count / max(1, SERIES_POINTS - len(keep)))
+        points = sorted(keep.union(range(0, count, stride)))
     t_s = [round(readings[point].t_s - start_s, 6) for point in points]
     devices = [{name: [values[point] for point in points] for name, values in column.items()} for column in columns]
     return Series(t_s=t_s, devices=devices)
@@ -242,20 +252,6 @@ def _series(readings: Sequence[Reading], columns: Sequence[_Columns], start_s: f
 
 def _flat(kind: str, rows: Sequence[Sequence[float | None]]) -> array[float]:
     return array(kind, (math.nan if value is None else value for row in rows for value in row))
-
-
-def _thinned(count: int, columns: Sequence[Sequence[Any]]) -> list[int]:
-    """Return which of `count` points to keep: evenly spaced ones, and the smallest and largest of every column."""
-    if count <= SERIES_POINTS:
-        return list(range(count))
-    keep: set[int] = set()
-    for column in columns:
-        known = [point for point in range(count) if column[point] is not None]
-        if known:
-            keep.add(min(known, key=column.__getitem__))
-            keep.add(max(known, key=column.__getitem__))
-    stride = math.ceil(count / max(1, SERIES_POINTS - len(keep)))
-    return sorted(keep.union(range(0, count, stride)))
 
 
 def _window_counts(

@@ -311,13 +311,6 @@ class Call(NamedTuple):
     """
 
 
-def _pcie(direction: str) -> Call:
-    def read(nvml: Any, handle: Any) -> float:
-        return float(nvml.nvmlDeviceGetPcieThroughput(handle, getattr(nvml, direction)) * _PCIE_KB)
-
-    return Call("nvmlDeviceGetPcieThroughput", read, window_s=_PCIE_WINDOW_S)
-
-
 CALLS: dict[str, Call] = {
     # The driver averages over 1/6 s to 1 s, depending on the model.
     "utilization_pct": Call(
@@ -325,8 +318,16 @@ CALLS: dict[str, Call] = {
     ),
     # As nvidia-smi shows it: without the memory that the driver reserves.
     "memory_used_bytes": Call("nvmlDeviceGetMemoryInfo_v2", lambda nvml, handle: float(memory_v2(nvml, handle).used)),
-    "pcie_tx_bytes_per_s": _pcie("NVML_PCIE_UTIL_TX_BYTES"),
-    "pcie_rx_bytes_per_s": _pcie("NVML_PCIE_UTIL_RX_BYTES"),
+    "pcie_tx_bytes_per_s": Call(
+        "nvmlDeviceGetPcieThroughput",
+        lambda nvml, handle: _PCIE_KB * float(nvml.nvmlDeviceGetPcieThroughput(handle, nvml.NVML_PCIE_UTIL_TX_BYTES)),
+        window_s=_PCIE_WINDOW_S,
+    ),
+    "pcie_rx_bytes_per_s": Call(
+        "nvmlDeviceGetPcieThroughput",
+        lambda nvml, handle: _PCIE_KB * float(nvml.nvmlDeviceGetPcieThroughput(handle, nvml.NVML_PCIE_UTIL_RX_BYTES)),
+        window_s=_PCIE_WINDOW_S,
+    ),
     "power_w": Call("nvmlDeviceGetPowerUsage", lambda nvml, handle: nvml.nvmlDeviceGetPowerUsage(handle) / 1000),
     "sm_clock_mhz": Call(
         "nvmlDeviceGetClockInfo", lambda nvml, handle: float(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM))
@@ -370,12 +371,20 @@ class Cumulative:
             values = [f"nvmlDeviceGetFieldValues: {error}"] * len(THROTTLED)
         throttled = dict(zip(THROTTLED, values, strict=True))
         why.update((name, value) for name, value in throttled.items() if isinstance(value, str))
+        for _ in range(_MOST_EVENTS if self._register(why) else 0):
+            try:
+                nvml.nvmlEventSetWait_v2(self._events, 0)  # milliseconds
+            except nvml.NVMLError as error:
+                if error.value != nvml.NVML_ERROR_TIMEOUT:
+                    why["xids"] = f"nvmlEventSetWait_v2: {error}"
+                break
+            self._xids += 1
         error_types = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
         counts = {
             "energy_j": None if energy_mj is None else energy_mj / 1000,
             **{name: value / 1e9 for name, value in throttled.items() if not isinstance(value, str)},
             "ecc_uncorrected": query("ecc_uncorrected", nvml.nvmlDeviceGetTotalEccErrors, handle, *error_types),
-            "xids": self._count_xids(why),
+            "xids": None if "xids" in why else self._xids,
             "compute_processes": None if processes is None else len(processes),
         }
         return {name: float(count) for name, count in counts.items() if count is not None}
@@ -390,22 +399,6 @@ class Cumulative:
             else:
                 self._events = events
         return self._events is not None
-
-    def _count_xids(self, why: dict[str, str]) -> int | None:
-        """Return the number of Xid errors since the registration."""
-        nvml = self._nvml
-        if not self._register(why):
-            return None
-        for _ in range(_MOST_EVENTS):
-            try:
-                nvml.nvmlEventSetWait_v2(self._events, 0)  # milliseconds
-            except nvml.NVMLError as error:
-                if error.value != nvml.NVML_ERROR_TIMEOUT:
-                    why["xids"] = f"nvmlEventSetWait_v2: {error}"
-                    return None
-                break
-            self._xids += 1
-        return self._xids
 
 
 def field_values(nvml: Any, handle: Any, ids: Sequence[Any]) -> list[int | str]:

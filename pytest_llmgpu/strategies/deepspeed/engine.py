@@ -84,6 +84,8 @@ def inject(
 
 def allocate_workspace(layers: Sequence[Any], rows: int, tokens: int, *, least: int, most: int) -> int:
     """Make DeepSpeed allocate its workspace again; return the tokens per sequence that it holds."""
+    import torch
+
     first = layers[0]
     for layer in layers:
         layer.config.min_out_tokens, layer.config.max_out_tokens = least, most
@@ -94,7 +96,20 @@ def allocate_workspace(layers: Sequence[Any], rows: int, tokens: int, *, least: 
         first.workspace.release_workspace()
     first._should_allocate_workspace = True  # noqa: SLF001 - the only way to a second allocation
     first.allocate_workspace((rows, tokens))
-    return _granted(first)
+    # The distance of two heads in the kernel's view of its keys is the number of tokens that the workspace holds. Only
+    # the attention is run, without the all-reduce after it: the ranks may hold different numbers of tokens.
+    weight = first.attention.attn_qkvw
+    qkv_BSH = torch.zeros(1, _PROBE_TOKENS, weight.shape[1], dtype=weight.dtype, device=weight.device)
+    _, keys, _ = first.attention.compute_attention(
+        qkv_out=(qkv_BSH,),
+        input_mask=None,
+        layer_past=None,
+        alibi=None,
+        is_prompt=True,
+        token_idx=None,
+        position_ids=None,
+    )
+    return int(keys.stride(1)) // int(keys.shape[-1])
 
 
 def grantable_tokens(layers: Sequence[Any], rows: int, tokens: int, *, most: int) -> int:
@@ -105,26 +120,6 @@ def grantable_tokens(layers: Sequence[Any], rows: int, tokens: int, *, most: int
         return 0
     layers[0].workspace.release_workspace()
     return min(granted, tokens - 1)
-
-
-def _granted(layer: Any) -> int:
-    """Return the tokens that the workspace holds: the distance of two heads in the kernel's view of its keys."""
-    import torch
-
-    attention = layer.attention
-    weight = attention.attn_qkvw
-    qkv_BSH = torch.zeros(1, _PROBE_TOKENS, weight.shape[1], dtype=weight.dtype, device=weight.device)
-    # Only the attention, without the all-reduce after it: the ranks may hold different numbers of tokens.
-    _, keys, _ = attention.compute_attention(
-        qkv_out=(qkv_BSH,),
-        input_mask=None,
-        layer_past=None,
-        alibi=None,
-        is_prompt=True,
-        token_idx=None,
-        position_ids=None,
-    )
-    return int(keys.stride(1)) // int(keys.shape[-1])
 
 
 def workspace_bytes(layers: Sequence[Any], rows: int, granted: int, most: int) -> int:

@@ -56,7 +56,24 @@ def check(environ: Mapping[str, str] = os.environ) -> None:
     """
     if _is_prebuilt():
         return
-    _check_toolkit(environ)
+    # torch takes the first of CUDA_HOME, CUDA_PATH, nvcc on PATH, /usr/local/cuda.
+    home = environ.get("CUDA_HOME") or environ.get("CUDA_PATH")
+    nvcc = shutil.which("nvcc", path=environ.get("PATH", os.defpath))
+    if home is not None:
+        source = f"{'CUDA_HOME' if environ.get('CUDA_HOME') else 'CUDA_PATH'}={home}"
+    elif nvcc is not None:
+        home = os.path.dirname(os.path.dirname(nvcc))  # noqa: PTH120 - as torch does, without following links
+        source = f"nvcc on PATH is {nvcc}, and torch takes {home} as CUDA_HOME"
+    elif DEFAULT_CUDA_HOME.exists():
+        home = str(DEFAULT_CUDA_HOME)
+        source = f"CUDA_HOME is not set and nvcc is not on PATH, and torch takes {home} as CUDA_HOME"
+    else:
+        raise ValueError(
+            f"{_NEEDS}: no CUDA toolkit was found (CUDA_HOME is not set, nvcc is not on PATH): set CUDA_HOME"
+        )
+    if not os.access(os.path.join(home, "bin", "nvcc"), os.X_OK):  # noqa: PTH118 - an empty home is not `.`
+        raise ValueError(f"{_NEEDS}: {source}, which has no bin/nvcc: set CUDA_HOME to a CUDA toolkit")
+
     if shutil.which("ninja", path=search_path(environ)) is None:
         raise ValueError(f"{_NEEDS}: ninja is not on PATH: install it (pip install ninja)")
     compiler = environ.get("CXX", "c++")
@@ -124,7 +141,14 @@ def build(
         show(f"compiling DeepSpeed's {_OP} (once; about a minute) ...")
 
     with _child(environ, grace_s) as (process, log):
-        _wait(process, show, timeout_s=timeout_s, clock=clock, tick_s=tick_s)
+        began_s, shown = clock(), 0
+        while not _has_ended(process, tick_s):
+            elapsed_s = clock() - began_s
+            if elapsed_s > timeout_s:
+                break
+            if elapsed_s // _PROGRESS_EVERY_S > shown:
+                shown = int(elapsed_s // _PROGRESS_EVERY_S)
+                show(f"compiling DeepSpeed's {_OP} ... {elapsed_s:.0f} s")
         if process.returncode is None:
             other = "; another process compiled it at the same time" if waits else ""
             raise RuntimeError(f"DeepSpeed's {_OP} was not compiled within {timeout_s:g} s{other} (log: {log})")
@@ -159,45 +183,6 @@ def _child(environ: Mapping[str, str], grace_s: float) -> Iterator[tuple[subproc
         finally:
             if not failed:
                 Path(name).unlink()
-
-
-def _wait(
-    process: subprocess.Popen[bytes],
-    show: Callable[[str], None],
-    *,
-    timeout_s: float,
-    clock: Callable[[], float],
-    tick_s: float,
-) -> None:
-    """Return when the build has ended or the time limit is over; show the elapsed time every 15 s."""
-    began_s, shown = clock(), 0
-    while not _has_ended(process, tick_s):
-        elapsed_s = clock() - began_s
-        if elapsed_s > timeout_s:
-            return
-        if elapsed_s // _PROGRESS_EVERY_S > shown:
-            shown = int(elapsed_s // _PROGRESS_EVERY_S)
-            show(f"compiling DeepSpeed's {_OP} ... {elapsed_s:.0f} s")
-
-
-def _check_toolkit(environ: Mapping[str, str]) -> None:
-    """Refuse a CUDA home without nvcc. torch takes the first of CUDA_HOME, CUDA_PATH, nvcc on PATH, /usr/local/cuda."""
-    home = environ.get("CUDA_HOME") or environ.get("CUDA_PATH")
-    nvcc = shutil.which("nvcc", path=environ.get("PATH", os.defpath))
-    if home is not None:
-        source = f"{'CUDA_HOME' if environ.get('CUDA_HOME') else 'CUDA_PATH'}={home}"
-    elif nvcc is not None:
-        home = os.path.dirname(os.path.dirname(nvcc))  # noqa: PTH120 - as torch does, without following links
-        source = f"nvcc on PATH is {nvcc}, and torch takes {home} as CUDA_HOME"
-    elif DEFAULT_CUDA_HOME.exists():
-        home = str(DEFAULT_CUDA_HOME)
-        source = f"CUDA_HOME is not set and nvcc is not on PATH, and torch takes {home} as CUDA_HOME"
-    else:
-        raise ValueError(
-            f"{_NEEDS}: no CUDA toolkit was found (CUDA_HOME is not set, nvcc is not on PATH): set CUDA_HOME"
-        )
-    if not os.access(os.path.join(home, "bin", "nvcc"), os.X_OK):  # noqa: PTH118 - an empty home is not `.`
-        raise ValueError(f"{_NEEDS}: {source}, which has no bin/nvcc: set CUDA_HOME to a CUDA toolkit")
 
 
 @contextlib.contextmanager
