@@ -23,7 +23,7 @@ NASTY = (
 TODAY = datetime.date(2026, 1, 2)
 
 
-def two_strategies(factor: float = 1.0, *, sent: float = 40e6, oom: Sequence[int] = (64,)) -> Report:
+def two_strategies(*, sent: float = 40e6, oom: Sequence[int] = (64,)) -> Report:
     """Return a report of mp and tp at batch sizes 8 and 64; the sizes in `oom` are out of memory with tp."""
     results: list[CaseResult] = []
     for strategy in ("mp", "tp"):
@@ -34,7 +34,7 @@ def two_strategies(factor: float = 1.0, *, sent: float = 40e6, oom: Sequence[int
             else:
                 results.append(
                     make_result(
-                        60.0 * factor,
+                        60.0,
                         make_accuracy(0.75, items=16),
                         memory=make_memory(peak=(15 + size / 8) * GIB),
                         traffic=make_traffic(wire_bytes_per_sequence=sent),

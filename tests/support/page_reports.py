@@ -17,11 +17,11 @@ _LINKS = [f"{link}_{way}_bytes_per_s" for link in ("pcie", "nvlink") for way in 
 _COLUMNS = ("utilization_pct", "memory_used_bytes", "power_w", "sm_clock_mhz", *_LINKS)
 
 
-def distinct_series(points: int, devices: int = 4) -> Series:
+def distinct_series(points: int) -> Series:
     """Return a series without equal numbers: the largest that a series of this length can be on the page."""
     columns = [
         {name: [1e9 / (1 + i + 7 * place + 31 * d) for i in range(points)] for place, name in enumerate(_COLUMNS)}
-        for d in range(devices)
+        for d in range(4)
     ]
     return Series(t_s=[i / 6 for i in range(points)], devices=columns)  # type: ignore[arg-type]
 

@@ -211,12 +211,12 @@ def make_work(ranks: int = 2, **fields: Any) -> Work:
     return Work(**{**defaults, **fields})
 
 
-def make_ceilings(gpus: int = 2) -> Ceilings:
-    """Return the rates of GPUs of one kind."""
+def make_ceilings() -> Ceilings:
+    """Return the rates of two GPUs of one kind."""
     return Ceilings(
         devices=[
             DeviceCeilings(uuid=f"GPU-{index}", gemm_flops_per_s={"float16": 7.6e14}, copy_bytes_per_s=3.9e12)
-            for index in range(gpus)
+            for index in range(2)
         ],
         all_reduce_bytes_per_s=3.5e11,
         all_reduce_latency_s=1.2e-5,

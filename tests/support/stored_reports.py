@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pytest_llmgpu.report.report import Commit, Environment, Gpu, Report, Session
+import msgspec
+
+from pytest_llmgpu.report.report import Commit, Gpu, Report, Session
 from pytest_llmgpu.report.result import CaseResult
 from support.report_factory import make_failed, make_report, make_result, make_traffic
 from support.verdict_factory import BATCHES, with_launches
@@ -21,19 +23,6 @@ def gpus(*names: str, memory_bytes: int | None = 150754820096) -> list[Gpu]:
     ]
 
 
-def measured(
-    sha: str | None = "3b1f09ac" * 5, seen: Sequence[Gpu] | None = None, cpu: str | None = None, **case: Any
-) -> Report:
-    """Return a complete report with a completed and a failed case, on four H200 by default."""
-    report = make_report([make_result(**case), make_failed("oom", strategy="tp", **case)])
-    report.cases[0].launches[0].load_s = 10.0  # equal in every call
-    report.commit = Commit(sha=sha, branch="main", dirty=False)
-    report.session = Session(complete=True)
-    report.environment.gpus = gpus(*["NVIDIA H200"] * 4) if seen is None else list(seen)
-    report.environment.cpu = cpu
-    return report
-
-
 def timed(*levels: float, calls: int = 64, **fields: Any) -> CaseResult:
     """Return a result with traffic and one launch per level, which multiplies its time."""
     result = with_launches(levels or (1.0,), **fields)
@@ -44,14 +33,21 @@ def timed(*levels: float, calls: int = 64, **fields: Any) -> CaseResult:
     return result
 
 
-def on_h200(cases: Sequence[CaseResult] = (), sha: str = "a" * 40, **fields: Any) -> Report:
+def on_h200(cases: Sequence[CaseResult] = (), sha: str | None = "a" * 40, **fields: Any) -> Report:
     """Return a report of a complete run on four H200, with one case by default."""
-    defaults: dict[str, Any] = {
-        "created": "2026-01-02T03:04:05Z",
-        "plugin_version": None,
-        "session": Session(complete=True, exit_status=0),
-        "environment": Environment(python="3.12", platform="Linux", gpus=gpus(*["NVIDIA H200"] * 4)),
-        "commit": Commit(sha=sha, dirty=False),
-        "cases": list(cases) or [timed()],
-    }
-    return Report(**{**defaults, **fields})
+    report = make_report(cases or [timed()])
+    report.session = Session(complete=True, exit_status=0)
+    report.environment.gpus = gpus(*["NVIDIA H200"] * 4)
+    report.commit = Commit(sha=sha, branch="main", dirty=False)
+    return msgspec.structs.replace(report, **fields)
+
+
+def measured(
+    sha: str | None = "3b1f09ac" * 5, seen: Sequence[Gpu] | None = None, cpu: str | None = None, **case: Any
+) -> Report:
+    """Return a complete report with a completed and a failed case, on four H200 by default."""
+    report = on_h200([make_result(**case), make_failed("oom", strategy="tp", **case)], sha)
+    report.cases[0].launches[0].load_s = 10.0  # equal in every call
+    report.environment.gpus = report.environment.gpus if seen is None else list(seen)
+    report.environment.cpu = cpu
+    return report
