@@ -26,14 +26,7 @@ pytestmark = gpu.ONE_GPU
 _GIB = 2**30
 _LARGEST_CV = 0.02
 """Between passes of one process 0.02 to 0.5 % were measured."""
-_MEASURE = """
-import pytest
-
-@pytest.mark.llmgpu(limit=32)
-def test_hellaswag(llm, hellaswag, batch_size, measure):
-    measure(llm, hellaswag, batch_size)
-"""
-_MAIN = """
+_CASES = """
 import pytest
 
 def cases(limit=32, **options):
@@ -42,6 +35,9 @@ def cases(limit=32, **options):
         measure(llm, hellaswag, batch_size)
     return test
 
+"""
+_MEASURE = "test_hellaswag = cases()"
+_MAIN = """
 test_eager = cases(batch_sizes=[2, 4, 8, 32], cuda_graphs="off")
 test_graphs = cases(batch_sizes=[2, 8], cuda_graphs="on")
 test_default = cases(batch_sizes=[4])
@@ -50,14 +46,6 @@ test_syncing = cases(strategy=["own:Syncing"], batch_sizes=[4], cuda_graphs="off
 test_unrecordable = cases(strategy=["own:Syncing"], batch_sizes=[2, 4])
 """
 _AGAIN = """
-import pytest
-
-def cases(limit=32, **options):
-    @pytest.mark.llmgpu(limit=limit, **options)
-    def test(llm, hellaswag, batch_size, measure):
-        measure(llm, hellaswag, batch_size)
-    return test
-
 test_eager = cases(batch_sizes=[2], cuda_graphs="off")
 test_default = cases(batch_sizes=[4])
 test_eager_without = cases(batch_sizes=[8], cuda_graphs="off", work="off")
@@ -93,10 +81,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _run(folder: Path, model: Path, test: str, *flags: str) -> Report:
+def _run(folder: Path, model: Path, tests: str, *flags: str) -> Report:
     """Run pytest with the narrow model and 32 items, all of whose cases complete."""
     given = (f"--llmgpu-model={model}", "--llmgpu-load-format=dummy", *flags)
-    status, written = gpu.run_pytest(folder / "run", test, *given, strategies=_SYNCING)
+    status, written = gpu.run_pytest(folder / "run", _CASES + tests, *given, strategies=_SYNCING)
     assert status == 0
     return written
 

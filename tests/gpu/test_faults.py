@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from support import gpu, rank_faults
+from support.faked_runs import BENCHMARK
 from support.report_factory import make_case
 
 from pytest_llmgpu.profiling import nvml
@@ -171,10 +172,6 @@ def test_ranks_listen_on_the_loopback_interface_only(pair: _Pair, monkeypatch: p
     assert {address for addresses in answers for address in addresses} == {"0100007F"}  # 127.0.0.1
 
 
-_BENCHMARK = """
-def test_hellaswag(llm, hellaswag, batch_size, measure):
-    measure(llm, hellaswag, batch_size)
-"""
 _STRATEGIES = """
 import torch
 from support import rank_faults
@@ -204,7 +201,7 @@ def test_a_case_after_a_fault_of_the_device_is_measured(tmp_path: Path) -> None:
     """A failed assertion ends one case; where another profiler has CUPTI, only the figures of kernels are missing."""
     flags = ("--strategy=own:Asserting,own:Profiled", "--llmgpu-devices=1", "--llmgpu-limit=4")
     status, written = gpu.run_pytest(
-        tmp_path / "run", _BENCHMARK, *flags, "--llmgpu-batch-sizes=1,2", strategies=_STRATEGIES
+        tmp_path / "run", BENCHMARK, *flags, "--llmgpu-batch-sizes=1,2", strategies=_STRATEGIES
     )
     assert status == 1
     cases = {(case.case.strategy, case.case.batch_size): case for case in written.cases}

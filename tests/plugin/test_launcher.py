@@ -7,13 +7,9 @@ from pathlib import Path
 
 import pytest
 from support import worlds
+from support.faked_runs import BENCHMARK
 
 from pytest_llmgpu.report import file
-
-_BENCHMARK = """
-def test_hellaswag(llm, hellaswag, batch_size, measure):
-    measure(llm, hellaswag, batch_size)
-"""
 
 
 def _be_process(monkeypatch: pytest.MonkeyPatch, variables: Mapping[str, str]) -> None:
@@ -74,7 +70,7 @@ def test_wrong_options_are_printed_by_rank_zero_only(
 @pytest.mark.slow
 def test_two_nodes_measure_a_case(pytester: pytest.Pytester) -> None:
     """Under two torchruns the traffic is that of tensor parallelism on one machine; only rank 0 prints."""
-    pytester.makepyfile(test_it=_BENCHMARK)
+    pytester.makepyfile(test_it=BENCHMARK)
     pytest_ = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--strategy=tp", "--llmgpu-batch-sizes=8"]
     pytest_ += ["--llmgpu-limit=4", "--llmgpu-device=cpu", "--llmgpu-work=off"]
     port = worlds.free_port()

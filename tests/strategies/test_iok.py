@@ -11,6 +11,7 @@ import torch
 from support import tiny_model
 from support.emulated_inference import EmulatedInference, free_bytes_granting
 from support.emulated_iok import FREE_BYTES, EmulatedInjection, reset_deepspeed
+from support.faked_runs import BENCHMARK
 from support.report_factory import make_case
 from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -36,10 +37,6 @@ with pytest.MonkeyPatch.context() as _environment:
 _BUNDLED = {"layers": 2, "heads": 8, "hidden": 256, "element_bytes": 4}
 _VOCABULARY = 896
 _CASE = make_case(strategy="iok", backend="deepspeed", model="bundled", dtype="float32", device="cpu", devices=1)
-_BENCHMARK = """
-    def test_hellaswag(llm, hellaswag, batch_size, measure):
-        measure(llm, hellaswag, batch_size)
-"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,7 +285,7 @@ def test_two_ranks_answer_as_the_plain_model(
     monkeypatch.setitem(strategies.BUILT_IN, "iok", "support.emulated_iok:EmulatedInjection")
     tiny_model.write_model(tmp_path / "tiny")
     tiny_model.write_dataset(pytester.path / "items.jsonl")
-    pytester.makepyfile(test_it=_BENCHMARK)
+    pytester.makepyfile(test_it=BENCHMARK)
     # On GPUs the ranks have different free memory; here both lack memory at the larger batch size.
     tiny = {"layers": 1, "heads": 2, "hidden": 32, "element_bytes": 4, "tp": 2}
     monkeypatch.setenv(FREE_BYTES, str(free_bytes_granting(20, **tiny, batch=24, max_out=40)))
@@ -317,7 +314,7 @@ def test_two_ranks_answer_as_the_plain_model(
 def test_the_stock_binding_fails_a_run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     """The accuracy stays 1, but the log-likelihoods differ; the finding does not need a run of mp."""
     monkeypatch.setitem(strategies.BUILT_IN, "iok", "support.emulated_iok:EmulatedInjection")
-    pytester.makepyfile(test_it=_BENCHMARK)
+    pytester.makepyfile(test_it=BENCHMARK)
     result = pytester.runpytest_inprocess(
         "--strategy=iok", "--llmgpu-iok-stock", "--llmgpu-limit=10", "--llmgpu-batch-sizes=8"
     )

@@ -9,15 +9,12 @@ from typing import Any
 
 import pytest
 from support import worlds
+from support.faked_runs import BENCHMARK
 
 from pytest_llmgpu import cli
 from pytest_llmgpu.cli.commands import ray as command
 from pytest_llmgpu.report import file
 
-_BENCHMARK = """
-def test_hellaswag(llm, hellaswag, batch_size, measure):
-    measure(llm, hellaswag, batch_size)
-"""
 _PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--strategy=tp", "--llmgpu-batch-sizes=8"]
 _PYTEST += ["--llmgpu-limit=4", "--llmgpu-device=cpu", "--llmgpu-work=off"]
 
@@ -62,7 +59,7 @@ def _run(*words: str, address: str | None = None) -> subprocess.CompletedProcess
 @pytest.mark.filterwarnings("ignore")
 def test_two_nodes_of_a_cluster_measure_what_one_machine_measures(cluster: Any, pytester: pytest.Pytester) -> None:
     """Predictions and traffic are those of the local launcher, and more processes than CPUs are refused."""
-    pytester.makepyfile(test_it=_BENCHMARK)
+    pytester.makepyfile(test_it=BENCHMARK)
     llmgpu = [sys.executable, "-m", "pytest_llmgpu.cli", "ray"]
     there = _run(*llmgpu, "-n", "2", "--", *_PYTEST, "--llmgpu-json=there.json", address=cluster.address)
     assert there.returncode == 0, there.stdout + there.stderr
@@ -85,7 +82,7 @@ def test_two_nodes_of_a_cluster_measure_what_one_machine_measures(cluster: Any, 
 def test_a_cluster_is_started_where_none_runs(pytester: pytest.Pytester) -> None:
     """The exit status is that of pytest, whose output is on this terminal; wrong options are printed once."""
     pytest.importorskip("ray", reason="needs the extra ray")
-    pytester.makepyfile(test_it=_BENCHMARK)
+    pytester.makepyfile(test_it=BENCHMARK)
     done = _run(sys.executable, "-m", "pytest_llmgpu.cli", "ray", "-n", "2", "--", *_PYTEST, "--llmgpu-limit=few")
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert (done.stdout + done.stderr).count("--llmgpu-limit: 'few' is not allowed") == 1
