@@ -33,7 +33,6 @@ from pytest_llmgpu.report.result import (
     DeviceMemory,
     Failure,
     Generation,
-    HostUse,
     Launch,
     Metric,
     Phase,
@@ -90,7 +89,8 @@ class Runner:
         show_line: Callable[[str], None],
     ) -> None:
         """Prepare to run; no process is started."""
-        self._launcher = launcher
+        self.launcher = launcher
+        """Starts the processes of the ranks, and has what they wrote."""
         self._profilers_of = profilers_of
         self._progress = progress
         self._show_line = show_line
@@ -185,10 +185,6 @@ class Runner:
             self.close(kill=True)
             raise
 
-    def take_output(self) -> Mapping[int, str]:
-        """Return what the processes of each rank wrote since the last call."""
-        return self._launcher.take_output()
-
     def close(self, *, kill: bool = False) -> None:
         """End all processes, at once with `kill`."""
         if self._group is not None:
@@ -203,17 +199,17 @@ class Runner:
             How the forwards ran: `eager`, `cuda_graphs` or `compile`.
         """
         case, timeout_s = request.case, request.timeout_s
-        recording = case.loading, case.workload
+        # Load the model.
         profilers = self._profilers_of(request.machine)
         profilers.start()
         self._begin("load", profilers)
         group = self._load(request)
         launch.load_s = self._load_s
         self._send_items(group, request)
-        # Before the window begins: caches that the previous case left are not part of this case.
+        # Warm up, without the caches that the previous case left: they are not part of this case.
         group.ask(worker.reset, phase="forward", timeout_s=timeout_s)
         self._begin("forward", profilers)
-        began = self._began_s
+        began, recording = self._began_s, (case.loading, case.workload)
         try:
             group.ask(worker.warm_up, case, self._not_recorded.get(recording), phase="forward", timeout_s=timeout_s)
         except RankFailedError as error:
@@ -223,7 +219,7 @@ class Runner:
             self.close(kill=True)
             self._not_recorded[recording] = error.failure.message
             return self._measure(request, launch)
-        # The devices are idle here and after the last batch: the difference of the counters is what the batches sent.
+        # Time the batches. The devices are idle before and after: the difference of the counters is what they sent.
         profilers.mark(wait=True)
         replies: list[worker.Measured] = group.ask(
             worker.measure,
@@ -231,39 +227,41 @@ class Runner:
             timeout_s=timeout_s,
             tick=lambda done, planned: self._progress(case, done, planned, time.monotonic() - began),
         )
-        # The devices are idle now; the comparison of the answers below takes longer than a mark may wait.
-        profilers.mark()
+        profilers.mark()  # before the answers are compared, which takes longer than a mark may wait
         launch.wall_s = time.monotonic() - began
+        # Join what the ranks measured, and check the texts.
         ran = {(reply.launch.plan_sha256, reply.execution) for reply in replies}
         assert len(ran) == 1, "ranks run the same batches alike"
         ranks = [reply.launch for reply in replies]
         _check_ranks_agree(ranks, case)
         _join(launch, ranks)
         if launch.generation is not None:
-            checked: list[Generation] | str = self._ask_further(request, worker.check_texts, request.reference)
-            if isinstance(checked, str):
-                launch.why["generation"] = f"the forwards that check the texts failed: {checked}"
-            else:
-                launch.generation = msgspec.structs.replace(
-                    launch.generation,
-                    prefill_loglikelihoods=checked[0].prefill_loglikelihoods,
-                    reference=checked[0].reference,
-                    reference_loglikelihoods=checked[0].reference_loglikelihoods,
-                )
-        # The times of a rank are those of the clock of its node.
+            self._check_texts(request, launch, launch.generation)
+        # Take the window of the batches from the profile. The times of a rank are those of the clock of its node.
         of_nodes: dict[int, list[worker.Measured]] = {}
         for rank, reply in enumerate(replies):
             of_nodes.setdefault(request.machine.node_of(rank), []).append(reply)
         in_order = [of_nodes[node] for node in sorted(of_nodes)]
-        profile = profilers.slice(
-            [min(reply.started_s for reply in of_node) for of_node in in_order],
-            [max(reply.ended_s for reply in of_node) for of_node in in_order],
-        )
-        launch.profile = self._with_disturbances(profile, request, launch.host)
-        if disturbances.clocks_mhz(launch.profile):
-            self._profiles.append(launch.profile)
-        launch.memory = _memory([rank.memory for rank in ranks], request.machine, launch.profile)
+        started_s = [min(reply.started_s for reply in of_node) for of_node in in_order]
+        ended_s = [max(reply.ended_s for reply in of_node) for of_node in in_order]
+        devices = _by_gpu([rank.memory for rank in ranks], request.machine)
+        profile = self._add_profile(launch, profilers.slice(started_s, ended_s), devices, request)
+        if disturbances.clocks_mhz(profile):
+            self._profiles.append(profile)
         return replies[0].execution
+
+    def _check_texts(self, request: CaseRequest, launch: Launch, texts: Generation) -> None:
+        """Add the log-likelihoods of generated texts in a forward without a KV cache, and those of reference texts."""
+        checked: list[Generation] | str = self._ask_further(request, worker.check_texts, request.reference)
+        if isinstance(checked, str):
+            launch.why["generation"] = f"the forwards that check the texts failed: {checked}"
+            return
+        launch.generation = msgspec.structs.replace(
+            texts,
+            prefill_loglikelihoods=checked[0].prefill_loglikelihoods,
+            reference=checked[0].reference,
+            reference_loglikelihoods=checked[0].reference_loglikelihoods,
+        )
 
     def _ask_further(self, request: CaseRequest, command: Callable[..., Any], *args: Any) -> list[Any] | str:
         """Return what the ranks answer after the measurement, or why they do not: then they are ended."""
@@ -370,7 +368,7 @@ class Runner:
         self._used_before = self._profilers_of(request.machine).used_bytes()
         began = time.monotonic()
         self._group = RankGroup(
-            self._launcher, hosts.environments(request.machine, request.case.device, len(nodes_of_ranks))
+            self.launcher, hosts.environments(request.machine, request.case.device, len(nodes_of_ranks))
         )
         try:
             if any(nodes_of_ranks):
@@ -395,7 +393,9 @@ class Runner:
                 )
                 self._load_errors[case.loading] = RankFailedError(error.outcome, failure)
             raise
-        self._profilers_of(request.machine).held_bytes = _held(loaded, request.machine)
+        devices = _by_gpu(loaded, request.machine)
+        held = {gpu.uuid: device.held_bytes for gpu, device in devices if gpu}
+        self._profilers_of(request.machine).held_bytes = held
         self._loading, self._load_s = case.loading, time.monotonic() - began
         return self._group
 
@@ -446,19 +446,44 @@ class Runner:
         if error is not None and error.memory:
             of_ranks = [()] * (error.failure.rank or 0) + [error.memory]
         # A rank that failed to load reports its held bytes with the failure; one that died reported them after loading.
-        profile = profilers.slice(self._began_on_nodes_s, ended_s, _held(of_ranks, request.machine) or None)
-        launch.profile = self._with_disturbances(profile, request)
-        launch.memory = _memory(of_ranks, request.machine, launch.profile)
+        devices = _by_gpu(of_ranks, request.machine)
+        held = {gpu.uuid: device.held_bytes for gpu, device in devices if gpu}
+        self._add_profile(launch, profilers.slice(self._began_on_nodes_s, ended_s, held or None), devices, request)
         profilers.held_bytes = {}
 
-    def _with_disturbances(self, profile: Profile, request: CaseRequest, host: HostUse | None = None) -> Profile:
-        """Return a profile with the disturbances of its window; `host` is not known if the case failed."""
+    def _add_profile(
+        self,
+        launch: Launch,
+        profile: Profile,
+        devices: Sequence[tuple[Gpu | None, DeviceMemory]],
+        request: CaseRequest,
+    ) -> Profile:
+        """Fill a launch with its profile and the disturbances of its window, and with the memory of its devices.
+
+        The memory has what NVML reports about it, and the index of its own device.
+        """
         ours = dict.fromkeys((gpu.uuid for gpu in request.machine.gpus), 1)  # one process per GPU, or one for all GPUs
         first = disturbances.clock_reference(self._profiles, profile)
         found = disturbances.find(profile, first, ours, self._used_before)
-        busy = None if host is None else disturbances.busy_cpu(host, on_cpu=request.case.device == "cpu")
-        sentences = [*found, *filter(None, [busy])]
-        return msgspec.structs.replace(profile, invalid=sentences)
+        if launch.host is not None and (
+            busy := disturbances.busy_cpu(launch.host, on_cpu=request.case.device == "cpu")
+        ):
+            found.append(busy)
+        launch.profile = msgspec.structs.replace(profile, invalid=found)
+        launch.memory = []
+        for gpu, device in devices:
+            seen = next((one for one in profile.devices if gpu is not None and one.uuid == gpu.uuid), None)
+            used: Metric | str = profile.why.get("profile", "no sample")
+            if seen is not None:
+                used = derived.of_window(profile, seen, "memory_used_bytes")
+            figures: dict[str, Any]
+            if isinstance(used, str):
+                figures = {"why": device.why | dict.fromkeys(("nvml_used_max_bytes", "nvml_used_mean_bytes"), used)}
+            else:
+                rounded = [None if value is None else round(value) for value in (used.max, used.mean)]
+                figures = {"nvml_used_max_bytes": rounded[0], "nvml_used_mean_bytes": rounded[1]}
+            launch.memory.append(msgspec.structs.replace(device, index=0 if gpu is None else gpu.index, **figures))
+        return launch.profile
 
 
 def _check_ranks_agree(ranks: Sequence[Launch], case: Case) -> None:
@@ -519,27 +544,4 @@ def _by_gpu(ranks: Sequence[Sequence[DeviceMemory]], machine: Machine) -> list[t
     for rank, devices in enumerate(ranks):
         gpus = machine.gpus if len(devices) > 1 else machine.gpus[rank : rank + 1]
         found += itertools.zip_longest(gpus[: len(devices)], devices)
-    return found
-
-
-def _held(ranks: Sequence[Sequence[DeviceMemory]], machine: Machine) -> dict[str, int]:
-    """Return the bytes that ranks hold for the memory cap by the UUID of the GPU."""
-    return {gpu.uuid: device.held_bytes for gpu, device in _by_gpu(ranks, machine) if gpu is not None}
-
-
-def _memory(ranks: Sequence[Sequence[DeviceMemory]], machine: Machine, profile: Profile) -> list[DeviceMemory]:
-    """Return the memory of all devices with what NVML reports about it, and with their own index."""
-    found = []
-    for gpu, device in _by_gpu(ranks, machine):
-        seen = next((one for one in profile.devices if gpu is not None and one.uuid == gpu.uuid), None)
-        used: Metric | str = profile.why.get("profile", "no sample")
-        if seen is not None:
-            used = derived.of_window(profile, seen, "memory_used_bytes")
-        figures: dict[str, Any]
-        if isinstance(used, str):
-            figures = {"why": device.why | dict.fromkeys(("nvml_used_max_bytes", "nvml_used_mean_bytes"), used)}
-        else:
-            rounded = [None if value is None else round(value) for value in (used.max, used.mean)]
-            figures = {"nvml_used_max_bytes": rounded[0], "nvml_used_mean_bytes": rounded[1]}
-        found.append(msgspec.structs.replace(device, index=0 if gpu is None else gpu.index, **figures))
     return found

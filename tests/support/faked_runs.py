@@ -21,7 +21,7 @@ from pytest_llmgpu.profiling import machine, nvml
 from pytest_llmgpu.profiling.machine import TorchFacts
 from pytest_llmgpu.profiling.nvml import Inventory
 from pytest_llmgpu.ranks import worker
-from pytest_llmgpu.ranks.local import RankFailedError
+from pytest_llmgpu.ranks.local import LocalLauncher, RankFailedError
 from pytest_llmgpu.ranks.serving import describe, failure_of
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.report import Report
@@ -82,7 +82,7 @@ class FakedRuns:
         monkeypatch.setattr(nvml, "inventory", lambda: Inventory(why={"nvml": "no NVML in this test"}))
         monkeypatch.setattr(Runner, "run", lambda _, request, record: self._measure(request, record))
         monkeypatch.setattr(Runner, "ask", lambda _runner, _request, *asked: self._ask(*asked))
-        monkeypatch.setattr(Runner, "take_output", lambda _: {0: text} if (text := self._take_output()) else {})
+        monkeypatch.setattr(LocalLauncher, "take_output", lambda _: {0: text} if (text := self._take_output()) else {})
         monkeypatch.setattr(Runner, "close", lambda _: self.did.append("end"))
         tiny_model.write_dataset(Path(self.pytester.path) / "items.jsonl")
         monkeypatch.setattr(judge, "LARGEST_UNSEEN", 99.0)
