@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 from support.report_factory import make_report, make_result
 
 from pytest_llmgpu.inference import scoring
@@ -42,14 +45,27 @@ def test_a_caption_has_the_number_of_nodes() -> None:
     assert there == ["4 x NVIDIA H200 on 2 nodes", "CPU on 2 nodes"]
 
 
-def test_short_captions_have_only_the_differing_parts() -> None:
-    """A default is written out where another block differs; fields behind equal captions are named."""
-    found = _captions(make_result(), make_result(model="gpt2", gpu_memory_bytes=2**30))
-    assert [short for _, short in found] == [
-        "huggyllama/llama-30b, no memory limit",
-        "gpt2, memory limit 1.0 GiB per GPU",
-    ]
+@pytest.mark.parametrize(
+    ("fields", "short"),
+    [
+        ({"model": "gpt2"}, ("huggyllama/llama-30b", "gpt2")),
+        ({"dtype": "bfloat16"}, ("float16", "bfloat16")),
+        ({"devices": 1}, ("4 x NVIDIA H200", "1 x NVIDIA H200")),
+        ({"gpu_memory_bytes": 18 * 2**30}, ("no memory limit", "memory limit 18.0 GiB per GPU")),
+        ({"limit": 100}, ("hellaswag dataset", "hellaswag dataset (first 100 items)")),
+        # Captions are equal: the fields behind them are named.
+        ({"cuda_graphs": "off"}, ("cuda_graphs auto", "cuda_graphs off")),
+        ({"revision": "0123456789abcdef"}, ("revision None", "revision 0123456789ab")),
+    ],
+)
+def test_short_captions_have_only_the_differing_parts(fields: dict[str, Any], short: tuple[str, str]) -> None:
+    """A default is written out where another block differs."""
+    found = _captions(make_result(), make_result(**fields))
+    assert tuple(text for _, text in found) == short
+    assert short[1] in found[1][0]
+    assert found[0][0] != found[1][0]
+
+
+def test_a_report_without_cases_has_no_captions() -> None:
+    """It has no block."""
     assert _captions() == []
-    for letter, (caption, short) in zip("ab", _captions(*(make_result(revision=one) for one in "ab")), strict=True):
-        assert caption.endswith(f", revision {letter}")
-        assert short == f"revision {letter}"

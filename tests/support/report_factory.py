@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -15,6 +15,7 @@ from pytest_llmgpu.report.file import encode as encode_report
 from pytest_llmgpu.report.report import Commit, Environment, Gpu, Node, Report, Session
 from pytest_llmgpu.report.result import (
     Accuracy,
+    AccuracyCheck,
     Batches,
     CaseResult,
     Collective,
@@ -22,6 +23,7 @@ from pytest_llmgpu.report.result import (
     DeviceMemory,
     DeviceProfile,
     Failure,
+    Finding,
     Generation,
     Launch,
     Metric,
@@ -95,6 +97,21 @@ def make_answers(right: Sequence[bool], loglikelihoods: Sequence[float] | None =
     chosen = [label if hit else (label + 1) % 4 for label, hit in zip(labels, right, strict=True)]
     plain = make_accuracy(sum(right) / len(right), len(right), chosen, loglikelihoods)
     return msgspec.structs.replace(plain, labels=labels)
+
+
+def make_check(text: str = "26 % is not 82 %", *, ok: bool | None = False) -> AccuracyCheck:
+    """Return the check of an accuracy, which failed by default."""
+    return AccuracyCheck(metric="acc_norm", value=0.26, baseline=0.82, source="x", tolerance=0.01, ok=ok, text=text)
+
+
+def make_finding(
+    severity: Literal["info", "warning", "failure"] = "failure",
+    code: str = "slow",
+    text: str = "It is slow.",
+    next_step: str = "Look.",
+) -> Finding:
+    """Return a finding about a case."""
+    return Finding(code=code, severity=severity, text=text, next_step=next_step)
 
 
 def make_generation(

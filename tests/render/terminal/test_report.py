@@ -13,7 +13,9 @@ from support.report_factory import (
     make_accuracy,
     make_answers,
     make_case,
+    make_check,
     make_failed,
+    make_finding,
     make_memory,
     make_profile,
     make_report,
@@ -41,19 +43,21 @@ from pytest_llmgpu.report.result import (
     CaseResult,
     Collective,
     DeviceMemory,
-    DeviceProfile,
     Failure,
-    Finding,
     HostUse,
     Link,
+    Path,
     Traffic,
 )
-from pytest_llmgpu.report.result import Path as ResultPath
+
+_PLAIN = painter(color=False)
+_CPU: dict[str, Any] = {"device": "cpu", "devices": 1}
+_ENVIRONMENT = make_report().environment
 
 
-def _report(results: Sequence[CaseResult], gpus: int = 4) -> Report:
+def _report(results: Sequence[CaseResult]) -> Report:
     """Return the report that a session makes of these results."""
-    report = make_report(gpus=gpus)
+    report = make_report()
     for result in results:
         result.id = next_id([one.id for one in report.cases], result.case)
         options = Options(accuracy_baseline=0.828)
@@ -61,15 +65,11 @@ def _report(results: Sequence[CaseResult], gpus: int = 4) -> Report:
     return report
 
 
-def _machine(count: int = 4) -> Machine:
-    gpus = make_report(gpus=count).environment.gpus
-    return Machine(device="cuda", devices=count, gpus=gpus, facts=TorchFacts(version="2.13.0"))
-
-
 def test_the_headline_names_everything_that_is_measured() -> None:
     """The first line of a log names the machine, the models, the strategies and the batch sizes."""
+    machine = Machine(device="cuda", devices=4, gpus=_ENVIRONMENT.gpus, facts=TorchFacts(version="2.13.0"))
     cases = [make_case(strategy=name, batch_size=size) for name in ("mp", "tp") for size in (8, 1)]
-    assert headline(_machine(), cases, [8, 1, 8]) == (
+    assert headline(machine, cases, [8, 1, 8]) == (
         "llmgpu: 4 x NVIDIA H200 (cuda); huggyllama/llama-30b; float16; hellaswag dataset; strategies mp, tp; "
         "batch sizes 1, 8"
     )
@@ -129,39 +129,25 @@ def test_colour_changes_no_text() -> None:
     assert coloured == tables(report)
 
 
-@pytest.mark.parametrize(
-    ("fields", "captions"),
-    [
-        ({"dtype": "bfloat16"}, ("30b, float16, 4", "30b, bfloat16, 4")),
-        ({"devices": 1}, ("4 x NVIDIA", "1 x NVIDIA")),
-        ({"gpu_memory_bytes": 18 * 2**30}, ("hellaswag dataset", "hellaswag dataset, memory limit 18.0 GiB per GPU")),
-        ({"limit": 100}, ("hellaswag dataset", "hellaswag dataset (first 100 items)")),
-        ({"cuda_graphs": "off"}, ("dataset, cuda_graphs auto", "dataset, cuda_graphs off")),
-        ({"revision": "0123456789abcdef"}, ("dataset, revision None", "dataset, revision 0123456789ab")),
-    ],
-)
-def test_measurements_that_differ_have_blocks_with_captions(fields: dict[str, Any], captions: tuple[str, str]) -> None:
+def test_measurements_that_differ_have_blocks_with_captions() -> None:
     """Cases that do not compare are in separate tables, and the captions name the difference."""
-    text = tables(_report([make_result(2.0), make_result(1.0, **fields)]))
-    lines = [line for line in text.splitlines() if line.startswith("huggyllama")]
-    assert len(lines) == 2
-    for line, caption in zip(lines, captions, strict=True):
-        assert caption in line
+    text = tables(_report([make_result(2.0), make_result(1.0, dtype="bfloat16")]))
+    captions = [line.split(", ")[1] for line in text.splitlines() if line.startswith("huggyllama")]
+    assert captions == ["float16", "bfloat16"]
     assert text.count("strategy  ") == 2
 
 
 def test_findings_with_the_same_next_step_are_joined() -> None:
     """Three findings have their text, the other cases are named, and the next step is written once."""
-    first, wrong = make_result(64.0, make_accuracy(items=100)), make_accuracy(items=100, loglikelihoods=[-2.0] * 400)
-    others = [make_result(64.0 / size, wrong, batch_size=size) for size in (2, 4, 8, 16, 32)]
-    report = _report([first, *others])
-    step = report.cases[-1].findings[0].next_step
-    lines = tables(report, verbose=True).splitlines()
-    texts = [number for number in (2, 4, 8, 16, 32) if any(f" mp-bs{number}: " in line for line in lines)]
-    assert texts == [2, 4, 8]
-    others_line = next(line for line in lines if "mp-bs16, mp-bs32" in line)
-    assert "finding" in others_line
-    assert len([line for line in lines if line.strip().startswith(f"-> {step[:20]}")]) == 1
+    results = [make_result(batch_size=size) for size in (2, 4, 8, 16, 32)]
+    for result in results:
+        result.findings = [make_finding()]
+    lines = [line.strip() for line in tables(make_report(results), verbose=True).splitlines()[-5:]]
+    assert lines == [
+        "FAILURE  mp-bs2: It is slow.",
+        *("mp-bs4: It is slow.", "mp-bs8: It is slow."),
+        *("The same finding: mp-bs16, mp-bs32.", "-> Look."),
+    ]
 
 
 def _answers(flipped: Sequence[int], difference: float = 0.0, items: int = 200) -> Accuracy:
@@ -187,34 +173,26 @@ def test_each_strategys_worst_batch_size_is_compared_with_mp(prose: Prose) -> No
 def test_the_short_text_counts_the_comparisons_that_it_leaves_out() -> None:
     """Three strategies are compared with mp; the verbose text has all. Without labels there is no probability."""
     assert "0 of 10,042 items flipped, log-likelihoods equal" in tables(_report(paper_results()), verbose=True)
-    results = [
-        make_result(1.0, _answers([0] * (name != "mp")), strategy=name) for name in ("mp", "a", "b", "c", "d", "e")
-    ]
-    assert "\nand 2 more comparisons with mp\n" in tables(_report(results))
-    assert "e compared with mp" in tables(_report(results), verbose=True)
+    names = ("mp", "a", "b", "c", "d", "e")
+    report = _report([make_result(1.0, _answers([0] * (name != "mp")), strategy=name) for name in names])
+    assert "\nand 2 more comparisons with mp\n" in tables(report)
+    assert "e compared with mp" in tables(report, verbose=True)
 
 
 def test_random_weights_are_compared_by_their_log_likelihoods() -> None:
     """Their predictions are chance; log-likelihoods that are not finite are the worst case."""
-    dummy: dict[str, Any] = {"load_format": "dummy"}
-    numbers = {1: [-1.0] * 4, 2: [-1.002] * 4, 4: [-1.001] * 4}
-    results = [make_result(1.0, make_accuracy(0.25, 1, [0], [-1.0] * 4), **dummy)]
-    results += [
-        make_result(1.0, make_accuracy(0.25, 1, [1], values), strategy="tp", batch_size=size, **dummy)
-        for size, values in numbers.items()
-    ]
-    [line] = [line for line in tables(_report(results)).splitlines() if "compared with mp" in line]
-    assert "worst at batch size 2: " in line
-    assert "0.2 % (largest)" in line
-    assert "flipped" not in line
-    results[2].launches = make_result(1.0, make_accuracy(0.25, 1, [1], [math.nan] * 4)).launches
-    [line] = [line for line in tables(_report(results)).splitlines() if "compared with mp" in line]
-    assert line.endswith("worst at batch size 2: not all log-likelihoods are finite")
-
-
-_PLAIN = painter(color=False)
-_CPU: dict[str, Any] = {"device": "cpu", "devices": 1}
-_ENVIRONMENT = make_report().environment
+    for number, text in (
+        (-1.002, "log-likelihoods differ by 0.2 % (largest)"),
+        (math.nan, "not all log-likelihoods are finite"),
+    ):
+        results = [
+            make_result(
+                1.0, make_accuracy(0.25, 1, [1], [value] * 4), strategy=name, batch_size=size, load_format="dummy"
+            )
+            for name, size, value in (("mp", 1, -1.0), ("tp", 1, -1.0), ("tp", 2, number), ("tp", 4, -1.001))
+        ]
+        lines = tables(_report(results)).splitlines()
+        assert f"tp compared with mp, worst at batch size 2: {text}" in lines
 
 
 def _summary(results: Sequence[CaseResult], most: int | None = None) -> str:
@@ -222,9 +200,8 @@ def _summary(results: Sequence[CaseResult], most: int | None = None) -> str:
 
 
 def _checked(results: list[CaseResult]) -> list[CaseResult]:
-    for number, result in enumerate(results):
-        assessed = assess([result], earlier=results[:number], environment=_ENVIRONMENT, options=Options())
-        result.accuracy_check = assessed.accuracy_check
+    for result in results:
+        result.accuracy_check = make_check(ok=result.acc_norm != 0.26)
     return results
 
 
@@ -324,13 +301,12 @@ def test_collectives_are_counted_per_batch_and_sequence() -> None:
         "tp, each rank: 480 all_reduce per batch (1 to 2 MB/sequence), 1 all_gather per batch (0.250 MB/sequence)",
         "iok, mean over the ranks: 480 all_reduce per batch (2 MB/sequence)",
     ]
-    on_cpu = device_tables([_sending([64_000_000], devices=1, device="cpu")], _ENVIRONMENT).splitlines()
-    assert on_cpu == ["mp, one process: 480 all_reduce per batch (1 MB/sequence)"]
     texts = _sending([64_000_000] * 2, devices=2, device="cpu")
     assert texts.traffic is not None
     texts.traffic = msgspec.structs.replace(texts.traffic, step=[[gathered]] * 2)
-    assert device_tables([texts], _ENVIRONMENT).splitlines()[1:] == [
-        "mp, each rank: 2 all_gather per decode step (0.500 MB/token)"
+    assert device_tables([texts], _ENVIRONMENT).splitlines() == [
+        "mp, each rank: 480 all_reduce per batch (1 MB/sequence)",
+        "mp, each rank: 2 all_gather per decode step (0.500 MB/token)",
     ]
 
 
@@ -338,7 +314,7 @@ def _going(link: Link | None, counted: float, text: str, **fields: Any) -> CaseR
     """Return a case whose links counted this multiple of the sent bytes."""
     result = _sending([64_000_000] * 4, strategy="tp", **fields)
     assert result.traffic is not None
-    path = ResultPath(link=link, expected_bytes=100, nvlink_bytes=100 * counted, pcie_bytes=100 * counted, text=text)
+    path = Path(link=link, expected_bytes=100, nvlink_bytes=100 * counted, pcie_bytes=100 * counted, text=text)
     result.traffic = msgspec.structs.replace(result.traffic, path=path)
     return result
 
@@ -352,7 +328,7 @@ def test_the_path_of_each_strategy_has_one_line_per_link() -> None:
         _going("host", 1.2, "Over PCIe.", batch_size=8),
         _going(None, 0.0, "Not known.", batch_size=16),
     ]
-    results[2].findings = [Finding(code="x", severity="info", text="Over NVLink: twice.", next_step="y")]
+    results[2].findings = [make_finding(text="Over NVLink: twice.")]
     lines = device_tables(results, _ENVIRONMENT).splitlines()
     assert lines[lines.index("") - 3 : lines.index("")] == [
         "tp (largest error at batch size 2): Over NVLink: far.",
@@ -363,12 +339,8 @@ def test_the_path_of_each_strategy_has_one_line_per_link() -> None:
 
 def memory_lines(devices: int, **fields: int) -> list[str]:
     """Return the memory table of a case: weights 15 GiB, live tensors 16 GiB, reserved 17 GiB, in use 19 GiB."""
-    defaults: dict[str, Any] = {
-        "weights_bytes": 15 * GIB,
-        "peak_allocated_bytes": 16 * GIB,
-        "peak_reserved_bytes": 17 * GIB,
-        "nvml_used_max_bytes": 19 * GIB,
-    }
+    names = ("weights_bytes", "peak_allocated_bytes", "peak_reserved_bytes", "nvml_used_max_bytes")
+    defaults = dict(zip(names, (15 * GIB, 16 * GIB, 17 * GIB, 19 * GIB), strict=True))
     memory = [DeviceMemory(index=index, **{**defaults, **fields}) for index in range(devices)]
     text = device_tables([make_result(1.0, None, make_profile(devices), memory)], _ENVIRONMENT)
     return text.split("\n\n")[1].splitlines()
@@ -414,13 +386,13 @@ def test_an_unknown_part_of_memory_has_its_reason() -> None:
 def test_missing_nvml_has_its_reason(place: str) -> None:
     """The reason may be in the profile, the launch or the environment; the memory counted by torch is shown."""
     result = make_result(1.0, None, None, make_memory(1), devices=1)
-    environment = Environment(python="3", platform="Linux")
+    environment, why = Environment(python="3", platform="Linux"), {"profile": "no NVML here"}
     if place == "profile":
-        result.launches[0].profile = make_profile(0, samples=0, why={"profile": "no NVML here"})
+        result.launches[0].profile = make_profile(0, samples=0, why=why)
     elif place == "launch":
-        result.launches[0].why["profile"] = "no NVML here"
+        result.launches[0].why = why
     else:
-        environment.why["nvml"] = "no NVML here"
+        environment.why = {"nvml": "no NVML here"}
     lines = device_tables([result], environment).splitlines()
     assert lines[-1] == "No GPU busy, PCIe TX, PCIe RX: no NVML here."
     assert lines[0] == "Memory per GPU"
@@ -430,14 +402,13 @@ def test_missing_nvml_has_its_reason(place: str) -> None:
 def test_a_metric_that_the_gpu_lacks_has_its_reason() -> None:
     """The table has no empty column, and the last line has the reason."""
     profile = make_profile(1)
-    device = profile.devices[0]
-    metrics = {name: metric for name, metric in device.metrics.items() if not name.startswith("pcie")}
-    why = {"pcie_tx_bytes_per_s": "Not Supported", "pcie_rx_bytes_per_s": "Not Supported"}
-    devices = [DeviceProfile(index=0, uuid="GPU-0", metrics=metrics, why=why)]
-    result = make_result(1.0, None, msgspec.structs.replace(profile, devices=devices), make_memory(1), devices=1)
-    text = device_tables([result], _ENVIRONMENT)
-    assert "GPU busy" in text.splitlines()[1]
-    assert text.splitlines()[-1] == "No PCIe TX, PCIe RX: Not Supported."
+    [device] = profile.devices
+    for name in ("pcie_tx_bytes_per_s", "pcie_rx_bytes_per_s"):
+        del device.metrics[name]
+        device.why[name] = "Not Supported"
+    lines = device_tables([make_result(1.0, None, profile, make_memory(1), devices=1)], _ENVIRONMENT).splitlines()
+    assert "GPU busy" in lines[1]
+    assert lines[-1] == "No PCIe TX, PCIe RX: Not Supported."
 
 
 def test_cases_that_did_not_complete_are_left_out() -> None:
