@@ -295,17 +295,15 @@ def make_failed(outcome: Outcome = "oom", failure: Failure | None = None, **fiel
     return CaseResult(id=case.id, key=case.key, case=case, outcome=outcome, failure=failure, launches=launches)
 
 
-def make_report(cases: Sequence[CaseResult] = (), gpus: int = 4) -> Report:
+def make_report(cases: Sequence[CaseResult] = (), gpus: int = 4, **fields: Any) -> Report:
     """Return a report of these cases."""
+    seen = [Gpu(index=index, uuid=f"GPU-{index}", name="NVIDIA H200") for index in range(gpus)]
     return Report(
         created="2026-01-02T03:04:05Z",
         plugin_version="0.1.0",
-        environment=Environment(
-            python="3.11.7",
-            platform="Linux",
-            gpus=[Gpu(index=index, uuid=f"GPU-{index}", name="NVIDIA H200") for index in range(gpus)],
-        ),
+        environment=Environment(python="3.11.7", platform="Linux", gpus=seen),
         cases=list(cases),
+        **fields,
     )
 
 

@@ -5,15 +5,12 @@ import subprocess
 import sys
 from typing import Any
 
-import msgspec
 import pytest
 from support.export_reports import NASTY, nasty, two_strategies
 from support.report_factory import make_failed, make_report, make_result
-from support.verdict_factory import with_launches
 
 from pytest_llmgpu.render.exports import FORMATS, export
-from pytest_llmgpu.render.exports.tools import figures, names
-from pytest_llmgpu.report.metrics import launches_s
+from pytest_llmgpu.render.exports.tools import names
 from pytest_llmgpu.report.report import Report
 
 _JSON = ["bencher", "github-action-benchmark-bigger", "github-action-benchmark-smaller"]
@@ -91,22 +88,3 @@ def test_names_are_one_printable_line() -> None:
         assert name.isprintable()
         assert len(name) <= 500
     assert NASTY not in names(nasty().cases)[0]
-
-
-def test_figures_have_the_range_over_launches() -> None:
-    """The time is the median, between the fastest and the slowest launch; an incomplete case has no figures."""
-    result = with_launches([1.0, 3.0, 2.0])
-    result.inference_s = 420.0
-    time = {spec.name: figure for spec, figure in figures(result)}["time"]
-    assert (time.value, time.low, time.high) == (420.0, 210.0, 630.0)
-    assert launches_s(result) == [210.0, 630.0, 420.0]
-    result.outcome = "timeout"
-    assert (figures(result), launches_s(result)) == ([], [])
-
-
-def test_the_accuracy_of_random_weights_is_not_exported() -> None:
-    """It is chance."""
-    for load_format, expected in (("auto", True), ("dummy", False)):
-        (result,) = two_strategies().cases[:1]
-        result.case = msgspec.structs.replace(result.case, load_format=load_format)
-        assert ("accuracy" in [spec.name for spec, _ in figures(result)]) == expected

@@ -3,12 +3,14 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import re
+from html import unescape
 from typing import Any
+from urllib.parse import unquote
 
 import msgspec
 import pytest
 from support.export_reports import NASTY, TODAY, judged, nasty, two_strategies
-from support.report_factory import make_accuracy, make_failed, make_report, make_result
+from support.report_factory import make_accuracy, make_failed, make_finding, make_report, make_result
 from support.verdict_factory import make_row, make_verdicts
 
 from pytest_llmgpu.gate.policy import Allowed, Policy
@@ -18,7 +20,6 @@ from pytest_llmgpu.render.exports.github import ANNOTATIONS, COMMENT_BYTES, COMM
 from pytest_llmgpu.render.exports.tables import markdown_header
 from pytest_llmgpu.report.metrics import spec_of
 from pytest_llmgpu.report.report import Report
-from pytest_llmgpu.report.result import Finding
 from pytest_llmgpu.report.text import one_line
 
 
@@ -34,41 +35,27 @@ def _parsed(command: str) -> tuple[str, dict[str, str], str]:
     """Return the command, the properties and the message that GitHub reads from a line."""
     found = re.fullmatch(r"::(\w+) ([^:]*)::(.*)", command)
     assert found is not None
-    pairs = dict(pair.split("=", 1) for pair in found[2].split(","))
-
-    def back(text: str) -> str:
-        for mark, letter in (("%0D", "\r"), ("%0A", "\n"), ("%3A", ":"), ("%2C", ","), ("%25", "%")):
-            text = text.replace(mark, letter)
-        return text
-
-    return found[1], {name: back(value) for name, value in pairs.items()}, back(found[3])
-
-
-def _finding(severity: Any, text: str = "Something.") -> Finding:
-    return Finding(code=f"a-{severity}", severity=severity, text=text, next_step="Do something.")
+    pairs = [pair.partition("=") for pair in found[2].split(",")]
+    return found[1], {name: unquote(value) for name, _, value in pairs}, unquote(found[3])
 
 
 def test_annotations_are_limited_to_what_github_shows() -> None:
     """The worst are kept, and the last one has the number of the others."""
-    report = make_report()
     rows = [make_row("UNDECIDED", id=f"mp-bs{n}", reason=f"Noise {'x' * n}.") for n in range(20)]
-    report.verdicts = make_verdicts(*rows, make_row(id="tp-bs1"), make_row(id="tp-bs2", metric="outcome"))
-    lines = _annotations(report)
-    assert len(lines) == ANNOTATIONS
-    assert [_parsed(line)[0] for line in lines] == ["error", "error", *["warning"] * 8]
+    worst = [make_row(id="tp-bs1"), make_row(id="tp-bs2", metric="outcome")]
+    lines = _annotations(make_report(verdicts=make_verdicts(*rows, *worst)))
+    assert [_parsed(line)[0] for line in lines] == ["error", "error", *["warning"] * (ANNOTATIONS - 2)]
     assert _parsed(lines[0])[1]["title"] == "pytest-llmgpu: REGRESSED: tp-bs2: as said"
     assert _parsed(lines[-1])[2].startswith("13 more are not shown")
-    report.verdicts = make_verdicts(make_row("OK"), *rows[:ANNOTATIONS])
-    assert len(_annotations(report)) == ANNOTATIONS
-    assert "are not shown" not in _annotations(report)[-1]
+    lines = _annotations(make_report(verdicts=make_verdicts(make_row("OK"), *rows[:ANNOTATIONS])))
+    assert len(lines) == ANNOTATIONS
+    assert "are not shown" not in lines[-1]
 
 
 def test_an_annotation_stands_at_its_test() -> None:
     """The file is that of the node id, the line is 1 if the report has none, and line breaks are kept."""
-    regressed = make_row(reason="+5 %.\nRun it again.", nodeid="a/test_b.py::test_c[x]")
-    report = make_report()
-    report.verdicts = make_verdicts(regressed)
-    (line,) = _annotations(report)
+    verdicts = make_verdicts(make_row(reason="+5 %.\nRun it again.", nodeid="a/test_b.py::test_c[x]"))
+    (line,) = _annotations(make_report(verdicts=verdicts))
     assert _parsed(line) == (
         "error",
         {"file": "a/test_b.py", "line": "1", "title": "pytest-llmgpu: REGRESSED: mp-bs8 wall time: +5 %"},
@@ -76,17 +63,15 @@ def test_an_annotation_stands_at_its_test() -> None:
     )
     measured = make_result()
     measured.nodeid, measured.line = "a/test_b.py::test_c[x]", 42
-    report.cases = [measured]
-    (line,) = _annotations(report)
+    (line,) = _annotations(make_report([measured], verdicts=verdicts))
     assert _parsed(line)[1]["line"] == "42"
 
 
 def test_one_cause_has_one_annotation() -> None:
     """It names the largest change, and every metric with its cases."""
     rows = [make_row(id=f"mp-bs{size}", base=1.0, head=1 + size / 100, ratio=1 + size / 100) for size in (8, 64)]
-    report = make_report()
-    report.verdicts = make_verdicts(*rows, *(make_row(metric="traffic", id=one.id) for one in rows))
-    (line,) = _annotations(report)
+    rows += [make_row(metric="traffic", id=one.id) for one in rows]
+    (line,) = _annotations(make_report(verdicts=make_verdicts(*rows)))
     _, properties, text = _parsed(line)
     assert properties["title"] == "pytest-llmgpu: REGRESSED: mp-bs64 wall time +64.0 % (1.64 s, was 1 s)"
     assert "time REGRESSED: mp-bs64, mp-bs8.\ntraffic REGRESSED: mp-bs8, mp-bs64." in text
@@ -119,28 +104,28 @@ def test_the_severity_follows_the_policy() -> None:
 def test_without_verdicts_findings_and_outcomes_are_notices() -> None:
     """A crash is an error, out of memory is information, and a finding replaces the outcome."""
     result = make_result(batch_size=2)
-    result.findings = [_finding("warning"), _finding("info"), _finding("failure")]
+    result.findings = [make_finding(severity, code=severity) for severity in ("warning", "info", "failure")]
     crashed = make_failed("crashed", batch_size=4)
     found = notices(make_report([make_failed("oom", batch_size=8), result, crashed]))
     assert [(notice.level, notice.title) for notice in found] == [
-        ("failure", "a-failure: mp-bs2"),
+        ("failure", "failure: mp-bs2"),
         ("failure", "crashed: mp-bs4"),
-        ("warning", "a-warning: mp-bs2"),
+        ("warning", "warning: mp-bs2"),
         ("info", "oom: mp-bs8"),
     ]
-    crashed.findings = [_finding("failure")]
-    assert [notice.title for notice in notices(make_report([crashed]))] == ["a-failure: mp-bs4"]
+    crashed.findings = [make_finding()]
+    assert [notice.title for notice in notices(make_report([crashed]))] == ["slow: mp-bs4"]
 
 
 def test_a_case_with_a_verdict_on_its_outcome_is_noticed_once() -> None:
     """The row replaces its findings and its outcome; a completed case keeps its findings."""
     head = two_strategies()
-    head.cases[0].findings = [_finding("warning")]
+    head.cases[0].findings = [make_finding("warning")]
     for number, result in enumerate(head.cases[2:]):
         result.outcome = "crashed"
-        result.findings = [_finding("failure")] * number
+        result.findings = [make_finding()] * number
     titles = [notice.title for notice in notices(judged(head, two_strategies(oom=())))]
-    assert sorted(title.partition(" ")[0] for title in titles) == [*["REGRESSED:"] * 2, "UNDECIDED:", "a-warning:"]
+    assert sorted(title.partition(" ")[0] for title in titles) == [*["REGRESSED:"] * 2, "UNDECIDED:", "slow:"]
 
 
 @pytest.mark.parametrize(
@@ -149,10 +134,7 @@ def test_a_case_with_a_verdict_on_its_outcome_is_noticed_once() -> None:
         (judged(two_strategies(), two_strategies(oom=())), r"❌ REGRESSED: tp-bs64: .*\(2 REGRESSED, "),
         (judged(two_strategies(), two_strategies()), r"⚠️ PASSED: 4 cases; .*\(3 UNDECIDED, .* OK"),
         (judged(two_strategies(), None), r"❌ NOTHING COMPARED: there is no baseline \(\d+ NEW"),
-        (
-            judged(two_strategies(), None, Policy(allow_no_baseline=True)),
-            r"⚠️ PASSED: there is no baseline to compare with \(",
-        ),
+        (judged(two_strategies(), None, Policy(allow_no_baseline=True)), r"⚠️ PASSED: there is no baseline to compare"),
         (two_strategies(), r"nothing was compared \(3 completed, 1 oom\)"),
         (make_report([make_failed("crashed")]), r"❌ 1 to look at \(1 crashed\)"),
         (make_report(), r"nothing was compared$"),
@@ -174,7 +156,6 @@ def test_the_summary_begins_with_the_worst() -> None:
     places = [page.index(text) for text in parts]
     assert places == sorted(places)
     assert page.count("<details>") == page.count("</details>") == 2
-    assert "4 rows compared" not in page
     assert f"{sum(row.compared for row in report.verdicts.rows)} rows compared" in page
 
 
@@ -193,9 +174,8 @@ def test_a_page_of_any_size_stays_below_its_limit(monkeypatch: pytest.MonkeyPatc
 def test_tables_keep_their_columns_with_any_text() -> None:
     """A name with pipes and line breaks is one cell, without HTML."""
     for text in (export("markdown", nasty()), _summary(nasty())):
-        tables = [line for line in text.splitlines() if line.startswith("|")]
-        assert tables
-        widths = {line.count("|") for line in tables}
+        widths = {line.count("|") for line in text.splitlines() if line.startswith("|")}
+        assert widths
         assert widths <= {7, 9}
         assert not re.search(r"<(?!/?(?:code|br|details|summary)>|!-- -->)", text)
         assert not re.search(r"@\w|\bhttps?://|www\.|::error::%0A *$", text)
@@ -213,20 +193,18 @@ def test_escaped_text_is_rendered_as_given() -> None:
     for cell in cells:
         plain = cell.replace("<!-- -->", "").removeprefix("<code>").removesuffix("</code>")
         assert "<" not in plain
-        shown = plain.replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&").replace("&quot;", '"')
-        assert shown == one_line(NASTY)
+        assert unescape(plain) == one_line(NASTY)
 
 
 def test_a_table_of_texts_has_the_times_of_a_token() -> None:
-    """They take the place of the accuracy, which texts do not have; a column has a figure of some case."""
+    """They are before the accuracy, which texts do not have; a column has a figure of some case."""
     text = make_result(workload="generate", batch_size=8)
     text.first_token_s, text.token_p50_s = 0.0081, 0.00676
     lines = export("markdown", make_report([text])).splitlines()
     assert "| sequences/s | time to first token | time per token | verdict |" in lines[0]
     assert "| 0.0081 s | 0.00676 s |" in lines[2]
-    both = export("markdown", make_report([text, make_result(60.0, make_accuracy(0.75, items=16))])).splitlines()
-    assert "| time per token | accuracy |" in both[0]
-    assert len({row.count("|") for row in both}) == 1
+    both = make_report([text, make_result(60.0, make_accuracy(0.75, items=16))])
+    assert "| time per token | accuracy |" in export("markdown", both)
 
 
 def test_a_table_of_cases_has_units_and_reasons() -> None:
@@ -245,8 +223,6 @@ def test_a_table_of_cases_has_units_and_reasons() -> None:
 @pytest.mark.parametrize(
     ("function", "text", "escaped"),
     [
-        (one_line, "a\n\tb\x00\u202ec\ud800 ", "a b c"),
-        (one_line, "x" * 501, "x" * 499 + "…"),
         (markdown, "a_b _c_ 2*3", "a_b &#95;c&#95; 2&#42;3"),
         (markdown, "&#124; <b>", "&#38;&#35;124; &#60;b>"),
         (markdown, "https://a www.b @c", "https&#58;//a www&#46;b @<!-- -->c"),
