@@ -7,12 +7,12 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
-import msgspec
 import pytest
 from support.page_reports import EVIL, paper_report, time_row
 from support.quiet_noise import any_unseen
-from support.report_factory import make_failed, make_report, make_result
+from support.report_factory import make_failed, make_finding, make_report, make_result
 from support.verdict_factory import make_verdicts
 
 from pytest_llmgpu.cli import main
@@ -20,8 +20,8 @@ from pytest_llmgpu.cli.commands.reports import page_name
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.render.html import report as html_report
 from pytest_llmgpu.report.file import dump
-from pytest_llmgpu.report.report import Commit
-from pytest_llmgpu.report.result import CaseResult, Failure, Finding
+from pytest_llmgpu.report.report import Commit, Report
+from pytest_llmgpu.report.result import CaseResult, Failure
 
 pytest.importorskip("jinja2", reason="the page needs the extra report")
 pytest.importorskip("vl_convert", reason="the page needs the extra report")
@@ -34,19 +34,22 @@ class Page(html.parser.HTMLParser):
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.elements: list[dict[str, str | None]] = []
+        """The attributes of each element."""
         self.inside: dict[str, list[str]] = {"script": [], "style": []}
         self.charts: dict[str, object] = {}
         self.cases: dict[str, list[dict[str, object]]] = {}
         self._open: list[str] = []
-        self.words: list[str] = []
+        self._words: list[str] = []
         self.feed(text)
         self.close()
         assert self._open == []
+        self.text = " ".join(" ".join(self._words).split())
+        """The visible text with single spaces."""
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         """Keep an element, and remember that it is open."""
-        self.elements.append((tag, dict(attrs)))
+        self.elements.append(dict(attrs))
         if tag not in _EMPTY:
             self._open.append(tag)
 
@@ -55,21 +58,11 @@ class Page(html.parser.HTMLParser):
         assert self._open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        """Keep the words of the page; the content of scripts and styles is kept in `inside`."""
-        if self._open and self._open[-1] in self.inside:
-            self._keep(data)
-        else:
-            self.words.append(data)
-
-    @property
-    def text(self) -> str:
-        """The visible text with single spaces."""
-        return " ".join(" ".join(self.words).split())
-
-    def _keep(self, data: str) -> None:
-        """Keep a style or a script; the data of charts and cases are kept by their ids."""
-        attributes = self.elements[-1][1]
-        if attributes.get("type") != "application/json":
+        """Keep the words of the page, its scripts and styles, and the data of charts and cases by their ids."""
+        attributes = self.elements[-1] if self.elements else {}
+        if not self._open or self._open[-1] not in self.inside:
+            self._words.append(data)
+        elif attributes.get("type") != "application/json":
             self.inside[self._open[-1]].append(data)
         elif case := attributes.get("data-case"):
             self.cases[case] = json.loads(data)
@@ -78,9 +71,11 @@ class Page(html.parser.HTMLParser):
 
     def values(self, attribute: str) -> list[str]:
         """Return the values of an attribute, one per element that has it."""
-        return [
-            value or "" for _, attributes in self.elements for name, value in attributes.items() if name == attribute
-        ]
+        return [attributes[attribute] or "" for attributes in self.elements if attribute in attributes]
+
+
+def _page(report: Report, *more: Any, **fields: Any) -> Page:
+    return Page(html_report.render(report, *more, **fields))
 
 
 @pytest.fixture
@@ -118,9 +113,7 @@ def test_nothing_is_fetched_and_nothing_else_runs(whole: str) -> None:
     [style] = page.inside["style"]
     assert "@import" not in style
     assert "url(" not in style
-    assert not [
-        name for _, attributes in page.elements for name in attributes if name.startswith("on") or name == "style"
-    ]
+    assert not [name for one in page.elements for name in one if name.startswith("on") or name == "style"]
     [policy] = [value for value in page.values("content") if value.startswith("default-src")]
     rules = dict(rule.split(" ", 1) for rule in policy.split("; "))
     assert rules["default-src"] == "'none'"
@@ -135,7 +128,7 @@ def test_text_of_a_report_is_never_markup() -> None:
     report = paper_report()
     report.cases[0].id = report.cases[-1].id = EVIL
     report.cases[-1].failure = Failure(phase="forward", message=EVIL)
-    report.cases[0].findings = [Finding(code=EVIL, severity="failure", text=EVIL, next_step=EVIL)]
+    report.cases[0].findings = [make_finding(code=EVIL, text=EVIL, next_step=EVIL)]
     report.options = {"--llmgpu-model": EVIL}
     report.environment.versions = {EVIL: EVIL}
     report.environment.variables = {"NCCL_X": EVIL}
@@ -153,8 +146,8 @@ def test_the_status_comes_first() -> None:
     """The order is: status, worst finding with its next step, table with its marks in words, charts, environment."""
     report = paper_report()
     wrong = next(result for result in report.cases if result.id == "iok-bs32")
-    wrong.findings = [Finding(code="wrong-answers", severity="failure", text="It is 26 %.", next_step="Use less.")]
-    text = Page(html_report.render(report, name="sweep.json")).text
+    wrong.findings = [make_finding(code="wrong-answers", text="It is 26 %.", next_step="Use less.")]
+    text = _page(report, name="sweep.json").text
     place = 0
     for words in (
         "Failed 20 of 21 cases completed, 1 out of memory. Worst: iok-bs32: It is 26 %.",
@@ -191,7 +184,7 @@ def test_the_page_compares_with_a_baseline() -> None:
     base.environment.versions = {"torch": "2.10.0"}
     base.commit = Commit(sha="b" * 40)
     with any_unseen():
-        page = Page(html_report.render(head, base, policy=Policy()))
+        page = _page(head, base, policy=Policy())
     assert f"Baseline: commit {'b' * 40}." in page.text
     assert "REGRESSED: mp-bs1 wall time +49900.0 %" in page.text
     assert re.search(r"mp-bs1 time \S+ s \S+ s \+49900.0 % REGRESSED", page.text)
@@ -204,11 +197,11 @@ def test_the_page_compares_with_a_baseline() -> None:
 @pytest.mark.usefixtures("quick")
 def test_a_case_without_a_compared_number_has_what_changed() -> None:
     """A new outcome stands in place of its time, and the execution where that changed."""
-    base = make_report([make_result(batch_size=1, execution="cuda_graphs"), make_result(batch_size=2)])
-    base.cases.append(make_result(batch_size=8))
+    graphs = make_result(batch_size=1, execution="cuda_graphs")
+    base = make_report([graphs, make_result(batch_size=2), make_result(batch_size=8)])
     head = make_report([make_result(batch_size=1), make_failed("oom", batch_size=2), make_result(batch_size=4)])
     head.cases[0].launches[0].plan_sha256 = "other"  # the times cannot be compared
-    changes = Page(html_report.render(head, base)).text.partition("Was and now, the largest change first")[2]
+    changes = _page(head, base).text.partition("Was and now, the largest change first")[2]
     assert "mp-bs1 execution graphs eager REGRESSED" in changes
     assert re.search(r"mp-bs2 time \S+ s oom REGRESSED", changes)
     assert re.search(r"mp-bs4 time - \S+ s NEW", changes)
@@ -245,7 +238,7 @@ def test_a_report_of_too_many_cases_is_refused() -> None:
 @pytest.mark.usefixtures("quick")
 def test_the_filters_have_what_differs_between_cases() -> None:
     """Each case, column, row and chart can be hidden; a report of one model has no filter of models."""
-    page = Page(html_report.render(paper_report()))
+    page = _page(paper_report())
     assert page.values("data-filter") == ["strategy", "batch"]
     assert set(page.values("data-strategy")) == {"mp", "tp", "iok"}
     assert {"1", "64"} <= set(page.values("data-batch"))
@@ -255,15 +248,15 @@ def test_the_filters_have_what_differs_between_cases() -> None:
 def test_kept_verdicts_are_shown_under_their_own_policy() -> None:
     """Without a baseline the page shows the verdicts of the report and the notes of the terminal."""
     report = paper_report()
-    report.verdicts = make_verdicts(time_row(report, verdict="MISSING"))
-    assert Page(html_report.render(report)).text.startswith("MISSING")
-    report.verdicts = make_verdicts(time_row(report, verdict="MISSING"), policy="strict = true\n")
-    text = Page(html_report.render(report)).text
-    assert text.startswith("MISSING")
-    warning = "allowed tq time (bug 7): no case of these reports has that name"
-    report.verdicts = msgspec.structs.replace(report.verdicts, warnings=[warning])
-    assert report.verdicts.warnings == [warning]
-    assert warning in Page(html_report.render(report)).text
+    rows, warning = (
+        [time_row(report, 0, "UNDECIDED"), time_row(report, 1, "OK")],
+        "allowed tq time: no case has that name",
+    )
+    for policy, word in (("", "PASSED"), ("strict = true\n", "UNDECIDED")):
+        report.verdicts = make_verdicts(*rows, policy=policy, warnings=[warning])
+        text = _page(report).text
+        assert text.startswith(word)
+        assert warning in text
 
 
 @pytest.mark.usefixtures("quick")
@@ -272,8 +265,7 @@ def test_kept_verdicts_are_shown_under_their_own_policy() -> None:
 )
 def test_a_report_without_a_figure_has_a_page(cases: list[CaseResult]) -> None:
     """A run without a single completed case has a page, too."""
-    report = make_report(cases)
-    page = Page(html_report.render(report))
+    page = _page(make_report(cases))
     assert "Time by batch size and strategy" in page.text
     assert page.cases == {}
 
@@ -310,10 +302,9 @@ def test_html_writes_the_page(
 ) -> None:
     """The page is named after the report, or has the given path; missing folders are created."""
     monkeypatch.chdir(tmp_path)
-    dump(paper_report(), tmp_path / "reports" / "head.json.gz")
+    dump(paper_report(), Path("reports/head.json.gz"))
     assert main(["html", "reports/head.json.gz"]) == 0
     assert capsys.readouterr().out == "head.html\n"
-    assert "reports/head.json.gz" in Page(Path("head.html").read_text()).text
     assert main(["html", "reports/head.json.gz", "reports/head.json.gz", "--output", "new/page.html"]) == 0
     assert "Baseline: reports/head.json.gz." in Page(Path("new/page.html").read_text()).text
     assert main(["html", "reports/head.json.gz", "--output", "page.txt"]) == 2
@@ -324,10 +315,7 @@ def test_names_between_backticks_are_code() -> None:
     """The names are escaped, and a single backtick stays a backtick."""
     report = paper_report()
     texts = ("See `profile.invalid`: 1 -> 2.", "Of `<b>` and `x`.", "A ` alone, <i>.")
-    report.cases[0].findings = [
-        Finding(code=f"code-{number}", severity="failure", text=text, next_step="Read `why`.")
-        for number, text in enumerate(texts)
-    ]
+    report.cases[0].findings = [make_finding(code=text, text=text, next_step="Read `why`.") for text in texts]
     page = html_report.render(report)
     assert "See <code>profile.invalid</code>: 1 \u2192 2." in page
     assert "Of <code>&lt;b&gt;</code> and <code>x</code>." in page
@@ -340,9 +328,9 @@ def test_the_end_of_a_log_is_on_the_page() -> None:
     """It is in a closed element, and only cases with a problem have it."""
     report = paper_report()
     report.cases[0].failure = Failure(phase="forward", message="x", log_tail="Traceback: <deep>")
-    assert "Traceback" not in Page(html_report.render(report)).text
-    report.cases[0].findings = [Finding(code="crashed", severity="failure", text="It crashed.", next_step="Read.")]
-    page = Page(html_report.render(report))
+    assert "Traceback" not in _page(report).text
+    report.cases[0].findings = [make_finding(text="It crashed.")]
+    page = _page(report)
     assert "It crashed. End of the log of mp-bs1 (failure.log_tail) Traceback: <deep>" in page.text
     assert "End of the log of mp-bs1" in page.values("aria-label")
 
