@@ -3,7 +3,9 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import msgspec
@@ -24,48 +26,38 @@ _SHA256 = {
 """File to its hash. If a test here fails, the reader is wrong, not the file."""
 
 
+_CHANGED = {
+    *("argv", "capacity.prediction", "capacity.why", "verdicts.armed", "verdicts.calibration_sha256"),
+    *("verdicts.rows.alone", "verdicts.rows.known", "verdicts.rows.margin", "verdicts.rows.smallest_change"),
+    *("cases.case.workload", "cases.key", "verdicts.rows.key", "verdicts.rows.verdict"),
+}
+"""Fields that are no longer read, or have other names of their values."""
+
+
+def _differing(old: Any, new: Any, place: str = "") -> Iterator[str]:
+    """Yield each field of a JSON value that another one lacks, or has with another value."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name, value in old.items():
+            yield from _differing(value, new.get(name, ...), f"{place}.{name}")
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for one, other in zip(old, new, strict=True):
+            yield from _differing(one, other, place)
+    elif old != new:
+        yield place.removeprefix(".")
+
+
 @pytest.mark.parametrize("name", _SHA256)
-def test_a_stored_report_stays_readable(name: str, tmp_path: Path) -> None:
+def test_a_stored_report_keeps_its_figures(name: str, tmp_path: Path) -> None:
     """Its file is unchanged, and what this version writes of it fits the present schema and has equal values."""
-    assert hashlib.sha256((_REPORTS / name).read_bytes()).hexdigest() == _SHA256[name]
+    data = (_REPORTS / name).read_bytes()
+    assert hashlib.sha256(data).hexdigest() == _SHA256[name]
     report = load(_REPORTS / name)
     dump(report, tmp_path / "new.json")
     assert load(tmp_path / "new.json") == report
-    jsonschema.validate(json.loads((tmp_path / "new.json").read_bytes()), schema())
-
-
-def test_the_figures_of_a_stored_report_keep_their_meaning() -> None:
-    """A baseline that was kept for a year is compared by what was measured then."""
-    report = load(_REPORTS / "schema-2.json")
-    ceilings, (_, tp, again, *_) = report.environment.ceilings, report.cases
-    assert (report.environment.gpus[1].memory_bytes, report.environment.nccl) == (150754820096, "2.26.2")
-    assert (report.session.complete, report.options["--strategy"]) == (False, ["mp", "tp"])
-    assert ceilings is not None
-    assert (ceilings.devices[0].gemm_flops_per_s, ceilings.all_reduce_bytes_per_s) == ({"float16": 7.6e14}, 3.5e11)
-    assert (tp.case.workload, again.id) == ("score", "mp-bs4#2")
-    launch = tp.launches[0]
-    assert launch.batches.latency_s == [1.0, 1.0, 1.0]
-    assert launch.accuracy is not None
-    assert (launch.accuracy.predictions, launch.accuracy.labels) == ([0, 1, 3], [0, 1, 2])
-    assert launch.memory[1].nvml_used_max_bytes == 20 * 2**30
-    assert tp.comparison is not None
-    assert tp.comparison.flipped == [2]
-    assert tp.traffic is not None
-    assert tp.traffic.ranks[0][0].wire_bytes == 786432
-    work = launch.work
-    assert work is not None
-    assert work.collectives is not None
-    assert (work.batches, work.passes, work.collectives[0].transfer_s) == ([0, 2], 3, [0.002, 0.002, 0.003])
-    first, second = work.ranks
-    assert (first.device_time_s, first.kernels, first.flops, first.host_syncs) == ([0.5, 0.51, 0.5], 1000, 10**12, 4)
-    assert first.runtime_calls == {"cudaLaunchKernel": 990, "cudaStreamSynchronize": 2}
-    assert first.rows is not None
-    names = [row.kernel if row.kernel is None else report.environment.kernel_names[row.kernel] for row in first.rows]
-    assert str(names[0]).startswith("nvjet")
-    assert [row.family for row in first.rows] == ["GEMM", "elementwise", "GEMM", "other"]
-    assert (second.device_time_s, second.ops) == (None, {"aten::mm": 400})
-    assert tp.bound is not None
-    assert (tp.bound.limited_by, tp.bound.share) == ("compute", 0.5)
+    written = json.loads((tmp_path / "new.json").read_bytes())
+    jsonschema.validate(written, schema())
+    assert set(_differing(json.loads(data), written)) <= _CHANGED
+    assert {result.case.workload for result in report.cases} == {"score"}
 
 
 def test_the_verdicts_of_a_promoted_report_keep_their_meaning() -> None:
