@@ -12,6 +12,7 @@ from support.prose import Prose
 from support.report_factory import (
     GIB,
     make_answers,
+    make_check,
     make_failed,
     make_memory,
     make_profile,
@@ -27,8 +28,8 @@ from pytest_llmgpu.gate import judge
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.render import charts
 from pytest_llmgpu.render.charts import Chart, timelines
-from pytest_llmgpu.report.report import Commit, Report
-from pytest_llmgpu.report.result import AccuracyCheck, CaseResult, Path
+from pytest_llmgpu.report.report import Report
+from pytest_llmgpu.report.result import CaseResult, Path, Series
 
 _OF_PAPER = ["time", "throughput", "traffic-pcie", "sent", *(f"traffic-utilization-{n}" for n in (1, 2, 3))]
 _OF_PAPER += ["memory", "accuracy"]
@@ -62,18 +63,20 @@ def _by_id(report: Report) -> dict[str, Chart]:
     return {chart.id: chart for chart in charts.of_report(report).charts}
 
 
-def _judged(memory_gib: int = 32) -> Report:
-    """Return the report of Shin et al. 2024 with the gate's verdicts against itself."""
-    report = _paper(memory_gib)
-    report.verdicts = judge.judge(_paper(memory_gib), report, Policy(), today=datetime.date(2026, 1, 1))
+def _timelines(result: CaseResult) -> dict[str, Chart]:
+    return {chart.id: chart for chart in timelines.charts(result, make_report().environment)}
+
+
+def _compared(report: Report, base: Report) -> Report:
+    report.verdicts = judge.judge(base, report, Policy(), today=datetime.date(2026, 1, 1))
     return report
 
 
-def _answers_wrongly(result: CaseResult) -> CaseResult:
-    result.accuracy_check = AccuracyCheck(
-        metric="acc_norm", value=0.26, baseline=0.82, source="x", tolerance=0.01, ok=False, text="26 % is not 82 %"
-    )
-    return result
+@pytest.fixture
+def every() -> charts.Charts:
+    """Return the charts of Table 2 of Shin et al. 2024 compared with itself, and those of a case."""
+    found = charts.of_report(_compared(_paper(), _paper()))
+    return charts.Charts(charts=[*found.charts, *_timelines(sampled()).values()], omitted=found.omitted)
 
 
 def test_a_report_has_every_chart_that_it_has_data_for() -> None:
@@ -83,11 +86,9 @@ def test_a_report_has_every_chart_that_it_has_data_for() -> None:
     assert [reason.partition(":")[0] for reason in found.omitted] == ["NVLink traffic by batch size"]
 
 
-def test_every_summary_is_reviewed(prose: Prose) -> None:
+def test_every_summary_is_reviewed(every: charts.Charts, prose: Prose) -> None:
     """The snapshot has the titles and captions of all charts of a report and of a case."""
-    found = charts.of_report(_judged())
-    drawn = found.charts + list(timelines.charts(sampled(), make_report().environment))
-    assert prose == "\n".join([f"{chart.title}: {chart.summary}" for chart in drawn] + found.omitted)
+    assert prose == "\n".join([f"{chart.title}: {chart.summary}" for chart in every.charts] + every.omitted)
 
 
 def test_a_report_without_a_completed_case_has_reasons_instead_of_charts() -> None:
@@ -100,22 +101,20 @@ def test_a_report_without_a_completed_case_has_reasons_instead_of_charts() -> No
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_every_specification_is_valid_vega_lite() -> None:
+def test_every_specification_is_valid_vega_lite(every: charts.Charts) -> None:
     """Altair checks each one with Vega-Lite's schema."""
-    found = charts.of_report(_judged()).charts + list(timelines.charts(sampled(), make_report().environment))
-    assert len(found) == len(_OF_PAPER) + 4
-    for chart in found:
+    assert len(every.charts) == len(_OF_PAPER) + 4
+    for chart in every.charts:
         altair.Chart.from_dict(chart.spec)
 
 
-def test_a_specification_fits_its_container_and_needs_nothing_else() -> None:
-    """It holds its data and has neither an address nor a colour; each row of its table has a cell for every header."""
-    for chart in charts.of_report(_judged()).charts:
+def test_a_chart_stands_alone(every: charts.Charts) -> None:
+    """It fits its container, names model and machine, and has its data, but neither an address nor a colour."""
+    for chart in every.charts:
         text = json.dumps(chart.spec)
         assert chart.spec["width"] == "container"
-        assert "://" not in text
-        assert "#" not in text
-        assert "url" not in text
+        assert not re.search("://|#|url", text)
+        assert chart.measured == "huggyllama/llama-30b, float16, 4 x NVIDIA H200, hellaswag dataset"
         assert list(values_of(chart.spec))
         assert {len(row) for row in chart.rows} == {len(chart.headers)}
         assert re.fullmatch(r"[a-z0-9-]+", chart.id)
@@ -124,8 +123,6 @@ def test_a_specification_fits_its_container_and_needs_nothing_else() -> None:
 
 def test_the_time_chart_has_table_2_of_shin_et_al() -> None:
     """Rows are batch sizes and columns are strategies; a case that ran out of memory is in its cell."""
-    rounded_once = _by_id(make_report([make_result(7.4652)]))["time"]
-    assert rounded_once.summary == "Best of each strategy: mp 7.47 s at batch size 1."
     chart = _by_id(_paper())["time"]
     assert chart.headers == ["batch size", "mp (s)", "tp (s)", "iok (s)"]
     assert chart.rows[0] == ["1", "10,260", "6,548", "4,959"]
@@ -146,9 +143,11 @@ def test_a_case_that_did_not_complete_has_a_note_above_the_plot() -> None:
 
 def test_wrong_answers_are_marked_and_never_the_best() -> None:
     """The best in the caption is a case with right answers, however slow it was."""
-    results = [make_result(60.0), *(_answers_wrongly(make_result(1.0, batch_size=size)) for size in (2, 4))]
+    results = [make_result(59.6652), *(make_result(1.0, batch_size=size) for size in (2, 4))]
+    for result in results[1:]:
+        result.accuracy_check = make_check()
     found = _by_id(make_report(results))
-    assert found["time"].summary == "Best of each strategy: mp 60 s at batch size 1."
+    assert found["time"].summary == "Best of each strategy: mp 59.7 s at batch size 1."
     assert found["throughput"].summary.endswith("at batch size 1.")
     marks = [row for row in values_of(found["time"].spec) if "o" in row]
     assert [(row["b"], row["l"]) for row in marks] == [(2, "mp: wrong answers"), (4, "\N{BALLOT X}")]
@@ -172,13 +171,10 @@ def test_a_logarithmic_axis_has_ticks_however_wide_it_is() -> None:
 
 def test_strategies_keep_their_colours() -> None:
     """The third colour is that of iok also in a report of iok alone; another strategy gets the fourth."""
-    for strategies in (["iok"], ["tp", "iok", "other"], ["other", "mp"]):
-        report = make_report([make_result(strategy=strategy) for strategy in strategies])
-        (colours,) = {
-            json.dumps(layer["encoding"]["color"]["scale"]["domain"]) for layer in _by_id(report)["time"].spec["layer"]
-        }
-        assert json.loads(colours)[:3] == ["mp", "tp", "iok"]
-        assert json.loads(colours)[3:] == ["other"] * ("other" in strategies)
+    for strategies, others in ((["iok"], []), (["tp", "iok", "other"], ["other"]), (["other", "mp"], ["other"])):
+        chart = _by_id(make_report([make_result(strategy=strategy) for strategy in strategies]))["time"]
+        for layer in chart.spec["layer"]:
+            assert layer["encoding"]["color"]["scale"]["domain"] == ["mp", "tp", "iok", *others]
 
 
 def test_traffic_is_a_mean_over_the_gpus_in_both_directions() -> None:
@@ -195,7 +191,6 @@ def test_bytes_sent_are_exact_figures_per_sequence() -> None:
     """They are the program's own count in MB."""
     chart = _by_id(make_report([make_result(traffic=make_traffic(wire_bytes_per_sequence=466.574176e6))]))["sent"]
     assert chart.rows == [["1", "466.6"]]
-    assert "466" not in chart.headers[1]
     assert chart.headers == ["batch size", "mp (MB/sequence)"]
 
 
@@ -275,24 +270,8 @@ def test_each_model_has_its_own_charts() -> None:
     assert all(line.startswith(("small: ", "large: ")) for line in found.omitted)
 
 
-def test_every_chart_names_model_and_machine() -> None:
-    """An image stands alone; time lines too."""
-    report = _judged()
-    measured = "huggyllama/llama-30b, float16, 4 x NVIDIA H200, hellaswag dataset"
-    found = charts.of_report(report).charts + list(timelines.charts(sampled(30), report.environment))
-    assert {chart.measured for chart in found} == {measured}
-
-
-def _slow(level: float, sha: str = "a") -> Report:
-    results = [with_launches([level] * 3, strategy=strategy) for strategy in ("mp", "tp")]
-    report = make_report(results)
-    report.commit = Commit(sha=sha * 40)
-    return report
-
-
-def _compared(report: Report, base: Report) -> Report:
-    report.verdicts = judge.judge(base, report, Policy(), today=datetime.date(2026, 1, 1))
-    return report
+def _slow(level: float) -> Report:
+    return make_report([with_launches([level] * 3, strategy=strategy) for strategy in ("mp", "tp")])
 
 
 def test_a_slower_case_has_its_ratio_and_interval() -> None:
@@ -315,3 +294,58 @@ def test_a_case_that_cannot_be_compared_is_in_the_table_with_its_reason() -> Non
     chart = _by_id(_compared(report, _slow(1.0)))["ratio"]
     assert [row["c"] for row in chart.spec["data"]["values"]] == ["tp-bs1"]
     assert chart.rows[0][:3] == ["mp-bs1", "NOT_COMPARABLE", "-"]
+
+
+def test_time_lines_show_every_gpu_in_at_most_200_points() -> None:
+    """The table has at most 20 lines."""
+    found = _timelines(sampled(2000))
+    assert sorted(found) == [f"timeline-{name}" for name in ("memory", "power", "utilization")]
+    chart = found["timeline-utilization"]
+    rows = list(values_of(chart.spec))
+    assert (len(rows), len(chart.rows)) == (200, 20)
+    assert set(rows[0]) == {"t", "0", "1", "2", "3"}
+    assert rows[0]["3"] == pytest.approx(rows[0]["0"] + 10)
+    assert "extremes of 20 samples" in chart.summary
+    assert "4 x NVIDIA H200" in chart.summary
+
+
+@pytest.mark.parametrize("points", [1, 2, 199, 200, 201, 202, 203, 1999])
+def test_a_series_of_any_length_is_drawn(points: int) -> None:
+    """The last bin may have a single sample."""
+    rows = list(values_of(_timelines(sampled(points, 1))["timeline-power"].spec))
+    assert min(points, 130) <= len(rows) <= 200
+    assert [row["t"] for row in rows] == sorted(row["t"] for row in rows)
+
+
+@pytest.mark.parametrize("place", [0, 777, 1999])
+def test_a_peak_of_one_sample_is_drawn_at_its_height(place: int) -> None:
+    """A mean would flatten it; a GPU without the metric has no line."""
+    result = sampled(2000, 2)
+    profile = result.launches[0].profile
+    assert profile is not None
+    assert profile.series is not None
+    profile.series.devices[0]["power_w"][place] = 700.0
+    del profile.series.devices[1]["power_w"]
+    rows = list(values_of(_timelines(result)["timeline-power"].spec))
+    assert [row["t"] for row in rows] == sorted({row["t"] for row in rows})
+    (spike,) = [row for row in rows if row["0"] == 700]
+    assert not any("1" in row for row in rows)
+    assert spike["t"] == pytest.approx(place / 6, abs=20 / 6)
+
+
+def test_missing_samples_are_gaps_in_a_time_line() -> None:
+    """A driver that refreshes slowly leaves gaps, which are not 0."""
+    series = Series(t_s=[0.0, 0.2, 0.4], devices=[{"utilization_pct": [None, 40.0, None]}])
+    (chart,) = _timelines(make_result(profile=make_profile(1, series=series))).values()
+    assert [row.get("0") for row in values_of(chart.spec)] == [None, 40.0, None]
+    assert [row[1] for row in chart.rows] == ["-", "40", "-"]
+
+
+def test_a_case_without_samples_has_no_time_lines() -> None:
+    """It ran on a CPU, never started, or was shorter than a period: the only sample is from before it began."""
+    short = sampled(1, 1)
+    (launch,) = short.launches
+    assert launch.profile is not None
+    launch.profile = msgspec.structs.replace(launch.profile, samples=0)
+    for result in (short, make_result(), make_failed("skipped_after_oom")):
+        assert _timelines(result) == {}
