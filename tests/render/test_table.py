@@ -1,17 +1,12 @@
 from __future__ import annotations
 
-import csv
-import io
-
 import msgspec
 import pytest
-from support.report_factory import make_failed, make_generation, make_report, make_result, paper_results
+from support.report_factory import make_check, make_failed, make_generation, make_result, paper_results
 
-from pytest_llmgpu.render.exports import export
-from pytest_llmgpu.render.table import LEGEND, Cell, TimeTable, figure_tables, make_time_table
+from pytest_llmgpu.render.table import COLUMNS, LEGEND, Cell, TimeTable, figure_tables, make_time_table
 from pytest_llmgpu.report.derived import batch_latency_s, derive
-from pytest_llmgpu.report.report import Commit
-from pytest_llmgpu.report.result import AccuracyCheck, Batches, CaseResult, Collective, Outcome, Traffic
+from pytest_llmgpu.report.result import Batches, CaseResult, Collective, Outcome, Traffic
 from pytest_llmgpu.report.work import Bound, RankWork, Work
 
 
@@ -50,8 +45,7 @@ def test_bytes_between_nodes_are_a_column_on_several_nodes() -> None:
     assert "between_nodes_bytes_per_sequence" not in [column.name for column in table.columns]
     result.traffic = Traffic(ranks=[ranks[1]] * 2, wire_bytes_per_sequence=1.0)
     sequences = sum(result.launches[0].batches.sequences)
-    [row] = csv.DictReader(io.StringIO(export("csv", make_report([result]))))
-    assert float(row["between_nodes_bytes_per_sequence"]) == 4 * 10**9 / sequences
+    assert COLUMNS["between_nodes_bytes_per_sequence"].value(result) == 4 * 10**9 / sequences
 
 
 def test_a_case_that_generates_has_a_table_of_its_tokens() -> None:
@@ -74,22 +68,6 @@ def test_a_case_that_generates_has_a_table_of_its_tokens() -> None:
     assert figure_tables([make_failed()]) == {}
 
 
-def test_the_csv_table_has_the_session_of_each_case() -> None:
-    """Rows of several reports can be put together."""
-    report = make_report([_worked(energy_j_per_sequence=12.5), make_failed(batch_size=8)])
-    report.cases[0].case = make_result(gpu_memory_bytes=2**34).case
-    report.commit = Commit(sha="ab" * 20)
-    first, second = csv.DictReader(io.StringIO(export("csv", report)))
-    for row in (first, second):
-        assert (row["created"], row["commit"], row["gpu"]) == (report.created, "ab" * 20, "NVIDIA H200")
-        assert row["machine"].startswith("4x-NVIDIA-H200")
-    assert (first["gpu_memory_bytes"], second["gpu_memory_bytes"]) == (str(2**34), "")
-    assert (first["batch_p50_s"], second["batch_p50_s"]) == ("0.9375", "")
-    assert (first["device_time_s"], first["bound_share"], second["bound_share"]) == ("0.0672", "0.25", "")
-    assert float(first["device_busy"]) == pytest.approx(0.0625, rel=1e-3)
-    assert (first["energy_j_per_sequence"], first["energy_j_per_token"]) == ("12.5", "")
-
-
 @pytest.mark.parametrize(("batches", "has_p99"), [(99, False), (100, True)])
 def test_the_99th_percentile_needs_100_batches(batches: int, *, has_p99: bool) -> None:
     """With fewer it would be the largest one."""
@@ -103,13 +81,6 @@ def test_the_99th_percentile_needs_100_batches(batches: int, *, has_p99: bool) -
 
 def _cells(table: TimeTable) -> dict[str, Cell]:
     return {cell.id: cell for _, cells in table.rows for cell in cells}
-
-
-def _wrong(result: CaseResult) -> CaseResult:
-    result.accuracy_check = AccuracyCheck(
-        metric="acc_norm", value=0.26, baseline=0.82, source="x", tolerance=0.01, ok=False, text="wrong"
-    )
-    return result
 
 
 def test_batch_sizes_are_rows_and_strategies_are_columns() -> None:
@@ -127,17 +98,10 @@ def test_batch_sizes_are_rows_and_strategies_are_columns() -> None:
 
 def test_a_fast_wrong_answer_is_not_the_best() -> None:
     """A case with wrong answers is marked as wrong, never as the fastest."""
-    cells = _cells(
-        make_time_table(
-            [
-                make_result(60),
-                make_result(50, batch_size=2, execution="cuda_graphs"),
-                _wrong(make_result(1, batch_size=4)),
-            ]
-        )
-    )
-    assert [cell.kind for cell in cells.values()] == ["plain", "best", "wrong"]
-    assert [cell.graphs for cell in cells.values()] == [False, True, False]
+    results = [make_result(60), make_result(50, batch_size=2, execution="cuda_graphs"), make_result(1, batch_size=4)]
+    results[2].accuracy_check = make_check()
+    cells = _cells(make_time_table(results)).values()
+    assert [(cell.kind, cell.graphs) for cell in cells] == [("plain", False), ("best", True), ("wrong", False)]
 
 
 @pytest.mark.parametrize(
