@@ -154,13 +154,8 @@ def test_github_action_benchmark_gets_valid_entries(direction: str, report: Repo
 
 def test_github_action_benchmark_has_each_figure_in_the_file_of_its_direction() -> None:
     """Time, memory and traffic should be small; rates, accuracy and the largest batch size should be large."""
-    smaller, bigger = (
-        {
-            entry["name"].rpartition(": ")[2]: entry
-            for entry in _json(f"github-action-benchmark-{name}", two_strategies())
-        }
-        for name in ("smaller", "bigger")
-    )
+    files = [_json(f"github-action-benchmark-{name}", two_strategies()) for name in ("smaller", "bigger")]
+    smaller, bigger = ({entry["name"].rpartition(": ")[2]: entry for entry in entries} for entries in files)
     assert list(smaller) == ["cases that did not complete", "time", "sent per sequence", "peak memory"]
     rates = ["sequences per second", "tokens per second"]
     assert list(bigger) == ["cases that completed", *rates, "accuracy", "largest batch size"]
