@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 from support import tiny_model
+from support.request_factory import make_prompts
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from pytest_llmgpu.inference import compiled_layers
-from pytest_llmgpu.inference.batching import Request, Requests, plan
+from pytest_llmgpu.inference.batching import plan
 from pytest_llmgpu.inference.compiled_layers import CompiledLayers, CompileError
 from pytest_llmgpu.inference.generation import Generated, Generator
 
 _CPU = torch.device("cpu")
 _NEW_TOKENS = 4
-
 
 _compiled = functools.partial(CompiledLayers, compiler="eager")
 """Layers that are traced as for inductor, and whose graphs run eagerly."""
@@ -53,51 +53,43 @@ def _score(model: Any, rows: int = 2) -> torch.Tensor:
 
 
 def _generate(model: Any, rows: int = 2, after_warm_up: Callable[[], None] = lambda: None) -> Generated:
-    requests = Requests(
-        item_ids=tuple(map(str, range(2 * rows))),
-        endings=(1,) * 2 * rows,
-        requests=tuple(
-            Request(tokens=(*(5 + row, 7, 11)[: 2 + row % 2], 0), ending=1) for row in reversed(range(2 * rows))
-        ),
-        max_length=9,
-        new_tokens=_NEW_TOKENS,
-    )
-    batches = plan(requests, rows, few_shapes=True)
+    prompts = [(5 + row, 7, 11)[: 2 + row % 2] for row in reversed(range(2 * rows))]
+    batches = plan(make_prompts(prompts, max_length=9, new_tokens=_NEW_TOKENS), rows, few_shapes=True)
     with Generator(model, batches, input_device=_CPU, devices=[_CPU]) as generator:
         generator.warm_up()
         after_warm_up()
         return generator.generate()
 
 
-@pytest.mark.parametrize(("attention", "count"), [("sdpa", 4), ("eager", 2)])
-def test_one_graph_serves_all_layers(attention: str, count: int) -> None:
+_GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": 300}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        tiny_model.sensitive_config(num_hidden_layers=4),
+        tiny_model.sensitive_config(attn_implementation="eager"),
+        AutoConfig.for_model("gpt2", **_GPT),  # gives its layers the cache without a name
+        AutoConfig.for_model("gptj", **_GPT, rotary_dim=4),  # and under the name of older models
+    ],
+    ids=["llama", "eager", "gpt2", "gptj"],
+)
+def test_one_graph_serves_all_layers(config: Any) -> None:
     """A forward of a shape compiles one graph, however many layers there are; so do prefill and decode step."""
-    model = _model(count, attn_implementation=attention)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
     expected, texts = _score(model), _generate(model)
     layers = _compiled(model)
     for _ in range(2):  # a shape is compiled once
         torch.testing.assert_close(_score(model), expected, atol=1e-5, rtol=1e-5)
         assert layers.graphs == 1
     assert layers.compile_s > 0
-    generated = _generate(model)
+    generated = _generate(model, after_warm_up=layers.check)
     assert generated.tokens == texts.tokens
     torch.testing.assert_close(
         torch.tensor(generated.loglikelihoods), torch.tensor(texts.loglikelihoods), atol=1e-5, rtol=1e-5
     )
     assert layers.graphs == 3, "two batches of one shape: a prefill and a decode step"
-
-
-@pytest.mark.parametrize("model_type", ["gpt2", "gptj"])
-def test_one_graph_serves_layers_that_get_the_cache_otherwise(model_type: str) -> None:
-    """Without its name, and under the name of older models; what is measured compiles nothing."""
-    torch.manual_seed(0)
-    size = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": 32, "rotary_dim": 4}
-    config = AutoConfig.for_model(model_type, **size)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    expected = _generate(model)
-    layers = _compiled(model)
-    assert _generate(model, after_warm_up=layers.check).tokens == expected.tokens
-    assert layers.graphs == 2, "a prefill and a decode step"
 
 
 def test_a_forward_that_compiles_after_the_warm_up_is_an_error() -> None:

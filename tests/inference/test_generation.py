@@ -8,10 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import kv_cache_faults, tiny_model
-from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
+from support.request_factory import make_prompts
+from transformers import AutoConfig
 
 from pytest_llmgpu.inference import generation
-from pytest_llmgpu.inference.batching import Request, Requests, plan
+from pytest_llmgpu.inference.batching import Requests, plan
 from pytest_llmgpu.inference.generation import Generated, Generator, score_texts
 
 _CPU = torch.device("cpu")
@@ -27,19 +28,14 @@ def model() -> Any:
 
 
 def _model(**fields: Any) -> Any:
-    torch.manual_seed(0)
-    config = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": _VOCABULARY, "initializer_range": 0.3}
-    return LlamaForCausalLM(LlamaConfig(**{**tiny_model.SIZES, **config, **fields})).eval()
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return tiny_model.random_model(
+        num_hidden_layers=2, vocab_size=_VOCABULARY, initializer_range=0.3, **heads, **fields
+    )
 
 
 def _requests(prompts: list[list[int]] = _PROMPTS, new_tokens: int = _NEW) -> Requests:
-    return Requests(
-        item_ids=tuple(map(str, range(len(prompts)))),
-        endings=(1,) * len(prompts),
-        requests=tuple(Request(tokens=(*prompt, 0), ending=1) for prompt in prompts),
-        max_length=8,
-        new_tokens=new_tokens,
-    )
+    return make_prompts(prompts, max_length=8, new_tokens=new_tokens)
 
 
 def _generate(model: Any, requests: Requests, batch_size: int, *, few_shapes: bool = False) -> Generated:

@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support import tiny_model
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from pytest_llmgpu.inference import weights
 from pytest_llmgpu.inference.models import ModelSource
@@ -23,15 +22,24 @@ def _source(directory: Path | None = None, **fields: Any) -> ModelSource:
 
 
 @pytest.fixture
-def written(tmp_path: Path) -> ModelSource:
-    """A random model in one file."""
-    torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**_SMALL)).save_pretrained(tmp_path)
-    return _source(tmp_path)
+def file(tmp_path: Path) -> Path:
+    """The file of a random model, alone in its folder but for the config."""
+    tiny_model.random_model(**_SMALL).save_pretrained(tmp_path)
+    return tmp_path / "model.safetensors"
+
+
+def _write(values: dict[str, torch.Tensor], path: Path) -> None:
+    save_file(values, path, {"format": "pt"})
 
 
 def _empty(source: ModelSource, dtype: torch.dtype = torch.float32) -> Any:
     return weights.skeleton(source, dtype)
+
+
+def _filled(source: ModelSource, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
+    model = _empty(source, dtype)
+    weights.materialise(model, lambda _: _CPU, seed=seed, dtype=dtype)
+    return model
 
 
 def _values(source: ModelSource, dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -45,93 +53,88 @@ def _equal(found: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bo
     return found.keys() == right.keys() and all(torch.equal(found[name], right[name]) for name in right)
 
 
+def test_a_skeleton_has_no_weights_but_its_buffers() -> None:
+    """Parameters use no memory, and the rotary frequencies are float32."""
+    model = _empty(_source(), torch.float16)
+    assert {(parameter.device.type, parameter.dtype) for parameter in model.parameters()} == {("meta", torch.float16)}
+    assert {(buffer.device.type, buffer.dtype) for buffer in model.buffers()} == {("cpu", torch.float32)}
+    assert not model.training
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_dummy_values_are_those_of_a_model_filled_at_once(dtype: torch.dtype) -> None:
-    """Random values depend on name, shape, dtype and seed."""
+    """A reader and `materialise` give the same random values for a seed."""
     source = _source(initializer_range=0.3)
-    whole = _empty(source, dtype)
-    weights.materialise(whole, lambda _: _CPU, seed=7, dtype=dtype)
     values = _values(source, dtype, seed=7)
-    assert _equal(values, dict(whole.named_parameters()))
+    assert _equal(values, dict(_filled(source, dtype, seed=7).named_parameters()))
     assert not _equal(values, _values(source, dtype, seed=8))
 
 
-def test_values_of_files_come_in_the_dtype_of_the_model(written: ModelSource) -> None:
+def test_dummy_values_depend_on_the_name_and_not_on_the_number_of_layers() -> None:
+    """A layer has the same values in a model of fewer layers, and other values than the next layer."""
+    values, fewer = _values(_source()), _values(_source(num_hidden_layers=1))
+    assert _equal(fewer, {name: values[name] for name in fewer})
+    first, second = (values[f"model.layers.{number}.mlp.up_proj.weight"] for number in (0, 1))
+    assert not torch.equal(first, second)
+
+
+def test_dummy_weights_are_spread_as_a_fresh_model_has_them() -> None:
+    """Weights are normal with the configured deviation, norms are 1, biases are 0, and no gradient is needed."""
+    model = _filled(_source(attention_bias=True, initializer_range=0.1))
+    assert float(model.lm_head.weight.std()) == pytest.approx(0.1, rel=0.05)
+    assert float(model.lm_head.weight.mean()) == pytest.approx(0, abs=0.005)
+    assert bool((model.model.norm.weight == 1).all())
+    assert bool((model.model.layers[0].self_attn.q_proj.bias == 0).all())
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_values_of_files_come_in_the_dtype_of_the_model(file: Path) -> None:
     """Each value is read whole when it is requested."""
-    assert written.directory is not None
-    stored = load_file(Path(written.directory) / "model.safetensors")
-    assert _equal(_values(written, torch.bfloat16), {name: value.bfloat16() for name, value in stored.items()})
+    right = {name: value.bfloat16() for name, value in load_file(file).items()}
+    assert _equal(_values(_source(file.parent), torch.bfloat16), right)
 
 
-def test_other_files_in_the_folder_are_not_the_model(written: ModelSource) -> None:
+def test_other_files_in_the_folder_are_not_the_model(file: Path) -> None:
     """Files in the folder that transformers does not read are ignored."""
-    right = _values(written)
-    assert written.directory is not None
-    folder = Path(written.directory)
-    old = {name: value + 1 for name, value in load_file(folder / "model.safetensors").items()}
-    save_file(old, folder / "zz_old.safetensors", {"format": "pt"})
-    assert _equal(_values(written), right)
+    right = load_file(file)
+    _write({name: value + 1 for name, value in right.items()}, file.with_name("zz_old.safetensors"))
+    assert _equal(_values(_source(file.parent)), right)
 
 
-def _rename(written: ModelSource, names: dict[str, str]) -> None:
-    assert written.directory is not None
-    path = Path(written.directory) / "model.safetensors"
-    save_file({names.get(name, name): value for name, value in load_file(path).items()}, path, {"format": "pt"})
-
-
-def test_files_with_other_names_are_read_by_transformers(written: ModelSource) -> None:
+def test_files_with_other_names_are_read_by_transformers(file: Path) -> None:
     """Transformers converts files with other names, here of a decoder without its head."""
-    right = _values(written)
-    _rename(written, {name: name.removeprefix("model.") for name in right})
-    assert _equal(_values(written), right)
+    right = load_file(file)
+    _write({name.removeprefix("model."): value for name, value in right.items()}, file)
+    assert _equal(_values(_source(file.parent)), right)
 
 
-def test_files_that_lack_a_value_are_refused(written: ModelSource) -> None:
+def test_files_that_lack_a_value_are_refused(file: Path) -> None:
     """A missing value is an error and no random value."""
-    _rename(written, {"model.norm.weight": "nobody.knows.weight"})
+    values = load_file(file)
+    values["nobody.knows.weight"] = values.pop("model.norm.weight")
+    _write(values, file)
     with pytest.raises(ValueError, match=r"model small: 1 weight missing in its files, such as model\.norm\.weight"):
-        _values(written)
-
-
-class _Pair(torch.nn.Module):
-    """A model of two layers with a shared weight, and a buffer that is not saved."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        with torch.device("meta"):
-            self.first, self.second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
-        self.second.weight = self.first.weight
-        self.register_buffer("table", torch.arange(3.0), persistent=False)
-
-
-class _Moved(torch.Tensor):
-    """A tensor that remembers where it was sent."""
-
-    sent: tuple[torch.device, ...] = ()
-
-    def to(self, *where: Any, **_: Any) -> Any:
-        moved = torch.zeros(3).as_subclass(_Moved)
-        moved.sent = where
-        return moved
+        _values(_source(file.parent))
 
 
 def test_a_filled_module_keeps_what_is_tied_and_moves_its_buffers() -> None:
     """A tied parameter is read once, and a buffer that is not saved stays so."""
-    pair = _Pair()
-    pair.table = torch.arange(3.0).as_subclass(_Moved)
+    model = _empty(_source(tie_word_embeddings=True))
+    devices = {name: torch.device("meta") for name, _ in model.named_buffers()}
     asked: list[str] = []
 
     def read(name: str, empty: torch.nn.Parameter) -> torch.Tensor:
         asked.append(name)
         return torch.full(empty.shape, float(len(asked)))
 
-    weights.fill(pair, "layers.0", read, lambda _: _CPU)
-    assert asked == ["layers.0.first.weight", "layers.0.first.bias", "layers.0.second.bias"]
-    assert pair.first.weight is pair.second.weight
-    assert not any(parameter.is_meta or parameter.requires_grad for parameter in pair.parameters())
-    assert pair.second.bias.tolist() == [3.0, 3.0]
-    assert pair.table.sent == (_CPU,)
-    assert "table" not in pair.state_dict()
+    weights.fill(model, "", read, devices.__getitem__)
+    assert asked == [name for name, _ in model.named_parameters()]
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert _is_full(model)
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert bool((model.model.norm.weight == len(asked)).all())
+    assert all(buffer.is_meta for buffer in model.buffers())
+    assert "model.rotary_emb.inv_freq" not in model.state_dict()
 
 
 def _is_empty(module: torch.nn.Module) -> bool:
@@ -142,16 +145,15 @@ def _is_full(module: torch.nn.Module) -> bool:
     return not any(parameter.is_meta for parameter in module.parameters())
 
 
-def _in_turn(model: Any, source: ModelSource, on_layer: Any = lambda _: None) -> Any:
-    return weights.filled_in_turn(model, weights.reader(model, source, _CPU, seed=0), _CPU, on_layer)
+def _in_turn(model: Any, on_layer: Any = lambda _: None) -> Any:
+    return weights.filled_in_turn(model, weights.reader(model, _source(), _CPU, seed=0), _CPU, on_layer)
 
 
 def test_layers_are_filled_one_at_a_time_as_they_are_come_to() -> None:
     """A layer is filled when the iteration reaches it, and everything else at the start."""
-    source = _source()
-    model = _empty(source)
+    model = _empty(_source())
     seen: list[torch.nn.Module] = []
-    with _in_turn(model, source, seen.append):
+    with _in_turn(model, seen.append):
         assert _is_full(model.lm_head)
         assert _is_full(model.model.embed_tokens)
         assert _is_full(model.model.norm)
@@ -162,17 +164,14 @@ def test_layers_are_filled_one_at_a_time_as_they_are_come_to() -> None:
             assert seen == layers[: number + 1], "called after the layer is filled and before it is replaced"
             assert all(map(_is_full, layers[: number + 1]))
             assert all(map(_is_empty, layers[number + 1 :]))
-    whole = _empty(source)
-    weights.materialise(whole, lambda _: _CPU, seed=0, dtype=torch.float32)
-    assert _equal(dict(model.named_parameters()), dict(whole.named_parameters()))
+    assert _equal(dict(model.named_parameters()), dict(_filled(_source()).named_parameters()))
 
 
 def test_a_layer_that_is_replaced_is_not_kept() -> None:
     """At most one whole layer is in memory at a time."""
-    source = _source()
-    model = _empty(source)
+    model = _empty(_source())
     gone: list[weakref.ref[torch.nn.Module]] = []
-    with _in_turn(model, source):
+    with _in_turn(model):
         for name, layer in model.model.layers.named_children():
             assert all(earlier() is None for earlier in gone)
             gone.append(weakref.ref(layer))
@@ -181,15 +180,12 @@ def test_a_layer_that_is_replaced_is_not_kept() -> None:
     assert len(gone) == 3
 
 
-@pytest.mark.parametrize("error", [None, KeyError("a library's own")], ids=["ends", "fails"])
-def test_afterwards_the_layers_are_an_ordinary_list(error: Exception | None) -> None:
-    """The list of layers is restored after a failure, and layers that were not reached stay empty."""
-    source = _source()
-    model = _empty(source)
-    with contextlib.suppress(KeyError), _in_turn(model, source):
+def test_after_a_failure_the_layers_are_an_ordinary_list() -> None:
+    """The list of layers is restored, and layers that were not reached stay empty."""
+    model = _empty(_source())
+    with contextlib.suppress(KeyError), _in_turn(model):
         next(iter(model.model.layers.named_children()))
-        if error is not None:
-            raise error
+        raise KeyError("a library's own")
     assert type(model.model.layers) is torch.nn.ModuleList
     list(model.model.layers.named_children())
     assert _is_full(model.model.layers[0])
@@ -198,8 +194,7 @@ def test_afterwards_the_layers_are_an_ordinary_list(error: Exception | None) -> 
 
 def test_lists_inside_a_layer_are_part_of_it() -> None:
     """A layer with experts is filled whole, and iterating over its experts is unchanged."""
-    source = _source()
-    model = _empty(source)
+    model = _empty(_source())
     for layer in model.model.layers:
         with torch.device("meta"):
             layer.experts = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])

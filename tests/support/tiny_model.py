@@ -67,12 +67,12 @@ def sensitive_config(**fields: Any) -> LlamaConfig:
     return LlamaConfig(**sizes | {"vocab_size": 300, "initializer_range": 0.12} | fields)
 
 
-def random_model() -> LlamaForCausalLM:
-    """Return a random one-layer LLaMA with a vocabulary of 40."""
+def random_model(**fields: Any) -> LlamaForCausalLM:
+    """Return a random LLaMA, of one layer and with a vocabulary of 40 unless fields of its config have others."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(**{**SIZES, "num_hidden_layers": 1}, vocab_size=40)
+    config = LlamaConfig(**{**SIZES, "num_hidden_layers": 1, "vocab_size": 40, **fields})
     model: LlamaForCausalLM = LlamaForCausalLM(config).eval()
     return model

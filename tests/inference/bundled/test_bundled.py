@@ -4,55 +4,32 @@ import hashlib
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import pytest
-from bundled_model.dataset import Item, evaluation_items, to_json_lines, training_items
+from bundled_model.dataset import evaluation_items, to_json_lines, training_items
+from support import tiny_model
 
-from pytest_llmgpu.inference import bundled
-
-if TYPE_CHECKING:
-    from bundled_model.evaluate import Score
-    from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
-
-    Loaded = tuple[LlamaForCausalLM, PreTrainedTokenizerBase]
+from pytest_llmgpu.inference import bundled, models, weights
 
 
 @pytest.fixture(scope="module")
-def items() -> list[Item]:
-    """The items of the committed file."""
-    return evaluation_items()
-
-
-@pytest.fixture(scope="module")
-def loaded() -> Iterator[Loaded]:
-    """Model in float32 and tokenizer, on at most two threads."""
+def full_score() -> Iterator[Any]:
+    """Score of all items with all of their context, in batches of 64, in float32 on at most two threads."""
     import torch
-    from bundled_model.evaluate import load
+    from bundled_model.evaluate import load, score
 
     threads = torch.get_num_threads()
     torch.set_num_threads(min(2, threads))
-    yield load(bundled.MODEL_DIRECTORY)
+    yield score(*load(bundled.MODEL_DIRECTORY), evaluation_items())
     torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def full_score(loaded: Loaded, items: list[Item]) -> Score:
-    """Score of all items with all of their context, in batches of 64."""
-    from bundled_model.evaluate import score
-
-    return score(*loaded, items)
-
-
-def sha256(path: Path) -> str:
-    """Hash of a file."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def test_hashes_of_the_weights_and_the_dataset_are_the_registered_ones() -> None:
     """The files are those that baselines were measured with."""
-    assert sha256(bundled.MODEL_DIRECTORY / "model.safetensors") == bundled.MODEL_SHA256
-    assert sha256(bundled.DATASET_PATH) == bundled.DATASET_SHA256
+    files = (bundled.MODEL_DIRECTORY / "model.safetensors", bundled.DATASET_PATH)
+    hashes = [hashlib.sha256(path.read_bytes()).hexdigest() for path in files]
+    assert hashes == [bundled.MODEL_SHA256, bundled.DATASET_SHA256]
 
 
 def test_dataset_is_rebuilt_byte_for_byte() -> None:
@@ -60,31 +37,48 @@ def test_dataset_is_rebuilt_byte_for_byte() -> None:
     assert to_json_lines(evaluation_items()).encode() == bundled.DATASET_PATH.read_bytes()
 
 
-def test_training_never_sees_an_evaluation_item(items: list[Item]) -> None:
+def test_training_never_sees_an_evaluation_item() -> None:
     """No training item has the facts and question of an evaluation item."""
     from bundled_model.train import Settings
 
     settings = Settings()
     seen = itertools.islice(training_items(settings.seed), settings.steps * settings.rows)
-    assert not {item.substance for item in items} & {item.substance for item in seen}
+    assert not {item.substance for item in evaluation_items()} & {item.substance for item in seen}
 
 
 @pytest.mark.slow
-def test_accuracy_is_the_registered_one_and_at_least_080(full_score: Score) -> None:
+def test_accuracy_is_the_registered_one_and_at_least_080(full_score: Any) -> None:
     """The model has the registered accuracy in float32."""
     assert {"acc": full_score.acc, "acc_norm": full_score.acc_norm} == bundled.ACCURACY
     assert min(full_score.acc, full_score.acc_norm) >= 0.80
 
 
 @pytest.mark.slow
-def test_choices_have_a_margin_that_rounding_cannot_cross(full_score: Score) -> None:
+def test_choices_have_a_margin_that_rounding_cannot_cross(full_score: Any) -> None:
     """The smallest margin is a factor of e, so that another dtype or batch size flips no choice."""
     assert min(map(abs, full_score.margins)) > 1
 
 
 def test_vocabulary_below_the_bytes_is_refused(tmp_path: Path) -> None:
     """A vocabulary that is too small for all bytes is refused."""
-    from pytest_llmgpu.inference.bundled import save_tokenizer
-
     with pytest.raises(ValueError, match=r"vocabulary size 100 .* at least 258"):
-        save_tokenizer(["text"], 100, tmp_path)
+        bundled.save_tokenizer(["text"], 100, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("preset", "billions", "tokens"),
+    [
+        ("llama-7b", 6.738, 2048),
+        ("llama-13b", 13.016, 2048),
+        ("llama-30b", 32.529, 2048),
+        ("llama-65b", 65.286, 2048),
+        ("llama-3-8b", 8.030, 8192),
+    ],
+)
+def test_a_preset_is_the_architecture_of_its_name(preset: str, billions: float, tokens: int) -> None:
+    """A preset has the published number of parameters and maximum input length."""
+    import torch
+
+    model = weights.skeleton(tiny_model.source(bundled.PRESETS[preset]), torch.float16)
+    assert model.num_parameters() / 1e9 == pytest.approx(billions, abs=5e-4)
+    assert models.max_length(model.config) == tokens

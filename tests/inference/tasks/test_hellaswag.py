@@ -11,7 +11,6 @@ import pytest
 
 from pytest_llmgpu.inference.tasks.hellaswag import HellaSwag, preprocess
 from pytest_llmgpu.inference.tasks.protocol import Item
-from pytest_llmgpu.report import file
 
 RECORD: dict[str, Any] = {
     "ind": 24,
@@ -44,17 +43,14 @@ def test_a_record_becomes_prompt_endings_and_label(tmp_path: Path) -> None:
     [
         ({"label": ""}, "label is empty: 0 to 3.*validation split"),
         ({"label": ...}, "label is missing: 0 to 3"),
-        ({"label": "4"}, "label '4' is out of range 0 to 3"),
+        ({"label": 4}, "label 4 is out of range 0 to 3"),
         ({"label": -1}, "label -1 is out of range"),
-        ({"label": 7}, "label 7 is out of range 0 to 3"),
         ({"label": True}, "label True is not a whole number"),
-        ({"label": 1.5}, "label 1.5 is not a whole number"),
         ({"label": "x"}, "label 'x' is not a whole number: 0 to 3"),
         ({"endings": ["only one"], "label": "0"}, "fewer than two endings"),
         ({"endings": "a string"}, "endings must be a list of strings"),
         ({"endings": ["a", 2]}, "endings must be a list of strings"),
         ({"endings": ["a", " [step] "]}, "ending 1 is empty"),
-        ({"endings": None}, "endings must be a list of strings"),
         ({"endings": ...}, "endings is missing: a list of strings is needed"),
         ({"ctx": ...}, "ctx is missing: text is needed"),
         ({"prompt": " ", "ctx": ..., "endings": ...}, "prompt is an empty text: text is needed"),
@@ -108,19 +104,15 @@ def test_a_folder_is_refused_with_what_to_do(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_compressed_file_is_read(tmp_path: Path) -> None:
-    """The items are those of the file that was compressed; a broken or a huge one is refused in one line."""
+    """The items are those of the file that was compressed; a broken one is refused with its name."""
     plain = HellaSwag().load(_write(tmp_path, RECORD, RECORD), rootdir=tmp_path)
     path = tmp_path / "items.jsonl.gz"
     path.write_bytes(gzip.compress((tmp_path / "items.jsonl").read_bytes()))
     packed = HellaSwag().load("items.jsonl.gz", rootdir=tmp_path)
     assert (packed.name, packed.sha256) == ("items.jsonl.gz", plain.sha256)
-    for content, reason in (
-        (path.read_bytes()[:40], "cannot be decompressed"),
-        (gzip.compress(b"\n" * (file.LIMIT_BYTES + 1), 1), "decompresses to more than"),
-    ):
-        path.write_bytes(content)
-        with pytest.raises(ValueError, match=rf"items\.jsonl\.gz {reason}"):
-            HellaSwag().load("items.jsonl.gz", rootdir=tmp_path)
+    path.write_bytes(path.read_bytes()[:40])
+    with pytest.raises(ValueError, match=r"items\.jsonl\.gz cannot be decompressed"):
+        HellaSwag().load("items.jsonl.gz", rootdir=tmp_path)
 
 
 def test_an_unknown_dataset_is_refused_with_the_allowed_ones(tmp_path: Path) -> None:
@@ -161,27 +153,19 @@ def test_a_file_is_shown_relative_to_the_rootdir_else_by_its_name(tmp_path: Path
 @pytest.mark.slow
 def test_the_hub_dataset_is_its_validation_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`hellaswag` is the labelled split of the hub's dataset."""
-    datasets = pytest.importorskip("datasets", reason="needs datasets")
-    asked = []
-
-    def load_dataset(*args: Any, **more: Any) -> list[dict[str, Any]]:
-        asked.append((args, more))
-        return [RECORD]
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    hub = {("Rowan/hellaswag", "validation"): [RECORD]}
+    monkeypatch.setattr("datasets.load_dataset", lambda name, split: hub[name, split])
     dataset = HellaSwag().load("hellaswag", rootdir=tmp_path)
     assert (dataset.name, len(dataset.items)) == ("hellaswag", 1)
-    assert asked == [(("Rowan/hellaswag",), {"split": "validation"})]
 
 
 def test_a_hub_out_of_reach_is_one_line_with_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a network the error names what to pass instead."""
-    datasets = pytest.importorskip("datasets", reason="needs datasets")
 
     def load_dataset(*_: Any, **__: Any) -> None:
         raise ConnectionError("Couldn't reach the hub\nand a long story")
 
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
     with pytest.raises(ValueError, match=r"Couldn't reach the hub .*pass a JSON Lines file") as caught:
         HellaSwag().load("hellaswag", rootdir=tmp_path)
     assert "\n" not in str(caught.value)

@@ -35,7 +35,6 @@ def test_the_contexts_of_a_dataset_are_prompts(tmp_path: Path) -> None:
     ("record", "message"),
     [
         ({"text": "a"}, r"prompts.jsonl:1: prompt is missing"),
-        ({"prompt": " "}, r"prompts.jsonl:1: prompt is an empty text"),
         ({"prompt": 3}, r"prompts.jsonl:1: prompt is int"),
         ([], r"prompts.jsonl:1: list instead of a JSON object"),
     ],
