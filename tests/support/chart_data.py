@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from pytest_llmgpu.render.charts import Chart, image
-from pytest_llmgpu.report.result import CaseResult, Series
-from support.report_factory import make_profile, make_result
+from pytest_llmgpu.report.result import CaseResult
+from support.report_factory import make_profile, make_result, make_series
 
 
 def values_of(part: Any) -> Iterator[dict[str, Any]]:
@@ -24,19 +24,10 @@ def values_of(part: Any) -> Iterator[dict[str, Any]]:
             yield from values_of(item)
 
 
-def sampled(points: int = 2000, devices: int = 4, **fields: Any) -> CaseResult:
-    """Return a result whose profile has a series; the last device is 10 above the others."""
-    rates = [f"{link}_{way}_bytes_per_s" for link in ("pcie", "nvlink") for way in ("tx", "rx")]
-    names = ["utilization_pct", "memory_used_bytes", "power_w", "sm_clock_mhz", *rates]
-    column = [50.123456 + number % 7 for number in range(points)]
-    series = Series(
-        t_s=[number / 6 for number in range(points)],
-        devices=[
-            {name: [value + 10 * (index == devices - 1) for value in column] for name in names}
-            for index in range(devices)
-        ],
-    )
-    return make_result(profile=make_profile(devices, series=series, duration_s=points / 6, nvlink=1e9), **fields)
+def sampled(points: int = 2000, devices: int = 4) -> CaseResult:
+    """Return a result whose profile has a series."""
+    series = make_series(points, devices)
+    return make_result(profile=make_profile(devices, series=series, duration_s=points / 6, nvlink=1e9))
 
 
 def texts_of(chart: Chart) -> dict[str, tuple[float, float]]:

@@ -5,25 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from pytest_llmgpu.report.report import Commit, Report, Session
-from pytest_llmgpu.report.result import Series
 from pytest_llmgpu.report.verdicts import Decided, Row
-from support.report_factory import make_profile, make_report, paper_results
+from support.report_factory import make_profile, make_report, make_series, paper_results
 from support.verdict_factory import make_row
 
 EVIL = "<script>window.evil = 1</script><!-- &amp; "
 """A text that must never become markup."""
-
-_LINKS = [f"{link}_{way}_bytes_per_s" for link in ("pcie", "nvlink") for way in ("tx", "rx")]
-_COLUMNS = ("utilization_pct", "memory_used_bytes", "power_w", "sm_clock_mhz", *_LINKS)
-
-
-def distinct_series(points: int) -> Series:
-    """Return a series without equal numbers: the largest that a series of this length can be on the page."""
-    columns = [
-        {name: [1e9 / (1 + i + 7 * place + 31 * d) for i in range(points)] for place, name in enumerate(_COLUMNS)}
-        for d in range(4)
-    ]
-    return Series(t_s=[i / 6 for i in range(points)], devices=columns)  # type: ignore[arg-type]
 
 
 def paper_report(points: int = 30) -> Report:
@@ -35,7 +22,7 @@ def paper_report(points: int = 30) -> Report:
     report.environment.versions = {"torch": "2.11.0", "absent": None}
     for result in report.cases:
         for launch in result.launches:
-            launch.profile = make_profile(series=distinct_series(points))
+            launch.profile = make_profile(series=make_series(points))
     return report
 
 

@@ -174,6 +174,18 @@ def make_profile(
     return Profile(**{**defaults, **fields})
 
 
+def make_series(points: int, devices: int = 4) -> Series:
+    """Return samples of every column of the profile; the last device is 10 above the others."""
+    links = [f"{link}_{way}_bytes_per_s" for link in ("pcie", "nvlink") for way in ("tx", "rx")]
+    names: list[Any] = ["utilization_pct", "memory_used_bytes", "power_w", "sm_clock_mhz", *links]
+    samples = [50.123456 + number % 7 for number in range(points)]
+    columns = [[sample + 10 * (index == devices - 1) for sample in samples] for index in range(devices)]
+    return Series(
+        t_s=[number / 6 for number in range(points)],
+        devices=[{name: list(column) for name in names} for column in columns],
+    )
+
+
 def make_traffic(
     calls: int = 64,
     ranks: int = 2,
