@@ -3,6 +3,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import subprocess
 import sys
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import jsonschema
 import pytest
 from support.export_reports import NASTY, judged, nasty, two_strategies
+from support.faked_runs import BENCHMARK, FakedRuns
 from support.report_factory import make_failed, make_report, make_result
 from support.verdict_factory import make_row, make_verdicts, with_launches
 
@@ -214,3 +216,15 @@ def test_junit_properties_name_their_units() -> None:
     pairs = junit_properties(two_strategies().cases[0])
     assert {f"llmgpu.{name}": repr(value) for name, value in figures.items()}.items() <= dict(pairs).items()
     assert all(NASTY not in value and value.isprintable() for _, value in junit_properties(nasty().cases[0]))
+
+
+@pytest.mark.slow
+def test_junit_has_each_case_once(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The properties of its test are those of all launches together."""
+    pytester.makepyfile(test_it=BENCHMARK)
+    run = FakedRuns(pytester)
+    run.start(monkeypatch)
+    run("--junitxml=junit.xml", "--llmgpu-launches=2", sizes="4")
+    text = (pytester.path / "junit.xml").read_text()
+    values = re.findall(r'<property name="llmgpu\.(?:id|launches)" value="(.*?)"', text)
+    assert values == ["mp-bs4", "2"]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.faked_runs import BENCHMARK, FakedRuns
 from support.page_reports import EVIL, paper_report, time_row
 from support.quiet_noise import any_unseen
 from support.report_factory import make_failed, make_finding, make_report, make_result
@@ -78,10 +79,11 @@ def _page(report: Report, *more: Any, **fields: Any) -> Page:
     return Page(html_report.render(report, *more, **fields))
 
 
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out Vega: to bundle it takes seconds, and these tests do not need it."""
-    monkeypatch.setattr(html_report, "vega", lambda: "/* Vega */")
+@pytest.fixture(autouse=True)
+def _quick(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out Vega except in slow tests: to bundle it takes seconds."""
+    if "slow" not in request.keywords:
+        monkeypatch.setattr(html_report, "vega", lambda: "/* Vega */")
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +124,6 @@ def test_nothing_is_fetched_and_nothing_else_runs(whole: str) -> None:
         assert rules[kind] == " ".join(f"'sha256-{value}'" for value in hashes)
 
 
-@pytest.mark.usefixtures("quick")
 def test_text_of_a_report_is_never_markup() -> None:
     """An id, a message, an argument or a version that looks like a script is text, also inside the JSON."""
     report = paper_report()
@@ -141,7 +142,6 @@ def test_text_of_a_report_is_never_markup() -> None:
     assert EVIL in page.cases
 
 
-@pytest.mark.usefixtures("quick")
 def test_the_status_comes_first() -> None:
     """The order is: status, worst finding with its next step, table with its marks in words, charts, environment."""
     report = paper_report()
@@ -162,7 +162,6 @@ def test_the_status_comes_first() -> None:
         place = text.index(words, place)
 
 
-@pytest.mark.usefixtures("quick")
 def test_every_chart_has_its_table(whole: str) -> None:
     """A reader without JavaScript reads the figures; the data of a timeline come with the data of the script."""
     page = Page(whole)
@@ -175,7 +174,6 @@ def test_every_chart_has_its_table(whole: str) -> None:
         assert all(chart["headers"] and chart["rows"] for chart in charts)
 
 
-@pytest.mark.usefixtures("quick")
 def test_the_page_compares_with_a_baseline() -> None:
     """The worst change comes first, each case has both times, and the environment the values of the baseline."""
     head, base = paper_report(), paper_report()
@@ -194,7 +192,6 @@ def test_the_page_compares_with_a_baseline() -> None:
     assert page.text.startswith("REGRESSED")
 
 
-@pytest.mark.usefixtures("quick")
 def test_a_case_without_a_compared_number_has_what_changed() -> None:
     """A new outcome stands in place of its time, and the execution where that changed."""
     graphs = make_result(batch_size=1, execution="cuda_graphs")
@@ -208,7 +205,6 @@ def test_a_case_without_a_compared_number_has_what_changed() -> None:
     assert re.search(r"mp-bs8 time \S+ s - MISSING", changes)
 
 
-@pytest.mark.usefixtures("quick")
 def test_a_verdict_has_one_colour() -> None:
     """A row that fails the gate and one that is not gated have the colour of their verdict."""
     report = paper_report()
@@ -227,7 +223,6 @@ def test_a_verdict_has_one_colour() -> None:
     ]
 
 
-@pytest.mark.usefixtures("quick")
 def test_a_report_of_too_many_cases_is_refused() -> None:
     """The error is one line that names the export with all of them."""
     report = make_report([make_result()] * 1001)
@@ -235,7 +230,6 @@ def test_a_report_of_too_many_cases_is_refused() -> None:
         html_report.render(report)
 
 
-@pytest.mark.usefixtures("quick")
 def test_the_filters_have_what_differs_between_cases() -> None:
     """Each case, column, row and chart can be hidden; a report of one model has no filter of models."""
     page = _page(paper_report())
@@ -244,7 +238,6 @@ def test_the_filters_have_what_differs_between_cases() -> None:
     assert {"1", "64"} <= set(page.values("data-batch"))
 
 
-@pytest.mark.usefixtures("quick")
 def test_kept_verdicts_are_shown_under_their_own_policy() -> None:
     """Without a baseline the page shows the verdicts of the report and the notes of the terminal."""
     report = paper_report()
@@ -259,7 +252,6 @@ def test_kept_verdicts_are_shown_under_their_own_policy() -> None:
         assert warning in text
 
 
-@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize(
     "cases", [[], [make_failed("oom")], [make_failed("error"), make_failed("skipped_after_oom", batch_size=2)]]
 )
@@ -296,7 +288,6 @@ def test_a_page_that_cannot_be_written_is_refused_before_the_run(tmp_path: Path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder.html"]
 
 
-@pytest.mark.usefixtures("quick")
 def test_html_writes_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -310,7 +301,6 @@ def test_html_writes_the_page(
     assert main(["html", "reports/head.json.gz", "--output", "page.txt"]) == 2
 
 
-@pytest.mark.usefixtures("quick")
 def test_names_between_backticks_are_code() -> None:
     """The names are escaped, and a single backtick stays a backtick."""
     report = paper_report()
@@ -323,7 +313,6 @@ def test_names_between_backticks_are_code() -> None:
     assert "Read <code>why</code>." in page
 
 
-@pytest.mark.usefixtures("quick")
 def test_the_end_of_a_log_is_on_the_page() -> None:
     """It is in a closed element, and only cases with a problem have it."""
     report = paper_report()
@@ -347,3 +336,22 @@ def test_the_end_of_a_log_is_on_the_page() -> None:
 def test_the_page_is_named_for_its_report(name: str, file: str) -> None:
     """Folders of the store and git references are removed from the name."""
     assert page_name(name) == file
+
+
+@pytest.mark.slow
+def test_an_unwritable_page_does_not_lose_the_report(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The report is written, and the run fails."""
+
+    def full(_page: str, path: Path) -> None:
+        raise ValueError(f"{path.name}: no space left on device")
+
+    pytester.makepyfile(test_it=BENCHMARK)
+    run = FakedRuns(pytester)
+    run.start(monkeypatch)
+    monkeypatch.setattr(html_report, "write", full)
+    result = run("--llmgpu-html=page.html")
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(["FAILED no page: page.html: no space left on device"])
+    assert (pytester.path / ".llmgpu" / "last.json").exists()
