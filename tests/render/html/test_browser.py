@@ -5,20 +5,24 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from support.page_reports import EVIL, paper_report, time_row
+from support.report_factory import make_finding
 from support.verdict_factory import make_verdicts
 
 from pytest_llmgpu.render.html import report as html_report
-from pytest_llmgpu.report.result import Failure, Finding
+from pytest_llmgpu.report.result import Failure
 from pytest_llmgpu.report.verdicts import Decided
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="the browser's tests need selenium")
+By = pytest.importorskip("selenium.webdriver.common.by").By
+Keys = pytest.importorskip("selenium.webdriver.common.keys").Keys
+Select = pytest.importorskip("selenium.webdriver.support.select").Select
+WebDriverWait = pytest.importorskip("selenium.webdriver.support.wait").WebDriverWait
 pytest.importorskip("jinja2", reason="the page needs the extra report")
 pytest.importorskip("vl_convert", reason="the page needs the extra report")
 
@@ -34,10 +38,9 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> str:
     report = paper_report()
     report.cases[1].id = EVIL
     report.cases[0].findings = [
-        Finding(code="first", severity="failure", text=f"{EVIL} is long " * 9, next_step="Look."),
-        Finding(code="second", severity="warning", text="It is slow.", next_step="Look."),
-        Finding(code="third", severity="info", text="It is small.", next_step="Look."),
-        Finding(code="fourth", severity="info", text="It is old.", next_step="Look."),
+        make_finding("failure", text=f"{EVIL} is long " * 9),
+        make_finding("warning"),
+        *(make_finding("info", code=code) for code in ("small", "old")),
     ]
     report.cases[0].failure = Failure(phase="forward", message="x", log_tail=f"OutOfMemoryError: {'a_long_line ' * 50}")
     judged: tuple[Decided, ...] = ("REGRESSED", "MISSING", "IMPROVED", "OK")
@@ -77,8 +80,6 @@ def show(
     browser: Any, address: str, *, width: int = 1280, theme: str = "light", media: str = "screen", until: str = "whole"
 ) -> None:
     """Open the page and wait until its charts are drawn, or until it is ready."""
-    from selenium.webdriver.support.wait import WebDriverWait
-
     size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     preferred = {"media": media, "features": [{"name": "prefers-color-scheme", "value": theme}]}
@@ -103,8 +104,6 @@ def test_every_chart_is_drawn(page: Any) -> None:
 
 def test_the_console_has_no_error_and_no_request_leaves(page: Any) -> None:
     """The page itself is the only request."""
-    from selenium.webdriver.common.by import By
-
     page.find_element(By.ID, "theme").click()
     page.execute_script("document.querySelectorAll('details').forEach((details) => { details.open = true; })")
     assert [entry for entry in page.get_log("browser") if entry["level"] == "SEVERE"] == []
@@ -115,10 +114,6 @@ def test_the_console_has_no_error_and_no_request_leaves(page: Any) -> None:
 
 def test_the_timelines_of_a_chosen_case_are_drawn_with_their_table(page: Any) -> None:
     """The first case is shown at first; another case replaces it; a table is made when it is opened."""
-    from selenium.webdriver.common.by import By
-    from selenium.webdriver.support.select import Select
-    from selenium.webdriver.support.wait import WebDriverWait
-
     place = page.find_element(By.ID, "case-charts")
     assert "mp-bs1" in place.text
     Select(page.find_element(By.ID, "case")).select_by_value("tp-bs8")
@@ -132,23 +127,15 @@ def test_the_timelines_of_a_chosen_case_are_drawn_with_their_table(page: Any) ->
     assert "GPU 3" in figures[0].find_element(By.TAG_NAME, "thead").text
 
 
-def _has(script: str, chart: Any, expected: range, browser: Any) -> bool:
-    return browser.execute_script(script, chart) in expected
-
-
 def test_a_filter_hides_other_cases_and_draws_the_charts_again(page: Any) -> None:
     """Tables, charts and the list of timelines have the chosen strategy and batch size only."""
-    from selenium.webdriver.common.by import By
-    from selenium.webdriver.support.select import Select
-    from selenium.webdriver.support.wait import WebDriverWait
-
     chart = page.find_element(By.CSS_SELECTOR, "[data-chart=time]")
     points = "return arguments[0].querySelectorAll('.mark-symbol.role-mark path').length"
     before = page.execute_script(points, chart)
     for name, value, expected in (("strategy", "tp", range(1, before)), ("batch", "8", range(1, 2))):
         Select(page.find_element(By.CSS_SELECTOR, f"[data-filter={name}]")).select_by_value(value)
         page.execute_script("arguments[0].scrollIntoView({block: 'center'})", chart)
-        WebDriverWait(page, _WAIT_S).until(partial(_has, points, chart, expected))
+        WebDriverWait(page, _WAIT_S).until(lambda it, expected=expected: it.execute_script(points, chart) in expected)
     shown = page.find_elements(By.CSS_SELECTOR, ".times tbody td:not([hidden])")
     assert len([cell for cell in shown if cell.is_displayed()]) == 1
     assert page.find_element(By.ID, "case").get_attribute("value") == "tp-bs8"
@@ -157,8 +144,6 @@ def test_a_filter_hides_other_cases_and_draws_the_charts_again(page: Any) -> Non
 
 def test_the_charts_of_a_large_report_are_drawn_when_they_come_near(started: Any, tmp_path: Path) -> None:
     """The page is ready before, and a chart that was never near the screen is not drawn."""
-    from selenium.webdriver.support.wait import WebDriverWait
-
     report = paper_report()
     cases = []
     for number in range(6):
@@ -182,7 +167,6 @@ def test_the_charts_of_a_large_report_are_drawn_when_they_come_near(started: Any
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_the_theme_follows_the_system_until_it_is_chosen(started: Any, address: str, theme: str) -> None:
     """The charts change their colours without being drawn again."""
-    from selenium.webdriver.common.by import By
 
     def colors() -> tuple[str, str]:
         ground, letters = started.execute_script(
@@ -228,8 +212,6 @@ def test_details_are_opened_for_printing(page: Any) -> None:
 
 def test_the_page_works_with_the_keyboard(page: Any) -> None:
     """The first link skips the navigation, the focus has an outline, and a key changes the theme."""
-    from selenium.webdriver.common.keys import Keys
-
     page.switch_to.active_element.send_keys(Keys.TAB)
     link = page.switch_to.active_element
     assert link.text == "Skip to the result"
