@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch  # noqa: F401 - it can be imported once in a process, and pytester would forget that it was
 
 # pytester forgets what a run inside this process has imported; a module that is here already keeps its identity.
 import pytest_llmgpu.plugin.gate_items
@@ -31,7 +32,7 @@ from support import tiny_model
 from support.report_factory import make_answers
 
 with contextlib.suppress(ImportError):
-    import vl_convert  # noqa: F401 - it can be imported once in a process, and pytester would forget that it was
+    import vl_convert  # noqa: F401 - as torch above
 
 BENCHMARK = """
     def test_hellaswag(llm, hellaswag, batch_size, measure):
