@@ -69,7 +69,19 @@ class RankGroup:
             if tick is not None and self._planned:
                 tick(min(len(column.latency_s) for column in self._columns), self._planned)
             if waiting and time.monotonic() - self._progress_s > timeout_s:
-                raise self._timeout(phase, timeout_s)
+                try:
+                    stacks = "\n".join(rank.stacks() for rank in self._ranks)
+                except RankFailedError as error:  # its node does not answer, which explains the rest
+                    error.failure = msgspec.structs.replace(error.failure, phase=phase)
+                    raise
+                missing = "loaded model" if phase == "load" else "finished batch"
+                failure = Failure(
+                    phase=phase,
+                    message=f"no {missing} for {timeout_s:g} s",
+                    evidence=f"time limit of {timeout_s:g} s",
+                    log_tail=stacks,
+                )
+                raise RankFailedError("timeout", failure)
         return [future.result() for future in futures]
 
     def batches(self) -> Batches:
@@ -108,21 +120,6 @@ class RankGroup:
             column.tokens.append(finished.tokens)
             column.padded_tokens.append(finished.padded_tokens)
             self._planned = finished.planned
-
-    def _timeout(self, phase: Phase, timeout_s: float) -> RankFailedError:
-        missing = "loaded model" if phase == "load" else "finished batch"
-        try:
-            stacks = "\n".join(rank.stacks() for rank in self._ranks)
-        except RankFailedError as error:  # its node does not answer, which explains the rest
-            error.failure = msgspec.structs.replace(error.failure, phase=phase)
-            return error
-        failure = Failure(
-            phase=phase,
-            message=f"no {missing} for {timeout_s:g} s",
-            evidence=f"time limit of {timeout_s:g} s",
-            log_tail=stacks,
-        )
-        return RankFailedError("timeout", failure)
 
 
 def slowest(ranks: Sequence[Batches]) -> Batches:

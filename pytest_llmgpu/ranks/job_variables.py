@@ -110,9 +110,11 @@ def _address(environ: Mapping[str, str]) -> tuple[str, str]:
         return address, "MASTER_ADDR"
     for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"):
         if "RANK" not in environ and (hosts := environ.get(name)):
-            if (host := first_host(hosts)) is None:
+            # A comma outside of brackets ends the first host. Each pair of brackets begins with its first number.
+            found = re.fullmatch(rf"({_HOST})(,{_HOST})*", hosts)
+            if found is None:
                 raise ValueError(f"{name}={hosts!r}: a list of hosts is needed, such as node[01-03,07],login")
-            return host, f"first of {name}"
+            return re.sub(r"\[([0-9]+)[^\]]*\]", r"\1", found[1]), f"first of {name}"
     raise ValueError("MASTER_ADDR is not set: it names the node of rank 0")
 
 
@@ -127,10 +129,3 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None, *
         bounds = f"of at least {allowed.start}" if allowed.stop == _COUNTS.stop else bounded
         raise ValueError(f"{name}={text!r}: a whole number {bounds} is needed")
     return int(text)
-
-
-def first_host(hosts: str) -> str | None:
-    """Return the first host of a list in Slurm's notation, such as `node[01-03,07],login`; None if it is no list."""
-    # A comma outside of brackets ends the first part. Each pair of brackets begins with its first number.
-    found = re.fullmatch(rf"({_HOST})(,{_HOST})*", hosts)
-    return found and re.sub(r"\[([0-9]+)[^\]]*\]", r"\1", found[1])

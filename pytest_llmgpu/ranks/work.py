@@ -270,12 +270,14 @@ def measure(
 
     Every rank must do so at the same time. `last` is true for the last passes of the case.
     """
+    import torch
+
     number = _middle(passes.batches)
-    batch = [plan.batches[number]]
+    batch, gpus = [plan.batches[number]], [device for device in loaded.devices if device.type == "cuda"]
     counted = count_ops(lambda: _run(loaded, batch, forward, on_batch), loaded.model)
     unrecorded: str | None = _ON_CPU
     attributed = None
-    if loaded.devices[0].type == "cuda":
+    if gpus:
         with _recorded(ranges=True, last=last) as recording, _module_ranges(loaded.model):
             _run(loaded, batch, forward, on_batch)
         unrecorded = recording.why
@@ -284,7 +286,7 @@ def measure(
     why |= {} if unrecorded is None else dict.fromkeys(_HOST_FIGURES, unrecorded)
     why |= {} if passes.why is None else dict.fromkeys(_DEVICE_FIGURES, passes.why)
     figures = RankWork(
-        uuids=_uuids(loaded.devices),
+        uuids=[f"GPU-{torch.cuda.get_device_properties(gpu).uuid}" for gpu in gpus],
         ops=counted.ops,
         flops=counted.flops if loaded.dispatched else None,
         flops_by_module=counted.flops_by_module if loaded.dispatched else None,
@@ -483,12 +485,6 @@ def _module_ranges(model: torch.nn.Module) -> AbstractContextManager[None]:
         opened[-1].__enter__()
 
     return module_hooks(model, enter, lambda: opened.pop().__exit__(None, None, None))
-
-
-def _uuids(devices: Sequence[torch.device]) -> list[str]:
-    import torch
-
-    return [f"GPU-{torch.cuda.get_device_properties(device).uuid}" for device in devices if device.type == "cuda"]
 
 
 def read_records(events: Iterable[Any]) -> list[Record]:

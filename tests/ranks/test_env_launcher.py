@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from pytest_llmgpu.profiling.machine import Machine, NodeFacts, TorchFacts
 from pytest_llmgpu.ranks import env_launcher, link
 from pytest_llmgpu.ranks.env_launcher import Devices, EnvLauncher, JobProcess, Peers, spread
 from pytest_llmgpu.ranks.group import RankGroup
-from pytest_llmgpu.ranks.job_variables import of_environment
+from pytest_llmgpu.ranks.job_variables import World, of_environment
 from pytest_llmgpu.ranks.link import Link
 from pytest_llmgpu.ranks.local import RankFailedError
 from pytest_llmgpu.report.report import Gpu, Node
@@ -36,8 +36,15 @@ class _Started(NamedTuple):
     launcher: EnvLauncher
     group: Callable[[int], RankGroup]
 
-    def ask(self, size: int, fn: Callable[..., Any], *arguments: Any) -> list[Any]:
-        return self.group(size).ask(fn, *arguments, phase="forward", timeout_s=_LIMIT_S)
+
+def _ask(group: RankGroup, fn: Callable[..., Any], *arguments: Any) -> list[Any]:
+    return group.ask(fn, *arguments, phase="forward", timeout_s=_LIMIT_S)
+
+
+def _error(group: RankGroup, fn: Callable[..., Any], *arguments: Any, timeout_s: float = _LIMIT_S) -> RankFailedError:
+    with pytest.raises(RankFailedError) as caught:
+        group.ask(fn, *arguments, phase="forward", timeout_s=timeout_s)
+    return caught.value
 
 
 @pytest.fixture(autouse=True)
@@ -52,13 +59,6 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Started]:
     """Three processes that srun started on three nodes; no test ends one of them."""
     with _start(tmp_path_factory.mktemp("slurm"), worlds.srun, per_node=1) as made:
-        yield made
-
-
-@pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[_Started]:
-    """Three processes that torchrun started on three nodes."""
-    with _start(tmp_path, worlds.torchrun, per_node=1) as made:
         yield made
 
 
@@ -93,12 +93,11 @@ def test_each_process_of_a_machine_runs_its_rank(tmp_path: Path) -> None:
     """Every rank is a child of its process, has its own variables, and no secret; the end is exit status 0."""
     with _start(tmp_path, worlds.torchrun, per_node=3) as machine:
         group = machine.group(3)
-        ask = functools.partial(group.ask, phase="forward", timeout_s=_LIMIT_S)
-        assert ask(ranks.variable, "RANK") == ["0", "1", "2"]
-        assert ask(ranks.variable, "LLMGPU_KEY") == [None] * 3
-        parents = [parent for _, parent, _ in ask(ranks.identity)]
+        assert _ask(group, ranks.variable, "RANK") == ["0", "1", "2"]
+        assert _ask(group, ranks.variable, "LLMGPU_KEY") == [None] * 3
+        parents = [parent for _, parent, _ in _ask(group, ranks.identity)]
         assert parents == [os.getpid(), machine.processes[1].pid, machine.processes[2].pid]
-        ask(ranks.finish_batches, 7)
+        _ask(group, ranks.finish_batches, 7)
         assert len(group.batches().latency_s) == 7, "batches arrive before the answer"
         group.close()
         machine.peers.close()
@@ -109,77 +108,57 @@ def test_each_process_of_a_machine_runs_its_rank(tmp_path: Path) -> None:
 def test_failures_of_a_rank_elsewhere_are_those_of_a_rank_here(shared: _Started) -> None:
     """An exception, its traceback, an answer that does not unpickle; its output is taken once. Others wait."""
     group, launcher = shared.group(2), shared.launcher
-    ask = functools.partial(group.ask, phase="forward", timeout_s=_LIMIT_S)
-    assert [parent for _, parent, _ in ask(ranks.identity)] == [os.getpid(), shared.processes[1].pid]
+    assert [parent for _, parent, _ in _ask(group, ranks.identity)] == [os.getpid(), shared.processes[1].pid]
     launcher.take_output()
-    with pytest.raises(RankFailedError) as caught:
-        ask(ranks.on_rank, 1, ranks.break_down)
-    assert (caught.value.outcome, caught.value.failure.rank) == ("error", 1)
-    assert "in break_down" in (caught.value.failure.log_tail or "")
+    error = _error(group, ranks.on_rank, 1, ranks.break_down)
+    assert (error.outcome, error.failure.rank) == ("error", 1)
+    assert "in break_down" in (error.failure.log_tail or "")
     assert list(launcher.take_output()) == [1]
     assert launcher.take_output() == {}
-    with pytest.raises(RankFailedError, match="does not unpickle"):
-        ask(ranks.unreadable)
-    assert ask(ranks.add, 1, 1) == [2, 2]
+    assert "does not unpickle" in _error(group, ranks.unreadable).failure.message
+    assert _ask(group, ranks.add, 1, 1) == [2, 2]
 
 
 def test_a_killed_rank_is_a_crash_of_its_node_and_starts_again(shared: _Started) -> None:
     """The failure has the signal and the node; the process that started the rank stays."""
     group = shared.group(3)
-    with pytest.raises(RankFailedError) as caught:
-        group.ask(ranks.on_rank, 2, ranks.receive, signal.SIGKILL, phase="forward", timeout_s=_LIMIT_S)
-    failure = caught.value.failure
-    assert (caught.value.outcome, failure.rank, failure.signal) == ("crashed", 2, signal.SIGKILL)
-    assert failure.message == "rank 2 ended with signal SIGKILL (node 2)"
+    error = _error(group, ranks.on_rank, 2, ranks.receive, signal.SIGKILL)
+    assert (error.outcome, error.failure.rank, error.failure.signal) == ("crashed", 2, signal.SIGKILL)
+    assert error.failure.message == "rank 2 ended with signal SIGKILL (node 2)"
     assert not group.alive
-    assert shared.ask(3, ranks.add, 1, 1) == [2, 2, 2]
+    assert _ask(shared.group(3), ranks.add, 1, 1) == [2, 2, 2]
 
 
 @pytest.mark.slow
-def test_a_killed_process_is_a_crash_of_its_node(nodes: _Started) -> None:
-    """Its rank ends with it; groups that do not need it run on, and those that need it are refused."""
-    group = nodes.group(3)
-    pids = [pid for pid, *_ in group.ask(ranks.identity, phase="forward", timeout_s=_LIMIT_S)]
-    nodes.processes[2].kill()
-    with pytest.raises(RankFailedError) as caught:
-        group.ask(ranks.on_rank, 1, ranks.hang, phase="forward", timeout_s=_LIMIT_S)
-    assert (caught.value.outcome, caught.value.failure.rank) == ("crashed", 2)
-    assert "(node 2)" in caught.value.failure.message
-    group.kill()
+def test_a_lost_process_is_a_crash_of_its_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One has ended by SIGTERM, as Slurm and torchrun end a job, and one is stopped: their ranks end with them.
+
+    Groups that do not need them run on, and those that need them are refused.
+    """
+    with _start(tmp_path, worlds.torchrun, per_node=1) as nodes:
+        group = nodes.group(3)
+        pids = [pid for pid, *_ in _ask(group, ranks.identity)]
+        nodes.processes[2].terminate()
+        error = _error(group, ranks.on_rank, 1, ranks.hang)
+        assert (error.outcome, error.failure.rank, error.failure.message[-8:]) == ("crashed", 2, "(node 2)")
+        with pytest.raises(ConnectionError):
+            nodes.peers.processes[2].call(os.getpid).result(_LIMIT_S)
+        with pytest.raises(RankFailedError, match=r"process of rank 2 was lost.*\(node 2\)"):
+            nodes.launcher.start([{}, {}, {}], lambda *_: None)
+        group = nodes.group(2)
+        pids += [pid for pid, *_ in _ask(group, ranks.identity)]
+        monkeypatch.setattr(env_launcher, "_REPLY_S", 0.5)
+        nodes.processes[1].send_signal(signal.SIGSTOP)
+        error = _error(group, ranks.on_rank, 1, ranks.hang, timeout_s=0.5)
+        assert (error.outcome, error.failure.phase) == ("crashed", "forward")
+        assert "no reply within 0.5 s (node 1)" in error.failure.message
+        nodes.processes[1].send_signal(signal.SIGCONT)
+        assert [nodes.processes[rank].wait(_LIMIT_S) for rank in (1, 2)] == [1, 128 + signal.SIGTERM]
     assert all(map(worlds.ends, pids))
-    with pytest.raises(ConnectionError):
-        nodes.peers.processes[2].call(os.getpid).result(_LIMIT_S)
-    with pytest.raises(RankFailedError, match=r"process of rank 2 was lost.*\(node 2\)"):
-        nodes.launcher.start([{}, {}, {}], lambda *_: None)
-    assert nodes.ask(2, ranks.add, 1, 1) == [2, 2]
 
 
-@pytest.mark.slow
-def test_a_process_ends_with_rank_0_or_by_sigterm_and_a_stopped_one_is_a_crash(
-    nodes: _Started, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without a goodbye the exit status is not 0. SIGTERM is how Slurm and torchrun end a job. Ranks end, too."""
-    group = nodes.group(3)
-    pids = [pid for pid, *_ in group.ask(ranks.identity, phase="forward", timeout_s=_LIMIT_S)]
-    monkeypatch.setattr(env_launcher, "_REPLY_S", 0.5)
-    nodes.processes[1].send_signal(signal.SIGSTOP)
-    with pytest.raises(RankFailedError) as caught:
-        group.ask(ranks.on_rank, 1, ranks.hang, phase="forward", timeout_s=0.5)
-    assert (caught.value.outcome, caught.value.failure.phase) == ("crashed", "forward")
-    assert "no reply within 0.5 s (node 1)" in caught.value.failure.message
-    nodes.processes[2].terminate()
-    nodes.processes[1].send_signal(signal.SIGCONT)
-    assert [nodes.processes[rank].wait(_LIMIT_S) for rank in (1, 2)] == [1, 128 + signal.SIGTERM]
-    assert all(map(worlds.ends, pids[1:]))
-
-
-def test_a_time_limit_has_the_stacks_of_all_ranks(shared: _Started) -> None:
-    """A rank that hangs elsewhere is a time-out as here."""
-    group = shared.group(2)
-    with pytest.raises(RankFailedError) as caught:
-        group.ask(ranks.on_rank, 1, ranks.hang, phase="forward", timeout_s=0.5)
-    assert caught.value.outcome == "timeout"
-    group.kill()
+def test_a_rank_elsewhere_shows_its_stacks(shared: _Started) -> None:
+    """They are in the end of its log, as those of a rank here."""
     _, rank = shared.launcher.start([{"RANK": "0"}, {"RANK": "1"}], lambda *_: None)
     assert rank.submit(ranks.add, 1, 1).result(_LIMIT_S) == 2
     rank.submit(ranks.hang)
@@ -200,54 +179,83 @@ def test_a_process_of_the_job_runs_functions(shared: _Started) -> None:
         processes[1].call(int, "x").result(_LIMIT_S)
 
 
-def _peers(port: int, size: int = 2, *, per_node: int = 1) -> Peers:
-    return Peers(of_environment(worlds.torchrun(0, size, per_node=per_node, port=port)))
+def _world(rank: int = 1, size: int = 2, *, per_node: int = 1) -> World:
+    """Return a process of a job of its own: no other process has its port."""
+    return of_environment(worlds.torchrun(rank, size, per_node=per_node, port=worlds.free_port()))
 
 
-@pytest.mark.slow
-def test_missing_processes_are_named(tmp_path: Path) -> None:
-    """The message has WORLD_SIZE and the ranks that did not join."""
-    port = worlds.free_port()
-    peers = _peers(port, 4)
-    with worlds.served(tmp_path, {2: worlds.torchrun(2, 4, per_node=1, port=port)}) as processes:
+@pytest.fixture
+def peers() -> Iterator[Peers]:
+    """Two nodes with one process each, as rank 0's sees them; the other one has not joined."""
+    with contextlib.closing(Peers(_world(0))) as made:
+        yield made
+
+
+@contextlib.contextmanager
+def _joined(peers: Peers, hello: tuple[object, ...] | None = None, *, rank: int = 1) -> Iterator[Link]:
+    """Join rank 0's process as that of another rank does."""
+    world = msgspec.structs.replace(peers.world, rank=rank, node=rank)
+    with contextlib.closing(link.connect(world, _LIMIT_S)) as connected:
+        connected.send(hello or env_launcher.hello(world))
+        yield connected
+
+
+def test_missing_processes_are_named() -> None:
+    """The message has WORLD_SIZE and the ranks that did not join; those that joined are sent home."""
+    peers = Peers(_world(0, 4))
+    with _joined(peers, rank=2) as joined:
         with peers._changed:
             assert peers._changed.wait_for(lambda: 2 in peers._joined, _LIMIT_S)
         with pytest.raises(ValueError, match=r"^WORLD_SIZE=4, but 2 processes joined within 0.1 s: rank 1, 3 "):
             peers.wait(0.1)
         peers.close()
-        assert processes[2].wait(_LIMIT_S) == 0
+        assert joined.receive() is None
 
 
-@pytest.mark.slow
+_OWN, *_ = env_launcher.hello(_world())
+
+
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("hello", "message"),
     [
-        ({"LLMGPU_KEY": "another secret of 16 bytes"}, "a process tried to join, but the other end has another LLMGPU"),
-        ({"WORLD_SIZE": "3"}, "rank 1 has WORLD_SIZE=3, rank 0 has WORLD_SIZE=2"),
-        ({"RANK": "0"}, "two processes are rank 0"),
+        ((_OWN, 1, 3, 0, 1), "rank 1 has WORLD_SIZE=3, rank 0 has WORLD_SIZE=2"),
+        ((_OWN, 0, 2, 0, 0), "two processes are rank 0"),
+        ((_OWN, 2, 2, 0, 0), "a process is rank 2: allowed are 0 to 1"),
+        (("0.0", 1, "another field"), f"rank 1 has pytest-llmgpu 0.0, rank 0 has {_OWN}: install the same version"),
     ],
 )
-def test_a_process_that_does_not_belong_here_is_refused(tmp_path: Path, changed: dict[str, str], message: str) -> None:
-    """Rank 0 names the difference, and the other process ends with an error at once."""
-    port = worlds.free_port()
-    peers = _peers(port)
-    other = {**worlds.torchrun(1, 2, per_node=1, port=port), **changed}
-    with worlds.served(tmp_path, {1: other}) as processes:
-        assert processes[1].wait(_LIMIT_S) == 1
-        with pytest.raises(ValueError, match=message):
-            peers.wait(0.0 if "LLMGPU_KEY" in changed else _LIMIT_S)
-    peers.close()
+def test_a_process_that_does_not_belong_here_is_refused(peers: Peers, hello: tuple[object, ...], message: str) -> None:
+    """Rank 0 names the difference, and closes the connection."""
+    with _joined(peers, hello) as joined:
+        with pytest.raises(ValueError, match=f"^{message}$"):
+            peers.wait(_LIMIT_S)
+        with pytest.raises((EOFError, OSError)):
+            joined.receive()
 
 
 @pytest.mark.slow
-def test_a_run_that_ends_at_once_says_goodbye(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes that join late end with it, and do not look for it until their time limit."""
+def test_a_process_with_another_secret_is_left_out(peers: Peers, tmp_path: Path) -> None:
+    """It ends with an error at once; rank 0 waits for its rank, and names the reason where it is missing."""
+    other = {**worlds.torchrun(1, 2, per_node=1, port=peers.world.port), "LLMGPU_KEY": "another secret of 16 bytes"}
+    with worlds.served(tmp_path, {1: other}) as processes:
+        assert processes[1].wait(_LIMIT_S) == 1
+        with pytest.raises(ValueError, match="; a process tried to join, but the other end has another LLMGPU_KEY"):
+            peers.wait(0.0)
+
+
+def test_a_run_that_ends_at_once_says_goodbye(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of a machine that join late end with it, and do not look for it until their time limit."""
     monkeypatch.setattr(env_launcher, "_LATE_S", _LIMIT_S)
-    port = worlds.free_port()
-    peers = _peers(port, per_node=2)
-    with worlds.served(tmp_path, {1: worlds.torchrun(1, 2, per_node=2, port=port)}) as processes:
+    peers = Peers(_world(0, per_node=2))
+
+    def join() -> object:
+        with _joined(peers) as joined:
+            return joined.receive()
+
+    with ThreadPoolExecutor() as pool:
+        goodbye = pool.submit(join)
         peers.close()
-        assert processes[1].wait(_LIMIT_S) == 0
+        assert goodbye.result() is None
 
 
 _GREETING = b"pytest-llmgpu\n"
@@ -264,54 +272,41 @@ _NUMBER = len(_GREETING) + 32
     ],
     ids=["scan", "message", "proof", "long"],
 )
-def test_nobody_joins_or_ends_a_run_without_the_secret(sent: bytes) -> None:
-    """What a stranger sends is closed unread, it learns no proof, and a process with the secret joins after it."""
-    port = worlds.free_port()
-    peers = _peers(port)
-    with socket.create_connection(("127.0.0.1", port)) as stranger:
+def test_nobody_joins_or_ends_a_run_without_the_secret(peers: Peers, sent: bytes) -> None:
+    """What a stranger sends is closed unread, it learns no proof, and a process with the secret joins after it.
+
+    Once all have joined, nobody can connect.
+    """
+    received = b""
+    with socket.create_connection(("127.0.0.1", peers.world.port)) as stranger:
         with contextlib.suppress(ConnectionError):  # it may be closed before everything is sent
             stranger.sendall(sent)
-        received = b"".join(iter(lambda: _received(stranger), b""))
+        with contextlib.suppress(ConnectionError):  # it is reset if it was closed with unread data
+            while part := stranger.recv(4096):
+                received += part
     assert received[4:].startswith(_GREETING)
     assert len(received) == 4 + _NUMBER, "the number to prove with, and nothing after it"
-    world = of_environment(worlds.torchrun(1, 2, per_node=1, port=port))
-    joined = link.connect(world, _LIMIT_S)
-    joined.send(env_launcher.hello(world))
-    peers.wait(_LIMIT_S)
-    assert [process.local_rank for process in peers.processes] == [0, 0]
-    peers.close()
-    joined.close()
-
-
-def _received(stranger: socket.socket) -> bytes:
-    """Return what comes next; a connection that was closed with unread data is reset."""
-    with contextlib.suppress(ConnectionError):
-        return stranger.recv(4096)
-    return b""
+    with _joined(peers):
+        peers.wait(_LIMIT_S)
+        assert [(process.node, process.local_rank) for process in peers.processes] == [(0, 0), (1, 0)]
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", peers.world.port))
 
 
 def test_strangers_that_take_all_files_do_not_end_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process joins after them."""
     monkeypatch.setattr(env_launcher, "_ACCEPT_AGAIN_S", 0.0)
 
-    class Flooded(socket.socket):
-        refusals = 3
+    accept, refusals = socket.socket.accept, [OSError(errno.EMFILE, "Too many open files")] * 3
 
-        def accept(self) -> tuple[socket.socket, object]:
-            self.refusals -= 1
-            if self.refusals >= 0:
-                raise OSError(errno.EMFILE, "Too many open files")
-            return super().accept()
+    def flooded(listener: socket.socket) -> tuple[socket.socket, object]:
+        if refusals:
+            raise refusals.pop()
+        return accept(listener)
 
-    bound = link.bound
-    monkeypatch.setattr(link, "bound", lambda *address: Flooded(fileno=bound(*address).detach()))
-    port = worlds.free_port()
-    peers, world = _peers(port), of_environment(worlds.torchrun(1, 2, per_node=1, port=port))
-    joined = link.connect(world, _LIMIT_S)
-    joined.send(env_launcher.hello(world))
-    peers.wait(_LIMIT_S)
-    peers.close()
-    joined.close()
+    monkeypatch.setattr(socket.socket, "accept", flooded)
+    with contextlib.closing(Peers(_world(0))) as peers, _joined(peers):
+        peers.wait(_LIMIT_S)
 
 
 def test_a_stranger_that_is_too_slow_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,52 +317,44 @@ def test_a_stranger_that_is_too_slow_is_left(monkeypatch: pytest.MonkeyPatch) ->
         other.sendall(b"\0")
         with pytest.raises(TimeoutError, match="in time"):
             Link(here, b"secret", listens=True)
-    port = worlds.free_port()
-    with socket.create_server(("127.0.0.1", port)):
-        world = of_environment(worlds.torchrun(1, 2, per_node=1, port=port))
-        with pytest.raises(ValueError, match=r"rank 0 was not found .* did not answer in time"):
-            link.connect(world, 0.01)
+    world = _world()
+    with (
+        socket.create_server(("127.0.0.1", world.port)),
+        pytest.raises(ValueError, match=r"rank 0 was not found .* did not answer in time"),
+    ):
+        link.connect(world, 0.01)
+
+
+def test_rank_0_that_never_listens_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process waits for a limited time. Another user may have the same port of the machine."""
+    world = _world()
+    where = rf"rank 0 was not found at port {world.port} .* of 127.0.0.1 \(MASTER_ADDR\) within 0 s"
+    with pytest.raises(ValueError, match=where):
+        link.connect(world, 0)
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 1)
+    with pytest.raises(ValueError, match=r"rank 0 was not found at .* of localhost"):
+        link.connect(_world(per_node=2), 0)
 
 
 def test_a_process_does_not_connect_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """TCP connects a socket to its own port if the system gives it that port and nobody listens there."""
-    port = worlds.free_port()
-    create = functools.partial(socket.create_connection, source_address=("127.0.0.1", port))
+    world = _world()
+    create = functools.partial(socket.create_connection, source_address=("127.0.0.1", world.port))
     monkeypatch.setattr(socket, "create_connection", create)
-    world = of_environment(worlds.torchrun(1, 2, per_node=1, port=port))
     with pytest.raises(ValueError, match=r"rank 0 was not found .*Connection refused"):
         link.connect(world, 0)
 
 
 def test_an_address_that_cannot_be_used_is_refused() -> None:
     """The message has the port and the variable that changes it; 192.0.2.1 is reserved for documentation (RFC 5737)."""
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        with pytest.raises(ValueError, match=rf"port {port} \(MASTER_PORT \+ 1\) of .* is in use: set LLMGPU_PORT"):
-            _peers(port)
-    variables = {**worlds.torchrun(0, 2, per_node=1), "MASTER_ADDR": "192.0.2.1"}
+    world = _world(0)
+    with link.bound("127.0.0.1", world.port) as other:
+        assert other.getsockname() == ("127.0.0.1", world.port), "other interfaces never have the port"
+        with pytest.raises(ValueError, match=rf"port {world.port} \(MASTER_PORT \+ 1\) of .* in use: set LLMGPU_PORT"):
+            Peers(world)
+    elsewhere = {**worlds.torchrun(0, 2, per_node=1), "MASTER_ADDR": "192.0.2.1"}
     with pytest.raises(ValueError, match=r"192\.0\.2\.1 \(MASTER_ADDR\): it is no address of the machine of rank 0"):
-        Peers(of_environment(variables))
-
-
-def test_rank_0_listens_on_its_address_only_and_until_all_have_joined(shared: _Started) -> None:
-    """Other interfaces of the machine never have the port, and later nobody can connect."""
-    with link.bound("127.0.0.1", 0) as listener:
-        assert listener.getsockname()[0] == "127.0.0.1"
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", shared.peers.world.port))
-
-
-def test_rank_0_that_never_listens_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process waits for a limited time."""
-    world = of_environment(worlds.torchrun(1, 2, per_node=1, port=worlds.free_port()))
-    where = rf"rank 0 was not found at port {world.port} .* of 127.0.0.1 \(MASTER_ADDR\) within 0 s"
-    with pytest.raises(ValueError, match=where):
-        link.connect(world, 0)
-    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 1)
-    alone = of_environment(worlds.torchrun(1, 2, per_node=2, port=worlds.free_port()))
-    with pytest.raises(ValueError, match=r"rank 0 was not found at .* of localhost"):
-        link.connect(alone, 0)
+        Peers(of_environment(elsewhere))
 
 
 def test_a_process_of_another_user_may_not_join(monkeypatch: pytest.MonkeyPatch) -> None:

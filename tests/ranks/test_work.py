@@ -11,10 +11,10 @@ import pytest
 import torch
 from support import tiny_model, traffic_functions
 from support.report_factory import make_case
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from pytest_llmgpu.inference import models, weights
+from pytest_llmgpu.inference import models
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.ranks import work, worker
 from pytest_llmgpu.ranks.group import RankGroup
@@ -96,34 +96,13 @@ def test_kernels_past_the_dispatcher_have_no_flops() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cuda", "users", "starts", "stops"),
-    [
-        ("13.0", None, ["1"] + ["0"] * 4, ["0"] * 4 + ["1"]),
-        ("12.6", None, ["1"] + ["0"] * 4, ["0"] * 4 + ["1"]),
-        ("12.6", "0", ["0"] * 5, ["0"] * 5),
-        ("12.4", None, [None] * 5, [None] * 5),
-        (None, None, [None] * 5, [None] * 5),
-    ],
+    ("cuda", "users", "detaches"),
+    [("13.0", None, True), ("12.6", None, True), ("12.6", "0", False), ("12.4", None, False), (None, None, False)],
 )
 def test_the_last_profile_detaches_cupti_where_cuda_allows_it(
-    gpu: Loaded,
-    monkeypatch: pytest.MonkeyPatch,
-    cuda: str | None,
-    users: str | None,
-    starts: list[str | None],
-    stops: list[str | None],
+    gpu: Loaded, monkeypatch: pytest.MonkeyPatch, cuda: str | None, users: str | None, detaches: bool
 ) -> None:
     """Attached, it slows the next cases; detached while a profile runs, that is empty; a value of the user stays."""
-    seen: dict[str, list[str | None]] = {"start": [], "stop": []}
-
-    class Profiler(_Profiler):
-        def start(self) -> None:
-            seen["start"].append(os.environ.get("TEARDOWN_CUPTI"))
-
-        def stop(self) -> None:
-            seen["stop"].append(os.environ.get("TEARDOWN_CUPTI"))
-            super().stop()
-
     monkeypatch.setattr(torch.version, "cuda", cuda)
     # Set first, so that the end of the test removes what the passes set.
     monkeypatch.setenv("TEARDOWN_CUPTI", users or "")
@@ -131,11 +110,11 @@ def test_the_last_profile_detaches_cupti_where_cuda_allows_it(
     if users is None:
         del os.environ["TEARDOWN_CUPTI"]
     for _ in range(2):
-        seen["start"].clear()
-        seen["stop"].clear()
-        monkeypatch.setattr(torch.profiler, "profile", Profiler(_recordings()))
+        profiler = _Profiler(_recordings())
+        monkeypatch.setattr(torch.profiler, "profile", profiler)
         traffic_functions.measure(gpu)
-        assert seen == {"start": starts, "stop": stops}
+        assert profiler.started == (["1", "0", "0", "0", "0"] if detaches else [users] * 5)
+        assert profiler.stopped == (["0", "0", "0", "0", "1"] if detaches else [users] * 5)
 
 
 class _Event:
@@ -157,15 +136,18 @@ class _Profiler:
 
     def __init__(self, recordings: Iterator[list[Record]]) -> None:
         self._recordings = recordings
+        self.started: list[str | None] = []
+        self.stopped: list[str | None] = []
+        """The choice to detach CUPTI at each start and end."""
 
     def __call__(self, **_: Any) -> _Profiler:
         return self
 
     def start(self) -> None:
-        """Begin to record."""
+        self.started.append(os.environ.get("TEARDOWN_CUPTI"))
 
     def stop(self) -> None:
-        """End the recording."""
+        self.stopped.append(os.environ.get("TEARDOWN_CUPTI"))
         events = [_Event(record) for record in next(self._recordings)]
         self.profiler = SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: events))
 
@@ -255,21 +237,12 @@ def test_without_cupti_ops_and_flops_stay(
 
 def test_a_profiler_is_stopped_where_a_forward_fails(gpu: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next one could not start."""
-    stopped: list[bool] = []
-
-    class Profiler(_Profiler):
-        def stop(self) -> None:
-            stopped.append(True)
-            super().stop()
-
-    def fail(*_: object) -> None:
-        raise ValueError("the layer is broken")
-
-    monkeypatch.setattr(torch.profiler, "profile", Profiler(_recordings()))
-    gpu.model.register_forward_pre_hook(fail)
-    with pytest.raises(ValueError, match="the layer is broken"):
+    profiler = _Profiler(_recordings())
+    monkeypatch.setattr(torch.profiler, "profile", profiler)
+    gpu.model.register_forward_pre_hook(lambda *_: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
         traffic_functions.measure(gpu)
-    assert stopped == [True]
+    assert len(profiler.stopped) == 1
 
 
 def _reply(*passes: dict[str, list[float]], rows: tuple[NamedRow, ...] = ()) -> WorkReply:
@@ -327,36 +300,18 @@ def test_the_size_of_a_model_leaves_embeddings_and_head_out() -> None:
     assert "experts" in str(work.model_size(model, 2))
 
 
-def test_the_size_of_a_preset_needs_no_weights(tmp_path: Any) -> None:
-    """A model on the meta device has the same size as a loaded one."""
-    source = models.resolve("llama-7b", load_format="dummy", texts=["a text"], rootdir=tmp_path)
-    found = work.model_size(weights.skeleton(source, torch.float16), 2)
-    assert isinstance(found, ModelSize)
-    assert found.parameters == pytest.approx(6.476e9, rel=0.001)
-    assert (found.layers, found.attention_width) == (32, 4096)
-
-
-def test_a_model_whose_size_cannot_be_computed_costs_its_bound_alone() -> None:
-    """A model of a user can lack any attribute; the error is the reason, and the rank goes on."""
+def test_the_first_rank_has_the_size_of_the_whole_model(tmp_path: Any) -> None:
+    """No weights are needed. A model of a user can lack any attribute: the error is the reason then."""
     state = worker.RankState(lambda _: None)
-    state.case, state.loaded = _CASE, _loaded()
-    state.source = object()  # type: ignore[assignment]
+    state.case, state.loaded = msgspec.structs.replace(_CASE, dtype="float16"), _loaded()
+    state.source = models.resolve("llama-7b", load_format="dummy", texts=["a text"], rootdir=tmp_path)
+    parameters = 6_476_271_616
+    size = ModelSize(parameters=parameters, weights_bytes=2 * parameters, layers=32, attention_width=4096)
+    assert worker.model_size(state) == size
+    state.model_size, state.source = None, object()  # type: ignore[assignment]
     assert "AttributeError" in str(worker.model_size(state))
-
-
-def test_every_module_has_a_range(gpu: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranges are nested as the modules are, and each forward closes its own."""
-    entered: list[str] = []
-    original = torch.profiler.record_function
-
-    def spy(name: str) -> Any:
-        entered.append(name.removeprefix(work.RANGE_PREFIX))
-        return original(name)
-
-    monkeypatch.setattr(torch.profiler, "profile", _Profiler(_recordings()))
-    monkeypatch.setattr(torch.profiler, "record_function", spy)
-    traffic_functions.measure(gpu)
-    assert {"(scoring)", "model", "layers.*", "layers.*.mlp.down_proj", "layers.*.self_attn", "lm_head"} <= set(entered)
+    state.loaded = _loaded(rank=1)
+    assert worker.model_size(state) is None
 
 
 _GEMM, _ADD = "nvjet_hsh_128x256_64x4", "vectorized_elementwise_kernel<CUDAFunctor_add>"
@@ -380,6 +335,7 @@ def test_the_time_of_a_pass_is_that_of_its_kernels() -> None:
     found = work.of_pass(
         [
             _kernel(_ADD, 500, 100),
+            _kernel(_REDUCED, 610, 40),
             _kernel(_GEMM, 0, 200),
             _kernel(_GEMM, 100, 200, device=1),
             _kernel(_REDUCED, 250, 100),
@@ -389,16 +345,10 @@ def test_the_time_of_a_pass_is_that_of_its_kernels() -> None:
     )
     assert found.device_time_s == pytest.approx(500e-9)
     assert found.copy_s == pytest.approx(50e-9)
-    assert found.covered_s == pytest.approx(450e-9)
-    assert {name: calls.calls for name, calls in found.kernels.items()} == {_GEMM: 2, _REDUCED: 1, _ADD: 1}
+    assert found.covered_s == pytest.approx(490e-9)
+    assert {name: calls.calls for name, calls in found.kernels.items()} == {_GEMM: 2, _REDUCED: 2, _ADD: 1}
     assert found.kernels[_GEMM].time_s == pytest.approx(400e-9)
-    assert found.collective_s == {"all_reduce": pytest.approx([100e-9])}
-
-
-def test_collectives_keep_the_order_of_their_start() -> None:
-    """The n-th call of a rank is the n-th of every other; an empty pass has no time."""
-    records = [_kernel(_REDUCED, 30, 3), _kernel(_REDUCED, 10, 1), _kernel(_REDUCED, 20, 2)]
-    assert work.of_pass(records).collective_s["all_reduce"] == pytest.approx([1e-9, 2e-9, 3e-9])
+    assert found.collective_s == {"all_reduce": pytest.approx([100e-9, 40e-9])}, "in the order of their start"
     assert work.of_pass([]) == PassKernels(0.0, 0.0, 0.0, {}, {})
 
 
@@ -521,15 +471,16 @@ def test_a_rank_has_at_most_100_rows_that_sum_up_to_all(modules: int) -> None:
     assert ("other" in named) is (modules == 200)
 
 
-def test_records_are_read_from_torchs_profiler() -> None:
-    """Ranges of the host and records of the device are kept; ops, and ranges that a device repeats, are left out."""
-    with profile(activities=[ProfilerActivity.CPU]) as recorded, record_function(RANGE_PREFIX + "lm_head"):
-        torch.ones(3) + 1
+def test_records_are_read_from_torchs_profiler(gpu: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranges of modules and records of the device are kept; ops, and ranges that a device repeats, are left out."""
+    monkeypatch.setattr(torch.profiler, "profile", _Profiler(_recordings()))
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        traffic_functions.measure(gpu)
     results: Any = recorded.profiler
-    events: Sequence[Any] = results.kineto_results.events()
-    (host,) = work.read_records(events)
-    assert (host.name, host.device) == ("llmgpu:lm_head", None)
-    assert host.duration_ns > 0
+    found = work.read_records(results.kineto_results.events())
+    assert all(one.device is None and one.duration_ns > 0 and one.name.startswith("llmgpu:") for one in found)
+    modules = {one.name.removeprefix("llmgpu:") for one in found}
+    assert {"(scoring)", "model", "layers.*", "layers.*.mlp.down_proj", "layers.*.self_attn", "lm_head"} <= modules
     kernel, repeated = _Event(Record(_GEMM, 1, 10, 5, 7)), _Event(Record("nccl:all_reduce", 1, 10, 5, 7))
     repeated.is_user_annotation = lambda: True
     assert work.read_records([kernel, repeated]) == [Record(_GEMM, 1, 10, 5, 7)]
@@ -540,35 +491,29 @@ _LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
 def test_ops_and_flops_of_a_forward_are_counted(mode: Callable[[], Any]) -> None:
-    """Composite ops are counted as what they are made of, and FLOPs are those of torch's own counter plus attention."""
+    """Composite ops are counted as what they are made of, and FLOPs are those of torch's own counter plus attention.
+
+    They are split over the innermost modules that compute them, and the forward computes the same.
+    """
     model = tiny_model.random_model()
     ids_BS = torch.zeros(2, 8, dtype=torch.int64)
     with mode():
         found = work.count_ops(lambda: model(input_ids=ids_BS, use_cache=False))
+        split = work.count_ops(lambda: model(input_ids=ids_BS, use_cache=False), model)
     with mode(), FlopCounterMode(display=False) as torchs:
         model(input_ids=ids_BS, use_cache=False)
     # Two products of 8 x 8 x 16 for 2 rows of 2 heads: torch's table has no entry for the CPU.
     attention = 2 * 2 * (2 * 8 * 8 * 16) * 2
-    assert found.flops == torchs.get_total_flops() + attention
+    assert found.flops == split.flops == torchs.get_total_flops() + attention
+    assert found.ops == split.ops, "the numbers are exact"
     assert found.ops["aten::mm"] == 8
     assert not {"aten::linear", "aten::matmul", "aten::scaled_dot_product_attention"} & set(found.ops)
     assert list(found.ops) == sorted(found.ops)
-    with mode():
-        assert work.count_ops(lambda: model(input_ids=ids_BS, use_cache=False)) == found, "the numbers are exact"
     assert found.flops_by_module == {"other": found.flops}
-
-
-def test_flops_are_split_over_the_modules_that_compute_them() -> None:
-    """Layer numbers are folded, each op belongs to its innermost module, and the forward computes the same."""
-    model = tiny_model.random_model()
-    ids_BS = torch.zeros(2, 8, dtype=torch.int64)
-    plain = work.count_ops(lambda: model(input_ids=ids_BS))
-    found = work.count_ops(lambda: model(input_ids=ids_BS), model)
-    assert (found.flops, found.ops) == (plain.flops, plain.ops)
-    assert sum(found.flops_by_module.values()) == found.flops
     names = {f"layers.*.self_attn.{name}" for name in _LINEAR[:4]} | {f"layers.*.mlp.{name}" for name in _LINEAR[4:]}
-    assert set(found.flops_by_module) >= {*names, "layers.*.self_attn", "lm_head"}
-    assert found.flops_by_module["layers.*.mlp.down_proj"] == 2 * 16 * 32 * 48
+    assert set(split.flops_by_module) >= {*names, "layers.*.self_attn", "lm_head"}
+    assert split.flops_by_module["layers.*.mlp.down_proj"] == 2 * 16 * 32 * 48
+    assert sum(split.flops_by_module.values()) == split.flops
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 

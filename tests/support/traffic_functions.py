@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,6 @@ from pytest_llmgpu.ranks.work import WorkReply
 from pytest_llmgpu.ranks.worker import RankState
 from pytest_llmgpu.report.result import Collective
 from pytest_llmgpu.strategies.protocol import Loaded
-from support import tiny_model
 
 if TYPE_CHECKING:
     import torch
@@ -68,36 +66,6 @@ def of_batch(loaded: Loaded, batch: Batch, logits: str) -> list[Collective]:
     rows_N = torch.zeros(batch.predicted, dtype=torch.int64)
     with scoring.way(loaded.model, logits) as way, torch.inference_mode():
         return traffic.count(lambda: way.forward(ids_BS, rows_N), world_size=loaded.world_size)
-
-
-def of_forward(loaded: Loaded, rows: int, tokens: int) -> list[Collective]:
-    """Return the traffic of a forward with all logits."""
-    import torch
-
-    ids_BS = torch.zeros(rows, tokens, dtype=torch.int64)
-    with torch.inference_mode():
-        return traffic.count(lambda: loaded.model(input_ids=ids_BS, use_cache=False), world_size=loaded.world_size)
-
-
-def of_each_for_itself(loaded: Loaded) -> list[Collective]:
-    """Return the traffic of a model that each rank holds as a whole."""
-    return traffic.of_plan(dataclasses.replace(loaded, model=tiny_model.random_model()), make_plan())
-
-
-def exchange(_loaded: Loaded) -> list[Collective]:
-    """Return the traffic of an all-reduce and of a tensor from rank 0 to rank 1, by gloo."""
-    import torch
-    from torch import distributed
-
-    def send() -> None:
-        tensor = torch.ones(10)
-        distributed.all_reduce(tensor)
-        if distributed.get_rank() == 0:
-            distributed.send(tensor, 1)
-        else:
-            distributed.recv(tensor, 0)
-
-    return traffic.count(send, world_size=2)
 
 
 def reduce_through_shared_memory(_state: RankState) -> None:
