@@ -28,19 +28,17 @@ _DATA = b"0123456789" * 1000
 @pytest.mark.parametrize("name", ["report.json", "report.json.gz", "new/folder/report.json"])
 def test_what_is_written_is_what_is_read(name: str) -> None:
     """Nothing is lost, with or without compression; a file that was unpacked or renamed still loads."""
-    report = make_full_report()
-    dump(report, Path(name))
+    dump(make_full_report(), Path(name))
     assert Path(name).read_bytes().startswith(file.GZIP) == name.endswith(".gz")
     Path(name).rename("downloaded.json")
-    assert load(Path("downloaded.json")) == report
+    assert load(Path("downloaded.json")) == make_full_report()
 
 
-@pytest.mark.parametrize("compressed", [False, True])
-def test_equal_reports_are_equal_files(compressed: bool) -> None:
+def test_equal_reports_are_equal_files() -> None:
     """A compressed report has no time stamp, so that it can be compared by hash."""
-    written = encode(make_full_report(), compressed=compressed)
-    assert written == encode(make_full_report(), compressed=compressed)
-    assert not compressed or written[4:8] == bytes(4)  # gzip's time stamp
+    written = encode(make_full_report(), compressed=True)
+    assert written == encode(make_full_report(), compressed=True)
+    assert written[4:8] == bytes(4)  # gzip's time stamp
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -49,7 +47,7 @@ def test_a_figure_that_is_not_finite_is_refused_with_its_place(place: str, value
     """NaN never becomes null, which means that nothing was measured; the old report stays."""
     report = make_full_report()
     dump(report, _PATH)
-    launch = report.cases[0].launches[0]
+    [launch] = report.cases[0].launches
     assert launch.profile is not None
     if place == "wall_s":
         launch.wall_s = value
@@ -158,14 +156,11 @@ _DOCUMENT = make_document(make_full_report())
         ("cases.1.case.batch_size", "two", "`int`, got `str`"),
         ("cases.1.outcome", "oomph", "'oomph'"),
         ("cases.1.case.batch_size", 0, "`int` >= 1"),
-        ("cases.1.case.batch_size", 2**63, "`int` <= 9223372036854775807"),
         ("cases.0.inference_s", -3.0, "`float` >= 0.0"),
         ("cases.0.acc", 82.8, "`float` <= 1.0"),
-        (f"{_LAUNCH}.wall_s", -1e-9, "`float` >= 0.0"),
         (f"{_LAUNCH}.batches.latency_s.2", 0.0, "`float` > 0.0"),
         (f"{_LAUNCH}.batches.latency_s.2", 1e308, "`float` < 1000000000000.0"),
         (f"{_LAUNCH}.batches.tokens.0", -1, "`int` >= 0"),
-        (f"{_LAUNCH}.memory.1.peak_allocated_bytes", -1, "`int` >= 0"),
         (f"{_LAUNCH}.profile.lateness_p99_s", 1e308, "`float` < 1000000000000.0"),
         (f"{_LAUNCH}.profile.devices.1.energy_j", -0.5, "`float` >= 0.0"),
         (f"{_LAUNCH}.profile.series.devices.1.power_w", [300.0], "3 values, got 1"),
@@ -174,7 +169,6 @@ _DOCUMENT = make_document(make_full_report())
         (f"{_LAUNCH}.batches.sequences", [1, 1, 1], "4 values, got 3"),
         (f"{_LAUNCH}.batches.tokens", [1], "4 values, got 1"),
         (f"{_LAUNCH}.batches.padded_tokens", [1], "4 values, got 1"),
-        (f"{_LAUNCH}.accuracy.predictions.3", -7, "`int` >= 0"),
         (f"{_LAUNCH}.accuracy.predictions", [0], "5 values, got 1"),
         (f"{_LAUNCH}.accuracy.predictions_norm", [0], "5 values, got 1"),
         (f"{_LAUNCH}.accuracy.labels", [0] * 6, "5 values, got 6"),
@@ -183,7 +177,6 @@ _DOCUMENT = make_document(make_full_report())
         (f"{_LAUNCH}.accuracy.loglikelihoods", "AAA=", "numbers of 4 bytes, got 2 bytes"),
         (f"{_LAUNCH}.work.collectives.0.wait_s", [0.1], "3 values, got 1"),
         (f"{_LAUNCH}.prefill_work.ranks.1.copy_s", [0.1], "3 values, got 1"),
-        ("cases.0.traffic.wire_bytes_per_sequence", -8, "`float` >= 0.0"),
         ("cases.0.id", "", "an id, got an empty text"),
         ("cases.0.failure", {"phase": "load", "message": "m"}, "null, because the case completed"),
         ("cases.2.id", "mp-bs1", "a unique id, got 'mp-bs1', which $.cases[0] has too"),
@@ -196,13 +189,10 @@ def test_an_impossible_value_is_refused_with_its_place(place: str, value: object
     for step in steps:
         part = part[step]
     part[last] = value
-    path = "".join(f"[{step}]" if step.isdecimal() else f".{step}" for step in place.split("."))
-    with pytest.raises(
-        ValueError, match=r"^report r\.json: breaks schema_version 2: (Expected|Invalid enum)"
-    ) as caught:
+    path = re.sub(r"\.(\d+)", r"[\1]", f"$.{place}")
+    start = r"^report r\.json: breaks schema_version 2: (Expected|Invalid enum)"
+    with pytest.raises(ValueError, match=f"{start}.*{re.escape(reason)}.* - at `{re.escape(path)}`$"):
         parse(_written(document), "r.json")
-    assert reason in str(caught.value)
-    assert str(caught.value).endswith(f" - at `${path}`")
 
 
 def test_unusual_values_that_are_possible_are_read() -> None:
@@ -222,8 +212,7 @@ def test_an_accuracy_that_its_predictions_contradict_is_refused(metric: str) -> 
     """A report with the right answers has the accuracy twice."""
     document = copy.deepcopy(_DOCUMENT)
     accuracy = document["cases"][0]["launches"][0]["accuracy"]
-    accuracy["labels"] = accuracy["predictions_norm"] = accuracy["predictions"]
-    accuracy |= {"acc": 1.0, "acc_norm": 1.0}
+    accuracy |= {"labels": accuracy["predictions"], "acc": 1.0, "acc_norm": 1.0}
     parse(_written(document), "r.json")
     accuracy[metric] = 0.25
     with pytest.raises(ValueError, match=rf"Expected 1, which the predictions give, got 0\.25 .*accuracy\.{metric}`$"):
@@ -260,11 +249,11 @@ def test_a_file_above_the_size_limit_is_refused(compressed: bool, monkeypatch: p
     """A report up to the limit loads; one byte more is refused with the name of the file."""
     data = encode(make_full_report(), compressed=False)
     monkeypatch.setattr(file, "LIMIT_BYTES", len(data))
-    for name, content in (("report.json", data), ("large.json", data + b" ")):
-        Path(name).write_bytes(gzip.compress(content) if compressed else content)
+    _PATH.write_bytes(gzip.compress(data) if compressed else data)
     assert load(_PATH) == make_full_report()
-    with pytest.raises(ValueError, match=rf"^report large\.json: .* (more|larger) than {len(data):,} bytes"):
-        load(Path("large.json"))
+    _PATH.write_bytes(gzip.compress(data + b" ") if compressed else data + b" ")
+    with pytest.raises(ValueError, match=rf"^report report\.json: .* (more|larger) than {len(data):,} bytes"):
+        load(_PATH)
 
 
 @pytest.mark.parametrize(
@@ -314,9 +303,10 @@ def test_a_path_that_can_be_written_leaves_no_trace_of_the_check(name: str) -> N
     """A run that ends early leaves neither an empty report nor a folder, and an existing report as it was."""
     check_writable(Path(name))
     assert list(Path().iterdir()) == []
-    dump(make_full_report(), Path(name))
+    Path(name).parent.mkdir(parents=True, exist_ok=True)
+    Path(name).write_text("a report")
     check_writable(Path(name))
-    assert load(Path(name)) == make_full_report()
+    assert Path(name).read_text() == "a report"
 
 
 @pytest.mark.parametrize(

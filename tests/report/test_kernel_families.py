@@ -10,10 +10,7 @@ _REDUCE = "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, "
 _NAMES = {
     "GEMM": (
         "nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_TNT",
-        "nvjet_hsh_64x8_64x16_4x1_v_bz_splitK_TNT",
         "void cutlass::Kernel2<cutlass_80_wmma_tensorop_f16_s161616gemm_f16_16x16_128x2_tn_align8>(Params)",
-        "cutlass_80_tensorop_f16_s16816gemm_relu_f16_256x128_32x3_tn_align8",
-        "ampere_fp16_s16816gemm_fp16_128x128_ldg8_f2f_stages_64x3_tn",
         "sm90_xmma_gemm_f16f16_f16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute_kernel",
         "volta_sgemm_128x64_tn",
         "void gemmSN_TN_kernel<float, 128, 16, 2, 4, 8, 9, false>(cublasGemmSmallNParams)",
@@ -21,11 +18,9 @@ _NAMES = {
         "void cublasLt::splitKreduce_kernel<32, 16, int, __half, __half, float, __half, true, false, false>(Params)",
         "triton_tem_fused_mm_3",
         "triton_red_fused__to_copy_add_index_put_mean_mul_pow_rsqrt_select_slice_sum_transpose_unsqueeze_view_2",
-        "triton_red_fused__to_copy_mul_sum_transpose_unsqueeze_view_4",
     ),
     "attention": (
         "void flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64, 4> >(Params)",
-        "void pytorch_flash::flash_fwd_splitkv_kernel<Flash_fwd_kernel_traits<128, 64, 128, 4> >(Params)",
         "fmha_cutlassF_f16_aligned_64x128_rf_sm80(PyTorchMemEffAttention::AttentionKernel<half_t>::Params)",
         "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_128x128x128_4x1x1_cga1x1x1_kernel0_0",
         "void (anonymous namespace)::softmax_warp_forward<float, float, float, 10, false, false>(float*, float const*)",
@@ -42,8 +37,6 @@ _NAMES = {
     ),
     "elementwise": (
         f"{_VECTORIZED}at::native::CUDAFunctor_add<c10::Half>, std::array<char*, 3ul> >(int, Functor, std::array)",
-        f"{_VECTORIZED}at::native::BinaryFunctor<c10::Half, c10::Half, c10::Half, at::native::MulFunctor<float> > >",
-        f"{_UNROLLED}at::native::(anonymous namespace)::pow_tensor_scalar_kernel_impl<float, float> >",
         "void at::native::elementwise_kernel<128, 4, at::native::gpu_kernel_impl_nocast<NegFunctor> >(int, Functor)",
         "void fused_bias_residual<__half>(__half*, __half const*, __half const*, __half const*)",
         "void vector_add_kernel<__half>(__half*, __half const*, __half const*, float, int)",
@@ -54,7 +47,6 @@ _NAMES = {
         "Memcpy DtoH (Device -> Pinned)",
         "Memset (Device)",
         f"{_UNROLLED}at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)::{{lambda()#3}}, 1, StoreWithCast>",
-        f"{_VECTORIZED}at::native::float16_copy_kernel_cuda(at::TensorIteratorBase&)::{{lambda(float)#1}} >",
         "void at::native::(anonymous namespace)::CatArrayBatchedCopy<OpaqueType<2u>, unsigned int, 4, 64, 64>(Params)",
         "void at::native::(anonymous namespace)::indexSelectLargeIndex<c10::Half, long, unsigned int, 2, 2, -2, true>",
         f"{_VECTORIZED}at::native::FillFunctor<int>, std::array<char*, 1ul> >(int, at::native::FillFunctor<int>)",
@@ -63,7 +55,6 @@ _NAMES = {
     ),
     "collective": (
         "ncclDevKernel_AllReduce_Sum_f16_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
-        "ncclKernel_AllGather_RING_LL_Sum_int8_t(ncclDevComm*, unsigned long, ncclWork*)",
         "void c10d::symmetric_memory::one_shot_all_reduce_kernel<c10::BFloat16, 16, 8>(c10::BFloat16**)",
     ),
     "other": (

@@ -340,7 +340,7 @@ def test_the_path_of_each_strategy_has_one_line_per_link() -> None:
 def memory_lines(devices: int, **fields: int) -> list[str]:
     """Return the memory table of a case: weights 15 GiB, live tensors 16 GiB, reserved 17 GiB, in use 19 GiB."""
     names = ("weights_bytes", "peak_allocated_bytes", "peak_reserved_bytes", "nvml_used_max_bytes")
-    defaults = dict(zip(names, (15 * GIB, 16 * GIB, 17 * GIB, 19 * GIB), strict=True))
+    defaults: dict[str, Any] = dict(zip(names, (15 * GIB, 16 * GIB, 17 * GIB, 19 * GIB), strict=True))
     memory = [DeviceMemory(index=index, **{**defaults, **fields}) for index in range(devices)]
     text = device_tables([make_result(1.0, None, make_profile(devices), memory)], _ENVIRONMENT)
     return text.split("\n\n")[1].splitlines()
