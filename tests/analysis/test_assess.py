@@ -1,22 +1,16 @@
 from __future__ import annotations
 
-from typing import Any
-
+from support.assessed import CPU, as_one
 from support.report_factory import make_accuracy, make_failed, make_profile, make_report, make_result, make_traffic
 
-from pytest_llmgpu.analysis.assess import assess
 from pytest_llmgpu.report.file import encode
-from pytest_llmgpu.report.options import Options
-
-_MACHINE = make_report().environment
-_CPU: dict[str, Any] = {"device": "cpu", "devices": 1}
 
 
 def test_one_call_states_all_that_a_run_states_about_a_case() -> None:
     """Derived figures, check, comparison, path of the traffic and findings."""
-    mp = assess([make_result(1.0, make_accuracy(), **_CPU)], earlier=[], environment=_MACHINE, options=Options())
-    launch = make_result(2.0, make_accuracy(0.5), make_profile(), traffic=make_traffic(), strategy="tp", **_CPU)
-    result = assess([launch], earlier=[mp], environment=_MACHINE, options=Options())
+    mp = as_one([make_result(1.0, make_accuracy(), **CPU)])
+    launch = make_result(2.0, make_accuracy(0.5), make_profile(), traffic=make_traffic(), strategy="tp", **CPU)
+    result = as_one([launch], [mp])
     assert result.sequences_per_s == 32.0
     assert result.accuracy_check is not None
     assert result.accuracy_check.ok is False
@@ -26,27 +20,25 @@ def test_one_call_states_all_that_a_run_states_about_a_case() -> None:
     assert result.traffic.path is not None
     assert [finding.code for finding in result.findings] == ["wrong-answers"]
     # A result that did not complete has no check, no comparison and no traffic, and holds the reason.
-    result = assess([make_failed("crashed")], earlier=[], environment=_MACHINE, options=Options())
+    result = as_one([make_failed("crashed")])
     assert (result.accuracy_check, result.comparison, result.traffic) == (None, None, None)
-    assert "comparison" in result.why
+    assert {"comparison", "bound"} <= result.why.keys()
     assert [finding.code for finding in result.findings] == ["failed"]
 
 
 def test_options_of_the_test_decide_the_check() -> None:
     """Baseline, metric and tolerance are those of the options."""
-    options = Options(accuracy_baseline=0.6, accuracy_metric="acc", accuracy_tolerance=0.2)
-    result = assess([make_result(1.0, make_accuracy(0.5))], earlier=[], environment=_MACHINE, options=options)
-    check = result.accuracy_check
+    result = make_result(1.0, make_accuracy(0.5))
+    check = as_one([result], accuracy_baseline=0.6, accuracy_metric="acc", accuracy_tolerance=0.2).accuracy_check
     assert check is not None
     assert (check.metric, check.baseline, check.tolerance, check.ok) == ("acc", 0.6, 0.2, True)
 
 
 def test_launches_of_a_case_are_assessed_as_one() -> None:
-    """Their times are compared with each other."""
-    launches = [make_result(seconds, **_CPU) for seconds in (1.0, 4.0)]
+    """Their times are compared with each other, and the arguments are not changed."""
+    launches = [make_result(seconds, **CPU) for seconds in (1.0, 4.0)]
     before = encode(make_report(launches), compressed=False)
-    found = assess(launches, earlier=[], environment=_MACHINE, options=Options())
-    assert len(found.launches) == 2
-    assert found.inference_s == 2.5
+    found = as_one(launches)
+    assert (len(found.launches), found.inference_s) == (2, 2.5)
     assert [finding.code for finding in found.findings] == ["times-far-apart"]
-    assert encode(make_report(launches), compressed=False) == before, "arguments are not changed"
+    assert encode(make_report(launches), compressed=False) == before
