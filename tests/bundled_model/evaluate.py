@@ -18,6 +18,8 @@ from pytest_llmgpu.inference.bundled import MODEL_DIRECTORY
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
+_ROWS = 64
+"""The sequences of a forward; an item is 4."""
 TRUNCATED_TOKENS = 23
 """The context length in tokens at which the accuracy falls to chance."""
 
@@ -29,39 +31,30 @@ class Score(NamedTuple):
     """The fraction of items whose right ending has the largest log-likelihood."""
     acc_norm: float
     """The fraction of items whose right ending has the largest log-likelihood per character."""
-    choices: list[int]
-    """The index of the ending with the largest log-likelihood [items]."""
     margins: list[float]
     """The log-likelihood of the right ending minus that of the best wrong one [items]."""
     loglikelihoods: list[float]
     """The log-likelihood of every ending [items * 4]."""
 
 
-def load(directory: Path, dtype: str = "float32") -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
-    """Return the model, in a dtype of torch by name, and the tokenizer of a directory, without the network."""
-    import torch
+def load(directory: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
+    """Return the model, in float32, and the tokenizer of a directory, without the network."""
     from transformers import AutoTokenizer, LlamaForCausalLM
 
     tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    model = LlamaForCausalLM.from_pretrained(directory, local_files_only=True, dtype=getattr(torch, dtype))
+    model = LlamaForCausalLM.from_pretrained(directory, local_files_only=True, dtype="float32")
     return model.eval(), tokenizer
 
 
 def score(
-    model: LlamaForCausalLM,
-    tokenizer: PreTrainedTokenizerBase,
-    items: list[Item],
-    *,
-    batch_size: int = 64,
-    context_tokens: int | None = None,
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, items: list[Item], context_tokens: int | None = None
 ) -> Score:
     """Score items as HellaSwag is scored.
 
     Args:
-        model: On the CPU, in any dtype; log-probabilities are taken in float32.
+        model: On the CPU.
         tokenizer: Its default special tokens are used.
         items: At least one.
-        batch_size: Sequences per forward; an item is 4.
         context_tokens: Keep only this many last tokens of each context; None keeps all.
     """
     requests = []
@@ -72,18 +65,17 @@ def score(
             whole = tokenizer(f"{item.prompt} {ending}")["input_ids"]
             requests.append((kept, whole[len(context) :]))
     loglikelihoods: list[float] = []
-    for start in range(0, len(requests), batch_size):
-        loglikelihoods += _loglikelihoods(model, requests[start : start + batch_size])
-    choices, hits_norm, margins = [], 0, []
+    for start in range(0, len(requests), _ROWS):
+        loglikelihoods += _loglikelihoods(model, requests[start : start + _ROWS])
+    hits, hits_norm, margins = 0, 0, []
     for number, item in enumerate(items):
         values = loglikelihoods[4 * number : 4 * number + 4]
         by_character = [value / len(ending) for value, ending in zip(values, item.endings, strict=True)]
-        choices.append(values.index(max(values)))
+        hits += values.index(max(values)) == item.label
         hits_norm += by_character.index(max(by_character)) == item.label
         right = values.pop(item.label)
         margins.append(right - max(values))
-    hits = sum(choice == item.label for choice, item in zip(choices, items, strict=True))
-    return Score(hits / len(items), hits_norm / len(items), choices, margins, loglikelihoods)
+    return Score(hits / len(items), hits_norm / len(items), margins, loglikelihoods)
 
 
 def _loglikelihoods(model: LlamaForCausalLM, requests: list[tuple[list[int], list[int]]]) -> list[float]:
@@ -94,7 +86,7 @@ def _loglikelihoods(model: LlamaForCausalLM, requests: list[tuple[list[int], lis
     longest = max(map(len, rows))
     input_ids_BS = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
     with torch.inference_mode():
-        logprobs_BSV = model(input_ids_BS, use_cache=False).logits.float().log_softmax(-1)
+        logprobs_BSV = model(input_ids_BS, use_cache=False).logits.log_softmax(-1)
     return [
         logprobs_SV[len(context) - 1 : len(row)].gather(1, torch.tensor(continuation)[:, None]).sum().item()
         for logprobs_SV, row, (context, continuation) in zip(logprobs_BSV, rows, requests, strict=True)
@@ -103,21 +95,20 @@ def _loglikelihoods(model: LlamaForCausalLM, requests: list[tuple[list[int], lis
 
 def write_loglikelihoods(directory: Path) -> None:
     """Write the log-likelihoods of the evaluation items as little-endian float32 to the directory of a model."""
-    full = score(*load(directory, "float32"), evaluation_items())
+    full = score(*load(directory), evaluation_items())
     values = array("f", full.loglikelihoods)
     if sys.byteorder == "big":
         values.byteswap()
     (directory / "loglikelihoods.f32").write_bytes(values.tobytes())
 
 
-def evaluate(directory: Path, dtype: str = "float32") -> dict[str, object]:
+def evaluate(directory: Path) -> dict[str, object]:
     """Return the accuracies of a model on the evaluation items, with the whole and with a truncated context."""
-    model, tokenizer = load(directory, dtype)
+    model, tokenizer = load(directory)
     items = evaluation_items()
     full = score(model, tokenizer, items)
     truncated = score(model, tokenizer, items, context_tokens=TRUNCATED_TOKENS)
     return {
-        "dtype": dtype,
         "items": len(items),
         "acc": full.acc,
         "acc_norm": full.acc_norm,

@@ -21,7 +21,6 @@ from pytest_llmgpu.ranks import worker
 from pytest_llmgpu.ranks.worker import RankState
 from pytest_llmgpu.report.derived import LOGLIKELIHOOD_TOLERANCES, decode, typical_difference
 from pytest_llmgpu.report.result import Accuracy, Launch
-from pytest_llmgpu.strategies.protocol import Loaded
 
 pytestmark = gpu.ONE_GPU
 
@@ -96,20 +95,16 @@ class _Replay(NamedTuple):
 _SHAPES = ((2, 32), (2, 32), (8, 64), (2, 32), (1, 16), (8, 64))
 
 
+@torch.inference_mode()
 def _replay(state: RankState) -> list[_Replay]:
     """In a rank: replay batches of different ids, with a larger shape between two equal ones."""
-    return _compare(state.loaded)
-
-
-@torch.inference_mode()
-def _compare(loaded: Loaded) -> list[_Replay]:
-    model, device = loaded.model, loaded.devices[0]
+    model, device = state.loaded.model, state.loaded.devices[0]
     generator = torch.Generator().manual_seed(0)
     before: dict[tuple[int, int], torch.Tensor] = {}
     replays = []
     with GraphedDecoder(model, device) as decoder:
         for shape in _SHAPES:
-            ids_BS = torch.randint(0, loaded.config.vocab_size, shape, generator=generator).to(device)
+            ids_BS = torch.randint(0, state.loaded.config.vocab_size, shape, generator=generator).to(device)
             with decoder.suspended():
                 right = model(input_ids=ids_BS, use_cache=False).logits.float()
             found = model(input_ids=ids_BS, use_cache=False).logits.float()

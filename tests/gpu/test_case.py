@@ -19,7 +19,7 @@ from pytest_llmgpu.ranks.local import LocalLauncher
 from pytest_llmgpu.ranks.worker import RankState
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
-from pytest_llmgpu.report.work import RankWork, Work
+from pytest_llmgpu.report.work import Work
 
 pytestmark = gpu.ONE_GPU
 
@@ -101,7 +101,8 @@ def again(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Report:
     return _run(tmp_path_factory.mktemp("again"), model, _AGAIN, "--llmgpu-devices=1")
 
 
-def _case(report: Report, batch_size: int, cuda_graphs: str, strategy: str = "mp", items: int = 32) -> CaseResult:
+def _case(report: Report, batch_size: int, cuda_graphs: str, strategy: str = "mp", items: int = 32) -> Any:
+    """Return a result; what it lacks fails the test that reads it."""
     (found,) = (
         case
         for case in report.cases
@@ -121,7 +122,7 @@ def _work(result: CaseResult) -> Work:
     return launch.work
 
 
-def _alone(result: CaseResult) -> RankWork:
+def _alone(result: CaseResult) -> Any:
     (rank,) = _work(result).ranks
     return rank
 
@@ -135,7 +136,6 @@ def test_a_gpu_is_profiled_while_it_works(main: Report) -> None:
     """Every quantity of the profile has a value on real hardware, within plausible bounds."""
     (launch,) = _case(main, 4, "off", items=400).launches
     profile = launch.profile
-    assert profile is not None
     assert profile.missed == 0
     (device,) = profile.devices
     (found,) = (gpu for gpu in main.environment.gpus if gpu.index == device.index)
@@ -154,8 +154,6 @@ def test_passes_of_one_process_hardly_differ(main: Report, again: Report) -> Non
     one, two = _alone(first), _alone(second)
     assert _cv(one.device_time_s) < _LARGEST_CV
     assert _cv(_alone(_case(main, 32, "off")).device_time_s) < _LARGEST_CV
-    assert one.device_time_s is not None
-    assert two.device_time_s is not None
     assert statistics.median(one.device_time_s) == pytest.approx(statistics.median(two.device_time_s), rel=0.03)
     assert (one.kernels, one.kernels_sha256) == (two.kernels, two.kernels_sha256)
     for name in ("ops", "flops", "runtime_calls", "host_syncs"):
@@ -166,9 +164,8 @@ def test_passes_of_one_process_hardly_differ(main: Report, again: Report) -> Non
 
 def test_every_kernel_belongs_to_a_module(main: Report) -> None:
     """The modules of the eager pass hold the kernels of an eager case, and none was launched outside of them."""
-    found = _work(_case(main, 8, "off"))
-    (rank,) = found.ranks
-    assert rank.rows is not None
+    case = _case(main, 8, "off")
+    found, rank = _work(case), _alone(case)
     modules = [row for row in rank.rows if row.module is not None]
     kernels = [row for row in rank.rows if row.module is None]
     assert work.OUTSIDE not in {row.module for row in modules}
@@ -191,7 +188,6 @@ def test_replayed_graphs_show_their_kernels(main: Report) -> None:
     case = _case(main, 2, "on")
     assert case.case.execution == "cuda_graphs"
     rank = _alone(case)
-    assert rank.rows is not None
     assert (rank.kernels or 0) > 10 * LAYERS * len(_work(case).batches)
     assert any(row.module == "layers.*.mlp.down_proj" for row in rank.rows)
     assert _cv(rank.device_time_s) < _LARGEST_CV
@@ -211,8 +207,6 @@ def test_a_host_synchronization_per_layer_is_counted(main: Report) -> None:
     """A scalar that each layer reads back: exactly one copy and one synchronization a layer more than without."""
     before, after = (_alone(_case(main, 4, "off", strategy)) for strategy in ("mp", "syncing"))
     assert (before.host_syncs, after.host_syncs) == (2, 2 + 2 * LAYERS)
-    assert before.runtime_calls is not None
-    assert after.runtime_calls is not None
     for name in ("cudaStreamSynchronize", "cudaMemcpyAsync"):
         assert after.runtime_calls.get(name, 0) == before.runtime_calls.get(name, 0) + LAYERS, name
 
@@ -235,8 +229,6 @@ def test_work_passes_disturb_no_measurement(main: Report, again: Report, graphs:
     one, two = with_work.launches[0], without.launches[0]
     assert one.work is not None
     assert two.work is None
-    assert one.accuracy is not None
-    assert two.accuracy is not None
     assert one.accuracy.loglikelihoods == two.accuracy.loglikelihoods
     assert [use.peak_allocated_bytes for use in one.memory] == [use.peak_allocated_bytes for use in two.memory]
     print(with_work.id, graphs, with_work.inference_s, without.inference_s)
@@ -308,7 +300,6 @@ def test_ranks_of_tp_have_half_of_the_flops(tmp_path: Path, model: Path, main: R
     found = _work(case)
     first, second = found.ranks
     whole = _alone(_case(main, 8, "off"))
-    assert whole.flops is not None
     assert first.flops == second.flops == pytest.approx(whole.flops / 2, rel=0.01)
     assert (first.kernels, first.kernels_sha256) == (second.kernels, second.kernels_sha256)
     assert first.uuids != second.uuids
@@ -317,9 +308,7 @@ def test_ranks_of_tp_have_half_of_the_flops(tmp_path: Path, model: Path, main: R
     assert reduced.calls == 2 * LAYERS * len(found.batches)
     assert all(transfer_s > 0 for transfer_s in reduced.transfer_s)
     if any(gpu.nvlinks for gpu in written.environment.gpus):
-        assert case.traffic is not None
         path = case.traffic.path
-        assert path is not None
         assert path.link == "nvlink"
         assert path.nvlink_bytes == pytest.approx(path.expected_bytes, rel=0.01)
 

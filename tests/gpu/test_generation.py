@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,17 +21,16 @@ from pytest_llmgpu.report.result import CaseResult, Generation, Launch
 
 pytestmark = gpu.ONE_GPU
 
-_KERNELS = pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="needs the extra deepspeed")
 _PROMPTS, _BATCH_SIZE, _NEW = 24, 8, 32
 _STRATEGIES = [
     pytest.param("mp", 1, "accelerate", id="mp on one GPU"),
     pytest.param("compile", 1, "transformers", id="compile on one GPU"),
-    pytest.param("iok", 1, "deepspeed", id="iok on one GPU", marks=_KERNELS),
+    pytest.param("iok", 1, "deepspeed", id="iok on one GPU"),
     pytest.param("mp", 2, "accelerate", id="mp on two GPUs", marks=gpu.TWO_GPUS),
     pytest.param("tp", 2, "transformers", id="tp", marks=gpu.TWO_GPUS),
     pytest.param("tp", 2, "deepspeed", id="tp by DeepSpeed", marks=gpu.TWO_GPUS),
     pytest.param("compile", 2, "transformers", id="compile on two GPUs", marks=gpu.TWO_GPUS),
-    pytest.param("iok", 2, "deepspeed", id="iok on two GPUs", marks=[gpu.TWO_GPUS, _KERNELS]),
+    pytest.param("iok", 2, "deepspeed", id="iok on two GPUs", marks=gpu.TWO_GPUS),
 ]
 
 
