@@ -13,16 +13,12 @@ def runs(runs: FakedRuns) -> FakedRuns:
     return runs
 
 
-def _outcomes(runs: FakedRuns) -> dict[str, str]:
-    return {case.id: case.outcome for case in runs.report().cases}
-
-
 def test_the_largest_that_fits_is_measured(runs: FakedRuns) -> None:
     """After the first out of memory the interval is halved, before larger sizes are skipped."""
     result = runs("-v", "--llmgpu-find-max-batch", sizes="1,2,4,8,16,24")
     assert result.ret == 0
     result.stdout.fnmatch_lines(["*mp-bs16? OOM*", "*mp-bs24? OOM*", "*4 passed, 2 oom*"])
-    assert list(_outcomes(runs).items())[4:] == [
+    assert list(runs.outcomes().items())[4:] == [
         ("mp-bs16", "oom"),
         ("mp-bs12", "completed"),
         ("mp-bs14", "oom"),
@@ -51,14 +47,14 @@ def test_probes_do_not_excuse_a_list_of_which_nothing_fits(runs: FakedRuns) -> N
     result = runs("--llmgpu-find-max-batch", sizes="16")
     assert result.ret == 1
     result.stdout.fnmatch_lines(["*no batch size of this model and strategy completed*", "*1 failed*"])
-    assert _outcomes(runs)["mp-bs13"] == "completed"
+    assert runs.outcomes()["mp-bs13"] == "completed"
 
 
 def test_a_model_that_does_not_load_is_not_searched(runs: FakedRuns) -> None:
     """Out of memory while the model is loaded starts no search."""
     runs.fits, runs.phase = 0, "load"
     runs("--llmgpu-find-max-batch", sizes="4,8")
-    assert _outcomes(runs) == {"mp-bs4": "oom", "mp-bs8": "skipped_after_oom"}
+    assert runs.outcomes() == {"mp-bs4": "oom", "mp-bs8": "skipped_after_oom"}
 
 
 def test_a_probe_that_crashes_ends_the_search_and_not_the_test(runs: FakedRuns) -> None:
@@ -67,8 +63,8 @@ def test_a_probe_that_crashes_ends_the_search_and_not_the_test(runs: FakedRuns) 
     result = runs("--llmgpu-find-max-batch", sizes="4,8,16")
     assert result.ret == 0
     result.stdout.fnmatch_lines(["*2 passed, 1 oom*"])
-    assert _outcomes(runs)["mp-bs12"] == "crashed"
-    assert "mp-bs14" not in _outcomes(runs)
+    assert runs.outcomes()["mp-bs12"] == "crashed"
+    assert "mp-bs14" not in runs.outcomes()
 
 
 def test_a_size_that_the_strategy_refuses_ends_the_search(pytester: pytest.Pytester, runs: FakedRuns) -> None:
@@ -86,4 +82,4 @@ def test_a_size_that_the_strategy_refuses_ends_the_search(pytester: pytest.Pytes
         """
     )
     assert runs("--strategy=even:Even", "--llmgpu-find-max-batch", sizes="12,16").ret == 0
-    assert _outcomes(runs) == {"even-bs12": "completed", "even-bs16": "oom", "even-bs14": "oom"}
+    assert runs.outcomes() == {"even-bs12": "completed", "even-bs16": "oom", "even-bs14": "oom"}

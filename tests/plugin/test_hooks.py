@@ -17,10 +17,9 @@ from support import tiny_model
 from support.faked_runs import BENCHMARK, FakedRuns
 from support.worlds import hurry
 
-from pytest_llmgpu.profiling import machine, nvml
-from pytest_llmgpu.profiling.nvml import Inventory
+from pytest_llmgpu.profiling import machine
 from pytest_llmgpu.report import file
-from pytest_llmgpu.report.report import Gpu, Report
+from pytest_llmgpu.report.report import Report
 
 _MISBEHAVING = """
     import os, signal
@@ -57,10 +56,6 @@ def _flags(pytester: pytest.Pytester, sizes: str) -> list[str]:
 
 def _report(pytester: pytest.Pytester) -> Report:
     return file.load(pytester.path / ".llmgpu" / "last.json")
-
-
-def _outcomes(pytester: pytest.Pytester) -> dict[str, str]:
-    return {case.id: case.outcome for case in _report(pytester).cases}
 
 
 @pytest.mark.slow
@@ -146,7 +141,8 @@ def test_a_failed_case_fails_and_the_next_runs_on_new_processes(
     flags = ["--llmgpu-timeout=300", "--llmgpu-load-timeout=1e9", "--llmgpu-work=off"]
     result = pytester.runpytest_inprocess(*_flags(pytester, "1,3,4,6,8,12"), *flags)
     assert result.ret == 1
-    assert _outcomes(pytester) == {
+    cases = _report(pytester).cases
+    assert {case.id: case.outcome for case in cases} == {
         "mp-bs1": "crashed",
         "mp-bs3": "completed",
         "mp-bs4": "timeout",
@@ -162,7 +158,6 @@ def test_a_failed_case_fails_and_the_next_runs_on_new_processes(
     starts = [place for place, line in enumerate(sections) if line.strip("- ") == "Captured rank 0 call"]
     assert not any("Traceback (most recent" in line for line in sections[: starts[0]])
     assert any(f'File "{pytester.path / "test_it.py"}", line' in line for line in sections)
-    cases = _report(pytester).cases
     assert cases[0].failure is not None
     assert "hook" in (cases[0].failure.log_tail or ""), "the log shows where"
     failure = cases[4].failure
@@ -203,8 +198,8 @@ def test_an_interrupted_run_keeps_what_was_measured(pytester: pytest.Pytester) -
     assert f"/{tiny_model.SEQUENCES} batches" in screen
     assert "mp-bs1] \x1b7" in screen, "it stands behind what pytest has written"
     assert "LLM inference" in screen
-    assert _outcomes(pytester) == {"mp-bs1": "completed", "mp-bs4": "interrupted"}
     written = _report(pytester)
+    assert [(case.id, case.outcome) for case in written.cases] == [("mp-bs1", "completed"), ("mp-bs4", "interrupted")]
     assert (written.session.complete, written.session.interrupted) == (False, True)
     assert written.cases[1].failure is not None
 
@@ -224,9 +219,7 @@ def _read_all(descriptor: int) -> str:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_every_signal_that_ends_a_run_loses_no_report(
-    pytester: pytest.Pytester, runs: FakedRuns, number: signal.Signals
-) -> None:
+def test_every_signal_that_ends_a_run_loses_no_report(runs: FakedRuns, number: signal.Signals) -> None:
     """Termination and a closed terminal end a run as Ctrl-C does."""
 
     def seconds(size: int) -> float:
@@ -237,63 +230,65 @@ def test_every_signal_that_ends_a_run_loses_no_report(
     runs.seconds = seconds
     with pytest.raises(KeyboardInterrupt):
         runs()
-    assert _outcomes(pytester) == {"mp-bs1": "completed"}
-    assert (_report(pytester).session.complete, _report(pytester).session.interrupted) == (False, True)
+    assert runs.outcomes() == {"mp-bs1": "completed"}
+    session = runs.report().session
+    assert (session.complete, session.interrupted) == (False, True)
 
 
-def test_out_of_memory_is_no_failure_unless_nothing_fits(pytester: pytest.Pytester, runs: FakedRuns) -> None:
+_EXPECTING = f"import pytest\n\n@pytest.mark.llmgpu(expect_oom=True)\n{textwrap.dedent(BENCHMARK)}"
+_SKIPPING = """
+import pytest
+
+def test_hellaswag(llm, hellaswag, batch_size, measure):
+    if batch_size == 8:
+        pytest.skip("not today")
+    measure(llm, hellaswag, batch_size)
+"""
+
+
+@pytest.mark.parametrize(
+    ("fits", "test", "status", "lines"),
+    [
+        (1, BENCHMARK, 0, ["*1 passed, 2 oom*"]),
+        (0, BENCHMARK, 1, ["*no batch size of this model and strategy completed*", "*1 failed, 2 oom*"]),
+        (0, _EXPECTING, 0, ["*3 oom*"]),
+        (0, _SKIPPING, 1, ["*1 skipped, 2 oom*", "FAILED mp, *: out of memory, and nothing completed"]),
+    ],
+    ids=["smaller fits", "nothing fits", "expected", "the last one skips itself"],
+)
+def test_out_of_memory_is_no_failure_unless_nothing_fits(
+    runs: FakedRuns, fits: int, test: str, status: int, lines: list[str]
+) -> None:
     """A series of which nothing fits fails, except with `expect_oom`; also if its last test skips itself."""
-    runs.fits = 1
+    runs.fits = fits
+    runs.pytester.makepyfile(test_it=test)
     result = runs()
-    assert result.ret == 0
-    result.stdout.fnmatch_lines(["*1 passed, 2 oom*"])
-    runs.fits = 0
-    result = runs()
-    assert result.ret == 1
-    result.stdout.fnmatch_lines(["*no batch size of this model and strategy completed*", "*1 failed, 2 oom*"])
-    assert _report(pytester).session.failed_tests == 1
-    marker = "@pytest.mark.llmgpu(expect_oom=True)"
-    pytester.makepyfile(test_it=f"import pytest\n\n{marker}\n{textwrap.dedent(BENCHMARK)}")
-    result = runs()
-    assert result.ret == 0
-    result.stdout.fnmatch_lines(["*3 oom*"])
-    pytester.makepyfile(
-        test_it="""
-        import pytest
-
-        def test_hellaswag(llm, hellaswag, batch_size, measure):
-            if batch_size == 4:
-                pytest.skip("not today")
-            measure(llm, hellaswag, batch_size)
-        """
-    )
-    result = runs(sizes="1,4")
-    assert result.ret == 1
-    result.stdout.fnmatch_lines(["*1 skipped, 1 oom*"])
-    result.stdout.fnmatch_lines(["FAILED mp, *: out of memory, and nothing completed"])
+    assert result.ret == status
+    for line in lines:
+        result.stdout.fnmatch_lines([line])
 
 
-def test_wrong_answers_fail(pytester: pytest.Pytester, runs: FakedRuns) -> None:
-    """An accuracy below the baseline fails the test."""
+def test_wrong_answers_fail(runs: FakedRuns) -> None:
+    """An accuracy below the baseline fails the test, which the report counts."""
     runs.right = lambda _: 0
     result = runs("--llmgpu-accuracy-baseline=0.95", sizes="1")
     assert result.ret == 1
     result.stdout.fnmatch_lines(["*below the baseline of 95.0 %*", "*1 failed*"])
-    (case,) = _report(pytester).cases
-    assert case.outcome == "completed"
+    written = runs.report()
+    (case,) = written.cases
     assert case.accuracy_check is not None
-    assert case.accuracy_check.ok is False
+    assert (case.outcome, case.accuracy_check.ok, written.session.failed_tests) == ("completed", False, 1)
 
 
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
         (["--strategy=pp"], "--strategy: 'pp' is no strategy: allowed are compile, iok, mp, tp*"),
-        (["--llmgpu-model=lama-7b"], "--llmgpu-model=lama-7b: model 'lama-7b' is unknown (did you mean llama-7b?)*"),
         (["--llmgpu-dataset=broken.jsonl"], "--llmgpu-dataset=broken.jsonl: *broken.jsonl:2: *"),
-        (["--llmgpu-limit=2", "--llmgpu-batch-sizes=9"], "batch size 9 is more than the 8 sequences*--llmgpu-limit=2*"),
         (["--llmgpu-device=cuda"], "*torch is built without CUDA*"),
         (["--llmgpu-json=items.jsonl/report.json"], "*items.jsonl/report.json*"),
+        (["--llmgpu-compare=no.json"], "--llmgpu-compare: report no.json: cannot be read: *"),
+        (["--llmgpu-compare=no.json", "--llmgpu-policy=items.jsonl"], "policy *items.jsonl: is not valid TOML: *"),
     ],
 )
 def test_bad_input_is_refused_before_anything_starts(
@@ -306,17 +301,6 @@ def test_bad_input_is_refused_before_anything_starts(
     result.stderr.fnmatch_lines([f"ERROR: {complaint}"])
     assert "Traceback" not in result.stdout.str() + result.stderr.str()
     assert not (pytester.path / ".llmgpu").exists()
-
-
-def test_a_gpu_that_torch_cannot_use_is_refused(runs: FakedRuns, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A torch without CUDA on a machine with GPUs is refused."""
-    gpu = Gpu(index=0, uuid="GPU-0", name="NVIDIA H200", memory_bytes=1)
-    monkeypatch.setattr(nvml, "inventory", lambda: Inventory(gpus=[gpu]))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    result = runs()
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["ERROR: *1 x NVIDIA H200*cannot use CUDA*--llmgpu-device=cpu*"])
-    assert runs("--llmgpu-device=cpu", sizes="8").ret == 0
 
 
 def test_a_marker_chooses_for_one_test(pytester: pytest.Pytester, runs: FakedRuns) -> None:
@@ -375,7 +359,7 @@ def test_a_wrong_argument_fails_before_a_model_loads(
     """A wrong argument fails the test in one line."""
     pytester.makepyfile(test_it=f"def test_wrong(llm, hellaswag, measure):\n    {call}\n")
     result = runs()
-    assert (result.ret, set(runs.did)) == (1, {"end"})
+    assert (result.ret, runs.measured) == (1, [])
     result.stdout.fnmatch_lines([complaint, "*1 failed*"])
     assert "fixtures.py" not in result.stdout.str()
     assert "ValueError" not in result.stdout.str()
@@ -497,34 +481,35 @@ def test_a_suites_own_fixtures_are_left_alone(pytester: pytest.Pytester) -> None
     ],
 )
 def test_listing_starts_nothing(
-    pytester: pytest.Pytester, runs: FakedRuns, monkeypatch: pytest.MonkeyPatch, flags: list[str], shown: list[str]
+    runs: FakedRuns, monkeypatch: pytest.MonkeyPatch, flags: list[str], shown: list[str]
 ) -> None:
-    """Listing tests or fixtures probes no GPU and writes no report."""
+    """Listing tests or fixtures probes no GPU, launches nothing, lists no item of the gate and writes no report."""
     monkeypatch.setattr(machine, "probe", lambda: pytest.fail("torch was probed"))
-    result = runs(*flags)
-    assert result.ret == 0
+    result = runs("--llmgpu-launches=2", "--llmgpu-compare=no.json", *flags)
+    assert (result.ret, runs.did) == (0, [])
     result.stdout.fnmatch_lines_random(shown)
-    assert not (pytester.path / ".llmgpu").exists()
+    result.stdout.no_fnmatch_line("*launch * of *")
+    result.stdout.no_fnmatch_line("*llmgpu gate*")
+    assert not (runs.pytester.path / ".llmgpu").exists()
 
 
-def test_a_run_of_chosen_tests_is_told_from_a_whole_one(pytester: pytest.Pytester, runs: FakedRuns) -> None:
+def test_a_run_of_chosen_tests_is_told_from_a_whole_one(runs: FakedRuns) -> None:
     """The report has the deselected tests, or the option that took out tests which pytest does not collect."""
     assert runs("-k", "bs4").ret == 0
-    session = _report(pytester).session
+    session = runs.report().session
     assert session.complete
     assert session.deselected == ["test_it.py::test_hellaswag[mp-bs1]", "test_it.py::test_hellaswag[mp-bs8]"]
     runs.outcome = lambda size: "error" if size == 4 else "completed"
-    assert runs("test_it.py::test_hellaswag[mp-bs1]").ret == 0
-    assert _report(pytester).session.deselected == [
-        "tests not named on the command line",
-        "parameters not named on the command line",
-    ]
-    assert runs("test_it.py::test_hellaswag", sizes="1").ret == 0
-    assert _report(pytester).session.deselected == ["tests not named on the command line"]
-    assert runs(sizes="1,4", cached=True).ret == 1
-    assert _report(pytester).session.deselected == []
-    runs("--lf", sizes="1,4", cached=True).assert_outcomes(failed=1)
-    assert "--lf: tests that passed last time" in _report(pytester).session.deselected
+    named = ["tests not named on the command line", "parameters not named on the command line"]
+    for arguments, failed, deselected in (
+        (["test_it.py::test_hellaswag[mp-bs1]"], 0, named),
+        (["test_it.py::test_hellaswag"], 1, named[:1]),
+        ([], 1, []),
+    ):
+        assert runs(*arguments, cached=True).ret == failed
+        assert runs.report().session.deselected == deselected
+    runs("--lf", cached=True).assert_outcomes(failed=1)
+    assert "--lf: tests that passed last time" in runs.report().session.deselected
 
 
 @pytest.mark.slow
@@ -561,7 +546,7 @@ def test_a_report_that_cannot_be_written_where_it_should_be_is_kept_elsewhere(
     result.stdout.fnmatch_lines([complaint, "strategy *batch *", "*1 passed*"])
 
 
-def test_a_run_without_a_terminal_reporter_measures_all_the_same(pytester: pytest.Pytester, runs: FakedRuns) -> None:
+def test_a_run_without_a_terminal_reporter_measures_all_the_same(runs: FakedRuns) -> None:
     """With `-p no:terminal` the report is the only output."""
     assert runs("-p", "no:terminal", sizes="8").ret == 0
-    assert _outcomes(pytester) == {"mp-bs8": "completed"}
+    assert runs.outcomes() == {"mp-bs8": "completed"}

@@ -36,16 +36,10 @@ def test_a_case_holds_its_launches_and_their_median(runs: FakedRuns) -> None:
 
 def test_out_of_memory_in_any_launch_is_out_of_memory(runs: FakedRuns) -> None:
     """A test that runs out of memory is not measured again, and the others continue."""
-    sizes: list[int] = []
-
-    def outcome(size: int) -> str:
-        sizes.append(size)
-        return "oom" if size == 8 and sizes.count(8) == 2 else "completed"
-
-    runs.outcome = outcome  # type: ignore[assignment]  # an outcome by its words
+    runs.outcome = lambda size: "oom" if size == 8 and runs.measured.count("mp-bs8") == 2 else "completed"
     result = runs("-v", "--llmgpu-launches=4", sizes="1,8")
     assert result.ret == 0
-    assert (sizes.count(1), sizes.count(8)) == (4, 2)
+    assert (runs.measured.count("mp-bs1"), runs.measured.count("mp-bs8")) == (4, 2)
     result.stdout.fnmatch_lines(["*mp-bs8? OOM*", "*mp-bs1? PASSED*", "*1 passed, 1 oom*"])
     first, second = runs.report().cases
     assert (first.outcome, len(first.launches)) == ("completed", 4)
@@ -56,16 +50,10 @@ def test_out_of_memory_in_any_launch_is_out_of_memory(runs: FakedRuns) -> None:
 @pytest.mark.parametrize(("flags", "measured"), [([], 5), (["-x"], 3)])
 def test_a_failure_in_an_early_launch_is_reported_once(runs: FakedRuns, flags: list[str], measured: int) -> None:
     """A failed test is reported with its reason and not repeated; -x ends the run."""
-    sizes: list[int] = []
-
-    def outcome(size: int) -> str:
-        sizes.append(size)
-        return "error" if len(sizes) == 3 else "completed"
-
-    runs.outcome = outcome  # type: ignore[assignment]
+    runs.outcome = lambda _: "error" if len(runs.measured) == 3 else "completed"
     result = runs("--llmgpu-launches=3", *flags, sizes="1,8")
     assert result.ret == 1
-    assert len(sizes) == measured
+    assert len(runs.measured) == measured
     result.stdout.fnmatch_lines(["*it is error*"])
     result.assert_outcomes(failed=1, passed=0 if flags else 1)
     assert runs.report().session.complete is not bool(flags)
@@ -124,16 +112,7 @@ def test_a_collection_that_failed_is_not_run(runs: FakedRuns, pytester: pytest.P
     """A failed collection stops the launches too."""
     pytester.makepyfile(test_broken="import nothing_of_that_name")
     assert runs("--llmgpu-launches=2").ret == pytest.ExitCode.INTERRUPTED
-    assert "mp-bs1" not in runs.did
-
-
-@pytest.mark.parametrize("flags", [["--collect-only", "-q"], ["--setup-plan"]])
-def test_listing_launches_nothing(runs: FakedRuns, flags: list[str]) -> None:
-    """Listing tests starts no launch."""
-    result = runs("--llmgpu-launches=2", *flags)
-    assert result.ret == 0
-    assert "mp-bs1" not in runs.did
-    result.stdout.no_fnmatch_line("*launch * of *")
+    assert runs.measured == []
 
 
 def test_a_test_that_may_fail_runs_in_every_launch(runs: FakedRuns, pytester: pytest.Pytester) -> None:

@@ -26,29 +26,33 @@ def test_defaults_are_those_of_the_help(pytestconfig: pytest.Config) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "marker", "ini", "expected"),
+    ("flags", "markers", "ini", "expected"),
     [
-        (["--llmgpu-limit=1"], {"limit": 2}, "llmgpu_limit=3", {"limit": 1}),
-        ([], {"limit": 2}, "llmgpu_limit=3", {"limit": 2}),
-        ([], {}, "llmgpu_limit=3", {"limit": 3}),
-        ([], {}, "", {"limit": None}),
-        (["--llmgpu-iok-stock"], {"iok_stock": False}, "llmgpu_iok_stock=false", {"iok_stock": True}),
-        ([], {"iok_stock": True}, "llmgpu_iok_stock=false", {"iok_stock": True}),
-        ([], {"iok_stock": False}, "llmgpu_iok_stock=true", {"iok_stock": False}),
-        ([], {}, "llmgpu_iok_stock=True", {"iok_stock": True}),
-        ([], {}, "", {"iok_stock": False, "save": None}),
-        (["--llmgpu-save"], {}, "llmgpu_save = theirs", {"save": ""}),
-        (["--llmgpu-save=mine"], {}, "", {"save": "mine"}),
-        ([], {}, "llmgpu_save = theirs", {"save": "theirs"}),
-        (["--strategy=mp", "--strategy=tp,mp"], {}, "", {"strategy": ("mp", "tp")}),
+        (["--llmgpu-limit=1"], [{"limit": 2}], "llmgpu_limit=3", {"limit": 1}),
+        ([], [{"limit": 2}], "llmgpu_limit=3", {"limit": 2}),
+        ([], [], "llmgpu_limit=3", {"limit": 3}),
+        ([], [{"limit": 5}, {"limit": 7, "devices": 2}], "", {"limit": 5, "devices": 2}),
+        (["--llmgpu-iok-stock"], [{"iok_stock": False}], "llmgpu_iok_stock=false", {"iok_stock": True}),
+        ([], [{"iok_stock": True}], "llmgpu_iok_stock=false", {"iok_stock": True}),
+        ([], [{"iok_stock": False}], "llmgpu_iok_stock=true", {"iok_stock": False}),
+        ([], [], "llmgpu_iok_stock=True", {"iok_stock": True}),
+        ([], [], "", {"limit": None, "iok_stock": False, "save": None}),
+        (["--llmgpu-save"], [], "llmgpu_save = theirs", {"save": ""}),
+        (["--llmgpu-save=mine"], [], "", {"save": "mine"}),
+        ([], [], "llmgpu_save = theirs", {"save": "theirs"}),
+        (["--strategy=mp", "--strategy=tp,mp"], [], "", {"strategy": ("mp", "tp")}),
     ],
 )
 def test_flag_beats_marker_beats_ini_beats_default(
-    pytester: pytest.Pytester, flags: list[str], marker: dict[str, object], ini: str, expected: dict[str, object]
+    pytester: pytest.Pytester,
+    flags: list[str],
+    markers: list[dict[str, object]],
+    ini: str,
+    expected: dict[str, object],
 ) -> None:
-    """The most specific source of an option wins; a flag may go without its value, and strategies add up."""
+    """The most specific source wins: of markers the closest one, argument by argument. Strategies add up."""
     pytester.makeini(f"[pytest]\n{ini}\n")
-    chosen = options.resolve(pytester.parseconfig(*flags), [_mark(**marker)])
+    chosen = options.resolve(pytester.parseconfig(*flags), [_mark(**given) for given in markers])
     assert {name: getattr(chosen, name) for name in expected} == expected
 
 
@@ -96,70 +100,50 @@ def test_configuration_files_have_typed_values_or_strings(
 @pytest.mark.parametrize(
     ("file", "text", "parts"),
     [
-        ("pytest.ini", "[pytest]\nllmgpu_limit = some", ["llmgpu_limit", "'some'", "whole number"]),
-        (
-            "pytest.ini",
-            "[pytest]\nllmgpu_find_max_batch = maybe",
-            ["llmgpu_find_max_batch", "'maybe'", "true and false"],
-        ),
-        pytest.param("pytest.toml", "[pytest]\nllmgpu_limit = 0", ["llmgpu_limit", "'0'"], marks=_NATIVE_TOML),
-        pytest.param("pytest.toml", "[pytest]\nllmgpu_limit = [3]", ["llmgpu_limit", "[3]"], marks=_NATIVE_TOML),
-        pytest.param(
-            "pytest.toml", "[pytest]\nllmgpu_batch_sizes = [1]", ["llmgpu_batch_sizes", "1"], marks=_NATIVE_TOML
-        ),
+        ("pytest.ini", "llmgpu_limit = some", ["llmgpu_limit", "'some'", "whole number"]),
+        ("pytest.ini", "llmgpu_find_max_batch = maybe", ["llmgpu_find_max_batch", "'maybe'", "true and false"]),
+        pytest.param("pytest.toml", "llmgpu_limit = 0", ["llmgpu_limit", "'0'"], marks=_NATIVE_TOML),
+        pytest.param("pytest.toml", "llmgpu_limit = [3]", ["llmgpu_limit", "[3]"], marks=_NATIVE_TOML),
+        pytest.param("pytest.toml", "llmgpu_batch_sizes = [1]", ["llmgpu_batch_sizes", "1"], marks=_NATIVE_TOML),
     ],
 )
 def test_a_bad_value_of_a_configuration_file_is_one_line(
     pytester: pytest.Pytester, file: str, text: str, parts: list[str]
 ) -> None:
     """The line has the key, its value and what is allowed, and pytest ends as with every wrong option."""
-    pytester.path.joinpath(file).write_text(text)
+    pytester.path.joinpath(file).write_text(f"[pytest]\n{text}")
     result = pytester.runpytest_inprocess("-W", "error")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     [line] = [line for line in result.stderr.lines if line.startswith("ERROR")]
     assert all(part in line for part in parts), line
 
 
-def test_the_closest_marker_wins(pytestconfig: pytest.Config) -> None:
-    """A test's own marker overrides its module's, argument by argument."""
-    chosen = options.resolve(pytestconfig, [_mark(limit=5), _mark(limit=7, devices=2)])
-    assert (chosen.limit, chosen.devices) == (5, 2)
+_UNKNOWN = ": {} is not allowed: allowed are strategy, model, "
+_NO_BOOL = "(expect_oom=...): {} is not allowed: allowed are True and False"
 
 
 @pytest.mark.parametrize(
     ("given", "complaint"),
     [
-        ({"batch_sizes": "0,1"}, "'0,1' is not allowed: a comma list of whole numbers of at least 1"),
-        ({"dtype": "float8"}, "allowed are auto, float32, float16, bfloat16"),
-        ({"model": " "}, "a value is needed"),
+        ({"batch_sizes": "0,1"}, "(batch_sizes=...): '0,1' is not allowed: a comma list of whole numbers of at least"),
+        ({"dtype": "float8"}, "(dtype=...): 'float8' is not allowed: allowed are auto, float32, float16, bfloat16"),
+        ({"model": " "}, "(model=...): ' ' is not allowed: a value is needed"),
+        ({"modle": "x"}, _UNKNOWN.format("modle")),
+        ({"json": "x.json"}, _UNKNOWN.format("json")),  # of a run, not of a test
+        ({"sample_period": 1}, _UNKNOWN.format("sample_period")),
+        ({"expect_oom": "yes"}, _NO_BOOL.format("'yes'")),
+        ({"expect_oom": 1}, _NO_BOOL.format("1")),
+        ({"expect_oom": None}, _NO_BOOL.format("None")),
     ],
 )
-def test_a_bad_value_is_named_with_what_is_allowed(
+def test_a_bad_marker_is_refused_in_one_line(
     pytestconfig: pytest.Config, given: dict[str, object], complaint: str
 ) -> None:
-    """A value that is not allowed is refused in one line that names it, its source and the allowed ones."""
+    """The line names the argument, its value and what is allowed."""
     with pytest.raises(pytest.UsageError) as caught:
         options.resolve(pytestconfig, [_mark(**given)])
-    assert complaint in str(caught.value)
-    assert f"({next(iter(given))}=...)" in str(caught.value)
+    assert str(caught.value).startswith(f"@pytest.mark.llmgpu{complaint}")
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("given", [{"modle": "x"}, {"json": "x.json"}, {"sample_period": 1}])
-def test_an_unknown_marker_argument_is_refused(pytestconfig: pytest.Config, given: dict[str, object]) -> None:
-    """A marker accepts only options of a single test."""
-    with pytest.raises(pytest.UsageError, match=r"is not allowed: allowed are strategy, model, .*expect_oom"):
-        options.resolve(pytestconfig, [_mark(**given)])
-
-
-@pytest.mark.parametrize("value", ["yes", 1, None])
-def test_expect_oom_is_true_or_false(pytestconfig: pytest.Config, value: object) -> None:
-    """Values that are not bool are refused."""
-    with pytest.raises(
-        pytest.UsageError, match=r"\(expect_oom=\.\.\.\): .* is not allowed: allowed are True and False"
-    ):
-        options.resolve(pytestconfig, [_mark(expect_oom=value)])
-    options.resolve(pytestconfig, [_mark(expect_oom=False)])
 
 
 def test_every_option_is_declared_in_all_three_places(pytester: pytest.Pytester) -> None:
@@ -171,84 +155,56 @@ def test_every_option_is_declared_in_all_three_places(pytester: pytest.Pytester)
         assert re.search(rf"^  llmgpu_{name} \(", text, re.MULTILINE)
 
 
-def test_a_bad_flag_stops_the_run_before_the_collection(pytester: pytest.Pytester) -> None:
-    """A wrong flag is a usage error, whatever is collected."""
-    pytester.makepyfile("def test_it(): pass")
-    result = pytester.runpytest_inprocess("--llmgpu-batch-sizes=0")
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["ERROR: --llmgpu-batch-sizes: '0' is not allowed: *"])
-
-
 @pytest.mark.parametrize(
-    "flag",
+    ("flags", "complaint"),
     [
-        "--llmgpu-policy=gate.toml",
-        "--llmgpu-strict",
-        "--llmgpu-allow-no-baseline",
+        (["--llmgpu-batch-sizes=0"], "--llmgpu-batch-sizes: '0' is not allowed: *"),
+        (["--llmgpu-policy=gate.toml"], "--llmgpu-policy: *--llmgpu-compare=REF is needed"),
+        (["--llmgpu-strict"], "--llmgpu-strict: *--llmgpu-compare=REF is needed"),
+        (["--llmgpu-allow-no-baseline"], "--llmgpu-allow-no-baseline: *--llmgpu-compare=REF is needed"),
+        (["--llmgpu-save=latest"], "--llmgpu-save: 'latest' is not allowed: *means the newest report*"),
+        (["--llmgpu-save", "suite"], "--llmgpu-save: 'suite' is not allowed: *is a file or folder here*"),
+        (["--llmgpu-save=7"], "--llmgpu-save: '7' is not allowed: *at least one letter*"),
+        (["--llmgpu-storage="], "--llmgpu-storage: '' is not allowed: a value is needed"),
     ],
 )
-def test_a_flag_of_the_gate_needs_a_baseline(pytester: pytest.Pytester, flag: str) -> None:
-    """A flag of the gate without a baseline is refused."""
-    result = pytester.runpytest_inprocess(flag)
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    name = flag.partition("=")[0]
-    result.stderr.fnmatch_lines([f"ERROR: {name}: *--llmgpu-compare=REF is needed"])
-
-
-@pytest.mark.parametrize(
-    ("flag", "owner"),
-    [("--llmgpu-iok-stock", "iok"), ("--llmgpu-tp-backend=deepspeed", "tp")],
-)
-def test_a_flag_of_a_strategy_that_is_not_measured_is_refused(pytester: pytest.Pytester, flag: str, owner: str) -> None:
-    """The flag would have no effect; an ini key is accepted, and the strategy of a marker counts."""
-    pytester.makepyfile(
-        """
-        def test_hellaswag(llm, hellaswag, batch_size, measure):
-            measure(llm, hellaswag, batch_size)
-        """
-    )
-    result = pytester.runpytest_inprocess(flag, "--collect-only")
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    name = flag.partition("=")[0]
-    result.stderr.fnmatch_lines([f"ERROR: {name}: *strategy {owner}*measures mp*--strategy={owner}"])
-    assert pytester.runpytest_inprocess(flag, f"--strategy=mp,{owner}", "--collect-only").ret == 0
-    pytester.makeini("[pytest]\nllmgpu_iok_min_tokens = 1\n")
-    assert pytester.runpytest_inprocess("--collect-only").ret == 0
-    pytester.makepyfile(
-        f"""
-        import pytest
-
-        @pytest.mark.llmgpu(strategy="{owner}")
-        def test_hellaswag(llm, hellaswag, batch_size, measure):
-            measure(llm, hellaswag, batch_size)
-        """
-    )
-    assert pytester.runpytest_inprocess(flag, "--collect-only").ret == 0
-
-
-@pytest.mark.parametrize(
-    ("flag", "owner", "other"),
-    [
-        ("--llmgpu-new-tokens=8", "generate", "score"),
-        ("--llmgpu-scoring=harness", "score", "generate"),
-    ],
-)
-def test_a_flag_of_a_workload_that_no_test_has_is_refused(
-    pytester: pytest.Pytester, flag: str, owner: str, other: str
+def test_a_bad_flag_stops_the_run_before_the_collection(
+    pytester: pytest.Pytester, flags: list[str], complaint: str
 ) -> None:
-    """The fixture or the option decides on the workload of a test; an ini key is accepted."""
-    tests = {
-        "score": "def test_it(llm, hellaswag, batch_size, measure): ...",
-        "generate": "def test_it(llm, prompts, batch_size, measure): ...",
-    }
-    pytester.makepyfile(tests[other])
-    result = pytester.runpytest_inprocess(flag, "--collect-only")
+    """A wrong value, a flag without effect or a name that would not be found again is refused in one line."""
+    pytester.makepyfile("raise AssertionError('collected')")
+    pytester.mkdir("suite")
+    result = pytester.runpytest_inprocess(*flags)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"ERROR: {complaint}"])
+
+
+_SCORES = "def test_it(llm, hellaswag, batch_size, measure): ..."
+_GENERATES = "def test_it(llm, prompts, batch_size, measure): ..."
+_MARKED = "import pytest\n\n@pytest.mark.llmgpu(strategy='{}')\n" + _SCORES
+
+
+@pytest.mark.parametrize(
+    ("flag", "complaint", "remedy", "without", "owning"),
+    [
+        ("--llmgpu-iok-stock", "*strategy iok*measures mp*", "--strategy=mp,iok", _SCORES, _MARKED.format("iok")),
+        ("--llmgpu-tp-backend=deepspeed", "*strategy tp*", "--strategy=tp", _SCORES, _MARKED.format("tp")),
+        ("--llmgpu-new-tokens=8", "*workload generate*", "--llmgpu-workload=generate", _SCORES, _GENERATES),
+        ("--llmgpu-scoring=harness", "*workload score*", "--llmgpu-workload=score", _GENERATES, _SCORES),
+    ],
+)
+def test_a_flag_of_a_strategy_or_workload_that_no_test_has_is_refused(
+    pytester: pytest.Pytester, flag: str, complaint: str, remedy: str, without: str, owning: str
+) -> None:
+    """It would have no effect. A further flag, a marker or a fixture gives it one; an ini key is accepted."""
     name, _, value = flag.partition("=")
-    result.stderr.fnmatch_lines([f"ERROR: {name}: *workload {owner}*"])
-    assert pytester.runpytest_inprocess(flag, f"--llmgpu-workload={owner}", "--collect-only").ret == 0
-    pytester.makeini(f"[pytest]\n{name[2:].replace('-', '_')} = {value}\n")
+    pytester.makepyfile(without)
+    refused = pytester.runpytest_inprocess(flag, "--collect-only")
+    assert refused.ret == pytest.ExitCode.USAGE_ERROR
+    refused.stderr.fnmatch_lines([f"ERROR: {name}: {complaint}"])
+    assert pytester.runpytest_inprocess(flag, remedy, "--collect-only").ret == 0
+    pytester.makeini(f"[pytest]\n{name[2:].replace('-', '_')} = {value or 'true'}\n")
     assert pytester.runpytest_inprocess("--collect-only").ret == 0
     pytester.makeini("[pytest]\n")
-    pytester.makepyfile(tests[owner])
+    pytester.makepyfile(owning)
     assert pytester.runpytest_inprocess(flag, "--collect-only").ret == 0

@@ -68,17 +68,13 @@ def _break_off(runs: FakedRuns, call: int, *arguments: str) -> Report:
     return runs.report()
 
 
-def _measured(runs: FakedRuns) -> list[str]:
-    return [name for name in runs.did if name != "end"]
-
-
 def test_only_the_missing_cases_are_measured(runs: FakedRuns) -> None:
     """The report has the old cases as they were, then the new ones, and names the report that it continues."""
     broken = _break_off(runs, 2)
     digest = hashlib.sha256(runs.pytester.path.joinpath(_LAST).read_bytes()).hexdigest()
     result = runs("-v", _RESUME, "--llmgpu-json=whole.json", "--llmgpu-html=whole.html")
     assert result.ret == 0
-    assert _measured(runs) == ["mp-bs4", "mp-bs8"]
+    assert runs.measured == ["mp-bs4", "mp-bs8"]
     result.stdout.fnmatch_lines(["*mp-bs1? KEPT*", "*mp-bs4? PASSED*", "*mp-bs8? PASSED*", "*3 passed*"])
     whole = runs.report("whole.json")
     assert whole.cases[0] == broken.cases[0]
@@ -108,7 +104,7 @@ def test_launches_are_continued_where_they_broke_off(runs: FakedRuns) -> None:
     flags = ("--llmgpu-launches=3", "-v")
     _break_off(runs, 5, *flags)
     assert runs(*flags, _RESUME).ret == 0
-    assert _measured(runs) == ["mp-bs4", "mp-bs8", "mp-bs1", "mp-bs4", "mp-bs8"]
+    assert runs.measured == ["mp-bs4", "mp-bs8", "mp-bs1", "mp-bs4", "mp-bs8"]
     written = runs.report()
     starts = {case.id: [launch.resumption for launch in case.launches] for case in written.cases}
     assert starts == {"mp-bs1": [0, 0, 1], "mp-bs4": [0, 1, 1], "mp-bs8": [0, 1, 1]}
@@ -122,7 +118,7 @@ def test_a_case_that_failed_has_a_result(runs: FakedRuns) -> None:
     _break_off(runs, 1)
     result = runs("-rA", _RESUME)
     assert result.ret == 1
-    assert _measured(runs) == ["mp-bs4", "mp-bs8"]
+    assert runs.measured == ["mp-bs4", "mp-bs8"]
     result.assert_outcomes(failed=1, passed=1)
     result.stdout.fnmatch_lines(["*1 oom*"])
 
@@ -132,7 +128,7 @@ def test_a_whole_session_is_judged_again(runs: FakedRuns) -> None:
     assert (runs("--llmgpu-save=base").ret, runs().ret) == (0, 0)
     runs.did.clear()
     result = runs(_RESUME, "--llmgpu-compare=base", "--llmgpu-json=judged.json")
-    assert (result.ret, _measured(runs)) == (0, [])
+    assert (result.ret, runs.measured) == (0, [])
     assert runs.report("judged.json").verdicts is not None
 
 
@@ -158,7 +154,7 @@ def test_another_source_or_option_is_refused(
     result = runs(_RESUME, flag)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines([f"ERROR: --llmgpu-resume*{reason}"])
-    assert _measured(runs) == []
+    assert runs.measured == []
     assert runs.report() == before
 
 

@@ -104,22 +104,3 @@ def test_a_run_that_could_not_be_saved_is_not_green(tmp_path: Path, monkeypatch:
     said = "the report could not be saved in store: No space left on device"
     assert list(kept.problems.values()) == [said]
     assert kept.whereabouts()[:2] == ["report: report.json", said]
-
-
-@pytest.mark.parametrize(
-    ("flags", "complaint"),
-    [
-        (["--llmgpu-save=latest"], "*--llmgpu-save: 'latest' is not allowed: *means the newest report*"),
-        (["--llmgpu-save", "suite"], "*--llmgpu-save: 'suite' is not allowed: *is a file or folder here*"),
-        (["--llmgpu-save=7"], "*at least one letter*"),
-        (["--llmgpu-storage="], "*--llmgpu-storage: '' is not allowed: a value is needed"),
-    ],
-)
-def test_a_name_that_would_not_be_found_again_is_refused(
-    pytester: pytest.Pytester, flags: list[str], complaint: str
-) -> None:
-    """A name that is not allowed is refused before the collection, also a folder that was taken as the name."""
-    pytester.mkdir("suite")
-    result = pytester.runpytest_inprocess(*flags)
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines([f"ERROR: {complaint}"])

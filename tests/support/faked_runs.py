@@ -77,6 +77,15 @@ class FakedRuns:
         """Read the report of a run."""
         return file.load(self.pytester.path / path)
 
+    def outcomes(self) -> dict[str, str]:
+        """Read the outcome of each case from the report of the last run."""
+        return {case.id: case.outcome for case in self.report().cases}
+
+    @property
+    def measured(self) -> list[str]:
+        """The ids of measured cases, in order."""
+        return [name for name in self.did if name != "end"]
+
     def start(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Replace the runner, torch's probe and NVML."""
         monkeypatch.setattr(machine, "probe", lambda: TorchFacts(version="2", why="torch is built without CUDA"))
