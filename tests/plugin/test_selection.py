@@ -65,10 +65,10 @@ def test_what_a_marker_cannot_have_stops_its_own_test_alone(runs: FakedRuns, pyt
     assert [case.nodeid for case in runs.report().cases] == ["test_it.py::test_parameters[mp-bs8-2]"]
 
 
-def test_a_marker_of_a_class_may_have_options_of_both_workloads(pytester: pytest.Pytester) -> None:
+def test_a_marker_of_a_class_may_have_options_of_both_workloads(runs: FakedRuns, pytester: pytest.Pytester) -> None:
     """Each test takes those of its own workload."""
     pytester.makepyfile(
-        """
+        test_it="""
         import pytest
 
         @pytest.mark.llmgpu(new_tokens=5, accuracy_tolerance=0.02)
@@ -78,6 +78,6 @@ def test_a_marker_of_a_class_may_have_options_of_both_workloads(pytester: pytest
             def test_own(self, llm, batch_size, measure): ...
         """
     )
-    result = pytester.runpytest_inprocess("--llmgpu-device=cpu", "--llmgpu-batch-sizes=1", "-p", "no:cacheprovider")
+    result = runs(sizes="1")
     result.assert_outcomes(passed=3)
     result.stdout.fnmatch_lines(["llmgpu: *; workloads score, generate; strategy mp; *"])

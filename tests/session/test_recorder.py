@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import socket
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +19,25 @@ from pytest_llmgpu.report.report import Commit, Environment
 from pytest_llmgpu.report.result import CaseResult, Failure
 from pytest_llmgpu.session import recorder
 from pytest_llmgpu.session.recorder import Recorder
+from pytest_llmgpu.store import store
 
 _CPU: dict[str, Any] = {"device": "cpu", "devices": 1}
 _FACTS = Machine(device="cpu", devices=1, gpus=[], facts=TorchFacts(version="2"))
 
 
 @pytest.fixture
-def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    """A recorder on an emulated machine, for a user named ada."""
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work on an emulated machine, as a user named ada."""
     monkeypatch.setenv("HOME", "/home/ada")
     monkeypatch.setenv("LOGNAME", "ada")
     monkeypatch.setattr(socket, "gethostname", lambda: "node17")
-    monkeypatch.setattr(recorder, "commit", lambda _: Commit())
-    monkeypatch.setattr(machine, "fingerprint", lambda _: Environment(python="3.11.7", platform="Linux"))
+    monkeypatch.setattr(recorder, "commit", lambda _: Commit(sha="0123456789abcdef"))
+    monkeypatch.setattr(machine, "fingerprint", lambda _: Environment(cpu="Xeon", python="3.11.7", platform="Linux"))
+
+
+@pytest.fixture
+def recorded(emulated: None, tmp_path: Path) -> Recorder:  # noqa: ARG001
+    """A recorder of a run that is not kept in the store."""
     return _recorder(tmp_path, Options(dataset="/home/ada/d.jsonl"))
 
 
@@ -175,3 +182,71 @@ def test_secrets_reach_no_part_of_a_report(tmp_path: Path, monkeypatch: pytest.M
     text = (tmp_path / "report.json").read_text()
     assert "hunter2" not in text
     assert "http://***@proxy" in text
+
+
+@pytest.fixture
+def saved(emulated: None, tmp_path: Path) -> Callable[..., Recorder]:  # noqa: ARG001
+    """Return a function that finishes a run of one case with --llmgpu-save."""
+
+    def finish(name: str, exit_status: int = 0, *, interrupted: bool = False) -> Recorder:
+        recorded, expected = _recorder(tmp_path, Options(save=name)), ["test_it.py::test_it"]
+        _add(recorded, make_result(**_CPU))
+        recorded.conclude(exit_status, None, interrupted=interrupted, expected=expected, deselected=[])
+        recorded.finish(None)
+        return recorded
+
+    return finish
+
+
+def test_a_run_is_saved_under_the_next_number_and_its_name(saved: Callable[..., Recorder], tmp_path: Path) -> None:
+    """The store has the finished report, and the summary has its path."""
+    recorded = saved("before-the-upgrade")
+    (one,) = store.stored(tmp_path / "store")
+    assert (one.number, one.name, one.machine) == (1, "before-the-upgrade", "CPU-Xeon")
+    assert file.load(one.path) == recorded.report
+    assert recorded.whereabouts()[:2] == ["report: report.json", f"saved: store/CPU-Xeon/{one.path.name}"]
+
+
+@pytest.mark.parametrize(
+    ("exit_status", "interrupted", "name"), [(0, False, "base"), (1, False, "base"), (2, True, None)]
+)
+def test_a_run_that_did_not_complete_loses_its_name(
+    saved: Callable[..., Recorder], tmp_path: Path, exit_status: int, interrupted: bool, name: str | None
+) -> None:
+    """It is kept, but the next run of that name gets it, or the name would be ambiguous after Ctrl-C."""
+    saved("base", exit_status, interrupted=interrupted)
+    (one,) = store.stored(tmp_path / "store")
+    assert file.load(one.path).session.exit_status == exit_status
+    saved("base")
+    assert [(one.number, one.name) for one in store.stored(tmp_path / "store")] == [(1, name), (2, "base")]
+
+
+def test_a_second_run_of_a_name_is_noted(saved: Callable[..., Recorder]) -> None:
+    """Both are kept, and the summary names them: the name alone finds neither."""
+    assert len(saved("base").whereabouts()) == 3
+    *_, note, _next = saved("base").whereabouts()
+    assert note.startswith("note: 'base' is ambiguous: it can be CPU-Xeon/0001 (")
+    assert "CPU-Xeon/0002" in note
+
+
+def test_a_store_that_cannot_be_written_is_refused_before_the_run(tmp_path: Path) -> None:
+    """It is an error with --llmgpu-save only."""
+    (tmp_path / "store").write_text("a file")
+    with pytest.raises(ValueError, match="cannot be written"):
+        _recorder(tmp_path, Options(save=""))
+    _recorder(tmp_path, Options())
+
+
+def test_a_run_that_could_not_be_saved_is_not_green(
+    saved: Callable[..., Recorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store that becomes full is reported, and the report itself is written."""
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(store, "save", full)
+    recorded = saved("")
+    problem = "the report could not be saved in store: No space left on device"
+    assert list(recorded.problems.values()) == [problem]
+    assert recorded.whereabouts()[:2] == ["report: report.json", problem]
