@@ -10,7 +10,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 from support.report_factory import make_failed
-from support.stored_reports import H200, measured
+from support.verdict_factory import H200, measured
 
 from pytest_llmgpu.cli import commands as folder
 from pytest_llmgpu.cli import main, parser

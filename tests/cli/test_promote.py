@@ -4,9 +4,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from support.quiet_noise import noise
 from support.report_factory import make_failed, make_profile
-from support.stored_reports import H200, gpus, on_h200, timed
+from support.verdict_factory import H200, gpus, noise, on_h200, timed
 
 from pytest_llmgpu.cli import main
 from pytest_llmgpu.report.file import dump, load

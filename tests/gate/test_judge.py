@@ -7,9 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 from support.prose import Prose
-from support.quiet_noise import noise
 from support.report_factory import make_answers, make_failed, make_memory, make_report, make_traffic, make_work
-from support.verdict_factory import make_invalid, make_row, with_launches
+from support.verdict_factory import make_invalid, make_row, noise, with_launches
 
 from pytest_llmgpu.gate.judge import RowClass, classify, exit_status, fails, judge, with_unseen
 from pytest_llmgpu.gate.policy import Allowed, ExactRule, Policy, TimeRule, dump_policy, sha256_of

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.report_factory import make_answers, make_failed, make_profile, make_report, make_result, make_traffic
-from support.stored_reports import gpus, measured
-from support.verdict_factory import BATCHES, with_launches
+from support.verdict_factory import BATCHES, gpus, measured, with_launches
 
 from pytest_llmgpu.cli import main
 from pytest_llmgpu.gate.times import PRIORS, Prior

@@ -10,7 +10,7 @@ import venv
 from pathlib import Path
 
 import pytest
-from support.stored_reports import on_h200, timed
+from support.verdict_factory import on_h200, timed
 
 import pytest_llmgpu
 from pytest_llmgpu.report.file import dump

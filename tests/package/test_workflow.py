@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from support.repository import git
-from support.stored_reports import on_h200, timed
+from support.verdict_factory import on_h200, timed
 
 from pytest_llmgpu.cli import parser
 from pytest_llmgpu.report.file import dump

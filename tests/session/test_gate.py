@@ -6,9 +6,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from support.quiet_noise import noise
 from support.report_factory import make_report, make_result
 from support.repository import first_commit
+from support.verdict_factory import noise
 
 from pytest_llmgpu.profiling import machine as environment
 from pytest_llmgpu.profiling.machine import Machine, TorchFacts

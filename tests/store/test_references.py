@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from support.repository import first_commit
-from support.stored_reports import H200, measured
+from support.verdict_factory import H200, measured
 
 from pytest_llmgpu.report.file import dump, load
 from pytest_llmgpu.store.references import BASELINE, resolve

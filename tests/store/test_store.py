@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.stored_reports import H200, gpus, measured
+from support.verdict_factory import H200, gpus, measured
 
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.file import dump, encode, load

@@ -11,9 +11,8 @@ from pytest_llmgpu.gate import judge
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult, Failure, Finding
-from support.quiet_noise import any_unseen
 from support.report_factory import GIB, make_accuracy, make_failed, make_memory, make_report, make_result, make_traffic
-from support.verdict_factory import make_row, make_verdicts
+from support.verdict_factory import any_unseen, make_row, make_verdicts
 
 NASTY = (
     "<script>alert(1)</script> | a`b` *c* _d_ $x$ @team #7 https://evil.test www.evil.test\n::error::%0A \x1b[31m\u202e"

@@ -1,18 +1,25 @@
-"""Verdicts, and results with given launches to judge."""
+"""Verdicts, the launches and complete reports that are judged, and the noise between launches."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 
+from pytest_llmgpu.gate import judge, times
+from pytest_llmgpu.gate.times import PRIORS, Prior
 from pytest_llmgpu.report.metrics import MetricName
+from pytest_llmgpu.report.report import Commit, Gpu, Report, Session
 from pytest_llmgpu.report.result import CaseResult, DeviceProfile, Launch, Metric, Profile
 from pytest_llmgpu.report.verdicts import Baseline, Decided, Row, Verdicts, stated
-from support.report_factory import make_result
+from support.report_factory import make_failed, make_report, make_result, make_traffic
 
 BATCHES = 20
+H200 = "4x-NVIDIA-H200-140GiB"
+"""The folder of the default report of `measured`."""
 
 
 def with_launches(levels: Sequence[float], **fields: Any) -> CaseResult:
@@ -65,3 +72,54 @@ def make_verdicts(*rows: Row, **fields: Any) -> Verdicts:
     """Return these rows as the verdicts of a comparison with `base.json`."""
     plain = {"baseline": Baseline(name="base.json"), "policy": "", "policy_sha256": ""}
     return Verdicts(**{**plain, "rows": list(rows), **fields})
+
+
+def gpus(*names: str, memory_bytes: int | None = 150754820096) -> list[Gpu]:
+    """Return GPUs of these names."""
+    return [
+        Gpu(index=index, uuid=f"GPU-{index}", name=name, memory_bytes=memory_bytes) for index, name in enumerate(names)
+    ]
+
+
+def timed(*levels: float, calls: int = 64, **fields: Any) -> CaseResult:
+    """Return a result with traffic and one launch per level, which multiplies its time."""
+    result = with_launches(levels or (1.0,), **fields)
+    for launch in result.launches:
+        for name in ("sequences", "tokens", "padded_tokens"):
+            setattr(launch.batches, name, [1] * BATCHES)
+    result.traffic = make_traffic(calls)
+    return result
+
+
+def on_h200(cases: Sequence[CaseResult] = (), sha: str | None = "a" * 40, **fields: Any) -> Report:
+    """Return a report of a complete run on four H200, with one case by default."""
+    report = make_report(cases or [timed()])
+    report.session = Session(complete=True, exit_status=0)
+    report.environment.gpus = gpus(*["NVIDIA H200"] * 4)
+    report.commit = Commit(sha=sha, branch="main", dirty=False)
+    return msgspec.structs.replace(report, **fields)
+
+
+def measured(
+    sha: str | None = "3b1f09ac" * 5, seen: Sequence[Gpu] | None = None, cpu: str | None = None, **case: Any
+) -> Report:
+    """Return a complete report with a completed and a failed case, on four H200 by default."""
+    report = on_h200([make_result(**case), make_failed("oom", strategy="tp", **case)], sha)
+    report.cases[0].launches[0].load_s = 10.0  # equal in every call
+    report.environment.gpus = report.environment.gpus if seen is None else list(seen)
+    report.environment.cpu = cpu
+    return report
+
+
+@contextmanager
+def noise(s0: float = 0.001) -> Iterator[None]:
+    """Give the times of every regime this deviation between launches, well known, instead of the built-in priors."""
+    with patch.object(times, "PRIORS", dict.fromkeys(PRIORS, Prior(s0=s0, df0=1000, source="test"))):
+        yield
+
+
+@contextmanager
+def any_unseen() -> Iterator[None]:
+    """Let a gate pass that would have seen no slowdown."""
+    with patch.object(judge, "LARGEST_UNSEEN", 99.0):
+        yield

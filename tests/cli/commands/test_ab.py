@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.measured_project import STEADY, Project, make_project
-from support.quiet_noise import noise
+from support.verdict_factory import noise
 
 from pytest_llmgpu.cli import main
 

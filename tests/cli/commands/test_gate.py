@@ -9,10 +9,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from support.quiet_noise import any_unseen, noise
 from support.report_factory import make_failed
 from support.repository import first_commit
-from support.stored_reports import on_h200, timed
+from support.verdict_factory import any_unseen, noise, on_h200, timed
 
 from pytest_llmgpu.cli import main
 from pytest_llmgpu.gate import judge as gate

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 from support.faked_runs import BENCHMARK, FakedRuns
 from support.page_reports import EVIL, paper_report, time_row
-from support.quiet_noise import any_unseen
 from support.report_factory import make_failed, make_finding, make_report, make_result
-from support.verdict_factory import make_verdicts
+from support.verdict_factory import any_unseen, make_verdicts
 
 from pytest_llmgpu.cli import main
 from pytest_llmgpu.cli.commands.reports import page_name

@@ -6,9 +6,8 @@ from typing import Any
 import msgspec
 import pytest
 from support.prose import Prose
-from support.quiet_noise import noise
 from support.report_factory import make_answers, make_failed, make_memory, make_report, make_traffic
-from support.verdict_factory import make_invalid, make_row, with_launches
+from support.verdict_factory import make_invalid, make_row, noise, with_launches
 
 from pytest_llmgpu.gate.judge import ExitStatus, exit_status, judge
 from pytest_llmgpu.gate.policy import Allowed, Policy
