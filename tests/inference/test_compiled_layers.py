@@ -10,7 +10,7 @@ import pytest
 import torch
 from support import tiny_model
 from support.request_factory import make_prompts
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from pytest_llmgpu.inference import compiled_layers
 from pytest_llmgpu.inference.batching import plan
@@ -18,7 +18,7 @@ from pytest_llmgpu.inference.compiled_layers import CompiledLayers, CompileError
 from pytest_llmgpu.inference.generation import Generated, Generator
 
 _CPU = torch.device("cpu")
-_NEW_TOKENS = 4
+_GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": 300}
 
 _compiled = functools.partial(CompiledLayers, compiler="eager")
 """Layers that are traced as for inductor, and whose graphs run eagerly."""
@@ -36,10 +36,8 @@ def _own_graphs() -> Iterator[None]:
     torch.compiler.reset()
 
 
-def _model(layers: int = 2, **fields: Any) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    model: LlamaForCausalLM = LlamaForCausalLM(tiny_model.sensitive_config(num_hidden_layers=layers, **fields)).eval()
-    return model
+def _model(**fields: Any) -> Any:
+    return tiny_model.random_model(num_hidden_layers=2, vocab_size=300, initializer_range=0.12, **fields)
 
 
 def _ids(rows: int, tokens: int = 9) -> torch.Tensor:
@@ -52,16 +50,12 @@ def _score(model: Any, rows: int = 2) -> torch.Tensor:
         return logits
 
 
-def _generate(model: Any, rows: int = 2, after_warm_up: Callable[[], None] = lambda: None) -> Generated:
-    prompts = [(5 + row, 7, 11)[: 2 + row % 2] for row in reversed(range(2 * rows))]
-    batches = plan(make_prompts(prompts, max_length=9, new_tokens=_NEW_TOKENS), rows, few_shapes=True)
-    with Generator(model, batches, input_device=_CPU, devices=[_CPU]) as generator:
+def _generate(model: Any, after_warm_up: Callable[[], None] = lambda: None) -> Generated:
+    prompts = make_prompts([(8, 7, 11), (7, 7), (6, 7, 11), (5, 7)], max_length=9, new_tokens=4)
+    with Generator(model, plan(prompts, 2, few_shapes=True), input_device=_CPU, devices=[_CPU]) as generator:
         generator.warm_up()
         after_warm_up()
         return generator.generate()
-
-
-_GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": 300}
 
 
 @pytest.mark.parametrize(
@@ -86,9 +80,7 @@ def test_one_graph_serves_all_layers(config: Any) -> None:
     assert layers.compile_s > 0
     generated = _generate(model, after_warm_up=layers.check)
     assert generated.tokens == texts.tokens
-    torch.testing.assert_close(
-        torch.tensor(generated.loglikelihoods), torch.tensor(texts.loglikelihoods), atol=1e-5, rtol=1e-5
-    )
+    assert generated.loglikelihoods == [pytest.approx(values, abs=5e-5) for values in texts.loglikelihoods]
     assert layers.graphs == 3, "two batches of one shape: a prefill and a decode step"
 
 
@@ -148,9 +140,8 @@ def test_more_shapes_than_torch_keeps_are_an_error(monkeypatch: pytest.MonkeyPat
     for rows in range(1, 3):
         _score(model, rows)
     assert layers.graphs == 2
-    with pytest.raises(CompileError, match="fewer or other batch sizes") as raised:
+    with pytest.raises(CompileError, match=r"^torch.compile failed: \w+: .*fewer or other batch sizes$"):
         _score(model, 3)
-    assert "\n" not in str(raised.value)
 
 
 def test_a_layer_that_cannot_be_compiled_whole_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,10 +168,9 @@ def test_a_missing_compiler_is_named() -> None:
 
     with (
         inductor.patch({"cpp.cxx": ("no-such-compiler",), "fx_graph_cache": False}),
-        pytest.raises(CompileError, match=r"no-such-compiler.*install a C\+\+ compiler") as raised,
+        pytest.raises(CompileError, match=r"^torch.compile failed: .*no-such-compiler.*install a C\+\+ compiler.*$"),
     ):
         _score(model)
-    assert "\n" not in str(raised.value)
 
 
 def test_a_compiler_that_is_switched_off_is_an_error() -> None:

@@ -16,7 +16,7 @@ from pytest_llmgpu.inference.batching import Requests, plan
 from pytest_llmgpu.inference.generation import Generated, Generator, score_texts
 
 _CPU = torch.device("cpu")
-_VOCABULARY = 40
+_VOCABULARY = 40  # of `tiny_model.random_model`
 _PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [10, 11], [10, 11]]
 _NEW = 6
 
@@ -29,9 +29,7 @@ def model() -> Any:
 
 def _model(**fields: Any) -> Any:
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    return tiny_model.random_model(
-        num_hidden_layers=2, vocab_size=_VOCABULARY, initializer_range=0.3, **heads, **fields
-    )
+    return tiny_model.random_model(num_hidden_layers=2, initializer_range=0.3, **heads, **fields)
 
 
 def _requests(prompts: list[list[int]] = _PROMPTS, new_tokens: int = _NEW) -> Requests:

@@ -11,9 +11,10 @@ import pytest
 import torch
 from support import tiny_model
 
-from pytest_llmgpu.inference import batching, models, scoring, weights
+from pytest_llmgpu.inference import batching, models, scoring
+from pytest_llmgpu.inference.batching import Requests
 from pytest_llmgpu.inference.bundled import save_tokenizer
-from pytest_llmgpu.inference.tasks.hellaswag import HellaSwag, preprocess
+from pytest_llmgpu.inference.tasks.hellaswag import HellaSwag
 from pytest_llmgpu.inference.tasks.protocol import Item
 
 with warnings.catch_warnings():
@@ -22,6 +23,7 @@ with warnings.catch_warnings():
     huggingface = pytest.importorskip("lm_eval.models.huggingface", reason="needs lm-eval==0.4.13 to compare with")
 
 LONGEST = 64
+BUNDLED = HellaSwag().load("bundled", rootdir=Path.cwd(), limit=30).items
 Drawn = tuple[Any, str]
 """A model with random weights, and the folder of its tokenizer."""
 
@@ -37,54 +39,47 @@ TRICKY = [
 ]
 
 
-class SideBySide:
-    """One model, its tokenizer, and both ways to score with it."""
+def _encode(drawn: Drawn, items: Sequence[Item], add_bos: bool | None) -> tuple[Any, Requests]:
+    """Return the tokenizer and the requests that it makes of items."""
+    model, directory = drawn
+    tokenizer = models.load_tokenizer(tiny_model.source({}, tokenizer_directory=directory), add_bos=add_bos)
+    max_length = models.max_length(model.config)
+    return tokenizer, batching.encode(HellaSwag(), items, tokenizer, max_length, add_bos=add_bos)
 
-    def __init__(self, model: Any, directory: str, *, add_bos: bool | None = None) -> None:
-        self.model, self.max_length = model, models.max_length(model.config)
-        self.directory, self.add_bos = directory, add_bos
-        self.tokenizer = models.load_tokenizer(tiny_model.source({}, tokenizer_directory=directory), add_bos=add_bos)
 
-    def theirs(self, items: Sequence[Item], batch_size: int) -> list[list[float]]:
-        """Return lm-evaluation-harness's log-likelihoods."""
-        from lm_eval.api.instance import Instance
+def _compare(drawn: Drawn, items: Sequence[Item], batch_size: int, add_bos: bool | None = None) -> None:
+    """Score with both, and compare the inputs of the model, log-likelihoods and choices."""
+    from lm_eval.api.instance import Instance
 
-        lm = huggingface.HFLM(
-            pretrained=self.model,
-            tokenizer=self.directory,
-            add_bos_token=self.add_bos,
-            backend="causal",
-            softmax_dtype="float32",
-            batch_size=batch_size,
-            max_length=self.max_length,
-        )
-        requests = [
-            Instance(request_type="loglikelihood", doc={}, arguments=(item.context, f" {ending}"), idx=number)
-            for item in items
-            for number, ending in enumerate(item.endings)
-        ]
-        answers = iter(lm.loglikelihood(requests, disable_tqdm=True))
-        return [[next(answers)[0] for _ in item.endings] for item in items]
-
-    def ours(self, items: Sequence[Item], batch_size: int) -> list[list[float]]:
-        """Return our log-likelihoods."""
-        requests = batching.encode(HellaSwag(), items, self.tokenizer, self.max_length, add_bos=self.add_bos)
-        plan = batching.plan(requests, batch_size)
-        return scoring.score(self.model, plan, input_device=torch.device("cpu")).loglikelihoods
-
-    def compare(self, items: Sequence[Item], batch_size: int) -> None:
-        """Score with both, and compare the inputs of the model, log-likelihoods and choices."""
-        inputs: list[torch.Tensor] = []
-        hook = self.model.get_input_embeddings().register_forward_pre_hook(lambda _, ids: inputs.append(ids[0].clone()))
-        theirs, ours = self.theirs(items, batch_size), self.ours(items, batch_size)
-        hook.remove()
-        forwards = len(inputs) // 2
-        assert all(torch.equal(a, b) for a, b in zip(inputs[:forwards], inputs[forwards:], strict=True))
-        for a, b in zip(theirs, ours, strict=True):
-            assert b == pytest.approx(a, rel=3e-5)
-        expected, chosen = HellaSwag().score(items, theirs), HellaSwag().score(items, ours)
-        assert chosen.predictions == expected.predictions
-        assert chosen.predictions_norm == expected.predictions_norm
+    model, directory = drawn
+    inputs: list[torch.Tensor] = []
+    hook = model.get_input_embeddings().register_forward_pre_hook(lambda _, ids: inputs.append(ids[0].clone()))
+    lm = huggingface.HFLM(
+        pretrained=model,
+        tokenizer=directory,
+        add_bos_token=add_bos,
+        backend="causal",
+        softmax_dtype="float32",
+        batch_size=batch_size,
+        max_length=models.max_length(model.config),
+    )
+    instances = [
+        Instance(request_type="loglikelihood", doc={}, arguments=(item.context, f" {ending}"), idx=number)
+        for item in items
+        for number, ending in enumerate(item.endings)
+    ]
+    answers = iter(lm.loglikelihood(instances, disable_tqdm=True))
+    theirs = [[next(answers)[0] for _ in item.endings] for item in items]
+    forwards = len(inputs)
+    plan = batching.plan(_encode(drawn, items, add_bos)[1], batch_size)
+    ours = scoring.score(model, plan, input_device=torch.device("cpu")).loglikelihoods
+    hook.remove()
+    assert all(torch.equal(a, b) for a, b in zip(inputs[:forwards], inputs[forwards:], strict=True))
+    for a, b in zip(theirs, ours, strict=True):
+        assert b == pytest.approx(a, rel=3e-5)
+    expected, chosen = HellaSwag().score(items, theirs), HellaSwag().score(items, ours)
+    assert chosen.predictions == expected.predictions
+    assert chosen.predictions_norm == expected.predictions_norm
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +98,7 @@ def merging(tmp_path_factory: pytest.TempPathFactory) -> Drawn:
     from tokenizers.models import BPE
     from transformers import PreTrainedTokenizerFast
 
-    texts = [f"{item.context} {ending}" for item in _bundled_items(30) for ending in item.endings]
+    texts = [f"{item.context} {ending}" for item in BUNDLED for ending in item.endings]
     tokenizer = Tokenizer(BPE(unk_token="<unk>"))
     special = ["<s>", "</s>", "<unk>"]
     tokenizer.train_from_iterator(
@@ -112,10 +107,6 @@ def merging(tmp_path_factory: pytest.TempPathFactory) -> Drawn:
     directory = tmp_path_factory.mktemp("merging")
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(directory)
     return _random(directory, tokenizer.get_vocab_size())
-
-
-def _bundled_items(number: int) -> Sequence[Item]:
-    return HellaSwag().load("bundled", rootdir=Path.cwd(), limit=number).items
 
 
 def _random(directory: Path, vocabulary: int) -> Drawn:
@@ -127,44 +118,24 @@ def _random(directory: Path, vocabulary: int) -> Drawn:
 @pytest.mark.parametrize(("batch_size", "add_bos"), [(1, None), (3, None), (17, None), (3, True), (3, False)])
 def test_tricky_requests_score_as_in_lm_eval(random_llama: Drawn, batch_size: int, add_bos: bool | None) -> None:
     """Truncated, empty, repeated, padded and non-ASCII requests give equal tensors and numbers, with any add_bos."""
-    SideBySide(*random_llama, add_bos=add_bos).compare(TRICKY, batch_size)
+    _compare(random_llama, TRICKY, batch_size, add_bos)
 
 
 @pytest.mark.parametrize("add_bos", [None, True, False])
 def test_tokens_merged_over_the_border_score_as_in_lm_eval(merging: Drawn, add_bos: bool | None) -> None:
     """The context keeps its own tokens where the tokenizer would merge its last letters with the ending."""
-    pair = SideBySide(*merging, add_bos=add_bos)
-    items = _bundled_items(30)
-    pair.compare(items, 8)
-    requests = batching.encode(HellaSwag(), items, pair.tokenizer, LONGEST, add_bos=add_bos).requests
-    texts = [f"{item.context} {ending}" for item in items for ending in item.endings]
-    joined = [tuple(pair.tokenizer.encode(text)) for text in texts]
-    assert sum(request.tokens != whole for request, whole in zip(requests, joined, strict=True)) > len(texts) / 2
-    assert {request.tokens[0] == pair.tokenizer.bos_token_id for request in requests} == {add_bos is True}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("batch_size", [3, 8])
-def test_bundled_items_score_as_in_lm_eval(batch_size: int) -> None:
-    """The bundled model gives the same numbers and choices on its own dataset."""
-    dataset = HellaSwag().load("bundled", rootdir=Path.cwd(), limit=8)
-    source = models.resolve("bundled", texts=dataset.texts(), rootdir=Path.cwd())
-    model = weights.checkpoint(source, torch.float32, device_map={"": "cpu"})
-    SideBySide(model, source.tokenizer_directory).compare(dataset.items, batch_size)
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["  two  spaces   ", "Step. [title] Next [step] one", "[header] [a] b", "a [title] [title]b", "no ] brackets ["],
-)
-def test_texts_are_cleaned_as_in_lm_eval(text: str) -> None:
-    """Brackets from WikiHow and the spaces around them are removed as in lm-evaluation-harness."""
-    utils = pytest.importorskip("lm_eval.tasks.hellaswag.utils", reason="needs lm-eval's tasks")
-    assert preprocess(text) == utils.preprocess(text)
+    _compare(merging, BUNDLED, 8, add_bos)
+    tokenizer, encoded = _encode(merging, BUNDLED, add_bos)
+    texts = [f"{item.context} {ending}" for item in BUNDLED for ending in item.endings]
+    joined = [tuple(tokenizer.encode(text)) for text in texts]
+    assert (
+        sum(request.tokens != whole for request, whole in zip(encoded.requests, joined, strict=True)) > len(texts) / 2
+    )
+    assert {request.tokens[0] == tokenizer.bos_token_id for request in encoded.requests} == {add_bos is True}
 
 
 def test_prompts_are_built_as_in_lm_eval(tmp_path: Path) -> None:
-    """A record of the hub's format becomes the query and choices of lm-evaluation-harness's task."""
+    """A record of the hub's format becomes the query and the cleaned choices of lm-evaluation-harness's task."""
     utils = pytest.importorskip("lm_eval.tasks.hellaswag.utils", reason="needs lm-eval's tasks")
     import datasets
     import msgspec
@@ -175,7 +146,13 @@ def test_prompts_are_built_as_in_lm_eval(tmp_path: Path) -> None:
         "ctx_a": "[header] How to paint [title] Begin.",
         "ctx_b": "then JOHN adds",
         "ctx": "unused",
-        "endings": ["[step]  more paint.", "less [substeps] of it. "],
+        "endings": [
+            "  two  spaces   ",
+            "Step. [title] Next [step]",
+            "[a] [b] c",
+            "a [title] [title]b",
+            "no ] brackets [",
+        ],
         "label": "1",
     }
     path = tmp_path / "one.jsonl"

@@ -197,9 +197,8 @@ def test_a_hub_out_of_reach_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_pat
         raise ConnectionError("Cannot reach the hub\nlong story")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
-    with pytest.raises(ValueError, match=r"'models/tiny' is not a directory, and .*: Cannot reach the hub ") as caught:
+    with pytest.raises(ValueError, match=r"^model 'models/tiny' is not a directory, .*: Cannot reach the hub \(.*$"):
         _resolve("models/tiny", tmp_path)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.fixture

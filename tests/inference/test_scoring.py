@@ -14,6 +14,7 @@ from pytest_llmgpu.inference import batching, scoring
 
 CPU = torch.device("cpu")
 VOCABULARY = 50
+ONE_ROW = (((1, 2, 3, 4, 5, 6), 4), ((1, 2, 3, 4, 5, 7), 1), ((1, 2, 3, 4, 5, 8), 2))
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +32,6 @@ def _from_full_logits(model: Any, tokens: tuple[int, ...], ending: int) -> float
     with torch.no_grad():
         logp = model(torch.tensor([tokens[:-1]])).logits[0].double().log_softmax(-1)
     return float(sum(logp[place - 1, tokens[place]] for place in range(len(tokens) - ending, len(tokens))))
-
-
-ONE_ROW = (((1, 2, 3, 4, 5, 6), 4), ((1, 2, 3, 4, 5, 7), 1), ((1, 2, 3, 4, 5, 8), 2))
 
 
 @pytest.mark.parametrize(

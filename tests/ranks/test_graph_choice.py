@@ -11,9 +11,10 @@ import torch
 from support import tiny_model
 from support.prose import Prose
 from support.report_factory import make_case
+from support.request_factory import make_requests
 
 from pytest_llmgpu.inference import batching, cuda_graphs, scoring
-from pytest_llmgpu.inference.batching import Request, Requests
+from pytest_llmgpu.inference.batching import Requests
 from pytest_llmgpu.inference.tasks.hellaswag import HellaSwag
 from pytest_llmgpu.ranks import graph_choice, memory, worker
 from pytest_llmgpu.ranks.graph_choice import Decision, Reason
@@ -77,12 +78,7 @@ def model() -> Any:
 
 def _requests(longest: int = 37) -> Requests:
     rows = [tuple((7 * row + place) % 40 for place in range(longest - row)) for row in range(17)]
-    return Requests(
-        item_ids=tuple(f"{row}" for row in range(17)),
-        endings=(1,) * 17,
-        requests=tuple(Request(tokens=row, ending=2) for row in rows),
-        max_length=10_000,
-    )
+    return make_requests([(row, 2) for row in rows], max_length=10_000)
 
 
 def _loaded(model: Any, *devices: torch.device, **fields: Any) -> Loaded:

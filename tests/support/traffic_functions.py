@@ -6,12 +6,13 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from pytest_llmgpu.inference import scoring
-from pytest_llmgpu.inference.batching import Batch, Plan, Request, Requests, plan
+from pytest_llmgpu.inference.batching import Batch, Plan, plan
 from pytest_llmgpu.ranks import traffic, work
 from pytest_llmgpu.ranks.work import WorkReply
 from pytest_llmgpu.ranks.worker import RankState
 from pytest_llmgpu.report.result import Collective
 from pytest_llmgpu.strategies.protocol import Loaded
+from support.request_factory import make_requests
 
 if TYPE_CHECKING:
     import torch
@@ -24,19 +25,8 @@ _libraries: list[torch.library.Library] = []
 
 def make_plan() -> Plan:
     """Return a plan of five batches: the last one is smaller, and rows predict different numbers of tokens."""
-    requests = tuple(
-        Request(tokens=tuple((7 * row + place) % 40 for place in range(9 + row)), ending=1 + row % 5)
-        for row in range(18)
-    )
-    return plan(
-        Requests(
-            item_ids=tuple(map(str, range(18))),
-            endings=(1,) * 18,
-            requests=requests,
-            max_length=64,
-        ),
-        BATCH_SIZE,
-    )
+    requests = [(tuple((7 * row + place) % 40 for place in range(9 + row)), 1 + row % 5) for row in range(18)]
+    return plan(make_requests(requests), BATCH_SIZE)
 
 
 def of_plan(loaded: Loaded, logits: str = scoring.LEAN) -> list[Collective]:

@@ -27,14 +27,9 @@ def _write(tmp_path: Path, *records: dict[str, Any]) -> str:
     return str(path)
 
 
-def _load(tmp_path: Path, **changes: Any) -> Item:
-    record = {name: value for name, value in (RECORD | changes).items() if value is not ...}
-    return HellaSwag().load(_write(tmp_path, record), rootdir=tmp_path).items[0]
-
-
 def test_a_record_becomes_prompt_endings_and_label(tmp_path: Path) -> None:
     """The prompt is the activity, a colon and the context."""
-    item = _load(tmp_path)
+    item = HellaSwag().load(_write(tmp_path, RECORD), rootdir=tmp_path).items[0]
     assert item == Item("24", "Roof shingle removal: A man is sitting on a roof. he", tuple(RECORD["endings"]), 3)
 
 
@@ -74,8 +69,7 @@ def test_a_bad_record_is_named_by_file_and_line(tmp_path: Path, changes: dict[st
         (b'{"ind": 1,\n', ":1: not JSON"),
         (b"[1]\n", ":1: list instead of a JSON object"),
         (b"\n\n\xff\xfe\n", ":3: byte 1 is not UTF-8"),
-        (b"", "is empty: one JSON object per line"),
-        (b"\n \n", "is empty"),
+        (b"\n \n", "is empty: one JSON object per line"),
     ],
 )
 def test_a_broken_file_is_refused_with_the_place(tmp_path: Path, content: bytes, message: str) -> None:
@@ -166,9 +160,8 @@ def test_a_hub_out_of_reach_is_one_line_with_the_next_step(tmp_path: Path, monke
         raise ConnectionError("Couldn't reach the hub\nand a long story")
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    with pytest.raises(ValueError, match=r"Couldn't reach the hub .*pass a JSON Lines file") as caught:
+    with pytest.raises(ValueError, match=r"^dataset hellaswag .*Couldn't reach the hub .*pass a JSON Lines file.*$"):
         HellaSwag().load("hellaswag", rootdir=tmp_path)
-    assert "\n" not in str(caught.value)
 
 
 ITEMS = [Item("0", "c", ("aa", "b" * 8), 0), Item("1", "c", ("aa", "bb"), 1), Item("2", "c", ("ñé", "bbb"), 1)]
