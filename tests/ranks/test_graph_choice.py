@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
+from dataclasses import dataclass, field
 from typing import Any, get_args
 
 import msgspec
@@ -27,32 +27,29 @@ _TWO_GPUS = (GPU, torch.device("cuda", 1))
 _BATCH_SIZE = 2
 
 
-class _Decoder:
-    """`cuda_graphs.GraphedDecoder` without a GPU: what it replays differs from an eager forward by a factor."""
+@dataclass
+class _Graphs:
+    """CUDA graphs without a GPU: what they replay differs from an eager forward by a factor."""
 
-    factor = 1.0
-    entered: list[bool]
+    factor: float = 1.0
+    entered: list[bool] = field(default_factory=list)
+    _replaying: bool = False
 
-    def __init__(self, model: Any, device: torch.device) -> None:
+    @contextmanager
+    def decoder(self, model: Any, device: torch.device) -> Iterator[_Graphs]:
+        """Stand for `cuda_graphs.GraphedDecoder`."""
         assert device == GPU
-        self._decoder = model.get_decoder()
-        self._replaying = False
-
-    def _changed(self, _module: Any, _inputs: Any, out: Any) -> None:
-        if self._replaying:
-            out.last_hidden_state *= self.factor
-
-    def __enter__(self) -> _Decoder:  # noqa: PYI034 - typing.Self needs Python 3.11
-        self._handle = self._decoder.register_forward_hook(self._changed)
-        self._replaying = True
+        handle = model.get_decoder().register_forward_hook(self._change)
         self.entered.append(True)
-        return self
+        self._replaying = True
+        try:
+            yield self
+        finally:
+            handle.remove()
+            self.entered.append(False)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._handle.remove()
-        self.entered.append(False)
+    def _change(self, _module: Any, _inputs: Any, out: Any) -> None:
+        out.last_hidden_state *= self.factor if self._replaying else 1.0
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -62,12 +59,12 @@ class _Decoder:
 
 
 @pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> type[_Decoder]:
-    """The class that stands for CUDA graphs in this test."""
-    decoder = type("_DecoderOf", (_Decoder,), {"entered": []})
-    monkeypatch.setattr(worker, "GraphedDecoder", decoder)
+def graphs(monkeypatch: pytest.MonkeyPatch) -> _Graphs:
+    """What stands for CUDA graphs in this test."""
+    made = _Graphs()
+    monkeypatch.setattr(worker, "GraphedDecoder", made.decoder)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _device=None: None)
-    return decoder
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +154,7 @@ def test_what_could_not_be_recorded_runs_eagerly(model: Any, requested: str) -> 
 
 
 @pytest.fixture
-def state(model: Any, graphs: type[_Decoder], monkeypatch: pytest.MonkeyPatch) -> RankState:
+def state(model: Any, graphs: _Graphs, monkeypatch: pytest.MonkeyPatch) -> RankState:
     """A rank with a loaded model that is said to be on a GPU, and a dataset."""
     assert graphs.entered == []
     monkeypatch.setattr(memory, "reset", lambda _devices: None)
@@ -176,7 +173,7 @@ def _warm_up(state: RankState, not_recorded: str | None = None) -> None:
     worker.warm_up(state, state.case, not_recorded)
 
 
-def test_graphs_stay_from_the_warm_up_to_the_first_eager_pass(state: RankState, graphs: type[_Decoder]) -> None:
+def test_graphs_stay_from_the_warm_up_to_the_first_eager_pass(state: RankState, graphs: _Graphs) -> None:
     """Work passes in the execution of the case replay them; counting traffic and user functions run eagerly."""
     _warm_up(state, "`x.item()` cannot be recorded")
     assert (graphs.entered, state.decision.detail) == ([], "`x.item()` cannot be recorded")
@@ -195,7 +192,7 @@ def test_graphs_stay_from_the_warm_up_to_the_first_eager_pass(state: RankState, 
     ("dtype", "factor", "fits"), [("float32", 1.0, True), ("float32", 0.99, False), ("bfloat16", 0.99, True)]
 )
 def test_answers_of_a_replay_are_those_of_an_eager_forward(
-    state: RankState, graphs: type[_Decoder], dtype: str, factor: float, fits: bool
+    state: RankState, graphs: _Graphs, dtype: str, factor: float, fits: bool
 ) -> None:
     """A difference of about 1 % is rounding in bfloat16 and an error of the case in float32; no graph stays behind."""
     graphs.factor = factor
@@ -209,7 +206,7 @@ def test_answers_of_a_replay_are_those_of_an_eager_forward(
 
 
 def test_a_workspace_is_reserved_before_the_recording(
-    state: RankState, graphs: type[_Decoder], monkeypatch: pytest.MonkeyPatch
+    state: RankState, graphs: _Graphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Graphs keep its address; the launch has its tokens."""
     granted: list[tuple[int, int]] = []

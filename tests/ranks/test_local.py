@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import os
 import resource
-import select
 import shutil
 import signal
 import subprocess
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 from support import rank_functions as ranks
+from support import worlds
 
 from pytest_llmgpu import processes
 from pytest_llmgpu.ranks import memory
@@ -44,12 +44,6 @@ def _failure(rank: Rank, fn: Callable[..., Any], *args: Any) -> RankFailedError:
     error = rank.submit(fn, *args).exception(_ANSWER_S)
     assert isinstance(error, RankFailedError)
     return error
-
-
-def _ended(descriptor: int) -> bool:
-    gone, _, _ = select.select([descriptor], [], [], _ANSWER_S)
-    os.close(descriptor)
-    return bool(gone)
 
 
 def test_a_rank_runs_commands_in_order_in_a_session_and_an_environment_of_its_own(rank: Rank) -> None:
@@ -178,9 +172,9 @@ def test_a_rank_that_has_not_begun_survives_being_asked_for_its_stacks(
 
 def test_a_child_in_a_session_of_its_own_ends_with_its_rank(rank: Rank) -> None:
     """A daemon that a library starts would use the GPU during the next case."""
-    descriptor = os.pidfd_open(_ask(rank, ranks.start_daemon))
+    pid = _ask(rank, ranks.start_daemon)
     rank.close(0)
-    assert _ended(descriptor)
+    assert worlds.ends(pid)
 
 
 _PARENT = """
@@ -203,6 +197,6 @@ def test_a_rank_dies_with_its_parent(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
     ) as parent:
         assert parent.stdout is not None
-        descriptor = os.pidfd_open(int(parent.stdout.readline()))
+        pid = int(parent.stdout.readline())
         parent.kill()
-    assert _ended(descriptor)
+    assert worlds.ends(pid)

@@ -3,29 +3,19 @@ from __future__ import annotations
 import errno
 import gc
 import signal
-from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar
 
-import msgspec
 import pytest
 import torch
-from support import tiny_model
-from support.report_factory import make_case
 
-from pytest_llmgpu.inference import models, tasks
-from pytest_llmgpu.inference.tasks.hellaswag import HellaSwag
-from pytest_llmgpu.ranks import memory, worker
+from pytest_llmgpu.ranks import memory
 from pytest_llmgpu.ranks.memory import Death
-from pytest_llmgpu.ranks.worker import RankState
 from pytest_llmgpu.report.result import DeviceMemory
-from pytest_llmgpu.strategies.mp import LayerParallel
-from pytest_llmgpu.strategies.protocol import DeviceMapSpillError, Loaded
+from pytest_llmgpu.strategies.protocol import DeviceMapSpillError
 
 _CPU = (torch.device("cpu"),)
 _GPU = (torch.device("cuda", 0),)
-_WEIGHTS = 1000
-_TORCH_MESSAGE = (
+_SHORTAGE = torch.cuda.OutOfMemoryError(
     "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 1 has a total capacity of 31.74 GiB of which 512.00 MiB is "
     "free. Of the allocated memory 29.00 GiB is allocated by PyTorch, and 1.00 GiB is reserved by PyTorch."
 )
@@ -42,121 +32,44 @@ def test_a_cpu_has_no_cap_and_no_figures() -> None:
     assert set(found.why) == {*counted, "workspace_bytes"}
 
 
-class _Allocator:
-    """torch's caching allocator, reduced to the figures of a case: freed memory stays reserved, peaks stay.
-
-    cuBLAS keeps a workspace among the live tensors, as large as the largest batch needed.
-    """
-
-    def __init__(self) -> None:
-        self.cublas = 0
-        self.allocated = self.peak_allocated = _WEIGHTS
-        self.reserved = self.peak_reserved = _WEIGHTS
-        self.collected: list[bool] = []
-
-    def forward(self, batch_size: int) -> None:
-        self.cublas = max(self.cublas, 8 * batch_size)
-        self.allocated = _WEIGHTS + self.cublas
-        self.peak_allocated = max(self.peak_allocated, self.allocated + 100 * batch_size)
-        self.reserved = max(self.reserved, self.peak_allocated)
-        self.peak_reserved = max(self.peak_reserved, self.reserved)
-
-    def clear_cublas_workspaces(self) -> None:
-        self.cublas = 0
-        self.allocated = _WEIGHTS
-
-    def empty_cache(self) -> None:
-        assert self.collected, "tensors in reference cycles are freed first"
-        self.reserved = self.allocated
-
-    def reset_peaks(self, _device: torch.device) -> None:
-        self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
+def test_a_reset_frees_what_earlier_cases_left_before_peaks_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Garbage, workspaces of cuBLAS and cached blocks do not count: a case has the same memory alone and in a sweep."""
+    did: list[str] = []
+    for owner, name in (
+        (gc, "collect"),
+        (torch._C, "_cuda_clearCublasWorkspaces"),  # a wheel without CUDA lacks it
+        (torch.cuda, "empty_cache"),
+        (torch.cuda, "reset_peak_memory_stats"),
+    ):
+        monkeypatch.setattr(owner, name, lambda *_, name=name: did.append(name), raising=False)
+    memory.reset(_GPU)
+    assert did == ["collect", "_cuda_clearCublasWorkspaces", "empty_cache", "reset_peak_memory_stats"]
 
 
-@pytest.fixture
-def allocator(monkeypatch: pytest.MonkeyPatch) -> _Allocator:
-    """The allocator of an emulated GPU."""
-    emulated = _Allocator()
-    cuda = torch.cuda
-    # A wheel without CUDA lacks it.
-    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", emulated.clear_cublas_workspaces, raising=False)
-    monkeypatch.setattr(gc, "collect", lambda: emulated.collected.append(True))
-    monkeypatch.setattr(cuda, "empty_cache", emulated.empty_cache)
-    monkeypatch.setattr(cuda, "reset_peak_memory_stats", emulated.reset_peaks)
-    monkeypatch.setattr(cuda, "max_memory_allocated", lambda _: emulated.peak_allocated)
-    monkeypatch.setattr(cuda, "max_memory_reserved", lambda _: emulated.peak_reserved)
-    return emulated
+def test_a_gpu_has_its_memory_after_loading_and_its_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A workspace outside of torch's allocator is that of the strategy, or missing with the reason."""
+    for number, name in enumerate(("memory_allocated", "max_memory_allocated", "max_memory_reserved")):
+        monkeypatch.setattr(torch.cuda, name, lambda _, number=number: 100 + number)
+    loaded = memory.after_loading(_GPU, [DeviceMemory(index=0, held_bytes=5, why={"weights_bytes": "not loaded"})])
+    (found,) = memory.since_reset(_GPU, loaded, workspace_bytes=3)
+    assert found == DeviceMemory(
+        index=0,
+        weights_bytes=100,
+        loading_peak_bytes=101,
+        peak_allocated_bytes=101,
+        peak_reserved_bytes=102,
+        workspace_bytes=3,
+        held_bytes=5,
+    )
+    assert set(memory.since_reset(_GPU, loaded)[0].why) == {"workspace_bytes"}
 
 
-def _sweep(allocator: _Allocator, batch_sizes: Sequence[int]) -> dict[int, DeviceMemory]:
-    found = {}
-    for batch_size in batch_sizes:
-        memory.reset(_GPU)
-        allocator.forward(batch_size)
-        loaded = DeviceMemory(index=0, weights_bytes=_WEIGHTS, loading_peak_bytes=_WEIGHTS)
-        (found[batch_size],) = memory.since_reset(_GPU, [loaded], workspace_bytes=3)
-    return found
-
-
-@pytest.mark.parametrize("order", [(1, 2, 4, 8), (8, 4, 2, 1), (4, 8, 4)])
-def test_a_case_has_the_same_memory_alone_and_in_a_sweep(allocator: _Allocator, order: tuple[int, ...]) -> None:
-    """Peaks, cached blocks, garbage and workspaces of cuBLAS from earlier cases do not count."""
-    for batch_size, found in _sweep(allocator, order).items():
-        peak = _WEIGHTS + 108 * batch_size
-        assert found == DeviceMemory(
-            index=0,
-            weights_bytes=_WEIGHTS,
-            loading_peak_bytes=_WEIGHTS,
-            peak_allocated_bytes=peak,
-            peak_reserved_bytes=peak,
-            workspace_bytes=3,
-        )
-
-
-class Preparing(LayerParallel):
-    """A strategy that records its calls of `prepare`."""
-
-    name = "preparing"
-    events: ClassVar[list[object]] = []
-
-    def prepare(self, loaded: Loaded, batch_size: int, tokens: int) -> None:
-        """Record the number of rows."""
-        assert loaded.devices
-        assert tokens
-        self.events.append(batch_size)
-
-
-def test_every_case_of_a_sweep_begins_with_a_reset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before each case, larger or smaller than the one before, caches are emptied and the workspace is rebuilt."""
-    events: list[object] = []
-    monkeypatch.setattr(Preparing, "events", events)
-    monkeypatch.setattr(memory, "reset", lambda _: events.append("reset"))
-    tiny_model.write_model(tmp_path / "tiny")
-    tiny_model.write_dataset(tmp_path / "items.jsonl")
-    dataset = HellaSwag().load(str(tmp_path / "items.jsonl"), rootdir=tmp_path)
-    source = models.resolve(str(tmp_path / "tiny"), texts=dataset.texts(), rootdir=tmp_path)
-    case = make_case(dtype="float32", device="cpu", devices=1, dataset_sha256=dataset.sha256)
-    state = RankState(on_batch=lambda _: None)
-    worker.load(state, case, source, f"{__name__}:Preparing")
-    worker.give(state, dataset.sha256, dataset.items, tasks.BUILT_IN["hellaswag"])
-    for batch_size in (2, 8, 2):
-        events.clear()
-        launch = worker.score(state, msgspec.structs.replace(case, batch_size=batch_size))
-        assert sum(launch.batches.sequences) == tiny_model.SEQUENCES
-        assert events[:2] == ["reset", batch_size]
-
-
-def _while_handling(first: BaseException, second: BaseException, cause: BaseException | None = None) -> BaseException:
-    """Return an exception that was raised while another one was handled; `from None` without a cause."""
-    second.__context__ = first
-    second.__cause__ = cause
-    second.__suppress_context__ = cause is None
-    return second
-
-
-def _in_a_handler(second: BaseException) -> BaseException:
-    second.__context__ = torch.cuda.OutOfMemoryError(_TORCH_MESSAGE)
-    return second
+def _raised_from(error: BaseException, first: BaseException, *, cause: bool | None = None) -> BaseException:
+    """Return an error that was raised while another was handled: `from` it, `from None`, or without a word."""
+    error.__context__ = first
+    error.__cause__ = first if cause else None
+    error.__suppress_context__ = cause is not None
+    return error
 
 
 @pytest.mark.parametrize(
@@ -173,7 +86,7 @@ def _in_a_handler(second: BaseException) -> BaseException:
         (RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED."), "accelerate's should_reduce_batch_size"),
         (MemoryError(), "Python's allocator on the host"),
         (DeviceMapSpillError("3 of 9 modules fit on no GPU"), "the layers do not fit on the devices"),
-        (_in_a_handler(RuntimeError("the layer is broken")), "torch's allocator"),
+        (_raised_from(RuntimeError("the layer is broken"), _SHORTAGE), "torch's allocator"),
         # Errors of their own.
         (RuntimeError("CUDA error: an illegal memory access was encountered"), None),
         (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"), None),
@@ -185,8 +98,8 @@ def _in_a_handler(second: BaseException) -> BaseException:
         (RuntimeError("NCCL WARN hint: if you run out of memory see the documentation"), None),
         (KeyboardInterrupt(), None),
         (OSError(errno.ENOENT, "CUDA out of memory"), None),
-        (_while_handling(MemoryError(), ValueError("bad dtype")), None),
-        (_in_a_handler(NameError("name 'cleanup' is not defined")), None),
+        (_raised_from(ValueError("bad dtype"), MemoryError(), cause=False), None),
+        (_raised_from(NameError("name 'cleanup' is not defined"), _SHORTAGE), None),
     ],
 )
 def test_each_known_message_has_its_rule(error: BaseException, rule: str | None) -> None:
@@ -197,8 +110,7 @@ def test_each_known_message_has_its_rule(error: BaseException, rule: str | None)
 
 def test_the_figures_of_torch_are_kept_also_where_a_library_wraps_its_exception() -> None:
     """The cause of an exception decides."""
-    inner = torch.cuda.OutOfMemoryError(_TORCH_MESSAGE)
-    for error in (inner, _while_handling(inner, ValueError("loading failed"), cause=inner)):
+    for error in (_SHORTAGE, _raised_from(ValueError("loading failed"), _SHORTAGE, cause=True)):
         found = memory.decide_out_of_memory(error)
         assert found is not None
         assert found.evidence == "torch's allocator"

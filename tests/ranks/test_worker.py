@@ -4,14 +4,18 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from support import tiny_model
 from support.report_factory import make_case
 
+from pytest_llmgpu.inference import models, tasks
 from pytest_llmgpu.inference.models import ModelSource
-from pytest_llmgpu.ranks import worker
+from pytest_llmgpu.inference.tasks.hellaswag import HellaSwag
+from pytest_llmgpu.ranks import memory, worker
 from pytest_llmgpu.ranks.worker import RankState
+from pytest_llmgpu.report import derived
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.strategies.mp import LayerParallel
 from pytest_llmgpu.strategies.protocol import Loaded
@@ -57,3 +61,51 @@ def test_a_strategy_that_loads_the_wrong_thing_is_named(returned: object, messag
     case = make_case(strategy="theirs", device="cpu", devices=1)
     with pytest.raises((TypeError, ValueError), match=f"^strategy theirs: .*{re.escape(message)}"):
         worker.load(RankState(lambda _: None), case, source, f"{__name__}:Returning")
+
+
+@pytest.fixture
+def state(tmp_path: Path, model: Path) -> RankState:
+    """A rank with the tiny model and its six items."""
+    tiny_model.write_dataset(tmp_path / "items.jsonl")
+    dataset = HellaSwag().load(str(tmp_path / "items.jsonl"), rootdir=tmp_path)
+    source = models.resolve(str(model), texts=dataset.texts(), rootdir=tmp_path)
+    made = RankState(lambda _: None)
+    case = make_case(dtype="float32", device="cpu", devices=1, dataset_sha256=dataset.sha256)
+    worker.load(made, case, source, "pytest_llmgpu.strategies.mp:LayerParallel")
+    worker.give(made, dataset.sha256, dataset.items, tasks.BUILT_IN["hellaswag"])
+    return made
+
+
+def test_every_case_of_a_sweep_begins_with_a_reset(state: RankState, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before each case, larger or smaller than the one before, caches are emptied and the workspace is rebuilt."""
+    events: list[object] = []
+    monkeypatch.setattr(memory, "reset", lambda _: events.append("reset"))
+    monkeypatch.setattr(LayerParallel, "prepare", lambda *arguments: events.append(arguments[2]))
+    for batch_size in (2, 8, 2):
+        events.clear()
+        launch = worker.score(state, msgspec.structs.replace(state.case, batch_size=batch_size))
+        assert launch.batches.sequences == [batch_size] * (tiny_model.SEQUENCES // batch_size)
+        assert launch.accuracy is not None
+        assert launch.accuracy.items == tiny_model.ITEMS
+        assert events == ["reset", batch_size]
+
+
+def test_a_case_that_generates_has_texts_and_the_work_of_both_halves(state: RankState) -> None:
+    """Forwards without a KV cache find the same log-likelihoods; decode steps come before the prefill."""
+    case = msgspec.structs.replace(state.case, workload="generate", prompt_tokens=5, new_tokens=3, batch_size=4)
+    texts = worker.score(state, case).generation
+    assert texts is not None
+    assert (texts.prompt_tokens, texts.new_tokens) == ([5] * 6, [3] * 6)
+    assert (len(texts.first_token_s), len(texts.step_s)) == (2, 2 * 2)
+    # Keys and values of one layer of 32 numbers, for 4 rows of 8 tokens.
+    assert texts.kv_cache_bytes == texts.kv_cache_formula_bytes == 2 * 32 * (4 * 8) * 4
+    assert texts.prefill_loglikelihoods is not None
+    chosen, again = derived.decode(texts.loglikelihoods), derived.decode(texts.prefill_loglikelihoods)
+    assert list(again) == pytest.approx(list(chosen), rel=1e-4)
+    assert worker.account(state) == ([], [])
+    worker.warm_up(state, case)
+    worker.measure(state)
+    worker.record_work(state)
+    flops = [reply.work.flops_by_module or {} for reply in worker.run_eager_passes(state)]
+    # The smallest batch: 2 rows of one token, then of 5.
+    assert [modules["layers.*.mlp.down_proj"] for modules in flops] == [2 * 32 * 48 * 2, 2 * 32 * 48 * 2 * 5]
