@@ -6,22 +6,12 @@ import pytest
 
 from support.emulated_inference import EmulatedInference, free_bytes_granting, granted_tokens
 
-_GIB = 2**30
 
-
-@pytest.mark.parametrize(
-    ("layers", "heads", "hidden", "tp", "free_gib"),
-    [(32, 32, 4096, 1, 0.56), (40, 40, 5120, 1, 0.79), (60, 52, 6656, 2, 0.78), (80, 64, 8192, 4, 0.69)],
-    ids=["7b", "13b", "33b", "65b"],
-)
-def test_23_tokens_are_granted_where_the_study_got_them(
-    layers: int, heads: int, hidden: int, tp: int, free_gib: float
-) -> None:
-    """Batch size 32 in float16: the free memory that explains the study's drop from 82 % to 26 %."""
-    shape = {"layers": layers, "heads": heads, "hidden": hidden, "batch": 32, "tp": tp}
-    near = [granted_tokens(int(gib * _GIB), **shape) for gib in (free_gib - 0.005, free_gib + 0.005)]
-    assert near[0] <= 23 <= near[1]
+def test_23_tokens_are_granted_where_the_study_got_them() -> None:
+    """65B on 4 GPUs in float16: the free memory of a rank that explains the study's drop from 82 % to 26 %."""
+    shape = {"layers": 80, "heads": 64, "hidden": 8192, "batch": 32, "tp": 4}
     least = free_bytes_granting(23, **shape)
+    assert least / 2**30 == pytest.approx(0.69, abs=0.01)
     assert (granted_tokens(least - 1, **shape), granted_tokens(least, **shape)) == (22, 23)
 
 

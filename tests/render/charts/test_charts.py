@@ -7,7 +7,7 @@ import re
 import altair
 import msgspec
 import pytest
-from support.chart_data import sampled, texts_of, values_of
+from support.page_reports import sampled, texts_of, values_of
 from support.prose import Prose
 from support.report_factory import (
     GIB,
