@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, get_args
 
-import msgspec
 import pytest
 from support.prose import Prose
 from support.verdict_factory import make_row, make_verdicts
 
 from pytest_llmgpu.gate.headline import decide, describe, next_steps, row_in_words
 from pytest_llmgpu.gate.judge import ExitStatus
-from pytest_llmgpu.gate.policy import Policy, dump_policy
+from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.report.cause import Cause, TimeChange
+from pytest_llmgpu.report.metrics import MetricName, spec_of
 from pytest_llmgpu.report.verdicts import (
     NEITHER,
     ONLY_CANDIDATE,
@@ -33,23 +34,19 @@ _CAUSE = Cause(
 )
 
 
-def _row(verdict: Verdict, metric: str = "time", name: str = "tp-bs8", **fields: Any) -> Row:
-    defaults = {"base": 0.0646, "head": 0.0646, "ratio": 1.0, "n": 1, "reason": "Nothing is to be stated."}
-    return make_row(verdict, metric, name, **{**defaults, **fields})
+def _row(verdict: Verdict, metric: MetricName = "time", name: str = "tp-bs8", **fields: Any) -> Row:
+    return make_row(verdict, metric, name, **{"base": 0.0646, "head": 0.0646, "ratio": 1.0, "n": 1, **fields})
 
 
 def _slower(name: str = "tp-bs8", ratio: float = 1.041, **fields: Any) -> Row:
     return _row("REGRESSED", "time", name, ratio=ratio, head=0.0646 * ratio, **fields)
 
 
-def _verdicts(*rows: Row, states: tuple[SessionState, ...] = (), baseline: bool = True) -> Verdicts:
-    return make_verdicts(
-        *rows,
-        head=Candidate(created="2026-01-02T03:04:05Z", commit="b" * 40, states=list(states)),
-        baseline=Baseline(name="base.json", commit="a" * 40) if baseline else None,
-        policy=dump_policy(Policy()),
-        not_compared={} if any(row.compared for row in rows) else {"time: why": 2},
-    )
+def _verdicts(*rows: Row, states: Sequence[SessionState] = (), **fields: Any) -> Verdicts:
+    head = Candidate(created="2026-01-02T03:04:05Z", commit="b" * 40, states=list(states))
+    not_compared = {} if any(row.compared for row in rows) else {"time: why": 2}
+    plain = {"head": head, "baseline": Baseline(name="base.json", commit="a" * 40), "not_compared": not_compared}
+    return make_verdicts(*rows, **{**plain, **fields})
 
 
 def _headline(*rows: Row, policy: Policy | None = None, **fields: Any) -> str:
@@ -83,23 +80,32 @@ def test_the_first_word_is_that_of_the_exit_status(
 def test_the_worst_change_comes_first_with_its_cause(prose: Prose) -> None:
     """The other cases are counted; another row of the same case is not another case."""
     rows = [_slower("tp-bs1", 1.02), _slower(cause=_CAUSE), _row("REGRESSED", "memory", ratio=1.03)]
-    text = _headline(*rows, _row("REGRESSED", "outcome", "x", base=None))
-    assert text.startswith("REGRESSED: x: ")
-    text = _headline(*rows)
-    assert text.startswith("REGRESSED: tp-bs8 wall time +4.1 % (0.06725 s, was 0.0646 s): ")
-    assert "in layers.*.mlp.down_proj" in text
-    assert text.endswith("; 1 more case REGRESSED")
-    assert prose == text
+    assert prose == _headline(*rows)
 
 
-def test_rows_of_several_cases_are_counted_as_cases() -> None:
+@pytest.mark.parametrize(
+    ("rows", "more"),
+    [
+        ([_slower("mp-bs1", 1.2), _slower("mp-bs1", 1.1)], "wall time +20.0 % (0.07752 s, was 0.0646 s)"),
+        (
+            [
+                *(_row("REGRESSED", "outcome", name, base=None) for name in ("tp-bs32", "tp-bs64")),
+                _row("REGRESSED", "largest_batch", "tp", base=64.0, head=16.0),
+            ],
+            "; 1 more case REGRESSED",
+        ),
+        (
+            [
+                _slower("mp-bs1", 1.2),
+                _row("REGRESSED", "accuracy", "mp", cases=["mp-bs1", "mp-bs2", "mp-bs4"], base=0.8, head=0.7),
+            ],
+            "; 2 more cases REGRESSED",
+        ),
+    ],
+)
+def test_rows_of_several_cases_are_counted_as_cases(rows: list[Row], more: str) -> None:
     """The largest batch size that fell is that of the case out of memory."""
-    oom = [_row("REGRESSED", "outcome", name, base=None) for name in ("tp-bs32", "tp-bs64")]
-    largest = _row("REGRESSED", "largest_batch", "tp", base=64.0, head=16.0)
-    assert _headline(*oom, largest).endswith("; 1 more case REGRESSED")
-    assert "more case" not in _headline(_slower("mp-bs1", 1.2), _slower("mp-bs1", 1.1))
-    accuracy = _row("REGRESSED", "accuracy", "mp", cases=["mp-bs1", "mp-bs2", "mp-bs4"], base=0.8, head=0.7)
-    assert _headline(_slower("mp-bs1", 1.2), accuracy).endswith("; 2 more cases REGRESSED")
+    assert _headline(*rows).endswith(more)
 
 
 def test_a_gate_that_passes_states_what_it_would_have_seen(prose: Prose) -> None:
@@ -115,14 +121,14 @@ def test_a_gate_that_passes_states_what_it_would_have_seen(prose: Prose) -> None
     assert prose == describe(found._replace(device_time=0.018))
 
 
-def test_a_slowdown_that_would_have_been_seen_is_no_absurd_number() -> None:
+@pytest.mark.parametrize(
+    ("smallest_seen", "words"),
+    [(121.97, "not even a slowdown by a factor of 10 would"), (9.99, "only slowdowns from 999 % would")],
+)
+def test_a_slowdown_that_would_have_been_seen_is_no_absurd_number(smallest_seen: float, words: str) -> None:
     """From 1,000 % on, the headline states what would not have been seen."""
-    row = _row("UNDECIDED", unseen=True, smallest_seen=121.97)
-    assert _headline(row) == (
-        "UNDECIDED: tp-bs8 wall time: not even a slowdown by a factor of 10 would have been seen, allowed is 50 %"
-    )
-    row = msgspec.structs.replace(row, smallest_seen=9.99)
-    assert "only slowdowns from 999 % would" in _headline(row)
+    text = _headline(_row("UNDECIDED", unseen=True, smallest_seen=smallest_seen))
+    assert text == f"UNDECIDED: tp-bs8 wall time: {words} have been seen, allowed is 50 %"
 
 
 @pytest.mark.parametrize("state", get_args(SessionState))
@@ -143,45 +149,27 @@ def test_points_and_reasons_are_in_words() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "text"),
+    ("rows", "fields", "words"),
     [
-        ([_row("OK")], ""),
-        (
-            [_slower()],
-            (
-                "Next: llmgpu bisect aaaaaaaa bbbbbbbb --metric time --case tp-bs8 -- pytest ... finds the commit, "
-                "if several are possible."
-            ),
-        ),
-        (
-            [_row("UNDECIDED", name=f"mp-bs{n}", launches_needed=n) for n in (3, 5, 40)],
-            "Next: --llmgpu-launches=5 in both reports decides 2 of 3 undecided rows.",
-        ),
-        (
-            [_row("UNDECIDED")],
-            (
-                "Next: More than 20 launches are not practical for 1 undecided row: llmgpu ab BASE HEAD -- pytest ... "
-                "launches both in turn. FLOPs, ops and traffic are decided by one launch."
-            ),
-        ),
-        ([_row("UNDECIDED", "outcome", base=None)], "Next: Measure again."),
-        ([_row("UNDECIDED", next_step="Cool the GPUs.")], "Next: Cool the GPUs."),
+        ([_row("OK")], {}, ""),
+        ([_slower()], {}, "llmgpu bisect aaaaaaaa bbbbbbbb --metric time --case tp-bs8 "),
+        ([_slower()], {"states": ["dirty"]}, spec_of("time").next_step),
+        ([_slower(next_step="Look for a mask.")], {}, "Look for a mask."),
+        ([_row("UNDECIDED", name=f"mp-bs{n}", launches_needed=n) for n in (3, 5, 40)], {}, "--llmgpu-launches=5 "),
+        ([_row("UNDECIDED")], {}, "llmgpu ab BASE HEAD "),
+        ([_row("UNDECIDED")], {"in_turn": True}, "quieter machine"),
+        ([_row("UNDECIDED", "outcome", base=None)], {}, "Measure again."),
+        ([_row("UNDECIDED", next_step="Cool the GPUs.")], {}, "Cool the GPUs."),
     ],
+    ids=["none", "worse", "dirty", "own step", "launches", "too many", "in turn", "interrupted", "disturbed"],
 )
-def test_the_next_step_is_one_line(rows: list[Row], text: str) -> None:
-    """A regression is looked for, and undecided rows get the launches that decide most of them."""
-    assert next_steps(_verdicts(*rows), Policy()) == text
-
-
-def test_a_regression_with_a_next_step_of_its_own_is_not_bisected() -> None:
-    """Wrong answers of a case that the baseline lacks are in no range of commits."""
-    row = _row("REGRESSED", "accuracy", ratio=None, base=None, next_step="Look for a mask that is ignored.")
-    assert next_steps(_verdicts(row), Policy()) == "Next: Look for a mask that is ignored."
-
-
-def test_uncommitted_changes_are_not_bisected() -> None:
-    """The change is in neither of the two commits."""
-    assert "bisect" not in next_steps(_verdicts(_slower(), states=("dirty",)), Policy())
+def test_the_next_step_is_one_line(rows: list[Row], fields: dict[str, Any], words: str, prose: Prose) -> None:
+    """The commit of a regression is looked for, unless that cannot help: its changes are not committed, or the row has
+    a step of its own. Undecided rows get the launches that decide most of them.
+    """
+    step = next_steps(_verdicts(*rows, **fields), Policy())
+    assert words in step
+    assert prose == step
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -194,20 +182,14 @@ def test_an_undecided_slowdown_is_named_once(strict: bool) -> None:
 @pytest.mark.parametrize(("reason", "lacking"), [(NEITHER, "both reports"), (ONLY_CANDIDATE, "the baseline")])
 def test_device_time_is_measured_where_a_report_lacks_it(reason: str, lacking: str) -> None:
     """It needs one launch where wall time needs many; a row that is decided needs none."""
-    verdicts = _verdicts(_row("UNDECIDED"))
-    step = f"Measure {lacking} with --llmgpu-work=on: "
-    assert step not in next_steps(verdicts, Policy())
-    verdicts = msgspec.structs.replace(verdicts, not_compared={f"device_time: {reason}": 1})
-    assert step in next_steps(verdicts, Policy())
-    decided = msgspec.structs.replace(verdicts, rows=[_row("OK"), _row("UNDECIDED", "memory")])
-    assert step not in next_steps(decided, Policy())
-
-
-@pytest.mark.parametrize(("in_turn", "way"), [(False, "llmgpu ab"), (True, "quieter machine")])
-def test_what_was_done_is_no_next_step(in_turn: bool, way: str) -> None:
-    """Launches in turn are advised to those who lack them."""
-    verdicts = msgspec.structs.replace(_verdicts(_row("UNDECIDED")), in_turn=in_turn)
-    assert way in next_steps(verdicts, Policy())
+    not_compared = {f"device_time: {reason}": 1}
+    for row, given, is_advised in (
+        (_row("UNDECIDED"), {}, False),
+        (_row("UNDECIDED"), not_compared, True),
+        (_row("UNDECIDED", "memory"), not_compared, False),
+    ):
+        steps = next_steps(_verdicts(row, not_compared=given), Policy())
+        assert (f"Measure {lacking} with --llmgpu-work=on: " in steps) is is_advised
 
 
 def test_a_gate_that_compared_no_gated_time_states_it() -> None:

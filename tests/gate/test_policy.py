@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 from support.repository import first_commit
+from support.verdict_factory import make_row
 
 from pytest_llmgpu.gate.policy import (
     Allowed,
@@ -25,7 +26,7 @@ from pytest_llmgpu.gate.policy import (
     with_allowed,
 )
 from pytest_llmgpu.report.metrics import METRICS
-from pytest_llmgpu.report.verdicts import Row, Verdicts
+from pytest_llmgpu.report.verdicts import Verdicts
 
 FULL = """
 confidence = 0.99
@@ -160,15 +161,16 @@ def test_a_regression_is_allowed_until_its_day_and_up_to_its_growth(
 ) -> None:
     """The id, the strategy of a series or each of its cases matches; an entry that expired or is not needed warns."""
     entry = Allowed(**{"case": "mp-bs1", "metric": "time", "reason": "bug 7", **fields})
-    grown = {"key": "k", "id": "mp-bs1", "metric": "time", "verdict": "REGRESSED", "reason": "", "ratio": 1.3}
-    ([found], warnings) = with_allowed([Row(**{**grown, **row})], Policy(allow=[entry]), _TODAY)
+    ([found], warnings) = with_allowed(
+        [make_row(**{"id": "mp-bs1", "ratio": 1.3, **row})], Policy(allow=[entry]), _TODAY
+    )
     assert (found.allowed is not None) is is_allowed
     assert warnings == ([] if warning is None else [f"allowed {entry.case} {entry.metric} (bug 7) {warning}"])
 
 
 def test_several_entries_can_allow_the_cases_of_one_row() -> None:
     """The row of a series is accepted if each case that it is about is."""
-    row = Row(key="k", id="mp", metric="accuracy", verdict="REGRESSED", reason="", cases=["mp-bs1", "mp-bs2"])
+    row = make_row(metric="accuracy", id="mp", cases=["mp-bs1", "mp-bs2"])
     entries = [Allowed(case=case, metric="accuracy", reason=case) for case in row.cases or ()]
     ([found], _) = with_allowed([row], Policy(allow=entries), _TODAY)
     assert found.allowed == "mp-bs1"

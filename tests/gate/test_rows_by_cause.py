@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from support.verdict_factory import make_row, make_verdicts
 
 from pytest_llmgpu.gate.policy import Policy
-from pytest_llmgpu.gate.rows_by_cause import by_reason, group, lines, next_step, title
+from pytest_llmgpu.gate.rows_by_cause import Group, by_reason, group, lines, next_step, title
 from pytest_llmgpu.report.cause import Cause, TimeChange
-from pytest_llmgpu.report.verdicts import DIFFERS, Row, Verdict, Verdicts
+from pytest_llmgpu.report.metrics import MetricName
+from pytest_llmgpu.report.verdicts import DIFFERS, Row, Verdict
 
 
 def _row(
-    name: str, verdict: Verdict = "REGRESSED", metric: str = "time", ratio: float | None = 1.1, **fields: Any
+    name: str, verdict: Verdict = "REGRESSED", metric: MetricName = "time", ratio: float | None = 1.1, **fields: Any
 ) -> Row:
     numbers = {} if ratio is None else {"base": 1.0, "head": ratio, "ratio": ratio, "low": ratio - 0.01}
     return make_row(verdict, metric, name, **{"reason": f"{metric} is another.", **numbers, **fields})
@@ -25,13 +27,13 @@ def _cause(module: str) -> Cause:
     return Cause(place="device", before_s=1.0, after_s=1.1, parts=[part], modules=[part])
 
 
-def _verdicts(*rows: Row, differences: tuple[str, ...] = ()) -> Verdicts:
-    return make_verdicts(*rows, warnings=[f"{DIFFERS}{text}" for text in differences])
+def _groups(*rows: Row, differences: Sequence[str] = ()) -> list[Group]:
+    warnings = [f"{DIFFERS}{text}" for text in differences]
+    return group(make_verdicts(*rows, warnings=warnings), Policy())
 
 
-def _ids(*rows: Row, differences: tuple[str, ...] = ()) -> list[set[tuple[str, str]]]:
-    found = group(_verdicts(*rows, differences=differences), Policy())
-    return [{(row.id, row.metric) for row in one.rows} for one in found]
+def _ids(*rows: Row, differences: Sequence[str] = ()) -> list[set[tuple[str, str]]]:
+    return [{(row.id, row.metric) for row in one.rows} for one in _groups(*rows, differences=differences)]
 
 
 def test_a_module_is_one_cause_over_cases_and_metrics() -> None:
@@ -42,7 +44,7 @@ def test_a_module_is_one_cause_over_cases_and_metrics() -> None:
         _row("tp-bs8", cause=down, ratio=1.2),
         _row("mp-bs1", cause=norm),
     ]
-    assert _ids(*rows, differences=("torch 2.10 -> 2.11",)) == [
+    assert _ids(*rows, differences=["torch 2.10 -> 2.11"]) == [
         {("tp-bs1", "device_time"), ("tp-bs8", "time")},
         {("mp-bs1", "time")},
     ]
@@ -57,7 +59,7 @@ def test_a_difference_of_the_environment_is_the_cause_of_what_became_worse() -> 
         _row("tp-bs4", metric="execution", ratio=None),
         _row("tp-bs4", "NOT_COMPARABLE", ratio=None),
     ]
-    found = group(_verdicts(*rows, differences=("NCCL_P2P_DISABLE unset -> 1",)), Policy())
+    found = _groups(*rows, differences=["NCCL_P2P_DISABLE unset -> 1"])
     assert [{row.id for row in one.rows} for one in found] == [{"tp-bs2", "iok-bs64", "tp-bs4"}, {"mp-bs1"}]
     assert [one.fails for one in found] == [True, False]
     assert found[0].largest.id == "tp-bs2", "the title has the worst verdict, and iok-bs64 is not decided"
@@ -73,7 +75,7 @@ def test_a_difference_of_the_environment_is_no_cause_in_a_case_without_a_baselin
         *(_row(f"iok-bs{size}", "NEW", "outcome", ratio=None) for size in (1, 8)),
         *(_row(f"iok-bs{size}", metric="accuracy", ratio=None, reason=f"not mp-bs{size}'s") for size in (1, 8)),
     ]
-    assert _ids(*rows, differences=("deepspeed 1 -> 2",)) == [
+    assert _ids(*rows, differences=["deepspeed 1 -> 2"]) == [
         {("tp-bs2", "time")},
         {("iok-bs1", "accuracy"), ("iok-bs8", "accuracy")},
     ]
@@ -81,9 +83,7 @@ def test_a_difference_of_the_environment_is_no_cause_in_a_case_without_a_baselin
 
 def test_the_next_step_counts_all_undecided_rows_of_a_cause() -> None:
     """The largest number of launches decides all of them."""
-    found = group(
-        _verdicts(*(_row(f"mp-bs{size}", "UNDECIDED", launches_needed=size + 3) for size in (1, 4))), Policy()
-    )[0]
+    (found,) = _groups(*(_row(f"mp-bs{size}", "UNDECIDED", launches_needed=size + 3) for size in (1, 4)))
     assert next_step(found) == "--llmgpu-launches=7 in both reports decides 2 of 2 undecided rows."
 
 
@@ -103,7 +103,7 @@ def test_metrics_of_the_same_cases_have_one_cause() -> None:
 
 def test_a_known_regression_is_no_part_of_another_cause() -> None:
     """Its reason is one of its lines, and it does not fail."""
-    found = group(_verdicts(_row("tp-bs1"), _row("tp-bs1", metric="memory", allowed="bug 7")), Policy())
+    found = _groups(_row("tp-bs1"), _row("tp-bs1", metric="memory", allowed="bug 7"))
     assert [(one.fails, one.allowed) for one in found] == [(True, None), (False, "bug 7")]
     assert "Allowed: bug 7" in lines(found[1])
 
