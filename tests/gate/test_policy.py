@@ -161,9 +161,8 @@ def test_a_regression_is_allowed_until_its_day_and_up_to_its_growth(
 ) -> None:
     """The id, the strategy of a series or each of its cases matches; an entry that expired or is not needed warns."""
     entry = Allowed(**{"case": "mp-bs1", "metric": "time", "reason": "bug 7", **fields})
-    ([found], warnings) = with_allowed(
-        [make_row(**{"id": "mp-bs1", "ratio": 1.3, **row})], Policy(allow=[entry]), _TODAY
-    )
+    judged = make_row(**{"id": "mp-bs1", "ratio": 1.3, **row})
+    ([found], warnings) = with_allowed([judged], Policy(allow=[entry]), _TODAY)
     assert (found.allowed is not None) is is_allowed
     assert warnings == ([] if warning is None else [f"allowed {entry.case} {entry.metric} (bug 7) {warning}"])
 

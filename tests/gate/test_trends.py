@@ -4,53 +4,27 @@ import re
 from pathlib import Path
 from typing import Any
 
-import altair
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.report_factory import make_answers, make_failed, make_profile, make_report, make_result, make_traffic
-from support.verdict_factory import BATCHES, gpus, measured, with_launches
+from support.report_factory import make_answers, make_failed, make_profile, make_result, make_traffic
+from support.verdict_factory import gpus, keep, measured, summed
 
-from pytest_llmgpu.cli import main
 from pytest_llmgpu.gate.times import PRIORS, Prior
 from pytest_llmgpu.gate.trends import Line, chosen, steps, trends
-from pytest_llmgpu.render import trend as rendered
-from pytest_llmgpu.render.charts import Chart
-from pytest_llmgpu.report.derived import derive
 from pytest_llmgpu.report.file import load
-from pytest_llmgpu.report.report import Commit, Session
-from pytest_llmgpu.report.result import CaseResult
-from pytest_llmgpu.store.store import save, stored
+from pytest_llmgpu.store import store
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
 
-_STORE = Path(".llmgpu")
 _PRIOR = PRIORS["device_compute"]
 _FLAT = [1.0, 1.002, 0.999, 1.001, 0.998, 1.0, 1.001, 0.999, 1.0, 1.002]
 _STEPPED = [1.0, 1.001, 0.999, 1.0, 1.001, 0.999, 1.0, 1.03, 1.031, 1.029]
 
 
-def _timed(level: float, **fields: Any) -> CaseResult:
-    result = with_launches([level] * 3, sequences=BATCHES * fields.get("batch_size", 1), **fields)
-    derive(result)
-    return result
-
-
-def _keep(number: int, *results: CaseResult, gpu: str = "") -> Path:
-    """Store the report of one day."""
-    report = make_report(results)
-    report.created = f"2026-01-{number:02}T03:04:05Z"
-    report.commit = Commit(sha=f"{number:08x}" * 5)
-    report.session = Session(complete=True)
-    report.environment.gpus = [
-        msgspec.structs.replace(one, uuid=f"{gpu}{place}") for place, one in enumerate(gpus(*["NVIDIA H200"] * 4))
-    ]
-    return save(report, _STORE)
-
-
 def _lines(metric: str = "time", last: int | None = None) -> list[Line]:
-    kept = [(one, load(one.path)) for one in chosen(_STORE)]
+    kept = [(one, load(one.path)) for one in chosen(store.DEFAULT)]
     return next(trend for trend in trends(kept, last) if trend.metric == metric).lines
 
 
@@ -114,7 +88,7 @@ def test_steps_do_not_depend_on_the_unit(values: list[float], unit: float) -> No
 def test_a_step_is_marked_where_it_began_or_was_found(last: int | None, expected: list[str | None]) -> None:
     """Reports without a column belong to the history."""
     for number, level in enumerate(_STEPPED, 1):
-        _keep(number, _timed(level, execution="cuda_graphs"))
+        keep(number, summed(level, execution="cuda_graphs"))
     [line] = _lines(last=last)
     assert _changes(line) == expected
     if last is None and line.figures[7] is not None:
@@ -125,7 +99,7 @@ def test_a_step_is_marked_where_it_began_or_was_found(last: int | None, expected
 def test_other_gpus_and_noisy_times_show_no_small_step(gpu: str, execution: str) -> None:
     """1 % is within the noise of eager forwards, and another GPU has another speed."""
     for number, level in enumerate((*_STEPPED[:7], 1.01, 1.011, 1.009), 1):
-        _keep(number, _timed(level, execution=execution), gpu=gpu if number > 7 else "")
+        keep(number, summed(level, execution=execution), gpu=gpu if number > 7 else "")
     [line] = _lines()
     assert not any(_changes(line))
 
@@ -133,8 +107,8 @@ def test_other_gpus_and_noisy_times_show_no_small_step(gpu: str, execution: str)
 @pytest.mark.parametrize(
     ("metric", "before", "after", "change"),
     [
-        ("time", _timed(1.0), make_failed("oom"), "worse"),
-        ("time", make_failed("oom"), _timed(1.0), "better"),
+        ("time", summed(1.0), make_failed("oom"), "worse"),
+        ("time", make_failed("oom"), summed(1.0), "better"),
         ("traffic", {"traffic": make_traffic(60)}, {"traffic": make_traffic()}, "worse"),
         ("traffic", {"traffic": make_traffic()}, {"traffic": make_traffic()}, None),
         (
@@ -150,9 +124,9 @@ def test_exact_figures_and_outcomes_are_compared_with_the_report_before(
 ) -> None:
     """A report without the case in between does not matter."""
     first, last = (make_result(**one) if isinstance(one, dict) else one for one in (before, after))
-    _keep(1, first)
-    _keep(2, _timed(1.0, strategy="tp"))
-    _keep(3, last)
+    keep(1, first)
+    keep(2, summed(1.0, strategy="tp"))
+    keep(3, last)
     [line] = [line for line in _lines(metric) if line.strategy == "mp"]
     assert _changes(line) == [None, "absent", change]
 
@@ -162,18 +136,18 @@ def test_disturbed_times_are_marked_and_are_no_step(undisturbed: int) -> None:
     """The median of a case is undisturbed if most of its launches are."""
     profile = msgspec.structs.replace(make_profile(), invalid=["processes of other programs: GPU 0 has 2"])
     for number in range(1, 9):
-        result = _timed(1.0 if number < 7 else 1.5)
+        result = summed(1.0 if number < 7 else 1.5)
         for launch in result.launches[undisturbed:] if number >= 7 else ():
             launch.profile = profile
-        _keep(number, result)
+        keep(number, result)
     [line] = _lines()
     assert _changes(line) == [None] * 6 + (["worse", None] if undisturbed else ["disturbed"] * 2)
 
 
 def test_cases_of_one_id_are_named_by_what_differs() -> None:
     """A limit of the GPU memory makes another case; a rate has no change of its own."""
-    _keep(1, _timed(1.0), _timed(1.0, strategy="tp"))
-    _keep(2, _timed(1.0, gpu_memory_bytes=16 << 30))
+    keep(1, summed(1.0), summed(1.0, strategy="tp"))
+    keep(2, summed(1.0, gpu_memory_bytes=16 << 30))
     names = [line.name for line in _lines()]
     assert names == ["mp-bs1 gpu_memory_bytes None", "mp-bs1 gpu_memory_bytes 17179869184", "tp-bs1"]
     assert not any(any(one.change for one in line.figures if one) for line in _lines("sequences"))
@@ -182,74 +156,14 @@ def test_cases_of_one_id_are_named_by_what_differs() -> None:
 def test_a_trend_is_of_one_machine_in_the_order_of_measurement() -> None:
     """With several machines a name or the folder of one is needed; a promoted copy appears once."""
     for day in (2, 1, 2):
-        _keep(day, make_result())
-    save(measured(seen=gpus("NVIDIA A100")), _STORE)
-    four = stored(_STORE)[-1].machine
+        keep(day, make_result())
+    store.save(measured(seen=gpus("NVIDIA A100")), store.DEFAULT)
+    four = store.stored(store.DEFAULT)[-1].machine
     with pytest.raises(ValueError, match=f"give --machine, one of 1x-NVIDIA-A100-140GiB, {four}"):
-        chosen(_STORE)
-    assert [one.number for one in chosen(_STORE, four)] == [2, 1]
-    assert [one.number for one in chosen(_STORE / four)] == [2, 1]
+        chosen(store.DEFAULT)
+    assert [one.number for one in chosen(store.DEFAULT, four)] == [2, 1]
+    assert [one.number for one in chosen(store.DEFAULT / four)] == [2, 1]
     with pytest.raises(ValueError, match=r"machine 'other': storage \.llmgpu has only 1x-NVIDIA"):
-        chosen(_STORE, "other")
+        chosen(store.DEFAULT, "other")
     with pytest.raises(ValueError, match="storage nothing: it has no numbered report"):
         chosen(Path("nothing"))
-
-
-def test_the_command_prints_the_newest_reports_with_their_changes(capsys: pytest.CaptureFixture[str]) -> None:
-    """The heading has date, number and commit, a changed figure has a mark, and the reasons follow."""
-    for number in (1, 2, 3):
-        _keep(number, make_failed("oom") if number == 3 else _timed(1.0))
-    assert main(["trend", str(_STORE), "--last", "2"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].endswith(", 2 reports")
-    assert [line.split() for line in lines[2:6]] == [
-        ["time", "(s)"],
-        ["case", "2026-01-02", "2026-01-03"],
-        ["0002", "0003"],
-        ["00000002", "00000003"],
-    ]
-    assert lines[7].split(maxsplit=2) == ["mp-bs1", "210", "! OOM"]
-    assert lines[-1] == "! 0003 mp-bs1 time: oom, was completed in report 0002."
-    assert main(["trend", "--last", "0"]) == 2
-    assert main(["trend", "--last", "1"]) == 0
-    assert capsys.readouterr().out.splitlines()[0].endswith(", 1 report")
-
-
-def test_broken_reports_are_named_and_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    """The exit status shows that the trend is incomplete."""
-    paths = [_keep(number, _timed(1.0)) for number in (1, 2)]
-    paths[0].write_bytes(b"{")
-    assert main(["trend"]) == 2
-    printed = capsys.readouterr()
-    assert printed.out.startswith(f"{paths[0].parent.name}, 1 report\n")
-    assert printed.out.rstrip().endswith("No change was found.")
-    assert str(paths[0]) in printed.err
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_the_page_has_charts_and_needs_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each chart is valid Vega-Lite, marks its changes and names its lines; a line has a gap without the case."""
-    drawn: dict[str, Chart] = {}
-
-    def image(chart: Chart, *_: object, **__: object) -> bytes:
-        drawn[chart.id] = chart
-        return b"<svg/>"
-
-    monkeypatch.setattr(rendered, "image", image)
-    for number in (1, 2, 3):
-        traffic = make_traffic(wire_bytes_per_sequence=1e6 * (1 + number // 3))
-        _keep(number, make_result(strategy="<b>", traffic=traffic), *([_timed(1.0)] if number != 2 else []))
-    assert main(["trend", "--html", "site/trend.html"]) == 0
-    page = Path("site/trend.html").read_text("utf-8")
-    assert "&lt;b&gt;-bs1" in page
-    assert not {"<b>", "://"} & {found for found in ("<b>", "://") if found in page}
-    assert page.count('<source media="screen and (prefers-color-scheme: dark)" srcset="data:image/svg+xml;base64,') == 3
-    assert "! 0003 &lt;b&gt;-bs1 traffic: " in page
-    assert list(drawn) == ["trend-time", "trend-sequences", "trend-traffic"]
-    for chart in drawn.values():
-        altair.Chart.from_dict(chart.spec)
-    assert drawn["trend-traffic"].summary == "1 case over 3 reports of one machine, oldest first; 1 change."
-    rows = drawn["trend-time"].spec["data"]["values"]
-    assert [row["p"] for row in rows if row["s"] == "mp"] == [0, 1]
-    marked = [row for row in drawn["trend-traffic"].spec["data"]["values"] if "k" in row]
-    assert [(row["x"], row["k"]) for row in marked] == [("2026-01-03|0003|00000003", "worse")]

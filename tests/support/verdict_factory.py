@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -11,10 +12,12 @@ import msgspec
 
 from pytest_llmgpu.gate import judge, times
 from pytest_llmgpu.gate.times import PRIORS, Prior
+from pytest_llmgpu.report.derived import derive
 from pytest_llmgpu.report.metrics import MetricName
 from pytest_llmgpu.report.report import Commit, Gpu, Report, Session
 from pytest_llmgpu.report.result import CaseResult, DeviceProfile, Launch, Metric, Profile
 from pytest_llmgpu.report.verdicts import Baseline, Decided, Row, Verdicts, stated
+from pytest_llmgpu.store.store import DEFAULT, save
 from support.report_factory import make_failed, make_report, make_result, make_traffic
 
 BATCHES = 20
@@ -109,6 +112,21 @@ def measured(
     report.environment.gpus = report.environment.gpus if seen is None else list(seen)
     report.environment.cpu = cpu
     return report
+
+
+def summed(level: float, **fields: Any) -> CaseResult:
+    """Return a result of three launches whose time is this level, with the figures of the case."""
+    result = with_launches([level] * 3, sequences=BATCHES * fields.get("batch_size", 1), **fields)
+    derive(result)
+    return result
+
+
+def keep(day: int, *results: CaseResult, gpu: str = "GPU-") -> Path:
+    """Store the report of one day of January, whose GPUs have this prefix, in the default store."""
+    report = on_h200(results, f"{day:08x}" * 5, created=f"2026-01-{day:02}T03:04:05Z")
+    for place, one in enumerate(report.environment.gpus):
+        report.environment.gpus[place] = msgspec.structs.replace(one, uuid=f"{gpu}{place}")
+    return save(report, DEFAULT)
 
 
 @contextmanager
