@@ -7,7 +7,16 @@ from typing import Any
 import msgspec
 import pytest
 from support.prose import Prose
-from support.report_factory import make_answers, make_failed, make_memory, make_report, make_traffic, make_work
+from support.report_factory import (
+    make_answers,
+    make_failed,
+    make_generation,
+    make_memory,
+    make_report,
+    make_result,
+    make_traffic,
+    make_work,
+)
 from support.verdict_factory import make_invalid, make_row, noise, with_launches
 
 from pytest_llmgpu.gate.judge import RowClass, classify, exit_status, fails, judge, with_unseen
@@ -384,6 +393,85 @@ def test_a_case_that_was_measured_after_a_resumption_has_its_day() -> None:
     rows = judge(make_report(results), head, Policy(), today=TODAY).rows
     thresholds = {row.id: row.threshold for row in rows if row.metric == "device_time"}
     assert thresholds == {"mp-bs1": pytest.approx(0.01), "mp-bs2": pytest.approx(0.01 + DAY_SD)}
+
+
+def _generating(*, first_s: float = 0.02, step_s: float = 0.01, work: float = 1.0, prefill: float = 1.0) -> CaseResult:
+    """Return a case of texts of three tokens with four launches; the factors are of its decode steps and prefills."""
+    result = make_result(workload=GENERATE, prompt_tokens=96, new_tokens=3)
+    (plain,) = result.launches
+    works = []
+    for factor in (work, prefill):
+        (rank,) = make_work(1).ranks
+        device_time_s = [factor * one for one in rank.device_time_s or ()]
+        rank = msgspec.structs.replace(rank, flops=round(1e6 * factor), device_time_s=device_time_s)
+        works.append(msgspec.structs.replace(make_work(1), ranks=[rank]))
+    result.launches = []
+    for wobble in (0.999, 1.0, 1.001, 1.0):
+        first_tokens_s, steps_s = [first_s * wobble] * 64, [step_s * wobble] * 128
+        texts = make_generation([[1, 2, 3]], [[-1.0] * 3], [[-1.0] * 3], first_token_s=first_tokens_s, step_s=steps_s)
+        launch = msgspec.structs.replace(plain, generation=texts, work=works[0], prefill_work=works[1])
+        result.launches.append(launch)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("slower", "metric"), [({}, None), ({"first_s": 0.026}, "first_token"), ({"step_s": 0.013}, "token_time")]
+)
+def test_the_time_to_first_token_and_the_time_per_token_are_judged(
+    slower: dict[str, float], metric: str | None
+) -> None:
+    """Each has a row of its own by the rule of wall time, so that a trade of one for the other is seen."""
+    found = _judge([_generating()], [_generating(**slower)])
+    worse = {row.metric: row.ratio for row in found.rows if row.result == "REGRESSED" and row.gated}
+    assert worse == ({} if metric is None else {metric: pytest.approx(1.3)})
+    assert {"time", "first_token", "token_time"} <= {row.metric for row in found.rows}
+
+
+def test_wrong_texts_are_a_regression_and_right_ones_need_no_accuracy() -> None:
+    """A case that generates has no accuracy, which is no gap of the comparison."""
+    right, wrong = _generating(), _generating()
+    wrong.accuracy_check = AccuracyCheck(
+        metric="m", value=1.0, baseline=0.0, source=None, tolerance=0.1, ok=False, text="texts are wrong"
+    )
+    assert _said(_judge([_generating()], [wrong]))["accuracy"] == "REGRESSED"
+    found = _judge([_generating()], [right])
+    assert "accuracy" not in _said(found)
+    assert not [why for why in found.not_compared if why.startswith("accuracy")]
+
+
+@pytest.mark.parametrize(
+    ("step", "prefill", "verdict", "of_prefill"),
+    [
+        (1.0, 1.0, "OK", False),
+        (1.0, 1.032, "REGRESSED", True),
+        (1.0, 0.968, "IMPROVED", True),
+        (1.02, 0.968, "REGRESSED", False),
+        (1.02, 1.032, "REGRESSED", True),
+        (1.032, 1.02, "REGRESSED", False),
+    ],
+)
+@pytest.mark.parametrize("metric", ["flops", "device_time"])
+def test_the_worse_of_decode_step_and_prefill_stands(
+    metric: str, step: float, prefill: float, verdict: str, of_prefill: bool
+) -> None:
+    """The step alone would state that nothing changed; of two regressions the larger one is named."""
+    found = _judge([_generating()], [_generating(work=step, prefill=prefill)])
+    (row,) = (row for row in found.rows if row.metric == metric)
+    assert (row.result, row.prefill) == (verdict, of_prefill)
+    assert row.ratio == pytest.approx(prefill if of_prefill else step)
+    assert row.reason.startswith("Prefill: ") is of_prefill
+
+
+def test_the_device_time_of_texts_is_seen_as_well_as_in_the_noisier_of_its_parts() -> None:
+    """Prefills count as limited by computation, whose clock is random: the headline promises no more than they show."""
+    alone, both = _generating(), _generating()
+    for launch in alone.launches:
+        launch.prefill_work = None
+    seen = []
+    for head in (alone, both):
+        rows = judge(make_report([_generating()]), make_report([head]), Policy(), today=TODAY).rows
+        seen += [row.smallest_seen or 0.0 for row in rows if row.metric == "device_time"]
+    assert 0 < seen[0] < seen[1]
 
 
 def test_the_worst_comes_first() -> None:
