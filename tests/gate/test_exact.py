@@ -8,13 +8,7 @@ import pytest
 from support.prose import Prose
 from support.report_factory import make_result, make_traffic, make_work
 
-from pytest_llmgpu.gate.exact import (
-    exact_rows,
-    execution_row,
-    other_execution,
-    path_row,
-    traffic_row,
-)
+from pytest_llmgpu.gate.exact import exact_rows, execution_row, other_execution, path_row, traffic_row
 from pytest_llmgpu.gate.policy import AmountRule, ExactRule, Rules
 from pytest_llmgpu.report.result import CaseResult, Traffic
 from pytest_llmgpu.report.verdicts import Row
@@ -41,13 +35,8 @@ def _found(
     base: CaseResult | Work | None = None, head: CaseResult | Work | None = None, rules: Rules | None = None
 ) -> dict[str, Row | str]:
     """Return the row of each metric of work passes, or the reason why there is none."""
-    base, head = (
-        side if isinstance(side, CaseResult) else _result(make_work() if side is None else side)
-        for side in (base, head)
-    )
-    return {
-        metric: row for metric, row in exact_rows(base, head, rules or Rules()) if metric not in {"traffic", "path"}
-    }
+    sides = [one if isinstance(one, CaseResult) else _result(one or make_work()) for one in (base, head)]
+    return {str(metric): row for metric, row in exact_rows(*sides, rules or Rules()) if metric != "traffic"}
 
 
 def _rows(*given: Any, **named: Any) -> dict[str, Row]:
@@ -102,13 +91,11 @@ def _more(rank: RankWork, function: str) -> dict[str, int]:
 def test_one_more_call_is_a_regression(metric: str, fields: Callable[[RankWork], dict[str, Any]], prose: Prose) -> None:
     """One launch decides. The reason names the calls that changed; one call less is an improvement."""
     more = _with(**fields(make_work().ranks[1]))
-    rows = _rows(head=more)
-    assert rows[metric].verdict == ("REGRESSED" if metric == "host_syncs" else "CHANGED")
-    assert rows[metric].gated == (metric == "host_syncs")
-    assert _rows(head=more, rules=STRICT)[metric].gated
-    assert prose == rows[metric].reason
-    fewer = _rows(base=more)[metric]
-    assert fewer.result == "IMPROVED"
+    shown, gated, fewer = (one[metric] for one in (_rows(head=more), _rows(head=more, rules=STRICT), _rows(base=more)))
+    is_gated = metric == "host_syncs"
+    assert (shown.verdict, shown.gated) == ("REGRESSED" if is_gated else "CHANGED", is_gated)
+    assert (gated.verdict, fewer.result) == ("REGRESSED", "IMPROVED")
+    assert prose == shown.reason
     assert prose == fewer.reason
 
 
@@ -192,8 +179,7 @@ def test_one_launch_decides_on_traffic(head: Traffic, verdict: str, prose: Prose
     assert row.result == verdict
     assert prose == row.reason
     sent = float(sum(entry.wire_bytes for rank in head.ranks for entry in rank))
-    assert (row.base, row.head) == (2.0 * 64 * 1024, sent)
-    assert row.ratio == sent / (2 * 64 * 1024)
+    assert (row.base, row.head, row.ratio) == (2.0 * 64 * 1024, sent, sent / (2 * 64 * 1024))
 
 
 def _collectives(*calls: tuple[str, int]) -> CaseResult:
@@ -278,8 +264,8 @@ def test_a_slower_link_is_a_row_of_its_own(base: str, head: str | None, verdict:
 
 def test_what_sends_nothing_has_no_path() -> None:
     """Traffic that is gone has not moved to another link."""
-    quiet = _sending(make_traffic(0))
-    assert path_row(_sending(make_traffic(link="nvlink")), quiet, gated=True) == "nothing is sent"
+    found = path_row(_sending(make_traffic(link="nvlink")), _sending(make_traffic(0)), gated=True)
+    assert found == "nothing is sent"
 
 
 def test_what_a_rank_receives_is_not_sent_again() -> None:

@@ -51,6 +51,7 @@ up_to = 0.05
 expires = 2027-01-31
 """
 
+_FOUR_PERCENT = msgspec.structs.replace(Policy(), time=TimeRule(threshold=0.04))
 ALLOW = "[[allow]]\ncase = 'x'\nmetric = '{}'\nreason = 'y'\nup_to = {}"
 
 
@@ -60,17 +61,12 @@ def _write(tmp_path: Path, text: str, name: str = "gate.toml") -> Path:
     return path
 
 
-def test_each_metric_has_the_threshold_of_the_table() -> None:
-    """The tables are generated; a table in a file changes only the keys that it has."""
-    policy = Policy()
+def test_each_metric_has_the_gate_of_the_table() -> None:
+    """The rules are generated from the table of metrics."""
     for spec in METRICS:
         if spec.rule and spec.name != "outcome":
-            assert getattr(policy, spec.name).gate is spec.gate
-    assert (policy.flops, policy.kernels, policy.time) == (
-        AmountRule(threshold=0.001),
-        ExactRule(gate=False),
-        TimeRule(),
-    )
+            assert getattr(Policy(), spec.name).gate is spec.gate
+    assert (Policy().flops, Policy().time) == (AmountRule(threshold=0.001), TimeRule())
 
 
 def test_a_table_changes_the_keys_that_it_has(tmp_path: Path) -> None:
@@ -84,20 +80,22 @@ def test_a_table_changes_the_keys_that_it_has(tmp_path: Path) -> None:
     assert policy.allow == [Allowed(case="tp-*", metric="time", reason=reason, up_to=0.05, expires=expires)]
 
 
-def test_without_a_file_the_default_policy_is_used(tmp_path: Path) -> None:
-    """A pyproject.toml without a policy gives the default policy, too."""
+@pytest.mark.parametrize(
+    ("name", "text", "policy"),
+    [
+        ("pyproject.toml", "[project]\nname = 'x'\n", Policy()),
+        ("pyproject.toml", "[tool.llmgpu]\n", Policy()),
+        ("pyproject.toml", "[tool.llmgpu.gate.time]\nthreshold = 0.04\n", _FOUR_PERCENT),
+        ("gate.toml", "[time]\nthreshold = 0.04\n", _FOUR_PERCENT),
+    ],
+)
+def test_a_pyproject_and_a_separate_file_have_the_same_keys(
+    tmp_path: Path, name: str, text: str, policy: Policy
+) -> None:
+    """Without a file, and in a pyproject.toml without a policy, the default policy is used."""
+    assert load_policy(_write(tmp_path, text, name)) == policy
     assert load_policy(None) == Policy()
-    assert load_policy(_write(tmp_path, "[project]\nname = 'x'\n", "pyproject.toml")) == Policy()
-    assert load_policy(_write(tmp_path, "[tool.llmgpu]\n", "pyproject.toml")) == Policy()
-
-
-def test_a_pyproject_and_a_separate_file_give_the_same_policy(tmp_path: Path) -> None:
-    """The pyproject.toml of the folder is found, and its table has the same keys."""
-    assert find_policy(tmp_path) is None
-    path = _write(tmp_path, "[tool.llmgpu.gate.time]\nthreshold = 0.04\n", "pyproject.toml")
-    assert find_policy(tmp_path) == path
-    other = _write(tmp_path, "[time]\nthreshold = 0.04\n")
-    assert load_policy(path) == load_policy(other) == msgspec.structs.replace(Policy(), time=TimeRule(threshold=0.04))
+    assert find_policy(tmp_path) == (tmp_path / name if "tool.llmgpu.gate" in text else None)
 
 
 def test_a_dumped_policy_is_read_back(tmp_path: Path) -> None:
