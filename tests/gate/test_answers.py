@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -93,15 +93,10 @@ def test_the_gated_series_of_trained_models_are_one_family(
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 
-def _series(
-    lost: Mapping[int, Iterable[int]], won: Mapping[int, Iterable[int]] | None = None, items: int = ITEMS
-) -> list[Answered]:
+def _series(lost: Mapping[int, range], won: Mapping[int, range]) -> list[Answered]:
     """Return the answers of seven batch sizes. The mappings have the items lost and won at each batch size."""
     return [
-        _answered(
-            _result(*(won or {}).get(size, ()), items=items, batch_size=size),
-            _result(*lost.get(size, ()), items=items, batch_size=size),
-        )
+        _answered(_result(*won.get(size, ()), batch_size=size), _result(*lost.get(size, ()), batch_size=size))
         for size in SIZES
     ]
 
@@ -131,9 +126,7 @@ _FEW = {size: range(8) for size in (2, 16)}
 def test_the_batch_sizes_of_a_series_are_one_row(
     lost: Mapping[int, range], won: Mapping[int, range], verdict: str, p: float, sizes: Sequence[int], prose: Prose
 ) -> None:
-    """Three other items lost at each of seven sizes add up to 21, the same three may be chance; half of the allowed
-    chance is for the worst size, adjusted over seven (Holm), so that gains at six sizes hide no collapse at one.
-    """
+    """Others lost at each size add up, the same may be chance; gains at six sizes hide no collapse at one (Holm)."""
     (row,) = rows(_series(lost, won), 0.99, "")
     assert (row.result, row.id, row.cases) == (verdict, "mp", [f"mp-bs{size}" for size in sizes])
     assert row.p == pytest.approx(p)
@@ -142,7 +135,7 @@ def test_the_batch_sizes_of_a_series_are_one_row(
 
 def test_the_interval_of_a_series_is_of_the_mean_change() -> None:
     """Batch sizes mostly lose the same items."""
-    (row,) = rows(_series(_OTHERS), 0.99, "")
+    (row,) = rows(_series(_OTHERS, {}), 0.99, "")
     assert (row.base, row.head, row.high) == (1.0, pytest.approx(0.997), 0.003)
     assert row.low is not None
     assert row.low < 0.003

@@ -33,8 +33,8 @@ def _using(*launches: Sequence[float | None], field: str = _TENSORS) -> CaseResu
     return result
 
 
-def _judged(*launches: Sequence[float | None], field: str = _TENSORS, **rule: Any) -> Row:
-    row = memory_row(_using([0] * 4), _using(*launches, field=field), MemoryRule(**rule))
+def _row(head: CaseResult, **rule: Any) -> Row:
+    row = memory_row(_using([0] * 4), head, MemoryRule(**rule))
     assert isinstance(row, Row), row
     return row
 
@@ -55,7 +55,7 @@ def _judged(*launches: Sequence[float | None], field: str = _TENSORS, **rule: An
 )
 def test_the_fullest_device_decides_then_every_other_one(grown: Sequence[float], verdict: str, where: str) -> None:
     """0.5 % of 17 GiB are 87 MiB. A device that is not the fullest can grow; memory may move to emptier devices."""
-    row = _judged(grown)
+    row = _row(_using(grown))
     assert row.result == verdict
     assert f" on {where}, was " in row.reason
     place = -1 if where == "the fullest device" else 2
@@ -85,7 +85,7 @@ def test_memory_outside_live_tensors_has_a_threshold_of_its_own(
     field: str, grown: Sequence[float | None], rule: dict[str, Any], verdict: str, prose: Prose
 ) -> None:
     """Workspace counts as tensors do. Caches and buffers take the space of a batch: 10 % and 1 GiB are allowed."""
-    row = _judged(grown, field=field, **rule)
+    row = _row(_using(grown, field=field), **rule)
     assert row.result == verdict
     assert prose == row.reason
 
@@ -94,23 +94,19 @@ def test_memory_that_other_programs_use_does_not_count() -> None:
     """What NVML reports in use is also theirs."""
     head = _using([5] * 4, field=_USED)
     make_invalid(head.launches[0], "programs of others at work: GPU 0")
-    row = memory_row(_using([0] * 4), head, MemoryRule())
-    assert isinstance(row, Row)
-    assert row.verdict == "OK"
+    assert _row(head).verdict == "OK"
 
 
 def test_devices_that_a_launch_lacks_are_not_compared() -> None:
     """Then the fullest device alone decides."""
     fewer = _using([0, 5, 0, 0])
     del fewer.launches[0].memory[:2]
-    row = memory_row(_using([0] * 4), fewer, MemoryRule())
-    assert isinstance(row, Row)
-    assert row.verdict == "OK"
+    assert _row(fewer).verdict == "OK"
 
 
 def test_launches_that_differ_have_not_enough_data() -> None:
     """One of two grew: the range has the threshold inside."""
-    row = _judged([0] * 4, [1] * 4)
+    row = _row(_using([0] * 4, [1] * 4))
     assert (row.result, row.n, row.low, row.high) == ("UNDECIDED", 1, 1.0, 18 / 17)
     assert memory_row(make_result(), make_result(), MemoryRule()) == "neither report has it"
 
@@ -119,7 +115,6 @@ def test_a_change_between_graphs_and_eager_forwards_is_not_comparable() -> None:
     """Recorded graphs hold memory of their own."""
     head = _using([1] * 4)
     head.case = msgspec.structs.replace(head.case, execution="cuda_graphs")
-    row = memory_row(_using([0] * 4), head, MemoryRule())
-    assert isinstance(row, Row)
+    row = _row(head)
     assert row.result == "NOT_COMPARABLE"
     assert "--llmgpu-cuda-graphs" in row.reason

@@ -32,22 +32,46 @@ def _groups(*rows: Row, differences: Sequence[str] = ()) -> list[Group]:
     return group(make_verdicts(*rows, warnings=warnings), Policy())
 
 
-def _ids(*rows: Row, differences: Sequence[str] = ()) -> list[set[tuple[str, str]]]:
-    return [{(row.id, row.metric) for row in one.rows} for one in _groups(*rows, differences=differences)]
+_DOWN, _NORM = _cause("mlp.down_proj"), _cause("norm")
+_IOK = [f"iok-bs{size}" for size in (1, 8)]
 
 
-def test_a_module_is_one_cause_over_cases_and_metrics() -> None:
-    """Another module is another cause, also with a difference of the environment."""
-    down, norm = _cause("mlp.down_proj"), _cause("norm")
-    rows = [
-        _row("tp-bs1", metric="device_time", cause=down),
-        _row("tp-bs8", cause=down, ratio=1.2),
-        _row("mp-bs1", cause=norm),
-    ]
-    assert _ids(*rows, differences=["torch 2.10 -> 2.11"]) == [
-        {("tp-bs1", "device_time"), ("tp-bs8", "time")},
-        {("mp-bs1", "time")},
-    ]
+@pytest.mark.parametrize(
+    ("rows", "differences", "groups"),
+    [
+        (
+            [
+                _row("tp-bs1", metric="device_time", cause=_DOWN),
+                _row("tp-bs8", cause=_DOWN, ratio=1.2),
+                _row("mp-bs1", cause=_NORM),
+            ],
+            ["torch 2.10 -> 2.11"],
+            [{"tp-bs1 device_time", "tp-bs8 time"}, {"mp-bs1 time"}],
+        ),
+        (
+            [
+                _row("tp-bs2", ratio=1.6),
+                *(_row(name, "NEW", "outcome", ratio=None) for name in _IOK),
+                *(_row(name, metric="accuracy", ratio=None, reason=f"{name} differs") for name in _IOK),
+            ],
+            ["deepspeed 1 -> 2"],
+            [{"tp-bs2 time"}, {"iok-bs1 accuracy", "iok-bs8 accuracy"}],
+        ),
+        (
+            [_row("tp-bs1"), _row("tp-bs8"), _row("tp-bs8", metric="traffic"), _row("mp-bs1", "MISSING", "outcome")],
+            [],
+            [{"tp-bs1 time", "tp-bs8 time", "tp-bs8 traffic"}, {"mp-bs1 outcome"}],
+        ),
+        ([_row("tp-bs1", "OK", ratio=0.9), _row("tp-bs2", "NEW", "outcome")], [], []),
+    ],
+    ids=["modules", "no baseline", "same cases", "unchanged"],
+)
+def test_rows_of_one_cause_are_a_group(rows: list[Row], differences: list[str], groups: list[set[str]]) -> None:
+    """A module is one cause over cases and metrics, other software explains no case without a baseline, and metrics of
+    the same cases have one cause.
+    """
+    found = _groups(*rows, differences=differences)
+    assert [{f"{row.id} {row.metric}" for row in one.rows} for one in found] == groups
 
 
 def test_a_difference_of_the_environment_is_the_cause_of_what_became_worse() -> None:
@@ -68,37 +92,10 @@ def test_a_difference_of_the_environment_is_the_cause_of_what_became_worse() -> 
     assert next_step(found[0]) != next_step(found[1])
 
 
-def test_a_difference_of_the_environment_is_no_cause_in_a_case_without_a_baseline() -> None:
-    """Its answers are wrong by themselves."""
-    rows = [
-        _row("tp-bs2", ratio=1.6),
-        *(_row(f"iok-bs{size}", "NEW", "outcome", ratio=None) for size in (1, 8)),
-        *(_row(f"iok-bs{size}", metric="accuracy", ratio=None, reason=f"not mp-bs{size}'s") for size in (1, 8)),
-    ]
-    assert _ids(*rows, differences=["deepspeed 1 -> 2"]) == [
-        {("tp-bs2", "time")},
-        {("iok-bs1", "accuracy"), ("iok-bs8", "accuracy")},
-    ]
-
-
 def test_the_next_step_counts_all_undecided_rows_of_a_cause() -> None:
     """The largest number of launches decides all of them."""
     (found,) = _groups(*(_row(f"mp-bs{size}", "UNDECIDED", launches_needed=size + 3) for size in (1, 4)))
     assert next_step(found) == "--llmgpu-launches=7 in both reports decides 2 of 2 undecided rows."
-
-
-def test_metrics_of_the_same_cases_have_one_cause() -> None:
-    """A missing case is a cause of its own."""
-    rows = [
-        _row("tp-bs1"),
-        _row("tp-bs8"),
-        _row("tp-bs8", metric="traffic"),
-        _row("mp-bs1", "MISSING", metric="outcome", ratio=None),
-    ]
-    assert _ids(*rows) == [
-        {("tp-bs1", "time"), ("tp-bs8", "time"), ("tp-bs8", "traffic")},
-        {("mp-bs1", "outcome")},
-    ]
 
 
 def test_a_known_regression_is_no_part_of_another_cause() -> None:
@@ -106,12 +103,6 @@ def test_a_known_regression_is_no_part_of_another_cause() -> None:
     found = _groups(_row("tp-bs1"), _row("tp-bs1", metric="memory", allowed="bug 7"))
     assert [(one.fails, one.allowed) for one in found] == [(True, None), (False, "bug 7")]
     assert "Allowed: bug 7" in lines(found[1])
-
-
-@pytest.mark.parametrize("verdict", ["OK", "NEW"])
-def test_rows_that_are_neither_worse_nor_unclear_have_no_cause(verdict: Verdict) -> None:
-    """There is nothing to explain."""
-    assert _ids(_row("tp-bs1", verdict, ratio=0.9)) == []
 
 
 def test_reasons_that_differ_in_numbers_alone_are_one() -> None:

@@ -32,16 +32,7 @@ def _changes(line: Line) -> list[str | None]:
     return [one.change if one is not None else "absent" for one in line.figures]
 
 
-@pytest.mark.parametrize("factor", [1.05, 1 / 1.05])
-def test_a_step_is_found_with_the_report_where_it_began(factor: float) -> None:
-    """One report is not enough, the second one shows it, and later reports find it no second time."""
-    history = [*_FLAT, *(factor * value for value in _FLAT)]
-    assert steps(history[:11], _PRIOR) == []
-    [step] = steps(history, _PRIOR)
-    assert (step.first, step.found) == (10, 11)
-    assert step.change == pytest.approx(factor - 1, abs=0.003)
-
-
+_FASTER, _SLOWER = ([factor * value for value in _FLAT] for factor in (1 / 1.05, 1.05))
 _QUIET = [1.0001, 1.0, 1.0001, 1.0, 1.0001]
 _BY_HALF_A_PERCENT = [1.005 * value for value in _QUIET]
 
@@ -49,20 +40,27 @@ _BY_HALF_A_PERCENT = [1.005 * value for value in _QUIET]
 @pytest.mark.parametrize(
     ("history", "prior", "expected"),
     [
-        ([*_FLAT, *(1.1 * value for value in _FLAT), *_FLAT], _PRIOR, [10, 20]),
+        ([*_FLAT, *_SLOWER], _PRIOR, [(10, 11)]),
+        ([*_FLAT, *_FASTER], _PRIOR, [(10, 11)]),
+        ([*_FLAT, *_SLOWER, *_FLAT], _PRIOR, [(10, 11), (20, 21)]),
+        ([*_FLAT, *_SLOWER[:1]], _PRIOR, []),
         ([*_QUIET, *_BY_HALF_A_PERCENT], Prior(s0=0.003, df0=40.0, source="test"), []),
-        ([*_QUIET, *_BY_HALF_A_PERCENT], Prior(s0=0.0003, df0=40.0, source="test"), [5]),
-        ([*(_QUIET * 6), *_BY_HALF_A_PERCENT], Prior(s0=0.003, df0=40.0, source="test"), [30]),
+        ([*_QUIET, *_BY_HALF_A_PERCENT], Prior(s0=0.0003, df0=40.0, source="test"), [(5, 6)]),
+        ([*(_QUIET * 6), *_BY_HALF_A_PERCENT], Prior(s0=0.003, df0=40.0, source="test"), [(30, 33)]),
         ([*_FLAT, 1.5], _PRIOR, []),
         ([*(_FLAT * 8), 1.5, *_FLAT], _PRIOR, []),
         ([1.0, 1.0 + 1e-9] * 10 + [1.001] * 10, _PRIOR, []),
-        ([1.0, 1.0 + 1e-9] * 10 + [1.01] * 10, _PRIOR, [20]),
+        ([1.0, 1.0 + 1e-9] * 10 + [1.01] * 10, _PRIOR, [(20, 21)]),
     ],
-    ids=["two", "expected noise", "little noise", "its own noise", "accident", "late accident", "small", "large"],
 )
-def test_a_step_lasts_and_exceeds_the_noise(history: list[float], prior: Prior, expected: list[int]) -> None:
-    """Few reports are compared with the expected noise, many show their own; one report alone is no step."""
-    assert [one.first for one in steps(history, prior)] == expected
+def test_a_step_lasts_and_exceeds_the_noise(
+    history: list[float], prior: Prior, expected: list[tuple[int, int]]
+) -> None:
+    """Few reports are compared with the expected noise, many show their own; the second report shows a step."""
+    found = steps(history, prior)
+    assert [(one.first, one.found) for one in found] == expected
+    for one in found:
+        assert one.change == pytest.approx(history[one.first] / history[one.first - 1] - 1, abs=0.004)
 
 
 def test_a_step_has_to_be_clearer_among_many_cases() -> None:
