@@ -141,21 +141,19 @@ def test_the_interval_of_a_series_is_of_the_mean_change() -> None:
     assert row.low < 0.003
 
 
-def test_log_likelihoods_that_differ_at_one_batch_size_name_it(prose: Prose) -> None:
-    """The other batch sizes are still tested for items lost."""
-    same, other = (_numbers(value, dtype="float16", batch_size=size) for value, size in ((-2.0, 1), (-2.2, 4)))
-    before = _numbers(-2.0, dtype="float16", batch_size=4)
-    (row,) = rows([_answered(same, same), _answered(before, other)], 0.99, "")
-    assert (row.result, row.cases) == ("REGRESSED", ["mp-bs4"])
-    assert prose == row.reason
-
-
-def test_a_floor_at_one_batch_size_names_it(prose: Prose) -> None:
-    """It is a regression although the baseline is below the floor as well."""
-    low = [_result(*range(50 * (size == 4)), batch_size=size) for size in (2, 4)]
-    (row,) = rows([_answered(one, one, floor=0.96) for one in low], 0.99, "")
-    assert (row.result, row.cases) == ("REGRESSED", ["mp-bs4"])
-    assert prose == row.reason
+def test_what_is_wrong_at_one_batch_size_names_it(prose: Prose) -> None:
+    """Log-likelihoods that differ, or answers below the floor, also where those of the baseline are."""
+    same, before, after = (
+        _numbers(value, dtype="float16", batch_size=size) for value, size in ((-2.0, 1), (-2.0, 4), (-2.2, 4))
+    )
+    low = [_result(*range(50 * (size == 4)), batch_size=size) for size in (1, 4)]
+    for cases in (
+        [_answered(same, same), _answered(before, after)],
+        [_answered(one, one, floor=0.96) for one in low],
+    ):
+        (row,) = rows(cases, 0.99, "")
+        assert (row.result, row.cases) == ("REGRESSED", ["mp-bs4"])
+        assert prose == row.reason
 
 
 def test_other_wrong_answers_are_no_loss_but_other_predictions(prose: Prose) -> None:

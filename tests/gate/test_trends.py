@@ -6,8 +6,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support.report_factory import make_answers, make_failed, make_profile, make_result, make_traffic
 from support.verdict_factory import gpus, keep, measured, summed
 
@@ -68,15 +66,6 @@ def test_a_step_has_to_be_clearer_among_many_cases() -> None:
     history = [*_FLAT, *(1.01 * value for value in _FLAT)]
     alone, among = (steps(history, _PRIOR, cases=cases)[0] for cases in (1, 1000))
     assert among.found > alone.found
-
-
-@given(st.lists(st.floats(0.5, 2.0), max_size=30), st.floats(0.01, 100.0))
-@settings(max_examples=40, deadline=None)
-def test_steps_do_not_depend_on_the_unit(values: list[float], unit: float) -> None:
-    """Each is within the history, with enough reports before and after it."""
-    found = steps(values, _PRIOR)
-    assert [one[:2] for one in steps([unit * value for value in values], _PRIOR)] == [one[:2] for one in found]
-    assert all(4 <= one.first < one.found < len(values) for one in found)
 
 
 @pytest.mark.parametrize(
