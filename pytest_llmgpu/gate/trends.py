@@ -217,10 +217,10 @@ def _figures(
                 marks[place] = ("better" if (change > 0) == spec.bigger_is_better else "worse", reason)
     scale = spec.trended.scale if spec.trended is not None else 1.0
     figures: list[Figure | None] = [None] * (len(names) - start)
-    for place, _, result, value in past:
-        if place >= start:
-            mark = marks.get(place, (None, ""))
-            figures[place - start] = Figure(None if value is None else value / scale, result.outcome, *mark)
+    for one in past:
+        if one.place >= start:
+            shown = None if one.value is None else one.value / scale
+            figures[one.place - start] = Figure(shown, one.result.outcome, *marks.get(one.place, (None, "")))
     return figures
 
 

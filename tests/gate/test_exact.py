@@ -35,8 +35,8 @@ def _found(
     base: CaseResult | Work | None = None, head: CaseResult | Work | None = None, rules: Rules | None = None
 ) -> dict[str, Row | str]:
     """Return the row of each metric of work passes, or the reason why there is none."""
-    sides = [one if isinstance(one, CaseResult) else _result(one or make_work()) for one in (base, head)]
-    return {str(metric): row for metric, row in exact_rows(*sides, rules or Rules()) if metric != "traffic"}
+    then, now = (one if isinstance(one, CaseResult) else _result(one or make_work()) for one in (base, head))
+    return {str(metric): row for metric, row in exact_rows(then, now, rules or Rules()) if metric != "traffic"}
 
 
 def _rows(*given: Any, **named: Any) -> dict[str, Row]:

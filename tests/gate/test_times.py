@@ -127,7 +127,8 @@ def test_noise_is_not_enough_data(slower: float, verdict: str) -> None:
     """Equal times and a change within the noise are undecided; the launches needed decide, also where OK is chance."""
     noisy = Prior(s0=0.02, df0=1000.0, source="test")
     row = _judged(with_launches([1.0]), with_launches([slower]), noisy)
-    assert (row.result, row.smallest_seen) == (verdict, pytest.approx(0.13, abs=0.04))
+    assert row.result == verdict
+    assert row.smallest_seen == pytest.approx(0.13, abs=0.04)
     assert (f": {row.launches_needed}, now 1." in row.reason) == (verdict == "UNDECIDED")
     enough = with_launches([1.0] * (row.launches_needed or 0))
     decided = _judged(enough, enough, noisy)
@@ -189,7 +190,8 @@ def test_wall_time_of_another_machine_has_a_larger_threshold(
     Every row that is not worse has a next step: behind so much noise that a slowdown would not be seen it is undecided.
     """
     row = _judged(with_launches([1.0]), with_launches([slower]), prior, machine_sd=machine_sd)
-    assert (row.result, row.threshold) == (verdict, pytest.approx(threshold, rel=0.01))
+    assert row.result == verdict
+    assert row.threshold == pytest.approx(threshold, rel=0.01)
     can_be_judged = threshold < 1
     assert ("threshold" in row.reason) == can_be_judged
     assert ("Slowdowns cannot be judged: the baseline is from other GPUs" in row.reason) != can_be_judged
@@ -198,7 +200,8 @@ def test_wall_time_of_another_machine_has_a_larger_threshold(
 
 def test_extreme_times_give_finite_ratios() -> None:
     """Ratios beyond the range of a float are limited."""
-    row = _judged(*(with_latencies([[each] * BATCHES] * 2) for each in (1e-300, 1e300)))
+    base, head = (with_latencies([[each] * BATCHES] * 2) for each in (1e-300, 1e300))
+    row = _judged(base, head)
     assert row.result == "REGRESSED"
     assert 1e300 < (row.ratio or math.inf) < math.inf
 
@@ -228,7 +231,8 @@ def test_device_time_has_a_larger_threshold_on_other_days_and_gpus(
 def test_the_rank_that_became_slowest_decides() -> None:
     """Ranks with equal GPUs are compared, whatever their numbers; the p is multiplied by the number of ranks."""
     row = _device_row(_worked(1.0), _worked(1.0, uuids="10", skew=(1.03, 1.0)))
-    assert (row.result, row.ratio) == ("REGRESSED", pytest.approx(1.03))
+    assert row.result == "REGRESSED"
+    assert row.ratio == pytest.approx(1.03)
     assert "of rank 0 " in row.reason
     alone = _device_row(_worked(1.0, uuids="1", skew=(1.0,)), _worked(1.0, uuids="1", skew=(1.03,)))
     assert row.p == pytest.approx(2 * (alone.p or 0.0))
@@ -424,16 +428,15 @@ def test_throttled_launches_are_left_out_unless_they_are_most_of_both(
     base: list[int], head: list[int], counts: tuple[int, int] | str
 ) -> None:
     """A hot GPU is no slowdown; where both are mostly throttled, that is how this machine runs."""
-    sides = [with_launches([1.08 if held else 1.0 for held in side]) for side in (base, head)]
-    for result, side in zip(sides, (base, head), strict=True):
-        for launch, held in zip(result.launches, side, strict=True):
-            make_invalid(launch, *[_HELD] * held)
+    then, now = (with_launches([1.08 if held else 1.0 for held in side]) for side in (base, head))
+    for launch, held in zip((*then.launches, *now.launches), (*base, *head), strict=True):
+        make_invalid(launch, *[_HELD] * held)
     if isinstance(counts, str):
-        found = _refused(*sides, "UNDECIDED")
+        found = _refused(then, now, "UNDECIDED")
         assert found.reason == f"Power or heat throttled only the {counts} (`profile.invalid`)."
         assert found.next_step.startswith(disturbances.COOLER)
     else:
-        assert _counts(*sides) == counts
+        assert _counts(then, now) == counts
 
 
 def test_the_critical_value_is_a_quantile_of_the_family() -> None:
