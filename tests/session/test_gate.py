@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -43,51 +42,27 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     return Machine(device="cpu", devices=1, gpus=[], facts=TorchFacts(version="2"))
 
 
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
 def _gate(folder: Path, reference: str, *, policy: Path | None = None, **given: object) -> RunGate:
     options = Options(compare=reference, **given)  # type: ignore[arg-type]
     return RunGate(options, rootdir=folder, policy_path=policy, storage_path=folder / "store")
 
 
-def _judged(
-    folder: Path, machine: Machine, *base: CaseResult, cpu: str = "Xeon", tests: Sequence[str] = (_TEST,)
-) -> RunGate:
-    """Return the gate of a run on a Xeon that measured one case, with a baseline of these cases."""
-    file.dump(_on(cpu, *base), folder / "base.json")
-    gate = _gate(folder, str(folder / "base.json"))
-    gate.find_baseline(machine)
-    gate.expect(tests)
-    gate.judge(_on("Xeon", _result()))
-    return gate
-
-
-def test_a_name_means_the_report_of_this_machine(tmp_path: Path, machine: Machine) -> None:
-    """Two kinds of machines share a store; each is compared with its own report, which the verdicts name."""
-    ours, _ = (store.save(_on(cpu, _result()), tmp_path / "store", "main") for cpu in ("Xeon", "EPYC"))
-    gate = _gate(tmp_path, "main")
-    gate.find_baseline(machine)
-    verdicts = gate.judge(_on("Xeon", _result()))
-    assert verdicts.baseline == Baseline(name="main", sha256=_sha256(ours))
-
-
-def test_a_machine_with_gpus_is_known_by_them(
-    tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("on_gpus", [False, True])
+def test_a_name_means_the_report_of_this_machine(
+    tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch, on_gpus: bool
 ) -> None:
-    """The store names its reports by the GPUs."""
-    gpus = [Gpu(index=0, uuid="GPU-0", name="NVIDIA H200", memory_bytes=140 * 2**30)]
-    found = Environment(cpu="Xeon", python="3.11.7", platform="Linux", gpus=gpus)
-    monkeypatch.setattr(environment, "fingerprint", lambda _: found)
-    on_gpu = make_report([make_result()])
-    on_gpu.environment = found
-    ours = store.save(on_gpu, tmp_path / "store", "main")
-    store.save(_on("EPYC", _result()), tmp_path / "store", "main")
+    """Two kinds of machines share a store, and GPUs name theirs; each is compared with its own, which verdicts name."""
+    ours = _on("Xeon", _result())
+    if on_gpus:
+        gpus = [Gpu(index=0, uuid="GPU-0", name="NVIDIA H200", memory_bytes=140 * 2**30)]
+        ours = make_report([make_result()])
+        ours.environment = Environment(cpu="Xeon", python="3.11.7", platform="Linux", gpus=gpus)
+        monkeypatch.setattr(environment, "fingerprint", lambda _: ours.environment)
+        machine = msgspec.structs.replace(machine, device="cuda", gpus=gpus)
+    kept, _ = (store.save(report, tmp_path / "store", "main") for report in (ours, _on("EPYC", _result())))
     gate = _gate(tmp_path, "main")
-    gate.find_baseline(msgspec.structs.replace(machine, device="cuda", gpus=gpus))
-    verdicts = gate.judge(on_gpu)
-    assert verdicts.baseline == Baseline(name="main", sha256=_sha256(ours))
+    gate.find_baseline(machine)
+    assert gate.judge(ours).baseline == Baseline(name="main", sha256=hashlib.sha256(kept.read_bytes()).hexdigest())
 
 
 def test_a_path_counts_from_the_rootdir_where_it_is_not_here(
@@ -118,27 +93,35 @@ def test_names_of_the_policy_that_the_baseline_lacks_are_noted_before_the_run(tm
     assert "did you mean mp-bs1?" in found[0]
 
 
-def test_reports_without_a_common_case_fail(tmp_path: Path, machine: Machine) -> None:
-    """New cases are skipped, and the run fails because nothing was compared."""
-    gate = _judged(tmp_path, machine)
-    of_test, of_run = gate.verdict_of(_TEST), gate.verdict_of(None)
-    assert (of_test.verdict, of_test.fails, of_test.undecided) == ("NEW", False, True)
-    assert of_run.fails
-    assert of_run.text.startswith("NOTHING COMPARED: ")
-
-
-def test_another_machine_s_report_fails_its_tests(tmp_path: Path, machine: Machine) -> None:
-    """Times of another processor are no baseline."""
-    found = _judged(tmp_path, machine, _result(), cpu="EPYC").verdict_of(_TEST)
-    assert (found.verdict, found.fails) == ("NOT_COMPARABLE", True)
-    assert "CPU EPYC -> Xeon" in found.text
-
-
-def test_a_test_that_measured_nothing_is_open(tmp_path: Path, machine: Machine) -> None:
-    """A skipped test neither passes nor fails; the missing case of the baseline has its own row."""
-    gate = _judged(tmp_path, machine, _result(), tests=[_TEST, "test_it.py::test_skipped"])
-    found = gate.verdict_of("test_it.py::test_skipped")
-    assert (found.undecided, found.text) == (True, "the test measured no case")
+@pytest.mark.parametrize(
+    ("base", "cpu", "nodeid", "verdict", "fails", "text"),
+    [
+        ([], "Xeon", _TEST, "NEW", False, ""),
+        ([], "Xeon", None, "NOT_COMPARABLE", True, "NOTHING COMPARED: "),
+        ([_result()], "EPYC", _TEST, "NOT_COMPARABLE", True, "CPU EPYC -> Xeon"),
+        # The missing case of the baseline has its own row.
+        ([_result()], "Xeon", "test_it.py::test_skipped", "MISSING", False, "the test measured no case"),
+    ],
+)
+def test_a_test_whose_cases_cannot_be_compared_does_not_pass(
+    tmp_path: Path,
+    machine: Machine,
+    base: list[CaseResult],
+    cpu: str,
+    nodeid: str | None,
+    verdict: str,
+    fails: bool,
+    text: str,
+) -> None:
+    """New and skipped ones are open, and the run fails if nothing was compared; another processor is no baseline."""
+    file.dump(_on(cpu, *base), tmp_path / "base.json")
+    gate = _gate(tmp_path, str(tmp_path / "base.json"))
+    gate.find_baseline(machine)
+    gate.expect([_TEST, "test_it.py::test_skipped"])
+    gate.judge(_on("Xeon", _result()))
+    found = gate.verdict_of(nodeid)
+    assert (found.verdict, found.fails, found.undecided) == (verdict, fails, not fails)
+    assert text in found.text
 
 
 @pytest.mark.parametrize(

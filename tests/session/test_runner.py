@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, ClassVar
@@ -10,6 +9,7 @@ import msgspec
 import pytest
 from support import report_factory, tiny_model
 from support.prose import Prose
+from support.report_factory import GIB
 
 from pytest_llmgpu.inference import tasks
 from pytest_llmgpu.profiling.machine import Machine, TorchFacts
@@ -26,11 +26,9 @@ from pytest_llmgpu.report.result import (
     CaseResult,
     Collective,
     DeviceMemory,
-    DeviceProfile,
     Failure,
     HostUse,
     Launch,
-    Metric,
     Outcome,
     Profile,
     Traffic,
@@ -112,21 +110,19 @@ class _FakeProfiler(Profiler):
     def start(self) -> None:
         pass
 
+    def used_bytes(self) -> Mapping[str, int]:
+        return {"GPU-c": 2 * GIB}
+
     def slice(
         self, starts_s: Sequence[float], ends_s: Sequence[float], held_bytes: Mapping[str, int] | None = None
     ) -> Profile:
-        start_s, end_s = starts_s[0], ends_s[0]
-        self.windows.append((start_s, end_s, dict(self.held_bytes if held_bytes is None else held_bytes)))
-        used = Metric(mean=5.0, max=7.0, method="nvml", coverage=None)
-        return Profile(
-            period_s=1.0,
-            duration_s=end_s - start_s,
-            samples=self.samples,
-            missed=0,
-            lateness_p99_s=None,
-            devices=[DeviceProfile(index=3, uuid="GPU-c", metrics={"memory_used_bytes": used})],
-            why={} if self.samples else {"samples": "no reading fell inside"},
+        self.windows.append((starts_s[0], ends_s[0], dict(self.held_bytes if held_bytes is None else held_bytes)))
+        (device,) = report_factory.make_profile(1).devices
+        device = msgspec.structs.replace(
+            device, index=3, uuid="GPU-c", counters={"compute_processes": 2.0, "xids": 1.0}
         )
+        why = {} if self.samples else {"samples": "no reading fell inside"}
+        return report_factory.make_profile(samples=self.samples, devices=[device], why=why)
 
 
 class _Bench(LocalLauncher):
@@ -134,7 +130,7 @@ class _Bench(LocalLauncher):
 
     name = "fake"
 
-    def __init__(self, profiler: Profiler | None = None, **answers: Any) -> None:
+    def __init__(self, **answers: Any) -> None:
         """Set what a rank answers to a command: a value, an exception, or a function of the arguments."""
         self.answers = {**_ANSWERS, **answers}
         self.did: list[str] = []
@@ -144,7 +140,7 @@ class _Bench(LocalLauncher):
         self.recorded: list[CaseResult] = []
         self.lines: list[str] = []
         self.profiler = _FakeProfiler(self.did)
-        self.runner = Runner(self, lambda _: profiler or self.profiler, lambda *_: None, self.lines.append)
+        self.runner = Runner(self, lambda _: self.profiler, lambda *_: None, self.lines.append)
 
     def answer(self, command: str, args: tuple[Any, ...]) -> Any:
         self.did.append(command)
@@ -192,20 +188,25 @@ def _failed(message: str = "gone", outcome: Outcome = "crashed", **fields: Any) 
     return RankFailedError(outcome, Failure(phase="forward", message=message, **fields))
 
 
+def _disturbances(launch: Launch) -> list[str]:
+    """Return the kinds of disturbances in the profile of a launch."""
+    assert launch.profile is not None
+    titles = [sentence.partition(":")[0] for sentence in launch.profile.invalid]
+    return [kind for kind, title in disturbances.TITLES.items() if title in titles]
+
+
 def test_a_completed_case_holds_what_the_ranks_measured() -> None:
     """Batches and accuracy come from the ranks; the profile begins with the first batch and ends with the last."""
     bench = _Bench()
     result = bench.run(_case())
-    assert bench.recorded == [result]
+    assert (bench.recorded, bench.environments) == ([result], [[{"CUDA_VISIBLE_DEVICES": "GPU-c,GPU-a"}]])
     assert (result.outcome, result.failure) == ("completed", None)
     (launch,) = result.launches
     assert (launch.batches.latency_s, launch.plan_sha256) == ([1.0, 2.0], "plan")
     assert (launch.warmup_s, launch.compile_s) == (0.5, 8.0)
     assert bench.profiler.windows == [(100.0, 103.0, {"GPU-c": 2, "GPU-a": 0})]
     assert launch.host == HostUse(wall_s=3.0, threads=[4], cpu_s=[2.0], waited_s=[0.9], pressure_s=0.5)
-    assert launch.profile is not None
-    [disturbance] = launch.profile.invalid
-    assert disturbance.startswith(disturbances.TITLES["cpu"])
+    assert _disturbances(launch) == ["processes", "memory", "xid", "cpu"]
     # The bytes of the warm-up do not count, and the devices are idle while counters are read. The second mark comes at
     # once: the answers are compared later, which takes longer than a mark may wait.
     assert bench.did[-5:] == ["warm_up", "mark, wait", "measure", "mark", "account"]
@@ -221,32 +222,23 @@ def test_counters_are_read_where_a_phase_begins_and_where_a_case_fails() -> None
     assert bench.did == [*before, "mark", "killed"]
 
 
-@pytest.mark.usefixtures("patient_profiler")
 @pytest.mark.parametrize("failing", ["load", "measure"])
-def test_a_failed_case_has_the_disturbances_of_its_window(
-    nvml_stub: Callable[..., dict[str, str]], failing: str
-) -> None:
+def test_a_failed_case_has_the_disturbances_of_its_window(failing: str) -> None:
     """An Xid or a memory error that may have caused a crash is in the profile of the crashed case."""
-    profiler = Profiler(0.025, environment=nvml_stub(xid="0:1", ecc="0:1", processes="2"))
-
-    def fail(*_: Any) -> None:
-        profiler.mark(wait=True)  # some time passes
-        raise _failed()
-
-    try:
-        profile = _Bench(profiler, **{failing: fail}).run(_case()).launches[0].profile
-    finally:
-        profiler.close()
-    assert profile is not None
-    titles = [disturbances.TITLES[kind] for kind in ("processes", "ecc", "xid")]
-    assert [sentence.partition(":")[0] for sentence in profile.invalid] == titles
+    (launch,) = _Bench(**{failing: _failed()}).run(_case()).launches
+    assert _disturbances(launch) == ["processes", "memory", "xid"]
 
 
 def test_memory_is_recorded_by_nvml_index() -> None:
     """Devices are joined by UUID, since CUDA may order them differently; `why` has the reason of a missing reading."""
     bench = _Bench()
     first, second = bench.run(_case()).launches[0].memory
-    assert (first.index, first.weights_bytes, first.held_bytes, first.nvml_used_max_bytes) == (3, 4, 2, 7)
+    assert (first.index, first.weights_bytes, first.held_bytes, first.nvml_used_max_bytes) == (
+        3,
+        4,
+        2,
+        36 * report_factory.GIB,
+    )
     assert (second.index, second.weights_bytes, second.nvml_used_max_bytes) == (1, 5, None)
     assert "nvml_used_max_bytes" in second.why
     bench.profiler.samples = 0  # the nearest reading is of another moment and does not count
@@ -255,7 +247,7 @@ def test_memory_is_recorded_by_nvml_index() -> None:
     assert memory.why["nvml_used_max_bytes"] == "no reading fell inside"
 
 
-# Nodes and variables.
+# Nodes.
 
 _TWO_NODES = Machine(
     device="cuda",
@@ -268,45 +260,6 @@ _TWO_NODES = Machine(
 
 def _spread(batch_size: int = 4, **fields: Any) -> Case:
     return _case(batch_size, **{"strategy": "tp", "devices": 3, **fields})
-
-
-def test_a_rank_has_the_devices_of_its_node() -> None:
-    """They are passed by UUID, independent of CUDA_VISIBLE_DEVICES; variables are those that torchrun sets."""
-    bench = _Bench()
-    bench.run(_spread(), _TP, machine=_TWO_NODES)
-    bench.run(_case())
-    environments, alone = bench.environments
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "LLMGPU_NODES")
-    assert [[variables[name] for name in names] for variables in environments] == [
-        ["0", "0", "3", "2", "GPU-c,GPU-a", "0,0,1"],
-        ["1", "1", "3", "2", "GPU-c,GPU-a", "0,0,1"],
-        ["2", "0", "3", "1", "GPU-e", "0,0,1"],
-    ]
-    assert alone == [{"CUDA_VISIBLE_DEVICES": "GPU-c,GPU-a"}]
-
-
-@pytest.mark.parametrize(
-    ("chosen", "spins", "threads"),
-    [
-        (None, "1000", "3"),
-        ("OMP_WAIT_POLICY", None, "3"),
-        ("GOMP_SPINCOUNT", None, "3"),
-        ("OMP_NUM_THREADS", "1000", "5"),
-    ],
-)
-def test_ranks_on_a_cpu_split_its_cores_and_do_not_spin_for_long(
-    chosen: str | None, spins: str | None, threads: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With all cores for each rank, threads would wait for each other. A variable of the user has precedence."""
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    if chosen is not None:
-        monkeypatch.setenv(chosen, "5")
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(6))
-    bench = _Bench()
-    for strategy in (_MP, _TP):
-        bench.run(_case(device="cpu", model=strategy), strategy)
-    assert [[one.get("GOMP_SPINCOUNT") for one in ranks] for ranks in bench.environments] == [[spins], [spins] * 2]
-    assert [one["OMP_NUM_THREADS"] for one in bench.environments[1]] == [threads] * 2
 
 
 @pytest.mark.parametrize(
@@ -384,40 +337,40 @@ def test_ranks_that_send_nothing_are_an_error_that_keeps_the_measurement() -> No
 
 
 @pytest.mark.parametrize(
-    ("command", "answer", "ended", "missing"),
+    ("command", "answer", "ended", "reasons"),
     [
-        ("account", "c10d::new is not known", 0, {"traffic"}),
-        ("account", _failed("c10d::new is not known"), 2, {"traffic", "work"}),
-        ("record_work", _failed("CUPTI crashed"), 2, {"traffic", "work"}),
-        ("run_eager_passes", _failed("out of memory", "oom"), 2, {"work"}),
-        ("model_size", _failed("killed by SIGKILL"), 2, {"model", "ceilings"}),
-        ("measure_ceilings", _failed("cuBLAS failed"), 2, {"ceilings"}),
+        ("account", "c10d::new is not known", 0, {"traffic": "c10d::new"}),
+        ("account", _failed("c10d::new is not known"), 2, {"traffic": "c10d::new", "work": "were ended when traffic"}),
+        (
+            "record_work",
+            _failed("CUPTI crashed"),
+            2,
+            {"work": "CUPTI crashed", "traffic": "the ranks were ended"},
+        ),
+        ("run_eager_passes", _failed("out of memory", "oom"), 2, {"work": "out of memory"}),
+        ("model_size", _failed("killed by SIGKILL"), 2, {"model": "killed by SIGKILL"}),
+        ("measure_ceilings", _failed("cuBLAS failed"), 2, {"devices": "cuBLAS failed"}),
     ],
 )
-def test_a_pass_that_fails_costs_no_measurement(command: str, answer: Any, ended: int, missing: set[str]) -> None:
+def test_a_pass_that_fails_costs_no_measurement(command: str, answer: Any, ended: int, reasons: dict[str, str]) -> None:
     """The case stays completed with the reason; the ranks, which may be stuck, are started again."""
-    bench = _Bench(None, **{command: answer})
+    bench = _Bench(**{command: answer})
     result = bench.run(_case(), _TP, work=True)
     (launch,) = result.launches
     assert (result.outcome, result.failure, launch.batches.latency_s) == ("completed", None, [1.0, 2.0])
     assert bench.ended == ["killed"] * ended
-    figures: dict[str, object] = {"traffic": result.traffic, "work": launch.work}
-    if launch.work is not None:
-        figures["model"] = launch.work.model
-        figures["ceilings"] = (bench.runner.ceilings or Ceilings()).devices or None
-    assert {name for name, figure in figures.items() if figure is None} == missing
-    rates = {} if bench.runner.ceilings is None else bench.runner.ceilings.why
-    reasons = {**result.why, **launch.why, **({} if launch.work is None else launch.work.why), **rates}
-    words = answer if isinstance(answer, str) else answer.failure.message
-    reasons.setdefault("ceilings", reasons.get("devices", words))
-    assert all(words in reasons[name] or "were ended" in reasons[name] for name in missing)
+    assert (result.traffic is None, launch.work is None) == ("traffic" in reasons, "work" in reasons)
+    parts = (result, launch, *filter(None, (launch.work, bench.runner.ceilings)))
+    found = {name: reason for part in parts for name, reason in part.why.items()}
+    assert found.keys() == reasons.keys()
+    assert all(words in found[name] for name, words in reasons.items())
     assert bench.run(_case(8), _TP).outcome == "completed"
 
 
 @pytest.mark.parametrize("interrupted", ["record_work", "account", "run_eager_passes"])
 def test_an_interrupt_after_the_measurement_loses_nothing(interrupted: str) -> None:
     """Ctrl-C in a pass that follows the measured forwards leaves a completed case."""
-    bench = _Bench(None, **{interrupted: KeyboardInterrupt()})
+    bench = _Bench(**{interrupted: KeyboardInterrupt()})
     with pytest.raises(KeyboardInterrupt):
         bench.run(_case(), work=True)
     (result,) = bench.recorded
@@ -559,33 +512,25 @@ def test_an_interrupt_and_a_bug_are_recorded_and_raised(
 
 def _of_ranks(*fields: dict[str, Any]) -> Callable[..., Measured]:
     """Return a function for the answers of ranks that differ in these fields of their launch."""
-    left = iter(fields)
-
-    def answer(*_: Any) -> Measured:
-        reply = _measured()
-        for name, value in next(left).items():
-            setattr(reply.launch, name, value)
-        return reply
-
-    return answer
+    launches = [msgspec.structs.replace(_measured().launch, **one) for one in fields]
+    left = iter([_measured()._replace(launch=launch) for launch in launches])
+    return lambda *_: next(left)
 
 
-def test_the_ranks_of_a_case_are_joined(prose: Prose) -> None:
-    """The smallest workspace and the longest window count; figures of each rank are listed.
-
-    Each rank computes all answers: a broken one is seen although rank 0 is right.
-    """
+def test_the_ranks_of_a_case_are_joined() -> None:
+    """The smallest workspace and the longest window count; figures of each rank are listed."""
+    windows = [HostUse(wall_s=wall_s, threads=[4], cpu_s=[wall_s], waited_s=[None]) for wall_s in (3.0, 4.0)]
     ranks = [
-        {
-            "tokens_requested": 74,
-            "tokens_granted": granted,
-            "host": HostUse(wall_s=wall_s, threads=[4], cpu_s=[wall_s], waited_s=[None]),
-        }
-        for granted, wall_s in ((64, 3.0), (23, 4.0))
+        {"tokens_requested": 74, "tokens_granted": granted, "host": window}
+        for granted, window in zip((64, 23), windows, strict=True)
     ]
     launch = _Bench(measure=_of_ranks(*ranks)).run(_case(), _TP).launches[0]
     assert (launch.tokens_requested, launch.tokens_granted) == (74, 23)
     assert launch.host == HostUse(wall_s=4.0, threads=[4, 4], cpu_s=[3.0, 4.0], waited_s=[None, None])
+
+
+def test_a_rank_whose_answers_differ_is_an_error(prose: Prose) -> None:
+    """Each rank computes all answers: a broken one is seen although rank 0 is right."""
     answers = [{"accuracy": report_factory.make_accuracy(1.0, 1, [0], [value] * 4)} for value in (-1.0, -1.1)]
     failure = _Bench(measure=_of_ranks(*answers)).failure(_case(), _TP)
     assert failure.rank == 1
