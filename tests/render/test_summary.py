@@ -2,27 +2,21 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import pytest
 from support.prose import Prose
-from support.report_factory import make_failed, make_report, make_result
+from support.report_factory import make_failed, make_finding, make_report, make_result
 from support.verdict_factory import make_row, make_verdicts
 
 from pytest_llmgpu.gate.policy import Policy, dump_policy, policy_of
 from pytest_llmgpu.render.summary import conclude
 from pytest_llmgpu.report.report import Report, Session
-from pytest_llmgpu.report.result import CaseResult, Finding
+from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.verdicts import Verdicts
 
 
 def _report(*cases: CaseResult, **session: Any) -> Report:
-    report = make_report(cases or [make_result()])
-    report.session = Session(**{"complete": True, "exit_status": 0, **session})
-    return report
-
-
-def _finding(severity: str, code: str = "slow", step: str = "Look.") -> Finding:
-    return msgspec.convert({"code": code, "severity": severity, "text": f"It is {code}.", "next_step": step}, Finding)
+    session = {"complete": True, "exit_status": 0, **session}
+    return make_report(cases or [make_result()], session=Session(**session))
 
 
 def _verdicts(*rows: tuple[str, Any], policy: Policy | None = None) -> Verdicts:
@@ -53,9 +47,7 @@ def test_the_next_step_about_memory_is_that_of_the_finding() -> None:
     """Without a finding the next step names smaller batch sizes only if there are any."""
     case = make_failed("oom", strategy="tp")
     text, step = "Out of memory at batch size 1; no smaller one completed.", "Spread it over more GPUs."
-    case.findings = [
-        msgspec.convert({"code": "out-of-memory", "severity": "info", "text": text, "next_step": step}, Finding)
-    ]
+    case.findings = [make_finding("info", "out-of-memory", text, step)]
     (problem,) = conclude(_report(make_result(), case, exit_status=1)).problems
     assert (problem.severity, problem.label, problem.texts) == ("failure", "nothing-fits", [("tp-bs1", text)])
     assert problem.next_step == step
@@ -67,15 +59,9 @@ def test_the_next_step_about_memory_is_that_of_the_finding() -> None:
 
 def test_an_allowed_regression_is_no_problem(prose: Prose) -> None:
     """It is neither better nor a failure."""
-    verdicts = _verdicts(("time", "REGRESSED"), ("memory", "REGRESSED"), ("traffic", "OK"))
-    rows = [
-        msgspec.structs.replace(verdicts.rows[0], gated=False),
-        msgspec.structs.replace(verdicts.rows[1], allowed="accepted"),
-        verdicts.rows[2],
-    ]
-    conclusion = conclude(_report(), msgspec.structs.replace(verdicts, rows=rows))
-    assert conclusion.status == "pass"
-    assert conclusion.problems == []
+    rows = [make_row(gated=False, id="a"), make_row("OK", "traffic", "c")]
+    conclusion = conclude(_report(), make_verdicts(*rows, make_row(metric="memory", id="b", allowed="accepted")))
+    assert (conclusion.status, conclusion.problems) == ("pass", [])
     assert prose == conclusion.sentence
 
 
@@ -83,8 +69,8 @@ def test_findings_of_one_kind_are_one_problem() -> None:
     """Three cases have their text, the others are named; the worst problem is first; each next step has its own."""
     results = [make_result(batch_size=2**n) for n in range(5)]
     for result in results:
-        result.findings = [_finding("info"), _finding("failure", "broken")]
-    results[0].findings.append(_finding("info", step="Wait."))
+        result.findings = [make_finding("info"), make_finding(code="broken", text="It is broken.")]
+    results[0].findings.append(make_finding("info", next_step="Wait."))
     conclusion = conclude(_report(*results))
     assert conclusion.status == "fail"
     assert [(problem.severity, problem.label, problem.next_step) for problem in conclusion.problems] == [
@@ -103,26 +89,24 @@ def test_failures_with_other_messages_are_other_problems() -> None:
     results = [make_result(strategy=name, batch_size=size) for name in ("tp", "slow") for size in (1, 8)]
     texts = ["tp-bs1 sent 2.5 GB.", "tp-bs8 sent 1 MB.", "No file.", "No file."]
     for result, text in zip(results, texts, strict=True):
-        result.findings = [msgspec.structs.replace(_finding("failure"), text=text)]
+        result.findings = [make_finding(text=text)]
     problems = conclude(_report(*results)).problems
-    assert [[name for name, _ in problem.texts] for problem in problems] == [
-        ["tp-bs1", "tp-bs8"],
-        ["slow-bs1", "slow-bs8"],
-    ]
+    found = [[name for name, _ in problem.texts] for problem in problems]
+    assert found == [["tp-bs1", "tp-bs8"], ["slow-bs1", "slow-bs8"]]
 
 
 def test_an_undecided_slowdown_is_a_problem_that_does_not_fail() -> None:
     """The headline names it; a time that is not gated, or became no longer, is none."""
-    verdicts = _verdicts(*[("time", "UNDECIDED")] * 3)
-    figures = [{"ratio": 1.3, "low": 1.1}, {"ratio": 1.3, "low": 1.1, "gated": False}, {"ratio": 1.0, "low": 0.9}]
+    slower = {"base": 1.0, "head": 1.3, "ratio": 1.3, "low": 1.1}
     rows = [
-        msgspec.structs.replace(row, base=1.0, head=more["ratio"], reason=row.id, **more)
-        for row, more in zip(verdicts.rows, figures, strict=True)
+        make_row("UNDECIDED", id="mp-bs1", **slower),
+        make_row("UNDECIDED", id="mp-bs2", **slower, gated=False),
+        make_row("UNDECIDED", id="mp-bs4", base=1.0, head=1.0, ratio=1.0, low=0.9),
     ]
-    conclusion = conclude(_report(), msgspec.structs.replace(verdicts, rows=rows))
-    assert [(one.severity, one.texts[0][0]) for one in conclusion.problems] == [("warning", "mp-bs0")]
+    conclusion = conclude(_report(), make_verdicts(*rows))
+    assert [(one.severity, one.texts[0][0]) for one in conclusion.problems] == [("warning", "mp-bs1")]
     assert conclusion.status == "pass"
-    alone = conclude(_report(), msgspec.structs.replace(verdicts, rows=rows[1:]))
+    alone = conclude(_report(), make_verdicts(*rows[1:]))
     assert "not enough data" not in alone.sentence
 
 

@@ -81,12 +81,6 @@ def test_memory_in_use_before_the_start_belongs_to_other_programs() -> None:
     assert find(_profile(), None, RANKS, used) == ["memory in use before the start: GPU 7 had 1.50 GiB"]
 
 
-@pytest.mark.parametrize("few", [_profile(300.0, samples=2), _profile([300.0, None, None, None, 300.0])])
-def test_a_case_that_is_too_short_is_no_reference(few: Profile) -> None:
-    """Fewer than three readings give no clock."""
-    assert find(_profile(), few, RANKS) == find(_profile(), msgspec.structs.replace(few, series=None), RANKS) == []
-
-
 def test_each_kind_of_disturbance_is_one_sentence_with_its_devices(prose: Prose) -> None:
     """Eight GPUs do not fill a screen."""
     profile = _profile(
@@ -123,36 +117,35 @@ def test_a_rank_that_waits_for_a_core_makes_the_machine_busy(
     assert found == (None if busy is None else f"CPU cores too busy: {busy}")
 
 
-def test_a_busy_machine_disturbs_times_only() -> None:
-    """Memory and traffic are the same on a busy machine."""
-    text = f"{disturbances.TITLES['cpu']}: rank 1 waited for a core for 15 % of the time"
-    launch = Launch(profile=msgspec.structs.replace(_profile(), invalid=[text]))
-    assert launch.profile is not None
-    assert disturbances.disturbed(launch.profile) is None
-    assert disturbances.untimed(launch) == text
-
-
 @pytest.mark.parametrize("kind", disturbances.TITLES)
 def test_sentences_on_power_and_heat_are_recognized(kind: disturbances.Kind) -> None:
     """The gate treats them differently."""
     assert disturbances.is_power(f"{disturbances.TITLES[kind]}: GPU 0") is (kind in {"throttled", "clock"})
 
 
+_POWER = "throttled by power or heat: GPU 1 for 60.0 % of the time"
+_CPU = "CPU cores too busy: rank 1 waited for a core for 15 % of the time"
+
+
 @pytest.mark.parametrize(
-    ("invalid", "latency_s", "reason"),
+    ("invalid", "latency_s", "disturbed", "untimed"),
     [
-        ([], 0.5, None),
-        (["throttled by power or heat: GPU 1 for 60.0 % of the time"], 0.5, None),
-        (["throttled by power or heat: GPU 1 for 60.0 % of the time", "another: GPU 0."], 0.5, "another: GPU 0"),
-        ([], 0.0, "the time of a batch is 0 s"),
+        ([], 0.5, None, None),
+        ([_POWER], 0.5, None, None),
+        ([_POWER, "another: GPU 0."], 0.5, "another: GPU 0.", "another: GPU 0"),
+        ([_CPU], 0.5, None, _CPU),
+        ([], 0.0, None, "the time of a batch is 0 s"),
     ],
 )
-def test_times_of_a_disturbed_launch_are_not_used(invalid: list[str], latency_s: float, reason: str | None) -> None:
-    """Throttling alone keeps the times; another disturbance and a latency of 0 s do not."""
+def test_a_disturbance_spoils_all_figures_or_times_only(
+    invalid: list[str], latency_s: float, disturbed: str | None, untimed: str | None
+) -> None:
+    """Throttling alone keeps the times. Memory and traffic are the same on a busy machine."""
     launch: Launch = make_result().launches[0]
     launch.profile = msgspec.structs.replace(_profile(), invalid=invalid)
     launch.batches.latency_s[0] = latency_s
-    assert disturbances.untimed(launch) == reason
+    assert disturbances.disturbed(launch.profile) == disturbed
+    assert disturbances.untimed(launch) == untimed
 
 
 def test_the_clock_reference_is_the_first_profile_of_the_same_devices_with_all_clocks() -> None:
