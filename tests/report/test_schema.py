@@ -1,15 +1,24 @@
 from __future__ import annotations
 
+import datetime
+import hashlib
+import json
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jsonschema
+import msgspec
 import pytest
 from support.report_factory import make_document, make_full_report, make_report
 
+from pytest_llmgpu.gate.judge import judge
+from pytest_llmgpu.gate.policy import Policy
+from pytest_llmgpu.report.file import dump, load
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.schema import schema
+from pytest_llmgpu.report.verdicts import Baseline, Candidate
 
 _AVOIDED = re.compile(r"\b(told|anew|reckon\w*|for want of|held against|yardsticks?|surer)\b", re.IGNORECASE)
 """Words that the documentation of this project does not use."""
@@ -83,3 +92,61 @@ def test_without_sources_the_schema_lacks_only_descriptions_of_fields(monkeypatc
 
     monkeypatch.setattr("inspect.getsource", missing)
     jsonschema.validate(make_document(make_full_report()), schema())
+
+
+_REPORTS = Path(__file__).parents[1] / "data" / "reports"
+
+_SHA256 = {
+    "schema-2-promoted.json": "a26516d9a2aa8fe6b320df1f5d636a29cdccfad21461270c82113db7f1f5f5be",
+    "schema-2.json": "b968ef64e9e0524101854e11d21c80895df2ad1b8976c4a585f2c7768ca78a63",
+}
+"""File to its hash. If a test here fails, the reader is wrong, not the file."""
+
+
+_CHANGED = {
+    *("argv", "capacity.prediction", "capacity.why", "verdicts.armed", "verdicts.calibration_sha256"),
+    *("verdicts.rows.alone", "verdicts.rows.known", "verdicts.rows.margin", "verdicts.rows.smallest_change"),
+    *("cases.case.workload", "cases.key", "verdicts.rows.key", "verdicts.rows.verdict"),
+}
+"""Fields that are no longer read, or have other names of their values."""
+
+
+def _differing(old: Any, new: Any, place: str = "") -> Iterator[str]:
+    """Yield each field of a JSON value that another one lacks, or has with another value."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name, value in old.items():
+            yield from _differing(value, new.get(name, ...), f"{place}.{name}")
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for one, other in zip(old, new, strict=True):
+            yield from _differing(one, other, place)
+    elif old != new:
+        yield place.removeprefix(".")
+
+
+@pytest.mark.parametrize("name", _SHA256)
+def test_a_stored_report_keeps_its_figures(name: str, tmp_path: Path) -> None:
+    """Its file is unchanged, and what this version writes of it fits the present schema and has equal values."""
+    data = (_REPORTS / name).read_bytes()
+    assert hashlib.sha256(data).hexdigest() == _SHA256[name]
+    report = load(_REPORTS / name)
+    dump(report, tmp_path / "new.json")
+    assert load(tmp_path / "new.json") == report
+    written = json.loads((tmp_path / "new.json").read_bytes())
+    jsonschema.validate(written, schema())
+    assert set(_differing(json.loads(data), written)) <= _CHANGED
+    assert {result.case.workload for result in report.cases} == {"score"}
+
+
+def test_the_verdicts_of_a_promoted_report_keep_their_meaning() -> None:
+    """They are about the previous baseline and change no verdict on a candidate."""
+    base = load(_REPORTS / "schema-2-promoted.json")
+    verdicts = base.verdicts
+    assert verdicts is not None
+    assert verdicts.head == Candidate(created="2026-02-03T04:05:06Z", commit="c" * 40)
+    assert verdicts.baseline == Baseline(name="baseline.json", sha256="cd" * 32, commit="b" * 40)
+    assert verdicts.policy_sha256 == hashlib.sha256(verdicts.policy.encode()).hexdigest()
+    time, *_ = verdicts.rows
+    assert (time.key, time.nodeid, time.id) == (base.cases[0].key, base.cases[0].nodeid, "mp-bs1")
+    assert (time.base, time.head, time.ratio) == pytest.approx((10.01, 10.46, 1.045), rel=1e-3)
+    bare, today = msgspec.structs.replace(base, verdicts=None), datetime.date(2026, 2, 5)
+    assert judge(base, base, Policy(), today=today) == judge(bare, bare, Policy(), today=today)
