@@ -97,7 +97,7 @@ def test_failures_with_other_messages_are_other_problems() -> None:
 
 def test_an_undecided_slowdown_is_a_problem_that_does_not_fail() -> None:
     """The headline names it; a time that is not gated, or became no longer, is none."""
-    slower = {"base": 1.0, "head": 1.3, "ratio": 1.3, "low": 1.1}
+    slower: dict[str, Any] = {"base": 1.0, "head": 1.3, "ratio": 1.3, "low": 1.1}
     rows = [
         make_row("UNDECIDED", id="mp-bs1", **slower),
         make_row("UNDECIDED", id="mp-bs2", **slower, gated=False),
