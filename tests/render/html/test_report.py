@@ -401,11 +401,9 @@ def test_colours_of_charts_are_variables() -> None:
     assert system == dark
 
 
-def _facts(
-    facts: Callable[[Report], dict[str, str]], own: Report, other: Report | None, **absent: str
-) -> dict[str, Any]:
+def _facts(facts: Callable[[Report], dict[str, str]], *reports: Report | None, **absent: str) -> dict[str, Any]:
     """Return the value of each fact, and that of the other report where it differs."""
-    found = html_report.compared_facts(facts, own, other, **absent)
+    found = html_report.compared_facts(facts, *reports, **absent)  # type: ignore[arg-type]
     return {fact.name: (fact.value, fact.baseline) for fact in found}
 
 
