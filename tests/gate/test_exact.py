@@ -306,7 +306,6 @@ def test_recorded_forwards_that_become_eager_are_a_regression(
 def test_the_row_has_the_reason_of_the_execution(prose: Prose) -> None:
     """It is the reason that the ranks of the candidate recorded."""
     head = _ran("eager", choice="Recording failed: aten::item reads from the GPU.")
-    row = execution_row(_ran("cuda_graphs"), head, gated=False)
-    assert isinstance(row, Row)
+    row = _row(execution_row(_ran("cuda_graphs"), head, gated=False))
     assert not row.gated
     assert prose == row.reason

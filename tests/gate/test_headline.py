@@ -164,9 +164,7 @@ def test_points_and_reasons_are_in_words() -> None:
     ids=["none", "worse", "dirty", "own step", "launches", "too many", "in turn", "interrupted", "disturbed"],
 )
 def test_the_next_step_is_one_line(rows: list[Row], fields: dict[str, Any], words: str, prose: Prose) -> None:
-    """The commit of a regression is looked for, unless that cannot help: its changes are not committed, or the row has
-    a step of its own. Undecided rows get the launches that decide most of them.
-    """
+    """The commit of a regression is looked for where that helps; undecided rows get the launches that decide most."""
     step = next_steps(_verdicts(*rows, **fields), Policy())
     assert words in step
     assert prose == step

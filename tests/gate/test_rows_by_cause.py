@@ -67,9 +67,7 @@ _IOK = [f"iok-bs{size}" for size in (1, 8)]
     ids=["modules", "no baseline", "same cases", "unchanged"],
 )
 def test_rows_of_one_cause_are_a_group(rows: list[Row], differences: list[str], groups: list[set[str]]) -> None:
-    """A module is one cause over cases and metrics, other software explains no case without a baseline, and metrics of
-    the same cases have one cause.
-    """
+    """A module over cases and metrics, other software except for a case without a baseline, or the same cases."""
     found = _groups(*rows, differences=differences)
     assert [{f"{row.id} {row.metric}" for row in one.rows} for one in found] == groups
 

@@ -185,10 +185,7 @@ _EAGER = PRIORS["eager_host"]
 def test_wall_time_of_another_machine_has_a_larger_threshold(
     slower: float, prior: Prior, machine_sd: float, verdict: str, threshold: float
 ) -> None:
-    """Machines of one kind differ as launches do, by 2.33 √2 of their deviation; the noise of launches makes no OK.
-
-    Every row that is not worse has a next step: behind so much noise that a slowdown would not be seen it is undecided.
-    """
+    """It is 2.33 √2 of their deviation; noise of launches makes no OK, and a row that is not worse has a next step."""
     row = _judged(with_launches([1.0]), with_launches([slower]), prior, machine_sd=machine_sd)
     assert row.result == verdict
     assert row.threshold == pytest.approx(threshold, rel=0.01)
@@ -285,13 +282,10 @@ def _timed(base: Sequence[float], head: Sequence[float], **fields: Any) -> Timed
 def test_gated_rows_of_times_are_one_family() -> None:
     """A slowdown that is significant alone is not among a hundred rows; rows that are not gated do not count."""
     one = _timed([0.0], [0.025], prior=Prior(s0=0.006, df0=1000.0, source="test"))
-    others = [_timed([0.0], [0.0]) for _ in range(99)]
-    assert rows([one], 0.99, "")[0].verdict == "REGRESSED"
-    among = rows([one, *others], 0.99, "")[0]
-    assert among.verdict == "UNDECIDED"
-    assert "among 100 rows" in among.reason
-    not_gated = [msgspec.structs.replace(other, gated=False) for other in others]
-    assert rows([one, *not_gated], 0.99, "")[0].verdict == "REGRESSED"
+    for others, gated, verdict in ((0, True, "REGRESSED"), (99, True, "UNDECIDED"), (99, False, "REGRESSED")):
+        row = rows([one, *(_timed([0.0], [0.0], gated=gated) for _ in range(others))], 0.99, "")[0]
+        assert row.verdict == verdict
+        assert ("among 100 rows" in row.reason) == (verdict == "UNDECIDED")
 
 
 def _simulated(
