@@ -119,6 +119,8 @@ def test_a_gate_that_passes_states_what_it_would_have_seen(prose: Prose) -> None
     assert (found.cases, found.device_time, found.time, found.host_unseen) == (3, None, 0.09, 1)
     assert prose == describe(found)
     assert prose == describe(found._replace(device_time=0.018))
+    first = _headline(_row("NEW", "outcome"), policy=Policy(allow_no_baseline=True), baseline=None)
+    assert first == "PASSED: there is no baseline to compare with"
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,12 @@ from support.report_factory import make_failed, make_result
 from pytest_llmgpu.gate.largest_batch import by_series, largest_batch_row, was_probed
 from pytest_llmgpu.report.result import CaseResult
 
-TEST = "benchmarks/test_a.py::test_b[mp-bs64]"
-
 
 def _series(fits: list[int], fails: list[int]) -> list[CaseResult]:
     results = [make_result(batch_size=size, sequences=size) for size in fits]
     results += [make_failed(batch_size=size) for size in fails]
     for result in results:
-        result.nodeid = TEST
+        result.nodeid = "benchmarks/test_a.py::test_b[mp-bs64]"
     return results
 
 
