@@ -234,9 +234,9 @@ def test_a_policy_can_be_read_from_a_commit(tmp_path: Path) -> None:
     assert load_policy(Path("git:HEAD:sub/pyproject.toml"), tmp_path) == Policy(), "a commit without a policy"
     words = [policy_in_words(one, tmp_path) for one in (None, reference, path)]
     assert words == ["policy: built-in", "policy: git:HEAD:pyproject.toml", "policy: gate.toml"]
-    for absent, words in (
+    for absent, message in (
         (Path("git:HEAD:other.toml"), "policy git:HEAD:other.toml: 'HEAD' has no file 'other.toml'"),
         (tmp_path / "other.toml", "other.toml: cannot be read: No such file"),
     ):
-        with pytest.raises(ValueError, match=re.escape(words)):
+        with pytest.raises(ValueError, match=re.escape(message)):
             load_policy(absent, tmp_path)
