@@ -109,21 +109,24 @@ def _in_child(root: Path, arguments: list[str], record: Path | None = None) -> i
     os.setsid()
     os.chdir(root)
     sys.path.insert(0, str(root))
-    with (
-        Path(os.devnull).open("w") as nowhere,
-        contextlib.redirect_stdout(nowhere),
-        contextlib.redirect_stderr(nowhere),
-    ):
-        plugins: list[object] = []
-        if record is not None:
-            measured = coverage.Coverage(data_file=str(record), source=["pytest_llmgpu"])
-            measured.start()
-            plugins = [_Contexts(measured)]
-        status = pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", *arguments], plugins=plugins)
-        if record is not None:
-            measured.stop()
-            measured.save()
-    os._exit(int(status))
+    status = 1
+    try:
+        with (
+            Path(os.devnull).open("w") as nowhere,
+            contextlib.redirect_stdout(nowhere),
+            contextlib.redirect_stderr(nowhere),
+        ):
+            plugins: list[object] = []
+            if record is not None:
+                measured = coverage.Coverage(data_file=str(record), source=["pytest_llmgpu"])
+                measured.start()
+                plugins = [_Contexts(measured)]
+            status = pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", *arguments], plugins=plugins)
+            if record is not None:
+                measured.stop()
+                measured.save()
+    finally:
+        os._exit(int(status))  # an error outside a test must not make this child a worker of the pool
 
 
 class _Mutant(NamedTuple):
