@@ -28,7 +28,6 @@ def _fill_store() -> None:
 @pytest.mark.parametrize(
     ("reference", "found"),
     [
-        ("2", f"{H200}/0002"),
         ("0002", f"{H200}/0002"),
         (f"{H200}/1", f"{H200}/0001"),
         (f"{H200}/latest", f"{H200}/0003"),
@@ -84,9 +83,7 @@ def test_reports_of_the_current_machine_are_preferred() -> None:
 
 def test_promoting_an_old_report_does_not_make_it_the_latest() -> None:
     """A copy that is promoted later does not become the latest; a baseline that was measured last is."""
-    reports = [
-        msgspec.structs.replace(measured(f"{day}" * 40), created=f"2026-01-0{day}T03:04:05Z") for day in (1, 2, 3)
-    ]
+    reports = [msgspec.structs.replace(measured(), created=f"2026-01-0{day}T03:04:05Z") for day in (1, 2, 3)]
     for report in reports:
         save(report, _STORE)
     for report in reports:
@@ -163,8 +160,7 @@ def repository(tmp_path: Path) -> Path:
 def test_a_baseline_is_read_from_its_commit(repository: Path, reference: str) -> None:
     """The file of the commit is read, not the one in the working tree or the index, which a change can edit."""
     found = resolve(reference, _STORE, repository=repository / "baselines")
-    assert found.name == reference
-    assert found.report().commit.sha == "a" * 40
+    assert (found.name, found.report().commit.sha) == (reference, "a" * 40)
 
 
 @pytest.mark.parametrize(
@@ -186,17 +182,8 @@ def test_a_missing_file_of_a_commit_is_refused_in_one_line(repository: Path, ref
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("variable", "reason"),
-    [
-        ("GIT_CEILING_DIRECTORIES", r"^git:main:a\.json: git: fatal: not a git repository"),
-        ("PATH", r"^git cannot be run: No such file or directory$"),
-    ],
-)
-def test_without_a_repository_or_git_the_error_is_one_line(
-    variable: str, reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The message has the reason that git or the system gives."""
-    monkeypatch.setenv(variable, str(tmp_path.parent if variable.startswith("GIT") else tmp_path))
-    with pytest.raises(ValueError, match=reason):
+def test_without_a_repository_the_error_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The message has the reason that git gives."""
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    with pytest.raises(ValueError, match=r"^git:main:a\.json: git: fatal: not a git repository"):
         resolve("git:main:a.json", _STORE)
