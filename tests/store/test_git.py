@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,8 +8,6 @@ from support.repository import first_commit, git
 
 from pytest_llmgpu.store import git as git_module
 from pytest_llmgpu.store.git import commit
-
-needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 
 
 @pytest.fixture
@@ -23,20 +21,17 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def fake_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the file that is run as git."""
-    program = tmp_path / "bin" / "git"
-    program.parent.mkdir()
-    monkeypatch.setenv("PATH", str(program.parent), prepend=":")
-    return program
+def git_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Return a function that makes a script the program git."""
+
+    def write(script: str) -> None:
+        (tmp_path / "git").write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
+        (tmp_path / "git").chmod(0o755)
+
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    return write
 
 
-def _becomes(program: Path, script: str) -> None:
-    program.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
-    program.chmod(0o755)
-
-
-@needs_git
 def test_git_names_commit_branch_and_changes(tree: Path) -> None:
     """CI variables do not count. A new report does not make the tree dirty, nor does a store that is kept in git."""
     found = commit(tree, {"GITHUB_SHA": "f" * 40, "GITHUB_REF_NAME": "other"})
@@ -53,11 +48,9 @@ def test_git_names_commit_branch_and_changes(tree: Path) -> None:
         last.write_text("2", encoding="utf-8")
         assert commit(folder, {}).dirty is False
     (tree / "a.py").write_text("b", encoding="utf-8")
-    assert commit(tree, {}).dirty is True
-    assert commit(tree / "below", {}).dirty is True
+    assert [commit(folder, {}).dirty for folder in (tree, tree / "below")] == [True, True]
 
 
-@needs_git
 @pytest.mark.parametrize(
     ("environ", "branch"),
     [
@@ -73,17 +66,6 @@ def test_a_detached_head_takes_the_branch_from_ci(tree: Path, environ: dict[str,
     assert commit(tree, environ).branch == branch
 
 
-@needs_git
-@pytest.mark.parametrize("initialised", [False, True])
-def test_a_missing_commit_has_its_reason(tmp_path: Path, initialised: bool) -> None:
-    """A folder outside git and a repository without a commit have only the reason."""
-    if initialised:
-        git(tmp_path, "init", "-q")
-    found = commit(tmp_path, {})
-    assert (found.sha, found.branch, found.dirty, found.source) == (None, None, None, None)
-    assert "LLMGPU_COMMIT, GITHUB_SHA, CI_COMMIT_SHA" in found.why["sha"]
-
-
 @pytest.mark.parametrize(
     ("environ", "sha", "branch", "source"),
     [
@@ -93,41 +75,37 @@ def test_a_missing_commit_has_its_reason(tmp_path: Path, initialised: bool) -> N
         ({"LLMGPU_COMMIT": " ", "GITHUB_SHA": "a1"}, "a1", None, "GITHUB_SHA"),
     ],
 )
-def test_without_git_ci_variables_name_the_commit(
-    fake_git: Path, environ: dict[str, str], sha: str, branch: str | None, source: str
+def test_without_a_commit_of_git_ci_variables_name_it(
+    tmp_path: Path, environ: dict[str, str], sha: str, branch: str | None, source: str
 ) -> None:
     """The variable that a user sets comes first; `dirty` is unknown, with the reason."""
-    _becomes(fake_git, "echo 'fatal: not a git repository' >&2; exit 128")
-    found = commit(fake_git.parent, environ)
+    git(tmp_path, "init", "-q")
+    found = commit(tmp_path, environ)
     assert (found.sha, found.branch, found.source, found.dirty) == (sha, branch, source, None)
-    assert found.why == {"dirty": "git: fatal: not a git repository"}
+    assert found.why["dirty"].startswith("git: fatal: ")
 
 
-def test_a_git_that_is_missing_or_hangs_is_a_reason(fake_git: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run does not need git; a file system that hangs costs a minute, not the run."""
+def test_a_commit_that_is_not_found_has_its_reason(
+    tmp_path: Path, git_is: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run does not need git; a file system that hangs costs a minute, not the run. The reason has no home folder."""
     monkeypatch.setattr(git_module, "_STATUS_TIMEOUT_S", 0.1)
-    _becomes(fake_git, "exec tail -f /dev/null")
-    assert commit(fake_git.parent, {}).why["sha"].startswith("git did not finish within 0.1 s")
-    monkeypatch.setenv("PATH", str(fake_git.parent.parent))
-    assert commit(fake_git.parent, {}).why["sha"].startswith("git cannot be run: No such file or directory")
+    monkeypatch.setenv("HOME", "/home/ada")
+    git_is("exec tail -f /dev/null")
+    found = commit(tmp_path, {})
+    assert (found.sha, found.branch, found.dirty, found.source) == (None, None, None, None)
+    assert found.why["sha"].startswith(
+        "git did not finish within 0.1 s; none of LLMGPU_COMMIT, GITHUB_SHA, CI_COMMIT_SHA"
+    )
+    git_is("echo \"fatal: detected dubious ownership in repository at '/home/ada/x'\" >&2; exit 128")
+    assert "at '~/x'" in commit(tmp_path, {}).why["sha"]
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    assert commit(tmp_path, {}).why["sha"].startswith("git cannot be run: No such file or directory")
 
 
-def test_a_status_that_hangs_still_leaves_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_status_that_fails_still_leaves_the_commit(tmp_path: Path, git_is: Callable[[str], None]) -> None:
     """The commit of a huge tree is known although its state is not."""
-
-    def slow(_: Path, *arguments: str, **__: float) -> str:
-        if arguments[0] == "status":
-            raise ValueError("git did not answer")
-        return "abc\nwork\n"
-
-    monkeypatch.setattr("pytest_llmgpu.store.git.output", slow)
+    git_is('case "$*" in *porcelain*) echo fatal: too large >&2; exit 1;; esac; echo abc; echo work')
     found = commit(tmp_path, {})
     assert (found.sha, found.branch, found.dirty, found.source) == ("abc", "work", None, "git")
-    assert found.why == {"dirty": "git did not answer"}
-
-
-def test_the_reason_has_no_home_folder(fake_git: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Git's error about the owner of a folder has its path."""
-    monkeypatch.setenv("HOME", "/home/ada")
-    _becomes(fake_git, "echo \"fatal: detected dubious ownership in repository at '/home/ada/x'\" >&2; exit 128")
-    assert "at '~/x'" in commit(fake_git.parent, {}).why["sha"]
+    assert found.why == {"dirty": "git: fatal: too large"}
