@@ -88,17 +88,14 @@ def test_the_environment_has_the_ceilings_and_the_names_of_kernels(recorded: Rec
     added = recorded.add(result, Options(), "test_it.py::test_it", _FACTS, kernel_names=names, ceilings=make_ceilings())
     assert (environment.ceilings, environment.kernel_names) == (make_ceilings(), names)
     assert "ceilings" not in environment.why
-    assert added.bound is not None
-    assert added.inference_s is not None
-    assert added.bound.share == pytest.approx(added.bound.bound_s / added.inference_s)
-    assert "bound" not in added.why
+    assert (added.bound is not None, "bound" in added.why) == (True, False)
 
 
 def test_every_case_is_written_at_once_under_a_name_of_its_own(recorded: Recorder) -> None:
     """An interrupted session keeps its measured cases; a second measurement does not replace the first."""
     assert recorded.path is not None
     for count in (1, 2):
-        _add(recorded, make_result(device="cpu", devices=1))
+        _add(recorded, make_result(**_CPU))
         assert len(file.load(recorded.path).cases) == count
     assert [result.id for result in file.load(recorded.path).cases] == ["mp-bs1", "mp-bs1#2"]
 
@@ -122,16 +119,6 @@ def test_a_case_is_compared_with_earlier_ones_that_compute_the_same(
     assert compared == [[], [], once[:1], once, [], [], twice[:1], twice]
 
 
-def test_the_end_of_a_session_adds_the_capacity_of_each_series(recorded: Recorder) -> None:
-    """A case that was out of memory stands after the one that completed."""
-    for result in (make_result(**_CPU), make_failed(batch_size=2, **_CPU), make_result(strategy="tp", **_CPU)):
-        _add(recorded, result)
-    recorded.conclude(0, None, interrupted=False, expected=[], deselected=[])
-    assert recorded.report is not None
-    found = [(one.strategy, one.largest_fit, one.smallest_oom) for one in recorded.report.capacity]
-    assert found == [("mp", 1, 2), ("tp", 1, None)]
-
-
 @pytest.mark.parametrize(
     ("interrupted", "expected", "complete"),
     [
@@ -143,14 +130,19 @@ def test_the_end_of_a_session_adds_the_capacity_of_each_series(recorded: Recorde
 def test_a_session_is_complete_once_all_expected_tests_measured(
     recorded: Recorder, interrupted: bool, expected: list[str], complete: bool
 ) -> None:
-    """A missing case or an interrupt makes it incomplete, a deselected test not; without a case there is no file."""
+    """A missing case or an interrupt makes it incomplete, a deselected test not; without a case there is no file.
+
+    The report then has the largest batch size of each series.
+    """
     assert recorded.path is not None
     recorded.conclude(1, None, interrupted=interrupted, expected=expected, deselected=["other"])
     assert not recorded.path.exists()
     _add(recorded, make_result(device="cpu", devices=1))
     recorded.conclude(1, None, interrupted=interrupted, expected=expected, deselected=["other"])
-    session = file.load(recorded.path).session
+    report = file.load(recorded.path)
+    session, (capacity,) = report.session, report.capacity
     assert (session.complete, session.exit_status, session.deselected) == (complete, 1, ["other"])
+    assert (capacity.largest_fit, capacity.smallest_oom) == (1, None)
 
 
 def test_a_figure_that_is_not_finite_loses_no_report(

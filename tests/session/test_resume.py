@@ -43,10 +43,7 @@ def _other_gpus(report: Report) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (
-            _replaced("commit", sha="b" * 40),
-            "it was measured in another way: commit b+ -> a+",
-        ),
+        (_replaced("commit", sha="b" * 40), "it was measured in another way: commit b+ -> a+"),
         (_replaced("commit", dirty=True), "files differ from commit a+: only a committed state"),
         (_replaced("commit", sha=None, why={"sha": "no git"}), "the commit is not known: no git"),
         (_replaced("environment", cpu="Xeon"), "another way: CPU Xeon -> EPYC"),

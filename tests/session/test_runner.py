@@ -3,7 +3,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 import pytest
@@ -36,6 +36,7 @@ from pytest_llmgpu.report.result import (
 from pytest_llmgpu.report.work import NO_WORK, WORK_OFF, Ceilings, DeviceCeilings, ModelSize, RankWork, WorkRow
 from pytest_llmgpu.session.runner import CaseRequest, Runner
 from pytest_llmgpu.strategies.mp import LayerParallel
+from pytest_llmgpu.strategies.tp import TensorParallel
 
 _GPUS = [Gpu(index=3, uuid="GPU-c", name="H", memory_bytes=10), Gpu(index=1, uuid="GPU-a", name="H", memory_bytes=10)]
 _MACHINE = Machine(device="cuda", devices=2, gpus=_GPUS, facts=TorchFacts(version="2"))
@@ -540,48 +541,28 @@ def test_a_rank_whose_answers_differ_is_an_error(prose: Prose) -> None:
 # Builds.
 
 
-class Building(LayerParallel):
-    """A strategy that compiles something before its ranks start."""
-
-    name = "building"
-    builds: ClassVar[list[str]] = []
-    broken = False
-
-    def build(self, case: Case, say: Callable[[str], None]) -> None:
-        """Count the build, or fail."""
-        say("compiling ...")
-        self.builds.append(case.id)
-        if Building.broken:
-            raise RuntimeError("error: no such header")
-
-
-class SpreadBuilding(Building):
-    """The same with a rank on each device."""
-
-    def ranks(self, devices: int) -> int:
-        """Return one rank for each device."""
-        return devices
-
-
-_BUILDING, _SPREAD = f"{__name__}:Building", f"{__name__}:SpreadBuilding"
-
-
 @pytest.fixture
 def builds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The cases that were built for."""
-    monkeypatch.setattr(Building, "builds", [])
-    return Building.builds
+    """The models that were built for: strategies compile something before their ranks start, except for `broken`."""
+    models: list[str] = []
+
+    def build(_: object, case: Case, say: Callable[[str], None]) -> None:
+        say("compiling ...")
+        models.append(case.model)
+        if case.model == "broken":
+            raise RuntimeError("error: no such header")
+
+    monkeypatch.setattr(LayerParallel, "build", build)
+    monkeypatch.setattr(TensorParallel, "build", build)
+    return models
 
 
-@pytest.mark.parametrize("broken", [False, True])
-def test_a_strategy_is_built_once_before_its_ranks_start(
-    builds: list[str], broken: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("model", ["good", "broken"])
+def test_a_strategy_is_built_once_before_its_ranks_start(builds: list[str], model: str) -> None:
     """Another model of the same strategy does not repeat it, nor a failure: its next case fails without a process."""
-    monkeypatch.setattr(Building, "broken", broken)
-    bench = _Bench()
-    results = [bench.run(_case(1), _BUILDING), bench.run(_case(2, model="another"), _BUILDING)]
-    assert (len(builds), bench.lines, len(bench.environments)) == (1, ["compiling ..."], 0 if broken else 2)
+    bench, broken = _Bench(), model == "broken"
+    results = [bench.run(_case(1, model=model)), bench.run(_case(2, model="another"))]
+    assert (builds, bench.lines, len(bench.environments)) == ([model], ["compiling ..."], 0 if broken else 2)
     assert [result.outcome for result in results] == ["error" if broken else "completed"] * 2
     failures = [(one.failure.phase, one.failure.message) for one in results if one.failure is not None]
     assert failures == [("load", "error: no such header")] * 2 * broken
@@ -591,21 +572,19 @@ def test_every_node_builds_before_it_loads(builds: list[str]) -> None:
     """A failure has the number of its node, and is not tried again where that node takes part."""
     errors = iter([None, None, "error: no such header"])
     bench = _Bench(build=lambda *_: next(errors))
-    failures = [bench.failure(_spread(n, model=f"model{n}"), _SPREAD, machine=_TWO_NODES) for n in (1, 2)]
+    failures = [bench.failure(_spread(n, model=f"model{n}"), _TP, machine=_TWO_NODES) for n in (1, 2)]
     assert [failure.message for failure in failures] == ["node 1: error: no such header"] * 2
     assert (bench.did.count("build"), bench.did.count("load"), len(bench.environments)) == (3, 0, 1)
-    bench.run(_case(1), _SPREAD)
+    bench.run(_case(1), _TP)
     assert (bench.did.count("build"), bench.did.count("load"), len(builds)) == (3, 2, 1), "node 0 alone can load"
 
 
 def test_the_first_rank_of_another_node_builds(builds: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The process of pytest has built on node 0. The error of the build or of its check is the answer."""
     answers = []
-    for rank, local_rank, broken in ((0, 0, False), (1, 1, False), (2, 0, False), (2, 0, True)):
-        monkeypatch.setattr(Building, "broken", broken)
+    for rank, local_rank, model in ((0, 0, "good"), (1, 1, "good"), (2, 0, "good"), (2, 0, "broken")):
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("LOCAL_RANK", str(local_rank))
         state = worker.RankState(lambda _: None)
-        answers.append(worker.build(state, _case(1), tiny_model.source({}), _BUILDING))
-    assert answers == [None, None, None, "error: no such header"]
-    assert len(builds) == 2
+        answers.append(worker.build(state, _case(1, model=model), tiny_model.source({}), _MP))
+    assert (answers, builds) == ([None, None, None, "error: no such header"], ["good", "broken"])
