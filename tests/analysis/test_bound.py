@@ -11,6 +11,7 @@ from pytest_llmgpu.report.derived import derive
 from pytest_llmgpu.report.result import Batches, CaseResult, Collective, Traffic
 from pytest_llmgpu.report.work import Bound, Ceilings, DeviceCeilings, ModelSize, RankWork, Work
 
+_NATS = [[-1.0] * 3] * 5
 _MODEL = ModelSize(parameters=1000, weights_bytes=2000, layers=2, attention_width=10)
 _CEILINGS = Ceilings(
     devices=[
@@ -93,23 +94,19 @@ def test_the_wire_is_added_for_the_rank_that_sends_most() -> None:
         (_work(["a"]), None, "float16"),
         (_work(["a"], ["c"]), _CEILINGS, "float16"),
         (_work(["a"]), Ceilings(devices=[DeviceCeilings(uuid="a", gemm_flops_per_s={"float16": 1.0})]), "float16"),
+        (_work(["a"]), msgspec.structs.replace(_CEILINGS, all_reduce_bytes_per_s=None), "all-reduce"),
     ],
 )
 def test_a_bound_that_cannot_be_computed_has_a_reason(
     work: Work | None, ceilings: Ceilings | None, reason: str
 ) -> None:
     """It is never 0."""
-    assert reason in str(bound(_result([1], [1]), work, ceilings))
+    assert reason in str(bound(_result([1], [1], sent=(5000,)), work, ceilings))
 
 
 def test_a_bound_needs_batches_and_traffic() -> None:
     """Without the bytes of the collectives the time on the wire is not known."""
-    result = _result([1], [1], sent=(5000,))
-    assert "all-reduce" in str(
-        bound(result, _work(["a"]), msgspec.structs.replace(_CEILINGS, all_reduce_bytes_per_s=None))
-    )
-    result.traffic = None
-    result.why["traffic"] = "an op is not known"
+    result = msgspec.structs.replace(_result([1], [1]), traffic=None, why={"traffic": "an op is not known"})
     assert "an op is not known" in str(bound(result, _work(["a"]), _CEILINGS))
     result.launches.clear()
     assert "no finished batches" in str(bound(result, _work(["a"]), _CEILINGS))
@@ -118,9 +115,7 @@ def test_a_bound_needs_batches_and_traffic() -> None:
 def test_a_decode_step_reads_the_weights_and_the_keys_and_values_before_it() -> None:
     """Prefill and steps have bounds of their own; both are in the bound of the case."""
     scored = _result([40, 10], [4, 1])
-    texts = make_generation(
-        [[1, 2, 3]] * 5, [[-1.0] * 3] * 5, [[-1.0] * 3] * 5, kv_cache_formula_bytes=4 * (10 + 3) * 50
-    )
+    texts = make_generation([[1, 2, 3]] * 5, _NATS, _NATS, kv_cache_formula_bytes=4 * (10 + 3) * 50)
     launch = msgspec.structs.replace(scored.launches[-1], generation=texts)
     case = msgspec.structs.replace(scored.case, workload="generate", prompt_tokens=10, new_tokens=3)
     result = msgspec.structs.replace(scored, case=case, launches=[launch])
