@@ -10,7 +10,7 @@ from support.verdict_factory import with_launches
 
 from pytest_llmgpu.analysis.merging import extend, merge, merge_results
 from pytest_llmgpu.report.file import encode, parse
-from pytest_llmgpu.report.report import Commit, Gpu, Report, Session
+from pytest_llmgpu.report.report import Commit, Report, Session
 from pytest_llmgpu.report.result import AccuracyCheck, CaseResult, Finding
 from pytest_llmgpu.report.work import Bound
 
@@ -19,8 +19,8 @@ def _seconds(result: CaseResult) -> list[float]:
     return [launch.batches.latency_s[0] for launch in result.launches]
 
 
-def _measured(*cases: CaseResult, sha: str | None = "a" * 40, **session: Any) -> Report:
-    report = make_report(cases)
+def _measured(*cases: CaseResult, sha: str | None = "a" * 40, gpus: int = 4, **session: Any) -> Report:
+    report = make_report(cases, gpus)
     report.commit = Commit(sha=sha)
     report.session = Session(**{"complete": True, "exit_status": 0, **session})
     return report
@@ -105,15 +105,6 @@ def test_the_worst_outcome_counts(outcomes: Sequence[Any], worst: str) -> None:
     assert sum(bool(launch.batches.latency_s) for launch in merged.launches) == outcomes.count("completed")
 
 
-_TWICE = msgspec.structs.replace(make_result(), id="mp-bs1#2")
-
-
-def _on_one_l4() -> Report:
-    report = _measured(make_result())
-    report.environment.gpus = [Gpu(index=0, uuid="GPU-0", name="NVIDIA L4")]
-    return report
-
-
 @pytest.mark.parametrize(
     ("other", "message"),
     [
@@ -121,9 +112,12 @@ def _on_one_l4() -> Report:
             _measured(make_result(batch_size=2)),
             "and launch 2 measured different cases .*: only launch 1 has mp-bs1; only",
         ),
-        (_measured(make_result(), _TWICE), r"only launch 2 has mp-bs1#2$"),
+        (
+            _measured(make_result(), msgspec.structs.replace(make_result(), id="mp-bs1#2")),
+            "only launch 2 has mp-bs1#2$",
+        ),
         (_measured(make_result(), sha="b" * 40), f"launch 2 measured commit {'b' * 40} and launch 1 commit {'a' * 40}"),
-        (_on_one_l4(), "launch 2 ran on another machine than launch 1: GPUs 4 -> 1; GPU model"),
+        (_measured(make_result(), gpus=1), "launch 2 ran on another machine than launch 1: GPUs 4 -> 1;"),
     ],
 )
 def test_launches_of_other_cases_commits_or_machines_are_refused(other: Report, message: str) -> None:
@@ -138,11 +132,9 @@ def test_launches_of_other_cases_commits_or_machines_are_refused(other: Report, 
 def test_traffic_that_differs_between_launches_is_unknown() -> None:
     """The reason has the bytes of both. The slowest path of all launches counts."""
     same = [with_launches([1.0], traffic=traffic) for traffic in (None, make_traffic(), make_traffic(link="nvlink"))]
-    merged = merge_results(same)
-    assert merged.traffic == make_traffic(link="nvlink")
+    assert merge_results(same).traffic == make_traffic(link="nvlink")
     ways = [with_launches([1.0], traffic=make_traffic(link=link)) for link in ("nvlink", "pcie", "mixed", "nvlink")]
-    merged = merge_results(ways)
-    assert merged.traffic == make_traffic(link="pcie"), "the slowest, wherever it stands"
+    assert merge_results(ways).traffic == make_traffic(link="pcie"), "the slowest, wherever it stands"
     differing = merge_results([with_launches([1.0], traffic=make_traffic(calls)) for calls in (64, 65)])
     assert differing.traffic is None
     assert "131,072 and 133,120 bytes" in differing.why["traffic"]
