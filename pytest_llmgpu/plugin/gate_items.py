@@ -54,7 +54,7 @@ class GateItem(pytest.Item):
         assert benchmark.gate is not None, "the items exist with --llmgpu-compare only"
         if not self.config.stash.get(_CONCLUDED, False):
             deselected = self.config.stash[DESELECTED]
-            benchmark.conclude(None, interrupted=False, deselected=deselected)
+            benchmark.recorder.conclude(None, interrupted=False, deselected=deselected)
             self.config.stash[_CONCLUDED] = True
         found = benchmark.gate.verdict_of(self._judged)
         self.stash[_VERDICT] = found.verdict

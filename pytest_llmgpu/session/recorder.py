@@ -56,6 +56,10 @@ class Recorder:
         self.path = path
         self.report: Report | None = None
         """The report so far; None until the first case is there."""
+        self.expected: list[str] = []
+        """Node ids of the tests that are to measure a case."""
+        self.judge: Callable[[Report], Verdicts] | None = None
+        """Returns the verdicts on a report; None where it is not compared with another one."""
         self.failed_tests: set[str] = set()
         """Node ids of the tests of a model that failed."""
         self.problems: dict[Literal["report", "store", "page"], str] = {}
@@ -195,19 +199,14 @@ class Recorder:
         """Return a text of a library or a rank without private folders, names and secrets."""
         return anonymous(short_paths(text, self._rootdir))
 
-    def conclude(
-        self,
-        exit_status: int | None,
-        judge: Callable[[Report], Verdicts] | None,
-        *,
-        interrupted: bool,
-        expected: Sequence[str],
-        deselected: Sequence[str],
-    ) -> None:
-        """Add the state of the session to the report, judge it and write it; without a case there is no report."""
+    def conclude(self, exit_status: int | None, *, interrupted: bool, deselected: Sequence[str]) -> None:
+        """Add the state of the run (see `BenchmarkSession.end`) to the report, judge it and write it.
+
+        A running one has no exit status; without a case there is no report.
+        """
         if self.report is None:
             return
-        done, expected = {result.nodeid for result in self.report.cases}, list(map(valid, expected))
+        done, expected = {result.nodeid for result in self.report.cases}, list(map(valid, self.expected))
         self.report.session = Session(
             complete=not interrupted and done.issuperset(expected),
             interrupted=interrupted,
@@ -217,8 +216,8 @@ class Recorder:
             deselected=list(map(valid, deselected)),
         )
         self.report.capacity = capacities(self.report.cases)
-        if judge is not None:
-            self.report.verdicts = judge(self.report)
+        if self.judge is not None:
+            self.report.verdicts = self.judge(self.report)
         self._write()
         if "report" in self.problems and self.path is not None:
             # It may be the work of hours.

@@ -75,6 +75,7 @@ class BenchmarkSession:
         """Compares the run with its baseline; None without one."""
         if options.compare is not None:
             self.gate = RunGate(options, rootdir=rootdir, policy_path=policy_path, storage_path=storage_path)
+            self.recorder.judge = self.gate.judge
         self._sample_period_s, self._profile_method = options.sample_period, options.profile_method
         self._live = live
         self._folder = tempfile.TemporaryDirectory(prefix="llmgpu-run-", ignore_cleanup_errors=True)
@@ -82,7 +83,8 @@ class BenchmarkSession:
         folder = Path(self._folder.name)
         launcher = LocalLauncher(folder) if peers is None else EnvLauncher(peers, folder)
         self.runner = Runner(launcher, self.profilers_of, self._show, live.note)
-        self._expected: dict[Group, list[str]] = {}
+        self._last: dict[Group, str] = {}
+        """The last test of each group that measures."""
         self._cases: list[tuple[Machine, Case, int | None]] = []
         """Machine and case of each test, and its batch size if the test does not choose it."""
         self._completed: set[Group] = set()
@@ -120,7 +122,8 @@ class BenchmarkSession:
         if not may_fit_nowhere:
             self._required.add(group)
         if nodeid is not None:
-            self._expected.setdefault(group, []).append(nodeid)
+            self._last[group] = nodeid
+            self.recorder.expected.append(nodeid)
         self._cases += [(request.machine, request.case, batch_size) for request in requests]
 
     def resume(self, options: Options) -> None:
@@ -184,7 +187,7 @@ class BenchmarkSession:
 
     def nothing_fits(self, group: Group, nodeid: str) -> bool:
         """Return whether this is the last test of a group in which no test completed although one should."""
-        found = self._expected.get(group, [nodeid])[-1] == nodeid and group in self._required - self._completed
+        found = self._last.get(group, nodeid) == nodeid and group in self._required - self._completed
         if found:
             self._out_of_memory.discard(group)  # the test itself fails
         return found
@@ -215,12 +218,6 @@ class BenchmarkSession:
                 self._profilers = wanted, NodeProfilers(here, others, {gpu.uuid: gpu.index for gpu in machine.gpus})
         return self._profilers[1]
 
-    def conclude(self, exit_status: int | None, *, interrupted: bool, deselected: Sequence[str]) -> None:
-        """Add the state of the run (see `end`) to the report, judge it and write it; a running one has no status."""
-        expected = [nodeid for nodeids in self._expected.values() for nodeid in nodeids]
-        judge = None if self.gate is None else self.gate.judge
-        self.recorder.conclude(exit_status, judge, interrupted=interrupted, expected=expected, deselected=deselected)
-
     def end(self, exit_status: int, *, interrupted: bool, deselected: Sequence[str]) -> int:
         """Judge the run, end every process and complete the report. Ctrl-C meanwhile loses nothing.
 
@@ -236,7 +233,7 @@ class BenchmarkSession:
         """
         if self.gate is not None:
             # The verdicts decide the status, and no item of the gate may have run.
-            self.conclude(exit_status, interrupted=interrupted, deselected=deselected)
+            self.recorder.conclude(exit_status, interrupted=interrupted, deselected=deselected)
         exit_status = exit_status or int(bool(self.problems()))
         try:
             self._end_processes()
@@ -245,7 +242,7 @@ class BenchmarkSession:
             exit_status, interrupted = _INTERRUPTED, True
             self._end_processes()
         with _deferred_interrupt() as requested:
-            self.conclude(exit_status, interrupted=interrupted, deselected=deselected)
+            self.recorder.conclude(exit_status, interrupted=interrupted, deselected=deselected)
             self.recorder.finish(None if self.gate is None else self.gate.base)
         # Checked again, because the last writing of the report may have failed.
         return _INTERRUPTED if requested else exit_status or int(bool(self.problems()))

@@ -135,10 +135,11 @@ def test_a_session_is_complete_once_all_expected_tests_measured(
     The report then has the largest batch size of each series.
     """
     assert recorded.path is not None
-    recorded.conclude(1, None, interrupted=interrupted, expected=expected, deselected=["other"])
+    recorded.expected += expected
+    recorded.conclude(1, interrupted=interrupted, deselected=["other"])
     assert not recorded.path.exists()
     _add(recorded, make_result(device="cpu", devices=1))
-    recorded.conclude(1, None, interrupted=interrupted, expected=expected, deselected=["other"])
+    recorded.conclude(1, interrupted=interrupted, deselected=["other"])
     report = file.load(recorded.path)
     session, (capacity,) = report.session, report.capacity
     assert (session.complete, session.exit_status, session.deselected) == (complete, 1, ["other"])
@@ -154,7 +155,7 @@ def test_a_figure_that_is_not_finite_loses_no_report(
     result = make_result()
     result.launches[0].wall_s = math.nan
     _add(recorded, result)
-    recorded.conclude(0, None, interrupted=False, expected=[], deselected=[])
+    recorded.conclude(0, interrupted=False, deselected=[])
     (copy,) = tmp_path.glob("tmp/*/report.json")
     (trouble,) = recorded.problems.values()
     assert "$.cases[0].launches[0].wall_s is nan" in trouble
@@ -181,9 +182,9 @@ def saved(emulated: None, tmp_path: Path) -> Callable[..., Recorder]:  # noqa: A
     """Return a function that finishes a run of one case with --llmgpu-save."""
 
     def finish(name: str, exit_status: int = 0, *, interrupted: bool = False) -> Recorder:
-        recorded, expected = _recorder(tmp_path, Options(save=name)), ["test_it.py::test_it"]
+        recorded = _recorder(tmp_path, Options(save=name))
         _add(recorded, make_result(**_CPU))
-        recorded.conclude(exit_status, None, interrupted=interrupted, expected=expected, deselected=[])
+        recorded.conclude(exit_status, interrupted=interrupted, deselected=[])
         recorded.finish(None)
         return recorded
 

@@ -44,7 +44,7 @@ def test_an_interrupt_as_late_as_the_end_keeps_the_report(
 
     concluded: dict[str, Any] = {}
     monkeypatch.setattr(session.runner, "close", close)
-    monkeypatch.setattr(session.recorder, "conclude", lambda _status, _judge, **state: concluded.update(state))
+    monkeypatch.setattr(session.recorder, "conclude", lambda _, **state: concluded.update(state))
     assert session.end(0, interrupted=False, deselected=[]) == 2
     assert concluded["interrupted"] is True
     assert len(closed) == 2, "after the interrupt again"
