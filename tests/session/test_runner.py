@@ -361,7 +361,7 @@ def test_a_pass_that_fails_costs_no_measurement(command: str, answer: Any, ended
     assert (result.outcome, result.failure, launch.batches.latency_s) == ("completed", None, [1.0, 2.0])
     assert bench.ended == ["killed"] * ended
     assert (result.traffic is None, launch.work is None) == ("traffic" in reasons, "work" in reasons)
-    parts = (result, launch, *filter(None, (launch.work, bench.runner.ceilings)))
+    parts = (result, launch, launch.work or Launch(), bench.runner.ceilings or Launch())
     found = {name: reason for part in parts for name, reason in part.why.items()}
     assert found.keys() == reasons.keys()
     assert all(words in found[name] for name, words in reasons.items())
