@@ -8,7 +8,7 @@ import pytest
 import torch
 from support import tiny_model
 from support.request_factory import MIXED, make_requests
-from transformers import Gemma2Config, Gemma2ForCausalLM
+from transformers.models.gemma2 import Gemma2Config, Gemma2ForCausalLM
 
 from pytest_llmgpu.inference import batching, scoring
 

@@ -64,7 +64,8 @@ def _send_and_receive(tensor: torch.Tensor) -> None:
 
 
 def _reduced(tensor: torch.Tensor) -> torch.Tensor:
-    return functional.all_reduce(tensor, "sum", _world())
+    reduced: torch.Tensor = functional.all_reduce(tensor, "sum", _world())
+    return reduced
 
 
 # 24 floats in 4 ranks: 96 bytes.
