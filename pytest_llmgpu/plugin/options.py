@@ -19,15 +19,12 @@ _OF_WORKLOAD = {
 }
 """Options that have an effect in one workload only."""
 
-_NATIVE: dict[str | None, Any] = {
-    "ITEMS": int | str,
-    "N": int | str,
-    "SIZE": int | str,
-    "SECONDS": float | str,
-    "FRACTION": float | str,
-    None: bool | str,
-}
-"""Types of ini keys beside strings and lists, by the placeholder of their value in the help."""
+_INI_TYPES: dict[str | None, Any] = {"NAME[,NAME]": "args", "N[,N]": "args"}
+"""Types of ini keys beside strings, by the placeholder of their value in the help."""
+if pytest.version_tuple >= (9, 2):
+    # Native TOML writes numbers and booleans. Strings are accepted too: ini files have no other type, and 1/6 is one.
+    _INI_TYPES |= {None: bool | str, **dict.fromkeys(("ITEMS", "N", "SIZE"), int | str)}
+    _INI_TYPES |= dict.fromkeys(("SECONDS", "FRACTION"), float | str)
 
 
 def declare(parser: pytest.Parser) -> None:
@@ -47,9 +44,8 @@ def declare(parser: pytest.Parser) -> None:
             **({"metavar": declared["metavar"]} if declared["metavar"] else {}),
             **({"nargs": "?", "const": declared["bare"]} if declared["bare"] is not None else {}),
         )
-        parser.addini(
-            ini_key_of(field), f"default of {flag_of(field)}", type=_ini_type(declared["metavar"]), default=None
-        )
+        ini_type = _INI_TYPES.get(declared["metavar"], "string")
+        parser.addini(ini_key_of(field), f"default of {flag_of(field)}", type=ini_type, default=None)
 
 
 def resolve(config: pytest.Config, markers: Iterable[pytest.Mark] = ()) -> Options:
@@ -63,8 +59,11 @@ def resolve(config: pytest.Config, markers: Iterable[pytest.Mark] = ()) -> Optio
         marked = {**marker.kwargs, **marked}
     values: dict[str, Any] = {}
     for field in dataclasses.fields(Options):
-        flag, ini = config.getoption(ini_key_of(field), None), _ini_value(config, ini_key_of(field))
-        if flag is not None:
+        try:
+            ini = config.getini(ini_key_of(field))
+        except TypeError as error:  # before pytest 9.2, which raises a usage error itself
+            raise pytest.UsageError(f"{error}: write it as a string, or use pytest 9.2 or newer") from None
+        if (flag := config.getoption(ini_key_of(field), None)) is not None:
             raw, source = flag, flag_of(field)
         elif marked.get(field.name) is not None:
             raw, source = marked[field.name], f"@pytest.mark.llmgpu({field.name}=...)"
@@ -79,21 +78,6 @@ def resolve(config: pytest.Config, markers: Iterable[pytest.Mark] = ()) -> Optio
         except ValueError as error:
             raise pytest.UsageError(f"{source}: {text!r} is not allowed: {error}") from None
     return Options(**values)
-
-
-def _ini_type(metavar: str | None) -> Any:
-    # Native TOML writes numbers, booleans and lists. Strings are accepted too where pytest has several types (9.2): ini
-    # files have nothing else, and 1/6 is a number.
-    if metavar in {"NAME[,NAME]", "N[,N]"}:
-        return "args"
-    return _NATIVE.get(metavar, "string") if pytest.version_tuple >= (9, 2) else "string"
-
-
-def _ini_value(config: pytest.Config, key: str) -> object:
-    try:
-        return config.getini(key)
-    except TypeError as error:  # before pytest 9.2, which raises a usage error itself
-        raise pytest.UsageError(f"{error}: write it as a string, or use pytest 9.2 or newer") from None
 
 
 def check_run(config: pytest.Config, chosen: Options) -> None:

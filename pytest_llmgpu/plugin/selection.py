@@ -65,15 +65,14 @@ def run_order(items: Sequence[pytest.Item], runs: Callable[[pytest.Item], bool])
     """
     from pytest_llmgpu.report.case import REFERENCE_STRATEGY
 
-    ours = [item for item in items if runs(item)]
-    turns = {group: turn for turn, group in enumerate(dict.fromkeys(map(group_of, ours)))}
-
-    def place(item: pytest.Item) -> tuple[bool, int, int]:
+    turns: dict[tuple[str, Options], int] = {}
+    places: dict[pytest.Item, tuple[bool, int, int]] = {}
+    for item in filter(runs, items):
         group, size = group_of(item), parameter(item, "batch_size")
-        return group[0] != REFERENCE_STRATEGY, turns[group], size if isinstance(size, int) else 0
-
-    ordered = iter(sorted(ours, key=place))
-    return [next(ordered) if runs(item) else item for item in items]
+        turn = turns.setdefault(group, len(turns))
+        places[item] = (group[0] != REFERENCE_STRATEGY, turn, size if isinstance(size, int) else 0)
+    ordered = iter(sorted(places, key=places.__getitem__))
+    return [next(ordered) if item in places else item for item in items]
 
 
 def idle_marker(item: pytest.Item) -> str | None:
