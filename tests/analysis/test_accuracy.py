@@ -11,7 +11,6 @@ from support.report_factory import make_accuracy, make_answers, make_case, make_
 
 from pytest_llmgpu.analysis.accuracy import baseline
 from pytest_llmgpu.inference import bundled
-from pytest_llmgpu.report.result import CaseResult
 
 _MINE: dict[str, Any] = {"model": "mine", "dataset": "mine.jsonl", **CPU}
 _GOOD = make_answers([True] * 160 + [False] * 40)
@@ -203,86 +202,39 @@ def test_the_results_of_shin_et_al_have_their_findings(prose: Prose) -> None:
     assert prose == "\n".join(f"{one.code}: {text}" for _, one in found for text in (one.text, one.next_step))
 
 
-_NANS = make_accuracy(0.25, items=100, loglikelihoods=[math.nan, -1.0, -1.0, -1.0] * 100)
+def test_findings_on_answers_read_as(prose: Prose) -> None:
+    """Wrong answers are a failure with their cause and next step; answers without a baseline are a warning.
 
-
-@pytest.mark.parametrize(
-    ("results", "given", "text", "advice"),
-    [
-        ([make_result(1.0, make_accuracy(0.80), **CPU)], None, "2.8 points below", "`predictions`"),
-        ([make_result(1.0, _NANS, **_MINE)], None, "100 of 400", "bfloat16"),
-        (
-            [make_result(1.0, make_accuracy(value), batch_size=size, **_MINE) for value, size in ((0.7, 1), (0.26, 2))],
-            None,
-            "mp-bs1 had 70.0 %, so the batch size loses the answers",
-            "depends on the batch",
+    Lost items are named if McNemar's probability is below 1 %. A workspace that is too small is named as the cause.
+    """
+    nans = make_accuracy(0.25, items=100, loglikelihoods=[math.nan, -1.0, -1.0, -1.0] * 100)
+    by_size = [make_result(1.0, make_accuracy(value), batch_size=n, **_MINE) for n, value in ((1, 0.7), (2, 0.26))]
+    rounding = [
+        make_result(4.0, make_accuracy(items=100, loglikelihoods=[value] * 400), batch_size=size, **CPU)
+        for value, size in ((-1.0, 1), (-1.001, 2), (-1.5, 4))
+    ]
+    mp = make_result(1.0, make_answers([True] * 60 + [False] * 40), **CPU)
+    after = ([False] * lost + [True] * (60 - lost + won) + [False] * (40 - won) for lost, won in ((9, 0), (12, 8)))
+    tp = [make_result(1.0, make_answers(right), strategy="tp", **CPU) for right in after]
+    # The collapse of Shin et al.: 82.8 % at batch size 16, 26 % at 32, where the workspace held 23 of 106 tokens.
+    small = [
+        make_result(1.0, make_accuracy(0.26), strategy="iok", **CPU),
+        make_result(1.0, make_accuracy(0.25, 20), strategy="iok", model="mine", **CPU),
+        make_result(1.0, make_accuracy(), strategy="mine", **CPU),
+    ]
+    for result in small:
+        result.launches[0].tokens_requested, result.launches[0].tokens_granted = 106, 23
+    found = [
+        finding_of(make_result(1.0, make_accuracy(0.80), **CPU)),
+        finding_of(make_result(1.0, nans, **_MINE)),
+        finding_of(*by_size),
+        finding_of(*rounding, accuracy_baseline=0.828),
+        *(finding_of(mp, result, accuracy_baseline=0.7) for result in tp),
+        *map(finding_of, small),
+        # On a few items a trained model may score like guesses.
+        *(
+            finding_of(make_result(1.0, make_accuracy(*one), **_MINE))
+            for one in ((0.7, 9999), (0.255, 9999), (0.4, 10))
         ),
-        (
-            [
-                make_result(4.0, make_accuracy(items=100, loglikelihoods=[value] * 400), batch_size=size, **CPU)
-                for value, size in ((-1.0, 1), (-1.001, 2), (-1.5, 4))
-            ],
-            0.828,
-            "differ by 50.0 % from those of mp-bs1",
-            "depends on the batch",
-        ),
-    ],
-)
-def test_wrong_answers_have_their_cause_and_next_step(
-    results: list[CaseResult], given: float | None, text: str, advice: str
-) -> None:
-    """They are a failure; smaller differences of other batch sizes are rounding."""
-    *_, (code,) = codes(*results, accuracy_baseline=given)
-    finding = finding_of(*results, accuracy_baseline=given)
-    assert (code, finding.severity) == ("wrong-answers", "failure")
-    assert text in finding.text
-    assert advice in finding.next_step
-
-
-@pytest.mark.parametrize(
-    ("value", "items", "text", "advice"),
-    [
-        (0.7, 10_042, "is 70.0 %; no baseline is known for mine on mine.jsonl.", "--llmgpu-accuracy-baseline"),
-        (0.255, 10_042, "Guessing gives 25 %: weights, tokenizer and prompts", "--llmgpu-tokenizer"),
-        (0.4, 10, "is 40.0 %; no baseline is known", "--llmgpu-accuracy-baseline"),
-    ],
-)
-def test_answers_without_a_baseline_are_a_warning(value: float, items: int, text: str, advice: str) -> None:
-    """They may be those of the model itself; on a few items a trained model may score like guesses."""
-    finding = finding_of(make_result(1.0, make_accuracy(value, items), **_MINE))
-    assert (finding.code, finding.severity) == ("unchecked-answers", "warning")
-    assert text in finding.text
-    assert advice in finding.next_step
-
-
-@pytest.mark.parametrize(("lost", "won", "named"), [(9, 0, True), (12, 8, False)])
-def test_a_failure_names_lost_items_where_chance_does_not_explain_them(lost: int, won: int, named: bool) -> None:
-    """They are named if McNemar's probability is below 1 %."""
-    mp = make_answers([True] * 60 + [False] * 40)
-    tp = make_answers([False] * lost + [True] * (60 - lost + won) + [False] * (40 - won))
-    results = make_result(1.0, mp, **CPU), make_result(1.0, tp, strategy="tp", **CPU)
-    text = finding_of(*results, accuracy_baseline=0.7).text
-    assert ("; compared with mp-bs1, 9 items are lost and 0 won (p = 0.0039)" in text) is named
-    assert (("; compared with" in text), "points below the baseline" in text) == (named, True)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "value", "items", "code", "words"),
-    [
-        # The collapse of Shin et al.: 82.8 % at batch size 16, 26 % at 32, where the workspace held 23 of 106 tokens.
-        ("iok", 0.26, 10_042, "wrong-answers", "DeepSpeed's workspace held 23 of 106 tokens"),
-        ("iok", 0.25, 20, "wrong-answers", "Guessing gives 25 %."),
-        ("mine", 0.828, 10_042, "unchecked-answers", "Mine's workspace held 23 of 106 tokens"),
-    ],
-)
-def test_a_workspace_that_is_too_small_is_the_cause(
-    strategy: str, value: float, items: int, code: str, words: str
-) -> None:
-    """One finding names the workspace and the failure; where no check failed it warns."""
-    model = make_case().model if items > 20 else "mine"
-    result = make_result(1.0, make_accuracy(value, items), strategy=strategy, model=model, **CPU)
-    result.launches[0].tokens_requested, result.launches[0].tokens_granted = 106, 23
-    finding = finding_of(result)
-    assert finding.code == code
-    assert words in finding.text
-    assert ("--llmgpu-iok-min-tokens" in finding.next_step) is (strategy == "iok")
+    ]
+    assert prose == "\n".join(f"{one.severity} {one.code}: {one.text} {one.next_step}" for one in found)

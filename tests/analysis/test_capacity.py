@@ -23,16 +23,8 @@ _MEMORY = {
     ("changed", "parts", "reasons"),
     [
         ({}, (13, 3, 2, 1, 1), {}),
-        (
-            {"workspace_bytes": None, "why": {"workspace_bytes": "it has none"}},
-            (13, 3, 2, None, 2),
-            {"workspace": "it"},
-        ),
-        (
-            {"nvml_used_max_bytes": None, "why": {"nvml_used_max_bytes": "no sample"}},
-            (13, 3, 2, 1, None),
-            {"rest": "no"},
-        ),
+        ({"workspace_bytes": None, "why": {"workspace_bytes": "none"}}, (13, 3, 2, None, 2), {"workspace": "none"}),
+        ({"nvml_used_max_bytes": None, "why": {"nvml_used_max_bytes": "no"}}, (13, 3, 2, 1, None), {"rest": "no"}),
         ({"nvml_used_max_bytes": 19 * GIB - 1}, (13, 3, 2, 1, None), {"rest": "nvml_used_max_bytes is 1 bytes less"}),
         ({"weights_bytes": 16 * GIB + 1}, (16, None, 2, 1, 1), {"activations": "peak_allocated_bytes is 1 bytes less"}),
         ({"peak_reserved_bytes": None}, (13, 3, None, 1, None), {"cached": "peak_reserved", "rest": "peak_reserved"}),

@@ -18,9 +18,12 @@ def _machine(**fields: Any) -> Environment:
     return msgspec.structs.replace(make_report().environment, **fields)
 
 
-def _gpus(count: int = 4, name: str = "NVIDIA H200", gib: float | None = 140, uuid: str = "a") -> list[Gpu]:
+def _gpus(
+    count: int = 4, name: str = "NVIDIA H200", gib: float | None = 140, uuid: str = "a", watts: float | None = None
+) -> list[Gpu]:
     memory = None if gib is None else int(gib * 2**30)
-    return [Gpu(index=index, uuid=f"{uuid}{index}", name=name, memory_bytes=memory) for index in range(count)]
+    gpu = Gpu(index=0, uuid=uuid, name=name, memory_bytes=memory, power_limit_w=watts)
+    return [msgspec.structs.replace(gpu, index=index, uuid=f"{uuid}{index}") for index in range(count)]
 
 
 _GPUS = _machine(gpus=_gpus(), topology=_LINKS)
@@ -59,15 +62,10 @@ def test_other_hardware_is_another_machine(
         ),
         (_GPUS, _machine(gpus=_gpus()), ["topology 1 x NV18 -> unknown"]),
         (_machine(gpus=_gpus()), _machine(gpus=_gpus()), []),
+        (_machine(gpus=_gpus(1, watts=700)), _machine(gpus=_gpus(1, watts=550.5)), ["power limit 700 W -> 550.5 W"]),
+        (_machine(gpus=_gpus(1, watts=700)), _machine(gpus=_gpus(1)), []),
     ],
 )
 def test_software_is_named_and_not_refused(base: Environment, head: Environment, differences: list[str]) -> None:
-    """Driver, libraries, variables, which boards they were, and a topology that one report lacks."""
+    """Driver, libraries, variables, power limits, which boards they were, and a topology that one report lacks."""
     assert software_differences(base, head) == differences
-
-
-def test_another_power_limit_is_named() -> None:
-    """Where both reports have theirs: those of before it was recorded do not."""
-    full, less = (_machine(gpus=[msgspec.structs.replace(_gpus()[0], power_limit_w=watts)]) for watts in (700, 550.5))
-    assert software_differences(full, less) == ["power limit 700 W -> 550.5 W"]
-    assert software_differences(full, _machine(gpus=_gpus()[:1])) == []

@@ -23,17 +23,7 @@ from support.report_factory import (
 
 from pytest_llmgpu.analysis.findings import disagreements
 from pytest_llmgpu.report import disturbances
-from pytest_llmgpu.report.result import (
-    CaseResult,
-    DeviceMemory,
-    Failure,
-    Launch,
-    Link,
-    Metric,
-    Outcome,
-    Path,
-    Profile,
-)
+from pytest_llmgpu.report.result import CaseResult, DeviceMemory, Failure, Launch, Link, Metric, Outcome, Path, Profile
 from pytest_llmgpu.report.work import NO_WORK, TRAFFIC_FAILED, WORK_OFF, RankWork
 
 _forward = partial(Failure, phase="forward", message="x")
@@ -49,52 +39,19 @@ def test_a_good_case_has_no_finding() -> None:
 # Outcomes.
 
 
-@pytest.mark.parametrize(
-    ("outcome", "failure", "fields", "text", "advice"),
-    [
-        ("oom", _forward(evidence="x", tokens_requested=1106, tokens_granted=0), {}, "holds 0 of 1,106 tokens.", "Sp"),
-        (
-            "oom",
-            _forward(requested_bytes=5 * GIB // 2, free_bytes=GIB // 2),
-            {},
-            "no smaller batch size completed. The allocation of 2.50 GiB failed with 0.50 GiB free.",
-            "Spread the model over more GPUs (--llmgpu-devices).",
-        ),
-        ("oom", _load(evidence="torch"), {}, "while loading the model (torch).", "Spread"),
-        ("oom", _load(), {"gpu_memory_bytes": 18 * GIB}, "", "Raise --llmgpu-gpu-memory (18.0 GiB"),
-        ("oom", _load(), {"dtype": "float32"}, "", "--llmgpu-dtype=float16"),
-        ("timeout", _forward(), {}, "Timed out at batch size 4: x.", "--llmgpu-timeout"),
-        ("timeout", _load(), {}, "Timed out while loading the model: x.", "--llmgpu-load-timeout"),
-        ("crashed", _forward(rank=2, signal=signal.SIGKILL), {}, "Crashed at batch size 4 on rank 2: x.", "dmesg"),
-        ("crashed", _forward(signal=signal.SIGTERM), {}, "Crashed at", "scheduler"),
-        ("error", _load(log_tail="x"), {}, "Failed while loading the model: x.", "REPORT --log CASE`"),
-        ("interrupted", _load(), {}, "Interrupted while loading the model: x.", "same options and --llmgpu-resume="),
-        ("error", None, {}, "no reason was recorded", "run it again"),
-    ],
-)
-def test_a_case_that_does_not_complete_has_its_place_cause_and_next_step(
-    outcome: Outcome, failure: Failure | None, fields: dict[str, Any], text: str, advice: str
-) -> None:
-    """Out of memory is an expected outcome: information with the bytes, and only options that may help."""
-    result = make_failed(outcome, failure, batch_size=4, **fields)
-    finding = finding_of(result)
-    expected = ("out-of-memory", "info") if outcome == "oom" else ("failed", "failure")
-    assert (finding.code, finding.severity) == expected
-    assert text in finding.text
-    assert advice in finding.next_step
-    assert "batches that finished" not in finding.next_step
-    assert "--llmgpu-find-max-batch" not in finding.next_step
-    result.launches[0].batches.latency_s.append(1.0)
-    assert ("batches that finished" in finding_of(result).next_step) is (outcome == "interrupted")
-
-
 def test_out_of_memory_names_the_limit() -> None:
     """The larger batch size has the finding; a smaller one ran to find the limit."""
     fits, oom, smaller = make_result(batch_size=8, **CPU), *(make_failed(batch_size=size, **CPU) for size in (32, 16))
     assert codes(fits, oom, smaller) == [[], ["out-of-memory"], []]
-    finding = finding_of(fits, oom)
-    assert "at batch size 32; the largest that completed is 8." in finding.text
-    assert finding.next_step.startswith("Run with --llmgpu-find-max-batch")
+
+
+@pytest.mark.parametrize("outcome", ["oom", "timeout", "crashed", "error", "interrupted"])
+def test_finished_batches_are_named_where_the_case_can_be_continued(outcome: Outcome) -> None:
+    """Only an interrupted case has a use for them."""
+    result = make_failed(outcome)
+    assert "batches that finished" not in finding_of(result).next_step
+    result.launches[0].batches.latency_s.append(1.0)
+    assert ("batches that finished" in finding_of(result).next_step) is (outcome == "interrupted")
 
 
 _STACKS = """Extension modules: numpy.linalg (total: 1)
@@ -215,34 +172,27 @@ def test_traffic_off_nvlink_is_a_finding(
 # Profiles.
 
 
+def _profiled(profile: Profile, **fields: Any) -> CaseResult:
+    return make_result(1.0, None, profile, **fields)
+
+
 def _held_down() -> Profile:
     profile = make_profile(devices=[msgspec.structs.replace(make_profile(1).devices[0], throttled_s=30.0)])
     return msgspec.structs.replace(profile, invalid=disturbances.find(profile))
 
 
-@pytest.mark.parametrize(
-    ("profile", "found", "text"),
-    [
-        (make_profile(0, samples=0, why={"profile": "no NVML"}), "info incomplete-profile", "no GPU profile: no NVML."),
-        (make_profile(samples=96, missed=4), None, ""),
-        (make_profile(samples=90, missed=10), "info incomplete-profile", "10 of 100 samples of the GPU profile are"),
-        (make_profile(0, samples=0, duration_s=0.05), "info incomplete-profile", "the case took 0.05 s"),
-        (make_profile(invalid=["other programs: a", "x: b"]), "warning profile-invalid", "other programs: a; x: b."),
-        (_held_down(), "info clocks-held-down", "GPU 0 for 50.0 % of the time"),
-    ],
+_GAPS = (
+    make_profile(0, samples=0, why={"profile": "no NVML"}),
+    make_profile(samples=90, missed=10),
+    make_profile(0, samples=0, duration_s=0.05),
 )
-def test_what_is_wrong_with_a_profile(profile: Profile, found: str | None, text: str) -> None:
-    """More than one sample of twenty is missing, or the window was disturbed. On a CPU no profile is expected."""
-    (result,) = assessed(make_result(1.0, None, profile))
-    assert [f"{one.severity} {one.code}" for one in result.findings] == ([] if found is None else [found])
-    assert all(text in one.text for one in result.findings)
-    if not profile.invalid:
-        assert codes(make_result(1.0, None, profile, **CPU)) == [[]]
-    # The first launch has the figures, and the others are counted.
-    texts = ["processes of other programs: GPU 0 has 2", "processes of other programs: GPU 0 has 1", "another: x"]
-    result = make_result(1.0, None, make_profile(invalid=texts[:1]))
-    result.launches += [Launch(profile=make_profile(invalid=[text])) for text in texts[1:]]
-    assert finding_of(result).text.endswith("GPU 0 has 2 (also in 1 more launch); another: x.")
+
+
+def test_a_profile_with_gaps_is_incomplete() -> None:
+    """More than one sample of twenty is missing. On a CPU no profile is expected."""
+    whole = make_profile(samples=96, missed=4)
+    assert codes(*map(_profiled, (*_GAPS, whole))) == [["incomplete-profile"]] * 3 + [[]]
+    assert codes(*(_profiled(profile, **CPU) for profile in _GAPS)) == [[]] * 3
 
 
 def _busy(*values: float | None, samples: int = 60) -> Launch:
@@ -374,18 +324,39 @@ def test_launches_differ_a_little_in_time(launches: list[CaseResult], text: str 
 
 
 def test_findings_read_as(prose: Prose) -> None:
-    """Each code has its text and its next step."""
-    uneven = make_result(1.0, None, make_profile())
+    """Each has its severity, text and next step; what failed has its place and cause, and options that may help."""
+    no_memory = _forward(requested_bytes=5 * GIB // 2, free_bytes=GIB // 2)
+    failed: list[tuple[Outcome, Failure | None, dict[str, Any]]] = [
+        ("oom", _forward(evidence="rule"), {}),
+        ("oom", _forward(evidence="x", tokens_requested=1106, tokens_granted=0), {}),
+        ("oom", no_memory, {}),
+        ("oom", _load(evidence="torch"), {}),
+        ("oom", _load(), {"gpu_memory_bytes": 18 * GIB}),
+        ("oom", _load(), {"dtype": "float32"}),
+        ("timeout", _forward(), {}),
+        ("timeout", _load(), {}),
+        ("crashed", _forward(rank=2, signal=signal.SIGKILL), {}),
+        ("crashed", _forward(signal=signal.SIGTERM), {}),
+        ("error", _load(log_tail="x"), {}),
+        ("interrupted", _load(), {}),
+        ("error", None, {}),
+    ]
+    # The first launch has the figures of a disturbance, and the others are counted.
+    invalid = ["processes of other programs: GPU 0 has 2", "processes of other programs: GPU 0 has 1", "another: x"]
+    disturbed = _profiled(make_profile(invalid=invalid[:1]))
+    disturbed.launches += [Launch(profile=make_profile(invalid=[text])) for text in invalid[1:]]
+    uneven = _profiled(make_profile())
     uneven.launches = [msgspec.structs.replace(_timed(1.0, 1.1, 1.0), memory=_full(10.0, 10.5, 15.0).memory)]
     found = [
-        finding_of(make_failed("oom", _forward(evidence="rule"), batch_size=4)),
-        finding_of(make_failed("crashed", Failure(phase="forward", rank=1, message="x"))),
+        *(finding_of(make_failed(outcome, failure, batch_size=4, **fields)) for outcome, failure, fields in failed),
+        finding_of(make_result(batch_size=8, **CPU), make_failed(batch_size=32, **CPU)),
         finding_of(*(make_result(s, batch_size=size, **CPU) for size, s in {1: 300.0, 2: 4.0}.items())),
         finding_of(*(make_result(s, None, make_profile(), batch_size=size) for size, s in {1: 5.0, 2: 6.0}.items())),
         finding_of(_unrecorded("GPU-0")),
-        finding_of(make_result(1.0, None, make_profile(samples=90, missed=10))),
-        finding_of(make_result(1.0, None, make_profile(invalid=["memory in use before the start: GPU 1"]))),
-        finding_of(make_result(1.0, None, _held_down())),
+        *(finding_of(_profiled(profile)) for profile in _GAPS),
+        finding_of(_profiled(make_profile(invalid=["memory in use before the start: GPU 1", "x: b"]))),
+        finding_of(disturbed),
+        finding_of(_profiled(_held_down())),
         finding_of(uneven),
         *disagreements(_answering([True, True], [True, False])),
         *disagreements(_launched(1.0, 9.0)),

@@ -5,13 +5,22 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.report_factory import make_answers, make_failed, make_report, make_result, make_traffic, make_work
+from support.report_factory import (
+    make_answers,
+    make_check,
+    make_failed,
+    make_finding,
+    make_report,
+    make_result,
+    make_traffic,
+    make_work,
+)
 from support.verdict_factory import with_launches
 
 from pytest_llmgpu.analysis.merging import extend, merge, merge_results
 from pytest_llmgpu.report.file import encode, parse
 from pytest_llmgpu.report.report import Commit, Report, Session
-from pytest_llmgpu.report.result import AccuracyCheck, CaseResult, Finding
+from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.work import Bound
 
 
@@ -26,8 +35,8 @@ def _measured(*cases: CaseResult, sha: str | None = "a" * 40, gpus: int = 4, **s
     return report
 
 
-def _check(ok: bool | None) -> AccuracyCheck:
-    return AccuracyCheck(metric="acc", value=0.5, baseline=0.5, source="x", tolerance=0.01, ok=ok, text=f"it is {ok}")
+def _second(result: CaseResult) -> CaseResult:
+    return msgspec.structs.replace(result, id="mp-bs1#2")
 
 
 def test_launches_of_a_case_become_its_launches() -> None:
@@ -36,10 +45,9 @@ def test_launches_of_a_case_become_its_launches() -> None:
         _measured(with_launches([level], sequences=20), with_launches([2 * level], sequences=40, batch_size=2))
         for level in (1.0, 3.0, 1.1)
     ]
+    bound = Bound(compute_s=21.0, memory_s=1.0, wire_s=0.0, bound_s=21.0, limited_by="compute", share=0.1)
     for report in reports:  # the bound itself depends on the case and the machine alone
-        report.cases[0].bound = Bound(
-            compute_s=21.0, memory_s=1.0, wire_s=0.0, bound_s=21.0, limited_by="compute", share=0.1
-        )
+        report.cases[0].bound = bound
     merged = merge(reports)
     assert [result.id for result in merged.cases] == ["mp-bs1", "mp-bs2"]
     assert [_seconds(result) for result in merged.cases] == [[1.0, 3.0, 1.1], [2.0, 6.0, 2.2]]
@@ -49,10 +57,7 @@ def test_launches_of_a_case_become_its_launches() -> None:
     assert [len(result.launches) for report in reports for result in report.cases] == [1] * 6
     assert parse(encode(merged, compressed=False), "merged") == merged
     # The second measurement of a case is merged with the second of the other reports.
-    twice = [
-        _measured(with_launches([a]), msgspec.structs.replace(with_launches([b]), id="mp-bs1#2"))
-        for a, b in ((1.0, 5.0), (1.1, 5.1))
-    ]
+    twice = [_measured(with_launches([a]), _second(with_launches([b]))) for a, b in ((1.0, 5.0), (1.1, 5.1))]
     assert [_seconds(result) for result in merge(twice).cases] == [[1.0, 1.1], [5.0, 5.1]]
 
 
@@ -108,14 +113,8 @@ def test_the_worst_outcome_counts(outcomes: Sequence[Any], worst: str) -> None:
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (
-            _measured(make_result(batch_size=2)),
-            "and launch 2 measured different cases .*: only launch 1 has mp-bs1; only",
-        ),
-        (
-            _measured(make_result(), msgspec.structs.replace(make_result(), id="mp-bs1#2")),
-            "only launch 2 has mp-bs1#2$",
-        ),
+        (_measured(make_result(batch_size=2)), "2 measured different cases .*: only launch 1 has mp-bs1; only"),
+        (_measured(make_result(), _second(make_result())), "only launch 2 has mp-bs1#2$"),
         (_measured(make_result(), sha="b" * 40), f"launch 2 measured commit {'b' * 40} and launch 1 commit {'a' * 40}"),
         (_measured(make_result(), gpus=1), "launch 2 ran on another machine than launch 1: GPUs 4 -> 1;"),
     ],
@@ -143,13 +142,13 @@ def test_traffic_that_differs_between_launches_is_unknown() -> None:
 def test_checks_findings_and_reasons_of_launches_are_joined() -> None:
     """A failed check counts, a code occurs once, and a known figure has no reason."""
     first, second = make_result(), make_result(traffic=make_traffic())
-    first.accuracy_check, second.accuracy_check = _check(None), _check(False)
-    first.findings = [Finding(code="a", severity="info", text="1 %", next_step="")]
-    second.findings = [Finding(code=code, severity="info", text="2 %", next_step="") for code in "ab"]
+    first.accuracy_check, second.accuracy_check = make_check(ok=None), make_check()
+    first.findings = [make_finding(code="a", text="1 %")]
+    second.findings = [make_finding(code=code, text="2 %") for code in "ab"]
     first.why = {"traffic": "no", "comparison": "first"}
     second.why = {"comparison": "second"}
     merged = merge_results([first, second])
-    assert merged.accuracy_check == _check(False)
+    assert merged.accuracy_check == make_check()
     assert [(finding.code, finding.text) for finding in merged.findings] == [("a", "1 %"), ("b", "2 %")]
     assert merged.why["comparison"] == "first"
 

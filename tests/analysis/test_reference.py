@@ -3,10 +3,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.report_factory import make_accuracy, make_failed, make_result
+from support.report_factory import make_accuracy, make_check, make_failed, make_result
 
 from pytest_llmgpu.analysis.reference import missing, reference
-from pytest_llmgpu.report.result import AccuracyCheck, CaseResult
+from pytest_llmgpu.report.result import CaseResult
 
 
 def _scored(strategy: str = "mp", batch_size: int = 1, **fields: Any) -> CaseResult:
@@ -26,9 +26,7 @@ def test_the_same_batch_size_of_mp_is_compared_with(sizes: list[int], size: int,
 def test_a_case_of_mp_that_is_wrong_is_the_last_to_compare_with() -> None:
     """Another batch size is preferred; a wrong case is better than none."""
     right, wrong = _scored(batch_size=1), _scored(batch_size=8)
-    wrong.accuracy_check = AccuracyCheck(
-        metric="acc", value=0.2, baseline=0.8, source="published", tolerance=0.01, ok=False, text="wrong"
-    )
+    wrong.accuracy_check = make_check(ok=False)
     assert reference(_scored("tp", 8), [right, wrong]) is right
     assert reference(_scored("tp", 8), [wrong]) is wrong
 
