@@ -5,7 +5,10 @@ This module is loaded with the plugin in every test run. It imports other librar
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -13,17 +16,20 @@ import pytest
 
 from pytest_llmgpu.plugin import options
 from pytest_llmgpu.report.options import Options
-from pytest_llmgpu.report.text import printable_lines
+from pytest_llmgpu.report.text import printable, printable_lines
 
 if TYPE_CHECKING:
     from pytest_llmgpu.inference.tasks.protocol import Dataset, Item
     from pytest_llmgpu.profiling.profiler import Profiler
+    from pytest_llmgpu.ranks.env_launcher import Peers
     from pytest_llmgpu.report.result import CaseResult, Launch
     from pytest_llmgpu.session.runner import CaseRequest
     from pytest_llmgpu.session.session import BenchmarkSession
 
-SESSION = pytest.StashKey["SessionMaker"]()
-"""In `config.stash`: returns the benchmark session of the run."""
+SESSION: pytest.StashKey[BenchmarkSession] = pytest.StashKey()
+"""In `config.stash`: the benchmark session of the run; absent until `session_of` makes it."""
+PEERS: pytest.StashKey[Peers] = pytest.StashKey()
+"""In `config.stash`: the processes that torchrun or srun started; absent with the launcher `local`."""
 OUTCOME = pytest.StashKey[str]()
 """In `item.stash`: the outcome of the case that the test measured."""
 KEPT = pytest.StashKey[bool]()
@@ -38,20 +44,6 @@ Measure = Callable[..., "CaseResult"]
 """`measure(llm, items, batch_size) -> CaseResult`"""
 
 
-class SessionMaker:
-    """Makes the benchmark session at the first call: most test runs need none."""
-
-    def __init__(self, make: Callable[[], BenchmarkSession]) -> None:
-        self._make = make
-        self.made: BenchmarkSession | None = None
-
-    def __call__(self) -> BenchmarkSession:
-        """Return the session."""
-        if self.made is None:
-            self.made = self._make()
-        return self.made
-
-
 class StrategyName(str):  # noqa: SLOT000
     """The parameter of our fixture `llm`; a test suite can have another fixture of that name."""
 
@@ -63,6 +55,65 @@ class BatchSize(int):
 def options_of(item: pytest.Item) -> Options:
     """Return the options of a test."""
     return options.resolve(item.config, item.iter_markers("llmgpu"))
+
+
+def session_of(config: pytest.Config) -> BenchmarkSession:
+    """Return the benchmark session of a run. The first call makes it, since most test runs need none.
+
+    Raises:
+        pytest.UsageError: The options, the strategies or the tasks are not allowed.
+    """
+    if SESSION in config.stash:
+        return config.stash[SESSION]
+    from pytest_llmgpu import strategies
+    from pytest_llmgpu.inference import tasks
+    from pytest_llmgpu.render.terminal.live import LiveLine
+    from pytest_llmgpu.session.session import BenchmarkSession
+    from pytest_llmgpu.store.git import is_reference
+
+    capture = config.pluginmanager.getplugin("capturemanager")
+    writer = config.get_terminal_writer() if config.pluginmanager.hasplugin("terminalreporter") else None
+    live = LiveLine(
+        capture.global_and_fixture_disabled if capture is not None else nullcontext,
+        # Not writer.fullwidth, which is 40 at least.
+        lambda: shutil.get_terminal_size().columns - writer.width_of_current_line if writer is not None else 0,
+    )
+    chosen = options.resolve(config)
+    peers = config.stash.get(PEERS, None)
+    paths: dict[str, Path] = {}
+    for name in ("json", "policy", "html", "storage"):
+        # A path is relative to the working directory in a flag, to the rootdir in an ini key.
+        folder = config.rootpath if config.getoption(f"llmgpu_{name}") is None else config.invocation_params.dir
+        if text := getattr(chosen, name):
+            paths[name] = folder / text
+    if chosen.policy is not None and is_reference(chosen.policy):
+        paths["policy"] = Path(chosen.policy)
+    try:
+        if peers is not None:
+            peers.wait(chosen.load_timeout)
+        known_tasks = tasks.merge(config.hook.pytest_llmgpu_tasks(config=config))
+        if hidden := [name for name in known_tasks if name in _FIXTURES]:
+            raise pytest.UsageError(
+                f"pytest_llmgpu_tasks: {hidden[0]!r} is not allowed: a fixture of pytest-llmgpu has this name; "
+                "register the task by another name"
+            )
+        session = BenchmarkSession(
+            rootdir=config.rootpath,
+            report_path=paths.get("json"),
+            policy_path=paths.get("policy"),
+            page_path=paths.get("html"),
+            storage_path=paths["storage"],
+            options=chosen,
+            known=strategies.merge(config.hook.pytest_llmgpu_strategies(config=config)),
+            known_tasks=known_tasks,
+            live=live,
+            peers=peers,
+        )
+    except ValueError as error:
+        raise pytest.UsageError(printable(str(error))) from None
+    config.stash[SESSION] = session
+    config.add_cleanup(session.close)  # also of a run that is refused after the collection
+    return session
 
 
 class LLM:
@@ -183,26 +234,9 @@ class TaskFixtures:
             for name in tasks if isinstance(tasks, Mapping) else ():
                 if isinstance(name, str) and name not in (*_FIXTURES, *self._made):
                     self._made.add(name)
-                    self._register(name)
-
-    def _register(self, name: str) -> None:
-        def items(request: pytest.FixtureRequest) -> Dataset:
-            return request.config.stash[SESSION]().planner.dataset(options_of(request.node), name)
-
-        items.__doc__ = f"The items of task {name} in --llmgpu-dataset: `len({name})`, `{name}[:8]`."
-        fixtures = ModuleType(f"pytest_llmgpu.plugin.fixtures of task {name}")
-        setattr(fixtures, name, pytest.fixture(name=name)(items))
-        self._config.pluginmanager.register(fixtures)
-
-
-def check_task_names(names: Collection[str]) -> None:
-    """Refuse tasks with the name of a fixture of this plugin, with a ValueError."""
-    for name in names:
-        if name in _FIXTURES:
-            raise ValueError(
-                f"pytest_llmgpu_tasks: {name!r} is not allowed: a fixture of pytest-llmgpu has this name; "
-                "register the task by another name"
-            )
+                    fixtures = ModuleType(f"pytest_llmgpu.plugin.fixtures of task {name}")
+                    setattr(fixtures, name, pytest.fixture(name=name)(_items))
+                    self._config.pluginmanager.register(fixtures)
 
 
 def used(item: pytest.Item, names: Collection[str]) -> list[str]:
@@ -222,6 +256,12 @@ def workloads_of(item: pytest.Item) -> set[str]:
     return found or {"score", "generate"}
 
 
+def _items(request: pytest.FixtureRequest) -> Dataset:
+    """The items of the task of this name in --llmgpu-dataset, such as `len(hellaswag)`, `hellaswag[:8]`."""
+    task: str = request.fixturename or ""
+    return session_of(request.config).planner.dataset(options_of(request.node), task)
+
+
 def _batch_size(request: pytest.FixtureRequest) -> int:
     """The batch size, in sequences per forward: one of --llmgpu-batch-sizes. An item of HellaSwag has 4 sequences."""
     return int(request.param)
@@ -229,12 +269,12 @@ def _batch_size(request: pytest.FixtureRequest) -> int:
 
 def _llm(request: pytest.FixtureRequest) -> LLM:
     """The model under a strategy of --strategy. It is loaded once and kept for all batch sizes."""
-    return LLM(request.config.stash[SESSION](), request.node, options_of(request.node), str(request.param))
+    return LLM(session_of(request.config), request.node, options_of(request.node), str(request.param))
 
 
 def _nvml_profiler(request: pytest.FixtureRequest) -> Profiler:
     """The GPU profiler: `with nvml_profiler.window() as window: ...`, then `window.profile`."""
-    session = request.config.stash[SESSION]()
+    session = session_of(request.config)
     profiler = session.profilers_of(session.planner.machine(options_of(request.node))).here
     profiler.start()
     return profiler
@@ -251,7 +291,7 @@ def _measure(request: pytest.FixtureRequest) -> Measure:
     largest batch size that fits. They are in the report too, and the outcome of the test is that of its own case. With
     --llmgpu-resume, a case that the report has is not measured again: the test gets that result, and is shown as KEPT.
     """
-    session = request.config.stash[SESSION]()
+    session = session_of(request.config)
     item: pytest.Item = request.node
 
     def measure(

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from pytest_llmgpu.plugin import selection
-from pytest_llmgpu.plugin.fixtures import SESSION
+from pytest_llmgpu.plugin.fixtures import session_of
 from pytest_llmgpu.plugin.selection import DESELECTED
 from pytest_llmgpu.render.exports.tools import junit_verdicts
 from pytest_llmgpu.report.text import printable_lines
@@ -50,7 +50,7 @@ class GateItem(pytest.Item):
     def runtest(self) -> None:
         """Fail on a regression, and skip if there is no verdict; both with the reason."""
         __tracebackhide__ = True
-        benchmark = self.config.stash[SESSION]()
+        benchmark = session_of(self.config)
         assert benchmark.gate is not None, "the items exist with --llmgpu-compare only"
         if not self.config.stash.get(_CONCLUDED, False):
             deselected = self.config.stash[DESELECTED]
@@ -77,7 +77,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     tests = [item.nodeid for item in session.items if selection.measures(item)]
     # With the flag, a run without a test that measures fails too.
     if tests or config.getoption("llmgpu_compare") is not None:
-        gate = config.stash[SESSION]().gate
+        gate = session_of(config).gate
         assert gate is not None, "this plugin is registered with --llmgpu-compare only"
         gate.expect(tests)
         parent = _Gate.from_parent(session, path=config.rootpath / NAME)

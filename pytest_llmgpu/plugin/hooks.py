@@ -6,30 +6,21 @@ Every test run loads this module. It imports nothing heavier than pytest, the re
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from pytest_llmgpu.plugin import fixtures, hookspecs, options, selection
-from pytest_llmgpu.plugin.fixtures import KEPT, OUTCOME, SESSION, BatchSize, SessionMaker
+from pytest_llmgpu.plugin.fixtures import KEPT, OUTCOME, PEERS, SESSION, BatchSize, session_of
 from pytest_llmgpu.plugin.selection import DESELECTED
 from pytest_llmgpu.report.text import printable, printable_lines
-
-if TYPE_CHECKING:
-    from pytest_llmgpu.ranks.env_launcher import Peers
-    from pytest_llmgpu.session.session import BenchmarkSession
 
 _OUT_OF_MEMORY = ("oom", "skipped_after_oom")
 _MARKER_ERRORS = pytest.StashKey[dict[str, str]]()
 """In `config.stash`: node id of each test function whose markers are not allowed to the reason."""
-_PEERS: pytest.StashKey[Peers] = pytest.StashKey()
-"""In `config.stash`: the processes that torchrun or srun started; absent with the launcher `local`."""
 _REFUSED = pytest.StashKey[str]()
 """In `item.stash`: the reason why a test cannot be measured. It fails with it, and the other tests run."""
 _NO_WORKERS = "the workers of xdist cannot share the GPUs: run this test with -n 0"
@@ -87,7 +78,7 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
     try:
         here = job_variables.of_environment(os.environ)
         if here.rank == 0:
-            config.stash[_PEERS] = peers = env_launcher.Peers(here)
+            config.stash[PEERS] = peers = env_launcher.Peers(here)
             config.add_cleanup(peers.close)
             return None
         with tempfile.TemporaryDirectory(prefix="llmgpu-run-") as folder:
@@ -107,7 +98,6 @@ def pytest_configure(config: pytest.Config) -> None:
     options.check_run(config, chosen)
     config.stash[DESELECTED] = selection.limits_of_selection(config)
     config.stash[_MARKER_ERRORS] = {}
-    config.stash[SESSION] = SessionMaker(lambda: _new_session(config))
     config.pluginmanager.register(fixtures.make(chosen), "llmgpu-fixtures")
     config.pluginmanager.register(fixtures.TaskFixtures(config), "llmgpu-task-fixtures")
     if chosen.compare is not None:
@@ -195,7 +185,7 @@ def pytest_report_collectionfinish(config: pytest.Config, items: Sequence[pytest
     """Print devices, model and dataset before the tests run."""
     if selection.runs_nothing(config) or hasattr(config, "workerinput") or not any(map(_runs, items)):
         return []
-    return list(map(printable, config.stash[SESSION]().headlines()))
+    return list(map(printable, session_of(config).headlines()))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -203,7 +193,7 @@ def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Add the outcome to pytest's report, where other plugins can read it, and the output of the ranks."""
-    if (benchmark := _made(item.config)) is not None:
+    if (benchmark := item.config.stash.get(SESSION, None)) is not None:
         for rank, text in benchmark.runner.launcher.take_output().items():
             item.add_report_section(call.when, f"rank {rank}", printable_lines(text))
     report = yield
@@ -228,7 +218,7 @@ def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Complete the report and end every process."""
-    if (benchmark := _made(session.config)) is not None:
+    if (benchmark := session.config.stash.get(SESSION, None)) is not None:
         stopped = exitstatus == pytest.ExitCode.INTERRUPTED or bool(session.shouldstop or session.shouldfail)
         deselected = session.config.stash[DESELECTED]
         session.exitstatus = benchmark.end(int(exitstatus), interrupted=stopped, deselected=deselected)
@@ -236,19 +226,13 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Print tables and findings."""
-    if (benchmark := _made(config)) is None:
+    if (benchmark := config.stash.get(SESSION, None)) is None:
         return
     for line in benchmark.problems():
         terminalreporter.write_line(printable_lines(f"FAILED {line}"), red=True)
     if text := benchmark.summary(verbose=config.getoption("verbose") > 0):
         terminalreporter.section("LLM inference")
         terminalreporter.write_line(printable_lines(text))
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    """End the processes of a run that was refused after the collection."""
-    if (benchmark := _made(config)) is not None:
-        benchmark.close()
 
 
 def _serves_rank_zero(config: pytest.Config) -> bool:
@@ -272,7 +256,7 @@ def _plan(items: Sequence[pytest.Item]) -> None:
     """
     if not items:
         return
-    session, chosen = items[0].config.stash[SESSION](), options.resolve(items[0].config)
+    session, chosen = session_of(items[0].config), options.resolve(items[0].config)
     try:
         if session.gate is not None:
             session.gate.find_baseline(session.planner.machine(fixtures.options_of(items[0])))
@@ -297,53 +281,5 @@ def _plan(items: Sequence[pytest.Item]) -> None:
     try:
         if chosen.resume is not None:
             session.resume(chosen)
-    except ValueError as error:
-        raise pytest.UsageError(printable(str(error))) from None
-
-
-def _made(config: pytest.Config) -> BenchmarkSession | None:
-    return config.stash[SESSION].made if SESSION in config.stash else None
-
-
-def _new_session(config: pytest.Config) -> BenchmarkSession:
-    from pytest_llmgpu import strategies
-    from pytest_llmgpu.inference import tasks
-    from pytest_llmgpu.render.terminal.live import LiveLine
-    from pytest_llmgpu.session.session import BenchmarkSession
-    from pytest_llmgpu.store.git import is_reference
-
-    capture = config.pluginmanager.getplugin("capturemanager")
-    writer = config.get_terminal_writer() if config.pluginmanager.hasplugin("terminalreporter") else None
-    live = LiveLine(
-        capture.global_and_fixture_disabled if capture is not None else nullcontext,
-        # Not writer.fullwidth, which is 40 at least.
-        lambda: shutil.get_terminal_size().columns - writer.width_of_current_line if writer is not None else 0,
-    )
-    chosen = options.resolve(config)
-    peers = config.stash.get(_PEERS, None)
-
-    def place(name: str, text: str | None) -> Path | None:
-        """Return the path of an option, relative to the working directory for a flag, to the rootdir for an ini key."""
-        if text is None or is_reference(text):
-            return None if text is None else Path(text)
-        return (config.rootpath if config.getoption(f"llmgpu_{name}") is None else config.invocation_params.dir) / text
-
-    try:
-        if peers is not None:
-            peers.wait(chosen.load_timeout)
-        known_tasks = tasks.merge(config.hook.pytest_llmgpu_tasks(config=config))
-        fixtures.check_task_names(known_tasks)
-        return BenchmarkSession(
-            rootdir=config.rootpath,
-            report_path=place("json", chosen.json or None),
-            policy_path=place("policy", chosen.policy),
-            page_path=place("html", chosen.html),
-            storage_path=place("storage", chosen.storage) or Path(),
-            options=chosen,
-            known=strategies.merge(config.hook.pytest_llmgpu_strategies(config=config)),
-            known_tasks=known_tasks,
-            live=live,
-            peers=peers,
-        )
     except ValueError as error:
         raise pytest.UsageError(printable(str(error))) from None

@@ -16,7 +16,7 @@ import pytest
 from _pytest.runner import runtestprotocol
 
 from pytest_llmgpu.plugin import options, selection
-from pytest_llmgpu.plugin.fixtures import SESSION
+from pytest_llmgpu.plugin.fixtures import session_of
 
 _ENDED = pytest.StashKey[set[str]]()
 """In `config.stash` until the last launch: the ids of the tests that were reported before it."""
@@ -30,7 +30,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     uncollected = session.testsfailed and not config.getoption("continue_on_collection_errors")
     if not repeated or uncollected or selection.runs_nothing(config):
         return None
-    benchmark, launches = config.stash[SESSION](), options.resolve(config).launches
+    benchmark, launches = session_of(config), options.resolve(config).launches
     ended: set[str] = set()
     config.stash[_ENDED] = ended
     for launch in range(1, launches):

@@ -23,7 +23,8 @@ _INI_TYPES: dict[str | None, Any] = {"NAME[,NAME]": "args", "N[,N]": "args"}
 """Types of ini keys beside strings, by the placeholder of their value in the help."""
 if pytest.version_tuple >= (9, 2):
     # Native TOML writes numbers and booleans. Strings are accepted too: ini files have no other type, and 1/6 is one.
-    _INI_TYPES |= {None: bool | str, **dict.fromkeys(("ITEMS", "N", "SIZE"), int | str)}
+    _INI_TYPES[None] = bool | str
+    _INI_TYPES |= dict.fromkeys(("ITEMS", "N", "SIZE"), int | str)
     _INI_TYPES |= dict.fromkeys(("SECONDS", "FRACTION"), float | str)
 
 
