@@ -124,7 +124,7 @@ class Profiler:
 
     def used_bytes(self) -> Mapping[str, int]:
         """Return the memory in use now, by any process, for each of the chosen GPUs that can be read."""
-        return nvml.used_bytes(self._uuids or ())
+        return nvml.used_bytes(self._uuids) if self._uuids else {}
 
     def start(self) -> None:
         """Start the sampler, unless it runs, and wait up to 5 s for its first line.

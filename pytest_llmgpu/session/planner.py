@@ -202,10 +202,10 @@ class Planner:
             return self.dataset(options, task), options.limit
         chosen = items if isinstance(items, Dataset) else Dataset.of("custom", items)
         whole = self._datasets.get((chosen.task, options.dataset, options.limit))
+        if whole is not None and chosen.items == whole.items:
+            return whole, options.limit
         if whole is None or chosen.items != whole.items[: len(chosen)]:
             return chosen, None
-        if len(chosen) == len(whole):
-            return whole, options.limit
         return Dataset.of(whole.name, chosen.items), len(chosen)
 
     def _strategy(self, written: str) -> tuple[str, Strategy]:
@@ -333,7 +333,7 @@ def _generates(options: Options, dataset: Dataset, new_tokens: int | None) -> bo
                 f"--llmgpu-scoring={options.scoring}: this is an option of workload score, and the test generates"
             )
         return True
-    if dataset.task in tasks.BUILT_IN and not all(item.endings for item in dataset):
+    if dataset.task in tasks.BUILT_IN and not all(item.endings for item in dataset.items):
         raise ValueError(f"dataset {dataset.name}: prompts have no endings to score: pass --llmgpu-workload=generate")
     if new_tokens is not None:
         raise ValueError(

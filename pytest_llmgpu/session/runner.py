@@ -104,7 +104,7 @@ class Runner:
         self._used_before: Mapping[str, int] = {}
         """Maps the UUID of a device to the bytes in use there before the ranks were started."""
         self._profiles: list[Profile] = []
-        """Profiles with clocks; the first one of the same devices is the reference for their clocks."""
+        """Profiles of GPUs: the first one of the same devices that has their clocks is the reference for these."""
         self._out_of_memory: dict[str, int] = {}
         """Maps a series to the batch size that ran out of memory last."""
         self._build_errors: dict[tuple[str, int], str | None] = {}
@@ -233,7 +233,8 @@ class Runner:
         ran = {(reply.launch.plan_sha256, reply.execution) for reply in replies}
         assert len(ran) == 1, "ranks run the same batches alike"
         ranks = [reply.launch for reply in replies]
-        _check_ranks_agree(ranks, case)
+        if len(ranks) > 1:
+            _check_ranks_agree(ranks, case)
         _join(launch, ranks)
         if launch.generation is not None:
             self._check_texts(request, launch, launch.generation)
@@ -246,7 +247,7 @@ class Runner:
         ended_s = [max(reply.ended_s for reply in of_node) for of_node in in_order]
         devices = _by_gpu([rank.memory for rank in ranks], request.machine)
         profile = self._add_profile(launch, profilers.slice(started_s, ended_s), devices, request)
-        if disturbances.clocks_mhz(profile):
+        if profile.devices:
             self._profiles.append(profile)
         return replies[0].execution
 
@@ -462,9 +463,11 @@ class Runner:
 
         The memory has what NVML reports about it, and the index of its own device.
         """
-        ours = dict.fromkeys((gpu.uuid for gpu in request.machine.gpus), 1)  # one process per GPU, or one for all GPUs
-        first = disturbances.clock_reference(self._profiles, profile)
-        found = disturbances.find(profile, first, ours, self._used_before)
+        found: list[str] = []
+        if profile.devices:
+            ours = dict.fromkeys((gpu.uuid for gpu in request.machine.gpus), 1)  # one process per GPU, or one for all
+            first = disturbances.clock_reference(self._profiles, profile)
+            found = disturbances.find(profile, first, ours, self._used_before)
         if launch.host is not None and (
             busy := disturbances.busy_cpu(launch.host, on_cpu=request.case.device == "cpu")
         ):
@@ -515,6 +518,7 @@ def _join(launch: Launch, ranks: Sequence[Launch]) -> None:
     launch.compile_s = max((rank.compile_s for rank in ranks if rank.compile_s is not None), default=None)
     launch.plan_sha256 = first.plan_sha256
     launch.batches = slowest([rank.batches for rank in ranks])
+    launch.batches.clock_ghz = _of_gpus([rank.batches.clock_ghz for rank in ranks])
     launch.accuracy = first.accuracy
     texts = [rank.generation for rank in ranks if rank.generation is not None]
     if texts:
@@ -522,6 +526,8 @@ def _join(launch: Launch, ranks: Sequence[Launch]) -> None:
             texts[0],
             first_token_s=list(map(max, zip(*(one.first_token_s for one in texts), strict=True))),
             step_s=list(map(max, zip(*(one.step_s for one in texts), strict=True))),
+            prefill_clock_ghz=_of_gpus([one.prefill_clock_ghz for one in texts]),
+            step_clock_ghz=_of_gpus([one.step_clock_ghz for one in texts]),
             kv_cache_bytes=sum(one.kv_cache_bytes for one in texts),
         )
     launch.execution_choice = first.execution_choice
@@ -536,6 +542,12 @@ def _join(launch: Launch, ranks: Sequence[Launch]) -> None:
     launch.tokens_granted = min(
         (rank.tokens_granted for rank in ranks if rank.tokens_granted is not None), default=None
     )
+
+
+def _of_gpus(ranks: Sequence[list[list[float]] | None]) -> list[list[float]] | None:
+    """Return the clocks [GPUs][batches] of the GPUs of all ranks; None if a rank has none."""
+    known = [gpus for gpus in ranks if gpus is not None]
+    return list(itertools.chain(*known)) if len(known) == len(ranks) else None
 
 
 def _by_gpu(ranks: Sequence[Sequence[DeviceMemory]], machine: Machine) -> list[tuple[Gpu | None, DeviceMemory]]:
