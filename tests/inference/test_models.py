@@ -24,18 +24,10 @@ from pytest_llmgpu.strategies.tp import TensorParallel
 TEXTS = ["a man sits on a roof", "he starts pulling up roofing", "the lady stands and lifts the weight"]
 
 
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a directory of a tiny model, which tests must not change."""
-    directory = tmp_path_factory.mktemp("models") / "tiny"
-    tiny_model.write_model(directory)
-    return directory
-
-
 @pytest.fixture
-def directory(written: Path, tmp_path: Path) -> Path:
+def directory(model: Path, tmp_path: Path) -> Path:
     """Return a copy of the tiny model to break."""
-    return shutil.copytree(written, tmp_path / "tiny")
+    return shutil.copytree(model, tmp_path / "tiny")
 
 
 @pytest.fixture(autouse=True)
@@ -49,26 +41,26 @@ def _resolve(model: str | Path, rootdir: Path, **options: Any) -> ModelSource:
     return models.resolve(str(model), texts=TEXTS, rootdir=rootdir, **options)
 
 
-def test_resolving_needs_no_torch(written: Path) -> None:
+def test_resolving_needs_no_torch(model: Path) -> None:
     """A model is found without the libraries that run it."""
     code = (
         "import sys; from pathlib import Path; from pytest_llmgpu.inference import models;"
-        f"models.resolve({str(written)!r}, texts=(), rootdir=Path());"
+        f"models.resolve({str(model)!r}, texts=(), rootdir=Path());"
         "print([name for name in ('torch', 'transformers', 'accelerate', 'numpy') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 
 
-def test_a_directory_is_found_and_named_relative_to_the_rootdir(written: Path, tmp_path: Path) -> None:
+def test_a_directory_is_found_and_named_relative_to_the_rootdir(model: Path, tmp_path: Path) -> None:
     """The name is the same on every machine, and the source pickles."""
-    source = _resolve(written, written.parent)
-    assert (source.name, source.directory, source.tokenizer_directory) == ("tiny", str(written), str(written))
+    source = _resolve(model, model.parent)
+    assert (source.name, source.directory, source.tokenizer_directory) == ("tiny", str(model), str(model))
     assert source.config["vocab_size"] == 300
     assert pickle.loads(pickle.dumps(source)) == source
-    assert _resolve("tiny", written.parent) == source
+    assert _resolve("tiny", model.parent) == source
     (tmp_path / "deep").mkdir()
-    assert _resolve(written, tmp_path / "deep").name == "tiny"
+    assert _resolve(model, tmp_path / "deep").name == "tiny"
 
 
 def _change_last_value(weights: Path) -> None:
@@ -162,7 +154,7 @@ def test_a_directory_that_cannot_be_loaded_is_refused(
         (
             "llama-7b",
             {"load_format": "dummy", "revision": "main"},
-            "'main' is not allowed: .* is not a model of the hub",
+            "'main' is not allowed: .* is no.* model of the hub",
         ),
     ],
 )
@@ -172,9 +164,9 @@ def test_what_cannot_be_meant_is_refused(tmp_path: Path, model: str, options: di
         _resolve(model, tmp_path, **options)
 
 
-def test_a_hub_model_is_its_commit(written: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_hub_model_is_its_commit(model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Only safetensors and small files are downloaded, and the commit is the revision."""
-    commit = shutil.copytree(written, tmp_path / "snapshots" / "0123abcd")
+    commit = shutil.copytree(model, tmp_path / "snapshots" / "0123abcd")
     asked: dict[str, Any] = {}
 
     def snapshot_download(repository: str, **options: Any) -> str:
@@ -201,33 +193,26 @@ def test_a_hub_out_of_reach_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_pat
         _resolve("models/tiny", tmp_path)
 
 
-@pytest.fixture
-def small_preset(monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return the name of a preset whose tokenizer is trained in no time."""
+def test_a_presets_tokenizer_is_trained_once_and_kept(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal texts give the cached tokenizer, others another; a cache that cannot be written is an error."""
     monkeypatch.setitem(PRESETS, "small", {"vocab_size": 300})
-    return "small"
-
-
-def test_a_presets_tokenizer_is_trained_once_and_kept(small_preset: str, tmp_path: Path, cache: Path) -> None:
-    """Equal texts give the cached tokenizer, and other texts give another."""
-    first = _resolve(small_preset, tmp_path, load_format="dummy")
+    first = _resolve("small", tmp_path, load_format="dummy")
     trained = Path(first.tokenizer_directory)
     assert trained.is_relative_to(cache / "pytest-llmgpu")
-    assert (first.directory, first.revision, first.config) == (None, None, PRESETS[small_preset])
+    assert (first.directory, first.revision, first.config) == (None, None, PRESETS["small"])
     (trained / "kept").touch()
-    assert _resolve(small_preset, tmp_path, load_format="dummy") == first
+    assert _resolve("small", tmp_path, load_format="dummy") == first
     assert (trained / "kept").exists()
     shutil.rmtree(cache)
-    assert _resolve(small_preset, tmp_path, load_format="dummy") == first
-    other = models.resolve(small_preset, texts=["else"], rootdir=tmp_path, load_format="dummy")
+    assert _resolve("small", tmp_path, load_format="dummy") == first
+    other = models.resolve("small", texts=["else"], rootdir=tmp_path, load_format="dummy")
     assert other.tokenizer_sha256 != first.tokenizer_sha256
-
-
-def test_a_cache_that_cannot_be_written_is_named(small_preset: str, tmp_path: Path, cache: Path) -> None:
-    """The message names the variable that sets the folder."""
+    shutil.rmtree(cache)
     cache.write_text("a file in its place")
     with pytest.raises(ValueError, match=r"cannot be written .*set XDG_CACHE_HOME"):
-        _resolve(small_preset, tmp_path, load_format="dummy")
+        _resolve("small", tmp_path, load_format="dummy")
 
 
 def test_the_longest_input_is_found_where_the_text_model_has_it() -> None:
@@ -238,9 +223,9 @@ def test_the_longest_input_is_found_where_the_text_model_has_it() -> None:
 
 
 @pytest.mark.parametrize("name", ["bundled", "llama-7b", "huggyllama/llama-7b"])
-def test_a_folder_called_like_something_known_is_told_from_it(name: str, written: Path, tmp_path: Path) -> None:
+def test_a_folder_called_like_something_known_is_told_from_it(name: str, model: Path, tmp_path: Path) -> None:
     """A folder with the name of a known model does not get its baseline."""
-    copied = shutil.copytree(written, tmp_path / name)
+    copied = shutil.copytree(model, tmp_path / name)
     assert _resolve(copied, tmp_path).name == f"./{name}"
 
 
@@ -274,37 +259,27 @@ def test_counts_have_the_names_and_defaults_of_transformers(tmp_path: Path) -> N
         TensorParallel().check(msgspec.structs.replace(autotp, devices=2), source)
 
 
-def _facts(folder: Path, **config: Any) -> ModelFacts:
-    (folder / "config.json").write_text(json.dumps(config))
-    return models.facts_here(str(folder))
-
-
-def test_a_plan_is_found_behind_the_config_of_a_larger_model(tmp_path: Path) -> None:
-    """The decoder of a model of images and text is planned in its own config."""
-    text = {"model_type": "gemma3_text", "num_attention_heads": 6}
-    found = _facts(tmp_path, model_type="gemma3", text_config=text)
-    assert (found.has_plan, found.counts["num_attention_heads"]) == (True, 6)
+_IMAGES = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "num_attention_heads": 6}}
+_AWQ = {"model_type": "llama", "quantization_config": {"quant_method": "awq", "bits": 4}}
+_no_gptqmodel = pytest.mark.skipif(find_spec("gptqmodel") is not None, reason="the library is installed")
 
 
 @pytest.mark.parametrize(
-    ("model_type", "without"),
-    [("gpt2", None), ("openai-gpt", "past_key_values"), ("mamba", "past_key_values"), ("bloom", "position_ids")],
+    ("config", "fact", "found"),
+    [
+        # What a model does not take can be no argument of a decode step; its config has attention heads all the same.
+        ({"model_type": "gpt2"}, "without", "None"),
+        ({"model_type": "openai-gpt"}, "without", "past_key_values"),
+        ({"model_type": "mamba"}, "without", "past_key_values"),
+        ({"model_type": "bloom"}, "without", "position_ids"),
+        # The decoder of a model of images and text is planned in its own config.
+        (_IMAGES, "has_plan", "True"),
+        (_IMAGES, "counts", r".*'num_attention_heads': 6\b.*"),
+        ({"model_type": "nothing-known"}, "refusal", ".*nothing-known.*"),
+        pytest.param(_AWQ, "refusal", ".*gptqmodel.*", marks=_no_gptqmodel),
+    ],
 )
-def test_arguments_of_decode_steps_that_a_model_does_not_take_are_found(
-    tmp_path: Path, model_type: str, without: str | None
-) -> None:
-    """Its config has attention heads, and alone does not show that it cannot generate with a static KV cache."""
-    assert _facts(tmp_path, model_type=model_type).without == without
-
-
-def test_an_architecture_that_transformers_does_not_know_is_refused_in_one_line(tmp_path: Path) -> None:
-    """The refusal has its name."""
-    assert re.fullmatch(".*nothing-known.*", str(_facts(tmp_path, model_type="nothing-known").refusal))
-
-
-@pytest.mark.skipif(find_spec("gptqmodel") is not None, reason="the library is installed")
-def test_quantised_weights_without_their_library_are_refused_in_one_line(tmp_path: Path) -> None:
-    """The refusal has what is missing."""
-    quantization = {"quant_method": "awq", "bits": 4}
-    found = _facts(tmp_path, model_type="llama", quantization_config=quantization)
-    assert re.fullmatch(".*gptqmodel.*", str(found.refusal))
+def test_facts_are_those_of_transformers(tmp_path: Path, config: dict[str, Any], fact: str, found: str) -> None:
+    """A refusal is one line with the name of what is missing."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert re.fullmatch(found, str(getattr(models.facts_here(str(tmp_path)), fact)))

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -19,11 +21,12 @@ from pytest_llmgpu.report.verdicts import Baseline
 from pytest_llmgpu.session.gate import RunGate
 from pytest_llmgpu.store import store
 
-_TEST = "test_it.py::test_it"
+_MakeGate = Callable[..., RunGate]
+_TEST, _SKIPPED = "test_it.py::test_it", "test_it.py::test_skipped"
 
 
-def _result(**fields: object) -> CaseResult:
-    result = make_result(device="cpu", devices=1, **fields)  # type: ignore[arg-type]
+def _result() -> CaseResult:
+    result = make_result(device="cpu", devices=1)
     result.nodeid = _TEST
     return result
 
@@ -42,14 +45,22 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     return Machine(device="cpu", devices=1, gpus=[], facts=TorchFacts(version="2"))
 
 
-def _gate(folder: Path, reference: str, *, policy: Path | None = None, **given: object) -> RunGate:
-    options = Options(compare=reference, **given)  # type: ignore[arg-type]
-    return RunGate(options, rootdir=folder, policy_path=policy, storage_path=folder / "store")
+@pytest.fixture
+def gate(tmp_path: Path, machine: Machine) -> _MakeGate:
+    """Return a function that makes the gate of a run, which has looked for its baseline."""
+
+    def make(where: str = "base.json", *, policy: Path | None = None, on: Machine = machine, **given: Any) -> RunGate:
+        options = Options(compare=where, **given)
+        found = RunGate(options, rootdir=tmp_path, policy_path=policy, storage_path=tmp_path / "store")
+        found.find_baseline(on)
+        return found
+
+    return make
 
 
 @pytest.mark.parametrize("on_gpus", [False, True])
 def test_a_name_means_the_report_of_this_machine(
-    tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch, on_gpus: bool
+    tmp_path: Path, machine: Machine, gate: _MakeGate, monkeypatch: pytest.MonkeyPatch, on_gpus: bool
 ) -> None:
     """Two kinds of machines share a store, and GPUs name theirs; each is compared with its own, which verdicts name."""
     ours = _on("Xeon", _result())
@@ -60,66 +71,48 @@ def test_a_name_means_the_report_of_this_machine(
         monkeypatch.setattr(environment, "fingerprint", lambda _: ours.environment)
         machine = msgspec.structs.replace(machine, device="cuda", gpus=gpus)
     kept, _ = (store.save(report, tmp_path / "store", "main") for report in (ours, _on("EPYC", _result())))
-    gate = _gate(tmp_path, "main")
-    gate.find_baseline(machine)
-    assert gate.judge(ours).baseline == Baseline(name="main", sha256=hashlib.sha256(kept.read_bytes()).hexdigest())
+    sha256 = hashlib.sha256(kept.read_bytes()).hexdigest()
+    assert gate("main", on=machine).judge(ours).baseline == Baseline(name="main", sha256=sha256)
 
 
-def test_a_path_counts_from_the_rootdir_where_it_is_not_here(
-    tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_path_counts_from_the_rootdir_where_it_is_not_here(tmp_path: Path, gate: _MakeGate) -> None:
     """An ini file names one path for whatever folder the run is started in; what is written names no folder."""
     file.dump(_on("Xeon", _result()), tmp_path / "kept" / "base.json")
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    gate = _gate(tmp_path, "kept/base.json")
-    gate.find_baseline(machine)
-    verdicts = gate.judge(_on("Xeon", _result()))
+    verdicts = gate("kept/base.json").judge(_on("Xeon", _result()))
     assert verdicts.baseline is not None
     assert verdicts.baseline.name == "kept/base.json"
 
 
-def test_names_of_the_policy_that_the_baseline_lacks_are_noted_before_the_run(tmp_path: Path, machine: Machine) -> None:
+def test_names_of_the_policy_that_the_baseline_lacks_are_noted_before_the_run(tmp_path: Path, gate: _MakeGate) -> None:
     """A misspelt name would otherwise be seen after hours."""
     file.dump(_on("Xeon", _result()), tmp_path / "base.json")
-    allowed = '[[allow]]\ncase = "{}"\nmetric = "time"\nreason = "bug 7"\n'
+    policy = tmp_path / "policy.toml"
     for name, notes in (("mp-*", 0), ("mp-b1", 1)):
-        policy = tmp_path / "policy.toml"
-        policy.write_text(allowed.format(name))
-        gate = _gate(tmp_path, str(tmp_path / "base.json"), policy=policy)
-        gate.find_baseline(machine)
-        found = gate.notes()
+        policy.write_text(f'[[allow]]\ncase = "{name}"\nmetric = "time"\nreason = "bug 7"\n')
+        found = gate(policy=policy).notes()
         assert len(found) == notes
     assert "did you mean mp-bs1?" in found[0]
 
 
 @pytest.mark.parametrize(
-    ("base", "cpu", "nodeid", "verdict", "fails", "text"),
+    ("base", "cpu", "nodeid", "verdict", "text"),
     [
-        ([], "Xeon", _TEST, "NEW", False, ""),
-        ([], "Xeon", None, "NOT_COMPARABLE", True, "NOTHING COMPARED: "),
-        ([_result()], "EPYC", _TEST, "NOT_COMPARABLE", True, "CPU EPYC -> Xeon"),
+        ([], "Xeon", _TEST, "NEW", ""),
+        ([], "Xeon", None, "NOT_COMPARABLE", "NOTHING COMPARED: "),
+        ([_result()], "EPYC", _TEST, "NOT_COMPARABLE", "CPU EPYC -> Xeon"),
         # The missing case of the baseline has its own row.
-        ([_result()], "Xeon", "test_it.py::test_skipped", "MISSING", False, "the test measured no case"),
+        ([_result()], "Xeon", _SKIPPED, "MISSING", "the test measured no case"),
     ],
 )
 def test_a_test_whose_cases_cannot_be_compared_does_not_pass(
-    tmp_path: Path,
-    machine: Machine,
-    base: list[CaseResult],
-    cpu: str,
-    nodeid: str | None,
-    verdict: str,
-    fails: bool,
-    text: str,
+    tmp_path: Path, gate: _MakeGate, base: Any, cpu: str, nodeid: str | None, verdict: str, text: str
 ) -> None:
     """New and skipped ones are open, and the run fails if nothing was compared; another processor is no baseline."""
     file.dump(_on(cpu, *base), tmp_path / "base.json")
-    gate = _gate(tmp_path, str(tmp_path / "base.json"))
-    gate.find_baseline(machine)
-    gate.expect([_TEST, "test_it.py::test_skipped"])
-    gate.judge(_on("Xeon", _result()))
-    found = gate.verdict_of(nodeid)
+    judging = gate()
+    judging.expect([_TEST, _SKIPPED])
+    judging.judge(_on("Xeon", _result()))
+    found, fails = judging.verdict_of(nodeid), verdict == "NOT_COMPARABLE"
     assert (found.verdict, found.fails, found.undecided) == (verdict, fails, not fails)
     assert text in found.text
 
@@ -132,37 +125,36 @@ def test_a_test_whose_cases_cannot_be_compared_does_not_pass(
         (5000 * "a", "is neither a file nor a report of the store"),
     ],
 )
-def test_a_missing_baseline_names_the_remedy(tmp_path: Path, machine: Machine, reference: str, complaint: str) -> None:
+def test_a_missing_baseline_names_the_remedy(gate: _MakeGate, reference: str, complaint: str) -> None:
     """With the flag a first run has no baseline; other errors are still refused."""
     with pytest.raises(ValueError, match=rf"{complaint}.*; --llmgpu-allow-no-baseline lets a first run pass"):
-        _gate(tmp_path, reference).find_baseline(machine)
-    gate = _gate(tmp_path, reference, allow_no_baseline=True)
-    gate.find_baseline(machine)
-    assert gate.judge(_on("Xeon", _result())).baseline is None
-    assert gate.summary().startswith("no baseline: ")
+        gate(reference)
+    judging = gate(reference, allow_no_baseline=True)
+    assert judging.judge(_on("Xeon", _result())).baseline is None
+    assert judging.summary().startswith("no baseline: ")
 
 
 @pytest.mark.parametrize("reference", ["main", "folder", "git:nowhere:base.json"])
-def test_a_broken_baseline_is_refused(tmp_path: Path, machine: Machine, reference: str) -> None:
+def test_a_broken_baseline_is_refused(tmp_path: Path, gate: _MakeGate, reference: str) -> None:
     """A baseline that is ambiguous, no file or unknown to git is refused although a missing one is allowed."""
     for cpu in ("EPYC", "Core"):
         store.save(_on(cpu, _result()), tmp_path / "store", "main")
     (tmp_path / "folder").mkdir()
     wanted = str(tmp_path / "folder") if reference == "folder" else reference
     with pytest.raises(ValueError, match="--llmgpu-compare: ") as caught:
-        _gate(tmp_path, wanted, allow_no_baseline=True).find_baseline(machine)
+        gate(wanted, allow_no_baseline=True)
     assert "\n" not in str(caught.value)
 
 
-def test_the_policy_may_be_that_of_a_commit(tmp_path: Path, machine: Machine) -> None:
+def test_the_policy_may_be_that_of_a_commit(tmp_path: Path, gate: _MakeGate) -> None:
     """A change under test cannot edit it; its name is under the table."""
     store.save(_on("Xeon", _result()), tmp_path / "store", "main")
     (tmp_path / "pyproject.toml").write_text("[tool.llmgpu.gate]\nstrict = true\n")
     first_commit(tmp_path)
     (tmp_path / "pyproject.toml").unlink()
-    gate = _gate(tmp_path, "main", policy=Path("git:HEAD:pyproject.toml"), allow_no_baseline=True)
-    assert (gate.policy.strict, gate.policy.allow_no_baseline) == (True, True), "an option changes its own rule alone"
-    gate.find_baseline(machine)
+    judging = gate("main", policy=Path("git:HEAD:pyproject.toml"), allow_no_baseline=True)
+    policy = judging.policy
+    assert (policy.strict, policy.allow_no_baseline) == (True, True), "an option changes its own rule alone"
     with noise():
-        assert {row.verdict for row in gate.judge(_on("Xeon", _result())).rows} == {"OK"}
-    assert gate.summary().endswith("\npolicy: git:HEAD:pyproject.toml")
+        assert {row.verdict for row in judging.judge(_on("Xeon", _result())).rows} == {"OK"}
+    assert judging.summary().endswith("\npolicy: git:HEAD:pyproject.toml")

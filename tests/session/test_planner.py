@@ -26,39 +26,15 @@ _GIB = 2**30
 _GPUS = [Gpu(index=number, uuid=f"GPU-{number}", name="H", memory_bytes=32 * _GIB) for number in (0, 1)]
 
 
-class Mine(LayerParallel):
-    """A user's strategy whose name is the first word of an option."""
-
-    name = "load"
-
-
-class AlsoMine(Mine):
-    """Another strategy with the same name."""
+def _strategy(name: str, **members: Any) -> Any:
+    """Return the class of a strategy of this name."""
+    return type(name, (LayerParallel,), {"name": name, **members})
 
 
-class Tensor(LayerParallel):
-    """A strategy with the options of tp."""
-
-    name = "tp"
-    backend = "nowhere"
-
-
-class Ranks(LayerParallel):
-    """A strategy with one rank for each device."""
-
-    name = "tensor"
-
-    def ranks(self, devices: int) -> int:
-        """Return one for each."""
-        return devices
-
-
-class Injection(LayerParallel):
-    """A strategy with the options of iok."""
-
-    name = "iok"
-    backend = "accelerate"
-
+Mine, AlsoMine = _strategy("load"), _strategy("load")  # the name is the first word of an option
+Tensor = _strategy("tp", backend="nowhere")  # with the options of tp
+Injection = _strategy("iok", backend="accelerate")  # with the options of iok
+Ranks = _strategy("tensor", ranks=lambda _, devices: devices)  # one for each device
 
 _ALSO_MINE = f"{__name__}:AlsoMine"
 _KNOWN = {
@@ -143,12 +119,7 @@ _TWO_NODES = _machine(nodes=[0, 1])
         (_machine(nodes=[0]), "tensor", {}, "WORLD_SIZE=1, but tensor on 2 devices needs 2 processes"),
         (_TWO_NODES, "mp", {}, "--llmgpu-devices=2: mp runs in one process, which can use 1 GPU of node 0"),
         (_machine(nodes=[0, 0], one_gpu_each=True), "mp", {}, "--llmgpu-devices=2: mp .* of node 0: pass at most 1"),
-        (
-            _machine("cpu"),
-            "mp",
-            {"strategy": ("mp",)},
-            "--llmgpu-devices=2: on a CPU .*, and mp has 1; allowed: 1",
-        ),
+        (_machine("cpu"), "mp", {"strategy": ("mp",)}, "--llmgpu-devices=2: on a CPU .*, and mp has 1; allowed: 1"),
         # Strategies: measurements of two under one name would be compared.
         (None, "wrong", {}, f"--strategy: {_ALSO_MINE} is registered as 'wrong', but its name is 'load'$"),
         (None, _ALSO_MINE, {}, f"--strategy: {_ALSO_MINE} and {__name__}:Mine are both named 'load'"),

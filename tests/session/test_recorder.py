@@ -22,6 +22,7 @@ from pytest_llmgpu.session.recorder import Recorder
 from pytest_llmgpu.store import store
 
 _CPU: dict[str, Any] = {"device": "cpu", "devices": 1}
+_FINGERPRINT = machine.fingerprint
 _FACTS = Machine(device="cpu", devices=1, gpus=[], facts=TorchFacts(version="2"))
 
 
@@ -49,28 +50,29 @@ def _add(recorded: Recorder, result: CaseResult) -> CaseResult:
     return recorded.add(result, Options(), "test_it.py::test_it", _FACTS)
 
 
-def test_a_failure_has_no_folder_user_or_host_name(recorded: Recorder, tmp_path: Path) -> None:
-    """Message, log and the finding that quotes them are published."""
-    log = (
-        "Traceback (most recent call last):\n"
-        '  File "/home/ada/env/lib/python3.11/site-packages/pytest_llmgpu/rank.py", line 3, in load\n'
-        f'  File "{tmp_path}/tests/test_it.py", line 5, in fn\n'
-        "OSError: /home/ada/models/x/config.json is missing on node17, see /home/ada and /scratch/ada\n"
-    )
-    message = "rank 0 failed to read /home/ada/models/x/config.json"
-    result = _add(recorded, make_failed("error", Failure(phase="load", message=message, log_tail=log)))
+def test_private_names_and_secrets_reach_no_part_of_a_report(
+    emulated: None,  # noqa: ARG001
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Options, variables, message and log of a failure, the finding that quotes them and reasons are published."""
+    monkeypatch.setattr(machine, "fingerprint", _FINGERPRINT)
+    monkeypatch.setenv("NCCL_PROXY", "http://user:hunter2@proxy")
+    recorded = _recorder(tmp_path, Options(model="https://a:hunter2@hub/m", dataset="/home/ada/d.jsonl"))
+    missing = "/home/ada/models/x/config.json is missing on node17, see /home/ada, http://a:hunter2@b"
+    log = f'  File "{tmp_path}/tests/test_it.py", line 5, in fn\nOSError: {missing}\n'
+    failed = make_failed("error", Failure(phase="load", message=f"rank 0: {missing}", log_tail=log))
+    failed.why["traffic"] = failed.launches[0].why["work"] = "failed: hf_hunter2hunter2 in /scratch/ada"
+    result = _add(recorded, failed)
+    shown = ".../x/config.json is missing on <host>, see ~, http://***@b"
     assert result.failure is not None
-    assert result.failure.message == "rank 0 failed to read .../x/config.json"
-    assert result.failure.log_tail == (
-        "Traceback (most recent call last):\n"
-        '  File ".../pytest_llmgpu/rank.py", line 3, in load\n'
-        '  File "tests/test_it.py", line 5, in fn\n'
-        "OSError: .../x/config.json is missing on <host>, see ~ and /scratch/<user>\n"
-    )
-    assert ".../x/config.json is missing on <host>" in result.findings[0].text
+    assert result.failure.message == f"rank 0: {shown}"
+    assert result.failure.log_tail == f'  File "tests/test_it.py", line 5, in fn\nOSError: {shown}\n'
+    assert shown in result.findings[0].text
     assert recorded.path is not None
     written = recorded.path.read_text()
-    assert not any(name in written for name in ("ada", "node17", str(tmp_path)))
+    assert not any(name in written for name in ("ada", "node17", str(tmp_path), "hunter2"))
+    assert "http://***@proxy" in written
     assert file.load(recorded.path).options["--llmgpu-dataset"] == "d.jsonl"
 
 
@@ -163,20 +165,6 @@ def test_a_figure_that_is_not_finite_loses_no_report(
     assert file.load(copy).cases[0].launches[0].wall_s is None
 
 
-def test_secrets_reach_no_part_of_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Options, variables, failures and reasons are searched."""
-    monkeypatch.setattr(recorder, "commit", lambda _: Commit())
-    monkeypatch.setenv("NCCL_PROXY", "http://user:hunter2@proxy")
-    recorded = _recorder(tmp_path, Options(model="https://a:hunter2@hub/m"))
-    failure = Failure(phase="load", message="GET http://a:hunter2@b: 401", log_tail="Bearer hunter2\n")
-    result = make_failed("error", failure)
-    result.why["traffic"] = result.launches[0].why["work"] = "failed: hf_hunter2hunter2"
-    _add(recorded, result)
-    text = (tmp_path / "report.json").read_text()
-    assert "hunter2" not in text
-    assert "http://***@proxy" in text
-
-
 @pytest.fixture
 def saved(emulated: None, tmp_path: Path) -> Callable[..., Recorder]:  # noqa: ARG001
     """Return a function that finishes a run of one case with --llmgpu-save."""
@@ -192,12 +180,16 @@ def saved(emulated: None, tmp_path: Path) -> Callable[..., Recorder]:  # noqa: A
 
 
 def test_a_run_is_saved_under_the_next_number_and_its_name(saved: Callable[..., Recorder], tmp_path: Path) -> None:
-    """The store has the finished report, and the summary has its path."""
-    recorded = saved("before-the-upgrade")
+    """The store has the finished report, and the summary its path; a second run of the name makes it ambiguous."""
+    recorded = saved("base")
     (one,) = store.stored(tmp_path / "store")
-    assert (one.number, one.name, one.machine) == (1, "before-the-upgrade", "CPU-Xeon")
+    assert (one.number, one.name, one.machine) == (1, "base", "CPU-Xeon")
     assert file.load(one.path) == recorded.report
-    assert recorded.whereabouts()[:2] == ["report: report.json", f"saved: store/CPU-Xeon/{one.path.name}"]
+    *first, _next = recorded.whereabouts()
+    assert first == ["report: report.json", f"saved: store/CPU-Xeon/{one.path.name}"]
+    *_, note, _next = saved("base").whereabouts()
+    assert note.startswith("note: 'base' is ambiguous: it can be CPU-Xeon/0001 (")
+    assert "CPU-Xeon/0002" in note
 
 
 @pytest.mark.parametrize(
@@ -212,14 +204,6 @@ def test_a_run_that_did_not_complete_loses_its_name(
     assert file.load(one.path).session.exit_status == exit_status
     saved("base")
     assert [(one.number, one.name) for one in store.stored(tmp_path / "store")] == [(1, name), (2, "base")]
-
-
-def test_a_second_run_of_a_name_is_noted(saved: Callable[..., Recorder]) -> None:
-    """Both are kept, and the summary names them: the name alone finds neither."""
-    assert len(saved("base").whereabouts()) == 3
-    *_, note, _next = saved("base").whereabouts()
-    assert note.startswith("note: 'base' is ambiguous: it can be CPU-Xeon/0001 (")
-    assert "CPU-Xeon/0002" in note
 
 
 def test_a_store_that_cannot_be_written_is_refused_before_the_run(tmp_path: Path) -> None:

@@ -80,29 +80,22 @@ def test_results_stay_and_the_state_of_the_session_does_not() -> None:
     assert (resumption.created, resumption.source, resumption.kept) == ("2026-01-03T00:00:00Z", "a.json", 3)
 
 
-def _interrupted(launches: list[Launch]) -> CaseResult:
-    failure = Failure(phase="forward", message="interrupted by KeyboardInterrupt")
-    result = make_result(10.0)
-    return msgspec.structs.replace(
-        result, outcome="interrupted", failure=failure, launches=[*launches, Launch(load_s=1.0)]
-    )
-
-
 def test_an_interrupted_launch_is_measured_again() -> None:
     """The launches before it stay."""
-    whole = make_result(10.0).launches
-    (kept,) = _continued(_report(_interrupted(whole * 2))).cases
+    failure = Failure(phase="forward", message="interrupted by KeyboardInterrupt")
+    result = msgspec.structs.replace(make_result(10.0), outcome="interrupted", failure=failure)
+    broken = Launch(load_s=1.0)
+    first, later = (msgspec.structs.replace(result, launches=[*whole, broken]) for whole in ([], result.launches * 2))
+    (kept,) = _continued(_report(later)).cases
     assert (kept.outcome, kept.failure, len(kept.launches)) == ("completed", None, 2)
     assert kept.inference_s == pytest.approx(10.0)
-    assert _continued(_report(_interrupted([]))).cases == []
+    assert _continued(_report(first)).cases == []
 
 
-@pytest.mark.parametrize("stopped", ["work", "traffic"])
-def test_a_launch_whose_later_passes_were_stopped_is_measured_again(stopped: str) -> None:
+def test_a_launch_whose_later_passes_were_stopped_is_measured_again() -> None:
     """It completed, but its kernels or its traffic would be missing for ever."""
-    result = make_result(10.0, traffic=None if stopped == "traffic" else make_traffic())
-    if stopped == "work":
-        result.launches[-1].why["work"] = WORK_STOPPED
-    else:
-        result.why["traffic"] = TRAFFIC_STOPPED
-    assert _continued(_report(result)).cases == []
+    without_work, without_traffic = make_result(10.0, traffic=make_traffic()), make_result(10.0)
+    without_work.launches[-1].why["work"] = WORK_STOPPED
+    without_traffic.why["traffic"] = TRAFFIC_STOPPED
+    for result in (without_work, without_traffic):
+        assert _continued(_report(result)).cases == []

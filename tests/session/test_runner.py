@@ -119,9 +119,8 @@ class _FakeProfiler(Profiler):
     ) -> Profile:
         self.windows.append((starts_s[0], ends_s[0], dict(self.held_bytes if held_bytes is None else held_bytes)))
         (device,) = report_factory.make_profile(1).devices
-        device = msgspec.structs.replace(
-            device, index=3, uuid="GPU-c", counters={"compute_processes": 2.0, "xids": 1.0}
-        )
+        counters = {"compute_processes": 2.0, "xids": 1.0}
+        device = msgspec.structs.replace(device, index=3, uuid="GPU-c", counters=counters)
         why = {} if self.samples else {"samples": "no reading fell inside"}
         return report_factory.make_profile(samples=self.samples, devices=[device], why=why)
 
@@ -214,32 +213,26 @@ def test_a_completed_case_holds_what_the_ranks_measured() -> None:
 
 
 def test_counters_are_read_where_a_phase_begins_and_where_a_case_fails() -> None:
-    """The window of a failed case begins with loading or warm-up and ends before its ranks end."""
+    """The window of a failed case begins with loading or warm-up and ends before its ranks end.
+
+    An Xid or a memory error that may have caused a crash is in the profile of the crashed case.
+    """
     bench = _Bench(load=[DeviceMemory(index=0, held_bytes=3)], measure=_failed())
     bench.ended = bench.did  # in one list, for the order
-    assert bench.run(_case()).outcome == "crashed"
+    for result in (bench.run(_case()), _Bench(load=_failed()).run(_case())):
+        assert result.outcome == "crashed"
+        assert _disturbances(result.launches[0]) == ["processes", "memory", "xid"]
     assert bench.profiler.windows[-1][2] == {"GPU-c": 3}, "held bytes are known although the rank crashed"
     before = ["mark", "load", "give", "reset", "mark", "warm_up", "mark, wait", "measure"]
     assert bench.did == [*before, "mark", "killed"]
-
-
-@pytest.mark.parametrize("failing", ["load", "measure"])
-def test_a_failed_case_has_the_disturbances_of_its_window(failing: str) -> None:
-    """An Xid or a memory error that may have caused a crash is in the profile of the crashed case."""
-    (launch,) = _Bench(**{failing: _failed()}).run(_case()).launches
-    assert _disturbances(launch) == ["processes", "memory", "xid"]
 
 
 def test_memory_is_recorded_by_nvml_index() -> None:
     """Devices are joined by UUID, since CUDA may order them differently; `why` has the reason of a missing reading."""
     bench = _Bench()
     first, second = bench.run(_case()).launches[0].memory
-    assert (first.index, first.weights_bytes, first.held_bytes, first.nvml_used_max_bytes) == (
-        3,
-        4,
-        2,
-        36 * report_factory.GIB,
-    )
+    assert (first.index, first.weights_bytes, first.held_bytes) == (3, 4, 2)
+    assert first.nvml_used_max_bytes == 36 * GIB
     assert (second.index, second.weights_bytes, second.nvml_used_max_bytes) == (1, 5, None)
     assert "nvml_used_max_bytes" in second.why
     bench.profiler.samples = 0  # the nearest reading is of another moment and does not count
@@ -272,10 +265,8 @@ def test_files_that_differ_between_nodes_are_refused_before_loading(nodes: list[
     bench = _Bench(file_hashes=lambda *_: next(answers))
     failure = bench.failure(_spread(model="tiny"), _TP, machine=msgspec.structs.replace(_TWO_NODES, nodes=nodes))
     assert set(bench.did) == {"mark", "file_hashes"}
-    assert (failure.phase, failure.message) == (
-        "load",
-        "the files of tiny differ: config.json a on node 0, b on node 1",
-    )
+    assert failure.phase == "load"
+    assert failure.message == "the files of tiny differ: config.json a on node 0, b on node 1"
 
 
 # Passes after the measurement.
@@ -342,12 +333,7 @@ def test_ranks_that_send_nothing_are_an_error_that_keeps_the_measurement() -> No
     [
         ("account", "c10d::new is not known", 0, {"traffic": "c10d::new"}),
         ("account", _failed("c10d::new is not known"), 2, {"traffic": "c10d::new", "work": "were ended when traffic"}),
-        (
-            "record_work",
-            _failed("CUPTI crashed"),
-            2,
-            {"work": "CUPTI crashed", "traffic": "the ranks were ended"},
-        ),
+        ("record_work", _failed("CUPTI crashed"), 2, {"work": "CUPTI crashed", "traffic": "the ranks were ended"}),
         ("run_eager_passes", _failed("out of memory", "oom"), 2, {"work": "out of memory"}),
         ("model_size", _failed("killed by SIGKILL"), 2, {"model": "killed by SIGKILL"}),
         ("measure_ceilings", _failed("cuBLAS failed"), 2, {"devices": "cuBLAS failed"}),
