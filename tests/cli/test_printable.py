@@ -71,35 +71,27 @@ def evil() -> Report:
     ],
     ids=lambda arguments: arguments[0],
 )
+@pytest.mark.usefixtures("empty_folder")
 def test_no_command_passes_a_control_character_on(
-    evil: Report,
-    arguments: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    evil: Report, arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Neither the terminal's title nor an annotation of the CI system can be set from a report."""
-    monkeypatch.chdir(tmp_path)
     file.dump(evil, Path("evil.json"))
     for _ in range(2):
         store.save(evil, Path(".llmgpu"))
     main(arguments)
-    printed = capsys.readouterr()
-    assert printed.out + printed.err
-    found = _FORBIDDEN.search(printed.out + printed.err)
-    assert found is None, repr((printed.out + printed.err)[max(0, found.start() - 60) : found.end() + 60])
+    printed = "".join(capsys.readouterr())
+    assert printed
+    found = _FORBIDDEN.search(printed)
+    assert found is None, repr(printed[max(0, found.start() - 60) : found.end() + 60])
 
 
 @pytest.mark.slow
 def test_charts_are_drawn_from_any_text(evil: Report, tmp_path: Path) -> None:
     """The library that draws ends the process on some control characters."""
     file.dump(evil, tmp_path / "evil.json")
-    ran = subprocess.run(
-        [sys.executable, "-m", "pytest_llmgpu.cli", "plot", "evil.json", "--output", "charts", "--format", "png,svg"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = ["plot", "evil.json", "--output", "charts", "--format", "png,svg"]
+    whole = [sys.executable, "-m", "pytest_llmgpu.cli", *command]
+    ran = subprocess.run(whole, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     assert list((tmp_path / "charts").glob("*.png"))

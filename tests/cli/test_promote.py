@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -43,8 +43,12 @@ def _wrong() -> CaseResult:
 
 
 def test_a_report_becomes_the_baseline(capsys: pytest.CaptureFixture[str]) -> None:
-    """The file has the same content; the next one keeps its verdicts against it, with its sha256 and commit."""
-    report = on_h200([timed(), make_failed("oom", batch_size=2)])
+    """The file has the same content; the next one keeps its verdicts against it, with its sha256 and commit.
+
+    Items of the gate that failed against another baseline do not prevent it.
+    """
+    passed = Session(complete=True, exit_status=1, failed_tests=0)
+    report = on_h200([timed(), make_failed("oom", batch_size=2)], session=passed)
     assert _to_file(report) == 0
     assert capsys.readouterr().out == f"promoted: new.json is the baseline {TARGET}\n"
     assert load(TARGET) == report
@@ -87,38 +91,36 @@ def test_disturbed_launches_are_noted(capsys: pytest.CaptureFixture[str]) -> Non
     assert f"note: every launch of {result.id} was disturbed" in capsys.readouterr().out
 
 
-def test_failed_items_of_the_gate_do_not_prevent_a_promotion() -> None:
-    """The comparison with another baseline failed, and the measurement is sound."""
-    assert _to_file(on_h200(session=Session(complete=True, exit_status=1, failed_tests=0))) == 0
-
-
 @pytest.mark.parametrize(
-    ("head", "status", "reason"),
+    ("head", "deselected", "status", "reason"),
     [
-        ([timed(1.1)], 1, "REGRESSED: mp-bs1 wall time"),
-        ([make_failed("oom"), timed(batch_size=2)], 1, "REGRESSED: mp-bs1: "),
-        ([timed(dtype="float32")], 3, "NOT COMPARABLE: mp-bs1"),
-        ([timed(batch_size=2)], 1, "MISSING: mp-bs1"),
+        ([timed(1.1)], [], 1, "REGRESSED: mp-bs1 wall time"),
+        ([make_failed("oom"), timed(batch_size=2)], [], 1, "REGRESSED: mp-bs1: "),
+        ([timed(dtype="float32")], [], 3, "NOT COMPARABLE: mp-bs1"),
+        ([timed(batch_size=2)], [], 1, "MISSING: mp-bs1"),
+        # The gate leaves it out; a baseline without it would hide later regressions.
+        ([timed(batch_size=2)], ["test_a.py::test_b[1]"], 1, "MISSING: mp-bs1"),
     ],
 )
 def test_a_report_that_the_gate_fails_is_refused(
-    head: list[CaseResult], status: int, reason: str, capsys: pytest.CaptureFixture[str]
+    head: list[CaseResult], deselected: list[str], status: int, reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The status is that of the gate, and the baseline does not change; with a reason it is replaced."""
-    _to_file(on_h200())
+    kept = timed()
+    kept.nodeid = "test_a.py::test_b[1]"
+    _to_file(on_h200([kept]))
     before = TARGET.read_bytes()
     capsys.readouterr()
-    assert _to_file(on_h200(head, sha="b" * 40)) == status
+    report = on_h200(head, sha="b" * 40, session=Session(complete=True, exit_status=0, deselected=deselected))
+    assert _to_file(report) == status
     assert f"llmgpu: new.json is not promoted: {reason}" in capsys.readouterr().err
     assert TARGET.read_bytes() == before
-    assert _promote(on_h200(head, sha="b" * 40), "--to", str(TARGET), "--force", "wanted") == 0
+    assert _promote(report, "--to", str(TARGET), "--force", "wanted") == 0
 
 
 def test_a_refused_report_can_be_promoted_with_a_reason(capsys: pytest.CaptureFixture[str]) -> None:
-    """The baseline keeps the reason and what it overrules, and the gate shows it. An empty reason is refused."""
+    """The baseline keeps the reason and what it overrules, and the gate shows it."""
     dirty = on_h200(commit=Commit(sha="a" * 40, dirty=True))
-    assert _promote(dirty, "--to", str(TARGET), "--force", " ") == 2
-    assert "a reason is needed" in capsys.readouterr().err
     assert _promote(dirty, "--to", str(TARGET), "--force", "the machine is gone") == 0
     promotion = load(TARGET).promotion
     assert promotion is not None
@@ -127,17 +129,6 @@ def test_a_refused_report_can_be_promoted_with_a_reason(capsys: pytest.CaptureFi
     assert "promoted by force: the machine is gone" in " ".join(capsys.readouterr().out.split())
     assert _promote(on_h200(sha="b" * 40), "--to", str(TARGET), "--force", "not needed") == 0
     assert load(TARGET).promotion is None
-
-
-def test_a_narrowed_run_cannot_drop_cases_from_the_baseline(capsys: pytest.CaptureFixture[str]) -> None:
-    """The gate leaves out cases that `-k` deselected; a baseline without them would hide later regressions."""
-    gone = timed(batch_size=2)
-    gone.nodeid = "test_a.py::test_b[2]"
-    _to_file(on_h200([timed(), gone]))
-    narrowed = on_h200(sha="b" * 40)
-    narrowed.session.deselected = [gone.nodeid]
-    assert _to_file(narrowed) == 1
-    assert "MISSING: mp-bs2" in capsys.readouterr().err
 
 
 def test_promoting_the_baseline_again_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,29 +161,3 @@ def test_the_store_has_one_baseline_per_machine() -> None:
     found = resolve(BASELINE, store, machine=H200)
     assert found.report().verdicts is not None
     assert main(["gate", BASELINE, "new.json"]) == 3, "it is the file of the baseline"
-
-
-def _broken() -> None:
-    TARGET.parent.mkdir()
-    TARGET.write_text("{")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reason", "prepare"),
-    [
-        (["--to", str(TARGET)], f"report {TARGET}: is not valid JSON", _broken),
-        (["--to", "baseline.txt"], "the name must end in .json", None),
-        (["--policy", "none.toml"], "policy none.toml: cannot be read", None),
-        ([], "name 'baseline': is a file or folder here", lambda: Path(BASELINE).mkdir()),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_2(
-    arguments: list[str], reason: str, prepare: Callable[[], None] | None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A broken baseline is not replaced."""
-    if prepare is not None:
-        prepare()
-    assert _promote(on_h200(), *arguments) == 2
-    printed = capsys.readouterr()
-    assert (printed.out, printed.err.count("\n")) == ("", 1)
-    assert reason in printed.err

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.measured_project import STEADY, Project, make_project
+from support.measured_project import STEADY, Project
 from support.report_factory import make_failed, make_report
 from support.repository import git
 from support.verdict_factory import make_verdicts, with_launches
@@ -27,12 +27,6 @@ _EXACT = "[tool.llmgpu.gate.time]\ngate = false\n"
 """A policy under which one launch decides."""
 _SD = 0.001
 """Noise between launches in the fake gate."""
-
-
-@pytest.fixture
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
-    """An empty project in the working directory."""
-    return make_project(tmp_path, monkeypatch)
 
 
 def _commit(folder: Path, message: str, *parents: str) -> str:
@@ -103,18 +97,22 @@ def _found(
     return None if first is None else str(shas.index(first)), remaining, steps, ran
 
 
-@pytest.mark.parametrize(("before", "after", "metric"), [(1, 1, "time"), (5, 9, "time"), (13, 3, "memory")])
-def test_the_first_slower_commit_is_found(project: Project, before: int, after: int, metric: str) -> None:
+@pytest.mark.parametrize(
+    ("seconds", "metric", "found"),
+    [
+        ([1.0, 1.1], "time", "1"),
+        ([1.0] * 5 + [1.1] * 9, "time", "5"),
+        ([1.0] * 13 + [1.1] * 3, "memory", "13"),
+        # A smaller change before it is nearer to the good end, although it is significant.
+        ([1.0, 1.03, 1.03, 1.1, 1.11], "time", "3"),
+        ([1.0, 1.03, 1.03, 1.1, 1.11], "memory", "3"),
+    ],
+)
+def test_the_first_slower_commit_is_found(project: Project, seconds: list[float], metric: str, found: str) -> None:
     """A clear change takes one launch a commit; only the test of the case is launched."""
-    first, _, steps, ran = _found(project, [1.0] * before + [1.1] * after, metric)
-    assert first == str(before)
-    assert len(ran) == len(steps) <= math.ceil(math.log2(before + after)) + 1
-
-
-@pytest.mark.parametrize("metric", ["time", "memory"])
-def test_of_several_changes_the_one_that_crosses_the_middle_is_found(project: Project, metric: str) -> None:
-    """A smaller change before it is nearer to the good end, although it is significant."""
-    assert _found(project, [1.0, 1.03, 1.03, 1.1, 1.11], metric)[0] == "3"
+    first, _, steps, ran = _found(project, seconds, metric)
+    assert first == found
+    assert len(ran) == len(steps) <= math.ceil(math.log2(len(seconds))) + 1
 
 
 def test_an_undecided_commit_is_launched_again(project: Project) -> None:
@@ -208,8 +206,8 @@ def _commits(project: Project, first_bad: int, last: int, **others: dict[str, ob
         project.commit(name, _EXACT, **behaviour)
 
 
-def _bisect(*options: str, refs: Sequence[str] = ("c0", "HEAD"), command: Sequence[str] = ()) -> int:
-    return main(["bisect", *refs, *options, "--", *(command or (sys.executable, "measure.py"))])
+_BISECT = ("bisect", "c0", "HEAD")
+_MEASURE = ("--", sys.executable, "measure.py")
 
 
 def _state(project: Project) -> Iterator[str]:
@@ -224,13 +222,12 @@ def _state(project: Project) -> Iterator[str]:
 
 
 @pytest.mark.slow
-def test_a_commit_of_a_repository_is_found(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_commit_of_a_repository_is_found(project: Project, llmgpu: Callable[..., str]) -> None:
     """The reports of both neighbours are kept; a commit that cannot be built or run is skipped with the reason."""
     broken = {"seconds": STEADY, "broken": True}
     _commits(project, first_bad=6, last=8, c4=broken, c3={"status": 7})
     setup = '! grep -q broken behaviour.json || { echo "does not compile"; exit 1; }'
-    assert _bisect("--setup", setup) == 0
-    out = capsys.readouterr().out
+    out = llmgpu(*_BISECT, "--setup", setup, *_MEASURE)
     sha = project.git("rev-parse", "c6").strip()
     assert f"FOUND: {sha} is the first bad commit: c6\n    a, " in out
     assert "skip  c4" in out
@@ -249,9 +246,7 @@ def test_a_commit_of_a_repository_is_found(project: Project, capsys: pytest.Capt
 
 
 @pytest.mark.slow
-def test_the_users_tree_and_his_own_bisection_stay_as_they_are(
-    project: Project, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_users_tree_and_his_own_bisection_stay_as_they_are(project: Project, llmgpu: Callable[..., str]) -> None:
     """He has staged and unstaged changes, and is bisecting something else himself; Ctrl-C leaves nothing either."""
     _commits(project, first_bad=3, last=6)
     project.commit("interrupted", interrupt=True)
@@ -263,26 +258,24 @@ def test_the_users_tree_and_his_own_bisection_stay_as_they_are(
     (project.root / "measure.py").write_text("changed")
     (project.root / "untracked").write_text("untracked")
     before = [*_state(project)]
-    command = ["/bin/sh", "-c", f'exec {sys.executable} measure.py "$@"', "sh"]
-    assert _bisect(refs=("c0", "c6"), command=command) == 0
-    out = capsys.readouterr().out
+    command = ["--", "/bin/sh", "-c", f'exec {sys.executable} measure.py "$@"', "sh"]
+    out = llmgpu("bisect", "c0", "c6", *command)
     assert "is the first bad commit: c3\n" in out
     assert "note: your uncommitted changes are not measured\n" in out
-    assert _bisect(refs=("c6", "last"), command=command) == 3
-    assert _bisect(refs=("c0", "interrupted"), command=command) == 130
+    llmgpu("bisect", "c6", "last", *command, ends=3)
+    llmgpu("bisect", "c0", "interrupted", *command, ends=130)
     assert [*_state(project)] == before
     assert list((project.root.parent / "tmp").iterdir()) == []
 
 
 @pytest.mark.slow
-def test_device_time_is_bisected_with_one_launch_a_commit(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+def test_device_time_is_bisected_with_one_launch_a_commit(project: Project, llmgpu: Callable[..., str]) -> None:
     """The change of 3 % is between the first bad commit and the one before it, and its cause is named."""
     for number in range(9):
         project.commit(f"c{number}", seconds=STEADY, device_s=0.5 if number < 3 else 0.515)
-    assert _bisect() == 0
+    assert "is the first bad commit: c3\n" in llmgpu(*_BISECT, *_MEASURE)
     assert project.launches()[:2] == ["good-1", "bad-1"]
     assert len(project.launches()) <= 6
-    assert "is the first bad commit: c3\n" in capsys.readouterr().out
     first = file.load(project.kept / "first-bad.json.gz")
     assert first.verdicts is not None
     (row,) = (row for row in first.verdicts.rows if row.metric == "device_time" and row.id == "mp-bs1")
@@ -292,32 +285,28 @@ def test_device_time_is_bisected_with_one_launch_a_commit(project: Project, caps
 
 
 @pytest.mark.slow
-def test_an_undecided_bisection_prints_the_range(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_undecided_bisection_prints_the_range(project: Project, llmgpu: Callable[..., str]) -> None:
     """Skipped commits or the allowed launches end it with status 3 and the next command."""
     _commits(project, first_bad=2, last=4, c2={"status": 7}, c3={"status": 7})
-    assert _bisect() == 3
-    out = capsys.readouterr().out
+    out = llmgpu(*_BISECT, *_MEASURE, ends=3)
     assert "UNDECIDED: the first bad commit is one of 3 commits:\n" in out
     listed = out.partition("UNDECIDED")[2].splitlines()[1:4]
     assert [line.split()[1:] for line in listed] == [["c4"], ["c3"], ["c2"]]
-    assert _bisect("--max-launches", "3", refs=("c0", "c4")) == 3
-    assert "next: " in capsys.readouterr().out
+    assert "next: " in llmgpu("bisect", "c0", "c4", "--max-launches", "3", *_MEASURE, ends=3)
 
 
 @pytest.mark.slow
-def test_ends_that_do_not_differ_end_it(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ends_that_do_not_differ_end_it(project: Project, llmgpu: Callable[..., str]) -> None:
     """No commit between them is launched; a metric that is not gated is bisected if it is named."""
     policy = f"{_EXACT}[tool.llmgpu.gate.traffic]\ngate = false\n"
     for number, calls in enumerate((64, 64, 80, 80)):
         project.commit(f"c{number}", policy, seconds=STEADY, calls=calls)
-    assert _bisect("--metric", "time", "--case", "mp-bs2", "--max-launches", "8") == 3
-    out = capsys.readouterr().out
+    case = ("--case", "mp-bs2")
+    out = llmgpu(*_BISECT, "--metric", "time", *case, "--max-launches", "8", *_MEASURE, ends=3)
     assert "UNDECIDED: BAD and GOOD do not differ significantly in 1 row\n" in out
     assert "next: llmgpu ab c0 HEAD --launches 20 -- " in out
-    assert _bisect("--metric", "traffic", "--case", "mp-bs2") == 0
-    assert "is the first bad commit: c2\n" in capsys.readouterr().out
-    assert _bisect("--metric", "traffic", refs=("c0", "c1")) == 3
-    out = capsys.readouterr().out
+    assert "is the first bad commit: c2\n" in llmgpu(*_BISECT, "--metric", "traffic", *case, *_MEASURE)
+    out = llmgpu("bisect", "c0", "c1", "--metric", "traffic", *_MEASURE, ends=3)
     assert "NO DIFFERENCE: BAD is not worse than GOOD\n" in out
     assert "next: other commits" in out  # more launches do not change exact figures
 
@@ -340,7 +329,7 @@ def test_bad_usage_is_exit_2(project: Project, capsys: pytest.CaptureFixture[str
         (("c0", "c3"), [], "bad-1: "),
         (("c0", "c2"), ["--policy", "nowhere.toml"], "policy nowhere.toml: cannot be read: No such file"),
     ):
-        assert _bisect(*options, refs=refs) == 2
+        assert main(["bisect", *refs, *options, *_MEASURE]) == 2
         error = capsys.readouterr().err
         assert reason in error
         assert error.count("\n") == 1

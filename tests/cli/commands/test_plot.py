@@ -1,34 +1,31 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from support.report_factory import make_memory, make_profile, make_report, make_result
 
-from pytest_llmgpu.cli import main
 from pytest_llmgpu.report.file import dump
 from pytest_llmgpu.report.result import Series
 
 
-@pytest.fixture
-def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the file of a report of two batch sizes, in a folder of its own."""
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture(autouse=True)
+def _report(empty_folder: None) -> None:  # noqa: ARG001
+    """Write a report of two batch sizes."""
     series = Series(t_s=[0.0, 0.2], devices=[{"power_w": [100.0, 200.0]}] * 4)
     results = [
         make_result(60.0 / size, profile=make_profile(series=series), memory=make_memory(), batch_size=size)
         for size in (1, 2)
     ]
-    dump(make_report(results), tmp_path / "head.json")
-    return tmp_path / "head.json"
+    dump(make_report(results), Path("head.json"))
 
 
 @pytest.mark.slow
-def test_plot_writes_each_chart_in_each_format(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plot_writes_each_chart_in_each_format(llmgpu: Callable[..., str]) -> None:
     """The output lists the files, and the charts that are left out with the reason."""
-    assert main(["plot", str(path), "--output", "out", "--format", "png,svg"]) == 0
-    printed = capsys.readouterr().out.splitlines()
+    printed = llmgpu("plot", "head.json", "--output", "out", "--format", "png,svg").splitlines()
     written = sorted(str(file) for file in Path("out").iterdir())
     assert sorted(line for line in printed if not line.startswith("left out")) == written
     assert {"out/time.png", "out/time.svg", "out/memory.png"} <= set(written)
@@ -37,10 +34,10 @@ def test_plot_writes_each_chart_in_each_format(path: Path, capsys: pytest.Captur
     assert Path("out/time.svg").read_bytes().startswith(b"<svg")
 
 
-def test_an_image_stands_alone_in_a_readme(path: Path) -> None:
+def test_an_image_stands_alone_in_a_readme(llmgpu: Callable[..., str]) -> None:
     """It has a title, a caption, model and machine, and no address; one for dark backgrounds has its own name."""
     for more in ([], ["--dark"]):
-        assert main(["plot", str(path), "--output", "out", "--format", "svg", "--case", "mp-bs2", *more]) == 0
+        llmgpu("plot", "head.json", "--output", "out", "--format", "svg", "--case", "mp-bs2", *more)
     text, dark = (Path(f"out/time{end}.svg").read_text("utf-8") for end in ("", "-dark"))
     assert "Time by batch size" in text
     assert "Best of each strategy" in text
@@ -51,28 +48,9 @@ def test_an_image_stands_alone_in_a_readme(path: Path) -> None:
     assert "huggyllama/llama-30b, float16, 4 x NVIDIA H200" in Path("out/timeline-power.svg").read_text("utf-8")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (["out", "--case", "mp-bs8"], "--case 'mp-bs8': the report has no such case; its cases are mp-bs1, mp-bs2"),
-        (["out", "--format", "png,gif"], "format 'gif': allowed are png, svg, separated by commas"),
-        (["head.json", "--format", "svg"], "image head.json/time.svg: cannot be written: "),
-    ],
-)
-@pytest.mark.usefixtures("path")
-def test_bad_input_is_one_line(arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing is drawn."""
-    assert main(["plot", "head.json", "--output", *arguments]) == 2
-    assert capsys.readouterr().err.startswith(f"llmgpu: {line}")
-    assert not Path("out").exists()
-
-
-def test_without_the_extra_one_line_names_it(
-    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_extra_one_line_names_it(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no traceback and no empty folder."""
     monkeypatch.setitem(sys.modules, "vl_convert", None)
-    assert main(["plot", str(path), "--output", "out"]) == 2
-    error = capsys.readouterr().err
+    error = refused("plot", "head.json", "--output", "out")
     assert error == "llmgpu: images of charts need vl-convert: pip install 'pytest-llmgpu[report]'\n"
     assert not Path("out").exists()

@@ -1,0 +1,87 @@
+"""Bad input of any command is one line on stderr and exit status 2."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.verdict_factory import on_h200
+
+from pytest_llmgpu.report.file import dump
+
+_CODES = "\x1b]0;x\x07\n::error::x"
+
+
+@pytest.fixture(autouse=True)
+def _files(empty_folder: None) -> None:  # noqa: ARG001
+    """Write a report and files that are none."""
+    dump(on_h200(), Path("report.json"))
+    Path("text.json").write_bytes(b"hello")
+    Path("other.json").write_bytes(b'{"benchmarks": [], "version": "5.3.1"}')
+    Path("deep.json").write_bytes(b"[" * 100_000)
+    Path("cut.json.gz").write_bytes(b"\x1f\x8b\x08\x00")
+    Path("bad.toml").write_text("margn = 1\n")
+    Path("baseline").mkdir()
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [
+        # Arguments. A file's name with control characters comes from a shell's `*`.
+        ("", "a command is needed: ab, bisect, calibrate, export, gate, "),
+        ("shcema", "shcema"),
+        ("schema extra", "extra"),
+        (f"schema '{_CODES}'", "unrecognized arguments: "),
+        ("--no", "--no"),
+        ("show", "REPORT"),
+        ("list --storage", "--storage"),
+        (f"list --storage {'x' * 5000}", "File name too long"),
+        ("gate a b --today yesterday", "2026-01-31"),
+        ("gate report.json", "BASE and HEAD are needed"),
+        ("calibrate", "REPORT | COMMAND"),
+        ("promote", "REF"),
+        ("promote report.json --force ' '", "--force: a reason is needed"),
+        ("export xml report.json", "xml"),
+        ("ab base", "HEAD_REF"),
+        ("ab base head", "COMMAND"),
+        ("ab base head --launches 0 -- pytest", "whole number from 1"),
+        ("export csv report.json --policy p.toml", "--policy: has an effect only with a baseline"),
+        ("export csv report.json --today 2026-01-02", "--today: has an effect only with a baseline"),
+        ("export csv report.json --baseline=a --verdicts=b", "--verdicts: cannot be combined with a baseline"),
+        ("plot report.json --output out --format png,gif", "format 'gif': allowed are png, svg, separated by commas"),
+        ("plot report.json --output out --case mp-bs8", "--case 'mp-bs8': the report has no such case; its cases are"),
+        # Reports.
+        ("show nope", "'nope'"),
+        ("show git:x", "'git:x': the form git:REV:PATH is needed"),
+        ("show none.json report.json", "report none.json: cannot be read"),
+        ("show report.json text.json", "report text.json: is not valid JSON"),
+        ("gate text.json report.json --allow-no-baseline", "report text.json: is not valid JSON"),
+        ("gate other.json report.json --allow-no-baseline", "report other.json: is not a report of pytest-llmgpu"),
+        ("gate cut.json.gz report.json --allow-no-baseline", "report cut.json.gz: cannot be decompressed"),
+        ("gate report.json none.json --allow-no-baseline", "report none.json: cannot be read"),
+        ("promote report.json --to text.json", "report text.json: is not valid JSON"),
+        ("export csv none.json", "report none.json: cannot be read"),
+        ("export csv report.json --baseline none.json", "report none.json: cannot be read"),
+        # Verdicts and policies.
+        ("export csv report.json --verdicts none.json", "verdicts none.json: cannot be read: No such file"),
+        ("export csv report.json --verdicts report.json", "verdicts report.json: Object missing required field"),
+        ("export csv report.json --verdicts deep.json", "verdicts deep.json: "),
+        ("gate report.json report.json --policy none.toml", "policy none.toml: cannot be read"),
+        ("gate --dump-policy --policy bad.toml", "policy bad.toml: Object contains unknown field `margn`"),
+        ("promote report.json --policy none.toml", "policy none.toml: cannot be read"),
+        # Output.
+        ("gate report.json report.json --json report.json/x", "report.json/x: cannot be written"),
+        ("promote report.json --to baseline.txt", "the name must end in .json"),
+        ("promote report.json", "name 'baseline': is a file or folder here"),
+        ("export csv report.json --output report.json/x", "report.json/x: cannot be written: "),
+        ("export csv report.json --output .", ".: cannot be written: Is a directory"),
+        ("plot report.json --output report.json --format svg", "image report.json/time.svg: cannot be written: "),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_2(refused: Callable[..., str], command: str, reason: str) -> None:
+    """The line names the argument or the file and the reason; 1 would mean a regression. Nothing is written."""
+    before = sorted(Path().iterdir())
+    assert reason in refused(*shlex.split(command))
+    assert sorted(Path().iterdir()) == before
