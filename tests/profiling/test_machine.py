@@ -91,31 +91,22 @@ def test_the_cpu_is_chosen_by_option_or_where_gpus_are_hidden() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seen", "message"),
+    ("devices", "seen", "message"),
     [
-        ({"facts": _CPU_TORCH, "nodes": 4}, "4 x NVIDIA H200 found.*not compiled with CUDA.*install a build of torch"),
-        (
-            {"facts": _CPU_TORCH, "inventory": _NO_NVML, "nodes": 2},
-            r"2 x /dev/nvidia\* found.*install a build of torch",
-        ),
-        ({"facts": _BLIND_TORCH, "visible": "7"}, "4 x NVIDIA H200 found.*CUDA_VISIBLE_DEVICES='7' names a GPU"),
-        ({"facts": _BLIND_TORCH}, "4 x NVIDIA H200 found.*No CUDA GPUs are available.*nvidia-smi"),
+        ("auto cuda", {"facts": _CPU_TORCH, "nodes": 4}, "4 x NVIDIA H200 found.*not compiled with CUDA.*install a"),
+        ("auto cuda", {"facts": _CPU_TORCH, "inventory": _NO_NVML, "nodes": 2}, r"2 x /dev/nvidia\* found.*install a"),
+        ("auto cuda", {"visible": "7"}, "4 x NVIDIA H200 found.*CUDA_VISIBLE_DEVICES='7' names a GPU"),
+        ("auto cuda", {}, "4 x NVIDIA H200 found.*No CUDA GPUs are available.*nvidia-smi"),
+        ("cuda", {"inventory": _NO_NVML}, "no GPU found"),
+        ("cuda", {"visible": ""}, "4 x NVIDIA H200 found.*hides every GPU: unset it"),
     ],
 )
-@pytest.mark.parametrize("device", ["auto", "cuda"])
-def test_a_gpu_that_torch_cannot_use_is_refused(device: str, seen: dict[str, Any], message: str) -> None:
-    """A torch without CUDA on a GPU machine does not run on the CPU by default; the message says what to do."""
-    with pytest.raises(ValueError, match=rf"^device {device}: {message}.*, or pass --llmgpu-device=cpu") as caught:
-        _choose(device, **seen)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(("visible", "message"), [(None, "no GPU found"), ("", "hides every GPU: unset it")])
-def test_cuda_without_a_gpu_is_refused(visible: str | None, message: str) -> None:
-    """Device cuda is never replaced by the CPU."""
-    inventory = _NO_NVML if visible is None else _FOUR_GPUS
-    with pytest.raises(ValueError, match=message):
-        _choose("cuda", facts=_BLIND_TORCH, inventory=inventory, visible=visible)
+def test_a_gpu_that_torch_cannot_use_is_refused(devices: str, seen: dict[str, Any], message: str) -> None:
+    """A GPU machine is not measured on its CPU by default, and cuda never is; one line has what to do."""
+    for device in devices.split():
+        with pytest.raises(ValueError, match=rf"^device {device}: {message}.*, or pass --llmgpu-device=cpu") as caught:
+            _choose(device, **{"facts": _BLIND_TORCH, **seen})
+        assert "\n" not in str(caught.value)
 
 
 _FAKE_TORCH = """

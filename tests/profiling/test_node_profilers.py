@@ -61,29 +61,29 @@ def test_each_node_cuts_its_stream_by_its_own_clock(nvml_stub: Callable[..., dic
     assert all(device.metrics["power_w"].mean is not None for device in profile.devices)
 
 
-def _calls_here(fn: Callable[..., Any], *args: Any) -> Any:
-    """Be the agent of a node, in this process."""
-    return fn(*args)
-
-
 def test_an_agent_keeps_the_profiler_of_its_node(
     nvml_stub: Callable[..., dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All calls with equal settings are of one sampler; other settings end it."""
+
+    def call(fn: Callable[..., Any], *args: Any) -> Any:
+        """Be the agent of a node, in this process."""
+        return fn(*args)
+
     for name, value in nvml_stub(gpus=1).items():
         monkeypatch.setenv(name, value)
     settings = Settings(period_s=_PERIOD_S, uuids=(_UUID,))
-    remote = RemoteProfiler(_calls_here, settings)
+    remote = RemoteProfiler(call, settings)
     remote.start()
     remote.mark(wait=True)
     starts_s = remote.now_s()
     remote.mark(wait=True)
-    profile = remote.slice(starts_s, remote.now_s(), {})
-    assert [device.uuid for device in profile.devices] == list(settings.uuids)
-    assert profile.devices[0].metrics["power_w"].mean is not None
+    (device,) = remote.slice(starts_s, remote.now_s(), {}).devices
+    assert device.uuid == _UUID
+    assert device.metrics["power_w"].mean is not None
     [first] = node_profilers._here.values()
-    RemoteProfiler(_calls_here, Settings(period_s=_PERIOD_S, uuids=())).start()
-    assert list(node_profilers._here) == [Settings(period_s=_PERIOD_S, uuids=())]
+    RemoteProfiler(call, others := Settings(period_s=_PERIOD_S, uuids=())).start()
+    assert list(node_profilers._here) == [others]
     assert first.why is None  # it was closed, which is no failure
 
 

@@ -74,14 +74,12 @@ def test_a_window_profiles_every_gpu(nvml_stub: StubEnvironment, gpus: int) -> N
         assert nvml.why is None
     profile = window.profile
     assert profile is not None
-    assert profile.samples >= 2
-    assert profile.why == {}
+    assert (profile.samples >= 2, profile.why) == (True, {})
     assert [(device.index, device.uuid) for device in profile.devices] == [(i, uuid(i)) for i in range(gpus)]
     for index, device in enumerate(profile.devices):
-        held = 4 if index == 0 else 0
         assert {name: metric.max for name, metric in device.metrics.items()} == {
             "utilization_pct": 40 + index,
-            "memory_used_bytes": (10 + index - held) * GIB,
+            "memory_used_bytes": (10 + index - (4 if index == 0 else 0)) * GIB,
             "pcie_tx_bytes_per_s": 1_000_000 * (index + 1),
             "pcie_rx_bytes_per_s": 2_000_000 * (index + 1),
             "power_w": 300 + index,
@@ -89,36 +87,36 @@ def test_a_window_profiles_every_gpu(nvml_stub: StubEnvironment, gpus: int) -> N
             **dict.fromkeys(METRICS[6:]),
         }
         assert device.energy_j == 5 + index
-        assert {name for name, metric in device.metrics.items() if metric.max is None} == set(device.why) - {
-            "throttled_s"
-        }
+        assert {*METRICS[6:]} == {*device.why} - {"throttled_s"}
     assert window.end_s is not None
     assert profile.duration_s == window.end_s - window.start_s
 
 
 def test_a_window_over_nvlink_is_exact_and_has_its_counters(nvml_stub: StubEnvironment) -> None:
-    """Marks at both ends give energy, throttled time and all bytes over NVLink."""
-    with profiler(nvml_stub(fields="74,75,138,139", field_step=1_000_000)) as nvml:
+    """Marks at both ends give energy, throttled time, all bytes over NVLink, and errors, which are disturbances."""
+    settings = {"fields": "74,75,138,139", "field_step": 1_000_000, "ecc": "0:1", "xid": "0:1", "processes": "5"}
+    with profiler(nvml_stub(**settings)) as nvml:
         with nvml.window() as window:
             wait_for_ticks(nvml, 4)
-        recording = nvml.recording
-        assert recording is not None
-        first, last = recording.kept_marks
-        assert window.end_s is not None
-    assert window.profile is not None
-    assert (window.profile.sampler_cpu_s or 0) > 0
-    device = window.profile.devices[0]
+        assert nvml.recording is not None
+        first, last = nvml.recording.kept_marks
+    assert window.end_s is not None
+    profile = window.profile
+    assert profile is not None
+    assert (profile.sampler_cpu_s or 0) > 0
+    # The number of own programs is not known here.
+    titles = [sentence.partition(":")[0] for sentence in profile.invalid]
+    assert titles == [disturbances.TITLES[name] for name in ("throttled", "ecc", "xid")]
+    device = profile.devices[0]
     counted = last.counters[0]["nvlink_tx_bytes"] - first.counters[0]["nvlink_tx_bytes"]
     metric = device.metrics["nvlink_tx_bytes_per_s"]
     assert first.answered_s[0] <= window.start_s, "a window begins when its counters have been read"
     # Marks around the window have its bytes, and idle time.
     around = window.end_s <= last.t_s[0]
     seconds = window.end_s - window.start_s if around else last.t_s[0] - first.t_s[0]
-    assert metric.mean == pytest.approx(counted / seconds)
-    assert metric.coverage == 1.0
+    assert (metric.mean, metric.coverage) == pytest.approx((counted / seconds, 1.0))
     assert device.energy_j == 5.0
-    assert device.throttled_s is not None
-    assert device.throttled_s > 0
+    assert (device.throttled_s or 0) > 0
 
 
 def test_a_slice_waits_for_the_tick_after_its_mark(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,19 +137,7 @@ def test_a_slice_waits_for_the_tick_after_its_mark(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(nvml._changed, "wait_for", wait_for)
     metric = nvml.slice([101.0], [102.9]).devices[0].metrics["utilization_pct"]
-    assert metric.mean == 70.0
-    assert metric.coverage == pytest.approx(1.0)
-
-
-def test_a_window_has_the_disturbances_of_its_profile(nvml_stub: StubEnvironment) -> None:
-    """An empty list means no disturbance; the number of own programs is not known here."""
-    with profiler(nvml_stub(ecc="0:1", xid="0:1", processes="5")) as nvml, nvml.window() as window:
-        wait_for_ticks(nvml, 3)
-    assert window.profile is not None
-    assert [sentence.partition(":")[0] for sentence in window.profile.invalid] == [
-        disturbances.TITLES["ecc"],
-        disturbances.TITLES["xid"],
-    ]
+    assert (metric.mean, metric.coverage) == pytest.approx((70.0, 1.0))
 
 
 def test_a_sampler_that_hangs_is_replaced_and_a_refused_one_is_not(
@@ -187,33 +173,14 @@ def test_a_sampler_that_hangs_is_replaced_and_a_refused_one_is_not(
         assert nvml.pid == first
 
 
-def test_a_mark_without_a_sampler_does_nothing(nvml_stub: StubEnvironment) -> None:
-    """Before the start, after the end and after its death a mark does not raise."""
-    Profiler(PERIOD_S).mark()
-    with profiler(nvml_stub()) as nvml:
-        assert nvml.pid is not None
-        os.kill(nvml.pid, signal.SIGKILL)
-        nvml.mark()
-        wait_for_end(nvml)
-        nvml.mark()
-        nvml.close()
-        nvml.mark()
-
-
 def test_a_window_gets_its_profile_when_the_block_raises(nvml_stub: StubEnvironment) -> None:
-    """The profile up to an exception is kept, and the exception is raised."""
-    with profiler(nvml_stub()) as nvml, pytest.raises(KeyError, match="mine"), nvml.window() as window:
-        raise KeyError("mine")
+    """The profile up to an exception has the requested GPUs in their order; the index remains NVML's."""
+    environment = nvml_stub(gpus=4)
+    with profiler(environment, [uuid(3), uuid(1)]) as nvml, pytest.raises(KeyError), nvml.window() as window:
+        raise KeyError
     assert window.profile is not None
-    assert window.profile.devices[0].metrics["utilization_pct"].mean == 40
-
-
-def test_devices_are_the_requested_ones_in_their_order(nvml_stub: StubEnvironment) -> None:
-    """UUIDs choose the GPUs and their order; the index remains NVML's."""
-    with profiler(nvml_stub(gpus=4), [uuid(3), uuid(1)]) as nvml:
-        wait_for_ticks(nvml, 1)
-        profile = nvml.slice([0.0], [time.monotonic()])
-    assert [(device.index, device.metrics["power_w"].max) for device in profile.devices] == [(3, 303), (1, 301)]
+    devices = window.profile.devices
+    assert [(device.index, device.metrics["power_w"].max) for device in devices] == [(3, 303), (1, 301)]
 
 
 def test_a_closed_profiler_leaves_no_process_and_keeps_its_readings(nvml_stub: StubEnvironment) -> None:
@@ -270,16 +237,21 @@ def test_a_sampler_that_cannot_run_is_a_reason(
 
 
 def test_a_killed_sampler_leaves_its_readings(nvml_stub: StubEnvironment) -> None:
-    """The readings before its death are profiled, later deadlines count as missed, and the cause is named."""
+    """The readings before its death are profiled, later deadlines are missed; a mark without a sampler does nothing."""
+    Profiler(PERIOD_S).mark()
     with profiler(nvml_stub()) as nvml:
         start_s = time.monotonic()
         wait_for_ticks(nvml, 2)
         assert nvml.pid is not None
         os.kill(nvml.pid, signal.SIGKILL)
+        nvml.mark()
         wait_for_end(nvml)
+        nvml.mark()
         cause = "the sampler ended with signal 9 (SIGKILL)"
         assert nvml.why == cause
         profile = nvml.slice([start_s], [time.monotonic() + 10 * PERIOD_S])
+        nvml.close()
+        nvml.mark()
     assert profile.why == {"sampler": cause}
     assert profile.samples >= 1
     assert profile.missed >= 9

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -111,10 +112,21 @@ class FakeNvml:
             raise Refusal(15)
 
 
+@pytest.fixture
+def nvml() -> FakeNvml:
+    """The calls of a GPU that has no source yet."""
+    return FakeNvml()
+
+
 def read(average: Average | None) -> Average:
     """Return an average that is there."""
     assert average is not None
     return average
+
+
+def utilization(average: Average | None) -> tuple[float, float]:
+    """Return the utilisation in percent and the seconds that it covers."""
+    return read(average).values["utilization_pct"], read(average).seconds
 
 
 def counters(nvml: FakeNvml, **values: int) -> ByteCounters:
@@ -123,9 +135,8 @@ def counters(nvml: FakeNvml, **values: int) -> ByteCounters:
     return ByteCounters(nvml, None, nvml.clock, 69e9)
 
 
-def test_a_byte_counter_that_wraps_loses_nothing() -> None:
+def test_a_byte_counter_that_wraps_loses_nothing(nvml: FakeNvml) -> None:
     """Bytes across any number of wraps are counted, by polls and by readings."""
-    nvml = FakeNvml()
     source = counters(nvml, tx=WRAP - GIB, rx=0)
     for step in range(1, 11):
         nvml.now_s += 0.04
@@ -137,9 +148,8 @@ def test_a_byte_counter_that_wraps_loses_nothing() -> None:
     assert average.values["pcie_rx_bytes_per_s"] * average.seconds == pytest.approx(10)
 
 
-def test_a_gap_in_which_a_counter_may_wrap_twice_is_left_out() -> None:
+def test_a_gap_in_which_a_counter_may_wrap_twice_is_left_out(nvml: FakeNvml) -> None:
     """The average does not cover the gap, and a reading of the gap alone is a reason."""
-    nvml = FakeNvml()
     source = counters(nvml, tx=0, rx=0)
     nvml.now_s += 0.2
     nvml.fields = {197: 5, 198: 5}
@@ -154,38 +164,33 @@ def test_a_gap_in_which_a_counter_may_wrap_twice_is_left_out() -> None:
 
 
 @pytest.mark.parametrize(("limit", "poll_s"), [(None, 0.036), (69e9, 0.037), (8e9, 0.04), (133e9, 0.019)])
-def test_a_faster_link_is_polled_more_often(limit: float | None, poll_s: float) -> None:
+def test_a_faster_link_is_polled_more_often(nvml: FakeNvml, limit: float | None, poll_s: float) -> None:
     """Polls are at most 40 ms apart and come before the counter can wrap."""
-    nvml = FakeNvml()
     nvml.fields = {197: 0, 198: 0}
     source = ByteCounters(nvml, None, nvml.clock, limit)
     assert source.poll_s == pytest.approx(poll_s, abs=0.001)
     assert source.poll_due_s == 100.0 + source.poll_s
 
 
-def test_a_counter_refused_at_the_start_is_not_read_again() -> None:
+def test_a_counter_refused_at_the_start_is_not_read_again(nvml: FakeNvml) -> None:
     """One direction alone is a source of one metric, none is no source, and a later refusal is a reason."""
-    nvml = FakeNvml()
     source = counters(nvml, rx=0)
     assert list(source.metrics) == ["pcie_rx_bytes_per_s"]
     nvml.requested.clear()
     nvml.now_s += 0.01
     nvml.fields = {}
-    average = source.read(nvml.now_s)
+    average = read(source.read(nvml.now_s))
     assert nvml.requested == [198]
-    assert average is not None
     assert average.why == {"pcie_rx_bytes_per_s": "nvmlDeviceGetFieldValues [198]: refusal 3"}
     with pytest.raises(Refusal):
-        counters(FakeNvml())
-    lost = FakeNvml()
-    lost.lost = True
+        counters(nvml)
+    nvml.lost = True
     with pytest.raises(Refusal):
-        SampleRing(lost, None, lost.clock)
+        SampleRing(nvml, None, nvml.clock)
 
 
-def test_nvlink_counts_over_a_refusal() -> None:
+def test_nvlink_counts_over_a_refusal(nvml: FakeNvml) -> None:
     """Kibibytes over all links become bytes per second; a refused tick loses no bytes."""
-    nvml = FakeNvml()
     nvml.fields = {138: 1000, 139: 0}
     source = NvLink(nvml, None, nvml.clock)
     assert nvml.requested == [(138, 0xFFFFFFFF), (139, 0xFFFFFFFF)]
@@ -195,44 +200,34 @@ def test_nvlink_counts_over_a_refusal() -> None:
     nvml.lost = False
     nvml.fields = {138: 5000, 139: 2000}
     assert source.totals() == {"nvlink_tx_bytes": 5000 * 1024, "nvlink_rx_bytes": 2000 * 1024}
-    average = read(source.read(102.0))
-    assert average.seconds == 2.0
-    assert average.values == {"nvlink_tx_bytes_per_s": 2000 * 1024, "nvlink_rx_bytes_per_s": 1000 * 1024}
+    expected = {"nvlink_tx_bytes_per_s": 2000 * 1024, "nvlink_rx_bytes_per_s": 1000 * 1024}
+    assert source.read(102.0) == (expected, 2.0, {})
 
 
-def test_nvlink_is_read_once_a_second_or_where_a_window_ends() -> None:
-    """A tick in between makes no call, and the next average covers all the time since the one before."""
-    nvml = FakeNvml()
+def test_nvlink_is_read_once_a_second_or_where_a_window_ends(nvml: FakeNvml) -> None:
+    """A tick in between makes no call, an average covers all since the one before, a reset counter gives no rate."""
     nvml.fields = {138: 0, 139: 0}
     source = NvLink(nvml, None, nvml.clock)
-    nvml.requested.clear()
-    nvml.fields = {138: 600, 139: 0}
-    assert source.read(100.5) is None
-    assert nvml.requested == []
-    average = read(source.read(100.5, window_ended=True))
-    assert (average.seconds, average.values["nvlink_tx_bytes_per_s"]) == (0.5, 1200 * 1024)
-    nvml.fields = {138: 1600, 139: 0}
-    assert source.read(101.4) is None
-    average = read(source.read(101.5))
-    assert (average.seconds, average.values["nvlink_tx_bytes_per_s"]) == (1.0, 1000 * 1024)
+    for now_s, window_ended, counted_kib, expected in (
+        (100.5, False, 600, None),
+        (100.5, True, 600, (0.5, 1200)),
+        (101.4, False, 1600, None),
+        (101.5, False, 1600, (1.0, 1000)),
+        (102.5, False, 10, "reset"),
+        (103.5, False, 11, (1.0, 1)),
+    ):
+        nvml.requested.clear()
+        nvml.fields[138] = counted_kib
+        average = source.read(now_s, window_ended=window_ended)
+        assert (average is None) == (expected is None) == (not nvml.requested)
+        if expected == "reset":
+            assert set(read(average).why) == {"nvlink_tx_bytes_per_s"}
+        elif average is not None:
+            assert (average.seconds, average.values["nvlink_tx_bytes_per_s"] / 1024) == expected
 
 
-def test_an_nvlink_counter_that_was_reset_is_a_reason() -> None:
-    """A counter that was reset gives no rate, and the next reading counts from there."""
-    nvml = FakeNvml()
-    nvml.fields = {138: 1000, 139: 0}
-    source = NvLink(nvml, None, nvml.clock)
-    nvml.fields = {138: 10, 139: 0}
-    average = read(source.read(101.0))
-    assert set(average.why) == {"nvlink_tx_bytes_per_s"}
-    nvml.fields = {138: 11, 139: 0}
-    average = read(source.read(102.0))
-    assert average.values["nvlink_tx_bytes_per_s"] == 1024
-
-
-def test_gpm_averages_cover_the_time_between_samples() -> None:
+def test_gpm_averages_cover_the_time_between_samples(nvml: FakeNvml) -> None:
     """A tick that comes too early takes no sample; PCIe is in bytes, activity in percent."""
-    nvml = FakeNvml()
     nvml.gpm = {20: 3.0, 21: 4.0, 2: 50.0, 5: 25.0}
     source = Gpm(nvml, None, nvml.clock)
     nvml.now_s = 100.09
@@ -253,47 +248,37 @@ def test_gpm_averages_cover_the_time_between_samples() -> None:
     assert (average.values, average.why["sm_active_pct"]) == ({}, "nvmlGpmMetricsGet [2]: gave nan")
 
 
-def test_the_ring_gives_every_new_sample_once_weighted_by_its_time() -> None:
+def test_the_ring_gives_every_new_sample_once_weighted_by_its_time(nvml: FakeNvml) -> None:
     """Old samples do not count again, and a sample of 200 ms has twice the weight of one of 100 ms."""
-    nvml = FakeNvml()
     nvml.ring = [(900_000, 99), (1_000_000, 100)]
     source = SampleRing(nvml, None, nvml.clock)
     assert source.read(100.5) is None
     nvml.ring += [(1_100_000, 10), (1_300_000, 40)]
-    average = read(source.read(101.0))
-    assert average.values == {"utilization_pct": pytest.approx(30.0)}
-    assert average.seconds == 1.0
+    assert utilization(source.read(101.0)) == pytest.approx((30.0, 1.0))
     nvml.ring += [(1_400_000, 70)]
-    average = read(source.read(101.2, window_ended=True))
-    assert average.values == {"utilization_pct": 70.0}
-    assert average.seconds == pytest.approx(0.2)
+    assert utilization(source.read(101.2, window_ended=True)) == pytest.approx((70.0, 0.2))
 
 
-def test_an_empty_ring_is_an_idle_gpu() -> None:
+def test_an_empty_ring_is_an_idle_gpu(nvml: FakeNvml) -> None:
     """A second without a sample is idle unless the other call contradicts; less than a second gives no value yet."""
-    nvml = FakeNvml()
     source = SampleRing(nvml, None, nvml.clock)
     assert source.read(100.3, window_ended=True) is None
-    assert source.read(101.0) == ({"utilization_pct": 0.0}, 1.0, {})
+    assert utilization(source.read(101.0)) == (0.0, 1.0)
     nvml.rate = 80
-    assert source.read(102.0) == ({"utilization_pct": 80.0}, 1.0, {})
+    assert utilization(source.read(102.0)) == (80.0, 1.0)
     # The first sample after it covers a second at most.
     nvml.ring = [(61_000_000, 20), (62_000_000, 40)]
-    assert source.read(162.0) == ({"utilization_pct": 30.0}, 2.0, {})
+    assert utilization(source.read(162.0)) == (30.0, 2.0)
 
 
-def test_a_ring_that_ran_over_covers_its_remaining_samples() -> None:
+def test_a_ring_that_ran_over_covers_its_remaining_samples(nvml: FakeNvml) -> None:
     """A minute after the last reading, 71 samples of 0.2 s cover 15 s, not the whole minute."""
-    nvml = FakeNvml()
     nvml.ring = [(1_000_000, 0)]
     source = SampleRing(nvml, None, nvml.clock)
     nvml.ring = [(47_000_000 + 200_000 * number, 100) for number in range(71)]
-    average = read(source.read(160.0))
-    assert average.values == {"utilization_pct": pytest.approx(100.0)}
-    assert average.seconds == pytest.approx(15.0)
+    assert utilization(source.read(160.0)) == pytest.approx((100.0, 15.0))
     nvml.ring = [(61_000_000 + 200_000 * number, 50) for number in range(1, 5)]
-    average = read(source.read(161.0))
-    assert average.seconds == 1.0, "the newest sample is up to a second old, and no time is lost"
+    assert read(source.read(161.0)).seconds == 1.0, "the newest sample is up to a second old, and no time is lost"
 
 
 def device(nvml: FakeNvml, **calls: Any) -> Device:
@@ -305,30 +290,22 @@ def device(nvml: FakeNvml, **calls: Any) -> Device:
 
 
 @pytest.mark.parametrize(("code", "kept"), [(999, True), (15, True), (3, False), (13, False), (4, False), (25, False)])
-def test_only_a_permanent_refusal_drops_a_metric(code: int, kept: bool) -> None:
+def test_only_a_permanent_refusal_drops_a_metric(nvml: FakeNvml, code: int, kept: bool) -> None:
     """A single failure at the start does not drop the metric; a call that does not exist is made once."""
-    requested: list[int] = []
-
-    def power(_: object) -> int:
-        requested.append(code)
-        if len(requested) == 1:
-            raise Refusal(code)
-        return 300_000
-
-    one = device(FakeNvml(), nvmlDeviceGetPowerUsage=power)
+    power = Mock(side_effect=[Refusal(code), 300_000, 300_000])
+    one = device(nvml, nvmlDeviceGetPowerUsage=power)
     one.chosen = {"power_w": CALLS["power_w"]}
     sampler = Sampler([one])
     rounds = [sampler.round(100.0)[0][0][METRICS.index("power_w")] for _ in range(2)]
     assert rounds == ([300.0] * 2 if kept else [None] * 2)
-    assert len(requested) == (3 if kept else 1)
+    assert power.call_count == (3 if kept else 1)
     assert one.why == {"power_w": f"nvmlDeviceGetPowerUsage: refusal {code}"}
 
 
 @pytest.mark.parametrize(("code", "opened"), [(999, True), (3, False)])
-def test_a_source_that_refuses_once_is_opened_again(code: int, opened: bool) -> None:
+def test_a_source_that_refuses_once_is_opened_again(nvml: FakeNvml, code: int, opened: bool) -> None:
     """A single failure that may not be permanent does not drop a source for the session."""
     refusals = [Refusal(code)]
-    nvml = FakeNvml()
     nvml.fields = {138: 0, 139: 0}
     read = nvml.nvmlDeviceGetFieldValues
 
