@@ -27,7 +27,7 @@ from pytest_llmgpu.report.derived import decode
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.strategies.iok import KernelInjection
 from pytest_llmgpu.strategies.mp import LayerParallel
-from pytest_llmgpu.strategies.protocol import Loaded, WorkspaceError
+from pytest_llmgpu.strategies.protocol import Loaded, Workspace, WorkspaceError
 
 with pytest.MonkeyPatch.context() as _environment:
     # DeepSpeed reads it on import. Without it DeepSpeed warns that there is no GPU.
@@ -46,6 +46,14 @@ class _Injected:
     strategy: EmulatedInjection
     loaded: Loaded
     op: EmulatedInference
+
+    def prepare(self, rows: int, tokens: int) -> Workspace:
+        """Make the workspace for a batch."""
+        return self.strategy.prepare(self.loaded, rows, tokens)
+
+    def logits(self, ids_BS: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+        """Return the logits of a batch."""
+        return _logits(self.loaded.model, ids_BS, **named)
 
 
 Inject = Callable[..., _Injected]
@@ -78,13 +86,6 @@ def _plain(source: ModelSource) -> torch.nn.Module:
     return LayerParallel().load(msgspec.structs.replace(_CASE, strategy="mp"), source).model
 
 
-def _source(directory: Path, **fields: Any) -> ModelSource:
-    torch.manual_seed(0)
-    config = tiny_model.sensitive_config(vocab_size=_VOCABULARY, **fields)
-    LlamaForCausalLM(config).save_pretrained(directory)
-    return tiny_model.source(config.to_dict(), directory)
-
-
 def _ids(rows: int, tokens: int, seed: int = 1) -> torch.Tensor:
     return torch.randint(0, _VOCABULARY, (rows, tokens), generator=torch.Generator().manual_seed(seed))
 
@@ -110,11 +111,13 @@ def test_the_kernels_compute_the_numbers_of_the_plain_model(
     inject: Inject, tmp_path: Path, fields: dict[str, int], stock: bool
 ) -> None:
     """They differ by rounding only, with grouped heads too; `--llmgpu-iok-stock` has wrong numbers."""
-    source = _source(tmp_path, **fields)
+    torch.manual_seed(0)
+    config = tiny_model.sensitive_config(vocab_size=_VOCABULARY, **fields)
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    source = tiny_model.source(config.to_dict(), tmp_path)
     injected = inject(source, stock=stock)
-    injected.strategy.prepare(injected.loaded, 4, 40)
-    ids_BS = _ids(4, 40)
-    found, right = _logits(injected.loaded.model, ids_BS), _logits(_plain(source), ids_BS)
+    injected.prepare(4, 40)
+    found, right = injected.logits(_ids(4, 40)), _logits(_plain(source), _ids(4, 40))
     if stock:
         assert _agreement(found, right) < 0.5
     else:
@@ -125,11 +128,11 @@ def test_the_kernels_compute_the_numbers_of_the_plain_model(
 def test_rows_of_unequal_length_are_masked(inject: Inject, plain: torch.nn.Module, side: str) -> None:
     """The kernel gets a mask of its own dtype, for padding on the left and on the right."""
     injected = inject()
-    injected.strategy.prepare(injected.loaded, 4, 40)
+    injected.prepare(4, 40)
     ids_BS, mask_BS = _ids(4, 40), torch.ones(4, 40, dtype=torch.int64)
     mask_BS[1, slice(15) if side == "left" else slice(25, None)] = 0
     seen = mask_BS.bool()
-    found = _logits(injected.loaded.model, ids_BS, attention_mask=mask_BS)
+    found = injected.logits(ids_BS, attention_mask=mask_BS)
     _exact(found[seen], _logits(plain, ids_BS, attention_mask=mask_BS)[seen])
     if side == "left":
         assert not torch.allclose(found[1, 15:], _logits(plain, ids_BS)[1, 15:], atol=1e-2), "the mask matters"
@@ -140,35 +143,31 @@ def test_rows_without_padding_need_no_mask(
 ) -> None:
     """A mask that transformers creates by itself is not passed on: each layer would convert it."""
     injected = inject()
-    injected.strategy.prepare(injected.loaded, 4, 40)
-    seen: list[torch.Tensor | None] = []
-    layers = injected.loaded.model.get_decoder().layers  # type: ignore[operator]  # a llama
-    for layer in layers:
+    injected.prepare(4, 40)
+    decoder: Any = injected.loaded.model.get_decoder()  # type: ignore[operator]  # a llama
+    seen: list[bool] = []
+    for layer in decoder.layers:
         layer.register_forward_pre_hook(
-            lambda _layer, _given, named: seen.append(named["attention_mask"]), with_kwargs=True
+            lambda _layer, _given, named: seen.append(named["attention_mask"] is not None), with_kwargs=True
         )
     made = torch.ones(40, 40, dtype=torch.bool).tril()[None, None]
     monkeypatch.setattr("transformers.models.llama.modeling_llama.create_causal_mask", lambda **_: made)
     ids_BS, mask_BS = _ids(4, 40), torch.ones(4, 40, dtype=torch.int64)
-    found = _logits(injected.loaded.model, ids_BS)
-    assert seen == [None] * len(layers)
-    _exact(found, _logits(plain, ids_BS))
-    _logits(injected.loaded.model, ids_BS, attention_mask=mask_BS)
-    assert all(mask is not None for mask in seen[len(layers) :]), "a given mask is passed on"
-    _logits(injected.loaded.model, ids_BS, position_ids=torch.arange(40)[None])
-    assert all(mask is not None for mask in seen[2 * len(layers) :]), "as is the mask of several texts in a row"
+    _exact(injected.logits(ids_BS), _logits(plain, ids_BS))
+    injected.logits(ids_BS, attention_mask=mask_BS)
+    injected.logits(ids_BS, position_ids=torch.arange(40)[None])  # the mask of several texts in a row
     with torch.inference_mode():
-        injected.loaded.model.get_decoder()(ids_BS, mask_BS)  # type: ignore[operator]  # a llama
-    assert all(mask is not None for mask in seen[3 * len(layers) :]), "and a mask that is a positional argument"
+        decoder(ids_BS, mask_BS)
+    assert seen == [False] * 2 + [True] * 3 * 2, "a mask that is given is passed on, as a positional argument too"
 
 
 def test_a_larger_batch_gets_a_larger_workspace(inject: Inject, plain: torch.nn.Module) -> None:
     """A function of the user may run a larger shape than the prepared one; one token starts a new text."""
     injected = inject()
-    injected.strategy.prepare(injected.loaded, 2, 20)
+    injected.prepare(2, 20)
     for seed, (rows, tokens) in enumerate(((2, 20), (2, 1), (8, 20), (8, 50), (1, 50))):
         ids_BS = _ids(rows, tokens, seed)
-        _exact(_logits(injected.loaded.model, ids_BS), _logits(plain, ids_BS))
+        _exact(injected.logits(ids_BS), _logits(plain, ids_BS))
     assert injected.op.batch_size == 8
 
 
@@ -177,63 +176,59 @@ def test_a_smaller_batch_gets_a_smaller_workspace(inject: Inject, plain: torch.n
     injected = inject()
     sizes = []
     for rows in (4, 32, 4):
-        workspace = injected.strategy.prepare(injected.loaded, rows, 70)
-        assert workspace.workspace_bytes == injected.op.workspace_bytes
+        workspace = injected.prepare(rows, 70)
         assert (workspace.tokens_requested, workspace.tokens_granted) == (70, 70)
-        ids_BS = _ids(rows, 70)
-        _exact(_logits(injected.loaded.model, ids_BS), _logits(plain, ids_BS))
+        assert workspace.workspace_bytes == injected.op.workspace_bytes
+        _exact(injected.logits(_ids(rows, 70)), _logits(plain, _ids(rows, 70)))
         sizes.append(workspace.workspace_bytes)
     assert sizes[0] == sizes[2] == sizes[1] // 8
 
 
-def test_too_few_tokens_are_out_of_memory(inject: Inject) -> None:
-    """By default a workspace that cannot hold the longest sequence is an error with both numbers of tokens."""
-    free_bytes = free_bytes_granting(23, **_BUNDLED, batch=32, max_out=70)
-    injected = inject(free_bytes=free_bytes)
-    with pytest.raises(WorkspaceError, match="holds 23 tokens, but the longest sequence has 70") as caught:
-        injected.strategy.prepare(injected.loaded, 32, 70)
-    found = memory.decide_out_of_memory(caught.value)
-    assert found is not None
-    assert (found.tokens_requested, found.tokens_granted) == (70, 23)
-    # A smaller batch size fits in the same process.
-    assert injected.strategy.prepare(injected.loaded, 8, 70).tokens_granted == 70
-
-
 @pytest.mark.parametrize(
-    ("free_bytes", "capacity_bytes"), [(100 * 2**20, None), (2**30, 2**20)], ids=["less than the reserve", "malloc"]
+    ("free_bytes", "capacity_bytes", "granted"),
+    [
+        (free_bytes_granting(23, **_BUNDLED, batch=32, max_out=70), None, 23),
+        # DeepSpeed has two errors where it can hold nothing: less than its reserve, and malloc.
+        (100 * 2**20, None, 0),
+        (2**30, 2**20, 0),
+    ],
 )
-def test_no_workspace_at_all_is_out_of_memory(inject: Inject, free_bytes: int, capacity_bytes: int | None) -> None:
-    """DeepSpeed has two errors for a lack of memory."""
+def test_too_few_tokens_are_out_of_memory(
+    inject: Inject, free_bytes: int, capacity_bytes: int | None, granted: int
+) -> None:
+    """By default a workspace that cannot hold the longest sequence is an error with both numbers of tokens."""
     injected = inject(free_bytes=free_bytes)
     injected.op.capacity_bytes = capacity_bytes
-    with pytest.raises(WorkspaceError, match="holds 0 tokens"):
-        injected.strategy.prepare(injected.loaded, 32, 70)
+    message = f"holds {granted} tokens, but the longest sequence has 70"
+    with pytest.raises(WorkspaceError, match=message) as caught:
+        injected.prepare(32, 70)
+    found = memory.decide_out_of_memory(caught.value)
+    assert found is not None
+    assert (found.tokens_requested, found.tokens_granted) == (70, granted)
+    if granted:
+        assert injected.prepare(8, 70).tokens_granted == 70, "a smaller batch size fits in the same process"
 
 
 def test_allowing_too_few_tokens_gives_wrong_numbers(inject: Inject, plain: torch.nn.Module) -> None:
     """`--llmgpu-iok-min-tokens=1` is DeepSpeed's default: tokens that do not fit are garbage, without an error."""
     injected = inject(free_bytes=free_bytes_granting(23, **_BUNDLED, batch=32, max_out=1024), min_tokens=1)
-    workspace = injected.strategy.prepare(injected.loaded, 32, 70)
+    workspace = injected.prepare(32, 70)
     assert (workspace.tokens_requested, workspace.tokens_granted) == (70, 23)
     assert workspace.workspace_bytes == injected.op.workspace_bytes
     fits, too_long = _ids(32, 23), _ids(32, 70)
-    _exact(_logits(injected.loaded.model, fits), _logits(plain, fits))
-    found = _logits(injected.loaded.model, too_long)
+    _exact(injected.logits(fits), _logits(plain, fits))
+    found = injected.logits(too_long)
     assert found.isfinite().all()
     assert _agreement(found[:, 23:], _logits(plain, too_long)[:, 23:]) < 0.6
 
 
 def test_a_layer_that_was_not_replaced_is_an_error(inject: Inject, monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSpeed keeps a layer of an unknown class without an error."""
-
-    class OtherLayer(LlamaDecoderLayer):
-        pass
-
     skeleton = weights.skeleton
 
     def with_another_layer(source: ModelSource, dtype: torch.dtype) -> Any:
         model: Any = skeleton(source, dtype)
-        model.model.layers[1].__class__ = OtherLayer
+        model.model.layers[1].__class__ = type("OtherLayer", (LlamaDecoderLayer,), {})
         return model
 
     monkeypatch.setattr(weights, "skeleton", with_another_layer)
@@ -272,8 +267,8 @@ def test_sequences_beyond_the_softmax_kernel_are_refused(inject: Inject) -> None
     """The kernel would ignore more tokens: they are refused before a workspace is allocated."""
     injected = inject()
     with pytest.raises(ValueError, match=r"^8193 tokens: .* 8192 tokens$"):
-        injected.strategy.prepare(injected.loaded, 1, 8193)
-    assert injected.strategy.prepare(injected.loaded, 1, 8192).tokens_granted == 8192
+        injected.prepare(1, 8193)
+    assert injected.prepare(1, 8192).tokens_granted == 8192
 
 
 @pytest.mark.slow
@@ -302,11 +297,8 @@ def test_two_ranks_answer_as_the_plain_model(
     assert found is not None
     assert right is not None
     assert decode(found.loglikelihoods) == pytest.approx(decode(right.loglikelihoods), abs=1e-4)
-    failure = too_large.failure
-    assert failure is not None
-    assert failure.tokens_requested is not None
-    assert failure.tokens_granted is not None
-    assert failure.tokens_requested > failure.tokens_granted > 0
+    assert too_large.failure is not None
+    assert (too_large.failure.tokens_requested or 0) > (too_large.failure.tokens_granted or 0) > 0
 
 
 @pytest.mark.slow

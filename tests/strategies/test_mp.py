@@ -6,21 +6,17 @@ from support import tiny_model
 
 from pytest_llmgpu.inference import weights
 from pytest_llmgpu.inference.bundled import PRESETS
-from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.strategies import mp
 from pytest_llmgpu.strategies.protocol import DeviceMapSpillError
 
 _GIB = 2**30
 
 
-def _thirty_billion() -> ModelSource:
-    return tiny_model.source(PRESETS["llama-30b"], name="llama-30b")
-
-
 def _map(free_gib: list[float], monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free_gib[device.index] * _GIB), 0))
     devices = tuple(torch.device("cuda", index) for index in range(len(free_gib)))
-    return mp.layer_map(weights.skeleton(_thirty_billion(), torch.float16), devices, torch.float16)
+    source = tiny_model.source(PRESETS["llama-30b"], name="llama-30b")
+    return mp.layer_map(weights.skeleton(source, torch.float16), devices, torch.float16)
 
 
 def test_layers_are_spread_evenly_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -16,9 +17,8 @@ _CASE = make_case(strategy="tp", device="cpu", devices=2)
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """This process is no rank, before the test and after it."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LLMGPU_RENDEZVOUS"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LLMGPU_RENDEZVOUS", "GLOO_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
 
 
 @pytest.mark.parametrize(("started", "needed"), [(None, 2), ("1", 2), ("4", 2), ("2", 1)])
@@ -39,51 +39,50 @@ def test_a_single_rank_joins_no_group() -> None:
     assert not distributed.is_initialized()
 
 
-def test_ranks_meet_through_the_file_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The group on a CPU has the file, the number of the rank and the number of ranks, and uses gloo."""
-    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LLMGPU_RENDEZVOUS", "/a/file")):
+_CPU, _SECOND_GPU = torch.device("cpu"), torch.device("cuda", 1)
+_FILE = ("/a/file", 2)
+
+
+@pytest.mark.parametrize(
+    ("device", "variables", "member", "group"),
+    [
+        (
+            "cpu",
+            {"RANK": "1", "WORLD_SIZE": "2", "LLMGPU_RENDEZVOUS": "/a/file"},
+            (_CPU, 1, 2),
+            {"backend": "gloo", "rank": 1, "world_size": 2, "store": _FILE},
+        ),
+        # Without a store torch reads MASTER_ADDR and MASTER_PORT.
+        ("cpu", {"WORLD_SIZE": "2"}, (_CPU, 0, 2), {"store": None}),
+        # NCCL connects to that GPU at once.
+        (
+            "cuda",
+            {"RANK": "9", "LOCAL_RANK": "1", "WORLD_SIZE": "16"},
+            (_SECOND_GPU, 9, 16),
+            {"backend": "nccl", "device_id": _SECOND_GPU},
+        ),
+    ],
+    ids=["file of the launcher", "as torchrun sets", "GPU of its number on the node"],
+)
+def test_ranks_meet(
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    variables: dict[str, str],
+    member: tuple[torch.device, int, int],
+    group: dict[str, object],
+) -> None:
+    """The group has the file, the number of the rank and the number of ranks; a rank uses the GPU of its number."""
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    opened, groups = _record(monkeypatch)
-    assert process_group.join(_CASE) == (torch.device("cpu"), 1, 2)
-    assert opened == [("/a/file", 2)]
-    (group,) = groups
-    assert (group["backend"], group["rank"], group["world_size"]) == ("gloo", 1, 2)
-    assert group["store"] == ("/a/file", 2)
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo", "the name of the host may not resolve"
-
-
-def test_without_a_file_ranks_meet_as_torchrun_sets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a store torch reads MASTER_ADDR and MASTER_PORT."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    opened, groups = _record(monkeypatch)
-    process_group.join(_CASE)
-    assert opened == []
-    assert groups[0]["store"] is None
-
-
-def test_a_rank_uses_the_gpu_of_its_number_on_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL connects to that GPU at once."""
-    for name, value in (("RANK", "9"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "16")):
-        monkeypatch.setenv(name, value)
-    chosen: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    _, groups = _record(monkeypatch)
-    own = torch.device("cuda", 1)
-    assert process_group.join(msgspec.structs.replace(_CASE, device="cuda", devices=16)) == (own, 9, 16)
-    assert chosen == [own]
-    assert (groups[0]["backend"], groups[0]["device_id"]) == ("nccl", own)
-
-
-def _record(monkeypatch: pytest.MonkeyPatch) -> tuple[list[tuple[str, int]], list[dict[str, object]]]:
-    """Record the files that torch opens and the groups that it starts."""
-    opened: list[tuple[str, int]] = []
-    groups: list[dict[str, object]] = []
-
-    def open_store(path: str, world_size: int) -> tuple[str, int]:
-        opened.append((path, world_size))
-        return opened[-1]
-
-    monkeypatch.setattr("torch._C._distributed_c10d.FileStore", open_store)
-    monkeypatch.setattr(distributed, "init_process_group", lambda **named: groups.append(named))
-    return opened, groups
+    opened, chosen, groups = Mock(side_effect=lambda *given: given), Mock(), Mock()
+    monkeypatch.setattr("torch._C._distributed_c10d.FileStore", opened)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen)
+    monkeypatch.setattr(distributed, "init_process_group", groups)
+    case = msgspec.structs.replace(_CASE, device=device, devices=member[2])
+    assert process_group.join(case) == member
+    assert groups.call_args.kwargs.items() >= group.items()
+    assert opened.call_count == ("LLMGPU_RENDEZVOUS" in variables)
+    if device == "cuda":
+        chosen.assert_called_once_with(_SECOND_GPU)
+    else:
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "lo", "the name of the host may not resolve"

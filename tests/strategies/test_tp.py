@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -19,7 +18,6 @@ from transformers import LlamaForCausalLM
 # pytester removes modules that a run in this process has imported; modules imported before it stay the same.
 import pytest_llmgpu.session.session  # noqa: F401
 from pytest_llmgpu import strategies
-from pytest_llmgpu.inference import models, weights
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.ranks import worker
 from pytest_llmgpu.ranks.group import RankGroup
@@ -32,10 +30,8 @@ _PLACE = "support.rank_functions:UncompiledTensorParallel"
 _CASE = make_case(strategy="tp", backend="transformers", model="bundled", dtype="float32", device="cpu", devices=2)
 _VOCABULARY = 320
 _HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
-_BACKENDS = [
-    "transformers",
-    pytest.param("deepspeed", marks=pytest.mark.skipif(not _HAS_DEEPSPEED, reason="needs the extra deepspeed")),
-]
+_NEEDS_DEEPSPEED = pytest.mark.skipif(not _HAS_DEEPSPEED, reason="needs the extra deepspeed")
+_BACKENDS = ["transformers", pytest.param("deepspeed", marks=_NEEDS_DEEPSPEED)]
 
 Load = Callable[..., RankGroup]
 """`load(source, backend="deepspeed", dtype="bfloat16")`: two ranks that share a model."""
@@ -53,10 +49,6 @@ def load(gloo_pair: RankGroup) -> Load:
     return load_shared
 
 
-def _run(group: RankGroup, fn: Callable[..., Any], *args: Any) -> list[Any]:
-    return group.ask(worker.call, fn, args, phase="forward", timeout_s=300)
-
-
 def _write(directory: Path, *, shard_size: str = "1GB", **fields: Any) -> ModelSource:
     torch.manual_seed(0)
     config = tiny_model.sensitive_config(**{"intermediate_size": 256, "vocab_size": _VOCABULARY} | fields)
@@ -69,10 +61,6 @@ def _write(directory: Path, *, shard_size: str = "1GB", **fields: Any) -> ModelS
     return tiny_model.source(config.to_dict(), directory)
 
 
-def _ids(rows: int, tokens: int) -> torch.Tensor:
-    return torch.randint(0, _VOCABULARY, (rows, tokens), generator=torch.Generator().manual_seed(1))
-
-
 def _loglikelihoods(logits_BSV: torch.Tensor, ids_BS: torch.Tensor) -> torch.Tensor:
     """Return the log-likelihood of each token except the first."""
     return logits_BSV[:, :-1].log_softmax(-1).gather(-1, ids_BS[:, 1:, None]).squeeze(-1)
@@ -80,25 +68,26 @@ def _loglikelihoods(logits_BSV: torch.Tensor, ids_BS: torch.Tensor) -> torch.Ten
 
 def _assert_as_plain(group: RankGroup, source: ModelSource) -> None:
     """Check that every rank gives the numbers of the plain model and holds half of every layer."""
-    ids_BS = _ids(4, 40)
+
+    def run(fn: Callable[..., Any], *args: Any) -> list[Any]:
+        return group.ask(worker.call, fn, args, phase="forward", timeout_s=300)
+
+    ids_BS = torch.randint(0, _VOCABULARY, (4, 40), generator=torch.Generator().manual_seed(1))
     mp = msgspec.structs.replace(_CASE, strategy="mp", devices=1, load_format=source.load_format)
     plain = LayerParallel().load(mp, source)
-    first, second = (_loglikelihoods(one, ids_BS) for one in _run(group, ranks.logits, ids_BS))
+    first, second = (_loglikelihoods(one, ids_BS) for one in run(ranks.logits, ids_BS))
     right = _loglikelihoods(ranks.logits(plain, ids_BS), ids_BS)
     torch.testing.assert_close(first, right, atol=1e-5, rtol=1e-5)
     assert torch.equal(first, second)
-    for parts in _run(group, ranks.parts):
-        _assert_halves(parts, ranks.parts(plain))
-
-
-def _assert_halves(parts: dict[str, tuple[int, ...]], whole: dict[str, tuple[int, ...]]) -> None:
+    whole = ranks.parts(plain)
     projections = [name for name in whole if name.endswith("_proj.weight")]
     assert len(projections) == 2 * 7
-    for name in projections:
-        rows, columns = whole[name]
-        # The input of these two is the output of the others, split over the ranks.
-        ends_block = "o_proj" in name or "down_proj" in name
-        assert parts[name] == ((rows, columns // 2) if ends_block else (rows // 2, columns)), name
+    for parts in run(ranks.parts):
+        for name in projections:
+            rows, columns = whole[name]
+            # The input of these two is the output of the others, split over the ranks.
+            ends_block = "o_proj" in name or "down_proj" in name
+            assert parts[name] == ((rows, columns // 2) if ends_block else (rows // 2, columns)), name
 
 
 @pytest.mark.slow
@@ -130,37 +119,21 @@ def test_dummy_weights_are_those_of_the_whole(load: Load, bundled: ModelSource, 
     _assert_as_plain(load(source, backend=backend), source)
 
 
-@pytest.fixture
-def measure(
-    pytester: pytest.Pytester,
-    monkeypatch: pytest.MonkeyPatch,
-    no_gpu: None,  # noqa: ARG001 - nothing is probed
-) -> Callable[..., pytest.RunResult]:
-    """Run pytest on a CPU as two devices, without probing torch in each test."""
-    monkeypatch.setitem(strategies.BUILT_IN, "tp", _PLACE)
-
-    def run(*arguments: str) -> pytest.RunResult:
-        cpu = ("--llmgpu-device=cpu", "--llmgpu-devices=2")
-        return pytester.runpytest_inprocess("-p", "no:cacheprovider", *cpu, *arguments)
-
-    return run
-
-
 @pytest.mark.slow
-def test_every_item_has_the_answer_of_mp(pytester: pytest.Pytester, measure: Callable[..., pytest.RunResult]) -> None:
+@pytest.mark.usefixtures("no_gpu")
+def test_every_item_has_the_answer_of_mp(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     """Strategy mp runs first in any order of strategies, and no item flips with transformers or DeepSpeed."""
+    monkeypatch.setitem(strategies.BUILT_IN, "tp", _PLACE)
     pytester.makepyfile(
         test_it=f"""
-        import json, pathlib
         import pytest
         from support import rank_functions as ranks
 
         @pytest.mark.llmgpu(strategy=["tp", "mp"], batch_sizes=[1, 8])
         def test_hellaswag(llm, hellaswag, batch_size, measure):
             measure(llm, hellaswag, batch_size)
-            if llm.strategy == "tp" and batch_size == 8:
-                answers = [llm.run(ranks.parts), llm.run(ranks.identity)]
-                pathlib.Path("ranks.json").write_text(json.dumps(answers))
+            if llm.strategy == "tp":
+                assert len(set(llm.run(ranks.identity))) == 2
 
         @pytest.mark.skipif({not _HAS_DEEPSPEED}, reason="needs the extra deepspeed")
         @pytest.mark.llmgpu(strategy=["tp"], tp_backend="deepspeed", batch_sizes=[8])
@@ -168,7 +141,8 @@ def test_every_item_has_the_answer_of_mp(pytester: pytest.Pytester, measure: Cal
             measure(llm, hellaswag, batch_size)
         """
     )
-    assert measure("--llmgpu-limit=10").ret == 0
+    cpu = ("--llmgpu-device=cpu", "--llmgpu-devices=2", "--llmgpu-limit=10")
+    assert pytester.runpytest_inprocess("-p", "no:cacheprovider", *cpu).ret == 0
     cases = file.load(pytester.path / ".llmgpu" / "last.json").cases
     ran = [("mp", 1), ("mp", 8), ("tp", 1), ("tp", 8), *([("tp", 8)] if _HAS_DEEPSPEED else [])]
     assert [(case.case.strategy, case.case.batch_size) for case in cases] == ran
@@ -184,15 +158,6 @@ def test_every_item_has_the_answer_of_mp(pytester: pytest.Pytester, measure: Cal
         assert decode(answered.loglikelihoods) == pytest.approx(decode(expected.loglikelihoods), abs=1e-4)
         assert shared.comparison is not None
         assert (shared.comparison.reference, shared.comparison.flipped) == (plain.id, [])
-    both, identities = json.loads((pytester.path / "ranks.json").read_text())
-    assert len({pid for pid, *_ in identities}) == 2
-    whole = {name: tuple(parameter.shape) for name, parameter in _skeleton().named_parameters()}
-    for parts in both:
-        _assert_halves({name: tuple(shape) for name, shape in parts.items()}, whole)
-
-
-def _skeleton() -> torch.nn.Module:
-    return weights.skeleton(models.resolve("bundled", texts=[], rootdir=Path.cwd()), torch.float32)
 
 
 @pytest.mark.parametrize(

@@ -9,24 +9,14 @@ import tempfile
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from pytest_llmgpu.strategies.deepspeed import kernels
 
 _ENDED_S = 300
-
-
-class Clock:
-    """A clock that stands still until the build is ready, then jumps."""
-
-    def __init__(self, ready: Path, jump: Callable[[], float]) -> None:
-        self._ready = ready
-        self._jump = jump
-
-    def __call__(self) -> float:
-        """Return the time."""
-        return self._jump() if self._ready.exists() else 0.0
 
 
 class Machine:
@@ -39,6 +29,7 @@ class Machine:
         self.lock = folder / "extensions/transformer_inference/lock"
         self.lock.parent.mkdir(parents=True)
         self.ready = folder / "ready"
+        self.lines: list[str] = []
         self.environ = {
             "PATH": str(folder / "bin"),
             "CUDA_HOME": str(folder / "cuda"),
@@ -96,17 +87,20 @@ def _refusal(machine: Machine) -> str:
     return message
 
 
-def _build(
-    machine: Machine, *, clock: Callable[[], float] = lambda: 0.0, timeout_s: float = 60.0, grace_s: float = 300.0
-) -> list[str]:
-    lines: list[str] = []
-    kernels.build(lines.append, timeout_s, environ=machine.environ, clock=clock, tick_s=0.01, grace_s=grace_s)
-    return lines
+def _build(machine: Machine, *, ready_s: Callable[[], float] = lambda: 0.0, grace_s: float = 300.0) -> list[str]:
+    """Return the lines of a build, whose clock stands still until the build is ready, then jumps."""
+    machine.lines = []
+
+    def clock() -> float:
+        return ready_s() if machine.ready.exists() else 0.0
+
+    kernels.build(machine.lines.append, 60.0, environ=machine.environ, clock=clock, tick_s=0.01, grace_s=grace_s)
+    return machine.lines
 
 
-def _failure(machine: Machine) -> str:
+def _failure(machine: Machine, **options: Any) -> str:
     with pytest.raises(RuntimeError) as failed:
-        _build(machine)
+        _build(machine, **options)
     message = str(failed.value)
     assert "\n" not in message
     return message
@@ -179,9 +173,12 @@ else:
 """
 
 
+_LOCKED = 'os.open(os.environ["LOCK"], os.O_CREAT | os.O_EXCL)\n'
+
+
 def test_a_killed_build_does_not_block_the_next_one(machine: Machine) -> None:
     """The build removes the lock file of torch that a killed build left, instead of waiting for ever."""
-    machine.deepspeed('os.open(os.environ["LOCK"], os.O_CREAT | os.O_EXCL)\nos.kill(os.getpid(), signal.SIGKILL)')
+    machine.deepspeed(f"{_LOCKED}os.kill(os.getpid(), signal.SIGKILL)")
     assert "SIGKILL" in _failure(machine)
     assert machine.lock.exists()
     kernels.check(machine.environ)
@@ -192,23 +189,14 @@ def test_a_killed_build_does_not_block_the_next_one(machine: Machine) -> None:
 
 def test_a_running_build_is_waited_for(machine: Machine) -> None:
     """The lock file of a running build stays, and the first line is about the other process."""
-    machine.deepspeed(
-        """\
-        os.open(os.environ["LOCK"], os.O_CREAT | os.O_EXCL)
-        print("building", flush=True)
-        sys.stdin.read()
-        """
-    )
+    machine.deepspeed(f'{_LOCKED}print("building", flush=True)\nsys.stdin.read()')
     command = [sys.executable, "-m", kernels.__name__]
     with subprocess.Popen(command, env=machine.environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == b"building\n"
         machine.deepspeed(_BUILD_AS_TORCH_DOES)
-        lines: list[str] = []
-        clock = Clock(machine.ready, lambda: 61.0)
-        with pytest.raises(RuntimeError, match="not compiled within 60 s; another process"):
-            kernels.build(lines.append, 60.0, environ=machine.environ, clock=clock, tick_s=0.01)
-        assert lines[0].startswith("another process compiles")
+        assert "not compiled within 60 s; another process" in _failure(machine, ready_s=lambda: 61.0)
+        assert machine.lines[0].startswith("another process compiles")
         assert machine.lock.exists()
 
 
@@ -294,49 +282,38 @@ with open(os.environ["READY"] + ".part", "w") as file:
 _REPORT = 'os.rename(os.environ["READY"] + ".part", os.environ["READY"])\n'
 
 
-def _compiler_of(machine: Machine) -> int:
-    return os.pidfd_open(int(machine.ready.read_text()))
+def _end(machine: Machine, body: str, jump: Callable[[], float], *, grace_s: float = 300.0) -> None:
+    """Let a build take too long or be interrupted; its compiler, in a process group of its own, has to end."""
+    machine.deepspeed(f"{_NINJA_AND_COMPILER}{body}")
+    compilers: list[int] = []
 
+    def ready_s() -> float:
+        compilers.append(os.pidfd_open(int(machine.ready.read_text())))
+        return jump()
 
-def _has_ended(process: int) -> bool:
-    ended, _, _ = select.select([process], [], [], _ENDED_S)
-    os.close(process)
-    return bool(ended)
+    try:
+        _build(machine, ready_s=ready_s, grace_s=grace_s)
+    finally:
+        (compiler,) = compilers
+        assert select.select([compiler], [], [], _ENDED_S)[0]
+        os.close(compiler)
 
 
 def test_a_build_that_takes_too_long_is_ended_with_all_it_started(machine: Machine) -> None:
-    """A compiler in a process group of its own is ended as well, even if the build ignores SIGTERM."""
-    machine.deepspeed(
-        f"{_NINJA_AND_COMPILER}signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{_REPORT}while True: signal.pause()"
-    )
-    found: list[int] = []
-
-    def jump() -> float:
-        found.append(_compiler_of(machine))
-        return 61.0
-
+    """The compiler is ended even if the build ignores SIGTERM."""
+    body = f"signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{_REPORT}while True: signal.pause()"
     with pytest.raises(RuntimeError, match=r"transformer_inference was not compiled within 60 s \(log: "):
-        _build(machine, clock=Clock(machine.ready, jump), grace_s=0.01)
-    (compiler,) = found
-    assert _has_ended(compiler)
+        _end(machine, body, lambda: 61.0, grace_s=0.01)
 
 
 def test_ctrl_c_ends_the_build_in_order(machine: Machine) -> None:
     """The build gets SIGTERM, so that torch removes its lock; no process, lock or log is left."""
-    machine.deepspeed(
-        f"{_NINJA_AND_COMPILER}try:\n    {_REPORT}    signal.pause()\nfinally:\n    os.remove(os.environ['LOCK'])\n"
+    body = (
+        f"try:\n    {_REPORT}    signal.pause()\nfinally:\n    os.remove(os.environ['LOCK'])\n"
         "    open(os.environ['READY'] + '.order', 'w').close()"
     )
-    found: list[int] = []
-
-    def interrupt() -> float:
-        found.append(_compiler_of(machine))
-        raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        _build(machine, clock=Clock(machine.ready, interrupt))
-    (compiler,) = found
-    assert _has_ended(compiler)
+        _end(machine, body, Mock(side_effect=KeyboardInterrupt))
     assert not machine.lock.exists()
     assert machine.folder.joinpath("ready.order").exists()
     assert _logs(machine) == []
