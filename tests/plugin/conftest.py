@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from support.faked_runs import BENCHMARK, FakedRuns
 
@@ -11,3 +13,18 @@ def runs(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> FakedRun
     faked.start(monkeypatch)
     pytester.makepyfile(test_it=BENCHMARK)
     return faked
+
+
+@pytest.fixture
+def refused(pytester: pytest.Pytester) -> Callable[..., str]:
+    """Return a function that runs pytest with a usage error and without a report, and returns its only line."""
+
+    def run(*flags: str) -> str:
+        result = pytester.runpytest_inprocess("-p", "no:cacheprovider", *flags)
+        assert result.ret == pytest.ExitCode.USAGE_ERROR
+        assert "Traceback" not in result.stdout.str() + result.stderr.str()
+        assert not (pytester.path / ".llmgpu").exists()
+        (line,) = (line for line in result.errlines if line.startswith("ERROR: "))
+        return line
+
+    return run

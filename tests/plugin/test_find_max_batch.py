@@ -14,7 +14,7 @@ def runs(runs: FakedRuns) -> FakedRuns:
 
 
 def test_the_largest_that_fits_is_measured(runs: FakedRuns) -> None:
-    """After the first out of memory the interval is halved, before larger sizes are skipped."""
+    """After the first out of memory the interval is halved; these cases have the id of the test, without work."""
     result = runs("-v", "--llmgpu-find-max-batch", sizes="1,2,4,8,16,24")
     assert result.ret == 0
     result.stdout.fnmatch_lines(["*mp-bs16? OOM*", "*mp-bs24? OOM*", "*4 passed, 2 oom*"])
@@ -25,18 +25,12 @@ def test_the_largest_that_fits_is_measured(runs: FakedRuns) -> None:
         ("mp-bs13", "completed"),
         ("mp-bs24", "skipped_after_oom"),
     ]
-
-
-def test_probes_belong_to_the_test_that_was_out_of_memory(runs: FakedRuns) -> None:
-    """The searched cases have the id of the test, and the run is complete."""
-    runs("--llmgpu-find-max-batch", sizes="1,2,4,8,16")
     written = runs.report()
     probes = [case for case in written.cases if case.case.batch_size in (12, 13, 14)]
     assert [case.nodeid for case in probes] == ["test_it.py::test_hellaswag[mp-bs16]"] * 3
     assert probes[0].sequences_per_s is not None, "derived as of any case"
-    searched = {request.case.batch_size for request in runs.requests if not request.work}
-    assert searched == {12, 13, 14}, "a probe runs no work passes"
-    assert (written.session.complete, written.session.collected) == (True, 5)
+    assert {request.case.batch_size for request in runs.requests if not request.work} == {12, 13, 14}
+    assert (written.session.complete, written.session.collected) == (True, 6)
     assert written.options["--llmgpu-find-max-batch"] is True
     (found,) = written.capacity
     assert (found.largest_fit, found.smallest_oom) == (13, 14)
@@ -67,9 +61,9 @@ def test_a_probe_that_crashes_ends_the_search_and_not_the_test(runs: FakedRuns) 
     assert "mp-bs14" not in runs.outcomes()
 
 
-def test_a_size_that_the_strategy_refuses_ends_the_search(pytester: pytest.Pytester, runs: FakedRuns) -> None:
+def test_a_size_that_the_strategy_refuses_ends_the_search(runs: FakedRuns) -> None:
     """A strategy may refuse batch sizes of the search, and no test fails."""
-    pytester.makepyfile(
+    runs.pytester.makepyfile(
         even="""
         from pytest_llmgpu.strategies.mp import LayerParallel
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import hashlib
 import re
-import shutil
 
 import msgspec
 import pytest
@@ -13,7 +12,6 @@ from support.faked_runs import FakedRuns
 
 from pytest_llmgpu.gate import judge
 from pytest_llmgpu.gate.policy import Policy
-from pytest_llmgpu.report import file
 from pytest_llmgpu.report.verdicts import Candidate
 from pytest_llmgpu.store import store
 
@@ -32,9 +30,9 @@ def _slower(size: int) -> float:
 
 
 def test_a_regression_is_a_failing_item_with_a_reason(runs: FakedRuns) -> None:
-    """The test passes, and only the gate's item of the test fails, in one line that states the change once."""
+    """The test passes, and only its item of the gate fails, in one line with the change; JUnit's XML has it."""
     runs.seconds = _slower
-    result = runs("-v", _COMPARE)
+    result = runs("-v", _COMPARE, "--junitxml=out.xml")
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.stdout.fnmatch_lines(
         [
@@ -55,20 +53,25 @@ def test_a_regression_is_a_failing_item_with_a_reason(runs: FakedRuns) -> None:
     assert not item.startswith("Time "), "the headline has the change already"
     assert "Traceback" not in result.stdout.str()
     assert "gate_items.py" not in result.stdout.str(), "no frame of ours"
+    junit = (runs.pytester.path / "out.xml").read_text()
+    assert junit.count("<testcase ") == 7
+    assert "REGRESSED: mp-bs4 wall time +" in junit
+    assert '<property name="llmgpu.verdict.time" value="REGRESSED: Time +' in junit
+    assert '<property name="llmgpu.verdict.accuracy" value="OK: ' in junit
 
 
 def test_the_verdicts_are_those_of_the_written_report(runs: FakedRuns) -> None:
-    """`llmgpu gate` gives equal verdicts for the two files. No test of a model failed: items of the gate did."""
+    """`llmgpu gate` gives equal verdicts for the two files. The run may overwrite its baseline."""
     runs.seconds = _slower
     runs.outcome = lambda size: "oom" if size == 8 else "completed"
-    assert runs(_COMPARE).ret == 1
-    base, head = runs.report("base.json"), runs.report()
+    base = runs.report("base.json")
+    assert runs(_COMPARE, "--llmgpu-json=base.json").ret == 1
+    head = runs.report("base.json")
     assert head.verdicts is not None
     today = datetime.datetime.now(datetime.timezone.utc).date()
     again = judge.judge(base, head, Policy(), today=today, baseline=head.verdicts.baseline)
     assert msgspec.structs.replace(again, head=head.verdicts.head) == head.verdicts
-    ours = Candidate(created=head.created, commit=head.commit.sha, states=[])
-    assert head.verdicts.head == ours
+    assert head.verdicts.head == Candidate(created=head.created, commit=head.commit.sha, states=[])
     assert head.verdicts.baseline is not None
     assert head.verdicts.baseline.name == "base.json"
     assert (head.session.exit_status, head.session.complete) == (1, True)
@@ -84,19 +87,14 @@ def test_a_run_that_is_as_good_as_its_baseline_is_green(runs: FakedRuns) -> None
     strict.stdout.fnmatch_lines(["UNDECIDED: mp-bs1 wall time *", "*3 failed, 4 passed*"])
 
 
-@pytest.mark.parametrize("flags", [["-k", "nothing"], ["-k", "other"]])
-def test_a_selection_without_a_case_is_not_green(runs: FakedRuns, pytester: pytest.Pytester, flags: list[str]) -> None:
-    """A run with --llmgpu-compare that measures nothing fails with the reason."""
-    pytester.makepyfile(test_two="def test_other(): pass")
-    result = runs(_COMPARE, *flags)
-    assert result.ret == 1
-    result.stdout.fnmatch_lines(["no case was measured: nothing was compared."])
-
-
-def test_a_baseline_of_the_ini_file_leaves_other_tests_alone(runs: FakedRuns, pytester: pytest.Pytester) -> None:
-    """Tests that do not measure get no item of the gate."""
-    pytester.makepyfile(test_two="def test_other(): pass")
-    pytester.makeini("[pytest]\nllmgpu_compare = base.json\n")
+def test_a_selection_without_a_case_is_not_green(runs: FakedRuns) -> None:
+    """A run with --llmgpu-compare that measures nothing fails with the reason; a baseline of the ini file allows it."""
+    runs.pytester.makepyfile(test_two="def test_other(): pass")
+    for name in ("nothing", "other"):
+        result = runs(_COMPARE, "-k", name)
+        assert result.ret == 1
+        result.stdout.fnmatch_lines(["no case was measured: nothing was compared."])
+    runs.pytester.makeini("[pytest]\nllmgpu_compare = base.json\n")
     runs("test_two.py").assert_outcomes(passed=1)
     runs.seconds = _slower
     assert runs("test_it.py").ret == 1
@@ -140,9 +138,9 @@ def test_a_run_that_stops_early_is_judged_and_written(runs: FakedRuns, outcome: 
         assert (found["mp-bs4", "time"], found["mp-bs8", "time"]) == ("REGRESSED", "UNDECIDED")
 
 
-def test_a_gate_without_its_items_fails_the_run(runs: FakedRuns, pytester: pytest.Pytester) -> None:
+def test_a_gate_without_its_items_fails_the_run(runs: FakedRuns) -> None:
     """The run fails even if another plugin removes the gate's items."""
-    pytester.makeconftest(
+    runs.pytester.makeconftest(
         """
         import pytest
 
@@ -169,7 +167,7 @@ def test_a_first_run_may_do_without_a_baseline(runs: FakedRuns) -> None:
     )
 
 
-def test_a_run_of_the_store_is_a_baseline_by_its_name(runs: FakedRuns, pytester: pytest.Pytester) -> None:
+def test_a_run_of_the_store_is_a_baseline_by_its_name(runs: FakedRuns) -> None:
     """A run is compared with a saved report; `latest` is the newest report before the run."""
     assert runs("--llmgpu-save=good").ret == 0
     runs.seconds = _slower
@@ -179,26 +177,7 @@ def test_a_run_of_the_store_is_a_baseline_by_its_name(runs: FakedRuns, pytester:
     assert verdicts is not None
     assert verdicts.baseline is not None
     assert verdicts.baseline.name == "latest"
-    (good, bad) = store.stored(pytester.path / ".llmgpu")
+    (good, bad) = store.stored(runs.pytester.path / ".llmgpu")
     assert (good.name, bad.name) == ("good", "bad")
     assert verdicts.baseline.sha256 == hashlib.sha256(good.path.read_bytes()).hexdigest()
     assert runs("--llmgpu-compare=good").ret == 1
-
-
-def test_a_comparison_leaves_its_file_alone(runs: FakedRuns, pytester: pytest.Pytester) -> None:
-    """The baseline is read before the run, which may overwrite its file."""
-    shutil.copy(pytester.path / "base.json", pytester.path / ".llmgpu.json")
-    runs.seconds = _slower
-    assert runs("--llmgpu-compare=.llmgpu.json", "--llmgpu-json=.llmgpu.json").ret == 1
-    assert file.load(pytester.path / ".llmgpu.json").verdicts is not None
-
-
-def test_junit_has_a_test_case_for_each_item(runs: FakedRuns, pytester: pytest.Pytester) -> None:
-    """JUnit's XML has the verdicts and the reason of a failed item."""
-    runs.seconds = _slower
-    runs(_COMPARE, "--junitxml=out.xml")
-    text = (pytester.path / "out.xml").read_text()
-    assert text.count("<testcase ") == 7
-    assert "REGRESSED: mp-bs4 wall time +" in text
-    assert '<property name="llmgpu.verdict.time" value="REGRESSED: Time +' in text
-    assert '<property name="llmgpu.verdict.accuracy" value="OK: ' in text

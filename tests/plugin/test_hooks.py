@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fnmatch
 import os
 import pty
 import select
@@ -10,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -205,16 +208,11 @@ def test_an_interrupted_run_keeps_what_was_measured(pytester: pytest.Pytester) -
 
 
 def _read_all(descriptor: int) -> str:
-    chunks: list[bytes] = []
-    while select.select([descriptor], [], [], 120)[0]:
-        try:
-            chunk = os.read(descriptor, 4096)
-        except OSError:  # Linux says EIO when the other end of a terminal is closed
-            break
-        if not chunk:
-            break
-        chunks.append(chunk)
-    os.close(descriptor)
+    """Return what is written to a terminal until its other end is closed, which Linux reports as EIO."""
+    chunks = []
+    with contextlib.suppress(OSError), os.fdopen(descriptor, "rb", buffering=0) as screen:
+        while select.select([screen], [], [], 120)[0] and (chunk := screen.read(4096)):
+            chunks.append(chunk)
     return b"".join(chunks).decode(errors="replace")
 
 
@@ -264,8 +262,7 @@ def test_out_of_memory_is_no_failure_unless_nothing_fits(
     runs.pytester.makepyfile(test_it=test)
     result = runs()
     assert result.ret == status
-    for line in lines:
-        result.stdout.fnmatch_lines([line])
+    result.stdout.fnmatch_lines_random(lines)
 
 
 def test_wrong_answers_fail(runs: FakedRuns) -> None:
@@ -292,44 +289,13 @@ def test_wrong_answers_fail(runs: FakedRuns) -> None:
     ],
 )
 def test_bad_input_is_refused_before_anything_starts(
-    pytester: pytest.Pytester, runs: FakedRuns, flags: list[str], complaint: str
+    runs: FakedRuns, refused: Callable[..., str], flags: list[str], complaint: str
 ) -> None:
     """A wrong value is a usage error in one line, without a report."""
-    (pytester.path / "broken.jsonl").write_text((pytester.path / "items.jsonl").read_text().replace('"1"}', '"9"}'))
-    result = runs(*flags)
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines([f"ERROR: {complaint}"])
-    assert "Traceback" not in result.stdout.str() + result.stderr.str()
-    assert not (pytester.path / ".llmgpu").exists()
-
-
-def test_a_marker_chooses_for_one_test(runs: FakedRuns) -> None:
-    """A marker gives a test its own batch sizes and dataset."""
-    runs.pytester.makepyfile(
-        test_it="""
-        import pytest
-
-        @pytest.mark.llmgpu(batch_sizes=[2, 3], limit=2)
-        def test_marked(llm, hellaswag, batch_size, measure):
-            result = measure(llm, hellaswag, batch_size)
-            assert (len(hellaswag.items), result.case.limit) == (2, 2)
-        """
-    )
-    runs.pytester.makeini("[pytest]\nllmgpu_batch_sizes = 8\nllmgpu_dataset = items.jsonl\n")
-    result = runs.pytester.runpytest_inprocess("-v", "-p", "no:cacheprovider")  # no flags, which would win
-    result.stdout.fnmatch_lines(["*test_marked?mp-bs2? PASSED*", "*test_marked?mp-bs3? PASSED*"])
-    result.assert_outcomes(passed=2)
-
-
-def test_a_bad_marker_fails_its_test_in_one_line(runs: FakedRuns) -> None:
-    """The line names the argument; tests beside it run."""
-    marked = f"import pytest\n\n@pytest.mark.llmgpu(modle='x'){textwrap.dedent(BENCHMARK)}"
-    runs.pytester.makepyfile(test_it=f"{marked}\ndef test_other():\n    pass\n")
-    result = runs("-rE", sizes="1")
-    result.assert_outcomes(passed=1, errors=1)
-    result.stdout.fnmatch_lines(["test_it.py::test_hellaswag[[]mp-bs1]: @pytest.mark.llmgpu: modle is not allowed: *"])
-    assert "Traceback" not in result.stdout.str() + result.stderr.str()
-    assert not (runs.pytester.path / ".llmgpu").exists()
+    text = (runs.pytester.path / "items.jsonl").read_text()
+    (runs.pytester.path / "broken.jsonl").write_text(text.replace('"1"}', '"9"}'))
+    line = refused("--llmgpu-dataset=items.jsonl", "--llmgpu-batch-sizes=1,4,8", *flags)
+    assert fnmatch.fnmatch(line, f"ERROR: {complaint}")
 
 
 @pytest.mark.parametrize(
@@ -342,16 +308,13 @@ def test_a_bad_marker_fails_its_test_in_one_line(runs: FakedRuns) -> None:
         ("measure(llm, hellaswag, 25)", "batch size 25 is more than the 24 sequences of items.jsonl"),
     ],
 )
-def test_a_wrong_argument_fails_before_a_model_loads(
-    pytester: pytest.Pytester, runs: FakedRuns, call: str, complaint: str
-) -> None:
+def test_a_wrong_argument_fails_before_a_model_loads(runs: FakedRuns, call: str, complaint: str) -> None:
     """A wrong argument fails the test in one line."""
-    pytester.makepyfile(test_it=f"def test_wrong(llm, hellaswag, measure):\n    {call}\n")
+    runs.pytester.makepyfile(test_it=f"def test_wrong(llm, hellaswag, measure):\n    {call}\n")
     result = runs()
     assert (result.ret, runs.measured) == (1, [])
     result.stdout.fnmatch_lines([complaint, "*1 failed*"])
-    assert "fixtures.py" not in result.stdout.str()
-    assert "ValueError" not in result.stdout.str()
+    assert not any(word in result.stdout.str() for word in ("fixtures.py", "ValueError"))
 
 
 def test_a_failing_function_shows_why_without_frames_of_ours(pytester: pytest.Pytester, runs: FakedRuns) -> None:
@@ -406,9 +369,7 @@ def test_a_failing_function_shows_why_without_frames_of_ours(pytester: pytest.Py
     result.stdout.fnmatch_lines(["*2 failed, 1 passed, 1 skipped, 1 oom*"])
     assert result.stdout.str().count("this is the layer") == 1, "the output of a passed test is its own"
     result.stdout.fnmatch_lines(["FAILED mp, *: out of memory, and nothing completed"])
-    text = result.stdout.str()
-    assert "RankFailedError" not in text
-    assert "plugin/fixtures.py" not in text
+    assert not any(word in result.stdout.str() for word in ("RankFailedError", "plugin/fixtures.py"))
 
 
 def test_a_model_of_the_suite_cannot_be_measured(pytester: pytest.Pytester, runs: FakedRuns) -> None:
@@ -517,21 +478,19 @@ def test_workers_of_xdist_measure_nothing(pytester: pytest.Pytester) -> None:
 def test_a_report_that_cannot_be_written_where_it_should_be_is_kept_elsewhere(
     runs: FakedRuns, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A full disk fails the run and loses no table; the report is in the temporary folder."""
-    dump = file.dump
-
-    def full(report: Report, path: Path, *_: object) -> None:
-        if tmp_path not in path.parents:
-            raise OSError(28, "No space left on device")
-        dump(report, path)
-
-    monkeypatch.setattr(file, "dump", full)
+    """It fails the run and loses no table; the report is in the temporary folder."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def seconds(size: int) -> float:
+        (runs.pytester.path / ".llmgpu" / "last.json").mkdir(parents=True)
+        return float(size)
+
+    runs.seconds = seconds
     result = runs(sizes="8")
     assert result.ret == 1
     (kept,) = tmp_path.glob("llmgpu-*/last.json")
     assert [case.case.batch_size for case in file.load(kept).cases] == [8]
-    complaint = f"FAILED .llmgpu/last.json could not be written: No space left on device; the report is {kept}"
+    complaint = f"FAILED .llmgpu/last.json could not be written: Is a directory; the report is {kept}"
     result.stdout.fnmatch_lines([complaint, "strategy *batch *", "*1 passed*"])
 
 

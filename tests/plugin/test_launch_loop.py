@@ -11,7 +11,9 @@ import pytest_llmgpu.plugin.launch_loop  # noqa: F401 - as in faked_runs
 
 
 def test_all_cases_run_once_a_launch_in_ascending_order(runs: FakedRuns) -> None:
-    """Processes end between launches and not between cases, and each test is reported once."""
+    """Processes end between launches and not between cases; each test is reported once, with the median of its case."""
+    seconds = iter([3.0, 30.0, 1.0, 10.0, 2.0, 20.0])
+    runs.seconds = lambda _: next(seconds)
     result = runs("-v", "--llmgpu-launches=3", "--strategy=mp", sizes="8,1")
     assert result.ret == 0
     launch = ["mp-bs1", "mp-bs8", "end"]
@@ -19,18 +21,11 @@ def test_all_cases_run_once_a_launch_in_ascending_order(runs: FakedRuns) -> None
     result.stdout.fnmatch_lines(["*launch 1 of 3*", "*launch 3 of 3*", "*mp-bs1? PASSED*50%*", "*mp-bs8? PASSED*100%*"])
     assert result.stdout.str().count("PASSED") == 2
     result.stdout.fnmatch_lines(["*2 passed*"])
-
-
-def test_a_case_holds_its_launches_and_their_median(runs: FakedRuns) -> None:
-    """A case has one row in the report, with the batches of all launches in order."""
-    seconds = iter([3.0, 1.0, 2.0])
-    runs.seconds = lambda _: next(seconds)
-    assert runs("--llmgpu-launches=3", sizes="4").ret == 0
     written = runs.report()
-    (case,) = written.cases
-    assert [launch.batches.latency_s[0] for launch in case.launches] == [3.0, 1.0, 2.0]
-    assert case.inference_s == pytest.approx(20.0)
-    assert (written.session.complete, written.session.collected) == (True, 1)
+    first, _ = written.cases
+    assert [launch.batches.latency_s[0] for launch in first.launches] == [3.0, 1.0, 2.0]
+    assert first.inference_s == pytest.approx(20.0)
+    assert (written.session.complete, written.session.collected) == (True, 2)
     assert written.options["--llmgpu-launches"] == 3
 
 
@@ -59,74 +54,57 @@ def test_a_failure_in_an_early_launch_is_reported_once(runs: FakedRuns, flags: l
     assert runs.report().session.complete is not bool(flags)
 
 
-def test_a_test_that_does_not_measure_runs_once(runs: FakedRuns, pytester: pytest.Pytester) -> None:
+def test_a_test_that_does_not_measure_runs_once(runs: FakedRuns) -> None:
     """Other tests run once, and fixtures are set up again for each launch."""
-    pytester.makeconftest(
-        """
+    runs.pytester.makepyfile(
+        test_it="""
         import pytest
 
+        def note(word):
+            with open("log", "a") as log:
+                log.write(f"{word} ")
+
         @pytest.fixture(scope="session")
-        def opened(request):
-            with open("log", "a") as log:
-                log.write("open ")
+        def opened():
+            note("open")
             yield
-            with open("log", "a") as log:
-                log.write("close ")
-        """
-    )
-    pytester.makepyfile(
-        test_it="""
+            note("close")
+
         def test_hellaswag(llm, hellaswag, batch_size, measure, opened):
-            with open("log", "a") as log:
-                log.write("measure ")
+            note("measure")
             measure(llm, hellaswag, batch_size)
 
         def test_other():
-            with open("log", "a") as log:
-                log.write("other ")
+            note("other")
         """
     )
     runs("--llmgpu-launches=2", sizes="1").assert_outcomes(passed=2)
-    assert (pytester.path / "log").read_text() == "open measure close open measure other close "
+    assert (runs.pytester.path / "log").read_text() == "open measure close open measure other close "
 
 
-def test_a_test_judges_all_launches_so_far(runs: FakedRuns, pytester: pytest.Pytester) -> None:
-    """`measure` returns the case with its launches; a second measurement in a test is another case."""
-    pytester.makepyfile(
-        test_it="""
-        def test_hellaswag(llm, hellaswag, measure):
-            first = measure(llm, hellaswag, 4)
-            second = measure(llm, hellaswag, 4)
-            assert (first.id, second.id) == ("mp-bs4", "mp-bs4#2")
-            assert len(first.launches) == len(second.launches)
-            with open("log", "a") as log:
-                log.write(str(len(first.launches)))
-        """
-    )
-    runs("--llmgpu-launches=3").assert_outcomes(passed=1)
-    assert (pytester.path / "log").read_text() == "123"
-    assert [(case.id, len(case.launches)) for case in runs.report().cases] == [("mp-bs4", 3), ("mp-bs4#2", 3)]
-
-
-def test_a_collection_that_failed_is_not_run(runs: FakedRuns, pytester: pytest.Pytester) -> None:
-    """A failed collection stops the launches too."""
-    pytester.makepyfile(test_broken="import nothing_of_that_name")
-    assert runs("--llmgpu-launches=2").ret == pytest.ExitCode.INTERRUPTED
-    assert runs.measured == []
-
-
-def test_a_test_that_may_fail_runs_in_every_launch(runs: FakedRuns, pytester: pytest.Pytester) -> None:
-    """A test that is marked xfail is measured in all launches."""
-    pytester.makepyfile(
+def test_a_test_judges_all_launches_so_far(runs: FakedRuns) -> None:
+    """`measure` returns the case with its launches; a second measurement is another case, and an xfail ends none."""
+    runs.pytester.makepyfile(
         test_it="""
         import pytest
 
         @pytest.mark.xfail(strict=False)
-        def test_hellaswag(llm, hellaswag, batch_size, measure):
-            measure(llm, hellaswag, batch_size)
+        def test_hellaswag(llm, hellaswag, measure):
+            first = measure(llm, hellaswag, 4)
+            second = measure(llm, hellaswag, 4)
+            with open("log", "a") as log:
+                log.write(f"{first.id} {len(first.launches)} {second.id} {len(second.launches)}, ")
             assert False
         """
     )
-    assert runs("--llmgpu-launches=3", sizes="4").ret == 0
-    (case,) = runs.report().cases
-    assert len(case.launches) == 3
+    runs("--llmgpu-launches=3").assert_outcomes(xfailed=1)
+    log = "mp-bs4 1 mp-bs4#2 1, mp-bs4 2 mp-bs4#2 2, mp-bs4 3 mp-bs4#2 3, "
+    assert (runs.pytester.path / "log").read_text() == log
+    assert [(case.id, len(case.launches)) for case in runs.report().cases] == [("mp-bs4", 3), ("mp-bs4#2", 3)]
+
+
+def test_a_collection_that_failed_is_not_run(runs: FakedRuns) -> None:
+    """A failed collection stops the launches too."""
+    runs.pytester.makepyfile(test_broken="import nothing_of_that_name")
+    assert runs("--llmgpu-launches=2").ret == pytest.ExitCode.INTERRUPTED
+    assert runs.measured == []

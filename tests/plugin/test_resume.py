@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
-from collections.abc import Callable
 
 import pytest
 from support.faked_runs import BENCHMARK, FakedRuns
@@ -33,35 +33,18 @@ _BREAKING = """
 """
 
 
-def _commit(pytester: pytest.Pytester, test: str) -> None:
-    """Make the folder a repository whose only commit has the test."""
-    pytester.makepyfile(test_it=test)
-    first_commit(pytester.path, "test_it.py")
-
-
 @pytest.fixture
-def runs(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> FakedRuns:
+def runs(runs: FakedRuns, monkeypatch: pytest.MonkeyPatch) -> FakedRuns:
     """Return a function that runs a committed benchmark with stubbed measurements."""
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
-    faked = FakedRuns(pytester)
-    faked.start(monkeypatch)
-    _commit(pytester, BENCHMARK)
-    return faked
-
-
-def _interrupt_at(call: int) -> Callable[[int], float]:
-    """Return a function for the seconds of a batch; this call of it ends the run."""
-    calls = iter(range(1, 1000))
-
-    def seconds(size: int) -> float:
-        return float(size) if next(calls) != call else pytest.exit("broken off")
-
-    return seconds
+    first_commit(runs.pytester.path, "test_it.py")
+    return runs
 
 
 def _break_off(runs: FakedRuns, call: int, *arguments: str) -> Report:
     """Interrupt a run in its measurement of this number; return its report."""
-    runs.seconds = _interrupt_at(call)
+    calls = itertools.count(1)
+    runs.seconds = lambda size: float(size) if next(calls) != call else pytest.exit("broken off")
     assert runs(*arguments).ret == pytest.ExitCode.INTERRUPTED
     runs.seconds = float
     runs.did.clear()
@@ -132,25 +115,20 @@ def test_a_whole_session_is_judged_again(runs: FakedRuns) -> None:
     assert runs.report("judged.json").verdicts is not None
 
 
-def _commit_a_change(runs: FakedRuns) -> None:
-    runs.pytester.makepyfile(test_it=BENCHMARK + "    # changed\n")
-    git(runs.pytester.path, "commit", "--quiet", "-am", "second")
-
-
 @pytest.mark.parametrize(
-    ("change", "flag", "reason"),
+    ("appended", "flag", "reason"),
     [
-        (_commit_a_change, _RESUME, "*in another way: commit * -> *"),
-        (lambda _: None, "--llmgpu-limit=3", "*in another way: --llmgpu-limit none -> 3"),
-        (lambda _: None, "--llmgpu-resume=nowhere.json", "=nowhere.json: report nowhere.json: cannot be read: *"),
+        ("# changed", _RESUME, "*in another way: commit * -> *"),
+        ("", "--llmgpu-limit=3", "*in another way: --llmgpu-limit none -> 3"),
+        ("", "--llmgpu-resume=nowhere.json", "=nowhere.json: report nowhere.json: cannot be read: *"),
     ],
 )
-def test_another_source_or_option_is_refused(
-    runs: FakedRuns, change: Callable[[FakedRuns], None], flag: str, reason: str
-) -> None:
+def test_another_source_or_option_is_refused(runs: FakedRuns, appended: str, flag: str, reason: str) -> None:
     """In one line and before anything is measured; the report stays as it is."""
     before = _break_off(runs, 2)
-    change(runs)
+    if appended:
+        runs.pytester.makepyfile(test_it=f"{BENCHMARK}    {appended}")
+        git(runs.pytester.path, "commit", "--quiet", "-am", "second")
     result = runs(_RESUME, flag)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines([f"ERROR: --llmgpu-resume*{reason}"])
@@ -161,21 +139,20 @@ def test_another_source_or_option_is_refused(
 @pytest.mark.slow
 def test_a_session_that_was_killed_is_continued(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     """Real processes and the bundled model: what was measured is kept, and the case in flight is measured again."""
-    _commit(pytester, _BREAKING)
+    pytester.makepyfile(test_it=_BREAKING)
+    first_commit(pytester.path, "test_it.py")
     flags = ("-v", "-p", "no:cacheprovider", "--llmgpu-limit=2", "--llmgpu-batch-sizes=2,4,8", "--llmgpu-device=cpu")
     with monkeypatch.context() as patched:
         patched.setenv("BREAK_OFF", "SIGKILL")
         pytester.runpytest_subprocess(*flags)
     broken = file.load(pytester.path / _LAST)
-    assert not broken.session.complete
-    assert not broken.session.interrupted
+    assert (broken.session.complete, broken.session.interrupted) == (False, False)
     result = pytester.runpytest_subprocess(*flags, _RESUME)
     assert result.ret == 0
     result.stdout.fnmatch_lines(["*mp-bs2? KEPT*", "*mp-bs4? PASSED*", "*mp-bs8? PASSED*"])
     written = file.load(pytester.path / _LAST)
     assert written.cases[0] == broken.cases[0]
-    assert [(case.id, case.outcome) for case in written.cases] == [
-        (name, "completed") for name in ("mp-bs2", "mp-bs4", "mp-bs8")
-    ]
+    assert [case.id for case in written.cases] == ["mp-bs2", "mp-bs4", "mp-bs8"]
+    assert {case.outcome for case in written.cases} == {"completed"}
     assert (written.session.complete, written.session.exit_status) == (True, 0)
     assert all(launch.work is not None for case in written.cases for launch in case.launches)

@@ -1,20 +1,11 @@
 from __future__ import annotations
 
-import pytest
 from support.faked_runs import FakedRuns
 
 
-def test_batch_sizes_ascend_within_a_group_and_the_reference_runs_first(
-    runs: FakedRuns, pytester: pytest.Pytester
-) -> None:
+def test_batch_sizes_ascend_within_a_group_and_the_reference_runs_first(runs: FakedRuns) -> None:
     """Each model is loaded once, and large batches run last; tests of one batch size keep their order."""
-    pytester.makepyfile(
-        own="""
-        from pytest_llmgpu.strategies.mp import LayerParallel
-
-        class Own(LayerParallel):
-            name = "own"
-        """,
+    runs.pytester.makepyfile(
         test_it="""
         def test_b(llm, hellaswag, batch_size, measure):
             measure(llm, hellaswag, batch_size)
@@ -29,16 +20,16 @@ def test_batch_sizes_ascend_within_a_group_and_the_reference_runs_first(
             measure(llm, hellaswag, 2)
         """,
     )
-    assert runs("--strategy=own:Own,mp", sizes="8,1").ret == 0
+    assert runs("--strategy=compile,mp", sizes="8,1").ret == 0
     ran = [str(case.nodeid).partition("::test_")[2] for case in runs.report().cases]
     each = ["own[{}]", "b[{}-bs1]", "a[{}-bs1]", "b[{}-bs8]", "a[{}-bs8]"]
-    assert ran == [name.format(strategy) for strategy in ("mp", "own:Own") for name in each]
+    assert ran == [name.format(strategy) for strategy in ("mp", "compile") for name in each]
 
 
-def test_what_a_marker_cannot_have_stops_its_own_test_alone(runs: FakedRuns, pytester: pytest.Pytester) -> None:
-    """A case that cannot be measured fails with its marker and the reason, and the others are measured."""
-    pytester.makeini("[pytest]\nllmgpu_batch_sizes = 8\n")
-    pytester.makepyfile(
+def test_a_marker_chooses_for_its_own_test_alone(runs: FakedRuns) -> None:
+    """A case that cannot be measured fails with its marker and the reason in one line; the others are measured."""
+    runs.pytester.makeini("[pytest]\nllmgpu_batch_sizes = 8\n")
+    runs.pytester.makepyfile(
         test_it="""
         import pytest
 
@@ -50,24 +41,36 @@ def test_what_a_marker_cannot_have_stops_its_own_test_alone(runs: FakedRuns, pyt
         def test_score(llm, hellaswag, batch_size, measure):
             measure(llm, hellaswag, batch_size)
 
+        @pytest.mark.llmgpu(batch_sizes=[2, 3], limit=2)
+        def test_own(llm, hellaswag, batch_size, measure):
+            result = measure(llm, hellaswag, batch_size)
+            assert (len(hellaswag.items), result.case.limit) == (2, 2)
+
+        @pytest.mark.llmgpu(modle="x")
+        def test_unknown(llm, hellaswag, batch_size, measure):
+            measure(llm, hellaswag, batch_size)
+
         @pytest.mark.parametrize("x", [pytest.param(1, marks=pytest.mark.llmgpu(batch_sizes=[3])), 2])
         def test_parameters(llm, hellaswag, batch_size, measure, x):
             measure(llm, hellaswag, batch_size)
         """
     )
-    result = pytester.runpytest_inprocess("--llmgpu-dataset=items.jsonl", "-p", "no:cacheprovider")
-    result.assert_outcomes(passed=1, errors=3)
-    few, score, parameters = (line for line in result.stdout.lines if line.startswith("test_it.py::"))
+    result = runs.pytester.runpytest_inprocess("--llmgpu-dataset=items.jsonl", "-p", "no:cacheprovider")
+    result.assert_outcomes(passed=3, errors=4)
+    few, score, unknown, parameters = (line for line in result.stdout.lines if line.startswith("test_it.py::"))
     assert few.startswith("test_it.py::test_few[mp-bs8]: marker llmgpu(limit=1): batch size 8 is more than")
     assert "marker llmgpu(new_tokens=...): this is an option of workload generate, and the test has workload" in score
+    assert unknown.startswith("test_it.py::test_unknown[mp-bs8]: @pytest.mark.llmgpu: modle is not allowed: ")
     assert "marker llmgpu(batch_sizes=...)" in parameters
     assert "on the test function" in parameters
-    assert [case.nodeid for case in runs.report().cases] == ["test_it.py::test_parameters[mp-bs8-2]"]
+    assert "Traceback" not in result.stdout.str() + result.stderr.str()
+    ran = [case.nodeid for case in runs.report().cases]
+    assert ran == [f"test_it.py::test_{name}]" for name in ("own[mp-bs2", "own[mp-bs3", "parameters[mp-bs8-2")]
 
 
-def test_a_marker_of_a_class_may_have_options_of_both_workloads(runs: FakedRuns, pytester: pytest.Pytester) -> None:
+def test_a_marker_of_a_class_may_have_options_of_both_workloads(runs: FakedRuns) -> None:
     """Each test takes those of its own workload."""
-    pytester.makepyfile(
+    runs.pytester.makepyfile(
         test_it="""
         import pytest
 
