@@ -7,38 +7,31 @@ from pytest_llmgpu.report.file import encode
 
 
 def test_one_call_states_all_that_a_run_states_about_a_case() -> None:
-    """Derived figures, check, comparison, path of the traffic and findings."""
+    """Derived figures, check, comparison, path of the traffic and findings; or the reasons of a failed case."""
     mp = as_one([make_result(1.0, make_accuracy(), **CPU)])
     launch = make_result(2.0, make_accuracy(0.5), make_profile(), traffic=make_traffic(), strategy="tp", **CPU)
     result = as_one([launch], [mp])
-    assert result.sequences_per_s == 32.0
-    assert result.accuracy_check is not None
-    assert result.accuracy_check.ok is False
-    assert result.comparison is not None
-    assert result.comparison.reference == "mp-bs1"
-    assert result.traffic is not None
-    assert result.traffic.path is not None
+    check, comparison, traffic = result.accuracy_check, result.comparison, result.traffic
+    assert check is not None
+    assert comparison is not None
+    assert traffic is not None
+    assert traffic.path is not None
+    assert (result.sequences_per_s, check.ok, comparison.reference) == (32.0, False, "mp-bs1")
     assert [finding.code for finding in result.findings] == ["wrong-answers"]
-    # A result that did not complete has no check, no comparison and no traffic, and holds the reason.
     result = as_one([make_failed("crashed")])
     assert (result.accuracy_check, result.comparison, result.traffic) == (None, None, None)
     assert {"comparison", "bound"} <= result.why.keys()
     assert [finding.code for finding in result.findings] == ["failed"]
 
 
-def test_options_of_the_test_decide_the_check() -> None:
-    """Baseline, metric and tolerance are those of the options."""
-    result = make_result(1.0, make_accuracy(0.5))
-    check = as_one([result], accuracy_baseline=0.6, accuracy_metric="acc", accuracy_tolerance=0.2).accuracy_check
-    assert check is not None
-    assert (check.metric, check.baseline, check.tolerance, check.ok) == ("acc", 0.6, 0.2, True)
-
-
-def test_launches_of_a_case_are_assessed_as_one() -> None:
+def test_launches_of_a_case_are_assessed_as_one_with_the_options_of_its_test() -> None:
     """Their times are compared with each other, and the arguments are not changed."""
-    launches = [make_result(seconds, **CPU) for seconds in (1.0, 4.0)]
+    launches = [make_result(seconds, make_accuracy(0.5), **CPU) for seconds in (1.0, 4.0)]
     before = encode(make_report(launches), compressed=False)
-    found = as_one(launches)
+    found = as_one(launches, accuracy_baseline=0.6, accuracy_metric="acc", accuracy_tolerance=0.2)
     assert (len(found.launches), found.inference_s) == (2, 2.5)
     assert [finding.code for finding in found.findings] == ["times-far-apart"]
+    check = found.accuracy_check
+    assert check is not None
+    assert (check.metric, check.baseline, check.tolerance, check.ok) == ("acc", 0.6, 0.2, True)
     assert encode(make_report(launches), compressed=False) == before

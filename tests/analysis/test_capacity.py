@@ -51,7 +51,7 @@ def _oom(size: int, failure: Failure | None = None) -> CaseResult:
 
 
 def test_the_measured_limit_is_one_sentence(prose: Prose) -> None:
-    """It has the largest size that fits and the smallest that does not."""
+    """It has the largest size that fits and the smallest that does not, for each series in the order of the run."""
     series = {
         (8, 64): [_fits(1), _fits(8), _oom(64)],
         (32, 33): [_fits(32), _oom(33)],
@@ -64,10 +64,6 @@ def test_the_measured_limit_is_one_sentence(prose: Prose) -> None:
     found = [capacities(results)[0] for results in series.values()]
     assert [(one.largest_fit, one.smallest_oom) for one in found] == list(series)
     assert prose == "\n".join(one.text for one in found)
-
-
-def test_each_series_has_its_own_largest_batch_size() -> None:
-    """Strategies and models are not mixed; the series keep the order in which they ran."""
     found = capacities([_fits(1), _fits(1, strategy="tp"), _oom(2)])
     assert [(each.strategy, each.largest_fit, each.smallest_oom) for each in found] == [("mp", 1, 2), ("tp", 1, None)]
     assert found[0].series == _fits(1).case.series

@@ -45,13 +45,14 @@ def test_out_of_memory_names_the_limit() -> None:
     assert codes(fits, oom, smaller) == [[], ["out-of-memory"], []]
 
 
-@pytest.mark.parametrize("outcome", ["oom", "timeout", "crashed", "error", "interrupted"])
-def test_finished_batches_are_named_where_the_case_can_be_continued(outcome: Outcome) -> None:
+def test_finished_batches_are_named_where_the_case_can_be_continued() -> None:
     """Only an interrupted case has a use for them."""
-    result = make_failed(outcome)
-    assert "batches that finished" not in finding_of(result).next_step
-    result.launches[0].batches.latency_s.append(1.0)
-    assert ("batches that finished" in finding_of(result).next_step) is (outcome == "interrupted")
+    outcomes: tuple[Outcome, ...] = ("oom", "timeout", "crashed", "error", "interrupted")
+    results = [make_failed(outcome) for outcome in outcomes]
+    for named in ([], ["interrupted"]):
+        assert [one.outcome for one in results if "batches that finished" in finding_of(one).next_step] == named
+        for result in results:
+            result.launches[0].batches.latency_s.append(1.0)
 
 
 _STACKS = """Extension modules: numpy.linalg (total: 1)
@@ -281,46 +282,40 @@ def _sending(*links: Link | None) -> list[CaseResult]:
     return [make_result(1.0, traffic=make_traffic(link=link)) for link in links]
 
 
-_RECORDED = make_result(9.0, execution="cuda_graphs")
-_PLANNED = make_result(9.0, execution="cuda_graphs")
+_RECORDED, _PLANNED = (make_result(9.0, execution="cuda_graphs") for _ in range(2))
 _PLANNED.launches[0].plan_sha256 = "0" * 64
 
 
 @pytest.mark.parametrize(
-    ("launches", "text"),
+    ("code", "launches", "text"),
     [
-        (_answering([True] * 3, [True] * 3, [True, False, True]), ": 3 answer 1 of 3 items differently (acc_norm)."),
-        ([make_result(1.0, traffic=make_traffic(n)) for n in (4, 2, 4)], ": 3 do not send the same bytes, so that"),
-        (_sending("pcie", "nvlink", None, "nvlink", "mixed"), ": 2 sent over NVLink, 1 sent over NVLink and PCIe, 1 "),
-        (_sending("nvlink", None, "nvlink"), None),
-        ([make_result(1.0), _RECORDED], ": they ran as eager and as cuda_graphs."),
-        ([make_result(1.0), _PLANNED], ": 2 ran 2 lists of batches; they ran"),
-        ([*_answering([True]), make_failed("crashed")], None),  # it has no answers
-    ],
-)
-def test_launches_differ_in_nothing_but_time(launches: list[CaseResult], text: str | None) -> None:
-    """Launches of other batches or executions are not compared in time."""
-    found = [(one.code, text is not None and text in one.text) for one in disagreements(launches)]
-    assert found == ([] if text is None else [("launches-differ", True)])
-
-
-@pytest.mark.parametrize(
-    ("launches", "text"),
-    [
+        ("differ", _answering([True] * 3, [True] * 3, [True, False, True]), "3 answer 1 of 3 items differently (acc"),
+        ("differ", [make_result(1.0, traffic=make_traffic(n)) for n in (4, 2, 4)], "3 do not send the same bytes, so"),
+        ("differ", _sending("pcie", "nvlink", None, "nvlink", "mixed"), "over NVLink, 1 sent over NVLink and PCIe, 1 "),
+        (None, _sending("nvlink", None, "nvlink"), ""),
+        # Launches of other batches or executions are not compared in time.
+        ("differ", [make_result(1.0), _RECORDED], ": they ran as eager and as cuda_graphs."),
+        ("differ", [make_result(1.0), _PLANNED], ": 2 ran 2 lists of batches; they ran"),
+        (None, [*_answering([True]), make_failed("crashed")], ""),  # it has no answers
         # Chance explains a factor of 2.8 where the host decides, of 2 elsewhere and of device time.
-        (_launched(1.2, 1.0, 3.1), "time by a factor of 3.1: launch 3 of 3 was the slowest with 3.1 s, launch 2 the"),
-        (_launched(1.0, 2.8), None),
-        (_launched(1.0, 2.5, execution="cuda_graphs"), "time by a factor of 2.5"),
-        (_launched(1.0, 1.0, 1.0, device_s=(0.1, 0.21, 0.15)), "device time by a factor of 2.1: launch 2 of 3 was the"),
-        (_launched(1.0, 1.0, device_s=(0.1, 0.19)), None),
+        (
+            "far",
+            _launched(1.2, 1.0, 3.1),
+            "time by a factor of 3.1: launch 3 of 3 was the slowest with 3.1 s, launch",
+        ),
+        (None, _launched(1.0, 2.8), ""),
+        ("far", _launched(1.0, 2.5, execution="cuda_graphs"), "time by a factor of 2.5"),
+        ("far", _launched(1.0, 1.0, 1.0, device_s=(0.1, 0.21, 0.15)), "device time by a factor of 2.1: launch 2 of 3"),
+        (None, _launched(1.0, 1.0, device_s=(0.1, 0.19)), ""),
         # A failed launch has a number.
-        ([make_result(1.0), make_failed("crashed"), make_result(4.0)], "launch 3 of 3 was the slowest"),
+        ("far", [make_result(1.0), make_failed("crashed"), make_result(4.0)], "launch 3 of 3 was the slowest"),
     ],
 )
-def test_launches_differ_a_little_in_time(launches: list[CaseResult], text: str | None) -> None:
+def test_launches_differ_only_a_little_in_time(code: str | None, launches: list[CaseResult], text: str) -> None:
     """Where the wall time is not far apart, the device time may be."""
-    found = [(one.code, text is not None and text in one.text) for one in disagreements(launches)]
-    assert found == ([] if text is None else [("times-far-apart", True)])
+    found = [(one.code, text in one.text) for one in disagreements(launches)]
+    names = {"differ": "launches-differ", "far": "times-far-apart"}
+    assert found == ([] if code is None else [(names[code], True)])
 
 
 def test_findings_read_as(prose: Prose) -> None:

@@ -65,10 +65,7 @@ def test_texts_of_other_strategies_are_compared_with_mp() -> None:
     results = [assessed(_MP, one)[1] for one in (right, wrong, alone)]
     assert [[one.code for one in result.findings] for result in results] == [[], ["wrong-answers"], []]
     assert "what tp computes" in results[1].findings[0].next_step
-
-
-def test_texts_that_were_not_scored_again_are_unchecked() -> None:
-    """The check has the reason, and neither passes nor fails."""
+    # Without the forward over prompt and text the check has the reason, and neither passes nor fails.
     result = _result("mp", msgspec.structs.replace(_generation(), prefill_loglikelihoods=None))
     result.launches[0].why["generation"] = "out of memory"
     found = check_of(result)

@@ -102,8 +102,7 @@ def test_traffic_goes_by_way_of_the_host_if_a_variable_forbids_the_direct_path(
     variables: dict[str, str], kind: CollectiveKind, link: str
 ) -> None:
     """Copies within a process are direct."""
-    environment = _environment()
-    environment.variables = variables
+    environment = msgspec.structs.replace(_environment(), variables=variables)
     path = _path(((0.0, 5.4),) * 2, _traffic(5, 5, kind=kind), environment)
     assert path.link == link
     assert path.pcie_bytes == pytest.approx(10.8 * GB)

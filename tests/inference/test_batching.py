@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 from itertools import product
+from pathlib import Path
 from random import Random
-from typing import Any
 
 import msgspec
 import pytest
@@ -29,12 +29,6 @@ def test_a_plan_runs_the_longest_first_and_pads_on_the_right_with_zero(few_shape
         ids_BS = batch.packed.split(batch.sizes)[0].view(batch.rows, batch.width).tolist()
         assert ids_BS == [row + [0] * (batch.width - len(row)) for row in inputs]
     assert (batches[0].tokens, batches[0].padded_tokens) == (11, 14)
-
-
-def test_a_long_context_loses_its_beginning() -> None:
-    """Truncation keeps the last tokens with the ending."""
-    batch = batching.plan(make_requests([(range(20), 2)], max_length=4), 1).batches[0]
-    assert batch.packed.split(batch.sizes)[0].tolist() == [15, 16, 17, 18]
 
 
 def test_plans_differ_by_items_order_and_shapes_only() -> None:
@@ -105,31 +99,20 @@ def test_a_batch_size_out_of_range_is_refused(batch_size: int) -> None:
         batching.plan(make_requests(), batch_size)
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return a byte-level tokenizer that puts its first token before every text."""
-    directory = tmp_path_factory.mktemp("tokenizer")
-    save_tokenizer(["a man runs"], 260, directory)
-    return AutoTokenizer.from_pretrained(directory)
-
-
-def test_an_ending_longer_than_the_model_is_refused(tokenizer: Any) -> None:
-    """An ending above the maximum length is refused with its text; one of that length is not."""
+def test_what_cannot_be_encoded_is_refused(tmp_path: Path) -> None:
+    """An ending above the maximum length, with its text, and an empty context without a token to stand for it."""
+    save_tokenizer(["a man runs"], 260, tmp_path)  # byte-level, with its first token before every text
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     items = [Item("0", "a man", ("x" * 10, "runs"), 0)]
     assert batching.encode(HellaSwag(), items, tokenizer, 11).requests[0].ending == 11
     with pytest.raises(ValueError, match=r"ending ' xxxxxxxxxx' .* is 11 tokens .* 1 to 10"):
         batching.encode(HellaSwag(), items, tokenizer, 10)
-
-
-def test_no_context_needs_a_token_to_stand_for_it(tokenizer: Any) -> None:
-    """Without bos and eos an empty context is an error, with bos it is that token."""
     items = [Item("0", "", ("runs", "man"), 0)]
     request = batching.encode(HellaSwag(), items, tokenizer, 64).requests[0]
     assert request.tokens[: -request.ending] == (tokenizer.bos_token_id,)
-    bare = type(tokenizer).from_pretrained(tokenizer.name_or_path)
-    bare.bos_token = bare.eos_token = None
+    tokenizer.bos_token = tokenizer.eos_token = None
     with pytest.raises(ValueError, match="no context, and the tokenizer has no bos or eos"):
-        batching.encode(HellaSwag(), items, bare, 64)
+        batching.encode(HellaSwag(), items, tokenizer, 64)
 
 
 def test_pinning_moves_all_batches_in_one_allocation(monkeypatch: pytest.MonkeyPatch) -> None:

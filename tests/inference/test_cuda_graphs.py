@@ -116,27 +116,21 @@ def test_what_a_recording_does_not_know_runs_eagerly(model: Any, recorded: list[
             _logits(model, _ids(2, 4))
 
 
-def test_nothing_is_recorded_inside_another_recording(
+def test_suspended_left_or_inside_another_recording_it_is_the_model_as_it_was(
     model: Any, recorded: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While a user records the whole model, the decoder runs eagerly."""
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with GraphedDecoder(model, CPU):
-        _logits(model, _ids(1, 4))
-    assert recorded == []
-
-
-def test_suspended_and_left_it_is_the_model_as_it_was(model: Any, recorded: list[Any]) -> None:
-    """Forwards are eager while suspended and after the exit, also after a failure, and no graph is kept."""
+    """Forwards are eager, after the exit also after a failure, and no graph is kept."""
     with suppress(KeyError), GraphedDecoder(model, CPU) as decoder:
         with decoder.suspended():
+            _logits(model, _ids(1, 4))
+        with monkeypatch.context() as patched:  # a user records the whole model
+            patched.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
             _logits(model, _ids(1, 4))
         assert recorded == []
         _logits(model, _ids(1, 4))
         raise KeyError
     _logits(model, _ids(2, 4))
-    assert len(recorded) == 1
-    assert decoder.shapes == []
+    assert (len(recorded), decoder.shapes) == (1, [])
 
 
 _CAPTURED = "operation not permitted when stream is capturing"

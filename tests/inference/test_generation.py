@@ -103,28 +103,23 @@ def test_a_fault_of_the_cache_shows_in_the_log_likelihoods(model: Any, fault: st
 
 def test_the_cache_has_the_size_of_the_formula(model: Any) -> None:
     """Two layers of two heads of eight numbers of four bytes, keys and values, for two rows of the longest prompt."""
-    batches = plan(_requests(), 2)
-    with Generator(model, batches, input_device=_CPU, devices=(_CPU,)) as generator:
-        generator.warm_up()
-        size = 2 * 2 * 2 * 8 * 4 * 2 * (5 + _NEW)
-        assert generator.kv_cache_bytes == size
+    size = 2 * 2 * 2 * 8 * 4 * 2 * (5 + _NEW)
     assert generation.formula_bytes(model.config, rows=2, slots=5 + _NEW, number_bytes=4) == size
+    with Generator(model, plan(_requests(), 2), input_device=_CPU, devices=(_CPU,)) as generator:
+        generator.warm_up()
+        assert generator.kv_cache_bytes == size
     assert generator.kv_cache_bytes == 0, "it is freed at the end"
-
-
-@pytest.mark.parametrize(
-    ("model_type", "fields", "heads"),
-    [
-        ("falcon", {"multi_query": True}, 1),
-        ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 8}, 8),
-        ("deepseek_v2", {}, None),
-    ],
-)
-def test_the_formula_has_the_heads_of_the_model(model_type: str, fields: dict[str, Any], heads: int | None) -> None:
-    """Falcon's config has the heads elsewhere; latent attention has another formula."""
-    config = AutoConfig.for_model(model_type, **fields)
-    expected = None if heads is None else 2 * config.num_hidden_layers * heads * 64
-    assert generation.formula_bytes(config, rows=1, slots=1, number_bytes=1) == expected
+    # Falcon's config has the heads elsewhere; latent attention has another formula.
+    falcons: list[tuple[dict[str, Any], int]] = [
+        ({"multi_query": True}, 1),
+        ({"new_decoder_architecture": True, "num_kv_heads": 8}, 8),
+    ]
+    for fields, heads in falcons:
+        config = AutoConfig.for_model("falcon", **fields)
+        found = generation.formula_bytes(config, rows=1, slots=1, number_bytes=1)
+        assert found == 2 * config.num_hidden_layers * heads * 64
+    latent = AutoConfig.for_model("deepseek_v2")
+    assert generation.formula_bytes(latent, rows=1, slots=1, number_bytes=1) is None
 
 
 def test_a_log_likelihood_that_is_not_finite_is_an_error() -> None:

@@ -100,10 +100,8 @@ def merging(tmp_path_factory: pytest.TempPathFactory) -> Drawn:
 
     texts = [f"{item.context} {ending}" for item in BUNDLED for ending in item.endings]
     tokenizer = Tokenizer(BPE(unk_token="<unk>"))
-    special = ["<s>", "</s>", "<unk>"]
-    tokenizer.train_from_iterator(
-        texts, trainers.BpeTrainer(vocab_size=400, special_tokens=special, max_token_length=6, show_progress=False)
-    )
+    named: dict[str, Any] = {"special_tokens": ["<s>", "</s>", "<unk>"], "max_token_length": 6, "show_progress": False}
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=400, **named))
     directory = tmp_path_factory.mktemp("merging")
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(directory)
     return _random(directory, tokenizer.get_vocab_size())
@@ -126,11 +124,9 @@ def test_tokens_merged_over_the_border_score_as_in_lm_eval(merging: Drawn, add_b
     """The context keeps its own tokens where the tokenizer would merge its last letters with the ending."""
     _compare(merging, BUNDLED, 8, add_bos)
     tokenizer, encoded = _encode(merging, BUNDLED, add_bos)
-    texts = [f"{item.context} {ending}" for item in BUNDLED for ending in item.endings]
-    joined = [tuple(tokenizer.encode(text)) for text in texts]
-    assert (
-        sum(request.tokens != whole for request, whole in zip(encoded.requests, joined, strict=True)) > len(texts) / 2
-    )
+    joined = [tuple(tokenizer.encode(f"{item.context} {ending}")) for item in BUNDLED for ending in item.endings]
+    apart = [request.tokens != whole for request, whole in zip(encoded.requests, joined, strict=True)]
+    assert sum(apart) > len(apart) / 2
     assert {request.tokens[0] == tokenizer.bos_token_id for request in encoded.requests} == {add_bos is True}
 
 
@@ -146,13 +142,7 @@ def test_prompts_are_built_as_in_lm_eval(tmp_path: Path) -> None:
         "ctx_a": "[header] How to paint [title] Begin.",
         "ctx_b": "then JOHN adds",
         "ctx": "unused",
-        "endings": [
-            "  two  spaces   ",
-            "Step. [title] Next [step]",
-            "[a] [b] c",
-            "a [title] [title]b",
-            "no ] brackets [",
-        ],
+        "endings": ["  two  spaces   ", "Step. [title] Next [step]", "[a] [b] c", "a [title] [title]b", "no ] x ["],
         "label": "1",
     }
     path = tmp_path / "one.jsonl"

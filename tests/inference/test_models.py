@@ -61,33 +61,28 @@ def test_a_directory_is_found_and_named_relative_to_the_rootdir(model: Path, tmp
     assert _resolve("tiny", model.parent) == source
     (tmp_path / "deep").mkdir()
     assert _resolve(model, tmp_path / "deep").name == "tiny"
+    for name in ("bundled", "llama-7b", "huggyllama/llama-7b"):  # a known model's name would give it its baseline
+        assert _resolve(shutil.copytree(model, tmp_path / name), tmp_path).name == f"./{name}"
 
 
-def _change_last_value(weights: Path) -> None:
-    content = bytearray(weights.read_bytes())
-    content[-2] ^= 1
-    weights.write_bytes(content)
+def test_checkpoints_are_told_apart_and_so_are_their_files(directory: Path) -> None:
+    """Copies have equal revisions, others than other weights of the same shape or another configuration.
 
-
-def test_the_revision_of_a_directory_tells_checkpoints_apart(directory: Path) -> None:
-    """Copies have equal fingerprints; other weights of the same shape or another configuration do not."""
-    original = _resolve(directory, directory.parent).revision
+    The hash of each file shows which one differs; without weights only the other files have a hash.
+    """
+    original, hashes = _resolve(directory, directory.parent).revision, models.file_hashes(directory, weights=True)
+    assert {"config.json", "tokenizer.json", "model.safetensors"} <= set(hashes)
+    assert set(hashes) - set(models.file_hashes(directory, weights=False)) == {"model.safetensors"}
     copy = shutil.copytree(directory, directory.with_name("copy"))
     assert _resolve(copy, directory.parent).revision == original
-    _change_last_value(copy / "model.safetensors")
+    content = bytearray((copy / "model.safetensors").read_bytes())
+    content[-2] ^= 1
+    (copy / "model.safetensors").write_bytes(content)
     assert _resolve(copy, directory.parent).revision != original
+    others = models.file_hashes(copy, weights=True)
+    assert [name for name in hashes if hashes[name] != others[name]] == ["model.safetensors"]
     (directory / "config.json").write_bytes((copy / "config.json").read_bytes() + b"\n")
     assert _resolve(directory, directory.parent).revision != original
-
-
-def test_the_hash_of_each_file_shows_which_one_differs(directory: Path) -> None:
-    """Weights are sampled; without weights only the other files have a hash."""
-    before = models.file_hashes(directory, weights=True)
-    assert {"config.json", "tokenizer.json", "model.safetensors"} <= set(before)
-    assert set(before) - set(models.file_hashes(directory, weights=False)) == {"model.safetensors"}
-    _change_last_value(directory / "model.safetensors")
-    after = models.file_hashes(directory, weights=True)
-    assert [name for name in before if before[name] != after[name]] == ["model.safetensors"]
 
 
 def _safetensors(header: bytes) -> bytes:
@@ -165,30 +160,23 @@ def test_what_cannot_be_meant_is_refused(tmp_path: Path, model: str, options: di
 
 
 def test_a_hub_model_is_its_commit(model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Only safetensors and small files are downloaded, and the commit is the revision."""
+    """Only safetensors and small files are downloaded; a hub out of reach is one line with the first of its error."""
     commit = shutil.copytree(model, tmp_path / "snapshots" / "0123abcd")
     asked: dict[str, Any] = {}
 
     def snapshot_download(repository: str, **options: Any) -> str:
-        asked.update(options, repository=repository)
+        if repository != "someone/tiny":
+            raise ConnectionError("Cannot reach the hub\nlong story")
+        asked.update(options)
         return str(commit)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     source = _resolve("someone/tiny", tmp_path, revision="main")
     assert (source.name, source.revision, source.directory) == ("someone/tiny", "0123abcd", str(commit))
-    assert (asked["repository"], asked["revision"]) == ("someone/tiny", "main")
+    assert asked["revision"] == "main"
     assert not any("bin" in pattern for pattern in asked["allow_patterns"])
     _resolve("someone/tiny", tmp_path, load_format="dummy")
     assert "*.safetensors" in asked["ignore_patterns"]
-
-
-def test_a_hub_out_of_reach_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The message has the first line of the hub's error."""
-
-    def snapshot_download(*_: Any, **__: Any) -> str:
-        raise ConnectionError("Cannot reach the hub\nlong story")
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     with pytest.raises(ValueError, match=r"^model 'models/tiny' is not a directory, .*: Cannot reach the hub \(.*$"):
         _resolve("models/tiny", tmp_path)
 
@@ -220,13 +208,6 @@ def test_the_longest_input_is_found_where_the_text_model_has_it() -> None:
     text = SimpleNamespace(text_config=SimpleNamespace(max_position_embeddings=512), max_position_embeddings=77)
     plain, nothing = SimpleNamespace(n_positions=1024), SimpleNamespace()
     assert [models.max_length(config) for config in (text, plain, nothing)] == [512, 1024, 2048]
-
-
-@pytest.mark.parametrize("name", ["bundled", "llama-7b", "huggyllama/llama-7b"])
-def test_a_folder_called_like_something_known_is_told_from_it(name: str, model: Path, tmp_path: Path) -> None:
-    """A folder with the name of a known model does not get its baseline."""
-    copied = shutil.copytree(model, tmp_path / name)
-    assert _resolve(copied, tmp_path).name == f"./{name}"
 
 
 @pytest.mark.parametrize("text_config", [[], "x", 1, None, {"vocab_size": "many"}])

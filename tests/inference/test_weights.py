@@ -62,17 +62,12 @@ def test_a_skeleton_has_no_weights_but_its_buffers() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_dummy_values_are_those_of_a_model_filled_at_once(dtype: torch.dtype) -> None:
-    """A reader and `materialise` give the same random values for a seed."""
-    source = _source(initializer_range=0.3)
-    values = _values(source, dtype, seed=7)
-    assert _equal(values, dict(_filled(source, dtype, seed=7).named_parameters()))
-    assert not _equal(values, _values(source, dtype, seed=8))
-
-
-def test_dummy_values_depend_on_the_name_and_not_on_the_number_of_layers() -> None:
-    """A layer has the same values in a model of fewer layers, and other values than the next layer."""
-    values, fewer = _values(_source()), _values(_source(num_hidden_layers=1))
+def test_dummy_values_depend_on_seed_and_name_alone(dtype: torch.dtype) -> None:
+    """A reader and `materialise` give the same ones; a layer has them also in a model of fewer layers."""
+    values = _values(_source(), dtype, seed=7)
+    assert _equal(values, dict(_filled(_source(), dtype, seed=7).named_parameters()))
+    assert not _equal(values, _values(_source(), dtype, seed=8))
+    fewer = _values(_source(num_hidden_layers=1), dtype, seed=7)
     assert _equal(fewer, {name: values[name] for name in fewer})
     first, second = (values[f"model.layers.{number}.mlp.up_proj.weight"] for number in (0, 1))
     assert not torch.equal(first, second)
@@ -88,19 +83,19 @@ def test_dummy_weights_are_spread_as_a_fresh_model_has_them() -> None:
     assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
-def test_values_are_those_of_the_file_that_transformers_reads_in_the_dtype_of_the_model(file: Path) -> None:
-    """Each value is read whole when it is requested; another file in the folder is ignored."""
+def test_values_are_those_that_transformers_reads_in_the_dtype_of_the_model(file: Path) -> None:
+    """Each value is read whole when it is requested; another file in the folder is ignored.
+
+    Transformers converts files with other names, here of a decoder without its head.
+    """
     values = load_file(file)
-    _write({name: value + 1 for name, value in values.items()}, file.with_name("zz_old.safetensors"))
+    old = file.with_name("zz_old.safetensors")
+    _write({name: value + 1 for name, value in values.items()}, old)
     right = {name: value.bfloat16() for name, value in values.items()}
     assert _equal(_values(_source(file.parent), torch.bfloat16), right)
-
-
-def test_files_with_other_names_are_read_by_transformers(file: Path) -> None:
-    """Transformers converts files with other names, here of a decoder without its head."""
-    right = load_file(file)
-    _write({name.removeprefix("model."): value for name, value in right.items()}, file)
-    assert _equal(_values(_source(file.parent)), right)
+    old.unlink()
+    _write({name.removeprefix("model."): value for name, value in values.items()}, file)
+    assert _equal(_values(_source(file.parent)), values)
 
 
 def test_files_that_lack_a_value_are_refused(file: Path) -> None:
@@ -135,8 +130,8 @@ def _is_empty(module: torch.nn.Module) -> bool:
     return all(parameter.is_meta for parameter in module.parameters())
 
 
-def _is_full(module: torch.nn.Module) -> bool:
-    return not any(parameter.is_meta for parameter in module.parameters())
+def _is_full(*modules: torch.nn.Module) -> bool:
+    return not any(parameter.is_meta for module in modules for parameter in module.parameters())
 
 
 def _in_turn(model: Any, on_layer: Any = lambda _: None) -> Any:
@@ -148,15 +143,13 @@ def test_layers_are_filled_one_at_a_time_as_they_are_come_to() -> None:
     model = _empty(_source())
     seen: list[torch.nn.Module] = []
     with _in_turn(model, seen.append):
-        assert _is_full(model.lm_head)
-        assert _is_full(model.model.embed_tokens)
-        assert _is_full(model.model.norm)
+        assert _is_full(model.lm_head, model.model.embed_tokens, model.model.norm)
         layers = list(model.model.layers)
         assert all(map(_is_empty, layers))
         for number, (name, layer) in enumerate(model.model.layers.named_children()):
             assert (name, layer) == (str(number), layers[number])
             assert seen == layers[: number + 1], "called after the layer is filled and before it is replaced"
-            assert all(map(_is_full, layers[: number + 1]))
+            assert _is_full(*layers[: number + 1])
             assert all(map(_is_empty, layers[number + 1 :]))
     assert _equal(dict(model.named_parameters()), dict(_filled(_source()).named_parameters()))
 
@@ -182,8 +175,7 @@ def test_after_a_failure_the_layers_are_an_ordinary_list() -> None:
         raise KeyError("a library's own")
     assert type(model.model.layers) is torch.nn.ModuleList
     list(model.model.layers.named_children())
-    assert _is_full(model.model.layers[0])
-    assert _is_empty(model.model.layers[2])
+    assert [_is_full(layer) for layer in model.model.layers] == [True, False, False]
 
 
 def test_lists_inside_a_layer_are_part_of_it() -> None:

@@ -146,12 +146,7 @@ _TWO_NODES = _machine(nodes=[0, 1])
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_a_process_starts(
-    plan: _Bench,
-    monkeypatch: pytest.MonkeyPatch,
-    machine: Machine | None,
-    strategy: str,
-    fields: dict[str, Any],
-    message: str,
+    plan: _Bench, monkeypatch: pytest.MonkeyPatch, machine: Machine | None, strategy: str, fields: Any, message: str
 ) -> None:
     """The message has the value, its source and what is allowed."""
     monkeypatch.setattr(nvml, "used_bytes", lambda _: {"GPU-0": 0, "GPU-1": 9 * _GIB})
@@ -215,17 +210,15 @@ def test_an_option_that_changes_the_measurement_is_part_of_the_case(
 def test_a_case_holds_the_options_of_its_strategy_alone(
     plan: _Bench, strategy: str, fields: dict[str, Any], backend: str, own: dict[str, object]
 ) -> None:
-    """Options of other strategies are not part of the case; a chosen library is the backend."""
-    case = plan(strategy, **fields).case
+    """Options of other strategies are not part of the case; a chosen library is the backend.
+
+    A strategy that is chosen by its place has its name, so that it is the same measurement.
+    """
+    request = plan(strategy, **fields)
+    case = request.case
     assert (case.strategy, case.backend, case.strategy_options) == (strategy, backend, own)
-
-
-def test_a_case_has_the_name_that_its_strategy_has(plan: _Bench) -> None:
-    """A strategy chosen by name or by place is the same measurement."""
-    by_name, by_place = plan("load"), plan(f"{__name__}:Mine")
-    assert by_name.case.id == "load-bs4"
-    assert by_name.case == by_place.case
-    assert by_name.strategy == by_place.strategy == f"{__name__}:Mine"
+    by_place = plan(_KNOWN[strategy], **fields)
+    assert (by_place.case, by_place.strategy) == (case, request.strategy)
 
 
 def test_a_cap_is_compared_with_memory_of_other_programs_only(plan: _Bench, monkeypatch: pytest.MonkeyPatch) -> None:

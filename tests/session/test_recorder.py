@@ -206,18 +206,10 @@ def test_a_run_that_did_not_complete_loses_its_name(
     assert [(one.number, one.name) for one in store.stored(tmp_path / "store")] == [(1, name), (2, "base")]
 
 
-def test_a_store_that_cannot_be_written_is_refused_before_the_run(tmp_path: Path) -> None:
-    """It is an error with --llmgpu-save only."""
-    (tmp_path / "store").write_text("a file")
-    with pytest.raises(ValueError, match="cannot be written"):
-        _recorder(tmp_path, Options(save=""))
-    _recorder(tmp_path, Options())
-
-
-def test_a_run_that_could_not_be_saved_is_not_green(
-    saved: Callable[..., Recorder], monkeypatch: pytest.MonkeyPatch
+def test_a_run_that_cannot_be_saved_is_refused_or_not_green(
+    saved: Callable[..., Recorder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A store that becomes full is reported, and the report itself is written."""
+    """A store that becomes full is reported, and the report is written; one without write access fails at the start."""
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -227,3 +219,7 @@ def test_a_run_that_could_not_be_saved_is_not_green(
     problem = "the report could not be saved in store: No space left on device"
     assert list(recorded.problems.values()) == [problem]
     assert recorded.whereabouts()[:2] == ["report: report.json", problem]
+    (tmp_path / "taken").write_text("a file")
+    with pytest.raises(ValueError, match="cannot be written"):
+        Recorder(tmp_path / "report.json", tmp_path / "taken", tmp_path, Options(save=""))
+    Recorder(tmp_path / "report.json", tmp_path / "taken", tmp_path, Options())

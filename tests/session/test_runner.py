@@ -309,16 +309,15 @@ def test_each_rate_of_a_gpu_is_measured_once_a_session() -> None:
 
 
 def test_traffic_is_recorded_per_rank() -> None:
-    """The bytes per sequence are those that all ranks send. `why` has the reason why there are no work passes."""
+    """The bytes per sequence are those that all ranks send. `why` has the reason why there are no work passes.
+
+    A tensor parallel model without a collective is an error; its batches stay, and no work passes follow.
+    """
     counted = [_SENT, msgspec.structs.replace(_SENT, collective="recv")]
     result = _Bench(account=(counted, None)).run(_case(), _TP)
     assert result.traffic == Traffic(ranks=[counted, counted], wire_bytes_per_sequence=2 * 120 / 8)
     assert ("traffic" in result.why, result.launches[0].why) == (False, {"work": WORK_OFF})
     assert _Bench(measure=_failed()).run(_case(), work=True).launches[0].why == {"work": NO_WORK}
-
-
-def test_ranks_that_send_nothing_are_an_error_that_keeps_the_measurement() -> None:
-    """A tensor parallel model without a collective is an error; its batches stay, and no work passes follow."""
     bench = _Bench(account=([], None))
     result = bench.run(_case(), _TP, work=True)
     assert (result.outcome, set(bench.ended)) == ("error", {"killed"})

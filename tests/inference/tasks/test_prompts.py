@@ -16,18 +16,14 @@ def _load(folder: Path, *records: Any) -> Dataset:
     return Prompts().load("prompts.jsonl", rootdir=folder)
 
 
-def test_prompts_of_json_lines_are_read_as_they_are(tmp_path: Path) -> None:
-    """An id is kept; without one it is the number of the line."""
+def test_prompts_are_texts_of_json_lines_or_the_contexts_of_a_dataset(tmp_path: Path) -> None:
+    """A text is not changed, and its id is kept or the number of the line; HellaSwag scores endings after a context."""
     found = _load(tmp_path, {"prompt": "  Once [x] "}, {"prompt": "Twice", "id": "b"})
     assert [(item.id, item.context, item.endings) for item in found] == [("0", "  Once [x] ", ()), ("b", "Twice", ())]
-
-
-def test_the_contexts_of_a_dataset_are_prompts(tmp_path: Path) -> None:
-    """They are those that HellaSwag scores endings after."""
     tiny_model.write_dataset(tmp_path / "items.jsonl")
     found = Prompts().load("items.jsonl", rootdir=tmp_path, limit=2)
     assert found[1].context == "Counting: Someone counts to 1 and says the number 1. Then they"
-    assert found.task == "prompts"
+    assert (found.task, found[1].endings) == ("prompts", ())
     assert len(Prompts().load("bundled", rootdir=tmp_path)) > 100
 
 
