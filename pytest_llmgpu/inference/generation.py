@@ -26,6 +26,7 @@ import msgspec
 from pytest_llmgpu.inference import scoring
 from pytest_llmgpu.inference.batching import Batch, Plan, Request, Requests, plan
 from pytest_llmgpu.inference.cuda_graphs import Recorder
+from pytest_llmgpu.inference.sm_clock import SmClock
 from pytest_llmgpu.report.result import Batches
 
 if TYPE_CHECKING:
@@ -44,6 +45,11 @@ class Generated(msgspec.Struct, frozen=True, kw_only=True):
     """The time to the first token of each batch."""
     step_s: list[float]
     """The time of each decode step, batch after batch."""
+    prefill_clock_ghz: list[list[float]] | None
+    """[GPUs][batches] The mean SM clock of the prefills; None with its reason in `why_no_clock`."""
+    step_clock_ghz: list[list[float]] | None
+    """[GPUs][batches] The mean SM clock of the decode steps."""
+    why_no_clock: str | None
     tokens: list[list[int]]
     """The new tokens [prompts][N]."""
     loglikelihoods: list[list[float]]
@@ -128,8 +134,11 @@ class Generator:
         first_token_s: list[float] = []
         step_s: list[float] = []
         texts: dict[int, tuple[list[int], list[float]]] = {}
+        # Three stamps for each batch: before its prefill, before its decode steps and after them.
+        clock = SmClock(self._devices or (self._device,), 3 * len(self._plan.batches))
+        firsts = range(0, 3 * len(self._plan.batches), 3)
         for number, batch in enumerate(self._plan.batches, start=1):
-            latency_s, times_s, tokens, loglikelihoods = self._run(batch, self._new_tokens)
+            latency_s, times_s, tokens, loglikelihoods = self._run(batch, self._new_tokens, clock, firsts[number - 1])
             if not all(math.isfinite(value) for row in loglikelihoods for value in row):
                 raise ValueError(
                     f"batch {number} of {len(self._plan.batches)} ({batch.rows} rows of {batch.width} tokens): a "
@@ -145,11 +154,15 @@ class Generator:
             step_s += times_s[1:]
             if on_batch is not None:
                 on_batch(latency_s, *row)
+        scoring.synchronize(self._devices)
         in_order = [texts[number] for number in sorted(texts)]
         return Generated(
             batches=columns,
             first_token_s=first_token_s,
             step_s=step_s,
+            prefill_clock_ghz=clock.ghz([(first, first + 1) for first in firsts]),
+            step_clock_ghz=clock.ghz([(first + 1, first + 2) for first in firsts]),
+            why_no_clock=clock.why,
             tokens=[tokens for tokens, _ in in_order],
             loglikelihoods=[values for _, values in in_order],
         )
@@ -177,20 +190,28 @@ class Generator:
             self._cache.rewind()
             self._launch((batch.rows, 0), batch.rows, lambda: self._step(batch.rows))
 
-    def _run(self, batch: Batch, new_tokens: int) -> tuple[float, list[float], list[list[int]], list[list[float]]]:
+    def _run(
+        self, batch: Batch, new_tokens: int, sm_clock: SmClock | None = None, first: int = 0
+    ) -> tuple[float, list[float], list[list[int]], list[list[float]]]:
         """Generate the texts of one batch; the devices are idle at both ends.
+
+        A clock gets stamps from the number `first` on: before the prefill, after it, and after the steps.
 
         Return its latency in seconds, the times to the first token and of each step, tokens [B][N], log-likelihoods.
         """
         import torch
 
         with torch.inference_mode():
+            if sm_clock is not None:
+                sm_clock.stamp(first)
             scoring.synchronize(self._devices)
             began_s = time.perf_counter()
             clock = _Clock(self._device)
             clock.mark()
             self.prefill(batch)
             clock.mark()
+            if sm_clock is not None:
+                sm_clock.stamp(first + 1)
             with self._head:
                 for _ in range(new_tokens - 1):
                     self._launch((batch.rows, 0), batch.rows, lambda: self._step(batch.rows))
@@ -199,6 +220,8 @@ class Generator:
             loglikelihoods = self._loglikelihoods_NB[:new_tokens, : batch.rows].t().tolist()
             scoring.synchronize(self._devices)
             latency_s = time.perf_counter() - began_s
+            if sm_clock is not None:
+                sm_clock.stamp(first + 2)
         return latency_s, clock.times_s(), tokens, loglikelihoods
 
     def _launch(self, key: tuple[int, int], tokens: int, run: Callable[[], None]) -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from pytest_llmgpu.inference.batching import Batch, Plan
+from pytest_llmgpu.inference.sm_clock import SmClock
 from pytest_llmgpu.report.result import Batches
 
 if TYPE_CHECKING:
@@ -151,7 +152,9 @@ class Scores(msgspec.Struct, frozen=True):
     """The results of all batches of a plan."""
 
     batches: Batches
-    """The time and size of each batch."""
+    """The time, size and SM clock of each batch."""
+    why_no_clock: str | None
+    """The reason why there is no clock."""
     loglikelihoods: list[list[float]]
     """The log-likelihoods [items][requests] in the order of the dataset."""
 
@@ -200,13 +203,16 @@ def score(
         ValueError: A log-likelihood is not finite.
     """
     plan.pin(input_device)
+    clock = SmClock(devices or (input_device,), 2 * len(plan.batches))
     batches, answers = run(
-        model, plan.batches, on_batch=on_batch, input_device=input_device, devices=devices, logits=logits
+        model, plan.batches, on_batch=on_batch, input_device=input_device, devices=devices, logits=logits, clock=clock
     )
+    batches.clock_ghz = clock.ghz([(2 * number, 2 * number + 1) for number in range(len(plan.batches))])
     in_order = [answers[number] for number in range(len(plan.requests.requests))]
     ends = accumulate(plan.requests.endings)
     return Scores(
         batches=batches,
+        why_no_clock=clock.why,
         loglikelihoods=[in_order[end - n : end] for end, n in zip(ends, plan.requests.endings, strict=True)],
     )
 
@@ -219,19 +225,27 @@ def run(
     input_device: torch.device,
     devices: Sequence[torch.device],
     logits: str = LEAN,
+    clock: SmClock | None = None,
 ) -> tuple[Batches, dict[int, float]]:
-    """Run batches; return their times and sizes, and the log-likelihood of each request by its index."""
+    """Run batches; return their times and sizes, and the log-likelihood of each request by its index.
+
+    A clock gets two stamps for each batch, outside of its time.
+    """
     import torch
 
     columns = Batches()
     answers: dict[int, float] = {}
     with way(model, logits) as chosen, torch.inference_mode():
         for number, batch in enumerate(batches, start=1):
+            if clock is not None:
+                clock.stamp(2 * number - 2)
             synchronize(devices)
             started_s = time.perf_counter()
             values = _of_tokens(chosen, batch, input_device).sum(dim=1).tolist()
             synchronize(devices)
             latency_s = time.perf_counter() - started_s
+            if clock is not None:
+                clock.stamp(2 * number - 1)
             if not all(map(math.isfinite, values)):
                 raise ValueError(
                     f"batch {number} of {len(batches)} ({batch.rows} rows of {batch.width} tokens): "
@@ -245,6 +259,7 @@ def run(
                 column.append(value)
             if on_batch is not None:
                 on_batch(latency_s, *row)
+        synchronize(devices)
     return columns, answers
 
 

@@ -1,17 +1,14 @@
 """Work passes: what the program of a case computes, in forwards of their own (torch, in a rank).
 
-Passes in the execution of the case give the time of the kernels (`record`). Later, over one batch, an eager pass counts
-ops and FLOPs, and an eager pass attributes kernels to modules and counts calls of the CUDA runtime (`measure`): these
-numbers are exact, and both passes are slow. On a CPU, and where CUPTI cannot be used, ops and FLOPs alone are counted.
+Passes in the execution of the case give the time of the kernels and the SM clock (`record`). Later, over one batch, an
+eager pass counts ops and FLOPs, one attributes kernels to modules and counts calls of the CUDA runtime, and one counts
+calls of Python and C functions (`measure`): these numbers are exact, and the passes are slow. On a CPU, and where CUPTI
+cannot be used, ops, FLOPs and calls of the host alone are counted.
 
 The figures of a pass are computed from the records of torch.profiler by pure functions over plain tuples. A record of a
 device is a kernel or a copy; one of the host is a call of the CUDA runtime or driver, or a range that was opened around
 a module. A kernel has the correlation id of the call that launched it, and the innermost range around the start of that
 call is its module.
-
-Ops and FLOPs are counted on local tensors. Where weights are DTensors an op runs twice through torch's dispatcher: on
-DTensors, with the shapes of the whole model, and on the local parts. Only the second is this rank's work;
-`torch.utils.flop_counter.FlopCounterMode` counts the first. The formulas are those of torch.
 """
 
 from __future__ import annotations
@@ -26,19 +23,24 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import msgspec
 
-from pytest_llmgpu.inference import scoring
+from pytest_llmgpu.inference import scoring, sm_clock
 from pytest_llmgpu.inference.batching import Batch, Plan
 from pytest_llmgpu.inference.scoring import synchronize
+from pytest_llmgpu.inference.sm_clock import SmClock
+from pytest_llmgpu.ranks.host_calls import count as count_calls
+from pytest_llmgpu.ranks.op_counts import count_ops, module_hooks
 from pytest_llmgpu.report.kernel_families import collective_of, family_of
 from pytest_llmgpu.report.text import first_line
 from pytest_llmgpu.report.work import (
     KERNEL_NAME_LENGTH,
     OTHER_MODULE,
     CollectiveWork,
+    HostCalls,
     KernelFamily,
     ModelSize,
     RankWork,
@@ -52,12 +54,11 @@ if TYPE_CHECKING:
 
     from pytest_llmgpu.strategies.protocol import Loaded
 
-_LEAST_PASSES = 3
+_LEAST_PASSES = 4
 """Fewest profiled passes in the execution of the case."""
-_MOST_PASSES = 12
+_MOST_PASSES = 6
 _FORWARDS = 24
-"""Forwards that all passes together have where 12 passes suffice. Where a GPU is at its power limit, forwards differ by
-1.4 % in device time, those of one launch as much as those of different ones: the mean of 24 differs by 0.3 %."""
+"""Forwards that all passes together have where 6 passes suffice."""
 _MOST_PADDED_TOKENS = 8192
 _MOST_BATCHES = 16
 _SCORING = "(scoring)"
@@ -65,7 +66,7 @@ _SCORING = "(scoring)"
 _ON_CPU = "kernels are recorded on CUDA devices only, and the case ran on a CPU"
 _NO_RECORDS = "torch.profiler recorded no kernel: CUPTI has no permission, or another profiler uses it"
 _BYPASSED = "kernels of this strategy are launched past torch's dispatcher, where FLOPs cannot be counted"
-_DEVICE_FIGURES = ("device_time_s", "copy_s", "idle_s", "busy", "kernels", "kernels_sha256", "rows")
+_DEVICE_FIGURES = ("device_time_s", "copy_s", "idle_s", "busy", "kernels", "kernels_sha256", "rows", "clock_ghz")
 _HOST_FIGURES = ("runtime_calls", "host_syncs")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _DETACHING = "TEARDOWN_CUPTI"
@@ -87,18 +88,10 @@ _SYNCHRONIZES = re.compile(r"^cuda(Stream|Device|Event)Synchronize|^cu(Stream|Ct
 _COPY = re.compile(r"^Mem(cpy|set)\b")
 _COPY_TO_HOST = "Memcpy DtoH"
 _FAMILIES = get_args(KernelFamily)
-_KERNEL_ROWS = 36
-"""Kernels with a row of their own; one row for each family sums the others."""
-_MODULE_ROWS = 100 - _KERNEL_ROWS - len(_FAMILIES)
-"""Rows of modules: a rank has at most 100 rows."""
-_LAYER_NUMBER = re.compile(r"\.\d+(?=\.|$)")
-_MOST_MODULES = 100
-_LIKE_FLASH_ATTENTION = (
-    "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_fused_attention_overrideable",
-)
-"""Ops of attention without an entry in torch's table, which take the same shapes as the flash attention of GPUs. Remove
-an entry once `torch.utils.flop_counter` of every supported release has it."""
+_MODULE_ROWS = 100
+"""Most rows of modules of a rank."""
+_HASH = 8
+"""Hexadecimal digits of the hash of a name that is cut."""
 
 
 class Record(NamedTuple):
@@ -135,7 +128,7 @@ class PassKernels(NamedTuple):
     covered_s: float
     """The time during which a kernel ran on any GPU."""
     kernels: dict[str, Calls]
-    """Full name of a kernel, collectives included, to its calls."""
+    """Full name of a kernel, a collective, a copy or a memset to its calls."""
     collective_s: dict[str, list[float]]
     """Kind of a collective to the durations of its calls in the order of their start."""
 
@@ -161,17 +154,6 @@ class NamedRow(NamedTuple):
     time_s: float
 
 
-class OpCounts(NamedTuple):
-    """The ops of one rank."""
-
-    ops: dict[str, int]
-    """Name of an op (`aten::mm`) to its number of calls on local tensors, after torch has decomposed composite ops."""
-    flops: int
-    """The sum over ops that torch has a formula for: matrix products, convolutions, attention."""
-    flops_by_module: dict[str, int]
-    """The innermost module, with layer numbers folded, to its part of `flops`, the largest first."""
-
-
 Forward = Callable[[Batch], object]
 """Launches the work of one batch."""
 BatchReport = Callable[[float, int, int, int], None]
@@ -187,6 +169,9 @@ class Passes(msgspec.Struct, frozen=True, kw_only=True):
     """The kernels of each pass."""
     seconds: list[float] = []
     """The duration of each pass in seconds."""
+    clock_ghz: list[list[float]] | None = None
+    """[GPUs][passes] The mean SM clock; None where it could not be measured."""
+    why_no_clock: str | None = None
     why: str | None = None
     """The reason why there is no pass."""
 
@@ -247,14 +232,26 @@ def record(loaded: Loaded, plan: Plan, forward: Forward, *, on_batch: BatchRepor
         _run(loaded, [plan.batches[_middle(numbers)]], forward, on_batch)
     kernels, seconds = [], []
     why = None
-    for _ in range(passes_of(len(numbers))):
+    passes = passes_of(len(numbers))
+    clock = SmClock(loaded.devices, 2 * passes)
+    for number in range(passes):
+        if number % 2:
+            # Before a profile starts the GPU is idle and cools. At its power limit a pass after a forward has a clock
+            # that is 3 to 5 % lower, and from passes at several clocks follows how the time depends on the clock.
+            _run(loaded, batches, forward, on_batch)
         with _recorded() as recording:
+            clock.stamp(2 * number)
             pass_s = _run(loaded, batches, forward, on_batch)
+            clock.stamp(2 * number + 1)
+            synchronize(loaded.devices)
         # All passes are run whatever a profiler does: ranks that stop would leave the others waiting in a collective.
         why = why or recording.why
         kernels.append(of_pass(recording.records))
         seconds.append(pass_s)
-    return Passes(batches=numbers, why=why) if why else Passes(batches=numbers, kernels=kernels, seconds=seconds)
+    if why:
+        return Passes(batches=numbers, why=why)
+    clock_ghz = clock.ghz([(2 * number, 2 * number + 1) for number in range(passes)])
+    return Passes(batches=numbers, kernels=kernels, seconds=seconds, clock_ghz=clock_ghz, why_no_clock=clock.why)
 
 
 def measure(
@@ -275,6 +272,7 @@ def measure(
     number = _middle(passes.batches)
     batch, gpus = [plan.batches[number]], [device for device in loaded.devices if device.type == "cuda"]
     counted = count_ops(lambda: _run(loaded, batch, forward, on_batch), loaded.model)
+    host_calls: list[HostCalls] = []
     unrecorded: str | None = _ON_CPU
     attributed = None
     if gpus:
@@ -282,12 +280,17 @@ def measure(
             _run(loaded, batch, forward, on_batch)
         unrecorded = recording.why
         attributed = attribute(recording.records) if unrecorded is None else None
+    # The last one: what a model prepares in its first eager forwards is done.
+    _run(loaded, batch, lambda one: host_calls.append(count_calls(partial(forward, one))), on_batch)
     why = {} if loaded.dispatched else {"flops": _BYPASSED}
     why |= {} if unrecorded is None else dict.fromkeys(_HOST_FIGURES, unrecorded)
+    why |= {} if passes.why_no_clock is None else {"clock_ghz": passes.why_no_clock}
     why |= {} if passes.why is None else dict.fromkeys(_DEVICE_FIGURES, passes.why)
     figures = RankWork(
         uuids=[f"GPU-{torch.cuda.get_device_properties(gpu).uuid}" for gpu in gpus],
         ops=counted.ops,
+        ops_by_module=counted.ops_by_module,
+        host_calls=host_calls[0],
         flops=counted.flops if loaded.dispatched else None,
         flops_by_module=counted.flops_by_module if loaded.dispatched else None,
         runtime_calls=None if attributed is None else attributed.runtime_calls,
@@ -297,6 +300,7 @@ def measure(
     reply = WorkReply(batches=passes.batches, eager_batches=[number], work=figures)
     if passes.why is not None:
         return reply
+    kernels = {name: calls for name, calls in passes.kernels[-1].kernels.items() if not _COPY.match(name)}
     covered = [(one.covered_s, pass_s) for one, pass_s in zip(passes.kernels, passes.seconds, strict=True)]
     figures = msgspec.structs.replace(
         figures,
@@ -304,13 +308,14 @@ def measure(
         copy_s=[one.copy_s for one in passes.kernels],
         idle_s=[max(0.0, pass_s - covered_s) for covered_s, pass_s in covered],
         busy=statistics.median(min(1.0, covered_s / pass_s) for covered_s, pass_s in covered),
-        kernels=sum(calls.calls for calls in passes.kernels[-1].kernels.values()),
-        kernels_sha256=kernels_sha256(passes.kernels[-1].kernels),
+        kernels=sum(calls.calls for calls in kernels.values()),
+        kernels_sha256=kernels_sha256(kernels),
+        clock_ghz=passes.clock_ghz,
     )
     return msgspec.structs.replace(
         reply,
         work=figures,
-        rows=largest_rows(passes.kernels, attributed),
+        rows=rows_of(passes.kernels, attributed),
         collective_s=[one.collective_s for one in passes.kernels],
     )
 
@@ -490,7 +495,7 @@ def _module_ranges(model: torch.nn.Module) -> AbstractContextManager[None]:
 def read_records(events: Iterable[Any]) -> list[Record]:
     """Return the records that matter of `torch.profiler.profile(...).profiler.kineto_results.events()`.
 
-    Ops of torch are left out, and ranges where they appear as records of a device a second time.
+    Ops of torch are left out, stamps of the clock, and ranges where they appear as records of a device a second time.
     """
     from torch.autograd import DeviceType  # type: ignore[attr-defined]  # as torch's own profiler does
 
@@ -498,7 +503,7 @@ def read_records(events: Iterable[Any]) -> list[Record]:
     for event in events:
         name = event.name()
         if event.device_type() != DeviceType.CPU:
-            if event.is_user_annotation():
+            if event.is_user_annotation() or name == sm_clock.KERNEL:
                 continue
             device = event.device_index()
         elif name.startswith(RANGE_PREFIX) or _CALL.match(name):
@@ -514,16 +519,19 @@ def of_pass(records: Sequence[Record]) -> PassKernels:
     time_ns: dict[str, int] = defaultdict(int)
     calls: Counter[str] = Counter()
     collectives: dict[str, list[float]] = defaultdict(list)
-    device_ns = 0
-    kernels = sorted(_kernels(records), key=lambda record: record.start_ns)
-    for record in kernels:
+    device_ns = copy_ns = 0
+    kernels = []
+    for record in sorted(_on_device(records), key=lambda record: record.start_ns):
         calls[record.name] += 1
         time_ns[record.name] += record.duration_ns
+        if _COPY.match(record.name):
+            copy_ns += record.duration_ns
+            continue
+        kernels.append(record)
         if family_of(record.name) == "collective":
             collectives[collective_of(record.name)].append(record.duration_ns * _NS)
         else:
             device_ns += record.duration_ns
-    copy_ns = sum(record.duration_ns for record in records if _is_copy(record))
     covered_ns = end_ns = 0  # the length of the union of the kernels, which are sorted by their start
     for record in kernels:
         covered_ns += max(0, record.end_ns - max(end_ns, record.start_ns))
@@ -558,12 +566,12 @@ def attribute(records: Sequence[Record]) -> Modules:
             module_of[call.correlation] = opened[-1].name.removeprefix(RANGE_PREFIX)
     time_ns: dict[tuple[str, str], int] = defaultdict(int)
     count: Counter[tuple[str, str]] = Counter()
-    for record in _kernels(records):
+    for record in _on_device(records):
         module = module_of.get(record.correlation, OUTSIDE)
         count[module, record.name] += 1
         time_ns[module, record.name] += record.duration_ns
     inside = [record.name for record in calls if record.correlation in module_of]
-    to_host = [record for record in records if _is_copy(record) and record.name.startswith(_COPY_TO_HOST)]
+    to_host = [record for record in _on_device(records) if record.name.startswith(_COPY_TO_HOST)]
     return Modules(
         kernels={key: Calls(number, time_ns[key] * _NS) for key, number in count.items()},
         runtime_calls=dict(sorted(Counter(name for name in inside if not _POLLS.search(name)).items())),
@@ -578,12 +586,12 @@ def kernels_sha256(kernels: Mapping[str, Calls]) -> str:
     return hashlib.sha256(json.dumps(counts).encode()).hexdigest()
 
 
-def largest_rows(passes: Sequence[PassKernels], attributed: Modules | None) -> list[NamedRow]:
-    """Return the largest rows of the passes by kernel, and of the eager pass by module and kernel; the rest is summed.
+def rows_of(passes: Sequence[PassKernels], attributed: Modules | None) -> list[NamedRow]:
+    """Return a row for each kernel and copy of the passes, and the largest rows of the eager pass by module.
 
     The time of a kernel is its median over the passes. Without the eager pass its rows are left out.
     """
-    by_kernel = _by_time(
+    found = _by_time(
         NamedRow(
             None,
             name,
@@ -593,7 +601,6 @@ def largest_rows(passes: Sequence[PassKernels], attributed: Modules | None) -> l
         )
         for name, calls in passes[-1].kernels.items()
     )
-    found = [*by_kernel[:_KERNEL_ROWS], *_by_time(row._replace(kernel=None) for row in by_kernel[_KERNEL_ROWS:])]
     if attributed is None:
         return found
     by_module = _by_time(
@@ -609,107 +616,23 @@ def largest_rows(passes: Sequence[PassKernels], attributed: Modules | None) -> l
     return [*found, *sums[:kept], *_by_time(row._replace(module=OTHER_MODULE) for row in sums[kept:])]
 
 
+def short_name(kernel: str) -> str:
+    """Return the name of a kernel; a long one is cut and ends with digits of its hash, so that it stays different."""
+    if len(kernel) <= KERNEL_NAME_LENGTH:
+        return kernel
+    return f"{kernel[: KERNEL_NAME_LENGTH - _HASH - 1]}~{hashlib.sha256(kernel.encode()).hexdigest()[:_HASH]}"
+
+
 def _by_time(several: Iterable[NamedRow]) -> list[NamedRow]:
     """Return rows with cut names, equal ones summed, the largest time first."""
     summed: dict[tuple[str | None, str | None, KernelFamily], tuple[int, float]] = {}
     for row in several:
-        key = row.module, None if row.kernel is None else row.kernel[:KERNEL_NAME_LENGTH], row.family
+        key = row.module, None if row.kernel is None else short_name(row.kernel), row.family
         calls, time_s = summed.get(key, (0, 0.0))
         summed[key] = calls + row.calls, time_s + row.time_s
     found = [NamedRow(*key, *amounts) for key, amounts in summed.items()]
     return sorted(found, key=lambda row: (-row.time_s, row.module or "", row.kernel or ""))
 
 
-def folded(module: str, prefix: str = "") -> str:
-    """Return the name of a module with layer numbers folded: `model.layers.3.mlp` is `layers.*.mlp`.
-
-    The prefix is the attribute that holds the decoder; it is left out. The model itself has an empty name.
-    """
-    if module in ("", prefix):
-        return "model"
-    return _LAYER_NUMBER.sub(".*", module.removeprefix(f"{prefix}."))
-
-
-def _kernels(records: Iterable[Record]) -> Iterator[Record]:
-    return (record for record in records if record.device is not None and not _COPY.match(record.name))
-
-
-def _is_copy(record: Record) -> bool:
-    return record.device is not None and _COPY.match(record.name) is not None
-
-
-def count_ops(forward: Callable[[], object], model: torch.nn.Module | None = None) -> OpCounts:
-    """Run `forward` once and return what this rank computed; ranks with collectives must run it at the same time.
-
-    Only the ops of the calling thread are seen. Kernels that a library launches past torch's dispatcher are not.
-    The FLOPs are split over the modules of a model, if it is given.
-    """
-    import torch
-    from torch.distributed.tensor import DTensor
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils.flop_counter import flop_registry
-
-    aten = torch.ops.aten
-    attention = flop_registry[aten._scaled_dot_product_flash_attention]  # noqa: SLF001 - the key of torch's table
-    alike = [getattr(aten, name) for name in _LIKE_FLASH_ATTENTION if hasattr(aten, name)]
-    formulas: dict[Any, Callable[..., Any]] = dict.fromkeys(alike, attention) | dict(flop_registry)
-    ops: Counter[str] = Counter()
-    flops: Counter[str] = Counter()
-    entered = [OTHER_MODULE]
-
-    class Counting(TorchDispatchMode):
-        supports_higher_order_operators = True
-
-        def __torch_dispatch__(
-            self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-        ) -> Any:
-            named = kwargs or {}
-            if any(issubclass(one, DTensor) for one in types):
-                return NotImplemented  # it comes again, as ops on the local parts
-            if hasattr(func, "decompose"):
-                # Composite ops arrive whole in inference mode.
-                with self:
-                    answer = func.decompose(*args, **named)
-                if answer is not NotImplemented:
-                    return answer
-            answer = func(*args, **named)
-            name = func._schema.name if hasattr(func, "_schema") else str(func)  # noqa: SLF001 - as torch's own modes do
-            ops[name] += 1
-            formula = formulas.get(getattr(func, "_overloadpacket", func))
-            if formula is not None:
-                flops[entered[-1]] += int(formula(*args, **named, out_val=answer))
-            return answer
-
-    # torch leaves the constructor of its modes untyped.
-    with module_hooks(model, entered.append, entered.pop), Counting():  # type: ignore[no-untyped-call]
-        forward()
-    largest = dict(flops.most_common(_MOST_MODULES))
-    if rest := flops.total() - sum(largest.values()):
-        largest[OTHER_MODULE] = largest.get(OTHER_MODULE, 0) + rest
-    return OpCounts(ops=dict(sorted(ops.items())), flops=flops.total(), flops_by_module=largest)
-
-
-@contextmanager
-def module_hooks(
-    model: torch.nn.Module | None, enter: Callable[[str], object], leave: Callable[[], object]
-) -> Iterator[None]:
-    """While entered, call `enter` with the folded name of a module before each of its forwards, and `leave` after it.
-
-    `leave` is called even if the forward raised; without a model nothing is called.
-    """
-    prefix = str(getattr(model, "base_model_prefix", ""))
-    handles = []
-    for name, module in [] if model is None else model.named_modules():
-        label = folded(name, prefix)
-        # Outside of all other hooks: those of a strategy compute and launch kernels, too.
-        handles.append(module.register_forward_pre_hook(lambda *_, label=label: _nothing(enter(label)), prepend=True))
-        handles.append(module.register_forward_hook(lambda *_: _nothing(leave()), always_call=True))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _nothing(_: object) -> None:
-    """Drop a value: what a hook returns replaces the arguments or the output of the module."""
+def _on_device(records: Iterable[Record]) -> Iterator[Record]:
+    return (record for record in records if record.device is not None)

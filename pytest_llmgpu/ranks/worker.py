@@ -259,6 +259,7 @@ def measure(state: RankState) -> Measured:
     if state.generator is not None:
         generated = state.generator.generate(on_batch)
         launch.batches = generated.batches
+        why_no_clock = generated.why_no_clock
     else:
         scores = scoring.score(
             loaded.model,
@@ -269,8 +270,11 @@ def measure(state: RankState) -> Measured:
             logits=state.case.scoring,
         )
         launch.batches = scores.batches
+        why_no_clock = scores.why_no_clock
     ended(launch)
     ended_s = time.monotonic()
+    if why_no_clock is not None:
+        launch.why["clock_ghz"] = why_no_clock
     if state.generator is not None:
         launch.generation = state.generation = _generation(state, state.generator, generated)
     else:
@@ -423,6 +427,8 @@ def _generation(state: RankState, generator: Generator, generated: Generated) ->
         new_tokens=list(map(len, generated.tokens)),
         first_token_s=generated.first_token_s,
         step_s=generated.step_s,
+        prefill_clock_ghz=generated.prefill_clock_ghz,
+        step_clock_ghz=generated.step_clock_ghz,
         kv_cache_bytes=generator.kv_cache_bytes if own is None else own,
         kv_cache_formula_bytes=generation.formula_bytes(
             state.loaded.config,

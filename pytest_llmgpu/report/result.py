@@ -66,6 +66,10 @@ class Batches(msgspec.Struct, kw_only=True):
     """Number of input tokens of each batch, without padding. Generated tokens do not count."""
     padded_tokens: list[Count] = []
     """Number of input tokens of each batch with padding: sequences times the longest sequence."""
+    clock_ghz: list[list[Amount]] | None = None
+    """Mean clock of the SMs while each batch was scored, in GHz [GPUs][batches]: the median over the SMs of their
+    cycles divided by the time. Null for a case that generates, and in older reports; `why` of the launch has other
+    reasons."""
 
 
 class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,6 +106,10 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     step_s: list[Elapsed]
     """The time of each decode step, batch after batch: a step chooses one token for every text of its batch. A batch
     has one step less than new tokens. The slowest rank counts."""
+    prefill_clock_ghz: list[list[Amount]] | None = None
+    """Mean clock of the SMs in the prefill of each batch in GHz [GPUs][batches]."""
+    step_clock_ghz: list[list[Amount]] | None = None
+    """Mean clock of the SMs in all decode steps of each batch in GHz [GPUs][batches]."""
     kv_cache_bytes: Count
     """Size of the KV caches of all devices together."""
     kv_cache_formula_bytes: Count | None = None

@@ -15,7 +15,8 @@ import msgspec
 from pytest_llmgpu.report.bounds import Amount, Count, Fraction, Reasons, Seconds
 
 KERNEL_NAME_LENGTH = 120
-"""Names of kernels are cut to this number of characters: C++ templates make some of them thousands long."""
+"""Names of kernels are cut to this number of characters: C++ templates make some of them thousands long. A cut name
+ends with 8 hexadecimal digits of the hash of the whole name."""
 
 OTHER_MODULE = "other"
 """Module of the rows that sum all modules without a row of their own, one row for each family."""
@@ -68,6 +69,19 @@ class CollectiveWork(msgspec.Struct, frozen=True, kw_only=True):
     """For each pass, the remaining time in these kernels, averaged over the ranks: each rank waits for the others."""
 
 
+class HostCalls(msgspec.Struct, frozen=True, kw_only=True):
+    """The calls of functions by the host in one eager forward, or one decode step, with the garbage collector off."""
+
+    python: Count
+    """The number of calls of Python functions on the thread of the forward."""
+    c: Count
+    """The number of calls of functions of C by Python code on this thread."""
+    by_file: dict[str, Count]
+    """Source file of a Python function, below the folder that it was imported from, to its part of `python`."""
+    python_version: str
+    """The minor version of Python (`3.12`). Other versions inline other functions: their numbers differ."""
+
+
 class RankWork(msgspec.Struct, frozen=True, kw_only=True):
     """The work of one rank. A figure that could not be measured is null, with its reason in `why`."""
 
@@ -79,6 +93,9 @@ class RankWork(msgspec.Struct, frozen=True, kw_only=True):
     """For each pass, the sum of the durations of copies and memsets in seconds."""
     idle_s: list[Seconds] | None = None
     """For each pass, the time during which no kernel ran on any GPU of the rank, in seconds."""
+    clock_ghz: list[list[Amount]] | None = None
+    """The mean clock of the SMs in each pass in GHz [GPUs][passes]: the median over the SMs of their cycles divided by
+    the time. Null in older reports."""
     busy: Fraction | None = None
     """The fraction of a pass during which a kernel ran on a GPU of the rank (the median over the passes). The profiler
     makes passes longer than the timed batches: replayed forwards of LLaMA-7B at batch size 1 by 7 %."""
@@ -89,6 +106,9 @@ class RankWork(msgspec.Struct, frozen=True, kw_only=True):
     ops: dict[str, Count] | None = None
     """Name of each op of torch (`aten::mm`) to its number of calls on local tensors in an eager pass over
     `eager_batches`."""
+    ops_by_module: dict[str, dict[str, Count]] | None = None
+    """Name of a module, with layer numbers folded, to its part of `ops`: those that no module within it calls. Null in
+    older reports."""
     flops: Count | None = None
     """The floating-point operations of this rank in an eager pass over `eager_batches`, by torch's formulas for matrix
     products, convolutions and attention. Tensors that are split over ranks count with the part of this rank."""
@@ -102,9 +122,12 @@ class RankWork(msgspec.Struct, frozen=True, kw_only=True):
     """The number of calls in an eager pass over `eager_batches` that make the host wait for the GPU, plus the number of
     copies to the host. A scalar that is read back counts as two: its copy and its synchronization. The pass itself adds
     none. transformers reads one scalar in each forward, to see if a row holds several sequences."""
+    host_calls: HostCalls | None = None
+    """The calls of functions by the host in the third eager forward over `eager_batches`. Null in older reports."""
     rows: Sequence[WorkRow] | None = None
-    """The kernels with the largest times, at most 100 rows. The time of the remaining kernels is summed by family, and
-    within a module by module and family. The smallest of very many modules are summed by family as `other`."""
+    """A row for every kernel, copy and memset of a pass, and the at most 100 largest rows by module and kernel. The
+    time of the remaining kernels of a module is summed by family, and that of the smallest of very many modules by
+    family as `other`. In older reports the small kernels of a pass are summed by family too, and copies are missing."""
     why: Reasons = {}
 
 

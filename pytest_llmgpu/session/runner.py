@@ -518,6 +518,7 @@ def _join(launch: Launch, ranks: Sequence[Launch]) -> None:
     launch.compile_s = max((rank.compile_s for rank in ranks if rank.compile_s is not None), default=None)
     launch.plan_sha256 = first.plan_sha256
     launch.batches = slowest([rank.batches for rank in ranks])
+    launch.batches.clock_ghz = _of_gpus([rank.batches.clock_ghz for rank in ranks])
     launch.accuracy = first.accuracy
     texts = [rank.generation for rank in ranks if rank.generation is not None]
     if texts:
@@ -525,6 +526,8 @@ def _join(launch: Launch, ranks: Sequence[Launch]) -> None:
             texts[0],
             first_token_s=list(map(max, zip(*(one.first_token_s for one in texts), strict=True))),
             step_s=list(map(max, zip(*(one.step_s for one in texts), strict=True))),
+            prefill_clock_ghz=_of_gpus([one.prefill_clock_ghz for one in texts]),
+            step_clock_ghz=_of_gpus([one.step_clock_ghz for one in texts]),
             kv_cache_bytes=sum(one.kv_cache_bytes for one in texts),
         )
     launch.execution_choice = first.execution_choice
@@ -539,6 +542,12 @@ def _join(launch: Launch, ranks: Sequence[Launch]) -> None:
     launch.tokens_granted = min(
         (rank.tokens_granted for rank in ranks if rank.tokens_granted is not None), default=None
     )
+
+
+def _of_gpus(ranks: Sequence[list[list[float]] | None]) -> list[list[float]] | None:
+    """Return the clocks [GPUs][batches] of the GPUs of all ranks; None if a rank has none."""
+    known = [gpus for gpus in ranks if gpus is not None]
+    return list(itertools.chain(*known)) if len(known) == len(ranks) else None
 
 
 def _by_gpu(ranks: Sequence[Sequence[DeviceMemory]], machine: Machine) -> list[tuple[Gpu | None, DeviceMemory]]:

@@ -80,7 +80,7 @@ class _Program:
             kernels[name] = Calls(seen.calls + calls, seen.time_s + time_s + wait_s)
         # The eager pass runs half of the batches.
         eager = {key: Calls(calls // 2, time_s / 2) for key, (calls, time_s) in self.kernels.items()}
-        rows = work.largest_rows([PassKernels(0.0, 0.0, 0.0, kernels, {})], Modules(eager, {}, 0))
+        rows = work.rows_of([PassKernels(0.0, 0.0, 0.0, kernels, {})], Modules(eager, {}, 0))
         device_s = sum(calls.time_s for name, calls in kernels.items() if family_of(name) != "collective")
         return RankWork(
             uuids=["GPU-0"],

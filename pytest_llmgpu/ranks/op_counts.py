@@ -1,0 +1,138 @@
+"""The ops and FLOPs of a forward, by module: exact numbers of what this rank computes (torch, in a rank).
+
+They are counted on local tensors. Where weights are DTensors an op runs twice through torch's dispatcher: on DTensors,
+with the shapes of the whole model, and on the local parts. Only the second is this rank's work;
+`torch.utils.flop_counter.FlopCounterMode` counts the first. The formulas are those of torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pytest_llmgpu.report.work import OTHER_MODULE
+
+if TYPE_CHECKING:
+    import torch
+
+_LAYER_NUMBER = re.compile(r"\.\d+(?=\.|$)")
+_MOST_MODULES = 100
+_LIKE_FLASH_ATTENTION = (
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_fused_attention_overrideable",
+)
+"""Ops of attention without an entry in torch's table, which take the same shapes as the flash attention of GPUs. Remove
+an entry once `torch.utils.flop_counter` of every supported release has it."""
+
+
+class OpCounts(NamedTuple):
+    """The ops of one rank."""
+
+    ops: dict[str, int]
+    """Name of an op (`aten::mm`) to its number of calls on local tensors, after torch has decomposed composite ops."""
+    ops_by_module: dict[str, dict[str, int]]
+    """The innermost module, with layer numbers folded, to its part of `ops`."""
+    flops: int
+    """The sum over ops that torch has a formula for: matrix products, convolutions, attention."""
+    flops_by_module: dict[str, int]
+    """The innermost module, with layer numbers folded, to its part of `flops`, the largest first."""
+
+
+def folded(module: str, prefix: str = "") -> str:
+    """Return the name of a module with layer numbers folded: `model.layers.3.mlp` is `layers.*.mlp`.
+
+    The prefix is the attribute that holds the decoder; it is left out. The model itself has an empty name.
+    """
+    if module in ("", prefix):
+        return "model"
+    return _LAYER_NUMBER.sub(".*", module.removeprefix(f"{prefix}."))
+
+
+def count_ops(forward: Callable[[], object], model: torch.nn.Module | None = None) -> OpCounts:
+    """Run `forward` once and return what this rank computed; ranks with collectives must run it at the same time.
+
+    Only the ops of the calling thread are seen. Kernels that a library launches past torch's dispatcher are not.
+    Ops and FLOPs are split over the modules of a model, if it is given.
+    """
+    import torch
+    from torch.distributed.tensor import DTensor
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils.flop_counter import flop_registry
+
+    aten = torch.ops.aten
+    attention = flop_registry[aten._scaled_dot_product_flash_attention]  # noqa: SLF001 - the key of torch's table
+    alike = [getattr(aten, name) for name in _LIKE_FLASH_ATTENTION if hasattr(aten, name)]
+    formulas: dict[Any, Callable[..., Any]] = dict.fromkeys(alike, attention) | dict(flop_registry)
+    ops: dict[str, Counter[str]] = defaultdict(Counter)
+    flops: Counter[str] = Counter()
+    entered = [OTHER_MODULE]
+
+    class Counting(TorchDispatchMode):
+        supports_higher_order_operators = True
+
+        def __torch_dispatch__(
+            self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            named = kwargs or {}
+            if any(issubclass(one, DTensor) for one in types):
+                return NotImplemented  # it comes again, as ops on the local parts
+            if hasattr(func, "decompose"):
+                # Composite ops arrive whole in inference mode.
+                with self:
+                    answer = func.decompose(*args, **named)
+                if answer is not NotImplemented:
+                    return answer
+            answer = func(*args, **named)
+            name = func._schema.name if hasattr(func, "_schema") else str(func)  # noqa: SLF001 - as torch's own modes do
+            ops[entered[-1]][name] += 1
+            formula = formulas.get(getattr(func, "_overloadpacket", func))
+            if formula is not None:
+                flops[entered[-1]] += int(formula(*args, **named, out_val=answer))
+            return answer
+
+    # torch leaves the constructor of its modes untyped.
+    with module_hooks(model, entered.append, entered.pop), Counting():  # type: ignore[no-untyped-call]
+        forward()
+    largest = dict(flops.most_common(_MOST_MODULES))
+    if rest := flops.total() - sum(largest.values()):
+        largest[OTHER_MODULE] = largest.get(OTHER_MODULE, 0) + rest
+    total: Counter[str] = Counter()
+    by_module: dict[str, Counter[str]] = defaultdict(Counter)
+    for module, calls in sorted(ops.items(), key=lambda one: -one[1].total()):
+        total.update(calls)
+        by_module[module if len(by_module) < _MOST_MODULES else OTHER_MODULE].update(calls)
+    return OpCounts(
+        ops=dict(sorted(total.items())),
+        ops_by_module={module: dict(sorted(calls.items())) for module, calls in sorted(by_module.items())},
+        flops=flops.total(),
+        flops_by_module=largest,
+    )
+
+
+@contextmanager
+def module_hooks(
+    model: torch.nn.Module | None, enter: Callable[[str], object], leave: Callable[[], object]
+) -> Iterator[None]:
+    """While entered, call `enter` with the folded name of a module before each of its forwards, and `leave` after it.
+
+    `leave` is called even if the forward raised; without a model nothing is called.
+    """
+    prefix = str(getattr(model, "base_model_prefix", ""))
+    handles = []
+    for name, module in [] if model is None else model.named_modules():
+        label = folded(name, prefix)
+        # Outside of all other hooks: those of a strategy compute and launch kernels, too.
+        handles.append(module.register_forward_pre_hook(lambda *_, label=label: _nothing(enter(label)), prepend=True))
+        handles.append(module.register_forward_hook(lambda *_: _nothing(leave()), always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _nothing(_: object) -> None:
+    """Drop a value: what a hook returns replaces the arguments or the output of the module."""

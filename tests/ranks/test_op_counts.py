@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support import tiny_model
+from torch.utils.flop_counter import FlopCounterMode
+
+from pytest_llmgpu.ranks import op_counts
+
+
+@pytest.mark.parametrize(
+    ("module", "prefix", "folded"),
+    [
+        ("model.layers.31.mlp.down_proj", "model", "layers.*.mlp.down_proj"),
+        ("model.layers.0", "model", "layers.*"),
+        ("transformer.h.3.attn.0.c", "transformer", "h.*.attn.*.c"),
+        ("lm_head", "model", "lm_head"),
+        ("model.norm", "model", "norm"),
+        ("model", "model", "model"),
+        ("", "model", "model"),
+        ("layers.1", "", "layers.*"),
+        ("model.norm1", "model", "norm1"),
+    ],
+)
+def test_layer_numbers_are_folded(module: str, prefix: str, folded: str) -> None:
+    """All layers share a row."""
+    assert op_counts.folded(module, prefix) == folded
+
+
+_LINEAR = {f"layers.*.self_attn.{name}_proj" for name in "qkvo"} | {
+    f"layers.*.mlp.{name}_proj" for name in ("gate", "up", "down")
+}
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_ops_and_flops_of_a_forward_are_counted(mode: Callable[[], Any]) -> None:
+    """Composite ops are counted as what they are made of, and FLOPs are those of torch's own counter plus attention.
+
+    They are split over the innermost modules that compute them, and the forward computes the same.
+    """
+    model = tiny_model.random_model()
+    ids_BS = torch.zeros(2, 8, dtype=torch.int64)
+    with mode():
+        found = op_counts.count_ops(lambda: model(input_ids=ids_BS, use_cache=False))
+        split = op_counts.count_ops(lambda: model(input_ids=ids_BS, use_cache=False), model)
+    with mode(), FlopCounterMode(display=False) as torchs:
+        model(input_ids=ids_BS, use_cache=False)
+    # Two products of 8 x 8 x 16 for 2 rows of 2 heads: torch's table has no entry for the CPU.
+    attention = 2 * 2 * (2 * 8 * 8 * 16) * 2
+    assert found.flops == split.flops == torchs.get_total_flops() + attention
+    assert found.ops == split.ops, "the numbers are exact"
+    assert found.ops["aten::mm"] == 8
+    assert not {"aten::linear", "aten::matmul", "aten::scaled_dot_product_attention"} & set(found.ops)
+    assert list(found.ops) == sorted(found.ops)
+    assert found.flops_by_module == {"other": found.flops}
+    assert found.ops_by_module == {"other": found.ops}
+    assert split.ops_by_module["layers.*.mlp.down_proj"]["aten::mm"] == 1
+    assert sum((Counter(calls) for calls in split.ops_by_module.values()), Counter()) == Counter(split.ops)
+    assert set(split.flops_by_module) >= {*_LINEAR, "layers.*.self_attn", "lm_head"}
+    assert split.flops_by_module["layers.*.mlp.down_proj"] == 2 * 16 * 32 * 48
+    assert sum(split.flops_by_module.values()) == split.flops
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
