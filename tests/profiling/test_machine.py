@@ -15,23 +15,17 @@ from pytest_llmgpu.profiling.nvml import Inventory
 from pytest_llmgpu.report.report import Gpu, Node
 
 _CPU_TORCH = TorchFacts(version="2.13.0+cpu", why="Torch not compiled with CUDA enabled")
-_CUDA_TORCH = TorchFacts(
-    version="2.13.0",
-    cuda="13.0",
-    nccl="2.29.1",
-    devices=[
-        Gpu(index=index, uuid=f"GPU-{letter}", name="NVIDIA H200", memory_bytes=10**11)
-        for index, letter in enumerate("dcba")
-    ],
-)
+
+
+def _gpus(letters: str, **fields: Any) -> list[Gpu]:
+    return [
+        Gpu(index=index, uuid=f"GPU-{letter}", name="NVIDIA H200", **fields) for index, letter in enumerate(letters)
+    ]
+
+
+_CUDA_TORCH = TorchFacts(version="2.13.0", cuda="13.0", nccl="2.29.1", devices=_gpus("dcba", memory_bytes=10**11))
 _BLIND_TORCH = TorchFacts(version="2.13.0", cuda="13.0", why="No CUDA GPUs are available")
-_FOUR_GPUS = Inventory(
-    gpus=[
-        Gpu(index=index, uuid=f"GPU-{letter}", name="NVIDIA H200", nvlinks=18) for index, letter in enumerate("abcd")
-    ],
-    driver="580.1",
-    cuda="13.0",
-)
+_FOUR_GPUS = Inventory(gpus=_gpus("abcd", nvlinks=18), driver="580.1", cuda="13.0")
 _NO_NVML = Inventory(why={"nvml": "nvmlInit: NVML Shared Library Not Found"})
 
 
@@ -137,10 +131,8 @@ def fake_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_probe_lists_the_gpus_that_torch_can_use(fake_torch: Path) -> None:
     """UUIDs have NVML's form, output of a library on stdout is ignored; or the reason is torch's first line."""
     fake_torch.write_text(_FAKE_TORCH, encoding="utf-8")
-    facts = probe()
-    assert (facts.version, facts.cuda, facts.nccl, facts.why) == ("9.9", "13.0", "2.29.1", None)
-    found = [(gpu.index, gpu.uuid, gpu.memory_bytes) for gpu in facts.devices]
-    assert found == [(0, "GPU-abc-0", 1000), (1, "GPU-abc-1", 1000)]
+    gpus = [Gpu(index=index, uuid=f"GPU-abc-{index}", name="NVIDIA H200", memory_bytes=1000) for index in (0, 1)]
+    assert probe() == TorchFacts(version="9.9", cuda="13.0", nccl="2.29.1", devices=gpus)
     broken = "init = staticmethod(lambda: (_ for _ in ()).throw(RuntimeError('driver too old\\nmore')))"
     fake_torch.write_text(_FAKE_TORCH.replace("init = staticmethod(lambda: None)", broken), encoding="utf-8")
     facts = probe()
@@ -166,18 +158,17 @@ def test_a_torch_that_does_not_import_is_one_line(fake_torch: Path, code: str, m
 
 
 def test_the_fingerprint_holds_machine_and_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPUs and driver come from NVML, CUDA and NCCL from torch, and a library that is not installed is None."""
+    """GPUs and driver come from NVML, CUDA and NCCL from torch; what is missing is None, with a reason."""
     monkeypatch.setattr(environment, "_DISTRIBUTIONS", ("pytest", "a-distribution-nobody-has"))
     found = fingerprint(_CUDA_TORCH, _FOUR_GPUS, {})
     assert (found.driver, found.cuda, found.nccl, len(found.gpus)) == ("580.1", "13.0", "2.29.1", 4)
     assert found.python == sys.version.split()[0]
     assert found.versions == {"torch": "2.13.0", "pytest": pytest.__version__, "a-distribution-nobody-has": None}
     assert found.why == {}
-    # A CPU build and a machine without NVML leave fields None, each with a reason.
     found = fingerprint(_CPU_TORCH, _NO_NVML, {})
     assert (found.cuda, found.nccl, found.driver) == (None, None, None)
-    assert found.why["cuda"] == "torch 2.13.0+cpu is built without CUDA"
-    assert found.why["nvml"] == "nvmlInit: NVML Shared Library Not Found"
+    without = "torch 2.13.0+cpu is built without CUDA"
+    assert found.why == {"cuda": without, "nccl": without, **_NO_NVML.why}
 
 
 def test_only_variables_that_change_a_measurement_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +186,7 @@ def test_only_variables_that_change_a_measurement_are_kept(monkeypatch: pytest.M
 
 def _facts(letters: str = "ab", torch: str = "2.13.0", driver: str = "580.1", **variables: str) -> NodeFacts:
     """Return the facts of a node with a GPU for each letter."""
-    gpus = [Gpu(index=index, uuid=f"GPU-{letter}", name="NVIDIA H200") for index, letter in enumerate(letters)]
+    gpus = _gpus(letters)
     node = Node(
         python="3.12.1",
         platform="Linux",
@@ -241,16 +232,17 @@ def test_files_of_a_model_are_compared_by_name_and_hash() -> None:
 
 def test_a_report_has_the_gpus_of_all_nodes_and_each_node() -> None:
     """The indices of a node continue those of the node before; one node is written as a machine alone."""
-    facts = TorchFacts(version="2.13.0")
     nodes = [_facts("ab").node, _facts("cd").node]
-    written = environment.environment(Machine(device="cpu", devices=1, gpus=[], facts=facts, node_facts=nodes))
-    assert [(gpu.index, gpu.uuid) for gpu in written.gpus] == [(0, "GPU-a"), (1, "GPU-b"), (2, "GPU-c"), (3, "GPU-d")]
-    assert [[gpu.index for gpu in node.gpus] for node in written.nodes] == [[0, 1], [0, 1]]
-    assert written.topology == [
-        ["X", "NV18", "NET", "NET"],
-        ["NV18", "X", "NET", "NET"],
-        ["NET", "NET", "X", "NV18"],
-        ["NET", "NET", "NV18", "X"],
+    both, alone = (
+        environment.environment(Machine(device="cpu", devices=1, gpus=[], facts=_CPU_TORCH, node_facts=facts))
+        for facts in (nodes, nodes[:1])
+    )
+    assert [(gpu.index, gpu.uuid) for gpu in both.gpus] == [(0, "GPU-a"), (1, "GPU-b"), (2, "GPU-c"), (3, "GPU-d")]
+    assert [[gpu.index for gpu in node.gpus] for node in both.nodes] == [[0, 1], [0, 1]]
+    assert [" ".join(row) for row in both.topology or ()] == [
+        "X NV18 NET NET",
+        "NV18 X NET NET",
+        "NET NET X NV18",
+        "NET NET NV18 X",
     ]
-    alone = environment.environment(Machine(device="cpu", devices=1, gpus=[], facts=facts, node_facts=nodes[:1]))
     assert (alone.nodes, len(alone.gpus)) == ([], 2)

@@ -56,20 +56,18 @@ def test_inventory_describes_every_gpu(nvml_stub: StubEnvironment, gpus: int) ->
     assert answer["topology"] == [["X" if a == b else "NV12" for b in range(gpus)] for a in range(gpus)]
 
 
-def test_inventory_names_pcie_paths_without_nvlink(nvml_stub: StubEnvironment) -> None:
+@pytest.mark.parametrize(
+    ("links", "near"),
+    # Links that end at another GPU, without a switch, count for that pair only.
+    [({}, "PIX"), ({"nvlinks": 4, "nvlinks_direct": 1}, "NV4")],
+)
+def test_inventory_has_the_path_of_each_pair(nvml_stub: StubEnvironment, links: dict[str, int], near: str) -> None:
     """GPUs without NVLink have a PCIe path between them, and None links with the reason."""
-    answer = evaluate(nvml_stub(gpus=3), "nvml.inventory()")
-    assert answer["topology"] == [["X", "PIX", "SYS"], ["PIX", "X", "SYS"], ["SYS", "SYS", "X"]]
-    assert answer["gpus"][0]["nvlinks"] is None
-    assert answer["gpus"][0]["why"] == {"nvlinks": "nvmlDeviceGetNvLinkState: Not Supported"}
-
-
-def test_inventory_counts_the_links_between_two_gpus_without_a_switch(nvml_stub: StubEnvironment) -> None:
-    """Links that end at another GPU count for that pair only."""
-    environment = nvml_stub(gpus=4, nvlinks=4, nvlinks_direct=1)
-    answer = evaluate(environment, "nvml.inventory()")
-    assert answer["topology"][0] == ["X", "NV4", "SYS", "SYS"]
-    assert answer["topology"][2] == ["SYS", "SYS", "X", "NV4"]
+    answer = evaluate(nvml_stub(gpus=4, **links), "nvml.inventory()")
+    assert answer["topology"][0] == ["X", near, "SYS", "SYS"]
+    assert answer["topology"][2] == ["SYS", "SYS", "X", near]
+    why = {} if links else {"nvlinks": "nvmlDeviceGetNvLinkState: Not Supported"}
+    assert (answer["gpus"][0]["nvlinks"], answer["gpus"][0]["why"]) == (links.get("nvlinks"), why)
 
 
 def test_inventory_has_the_reason_of_a_missing_field(nvml_stub: StubEnvironment) -> None:

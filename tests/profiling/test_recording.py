@@ -56,18 +56,15 @@ def test_a_slice_has_the_readings_that_began_inside() -> None:
     power = profile.devices[0].metrics["power_w"]
     assert (power.mean, power.max, power.method, power.coverage) == (30.0, 40.0, "power()", None)
     assert profile.series is not None
-    assert profile.series.t_s == [0.5, 1.5, 2.5]
-    assert profile.series.devices[0]["power_w"] == [20.0, 30.0, 40.0]
+    assert (profile.series.t_s, profile.series.devices[0]["power_w"]) == ([0.5, 1.5, 2.5], [20.0, 30.0, 40.0])
     assert profile.why == {}
 
 
 def test_deadlines_without_a_tick_are_missed() -> None:
     """Only deadlines inside the window count, those after the stream's end included."""
     stream = fill(recording(), [0, 1, 4, 5])
-    assert cut(stream, 100.5, 105.5).missed == 2
-    assert cut(stream, 102.5, 105.5).missed == 1
-    assert cut(stream, 104.0, 108.0).missed == 3
-    assert cut(stream, 90.0, 101.0).missed == 0
+    windows = [(100.5, 105.5), (102.5, 105.5), (104.0, 108.0), (90.0, 101.0)]
+    assert [cut(stream, *window).missed for window in windows] == [2, 1, 3, 0]
 
 
 def test_lateness_is_of_the_slice() -> None:
@@ -75,9 +72,8 @@ def test_lateness_is_of_the_slice() -> None:
     stream = fill(recording(), list(range(99)))
     fill(stream, [99], late_s=0.5)
     fill(stream, [100], late_s=0.25)
-    assert cut(stream, 100.0, 199.9).lateness_p99_s == pytest.approx(0.0)
-    assert cut(stream, 198.9, 200.9).lateness_p99_s == pytest.approx(0.5)
-    assert cut(stream, 200.1, 200.9).lateness_p99_s == pytest.approx(0.25)
+    windows = [(100.0, 199.9), (198.9, 200.9), (200.1, 200.9)]
+    assert [cut(stream, *window).lateness_p99_s for window in windows] == pytest.approx([0.0, 0.5, 0.25])
 
 
 def test_held_bytes_are_subtracted_from_memory_alone() -> None:
@@ -318,10 +314,9 @@ def test_a_mark_is_near_to_a_window_when_its_reading_ended_there() -> None:
     stream = spanning(list(range(20)))
     for number, (asked_s, answered_s) in enumerate(((101.6, 101.95), (105.01, 105.3)), 1):
         stream.mark(MarkRecord(number, [asked_s], [answered_s], [{"energy_j": 10.0 * number}], [{}]))
-    assert cut(stream, 102.0, 105.0).devices[0].energy_j == 10.0
-    assert cut(stream, 102.1, 105.0).devices[0].energy_j is None, "too early"
-    assert cut(stream, 101.7, 105.0).devices[0].energy_j is None, "the reading may have ended as late as 101.95"
-    assert cut(stream, 101.9, 105.0).devices[0].energy_j == 10.0
+    # 102.1 s is too early, and before 101.7 s the reading may have ended as late as 101.95 s.
+    starts_s = {102.0: 10.0, 102.1: None, 101.7: None, 101.9: 10.0}
+    assert {start_s: cut(stream, start_s, 105.0).devices[0].energy_j for start_s in starts_s} == starts_s
 
 
 def test_errors_are_counted_and_processes_are_the_larger_of_both_ends() -> None:

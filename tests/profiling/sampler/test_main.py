@@ -180,29 +180,22 @@ def test_a_count_that_is_not_supported_has_a_reason(nvml_stub: StubEnvironment, 
         assert [set(counters) for counters in mark["counters"]] == [{*Cumulative.NAMES} - {name}, {*Cumulative.NAMES}]
 
 
-def test_a_mark_of_a_lost_gpu_has_its_reasons(nvml_stub: StubEnvironment) -> None:
-    """Every count has the loss as its reason, bytes over NVLink included."""
-    with sampler(nvml_stub(gpus=2, fields="74,75,138,139", lost="1:40")) as process:
-        records(process, 12)
-        (mark,) = marks(process, 1)
-    assert mark["counters"][1] == {}
-    assert mark["why"][0] == {}
-    assert set(mark["why"][1]) == {*Cumulative.NAMES, "nvlink_tx_bytes", "nvlink_rx_bytes"}
-    assert all(reason.endswith(": GPU is lost") for reason in mark["why"][1].values())
-    assert mark["why"][1]["nvlink_tx_bytes"] == "nvmlDeviceGetFieldValues [138, 139]: GPU is lost"
-
-
 @pytest.mark.slow
 def test_a_gpu_lost_under_gpm_and_counters_is_null_with_its_reasons(nvml_stub: StubEnvironment) -> None:
-    """Every metric has the loss as its reason, and the other device continues."""
-    settings = {"gpm": 1, "gpm_refused": "20,21", "fields": "138,139,197,198", "ring": 50}
+    """Every metric and count has the loss as its reason, and the other device continues."""
+    settings = {"gpm": 1, "gpm_refused": "20,21", "fields": "74,75,138,139,197,198", "ring": 50}
     with sampler(nvml_stub(gpus=2, lost="1:60", **settings), period_s=0.1) as process:
         _, *stream = records(process, 25)
+        (mark,) = marks(process, 1)
     assert stream[-1]["values"][1] == [None] * len(METRICS)
     assert column(stream[-1], "pcie_tx_bytes_per_s", 0) is not None
     reasons = dict(reason for tick in stream for reason in tick.get("why", {}).get("1", {}).items())
     assert set(reasons) == set(METRICS)
-    assert all(reason.endswith("GPU is lost") for reason in reasons.values()), reasons
+    assert (mark["counters"][1], mark["why"][0]) == ({}, {})
+    lost = mark["why"][1]
+    assert set(lost) == {*Cumulative.NAMES, "nvlink_tx_bytes", "nvlink_rx_bytes"}
+    assert lost["nvlink_tx_bytes"] == "nvmlDeviceGetFieldValues [138, 139]: GPU is lost"
+    assert all(reason.endswith(": GPU is lost") for reason in [*reasons.values(), *lost.values()]), reasons
 
 
 def test_polling_makes_its_calls_one_after_another(nvml_stub: StubEnvironment, tmp_path: Path) -> None:

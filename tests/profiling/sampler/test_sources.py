@@ -53,9 +53,8 @@ class FakeNvml:
         """Return the time."""
         return self.now_s
 
-    def nvmlDeviceGetFieldValues(self, handle: object, ids: Sequence[Any]) -> list[SimpleNamespace]:
+    def nvmlDeviceGetFieldValues(self, _: object, ids: Sequence[Any]) -> list[SimpleNamespace]:
         """Return the values of `fields`; None is a refusal."""
-        del handle
         self._alive()
         self.requested += ids
         fields = [entry[0] if isinstance(entry, tuple) else entry for entry in ids]
@@ -67,31 +66,27 @@ class FakeNvml:
             for field, value in values.items()
         ]
 
-    def nvmlDeviceGetSamples(self, handle: object, kind: int, last_us: int) -> tuple[int, list[SimpleNamespace]]:
+    def nvmlDeviceGetSamples(self, *_: object) -> tuple[int, list[SimpleNamespace]]:
         """Return the samples after that time, the older ones of a ring too."""
-        del handle, kind, last_us
         self._alive()
         if not self.ring:
             raise Refusal(6)
         return 1, [SimpleNamespace(timeStamp=t, sampleValue=SimpleNamespace(uiVal=v)) for t, v in self.ring]
 
-    def nvmlDeviceGetUtilizationRates(self, handle: object) -> SimpleNamespace:
+    def nvmlDeviceGetUtilizationRates(self, _: object) -> SimpleNamespace:
         """Return the rate."""
-        del handle
         return SimpleNamespace(gpu=self.rate)
 
-    def nvmlGpmQueryDeviceSupport(self, handle: object) -> SimpleNamespace:
+    def nvmlGpmQueryDeviceSupport(self, _: object) -> SimpleNamespace:
         """Return whether there is GPM."""
-        del handle
         return SimpleNamespace(isSupportedDevice=int(bool(self.gpm)))
 
     def nvmlGpmSampleAlloc(self) -> list[float]:
         """Return an empty sample."""
         return [0.0]
 
-    def nvmlGpmSampleGet(self, handle: object, sample: list[float]) -> None:
+    def nvmlGpmSampleGet(self, _: object, sample: list[float]) -> None:
         """Take a sample."""
-        del handle
         self._alive()
         sample[0] = self.now_s
         self.taken.append(self.now_s)
