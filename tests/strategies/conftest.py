@@ -9,6 +9,8 @@ import pytest
 import torch
 from support import kv_cache_faults
 
+# pytester removes modules that a run in this process has imported; modules imported before it stay the same.
+import pytest_llmgpu.session.session  # noqa: F401
 from pytest_llmgpu.inference import tasks
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.inference.tasks.protocol import Dataset

@@ -12,8 +12,6 @@ import pytest
 from support import emulated_iok, kv_cache_faults, rank_functions
 from support.report_factory import make_case
 
-# pytester removes modules that a run in this process has imported; modules imported before it stay the same.
-import pytest_llmgpu.session.session  # noqa: F401
 from pytest_llmgpu import strategies
 from pytest_llmgpu.analysis.generated_texts import check_texts
 from pytest_llmgpu.inference import tasks

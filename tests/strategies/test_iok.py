@@ -16,8 +16,6 @@ from support.report_factory import make_case
 from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-# pytester removes modules that a run in this process has imported; modules imported before it stay the same.
-import pytest_llmgpu.session.session  # noqa: F401
 from pytest_llmgpu import strategies
 from pytest_llmgpu.inference import weights
 from pytest_llmgpu.inference.models import ModelSource

@@ -17,6 +17,7 @@ _CASE = make_case(strategy="tp", device="cpu", devices=2)
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """This process is no rank, before the test and after it."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # what a test sets ends with it
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LLMGPU_RENDEZVOUS", "GLOO_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
 
@@ -39,50 +40,35 @@ def test_a_single_rank_joins_no_group() -> None:
     assert not distributed.is_initialized()
 
 
-_CPU, _SECOND_GPU = torch.device("cpu"), torch.device("cuda", 1)
-_FILE = ("/a/file", 2)
-
-
 @pytest.mark.parametrize(
-    ("device", "variables", "member", "group"),
+    ("device", "variables", "backend", "store"),
     [
-        (
-            "cpu",
-            {"RANK": "1", "WORLD_SIZE": "2", "LLMGPU_RENDEZVOUS": "/a/file"},
-            (_CPU, 1, 2),
-            {"backend": "gloo", "rank": 1, "world_size": 2, "store": _FILE},
-        ),
-        # Without a store torch reads MASTER_ADDR and MASTER_PORT.
-        ("cpu", {"WORLD_SIZE": "2"}, (_CPU, 0, 2), {"store": None}),
-        # NCCL connects to that GPU at once.
-        (
-            "cuda",
-            {"RANK": "9", "LOCAL_RANK": "1", "WORLD_SIZE": "16"},
-            (_SECOND_GPU, 9, 16),
-            {"backend": "nccl", "device_id": _SECOND_GPU},
-        ),
+        ("cpu", {"RANK": "1", "WORLD_SIZE": "2", "LLMGPU_RENDEZVOUS": "/a/file"}, "gloo", ("/a/file", 2)),
+        ("cpu", {"RANK": "1", "WORLD_SIZE": "2"}, "gloo", None),  # torch reads MASTER_ADDR and MASTER_PORT
+        ("cuda:1", {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1"}, "nccl", None),
     ],
-    ids=["file of the launcher", "as torchrun sets", "GPU of its number on the node"],
 )
-def test_ranks_meet(
+def test_ranks_meet_through_the_file_of_the_launcher_or_as_torchrun_sets(
     monkeypatch: pytest.MonkeyPatch,
     device: str,
     variables: dict[str, str],
-    member: tuple[torch.device, int, int],
-    group: dict[str, object],
+    backend: str,
+    store: tuple[str, int] | None,
 ) -> None:
-    """The group has the file, the number of the rank and the number of ranks; a rank uses the GPU of its number."""
+    """The group has the number of the rank and the number of ranks; NCCL connects to the GPU of the rank at once."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    opened, chosen, groups = Mock(side_effect=lambda *given: given), Mock(), Mock()
-    monkeypatch.setattr("torch._C._distributed_c10d.FileStore", opened)
+    open_store, chosen, start = Mock(side_effect=lambda *given: given), Mock(), Mock()
+    monkeypatch.setattr("torch._C._distributed_c10d.FileStore", open_store)
     monkeypatch.setattr(torch.cuda, "set_device", chosen)
-    monkeypatch.setattr(distributed, "init_process_group", groups)
-    case = msgspec.structs.replace(_CASE, device=device, devices=member[2])
-    assert process_group.join(case) == member
-    assert groups.call_args.kwargs.items() >= group.items()
-    assert opened.call_count == ("LLMGPU_RENDEZVOUS" in variables)
-    if device == "cuda":
-        chosen.assert_called_once_with(_SECOND_GPU)
+    monkeypatch.setattr(distributed, "init_process_group", start)
+    own, rank, size = torch.device(device), int(variables["RANK"]), int(variables["WORLD_SIZE"])
+    assert process_group.join(msgspec.structs.replace(_CASE, device=own.type, devices=size)) == (own, rank, size)
+    group = start.call_args.kwargs
+    assert (group["backend"], group["rank"], group["world_size"], group["store"]) == (backend, rank, size, store)
+    assert open_store.call_count == (store is not None)
+    if own.type == "cuda":
+        chosen.assert_called_once_with(own)
+        assert group["device_id"] == own
     else:
         assert os.environ["GLOO_SOCKET_IFNAME"] == "lo", "the name of the host may not resolve"

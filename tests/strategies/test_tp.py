@@ -15,8 +15,6 @@ from support import tiny_model
 from support.report_factory import make_case
 from transformers import LlamaForCausalLM
 
-# pytester removes modules that a run in this process has imported; modules imported before it stay the same.
-import pytest_llmgpu.session.session  # noqa: F401
 from pytest_llmgpu import strategies
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.ranks import worker

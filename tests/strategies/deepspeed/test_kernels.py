@@ -235,24 +235,18 @@ def test_the_op_is_loaded_in_a_process_with_the_given_variables(machine: Machine
 
 
 _NINJA = "Error building extension 'transformer_inference': [1/9] nvcc -Werror -c a.cu"
+_UNDEFINED = 'error: "x" is undefined'
+_NO_LIBRARY = "/bin/ld: cannot find -lcurand: No such file"
+_KILLED = "nvcc error   : 'cicc' died due to signal 9 (Kill signal)"
 
 
 @pytest.mark.parametrize(
     ("output", "reason"),
     [
-        (
-            f'{_NINJA}\na.cu(3): error: "x" is undefined\na.cu(4): error: more\n2 errors',
-            'a.cu(3): error: "x" is undefined',
-        ),
+        (f"{_NINJA}\na.cu(3): {_UNDEFINED}\na.cu(4): error: more\n2 errors", f"a.cu(3): {_UNDEFINED}"),
         (f"{_NINJA}\nnvcc fatal   : Unsupported gpu", "nvcc fatal   : Unsupported gpu"),
-        (
-            f"{_NINJA}\n/bin/ld: cannot find -lcurand: No such file\ncollect2: error: ld returned 1 exit status",
-            "/bin/ld: cannot find -lcurand: No such file",
-        ),
-        (
-            f"{_NINJA}\nnvcc error   : 'cicc' died due to signal 9 (Kill signal)",
-            "nvcc error   : 'cicc' died due to signal 9 (Kill signal); set MAX_JOBS to compile fewer files at a time",
-        ),
+        (f"{_NINJA}\n{_NO_LIBRARY}\ncollect2: error: ld returned 1 exit status", _NO_LIBRARY),
+        (f"{_NINJA}\n{_KILLED}", f"{_KILLED}; set MAX_JOBS to compile fewer files at a time"),
         (f"{_NINJA}\nninja: build stopped", f"RuntimeError: {_NINJA}"),
         ("not compatible", "RuntimeError: not compatible"),
     ],
