@@ -20,7 +20,7 @@ def _files(empty_folder: None) -> None:  # noqa: ARG001
     dump(on_h200(), Path("report.json"))
     Path("text.json").write_bytes(b"hello")
     Path("other.json").write_bytes(b'{"benchmarks": [], "version": "5.3.1"}')
-    Path("deep.json").write_bytes(b"[" * 100_000)
+    Path("deep.json").write_bytes(b'{"x":' + b"[" * 100_000)
     Path("cut.json.gz").write_bytes(b"\x1f\x8b\x08\x00")
     Path("bad.toml").write_text("margn = 1\n")
     Path("baseline").mkdir()
@@ -56,7 +56,7 @@ def _files(empty_folder: None) -> None:  # noqa: ARG001
         ("show nope", "'nope'"),
         ("show git:x", "'git:x': the form git:REV:PATH is needed"),
         ("show none.json report.json", "report none.json: cannot be read"),
-        ("show report.json text.json", "report text.json: is not valid JSON"),
+        ("show text.json", "report text.json: is not valid JSON"),
         ("gate text.json report.json --allow-no-baseline", "report text.json: is not valid JSON"),
         ("gate other.json report.json --allow-no-baseline", "report other.json: is not a report of pytest-llmgpu"),
         ("gate cut.json.gz report.json --allow-no-baseline", "report cut.json.gz: cannot be decompressed"),
