@@ -26,12 +26,12 @@ from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.result import CaseResult
 
 _TP = "support.rank_functions:UncompiledTensorParallel"
-_COMPILE = "support.rank_functions:Traced"
-_IOK = "support.emulated_iok:EmulatedInjection"
+_PLACES = {
+    "tp": _TP,
+    "compile": "support.rank_functions:Traced",
+    "iok": "support.emulated_iok:EmulatedInjection",
+}
 _NEEDS_DEEPSPEED = pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="needs the extra deepspeed")
-
-
-OfMp = Callable[..., tuple[CaseResult, ReferenceTexts]]
 
 
 def _prompts() -> Dataset:
@@ -60,43 +60,58 @@ def _fault(result: CaseResult, reference: CaseResult | None) -> str | None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "fields",
+    ("strategy", "backend", "devices", "batch_size", "prompt_tokens"),
     [
-        {"strategy": "tp", "batch_size": 4, "prompt_tokens": 64},
-        pytest.param(
-            {"strategy": "tp", "backend": "deepspeed", "batch_size": 4, "prompt_tokens": 64}, marks=_NEEDS_DEEPSPEED
-        ),
-        # Products of one row are fused.
-        {"strategy": "compile", "batch_size": 1, "prompt_tokens": 7},
+        ("tp", "transformers", 2, 4, 64),
+        pytest.param("tp", "deepspeed", 2, 4, 64, marks=_NEEDS_DEEPSPEED),
+        ("compile", "transformers", 1, 4, 64),
+        ("compile", "transformers", 2, 1, 7),  # products of one row are fused
+        pytest.param("iok", "deepspeed", 1, 1, 64, marks=_NEEDS_DEEPSPEED),
+        pytest.param("iok", "deepspeed", 1, 4, 64, marks=_NEEDS_DEEPSPEED),
     ],
-    ids=["tp", "tp deepspeed", "compile"],
 )
-def test_texts_of_two_ranks_are_those_of_mp(
-    gloo_pair: RankGroup, bundled: ModelSource, generated_by_mp: OfMp, fields: dict[str, Any]
+def test_texts_are_those_of_mp(
+    gloo_pair: RankGroup,
+    bundled: ModelSource,
+    generated_by_mp: Callable[..., tuple[CaseResult, ReferenceTexts]],
+    monkeypatch: pytest.MonkeyPatch,
+    strategy: str,
+    backend: str,
+    devices: int,
+    batch_size: int,
+    prompt_tokens: int,
 ) -> None:
-    """Each rank keeps half of the heads; every fault of the cache fails the check; all-reduces are part of graphs."""
+    """A rank keeps its part of the heads; each fault of its cache fails the check, on one device without mp, too."""
     items = _prompts()
-    case = _case(items, devices=2, **{"backend": "transformers"} | fields)
+    sizes = {"batch_size": batch_size, "prompt_tokens": prompt_tokens}
+    case = _case(items, strategy=strategy, backend=backend, devices=devices, **sizes)
+    if strategy == "iok":
+        emulated_iok.reset_deepspeed(monkeypatch)
     mp, texts = generated_by_mp(case, items)
     of_mp = mp.launches[0].generation
     assert of_mp is not None
+    state = RankState(lambda _: None)
 
     def ask(fn: Callable[..., Any], *arguments: Any) -> list[Any]:
+        if devices == 1:
+            return [fn(state, *arguments)]
         return gloo_pair.ask(fn, *arguments, phase="forward", timeout_s=300)
 
-    ask(worker.load, case, bundled, _COMPILE if case.strategy == "compile" else _TP)
+    ask(worker.load, case, bundled, _PLACES[strategy])
     ask(worker.give, items.sha256, items.items, tasks.BUILT_IN["prompts"])
     replies = ask(kv_cache_faults.generate, case, None, texts)
-    assert len({reply.generation.tokens for reply in replies}) == 1
+    assert len(set(replies[0].generation.prompt_tokens)) > 1, "rows of unequal length"
+    assert {reply.generation.tokens for reply in replies} == {of_mp.tokens}
     held_bytes = sum(reply.generation.kv_cache_bytes for reply in replies)
     assert held_bytes == of_mp.kv_cache_bytes == of_mp.kv_cache_formula_bytes
     assert _fault(kv_cache_faults.result(case, replies[0]), mp) is None
-    if case.strategy == "compile":
+    if strategy == "compile" and prompt_tokens == 7:
         assert ask(rank_functions.graphs) == [2, 2], "a prefill and a decode step, as on one device"
-        return
-    for fault in kv_cache_faults.FAULTS:
-        broken = kv_cache_faults.result(case, ask(kv_cache_faults.generate, case, fault, texts)[0])
-        assert _fault(broken, mp) == "cache", fault
+    faults = {*(kv_cache_faults.KERNEL_FAULTS if strategy == "iok" else kv_cache_faults.FAULTS)}
+    for fault in sorted(faults - ({"padding", "of other rows"} if batch_size == 1 else set())):
+        known = (texts, mp) if devices > 1 else (None, None)
+        broken = kv_cache_faults.result(case, ask(kv_cache_faults.generate, case, fault, known[0])[0])
+        assert _fault(broken, known[1]) == "cache", fault
 
 
 @pytest.mark.slow
@@ -140,43 +155,3 @@ def test_a_run_generates_under_both_strategies(pytester: pytest.Pytester, monkey
     result.stdout.fnmatch_lines(
         ["Time per token / time to first token, 6 texts", "tp compared with mp*of 6 texts diverge*"]
     )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("strategy", "batch_size"),
-    [
-        pytest.param("iok", 1, marks=_NEEDS_DEEPSPEED),
-        pytest.param("iok", 4, marks=_NEEDS_DEEPSPEED),
-        ("compile", 4),
-    ],
-)
-def test_texts_of_one_device_are_those_of_mp(
-    load_here: Callable[..., RankState],
-    generated_by_mp: OfMp,
-    monkeypatch: pytest.MonkeyPatch,
-    strategy: str,
-    batch_size: int,
-) -> None:
-    """Kernels of iok keep keys and values at one position for all rows; each fault of a cache is found without mp."""
-    items = _prompts()
-    backend, place, faults = "transformers", _COMPILE, {*kv_cache_faults.FAULTS}
-    if strategy == "iok":
-        emulated_iok.reset_deepspeed(monkeypatch)
-        backend, place, faults = "deepspeed", _IOK, {*kv_cache_faults.KERNEL_FAULTS}
-    if batch_size == 1:
-        faults -= {"padding", "of other rows"}
-    case = _case(items, strategy=strategy, backend=backend, devices=1, batch_size=batch_size, prompt_tokens=64)
-    mp, texts = generated_by_mp(case, items)
-    of_mp = mp.launches[0].generation
-    state = load_here(case, place, items)
-    reply = kv_cache_faults.generate(state, case, None, texts)
-    assert of_mp is not None
-    assert reply.generation is not None
-    assert len(set(reply.generation.prompt_tokens)) > 2, "rows of unequal length"
-    assert reply.generation.kv_cache_bytes == of_mp.kv_cache_bytes
-    assert reply.generation.tokens == of_mp.tokens
-    assert _fault(kv_cache_faults.result(case, reply), mp) is None
-    for fault in sorted(faults):
-        broken = kv_cache_faults.result(case, kv_cache_faults.generate(state, case, fault, None))
-        assert _fault(broken, None) == "cache", fault
