@@ -51,7 +51,7 @@ def _files(empty_folder: None) -> None:  # noqa: ARG001
         ("plot report.json --output out --format png,gif", "format 'gif': allowed are png, svg, separated by commas"),
         ("plot report.json --output out --case mp-bs8", "--case 'mp-bs8': the report has no such case; its cases are"),
         # Reports.
-        ("show nope", "'nope'"),
+        ("export csv nope", "'nope'"),
         ("show git:x", "'git:x': the form git:REV:PATH is needed"),
         ("show none.json report.json", "report none.json: cannot be read"),
         ("show text.json", "report text.json: is not valid JSON"),
@@ -63,13 +63,13 @@ def _files(empty_folder: None) -> None:  # noqa: ARG001
         ("export csv report.json --verdicts none.json", "verdicts none.json: cannot be read: No such file"),
         ("export csv report.json --verdicts report.json", "verdicts report.json: Object missing required field"),
         ("export csv report.json --verdicts deep.json", "verdicts deep.json: "),
-        ("gate report.json report.json --policy none.toml", "policy none.toml: cannot be read"),
+        ("promote report.json --policy none.toml", "policy none.toml: cannot be read"),
         ("gate --dump-policy --policy bad.toml", "policy bad.toml: Object contains unknown field `margn`"),
         # Output.
         ("gate report.json report.json --json report.json/x", "report.json/x: cannot be written"),
         ("promote report.json --to baseline.txt", "the name must end in .json"),
         ("promote report.json", "name 'baseline': is a file or folder here"),
-        ("export csv report.json --output report.json/x", "report.json/x: cannot be written: "),
+        ("export csv report.json --output .", ".: cannot be written: Is a directory"),
         ("plot report.json --output report.json --format svg", "image report.json/time.svg: cannot be written: "),
     ],
 )
