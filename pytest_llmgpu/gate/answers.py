@@ -119,11 +119,9 @@ def answered(base: CaseResult, head: CaseResult, rule: AccuracyRule) -> Answered
         return Row.of(head, "accuracy", "NOT_COMPARABLE", reason, gated=rule.gate)
     flips_of = [differing(before, after) for after in afters]
     odd = any(one != afters[0] for one in afters) and all(one == befores[0] for one in befores)
-    number = (
-        min(range(len(nows)), key=lambda one: (value_of(nows[one], rule.metric), -len(flips_of[one])))
-        if odd
-        else nows.index(now)
-    )
+    # A launch with the answers of the baseline is not the one that differs.
+    ranked = [(not flips, value_of(one, rule.metric), -len(flips)) for one, flips in zip(nows, flips_of, strict=True)]
+    number = ranked.index(min(ranked)) if odd else nows.index(now)
     now, after, flips = nows[number], afters[number], flips_of[number]
     lost = [number for number in flips if labels is not None and before[number] == labels[number]]
     won = [number for number in flips if labels is not None and after[number] == labels[number]]
@@ -211,11 +209,10 @@ def _tests(cases: list[Answered], alpha: float) -> _Tests:
     """Test the items of a series in both directions. Log-likelihoods that differ explain the answers of their case."""
     tested = [case for case in cases if case.labelled and case.numbers is None]
     lost, won = _lost_and_won([case for case in tested if case.odd_launch is None])
-    losses = [
-        min(1.0, (1 if case.odd_launch is None else case.launches) * by_chance(len(case.lost), len(case.won)))
-        for case in tested
-    ]
-    gains = [by_chance(len(case.won), len(case.lost)) for case in tested]
+    looks = [1 if case.odd_launch is None else case.launches for case in tested]
+    pairs = [(len(case.lost), len(case.won)) for case in tested]
+    losses = [min(1.0, many * by_chance(*pair)) for many, pair in zip(looks, pairs, strict=True)]
+    gains = [min(1.0, many * by_chance(*reversed(pair))) for many, pair in zip(looks, pairs, strict=True)]
     found: list[tuple[float, list[Answered]]] = []
     for sign, together, singles in (
         (1, by_chance(len(lost), len(won)), losses),
