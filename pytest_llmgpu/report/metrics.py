@@ -24,8 +24,8 @@ Rule = Literal["outcome", "execution", "capacity", "time", "answers", "exact", "
 """How the gate judges a metric.
 
 outcome, execution, path: by their order. capacity: the largest batch size that fits. time: launches are the replicates.
-answers: item by item. exact: equal in every launch, so that one launch suffices. traffic: exact, by collective. memory:
-exact up to the allocator's rounding.
+answers: item by item, or token by token. exact: equal in every launch, so that one launch suffices. traffic: exact, by
+collective. memory: exact up to the allocator's rounding.
 """
 
 Batches = Literal["measured", "passes", "eager"]
@@ -346,6 +346,11 @@ METRICS: tuple[MetricSpec, ...] = (
     ),
     MetricSpec(
         name="predictions", rule="answers", gate=False, points=True, unit="acc", written=_points, next_step=_ITEMS
+    ),
+    MetricSpec(
+        name="texts",
+        rule="answers",
+        next_step="Compare the config of the model and the kernels of both reports: constants, scales, positions.",
     ),
     MetricSpec(
         name="flops",
