@@ -303,6 +303,7 @@ class Comparison:
             if not isinstance(answered, Row):
                 self._floor(head)  # Texts have no accuracy: they are right or wrong by themselves.
             self._take("accuracy", answered)
+        self._take("texts", answers.texts_row(base, head, rules.texts))
         memory: tuple[MetricName, Row | str] = "memory", memory_row(base, head, rules.memory)
         for metric, found in (*exact_rows(base, head, rules), memory):
             # A metric that is not gated has a row only where it changed; the program has the calls of the host already.

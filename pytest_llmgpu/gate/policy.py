@@ -83,6 +83,14 @@ class AccuracyRule(AmountRule, frozen=True, kw_only=True, forbid_unknown_fields=
     explains in the dtype of the case, 0.001 in float32, 0.005 in float16, 0.04 in bfloat16."""
 
 
+class TextsRule(ExactRule, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The threshold of generated texts."""
+
+    difference: Amount | None = None
+    """The largest typical relative difference of the log-likelihoods of generated tokens from the baseline that is
+    allowed. None: what rounding explains in the dtype of the case, as for accuracy."""
+
+
 class MemoryRule(AmountRule, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The thresholds of the peak memory of each device."""
 
@@ -99,7 +107,7 @@ def _rule(spec: MetricSpec) -> ExactRule:
     if spec.rule == "time" and spec.name != "device_time":
         return TimeRule(gate=spec.gate)
     if spec.threshold is None:
-        return ExactRule(gate=spec.gate)
+        return (TextsRule if spec.name == "texts" else ExactRule)(gate=spec.gate)
     records: dict[str, type[AmountRule]] = {"accuracy": AccuracyRule, "memory": MemoryRule, "program": ProgramRule}
     return records.get(spec.name, AmountRule)(gate=spec.gate, threshold=spec.threshold)
 

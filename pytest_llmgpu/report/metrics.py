@@ -24,7 +24,7 @@ Rule = Literal["outcome", "execution", "capacity", "program", "time", "answers",
 """How the gate judges a metric.
 
 outcome, execution, path: by their order. capacity: the largest batch size that fits. program: calls by name, and the
-price of their change. time: launches are the replicates. answers: item by item. exact: equal in every launch, so that
+price of their change. time: launches are the replicates. answers: item by item, or token by token. exact: equal in every launch, so that
 one launch suffices. traffic: exact, by collective. memory: exact up to the allocator's rounding.
 """
 
@@ -355,6 +355,11 @@ METRICS: tuple[MetricSpec, ...] = (
     ),
     MetricSpec(
         name="predictions", rule="answers", gate=False, points=True, unit="acc", written=_points, next_step=_ITEMS
+    ),
+    MetricSpec(
+        name="texts",
+        rule="answers",
+        next_step="Compare the config of the model and the kernels of both reports: constants, scales, positions.",
     ),
     MetricSpec(
         name="flops",

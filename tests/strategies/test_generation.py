@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import torch
 from support import emulated_iok, kv_cache_faults, rank_functions
 from support.report_factory import make_case
 
 from pytest_llmgpu import strategies
 from pytest_llmgpu.analysis.generated_texts import check_texts
+from pytest_llmgpu.gate.answers import texts_row
+from pytest_llmgpu.gate.policy import Policy, TextsRule
 from pytest_llmgpu.inference import tasks
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.inference.tasks.prompts import Prompts
@@ -23,7 +27,9 @@ from pytest_llmgpu.ranks.group import RankGroup
 from pytest_llmgpu.ranks.worker import RankState, ReferenceTexts
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.case import Case
+from pytest_llmgpu.report.derived import explained
 from pytest_llmgpu.report.result import CaseResult
+from pytest_llmgpu.report.verdicts import Row
 
 _TP = "support.rank_functions:UncompiledTensorParallel"
 _PLACES = {
@@ -56,6 +62,13 @@ def _fault(result: CaseResult, reference: CaseResult | None) -> str | None:
     assert decision.check.ok is (decision.fault is None), decision.check.text
     assert decision.fault or reference is None or decision.check.source == reference.id
     return decision.fault
+
+
+def _verdict(base: CaseResult, head: CaseResult) -> str:
+    """Return the verdict of the gate on the texts; the cases may differ."""
+    row = texts_row(base, head, Policy().texts)
+    assert isinstance(row, Row), row
+    return row.result
 
 
 @pytest.mark.slow
@@ -105,6 +118,7 @@ def test_texts_are_those_of_mp(
     held_bytes = sum(reply.generation.kv_cache_bytes for reply in replies)
     assert held_bytes == of_mp.kv_cache_bytes == of_mp.kv_cache_formula_bytes
     assert _fault(kv_cache_faults.result(case, replies[0]), mp) is None
+    assert _verdict(mp, kv_cache_faults.result(case, replies[0])) == "OK"
     if strategy == "compile" and prompt_tokens == 7:
         assert ask(rank_functions.graphs) == [2, 2], "a prefill and a decode step, as on one device"
     faults = {*(kv_cache_faults.KERNEL_FAULTS if strategy == "iok" else kv_cache_faults.FAULTS)}
@@ -155,3 +169,55 @@ def test_a_run_generates_under_both_strategies(pytester: pytest.Pytester, monkey
     result.stdout.fnmatch_lines(
         ["Time per token / time to first token, 6 texts", "tp compared with mp*of 6 texts diverge*"]
     )
+
+
+def _other_rope_base(module: Any) -> None:
+    """Rotate queries and keys by the base 500,000 in place of 10,000."""
+    if hasattr(module, "inv_freq"):
+        count = len(module.inv_freq)
+        module.inv_freq.copy_(torch.tensor([500_000.0 ** (-number / count) for number in range(count)]))
+
+
+def _other_epsilon(module: Any) -> None:
+    """Normalize with an epsilon of 1e-5 in place of 1e-6."""
+    if hasattr(module, "variance_epsilon"):
+        module.variance_epsilon = 1e-5
+
+
+def _other_scale(module: Any) -> None:
+    """Scale the products of queries and keys by 10 % more."""
+    if hasattr(module, "scaling"):
+        module.scaling *= 1.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [_other_rope_base, _other_epsilon, _other_scale])
+def test_a_model_that_is_wrong_alike_in_prefill_and_decode_is_a_regression(
+    load_here: Callable[..., RankState], generated_by_mp: Callable[..., Any], fault: Callable[[Any], None]
+) -> None:
+    """Its own check passes, since its prefill has the same fault. Another batch size of the right model is OK."""
+    items = _prompts()
+    case = _case(items, batch_size=4, prompt_tokens=64)
+    mp, _ = generated_by_mp(case, items)
+    other_size, _ = generated_by_mp(msgspec.structs.replace(case, batch_size=1), items)
+    assert _verdict(mp, other_size) == "OK"
+    state = load_here(mp.case, "pytest_llmgpu.strategies.mp:LayerParallel", items)
+    state.loaded.model.apply(fault)
+    wrong = kv_cache_faults.result(mp.case, kv_cache_faults.generate(state, mp.case, None, None))
+    assert _fault(wrong, None) is None
+    assert _verdict(mp, wrong) == "REGRESSED"
+
+
+_KEPT = Path(__file__).parents[2] / "benchmarks" / "reports"
+
+
+@pytest.mark.skipif(not _KEPT.is_dir(), reason="the kept reports lie in a checkout only")
+@pytest.mark.parametrize("name", ["generate-llama-7b-1xH200", "generate-llama-13b-2xH200"])
+def test_rounding_of_real_texts_is_far_below_the_threshold(name: str) -> None:
+    """Texts in float16 under mp, compile and tp at batch sizes 1 and 64 diverge, and differ by less than half of it."""
+    completed = [result for result in file.load(_KEPT / f"{name}.json.gz").cases if result.outcome == "completed"]
+    assert len(completed) > 1
+    for base, head in itertools.permutations(completed, 2):
+        row = texts_row(base, head, TextsRule(difference=explained("float16") / 2))
+        assert isinstance(row, Row)
+        assert row.verdict == "CHANGED"
