@@ -19,7 +19,7 @@ import msgspec
 
 from pytest_llmgpu.analysis import noise_regime
 from pytest_llmgpu.analysis.environments import hardware_differences, software_differences
-from pytest_llmgpu.gate import answers, times
+from pytest_llmgpu.gate import answers, creep, times
 from pytest_llmgpu.gate.answers import Answered, below_floor
 from pytest_llmgpu.gate.cause import with_cause
 from pytest_llmgpu.gate.exact import exact_rows, execution_row, worse
@@ -412,12 +412,13 @@ class Comparison:
         if self.base is None:
             return list(named)
         names = self.base.environment.kernel_names, self.head.environment.kernel_names
-        return [
+        explained = [
             with_cause(row, *self._compared[row.id], names=names)
             if row.verdict != "OK" and row.id in self._compared
             else row
             for row in named
         ]
+        return explained + creep.rows(self.base, [head for _, head in self._compared.values()], explained, self.policy)
 
     def _note(self) -> str:
         if self.base is None:

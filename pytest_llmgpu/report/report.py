@@ -150,6 +150,33 @@ class Promotion(msgspec.Struct, frozen=True, kw_only=True):
     """Reasons why it had been refused."""
 
 
+class PromotedCase(msgspec.Struct, frozen=True, kw_only=True):
+    """The figures of one case in an earlier baseline, and the conditions under which they can be compared."""
+
+    figures: dict[str, Amount]
+    """Name of a metric to its figure: `device_time` in seconds, `memory` in bytes, `flops` and wire bytes (`traffic`)
+    of a sequence."""
+    execution: str
+    """Execution of the forwards, as in `case`."""
+    batches_sha256: str
+    """SHA-256 over the plan of the batches and the batches of the work passes, for every metric but memory."""
+    uuids: list[str]
+    """UUIDs of the GPUs, for `device_time`. Empty without work passes."""
+    clock_ghz: Amount | None
+    """Mean SM clock of the work passes in GHz, for `device_time`; null if it was not measured."""
+
+
+class Promoted(msgspec.Struct, frozen=True, kw_only=True):
+    """A baseline that was replaced by a promotion."""
+
+    commit: str | None
+    """Commit that was measured."""
+    created: str
+    """Time at which its report was created, in UTC as RFC 3339."""
+    cases: dict[str, PromotedCase]
+    """Key of a completed case to its figures, without those from before an accepted growth."""
+
+
 class Report(msgspec.Struct, kw_only=True):
     """One session: the whole object of the JSON file."""
 
@@ -177,6 +204,8 @@ class Report(msgspec.Struct, kw_only=True):
     """Verdicts of the gate; null if nothing was compared."""
     promotion: Promotion | None = None
     """Promotion by force; null for other baselines, and for reports that are none."""
+    promotions: list[Promoted] = []
+    """The baselines before this one, since the last promotion by force, the oldest first; at most the last 50."""
 
 
 def started(report: Report, launch: Launch) -> str:
