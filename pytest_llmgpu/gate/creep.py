@@ -5,7 +5,9 @@ A baseline has the figures of the baselines before it. The gate compares the can
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import itertools
 import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -39,8 +41,6 @@ class Growth(NamedTuple):
     metric: MetricName
     then: float
     now: float
-    growth: float
-    """Growth as a fraction."""
     threshold: float
     """Threshold for one promotion with its absolute part, as a fraction."""
     since: Promoted
@@ -56,17 +56,13 @@ def promotions(base: Report, head: Report, verdicts: Verdicts, policy: Policy) -
     again = {(row.key, row.metric) for row in verdicts.rows if row.improved or (row.worse and row.allowed is not None)}
     crept = [result for result in head.cases if (result.key, "creep") in again]
     again |= {(result.key, one.metric) for result in crept for one in growths(base.promotions, result, policy)}
-
-    def rest(key: str, case: PromotedCase) -> PromotedCase:
-        figures = {metric: value for metric, value in case.figures.items() if (key, metric) not in again}
-        return msgspec.structs.replace(case, figures=figures)
-
     cases = {result.key: _promoted(result) for result in reversed(base.cases) if result.outcome == "completed"}
     earlier = [*base.promotions, Promoted(commit=base.commit.sha, created=base.created, cases=cases)]
-    return [
-        msgspec.structs.replace(entry, cases={key: rest(key, case) for key, case in entry.cases.items()})
-        for entry in earlier[-MOST_PROMOTIONS:]
-    ]
+    earlier = copy.deepcopy(earlier[-MOST_PROMOTIONS:])
+    for entry, (key, metric) in itertools.product(earlier, again):
+        if key in entry.cases:
+            entry.cases[key].figures.pop(metric, None)
+    return earlier
 
 
 def rows(base: Report, results: Sequence[CaseResult], judged: Sequence[Row], policy: Policy) -> list[Row]:
@@ -76,9 +72,10 @@ def rows(base: Report, results: Sequence[CaseResult], judged: Sequence[Row], pol
     for result in {one.key: one for one in reversed(results)}.values():  # of two with one key, the first was recorded
         grown = [one for one in growths(base.promotions, result, policy) if (result.id, one.metric) not in stated]
         if grown:
+            figures = {"ratio": grown[0].now / grown[0].then, "threshold": _STEPS * grown[0].threshold}
             step = spec_of("creep").next_step  # in place of bisect, whose reports have no promotions
-            row = Row.of(result, "creep", "REGRESSED", describe(grown, policy), gated=policy.creep.gate, next_step=step)
-            found.append(msgspec.structs.replace(row, ratio=1 + grown[0].growth, threshold=_STEPS * grown[0].threshold))
+            reason, gated = describe(grown), policy.creep.gate
+            found.append(Row.of(result, "creep", "REGRESSED", reason, gated=gated, next_step=step, **figures))
     return found[::-1]
 
 
@@ -86,32 +83,28 @@ def growths(earlier: Sequence[Promoted], result: CaseResult, policy: Policy) -> 
     """Return the metrics that grew by more than twice their threshold since the oldest baseline, the worst first."""
     now, found = _promoted(result), []
     for metric, value in now.figures.items():
+        rule = getattr(policy, metric)
         thens = ((place, entry.cases.get(result.key)) for place, entry in enumerate(earlier))
         known = ((place, then.figures[metric]) for place, then in thens if then and _comparable(metric, then, now))
         place, was = next(known, (0, 0.0))
-        rule = getattr(policy, metric)
-        if was and rule.gate:
-            threshold = max(rule.threshold, getattr(rule, "absolute_bytes", 0) / was)
-            if value / was - 1 > _STEPS * threshold:
-                ago = len(earlier) - place + 1
-                found.append(Growth(metric, was, value, value / was - 1, threshold, earlier[place], ago))
-    return sorted(found, key=lambda one: -one.growth / max(one.threshold, 1e-9))
+        threshold = max(rule.threshold, getattr(rule, "absolute_bytes", 0) / (was or 1))
+        if rule.gate and was and value - was > _STEPS * threshold * was:
+            found.append(Growth(metric, was, value, threshold, earlier[place], len(earlier) - place + 1))
+    return sorted(found, key=lambda one: (1 - one.now / one.then) / max(one.threshold, 1e-9))
 
 
-def describe(grown: Sequence[Growth], policy: Policy) -> str:
+def describe(grown: Sequence[Growth]) -> str:
     """Return the worst growth in one sentence, and the others in a second line."""
     names = [spec_of(one.metric).noun or capital(one.metric.replace("_", " ")) for one in grown]
-    changes = [f"{name} {signed_percent(one.growth, 2)}" for name, one in zip(names, grown, strict=True)]
-    worst, written, limit = grown[0], spec_of(grown[0].metric).written, f"{100 * grown[0].threshold:.3g} %"
+    changes = [f"{name} {signed_percent(one.now / one.then - 1, 2)}" for name, one in zip(names, grown, strict=True)]
+    worst, limit = grown[0], f"{100 * grown[0].threshold:.3g} %"
     if worst.metric == "memory":
-        changes[0] = f"Memory {(worst.now - worst.then) / MIB:+,.0f} MiB ({signed_percent(worst.growth)})"
-        limit = limit if worst.threshold == policy.memory.threshold else f"{policy.memory.absolute_bytes / MIB:,.4g} MiB"
-    commit = f"{worst.since.commit[:8]} of " if worst.since.commit else ""
-    return (
-        f"{changes[0]} since {commit}{worst.since.created[:10]}, {worst.promotions} promotions ago, "
-        f"threshold {_STEPS} x {limit}: {written(worst.now)}, was {written(worst.then)}."
-        + (f"\nAlso: {', '.join(changes[1:])}." if changes[1:] else "")
-    )
+        changes[0] = f"Memory {(worst.now - worst.then) / MIB:+,.0f} MiB ({signed_percent(worst.now / worst.then - 1)})"
+        limit = f"{worst.threshold * worst.then / MIB:,.0f} MiB"
+    since = f"{(worst.since.commit or 'unknown')[:8]} of {worst.since.created[:10]}, {worst.promotions} promotions ago"
+    was, now = map(spec_of(worst.metric).written, (worst.then, worst.now))
+    also = f"\nAlso: {', '.join(changes[1:])}." if changes[1:] else ""
+    return f"{changes[0]} since {since}, threshold {_STEPS} x {limit}: {now}, was {was}.{also}"
 
 
 def _promoted(result: CaseResult) -> PromotedCase:
@@ -136,7 +129,7 @@ def _comparable(metric: MetricName, then: PromotedCase, now: PromotedCase) -> bo
     same = metric in then.figures and then.execution == now.execution
     if metric != "memory":
         same = same and then.batches_sha256 == now.batches_sha256
-    if metric != "device_time" or not same:
-        return same
-    was, clock = then.clock_ghz, now.clock_ghz
-    return then.uuids == now.uuids and was is not None and clock is not None and abs(clock - was) <= _EQUAL_CLOCK * was
+    if metric == "device_time":
+        low, high = sorted(one.clock_ghz or 0.0 for one in (then, now))
+        same = same and then.uuids == now.uuids and 0 < high <= (1 + _EQUAL_CLOCK) * low
+    return same

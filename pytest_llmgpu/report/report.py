@@ -151,19 +151,18 @@ class Promotion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PromotedCase(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of one case in an earlier baseline, and the conditions under which they can be compared."""
+    """The figures of a case in an earlier baseline, and their conditions: only under equal ones they are compared."""
 
     figures: dict[str, Amount]
-    """Name of a metric to its figure: `device_time` in seconds, `memory` in bytes, `flops` and wire bytes (`traffic`)
-    of a sequence."""
+    """Metric to its figure: `device_time` (s), `memory` (bytes), `flops` and `traffic` (wire bytes) of a sequence."""
     execution: str
     """Execution of the forwards, as in `case`."""
     batches_sha256: str
-    """SHA-256 over the plan of the batches and the batches of the work passes, for every metric but memory."""
+    """SHA-256 over plans and batches of work passes, a condition of every metric but memory."""
     uuids: list[str]
-    """UUIDs of the GPUs, for `device_time`. Empty without work passes."""
+    """UUIDs of the GPUs, a condition of device time. Empty without work passes."""
     clock_ghz: Amount | None
-    """Mean SM clock of the work passes in GHz, for `device_time`; null if it was not measured."""
+    """Mean SM clock of the work passes, another one; null if it was not measured."""
 
 
 class Promoted(msgspec.Struct, frozen=True, kw_only=True):
@@ -174,7 +173,7 @@ class Promoted(msgspec.Struct, frozen=True, kw_only=True):
     created: str
     """Time at which its report was created, in UTC as RFC 3339."""
     cases: dict[str, PromotedCase]
-    """Key of a completed case to its figures, without those from before an accepted growth."""
+    """Key of a completed case to its figures, without those from before an accepted growth or an improvement."""
 
 
 class Report(msgspec.Struct, kw_only=True):
