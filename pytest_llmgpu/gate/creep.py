@@ -44,8 +44,8 @@ class Growth(NamedTuple):
     threshold: float
     """Threshold for one promotion with its absolute part, as a fraction."""
     since: Promoted
-    promotions: int
-    """Number of promotions since then, its own included."""
+    ago: int
+    """The earlier baseline, and the number of promotions since then, its own included."""
 
 
 def promotions(base: Report, head: Report, verdicts: Verdicts, policy: Policy) -> list[Promoted]:
@@ -101,8 +101,9 @@ def describe(grown: Sequence[Growth]) -> str:
     if worst.metric == "memory":
         changes[0] = f"Memory {(worst.now - worst.then) / MIB:+,.0f} MiB ({signed_percent(worst.now / worst.then - 1)})"
         limit = f"{worst.threshold * worst.then / MIB:,.0f} MiB"
-    since = f"{(worst.since.commit or 'unknown')[:8]} of {worst.since.created[:10]}, {worst.promotions} promotions ago"
+    since = f"{(worst.since.commit or 'unknown')[:8]} of {worst.since.created[:10]}, {worst.ago} promotions ago"
     was, now = map(spec_of(worst.metric).written, (worst.then, worst.now))
+    now += " per sequence" if worst.metric in {"flops", "traffic"} else ""
     also = f"\nAlso: {', '.join(changes[1:])}." if changes[1:] else ""
     return f"{changes[0]} since {since}, threshold {_STEPS} x {limit}: {now}, was {was}.{also}"
 
@@ -127,9 +128,6 @@ def _promoted(result: CaseResult) -> PromotedCase:
 def _comparable(metric: MetricName, then: PromotedCase, now: PromotedCase) -> bool:
     """Return whether an earlier figure is there and was measured in the same way."""
     same = metric in then.figures and then.execution == now.execution
-    if metric != "memory":
-        same = same and then.batches_sha256 == now.batches_sha256
-    if metric == "device_time":
-        low, high = sorted(one.clock_ghz or 0.0 for one in (then, now))
-        same = same and then.uuids == now.uuids and 0 < high <= (1 + _EQUAL_CLOCK) * low
-    return same
+    same = same and (metric == "memory" or then.batches_sha256 == now.batches_sha256)
+    low, high = sorted(one.clock_ghz or 0.0 for one in (then, now))
+    return same and (metric != "device_time" or (then.uuids == now.uuids and 0 < high <= (1 + _EQUAL_CLOCK) * low))
