@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from pytest_llmgpu.analysis.environments import hardware_differences, software_differences
-from pytest_llmgpu.gate import answers, program, times
+from pytest_llmgpu.gate import answers, creep, program, times
 from pytest_llmgpu.gate.answers import Answered, below_floor
 from pytest_llmgpu.gate.cause import with_cause
 from pytest_llmgpu.gate.exact import exact_rows, execution_row, worse
@@ -401,7 +401,8 @@ class Comparison:
         if self.base is None:
             return list(named)
         compared = {entry.head.id: entry for entry in self._entries if isinstance(entry, _Compared)}
-        return [with_cause(row, *compared[row.id], self._names) if row.id in compared else row for row in named]
+        rows = [with_cause(row, *compared[row.id], self._names) if row.id in compared else row for row in named]
+        return rows + creep.rows(self.base, [entry.head for entry in compared.values()], rows, self.policy)
 
     def _with_program(self, rows: Sequence[Row], base: CaseResult, head: CaseResult) -> list[Row]:
         """Return the rows of the times of a case with their causes, and the row on its program."""

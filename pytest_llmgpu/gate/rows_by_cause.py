@@ -56,7 +56,8 @@ def group(verdicts: Verdicts, policy: Policy) -> list[Group]:
         if row.allowed is None and (row.worse or is_slower(row)):
             module = None if row.cause is None else cause.module_of(row.cause)
             explained = differing and (row.key, row.id) not in alone
-            name = module or (_ENVIRONMENT if explained else name)
+            # The environment differs from the baseline's, and the growth is since an earlier one.
+            name = module or (_ENVIRONMENT if explained and row.metric != "creep" else name)
         if row.worse and row.allowed is None:
             names.setdefault((row.key, row.id), name)
         if row.verdict == "NOT_COMPARABLE":

@@ -20,12 +20,15 @@ from pytest_llmgpu.report.derived import counted_tokens, device_times_s, generat
 from pytest_llmgpu.report.result import CaseResult, Launch
 from pytest_llmgpu.report.text import gib, percent, significant
 
-Rule = Literal["outcome", "execution", "capacity", "program", "time", "answers", "exact", "traffic", "path", "memory"]
+Rule = Literal[
+    "outcome", "execution", "capacity", "program", "time", "answers", "exact", "traffic", "path", "memory", "creep"
+]
 """How the gate judges a metric.
 
 outcome, execution, path: by their order. capacity: the largest batch size that fits. program: calls by name, and the
-price of their change. time: launches are the replicates. answers: item by item, or token by token. exact: equal in every launch, so that
-one launch suffices. traffic: exact, by collective. memory: exact up to the allocator's rounding.
+price of their change. time: launches are the replicates. answers: item by item, or token by token. exact: equal in
+every launch, so that one launch suffices. traffic: exact, by collective. memory: exact up to the allocator's rounding.
+creep: the growth of other metrics over several promotions.
 """
 
 Batches = Literal["measured", "passes", "eager"]
@@ -428,6 +431,11 @@ METRICS: tuple[MetricSpec, ...] = (
         figure=lambda result: _median("bytes", list(map(float, peaks_bytes(result)))),
         exported=Exported(column="peak_memory_bytes", label="peak memory", measure="peak-memory-bytes"),
         trended=Trended(title="peak of the fullest GPU (GiB)", scale=float(2**30)),
+    ),
+    MetricSpec(
+        name="creep",
+        rule="creep",
+        next_step="Find the commits that added it with llmgpu trend, or accept it: llmgpu promote --force REASON.",
     ),
     MetricSpec(
         name="load_time",

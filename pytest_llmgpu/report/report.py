@@ -150,6 +150,32 @@ class Promotion(msgspec.Struct, frozen=True, kw_only=True):
     """Reasons why it had been refused."""
 
 
+class PromotedCase(msgspec.Struct, frozen=True, kw_only=True):
+    """The figures of a case in an earlier baseline, and their conditions: only under equal ones they are compared."""
+
+    figures: dict[str, Amount]
+    """Metric to its figure: `device_time` (s), `memory` (bytes), `flops` and `traffic` (wire bytes) of a sequence."""
+    execution: str
+    """Execution of the forwards, as in `case`."""
+    batches_sha256: str
+    """SHA-256 over plans and batches of work passes, a condition of every metric but memory."""
+    uuids: list[str]
+    """UUIDs of the GPUs, a condition of device time. Empty without work passes."""
+    clock_ghz: Amount | None
+    """Mean SM clock of the work passes, another one; null if it was not measured."""
+
+
+class Promoted(msgspec.Struct, frozen=True, kw_only=True):
+    """A baseline that was replaced by a promotion."""
+
+    commit: str | None
+    """Commit that was measured."""
+    created: str
+    """Time at which its report was created, in UTC as RFC 3339."""
+    cases: dict[str, PromotedCase]
+    """Key of a completed case to its figures, without those from before an accepted growth or an improvement."""
+
+
 class Report(msgspec.Struct, kw_only=True):
     """One session: the whole object of the JSON file."""
 
@@ -177,6 +203,8 @@ class Report(msgspec.Struct, kw_only=True):
     """Verdicts of the gate; null if nothing was compared."""
     promotion: Promotion | None = None
     """Promotion by force; null for other baselines, and for reports that are none."""
+    promotions: list[Promoted] = []
+    """The baselines before this one, since the last promotion by force, the oldest first; at most the last 50."""
 
 
 def started(report: Report, launch: Launch) -> str:

@@ -4,13 +4,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.report_factory import make_failed, make_profile
+from support.report_factory import GIB, make_failed, make_memory, make_profile
 from support.verdict_factory import H200, gpus, noise, on_h200, timed
 
 from pytest_llmgpu.cli import main
 from pytest_llmgpu.report.file import dump, load
 from pytest_llmgpu.report.report import Commit, Report, Session
 from pytest_llmgpu.report.result import AccuracyCheck, CaseResult
+from pytest_llmgpu.report.text import MIB
 from pytest_llmgpu.store.references import BASELINE, resolve
 from pytest_llmgpu.store.store import save, stored
 
@@ -129,6 +130,32 @@ def test_a_refused_report_can_be_promoted_with_a_reason(capsys: pytest.CaptureFi
     assert "promoted by force: the machine is gone" in " ".join(capsys.readouterr().out.split())
     assert _promote(on_h200(sha="b" * 40), "--to", str(TARGET), "--force", "not needed") == 0
     assert load(TARGET).promotion is None
+
+
+def _using(mib: float, number: int) -> Report:
+    result = timed()
+    result.launches[0].memory = make_memory(1, peak=10 * GIB + mib * MIB)
+    return on_h200([result], f"{number:x}" * 40, created=f"2026-10-0{number}T03:04:05Z")
+
+
+def test_a_growth_over_three_promotions_is_refused_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each step is below the threshold. With a reason the growth is accepted: the next baseline starts again."""
+    for number, mib in enumerate((0, 60, 120), 1):
+        assert _to_file(_using(mib, number)) == 0
+    assert [one.commit for one in load(TARGET).promotions] == ["1" * 40, "2" * 40]
+    capsys.readouterr()
+    assert _to_file(_using(180, 4)) == 1
+    grown = "Memory +180 MiB (+1.8 %) since 11111111 of 2026-10-01, 3 promotions ago"
+    assert f"llmgpu: new.json is not promoted: REGRESSED: mp-bs1 creep: {grown}" in capsys.readouterr().err
+    assert main(["gate", str(TARGET), "new.json"]) == 1
+    printed = " ".join(capsys.readouterr().out.split())
+    assert grown in printed
+    assert "Next: Find the commits that added it with llmgpu trend, or accept it: llmgpu promote --force" in printed
+    assert _promote(_using(180, 4), "--to", str(TARGET), "--force", "a larger workspace") == 0
+    assert load(TARGET).promotions == []
+    for number, mib, status in ((5, 240, 0), (6, 300, 0), (7, 360, 1)):
+        assert _to_file(_using(mib, number)) == status
+    assert [one.commit for one in load(TARGET).promotions] == ["4" * 40, "5" * 40]
 
 
 def test_promoting_the_baseline_again_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,6 @@
 """`llmgpu promote`: make a report the baseline if it is clean and complete and passes the gate against the present one.
 
-The report keeps its verdicts against the baseline that it replaces.
+The report keeps its verdicts against the baseline that it replaces, and the figures of the baselines before it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 
 from pytest_llmgpu.cli.arguments import REFERENCE, add_rules, policy_of, source, storage_of, today_of
 from pytest_llmgpu.cli.output import complain, show
-from pytest_llmgpu.gate import headline
+from pytest_llmgpu.gate import creep, headline
 from pytest_llmgpu.gate.judge import exit_status, judge
 from pytest_llmgpu.report import disturbances, file
 from pytest_llmgpu.report.options import check_name_is_free
@@ -59,7 +59,7 @@ def run_promote(arguments: argparse.Namespace) -> int:
     newest = max(kept, key=lambda one: one.number, default=None)
     path: Path | None = arguments.to or (None if newest is None else newest.path)
     refused = list(_unfit(candidate))
-    status, verdicts = 1 if refused else 0, None
+    status, verdicts, promotions = 1 if refused else 0, None, candidate.promotions
     if path is not None and path.exists():
         present = references.resolve(str(path), store)
         base = present.report()
@@ -71,6 +71,7 @@ def run_promote(arguments: argparse.Namespace) -> int:
         whole = msgspec.structs.replace(candidate, session=session)
         baseline = present.baseline(present.name, base)
         verdicts = judge(base, whole, policy, today=today_of(arguments), baseline=baseline)
+        promotions = creep.promotions(base, candidate, verdicts, policy)
         if found := exit_status(verdicts, policy):
             refused.append(headline.describe(headline.decide(verdicts, policy)))
             status = status or found
@@ -80,7 +81,8 @@ def run_promote(arguments: argparse.Namespace) -> int:
         complain("remove the cause and measure again, or pass --force REASON, which the baseline keeps")
         return status
     promotion = Promotion(reason=arguments.force, refused=refused) if refused else None
-    promoted = msgspec.structs.replace(candidate, verdicts=verdicts, promotion=promotion)
+    promotions = [] if refused else promotions  # a growth that was accepted by force is not stated again
+    promoted = msgspec.structs.replace(candidate, verdicts=verdicts, promotion=promotion, promotions=promotions)
     try:
         written = _write(promoted, arguments.to, store, kept)
     except OSError as error:
@@ -127,4 +129,4 @@ def _unfit(candidate: Report) -> Iterator[str]:
 
 def _measured(report: Report) -> bytes:
     """Return what two reports with the same measurement have in common."""
-    return msgspec.json.encode(msgspec.structs.replace(report, verdicts=None, promotion=None))
+    return msgspec.json.encode(msgspec.structs.replace(report, verdicts=None, promotion=None, promotions=[]))
