@@ -179,7 +179,8 @@ def price(pair: Pair) -> tuple[float, float] | None:
 def slower_kernels(pair: Pair) -> list[Slower]:
     """Return the unchanged kernels that became slower than the factor common to all, at a fixed clock, largest first.
 
-    Kernels depend on the clock by different amounts: each has a line of its own.
+    Kernels depend on the clock by different amounts: each has a line of its own. Where most of the time became shorter
+    the others did not become slower.
     """
     total_s = pair.before.device_s
     if not pair.is_priced or not total_s:
@@ -191,7 +192,7 @@ def slower_kernels(pair: Pair) -> list[Slower]:
             fits.append((kernel, before, fixed_clock.fit(*launches)))
     if not fits:
         return []
-    common = _weighted_median([(fitted.change, before.time_s) for _, before, fitted in fits])
+    common = max(0.0, _weighted_median([(fitted.change, before.time_s) for _, before, fitted in fits]))
     found = []
     for (family, name), before, fitted in fits:
         growth, share = fitted.change - common, before.time_s / total_s
