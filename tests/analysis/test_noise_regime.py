@@ -5,9 +5,8 @@ from typing import Any
 import msgspec
 from support.report_factory import make_result, make_work
 
-from pytest_llmgpu.analysis.noise_regime import REGIMES, forwards, largest_spread, noisiest, of_device_time, of_time
+from pytest_llmgpu.analysis.noise_regime import REGIMES, largest_spread, noisiest, of_time
 from pytest_llmgpu.report.result import CaseResult
-from pytest_llmgpu.report.work import Bound
 
 
 def _busy(*shares: float | None, seconds: float = 60.0, **fields: Any) -> CaseResult:
@@ -17,16 +16,6 @@ def _busy(*shares: float | None, seconds: float = 60.0, **fields: Any) -> CaseRe
     ranks = [msgspec.structs.replace(rank, busy=share) for share in shares]
     result.launches[0].work = msgspec.structs.replace(make_work(), ranks=ranks)
     return result
-
-
-def test_the_bound_decides_the_regime_of_device_time() -> None:
-    """Without a bound the noisier regime is assumed."""
-    result = make_result()
-    assert of_device_time(result) == "device_compute"
-    regimes: dict[Any, str] = {"memory": "device_memory", "compute": "device_compute", "wire": "device_compute"}
-    for limited_by, regime in regimes.items():
-        result.bound = Bound(compute_s=1.0, memory_s=1.0, wire_s=1.0, bound_s=2.0, limited_by=limited_by, share=0.5)
-        assert of_device_time(result) == regime
 
 
 def test_the_rank_that_waits_most_decides_the_regime_of_eager_forwards() -> None:
@@ -52,20 +41,5 @@ def test_a_regime_explains_a_spread_of_its_launches() -> None:
 def test_the_noisier_regime_of_two_reports_counts() -> None:
     """The order of the regimes is their order of noise."""
     replayed, eager, waiting = make_result(execution="cuda_graphs"), _busy(0.9), _busy(0.5)
-    assert noisiest("time", replayed, waiting) == "eager_host"
-    assert noisiest("time", eager, replayed) == "eager_device"
-    memory = make_result()
-    memory.bound = Bound(compute_s=1, memory_s=2, wire_s=0, bound_s=2, limited_by="memory", share=0.5)
-    assert noisiest("device_time", replayed, memory) == "device_compute"
-
-
-def test_the_forwards_that_a_launch_measures() -> None:
-    """Those of all work passes for device time, the timed batches for replayed graphs; the fewest of any launch."""
-    few, many = make_result(1.0), make_result(1.0)
-    few.launches[0].work = make_work(batches=[0, 2], passes=12)
-    many.launches[0].work = make_work(batches=[0, 2, 5], passes=12)
-    many.launches[0].batches.latency_s = [0.1] * 30
-    assert forwards("device_compute", few, many) == 24
-    assert forwards("replayed", many) == 30
-    assert forwards("device_memory", few) is None
-    assert forwards("device_compute", make_result(1.0)) is None
+    assert noisiest(replayed, waiting) == "eager_host"
+    assert noisiest(eager, replayed) == "eager_device"

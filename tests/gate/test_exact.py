@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -12,9 +12,9 @@ from pytest_llmgpu.gate.exact import exact_rows, execution_row, other_execution,
 from pytest_llmgpu.gate.policy import AmountRule, ExactRule, Rules
 from pytest_llmgpu.report.result import CaseResult, Traffic
 from pytest_llmgpu.report.verdicts import Row
-from pytest_llmgpu.report.work import WORK_OFF, WORK_ON, RankWork, Work
+from pytest_llmgpu.report.work import WORK_OFF, WORK_ON, HostCalls, Work
 
-STRICT = Rules(kernels=ExactRule(), ops=ExactRule(), runtime_calls=ExactRule())
+GATED = Rules(host_calls=ExactRule())
 
 
 def _result(*works: Work | None) -> CaseResult:
@@ -24,19 +24,28 @@ def _result(*works: Work | None) -> CaseResult:
     return result
 
 
-def _with(**fields: Any) -> Work:
-    """Return a record of two ranks with other fields on rank 1."""
-    work = make_work()
-    first, second = work.ranks
-    return msgspec.structs.replace(work, ranks=[first, msgspec.structs.replace(second, **fields)])
+def _calling(*python: int | None, version: str = "3.12", **fields: Any) -> Work:
+    """Return a record of ranks with these numbers of Python calls in a forward."""
+    work = make_work(len(python), **fields)
+    ranks = [
+        msgspec.structs.replace(
+            rank,
+            host_calls=None
+            if calls is None
+            else HostCalls(python=calls, c=1, by_file={"a.py": calls}, python_version=version),
+            why={"host_calls": "it was not counted"} if calls is None else {},
+        )
+        for rank, calls in zip(work.ranks, python, strict=True)
+    ]
+    return msgspec.structs.replace(work, ranks=ranks)
 
 
 def _found(
     base: CaseResult | Work | None = None, head: CaseResult | Work | None = None, rules: Rules | None = None
 ) -> dict[str, Row | str]:
     """Return the row of each metric of work passes, or the reason why there is none."""
-    then, now = (one if isinstance(one, CaseResult) else _result(one or make_work()) for one in (base, head))
-    return {str(metric): row for metric, row in exact_rows(then, now, rules or Rules()) if metric != "traffic"}
+    then, now = (one if isinstance(one, CaseResult) else _result(one or _calling(4, 4)) for one in (base, head))
+    return {str(metric): row for metric, row in exact_rows(then, now, rules or GATED) if metric != "traffic"}
 
 
 def _rows(*given: Any, **named: Any) -> dict[str, Row]:
@@ -44,57 +53,14 @@ def _rows(*given: Any, **named: Any) -> dict[str, Row]:
     return {metric: row for metric, row in _found(*given, **named).items() if isinstance(row, Row)}
 
 
-_FLOPS = 10**12
-
-
-@pytest.mark.parametrize(
-    ("flops", "verdict", "shown"),
-    [
-        ((_FLOPS, _FLOPS), "OK", _FLOPS),
-        ((_FLOPS, 1_010_000_000_000), "REGRESSED", 1_010_000_000_000),
-        ((1_010_000_000_000, 1_010_000_000_000), "REGRESSED", 1_010_000_000_000),
-        ((990_000_000_000, 1_010_000_000_000), "REGRESSED", 1_010_000_000_000),
-        ((_FLOPS, 1_001_000_000_001), "REGRESSED", 1_001_000_000_001),
-        ((_FLOPS, 1_001_000_000_000), "OK", 1_001_000_000_000),
-        ((_FLOPS, 999_000_000_000), "OK", 999_000_000_000),
-        ((_FLOPS, 998_999_999_999), "IMPROVED", 998_999_999_999),
-    ],
-)
-def test_flops_may_grow_by_a_thousandth_on_each_rank(
-    flops: tuple[int, int], verdict: str, shown: int, prose: Prose
-) -> None:
-    """The rank that changed most decides, with its own figures, also where the sum over the ranks is equal."""
-    work = make_work()
-    ranks = [msgspec.structs.replace(rank, flops=one) for rank, one in zip(work.ranks, flops, strict=True)]
-    head = msgspec.structs.replace(work, ranks=ranks)
-    row = _rows(head=head)["flops"]
-    assert (row.result, row.gated, row.threshold, row.n) == (verdict, True, 0.001, 1)
-    assert (row.base, row.head, row.ratio) == (_FLOPS, shown, shown / _FLOPS)
-    assert prose == row.reason
-    assert _rows(head=head, rules=Rules(flops=AmountRule(threshold=0.02)))["flops"].verdict == "OK"
-
-
-def _more(rank: RankWork, function: str) -> dict[str, int]:
-    assert rank.runtime_calls is not None
-    return {**rank.runtime_calls, function: rank.runtime_calls.get(function, 0) + 1}
-
-
-@pytest.mark.parametrize(
-    ("metric", "fields"),
-    [
-        ("host_syncs", lambda rank: {"host_syncs": 5, "runtime_calls": _more(rank, "cudaStreamSynchronize")}),
-        ("kernels", lambda rank: {"kernels": rank.kernels + 1, "runtime_calls": _more(rank, "cudaLaunchKernel")}),
-        ("ops", lambda _: {"ops": {"aten::mm": 399, "aten::add": 2}}),
-        ("runtime_calls", lambda rank: {"runtime_calls": _more(rank, "cudaMemcpyAsync")}),
-    ],
-)
-def test_one_more_call_is_a_regression(metric: str, fields: Callable[[RankWork], dict[str, Any]], prose: Prose) -> None:
-    """One launch decides. The reason names the calls that changed; one call less is an improvement."""
-    more = _with(**fields(make_work().ranks[1]))
-    shown, gated, fewer = (one[metric] for one in (_rows(head=more), _rows(head=more, rules=STRICT), _rows(base=more)))
-    is_gated = metric == "host_syncs"
-    assert (shown.verdict, shown.gated) == ("REGRESSED" if is_gated else "CHANGED", is_gated)
-    assert (gated.verdict, fewer.result) == ("REGRESSED", "IMPROVED")
+def test_one_more_call_is_a_regression(prose: Prose) -> None:
+    """One launch decides, by the rank that changed most, where the policy gates it. One call less is an improvement."""
+    more = _calling(4, 5)
+    shown, gated, fewer = (
+        one["host_calls"] for one in (_rows(head=more, rules=Rules()), _rows(head=more), _rows(base=more))
+    )
+    assert (shown.verdict, shown.gated) == ("CHANGED", False)
+    assert (gated.verdict, gated.base, gated.head, fewer.result) == ("REGRESSED", 4, 5, "IMPROVED")
     assert prose == shown.reason
     assert prose == fewer.reason
 
@@ -114,34 +80,31 @@ def test_launches_that_differ_have_to_differ_in_one_direction(
     before: Sequence[int], after: Sequence[int], verdict: str
 ) -> None:
     """Every launch of the candidate has to have more than every launch of the baseline."""
-    base, head = (_result(*(_with(host_syncs=count) for count in counts)) for counts in (before, after))
-    row = _rows(base, head)["host_syncs"]
+    base, head = (_result(*(_calling(4, count) for count in counts)) for counts in (before, after))
+    row = _rows(base, head)["host_calls"]
     assert (row.result, row.n) == (verdict, min(len(before), len(after)))
 
 
 def test_work_of_other_batches_is_not_compared(prose: Prose) -> None:
-    """Other batches of the plan, or another plan."""
-    head = _result(make_work(batches=[0, 1]))
-    assert _rows(head=head) == {}
-    assert prose == _found(head=head)["flops"]
-    other = _result(make_work())
+    """Other batches of the plan, another plan, another version of Python, or other ranks."""
+    head = _result(_calling(4, 4, batches=[0, 1]))
+    assert prose == _found(head=head)["host_calls"]
+    other = _result(_calling(4, 4))
     other.launches[0].plan_sha256 = "0" * 64
-    assert _rows(head=other) == {}
-    both = _result(make_work(batches=[0, 1]), _with(flops=2 * 10**12))
-    assert _rows(head=both)["flops"].verdict == "REGRESSED", "the second launch ran the same batches"
-    assert _rows(head=make_work(ranks=4)) == {}
+    for one in (head, other, _calling(4, 4, version="3.13"), _calling(4, 4, 4)):
+        assert _rows(head=one) == {}
+    both = _result(_calling(4, 4, batches=[0, 1]), _calling(4, 8))
+    assert _rows(head=both)["host_calls"].verdict == "REGRESSED", "the second launch ran the same batches"
 
 
 def test_a_figure_that_a_report_lacks(prose: Prose) -> None:
     """It is MISSING if only the candidate lacks it: a figure of a rank, the ranks, or the work passes."""
-    why = {"flops": "fused kernels bypass the dispatcher"}
-    ranks = [RankWork(uuids=[], flops=None, host_syncs=4, why=why)] * 2
-    fused = _result(msgspec.structs.replace(make_work(), ranks=ranks))
-    for lacking in (fused, _result(make_work(ranks=0)), _result(None)):
-        assert _rows(head=lacking)["flops"].verdict == "MISSING"
-        assert _found(lacking)["flops"] == "only the candidate has it"
-        assert _found(lacking, lacking)["flops"] == "neither report has it"
-    assert prose == _rows(head=fused)["flops"].reason
+    lost = _result(_calling(None, None))
+    for lacking in (lost, _result(make_work(ranks=0)), _result(None)):
+        assert _rows(head=lacking)["host_calls"].verdict == "MISSING"
+        assert _found(lacking)["host_calls"] == "only the candidate has it"
+        assert _found(lacking, lacking)["host_calls"] == "neither report has it"
+    assert prose == _rows(head=lost)["host_calls"].reason
 
 
 def test_work_that_an_option_switched_off_is_missing() -> None:
