@@ -1,12 +1,11 @@
-"""Estimate the noise between launches by regime from recorded launches: s0 and df0 of `gate/times.py`.
+"""Estimate the noise between launches by regime from recorded launches: s0 and df0 of `analysis/noise_regime.py`.
 
     python benchmarks/gate/priors.py eager_host=benchmarks/reports/launches-gpu-1.json.gz:mp-bs2,mp-bs8 ...
 
 Each argument names a regime, a report with several launches, and ids of its cases (all of them without a colon). The
 launches of one GPU and case are one group. A group's variance has its own degrees of freedom; s0 and df0 are the
-moment estimates of limma (Smyth 2004, `fitFDist`): df0 is small where machines differ in their deviation. Deviations of
-`device_compute` and `replayed` are scaled to 24 forwards, as `prior_of` does. `between_gpus` is the deviation of device
-time between the GPUs that recorded the same batches, `GPU_SD` of the noise model. Needs scipy. Prints JSON.
+moment estimates of limma (Smyth 2004, `fitFDist`): df0 is small where machines differ in their deviation.
+`between_gpus` is the deviation of device time between the GPUs that recorded the same batches. Needs scipy; prints JSON.
 """
 
 from __future__ import annotations
@@ -23,14 +22,12 @@ from pathlib import Path
 from scipy.optimize import brentq
 from scipy.special import digamma, polygamma
 
-from pytest_llmgpu.analysis import noise_regime
 from pytest_llmgpu.analysis.noise_regime import REGIMES
-from pytest_llmgpu.gate.times import prior_of
 from pytest_llmgpu.report import disturbances, file
 from pytest_llmgpu.report.derived import device_times_s
 from pytest_llmgpu.report.result import CaseResult, Launch
 
-_DEVICE_TIME = ("device_memory", "device_compute")
+_DEVICE_TIME = ("device",)
 _MOST_DEGREES = 1000.0
 """df0 where the groups differ by no more than chance explains: the prior then counts for everything."""
 
@@ -91,10 +88,8 @@ def main(arguments: Sequence[str]) -> int:
         for result in file.load(Path(path)).cases:
             if ids and result.id not in ids.split(","):
                 continue
-            unit = prior_of(regime).s0
-            scale = unit / prior_of(regime, forwards=noise_regime.forwards(regime, result)).s0
             for gpu, logs in levels(result, regime).items():
-                sd = scale * statistics.stdev(logs)
+                sd = statistics.stdev(logs)
                 one = {"report": Path(path).name, "case": result.id, "gpu": gpu, "launches": len(logs), "sd": sd}
                 groups[regime].append(one)
                 means[regime, result.id, result.launches[0].plan_sha256][gpu] = statistics.fmean(logs)
