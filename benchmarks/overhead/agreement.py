@@ -80,7 +80,8 @@ def main() -> int:
     nvlink = any(gpu.nvlinks for gpu in gpus[:count]) or not gpus
     with tempfile.TemporaryDirectory() as folder:
         environment = None if gpus else stub_environment(Path(folder), count, older=False)
-        profiler = Profiler(PERIOD_S, [gpu.uuid for gpu in gpus[:count]] or None, environment)
+        os.environ.update(environment or {})  # of the sampler
+        profiler = Profiler(PERIOD_S, [gpu.uuid for gpu in gpus[:count]] or None)
         profiler.start()
         try:
             with Ranks(count, "cuda" if gpus else "cpu", Path(folder, "meeting")) as ranks:

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from pytest_llmgpu.profiling.sampler.sources import THROTTLED, Cumulative
+from pytest_llmgpu.profiling.sampler.devices import THROTTLED, Cumulative
 from pytest_llmgpu.profiling.stream import Header, MarkRecord, TickRecord
 from pytest_llmgpu.report.result import DeviceProfile, Metric, Profile, Series
 

@@ -17,8 +17,7 @@ from pytest_llmgpu.analysis import reference
 from pytest_llmgpu.inference import tasks
 from pytest_llmgpu.profiling import machine as environment
 from pytest_llmgpu.profiling.machine import Machine
-from pytest_llmgpu.profiling.node_profilers import NodeProfilers, RemoteProfiler, Settings
-from pytest_llmgpu.profiling.profiler import Profiler
+from pytest_llmgpu.profiling.profiler import NodeProfilers, Profiler, RemoteProfiler, Settings
 from pytest_llmgpu.ranks.env_launcher import Devices, EnvLauncher, Peers
 from pytest_llmgpu.ranks.local import LocalLauncher
 from pytest_llmgpu.ranks.worker import ReferenceTexts

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from pytest_llmgpu.profiling import node_profilers
-from pytest_llmgpu.profiling.node_profilers import NodeProfilers, RemoteProfiler, Settings, joined
-from pytest_llmgpu.profiling.profiler import Profiler
+from pytest_llmgpu.profiling import profiler
+from pytest_llmgpu.profiling.profiler import NodeProfilers, Profiler, RemoteProfiler, Settings, joined
 from pytest_llmgpu.report.result import DeviceProfile, Profile, Series
 
 _PERIOD_S = 0.025
 _APART_S = 1e6
 _UUID = "GPU-00000000-0000-0000-0000-000000000000"
+_SETTINGS = Settings(period_s=_PERIOD_S, uuids=(_UUID,))
 
 
 class _Ahead(Profiler):
@@ -37,15 +37,22 @@ pytestmark = pytest.mark.usefixtures("patient_profiler")
 def close_here() -> Iterator[None]:
     """End the samplers of this process."""
     yield
-    node_profilers.close_here()
+    profiler.close_here()
 
 
-def test_each_node_cuts_its_stream_by_its_own_clock(nvml_stub: Callable[..., dict[str, str]]) -> None:
+def test_each_node_cuts_its_stream_by_its_own_clock(
+    nvml_stub: Callable[..., dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The window has samples of every node."""
-    environment = nvml_stub(gpus=1)
-    here, there = (kind(_PERIOD_S, environment=environment) for kind in (Profiler, _Ahead))
-    profilers = NodeProfilers(here, [there], {})
-    profilers.held_bytes = {_UUID: 4 << 30}
+    for name, value in nvml_stub(gpus=1).items():
+        monkeypatch.setenv(name, value)
+    there = _Ahead(_PERIOD_S)
+
+    def call(_fn: object, _settings: Settings, method: str, arguments: dict[str, Any]) -> Any:
+        return getattr(there, method)(**arguments)
+
+    profilers = NodeProfilers(here := Profiler(_PERIOD_S), [RemoteProfiler(call, _SETTINGS)], {})
+    here.held_bytes = {_UUID: 4 << 30}
     profilers.start()
     try:
         starts_s = profilers.now_s()
@@ -72,18 +79,17 @@ def test_an_agent_keeps_the_profiler_of_its_node(
 
     for name, value in nvml_stub(gpus=1).items():
         monkeypatch.setenv(name, value)
-    settings = Settings(period_s=_PERIOD_S, uuids=(_UUID,))
-    remote = RemoteProfiler(call, settings)
-    remote.start()
-    remote.mark(wait=True)
-    starts_s = remote.now_s()
-    remote.mark(wait=True)
-    (device,) = remote.slice(starts_s, remote.now_s(), {}).devices
+    remote = RemoteProfiler(call, _SETTINGS)
+    remote.ask("start")
+    remote.ask("mark", {"wait": True})
+    starts_s = remote.ask("now_s")
+    remote.ask("mark", {"wait": True})
+    (device,) = remote.ask("slice", {"starts_s": starts_s, "ends_s": remote.ask("now_s"), "held_bytes": {}}).devices
     assert device.uuid == _UUID
     assert device.metrics["power_w"].mean is not None
-    [first] = node_profilers._here.values()
-    RemoteProfiler(call, others := Settings(period_s=_PERIOD_S, uuids=())).start()
-    assert list(node_profilers._here) == [others]
+    [first] = profiler._here.values()
+    RemoteProfiler(call, others := Settings(period_s=_PERIOD_S, uuids=())).ask("start")
+    assert list(profiler._here) == [others]
     assert first.why is None  # it was closed, which is no failure
 
 
@@ -96,10 +102,10 @@ def test_a_lost_node_has_a_profile_without_readings() -> None:
     known = _profile(["GPU-a"], samples=3)
 
     class _Here(Profiler):
-        def slice(self, *_: Any) -> Profile:
+        def slice(self, *_: Any, **__: Any) -> Profile:
             return known
 
-    profilers = NodeProfilers(_Here(_PERIOD_S), [RemoteProfiler(call, Settings(period_s=1.0, uuids=("GPU-b",)))], {})
+    profilers = NodeProfilers(_Here(_PERIOD_S), [RemoteProfiler(call, _SETTINGS)], {})
     profilers.mark()
     assert profilers.now_s()[1] == 0
     assert profilers.used_bytes() == {}

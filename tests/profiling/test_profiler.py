@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from support.worlds import ends
@@ -42,12 +43,13 @@ def hanging(tmp_path: Path) -> Path:
 @contextmanager
 def profiler(environment: dict[str, str], uuids: list[str] | None = None) -> Iterator[Profiler]:
     """Start a profiler with a period of 25 ms."""
-    profiler = Profiler(PERIOD_S, uuids, environment)
-    try:
-        profiler.start()
-        yield profiler
-    finally:
-        profiler.close()
+    with mock.patch.dict(os.environ, environment, clear=True):
+        profiler = Profiler(PERIOD_S, uuids)
+        try:
+            profiler.start()
+            yield profiler
+        finally:
+            profiler.close()
 
 
 def wait_for_ticks(profiler: Profiler, count: int) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from pytest_llmgpu.profiling import recording as module
 from pytest_llmgpu.profiling.recording import Recording
-from pytest_llmgpu.profiling.sampler.sources import THROTTLED, Cumulative
+from pytest_llmgpu.profiling.sampler.devices import THROTTLED, Cumulative
 from pytest_llmgpu.profiling.stream import Header, HeaderDevice, MarkRecord, TickRecord
 from pytest_llmgpu.report.derived import of_window
 from pytest_llmgpu.report.result import Profile
