@@ -75,7 +75,7 @@ def main() -> int:
     options = _parse()
     began_s = time.monotonic()
     inventory = nvml.inventory()
-    gpus = machine("auto", None, inventory=inventory).gpus
+    gpus = machine("auto", None).gpus
     count = min(options.gpus or len(gpus) or 2, len(gpus) or 8)
     nvlink = any(gpu.nvlinks for gpu in gpus[:count]) or not gpus
     with tempfile.TemporaryDirectory() as folder:

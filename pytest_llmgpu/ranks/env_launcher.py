@@ -508,7 +508,7 @@ class Devices:
                 asked = [process for _, process in sorted(firsts.items())]
                 found = [here.gather(own.facts), *_answers(asked, here.gather)]
                 self.notes = here.check(found)
-                self._nodes = [one.node for one in found]
+                self._nodes = found
             others = [own] * (len(processes) - 1)
             if own.device != "cpu":
                 others = _answers(processes[1:], here.machine, device, None)
