@@ -4,9 +4,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -14,6 +12,7 @@ import pytest
 
 from pytest_llmgpu import processes
 from pytest_llmgpu.profiling import machine as environment
+from pytest_llmgpu.profiling import nvml
 from pytest_llmgpu.profiling.machine import Machine, TorchFacts, fingerprint, machine, probe
 from pytest_llmgpu.profiling.nvml import Inventory
 from pytest_llmgpu.report.report import Gpu, Node
@@ -43,21 +42,16 @@ def _choose(
     nodes: int = 0,
 ) -> Machine:
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
-        _installed(patch, facts, inventory, {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
+        _installed(patch, facts, inventory, **({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}))
         patch.setattr(environment, "_DEVICE_NODES", Path(folder))
         for number in range(nodes):
             Path(folder, f"nvidia{number}").touch()
         return machine(device, devices)
 
 
-def _installed(
-    patch: pytest.MonkeyPatch,
-    facts: TorchFacts,
-    inventory: Inventory,
-    environ: Mapping[str, str] = MappingProxyType({}),
-) -> TorchFacts:
+def _installed(patch: pytest.MonkeyPatch, facts: TorchFacts, inventory: Inventory, **environ: str) -> TorchFacts:
     patch.setattr(environment, "probe", lambda: facts)
-    patch.setattr(environment.nvml, "inventory", lambda: inventory)
+    patch.setattr(nvml, "inventory", lambda: inventory)
     for name in (name for name in os.environ if environment._VARIABLES.fullmatch(name)):
         patch.delenv(name)
     for name, value in environ.items():
@@ -128,7 +122,6 @@ _FAKE_TORCH = """
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
 print("a library's chatter on stdout")
 __version__ = "9.9"
 class version: cuda = "13.0"
@@ -202,7 +195,7 @@ def test_only_variables_that_change_a_measurement_are_kept(monkeypatch: pytest.M
     kept |= {"OMP_WAIT_POLICY": "ACTIVE", "GOMP_SPINCOUNT": "300000"}
     secrets = dict.fromkeys(("NCCL_API_TOKEN", "PYTORCH_SECRET", "CUDA_LICENSE_KEY", "HF_TOKEN"), "t0p")
     others = {"HOME": "/home/ada", "MY_NCCL_X": "1", "OMP_NUM_THREADS_X": "1"}
-    found = fingerprint(_installed(monkeypatch, _CPU_TORCH, _NO_NVML, {**kept, **secrets, **others}))
+    found = fingerprint(_installed(monkeypatch, _CPU_TORCH, _NO_NVML, **kept, **secrets, **others))
     assert found.variables == {**kept, "CUDA_HOME": "~/cuda"}
     assert "t0p" not in json.dumps(found.variables)
 

@@ -9,8 +9,7 @@ from support.repository import first_commit
 from support.verdict_factory import H200, measured
 
 from pytest_llmgpu.report.file import dump, load
-from pytest_llmgpu.store.references import BASELINE, resolve
-from pytest_llmgpu.store.store import LAST, save, stored
+from pytest_llmgpu.store.store import BASELINE, LAST, resolve, save, stored
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
 
