@@ -24,9 +24,8 @@ import msgspec
 
 from pytest_llmgpu import processes
 from pytest_llmgpu.profiling import nvml
-from pytest_llmgpu.profiling.recording import Recording
+from pytest_llmgpu.profiling.recording import Header, MarkRecord, Recording, Refusal, TickRecord
 from pytest_llmgpu.profiling.sampler.devices import Method
-from pytest_llmgpu.profiling.stream import Header, MarkRecord, Refusal, TickRecord
 from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.result import Profile, Series
 
@@ -48,6 +47,9 @@ Call = Callable[..., Any]
 It raises OSError if the node cannot be reached.
 """
 
+Settings = tuple[float, tuple[str, ...], Method]
+"""The arguments of a `Profiler`."""
+
 
 class Window(msgspec.Struct):
     """A block of code. The end and the profile are set when it ends."""
@@ -63,9 +65,8 @@ class Window(msgspec.Struct):
 class Profiler:
     """The session's sampler and its stream so far.
 
-    Readings are stored up to `recording.HISTORY_BYTES` (hours of them), and since the start of the oldest open window:
-    a slice may reach back that far. Nothing here raises on a machine without NVML or if the sampler dies; `why` and the
-    profiles have the reason.
+    Readings are stored up to `recording.HISTORY_BYTES` (hours of them): a slice may reach back that far. Nothing here
+    raises on a machine without NVML or if the sampler dies; `why` and the profiles have the reason.
     """
 
     def __init__(
@@ -96,7 +97,6 @@ class Profiler:
         self._process: subprocess.Popen[bytes] | None = None
         self.recording: Recording | None = None
         """The stream so far; None before its first line. The listening thread changes it."""
-        self._open: list[float] = []
         self._marks = 0
         self._marked_s = -math.inf
         self._failure: str | None = None
@@ -136,24 +136,21 @@ class Profiler:
     def start(self) -> None:
         """Start the sampler, unless it runs, and wait up to 5 s for its first line.
 
-        A sampler that has ended or does not answer any more is replaced, and its stream is dropped, unless a window is
-        open that began with it.
+        A sampler that has ended or does not answer any more is replaced, and its stream is dropped.
         """
         with self._changed:
             if self._uuids == []:
                 self._failure = "no GPU is visible"
                 return
-            failed = self.recording is not None and (self._ended or self._silent)
-            replace = failed and not self._open and not self._closing
+            failed = self.recording is not None and (self._ended or self._silent) and not self._closing
             listener, process = self._listener, self._process
-        if replace:
-            if process is not None:
-                process.kill()
-            if listener is not None:
-                listener.join(_END_S)
+        replace = False
+        if failed and listener is not None and process is not None:
+            process.kill()
+            listener.join(_END_S)
+            replace = not listener.is_alive()  # one that hangs in the driver cannot be killed, and stays
         with self._changed:
-            # A sampler that hangs in the driver cannot be killed, and stays.
-            if replace and not (listener is not None and listener.is_alive()):
+            if replace:
                 self._listener = self._process = self.recording = self._failure = None
                 self._marks, self._marked_s = 0, -math.inf
                 self._ended = self._silent = False
@@ -227,8 +224,6 @@ class Profiler:
         self.start()
         self.mark(wait=True)
         window = Window(time.monotonic())
-        with self._changed:
-            self._open.append(window.start_s)
         try:
             yield window
         finally:
@@ -236,8 +231,6 @@ class Profiler:
             self.mark()
             profile = self.slice([window.start_s], [window.end_s], held_bytes)
             window.profile = msgspec.structs.replace(profile, invalid=disturbances.find(profile))
-            with self._changed:
-                self._open.remove(window.start_s)
 
     def close(self) -> None:
         """End the sampler. Slices of its stream are still possible."""
@@ -305,10 +298,9 @@ class Profiler:
             elif self.recording is None:
                 self.recording = Recording(msgspec.json.decode(line, type=Header))
             elif line.startswith(b'{"mark":'):
-                self.recording.mark(msgspec.json.decode(line, type=MarkRecord))
+                self.recording.kept_marks.append(msgspec.json.decode(line, type=MarkRecord))
             else:
-                tick = msgspec.json.decode(line, type=TickRecord)
-                self.recording.add(tick, min(self._open, default=math.inf))
+                self.recording.add(msgspec.json.decode(line, type=TickRecord))
             self._changed.notify_all()
 
     def _end(self, failure: str) -> None:
@@ -324,23 +316,13 @@ def _without_readings(period_s: float, start_s: float, end_s: float, why: str) -
     return Profile(period_s=period_s, duration_s=duration_s, samples=0, missed=0, lateness_p99_s=None, why=reasons)
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of the profiler of another node."""
-
-    period_s: float
-    """Seconds between readings."""
-    uuids: tuple[str, ...]
-    """The GPUs to read."""
-    method: Method = "auto"
-    """See `Profiler`."""
-
-
 class RemoteProfiler:
     """The profiler of another node, which its agent runs. All times are of the CLOCK_MONOTONIC of that node."""
 
-    def __init__(self, call: Call, settings: Settings) -> None:
+    def __init__(self, call: Call, period_s: float, uuids: tuple[str, ...], method: Method = "auto") -> None:
+        """Prepare the profiler of another node. For its settings see `Profiler`."""
         self._call = call
-        self._settings = settings
+        self._settings: Settings = period_s, uuids, method
         self.lost: str | None = None
         """The reason why the node cannot be reached; None if it can."""
 
@@ -362,7 +344,7 @@ def ask_here(settings: Settings, method: str, arguments: Mapping[str, Any]) -> A
     """Call a method of the profiler of this node for another one. The agent of a node runs this."""
     if settings not in _here:
         close_here()
-        _here[settings] = Profiler(settings.period_s, settings.uuids, method=settings.method)
+        _here[settings] = Profiler(*settings)
     return getattr(_here[settings], method)(**arguments)
 
 

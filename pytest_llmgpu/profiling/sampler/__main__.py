@@ -1,6 +1,6 @@
 """The child process that reads NVML in a fixed period: `python -m pytest_llmgpu.profiling.sampler --period 0.1667`.
 
-It writes one line of JSON to stdout at each deadline t0 + k * period of CLOCK_MONOTONIC. `profiling/stream.py` has the
+It writes one line of JSON to stdout at each deadline t0 + k * period of CLOCK_MONOTONIC. `recording` has the
 records: first a header, or a refusal and the end; then ticks. A line `mark` on stdin requests a reading of the
 cumulative counters, whose record is written between two ticks.
 
@@ -24,9 +24,9 @@ import msgspec
 
 from pytest_llmgpu.processes import die_with_parent
 from pytest_llmgpu.profiling.nvml import NvmlMissingError, session
+from pytest_llmgpu.profiling.recording import Header, HeaderDevice, Refusal, TickRecord
 from pytest_llmgpu.profiling.sampler.devices import METRICS, Call, Device, Method, open_devices
 from pytest_llmgpu.profiling.sampler.rounds import Marking, Sampler, ticks
-from pytest_llmgpu.profiling.stream import Header, HeaderDevice, Refusal, TickRecord
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

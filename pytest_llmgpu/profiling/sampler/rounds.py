@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
+from pytest_llmgpu.profiling.recording import MarkRecord
 from pytest_llmgpu.profiling.sampler.devices import CALLS, METRICS, POLLED, Call, Device
-from pytest_llmgpu.profiling.stream import MarkRecord
 
 _GIVE_UP_S = 1.0
 """A blocking call that takes longer counts as hung. Its metric is null until it returns."""
