@@ -5,7 +5,7 @@
 Each argument names a regime, a report with several launches, and ids of its cases (all of them without a colon). The
 launches of one GPU and case are one group. A group's variance has its own degrees of freedom; s0 and df0 are the
 moment estimates of limma (Smyth 2004, `fitFDist`): df0 is small where machines differ in their deviation.
-`between_gpus` is the deviation of device time between the GPUs that recorded the same batches. Needs scipy; prints JSON.
+`between_gpus` is the deviation of device time between GPUs that recorded the same batches. Needs scipy; prints JSON.
 """
 
 from __future__ import annotations

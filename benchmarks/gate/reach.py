@@ -84,7 +84,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _scatter(case: CaseResult) -> dict[str, float]:
-    """Return the standard deviation of log device time between launches, as measured and at a fixed clock, in percent."""
+    """Return the deviation of device time between launches in percent, as measured and at a fixed clock."""
     passes = [fixed_clock.passes(rank, device_passes_s(rank)) for launch in case.launches for rank in launch.ranks]
     found = fixed_clock.fit(passes, passes[:1])
     return {

@@ -14,8 +14,8 @@ from pytest_llmgpu.gate.policy import Policy, find_policy, load_policy, policy_i
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.verdicts import Candidate, Verdicts, with_present_names
-from pytest_llmgpu.store import git, references, store
-from pytest_llmgpu.store.references import Source
+from pytest_llmgpu.store import git, store
+from pytest_llmgpu.store.store import Source
 
 REFERENCE = (
     "a path; a number or a name in the store; latest; the first digits of a commit; MACHINE/ followed by any of these; "
@@ -50,7 +50,7 @@ def source(reference: str, arguments: argparse.Namespace, *, same_machine_as: Re
     If several machines have a report of that name, it is the one of the machine of `same_machine_as`.
     """
     machine = None if same_machine_as is None else store.hardware(same_machine_as)
-    return references.resolve(reference, storage_of(arguments), machine=machine)
+    return store.resolve(reference, storage_of(arguments), machine=machine)
 
 
 def add_rules(parser: argparse.ArgumentParser) -> None:

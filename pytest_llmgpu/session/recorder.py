@@ -28,7 +28,7 @@ from pytest_llmgpu.report.text import beginning, valid
 from pytest_llmgpu.report.verdicts import Verdicts
 from pytest_llmgpu.report.work import Ceilings
 from pytest_llmgpu.session import resume
-from pytest_llmgpu.store import references, store
+from pytest_llmgpu.store import store
 from pytest_llmgpu.store.git import commit
 
 _NO_CEILINGS = "the ceilings are measured after the first work passes on a GPU"
@@ -108,9 +108,9 @@ class Recorder:
         Raises:
             ValueError: There is no such report, or its session cannot be continued.
         """
-        name = references.public(reference)
+        name = store.public(reference)
         try:
-            source = references.resolve(reference, self._storage_path, repository=self._rootdir)
+            source = store.resolve(reference, self._storage_path, repository=self._rootdir)
             report = resume.continued(source.report(), self._start(devices), name=name, sha256=source.sha256)
         except ValueError as error:
             raise ValueError(f"--llmgpu-resume={reference}: {error}") from None
@@ -251,7 +251,7 @@ class Recorder:
             return
         try:
             if name is not None:
-                references.resolve(name, self._storage_path, machine=store.hardware(report))
+                store.resolve(name, self._storage_path, machine=store.hardware(report))
         except ValueError as error:
             self._saved.append(f"note: {error}")
 

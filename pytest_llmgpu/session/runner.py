@@ -18,8 +18,7 @@ from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.inference.tasks.protocol import Item
 from pytest_llmgpu.profiling import machine
 from pytest_llmgpu.profiling.machine import Machine
-from pytest_llmgpu.profiling.node_profilers import NodeProfilers
-from pytest_llmgpu.profiling.profiler import Profiler
+from pytest_llmgpu.profiling.profiler import NodeProfilers, Profiler
 from pytest_llmgpu.ranks import ceilings, serving, traffic, work, worker
 from pytest_llmgpu.ranks import host as hosts
 from pytest_llmgpu.ranks.group import RankGroup, slowest
@@ -396,7 +395,7 @@ class Runner:
             raise
         devices = _by_gpu(loaded, request.machine)
         held = {gpu.uuid: device.held_bytes for gpu, device in devices if gpu}
-        self._profilers_of(request.machine).held_bytes = held
+        self._profilers_of(request.machine).here.held_bytes = held
         self._loading, self._load_s = case.loading, time.monotonic() - began
         return self._group
 
@@ -450,7 +449,7 @@ class Runner:
         devices = _by_gpu(of_ranks, request.machine)
         held = {gpu.uuid: device.held_bytes for gpu, device in devices if gpu}
         self._add_profile(launch, profilers.slice(self._began_on_nodes_s, ended_s, held or None), devices, request)
-        profilers.held_bytes = {}
+        profilers.here.held_bytes = {}
 
     def _add_profile(
         self,

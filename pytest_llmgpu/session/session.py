@@ -17,8 +17,7 @@ from pytest_llmgpu.analysis import reference
 from pytest_llmgpu.inference import tasks
 from pytest_llmgpu.profiling import machine as environment
 from pytest_llmgpu.profiling.machine import Machine
-from pytest_llmgpu.profiling.node_profilers import NodeProfilers, RemoteProfiler, Settings
-from pytest_llmgpu.profiling.profiler import Profiler
+from pytest_llmgpu.profiling.profiler import NodeProfilers, Profiler, RemoteProfiler
 from pytest_llmgpu.ranks.env_launcher import Devices, EnvLauncher, Peers
 from pytest_llmgpu.ranks.local import LocalLauncher
 from pytest_llmgpu.ranks.worker import ReferenceTexts
@@ -212,7 +211,7 @@ class BenchmarkSession:
             self._profilers = wanted, here
             if self._devices is not None and len(wanted) > 1:
                 others = [
-                    RemoteProfiler(self._devices.call_on(node), Settings(period_s=period_s, uuids=uuids, method=method))
+                    RemoteProfiler(self._devices.call_on(node), period_s, uuids, method)
                     for node, uuids in enumerate(wanted[1:], 1)
                 ]
                 self._profilers = wanted, NodeProfilers(here, others, {gpu.uuid: gpu.index for gpu in machine.gpus})

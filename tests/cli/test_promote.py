@@ -12,8 +12,7 @@ from pytest_llmgpu.report.file import dump, load
 from pytest_llmgpu.report.report import Commit, Report, Session
 from pytest_llmgpu.report.result import AccuracyCheck, CaseResult
 from pytest_llmgpu.report.text import MIB
-from pytest_llmgpu.store.references import BASELINE, resolve
-from pytest_llmgpu.store.store import save, stored
+from pytest_llmgpu.store.store import BASELINE, resolve, save, stored
 
 TARGET = Path("benchmarks/baseline.json.gz")
 

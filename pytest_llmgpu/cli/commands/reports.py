@@ -21,7 +21,7 @@ from pytest_llmgpu.cli.arguments import (
 from pytest_llmgpu.cli.output import color, complain, save, show, write_data
 from pytest_llmgpu.report.text import listed
 from pytest_llmgpu.store import store
-from pytest_llmgpu.store.references import public
+from pytest_llmgpu.store.store import public
 
 _STDOUT = "-"
 
