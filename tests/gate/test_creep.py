@@ -18,7 +18,7 @@ from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.text import MIB
 from pytest_llmgpu.report.verdicts import Row, Verdicts
 
-_POLICY = Policy(device_time=AmountRule(threshold=0.01), flops=AmountRule(threshold=0.001))
+_POLICY = msgspec.structs.replace(Policy(), device_time=AmountRule(threshold=0.01), flops=AmountRule(threshold=0.001))
 
 
 def _report(
@@ -73,7 +73,7 @@ def _row(base: Report, head: Report, policy: Policy = _POLICY) -> Row | None:
 
 def _steps(promotions: int, **step: float) -> list[Report]:
     """Return a report, and then one for each promotion, that need so much more each time; times multiply."""
-    totals = [
+    totals: list[dict[str, Any]] = [
         {name: (1 + by) ** number - 1 if name == "slower" else by * number for name, by in step.items()}
         for number in range(promotions + 1)
     ]
