@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from pytest_llmgpu.analysis.noise_regime import largest_spread, of_device_time, of_time
+from pytest_llmgpu.analysis.noise_regime import largest_spread, of_time
 from pytest_llmgpu.analysis.reference import same_series
 from pytest_llmgpu.analysis.traffic_path import FASTEST_FIRST, NAMES
 from pytest_llmgpu.report import disturbances
@@ -427,8 +427,8 @@ def disagreements(launches: Sequence[CaseResult]) -> list[Finding]:
     numbered = [(number, launch) for number, result in completed for launch in result.launches]
     wall = [(inference_s(launch), number) for number, launch in numbered if launch.batches.latency_s]
     device = [(max(times), number) for number, launch in numbered if (times := device_times_s(launch))]
-    for metric, timed, regime_of in (("time", wall, of_time), ("device time", device, of_device_time)):
-        spread = max((largest_spread(regime_of(result)) for _, result in completed), default=math.inf)
+    of_wall = max((largest_spread(of_time(result)) for _, result in completed), default=math.inf)
+    for metric, timed, spread in (("time", wall, of_wall), ("device time", device, largest_spread("device"))):
         (fastest_s, fastest), (slowest_s, slowest) = min(timed, default=(0.0, 0)), max(timed, default=(0.0, 0))
         if slowest_s >= spread * fastest_s > 0:
             text = (

@@ -1,15 +1,25 @@
-"""The noise regime of a case: what its times wait for, on which their differences between launches depend."""
+"""The noise regime of a time: what it waits for, on which its differences between launches depend, and their size.
+
+Device time at a fixed clock hardly varies (`gate.fixed_clock`). The regimes here are for device time whose clock is not
+known, and for wall time.
+"""
 
 from __future__ import annotations
 
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Literal, get_args
+
+import msgspec
 
 from pytest_llmgpu.report.result import CaseResult
 
-NoiseRegime = Literal["device_memory", "device_compute", "replayed", "eager_device", "eager_host", "cpu"]
-"""device_memory, device_compute: the time of the kernels, limited by memory or by computation. replayed, eager_device,
-eager_host: wall time of replayed CUDA graphs, and of eager forwards that the GPU or the host limits. cpu: wall time on
-a CPU."""
+NoiseRegime = Literal["fixed_clock", "device", "replayed", "eager_device", "eager_host", "cpu"]
+"""fixed_clock, device: the time of the kernels where the SM clock is known, and where it is not. replayed,
+eager_device, eager_host: wall time of replayed CUDA graphs, and of eager forwards that the GPU or the host limits. cpu:
+wall time on a CPU."""
 
 REGIMES: tuple[NoiseRegime, ...] = get_args(NoiseRegime)
 """Every regime; of device time and of wall time the quieter ones come first."""
@@ -25,10 +35,62 @@ _HOST_SPREAD = 3.0
 """The host's launches have a standard deviation of up to 26 %: one run of ten launches in a hundred spreads by 2.8."""
 
 
-def of_device_time(result: CaseResult) -> NoiseRegime:
-    """Return the regime of the device time of a case."""
-    memory = result.bound is not None and result.bound.limited_by == "memory"
-    return "device_memory" if memory else "device_compute"
+class Deviation(msgspec.Struct, frozen=True, kw_only=True):
+    """A measured standard deviation."""
+
+    sd: float
+    """Standard deviation of the logarithm of the time between launches."""
+    degrees: int
+    """Degrees of freedom of `sd`: the number of launches minus the number of reports or sessions."""
+
+
+class Prior(msgspec.Struct, frozen=True, kw_only=True):
+    """The noise between launches that is expected before a comparison."""
+
+    s0: float
+    """Standard deviation of the logarithm of the time between launches."""
+    df0: float
+    """Degrees of freedom of `s0`: the number of launches of one's own that have the same weight."""
+    source: str
+    """The measurements that `s0` and `df0` are from."""
+
+    def updated(self, measured: Deviation | None) -> Prior:
+        """Return the prior with measured launches added to it."""
+        if measured is None or not measured.degrees:
+            return self
+        degrees = self.df0 + measured.degrees
+        s0 = math.sqrt((self.df0 * self.s0**2 + measured.degrees * measured.sd**2) / degrees)
+        return Prior(s0=s0, df0=degrees, source=self.source)
+
+
+PRIORS: Mapping[NoiseRegime, Prior] = MappingProxyType(
+    {
+        "fixed_clock": Prior(
+            s0=0.001,
+            df0=20.0,
+            source="LLaMA-7B at batch sizes 1 to 64: 24 launches on an H200 and 8 pairs on two others",
+        ),
+        "device": Prior(s0=0.0044, df0=6.0, source="LLaMA-7B at batch sizes 1 to 64, 88 launches on four H200"),
+        "replayed": Prior(
+            s0=0.003, df0=20.0, source="LLaMA-7B at batch sizes 32 and 64, 48 launches on two H200, 12 on a third"
+        ),
+        "eager_device": Prior(s0=0.01, df0=6.0, source="LLaMA-7B at batch sizes 32 and 64, 55 launches on five H200"),
+        "eager_host": Prior(s0=0.1, df0=2.0, source="LLaMA-7B at batch sizes 2 and 8, 55 launches on six H200"),
+        "cpu": Prior(s0=0.15, df0=4.0, source="bundled model, 40 launches on two cores of a virtual machine"),
+    }
+)
+"""The prior of each noise regime."""
+
+
+def deviation(groups: Iterable[Sequence[float]]) -> Deviation:
+    """Return the deviation of launches around the mean of their group; without degrees of freedom 0."""
+    squares, degrees = 0.0, 0
+    for group in groups:
+        if len(group) > 1:
+            mean = statistics.fmean(group)
+            squares += math.fsum((value - mean) ** 2 for value in group)
+            degrees += len(group) - 1
+    return Deviation(sd=math.sqrt(squares / degrees) if degrees else 0.0, degrees=degrees)
 
 
 def of_time(result: CaseResult) -> NoiseRegime:
@@ -42,38 +104,27 @@ def of_time(result: CaseResult) -> NoiseRegime:
     return "eager_device" if busy else "eager_host"
 
 
-def noisiest(metric: Literal["device_time", "time"], *results: CaseResult) -> NoiseRegime:
-    """Return the noisiest regime of a time of one case in several reports."""
-    return max(map(of_device_time if metric == "device_time" else of_time, results), key=REGIMES.index)
+def noisiest(*results: CaseResult) -> NoiseRegime:
+    """Return the noisiest regime of the wall time of one case in several reports."""
+    return max(map(of_time, results), key=REGIMES.index)
 
 
-def forwards(regime: NoiseRegime, *results: CaseResult) -> int | None:
-    """Return the fewest forwards whose time a launch of the results measures; None where the noise is not theirs.
+def prior_of_time(*results: CaseResult) -> Prior:
+    """Return the prior of the wall time of one case, from its results in one report or in several.
 
-    At its power limit a GPU has a random clock, so that the time of each forward varies by itself.
+    Between replayed graphs the GPU waits for the host, whose time has the deviation of `eager_host`: with LLaMA-7B on
+    an H200 the GPU waited 15 % of batch size 1, whose deviation was 0.6 to 1.8 %, and 2 % of batch size 64 (0.5 %).
     """
-    launches = [launch for result in results for launch in result.launches]
-    if regime == "device_compute":
-        counts = [work.passes * len(work.batches) for launch in launches if (work := launch.work) is not None]
-    elif regime == "replayed":
-        counts = [len(launch.batches.latency_s) for launch in launches]
-    else:
-        return None
-    return min(filter(None, counts), default=None)
-
-
-def idle_share(*results: CaseResult) -> float:
-    """Return the largest fraction of a pass in which a rank's GPUs wait for the host; 0.2 where it is not known."""
-    # Not `derived.device_busy`, the share of the timed forwards: it has no margin for small batches, and is too low for
-    # large ones, since clocks of timed forwards and of work passes differ. With it 6 % of equal programs of a shared
-    # host are REGRESSED in place of none, and 3 % at batch size 32 is found in none of the trials in place of all
-    # (`benchmarks/gate/reach.py`, two launches of replayed graphs in turn).
+    regime = noisiest(*results)
+    prior = PRIORS[regime]
+    if regime != "replayed":
+        return prior
     shares = []
     for result in results:
         ranks = [rank for launch in result.launches for rank in launch.ranks]
         busy = [rank.busy for rank in ranks if rank.busy is not None]
         shares.append(1 - min(busy) if busy else _UNKNOWN_IDLE)
-    return max(shares)
+    return msgspec.structs.replace(prior, s0=math.hypot(prior.s0, max(shares) * PRIORS["eager_host"].s0))
 
 
 def largest_spread(regime: NoiseRegime) -> float:

@@ -1,7 +1,8 @@
-"""Answers: items lost and won at the batch sizes of a series; the floor of the policy; log-likelihoods.
+"""Answers: items lost and won at the batch sizes of a series; the floor of the policy; log-likelihoods; texts.
 
 A trained model keeps its answers under a slightly wrong kernel, and random weights answer by chance. Therefore the
-log-likelihoods are compared as well, and for random weights they alone.
+log-likelihoods are compared as well, and for random weights they alone. Generated texts are compared by the
+log-likelihoods of their tokens, since rounding alone makes texts diverge.
 """
 
 from __future__ import annotations
@@ -10,17 +11,26 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from pytest_llmgpu.analysis.comparison import by_chance, differing, largest_difference, written
-from pytest_llmgpu.gate.policy import AccuracyRule
+from pytest_llmgpu.gate.policy import AccuracyRule, TextsRule
 from pytest_llmgpu.gate.stats import holm, net_loss
-from pytest_llmgpu.report.derived import decode, explained, predictions_of, typical_difference, value_of
-from pytest_llmgpu.report.result import Accuracy, CaseResult
+from pytest_llmgpu.report.derived import (
+    decode,
+    decode_tokens,
+    explained,
+    generated,
+    predictions_of,
+    typical_difference,
+    value_of,
+)
+from pytest_llmgpu.report.result import Accuracy, CaseResult, Generation
 from pytest_llmgpu.report.text import listed, percent, plural
-from pytest_llmgpu.report.verdicts import ONLY_CANDIDATE, Decided, Row, stated
+from pytest_llmgpu.report.verdicts import NEITHER, ONLY_CANDIDATE, Decided, Row, stated
 
 _ROUNDING = 1e-9  # a floor can be slightly above the same fraction in binary
 
@@ -84,14 +94,10 @@ class Answered(msgspec.Struct, frozen=True):
 
     @property
     def numbers(self) -> Decided | None:
-        """The verdict on log-likelihoods that differ by more than rounding explains; None where they do not.
-
-        A baseline that failed its own check was the wrong one.
-        """
+        """The verdict on log-likelihoods that differ by more than rounding explains; None where they do not."""
         if not self.typically_differs and (self.largest is None or self.largest <= self.allowed_largest):
             return None
-        fixed = self.before.has_wrong_answers and not self.result.has_wrong_answers
-        return "IMPROVED" if fixed else "REGRESSED"
+        return _of_other_numbers(self.before, self.result)
 
 
 def answered(base: CaseResult, head: CaseResult, rule: AccuracyRule) -> Answered | Row | str:
@@ -119,11 +125,9 @@ def answered(base: CaseResult, head: CaseResult, rule: AccuracyRule) -> Answered
         return Row.of(head, "accuracy", "NOT_COMPARABLE", reason, gated=rule.gate)
     flips_of = [differing(before, after) for after in afters]
     odd = any(one != afters[0] for one in afters) and all(one == befores[0] for one in befores)
-    number = (
-        min(range(len(nows)), key=lambda one: (value_of(nows[one], rule.metric), -len(flips_of[one])))
-        if odd
-        else nows.index(now)
-    )
+    # A launch with the answers of the baseline is not the one that differs.
+    ranked = [(not flips, value_of(one, rule.metric), -len(flips)) for one, flips in zip(nows, flips_of, strict=True)]
+    number = ranked.index(min(ranked)) if odd else nows.index(now)
     now, after, flips = nows[number], afters[number], flips_of[number]
     lost = [number for number in flips if labels is not None and before[number] == labels[number]]
     won = [number for number in flips if labels is not None and after[number] == labels[number]]
@@ -211,11 +215,10 @@ def _tests(cases: list[Answered], alpha: float) -> _Tests:
     """Test the items of a series in both directions. Log-likelihoods that differ explain the answers of their case."""
     tested = [case for case in cases if case.labelled and case.numbers is None]
     lost, won = _lost_and_won([case for case in tested if case.odd_launch is None])
-    losses = [
-        min(1.0, (1 if case.odd_launch is None else case.launches) * by_chance(len(case.lost), len(case.won)))
-        for case in tested
-    ]
-    gains = [by_chance(len(case.won), len(case.lost)) for case in tested]
+    looks = [1 if case.odd_launch is None else case.launches for case in tested]
+    pairs = [(len(case.lost), len(case.won)) for case in tested]
+    losses = [min(1.0, many * by_chance(*pair)) for many, pair in zip(looks, pairs, strict=True)]
+    gains = [min(1.0, many * by_chance(*reversed(pair))) for many, pair in zip(looks, pairs, strict=True)]
     found: list[tuple[float, list[Answered]]] = []
     for sign, together, singles in (
         (1, by_chance(len(lost), len(won)), losses),
@@ -395,21 +398,30 @@ def _sizes(cases: Sequence[Answered], concerned: Sequence[Answered]) -> str:
 def _reason_of_numbers(cases: Sequence[Answered], where: str) -> str:
     case = max(cases, key=lambda one: one.difference or 0.0)
     assert case.difference is not None
-    wrong = ": the baseline failed its own accuracy check" if case.numbers == "IMPROVED" else ""
-    if not math.isfinite(case.difference):
-        return f"Log-likelihoods are not finite{where}, and the baseline's are{wrong}."
+    dtype, fixed = None if case.rule.difference is not None else case.result.case.dtype, case.numbers == "IMPROVED"
     if case.typically_differs:
-        how, difference, allowed = "typically differ by", case.difference, case.allowed
-    else:
-        assert case.largest is not None
-        how, difference, allowed = "differ by up to", case.largest, case.allowed_largest
-    threshold = (
-        f"rounding in {case.result.case.dtype} explains" if case.rule.difference is None else "the policy allows"
-    )
+        return _difference_in_words(case.difference, case.allowed, dtype, where, fixed=fixed)
+    assert case.largest is not None
+    return _difference_in_words(case.largest, case.allowed_largest, dtype, where, fixed=fixed, how="differ by up to")
+
+
+def _difference_in_words(
+    difference: float, allowed: float, dtype: str | None, where: str, *, fixed: bool, how: str = "typically differ by"
+) -> str:
+    """Return a difference of log-likelihoods with what is allowed: by rounding in a dtype; None: by the policy."""
+    wrong = ": the baseline failed its own accuracy check" if fixed else ""
+    if not math.isfinite(difference):
+        return f"Log-likelihoods are not finite{where}, and the baseline's are{wrong}."
+    threshold = "the policy allows" if dtype is None else f"rounding in {dtype} explains"
     return (
         f"Log-likelihoods {how} {100 * difference:.2g} % from the baseline's{where}; "
         f"{threshold} {100 * allowed:.2g} %{wrong}."
     )
+
+
+def _of_other_numbers(before: CaseResult, after: CaseResult) -> Decided:
+    """Return the verdict on numbers that differ. A baseline that failed its own check was the wrong one."""
+    return "IMPROVED" if before.has_wrong_answers and not after.has_wrong_answers else "REGRESSED"
 
 
 def _differences(before: Accuracy, after: Accuracy, *, largest: bool) -> tuple[float | None, float | None]:
@@ -423,5 +435,68 @@ def _differences(before: Accuracy, after: Accuracy, *, largest: bool) -> tuple[f
     if not expected or len(expected) != len(values):
         return None, None
     one = largest_difference(after.loglikelihoods, before.loglikelihoods) if largest else None
-    typical = typical_difference(values, expected) if math.isfinite(sum(expected)) else None
-    return math.inf if typical is not None and math.isnan(typical) else typical, one
+    return _typical(values, expected), one
+
+
+def _typical(values: Sequence[float], expected: Sequence[float]) -> float | None:
+    """Return the typical difference, infinite where only the values are not finite; None: the expected ones are not."""
+    if not math.isfinite(sum(expected)):
+        return None
+    typical = typical_difference(values, expected)
+    return math.inf if math.isnan(typical) else typical
+
+
+def texts_row(base: CaseResult, head: CaseResult, rule: TextsRule) -> Row | str | None:
+    """Compare the log-likelihoods of generated tokens, text by text, up to the first token that differs.
+
+    Up to it, and of it, both reports have the largest log-likelihood after the same tokens. Where rounding decides
+    between two tokens, these are nearly equal; they are not for a model that is wrong from its first token. The worst
+    launch of the candidate is compared with the first one of the baseline. A case that scores has no row.
+    """
+    if not head.case.generates:
+        return None
+    then, nows = generated(base), [launch.generation for launch in head.launches if launch.generation is not None]
+    if then is None:
+        return ONLY_CANDIDATE if nows else NEITHER
+    if not nows:
+        return Row.of(head, "texts", "MISSING", "Only the baseline has texts.", gated=rule.gate)
+    if any((now.prompt_tokens, now.new_tokens) != (then.prompt_tokens, then.new_tokens) for now in nows):
+        reason = "The prompts or the texts have other numbers of tokens than the baseline's."
+        return Row.of(head, "texts", "NOT_COMPARABLE", reason, gated=rule.gate)
+    found = [_on_common_prefix(then, now) for now in nows]
+    if any(math.isnan(difference) for difference, _ in found):
+        return "log-likelihoods of the baseline are not finite"
+    allowed = explained(head.case.dtype) if rule.difference is None else rule.difference
+    # Differences that are allowed are equal: of such launches the one with the most texts that diverge is the worst.
+    worst = difference, diverged = max(found, key=lambda one: (max(one[0], allowed), len(one[1]), one[0]))
+    where = "" if found.count(worst) == len(found) else f" in launch {found.index(worst) + 1} of {len(found)}"
+    result: Decided = "CHANGED" if diverged else "OK"
+    if difference > allowed:
+        result = _of_other_numbers(base, head)
+    dtype = None if rule.difference is not None else head.case.dtype
+    reason = _difference_in_words(difference, allowed, dtype, where, fixed=result == "IMPROVED")
+    if diverged:
+        texts = plural(len(then.new_tokens), "text")
+        first = f"{len(diverged):,} of {texts} diverge{where}, the first at token {min(diverged)}."
+        reason = f"{first}\n{reason}" if result == "CHANGED" else f"{reason}\n{first}"
+    # Texts that diverge where rounding decides are both right: they never fail.
+    gated = rule.gate and result != "CHANGED"
+    return Row.of(head, "texts", result, reason, gated=gated, threshold=allowed)
+
+
+def _on_common_prefix(before: Generation, after: Generation) -> tuple[float, list[int]]:
+    """Return the typical difference, and the first token that differs in each text that diverges, counted from 1.
+
+    The difference is infinite where only the later numbers are not finite, and NaN where the earlier ones are not.
+    """
+    then, now = decode_tokens(before.tokens), decode_tokens(after.tokens)
+    expected, values = decode(before.loglikelihoods), decode(after.loglikelihoods)
+    places: list[int] = []
+    diverged = []
+    for start, end in pairwise(accumulate(before.new_tokens, initial=0)):
+        first = next((place for place in range(start, end) if then[place] != now[place]), end)
+        if first < end:
+            diverged.append(first - start + 1)
+        places += range(start, min(first + 1, end))
+    typical = _typical([values[place] for place in places], [expected[place] for place in places])
+    return math.nan if typical is None else typical, diverged

@@ -22,7 +22,7 @@ from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.text import MIB, capital, signed_percent
 from pytest_llmgpu.report.verdicts import Row, Verdicts
 
-FOLLOWED: tuple[MetricName, ...] = ("device_time", "flops", "traffic", "memory")
+FOLLOWED: tuple[MetricName, ...] = ("device_time", "traffic", "memory")
 """Metrics whose small growth is no chance. Wall time varies by more."""
 
 MOST_PROMOTIONS = 50
@@ -103,7 +103,7 @@ def describe(grown: Sequence[Growth]) -> str:
         limit = f"{worst.threshold * worst.then / MIB:,.0f} MiB"
     since = f"{(worst.since.commit or 'unknown')[:8]} of {worst.since.created[:10]}, {worst.ago} promotions ago"
     was, now = map(spec_of(worst.metric).written, (worst.then, worst.now))
-    now += " per sequence" if worst.metric in {"flops", "traffic"} else ""
+    now += " per sequence" if worst.metric == "traffic" else ""
     also = f"\nAlso: {', '.join(changes[1:])}." if changes[1:] else ""
     return f"{changes[0]} since {since}, threshold {_STEPS} x {limit}: {now}, was {was}.{also}"
 

@@ -1,4 +1,4 @@
-"""Metrics that do not vary by chance: work, traffic, its path and the execution.
+"""Metrics that do not vary by chance: calls of the host, traffic, its path and the execution.
 
 The amounts of a metric with the rule `exact` are equal in every launch of an equal program, so that one launch
 suffices. They are compared rank by rank, because the slowest rank decides the time of a case, and only where the
@@ -124,7 +124,7 @@ def _exact_row(spec: MetricSpec, base: CaseResult, head: CaseResult, rules: Rule
         return missing
     common = next((batches for batches in now if batches in then), None)
     if common is None:
-        return "the forwards ran other batches (plan_sha256)"
+        return "the forwards ran other batches (plan_sha256), or another version of Python"
     thens, nows = ([list(spec.amount(launch)) for launch in side[common]] for side in (then, now))
     if len(set(map(len, [*thens, *nows]))) > 1:
         return "the numbers of ranks differ"
@@ -137,7 +137,8 @@ def _exact_row(spec: MetricSpec, base: CaseResult, head: CaseResult, rules: Rule
     concerned = [number for number, its in enumerate(results) if its == result]
     number = max(concerned, key=lambda number: abs(ranks[number].growth))
     rank = ranks[number]
-    where = "" if len(ranks) == 1 else " on each rank" if len(concerned) == len(ranks) else f" on rank {number}"
+    changed = [one for one in concerned if ranks[one].growth]
+    where = "" if len(ranks) == 1 else " on each rank" if len(changed) == len(ranks) else f" on rank {number}"
     if result == "OK" and rank.before == rank.after:
         reason = f"{spec.noun} are equal."
     elif result == "UNDECIDED":
@@ -178,7 +179,10 @@ def _by_batches(spec: MetricSpec, result: CaseResult) -> dict[tuple[object, ...]
             if spec.batches != "measured" and launch.work is not None:
                 eager = launch.work.eager_batches if spec.batches == "eager" else None
                 batches = launch.work.batches if eager is None else eager
-            found.setdefault((launch.plan_sha256, *batches), []).append(launch)
+            # Other versions of Python inline other functions.
+            versions = [rank.host_calls.python_version for rank in launch.ranks if rank.host_calls is not None]
+            conditions = (launch.plan_sha256, *batches, *(versions if spec.batches == "eager" else []))
+            found.setdefault(conditions, []).append(launch)
     return found
 
 

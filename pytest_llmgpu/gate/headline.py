@@ -9,9 +9,10 @@ from typing import NamedTuple
 from pytest_llmgpu.gate import cause
 from pytest_llmgpu.gate.judge import LARGEST_UNSEEN, TIMES, ExitStatus, exit_status, fails
 from pytest_llmgpu.gate.policy import Policy
+from pytest_llmgpu.gate.program_row import KERNEL_SEEN
 from pytest_llmgpu.gate.times import PRACTICAL_LAUNCHES
 from pytest_llmgpu.report.metrics import spec_of
-from pytest_llmgpu.report.text import FACTORS_FROM, listed, plural, signed_percent, slowdown
+from pytest_llmgpu.report.text import FACTORS_FROM, listed, percent, plural, signed_percent, slowdown
 from pytest_llmgpu.report.verdicts import (
     DIFFERS,
     NEITHER,
@@ -22,6 +23,9 @@ from pytest_llmgpu.report.verdicts import (
     Verdicts,
     worst_first,
 )
+
+_CLOCK = 0.01
+"""Relative difference of clocks from which it is named."""
 
 _REASONS = 2
 """Most reasons why nothing was compared that are named."""
@@ -54,12 +58,16 @@ class Headline(NamedTuple):
     """The rows that decide the status, the worst first; empty if no row does."""
     cases: int
     """The number of cases that were compared."""
-    device_time: float | None
-    """The slowdown of device time from which one would have been seen in each case, as a fraction; None without one."""
+    device_time: Row | None
+    """The row of device time that would have shown the least, of those that are gated; None without one."""
     time: float | None
-    """The same of wall time, over the cases whose wall time shows a slowdown of `LARGEST_UNSEEN`."""
-    host_unseen: int | None
-    """The number of launches, if the wall time of a case is too noisy to show that slowdown; else None."""
+    """The slowdown of wall time from which one would have been seen, over the cases whose wall time is quiet enough."""
+    undecided_rows: int
+    """The number of gated rows that are undecided, and fail nothing."""
+    program: Row | None
+    """The gated row of the changed program with the largest price; None where no program changed."""
+    clock_ratio: float | None
+    """The clock of the candidate divided by the baseline's where it differs most, if by more than a percent."""
     allowed: int
     """The number of rows that an `allow` entry of the policy accepts."""
     not_compared: dict[str, int]
@@ -87,12 +95,11 @@ def decide(verdicts: Verdicts, policy: Policy) -> Headline:
         ),
         ExitStatus.NOT_JUDGED: [row for row in failing if row.verdict == "NOT_COMPARABLE"] or failing,
     }
-    gated = [row for row in compared if row.gated and row.smallest_seen is not None]
-    seen: dict[str, list[float]] = {"device_time": [], "time": []}
-    for row in gated:
-        if row.metric in seen and row.allowed is None:
-            seen[row.metric].append(row.smallest_seen or 0.0)
-    hidden = [row.n or 1 for row in gated if row.metric == "time" and (row.smallest_seen or 0) > LARGEST_UNSEEN]
+    timed = [row for row in compared if row.gated and row.smallest_seen is not None and row.allowed is None]
+    quiet = [row.smallest_seen or 0.0 for row in timed if row.metric == "time" and row.verdict != "UNDECIDED"]
+    clocks = [row.clock_ratio for row in compared if row.clock_ratio is not None]
+    clock_ratio = max(clocks, key=lambda one: abs(one - 1), default=1.0)
+    changed = [row for row in compared if row.metric == "program" and row.verdict == "CHANGED" and row.gated]
     states = verdicts.head.states if verdicts.head is not None else []
     slower = sorted(
         (row for row in compared if row.gated and is_slower(row)), key=lambda row: -round(row.ratio or 0.0, 9)
@@ -102,9 +109,15 @@ def decide(verdicts: Verdicts, policy: Policy) -> Headline:
         status=status,
         worst=worst,
         cases=len({(row.key, row.id) for row in compared if spec_of(row.metric).scope == "case"}),
-        device_time=max(seen["device_time"], default=None),
-        time=max((value for value in seen["time"] if value <= LARGEST_UNSEEN), default=None),
-        host_unseen=min(hidden, default=None),
+        device_time=max(
+            (row for row in timed if row.metric == "device_time"),
+            key=lambda row: row.smallest_seen or 0.0,
+            default=None,
+        ),
+        time=max((value for value in quiet if value <= LARGEST_UNSEEN), default=None),
+        undecided_rows=sum(row.gated and row.verdict == "UNDECIDED" and row.allowed is None for row in verdicts.rows),
+        program=max(changed, key=lambda row: row.ratio or 0.0, default=None),
+        clock_ratio=clock_ratio if abs(clock_ratio - 1) > _CLOCK else None,
         allowed=sum(row.allowed is not None for row in verdicts.rows),
         not_compared=verdicts.not_compared,
         has_baseline=verdicts.baseline is not None,
@@ -120,7 +133,9 @@ def describe(headline: Headline) -> str:
     if headline.worst:
         text = _of_rows(headline.worst)
     elif headline.status is ExitStatus.PASSED:
-        text = f"PASSED: {_of_pass(headline)}"
+        changed = headline.program
+        why = "" if changed is None else f", program changed: {cause.describe(changed.cause)}" if changed.cause else ""
+        text = f"PASSED{why}; {_of_pass(headline)}" if why else f"PASSED: {_of_pass(headline)}"
     else:
         often = sorted(headline.not_compared.items(), key=lambda pair: -pair[1])
         reasons = listed([f"{count:,} x {reason}" for reason, count in often], _REASONS)
@@ -157,6 +172,11 @@ def row_in_words(row: Row) -> str:
     spec = spec_of(row.metric)
     metric = "wall time" if row.metric == "time" else row.metric.replace("_", " ")
     of_prefill = " of the prefill" if row.prefill else ""
+    why = f": {cause.describe(row.cause)}" if row.cause is not None else ""
+    if row.metric == "program" and row.cause is not None:
+        priced = row.base is not None and row.ratio is not None
+        what = f"{signed_percent((row.ratio or 1.0) - 1)} device time" if priced else row.reason.partition(", thr")[0]
+        return f"{row.id} {what}{of_prefill}{why}"
     name = row.id if row.metric == "outcome" else f"{row.id} {metric}{of_prefill}"
     if row.unseen and row.smallest_seen is not None:
         seen = f"only slowdowns from {slowdown(row.smallest_seen)} would"
@@ -166,7 +186,6 @@ def row_in_words(row: Row) -> str:
     if not row.compared or row.base is None or row.head is None or not (spec.points or row.ratio):
         return f"{name}: {row.reason.splitlines()[0].rstrip('.')}" if row.reason else name
     change = f"{100 * (row.head - row.base):+.2f} pt" if spec.points else signed_percent((row.ratio or 1.0) - 1)
-    why = f": {cause.describe(row.cause)}" if row.cause is not None else ""
     return f"{name} {change} ({spec.written(row.head)}, was {spec.written(row.base)}){why}"
 
 
@@ -246,18 +265,22 @@ def _of_pass(headline: Headline) -> str:
     if not headline.has_baseline:
         return "there is no baseline to compare with"
     parts = [plural(headline.cases, "case")]
-    seen = [
-        f"{slowdown(value)} of {name}"
-        for name, value in (("device time", headline.device_time), ("wall time", headline.time))
-        if value is not None
-    ]
+    if headline.clock_ratio is not None:
+        word = "slower" if headline.clock_ratio < 1 else "faster"
+        change = f"{100 * abs(headline.clock_ratio - 1):.2g} % {word}"
+        parts.append(f"the GPU ran {change} than in the baseline: times compared at equal clock")
+    seen = []
+    if (row := headline.device_time) is not None and row.smallest_seen is not None:
+        one = f", from {percent(KERNEL_SEEN)} in one kernel" if row.clock_ratio is not None else ""
+        seen.append(f"{slowdown(row.smallest_seen)} of device time ({row.id}{one})")
+    if headline.time is not None:
+        seen.append(f"{slowdown(headline.time)} of wall time")
     if seen:
         parts.append(f"slowdowns from {' and '.join(seen)} would have been seen")
-    elif headline.host_unseen is None:
+    elif not headline.undecided_rows:
         parts.append("no gated time was compared")
-    if headline.host_unseen is not None:
-        host = "slowdowns of the host alone are" if headline.device_time is not None else "smaller slowdowns are"
-        parts.append(f"{host} not seen with {plural(headline.host_unseen, 'launch')}")
+    if headline.undecided_rows:
+        parts.append(f"{plural(headline.undecided_rows, 'row')} undecided")
     if headline.allowed:
         parts.append(f"{plural(headline.allowed, 'allowed regression')}")
     return "; ".join(parts)

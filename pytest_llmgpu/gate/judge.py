@@ -12,14 +12,13 @@ import itertools
 import math
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 
-from pytest_llmgpu.analysis import noise_regime
 from pytest_llmgpu.analysis.environments import hardware_differences, software_differences
-from pytest_llmgpu.gate import answers, creep, times
+from pytest_llmgpu.gate import answers, creep, program, times
 from pytest_llmgpu.gate.answers import Answered, below_floor
 from pytest_llmgpu.gate.cause import with_cause
 from pytest_llmgpu.gate.exact import exact_rows, execution_row, worse
@@ -27,10 +26,11 @@ from pytest_llmgpu.gate.largest_batch import by_series, largest_batch_row, was_p
 from pytest_llmgpu.gate.matching import apart, pairs
 from pytest_llmgpu.gate.memory import memory_row
 from pytest_llmgpu.gate.policy import Policy, TimeRule, dump_policy, sha256_of, unmatched, with_allowed
-from pytest_llmgpu.gate.times import GPU_SD, Timed, comparable, prior_of, prior_of_case
+from pytest_llmgpu.gate.program_row import program_row, with_slower_kernels
+from pytest_llmgpu.gate.times import Timed, comparable
 from pytest_llmgpu.report.derived import of_prefill
 from pytest_llmgpu.report.metrics import MetricName, spec_of
-from pytest_llmgpu.report.report import Report, started
+from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import OUT_OF_MEMORY, CaseResult
 from pytest_llmgpu.report.verdicts import (
     ALSO_CHANGED,
@@ -148,7 +148,7 @@ def judge(
     """
     compared = Comparison(base, head, policy, in_turn=in_turn)
     rows, warnings = with_allowed(compared.rows, policy, today)
-    rows = with_unseen(rows)
+    rows = with_unseen(rows, {result.key for result in head.cases if _device(result) == "cpu"})
     if base is not None:
         warnings += unmatched(policy, [*base.cases, *head.cases], rows)
         baseline = baseline or Baseline(commit=base.commit.sha)
@@ -182,11 +182,13 @@ def _states(head: Report) -> Iterator[SessionState]:
         yield "dirty"
 
 
-def with_unseen(rows: Sequence[Row]) -> list[Row]:
+def with_unseen(rows: Sequence[Row], on_cpu: Collection[str] = ()) -> list[Row]:
     """Mark the row of each case whose launches would not have shown a slowdown of `LARGEST_UNSEEN`.
 
-    The best gated time of a case decides. A row that is OK by chance, with so much noise, is undecided.
+    The best gated time of a case decides. A row that is OK by chance, with so much noise, is undecided. A case on a
+    CPU, given by its key, is judged by its FLOPs where its program was compared.
     """
+    judged = {row.key for row in rows if row.metric == "program" and row.gated and row.compared and row.key in on_cpu}
 
     def order(number: int) -> tuple[bool, int]:
         # Times that were compared come first, then the better metric.
@@ -194,7 +196,7 @@ def with_unseen(rows: Sequence[Row]) -> list[Row]:
 
     best: dict[tuple[str, str], int] = {}
     for number, row in enumerate(rows):
-        if row.metric in TIMES and row.gated:
+        if row.metric in TIMES and row.gated and row.key not in judged:
             best[row.key, row.id] = min(best.get((row.key, row.id), number), number, key=order)
     marked = list(rows)
     for number in best.values():
@@ -205,6 +207,13 @@ def with_unseen(rows: Sequence[Row]) -> list[Row]:
     return marked
 
 
+class _Compared(NamedTuple):
+    """Two completed results whose times come before in the list of rows."""
+
+    base: CaseResult
+    head: CaseResult
+
+
 class Comparison:
     """The verdicts on all cases, and the reasons where there is none."""
 
@@ -213,9 +222,8 @@ class Comparison:
         self.base, self.head, self.policy = base, head, policy
         self.not_compared: Counter[str] = Counter()
         """Reason why a case, or a metric of one, has no row, to the number of such cases."""
-        self._entries: list[Row | Timed] = []
+        self._entries: list[Row | Timed | _Compared] = []
         self._answered: list[Answered] = []
-        self._compared: dict[str, tuple[CaseResult, CaseResult]] = {}
         environments = (base.environment if base is not None else head.environment, head.environment)
         self._hardware = {device: hardware_differences(*environments, device) for device in ("cpu", "cuda")}
         then, now = ({gpu.uuid for gpu in one.gpus} for one in environments)
@@ -283,10 +291,10 @@ class Comparison:
         if self._same_run:
             self._outcome(head, "UNDECIDED", "Baseline and candidate are of the same run: measure the candidate.")
             return
-        self._compared[head.id] = base, head
         if (execution := execution_row(base, head, gated=rules.execution.gate)) is not None:
             self._entries.append(execution)
         self._times(base, head)
+        self._entries.append(_Compared(base, head))
         answered = None if head.case.generates else answers.answered(base, head, rules.accuracy)
         if isinstance(answered, Answered):
             self._answered.append(answered)
@@ -295,58 +303,36 @@ class Comparison:
             if not isinstance(answered, Row):
                 self._floor(head)  # Texts have no accuracy: they are right or wrong by themselves.
             self._take("accuracy", answered)
+        self._take("texts", answers.texts_row(base, head, rules.texts))
         memory: tuple[MetricName, Row | str] = "memory", memory_row(base, head, rules.memory)
         for metric, found in (*exact_rows(base, head, rules), memory):
-            # A metric that is not gated has a row only where it changed: it explains other rows.
-            changed = isinstance(found, Row) and found.result not in {"OK", "MISSING"}
+            # A metric that is not gated has a row only where it changed; the program has the calls of the host already.
+            changed = isinstance(found, Row) and found.result not in {"OK", "MISSING"} and metric != "host_calls"
             if changed or getattr(rules, metric).gate:
                 self._take(metric, found)
 
     def _times(self, base: CaseResult, head: CaseResult) -> None:
-        assert self.base is not None
         sides = comparable(base, head)
-        then, now = (
-            {started(report, launch) for launch in result.launches}
-            for report, result in ((self.base, base), (self.head, head))
-        )
-        other_day = not self._in_turn and any(times.days_apart(one, other) for one in then for other in now)
-        regime = noise_regime.noisiest("device_time", base, head)
         rule = self.policy.device_time
-        prior = prior_of_case(regime, base, head)
-        found = times.device_times(base, head, sides, rule, prior=prior, regime=regime, other_day=other_day)
+        found = times.device_times(base, head, sides, rule)
         self._take("device_time", found)
         if isinstance(found, Timed) and head.case.generates:
-            # Computation is assumed to limit prefills.
             first = of_prefill(base), of_prefill(head)
-            prior = prior_of_case("device_compute", *first)
-            found = times.device_times(
-                *first, comparable(*first), rule, prior=prior, regime="device_compute", other_day=other_day
-            )
+            found = times.device_times(*first, comparable(*first), rule)
             if isinstance(found, Timed):
                 self._entries.append(msgspec.structs.replace(found, prefill=True))
-        regime = noise_regime.noisiest("time", base, head)
-        prior = prior_of_case(regime, base, head)
         before, after = (
             {device.uuid for profile in result.profiles for device in profile.devices} for result in (base, head)
         )
         # Without a profile, the GPUs of the machines count.
         same_gpus = before == after if before and after else self._same_gpus
-        machine_sd = 0.0 if same_gpus else max(GPU_SD, prior_of(regime).s0)
         for metric, (latencies_s, _) in times.WALL_TIMES.items():
             # A case that scores has no times of tokens.
             if metric != "time" and not all(any(map(latencies_s, one.launches)) for one in (base, head)):
                 continue
             wall_rule: TimeRule = getattr(self.policy, metric)
             wall = times.wall_times(
-                base,
-                head,
-                sides,
-                wall_rule,
-                metric=metric,
-                prior=prior,
-                regime=regime,
-                in_turn=self._in_turn,
-                machine_sd=machine_sd,
+                base, head, sides, wall_rule, metric=metric, in_turn=self._in_turn, same_gpus=same_gpus
             )
             self._take(metric, wall)
 
@@ -398,11 +384,14 @@ class Comparison:
         return next((f"left out: {entry}" for entry in entries), None)
 
     def _finished(self) -> list[Row]:
-        note = self._note()
         timed = [entry for entry in self._entries if isinstance(entry, Timed)]
-        judged = iter(times.rows(timed, self.policy.confidence, note))
+        judged = iter(times.rows(timed, self.policy.confidence, self._note()))
         rows: list[Row] = []
         for entry in self._entries:
+            if isinstance(entry, _Compared):
+                count = sum((row.key, row.id) == (entry.head.key, entry.head.id) for row in rows)
+                rows[len(rows) - count :] = self._with_program(rows[len(rows) - count :], *entry)
+                continue
             row = next(judged) if isinstance(entry, Timed) else entry
             if isinstance(entry, Timed) and entry.prefill:
                 rows[-1] = worse(rows[-1], row)
@@ -411,14 +400,34 @@ class Comparison:
         named = _with_distinct_names(rows, self.head.cases)
         if self.base is None:
             return list(named)
-        names = self.base.environment.kernel_names, self.head.environment.kernel_names
-        explained = [
-            with_cause(row, *self._compared[row.id], names=names)
-            if row.verdict != "OK" and row.id in self._compared
-            else row
-            for row in named
-        ]
-        return explained + creep.rows(self.base, [head for _, head in self._compared.values()], explained, self.policy)
+        compared = {entry.head.id: entry for entry in self._entries if isinstance(entry, _Compared)}
+        rows = [with_cause(row, *compared[row.id], self._names) if row.id in compared else row for row in named]
+        return rows + creep.rows(self.base, [entry.head for entry in compared.values()], rows, self.policy)
+
+    def _with_program(self, rows: Sequence[Row], base: CaseResult, head: CaseResult) -> list[Row]:
+        """Return the rows of the times of a case with their causes, and the row on its program."""
+        device = next((row for row in rows if row.metric == "device_time"), None)
+        gain = 1 - device.ratio if device is not None and device.ratio is not None else 0.0
+        better = any(row.improved for row in rows if row.metric in TIMES)
+        phases = [(base, head), (of_prefill(base), of_prefill(head))] if head.case.generates else [(base, head)]
+        found: Row | None = None
+        for number, results in enumerate(phases):
+            pairs = program.pairs_of(*results, self._names)
+            if device is not None and (slower := with_slower_kernels(device, pairs)) is not device:
+                device = msgspec.structs.replace(slower, prefill=number > 0)
+            row = program_row(*results, pairs, self.policy.program, gain=gain, better=better)
+            if isinstance(row, Row):
+                found = worse(found, row) if number else row
+            elif not number:
+                self._take("program", row)
+        with_kernels = [device if row.metric == "device_time" and device is not None else row for row in rows]
+        return with_kernels if found is None else [*with_kernels, found]
+
+    @property
+    def _names(self) -> tuple[Sequence[str], Sequence[str]]:
+        """The names of kernels of both reports."""
+        before = self.head if self.base is None else self.base
+        return before.environment.kernel_names, self.head.environment.kernel_names
 
     def _note(self) -> str:
         if self.base is None:

@@ -44,8 +44,8 @@ class AmountRule(ExactRule, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """The threshold of an amount."""
 
     threshold: _Part = 0.001
-    """The relative threshold: the growth that is allowed, as a fraction. For device time 0.005 is added between
-    different days, and more where the baseline is of other GPUs of the same kind."""
+    """The relative threshold: the growth that is allowed, as a fraction. For device time more is allowed where the
+    baseline is of other GPUs of the same kind."""
 
 
 class TimeRule(ExactRule, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -56,6 +56,14 @@ class TimeRule(ExactRule, frozen=True, kw_only=True, forbid_unknown_fields=True)
     where launches of both reports alternated."""
     absolute_s: Seconds = 0.0
     """The absolute threshold in seconds, for `time` of the whole case. The larger of both thresholds is used."""
+
+
+class ProgramRule(AmountRule, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The thresholds of a changed program: `threshold` is the price that is allowed, as a fraction of device time."""
+
+    threshold: _Part = 0.002
+    flops: _Part = 0.001
+    """The growth of FLOPs that is allowed where the time of the kernels is not known, as on a CPU, as a fraction."""
 
 
 class AccuracyRule(AmountRule, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -75,6 +83,14 @@ class AccuracyRule(AmountRule, frozen=True, kw_only=True, forbid_unknown_fields=
     explains in the dtype of the case, 0.001 in float32, 0.005 in float16, 0.04 in bfloat16."""
 
 
+class TextsRule(ExactRule, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The threshold of generated texts."""
+
+    difference: Amount | None = None
+    """The largest typical relative difference of the log-likelihoods of generated tokens from the baseline that is
+    allowed. None: what rounding explains in the dtype of the case, as for accuracy."""
+
+
 class MemoryRule(AmountRule, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The thresholds of the peak memory of each device."""
 
@@ -91,8 +107,8 @@ def _rule(spec: MetricSpec) -> ExactRule:
     if spec.rule == "time" and spec.name != "device_time":
         return TimeRule(gate=spec.gate)
     if spec.threshold is None:
-        return ExactRule(gate=spec.gate)
-    records: dict[str, type[AmountRule]] = {"accuracy": AccuracyRule, "memory": MemoryRule}
+        return (TextsRule if spec.name == "texts" else ExactRule)(gate=spec.gate)
+    records: dict[str, type[AmountRule]] = {"accuracy": AccuracyRule, "memory": MemoryRule, "program": ProgramRule}
     return records.get(spec.name, AmountRule)(gate=spec.gate, threshold=spec.threshold)
 
 

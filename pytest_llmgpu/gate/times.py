@@ -1,9 +1,10 @@
 """The one rule for all times: device time and wall times of a case.
 
-The datum is the mean log time of a launch, because clocks, allocator and host are the same within a launch. A few
-launches estimate their own deviation badly, and one launch not at all. The deviation of a row is therefore a mean of
-two variances, weighted by their degrees of freedom: that of its launches, and the prior of its noise regime (empirical
-Bayes, as in limma: Smyth 2004). The degrees of the prior are small where machines differ in their deviation.
+The datum is the log time of a launch, because clocks, allocator and host are the same within a launch. Where the SM
+clock is known, times are those at the clock of the candidate (`fixed_clock`). A few launches estimate their own
+deviation badly, and one launch not at all. The deviation of a row is therefore a mean of two variances, weighted by
+their degrees of freedom: that of its launches, and the prior of its noise regime (empirical Bayes, as in limma: Smyth
+2004). The degrees of the prior are small where machines differ in their deviation.
 
 A row is REGRESSED if its change is statistically significant and exceeds the threshold. All gated rows of times are one
 family of tests (Holm). `comparable` selects the launches, `device_times` and `wall_times` collect the data of a row,
@@ -12,24 +13,23 @@ and `rows` judges all of them.
 
 from __future__ import annotations
 
-import datetime
-import functools
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from pytest_llmgpu.analysis import noise_regime
-from pytest_llmgpu.analysis.noise_regime import NoiseRegime
+from pytest_llmgpu.analysis.noise_regime import NoiseRegime, Prior, deviation
+from pytest_llmgpu.gate import fixed_clock
 from pytest_llmgpu.gate.exact import absent, other_execution
+from pytest_llmgpu.gate.fixed_clock import Fitted, Pass
 from pytest_llmgpu.gate.policy import AmountRule, TimeRule
 from pytest_llmgpu.gate.stats import holm, t_quantile, t_tail
 from pytest_llmgpu.report import disturbances
-from pytest_llmgpu.report.derived import device_times_s, inference_s
+from pytest_llmgpu.report.derived import device_passes_s, device_times_s
 from pytest_llmgpu.report.metrics import MetricName, spec_of
 from pytest_llmgpu.report.result import CaseResult, Launch
 from pytest_llmgpu.report.text import FACTORS_FROM, plural, signed_percent, significant, slowdown
@@ -41,25 +41,14 @@ POWER = 0.95
 PROMISED = 0.02
 """Distance above the threshold of a slowdown that a row with the verdict OK excludes."""
 
-GPU_SD = 0.006
-"""Standard deviation of the log device time of one program between GPUs of one kind, measured on five H200."""
-
-DAY_SD = 0.005
-"""Addition to the threshold of device time for two sessions on different days. It is assumed, not measured."""
+OTHER_GPU_SD = {"fixed_clock": 0.002, "device": 0.006}
+"""Standard deviation of the log device time of one program between GPUs of one kind, by noise regime."""
 
 PRACTICAL_LAUNCHES = 20
 """Largest number of launches that is recommended."""
 
 _MOST_LAUNCHES = 1000
 """Largest number of launches that is computed."""
-
-_FORWARDS = 24
-"""Number of forwards for which the deviations of `device_compute` and `replayed` hold. That of fewer or more is larger
-or smaller by the square root: on two H200, forwards of LLaMA-7B at batch sizes 8, 32 and 64 differed by 1.1, 1.5 and
-1.4 %, in one launch as much as between launches."""
-
-_MOST_FORWARDS = 200
-"""More forwards do not lower the deviation further: launches differ in more than their forwards."""
 
 _IN_TURN = 0.02
 """Threshold of wall time where launches of both reports alternated. A host drifts by 1 % from day to day: against a
@@ -71,9 +60,6 @@ _ONE_SIDED = 0.95
 _POWER_QUANTILE = statistics.NormalDist().inv_cdf(POWER)
 _GPU_QUANTILE = statistics.NormalDist().inv_cdf(0.99)
 
-_DAY_S = 12 * 3600
-"""Sessions that are further apart are of different days."""
-
 _LARGEST_THRESHOLD = 1.0
 """With a larger threshold, which allows more than twice the time, a reason states that a time cannot be judged."""
 
@@ -82,6 +68,13 @@ _IGNORED_CLOCK = 0.01
 
 _HALF = 0.5
 """Share of throttled launches above which a report is of a GPU at its limit."""
+
+_SLOW, _MANY_SLOW = 2.0, 3
+"""A batch is an outlier from this multiple of its time in the other launches on, and a launch has many from this number
+on: fewer of them are left out where not every launch of a report has one."""
+
+_CLOCK = 0.01
+"""A relative difference of clocks from which a reason states it."""
 
 _THOUSAND = 1000
 
@@ -101,97 +94,25 @@ def _steps_s(launch: Launch) -> Sequence[float]:
     return [] if launch.generation is None else launch.generation.step_s
 
 
-WALL_TIMES: dict[MetricName, tuple[Callable[[Launch], Sequence[float]], Callable[[Launch], float]]] = {
-    "time": (lambda launch: launch.batches.latency_s, inference_s),
-    "first_token": (_first_tokens_s, lambda launch: statistics.median(_first_tokens_s(launch))),
-    "token_time": (_steps_s, lambda launch: statistics.median(_steps_s(launch))),
+def _batch_clocks(launch: Launch) -> list[list[float]] | None:
+    return launch.batches.clock_ghz
+
+
+def _prefill_clocks(launch: Launch) -> list[list[float]] | None:
+    return None if launch.generation is None else launch.generation.prefill_clock_ghz
+
+
+def _step_clocks(launch: Launch) -> list[list[float]] | None:
+    return None if launch.generation is None else launch.generation.step_clock_ghz
+
+
+_Clocks = Callable[[Launch], "list[list[float]] | None"]
+WALL_TIMES: dict[MetricName, tuple[Callable[[Launch], Sequence[float]], _Clocks]] = {
+    "time": (lambda launch: launch.batches.latency_s, _batch_clocks),
+    "first_token": (_first_tokens_s, _prefill_clocks),
+    "token_time": (_steps_s, _step_clocks),
 }
-"""Metric of wall time to the times of a launch whose mean is judged, and to the time of a launch that is shown."""
-
-
-class Deviation(msgspec.Struct, frozen=True, kw_only=True):
-    """A measured standard deviation."""
-
-    sd: float
-    """Standard deviation of the logarithm of the time between launches."""
-    degrees: int
-    """Degrees of freedom of `sd`: the number of launches minus the number of reports or sessions."""
-
-
-def deviation(groups: Iterable[Sequence[float]]) -> Deviation:
-    """Return the deviation of launches around the mean of their group; without degrees of freedom 0."""
-    squares, degrees = 0.0, 0
-    for group in groups:
-        if len(group) > 1:
-            mean = statistics.fmean(group)
-            squares += math.fsum((value - mean) ** 2 for value in group)
-            degrees += len(group) - 1
-    return Deviation(sd=math.sqrt(squares / degrees) if degrees else 0.0, degrees=degrees)
-
-
-class Prior(msgspec.Struct, frozen=True, kw_only=True):
-    """The noise between launches that is expected before a comparison."""
-
-    s0: float
-    """Standard deviation of the logarithm of the time between launches."""
-    df0: float
-    """Degrees of freedom of `s0`: the number of launches of one's own that have the same weight."""
-    source: str
-    """The measurements that `s0` and `df0` are from."""
-
-    def updated(self, measured: Deviation | None) -> Prior:
-        """Return the prior with measured launches added to it."""
-        if measured is None or not measured.degrees:
-            return self
-        degrees = self.df0 + measured.degrees
-        s0 = math.sqrt((self.df0 * self.s0**2 + measured.degrees * measured.sd**2) / degrees)
-        return Prior(s0=s0, df0=degrees, source=self.source)
-
-
-PRIORS: Mapping[NoiseRegime, Prior] = MappingProxyType(
-    {
-        "device_memory": Prior(s0=0.001, df0=10.0, source="LLaMA-7B at batch sizes 1 and 2, 52 launches on eight H200"),
-        "device_compute": Prior(
-            s0=0.003, df0=40.0, source="24 forwards of LLaMA-7B at batch sizes 8 to 64, 72 launches on two H200"
-        ),
-        "replayed": Prior(
-            s0=0.003, df0=20.0, source="24 forwards of LLaMA-7B at batch sizes 32 and 64, 48 launches on two H200"
-        ),
-        "eager_device": Prior(s0=0.01, df0=6.0, source="LLaMA-7B at batch sizes 32 and 64, 55 launches on five H200"),
-        "eager_host": Prior(s0=0.1, df0=2.0, source="LLaMA-7B at batch sizes 2 and 8, 55 launches on six H200"),
-        "cpu": Prior(s0=0.15, df0=4.0, source="bundled model, 40 launches on two cores of a virtual machine"),
-    }
-)
-"""The prior of each noise regime."""
-
-
-def prior_of(regime: NoiseRegime, *, idle: float = 0.0, forwards: int | None = None) -> Prior:
-    """Return the prior of a regime.
-
-    The deviations of `device_compute` and `replayed` are those of 24 forwards, and scaled to the number that a launch
-    measures.
-
-    Between replayed graphs the GPU waits for the host, whose time has the deviation of `eager_host`: with LLaMA-7B on
-    an H200 the GPU waited 15 % of batch size 1, whose deviation was 0.8 to 1.8 %, and 2 % of batch size 64 (0.5 %).
-
-    Args:
-        regime: The noise regime.
-        idle: The fraction of the time in which the GPU waits for the host. It widens the prior of replayed graphs only.
-        forwards: The number of forwards that a launch measures (`noise_regime.forwards`); None: as many as `s0` is of.
-    """
-    prior = PRIORS[regime]
-    if forwards is not None:
-        scale = math.sqrt(_FORWARDS / min(forwards, _MOST_FORWARDS))
-        prior = msgspec.structs.replace(prior, s0=scale * prior.s0)
-    if regime != "replayed" or not idle:
-        return prior
-    return msgspec.structs.replace(prior, s0=math.hypot(prior.s0, idle * PRIORS["eager_host"].s0))
-
-
-def prior_of_case(regime: NoiseRegime, *results: CaseResult) -> Prior:
-    """Return the prior of a time of one case, from its results in one report or in several."""
-    idle = noise_regime.idle_share(*results) if regime == "replayed" else 0.0
-    return prior_of(regime, idle=idle, forwards=noise_regime.forwards(regime, *results))
+"""Metric of wall time to the times of a launch whose sum is judged, and to the SM clocks [GPUs][batches] meanwhile."""
 
 
 def critical_t(degrees: float, family: float, confidence: float) -> float:
@@ -273,9 +194,9 @@ class Refusal(NamedTuple):
 def comparable(base: CaseResult, head: CaseResult) -> Sides | Refusal:
     """Return the launches of two completed results whose times can be compared, or the reason why none can.
 
-    They ran the same batches, undisturbed. Launches that power or heat throttled are left out, unless they are most of
-    the launches of both results. A launch whose clock is lower by at most `_IGNORED_CLOCK` counts as unthrottled: a GPU
-    at the edge of its limit is throttled in some launches, at almost the same clock.
+    They ran the same batches, undisturbed. Where the clock is not known, launches that power or heat throttled are left
+    out, unless they are most of the launches of both results. A launch whose clock is lower by at most `_IGNORED_CLOCK`
+    counts as unthrottled: a GPU at the edge of its limit is throttled in some launches, at almost the same clock.
     """
     sides = []
     for name, result in (("baseline", base), ("candidate", head)):
@@ -293,7 +214,8 @@ def comparable(base: CaseResult, head: CaseResult) -> Sides | Refusal:
             return Refusal("UNDECIDED", reason, step)
         sides.append(valid)
     then, now = sides
-    if any(sum(map(_is_throttled, side)) <= _HALF * len(side) for side in sides):
+    clock_is_known = all(one.batches.clock_ghz or _step_clocks(one) for one in (*then, *now))
+    if not clock_is_known and any(sum(map(_is_throttled, side)) <= _HALF * len(side) for side in sides):
         clocks = [disturbances.slowest_mhz(one.profile) if one.profile else None for one in (*then, *now)]
         slow_mhz = math.inf if None in clocks else max(filter(None, clocks)) * (1 - _IGNORED_CLOCK)
         free = [[launch for launch in side if not _is_throttled(launch, slow_mhz)] for side in sides]
@@ -371,6 +293,8 @@ class Timed(msgspec.Struct, frozen=True):
     """The ratio of the slowest to the fastest launch of one report above which the row is never OK."""
     seconds: Sequence[tuple[float, ...]]
     """The time of the baseline and of the candidate that is shown, for each rank."""
+    clocks_ghz: tuple[float, float] | None = None
+    """The mean SM clock of the baseline and of the candidate, if the times are those at a fixed clock."""
     machine_sd: float = 0.0
     """The deviation of the log time between machines of one kind; 0 where both reports are of the same GPUs."""
     left_out: str = ""
@@ -391,17 +315,33 @@ def wall_times(
     rule: TimeRule,
     *,
     metric: MetricName = "time",
-    prior: Prior,
-    regime: NoiseRegime,
     in_turn: bool,
-    machine_sd: float,
+    same_gpus: bool,
 ) -> Timed | Row:
-    """Return the wall times of two completed results, or why they cannot be compared."""
+    """Return the wall times of two completed results, or why they cannot be compared.
+
+    Those of replayed graphs are compared at a fixed clock, with the slope of device time.
+    """
     if isinstance(sides, Refusal):
         return sides.row(head, metric, gated=rule.gate)
-    latencies_s, shown_s = WALL_TIMES[metric]
-    logs = [[statistics.fmean(map(math.log, latencies_s(one))) for one in side] for side in sides]
-    base_s, head_s = (_ratio(statistics.fmean(math.log(shown_s(one)) for one in side)) for side in sides)
+    latencies_s, clocks_ghz = WALL_TIMES[metric]
+    regime, prior = noise_regime.noisiest(base, head), noise_regime.prior_of_time(base, head)
+    sums, left_out = _sums_s([[latencies_s(launch) for launch in side] for side in sides])
+    logs = [list(map(math.log, side)) for side in sums]
+    count = 1 if metric == "time" else len(latencies_s(sides[1][0]))
+    base_s, head_s = (_ratio(statistics.fmean(side)) / count for side in logs)
+    clocks = [[clock for one in side if (clock := _mean_log(clocks_ghz(one))) is not None] for side in sides]
+    means = None
+    if regime == "replayed" and all(len(one) == len(side) for one, side in zip(clocks, sides, strict=True)):
+        fits = _fits(base, head, of_prefill=metric == "first_token")
+        slope = statistics.fmean(fitted.slope for fitted in fits) if fits else None
+        if slope is not None:
+            at = statistics.fmean(clocks[1])
+            logs = [
+                [log_s - slope * (clock - at) for log_s, clock in zip(*one, strict=True)]
+                for one in zip(logs, clocks, strict=True)
+            ]
+            means = math.exp(statistics.fmean(clocks[0])), math.exp(at)
     relative = (
         rule.threshold if rule.threshold is not None else _IN_TURN if in_turn else spec_of(metric).threshold or 0.0
     )
@@ -414,25 +354,51 @@ def wall_times(
         threshold=max(relative, rule.absolute_s / base_s),
         spread=noise_regime.largest_spread(regime),
         seconds=[(base_s, head_s)],
-        machine_sd=machine_sd,
-        left_out=_left_out(base, head, sides, "`profile.invalid`"),
+        clocks_ghz=means,
+        machine_sd=0.0 if same_gpus else max(OTHER_GPU_SD["device"], prior.s0),
+        left_out=left_out + _left_out(base, head, sides, "`profile.invalid`"),
     )
 
 
+def _mean_log(clocks_ghz: list[list[float]] | None) -> float | None:
+    """Return the mean of the logarithms of clocks [GPUs][batches]; None where one is not known."""
+    known = [clock for of_gpu in clocks_ghz or () for clock in of_gpu]
+    return statistics.fmean(map(math.log, known)) if known and min(known) > 0 else None
+
+
+def _sums_s(sides: Sequence[Sequence[Sequence[float]]]) -> tuple[list[list[float]], str]:
+    """Return the sum of the times [reports][launches][batches] of each launch, and a sentence on what is left out.
+
+    A batch that took twice its time in the other launches counts where every launch of its report has one, or one has
+    at least three: else it was a disturbance.
+    """
+    expected = [
+        statistics.median_low(of_batch) for of_batch in zip(*(one for side in sides for one in side), strict=True)
+    ]
+    sums, ignored = [], 0
+    for side in sides:
+        slow = [[s > _SLOW * usual for s, usual in zip(launch, expected, strict=True)] for launch in side]
+        counts = list(map(sum, slow))
+        keep = max(counts) >= _MANY_SLOW or (len(counts) > 1 and min(counts) > 0)
+        ignored += 0 if keep else sum(counts)
+        sums.append(
+            [
+                math.fsum(
+                    usual if is_slow and not keep else s for s, usual, is_slow in zip(launch, expected, of, strict=True)
+                )
+                for launch, of in zip(side, slow, strict=True)
+            ]
+        )
+    return sums, f" {plural(ignored, 'time')} of more than twice the usual one left out." if ignored else ""
+
+
 def device_times(
-    base: CaseResult,
-    head: CaseResult,
-    sides: Sides | Refusal,
-    rule: AmountRule,
-    *,
-    prior: Prior,
-    regime: NoiseRegime,
-    other_day: bool,
+    base: CaseResult, head: CaseResult, sides: Sides | Refusal, rule: AmountRule
 ) -> Timed | Row | str | None:
     """Return the device times of two completed results, or why they cannot be compared; None for a CPU.
 
-    Ranks with equal GPUs are compared; where the GPUs are others of the same kind, ranks of equal number. The arguments
-    are those of `wall_times`; `other_day` is true if the sessions are of different days.
+    They are those at a fixed clock where it is known. Ranks with equal GPUs are compared; where the GPUs are others of
+    the same kind, ranks of equal number. The arguments are those of `wall_times`.
     """
     if head.case.device == "cpu":
         return None
@@ -446,37 +412,79 @@ def device_times(
             return sides.row(head, "device_time", gated=rule.gate)
         reason = "The launches with device time were disturbed (`profile.invalid`)."
         return Row.of(head, "device_time", "UNDECIDED", reason, gated=rule.gate)
-    # [sides, launches, ranks] GPUs of the rank and the logarithm of its time
-    measured = [
-        [
-            [(tuple(rank.uuids), math.log(s)) for rank, s in zip(one.ranks, device_times_s(one) or [], strict=False)]
-            for one in side
-        ]
-        for side in used
-    ]
-    launches = [*measured[0], *measured[1]]
-    batches = {tuple(one.work.batches) for side in usable for one in side if one.work is not None}
-    if len(batches) > 1 or len(set(map(len, launches))) > 1:
+    launches = [*used[0], *used[1]]
+    batches = {tuple(launch.work.batches) for launch in launches if launch.work is not None}
+    if len(batches) > 1 or len({len(launch.ranks) for launch in launches}) > 1:
         reason = "The work passes ran other batches or ranks than the baseline's."
         return Row.of(head, "device_time", "NOT_COMPARABLE", reason, gated=rule.gate)
-    names = [uuids for uuids, _ in launches[-1]]
-    same = all(sorted(uuids for uuids, _ in launch) == sorted(names) for launch in launches)
-    if same:
-        for launch in launches:
-            launch.sort(key=lambda rank: names.index(rank[0]))
-    ranks = [Samples(*([one[number][1] for one in side] for side in measured)) for number in range(len(names))]
+    gpus = [[tuple(rank.uuids) for rank in launch.ranks] for launch in launches]
+    same = all(sorted(one) == sorted(gpus[-1]) for one in gpus)
+    # [sides][launches] the number of each rank of the last launch
+    order = [[_order(launch, gpus[-1], same=same) for launch in side] for side in used]
+    fits = _fitted(used, order)
+    if fits:
+        regime: NoiseRegime = "fixed_clock"
+        prior = noise_regime.PRIORS[regime]
+        prior = msgspec.structs.replace(prior, s0=math.hypot(prior.s0, max(one.sd for one in fits)))
+        ranks = [Samples(one.base, one.head) for one in fits]
+        clocks = tuple(statistics.fmean(of) for of in zip(*((one.base_ghz, one.head_ghz) for one in fits), strict=True))
+    else:
+        regime, prior, clocks = "device", noise_regime.PRIORS["device"], ()
+        logs = [
+            [
+                [math.log((device_times_s(one) or [])[number]) for number in numbers]
+                for one, numbers in zip(*both, strict=True)
+            ]
+            for both in zip(used, order, strict=True)
+        ]
+        ranks = [Samples(*([one[number] for one in side] for side in logs)) for number in range(len(gpus[-1]))]
     return Timed(
         result=head,
         metric="device_time",
         gated=rule.gate,
         ranks=ranks,
         prior=prior,
-        threshold=rule.threshold + (DAY_SD if same and other_day else 0.0),
+        threshold=rule.threshold,
         spread=noise_regime.largest_spread(regime),
         seconds=[tuple(_ratio(statistics.fmean(side)) for side in rank) for rank in ranks],
-        machine_sd=0.0 if same else GPU_SD,
+        clocks_ghz=(clocks[0], clocks[1]) if clocks else None,
+        machine_sd=0.0 if same else OTHER_GPU_SD[regime],
         left_out=_left_out(base, head, used, "`work` or `profile.invalid`"),
     )
+
+
+def _order(launch: Launch, gpus: Sequence[tuple[str, ...]], *, same: bool) -> list[int]:
+    """Return the numbers of the ranks of a launch that have these GPUs, in their order."""
+    own = [tuple(rank.uuids) for rank in launch.ranks]
+    return [own.index(uuids) for uuids in gpus] if same and len(set(own)) == len(own) else list(range(len(own)))
+
+
+def _fitted(sides: Sequence[Sequence[Launch]], order: Sequence[Sequence[Sequence[int]]]) -> list[Fitted]:
+    """Return the device time of each rank at a fixed clock; empty where the clock of a pass is not known."""
+    found = []
+    for place in range(len(order[-1][-1])):
+        passes: list[list[list[Pass]]] = []
+        for side, numbers in zip(sides, order, strict=True):
+            ranks = [launch.ranks[of[place]] for launch, of in zip(side, numbers, strict=True)]
+            passes.append([fixed_clock.passes(rank, device_passes_s(rank)) for rank in ranks])
+        if not all(map(all, passes)):
+            return []
+        found.append(fixed_clock.fit(*passes))
+    return found
+
+
+def _fits(base: CaseResult, head: CaseResult, *, of_prefill: bool) -> list[Fitted]:
+    """Return the device time of each rank of two results at a fixed clock, ranks of equal number together."""
+    sides = [
+        [launch for launch in result.launches if (launch.prefill_work if of_prefill else launch.work) is not None]
+        for result in (base, head)
+    ]
+    if of_prefill:
+        sides = [[msgspec.structs.replace(launch, work=launch.prefill_work) for launch in side] for side in sides]
+    counts = {len(launch.ranks) for side in sides for launch in side}
+    if not all(sides) or len(counts) != 1:
+        return []
+    return _fitted(sides, [[list(range(counts.copy().pop())) for _ in side] for side in sides])
 
 
 def _left_out(base: CaseResult, head: CaseResult, used: Sequence[Sequence[object]], fields: str) -> str:
@@ -488,16 +496,6 @@ def _left_out(base: CaseResult, head: CaseResult, used: Sequence[Sequence[object
         if len(side) < count
     ]
     return f" {' and '.join(found)} ({fields})." if found else ""
-
-
-@functools.lru_cache(maxsize=64)
-def days_apart(one: str, other: str) -> bool:
-    """Return whether two sessions are of different days; True if a time of creation cannot be read."""
-    try:
-        times = [datetime.datetime.fromisoformat(text.replace("Z", "+00:00")) for text in (one, other)]
-        return abs((times[1] - times[0]).total_seconds()) > _DAY_S
-    except (TypeError, ValueError):  # TypeError: only one of them has a time zone
-        return True
 
 
 class Estimate(NamedTuple):
@@ -593,6 +591,7 @@ def _row(case: Timed, estimate: Estimate, *, ps: tuple[float, float], family: in
         threshold=math.expm1(limit),
         p=slower if change >= 0 else faster,
         n=min(map(len, case.ranks[0])),
+        clock_ratio=None if case.clocks_ghz is None else case.clocks_ghz[1] / case.clocks_ghz[0],
         smallest_seen=smallest_slowdown(math.expm1(limit), shown, error),
         launches_needed=needed,
     )
@@ -615,8 +614,10 @@ def _described(case: Timed, estimate: Estimate, row: Row, family: int, note: str
     )
     if case.machine_sd:
         start = "The" if can_be_judged else "Slowdowns cannot be judged: the"
-        source = "measured" if case.metric == "device_time" else "assumed"
-        reason += f" {start} baseline is from other GPUs ({source} spread between GPUs: {100 * case.machine_sd:.2g} %)."
+        reason += f" {start} baseline is from other GPUs (spread between GPUs: {100 * case.machine_sd:.2g} %)."
+    if case.clocks_ghz is not None and abs(case.clocks_ghz[1] / case.clocks_ghz[0] - 1) > _CLOCK:
+        now_mhz, then_mhz = (1000 * ghz for ghz in reversed(case.clocks_ghz))
+        reason += f" Compared at equal clock: the GPU ran at {now_mhz:,.0f} MHz, was {then_mhz:,.0f} MHz."
     reason += case.left_out
     if row.result in {"REGRESSED", "IMPROVED"}:
         return "\n".join(filter(None, (reason, note))), ""

@@ -16,8 +16,8 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from pytest_llmgpu.analysis import noise_regime
+from pytest_llmgpu.analysis.noise_regime import PRIORS, Prior
 from pytest_llmgpu.gate.stats import t_tail
-from pytest_llmgpu.gate.times import Prior, prior_of
 from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.metrics import METRICS, MetricSpec
 from pytest_llmgpu.report.report import Report
@@ -244,9 +244,8 @@ def _steps(spec: MetricSpec, past: Sequence[_Past], names: Sequence[str], cases:
             quiet.setdefault(one.gpus, []).append(one)
     for of_gpus in quiet.values():
         results = [one.result for one in of_gpus]
-        regime = noise_regime.noisiest("device_time" if spec.name == "device_time" else "time", *results)
         # The history itself shows how the waiting for the host varies.
-        prior = prior_of(regime, forwards=noise_regime.forwards(regime, *results))
+        prior = PRIORS["device" if spec.name == "device_time" else noise_regime.noisiest(*results)]
         for step in steps([one.value or 0.0 for one in of_gpus], prior, cases=cases):
             first, found = of_gpus[step.first].place, of_gpus[step.found].place
             reason = f"Step of {signed_percent(step.change)} since report {names[first]}, found with {names[found]}."

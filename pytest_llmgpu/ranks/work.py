@@ -152,6 +152,7 @@ class NamedRow(NamedTuple):
     family: KernelFamily
     calls: int
     time_s: float
+    passes_s: Sequence[float] | None = None
 
 
 Forward = Callable[[Batch], object]
@@ -340,6 +341,7 @@ def join(replies: Sequence[WorkReply], kernel_names: dict[str, int], model: Mode
                 family=row.family,
                 calls=row.calls,
                 time_s=row.time_s,
+                passes_s=None if row.passes_s is None else list(row.passes_s),
             )
             for row in reply.rows or ()
         ]
@@ -591,16 +593,12 @@ def rows_of(passes: Sequence[PassKernels], attributed: Modules | None) -> list[N
 
     The time of a kernel is its median over the passes. Without the eager pass its rows are left out.
     """
-    found = _by_time(
-        NamedRow(
-            None,
-            name,
-            family_of(name),
-            calls.calls,
-            statistics.median(one.kernels[name].time_s for one in passes if name in one.kernels),
-        )
-        for name, calls in passes[-1].kernels.items()
-    )
+    found = []
+    for name, calls in passes[-1].kernels.items():
+        times_s = [one.kernels[name].time_s if name in one.kernels else 0.0 for one in passes]
+        time_s = statistics.median([one for one in times_s if one] or [0.0])
+        found.append(NamedRow(None, short_name(name), family_of(name), calls.calls, time_s, times_s))
+    found.sort(key=lambda row: (-row.time_s, row.kernel or ""))
     if attributed is None:
         return found
     by_module = _by_time(

@@ -9,8 +9,9 @@ import msgspec
 from pytest_llmgpu.report.bounds import Count, Seconds
 from pytest_llmgpu.report.work import KernelFamily
 
-Place = Literal["device", "transfer", "waiting", "copies", "host", "program"]
-"""The place of a difference. device: kernels that are no collective. transfer: collectives while all ranks are inside.
+Place = Literal["device", "kernel", "transfer", "waiting", "copies", "host", "program"]
+"""The place of a difference. device: kernels that are no collective. kernel: one of them, called as often as before.
+transfer: collectives while all ranks are inside.
 waiting: collectives of ranks that wait for another one. copies: copies and memsets. host: the GPU is idle and waits for
 the host. program: the number of ops, kernels or runtime calls changed, and no time was compared."""
 
@@ -43,12 +44,14 @@ class CallsChange(msgspec.Struct, frozen=True, kw_only=True):
     """The number of calls of one function in a work pass, in both reports."""
 
     name: str
-    """Name of a kernel, of an op of torch, or of a function of the CUDA runtime."""
+    """Name of a kernel, of an op of torch, of a function of the CUDA runtime, or of a source file."""
     module: str | None = None
     """Module of the model whose number of calls changed most; null if it is not known."""
     layers: Count | None = None
     """Largest number of layers that can have the added calls, if these are fewer than the layers of the model; null for
     a module without a layer number, and where all layers may have changed."""
+    per_layer: Count | None = None
+    """Number of calls that every layer has more, or fewer, in one forward; null where layers can differ."""
     before: Count
     """Number of calls in the baseline."""
     after: Count
@@ -85,3 +88,17 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
     """Functions of the CUDA runtime with another number of calls; those that make the host wait come first."""
     ops: list[CallsChange] = []
     """Ops of torch with another number of calls, the largest change first."""
+    host_calls: list[CallsChange] = []
+    """Source files of Python functions with another number of calls in a forward, the largest change first."""
+    price: float | None = None
+    """Time of the calls of kernels that were added less that of those that went, as a fraction of the device time of a
+    pass, at the clock of the candidate. Null where the kernels are the same, or their times are not known."""
+    price_error: float | None = None
+    """Largest error of `price`, as a fraction of device time."""
+    forwards: Count = 1
+    """Forwards of the pass in which kernels are counted."""
+
+    @property
+    def calls(self) -> list[CallsChange]:
+        """Everything that is called more or less often."""
+        return [*self.ops, *self.kernels, *self.runtime_calls, *self.host_calls]

@@ -22,6 +22,7 @@ from pytest_llmgpu.report.result import (
     Metric,
     Profile,
 )
+from pytest_llmgpu.report.work import RankWork
 
 LOGLIKELIHOOD_TOLERANCES = {"float32": 1e-5, "float16": 5e-3, "bfloat16": 4e-2}
 """Largest rounding difference that padding and other kernels may cause, as a fraction of the log-likelihood."""
@@ -48,6 +49,12 @@ def inference_s(launch: Launch) -> float:
     return math.fsum(launch.batches.latency_s)
 
 
+def device_passes_s(rank: RankWork) -> list[float]:
+    """Return the device time of each pass of a rank: kernels that are no collective, and copies; empty without any."""
+    copies_s = rank.copy_s or [0.0] * len(rank.device_time_s or ())
+    return [kernels_s + copy_s for kernels_s, copy_s in zip(rank.device_time_s or (), copies_s, strict=False)]
+
+
 def device_times_s(launch: Launch) -> list[float] | None:
     """Return the device time of each rank, the mean of the middle half of its passes; None if a rank has none.
 
@@ -56,7 +63,7 @@ def device_times_s(launch: Launch) -> list[float] | None:
     """
     times_s = []
     for rank in launch.ranks:
-        ordered = sorted(rank.device_time_s or ())
+        ordered = sorted(device_passes_s(rank))
         left_out = max(1, len(ordered) // 4) if len(ordered) > 2 else 0  # noqa: PLR2004 - of two none is in the middle
         middle = ordered[left_out : len(ordered) - left_out]
         times_s.append(math.fsum(middle) / max(1, len(middle)))

@@ -20,12 +20,15 @@ from pytest_llmgpu.report.derived import counted_tokens, device_times_s, generat
 from pytest_llmgpu.report.result import CaseResult, Launch
 from pytest_llmgpu.report.text import gib, percent, significant
 
-Rule = Literal["outcome", "execution", "capacity", "time", "answers", "exact", "traffic", "path", "memory", "creep"]
+Rule = Literal[
+    "outcome", "execution", "capacity", "program", "time", "answers", "exact", "traffic", "path", "memory", "creep"
+]
 """How the gate judges a metric.
 
-outcome, execution, path: by their order. capacity: the largest batch size that fits. time: launches are the replicates.
-answers: item by item. exact: equal in every launch, so that one launch suffices. traffic: exact, by collective. memory:
-exact up to the allocator's rounding. creep: the growth of other metrics over several promotions.
+outcome, execution, path: by their order. capacity: the largest batch size that fits. program: calls by name, and the
+price of their change. time: launches are the replicates. answers: item by item, or token by token. exact: equal in
+every launch, so that one launch suffices. traffic: exact, by collective. memory: exact up to the allocator's rounding.
+creep: the growth of other metrics over several promotions.
 """
 
 Batches = Literal["measured", "passes", "eager"]
@@ -251,10 +254,19 @@ METRICS: tuple[MetricSpec, ...] = (
         next_step="Read memory by batch size: which part of it grew.",
     ),
     MetricSpec(
+        name="program",
+        rule="program",
+        batches="passes",
+        threshold=0.002,
+        unit="s",
+        written=_seconds,
+        next_step="Read what is called more often, by module, in `work` of both reports.",
+    ),
+    MetricSpec(
         name="device_time",
         rule="time",
         batches="passes",
-        threshold=0.01,
+        threshold=0.005,
         unit="s",
         written=_seconds,
         next_step="Read which kernels became slower: `work.ranks` of both reports.",
@@ -348,77 +360,51 @@ METRICS: tuple[MetricSpec, ...] = (
         name="predictions", rule="answers", gate=False, points=True, unit="acc", written=_points, next_step=_ITEMS
     ),
     MetricSpec(
+        name="texts",
+        rule="answers",
+        next_step="Compare the config of the model and the kernels of both reports: constants, scales, positions.",
+    ),
+    MetricSpec(
         name="flops",
-        rule="exact",
-        threshold=0.001,
         unit="FLOP",
         written=_operations,
-        next_step="Read the ops that changed (`ops` of `work` in the report): the model computes more per token.",
-        noun="FLOPs",
-        batches="eager",
-        amount=_of_ranks("flops"),
-        explain=_of_ranks("ops"),
         figure=_flops,
         exported=Exported(column="flops_per_sequence", label="FLOPs per sequence", measure="flops-per-sequence"),
         trended=Trended(title="computed (TFLOP/sequence, all ranks)", scale=1e12),
     ),
     MetricSpec(
         name="host_syncs",
-        rule="exact",
         unit="calls",
         written=_counted,
-        next_step="Find what reads a value back from the GPU: `.item()`, `.cpu()`, a condition on a tensor.",
-        noun="Host synchronizations",
-        batches="eager",
-        amount=_of_ranks("host_syncs"),
-        explain=_of_ranks("runtime_calls"),
         figure=lambda result: _per(
             lambda launch: len(_eager_batches(launch)), _of_ranks("host_syncs"), "calls/forward", result
         ),
         exported=Exported(column="host_syncs_per_forward"),
     ),
     MetricSpec(
-        name="kernels",
+        name="host_calls",
         rule="exact",
         gate=False,
         unit="calls",
         written=_counted,
-        next_step="Read the kernels that were added in `work` of the two reports.",
-        noun="Kernel calls",
-        batches="passes",
-        amount=_of_ranks("kernels"),
+        next_step="Read `host_calls` of `work` in the two reports: which source file calls more functions.",
+        noun="Calls of Python functions",
+        batches="eager",
+        amount=lambda launch: [None if rank.host_calls is None else rank.host_calls.python for rank in launch.ranks],
+        explain=lambda launch: [None if rank.host_calls is None else rank.host_calls.by_file for rank in launch.ranks],
+    ),
+    MetricSpec(
+        name="kernels",
+        unit="calls",
+        written=_counted,
         figure=lambda result: _per(
             lambda launch: len(launch.work.batches) if launch.work else 0, _of_ranks("kernels"), "calls/forward", result
         ),
         exported=Exported(column="kernels_per_forward"),
         trended=Trended(title="kernel calls (per forward, all ranks)"),
     ),
-    MetricSpec(
-        name="ops",
-        rule="exact",
-        gate=False,
-        unit="calls",
-        written=_counted,
-        next_step="Read `ops` of `work` in the two reports.",
-        noun="Calls of ops",
-        batches="eager",
-        amount=lambda launch: [None if rank.ops is None else sum(rank.ops.values()) for rank in launch.ranks],
-        explain=_of_ranks("ops"),
-    ),
-    MetricSpec(
-        name="runtime_calls",
-        rule="exact",
-        gate=False,
-        unit="calls",
-        written=_counted,
-        next_step="Read `runtime_calls` of `work` in the two reports.",
-        noun="CUDA calls",
-        batches="eager",
-        amount=lambda launch: [
-            None if rank.runtime_calls is None else sum(rank.runtime_calls.values()) for rank in launch.ranks
-        ],
-        explain=_of_ranks("runtime_calls"),
-    ),
+    MetricSpec(name="ops", unit="calls", written=_counted),
+    MetricSpec(name="runtime_calls", unit="calls", written=_counted),
     MetricSpec(
         name="traffic",
         rule="traffic",
@@ -467,5 +453,5 @@ JUDGED: tuple[str, ...] = tuple(spec.name for spec in METRICS if spec.rule)
 if TYPE_CHECKING:
     MetricName = str
 else:
-    MetricName = Literal[JUDGED]
-"""Name of a metric that the gate has verdicts on."""
+    MetricName = Literal[tuple(_BY_NAME)]
+"""Name of a metric; stored verdicts have names that the gate judged before."""

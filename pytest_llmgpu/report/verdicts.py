@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from pytest_llmgpu.report.cause import Cause
-from pytest_llmgpu.report.metrics import JUDGED, MetricName, spec_of
+from pytest_llmgpu.report.metrics import METRICS, MetricName, spec_of
 from pytest_llmgpu.report.result import CaseResult
 
 Verdict = Literal["REGRESSED", "MISSING", "NOT_COMPARABLE", "UNDECIDED", "CHANGED", "NEW", "OK"]
@@ -109,6 +109,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One-sided p-value: the probability of a change at least as large if nothing changed. It tests for a loss if the
     candidate is worse, and for a gain if it is better. It is adjusted (Holm) over the gated rows of all times, where it
     is not gated over such rows of its metric; for accuracy over the two tests of a row."""
+    clock_ratio: float | None = None
+    """Mean SM clock of the candidate divided by that of the baseline, where a time was compared at a fixed clock."""
     n: int | None = None
     """Number of launches in each report; the smaller number if they differ."""
     smallest_seen: float | None = None
@@ -239,6 +241,6 @@ def worst_first(rows: Iterable[Row]) -> list[Row]:
             change = 0.0 if row.base is None or row.head is None else row.head - row.base
         gain = round(change if spec.bigger_is_better else -change, 9)  # equal changes keep their order
         ungated = row.allowed is not None or not row.gated
-        return ungated, SEVERITY.index(row.verdict), not row.improved, JUDGED.index(row.metric), gain
+        return ungated, SEVERITY.index(row.verdict), not row.improved, METRICS.index(spec), gain
 
     return sorted(rows, key=place)

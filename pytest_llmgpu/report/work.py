@@ -53,6 +53,9 @@ class WorkRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The number of calls in one pass."""
     time_s: Seconds
     """The sum of the durations of these calls in seconds. The time of a collective contains waiting."""
+    passes_s: list[Seconds] | None = None
+    """For each pass, the sum of the durations of the calls of the kernel in seconds. Null for rows of modules, and in
+    older reports."""
 
 
 class CollectiveWork(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,6 +132,11 @@ class RankWork(msgspec.Struct, frozen=True, kw_only=True):
     time of the remaining kernels of a module is summed by family, and that of the smallest of very many modules by
     family as `other`. In older reports the small kernels of a pass are summed by family too, and copies are missing."""
     why: Reasons = {}
+
+    @property
+    def is_complete(self) -> bool:
+        """True if every kernel and copy has a row; in reports of the same versions ops are counted by module."""
+        return self.ops_by_module is not None and self.rows is not None
 
 
 class ModelSize(msgspec.Struct, frozen=True, kw_only=True):

@@ -62,24 +62,18 @@ Current thread 0x00007e [python] (most recent call first):
 """
 
 
-@pytest.mark.parametrize(
-    ("log", "end"),
-    [
-        ('Traceback (most recent call last):\n  File "a"\nRuntimeError: NCCL\n[W] x\n', " ends: RuntimeError: NCCL"),
-        ("torch.cuda.AcceleratorError: illegal\n  hint\n", " ends: torch.cuda.AcceleratorError: illegal"),
-        ("loading\nterminate called\n\n", " ends: terminate called"),
-        ("ValueError: x\nFatal Python error: Aborted\n\nCurrent thread 0x7f\n", " ends: Fatal Python error: Aborted"),
-        ("x" * 1000, f" ends: {'x' * 199}…"),
-        # A dump of threads names no cause, and the message is not repeated.
-        (_STACKS, ": ValueError: bad shape"),
-        ("ValueError: bad shape\n", ": ValueError: bad shape"),
-        ("a.module.ValueError: bad shape\n", ": ValueError: bad shape"),
-    ],
+_LOGS = (
+    'Traceback (most recent call last):\n  File "a"\nRuntimeError: NCCL\n[W] x\n',
+    "torch.cuda.AcceleratorError: illegal\n  hint\n",
+    "loading\nterminate called\n\n",
+    "ValueError: x\nFatal Python error: Aborted\n\nCurrent thread 0x7f\n",
+    "x" * 1000,
+    # A dump of threads names no cause, and the message is not repeated.
+    _STACKS,
+    "ValueError: bad shape\n",
+    "a.module.ValueError: bad shape\n",
 )
-def test_the_decisive_line_of_a_log_is_shown(log: str, end: str) -> None:
-    """It is the exception, not what a library prints when it ends; a long line is cut."""
-    failure = Failure(phase="forward", message="ValueError: bad shape", log_tail=log)
-    assert finding_of(make_failed("crashed", failure)).text.endswith(f"{end}.")
+"""Logs in which one line is decisive: the exception, not what a library prints when it ends; a long line is cut."""
 
 
 def test_a_disturbance_is_reported_with_the_failure() -> None:
@@ -133,26 +127,18 @@ def _unrecorded(*uuids: str) -> CaseResult:
     return _with_work(msgspec.structs.replace(make_work(), ranks=[rank]))
 
 
-@pytest.mark.parametrize(
-    ("results", "texts"),
-    [
-        ([_with_work(None)], [None]),
-        ([_with_work(None, work=WORK_OFF)], [None]),
-        ([_with_work(None, work=NO_WORK)], [None]),
-        ([_with_work(make_work())], [None]),
-        ([_with_work(None, work="the work passes failed: CUDA error")], ["the work passes failed: CUDA error."]),
-        # The cause is the machine, not the case; a CPU has no kernels to record.
-        ([_unrecorded("GPU-0")] * 2, ["not recorded: torch.profiler did not start.", None]),
-        ([_unrecorded()], [None]),
-        ([msgspec.structs.replace(_with_work(None), why={"traffic": TRAFFIC_FAILED})], ["Traffic"]),
-    ],
+_PASSES_FAILED = (
+    _with_work(None, work="the work passes failed: CUDA error"),
+    _unrecorded("GPU-0"),
+    msgspec.structs.replace(_with_work(None), why={"traffic": TRAFFIC_FAILED}),
 )
-def test_passes_that_failed_are_a_warning(results: list[CaseResult], texts: list[str | None]) -> None:
-    """The case is complete, and its reader learns what is missing and why."""
-    for result, text in zip(assessed(*results), texts, strict=True):
-        found = [(one.code, one.severity) for one in result.findings]
-        assert found == ([] if text is None else [("passes-failed", "warning")])
-        assert text is None or text in result.findings[0].text
+
+
+def test_passes_that_failed_are_a_warning() -> None:
+    """The cause is the machine, not the case, so that one case has the finding. A CPU has no kernels to record."""
+    assert codes(*_PASSES_FAILED, _PASSES_FAILED[1]) == [["passes-failed"]] * 3 + [[]]
+    quiet = [_with_work(None, work=WORK_OFF), _with_work(None, work=NO_WORK), _with_work(make_work()), _unrecorded()]
+    assert codes(_with_work(None), *quiet) == [[]] * 5
 
 
 @pytest.mark.parametrize(
@@ -286,36 +272,29 @@ _RECORDED, _PLANNED = (make_result(9.0, execution="cuda_graphs") for _ in range(
 _PLANNED.launches[0].plan_sha256 = "0" * 64
 
 
-@pytest.mark.parametrize(
-    ("code", "launches", "text"),
-    [
-        ("differ", _answering([True] * 3, [True] * 3, [True, False, True]), "3 answer 1 of 3 items differently (acc"),
-        ("differ", [make_result(1.0, traffic=make_traffic(n)) for n in (4, 2, 4)], "3 do not send the same bytes, so"),
-        ("differ", _sending("pcie", "nvlink", None, "nvlink", "mixed"), "over NVLink, 1 sent over NVLink and PCIe, 1 "),
-        (None, _sending("nvlink", None, "nvlink"), ""),
-        # Launches of other batches or executions are not compared in time.
-        ("differ", [make_result(1.0), _RECORDED], ": they ran as eager and as cuda_graphs."),
-        ("differ", [make_result(1.0), _PLANNED], ": 2 ran 2 lists of batches; they ran"),
-        (None, [*_answering([True]), make_failed("crashed")], ""),  # it has no answers
-        # Chance explains a factor of 2.8 where the host decides, of 2 elsewhere and of device time.
-        (
-            "far",
-            _launched(1.2, 1.0, 3.1),
-            "time by a factor of 3.1: launch 3 of 3 was the slowest with 3.1 s, launch",
-        ),
-        (None, _launched(1.0, 2.8), ""),
-        ("far", _launched(1.0, 2.5, execution="cuda_graphs"), "time by a factor of 2.5"),
-        ("far", _launched(1.0, 1.0, 1.0, device_s=(0.1, 0.21, 0.15)), "device time by a factor of 2.1: launch 2 of 3"),
-        (None, _launched(1.0, 1.0, device_s=(0.1, 0.19)), ""),
-        # A failed launch has a number.
-        ("far", [make_result(1.0), make_failed("crashed"), make_result(4.0)], "launch 3 of 3 was the slowest"),
-    ],
+_DIFFERENT = (
+    _answering([True] * 3, [True] * 3, [True, False, True]),
+    [make_result(1.0, traffic=make_traffic(calls)) for calls in (4, 2, 4)],
+    _sending("pcie", "nvlink", None, "nvlink", "mixed"),
+    # Launches of other batches or executions are not compared in time.
+    [make_result(1.0), _RECORDED],
+    [make_result(1.0), _PLANNED],
+    # Where the wall time is not far apart, the device time may be.
+    _launched(1.2, 1.0, 3.1),
+    _launched(1.0, 2.5, execution="cuda_graphs"),
+    _launched(1.0, 1.0, 1.0, device_s=(0.1, 0.21, 0.15)),
+    [make_result(1.0), make_failed("crashed"), make_result(4.0)],  # a failed launch has a number
 )
-def test_launches_differ_only_a_little_in_time(code: str | None, launches: list[CaseResult], text: str) -> None:
-    """Where the wall time is not far apart, the device time may be."""
-    found = [(one.code, text in one.text) for one in disagreements(launches)]
-    names = {"differ": "launches-differ", "far": "times-far-apart"}
-    assert found == ([] if code is None else [(names[code], True)])
+"""The launches of cases of which each has one finding."""
+
+
+def test_launches_differ_only_a_little_in_time() -> None:
+    """Chance explains a factor of 2.8 where the host decides, of 2 elsewhere and of device time."""
+    names = [one.code for launches in _DIFFERENT for one in disagreements(launches)]
+    assert names == ["launches-differ"] * 5 + ["times-far-apart"] * 4
+    unscored = [*_answering([True]), make_failed("crashed")]
+    quiet = _sending("nvlink", None, "nvlink"), _launched(1.0, 2.8), _launched(1.0, 1.0, device_s=(0.1, 0.19)), unscored
+    assert [disagreements(launches) for launches in quiet] == [[]] * 4
 
 
 def test_findings_read_as(prose: Prose) -> None:
@@ -347,13 +326,13 @@ def test_findings_read_as(prose: Prose) -> None:
         finding_of(make_result(batch_size=8, **CPU), make_failed(batch_size=32, **CPU)),
         finding_of(*(make_result(s, batch_size=size, **CPU) for size, s in {1: 300.0, 2: 4.0}.items())),
         finding_of(*(make_result(s, None, make_profile(), batch_size=size) for size, s in {1: 5.0, 2: 6.0}.items())),
-        finding_of(_unrecorded("GPU-0")),
+        *(finding_of(make_failed("crashed", _forward(message="ValueError: bad shape", log_tail=log))) for log in _LOGS),
+        *map(finding_of, _PASSES_FAILED),
         *(finding_of(_profiled(profile)) for profile in _GAPS),
         finding_of(_profiled(make_profile(invalid=["memory in use before the start: GPU 1", "x: b"]))),
         finding_of(disturbed),
         finding_of(_profiled(_held_down())),
         finding_of(uneven),
-        *disagreements(_answering([True, True], [True, False])),
-        *disagreements(_launched(1.0, 9.0)),
+        *(one for launches in _DIFFERENT for one in disagreements(launches)),
     ]
     assert prose == "\n".join(f"{one.severity} {one.code}: {one.text} {one.next_step}" for one in found)

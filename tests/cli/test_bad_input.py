@@ -19,9 +19,7 @@ def _files(empty_folder: None) -> None:  # noqa: ARG001
     """Write a report and files that are none."""
     dump(on_h200(), Path("report.json"))
     Path("text.json").write_bytes(b"hello")
-    Path("other.json").write_bytes(b'{"benchmarks": [], "version": "5.3.1"}')
-    Path("deep.json").write_bytes(b"[" * 100_000)
-    Path("cut.json.gz").write_bytes(b"\x1f\x8b\x08\x00")
+    Path("deep.json").write_bytes(b'{"x":' + b"[" * 100_000)
     Path("bad.toml").write_text("margn = 1\n")
     Path("baseline").mkdir()
 
@@ -53,29 +51,24 @@ def _files(empty_folder: None) -> None:  # noqa: ARG001
         ("plot report.json --output out --format png,gif", "format 'gif': allowed are png, svg, separated by commas"),
         ("plot report.json --output out --case mp-bs8", "--case 'mp-bs8': the report has no such case; its cases are"),
         # Reports.
-        ("show nope", "'nope'"),
+        ("export csv nope", "'nope'"),
         ("show git:x", "'git:x': the form git:REV:PATH is needed"),
         ("show none.json report.json", "report none.json: cannot be read"),
-        ("show report.json text.json", "report text.json: is not valid JSON"),
+        ("show text.json", "report text.json: is not valid JSON"),
         ("gate text.json report.json --allow-no-baseline", "report text.json: is not valid JSON"),
-        ("gate other.json report.json --allow-no-baseline", "report other.json: is not a report of pytest-llmgpu"),
-        ("gate cut.json.gz report.json --allow-no-baseline", "report cut.json.gz: cannot be decompressed"),
         ("gate report.json none.json --allow-no-baseline", "report none.json: cannot be read"),
         ("promote report.json --to text.json", "report text.json: is not valid JSON"),
-        ("export csv none.json", "report none.json: cannot be read"),
         ("export csv report.json --baseline none.json", "report none.json: cannot be read"),
         # Verdicts and policies.
         ("export csv report.json --verdicts none.json", "verdicts none.json: cannot be read: No such file"),
         ("export csv report.json --verdicts report.json", "verdicts report.json: Object missing required field"),
         ("export csv report.json --verdicts deep.json", "verdicts deep.json: "),
-        ("gate report.json report.json --policy none.toml", "policy none.toml: cannot be read"),
-        ("gate --dump-policy --policy bad.toml", "policy bad.toml: Object contains unknown field `margn`"),
         ("promote report.json --policy none.toml", "policy none.toml: cannot be read"),
+        ("gate --dump-policy --policy bad.toml", "policy bad.toml: Object contains unknown field `margn`"),
         # Output.
         ("gate report.json report.json --json report.json/x", "report.json/x: cannot be written"),
         ("promote report.json --to baseline.txt", "the name must end in .json"),
         ("promote report.json", "name 'baseline': is a file or folder here"),
-        ("export csv report.json --output report.json/x", "report.json/x: cannot be written: "),
         ("export csv report.json --output .", ".: cannot be written: Is a directory"),
         ("plot report.json --output report.json --format svg", "image report.json/time.svg: cannot be written: "),
     ],

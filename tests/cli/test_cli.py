@@ -24,15 +24,11 @@ from pytest_llmgpu.report.schema import schema
 from pytest_llmgpu.store.store import DEFAULT, save
 
 
-def test_schema_prints_the_schema_of_a_report(llmgpu: Callable[..., str]) -> None:
-    """Stdout is a JSON Schema and nothing else."""
+def test_schema_and_version_print_nothing_else(llmgpu: Callable[..., str]) -> None:
+    """The schema is a JSON Schema, and the version is the installed one."""
     printed = json.loads(llmgpu("schema"))
     jsonschema.Draft202012Validator.check_schema(printed)
     assert printed == schema()
-
-
-def test_version_prints_the_installed_version(llmgpu: Callable[..., str]) -> None:
-    """It is one line."""
     assert llmgpu("--version") == f"llmgpu {installed_version('pytest-llmgpu') or '(not installed)'}\n"
 
 
@@ -92,27 +88,21 @@ def test_a_reader_that_leaves_early_does_not_change_the_exit_status(tmp_path: Pa
     assert done.stderr.count("\n") == 1
 
 
-def test_list_shows_the_store(tmp_path: Path, llmgpu: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("empty_folder")
+def test_list_shows_the_store(llmgpu: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
     """Each report is one line; a broken one is named, and the exit status shows that the list is incomplete."""
-    save(measured(), tmp_path, "base")
-    heads, _, line = llmgpu("list", "--storage", str(tmp_path)).splitlines()
+    empty = f"the store {DEFAULT} is empty; pytest --llmgpu-save keeps the report of a run in it\n"
+    assert llmgpu("list") == empty
+    save(measured(), DEFAULT, "base")
+    heads, _, line = llmgpu("list").splitlines()
     assert heads.split() == ["number", "name", "when", "commit", "machine", "strategies", "cases", "outcomes"]
     assert line.split()[:2] == ["0001", "base"]
-    broken = save(measured(), tmp_path)
+    broken = save(measured(), DEFAULT)
     broken.write_bytes(b"{")
-    assert main(["list", "--storage", str(tmp_path)]) == 2
+    assert main(["list", "--storage", str(DEFAULT)]) == 2
     printed = capsys.readouterr()
     assert printed.out.count("\n") == 3
     assert printed.err == f"llmgpu: report {broken}: is not valid JSON: Input data was truncated\n"
-
-
-@pytest.mark.usefixtures("empty_folder")
-def test_list_reads_the_default_store(llmgpu: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
-    """An empty store is no error, and help names the folder."""
-    empty = f"the store {DEFAULT} is empty; pytest --llmgpu-save keeps the report of a run in it\n"
-    assert llmgpu("list") == empty
-    save(measured(), DEFAULT)
-    assert "0001" in llmgpu("list")
     with pytest.raises(SystemExit):
         main(["list", "--help"])
     assert f"(default: {DEFAULT})" in capsys.readouterr().out

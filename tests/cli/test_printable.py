@@ -59,15 +59,12 @@ def evil() -> Report:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["show", "evil.json"],
+        *(["show", *names] for names in (["evil.json"], ["evil.json"] * 3, [f"{_EVIL}.json"])),
+        *(["export", name, "evil.json"] for name in ("markdown", "github-summary")),
         ["list"],
         ["trend"],
-        ["show", "evil.json", "evil.json", "evil.json"],
         ["gate", "evil.json", "evil.json"],
         ["promote", "evil.json"],
-        ["show", f"{_EVIL}.json"],
-        ["export", "markdown", "evil.json"],
-        ["export", "github-summary", "evil.json"],
     ],
     ids=lambda arguments: arguments[0],
 )

@@ -5,7 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 from support.repository import first_commit, git
 from support.worlds import ends
 
-from pytest_llmgpu.cli.subprocesses import interruptible, last_line, run
+from pytest_llmgpu.cli.subprocesses import handled, interruptible, last_line, run
 from pytest_llmgpu.cli.worktrees import Worktree, changed, checked_out, environment
 
 
@@ -170,23 +170,14 @@ while True:
 """
 
 
-@pytest.fixture
-def hangup() -> Iterator[Callable[[signal.Handlers], object]]:
-    """Return a function that sets what SIGHUP does, which may be ignored where the tests run."""
-    before = signal.getsignal(signal.SIGHUP)
-    yield lambda handler: signal.signal(signal.SIGHUP, handler)
-    signal.signal(signal.SIGHUP, before)
-
-
-def test_a_command_of_nohup_survives_its_terminal(hangup: Callable[[signal.Handlers], object]) -> None:
+def test_a_command_of_nohup_survives_its_terminal() -> None:
     """SIGHUP stays ignored."""
-    hangup(signal.SIG_IGN)
-    with interruptible():
+    with handled(signal.SIG_IGN, {signal.SIGHUP}), interruptible():
         signal.raise_signal(signal.SIGHUP)
 
 
 @pytest.mark.parametrize("sent", ["SIGINT", "SIGTERM", "SIGHUP"])
-def test_ctrl_c_ends_the_command_first(tmp_path: Path, sent: str, hangup: Callable[[signal.Handlers], object]) -> None:
+def test_ctrl_c_ends_the_command_first(tmp_path: Path, sent: str) -> None:
     """The command gets SIGINT once and may write its report before it ends."""
     code = (
         "import os, signal\n"
@@ -195,7 +186,6 @@ def test_ctrl_c_ends_the_command_first(tmp_path: Path, sent: str, hangup: Callab
         "except KeyboardInterrupt:\n    print('written', flush=True)\n"
     )
     log = tmp_path / "log"
-    hangup(signal.SIG_DFL)
     with interruptible(), pytest.raises(KeyboardInterrupt):
         run(_python(code), tmp_path, {}, log)
     assert log.read_text() == "written\n"

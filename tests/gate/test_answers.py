@@ -1,16 +1,19 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import pytest
 from support.prose import Prose
-from support.report_factory import make_accuracy, make_answers, make_result
+from support.report_factory import make_accuracy, make_answers, make_generation, make_result
 
-from pytest_llmgpu.gate.answers import Answered, answered, below_floor, predictions_row, rows
-from pytest_llmgpu.gate.policy import AccuracyRule
+from pytest_llmgpu.gate.answers import Answered, answered, below_floor, predictions_row, rows, texts_row
+from pytest_llmgpu.gate.policy import AccuracyRule, TextsRule
+from pytest_llmgpu.report.case import GENERATE
+from pytest_llmgpu.report.derived import encode
 from pytest_llmgpu.report.result import AccuracyCheck, CaseResult
 from pytest_llmgpu.report.verdicts import Row
 
@@ -231,16 +234,17 @@ _TWENTY = range(100, 120)
     [
         (_result(*_TWENTY), _result(7, *_TWENTY), 1.0),
         (_result(*_TWENTY), _result(*_TWENTY, *range(5)), 5 / 32),
-        (_result(*_TWENTY), _result(*range(110, 120)), 1.0),
+        (_result(*_TWENTY), _result(*range(110, 120)), 5 / 2**10),
         (_result(0), _wrong_differently(0), 1.0),
     ],
     ids=["one lost", "five lost", "ten won", "wrong differently"],
 )
 def test_a_launch_that_differs_a_little_is_not_ok(base: CaseResult, odd: CaseResult, p: float, prose: Prose) -> None:
-    """Nor an improvement. It was chosen as the worst of five, so that its p is five times as large."""
+    """Nor an improvement. It was chosen out of five, so that its p is five times as large; its items are named."""
     found = _answered(base, _of_launches(*[base] * 4, odd))
     (row,) = rows([found], 0.95, "")
     assert (row.result, row.p) == ("UNDECIDED", p)
+    assert (found.odd_launch, len(found.lost) + len(found.won) + found.other) == (5, found.changed)
     assert prose == row.reason
     assert predictions_row(found, gated=True).verdict == "REGRESSED"
 
@@ -346,3 +350,87 @@ def test_numbers_that_are_not_finite_any_more(prose: Prose) -> None:
     assert row.result == "REGRESSED"
     assert prose == row.reason
     assert _judged(broken, fine).verdict == "OK"
+
+
+_VALUES = ((-1.0, -2.0, -3.0, -2.0), (-4.0, -3.0, -2.0, -3.0))
+"""Log-likelihoods of two texts of four tokens, -20 in all."""
+
+
+def _texts(*launches: tuple[float, Sequence[Sequence[int]]], **fields: Any) -> CaseResult:
+    """Return a result of two texts in float16; each launch has log-likelihoods by a factor, and its tokens."""
+    result = make_result(workload=GENERATE, prompt_tokens=10, new_tokens=4, **fields)
+    for factor, tokens in launches:
+        values = [[factor * value for value in text] for text in _VALUES]
+        launch = msgspec.structs.replace(result.launches[0], generation=make_generation(tokens, values, values))
+        result.launches.append(launch)
+    return msgspec.structs.replace(result, launches=result.launches[1:] or result.launches)
+
+
+_SAME_TOKENS = ((1, 2, 3, 4), (5, 6, 7, 8))
+_LAST_DIFFERS = ((1, 2, 3, 4), (5, 6, 7, 9))
+_BOTH_DIFFER = ((1, 9, 9, 9), (9, 6, 7, 8))
+
+
+@pytest.mark.parametrize(
+    ("launches", "verdict"),
+    [
+        ([(1.004, _SAME_TOKENS)], "OK"),
+        ([(1.006, _SAME_TOKENS)], "REGRESSED"),
+        ([(0.994, _BOTH_DIFFER)], "REGRESSED"),
+        ([(1.004, _BOTH_DIFFER)], "CHANGED"),
+        ([(1.002, _SAME_TOKENS), (1.001, _LAST_DIFFERS), (1.0, _BOTH_DIFFER), (1.0, _SAME_TOKENS)], "CHANGED"),
+        ([(1.0, _BOTH_DIFFER), (1.006, _SAME_TOKENS), (1.0, _SAME_TOKENS)], "REGRESSED"),
+        ([(math.nan, _SAME_TOKENS)], "REGRESSED"),
+        ([(-math.inf, _SAME_TOKENS)], "REGRESSED"),
+    ],
+    ids=["rounding", "other", "other and diverge", "diverge", "most diverge", "one launch is other", "NaN", "infinite"],
+)
+def test_texts_are_judged_by_the_numbers_of_their_tokens(
+    launches: list[tuple[float, Sequence[Sequence[int]]]], verdict: str, prose: Prose
+) -> None:
+    """In the worst launch, above what rounding explains; texts that diverge within it never fail, gated or not."""
+    row = _row_of_texts(_texts((1.0, _SAME_TOKENS)), _texts(*launches))
+    assert (row.result, row.gated, row.threshold) == (verdict, verdict != "CHANGED", 0.005)
+    assert prose == row.reason
+
+
+def _row_of_texts(base: CaseResult, head: CaseResult, **rule: Any) -> Row:
+    row = texts_row(base, head, TextsRule(**rule))
+    assert isinstance(row, Row), row
+    return row
+
+
+def test_tokens_after_the_first_one_that_differs_do_not_count() -> None:
+    """Their prefixes differ. The one that differs counts: both are the likeliest after the same tokens."""
+    base, head = _texts((1.0, _SAME_TOKENS)), _texts((1.0, _BOTH_DIFFER))
+    generation = head.launches[0].generation
+    assert generation is not None
+    for counted, values in ((False, [-1, -2, -9, -9, -4, -9, -9, -9]), (True, [-1, -2, -3, -2, -5, -3, -2, -3])):
+        head.launches[0].generation = msgspec.structs.replace(generation, loglikelihoods=encode(values))
+        assert _row_of_texts(base, head).result == ("REGRESSED" if counted else "CHANGED")
+
+
+def test_the_policy_and_the_check_of_the_baseline_decide_as_for_items(prose: Prose) -> None:
+    """A baseline that failed its own check was the wrong one; a policy allows more, or does not gate."""
+    base, head = _texts((1.0, _SAME_TOKENS)), _texts((1.1, _BOTH_DIFFER))
+    assert _row_of_texts(base, head, difference=0.2).result == "CHANGED"
+    assert prose == _row_of_texts(base, head, difference=0.05).reason
+    assert _row_of_texts(base, head, gate=False).verdict == "CHANGED"
+    base.accuracy_check = _check("10 % off", ok=False)
+    assert _row_of_texts(base, head).result == "IMPROVED"
+    assert prose == _row_of_texts(base, head).reason
+
+
+def test_texts_that_are_gone_or_of_other_prompts() -> None:
+    """Gone is MISSING, other lengths are NOT_COMPARABLE; a baseline without texts or numbers has nothing to compare."""
+    base, gone, rule = _texts((1.0, _SAME_TOKENS)), _texts(), TextsRule()
+    assert _row_of_texts(base, gone).verdict == "MISSING"
+    assert texts_row(gone, base, rule) == "only the candidate has it"
+    assert texts_row(gone, gone, rule) == "neither report has it"
+    assert texts_row(_result(), _result(), rule) is None
+    assert texts_row(_texts((math.nan, _SAME_TOKENS)), base, rule) == "log-likelihoods of the baseline are not finite"
+    generation = base.launches[0].generation
+    assert generation is not None
+    other = _texts()
+    other.launches[0].generation = msgspec.structs.replace(generation, prompt_tokens=[10, 11])
+    assert _row_of_texts(base, other).verdict == "NOT_COMPARABLE"

@@ -20,12 +20,12 @@ from support.report_factory import (
 from support.verdict_factory import make_invalid, make_row, noise, with_launches
 
 from pytest_llmgpu.gate.judge import RowClass, classify, exit_status, fails, judge, with_unseen
-from pytest_llmgpu.gate.policy import Allowed, ExactRule, Policy, TimeRule, dump_policy, sha256_of
+from pytest_llmgpu.gate.policy import Allowed, ExactRule, Policy, TextsRule, TimeRule, dump_policy, sha256_of
 from pytest_llmgpu.gate.times import DAY_SD
 from pytest_llmgpu.report.case import GENERATE
 from pytest_llmgpu.report.metrics import MetricName
 from pytest_llmgpu.report.report import Commit, Report, Resumption, Session
-from pytest_llmgpu.report.result import AccuracyCheck, CaseResult, Failure
+from pytest_llmgpu.report.result import AccuracyCheck, CaseResult, Failure, Generation
 from pytest_llmgpu.report.verdicts import Baseline, Row, Verdict, Verdicts, worst_first
 
 TODAY = datetime.date(2026, 6, 1)
@@ -404,8 +404,31 @@ def test_wrong_texts_are_a_regression_and_right_ones_need_no_accuracy() -> None:
     wrong.accuracy_check = _FAILED_CHECK
     assert _said(_judge([_generating()], [wrong]))["accuracy"] == "REGRESSED"
     found = _judge([_generating()], [right])
-    assert "accuracy" not in _said(found)
+    assert (_said(found)["texts"], "accuracy" in _said(found)) == ("OK", False)
     assert not [why for why in found.not_compared if why.startswith("accuracy")]
+
+
+@pytest.mark.parametrize(
+    ("texts", "verdict", "status"),
+    [
+        (make_generation([[1, 2, 4]], [[-1.0] * 3], [[-1.0] * 3]), "CHANGED", 0),
+        (make_generation([[4, 5, 6]], [[-1.2] * 3], [[-1.2] * 3]), "REGRESSED", 1),
+        (None, "MISSING", 1),
+    ],
+)
+def test_texts_that_diverge_pass_and_other_numbers_of_their_tokens_fail(
+    texts: Generation | None, verdict: str, status: int
+) -> None:
+    """The check of the run itself passes: its prefill and its decode steps may be wrong alike."""
+    head = _generating()
+    for launch in head.launches:
+        assert launch.generation is not None
+        columns = {name: getattr(launch.generation, name) for name in ("first_token_s", "step_s")}
+        launch.generation = None if texts is None else msgspec.structs.replace(texts, **columns)
+    found = _judge([_generating()], [head])
+    assert (_said(found)["texts"], exit_status(found, Policy())) == (verdict, status)
+    without = msgspec.structs.replace(Policy(), texts=TextsRule(gate=False))
+    assert exit_status(_judge([_generating()], [head], without), without) == 0
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,8 @@ def test_a_plan_runs_the_longest_first_and_pads_on_the_right_with_zero(few_shape
         ids_BS = batch.packed.split(batch.sizes)[0].view(batch.rows, batch.width).tolist()
         assert ids_BS == [row + [0] * (batch.width - len(row)) for row in inputs]
     assert (batches[0].tokens, batches[0].padded_tokens) == (11, 14)
+    (cut,) = batching.plan(make_requests([(range(20), 2)], max_length=4), 1).batches
+    assert cut.packed.split(cut.sizes)[0].tolist() == [15, 16, 17, 18], "a long context loses its beginning"
 
 
 def test_plans_differ_by_items_order_and_shapes_only() -> None:

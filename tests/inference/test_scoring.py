@@ -71,14 +71,6 @@ def test_what_comes_after_the_head_still_runs() -> None:
     )
 
 
-def test_the_head_is_whole_again_after_scoring(model: Any) -> None:
-    """A forward after a case has all logits, also after a failure."""
-    head = scoring.EndingHead(model)
-    with pytest.raises(KeyError), head:
-        raise KeyError
-    assert model(torch.tensor([[1, 2, 3]])).logits.shape == (1, 3, VOCABULARY)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_the_harness_way_computes_every_logit_beside_a_cache(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -121,12 +113,13 @@ def test_the_warm_up_runs_every_shape_once(model: Any, logits: str) -> None:
 
 
 def test_broken_numbers_are_an_error_not_a_choice() -> None:
-    """NaN in the weights is an error with the batch."""
+    """NaN in the weights is an error with the batch; after it, a forward has all logits again."""
     broken = _llama()
     with torch.no_grad():
         broken.get_output_embeddings().weight[9].fill_(math.nan)
     with pytest.raises(ValueError, match=r"batch 1 of 3 \(2 rows of 7 tokens\): log-likelihood nan"):
         scoring.score(broken, batching.plan(make_requests(), 2), input_device=CPU)
+    assert broken(torch.tensor([[1, 2, 3]])).logits.shape == (1, 3, VOCABULARY)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,9 @@ from support.faked_runs import FakedRuns
 
 from pytest_llmgpu.gate import judge
 from pytest_llmgpu.gate.policy import Policy
-from pytest_llmgpu.report.verdicts import Candidate
+from pytest_llmgpu.report.metrics import MetricName
+from pytest_llmgpu.report.result import Outcome
+from pytest_llmgpu.report.verdicts import Candidate, Verdict
 from pytest_llmgpu.store import store
 
 _COMPARE = "--llmgpu-compare=base.json"
@@ -113,29 +115,27 @@ def test_the_last_failed_run_again_are_those_that_regressed(runs: FakedRuns) -> 
     runs.seconds = float
     assert runs(_COMPARE, "--lf", cached=True).ret == 0
     runs(_COMPARE, "--lf", cached=True).stdout.fnmatch_lines(["*no previously failed tests*"])
-
-
-def test_what_failed_the_whole_run_has_no_test_to_run_again(runs: FakedRuns) -> None:
-    """--lf runs all tests again if a case is missing."""
+    # No test belongs to a missing case: all tests run again.
     assert runs(_COMPARE, cached=True, sizes="1,4").ret == 1
     again = runs(_COMPARE, "--lf", cached=True, sizes="1,4")
     assert again.ret == 1
     again.stdout.fnmatch_lines(["*no previously failed tests*", "*MISSING*"])
 
 
-@pytest.mark.parametrize("outcome", ["completed", "error"])
-def test_a_run_that_stops_early_is_judged_and_written(runs: FakedRuns, outcome: str) -> None:
+@pytest.mark.parametrize(
+    ("outcome", "metric", "last"), [("completed", "time", "UNDECIDED"), ("error", "outcome", "MISSING")]
+)
+def test_a_run_that_stops_early_is_judged_and_written(
+    runs: FakedRuns, outcome: Outcome, metric: MetricName, last: Verdict
+) -> None:
     """With -x at a failed item or test, the report has all verdicts and the run fails."""
     runs.seconds = _slower
-    runs.outcome = lambda size: "error" if size == 4 and outcome == "error" else "completed"
+    runs.outcome = lambda size: outcome if size == 4 else "completed"
     assert runs("-x", _COMPARE).ret == 1
     verdicts = runs.report().verdicts
     assert verdicts is not None
     found = {(row.id, row.metric): row.verdict for row in verdicts.rows}
-    if outcome == "error":
-        assert (found["mp-bs4", "outcome"], found["mp-bs8", "outcome"]) == ("REGRESSED", "MISSING")
-    else:
-        assert (found["mp-bs4", "time"], found["mp-bs8", "time"]) == ("REGRESSED", "UNDECIDED")
+    assert (found["mp-bs4", metric], found["mp-bs8", metric]) == ("REGRESSED", last)
 
 
 def test_a_gate_without_its_items_fails_the_run(runs: FakedRuns) -> None:

@@ -22,7 +22,6 @@ from support.worlds import hurry
 
 from pytest_llmgpu.profiling import machine
 from pytest_llmgpu.report import file
-from pytest_llmgpu.report.report import Report
 
 _MISBEHAVING = """
     import os, signal
@@ -50,20 +49,16 @@ _MISBEHAVING = """
 """
 
 
-def _flags(pytester: pytest.Pytester, sizes: str) -> list[str]:
-    """Return the flags of a real run."""
+@pytest.fixture
+def real(pytester: pytest.Pytester) -> FakedRuns:
+    """Return a function that runs a benchmark with real measurements, which nothing replaces."""
     tiny_model.write_dataset(pytester.path / "items.jsonl")
-    flags = ["--llmgpu-dataset=items.jsonl", f"--llmgpu-batch-sizes={sizes}"]
-    return ["-v", "-p", "no:cacheprovider", "--llmgpu-device=cpu", *flags]
-
-
-def _report(pytester: pytest.Pytester) -> Report:
-    return file.load(pytester.path / ".llmgpu" / "last.json")
+    return FakedRuns(pytester)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_gpu")
-def test_a_sweep_of_two_launches_is_measured(pytester: pytest.Pytester) -> None:
+def test_a_sweep_of_two_launches_is_measured(pytester: pytest.Pytester, real: FakedRuns) -> None:
     """One command measures in ascending order, prints and writes; the model is loaded once a launch.
 
     Tests can run functions on ranks, profile, score without recording, and score their own items.
@@ -94,7 +89,7 @@ def test_a_sweep_of_two_launches_is_measured(pytester: pytest.Pytester) -> None:
             assert own.key == again.key
         """
     )
-    result = pytester.runpytest_inprocess(*_flags(pytester, "8,1"), "--llmgpu-launches=2")
+    result = real("-v", "--llmgpu-device=cpu", "--llmgpu-launches=2", sizes="8,1")
     assert result.ret == 0
     result.stdout.fnmatch_lines(
         [
@@ -112,7 +107,7 @@ def test_a_sweep_of_two_launches_is_measured(pytester: pytest.Pytester) -> None:
     assert "this is the layer" not in result.stdout.str(), "the output of a passed test is its own"
     first, second, third, fourth = (pytester.path / "log").read_text().split()
     assert first == second != third == fourth
-    written = _report(pytester)
+    written = real.report()
     assert [case.id for case in written.cases] == ["mp-bs4", "mp-bs4#2", "mp-bs1", "mp-bs8"]
     assert (written.session.complete, written.session.exit_status, written.session.collected) == (True, 0, 3)
     for case in written.cases[2:]:
@@ -136,16 +131,16 @@ def test_a_sweep_of_two_launches_is_measured(pytester: pytest.Pytester) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_gpu")
 def test_a_failed_case_fails_and_the_next_runs_on_new_processes(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+    pytester: pytest.Pytester, real: FakedRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A crash or a timeout fails its own case only; out of memory is expected and ends the larger sizes."""
     hurry(monkeypatch, while_exists=pytester.path / "stopped")
     pytester.makepyfile(test_it=_MISBEHAVING)
-    flags = ["--llmgpu-timeout=300", "--llmgpu-load-timeout=1e9", "--llmgpu-work=off"]
-    result = pytester.runpytest_inprocess(*_flags(pytester, "1,3,4,6,8,12"), *flags)
+    flags = ["--llmgpu-device=cpu", "--llmgpu-timeout=300", "--llmgpu-load-timeout=1e9", "--llmgpu-work=off"]
+    result = real("-v", *flags, sizes="1,3,4,6,8,12")
     assert result.ret == 1
-    cases = _report(pytester).cases
-    assert {case.id: case.outcome for case in cases} == {
+    cases = real.report().cases
+    assert real.outcomes() == {
         "mp-bs1": "crashed",
         "mp-bs3": "completed",
         "mp-bs4": "timeout",
@@ -154,8 +149,7 @@ def test_a_failed_case_fails_and_the_next_runs_on_new_processes(
         "mp-bs12": "skipped_after_oom",
     }
     result.stdout.fnmatch_lines(["*mp-bs8? OOM*", "*mp-bs12? OOM*", "*2 failed, 2 passed, 2 oom*"])
-    complaints = ["*signal SIGSEGV*", "*no finished batch for 300 s*"]
-    result.stdout.fnmatch_lines_random(complaints)
+    result.stdout.fnmatch_lines_random(["*signal SIGSEGV*", "*no finished batch for 300 s*"])
     # The tracebacks of the ranks, and none of this process.
     sections = result.stdout.get_lines_after("*= FAILURES =*")
     starts = [place for place, line in enumerate(sections) if line.strip("- ") == "Captured rank 0 call"]
@@ -170,7 +164,7 @@ def test_a_failed_case_fails_and_the_next_runs_on_new_processes(
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_keeps_what_was_measured(pytester: pytest.Pytester) -> None:
+def test_an_interrupted_run_keeps_what_was_measured(pytester: pytest.Pytester, real: FakedRuns) -> None:
     """The report has the finished cases, and the finished batches of the last one; a terminal sees a live line."""
     pytester.makepyfile(
         test_it="""
@@ -190,10 +184,10 @@ def test_an_interrupted_run_keeps_what_was_measured(pytester: pytest.Pytester) -
         """
     )
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "pytest", *_flags(pytester, "1,4"), "--llmgpu-work=off"]
-    with subprocess.Popen(
-        command, stdin=theirs, stdout=theirs, stderr=theirs, env={**os.environ, "COLUMNS": "120"}
-    ) as process:
+    flags = ["--llmgpu-dataset=items.jsonl", "--llmgpu-batch-sizes=1,4", "--llmgpu-device=cpu", "--llmgpu-work=off"]
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *flags]
+    environ = {**os.environ, "COLUMNS": "120"}
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environ) as process:
         os.close(theirs)
         screen = _read_all(ours)
     assert process.returncode == pytest.ExitCode.INTERRUPTED
@@ -201,8 +195,8 @@ def test_an_interrupted_run_keeps_what_was_measured(pytester: pytest.Pytester) -
     assert f"/{tiny_model.SEQUENCES} batches" in screen
     assert "mp-bs1] \x1b7" in screen, "it stands behind what pytest has written"
     assert "LLM inference" in screen
-    written = _report(pytester)
-    assert [(case.id, case.outcome) for case in written.cases] == [("mp-bs1", "completed"), ("mp-bs4", "interrupted")]
+    written = real.report()
+    assert real.outcomes() == {"mp-bs1": "completed", "mp-bs4": "interrupted"}
     assert (written.session.complete, written.session.interrupted) == (False, True)
     assert written.cases[1].failure is not None
 
@@ -415,9 +409,8 @@ def test_a_suites_own_fixtures_are_left_alone(pytester: pytest.Pytester) -> None
             assert (llm, batch_size) == ("mine", 3)
         """
     )
-    result = pytester.runpytest_inprocess("-v")
-    assert result.ret == 0
-    result.stdout.fnmatch_lines(["*::test_mine PASSED*"])
+    result = pytester.runpytest_inprocess()
+    result.assert_outcomes(passed=1)
     result.stdout.no_fnmatch_line("*llmgpu:*")
     assert not (pytester.path / ".llmgpu").exists()
 
@@ -445,7 +438,7 @@ def test_listing_starts_nothing(
 
 def test_a_run_of_chosen_tests_is_told_from_a_whole_one(runs: FakedRuns) -> None:
     """The report has the deselected tests, or the option that took out tests which pytest does not collect."""
-    assert runs("-k", "bs4").ret == 0
+    assert runs("-k", "bs4", "-p", "no:terminal").ret == 0, "the report is its only output"
     session = runs.report().session
     assert session.complete
     assert session.deselected == ["test_it.py::test_hellaswag[mp-bs1]", "test_it.py::test_hellaswag[mp-bs8]"]
@@ -492,9 +485,3 @@ def test_a_report_that_cannot_be_written_where_it_should_be_is_kept_elsewhere(
     assert [case.case.batch_size for case in file.load(kept).cases] == [8]
     complaint = f"FAILED .llmgpu/last.json could not be written: Is a directory; the report is {kept}"
     result.stdout.fnmatch_lines([complaint, "strategy *batch *", "*1 passed*"])
-
-
-def test_a_run_without_a_terminal_reporter_measures_all_the_same(runs: FakedRuns) -> None:
-    """With `-p no:terminal` the report is the only output."""
-    assert runs("-p", "no:terminal", sizes="8").ret == 0
-    assert runs.outcomes() == {"mp-bs8": "completed"}

@@ -16,21 +16,20 @@ import pytest_llmgpu.session.session  # noqa: F401
 from pytest_llmgpu.plugin import hookspecs
 from pytest_llmgpu.report import file
 
-_OWN = """
-    import pytest
-    from pytest_llmgpu.strategies.mp import LayerParallel
-
-    class {name}(LayerParallel):
-        name = "{lower}"
-
-    @pytest.hookimpl(optionalhook=True)
-    def pytest_llmgpu_strategies():
-        return {{"{lower}": "{module}:{name}"}}
-"""
-
 
 def _own(module: str, name: str) -> str:
-    return textwrap.dedent(_OWN.format(module=module, name=name, lower=name.lower()))
+    """Return a module that has and registers a strategy."""
+    return f"""
+import pytest
+from pytest_llmgpu.strategies.mp import LayerParallel
+
+class {name}(LayerParallel):
+    name = "{name.lower()}"
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_llmgpu_strategies():
+    return {{"{name.lower()}": "{module}:{name}"}}
+"""
 
 
 def _write_the_example(hook: Callable[..., object], folder: Path) -> list[str]:

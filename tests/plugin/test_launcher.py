@@ -30,19 +30,14 @@ def _be_process(monkeypatch: pytest.MonkeyPatch, variables: Mapping[str, str]) -
     ],
 )
 def test_a_world_that_cannot_work_is_refused_before_the_collection(
-    pytester: pytest.Pytester,
-    monkeypatch: pytest.MonkeyPatch,
-    refused: Callable[..., str],
-    rank: int,
-    changed: dict[str, str],
-    message: str,
+    monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str], rank: int, changed: dict[str, str], message: str
 ) -> None:
     """One line has the option, the variable and its value."""
-    pytester.makepyfile(test_it="open('collected', 'w')")
+    Path("test_it.py").write_text("open('collected', 'w')")
     _be_process(monkeypatch, {**worlds.torchrun(rank, 2, per_node=1, port=worlds.free_port()), **changed})
     line = refused("--llmgpu-launcher=env", "--llmgpu-load-timeout=0.1")
     assert re.match(f"ERROR: --llmgpu-launcher=env: .*{message}", line)
-    assert not (pytester.path / "collected").exists()
+    assert not Path("collected").exists()
 
 
 def test_wrong_options_are_printed_by_rank_zero_only(

@@ -80,6 +80,11 @@ def test_a_continued_session_keeps_its_name_in_the_store(runs: FakedRuns) -> Non
     assert [one.name for one in stored(storage)] == ["base", "other"]
     assert file.load(first.path) == runs.report()
     assert runs.report().session.complete
+    # A whole session is judged again: nothing is measured, and the options of the gate may be others.
+    runs.did.clear()
+    result = runs(_RESUME, "--llmgpu-compare=other", "--llmgpu-json=judged.json")
+    assert (result.ret, runs.measured) == (0, [])
+    assert runs.report("judged.json").verdicts is not None
 
 
 def test_launches_are_continued_where_they_broke_off(runs: FakedRuns) -> None:
@@ -104,15 +109,6 @@ def test_a_case_that_failed_has_a_result(runs: FakedRuns) -> None:
     assert runs.measured == ["mp-bs4", "mp-bs8"]
     result.assert_outcomes(failed=1, passed=1)
     result.stdout.fnmatch_lines(["*1 oom*"])
-
-
-def test_a_whole_session_is_judged_again(runs: FakedRuns) -> None:
-    """Nothing is measured, and the options of the gate may be others."""
-    assert (runs("--llmgpu-save=base").ret, runs().ret) == (0, 0)
-    runs.did.clear()
-    result = runs(_RESUME, "--llmgpu-compare=base", "--llmgpu-json=judged.json")
-    assert (result.ret, runs.measured) == (0, [])
-    assert runs.report("judged.json").verdicts is not None
 
 
 @pytest.mark.parametrize(

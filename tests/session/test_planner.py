@@ -52,6 +52,9 @@ def _machine(device: str = "cuda", devices: int = 2, **fields: Any) -> Machine:
     return Machine(device=device, devices=devices, gpus=gpus, facts=TorchFacts(version="2"), **fields)
 
 
+_TWO_NODES = _machine(nodes=[0, 1])
+
+
 class _Bench:
     """A planner of the tiny model on a machine."""
 
@@ -94,7 +97,10 @@ def plan(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> _Bench
 
 
 def test_a_case_holds_what_the_options_mean_on_this_machine(plan: _Bench) -> None:
-    """The case has the resolved values of `auto` and of defaults, so that equal cases are the same measurement."""
+    """The case has the resolved values of `auto` and of defaults, so that equal cases are the same measurement.
+
+    Runs of other numbers of nodes are other measurements; on a CPU devices are processes, and mp uses one.
+    """
     request = plan()
     case = request.case
     assert (case.strategy, case.backend, case.batch_size) == ("mp", "accelerate", 4)
@@ -106,10 +112,11 @@ def test_a_case_holds_what_the_options_mean_on_this_machine(plan: _Bench) -> Non
     assert plan.probes == [("auto", None)], "and one probe of torch"
     off = plan(work="off")
     assert (request.work, off.work, off.case) == (True, False, case), "work passes are no part of a case"
-    assert plan.on(_machine("cpu", 1))().case.dtype == "float32"
-
-
-_TWO_NODES = _machine(nodes=[0, 1])
+    case = plan.on(_TWO_NODES)("tensor", launcher="env").case
+    assert (case.launcher, case.nodes, case.devices) == ("env", 2, 2)
+    on_cpu = plan.on(_machine("cpu"))
+    cases = [on_cpu(name, strategy=("mp", "tensor")).case for name in ("mp", "tensor")]
+    assert [(case.devices, case.dtype) for case in cases] == [(1, "float32"), (2, "float32")]
 
 
 @pytest.mark.parametrize(
@@ -166,14 +173,6 @@ def test_a_strategy_without_its_library_is_refused(plan: _Bench, monkeypatch: py
     for strategy, message in messages.items():
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
             plan(strategy, tp_backend="deepspeed")
-
-
-def test_a_case_has_its_launcher_nodes_and_processes(plan: _Bench) -> None:
-    """Runs of other numbers of nodes are other measurements; on a CPU devices are processes, and mp uses one."""
-    case = plan.on(_TWO_NODES)("tensor", launcher="env").case
-    assert (case.launcher, case.nodes, case.devices) == ("env", 2, 2)
-    plan.on(_machine("cpu"))
-    assert [plan(name, strategy=("mp", "tensor")).case.devices for name in ("mp", "tensor")] == [1, 2]
 
 
 @pytest.mark.parametrize(

@@ -50,11 +50,8 @@ def _add(recorded: Recorder, result: CaseResult) -> CaseResult:
     return recorded.add(result, Options(), "test_it.py::test_it", _FACTS)
 
 
-def test_private_names_and_secrets_reach_no_part_of_a_report(
-    emulated: None,  # noqa: ARG001
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.usefixtures("emulated")
+def test_private_names_and_secrets_reach_no_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Options, variables, message and log of a failure, the finding that quotes them and reasons are published."""
     monkeypatch.setattr(machine, "fingerprint", _FINGERPRINT)
     monkeypatch.setenv("NCCL_PROXY", "http://user:hunter2@proxy")
@@ -122,22 +119,17 @@ def test_a_case_is_compared_with_earlier_ones_that_compute_the_same(
 
 
 @pytest.mark.parametrize(
-    ("interrupted", "expected", "complete"),
-    [
-        (False, ["test_it.py::test_it"], True),
-        (False, ["test_it.py::test_it", "another"], False),
-        (True, ["test_it.py::test_it"], False),
-    ],
+    ("interrupted", "others", "complete"), [(False, [], True), (False, ["another"], False), (True, [], False)]
 )
 def test_a_session_is_complete_once_all_expected_tests_measured(
-    recorded: Recorder, interrupted: bool, expected: list[str], complete: bool
+    recorded: Recorder, interrupted: bool, others: list[str], complete: bool
 ) -> None:
     """A missing case or an interrupt makes it incomplete, a deselected test not; without a case there is no file.
 
     The report then has the largest batch size of each series.
     """
     assert recorded.path is not None
-    recorded.expected += expected
+    recorded.expected += ["test_it.py::test_it", *others]
     recorded.conclude(1, interrupted=interrupted, deselected=["other"])
     assert not recorded.path.exists()
     _add(recorded, make_result(device="cpu", devices=1))

@@ -196,7 +196,10 @@ def _disturbances(launch: Launch) -> list[str]:
 
 
 def test_a_completed_case_holds_what_the_ranks_measured() -> None:
-    """Batches and accuracy come from the ranks; the profile begins with the first batch and ends with the last."""
+    """Batches and accuracy come from the ranks; the profile begins with the first batch and ends with the last.
+
+    Devices are joined by UUID, since CUDA may order them differently; `why` has the reason of a missing reading.
+    """
     bench = _Bench()
     result = bench.run(_case())
     assert (bench.recorded, bench.environments) == ([result], [[{"CUDA_VISIBLE_DEVICES": "GPU-c,GPU-a"}]])
@@ -210,6 +213,14 @@ def test_a_completed_case_holds_what_the_ranks_measured() -> None:
     # The bytes of the warm-up do not count, and the devices are idle while counters are read. The second mark comes at
     # once: the answers are compared later, which takes longer than a mark may wait.
     assert bench.did[-5:] == ["warm_up", "mark, wait", "measure", "mark", "account"]
+    first, second = launch.memory
+    assert (first.index, first.weights_bytes, first.held_bytes, second.index, second.weights_bytes) == (3, 4, 2, 1, 5)
+    assert (first.nvml_used_max_bytes, second.nvml_used_max_bytes) == (36 * GIB, None)
+    assert "nvml_used_max_bytes" in second.why
+    bench.profiler.samples = 0  # the nearest reading is of another moment and does not count
+    first = bench.run(_case()).launches[0].memory[0]
+    assert (first.nvml_used_max_bytes, first.nvml_used_mean_bytes) == (None, None)
+    assert first.why["nvml_used_max_bytes"] == "no reading fell inside"
 
 
 def test_counters_are_read_where_a_phase_begins_and_where_a_case_fails() -> None:
@@ -225,20 +236,6 @@ def test_counters_are_read_where_a_phase_begins_and_where_a_case_fails() -> None
     assert bench.profiler.windows[-1][2] == {"GPU-c": 3}, "held bytes are known although the rank crashed"
     before = ["mark", "load", "give", "reset", "mark", "warm_up", "mark, wait", "measure"]
     assert bench.did == [*before, "mark", "killed"]
-
-
-def test_memory_is_recorded_by_nvml_index() -> None:
-    """Devices are joined by UUID, since CUDA may order them differently; `why` has the reason of a missing reading."""
-    bench = _Bench()
-    first, second = bench.run(_case()).launches[0].memory
-    assert (first.index, first.weights_bytes, first.held_bytes) == (3, 4, 2)
-    assert first.nvml_used_max_bytes == 36 * GIB
-    assert (second.index, second.weights_bytes, second.nvml_used_max_bytes) == (1, 5, None)
-    assert "nvml_used_max_bytes" in second.why
-    bench.profiler.samples = 0  # the nearest reading is of another moment and does not count
-    memory = bench.run(_case()).launches[0].memory[0]
-    assert (memory.nvml_used_max_bytes, memory.nvml_used_mean_bytes) == (None, None)
-    assert memory.why["nvml_used_max_bytes"] == "no reading fell inside"
 
 
 # Nodes.

@@ -91,16 +91,19 @@ def test_a_cache_folder_of_another_user_is_refused(
         Compiled().load(_case(_items("hellaswag")), bundled)
 
 
-def test_a_cache_that_grows_is_refused(bundled: ModelSource) -> None:
-    """The line names the option and the allowed value."""
-    case = _case(_items("hellaswag"), scoring=scoring.HARNESS)
-    with pytest.raises(ValueError, match=r"--llmgpu-scoring=harness: .* use --llmgpu-scoring=lean"):
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"scoring": scoring.HARNESS}, r"--llmgpu-scoring=harness: .* use --llmgpu-scoring=lean"),
+        # Four heads are split over two devices and not over three; one device splits nothing.
+        ({"devices": 3}, "strategy compile cannot split"),
+        ({"devices": 2}, None),
+        ({"devices": 1}, None),
+    ],
+)
+def test_an_impossible_case_is_refused(bundled: ModelSource, fields: dict[str, Any], message: str | None) -> None:
+    """A cache that grows is refused with the option and the allowed value; devices are those of tp, or one."""
+    case = _case(_items("hellaswag"), **fields)
+    assert Compiled().ranks(case.devices) == case.devices
+    with pytest.raises(ValueError, match=message) if message else nullcontext():
         Compiled().check(case, bundled)
-
-
-@pytest.mark.parametrize("devices", [1, 2, 3])
-def test_devices_are_those_of_tp_and_a_single_one(bundled: ModelSource, devices: int) -> None:
-    """Four heads are split over two devices and not over three; one device splits nothing."""
-    assert Compiled().ranks(devices) == devices
-    with pytest.raises(ValueError, match="strategy compile cannot split") if devices == 3 else nullcontext():
-        Compiled().check(_case(_items("hellaswag"), devices=devices), bundled)

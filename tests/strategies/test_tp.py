@@ -88,7 +88,6 @@ def _assert_as_plain(group: RankGroup, source: ModelSource) -> None:
             assert parts[name] == ((rows, columns // 2) if ends_block else (rows // 2, columns)), name
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", _BACKENDS)
 @pytest.mark.parametrize(
     "fields",
@@ -97,23 +96,18 @@ def _assert_as_plain(group: RankGroup, source: ModelSource) -> None:
         {"tie_word_embeddings": True},
         {"attention_bias": True, "mlp_bias": True},
         {"shard_size": "100KB"},
+        None,
     ],
-    ids=["grouped heads", "tied embeddings", "biases", "several files"],
+    ids=["grouped heads", "tied embeddings", "biases", "several files", "random weights"],
 )
 def test_a_split_model_computes_the_numbers_of_the_plain_model(
-    load: Load, tmp_path: Path, backend: str, fields: dict[str, Any]
+    load: Load, bundled: ModelSource, tmp_path: Path, backend: str, fields: dict[str, Any] | None
 ) -> None:
-    """The log-likelihoods are the same on every rank, for each architecture and number of files."""
-    source = _write(tmp_path / "model", **fields)
-    files = list((tmp_path / "model").glob("*.safetensors"))
-    assert (len(files) > 1) == ("shard_size" in fields)
-    _assert_as_plain(load(source, backend=backend), source)
-
-
-@pytest.mark.parametrize("backend", _BACKENDS)
-def test_dummy_weights_are_those_of_the_whole(load: Load, bundled: ModelSource, backend: str) -> None:
-    """Random weights do not depend on the strategy, so that strategies can be compared."""
+    """The log-likelihoods are the same on every rank; random weights do not depend on the strategy."""
     source = msgspec.structs.replace(bundled, load_format="dummy")
+    if fields is not None:
+        source = _write(tmp_path, **fields)
+        assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == ("shard_size" in fields)
     _assert_as_plain(load(source, backend=backend), source)
 
 

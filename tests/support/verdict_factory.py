@@ -10,8 +10,9 @@ from unittest.mock import patch
 
 import msgspec
 
-from pytest_llmgpu.gate import judge, times
-from pytest_llmgpu.gate.times import PRIORS, Prior
+from pytest_llmgpu.analysis import noise_regime
+from pytest_llmgpu.analysis.noise_regime import PRIORS, Prior
+from pytest_llmgpu.gate import judge
 from pytest_llmgpu.report.derived import derive
 from pytest_llmgpu.report.metrics import MetricName
 from pytest_llmgpu.report.report import Commit, Gpu, Report, Session
@@ -132,7 +133,7 @@ def keep(day: int, *results: CaseResult, gpu: str = "GPU-") -> Path:
 @contextmanager
 def noise(s0: float = 0.001) -> Iterator[None]:
     """Give the times of every regime this deviation between launches, well known, instead of the built-in priors."""
-    with patch.object(times, "PRIORS", dict.fromkeys(PRIORS, Prior(s0=s0, df0=1000, source="test"))):
+    with patch.object(noise_regime, "PRIORS", dict.fromkeys(PRIORS, Prior(s0=s0, df0=1000, source="test"))):
         yield
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from tabulate import tabulate
 
 from pytest_llmgpu.analysis.merging import merge
+from pytest_llmgpu.analysis.noise_regime import deviation
 from pytest_llmgpu.cli import launches, subprocesses
 from pytest_llmgpu.cli.arguments import REFERENCE, add_storage, source, storage_of
 from pytest_llmgpu.cli.output import show
-from pytest_llmgpu.gate.times import deviation
 from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.derived import device_times_s
 from pytest_llmgpu.report.result import CaseResult, Launch

@@ -244,9 +244,9 @@ def test_a_commit_of_a_repository_is_found(project: Project, llmgpu: Callable[..
     before, first = (file.load(project.kept / f"{name}.json.gz") for name in ("before", "first-bad"))
     assert [before.commit.sha, first.commit.sha] == project.git("rev-parse", "c5", "c6").split()
     assert first.verdicts is not None
-    (row,) = (row for row in first.verdicts.rows if row.metric == "device_time" and row.id == "mp-bs1")
-    assert row.ratio == pytest.approx(1.03)
+    (row,) = (row for row in first.verdicts.rows if (row.metric, row.id) == ("device_time", "mp-bs1"))
     assert row.cause is not None
+    assert row.ratio == pytest.approx(1.03)
     assert row.cause.place == "device"
     project.untouched()
 

@@ -13,7 +13,7 @@ from support.verdict_factory import make_row, make_verdicts
 
 from pytest_llmgpu.cli.arguments import read_verdicts
 from pytest_llmgpu.render.exports import FORMATS, export
-from pytest_llmgpu.report.file import dump, load
+from pytest_llmgpu.report.file import dump
 from pytest_llmgpu.report.report import Commit
 from pytest_llmgpu.store.store import DEFAULT, save
 
@@ -51,17 +51,12 @@ def test_export_takes_the_verdicts_of_a_gate(llmgpu: Callable[..., str]) -> None
 
 
 def test_verdicts_of_an_older_version_have_the_present_names() -> None:
-    """INCONCLUSIVE is read as UNDECIDED in verdicts and in reports, but not within a text."""
-    old = make_row("UNDECIDED", reason='"verdict": "INCONCLUSIVE"')
-    report = judged(two_strategies(), two_strategies())
-    report.verdicts = make_verdicts(old)
-    for path, record in (("report.json", report), ("verdicts.json", report.verdicts)):
-        data = msgspec.json.format(msgspec.json.encode(record))
-        data = data.replace(b'"UNDECIDED"', b'"INCONCLUSIVE"')
-        assert data.count(b': "INCONCLUSIVE"') == 1
-        Path(path).write_bytes(data)
-    assert load(Path("report.json")).verdicts == report.verdicts
-    assert read_verdicts(Path("verdicts.json"), report) == report.verdicts
+    """INCONCLUSIVE is read as UNDECIDED, but not within a text."""
+    verdicts = make_verdicts(make_row("UNDECIDED", reason='"verdict": "INCONCLUSIVE"'))
+    data = msgspec.json.format(msgspec.json.encode(verdicts)).replace(b'"UNDECIDED"', b'"INCONCLUSIVE"')
+    assert data.count(b': "INCONCLUSIVE"') == 1
+    Path("verdicts.json").write_bytes(data)
+    assert read_verdicts(Path("verdicts.json"), two_strategies()) == verdicts
 
 
 def test_export_refuses_the_verdicts_of_another_report(llmgpu: Callable[..., str], refused: Callable[..., str]) -> None:

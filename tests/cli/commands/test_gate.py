@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -146,11 +147,7 @@ def test_in_turn_has_the_smaller_threshold(llmgpu: Callable[..., str]) -> None:
 
 def test_an_overflow_is_exit_2(monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]) -> None:
     """The exit status 1 of an exception would mean a regression."""
-
-    def overflow(*_: object, **__: object) -> Verdicts:
-        raise OverflowError("int too large to convert to float")
-
-    monkeypatch.setattr(gate, "judge", overflow)
+    monkeypatch.setattr(gate, "judge", Mock(side_effect=OverflowError("int too large to convert to float")))
     _write()
     text = "llmgpu: a figure is too large to compute with: int too large to convert to float\n"
     assert refused(*_GATE) == text

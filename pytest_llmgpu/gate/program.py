@@ -1,0 +1,455 @@
+"""The program of a case in two reports: what it calls, by name and module, and what a change of it costs.
+
+Numbers of calls are exact. In 4,134 pairs of healthy launches on six GPUs no kernel had another number of calls. The
+price of a change is the time of the calls that were added less that of the calls that went, in work passes, divided by
+the factor that the times of all unchanged kernels have in common: the clock changes that factor, and not the price.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+from pytest_llmgpu.gate import fixed_clock
+from pytest_llmgpu.gate.fixed_clock import Fitted, Pass
+from pytest_llmgpu.report.cause import CallsChange, Cause
+from pytest_llmgpu.report.result import CaseResult
+from pytest_llmgpu.report.work import KernelFamily, RankWork, Work
+
+_K = TypeVar("_K")
+
+RENAMED = 0.015
+"""Error of the price of kernels that were only renamed, as a fraction of their own time: it was 1.6 % at most."""
+_MOST = 10
+"""Most changes of calls of one kind in a record."""
+_FOLDED = "*"
+"""In the name of a module, the numbers of all layers."""
+FLOPS = "FLOPs"
+SYNCS = "host synchronizations"
+_C = "C functions"
+_PYTHON = re.compile(r"\.py$")
+WAITS = re.compile(r"(Stream|Device|Event|Ctx)Synchronize")
+_PRODUCES = re.compile(r"mm\b|matmul|linear|conv|attention|einsum")
+_COMPUTES_NOTHING = re.compile(
+    r"view|reshape|permute|transpose|::t\b|expand|slice|select|split|squeeze|alias|empty|detach"
+)
+
+
+class Amount(NamedTuple):
+    """The calls of a kernel, or of several."""
+
+    calls: float = 0
+    time_s: float = 0.0
+
+    def plus(self, calls: float, time_s: float) -> Amount:
+        """Return the sum."""
+        return Amount(self.calls + calls, self.time_s + time_s)
+
+
+Kernel = tuple[KernelFamily, str | None]
+"""Family and name; without a name, the kernels of the family that have no row of their own in an older report."""
+Part = tuple[str, KernelFamily]
+"""Module and family."""
+
+
+class RankFigures(NamedTuple):
+    """The figures of one rank, each the median over the launches of a report. None and empty: not measured."""
+
+    device_s: float | None
+    """The time of kernels that are no collective, and of copies."""
+    copy_s: float
+    idle_s: float
+    """Without copies."""
+    transfer_s: float
+    wait_s: float
+    kernels: dict[Kernel, Amount]
+    passes: dict[Kernel, list[list[Pass]]]
+    """The passes of each launch, for kernels whose passes and clock are known."""
+    modules: dict[Part, Amount]
+    runtime_calls: dict[str, int]
+    ops: dict[tuple[str, str], int]
+    """Module and op; the module is empty in older reports."""
+    host_calls: dict[str, int]
+    """Source file to calls of Python functions, with `C functions`."""
+    python_versions: frozenset[str]
+    """The versions of Python that made them."""
+    host_syncs: int | None
+    flops: int | None
+    flops_by_module: dict[str, int]
+    layers: int | None
+    """The layers of the model."""
+    forwards: int
+    """The forwards of the eager pass."""
+    batches: int
+    """The forwards of a pass."""
+    complete: bool
+    """True if every kernel and copy has a row."""
+
+    @property
+    def own_s(self) -> float:
+        """The time of a pass in which the rank does not wait for another one."""
+        return (self.device_s or 0.0) + self.idle_s
+
+    @property
+    def pass_s(self) -> float:
+        """The time of a pass."""
+        return self.own_s + self.transfer_s + self.wait_s
+
+
+class Pair(NamedTuple):
+    """One rank in both reports."""
+
+    before: RankFigures
+    after: RankFigures
+
+    @property
+    def is_priced(self) -> bool:
+        """True if the times of all kernels are known in both reports."""
+        return all(rank.complete and bool(rank.device_s) for rank in self)
+
+
+class Slower(NamedTuple):
+    """A kernel with the same calls that became slower than the others."""
+
+    name: str
+    family: KernelFamily
+    excess: float
+    """Its growth beyond the factor that all unchanged kernels have in common, as a fraction of device time."""
+    error: float
+    """Standard error of `excess`."""
+    growth: float
+    """Its growth relative to that factor, as a fraction of its own time."""
+    before_s: float
+    """Its time in a pass of the baseline."""
+    module: str | None
+
+
+def pairs_of(base: CaseResult, head: CaseResult, names: tuple[Sequence[str], Sequence[str]]) -> list[Pair]:
+    """Return each rank in two results of the same batches; empty where their work passes cannot be compared."""
+    works = [[launch.work for launch in result.launches if launch.work is not None] for result in (base, head)]
+    if len({one.plan_sha256 for result in (base, head) for one in result.launches if one.work is not None}) != 1:
+        return []
+    return pairs(Measured(works[0], names[0]), Measured(works[1], names[1]))
+
+
+class Measured(NamedTuple):
+    """The work passes of one report."""
+
+    works: Sequence[Work]
+    """One record for each launch; all of them ran the same batches."""
+    kernel_names: Sequence[str]
+    """The names that the rows refer to."""
+
+
+def pairs(before: Measured, after: Measured) -> list[Pair]:
+    """Return each rank of both reports; empty where their passes ran other batches or ranks."""
+    shapes = {
+        (tuple(work.batches), tuple(work.eager_batches or work.batches), len(work.ranks))
+        for work in (*before.works, *after.works)
+    }
+    if not before.works or not after.works or len(shapes) != 1:
+        return []
+    return [Pair(_figures(before, number), _figures(after, number)) for number in range(len(before.works[0].ranks))]
+
+
+def price(pair: Pair) -> tuple[float, float] | None:
+    """Return the price of a changed program and its error, as fractions of device time; None where it is not known.
+
+    Without an unchanged kernel the factor of the clock is unknown.
+    """
+    total_s = pair.before.device_s
+    if not pair.is_priced or not total_s:
+        return None
+    unchanged, changed = _split(pair)
+    if not changed:
+        return 0.0, 0.0
+    factor = _common_factor([(before.time_s, after.time_s) for _, before, after in unchanged])
+    if factor is None:
+        return None
+    growth_s = sum(after.time_s / factor - before.time_s for _, before, after in changed)
+    share = max(sum(before.time_s for _, before, _ in changed), sum(after.time_s for _, _, after in changed) / factor)
+    return growth_s / total_s, RENAMED * share / total_s
+
+
+def slower_kernels(pair: Pair) -> list[Slower]:
+    """Return the unchanged kernels that became slower than the factor common to all, at a fixed clock, largest first.
+
+    Kernels depend on the clock by different amounts: each has a line of its own. Where most of the time became shorter
+    the others did not become slower.
+    """
+    total_s = pair.before.device_s
+    if not pair.is_priced or not total_s:
+        return []
+    fits: list[tuple[Kernel, Amount, Fitted]] = []
+    for kernel, before, _ in _split(pair)[0]:
+        launches = [rank.passes.get(kernel, []) for rank in pair]
+        if all(launches) and before.time_s > 0:
+            fits.append((kernel, before, fixed_clock.fit(*launches)))
+    if not fits:
+        return []
+    common = max(0.0, _weighted_median([(fitted.change, before.time_s) for _, before, fitted in fits]))
+    found = []
+    for (family, name), before, fitted in fits:
+        growth, share = fitted.change - common, before.time_s / total_s
+        error = share * fitted.sd * (1 / len(fitted.base) + 1 / len(fitted.head)) ** 0.5
+        found.append(
+            Slower(name or "", family, share * growth, error, growth, before.time_s, _only_module(pair, family))
+        )
+    return sorted(found, key=lambda one: -one.excess)
+
+
+def changes(pair: Pair) -> Cause | None:
+    """Return everything that one rank calls more or less often than before; None if nothing changed."""
+    before, after = pair
+    runtime_calls = _counts(before.runtime_calls, after.runtime_calls, WAITS)
+    if before.host_syncs is not None and after.host_syncs is not None and before.host_syncs != after.host_syncs:
+        runtime_calls.insert(0, CallsChange(name=SYNCS, before=before.host_syncs, after=after.host_syncs))
+    found = Cause(
+        place="program",
+        kernels=kernel_changes(pair),
+        runtime_calls=runtime_calls,
+        ops=op_changes(pair),
+        host_calls=_counts(before.host_calls, after.host_calls, _PYTHON)
+        if before.python_versions == after.python_versions
+        else [],
+        forwards=pair.after.batches,
+    )
+    if (priced := price(pair)) is not None and found.kernels:
+        found = msgspec.structs.replace(found, price=priced[0], price_error=priced[1])
+    return found if any((found.kernels, found.runtime_calls, found.ops, found.host_calls)) else None
+
+
+def kernel_changes(pair: Pair) -> list[CallsChange]:
+    """Return kernels whose number of calls changed, growth before decline, the largest change of time first."""
+    found: list[tuple[float, CallsChange]] = []
+    for family, name in pair.before.kernels | pair.after.kernels if pair.is_priced else ():
+        before, after = (rank.kernels.get((family, name), Amount()) for rank in pair)
+        growth = round(after.calls - before.calls)
+        if not growth or name is None:
+            continue
+        then, now = ({module: one.calls for (module, of), one in rank.modules.items() if of == family} for rank in pair)
+        module = _module_with_most(then, now, growth)
+        added = now.get(module or "", 0) - then.get(module or "", 0)
+        change = CallsChange(
+            name=name,
+            module=module,
+            layers=_layers(pair, module, added),
+            before=round(before.calls),
+            after=round(after.calls),
+        )
+        found.append((abs(after.time_s - before.time_s), change))
+    ordered = sorted(found, key=lambda one: (one[1].growth < 0, -one[0], one[1].name))
+    return [change for _, change in ordered[:_MOST]]
+
+
+def op_changes(pair: Pair) -> list[CallsChange]:
+    """Return the ops whose number of calls changed, with their module; products and what computes something first.
+
+    Products of other sizes have equal calls: the module that computes other FLOPs is then named alone.
+    """
+    before, after = pair.before.ops, pair.after.ops
+    if not all(rank.complete for rank in pair) and any(not module for module, _ in {**before, **after}):
+        before, after = _totals(before), _totals(after)
+    found = []
+    if before and after:
+        for module, op in {**before, **after}:
+            growth = after.get((module, op), 0) - before.get((module, op), 0)
+            if growth:
+                change = CallsChange(
+                    name=op,
+                    module=module or None,
+                    layers=_layers(pair, module, abs(growth)),
+                    per_layer=_per_layer(pair, module, growth),
+                    before=before.get((module, op), 0),
+                    after=after.get((module, op), 0),
+                )
+                found.append(change)
+    flops = pair.before.flops_by_module, pair.after.flops_by_module
+    if all(flops) and not any(_PRODUCES.search(change.name) for change in found):
+        total = [sum(side.values()) for side in flops]
+        if total[0] != total[1]:
+            most = _module_with_most(*flops, total[1] - total[0])
+            found.append(CallsChange(name=FLOPS, module=most, before=total[0], after=total[1]))
+
+    def order(change: CallsChange) -> tuple[bool, bool, bool, int, str]:  # views launch no kernel
+        nothing = computes_nothing(change.name)
+        product = _PRODUCES.search(change.name) is not None or change.name == FLOPS
+        return change.growth < 0, nothing, not product, -abs(change.growth), change.name
+
+    return sorted(found, key=order)[:_MOST]
+
+
+def computes_nothing(op: str) -> bool:
+    """Return whether an op only describes memory in another way, and launches no kernel."""
+    return _COMPUTES_NOTHING.search(op) is not None
+
+
+def _split(pair: Pair) -> tuple[list[tuple[Kernel, Amount, Amount]], list[tuple[Kernel, Amount, Amount]]]:
+    """Return the kernels with equal and those with other numbers of calls; collectives wait, and are left out."""
+    unchanged: list[tuple[Kernel, Amount, Amount]] = []
+    changed: list[tuple[Kernel, Amount, Amount]] = []
+    for kernel in pair.before.kernels | pair.after.kernels:
+        before, after = (rank.kernels.get(kernel, Amount()) for rank in pair)
+        if kernel[0] != "collective":
+            (unchanged if before.calls == after.calls else changed).append((kernel, before, after))
+    return unchanged, changed
+
+
+def _common_factor(times_s: Sequence[tuple[float, float]]) -> float | None:
+    """Return the weighted median of the ratios of times after and before; None without a time."""
+    ratios = [(after_s / before_s, before_s) for before_s, after_s in times_s if before_s > 0 and after_s > 0]
+    return _weighted_median(ratios) if ratios else None
+
+
+def _weighted_median(weighted: Iterable[tuple[float, float]]) -> float:
+    """Return the smallest value up to which half of the weight lies, of (value, weight)."""
+    ordered = sorted(weighted)
+    half, passed = sum(weight for _, weight in ordered) / 2, 0.0
+    for value, weight in ordered:
+        passed += weight
+        if passed >= half:
+            return value
+    return ordered[-1][0]
+
+
+def _only_module(pair: Pair, family: KernelFamily) -> str | None:
+    """Return the module that has most of the time of a family in the eager pass, if it has at least half."""
+    times = {module: amount.time_s for (module, of), amount in pair.after.modules.items() if of == family}
+    best = max(times, key=times.__getitem__, default=None)
+    return best if best is not None and times[best] >= sum(times.values()) / 2 else None
+
+
+def _layers(pair: Pair, module: str | None, growth: float) -> int | None:
+    """Return the largest number of layers that can have the added calls of an eager pass; None if that can be all."""
+    most = growth // pair.after.forwards
+    total = pair.after.layers
+    return int(most) if module is not None and _FOLDED in module and total is not None and 0 < most < total else None
+
+
+def _per_layer(pair: Pair, module: str, growth: int) -> int | None:
+    """Return the calls that every layer has more, or fewer; None where layers can differ."""
+    layers = (pair.after.layers or 0) * pair.after.forwards
+    return abs(growth) // layers if _FOLDED in module and layers and growth % layers == 0 else None
+
+
+def _module_with_most(before: Mapping[str, float], after: Mapping[str, float], growth: int) -> str | None:
+    """Return the module with at least half of the changes in the direction of `growth`; None if no module has."""
+    changed = {module: after.get(module, 0) - before.get(module, 0) for module in {**before, **after}}
+    found = {module: abs(change) for module, change in changed.items() if change * growth > 0}
+    best = max(sorted(found), key=lambda module: found[module], default=None)
+    return best if best is not None and found[best] >= sum(found.values()) / 2 else None
+
+
+def _counts(before: Mapping[str, int], after: Mapping[str, int], first: re.Pattern[str]) -> list[CallsChange]:
+    """Return the largest changes of numbers of calls, growth before decline, and those that `first` matches first."""
+    if not before or not after:
+        return []  # one of the reports did not count them
+    found = [
+        CallsChange(name=name, before=before.get(name, 0), after=after.get(name, 0))
+        for name in {**before, **after}
+        if before.get(name, 0) != after.get(name, 0)
+    ]
+    found.sort(key=lambda change: (change.growth < 0, not first.search(change.name), -abs(change.growth), change.name))
+    return found[:_MOST]
+
+
+def _figures(measured: Measured, number: int) -> RankFigures:
+    """Return the medians of one rank over the launches."""
+    ranks = [work.ranks[number] for work in measured.works]
+    of_kernels, of_modules, of_passes = zip(*(_amounts(rank, measured.kernel_names) for rank in ranks), strict=True)
+    kernels = _median_amounts(of_kernels)
+    collective_s = sum(amount.time_s for (family, _), amount in kernels.items() if family == "collective")
+    transfers = [
+        sum(statistics.median(one.transfer_s) for one in work.collectives)
+        for work in measured.works
+        if work.collectives is not None and all(one.transfer_s for one in work.collectives)
+    ]
+    transfer_s = min(collective_s, statistics.median(transfers)) if transfers else 0.0
+    copy_s = _median(rank.copy_s for rank in ranks) or 0.0
+    kernels_s = _median(rank.device_time_s for rank in ranks)
+    host_calls = [rank.host_calls for rank in ranks if rank.host_calls is not None]
+    return RankFigures(
+        device_s=None if kernels_s is None else kernels_s + copy_s,
+        copy_s=copy_s,
+        idle_s=max(0.0, (_median(rank.idle_s for rank in ranks) or 0.0) - copy_s),
+        transfer_s=transfer_s,
+        wait_s=collective_s - transfer_s,
+        kernels=kernels,
+        passes={kernel: [one[kernel] for one in of_passes if kernel in one] for one in of_passes for kernel in one},
+        modules=_median_amounts(of_modules),
+        runtime_calls=_median_counts([rank.runtime_calls for rank in ranks]),
+        ops=_median_counts([_ops(rank) for rank in ranks]),
+        host_calls=_median_counts([{**one.by_file, _C: one.c} for one in host_calls]),
+        python_versions=frozenset(one.python_version for one in host_calls),
+        host_syncs=_median_count(rank.host_syncs for rank in ranks),
+        flops=_median_count(rank.flops for rank in ranks),
+        flops_by_module=_median_counts([rank.flops_by_module for rank in ranks]),
+        layers=min((work.model.layers for work in measured.works if work.model is not None), default=None),
+        forwards=max(1, len(measured.works[0].eager_batches or measured.works[0].batches)),
+        batches=max(1, len(measured.works[0].batches)),
+        complete=all(rank.is_complete for rank in ranks),
+    )
+
+
+def _ops(rank: RankWork) -> dict[tuple[str, str], int]:
+    if rank.ops_by_module is None:
+        return {("", name): calls for name, calls in (rank.ops or {}).items()}
+    return {(module, name): calls for module, ops in rank.ops_by_module.items() for name, calls in ops.items()}
+
+
+def _totals(ops: Mapping[tuple[str, str], int]) -> dict[tuple[str, str], int]:
+    """Return the calls of each op over all modules."""
+    found: dict[tuple[str, str], int] = defaultdict(int)
+    for (_, name), calls in ops.items():
+        found["", name] += calls
+    return found
+
+
+def _amounts(
+    rank: RankWork, names: Sequence[str]
+) -> tuple[dict[Kernel, Amount], dict[Part, Amount], dict[Kernel, list[Pass]]]:
+    """Return the calls and seconds of each kernel of the passes, of each part of a module, and the kernel's passes."""
+    kernels: dict[Kernel, Amount] = defaultdict(Amount)
+    modules: dict[Part, Amount] = defaultdict(Amount)
+    passes: dict[Kernel, list[Pass]] = {}
+    for row in rank.rows or ():
+        if row.module is None:
+            name = names[row.kernel] if row.kernel is not None and row.kernel < len(names) else None
+            kernels[row.family, name] = kernels[row.family, name].plus(row.calls, row.time_s)
+            if found := fixed_clock.passes(rank, row.passes_s):
+                passes[row.family, name] = found
+        else:
+            modules[row.module, row.family] = modules[row.module, row.family].plus(row.calls, row.time_s)
+    return kernels, modules, passes
+
+
+def _median(columns: Iterable[Sequence[float] | None]) -> float | None:
+    """Return the median over launches of the median over passes; None where no launch has the figure."""
+    found = [statistics.median(column) for column in columns if column]
+    return statistics.median(found) if found else None
+
+
+def _median_count(launches: Iterable[int | None]) -> int | None:
+    found = [one for one in launches if one is not None]
+    return statistics.median_low(found) if found else None
+
+
+def _median_amounts(launches: Sequence[Mapping[_K, Amount]]) -> dict[_K, Amount]:
+    return {
+        key: Amount(
+            statistics.median_low(launch.get(key, Amount()).calls for launch in launches),
+            statistics.median(launch.get(key, Amount()).time_s for launch in launches),
+        )
+        for key in {key: None for launch in launches for key in launch}
+    }
+
+
+def _median_counts(launches: Sequence[Mapping[_K, int] | None]) -> dict[_K, int]:
+    known = [launch or {} for launch in launches]
+    keys = {key: None for launch in known for key in launch}
+    return {key: statistics.median_low(launch.get(key, 0) for launch in known) for key in keys}
