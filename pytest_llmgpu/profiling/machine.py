@@ -265,9 +265,6 @@ def environment(devices: Machine) -> Environment:
     nodes = devices.node_facts
     if not nodes:
         return fingerprint(devices.facts)
-    first = msgspec.structs.asdict(nodes[0])
-    if len(nodes) == 1:
-        return Environment(**first)
     gpus: list[Gpu] = []
     topology: list[list[str]] = []
     total = sum(len(node.gpus) for node in nodes)
@@ -276,7 +273,8 @@ def environment(devices: Machine) -> Environment:
         topology += [["NET"] * before + row + ["NET"] * after for row in node.topology or ()]
         gpus += [msgspec.structs.replace(gpu, index=before + gpu.index) for gpu in node.gpus]
     known = all(node.topology is not None for node in nodes)
-    return Environment(**{**first, "gpus": gpus, "topology": topology if known else None}, nodes=list(nodes))
+    whole = {**msgspec.structs.asdict(nodes[0]), "gpus": gpus, "topology": topology if known else None}
+    return Environment(**whole, nodes=list(nodes) if len(nodes) > 1 else [])
 
 
 def _cpu() -> str:

@@ -429,6 +429,16 @@ def joined(profiles: Sequence[Profile], indices: Mapping[str, int]) -> Profile:
     for node, one in enumerate(profiles):
         for name, reason in one.why.items():
             why[name] = "; ".join(filter(None, (why.get(name), f"node {node}: {reason}")))
+    series = [one.series for one in profiles if one.devices]
+    known = [one for one in series if one is not None]
+    columns = []
+    for each in known:
+        places = []
+        for moment_s in known[0].t_s:
+            after = bisect.bisect_left(each.t_s, moment_s)
+            near = range(max(0, after - 1), min(len(each.t_s), after + 1))
+            places.append(min(near, key=lambda place: abs(each.t_s[place] - moment_s)))
+        columns += [{name: [values[place] for place in places] for name, values in row.items()} for row in each.devices]
     return Profile(
         period_s=profiles[0].period_s,
         duration_s=max(one.duration_s for one in profiles),
@@ -441,21 +451,6 @@ def joined(profiles: Sequence[Profile], indices: Mapping[str, int]) -> Profile:
             for device in one.devices
         ],
         sampler_cpu_s=sum(cpu) if cpu else None,
-        series=_joined_series([one.series for one in profiles if one.devices]),
+        series=Series(t_s=known[0].t_s, devices=columns) if known and len(known) == len(series) else None,
         why=why,
     )
-
-
-def _joined_series(series: Sequence[Series | None]) -> Series | None:
-    known = [one for one in series if one is not None]
-    if not known or len(known) < len(series):
-        return None
-    devices = []
-    for one in known:
-        places = []
-        for moment_s in known[0].t_s:
-            after = bisect.bisect_left(one.t_s, moment_s)
-            near = range(max(0, after - 1), min(len(one.t_s), after + 1))
-            places.append(min(near, key=lambda place: abs(one.t_s[place] - moment_s)))
-        devices += [{name: [values[place] for place in places] for name, values in row.items()} for row in one.devices]
-    return Series(t_s=known[0].t_s, devices=devices)

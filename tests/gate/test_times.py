@@ -401,7 +401,7 @@ def test_a_time_that_is_gone_is_missing() -> None:
         (("throttled", "clock"), disturbances.COOLER, "throttled report"),
     ],
 )
-def test_the_next_step_follows_the_disturbance(kinds: Sequence[disturbances.Kind], step: str, report: str) -> None:
+def test_the_next_step_follows_the_disturbance(kinds: Sequence[str], step: str, report: str) -> None:
     """Another program is to be ended, a throttled GPU to be cooled: the step also names the report."""
     base, head = with_launches([1.0]), with_launches([1.0])
     for kind in kinds:
