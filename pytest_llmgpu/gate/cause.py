@@ -213,6 +213,8 @@ def _place_in_words(cause: Cause, place: Place) -> str:
     """Return the calls that explain the difference in a place, else its share of the growth."""
     if place == "program":
         return _program_in_words(cause)
+    if cause.modules and place == "device":  # of an older report
+        return f"{percent(cause.modules[0].share, 0)} in {cause.modules[0].name} ({cause.modules[0].family})"
     if place == "device":
         return _program_in_words(cause) if cause.kernels else f"{_share(cause, place)} in kernels"
     if place == "kernel":

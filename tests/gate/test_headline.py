@@ -12,7 +12,7 @@ from support.verdict_factory import make_row, make_verdicts
 from pytest_llmgpu.gate.headline import decide, describe, next_steps, row_in_words
 from pytest_llmgpu.gate.judge import ExitStatus
 from pytest_llmgpu.gate.policy import Policy
-from pytest_llmgpu.report.cause import Cause, TimeChange
+from pytest_llmgpu.report.cause import CallsChange, Cause, TimeChange
 from pytest_llmgpu.report.metrics import MetricName, spec_of
 from pytest_llmgpu.report.verdicts import (
     NEITHER,
@@ -31,6 +31,15 @@ _CAUSE = Cause(
     after_s=0.0672,
     parts=[TimeChange(name="GEMM", family="GEMM", before_s=0.05, after_s=0.0526, share=1.0)],
     modules=[TimeChange(name="layers.*.mlp.down_proj", family="GEMM", before_s=0.01, after_s=0.0124, share=0.93)],
+)
+
+
+_PROGRAM = Cause(
+    place="program",
+    ops=[CallsChange(name="aten::mm", module="layers.*.self_attn", layers=1, before=7, after=8)],
+    kernels=[CallsChange(name="nvjet_small", module="layers.*.self_attn", before=0, after=2)],
+    price=0.0008,
+    forwards=2,
 )
 
 
@@ -109,16 +118,20 @@ def test_rows_of_several_cases_are_counted_as_cases(rows: list[Row], more: str) 
 
 
 def test_a_gate_that_passes_states_what_it_would_have_seen(prose: Prose) -> None:
-    """Wall time above the limit is stated as not seen."""
+    """The worst promise is that of a case, which is named; the program and the clock that changed come first."""
     rows = [
         _row("OK", "time", "a", smallest_seen=0.09),
         _row("OK", "time", "c", smallest_seen=0.02),
         _row("UNDECIDED", "time", "b", smallest_seen=1.3),
     ]
     found = decide(_verdicts(*rows), Policy())
-    assert (found.cases, found.device_time, found.time, found.host_unseen) == (3, None, 0.09, 1)
+    assert (found.cases, found.device_time, found.time, found.undecided_rows) == (3, None, 0.09, 1)
     assert prose == describe(found)
-    assert prose == describe(found._replace(device_time=0.018))
+    timed = [_row("OK", "device_time", name, smallest_seen=seen) for name, seen in (("a", 0.009), ("b", 0.018))]
+    program = _row("CHANGED", "program", "a", ratio=1.0008, cause=_PROGRAM)
+    clock = _row("OK", "device_time", "c", smallest_seen=0.008, clock_ratio=0.96)
+    for more in (timed, [*timed, program], [clock]):
+        assert prose == describe(decide(_verdicts(*rows, *more), Policy()))
     first = _headline(_row("NEW", "outcome"), policy=Policy(allow_no_baseline=True), baseline=None)
     assert first == "PASSED: there is no baseline to compare with"
 
