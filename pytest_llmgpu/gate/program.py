@@ -270,11 +270,12 @@ def op_changes(pair: Pair) -> list[CallsChange]:
                 )
                 found.append(change)
     flops = pair.before.flops_by_module, pair.after.flops_by_module
-    if all(flops) and not any(_PRODUCES.search(change.name) for change in found):
-        total = [sum(side.values()) for side in flops]
-        if total[0] != total[1]:
-            most = _module_with_most(*flops, total[1] - total[0])
-            found.append(CallsChange(name=FLOPS, module=most, before=total[0], after=total[1]))
+    if not any(_PRODUCES.search(change.name) for change in found):
+        by_module = all(flops)
+        then, now = map(sum, (one.values() for one in flops)) if by_module else (pair.before.flops, pair.after.flops)
+        if then is not None and now is not None and then != now:
+            most = _module_with_most(*flops, now - then) if by_module else None
+            found.append(CallsChange(name=FLOPS, module=most, before=then, after=now))
 
     def order(change: CallsChange) -> tuple[bool, bool, bool, int, str]:  # views launch no kernel
         nothing = computes_nothing(change.name)
