@@ -16,8 +16,10 @@ from support.verdict_factory import any_unseen, noise, on_h200, timed
 from pytest_llmgpu.gate import judge as gate
 from pytest_llmgpu.gate.judge import judge
 from pytest_llmgpu.gate.policy import Policy, load_policy, sha256_of
+from pytest_llmgpu.report import file
 from pytest_llmgpu.report.file import dump
 from pytest_llmgpu.report.report import Report
+from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.verdicts import Candidate, Verdicts
 from pytest_llmgpu.store.store import DEFAULT, save
 
@@ -66,6 +68,33 @@ def test_json_has_the_verdicts(llmgpu: Callable[..., str]) -> None:
     assert found.policy_sha256 == sha256_of(Policy())
     assert found.head == Candidate(created=head.created, commit="a" * 40)
     assert msgspec.json.decode(llmgpu(*_GATE, "--json", "-", ends=1), type=Verdicts) == found
+
+
+@pytest.mark.parametrize(
+    ("head", "policy", "status"),
+    [
+        (timed(), "", 0),
+        (timed(40.0), "", 1),
+        (timed(1.03), "strict = true", 3),
+        (timed(dtype="bfloat16"), "", 3),
+    ],
+)
+def test_verdicts_are_shown_and_not_judged_again(
+    llmgpu: Callable[..., str], head: CaseResult, policy: str, status: int
+) -> None:
+    """A report that pytest compared and the file of --json have the table and the status of that day and policy."""
+    Path("policy.toml").write_text(policy)
+    _write(head=on_h200([head]))
+    judged = llmgpu(*_GATE, "--policy", "policy.toml", "--json", "verdicts.json", ends=status)
+    report = file.load(Path("head.json"))
+    report.verdicts = msgspec.json.decode(Path("verdicts.json").read_bytes(), type=Verdicts)
+    dump(report, Path("last.json.gz"))
+    Path("base.json").unlink()
+    for path in ("verdicts.json", "last.json.gz"):
+        printed = llmgpu("gate", "--verdicts", path, ends=status)
+        assert judged.replace("\npolicy: policy.toml", "") == printed
+        again = llmgpu("gate", "--verdicts", path, "--json", "-", ends=status)
+        assert msgspec.json.decode(again, type=Verdicts) == report.verdicts
 
 
 def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
