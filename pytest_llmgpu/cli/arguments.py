@@ -110,7 +110,7 @@ def today_of(arguments: argparse.Namespace) -> datetime.date:
 def judged(arguments: argparse.Namespace, reference: str, head: Report, policy: Policy) -> Comparison:
     """Read a baseline and judge a report; ValueError in one line if a file cannot be read.
 
-    The baseline may be absent if the policy allows that; a broken one is an error.
+    The baseline may be absent if the policy allows that, else it is a git.AbsentError; a broken one is an error.
     """
     base = baseline = None
     try:
@@ -119,7 +119,7 @@ def judged(arguments: argparse.Namespace, reference: str, head: Report, policy: 
         baseline = found.baseline(reference, base)
     except git.AbsentError as error:
         if not policy.allow_no_baseline:
-            raise ValueError(f"{error}; use --allow-no-baseline if this is the first run") from None
+            raise git.AbsentError(f"{error}; use --allow-no-baseline if this is the first run") from None
     verdicts = judge.judge(base, head, policy, today=today_of(arguments), baseline=baseline, in_turn=arguments.in_turn)
     return Comparison(base, verdicts, policy)
 

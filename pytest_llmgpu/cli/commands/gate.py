@@ -14,11 +14,13 @@ from pytest_llmgpu.cli.arguments import (
     policy_of,
     read_verdicts,
     source,
+    today_of,
 )
 from pytest_llmgpu.cli.output import color, show, write_json
-from pytest_llmgpu.gate.judge import exit_status
+from pytest_llmgpu.gate import judge
 from pytest_llmgpu.gate.policy import dump_policy, parse_policy
 from pytest_llmgpu.render.terminal import verdicts as verdict_tables
+from pytest_llmgpu.store import git
 
 _OF_JUDGING = ("base", "head", "policy", "today", "in_turn", "strict", "allow_no_baseline", "dump_policy")
 """The arguments that have no effect on verdicts that exist."""
@@ -59,13 +61,17 @@ def run_gate(arguments: argparse.Namespace) -> int:
             return 0
         if arguments.base is None or arguments.head is None:
             raise ValueError("gate: BASE and HEAD are needed; see llmgpu gate --help")
-        found = judged(arguments, arguments.base, source(arguments.head, arguments).report(), policy)
-        assert found.verdicts is not None, "a judged report has verdicts"
-        verdicts, line = found.verdicts, policy_line(arguments) if found.base is not None else ""
+        candidate = source(arguments.head, arguments).report()
+        try:
+            base, found, _ = judged(arguments, arguments.base, candidate, policy)
+            assert found is not None, "a judged report has verdicts"
+            verdicts, line = found, policy_line(arguments) if base is not None else ""
+        except git.AbsentError as error:
+            verdicts, line = judge.judge(None, candidate, policy, today=today_of(arguments)), str(error)
     # Before the table is printed, because its reader may close the pipe early.
     if not write_json(verdicts, arguments.json):
         most = None if arguments.all else verdict_tables.MOST_CASES
         table = verdict_tables.table(verdicts, policy, color(), most)
         conclusion = verdict_tables.conclusion(verdicts, policy, color())
         show("\n".join(filter(None, (f"{conclusion}\n", table, line))))
-    return exit_status(verdicts, policy)
+    return judge.exit_status(verdicts, policy)
