@@ -19,12 +19,13 @@ from support.report_factory import (
 )
 from support.verdict_factory import make_invalid, make_row, noise, with_launches
 
+from pytest_llmgpu.gate.headline import decide, describe
 from pytest_llmgpu.gate.judge import RowClass, classify, exit_status, fails, judge, with_unseen
 from pytest_llmgpu.gate.policy import Allowed, ExactRule, Policy, TextsRule, TimeRule, dump_policy, sha256_of
 from pytest_llmgpu.report.case import GENERATE
 from pytest_llmgpu.report.metrics import MetricName
 from pytest_llmgpu.report.report import Commit, Report, Session
-from pytest_llmgpu.report.result import AccuracyCheck, CaseResult, Failure, Generation
+from pytest_llmgpu.report.result import AccuracyCheck, Batches, CaseResult, Failure, Generation
 from pytest_llmgpu.report.verdicts import Baseline, Row, Verdict, Verdicts, worst_first
 from pytest_llmgpu.report.work import HostCalls
 
@@ -296,13 +297,53 @@ def test_an_allowed_regression_passes(prose: Prose) -> None:
     assert prose == "\n".join(found.warnings)
 
 
-def test_the_run_of_the_baseline_is_no_candidate() -> None:
-    """It has the launches of the baseline, so that every figure is equal: nothing was judged."""
-    base = [_full(), _full(batch_size=2)]
-    found = _judge(base, base)
-    assert {(row.metric, row.verdict) for row in found.rows} == {("outcome", "UNDECIDED")}
-    assert exit_status(found, Policy()) == 3
-    assert exit_status(_judge(base, [base[0], _full(batch_size=2)]), Policy()) == 0
+def _empty(*, launches: bool = True, **fields: Any) -> CaseResult:
+    """Return a completed result without the time of a batch, or without any launch."""
+    found = _full(**fields)
+    found.launches = [msgspec.structs.replace(found.launches[0], batches=Batches())] if launches else []
+    return found
+
+
+_RUN = [_full(), _full(batch_size=2), make_failed("crashed", batch_size=4), make_failed("oom", batch_size=8)]
+_OUT_OF_MEMORY = make_failed("oom")
+_OUT_OF_MEMORY.launches[0].load_s = 3.21
+_COPY = msgspec.json.decode(msgspec.json.encode(_RUN), type=list[CaseResult])
+
+
+@pytest.mark.parametrize(
+    ("base", "head", "verdicts", "text"),
+    [
+        # The candidate is the baseline's own file, a copy of it, or has all of its launches.
+        (_RUN, _RUN, {"UNDECIDED"}, "Baseline and candidate are of the same run"),
+        (_RUN, _COPY, {"UNDECIDED"}, "Baseline and candidate are of the same run"),
+        (_RUN, [*_RUN, _full(strategy="tp")], {"UNDECIDED", "NEW"}, "Baseline and candidate are of the same run"),
+        ([_OUT_OF_MEMORY], [_OUT_OF_MEMORY], {"UNDECIDED"}, "Baseline and candidate are of the same run"),
+        # There is no case that both have.
+        ([_full()], [], set(), "NOTHING COMPARED: 1 x the candidate has no case"),
+        ([], [_full()], {"NEW"}, "NOTHING COMPARED: 1 x outcome: NEW"),
+        ([], [], set(), "NOTHING COMPARED: the reports share no case"),
+        (None, [], set(), "NOTHING COMPARED: there is no baseline"),
+        ([_full()], [_full(batch_size=2)], {"NEW"}, "1 x the candidate has none of the baseline's cases"),
+        # A case that both have, without a time.
+        ([_full()], [_empty()], {"UNDECIDED"}, "The candidate measured no batch"),
+        ([_full()], [_empty(launches=False)], {"UNDECIDED"}, "The candidate measured no batch"),
+        ([_empty()], [_full()], {"UNDECIDED"}, "The baseline measured no batch"),
+        ([_empty(launches=False)], [_full()], {"UNDECIDED"}, "The baseline measured no batch"),
+        ([_empty()], [_empty(launches=False)], {"UNDECIDED"}, "The baseline and the candidate measured no batch"),
+        (None, [_empty()], {"UNDECIDED"}, "The candidate measured no batch"),
+        (_RUN[:2], [_full(), _empty(batch_size=2)], {"OK", "UNDECIDED"}, "The candidate measured no batch"),
+    ],
+)
+def test_what_cannot_be_judged_neither_passes_nor_regresses(
+    base: Sequence[CaseResult] | None, head: Sequence[CaseResult], verdicts: set[Verdict], text: str
+) -> None:
+    """Exit status 3 under every policy; no metric of such a case has a row."""
+    found = _judge(base, head)
+    assert {row.verdict for row in found.rows} == verdicts
+    assert {row.metric for row in found.rows if row.verdict == "UNDECIDED"} <= {"outcome"}
+    for policy in (Policy(), Policy(strict=True, allow_no_baseline=True)):
+        assert exit_status(found, policy) == 3
+    assert text in describe(decide(found, Policy()))
 
 
 def test_series_of_one_strategy_have_different_names() -> None:

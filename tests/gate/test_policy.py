@@ -73,7 +73,8 @@ def test_each_metric_has_the_gate_of_the_table() -> None:
 
 def test_a_table_changes_the_keys_that_it_has(tmp_path: Path) -> None:
     """The others keep the default of their metric."""
-    policy = load_policy(_write(tmp_path, FULL + "[device_time]\ngate = false\n[host_calls]\ngate = true\n[program]\nflops = 0.01\n"))
+    more = "[device_time]\ngate = false\n[host_calls]\ngate = true\n[program]\nflops = 0.01\n"
+    policy = load_policy(_write(tmp_path, FULL + more))
     assert policy.device_time == AmountRule(gate=False, threshold=0.005)
     assert policy.host_calls == ExactRule()
     assert policy.program == ProgramRule(threshold=0.002, flops=0.01)
