@@ -243,8 +243,8 @@ def _deciding(rows: Sequence[Row], *, in_turn: bool = False) -> list[str]:
     elif noisy:
         way = "measure on a quieter machine" if in_turn else "llmgpu ab BASE HEAD -- pytest ... launches both in turn"
         parts.append(
-            f"More than {PRACTICAL_LAUNCHES} launches are not practical for {undecided}: {way}. FLOPs, ops and traffic "
-            "are decided by one launch."
+            f"More than {PRACTICAL_LAUNCHES} launches are not practical for {undecided}: {way}. The program and "
+            "traffic are decided by one launch."
         )
     return parts
 

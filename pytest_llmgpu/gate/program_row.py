@@ -63,7 +63,7 @@ def _of_rank(head: CaseResult, pair: Pair, rule: ProgramRule, *, gain: float, be
     changed = program.changes(pair)
     old = (
         ""
-        if all(rank.complete for rank in pair) or head.case.device == "cpu"
+        if pair.before.complete or head.case.device == "cpu"
         else (" The baseline does not have every kernel: promote again.")
     )
     if changed is None:
