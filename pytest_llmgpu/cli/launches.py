@@ -1,4 +1,4 @@
-"""Launches of a measuring command by `llmgpu ab`, `bisect` and `calibrate`, of a commit in its worktree or here.
+"""Launches of a measuring command by `llmgpu ab` and `bisect`, of a commit in its worktree.
 
 The report and the log of each launch are kept.
 """
@@ -10,9 +10,8 @@ import datetime
 import itertools
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from pytest_llmgpu.cli import subprocesses, worktrees
 from pytest_llmgpu.cli.output import show
@@ -45,48 +44,20 @@ def count(text: str) -> int:
     return int(text)
 
 
-def kept(parent: Path, name: str = "") -> Path:
+def kept(parent: Path, name: str) -> Path:
     """Create a new folder for reports and logs, named after `name` and the time, in a folder of the store."""
-    now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%dT%H%M%SZ")
-    stem = f"{name}_{now}" if name else now
+    stem = f"{name}_{datetime.datetime.now(datetime.timezone.utc):%Y%m%dT%H%M%SZ}"
     for number in itertools.count(1):
         path = parent / (stem if number == 1 else f"{stem}-{number}")
         try:
             store.prepare(parent.parent)
-            path.mkdir(parents=True)
-            (path / "launches").mkdir()
+            (path / "launches").mkdir(parents=True)
+            break
         except FileExistsError:
             continue  # another run began in the same second
         except OSError as error:
             raise ValueError(f"folder {path}: cannot be created: {error.strerror}") from None
-        break
     return path.resolve()
-
-
-def launch(
-    command: Sequence[str],
-    name: str,
-    folder: Path,
-    *,
-    environ: Mapping[str, str],
-    into: Path,
-    deselected: Sequence[str] = (),
-) -> Report:
-    """Run one launch of the measuring command in a folder to its end and return its report.
-
-    Its report and its log get the name of the launch in the folder `into`, which `kept` returned; `deselected` are node
-    ids of tests that are left out. ValueError in one line: the command cannot be run, or it ended without a complete
-    report.
-    """
-    began = time.monotonic()
-    path, log = into / "launches" / f"{name}.json.gz", into / "launches" / f"{name}.log"
-    whole = [*command, f"{_JSON}={path}", *(f"--deselect={nodeid}" for nodeid in deselected)]
-    status = subprocesses.run(whole, folder, environ, log)
-    show(f"{name}  {time.monotonic() - began:.1f} s")
-    if status not in _COMPLETE or not path.exists():
-        without = "" if path.exists() else " without a report"
-        raise ValueError(f"{name}: {shlex.join(command)} ended{without} with {describe_ending(status, log)}")
-    return file.load(path)
 
 
 def describe_ending(status: int, log: Path) -> str:
@@ -128,9 +99,19 @@ class Version:
         self.environ = worktrees.environment(self.tree)
 
     def launch(self, command: Sequence[str], number: int, deselected: Sequence[str]) -> Report:
-        """Run one launch and return its report; see `launch`."""
-        folders: dict[str, Any] = {"environ": self.environ, "into": self._kept}
-        return launch(command, f"{self.name}-{number}", self.tree.folder, **folders, deselected=deselected)
+        """Run one launch of the measuring command to its end and return its report, without the tests `deselected`.
+
+        ValueError in one line: the command cannot be run, or it ended without a complete report.
+        """
+        name, began = f"{self.name}-{number}", time.monotonic()
+        path, log = self._kept / "launches" / f"{name}.json.gz", self._kept / "launches" / f"{name}.log"
+        whole = [*command, f"{_JSON}={path}", *(f"--deselect={nodeid}" for nodeid in deselected)]
+        status = subprocesses.run(whole, self.tree.folder, self.environ, log)
+        show(f"{name}  {time.monotonic() - began:.1f} s")
+        if status not in _COMPLETE or not path.exists():
+            without = "" if path.exists() else " without a report"
+            raise ValueError(f"{name}: {shlex.join(command)} ended{without} with {describe_ending(status, log)}")
+        return file.load(path)
 
 
 def add_command(parser: argparse.ArgumentParser) -> None:
