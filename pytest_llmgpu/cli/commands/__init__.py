@@ -19,6 +19,6 @@ COMMANDS = {
     "ray": ("ray", "run pytest on the nodes of a Ray cluster, one process for each GPU"),
     "schema": ("reports", "print the JSON Schema of a report"),
     "show": ("reports", "show the tables and findings of a report, or what changed between several"),
-    "trend": ("trend", "show how each case changed over stored reports"),
+    "trend": ("reports", "show how each case changed over stored reports"),
 }
 """Name of each command to its module in this folder and its line in `llmgpu --help`."""
