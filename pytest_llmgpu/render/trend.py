@@ -9,7 +9,6 @@ from tabulate import tabulate
 
 from pytest_llmgpu.gate.trends import Change, Figure, Trend
 from pytest_llmgpu.render.charts import Chart, axes, image
-from pytest_llmgpu.render.charts.panels import domain
 from pytest_llmgpu.render.html.assets import asset, content_security_policy, templates
 from pytest_llmgpu.render.terminal.report import Painter
 from pytest_llmgpu.report.text import capital, plural, significant
@@ -92,7 +91,7 @@ def _chart(trend: Trend) -> Chart:
     strategies = list(dict.fromkeys(line.strategy for line in trend.lines))
     colour = {
         **axes.text("s", "strategy"),
-        "scale": {"domain": domain([(name, name) for name in strategies])},
+        "scale": {"domain": axes.domain([(name, name) for name in strategies])},
         "legend": {"values": strategies},
     }
     case = axes.text("c", "case")

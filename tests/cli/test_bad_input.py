@@ -32,7 +32,7 @@ def _files(empty_folder: None) -> None:  # noqa: ARG001
     ("command", "reason"),
     [
         # Arguments. A file's name with control characters comes from a shell's `*`.
-        ("", "a command is needed: ab, bisect, calibrate, export, gate, "),
+        ("", "a command is needed: ab, bisect, export, gate, "),
         ("shcema", "shcema"),
         ("schema extra", "extra"),
         (f"schema '{_CODES}'", "unrecognized arguments: "),
@@ -42,7 +42,6 @@ def _files(empty_folder: None) -> None:  # noqa: ARG001
         (f"list --storage {'x' * 5000}", "File name too long"),
         ("gate a b --today yesterday", "2026-01-31"),
         ("gate report.json", "BASE and HEAD are needed"),
-        ("calibrate", "REPORT | COMMAND"),
         ("promote", "REF"),
         ("promote report.json --force ' '", "--force: a reason is needed"),
         ("export xml report.json", "xml"),

@@ -13,9 +13,8 @@ from __future__ import annotations
 import msgspec
 
 from pytest_llmgpu.render.charts import axes, communication, sweeps
-from pytest_llmgpu.render.charts.axes import Chart, Charts
+from pytest_llmgpu.render.charts.axes import Chart, Charts, panels
 from pytest_llmgpu.render.charts.images import Format, image, theme
-from pytest_llmgpu.render.charts.panels import panels
 from pytest_llmgpu.report.report import Report
 
 __all__ = ["Chart", "Charts", "Format", "image", "of_report", "theme"]

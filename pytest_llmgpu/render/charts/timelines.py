@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from pytest_llmgpu.render.charts import axes
 from pytest_llmgpu.render.charts.axes import Chart, Spec, formatted, rounded, value_range
-from pytest_llmgpu.render.grouping import caption
+from pytest_llmgpu.render.table import caption
 from pytest_llmgpu.report.report import Environment
 from pytest_llmgpu.report.result import CaseResult, Profile
 from pytest_llmgpu.report.text import GIB

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from pytest_llmgpu.analysis.capacity import capacities
-from pytest_llmgpu.render.comparison import by_id
+from pytest_llmgpu.render.summary import by_id
 from pytest_llmgpu.report.case import DEFAULT_TASK, Case
 from pytest_llmgpu.report.metrics import METRICS, Figure, MetricSpec
 from pytest_llmgpu.report.report import Report

@@ -14,7 +14,6 @@ from tabulate import tabulate
 from pytest_llmgpu.analysis.capacity import capacities, split
 from pytest_llmgpu.analysis.reference import by_series
 from pytest_llmgpu.profiling.machine import Machine
-from pytest_llmgpu.render.grouping import blocks, captions, dataset, model
 from pytest_llmgpu.render.summary import Problem, finding_problems
 from pytest_llmgpu.render.table import (
     COLUMNS,
@@ -23,10 +22,14 @@ from pytest_llmgpu.render.table import (
     TABLES,
     Entry,
     Place,
+    blocks,
+    captions,
+    dataset,
     digits,
     entries,
     figure_tables,
     make_time_table,
+    model,
     with_reference,
     written,
 )

@@ -22,7 +22,6 @@ from pytest_llmgpu.report.file import dump
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.verdicts import Candidate, Verdicts
-from pytest_llmgpu.store.store import DEFAULT, save
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
 
@@ -180,15 +179,6 @@ def test_an_overflow_is_exit_2(monkeypatch: pytest.MonkeyPatch, refused: Callabl
     _write()
     text = "llmgpu: a figure is too large to compute with: int too large to convert to float\n"
     assert refused(*_GATE) == text
-
-
-def test_calibrate_prints_the_scatter_between_launches(llmgpu: Callable[..., str], refused: Callable[..., str]) -> None:
-    """Reports of one launch are merged; a case with too few launches has no row."""
-    for number in range(3):
-        save(on_h200([timed(1 + number / 1000), make_failed(batch_size=2)]), DEFAULT)
-    lines = llmgpu("calibrate", "1", "2", "3").splitlines()
-    assert [line.split() for line in lines[2:]] == [["mp-bs1", "3", "0.1", "%"]]
-    assert "no case has 2 undisturbed launches" in refused("calibrate", "1")
 
 
 def test_several_reports_are_compared_side_by_side(llmgpu: Callable[..., str]) -> None:
