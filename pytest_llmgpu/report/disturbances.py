@@ -174,9 +174,3 @@ def clocks_mhz(profile: Profile) -> dict[str, float]:
         for device, of_device in zip(profile.devices, readings, strict=True)
         if len(of_device) >= _LEAST_READINGS
     }
-
-
-def slowest_mhz(profile: Profile) -> float | None:
-    """Return the lowest mean SM clock of the devices; None if one of them is not known."""
-    means = [clock.mean if (clock := device.metrics.get("sm_clock_mhz")) else None for device in profile.devices]
-    return min((mhz for mhz in means if mhz is not None), default=None) if None not in means else None

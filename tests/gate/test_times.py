@@ -343,9 +343,6 @@ def test_the_smallest_slowdown_of_one_case_of_21_is_found(regime: Any, launches:
         assert sum(row.result == "REGRESSED" for row in found) in hits
 
 
-_HELD = "throttled by power or heat: GPU 0 for 60.0 % of the time"
-
-
 def _counts(base: CaseResult, head: CaseResult) -> tuple[int, int]:
     found = comparable(base, head)
     assert not isinstance(found, Refusal), found
@@ -398,7 +395,6 @@ def test_a_time_that_is_gone_is_missing() -> None:
     [
         (("processes", "memory", "cpu"), "End the other", "candidate"),
         (("lost", "ecc", "xid"), "Read the driver's", "candidate"),
-        (("throttled", "clock"), disturbances.COOLER, "throttled report"),
     ],
 )
 def test_the_next_step_follows_the_disturbance(kinds: Sequence[str], step: str, report: str) -> None:
@@ -408,45 +404,6 @@ def test_the_next_step_follows_the_disturbance(kinds: Sequence[str], step: str, 
         make_invalid(head.launches[0], f"{disturbances.TITLES[kind]}: GPU 0")
         next_step = _refused(base, head, "UNDECIDED").next_step
         assert (next_step[: len(step)], next_step.rpartition(". ")[2]) == (step, f"Then measure the {report} again.")
-
-
-def test_a_clock_that_hardly_fell_is_no_reason_to_leave_a_launch_out() -> None:
-    """Only one of two met its limit: by 1 % it still compares, by more it does not, whatever the threshold."""
-    free, held, slow = with_launches([1.0]), with_launches([1.01]), with_launches([1.08])
-    make_invalid(free.launches[0], mhz=1980)
-    make_invalid(held.launches[0], _HELD, mhz=1961)
-    make_invalid(slow.launches[0], _HELD, mhz=1955)
-    assert _counts(free, held) == _counts(held, free) == (1, 1)
-    for sides in ((free, slow), (slow, free), (held, with_launches([1.0]))):
-        _refused(*sides, "UNDECIDED")
-    assert _counts(slow, held) == (1, 1), "both met their limit, whatever their clocks"
-
-
-@pytest.mark.parametrize(
-    ("base", "head", "counts"),
-    [
-        ([0, 0, 0, 0, 0], [0, 1, 1, 1, 1], (5, 1)),
-        ([0, 0, 1], [0, 1, 1, 1, 1], (2, 1)),
-        ([1, 1], [1], (2, 1)),
-        ([1, 1, 0], [0, 1, 1, 1], (3, 4)),
-        ([0, 1], [0, 1, 0, 1], (1, 2)),
-        ([1, 1], [0], "baseline"),
-        ([0, 1], [1, 1], "candidate"),
-    ],
-)
-def test_throttled_launches_are_left_out_unless_they_are_most_of_both(
-    base: list[int], head: list[int], counts: tuple[int, int] | str
-) -> None:
-    """A hot GPU is no slowdown; where both are mostly throttled, that is how this machine runs."""
-    then, now = (with_launches([1.08 if held else 1.0 for held in side]) for side in (base, head))
-    for launch, held in zip((*then.launches, *now.launches), (*base, *head), strict=True):
-        make_invalid(launch, *[_HELD] * held)
-    if isinstance(counts, str):
-        found = _refused(then, now, "UNDECIDED")
-        assert found.reason == f"Power or heat throttled only the {counts} (`profile.invalid`)."
-        assert found.next_step.startswith(disturbances.COOLER)
-    else:
-        assert _counts(then, now) == counts
 
 
 def test_the_critical_value_is_a_quantile_of_the_family() -> None:
