@@ -46,6 +46,9 @@ _HUB_IDS = {
 }
 _SIZE_BY_HUB_ID = {hub_id.format(size): size for hub_id, sizes in _HUB_IDS.items() for size in sizes}
 
+_TOLERANCE = 0.01
+"""The difference below the baseline that is allowed, as a fraction of the items."""
+
 _BY_CHANCE = 0.01
 """A loss of items that is less likely than this is not explained by chance."""
 
@@ -81,7 +84,7 @@ def check_accuracy(result: CaseResult, mp: CaseResult | None, smallest: CaseResu
     be below by chance: the check fails if even the one-sided 95 % upper bound of the value is too low. Compared with
     another case it neither passes nor fails where nothing is lost: the accuracy itself is still unchecked.
     """
-    case, metric, tolerance = result.case, options.accuracy_metric, options.accuracy_tolerance
+    case, metric, tolerance = result.case, options.accuracy_metric, _TOLERANCE
     worst = min(result.accuracies, key=lambda accuracy: value_of(accuracy, metric))
     value = value_of(worst, metric)
     known = baseline(case, given=options.accuracy_baseline, metric=metric)

@@ -22,7 +22,7 @@ from pytest_llmgpu.gate.policy import dump_policy, parse_policy
 from pytest_llmgpu.render.terminal import verdicts as verdict_tables
 from pytest_llmgpu.store import git
 
-_OF_JUDGING = ("base", "head", "policy", "today", "in_turn", "strict", "allow_no_baseline", "dump_policy")
+_OF_JUDGING = ("BASE", "HEAD", "--policy", "--today", "--in-turn", "--strict", "--allow-no-baseline", "--dump-policy")
 """The arguments that have no effect on verdicts that exist."""
 
 
@@ -48,10 +48,9 @@ def run_gate(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
     line = ""
     if arguments.verdicts is not None:
-        given = next((name for name in _OF_JUDGING if getattr(arguments, name)), None)
-        if given is not None:
-            word = given.upper() if given in {"base", "head"} else f"--{given.replace('_', '-')}"
-            raise ValueError(f"--verdicts: cannot be combined with {word}: nothing is judged again")
+        for word in _OF_JUDGING:
+            if getattr(arguments, word.strip("-").replace("-", "_").lower()):
+                raise ValueError(f"--verdicts: cannot be combined with {word}: nothing is judged again")
         verdicts = read_verdicts(arguments.verdicts)
         policy = parse_policy(verdicts)
     else:
