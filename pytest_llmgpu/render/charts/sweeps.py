@@ -32,13 +32,12 @@ class Point(NamedTuple):
     """The figure in the unit of the axis, not rounded: rounding twice may change the last digit."""
 
 
-def points(entries: Iterable[Entry], figures: Mapping[str, Figure]) -> list[Point]:
+def points(entries: Sequence[Entry], figures: Mapping[str, Figure]) -> list[Point]:
     """Return the points of completed cases; `figures` maps the name of a curve to its figure."""
-    completed = list(entries)
     return [
         Point(entry, kind, value)
         for kind, figure in figures.items()
-        for entry in completed
+        for entry in entries
         if (value := figure(entry)) is not None
     ]
 
