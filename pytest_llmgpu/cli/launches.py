@@ -120,7 +120,11 @@ def begin(
     source = find_policy(trees[0].folder) if arguments.policy is None else arguments.policy
     policy = ab.split(switched(load_policy(source), arguments), len(looks))
     commits = "_".join(tree.sha[:LETTERS] for tree in trees)
-    path = parent / f"{commits}_{datetime.datetime.now(datetime.timezone.utc):%Y%m%dT%H%M%SZ}"
+    stem = f"{commits}_{datetime.datetime.now(datetime.timezone.utc):%Y%m%dT%H%M%SZ}"
+    path, number = parent / stem, 1
+    while path.exists():  # another run began in the same second
+        number += 1
+        path = parent / f"{stem}-{number}"
     try:
         store.prepare(parent.parent)
         (path / "launches").mkdir(parents=True)

@@ -121,9 +121,7 @@ def _speed(panel: Panel, name: str, unit: str, field: str, best: Callable[..., P
         return f"Best of each strategy: {', '.join(texts)}."
 
     title = f"{name.capitalize()} by batch size"
-    if chart := of_figure(panel, title, (name, unit), figure, summary):
-        return chart
-    return f"{title}: no completed case has one."
+    return of_figure(panel, title, (name, unit), figure, summary) or f"{title}: no completed case has one."
 
 
 def of_figure(
@@ -150,7 +148,10 @@ def of_figure(
         summary=summary(drawn),
         spec=curves_of(panel, drawn, {"": figure}, title=f"{name} ({unit})"),
         headers=["batch size", *(f"{one} ({unit})" for one in panel.titles)],
-        rows=[[str(size), *("; ".join(of.get(one, [])) for one in panel.titles)] for size, of in sorted(cells.items())],
+        rows=[
+            [str(size), *("; ".join(by_title.get(one, [])) for one in panel.titles)]
+            for size, by_title in sorted(cells.items())
+        ],
     )
 
 

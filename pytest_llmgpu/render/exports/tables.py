@@ -117,10 +117,8 @@ def render_markdown(report: Report) -> str:
 def markdown_header(report: Report) -> tuple[str, str]:
     """Return the first two lines of the table."""
     titles = [MARKDOWN[name] for name in _shown(report)]
-    return (
-        markdown_line(["case", "measured", "outcome", *titles, "verdict"]),
-        f"|---|---|---|{'---:|' * len(titles)}---|",
-    )
+    first = markdown_line(["case", "measured", "outcome", *titles, "verdict"])
+    return first, f"|---|---|---|{'---:|' * len(titles)}---|"
 
 
 def markdown_lines(report: Report) -> Iterator[str]:

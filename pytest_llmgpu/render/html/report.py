@@ -54,8 +54,8 @@ def render(
     ValueError if a library of the page is not installed, or there are too many cases.
     """
     if len(report.cases) > _MOST_CASES:
-        found = f"the report has {len(report.cases):,} cases, allowed are {_MOST_CASES:,}"
-        raise ValueError(f"page: {found}; llmgpu export csv writes all of them as a table")
+        counts = f"the report has {len(report.cases):,} cases, allowed are {_MOST_CASES:,}"
+        raise ValueError(f"page: {counts}; llmgpu export csv writes all of them as a table")
     verdicts = verdicts or report.verdicts
     if verdicts is None and baseline is not None:
         today = datetime.datetime.now(datetime.timezone.utc).date()
