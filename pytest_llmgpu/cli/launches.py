@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import itertools
 import os
 import shlex
 import shutil
@@ -102,18 +101,11 @@ class Version:
 
 def add_command(parser: argparse.ArgumentParser) -> None:
     """Declare COMMAND and `--setup`."""
-    parser.add_argument(
-        "command",
-        metavar="COMMAND",
-        nargs="+",
-        help="after --: the measuring command, such as pytest benchmarks; --llmgpu-json and --deselect are added",
-    )
-    parser.add_argument(
-        "--setup",
-        metavar="CMD",
-        help="shell command that creates the environment of each worktree, such as 'python -m venv .venv && "
-        ".venv/bin/pip install .'; .venv/bin then comes first in PATH",
-    )
+    text = "after --: the measuring command, such as pytest benchmarks; --llmgpu-json and --deselect are added"
+    parser.add_argument("command", metavar="COMMAND", nargs="+", help=text)
+    text = "shell command that creates the environment of each worktree, such as 'python -m venv .venv && "
+    text += ".venv/bin/pip install .'; .venv/bin then comes first in PATH"
+    parser.add_argument("--setup", metavar="CMD", help=text)
 
 
 def begin(
@@ -129,16 +121,15 @@ def begin(
     policy = ab.split(switched(load_policy(source), arguments), len(looks))
     commits = "_".join(tree.sha[:LETTERS] for tree in trees)
     stem = f"{commits}_{datetime.datetime.now(datetime.timezone.utc):%Y%m%dT%H%M%SZ}"
-    for number in itertools.count(1):
-        path = parent / (stem if number == 1 else f"{stem}-{number}")
-        try:
-            store.prepare(parent.parent)
-            (path / "launches").mkdir(parents=True)
-            break
-        except FileExistsError:
-            continue  # another run began in the same second
-        except OSError as error:
-            raise ValueError(f"folder {path}: cannot be created: {error.strerror}") from None
+    path, number = parent / stem, 1
+    while path.exists():  # another run began in the same second
+        number += 1
+        path = parent / f"{stem}-{number}"
+    try:
+        store.prepare(parent.parent)
+        (path / "launches").mkdir(parents=True)
+    except OSError as error:
+        raise ValueError(f"folder {path}: cannot be created: {error.strerror}") from None
     kept = path.resolve()
     (kept / "policy.toml").write_text(dump_policy(policy), encoding="utf-8")
     versions = [Version(name, tree, kept) for name, tree in zip(names, trees, strict=True)]

@@ -105,16 +105,11 @@ def finding_problems(cases: Iterable[CaseResult], without: Sequence[Finding] = (
                 text = without_numbers(finding.text) if finding.severity == "failure" else ""
                 kind = (finding.severity, finding.code, finding.next_step, text)
                 kinds.setdefault(kind, []).append((result.id, finding))
-    problems = [
-        Problem(
-            severity=found[0][1].severity,
-            label=code,
-            texts=[(name, finding.text) for name, finding in found[:_MOST_TEXTS]],
-            more=[name for name, _ in found[_MOST_TEXTS:]],
-            next_step=next_step,
-        )
-        for (_, code, next_step, _), found in kinds.items()
-    ]
+    problems = []
+    for found in kinds.values():
+        first, texts = found[0][1], [(name, finding.text) for name, finding in found[:_MOST_TEXTS]]
+        more, step = [name for name, _ in found[_MOST_TEXTS:]], first.next_step
+        problems.append(Problem(severity=first.severity, label=first.code, texts=texts, more=more, next_step=step))
     return sorted(problems, key=_order)
 
 

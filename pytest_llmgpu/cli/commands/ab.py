@@ -33,13 +33,8 @@ def add_ab(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("base_ref", metavar="BASE_REF", help="commit to compare with: a branch, a tag, a hash")
     parser.add_argument("head_ref", metavar="HEAD_REF", help="commit to judge; uncommitted changes are not measured")
     launches.add_command(parser)
-    parser.add_argument(
-        "--launches",
-        metavar="N",
-        type=launches.count,
-        default=8,
-        help="largest number of launches of each commit (default: 8)",
-    )
+    text = "largest number of launches of each commit (default: 8)"
+    parser.add_argument("--launches", metavar="N", type=launches.count, default=8, help=text)
     add_rules(parser)
     add_switches(parser, baseline=False)
     parser.set_defaults(in_turn=True)

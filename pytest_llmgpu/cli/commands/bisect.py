@@ -255,11 +255,7 @@ def begun(good: str, bad: str, folder: Path = Path()) -> Iterator[Bisection]:
 
 
 def measure_ends(
-    measure: ab.Measure,
-    judge_two: JudgeTwo,
-    looks: Sequence[int],
-    metric: str | None = None,
-    case: str | None = None,
+    measure: ab.Measure, judge_two: JudgeTwo, looks: Sequence[int], metric: str | None = None, case: str | None = None
 ) -> tuple[Both, Verdicts]:
     """Launch both ends in turn until a regression is found or no row can show one; the good end is `base`."""
 

@@ -23,8 +23,6 @@ from pytest_llmgpu.report.text import listed, plural
 from pytest_llmgpu.store import store
 from pytest_llmgpu.store.store import public
 
-_STDOUT = "-"
-
 
 def add_show(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `llmgpu show`."""
@@ -118,7 +116,7 @@ def add_export(parser: argparse.ArgumentParser) -> None:
 
     parser.add_argument("format", metavar="FORMAT", choices=FORMATS, help=", ".join(FORMATS))
     parser.add_argument("head", metavar="REPORT", help=REFERENCE)
-    parser.add_argument("--output", metavar="PATH", default=_STDOUT, help="file to write (default: -, stdout)")
+    parser.add_argument("--output", metavar="PATH", default="-", help="file to write (default: -, stdout)")
     text = "judge the report against this one and export the verdicts"
     parser.add_argument("--baseline", metavar="REF", help=text)
     text = "export the verdicts in this file, which llmgpu gate --json wrote"
@@ -133,7 +131,7 @@ def run_export(arguments: argparse.Namespace) -> int:
     report = source(arguments.head, arguments).report()
     report.verdicts = comparison(arguments, report).verdicts or report.verdicts
     text = export(arguments.format, report)
-    if arguments.output != _STDOUT:
+    if arguments.output != "-":
         save(f"{text}\n" if text else "", Path(arguments.output))
     elif text:
         write_data(text)

@@ -172,9 +172,6 @@ _POWERS = [2**power for power in range(24)]
 
 _FAINT = 0.45  # opacity of the marks of a baseline
 
-FAINT = "Faint: the baseline."
-"""The sentence on these marks in a summary."""
-
 _MOST_MESSAGE = 200  # characters of a failure's message in a tooltip
 
 
@@ -232,13 +229,8 @@ def levels(values: Iterable[float], title: str, *, log: bool, field: str = "v", 
 
 def curves(panel: Panel) -> Spec:
     """Return the colour channel over the field `s`, by strategy; the shape channel is the same."""
-    return {
-        "field": "s",
-        "type": "nominal",
-        "title": "strategy",
-        "scale": {"domain": panel.domain},
-        "legend": {"values": panel.titles, "symbolOpacity": 1},
-    }
+    legend = {"values": panel.titles, "symbolOpacity": 1}
+    return {**text("s", "strategy"), "scale": {"domain": panel.domain}, "legend": legend}
 
 
 def with_baseline(layers: Sequence[Spec], rows: Sequence[Spec]) -> list[Spec]:
@@ -262,12 +254,9 @@ def limit(value: float, label: str) -> list[Spec]:
     y = {"field": "v", "type": "quantitative"}
     left, right = {"value": 0}, {"value": "width"}
     note = {"type": "text", "style": "limit-note", "align": "left", "baseline": "bottom", "dx": 6, "dy": -3}
+    line = {"x": left, "x2": right, "y": y, "tooltip": text("t")}
     return [
-        {
-            "data": data,
-            "mark": {"type": "rule", "style": "limit"},
-            "encoding": {"x": left, "x2": right, "y": y, "tooltip": text("t")},
-        },
+        {"data": data, "mark": {"type": "rule", "style": "limit"}, "encoding": line},
         {"data": data, "mark": note, "encoding": {"x": left, "y": y, "text": text("t")}},
     ]
 

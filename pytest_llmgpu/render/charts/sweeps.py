@@ -32,13 +32,12 @@ class Point(NamedTuple):
     """The figure in the unit of the axis, not rounded: rounding twice may change the last digit."""
 
 
-def points(entries: Iterable[Entry], figures: Mapping[str, Figure]) -> list[Point]:
+def points(entries: Sequence[Entry], figures: Mapping[str, Figure]) -> list[Point]:
     """Return the points of completed cases; `figures` maps the name of a curve to its figure."""
-    completed = list(entries)
     return [
         Point(entry, kind, value)
         for kind, figure in figures.items()
-        for entry in completed
+        for entry in entries
         if (value := figure(entry)) is not None
     ]
 
@@ -122,9 +121,7 @@ def _speed(panel: Panel, name: str, unit: str, field: str, best: Callable[..., P
         return f"Best of each strategy: {', '.join(texts)}."
 
     title = f"{name.capitalize()} by batch size"
-    if chart := of_figure(panel, title, (name, unit), figure, summary):
-        return chart
-    return f"{title}: no completed case has one."
+    return of_figure(panel, title, (name, unit), figure, summary) or f"{title}: no completed case has one."
 
 
 def of_figure(
@@ -151,7 +148,10 @@ def of_figure(
         summary=summary(drawn),
         spec=curves_of(panel, drawn, {"": figure}, title=f"{name} ({unit})"),
         headers=["batch size", *(f"{one} ({unit})" for one in panel.titles)],
-        rows=[[str(size), *("; ".join(of.get(one, [])) for one in panel.titles)] for size, of in sorted(cells.items())],
+        rows=[
+            [str(size), *("; ".join(by_title.get(one, [])) for one in panel.titles)]
+            for size, by_title in sorted(cells.items())
+        ],
     )
 
 

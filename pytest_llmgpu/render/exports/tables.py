@@ -117,10 +117,8 @@ def render_markdown(report: Report) -> str:
 def markdown_header(report: Report) -> tuple[str, str]:
     """Return the first two lines of the table."""
     titles = [MARKDOWN[name] for name in _shown(report)]
-    return (
-        markdown_line(["case", "measured", "outcome", *titles, "verdict"]),
-        f"|---|---|---|{'---:|' * len(titles)}---|",
-    )
+    first = markdown_line(["case", "measured", "outcome", *titles, "verdict"])
+    return first, f"|---|---|---|{'---:|' * len(titles)}---|"
 
 
 def markdown_lines(report: Report) -> Iterator[str]:
@@ -128,18 +126,12 @@ def markdown_lines(report: Report) -> Iterator[str]:
     rows, columns = summary.by_id(report.verdicts), _shown(report)
     for result in report.cases:
         values = [(COLUMNS[name], COLUMNS[name].value(result)) for name in columns]
+        cells = ["" if value is None else column.written(value) for column, value in values]
         outcome = result.outcome.replace("_", " ") + (", wrong answers" if result.has_wrong_answers else "")
         if result.failure is not None:
             outcome += f": {one_line(result.failure.message, _MESSAGE)}"
-        yield markdown_line(
-            [
-                code(result.id),
-                markdown(describe(result.case)),
-                markdown(outcome),
-                *("" if value is None else column.written(value) for column, value in values),
-                _worst(rows.pop(result.id, ())),
-            ]
-        )
+        first = [code(result.id), markdown(describe(result.case)), markdown(outcome)]
+        yield markdown_line([*first, *cells, _worst(rows.pop(result.id, ()))])
     for name, others in rows.items():
         yield markdown_line([code(name), *[""] * (2 + len(columns)), _worst(others)])
 

@@ -24,14 +24,13 @@ from pytest_llmgpu.report.report import OptionValue, Report
 from pytest_llmgpu.report.text import GIB, gib, plural
 from pytest_llmgpu.report.verdicts import Row, Verdicts, worst_first
 
-_LIBRARIES = ("jinja2", "vl_convert")
 _OPEN_PROBLEMS, _OPEN_ROWS = 3, 25  # the others are in a closed element
 _MOST_CASES = 1000
 
 
 def check(path: Path) -> None:
     """Raise ValueError before a run of hours if its page cannot be made or written; leave no file behind."""
-    for library in _LIBRARIES:
+    for library in ("jinja2", "vl_convert"):
         if importlib.util.find_spec(library) is None:
             raise ValueError(MISSING)
     file.check_writable(path, "page", (".html", ".htm"))
@@ -55,10 +54,8 @@ def render(
     ValueError if a library of the page is not installed, or there are too many cases.
     """
     if len(report.cases) > _MOST_CASES:
-        raise ValueError(
-            f"page: the report has {len(report.cases):,} cases, allowed are {_MOST_CASES:,}; "
-            "llmgpu export csv writes all of them as a table"
-        )
+        counts = f"the report has {len(report.cases):,} cases, allowed are {_MOST_CASES:,}"
+        raise ValueError(f"page: {counts}; llmgpu export csv writes all of them as a table")
     verdicts = verdicts or report.verdicts
     if verdicts is None and baseline is not None:
         today = datetime.datetime.now(datetime.timezone.utc).date()
@@ -154,12 +151,10 @@ def _rows(verdicts: Verdicts, report: Report, baseline: Report | None) -> dict[s
 def _tables(report: Report) -> Iterator[dict[str, Any]]:
     """Yield the table of each block of cases, with its caption, the comparison with mp and the largest batch sizes."""
     found = blocks(report.cases)
-    known = capacities(report.cases)
+    known = [one for one in capacities(report.cases) if one.smallest_oom is not None]
     for (caption, _), cases in zip(captions(found, report), found, strict=True):
         series = {result.case.series for result in cases}
-        largest = [
-            f"{one.strategy}: {one.text}" for one in known if one.series in series and one.smallest_oom is not None
-        ]
+        largest = [f"{one.strategy}: {one.text}" for one in known if one.series in series]
         yield {
             "caption": caption,
             "model": cases[0].case.model,
