@@ -13,7 +13,7 @@ from support import emulated_iok, kv_cache_faults, rank_functions
 from support.report_factory import make_case
 
 from pytest_llmgpu import strategies
-from pytest_llmgpu.analysis.generated_texts import check_texts
+from pytest_llmgpu.analysis.comparison import check_texts
 from pytest_llmgpu.inference import tasks
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.inference.tasks.prompts import Prompts
