@@ -73,7 +73,7 @@ def test_fault(fault, llm, {items}, batch_size, measure):
 """
 
 _SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
-_SIZES: dict[str, dict[str, object]] = {
+SIZES: dict[str, dict[str, object]] = {
     "cuda": {"model_type": "llama", **bundled.PRESETS["llama-7b"], "num_hidden_layers": 8},
     "cpu": {"model_type": "llama", **_SMALL, "num_hidden_layers": 4, "vocab_size": 1024},
 }
@@ -352,7 +352,7 @@ def session(
         with tempfile.TemporaryDirectory() as temporary:
             suite = Path(temporary, "test_faults.py")
             suite.write_text(_SUITE.format(names=names, items=WORKLOADS[workload]))
-            Path(temporary, "config.json").write_text(json.dumps(_SIZES[device]))
+            Path(temporary, "config.json").write_text(json.dumps(SIZES[device]))
             search = [str(Path(__file__).parent.resolve()), os.environ.get("PYTHONPATH", "")]
             command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(suite), *ARGUMENTS]
             command += [f"--rootdir={temporary}", f"--strategy={strategy}", f"--llmgpu-device={device}"]

@@ -29,8 +29,7 @@ import faults
 
 
 def change(loaded):
-    faults.FAULTS["here"] = faults.Fault(act=lambda site: site.multiply({times}), metric="flops", metric_on_cpu="flops")
-    faults.inject(loaded, "here")
+    faults.inject(loaded, {fault!r})
 """
 
 _TEST = """
@@ -54,7 +53,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         shas = repository(Path(folder), asked.commits, bad, asked.device)
         command = [sys.executable, "-m", "pytest_llmgpu.cli", "bisect", shas[0], shas[-1], "--case=mp-bs8"]
-        command += [f"--metric={'device_time' if asked.device == 'cuda' else 'flops'}", "--", sys.executable]
+        command += ["--metric=program", "--", sys.executable]
         command += ["-m", "pytest", "-q", "-p", "no:cacheprovider", "test_speed.py"]
         search = os.pathsep.join(filter(None, [str(Path(__file__).parent.resolve()), os.environ.get("PYTHONPATH")]))
         began_s = time.perf_counter()
@@ -85,9 +84,13 @@ def repository(folder: Path, commits: int, bad: int, device: str) -> list[str]:
     """
     model = folder / "llama-4-layers"
     model.mkdir()
-    (model / "config.json").write_text(json.dumps(faults.model_config(device)))
+    (model / "config.json").write_text(json.dumps(faults.SIZES[device]))
     options = [f"--llmgpu-device={device}", "--strategy=mp", "--llmgpu-devices=1", f"--llmgpu-model={model.name}"]
-    options += [*faults.ARGUMENTS, f"--llmgpu-tokenizer={faults.TOKENIZER}", f"--llmgpu-limit={faults.ITEMS[device]}"]
+    options += [
+        *faults.ARGUMENTS,
+        f"--llmgpu-tokenizer={faults.TOKENIZER}",
+        f"--llmgpu-limit={faults.ITEMS[device]['score']}",
+    ]
     (folder / "pytest.ini").write_text("[pytest]\naddopts = " + " ".join(options) + "\n")
     (folder / "test_speed.py").write_text(_TEST)
 
@@ -98,7 +101,7 @@ def repository(folder: Path, commits: int, bad: int, device: str) -> list[str]:
     git("init", "-q")
     shas = []
     for number in range(commits + 1):
-        (folder / "work.py").write_text(_WORK.format(times=int(number >= bad)))
+        (folder / "work.py").write_text(_WORK.format(fault="adapters" if number >= bad else "none"))
         (folder / "number.txt").write_text(f"{number}\n")
         git("add", "-A")
         git("commit", "-qm", f"Commit {number}")
