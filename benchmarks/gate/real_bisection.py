@@ -1,8 +1,8 @@
 """Let `llmgpu bisect` find the commit that made a model slower, in a repository made for it; prints JSON.
 
 The repository has a test of a model of four layers (LLaMA-7B's width on a GPU, a small width on a CPU) and a line of
-commits. One of them, drawn by the seed, adds a matrix product to the MLP of each layer: about 4 % of device time in a
-GPU's case of batch size 8, and FLOPs on a CPU. `right`: that commit is named. Every launch is real.
+commits. One of them, drawn by the seed, adds an adapter to the MLP of each layer: about 3 % of device time in a GPU's
+case of batch size 8, and FLOPs on a CPU. `right`: that commit is named. Every launch is real.
 
     python benchmarks/gate/real_bisection.py --commits=63 > bisection.json
     python benchmarks/gate/real_bisection.py --device=cpu --commits=15
