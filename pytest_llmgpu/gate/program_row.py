@@ -20,7 +20,7 @@ SLOWER_KERNEL = 0.003
 """Growth of one unchanged kernel beyond the factor common to all, as a fraction of device time, that is a regression:
 in 4,134 healthy pairs the largest was 0.29 %. A kernel that grows by half a percent of device time is found."""
 KERNEL_SEEN = 0.005
-"""Growth of one kernel, as a fraction of device time, that is found with 95 % probability."""
+"""Growth of one kernel, as a fraction of device time, that the gate promises to find."""
 _ERRORS = 4.0
 """Standard errors that such a growth has to exceed: one of 40 kernels of 21 cases seldom does by chance."""
 
@@ -61,11 +61,8 @@ def program_row(
 def _of_rank(head: CaseResult, pair: Pair, rule: ProgramRule, *, gain: float, better: bool) -> Row:
     """Return the verdict on one rank."""
     changed = program.changes(pair)
-    old = (
-        ""
-        if pair.before.complete or head.case.device == "cpu"
-        else (" The baseline does not have every kernel: promote again.")
-    )
+    known = pair.before.complete or head.case.device == "cpu"
+    old = "" if known else " The baseline does not have every kernel: promote again."
     if changed is None:
         return Row.of(head, "program", "OK", f"The program is equal.{old}", gated=rule.gate)
     result, reason, ratio = _judged(pair, changed, rule, gain=gain, better=better)
