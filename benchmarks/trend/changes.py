@@ -14,13 +14,13 @@ import random
 import statistics
 from typing import Any
 
-from pytest_llmgpu.gate.times import PRIORS
+from pytest_llmgpu.analysis.noise_regime import PRIORS
 from pytest_llmgpu.gate.trends import steps
 
 SD = 0.003
 STEP, STEP_WITHIN = 0.01, 5
 CASES = 21
-PRIOR = PRIORS["device_compute"]
+PRIOR = PRIORS["device"]
 AFTER = 60
 """Reports after the beginning of a change; a change that is not found in them counts as found with the last one."""
 

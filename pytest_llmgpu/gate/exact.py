@@ -180,8 +180,8 @@ def _by_batches(spec: MetricSpec, result: CaseResult) -> dict[tuple[object, ...]
                 eager = launch.work.eager_batches if spec.batches == "eager" else None
                 batches = launch.work.batches if eager is None else eager
             # Other versions of Python inline other functions.
-            versions = [rank.host_calls.python_version for rank in launch.ranks if rank.host_calls is not None]
-            conditions = (launch.plan_sha256, *batches, *(versions if spec.batches == "eager" else []))
+            versions = {rank.host_calls.python_version for rank in launch.ranks if rank.host_calls is not None}
+            conditions = (launch.plan_sha256, *batches, *(sorted(versions) if spec.batches == "eager" else []))
             found.setdefault(conditions, []).append(launch)
     return found
 

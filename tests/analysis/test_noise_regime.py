@@ -1,13 +1,24 @@
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
+import pytest
 from support.report_factory import make_result, make_work
 
-from pytest_llmgpu.analysis.noise_regime import REGIMES, forwards, largest_spread, noisiest, of_device_time, of_time
+from pytest_llmgpu.analysis.noise_regime import (
+    PRIORS,
+    REGIMES,
+    Deviation,
+    Prior,
+    deviation,
+    largest_spread,
+    noisiest,
+    of_time,
+    prior_of_time,
+)
 from pytest_llmgpu.report.result import CaseResult
-from pytest_llmgpu.report.work import Bound
 
 
 def _busy(*shares: float | None, seconds: float = 60.0, **fields: Any) -> CaseResult:
@@ -17,16 +28,6 @@ def _busy(*shares: float | None, seconds: float = 60.0, **fields: Any) -> CaseRe
     ranks = [msgspec.structs.replace(rank, busy=share) for share in shares]
     result.launches[0].work = msgspec.structs.replace(make_work(), ranks=ranks)
     return result
-
-
-def test_the_bound_decides_the_regime_of_device_time() -> None:
-    """Without a bound the noisier regime is assumed."""
-    result = make_result()
-    assert of_device_time(result) == "device_compute"
-    regimes: dict[Any, str] = {"memory": "device_memory", "compute": "device_compute", "wire": "device_compute"}
-    for limited_by, regime in regimes.items():
-        result.bound = Bound(compute_s=1.0, memory_s=1.0, wire_s=1.0, bound_s=2.0, limited_by=limited_by, share=0.5)
-        assert of_device_time(result) == regime
 
 
 def test_the_rank_that_waits_most_decides_the_regime_of_eager_forwards() -> None:
@@ -45,27 +46,32 @@ def test_the_rank_that_waits_most_decides_the_regime_of_eager_forwards() -> None
 
 def test_a_regime_explains_a_spread_of_its_launches() -> None:
     """Launches that the host limits may be three times as slow as others, the others twice."""
-    spreads = {regime: largest_spread(regime) for regime in REGIMES}
+    spreads = {regime: largest_spread(regime) for regime in PRIORS}
     assert spreads == {**dict.fromkeys(REGIMES, 2.0), "eager_host": 3.0, "cpu": 3.0}
 
 
-def test_the_noisier_regime_of_two_reports_counts() -> None:
-    """The order of the regimes is their order of noise."""
-    replayed, eager, waiting = make_result(execution="cuda_graphs"), _busy(0.9), _busy(0.5)
-    assert noisiest("time", replayed, waiting) == "eager_host"
-    assert noisiest("time", eager, replayed) == "eager_device"
-    memory = make_result()
-    memory.bound = Bound(compute_s=1, memory_s=2, wire_s=0, bound_s=2, limited_by="memory", share=0.5)
-    assert noisiest("device_time", replayed, memory) == "device_compute"
+_EAGER, _WAITING, _REPLAYED = _busy(0.9), _busy(0.5), _busy(execution="cuda_graphs")
 
 
-def test_the_forwards_that_a_launch_measures() -> None:
-    """Those of all work passes for device time, the timed batches for replayed graphs; the fewest of any launch."""
-    few, many = make_result(1.0), make_result(1.0)
-    few.launches[0].work = make_work(batches=[0, 2], passes=12)
-    many.launches[0].work = make_work(batches=[0, 2, 5], passes=12)
-    many.launches[0].batches.latency_s = [0.1] * 30
-    assert forwards("device_compute", few, many) == 24
-    assert forwards("replayed", many) == 30
-    assert forwards("device_memory", few) is None
-    assert forwards("device_compute", make_result(1.0)) is None
+@pytest.mark.parametrize(
+    ("results", "regime", "s0"),
+    [
+        ([_EAGER, _REPLAYED], "eager_device", 0.01),
+        ([_EAGER, _WAITING], "eager_host", 0.1),
+        ([_REPLAYED], "replayed", math.hypot(0.003, 0.02)),
+        ([_busy(share, execution="cuda_graphs") for share in (0.98, 0.9)], "replayed", math.hypot(0.003, 0.01)),
+    ],
+)
+def test_the_noisier_of_two_reports_decides_the_prior(results: list[CaseResult], regime: str, s0: float) -> None:
+    """The order of the regimes is their order of noise; between replayed graphs the noise of the host is added."""
+    assert noisiest(*results) == noisiest(*results[::-1]) == regime
+    assert prior_of_time(*results).s0 == pytest.approx(s0)
+
+
+def test_launches_are_added_to_the_prior_by_their_degrees_of_freedom() -> None:
+    """One launch of each report shows no noise. The deviation is that around the mean of each report."""
+    prior = Prior(s0=0.01, df0=4.0, source="test")
+    assert prior.updated(deviation([[1.0], [2.0]])) is prior.updated(None) is prior
+    assert deviation([[1.0, 3.0], [7.0], [10.0, 10.0]]) == Deviation(sd=1.0, degrees=2)
+    updated = prior.updated(Deviation(sd=0.04, degrees=2))
+    assert (updated.s0, updated.df0) == pytest.approx((math.sqrt((4 * 0.01**2 + 2 * 0.04**2) / 6), 6.0))

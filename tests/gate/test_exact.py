@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -12,9 +12,27 @@ from pytest_llmgpu.gate.exact import exact_rows, execution_row, other_execution,
 from pytest_llmgpu.gate.policy import AmountRule, ExactRule, Rules
 from pytest_llmgpu.report.result import CaseResult, Traffic
 from pytest_llmgpu.report.verdicts import Row
-from pytest_llmgpu.report.work import WORK_OFF, WORK_ON, RankWork, Work
+from pytest_llmgpu.report.work import WORK_OFF, WORK_ON, HostCalls, RankWork, Work
 
-STRICT = Rules(kernels=ExactRule(), ops=ExactRule(), runtime_calls=ExactRule())
+
+def _work(*numbers: int | None, version: str = "3.12", **fields: Any) -> Work:
+    """Return a record of a rank for each number of Python calls; None is a rank without one."""
+    work = make_work(len(numbers), **fields)
+    ranks = [
+        rank
+        if number is None
+        else msgspec.structs.replace(
+            rank,
+            host_calls=HostCalls(
+                python=number, c=7, by_file={"a.py": number - 100, "b.py": 100}, python_version=version
+            ),
+        )
+        for rank, number in zip(work.ranks, numbers, strict=True)
+    ]
+    return msgspec.structs.replace(work, ranks=ranks)
+
+
+_SAME, _GATED = _work(1000, 1000), Rules(host_calls=ExactRule())
 
 
 def _result(*works: Work | None) -> CaseResult:
@@ -24,79 +42,36 @@ def _result(*works: Work | None) -> CaseResult:
     return result
 
 
-def _with(**fields: Any) -> Work:
-    """Return a record of two ranks with other fields on rank 1."""
-    work = make_work()
-    first, second = work.ranks
-    return msgspec.structs.replace(work, ranks=[first, msgspec.structs.replace(second, **fields)])
+def _calls(base: CaseResult | Work = _SAME, head: CaseResult | Work = _SAME, rules: Rules = _GATED) -> Row | str | None:
+    """Return the row of the calls of the host, or the reason why there is none."""
+    then, now = (one if isinstance(one, CaseResult) else _result(one) for one in (base, head))
+    return dict(exact_rows(then, now, rules)).get("host_calls")
 
 
-def _found(
-    base: CaseResult | Work | None = None, head: CaseResult | Work | None = None, rules: Rules | None = None
-) -> dict[str, Row | str]:
-    """Return the row of each metric of work passes, or the reason why there is none."""
-    then, now = (one if isinstance(one, CaseResult) else _result(one or make_work()) for one in (base, head))
-    return {str(metric): row for metric, row in exact_rows(then, now, rules or Rules()) if metric != "traffic"}
-
-
-def _rows(*given: Any, **named: Any) -> dict[str, Row]:
-    """Return the row of each metric that has one."""
-    return {metric: row for metric, row in _found(*given, **named).items() if isinstance(row, Row)}
-
-
-_FLOPS = 10**12
+def _row(found: Row | str | None) -> Row:
+    assert isinstance(found, Row), found
+    return found
 
 
 @pytest.mark.parametrize(
-    ("flops", "verdict", "shown"),
+    ("numbers", "result", "shown"),
     [
-        ((_FLOPS, _FLOPS), "OK", _FLOPS),
-        ((_FLOPS, 1_010_000_000_000), "REGRESSED", 1_010_000_000_000),
-        ((1_010_000_000_000, 1_010_000_000_000), "REGRESSED", 1_010_000_000_000),
-        ((990_000_000_000, 1_010_000_000_000), "REGRESSED", 1_010_000_000_000),
-        ((_FLOPS, 1_001_000_000_001), "REGRESSED", 1_001_000_000_001),
-        ((_FLOPS, 1_001_000_000_000), "OK", 1_001_000_000_000),
-        ((_FLOPS, 999_000_000_000), "OK", 999_000_000_000),
-        ((_FLOPS, 998_999_999_999), "IMPROVED", 998_999_999_999),
+        ((1000, 1000), "OK", 1000),
+        ((1000, 1001), "REGRESSED", 1001),
+        ((1002, 1001), "REGRESSED", 1002),
+        ((990, 1001), "REGRESSED", 1001),
+        ((999, 999), "IMPROVED", 999),
     ],
 )
-def test_flops_may_grow_by_a_thousandth_on_each_rank(
-    flops: tuple[int, int], verdict: str, shown: int, prose: Prose
-) -> None:
-    """The rank that changed most decides, with its own figures, also where the sum over the ranks is equal."""
-    work = make_work()
-    ranks = [msgspec.structs.replace(rank, flops=one) for rank, one in zip(work.ranks, flops, strict=True)]
-    head = msgspec.structs.replace(work, ranks=ranks)
-    row = _rows(head=head)["flops"]
-    assert (row.result, row.gated, row.threshold, row.n) == (verdict, True, 0.001, 1)
-    assert (row.base, row.head, row.ratio) == (_FLOPS, shown, shown / _FLOPS)
+def test_one_more_call_on_a_rank_is_a_change(numbers: tuple[int, int], result: str, shown: int, prose: Prose) -> None:
+    """One launch decides; it fails the gate only if the policy says so. The reason names the files that changed."""
+    row = _row(_calls(head=_work(*numbers)))
+    assert (row.result, row.gated, row.threshold, row.n) == (result, True, 0.0, 1)
+    assert (row.base, row.head, row.ratio) == (1000, shown, shown / 1000)
     assert prose == row.reason
-    assert _rows(head=head, rules=Rules(flops=AmountRule(threshold=0.02)))["flops"].verdict == "OK"
-
-
-def _more(rank: RankWork, function: str) -> dict[str, int]:
-    assert rank.runtime_calls is not None
-    return {**rank.runtime_calls, function: rank.runtime_calls.get(function, 0) + 1}
-
-
-@pytest.mark.parametrize(
-    ("metric", "fields"),
-    [
-        ("host_syncs", lambda rank: {"host_syncs": 5, "runtime_calls": _more(rank, "cudaStreamSynchronize")}),
-        ("kernels", lambda rank: {"kernels": rank.kernels + 1, "runtime_calls": _more(rank, "cudaLaunchKernel")}),
-        ("ops", lambda _: {"ops": {"aten::mm": 399, "aten::add": 2}}),
-        ("runtime_calls", lambda rank: {"runtime_calls": _more(rank, "cudaMemcpyAsync")}),
-    ],
-)
-def test_one_more_call_is_a_regression(metric: str, fields: Callable[[RankWork], dict[str, Any]], prose: Prose) -> None:
-    """One launch decides. The reason names the calls that changed; one call less is an improvement."""
-    more = _with(**fields(make_work().ranks[1]))
-    shown, gated, fewer = (one[metric] for one in (_rows(head=more), _rows(head=more, rules=STRICT), _rows(base=more)))
-    is_gated = metric == "host_syncs"
-    assert (shown.verdict, shown.gated) == ("REGRESSED" if is_gated else "CHANGED", is_gated)
-    assert (gated.verdict, fewer.result) == ("REGRESSED", "IMPROVED")
-    assert prose == shown.reason
-    assert prose == fewer.reason
+    shown_only = _row(_calls(head=_work(*numbers), rules=Rules()))
+    assert shown_only.gated is False
+    assert shown_only.verdict == ("CHANGED" if result != "OK" else "OK")
 
 
 @pytest.mark.parametrize(
@@ -114,53 +89,46 @@ def test_launches_that_differ_have_to_differ_in_one_direction(
     before: Sequence[int], after: Sequence[int], verdict: str
 ) -> None:
     """Every launch of the candidate has to have more than every launch of the baseline."""
-    base, head = (_result(*(_with(host_syncs=count) for count in counts)) for counts in (before, after))
-    row = _rows(base, head)["host_syncs"]
+    base, head = (_result(*(_work(1000, 1000 + count) for count in counts)) for counts in (before, after))
+    row = _row(_calls(base, head))
     assert (row.result, row.n) == (verdict, min(len(before), len(after)))
 
 
 def test_work_of_other_batches_is_not_compared(prose: Prose) -> None:
-    """Other batches of the plan, or another plan."""
-    head = _result(make_work(batches=[0, 1]))
-    assert _rows(head=head) == {}
-    assert prose == _found(head=head)["flops"]
-    other = _result(make_work())
+    """Other batches of the plan, another plan, or a Python that inlines other functions."""
+    other = _result(_SAME)
     other.launches[0].plan_sha256 = "0" * 64
-    assert _rows(head=other) == {}
-    both = _result(make_work(batches=[0, 1]), _with(flops=2 * 10**12))
-    assert _rows(head=both)["flops"].verdict == "REGRESSED", "the second launch ran the same batches"
-    assert _rows(head=make_work(ranks=4)) == {}
+    for head in (_work(9, 9, batches=[0, 1]), other, _work(9, 9, version="3.13")):
+        assert prose == _calls(head=head)
+    both = _result(_work(1000, 1000, batches=[0, 1]), _work(1000, 2000))
+    assert _row(_calls(head=both)).result == "REGRESSED", "the second launch ran the same batches"
+    assert _calls(head=_work(9, 9, 9, 9)) == "the numbers of ranks differ"
 
 
 def test_a_figure_that_a_report_lacks(prose: Prose) -> None:
     """It is MISSING if only the candidate lacks it: a figure of a rank, the ranks, or the work passes."""
-    why = {"flops": "fused kernels bypass the dispatcher"}
-    ranks = [RankWork(uuids=[], flops=None, host_syncs=4, why=why)] * 2
-    fused = _result(msgspec.structs.replace(make_work(), ranks=ranks))
-    for lacking in (fused, _result(make_work(ranks=0)), _result(None)):
-        assert _rows(head=lacking)["flops"].verdict == "MISSING"
-        assert _found(lacking)["flops"] == "only the candidate has it"
-        assert _found(lacking, lacking)["flops"] == "neither report has it"
-    assert prose == _rows(head=fused)["flops"].reason
+    why = {"host_calls": "another profiler is active"}
+    traced = _result(msgspec.structs.replace(_SAME, ranks=[RankWork(uuids=[], why=why)] * 2))
+    for lacking in (traced, _result(_work(1000, None)), _result(make_work(ranks=0)), _result(None)):
+        assert _row(_calls(head=lacking)).verdict == "MISSING"
+        assert _calls(lacking) == "only the candidate has it"
+        assert _calls(lacking, lacking) == "neither report has it"
+    assert prose == _row(_calls(head=traced)).reason
 
 
-def test_work_that_an_option_switched_off_is_missing() -> None:
+@pytest.mark.parametrize(("why", "next_step"), [(WORK_OFF, WORK_ON), ("the work passes failed", "")])
+def test_work_that_an_option_switched_off_is_missing(why: str, next_step: str) -> None:
     """The candidate lost what the gate judges. The next step names the option, which another reason does not."""
     head = _result(None)
-    for why, next_step in ((WORK_OFF, WORK_ON), ("the work passes failed", "")):
-        head.launches[0].why["work"] = why
-        assert {(row.result, row.next_step) for row in _rows(head=head).values()} == {("MISSING", next_step)}
+    head.launches[0].why["work"] = why
+    row = _row(_calls(head=head))
+    assert (row.result, row.next_step) == ("MISSING", next_step)
 
 
 def _sending(traffic: Traffic | None) -> CaseResult:
     result = make_result(strategy="tp")
     result.traffic = traffic
     return result
-
-
-def _row(found: Row | str | None) -> Row:
-    assert isinstance(found, Row), found
-    return found
 
 
 @pytest.mark.parametrize(

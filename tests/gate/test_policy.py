@@ -16,6 +16,7 @@ from pytest_llmgpu.gate.policy import (
     AmountRule,
     ExactRule,
     Policy,
+    ProgramRule,
     TimeRule,
     dump_policy,
     find_policy,
@@ -67,14 +68,14 @@ def test_each_metric_has_the_gate_of_the_table() -> None:
     for spec in METRICS:
         if spec.rule and spec.name != "outcome":
             assert getattr(Policy(), spec.name).gate is spec.gate
-    assert (Policy().flops, Policy().time) == (AmountRule(threshold=0.001), TimeRule())
+    assert (Policy().program, Policy().time) == (ProgramRule(threshold=0.002, flops=0.001), TimeRule())
 
 
 def test_a_table_changes_the_keys_that_it_has(tmp_path: Path) -> None:
     """The others keep the default of their metric."""
-    policy = load_policy(_write(tmp_path, FULL + "[device_time]\ngate = false\n[kernels]\n"))
-    assert policy.device_time == AmountRule(gate=False, threshold=0.01)
-    assert policy.kernels == ExactRule(gate=False)
+    policy = load_policy(_write(tmp_path, FULL + "[device_time]\ngate = false\n[host_calls]\n"))
+    assert policy.device_time == AmountRule(gate=False, threshold=0.005)
+    assert policy.host_calls == ExactRule(gate=False)
     assert policy.time == TimeRule(threshold=0.03, absolute_s=1)
     assert (policy.accuracy.floor, policy.accuracy.threshold, policy.accuracy.metric) == (0.8, 0.005, "acc")
     reason, expires = 'the "new" kernel\\, see é', datetime.date(2027, 1, 31)
@@ -187,7 +188,7 @@ def test_switches_take_precedence_over_the_policy() -> None:
         ("[time]\nmargn = 1", r"Object contains unknown field `margn` - at `\$\.time`"),
         ("[[allow]]\ncase = 'x'", r"Object missing required field `metric` - at `\$\.allow\[0\]`"),
         (ALLOW.format("time", "-0.1"), r"Expected `float` >= 0\.0 - at `\$\.allow\[0\]\.up_to`"),
-        (ALLOW.format("accuracy", "0.1"), r"allow\[0\]\.up_to: accuracy does not grow; allowed for device_time, .*"),
+        (ALLOW.format("accuracy", "0.1"), r"allow\[0\]\.up_to: accuracy does not grow; allowed for program, .*"),
         ("[accuracy]\nmetric = 'f1'", r"Invalid enum value 'f1' - at `\$\.accuracy\.metric`"),
         ("[time]\nthreshold = '2 %'", r"Expected `float \| null`, got `str` - at `\$\.time\.threshold`"),
         ("[memory]\nthreshold = 3", r"Expected `float` < 1\.0 - at `\$\.memory\.threshold`"),
