@@ -214,20 +214,34 @@ def comparable(base: CaseResult, head: CaseResult) -> Sides | Refusal:
             return Refusal("UNDECIDED", reason, step)
         sides.append(valid)
     then, now = sides
-    clock_is_known = all(one.batches.clock_ghz or _step_clocks(one) for one in (*then, *now))
-    if not clock_is_known and any(sum(map(_is_throttled, side)) <= _HALF * len(side) for side in sides):
-        clocks = [disturbances.slowest_mhz(one.profile) if one.profile else None for one in (*then, *now)]
-        slow_mhz = math.inf if None in clocks else max(filter(None, clocks)) * (1 - _IGNORED_CLOCK)
-        free = [[launch for launch in side if not _is_throttled(launch, slow_mhz)] for side in sides]
-        if not all(free):
-            reason = f"Power or heat throttled only the {'candidate' if free[0] else 'baseline'} (`profile.invalid`)."
-            return Refusal("UNDECIDED", reason, f"{disturbances.COOLER} Then measure the throttled report again.")
+    if not all(map(_has_clocks, (*then, *now))):
+        free = _unthrottled(then, now)
+        if isinstance(free, Refusal):
+            return free
         then, now = free
     changed = _other_threads(then, now) if head.case.device == "cpu" else None
     if (unpaired := changed or _unpaired([*then, *now])) is not None:
         other = other_execution(base, head)
         return Refusal("NOT_COMPARABLE", unpaired if other is None else f"{unpaired}\n{other}")
     return then, now
+
+
+def _has_clocks(launch: Launch) -> bool:
+    """Return whether the clocks of the batches, or of the decode steps, and of all work passes are known."""
+    return bool(launch.batches.clock_ghz or _step_clocks(launch)) and all(rank.clock_ghz for rank in launch.ranks)
+
+
+def _unthrottled(then: list[Launch], now: list[Launch]) -> Sides | Refusal:
+    """Return the launches whose times can be compared without their clock, or the reason why none can."""
+    if all(sum(map(_is_throttled, side)) > _HALF * len(side) for side in (then, now)):
+        return then, now
+    clocks = [disturbances.slowest_mhz(one.profile) if one.profile else None for one in (*then, *now)]
+    slow_mhz = math.inf if None in clocks else max(filter(None, clocks)) * (1 - _IGNORED_CLOCK)
+    free = [[launch for launch in side if not _is_throttled(launch, slow_mhz)] for side in (then, now)]
+    if not all(free):
+        reason = f"Power or heat throttled only the {'candidate' if free[0] else 'baseline'} (`profile.invalid`)."
+        return Refusal("UNDECIDED", reason, f"{disturbances.COOLER} Then measure the throttled report again.")
+    return free[0], free[1]
 
 
 def _is_throttled(launch: Launch, slow_mhz: float = math.inf) -> bool:
@@ -326,22 +340,25 @@ def wall_times(
         return sides.row(head, metric, gated=rule.gate)
     latencies_s, clocks_ghz = WALL_TIMES[metric]
     regime, prior = noise_regime.noisiest(base, head), noise_regime.prior_of_time(base, head)
+    fits: list[Fitted] = []
+    if regime == "replayed" and all(_mean_log(clocks_ghz(one)) is not None for side in sides for one in side):
+        fits = _fits(base, head, of_prefill=metric == "first_token")
+    if not fits and isinstance(sides := _unthrottled(*sides), Refusal):
+        return sides.row(head, metric, gated=rule.gate)
     sums, left_out = _sums_s([[latencies_s(launch) for launch in side] for side in sides])
     logs = [list(map(math.log, side)) for side in sums]
     count = 1 if metric == "time" else len(latencies_s(sides[1][0]))
     base_s, head_s = (_ratio(statistics.fmean(side)) / count for side in logs)
-    clocks = [[clock for one in side if (clock := _mean_log(clocks_ghz(one))) is not None] for side in sides]
     means = None
-    if regime == "replayed" and all(len(one) == len(side) for one, side in zip(clocks, sides, strict=True)):
-        fits = _fits(base, head, of_prefill=metric == "first_token")
-        slope = statistics.fmean(fitted.slope for fitted in fits) if fits else None
-        if slope is not None:
-            at = statistics.fmean(clocks[1])
-            logs = [
-                [log_s - slope * (clock - at) for log_s, clock in zip(*one, strict=True)]
-                for one in zip(logs, clocks, strict=True)
-            ]
-            means = math.exp(statistics.fmean(clocks[0])), math.exp(at)
+    if fits:
+        slope = statistics.fmean(fitted.slope for fitted in fits)
+        clocks = [[_mean_log(clocks_ghz(one)) or 0.0 for one in side] for side in sides]
+        at = statistics.fmean(clocks[1])
+        logs = [
+            [log_s - slope * (clock - at) for log_s, clock in zip(*one, strict=True)]
+            for one in zip(logs, clocks, strict=True)
+        ]
+        means = math.exp(statistics.fmean(clocks[0])), math.exp(at)
     relative = (
         rule.threshold if rule.threshold is not None else _IN_TURN if in_turn else spec_of(metric).threshold or 0.0
     )
@@ -370,7 +387,7 @@ def _sums_s(sides: Sequence[Sequence[Sequence[float]]]) -> tuple[list[list[float
     """Return the sum of the times [reports][launches][batches] of each launch, and a sentence on what is left out.
 
     A batch that took twice its time in the other launches counts where every launch of its report has one, or one has
-    at least three: else it was a disturbance.
+    at least three or more than half of its batches: else it was a disturbance.
     """
     expected = [
         statistics.median_low(of_batch) for of_batch in zip(*(one for side in sides for one in side), strict=True)
@@ -379,7 +396,8 @@ def _sums_s(sides: Sequence[Sequence[Sequence[float]]]) -> tuple[list[list[float
     for side in sides:
         slow = [[s > _SLOW * usual for s, usual in zip(launch, expected, strict=True)] for launch in side]
         counts = list(map(sum, slow))
-        keep = max(counts) >= _MANY_SLOW or (len(counts) > 1 and min(counts) > 0)
+        many = min(_MANY_SLOW, len(expected) // 2 + 1)
+        keep = max(counts) >= many or (len(counts) > 1 and min(counts) > 0)
         ignored += 0 if keep else sum(counts)
         sums.append(
             [
