@@ -1,64 +1,64 @@
-"""Inject seven faults into a model of four layers, and check that the gate names each of them; prints JSON.
+"""Inject faults into a model of eight layers, and check that the gate names each of them; prints JSON.
 
-A round is one session of the plugin per strategy: built-in strategies, random weights, LLaMA-7B's width on GPUs and a
-small width on a CPU, forwards run eagerly. The test of the session calls `llm.run(inject, FAULT)` before it measures,
-so that the loaded model has one fault at a time. Each fault is judged against the healthy measurement of the next
-round, which is another launch of the processes. The healthy measurements are judged against each other as well, and
-must not be REGRESSED. `right`: the expected metric is REGRESSED, and its cause names the expected family or module (for
-a slower rank the rank, for the host the host or the call). The exit status is 0 if all faults but one are right and
-nothing healthy is REGRESSED.
+A session of the plugin measures the healthy program, then one fault at a time, then the healthy program again: random
+weights, LLaMA-7B's width on GPUs and a small one on a CPU. The test of the session calls `llm.run(inject, FAULT)` and
+measures: CUDA graphs are recorded after that, and layers are compiled again. The baseline is the first measurement.
 
-On a machine with two GPUs (one GPU: without tp; a session takes about a minute):
+`right`: the row of the fault has the expected verdict and names its kernel, op, CUDA call or Python file, and its
+module. The second healthy measurement is right if no row is REGRESSED and the program is equal. `injected` does not
+depend on the gate: ops, calls and answers differ as expected, or, of the healthy program, not at all. The exit status
+is 0 if all faults but one are right and nothing healthy is wrong.
+
+On one GPU, with the extra `deepspeed` for iok, whose kernels are compiled once; without a GPU as a trial of the script:
 
     python benchmarks/gate/faults.py --keep=faults > faults.json
-
-Without a GPU, as a trial of the script: FLOPs and traffic are found, over gloo for tp. One launch on a CPU shows the
-sleeping host only if nothing else uses the CPU:
-
-    python benchmarks/gate/faults.py --device=cpu --rounds=1 --strategies=mp,tp
+    python benchmarks/gate/faults.py --device=cpu --strategies=mp,compile
 
 Reports in --keep are not measured again, so that an interrupted run continues and reports can be judged elsewhere.
-Arguments after -- go to pytest. It needs the package alone; for iok its extra `deepspeed`.
+Arguments after -- go to pytest.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import datetime
 import functools
 import json
+import math
 import os
 import re
 import subprocess
 import sys
 import tempfile
-import time
+import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import torch
 
-from pytest_llmgpu.gate import cause as causes
 from pytest_llmgpu.gate.judge import judge
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.inference import bundled
 from pytest_llmgpu.report import file
-from pytest_llmgpu.report.cause import Cause
+from pytest_llmgpu.report.derived import LOGLIKELIHOOD_TOLERANCES, decode, typical_difference
 from pytest_llmgpu.report.report import Report
-from pytest_llmgpu.report.verdicts import Row
+from pytest_llmgpu.report.result import CaseResult
+from pytest_llmgpu.report.verdicts import SEVERITY, Row
 
 if TYPE_CHECKING:
-    import torch
-
     from pytest_llmgpu.strategies.protocol import Loaded
 
-HEALTHY = "healthy"
-"""The measurement without a fault."""
+HEALTHY, AGAIN = "healthy", "healthy again"
+"""The measurements without a fault: the baseline, and the check for false alarms."""
 
-_MLP = "layers.*.mlp"
-"""The module that every fault is injected into, so that mp, tp and iok have it under one name."""
+WORKLOADS = {"score": "hellaswag", "generate": "prompts"}
+"""Each workload and the fixture with its items."""
 
 _SUITE = """
 import pytest
@@ -66,135 +66,241 @@ import pytest
 import faults
 
 
-@pytest.mark.parametrize("fault", [{names}])
-def test_fault(fault, llm, hellaswag, batch_size, measure):
+@pytest.mark.parametrize("fault", {names})
+def test_fault(fault, llm, {items}, batch_size, measure):
     llm.run(faults.inject, fault)
-    measure(llm, hellaswag, batch_size)
+    measure(llm, {items}, batch_size)
 """
 
-_SIZES: dict[str, dict[str, object]] = {
-    "cuda": {**bundled.PRESETS["llama-7b"], "num_hidden_layers": 4},
-    "cpu": {
-        **bundled.PRESETS["llama-7b"],
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "vocab_size": 1024,
-    },
+_SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
+SIZES: dict[str, dict[str, object]] = {
+    "cuda": {"model_type": "llama", **bundled.PRESETS["llama-7b"], "num_hidden_layers": 8},
+    "cpu": {"model_type": "llama", **_SMALL, "num_hidden_layers": 4, "vocab_size": 1024},
 }
 
-ITEMS = {"cuda": 48, "cpu": 6}
-"""Items of the dataset that are scored."""
+ITEMS = {"cuda": {"score": 12, "generate": 16}, "cpu": {"score": 2, "generate": 8}}
+"""Items of the dataset: six batches on GPUs to score, two to generate; one on a CPU."""
 
 TOKENIZER = Path(bundled.__file__).parent / "model"
-ARGUMENTS = ("--llmgpu-load-format=dummy", "--llmgpu-cuda-graphs=off", "--llmgpu-batch-sizes=8")
+ARGUMENTS = ("--llmgpu-load-format=dummy", "--llmgpu-batch-sizes=8")
+
+_LOCK = threading.Condition()
+"""Its methods are Python code, so that its calls are counted by their file."""
+
+_UNDO: list[Callable[[], object]] = []
 
 
-class Site:
-    """The output of a module in a forward, and what a fault needs to act on it."""
+class Target:
+    """The parts of a loaded model that faults act on. The layers of iok are modules of DeepSpeed."""
 
-    def __init__(self, loaded: Loaded, layer: int, hidden: torch.Tensor) -> None:
-        """Describe the output `hidden` of a module in a layer of a rank."""
-        self.loaded, self.layer, self.hidden = loaded, layer, hidden
-
-    def multiply(self, times: int, dtype: str | None = None) -> None:
-        """Multiply the output by a matrix, and drop the products; with a dtype, after a cast to it."""
-        import torch
-
-        rows = self.hidden.flatten(0, -2)
-        rows = rows if dtype is None else rows.to(getattr(torch, dtype))
-        matrix = _matrix(rows.shape[-1], rows.dtype, rows.device)
-        for _ in range(times):
-            torch.mm(rows, matrix)
-
-    def all_reduce(self) -> None:
-        """Sum zeros over the ranks: the answers do not change."""
-        import torch
-
-        torch.distributed.all_reduce(torch.zeros_like(self.hidden))
+    def __init__(self, loaded: Loaded) -> None:
+        """Find the parts of a llama."""
+        self.model: Any = loaded.model
+        self.decoder: Any = self.model.get_decoder()
+        self.layers = list(self.decoder.layers)
+        self.attentions = [getattr(layer, "self_attn", None) or layer.attention for layer in self.layers]
+        self.mlps = [layer.mlp for layer in self.layers]
+        self.one_layer, self.one_attention, self.one_mlp = self.layers[1:2], self.attentions[1:2], self.mlps[1:2]
+        self.heads = [self.model.get_output_embeddings()]
+        self.own_kernels = not hasattr(self.layers[0], "self_attn")
+        """True for iok."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Fault:
     """One fault, and what the gate has to name."""
 
-    act: Callable[[Site], None]
-    """Called after the MLP of each layer."""
-    metric: str
-    """Metric that has to be REGRESSED on GPUs."""
-    metric_on_cpu: str | None
-    """Metric that has to be REGRESSED on a CPU; None: the fault does not exist there."""
-    family: str | None = None
-    """Family of kernels that has to be named, unless the module is."""
-    call: str | None = None
-    """Part of the name of an op or a function whose number of calls has to be named, unless the family or module is."""
-    call_on_cpu: str | None = None
-    """The same on a CPU, where no kernels are recorded; None: no cause is expected there."""
-    host: bool = False
-    """True if the host has to be named."""
-    rank: int | None = None
-    """Rank that has to be named."""
-    several_ranks: bool = False
-    """True if the fault needs several ranks."""
+    inject: Callable[[Target], None]
+    """Changes the model; `_hook` and `_replace` keep what undoes it."""
+    name: str | None = None
+    """Regular expression of the kernel, op, CUDA call or Python file; None for an answer that is wrong."""
+    module: str = ""
+    """Regular expression of the folded module; empty for calls of the host, which have none."""
+    _: dataclasses.KW_ONLY
+    verdict: str = "REGRESSED"
+    """Expected verdict. Added kernels below 0.2 % of device time, and calls of the host, are CHANGED."""
+    compiled: str | None = None
+    """Expected verdicts under compile, if they differ: the compiler removes some faults."""
+    flops: bool = False
+    """True if the fault adds FLOPs: on a CPU other faults are CHANGED."""
+    left_out: str = "$^"
+    """Regular expression of the strategies, workloads and devices that do not have the fault."""
+
+    def verdicts(self, strategy: str, device: str) -> list[str]:
+        """Return the verdicts that are right."""
+        if device == "cpu" and self.name is not None:
+            return ["REGRESSED" if self.flops else "CHANGED"]
+        return ((strategy == "compile" and self.compiled) or self.verdict).split("|")
 
 
-@functools.cache
-def _matrix(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    import torch
+def _hook(
+    parts: str, act: Callable[[Any], Any], *, kept: bool = False, eager: bool = False
+) -> Callable[[Target], None]:
+    """Return what lets a function act on the output of modules in each forward.
 
-    return torch.full((size, size // 2), 1e-3, dtype=dtype, device=device)
+    Args:
+        parts: The name of a list of modules of `Target`. Hooks on `layers` are not compiled.
+        act: The function. It gets a tensor.
+        kept: Its result replaces the output.
+        eager: Not while a CUDA graph is recorded, in which the host cannot wait: eager passes have the fault.
+    """
+
+    def after(_module: Any, _inputs: Any, output: Any) -> Any:
+        if eager and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return None
+        found = act(output[0] if isinstance(output, tuple) else output)
+        return found if kept else None
+
+    return lambda target: _UNDO.extend(one.register_forward_hook(after).remove for one in getattr(target, parts))
 
 
-def _first_layer(site: Site, times: int, dtype: str | None = None) -> None:
-    if site.layer == 0:
-        site.multiply(times, dtype)
+def _replace(owner: Any, name: str, value: object) -> None:
+    """Set an attribute of a module, a config or a class."""
+    if name in vars(owner) or not hasattr(type(owner), name):
+        _UNDO.append(functools.partial(setattr, owner, name, getattr(owner, name)))
+    else:
+        _UNDO.append(functools.partial(delattr, owner, name))
+    setattr(owner, name, value)
 
 
-def _wait(site: Site) -> None:
-    site.hidden.flatten()[0].item()
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in a wider dtype."""
+    return tensor.double() if tensor.element_size() == 4 else tensor.float()
 
+
+def _build_mask(hidden: torch.Tensor) -> None:
+    rows, tokens, _ = hidden.shape
+    mask = hidden.new_ones(tokens, tokens).tril().expand(rows, 1, -1, -1)
+    mask.masked_fill(mask == 0, -1.0)
+
+
+def _lock(_: torch.Tensor) -> None:
+    with _LOCK:
+        pass
+
+
+def _add_adapters(target: Target) -> None:
+    """Add an adapter of rank 16 to each MLP, whose second matrix is 0 as before a training."""
+    weight = target.heads[0].weight
+    down = torch.full((weight.shape[1], 16), 1e-3, dtype=weight.dtype, device=weight.device)
+    up = torch.zeros_like(down.t())
+    _hook("mlps", lambda hidden: hidden + hidden @ down @ up, kept=True)(target)
+
+
+def _split_products(target: Target) -> None:
+    """Compute the last product of each MLP in four parts, and add them."""
+
+    def forward(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        parts = zip(hidden.flatten(0, -2).chunk(4, dim=-1), self.weight.chunk(4, dim=-1), strict=True)
+        first, *others = [part @ weight.t() for part, weight in parts]
+        for other in others:
+            first = first + other
+        return first.view(*hidden.shape[:-1], -1)
+
+    for mlp in target.mlps:
+        _replace(mlp.down_proj, "forward", MethodType(forward, mlp.down_proj))
+
+
+def _compute_norm_twice(target: Target) -> None:
+    once = target.decoder.norm.forward
+    _replace(target.decoder.norm, "forward", lambda hidden: (once(hidden), once(hidden))[1])
+
+
+def _widen_attention(target: Target) -> None:
+    """Compute the attention of one layer in float32; for iok, whose kernels are fixed, in addition to its own."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    (attention,), heads = target.one_attention, target.model.config.num_attention_heads
+
+    def in_addition(hidden: torch.Tensor) -> None:
+        states = _wide(hidden).unflatten(-1, (heads, -1)).transpose(1, 2)
+        torch.nn.functional.scaled_dot_product_attention(states, states, states, is_causal=True)
+
+    def instead(module: Any, query: Any, key: Any, value: Any, mask: Any, **named: Any) -> Any:
+        found, _ = sdpa_attention_forward(module, _wide(query), _wide(key), _wide(value), mask, **named)
+        return found.to(query.dtype), None
+
+    if target.own_kernels:
+        return _hook("one_attention", in_addition)(target)
+    ALL_ATTENTION_FUNCTIONS["wide"] = instead
+    config = copy.copy(attention.config)
+    config._attn_implementation = "wide"  # noqa: SLF001 - transformers has no other name for it
+    return _replace(attention, "config", config)
+
+
+def _write_cache_twice(_: Target) -> None:
+    from pytest_llmgpu.inference.generation import LayerCache
+
+    once = LayerCache.update
+    _replace(LayerCache, "update", lambda *given, **named: (once(*given, **named), once(*given, **named))[1])
+
+
+def _change_rope_base(target: Target) -> None:
+    """Use the base of LLaMA-3 in place of 10,000."""
+    for layer in target.layers if target.own_kernels else []:
+        _replace(layer.config, "rope_theta", 500_000.0)
+    rotary = target.decoder.rotary_emb  # its frequencies are powers of the base
+    _replace(rotary, "inv_freq", rotary.inv_freq ** math.log(500_000, 10_000))
+
+
+def _change_epsilon(target: Target) -> None:
+    for layer in target.layers if target.own_kernels else []:
+        _replace(layer.config, "epsilon", 1e-3)
+    for norm in [module for module in target.model.modules() if hasattr(module, "variance_epsilon")]:
+        _replace(norm, "variance_epsilon", 1e-3)
+
+
+def _scale_one_layer(target: Target) -> None:
+    (mlp,) = target.one_mlp
+    weight = (mlp.output_w if target.own_kernels else mlp.down_proj.weight).data
+    weight.mul_(2)  # a power of 2, which can be undone exactly
+    _UNDO.append(lambda: weight.mul_(0.5))
+
+
+_LAYER = r"(?<![\w.])layers\.\*(?![\w.])"
+_ATTENTION = r"layers\.\*\.(self_attn|attention)(?![\w.])"
+_MLP = r"layers\.\*\.mlp(?!\w)"
+_HEAD, _NORM = r"(?<![\w.])lm_head(?!\w)", r"(?<![\w.])norm(?!\w)"
+_GEMM = "gemm|nvjet|cutlass|gemv|splitK"
 
 FAULTS = {
-    "one layer slower": Fault(
-        act=lambda site: _first_layer(site, 6),
-        metric="device_time",
-        metric_on_cpu="flops",
-        family="GEMM",
-        call_on_cpu="mm",
+    "clone of each attention": Fault(
+        _hook("attentions", lambda hidden: hidden.clone()), "clone|DtoD", _ATTENTION, compiled="CHANGED"
     ),
-    "all layers slower": Fault(
-        act=lambda site: site.multiply(2), metric="device_time", metric_on_cpu="flops", family="GEMM", call_on_cpu="mm"
+    "clone of one number": Fault(
+        _hook("one_layer", lambda hidden: hidden[:1, :1, :1].clone()), "clone|DtoD", _LAYER, verdict="CHANGED"
     ),
-    "a cast to float32": Fault(
-        act=lambda site: _first_layer(site, 1, "float64" if site.hidden.device.type == "cpu" else "float32"),
-        metric="device_time",
-        metric_on_cpu="flops",
-        family="GEMM",
-        call_on_cpu="mm",
+    "cast in each layer": Fault(
+        _hook("layers", lambda hidden: _wide(hidden).to(hidden.dtype), kept=True), "copy", _LAYER
     ),
-    "one more all-reduce": Fault(
-        act=Site.all_reduce,
-        metric="traffic",
-        metric_on_cpu="traffic",
-        call="all_?reduce",
-        call_on_cpu="all_?reduce",
-        several_ranks=True,
+    "transposed copy in each layer": Fault(
+        _hook("layers", lambda hidden: hidden.transpose(0, -1).contiguous()), "clone|copy", _LAYER
     ),
-    "host sleep": Fault(act=lambda _: time.sleep(0.025), metric="time", metric_on_cpu="time", host=True),
-    "host synchronization": Fault(act=_wait, metric="host_syncs", metric_on_cpu=None, call="Synchronize"),
-    "a slower rank": Fault(
-        act=lambda site: site.multiply(2 * site.loaded.rank),
-        metric="device_time",
-        metric_on_cpu="flops",
-        call_on_cpu="mm",
-        rank=1,
-        several_ranks=True,
+    "mask built in each layer": Fault(_hook("layers", _build_mask), "tril|masked_fill", _LAYER),
+    "final norm twice": Fault(_compute_norm_twice, "rsqrt|pow|mean|Mean", _NORM),
+    "adapters": Fault(_add_adapters, f"{_GEMM}|::mm$", _MLP, flops=True),
+    "split products": Fault(_split_products, f"{_GEMM}|::mm$|::add$", rf"{_MLP}\.down_proj", left_out="iok"),
+    "attention of one layer in float32": Fault(_widen_attention, "attention|fmha|sdpa|copy", _ATTENTION),
+    "cache written twice": Fault(
+        _write_cache_twice, "index|copy", _ATTENTION, compiled="REGRESSED|CHANGED", left_out="iok|score"
     ),
+    "sampler on the device": Fault(
+        _hook("heads", lambda logits: logits.float().softmax(-1).cumsum(-1)), "softmax|cumsum|scan", _HEAD
+    ),
+    "sampler on the host": Fault(
+        _hook("heads", lambda logits: _wide(logits).to("cpu", copy=True).argmax(-1), eager=True),
+        "Synchronize|DtoH|_to_copy|argmax",
+    ),
+    "hook on each MLP": Fault(_hook("mlps", lambda _: None), r"faults\.py", verdict="CHANGED"),
+    "lock in each layer": Fault(_hook("layers", _lock), r"threading\.py", verdict="CHANGED"),
+    "synchronization": Fault(
+        _hook("one_layer", lambda _: torch.cuda.synchronize(), eager=True), "Synchronize", left_out="cpu"
+    ),
+    "rope base": Fault(_change_rope_base),
+    "norm epsilon": Fault(_change_epsilon),
+    "scale in one layer": Fault(_scale_one_layer),
 }
-
-_HOOKS: list[Any] = []
 
 
 def inject(loaded: Loaded, name: str) -> None:
@@ -202,192 +308,143 @@ def inject(loaded: Loaded, name: str) -> None:
 
     Args:
         loaded: The model.
-        name: A key of `FAULTS`, or `HEALTHY`.
+        name: A key of `FAULTS`; another name is healthy.
     """
-    while _HOOKS:
-        _HOOKS.pop().remove()
-    if name == HEALTHY:
-        return
-    decoder: Any = loaded.model.get_decoder()  # type: ignore[operator]  # a llama
-
-    def hook(layer: int) -> Callable[[Any, Any, Any], None]:
-        def after(_module: Any, _inputs: Any, output: Any) -> None:
-            FAULTS[name].act(Site(loaded, layer, output[0] if isinstance(output, tuple) else output))
-
-        return after
-
-    for number, layer in enumerate(decoder.layers):
-        _HOOKS.append(layer.mlp.register_forward_hook(hook(number)))
+    while _UNDO:
+        _UNDO.pop()()
+    if name in FAULTS:
+        FAULTS[name].inject(Target(loaded))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, judge and print; return 0 if all faults but one are named and nothing healthy is REGRESSED."""
+    """Measure, judge and print; return 0 if all faults but one are right and nothing healthy is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3, help="launches of each strategy (3)")
-    parser.add_argument("--strategies", default="mp,tp,iok", help="strategies, separated by commas (mp,tp,iok)")
+    parser.add_argument("--strategies", default="mp,iok,compile", help="separated by commas (mp,iok,compile)")
+    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="separated by commas (score,generate)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="device of the forwards (cuda)")
+    parser.add_argument("--model", help="--llmgpu-model (default: a llama of eight layers, on a CPU of four)")
     parser.add_argument("--keep", type=Path, help="folder for the reports (default: a temporary one)")
     parser.add_argument("pytest", nargs="*", help="arguments for pytest, after --")
     asked = parser.parse_args(arguments)
+    trials: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as temporary:
-        folder = asked.keep or Path(temporary)
-        found: list[dict[str, Any]] = []
         for strategy in asked.strategies.split(","):
-            devices = devices_of(strategy, asked.device)
-            if devices is None:
-                print(f"{strategy} is left out: it needs two GPUs", file=sys.stderr)
-                continue
-            names = [HEALTHY, *faults_of(devices, asked.device)]
-            rounds = [
-                session(folder / f"{strategy}-{number}.json.gz", strategy, devices, asked.device, names, asked.pytest)
-                for number in range(asked.rounds)
-            ]
-            for number, heads in enumerate(rounds):
-                base = rounds[(number + 1) % len(rounds)][HEALTHY]
-                found += [
-                    {"strategy": strategy, "round": number, **judged(base, heads[name], name, asked.device)}
-                    for name in (names if len(rounds) > 1 else names[1:])
-                ]
-    answer = summary(found)
+            for workload in asked.workloads.split(","):
+                path = (asked.keep or Path(temporary)) / f"{strategy.replace(':', '-')}-{workload}.json.gz"
+                found = session(path, strategy, workload, asked.device, asked.model, asked.pytest)
+                for name in list(found)[1:]:
+                    trial = judged(found[HEALTHY], found[name], name, strategy, workload, asked.device)
+                    trials.append({"strategy": strategy, "workload": workload, **trial})
+    answer = summary(trials)
     json.dump(answer, sys.stdout, indent=1)
     print()
     return 0 if answer["ok"] else 1
 
 
-def model_config(device: str) -> dict[str, object]:
-    """Return the `config.json` of the model of four layers."""
-    return {"model_type": "llama", **_SIZES[device]}
-
-
-def devices_of(strategy: str, device: str) -> int | None:
-    """Return the number of devices of a strategy on this machine; None if there are too few."""
-    if strategy == "mp":
-        return 1
-    if device == "cpu":
-        return 2
-    import torch
-
-    gpus = min(2, torch.cuda.device_count())
-    return None if strategy == "tp" and gpus < 2 else gpus
-
-
-def faults_of(devices: int, device: str) -> list[str]:
-    """Return the faults that exist on these devices."""
-    return [
-        name
-        for name, fault in FAULTS.items()
-        if (devices > 1 or not fault.several_ranks) and (device == "cuda" or fault.metric_on_cpu is not None)
-    ]
-
-
 def session(
-    path: Path, strategy: str, devices: int, device: str, names: Sequence[str], arguments: Sequence[str]
+    path: Path, strategy: str, workload: str, device: str, model: str | None, arguments: Sequence[str]
 ) -> dict[str, Report]:
-    """Run the plugin once; return a report for each fault, all with the same id of their case."""
+    """Run the plugin once; return a report for each measurement, all with the same id of their case."""
+    place = f"{strategy} {workload} {device}"
+    names = [HEALTHY, *(name for name, fault in FAULTS.items() if not re.search(fault.left_out, place)), AGAIN]
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory() as temporary:
             suite = Path(temporary, "test_faults.py")
-            suite.write_text(_SUITE.format(names=", ".join(map(repr, names))))
-            model = Path(temporary, "llama-4-layers")
-            model.mkdir()
-            (model / "config.json").write_text(json.dumps(model_config(device)))
-            here = str(Path(__file__).parent.resolve())
-            search = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
+            suite.write_text(_SUITE.format(names=names, items=WORKLOADS[workload]))
+            Path(temporary, "config.json").write_text(json.dumps(SIZES[device]))
+            search = [str(Path(__file__).parent.resolve()), os.environ.get("PYTHONPATH", "")]
             command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(suite), *ARGUMENTS]
             command += [f"--rootdir={temporary}", f"--strategy={strategy}", f"--llmgpu-device={device}"]
-            command += [f"--llmgpu-devices={devices}", f"--llmgpu-model={model}", f"--llmgpu-limit={ITEMS[device]}"]
-            command += [f"--llmgpu-tokenizer={TOKENIZER}", f"--llmgpu-json={path.resolve()}", *arguments]
-            done = subprocess.run(
-                command, env={**os.environ, "PYTHONPATH": search}, stdout=subprocess.PIPE, text=True, check=False
-            )
-        if done.returncode:
-            path.unlink(missing_ok=True)
+            command += ["--llmgpu-devices=1", f"--llmgpu-model={model or temporary}", f"--llmgpu-tokenizer={TOKENIZER}"]
+            command += [f"--llmgpu-limit={ITEMS[device][workload]}", f"--llmgpu-json={path.resolve()}", *arguments]
+            command += ["--llmgpu-new-tokens=16"] if workload == "generate" else []
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, search))}
+            done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+        if done.returncode not in (0, 1) or not path.exists():  # 1: wrong answers fail their tests
             raise SystemExit(f"{' '.join(command)} ended with {done.returncode}\n{done.stdout}")
-        print(f"{path.name} is measured", file=sys.stderr)
-    return split(file.load(path), names)
-
-
-def split(report: Report, names: Sequence[str]) -> dict[str, Report]:
-    """Return a report for each fault, from the report of a session in which each fault is one test."""
+        print(f"{path.name}: {done.stdout.splitlines()[-1]}", file=sys.stderr)
+    report = file.load(path)
     found = {}
     for name in names:
-        (result,) = [
-            one for one in report.cases if f"[{name}" in (one.nodeid or "") or f"-{name}" in (one.nodeid or "")
-        ]
+        (result,) = [one for one in report.cases if re.search(rf"[\[-]{name}[\]-]", one.nodeid or "")]
         found[name] = msgspec.structs.replace(report, cases=[msgspec.structs.replace(result, id=result.case.id)])
     return found
 
 
-def judged(base: Report, head: Report, name: str, device: str) -> dict[str, Any]:
-    """Return the metrics that are REGRESSED, the cause of the expected one, and if both are right."""
+def judged(base: Report, head: Report, name: str, strategy: str, workload: str, device: str) -> dict[str, Any]:
+    """Return the expected row, those that differ with the first line of their reason, and if they are right."""
     verdicts = judge(base, head, Policy(), today=datetime.datetime.now(datetime.timezone.utc).date())
-    regressed = {row.metric: row for row in verdicts.rows if row.verdict == "REGRESSED"}
-    if name == HEALTHY:
-        gated = sorted(metric for metric, row in regressed.items() if row.gated)
-        return {"fault": name, "regressed": gated, "right": not gated}
-    fault = FAULTS[name]
-    metric = fault.metric if device == "cuda" else fault.metric_on_cpu
-    row = regressed.get(metric or "")
-    cause = row.cause if row is not None else None
-    return {
+    rows = [row for row in verdicts.rows if row.verdict in {"REGRESSED", "CHANGED"}]
+    before, after = counts_of(base.cases[0]), counts_of(head.cases[0])
+    added = {key: after[key] - before[key] for key in after | before if after[key] != before[key]}
+    wrong_answers = answers_differ(base.cases[0], head.cases[0])
+    shown = {
         "fault": name,
-        "regressed": sorted(regressed),
-        "expected": {"metric": metric, **expected(fault, device)},
-        "change": row.ratio - 1 if row is not None and row.ratio is not None else None,
-        "cause": causes.describe(cause) if cause is not None else None,
-        "family": next((part.name for part in cause.parts), None) if cause is not None else None,
-        "module": next((part.name for part in cause.modules), None) if cause is not None else None,
-        "right": is_right(row, fault, device),
+        "rows": [f"{row.verdict} {row.metric}: {row.reason.partition(chr(10))[0]}" for row in rows],
+        "added": dict(sorted(added.items())),
+        "answers_differ": wrong_answers,
     }
+    if name not in FAULTS:
+        quiet = not any((row.gated and row.verdict == "REGRESSED") or row.metric == "program" for row in rows)
+        return {**shown, "right": quiet, "injected": bool(added) or wrong_answers}
+    fault, answers = FAULTS[name], {"score": "accuracy", "generate": "texts"}[workload]
+    metric, expected = answers if fault.name is None else "program", fault.verdicts(strategy, device)
+    worst = min(
+        (row for row in rows if row.metric == metric), key=lambda row: SEVERITY.index(row.verdict), default=None
+    )
+    injected = not added and wrong_answers if fault.name is None else any(names(fault, key) for key in added)
+    wanted = {"row": metric, "verdict": expected, "name": fault.name, "module": fault.module}
+    right = worst is not None and worst.verdict in expected and is_named(worst, fault)
+    return {**shown, "expected": wanted, "right": right, "injected": injected}
 
 
-def expected(fault: Fault, device: str) -> dict[str, object]:
-    """Return what a cause has to name: one of the entries; nothing for times on a CPU."""
-    if device == "cpu":
-        return {"call": fault.call_on_cpu} if fault.call_on_cpu is not None else {}
-    if fault.rank is not None:
-        return {"rank": fault.rank}
-    if fault.host:
-        return {"place": "host"}
-    names = {"module": _MLP, "family": fault.family, "call": fault.call}
-    return {key: value for key, value in names.items() if value is not None}
+def counts_of(result: CaseResult) -> Counter[str]:
+    """Return the exact numbers of the work passes: of ops by module, calls by file, waiting calls and FLOPs."""
+    launch, found = result.launches[0], Counter[str]()
+    for kind, work in (("", launch.work), ("prefill ", launch.prefill_work)):
+        for rank in [] if work is None else work.ranks:
+            for module, ops in (rank.ops_by_module or {}).items():
+                found.update({f"{kind}{module} {op}": calls for op, calls in ops.items()})
+            calls = rank.host_calls.by_file if rank.host_calls is not None else {}
+            waiting = {call: number for call, number in (rank.runtime_calls or {}).items() if "Synchronize" in call}
+            found.update({f"{kind}{name}": number for name, number in {**calls, **waiting}.items()})
+            found[f"{kind}FLOPs"] += rank.flops or 0
+    return found
 
 
-def is_right(row: Row | None, fault: Fault, device: str) -> bool:
-    """Return whether the expected metric is REGRESSED and its cause names one of the expected entries."""
-    wanted = expected(fault, device)
-    if row is None or not wanted:
-        return row is not None
-    return row.cause is not None and any(_names(row.cause, key, value) for key, value in wanted.items())
+def answers_differ(base: CaseResult, head: CaseResult) -> bool:
+    """Return whether log-likelihoods differ by more than rounding: of endings, or of the first token of each text."""
+    values = []
+    for launch in (base.launches[0], head.launches[0]):
+        texts, scores = launch.generation, launch.accuracy
+        first_tokens = [] if texts is None else decode(texts.loglikelihoods)[:: texts.new_tokens[0]]
+        values.append(first_tokens if scores is None else decode(scores.loglikelihoods))
+    return typical_difference(values[1], values[0]) > LOGLIKELIHOOD_TOLERANCES[base.case.dtype]
 
 
-def _names(cause: Cause, key: str, value: object) -> bool:
-    if key == "rank":
-        return cause.rank == value
-    if key == "place":
-        return cause.place == value
-    if key == "family":
-        return cause.parts[:1] != [] and cause.parts[0].name == value
-    if key == "module":
-        return cause.modules[:1] != [] and cause.modules[0].name == value
-    calls = [*cause.kernels, *cause.runtime_calls, *cause.ops]
-    return any(re.search(str(value), change.name, re.IGNORECASE) and change.growth > 0 for change in calls)
+def names(fault: Fault, text: str) -> bool:
+    """Return whether one line has the name and the module of a fault."""
+    return all(re.search(pattern, text) for pattern in (fault.name or "", fault.module))
 
 
-def summary(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the number of faults that were named, of healthy measurements that were not REGRESSED, and all of them."""
-    faults = [one for one in found if one["fault"] != HEALTHY]
-    healthy = [one for one in found if one["fault"] == HEALTHY]
-    right, quiet = (sum(one["right"] for one in ones) for ones in (faults, healthy))
+def is_named(row: Row, fault: Fault) -> bool:
+    """Return whether a line of the reason, or a change of the cause, names the fault with its module."""
+    lists = ("kernels", "ops", "runtime_calls", "host_calls")
+    changes = [change for kind in lists for change in getattr(row.cause, kind, None) or []]
+    found = [f"{change.module} {change.name}" for change in changes if change.growth > 0]
+    return any(names(fault, line) for line in [*row.reason.splitlines(), *found])
+
+
+def summary(trials: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the number of trials that are right, those that are wrong, and all of them."""
+    wrong = [one for one in trials if not one["right"]]
     return {
-        "faults": len(faults),
-        "right": right,
-        "healthy": len(healthy),
-        "not_regressed": quiet,
-        "ok": bool(faults) and right >= len(faults) - 1 and quiet == len(healthy),
-        "wrong": [f"{one['strategy']} round {one['round']}: {one['fault']}" for one in found if not one["right"]],
-        "trials": list(found),
+        "faults": sum(one["fault"] in FAULTS for one in trials),
+        "right": sum(one["fault"] in FAULTS and one["right"] for one in trials),
+        "ok": bool(trials) and len(wrong) <= 1 and all(one["fault"] in FAULTS for one in wrong),
+        "wrong": [f"{one['strategy']} {one['workload']}: {one['fault']}" for one in wrong],
+        "trials": list(trials),
     }
 
 

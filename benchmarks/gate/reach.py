@@ -1,13 +1,12 @@
-"""What the gate finds and what it leaves alone, tried on pairs of recorded launches; prints JSON.
+"""What the gate finds with one launch in each report, and what it leaves alone, on recorded launches; prints JSON.
 
     cd benchmarks/reports
-    python ../gate/reach.py replayed-7b-240-gpu-1.json.gz replayed-7b-240-gpu-2.json.gz \
-        --eager launches-gpu-2.json.gz:mp-bs32
+    python ../gate/reach.py clock-7b-gpu-1.json.gz clock-7b-gpu-2.json.gz > ../gate/results/reach.json
 
-Each report has the launches of one GPU. A trial judges some launches of a recording against others of it (or of the
-other GPU) with the built-in policy. A report of 21 cases is made of the recorded cases, each copy with a pair of
-launches of its own; the copies of one trial come from the same session, so that only trials are counted, never rows.
-Slowdowns are injected into one case: into the device time and the rows of one module and family, or into the latencies.
+Each recording has the launches of one GPU. Every launch is judged against every other one of its recording, and against
+those of the other GPU, with the built-in policy; reports of 21 cases are made of copies of the recorded cases, whose
+launches are drawn for each case. Slowdowns are injected into one case: a copy more in each MLP (its kernel with half a
+percent of device time, and its op), or one percent more time of all kernels.
 """
 
 from __future__ import annotations
@@ -19,336 +18,155 @@ import json
 import random
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from pytest_llmgpu.analysis import noise_regime
-from pytest_llmgpu.gate.judge import exit_status, judge
+from pytest_llmgpu.gate import fixed_clock
+from pytest_llmgpu.gate.judge import judge
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.report import file
-from pytest_llmgpu.report.derived import derive
+from pytest_llmgpu.report.derived import device_passes_s
 from pytest_llmgpu.report.report import Report
-from pytest_llmgpu.report.result import CaseResult, Launch
-from pytest_llmgpu.report.verdicts import Row, Verdicts
-from pytest_llmgpu.report.work import RankWork, Work
+from pytest_llmgpu.report.result import CaseResult
+from pytest_llmgpu.report.verdicts import Row
+from pytest_llmgpu.report.work import RankWork, WorkRow
 
 _CASES = 21
-_MODULE, _FAMILY = "layers.*.mlp.down_proj", "GEMM"
-_SLOW_GPU = 1.035
-"""The slowest of five H200 was 3.5 % slower in compute-limited forwards and in its GEMM."""
+_MLP, _COPY, _OP = "layers.*.mlp", "Memcpy DtoD (Device -> Device)", "aten::clone"
+_LAYERS = 32
 
-Change = Callable[[CaseResult], CaseResult]
+Change = Callable[[RankWork, Report, int], RankWork]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the share of trials with each result."""
+    """Print the scatter of device time, and the share of pairs with each result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recordings", type=Path, nargs=2, help="recordings of the same cases on two GPUs")
-    parser.add_argument("--eager", help="REPORT:ID of an eager case that the GPU limits")
-    parser.add_argument("--trials", type=int, default=200, help="trials for each figure (200)")
+    parser.add_argument("--trials", type=int, default=200, help="reports of 21 cases (200)")
     given = parser.parse_args(arguments)
     sessions = [file.load(path) for path in given.recordings]
     chance = random.Random(0)  # noqa: S311 - trials, repeated with the same numbers
+    launches = [len(session.cases[0].launches) for session in sessions]
+    same = [(0, one, 0, other) for one, other in itertools.permutations(range(launches[0]), 2)]
+    other = [(0, one, 1, 0) for one in range(launches[0])] + [(1, 0, 0, one) for one in range(launches[0])]
     answer = {
         "recordings": [path.name for path in given.recordings],
-        "launches": [len(session.cases[0].launches) for session in sessions],
-        "trials": given.trials,
-        "device_time": _device_time(sessions, given.trials, chance),
-        "same_program": _same_program(sessions, given.trials, chance),
-        "other_gpu": _other_gpu(sessions, given.trials, chance),
-        "latencies_twice_without_work": _twice(sessions[0]),
-        "replayed_wall_time": _replayed(sessions, given.trials, chance),
+        "launches": launches,
+        "device_time": {case.id: _scatter(case) for case in sessions[0].cases},
+        "same_gpu": {
+            case.id: {
+                "pairs": len(same),
+                "equal_program": _share(sessions, same, case.id, None),
+                "half_a_percent_in_a_copy": _share(sessions, same, case.id, _with_copies),
+                "one_percent_of_all_kernels": _share(sessions, same, case.id, _all_slower),
+            }
+            for case in sessions[0].cases
+        },
+        "other_gpu": {
+            case.id: {
+                "pairs": len(other),
+                "equal_program": _share(sessions, other, case.id, None),
+                "half_a_percent_in_a_copy": _share(sessions, other, case.id, _with_copies),
+            }
+            for case in sessions[0].cases
+        },
+        "reports_of_21_cases": {
+            "trials": given.trials,
+            "equal_program": sum(_alarm(sessions[0], chance) for _ in range(given.trials)) / given.trials,
+        },
     }
-    if given.eager:
-        path, _, name = given.eager.partition(":")
-        answer["eager_wall_time"] = _eager(_only(file.load(Path(path)), name), given.trials, chance)
     json.dump(answer, sys.stdout, indent=1)
     print()
     return 0
 
 
-def _device_time(sessions: Sequence[Report], trials: int, chance: random.Random) -> list[dict[str, object]]:
-    """Return how often more device time in one case of 21 is found, one launch in each report."""
-    found = []
-    for number, case in enumerate(sessions[0].cases):
-        for slowdown in (0.02, 0.03, 0.05):
-            hits = named = 0
-            seen = []
-            for trial in range(trials):
-                base, head = _pair(sessions[trial % 2], 1, chance)
-                place = _place(number, len(sessions[0].cases), chance)
-                verdicts = _judged(base, _with(head, place, _more_device_time(slowdown)))
-                row = _row(verdicts, head.cases[place], "device_time")
-                hits += row.verdict == "REGRESSED"
-                named += row.verdict == "REGRESSED" and _MODULE in row.reason and _FAMILY in row.reason
-                seen.append(row.smallest_seen or 0.0)
-            found.append(
-                {
-                    "case": case.id,
-                    "regime": noise_regime.of_device_time(case),
-                    "slowdown": slowdown,
-                    "regressed": hits / trials,
-                    "named": named / trials,
-                    "smallest_seen": statistics.median(seen),
-                }
-            )
-    return found
-
-
-def _same_program(sessions: Sequence[Report], trials: int, chance: random.Random) -> dict[str, object]:
-    """Return how often equal programs are REGRESSED: 21 cases, one to five launches in each report, one GPU."""
-    found: dict[str, object] = {}
-    for launches in (1, 2, 3, 5):
-        if 2 * launches > min(len(session.cases[0].launches) for session in sessions):
-            continue
-        alarms = sum(_regressed(_judged(*_pair(sessions[trial % 2], launches, chance))) for trial in range(trials))
-        found[f"{launches} launches"] = alarms / trials
-    return found
-
-
-def _other_gpu(sessions: Sequence[Report], trials: int, chance: random.Random) -> dict[str, object]:
-    """Return the verdicts with a baseline of another GPU, one launch in each report."""
-    alarms = alarms_slow = hits = 0
-    compute = [
-        number for number, case in enumerate(sessions[0].cases) if noise_regime.of_device_time(case) == "device_compute"
-    ]
-    for trial in range(trials):
-        base, head = (_drawn(sessions[side], 1, chance) for side in ((0, 1) if trial % 2 else (1, 0)))
-        alarms += _regressed(_judged(base, head))
-        alarms_slow += _regressed(_judged(base, _on_slow_gpu(head)))
-        place = _place(compute[trial % len(compute)], len(sessions[0].cases), chance)
-        slower = _judged(base, _with(head, place, _more_device_time(0.05)))
-        hits += _row(slower, head.cases[place], "device_time").verdict == "REGRESSED"
+def _scatter(case: CaseResult) -> dict[str, float]:
+    """Return the deviation of device time between launches in percent, as measured and at a fixed clock."""
+    passes = [fixed_clock.passes(rank, device_passes_s(rank)) for launch in case.launches for rank in launch.ranks]
+    found = fixed_clock.fit(passes, passes[:1])
     return {
-        "same_program_regressed": alarms / trials,
-        "same_program_on_a_gpu_3.5_percent_slower_regressed": alarms_slow / trials,
-        "5_percent_more_device_time_in_a_compute_limited_case_regressed": hits / trials,
+        "measured_pct": 100 * statistics.stdev(statistics.fmean(one.log_s for one in launch) for launch in passes),
+        "fixed_clock_pct": 100 * statistics.stdev(found.base),
+        "slope": found.slope,
     }
 
 
-def _twice(session: Report) -> dict[str, object]:
-    """Return the exit statuses where all latencies are twice as long, in reports without work, one launch in each."""
-    statuses = set()
-    for base, head in itertools.permutations(range(len(session.cases[0].launches)), 2):
-        reports = [_stacked(_without_work(_launch(session, number)), 1) for number in (base, head)]
-        for case in reports[1].cases:
-            for launch in case.launches:
-                launch.batches.latency_s = [2 * latency for latency in launch.batches.latency_s]
-            derive(case)
-        eager = [_eagerly(report) for report in reports]
-        for one in (reports, eager):
-            statuses.add(int(exit_status(_judged(*one), Policy())))
-    return {"exit_statuses": sorted(statuses)}
-
-
-def _replayed(sessions: Sequence[Report], trials: int, chance: random.Random) -> dict[str, object]:
-    """Return how often 3 % more wall time of replayed graphs is found with 2 launches in each report, in turn."""
-    return _wall_time(sessions, trials, chance, launches=2, percent=3)
-
-
-def _eager(session: Report, trials: int, chance: random.Random) -> dict[str, object]:
-    """Return how often 5 % more wall time of eager forwards is found with 5 launches in each report, in turn.
-
-    The recording is older than work passes. NVML saw its GPU busy for most of the time, which is stated as `busy`.
-    """
-    return _wall_time([_report(session, list(map(_busy, session.cases)))], trials, chance, launches=5, percent=5)
-
-
-def _wall_time(
-    sessions: Sequence[Report], trials: int, chance: random.Random, *, launches: int, percent: int
-) -> dict[str, object]:
-    alarms = 0
-    hits: dict[str, list[bool]] = {case.id: [] for case in sessions[0].cases}
-    for trial in range(trials):
-        base, head = _pair(sessions[trial % len(sessions)], launches, chance)
-        place = chance.randrange(_CASES)
-        slower = _with(head, place, _more_wall_time(percent / 100))
-        row = _row(_judged(base, slower, in_turn=True), head.cases[place], "time")
-        hits[row.id.partition("#")[0]].append(row.verdict == "REGRESSED")
-        alarms += _regressed(_judged(base, head, in_turn=True))
-    return {
-        f"{percent}_percent_regressed": sum(map(sum, hits.values())) / trials,
-        "by_case": {name: statistics.fmean(found) for name, found in hits.items() if found},
-        "same_program_regressed": alarms / trials,
-    }
-
-
-def _judged(base: Report, head: Report, *, in_turn: bool = False) -> Verdicts:
-    return judge(base, head, Policy(), today=datetime.date(2026, 1, 1), in_turn=in_turn)
-
-
-def _row(verdicts: Verdicts, case: CaseResult, metric: str) -> Row:
-    return next(row for row in verdicts.rows if row.id == case.id and row.metric == metric)
-
-
-def _regressed(verdicts: Verdicts) -> bool:
-    return any(row.gated and row.verdict == "REGRESSED" for row in verdicts.rows)
-
-
-def _pair(session: Report, launches: int, chance: random.Random) -> tuple[Report, Report]:
-    """Return two reports of 21 cases without a common launch."""
-    numbers = list(range(len(session.cases[0].launches)))
-    base, head = [], []
-    for case in _copies(session):
-        drawn = chance.sample(numbers, 2 * launches)
-        base.append(_of_launches(case, drawn[:launches]))
-        head.append(_of_launches(case, drawn[launches:]))
-    return _report(session, base), _report(session, head)
-
-
-def _drawn(session: Report, launches: int, chance: random.Random) -> Report:
-    numbers = range(len(session.cases[0].launches))
-    return _report(session, [_of_launches(case, chance.sample(numbers, launches)) for case in _copies(session)])
-
-
-def _launch(session: Report, number: int) -> Report:
-    return _report(session, [_of_launches(case, [number]) for case in session.cases])
-
-
-def _stacked(report: Report, launches: int) -> Report:
-    return _report(report, [_of_launches(case, range(launches)) for case in _copies(report)])
-
-
-def _copies(session: Report) -> Iterator[CaseResult]:
-    """Yield 21 cases: the recorded ones again and again, each with a dataset of its own name."""
-    for number, case in enumerate(itertools.islice(itertools.cycle(session.cases), _CASES)):
-        own = msgspec.structs.replace(case.case, dataset=f"{case.case.dataset}#{number}", revision=None)
-        yield msgspec.structs.replace(
-            case, case=own, key=own.key, id=f"{case.id}#{number}", nodeid=f"{case.nodeid}{number}"
-        )
-
-
-def _of_launches(case: CaseResult, numbers: Sequence[int]) -> CaseResult:
-    """Return a case with some of its launches. Only the first recorded launch has its answers; they are left out."""
-    launches = [_copied(case.launches[number]) for number in numbers]
-    result = msgspec.structs.replace(case, launches=launches)
-    derive(result)
-    return result
-
-
-def _copied(launch: Launch) -> Launch:
-    return msgspec.structs.replace(launch, batches=msgspec.structs.replace(launch.batches))
-
-
-def _report(session: Report, cases: list[CaseResult]) -> Report:
-    return msgspec.structs.replace(session, cases=cases)
-
-
-def _with(report: Report, place: int, change: Change) -> Report:
-    cases = list(report.cases)
-    cases[place] = change(cases[place])
-    return _report(report, cases)
-
-
-def _place(number: int, recorded: int, chance: random.Random) -> int:
-    """Return the place of a copy of a recorded case."""
-    return chance.choice([place for place in range(_CASES) if place % recorded == number])
-
-
-def _more_device_time(fraction: float) -> Change:
-    """Return a change that adds device time to the products of one module."""
-
-    def rank_with(rank: RankWork) -> RankWork:
-        assert rank.device_time_s is not None
-        assert rank.rows is not None
-        added_s = fraction * statistics.median(rank.device_time_s)
-        largest = max(
-            (row for row in rank.rows if row.module is None and row.family == _FAMILY), key=lambda row: row.time_s
-        )
-        of_module = sum(row.time_s for row in rank.rows if row.module is not None)
-        target = max(
-            (row for row in rank.rows if row.module == _MODULE and row.family == _FAMILY), key=lambda row: row.time_s
-        )
+def _share(
+    sessions: Sequence[Report], pairs: Sequence[tuple[int, int, int, int]], name: str, change: Change | None
+) -> dict[str, Any]:
+    """Return the share of pairs of launches of a case that are REGRESSED, and that name the MLP or the copy."""
+    regressed = named = 0
+    for base_session, base, head_session, head in pairs:
+        reports = [_of(sessions[base_session], name, base), _of(sessions[head_session], name, head)]
+        if change is not None:
+            reports[1] = _changed(reports[1], change)
         rows = [
-            msgspec.structs.replace(row, time_s=row.time_s + added_s)
-            if row is largest
-            else msgspec.structs.replace(row, time_s=row.time_s + fraction * of_module)
-            if row is target
-            else row
-            for row in rank.rows
+            row for row in _rows(*reports) if row.metric in {"program", "device_time"} and row.verdict == "REGRESSED"
         ]
-        return msgspec.structs.replace(
-            rank, device_time_s=[time_s + added_s for time_s in rank.device_time_s], rows=rows
-        )
-
-    def change(case: CaseResult) -> CaseResult:
-        launches = []
-        for launch in case.launches:
-            assert launch.work is not None
-            ranks = [rank_with(rank) for rank in launch.work.ranks]
-            launches.append(msgspec.structs.replace(launch, work=msgspec.structs.replace(launch.work, ranks=ranks)))
-        return msgspec.structs.replace(case, launches=launches)
-
-    return change
+        regressed += bool(rows)
+        named += any(_MLP in row.reason and _OP in row.reason for row in rows)
+    return {"regressed": regressed / len(pairs), "named": named / len(pairs)}
 
 
-def _more_wall_time(fraction: float) -> Change:
-    def change(case: CaseResult) -> CaseResult:
-        launches = [_copied(launch) for launch in case.launches]
-        for launch in launches:
-            launch.batches.latency_s = [(1 + fraction) * latency for latency in launch.batches.latency_s]
-        changed = msgspec.structs.replace(case, launches=launches)
-        derive(changed)
-        return changed
-
-    return change
+def _rows(base: Report, head: Report) -> list[Row]:
+    return judge(base, head, Policy(), today=datetime.date(2026, 1, 1)).rows
 
 
-def _on_slow_gpu(report: Report) -> Report:
-    """Return the report as a GPU that computes 3.5 % slower would have made it."""
-    ceilings = report.environment.ceilings
-    assert ceilings is not None
-    devices = [
-        msgspec.structs.replace(
-            device, gemm_flops_per_s={dtype: rate / _SLOW_GPU for dtype, rate in device.gemm_flops_per_s.items()}
-        )
-        for device in ceilings.devices
+def _of(session: Report, name: str, launch: int) -> Report:
+    """Return a report of one launch of one case."""
+    (case,) = [one for one in session.cases if one.id == name]
+    return msgspec.structs.replace(session, cases=[msgspec.structs.replace(case, launches=[case.launches[launch]])])
+
+
+def _alarm(session: Report, chance: random.Random) -> bool:
+    """Return whether a gated row is REGRESSED in a report of 21 cases of equal programs, with other launches each."""
+    sides: tuple[list[CaseResult], list[CaseResult]] = ([], [])
+    for number in range(_CASES):
+        case = session.cases[number % len(session.cases)]
+        drawn = chance.sample(case.launches, 2)
+        for side, launch in zip(sides, drawn, strict=True):
+            one = msgspec.structs.replace(case.case, batch_size=number + 1)
+            side.append(msgspec.structs.replace(case, id=f"mp-bs{number + 1}", case=one, launches=[launch]))
+    base, head = (msgspec.structs.replace(session, cases=side) for side in sides)
+    return any(row.gated and row.verdict == "REGRESSED" for row in _rows(base, head))
+
+
+def _changed(report: Report, change: Change) -> Report:
+    """Return a report whose program changed."""
+    names = [*report.environment.kernel_names, _COPY]
+    environment = msgspec.structs.replace(report.environment, kernel_names=names)
+    report = msgspec.structs.replace(report, environment=environment)
+    (case,) = report.cases
+    (launch,) = case.launches
+    assert launch.work is not None
+    ranks = [change(rank, report, len(launch.work.batches)) for rank in launch.work.ranks]
+    launch = msgspec.structs.replace(launch, work=msgspec.structs.replace(launch.work, ranks=ranks))
+    return msgspec.structs.replace(report, cases=[msgspec.structs.replace(case, launches=[launch])])
+
+
+def _with_copies(rank: RankWork, report: Report, batches: int) -> RankWork:
+    """Return a rank that copies the input of each MLP once more."""
+    times_s = device_passes_s(rank)
+    added_s = 0.005 * statistics.median(times_s)
+    number = len(report.environment.kernel_names) - 1
+    copies = {"kernel": number, "family": "copy"}
+    rows = [
+        WorkRow(module=None, calls=_LAYERS * batches, time_s=added_s, **copies),
+        WorkRow(module=_MLP, calls=_LAYERS, time_s=added_s / batches, **copies),
     ]
-    environment = msgspec.structs.replace(
-        report.environment, ceilings=msgspec.structs.replace(ceilings, devices=devices)
-    )
-    cases = [
-        _more_device_time(_SLOW_GPU - 1)(case) if noise_regime.of_device_time(case) == "device_compute" else case
-        for case in report.cases
-    ]
-    return msgspec.structs.replace(report, environment=environment, cases=cases)
+    ops = {**(rank.ops_by_module or {})}
+    ops[_MLP] = {**ops.get(_MLP, {}), _OP: _LAYERS}
+    copy_s = [copy + 0.005 * total for copy, total in zip(rank.copy_s or (), times_s, strict=True)]
+    return msgspec.structs.replace(rank, rows=[*(rank.rows or ()), *rows], ops_by_module=ops, copy_s=copy_s)
 
 
-def _without_work(report: Report) -> Report:
-    return _report(
-        report,
-        [
-            msgspec.structs.replace(
-                case,
-                bound=None,
-                launches=[
-                    msgspec.structs.replace(launch, work=None, why={"work": "left out"}) for launch in case.launches
-                ],
-            )
-            for case in report.cases
-        ],
-    )
-
-
-def _eagerly(report: Report) -> Report:
-    return _report(
-        report,
-        [
-            msgspec.structs.replace(case, case=msgspec.structs.replace(case.case, execution="eager"))
-            for case in report.cases
-        ],
-    )
-
-
-def _busy(case: CaseResult) -> CaseResult:
-    work = Work(batches=[], passes=0, ranks=[RankWork(uuids=[], busy=0.95)])
-    return msgspec.structs.replace(case, launches=[msgspec.structs.replace(one, work=work) for one in case.launches])
-
-
-def _only(session: Report, name: str) -> Report:
-    return _report(session, [case for case in session.cases if not name or case.id == name])
+def _all_slower(rank: RankWork, _report: Report, _batches: int) -> RankWork:
+    """Return a rank whose kernels and copies all take one percent longer."""
+    slower = {name: [1.01 * one for one in getattr(rank, name) or ()] for name in ("device_time_s", "copy_s")}
+    return msgspec.structs.replace(rank, **slower)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Let `llmgpu bisect` find the commit that made a model slower, in a repository made for it; prints JSON.
 
 The repository has a test of a model of four layers (LLaMA-7B's width on a GPU, a small width on a CPU) and a line of
-commits. One of them, drawn by the seed, adds a matrix product to the MLP of each layer: about 4 % of device time in a
-GPU's case of batch size 8, and FLOPs on a CPU. `right`: that commit is named. Every launch is real.
+commits. One of them, drawn by the seed, adds an adapter to the MLP of each layer: about 3 % of device time in a GPU's
+case of batch size 8, and FLOPs on a CPU. `right`: that commit is named. Every launch is real.
 
     python benchmarks/gate/real_bisection.py --commits=63 > bisection.json
     python benchmarks/gate/real_bisection.py --device=cpu --commits=15
@@ -29,8 +29,7 @@ import faults
 
 
 def change(loaded):
-    faults.FAULTS["here"] = faults.Fault(act=lambda site: site.multiply({times}), metric="flops", metric_on_cpu="flops")
-    faults.inject(loaded, "here")
+    faults.inject(loaded, {fault!r})
 """
 
 _TEST = """
@@ -54,7 +53,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         shas = repository(Path(folder), asked.commits, bad, asked.device)
         command = [sys.executable, "-m", "pytest_llmgpu.cli", "bisect", shas[0], shas[-1], "--case=mp-bs8"]
-        command += [f"--metric={'device_time' if asked.device == 'cuda' else 'flops'}", "--", sys.executable]
+        command += ["--metric=program", "--", sys.executable]
         command += ["-m", "pytest", "-q", "-p", "no:cacheprovider", "test_speed.py"]
         search = os.pathsep.join(filter(None, [str(Path(__file__).parent.resolve()), os.environ.get("PYTHONPATH")]))
         began_s = time.perf_counter()
@@ -85,9 +84,13 @@ def repository(folder: Path, commits: int, bad: int, device: str) -> list[str]:
     """
     model = folder / "llama-4-layers"
     model.mkdir()
-    (model / "config.json").write_text(json.dumps(faults.model_config(device)))
+    (model / "config.json").write_text(json.dumps(faults.SIZES[device]))
     options = [f"--llmgpu-device={device}", "--strategy=mp", "--llmgpu-devices=1", f"--llmgpu-model={model.name}"]
-    options += [*faults.ARGUMENTS, f"--llmgpu-tokenizer={faults.TOKENIZER}", f"--llmgpu-limit={faults.ITEMS[device]}"]
+    options += [
+        *faults.ARGUMENTS,
+        f"--llmgpu-tokenizer={faults.TOKENIZER}",
+        f"--llmgpu-limit={faults.ITEMS[device]['score']}",
+    ]
     (folder / "pytest.ini").write_text("[pytest]\naddopts = " + " ".join(options) + "\n")
     (folder / "test_speed.py").write_text(_TEST)
 
@@ -98,7 +101,7 @@ def repository(folder: Path, commits: int, bad: int, device: str) -> list[str]:
     git("init", "-q")
     shas = []
     for number in range(commits + 1):
-        (folder / "work.py").write_text(_WORK.format(times=int(number >= bad)))
+        (folder / "work.py").write_text(_WORK.format(fault="adapters" if number >= bad else "none"))
         (folder / "number.txt").write_text(f"{number}\n")
         git("add", "-A")
         git("commit", "-qm", f"Commit {number}")

@@ -75,12 +75,13 @@ def main() -> int:
     options = _parse()
     began_s = time.monotonic()
     inventory = nvml.inventory()
-    gpus = machine("auto", None, inventory=inventory).gpus
+    gpus = machine("auto", None).gpus
     count = min(options.gpus or len(gpus) or 2, len(gpus) or 8)
     nvlink = any(gpu.nvlinks for gpu in gpus[:count]) or not gpus
     with tempfile.TemporaryDirectory() as folder:
         environment = None if gpus else stub_environment(Path(folder), count, older=False)
-        profiler = Profiler(PERIOD_S, [gpu.uuid for gpu in gpus[:count]] or None, environment)
+        os.environ.update(environment or {})  # of the sampler
+        profiler = Profiler(PERIOD_S, [gpu.uuid for gpu in gpus[:count]] or None)
         profiler.start()
         try:
             with Ranks(count, "cuda" if gpus else "cpu", Path(folder, "meeting")) as ranks:

@@ -21,7 +21,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from pytest_llmgpu.profiling.nvml import session
-from pytest_llmgpu.profiling.sampler.devices import choose, open_devices
+from pytest_llmgpu.profiling.sampler.devices import open_devices
 from pytest_llmgpu.profiling.sampler.rounds import Sampler, ticks
 
 NEAR_S = 0.001
@@ -82,7 +82,6 @@ def main() -> None:
     with session() as nvml:
         recorder = Recorder(nvml)
         devices, _ = open_devices(recorder, options.uuids)
-        choose(devices)
         # An even number, because GPM alternates between two samples. At least a second: some calls are made once in it.
         rounds = record(Sampler(devices), recorder, options.period, 2 * math.ceil(0.5 / options.period))
         cpu_s_per_s, calls = repeat(rounds, nvml, options.period, options.seconds)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import statistics
 import sys
 import tempfile
@@ -41,7 +42,8 @@ def main() -> int:
     with workload(arguments) as run, tempfile.TemporaryDirectory() as folder:
         passes = max(1, round(arguments.seconds / min(_time(run, 1) for _ in range(2))))
         environment = None if nvml.inventory().gpus else stub_environment(Path(folder), older=False)
-        pairs = [measure_pair(run, passes, environment, turn) for turn in range(arguments.pairs)]
+        os.environ.update(environment or {})  # of the sampler
+        pairs = [measure_pair(run, passes, turn) for turn in range(arguments.pairs)]
     added_pct = [100 * (on / off - 1) for on, off in pairs]
     median = statistics.median(added_pct)
     least, most, confidence = interval(added_pct)
@@ -118,16 +120,14 @@ def workload(arguments: argparse.Namespace) -> Iterator[Callable[[], object]]:
         yield lambda: scoring.score(model, plan, input_device=device, devices=[device])
 
 
-def measure_pair(
-    run: Callable[[], object], passes: int, environment: dict[str, str] | None, turn: int
-) -> tuple[float, float]:
+def measure_pair(run: Callable[[], object], passes: int, turn: int) -> tuple[float, float]:
     """Return the seconds with the profiler and without it; the order alternates from pair to pair.
 
     Without the profiler no sampler runs. With it, the sampler has been started before, as in a run.
     """
     seconds = {}
     for profiled in (True, False) if turn % 2 else (False, True):
-        profiler = Profiler(1 / 6, environment=environment)
+        profiler = Profiler(1 / 6)
         if profiled:
             profiler.start()
             if profiler.why is not None:

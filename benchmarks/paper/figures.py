@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 
-from pytest_llmgpu.render.charts.panels import LINKS, LinkName, covers_traffic
+from pytest_llmgpu.render.charts.communication import LINKS, LinkName, covers_traffic
 from pytest_llmgpu.report.derived import of_window
 from pytest_llmgpu.report.result import CaseResult
 

@@ -12,10 +12,13 @@ from collections.abc import Sequence
 import msgspec
 
 from pytest_llmgpu.analysis import bound, comparison, findings, reference, traffic_path
-from pytest_llmgpu.analysis.accuracy import check_accuracy, findings_on_accuracy
-from pytest_llmgpu.analysis.generated_texts import check_texts
+from pytest_llmgpu.analysis.accuracy import (
+    check_accuracy,
+    check_random_weights,
+    findings_on_accuracy,
+    findings_on_random_weights,
+)
 from pytest_llmgpu.analysis.merging import merge_results
-from pytest_llmgpu.analysis.random_weights import check_random_weights, findings_on_random_weights
 from pytest_llmgpu.report import derived
 from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.report.report import Environment
@@ -78,7 +81,7 @@ def _check_answers(
         The check as the report holds it, None for a result that did not complete or has no answers; and the findings.
     """
     if result.case.generates:
-        checked = check_texts(result, mp)
+        checked = comparison.check_texts(result, mp)
         if checked is None:
             return None, []
         wrong = [] if checked.fault is None else [findings.wrong_answers(checked.check.text, result, checked.fault)]

@@ -5,7 +5,6 @@ FLOPs that were counted play no part: a program that computes too much would rai
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Literal
 
 from pytest_llmgpu.report.result import CaseResult, Launch
@@ -29,13 +28,16 @@ def bound(result: CaseResult, work: Work | None, ceilings: Ceilings | None) -> B
     uuids = {uuid for rank in work.ranks for uuid in rank.uuids}
     if not uuids:
         return "the case ran on a CPU"
-    rates = _rates(result.case.dtype, uuids, len(work.ranks), ceilings)
-    if isinstance(rates, str):
-        return rates
+    devices = [] if ceilings is None else [device for device in ceilings.devices if device.uuid in uuids]
+    products = [rate for device in devices if (rate := device.gemm_flops_per_s.get(result.case.dtype))]
+    copies = [rate for device in devices if (rate := device.copy_bytes_per_s)]
+    if min(len(products), len(copies)) < len(uuids):
+        return f"the ceilings for {result.case.dtype} were not measured on every GPU of the case"
+    # Of all ranks together.
+    flops_per_s, bytes_per_s = len(work.ranks) * min(products), len(work.ranks) * min(copies)
     wire_s = _wire_s(result, ceilings)
     if isinstance(wire_s, str):
         return wire_s
-    flops_per_s, bytes_per_s = rates
     model, launch = work.model, result.launches[-1]
     prefills = [
         (1, forward_flops(model, tokens, sequences), float(model.weights_bytes))
@@ -48,11 +50,8 @@ def bound(result: CaseResult, work: Work | None, ceilings: Ceilings | None) -> B
         sum(number * max(flops / flops_per_s, size / bytes_per_s) for number, flops, size in forwards)
         for forwards in (prefills, steps)
     )
-    times: dict[Literal["compute", "memory", "wire"], float] = {
-        "compute": compute_s,
-        "memory": memory_s,
-        "wire": wire_s,
-    }
+    times: dict[Literal["compute", "memory", "wire"], float]
+    times = {"compute": compute_s, "memory": memory_s, "wire": wire_s}
     bound_s, step_count = prefills_s + steps_s + wire_s, sum(number for number, *_ in steps)
     return Bound(
         compute_s=compute_s,
@@ -100,16 +99,6 @@ def forward_flops(model: ModelSize, tokens: int, sequences: int) -> float:
     """
     attention = 2 * model.layers * model.attention_width * tokens**2 / sequences if sequences else 0.0
     return 2 * model.parameters * tokens + attention
-
-
-def _rates(dtype: str, uuids: Collection[str], ranks: int, ceilings: Ceilings | None) -> tuple[float, float] | str:
-    """Return FLOPs and bytes per second of all ranks together, or the reason why they are not known."""
-    devices = [] if ceilings is None else [device for device in ceilings.devices if device.uuid in uuids]
-    flops = [rate for device in devices if (rate := device.gemm_flops_per_s.get(dtype))]
-    copies = [rate for device in devices if (rate := device.copy_bytes_per_s)]
-    if min(len(flops), len(copies)) < len(uuids):
-        return f"the ceilings for {dtype} were not measured on every GPU of the case"
-    return ranks * min(flops), ranks * min(copies)
 
 
 def _wire_s(result: CaseResult, ceilings: Ceilings | None) -> float | str:

@@ -1,6 +1,6 @@
 """Findings on a case, each with its next step; a finding that needs no action is left out.
 
-Those on answers are found by their checks: `accuracy`, `random_weights` and `generated_texts`.
+Those on answers are found by their checks: `accuracy` and `comparison`.
 """
 
 from __future__ import annotations

@@ -21,13 +21,9 @@ from pytest_llmgpu.report.result import CaseResult, Outcome
 from pytest_llmgpu.report.text import listed
 from pytest_llmgpu.report.work import renumbered
 
-_WORST_FIRST: tuple[Outcome, ...] = (
-    *("error", "crashed", "timeout"),
-    *("oom", "skipped_after_oom"),
-    *("interrupted", "completed"),
-)
+_WORST_FIRST: Sequence[Outcome]
+_WORST_FIRST = ("error", "crashed", "timeout", "oom", "skipped_after_oom", "interrupted", "completed")
 assert set(_WORST_FIRST) == set(get_args(Outcome))
-
 _NAMED = 3
 """The largest number of cases or differences that an error names."""
 
@@ -159,9 +155,7 @@ def _merged(reports: Sequence[Report], cases: list[CaseResult], *, again_in_part
         session=Session(
             complete=all(session.complete for session in whole),
             interrupted=any(session.interrupted for session in whole),
-            exit_status=next(
-                (session.exit_status for session in sessions if session.exit_status), sessions[0].exit_status
-            ),
+            exit_status=next(filter(None, (session.exit_status for session in sessions)), sessions[0].exit_status),
             failed_tests=None if None in failed else sum(count or 0 for count in failed),
             collected=first.session.collected,
             deselected=list(dict.fromkeys(entry for session in whole for entry in session.deselected)),

@@ -80,10 +80,8 @@ def of_case(traffic: Traffic, profile: Profile, environment: Environment) -> Pat
     if senders and None not in links:
         link = links.pop() if len(links) == 1 else "mixed"
     variables = environment.variables
-    indirect = variables.get("NCCL_P2P_DISABLE", "0") not in ("", "0") or variables.get("NCCL_P2P_LEVEL") in (
-        "0",
-        "LOC",
-    )
+    indirect = variables.get("NCCL_P2P_DISABLE", "0") not in ("", "0")
+    indirect = indirect or variables.get("NCCL_P2P_LEVEL") in ("0", "LOC")
     # Copies within one process do not use NCCL.
     if link == "pcie" and indirect and any(one.collective != "peer_copy" for rank in traffic.ranks for one in rank):
         link = "host"
@@ -91,10 +89,11 @@ def of_case(traffic: Traffic, profile: Profile, environment: Environment) -> Pat
         text = f"Nothing is sent from GPU to GPU{' of the same node' if traffic.sent_bytes else ''}"
     elif not profile.devices:
         text = f"Not known: there is no GPU profile ({_reason(profile, '')})"
-    elif link is None:
-        text = f"Not known: {_describe_unknown(total, profile, has_nvlink=has_nvlink)}"
+    elif link is None and total.nvlink is None and has_nvlink:
+        text = f"Not known: bytes over NVLink were not counted ({_reason(profile, 'nvlink_tx')})"
     else:
-        text = f"Over {NAMES[link]}{_joined(profile, environment)}: {_describe(link, total, senders, profile)}"
+        where = "Not known" if link is None else f"Over {NAMES[link]}{_joined(profile, environment)}"
+        text = f"{where}: {_describe(link, total, senders, profile)}"
     return Path(
         link=link,
         nvlink_bytes=total.nvlink,
@@ -127,38 +126,30 @@ def _link(sender: _Sender, *, has_nvlink: bool) -> Link | None:
     return "nvlink" if sender.share >= _MOST else None
 
 
-def _describe(link: Link, total: _Sender, senders: Sequence[_Sender], profile: Profile) -> str:
+def _describe(link: Link | None, total: _Sender, senders: Sequence[_Sender], profile: Profile) -> str:
     """Return the bytes that the links counted and those that the program sent, in words."""
+    expected = byte_size(total.expected)
     if link == "nvlink":
         worst = max(senders, key=lambda sender: abs(sender.share - 1))
-        counted, expected = byte_size(total.nvlink or 0), byte_size(total.expected)
-        text = f"{counted}, the program sent {expected} ({signed_percent(total.share - 1, 2)})"
+        text = f"{byte_size(total.nvlink or 0)}, the program sent {expected} ({signed_percent(total.share - 1, 2)})"
         if abs(worst.share - total.share) > _AGREE:
-            counted, expected = byte_size(worst.nvlink or 0), byte_size(worst.expected)
-            text += f"; {worst.name} {counted}, its rank sent {expected} ({signed_percent(worst.share - 1)})"
+            text += f"; {worst.name} {byte_size(worst.nvlink or 0)}, its rank sent {byte_size(worst.expected)} "
+            text += f"({signed_percent(worst.share - 1)})"
         return text
     if total.pcie is None or total.pcie_received is None:
-        pcie = f"{_UNKNOWN} of {byte_size(total.expected)} ({_reason(profile, 'pcie_')})"
+        reason = _reason(profile, "pcie_")
+        if link is None:
+            nvlink = f"; NVLink carried {byte_size(total.nvlink)} of {expected}" if total.nvlink else ""
+            return f"bytes over PCIe were not counted ({reason}){nvlink}"
+        pcie = f"{_UNKNOWN} of {expected} ({reason})"
     else:
-        pcie = (
-            f"{byte_size(total.pcie)} sent and {byte_size(total.pcie_received)} received, with packet headers and the "
-            f"host's bytes; the program sent {byte_size(total.expected)}"
-        )
+        pcie = f"{byte_size(total.pcie)} sent and {byte_size(total.pcie_received)} received"
+        if link is None:
+            return f"the program sent {expected}, NVLink carried {byte_size(total.nvlink or 0)}, PCIe {pcie}"
+        pcie += f", with packet headers and the host's bytes; the program sent {expected}"
     if link == "mixed":
         return f"NVLink carried {byte_size(total.nvlink or 0)}, PCIe {pcie}"
     return f"{pcie}; {'there is no NVLink' if total.nvlink is None else f'NVLink carried {byte_size(total.nvlink)}'}"
-
-
-def _describe_unknown(total: _Sender, profile: Profile, *, has_nvlink: bool) -> str:
-    if total.nvlink is None and has_nvlink:
-        return f"bytes over NVLink were not counted ({_reason(profile, 'nvlink_tx')})"
-    if total.pcie is None or total.pcie_received is None:
-        nvlink = f"; NVLink carried {byte_size(total.nvlink)} of {byte_size(total.expected)}" if total.nvlink else ""
-        return f"bytes over PCIe were not counted ({_reason(profile, 'pcie_')}){nvlink}"
-    return (
-        f"the program sent {byte_size(total.expected)}, NVLink carried {byte_size(total.nvlink or 0)}, "
-        f"PCIe {byte_size(total.pcie)} sent and {byte_size(total.pcie_received)} received"
-    )
 
 
 def _joined(profile: Profile, environment: Environment) -> str:
@@ -185,12 +176,8 @@ def _reason(profile: Profile, name: str) -> str:
 def pcie_bytes(profile: Profile, device: DeviceProfile, way: str) -> float | None:
     """Return the bytes over PCIe in the readings of a device; None where the readings cover too little of the window.
 
-    A tenth of the window, at its ends, may be without a reading: no bytes are added for it.
-
-    Args:
-        profile: The profile of the window.
-        device: One of its devices.
-        way: `tx` for sent bytes, `rx` for received ones.
+    A tenth of the window, at its ends, may be without a reading: no bytes are added for it. `way` is `tx` for sent
+    bytes, `rx` for received ones.
     """
     metric = device.metrics.get(f"pcie_{way}_bytes_per_s")
     if metric is None or metric.mean is None or metric.coverage is None or metric.coverage < _COVERED:

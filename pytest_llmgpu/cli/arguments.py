@@ -14,8 +14,8 @@ from pytest_llmgpu.gate.policy import Policy, find_policy, load_policy, policy_i
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.verdicts import Candidate, Verdicts, with_present_names
-from pytest_llmgpu.store import git, references, store
-from pytest_llmgpu.store.references import Source
+from pytest_llmgpu.store import git, store
+from pytest_llmgpu.store.store import Source
 
 REFERENCE = (
     "a path; a number or a name in the store; latest; the first digits of a commit; MACHINE/ followed by any of these; "
@@ -50,7 +50,7 @@ def source(reference: str, arguments: argparse.Namespace, *, same_machine_as: Re
     If several machines have a report of that name, it is the one of the machine of `same_machine_as`.
     """
     machine = None if same_machine_as is None else store.hardware(same_machine_as)
-    return references.resolve(reference, storage_of(arguments), machine=machine)
+    return store.resolve(reference, storage_of(arguments), machine=machine)
 
 
 def add_rules(parser: argparse.ArgumentParser) -> None:
@@ -110,7 +110,7 @@ def today_of(arguments: argparse.Namespace) -> datetime.date:
 def judged(arguments: argparse.Namespace, reference: str, head: Report, policy: Policy) -> Comparison:
     """Read a baseline and judge a report; ValueError in one line if a file cannot be read.
 
-    The baseline may be absent if the policy allows that; a broken one is an error.
+    The baseline may be absent if the policy allows that, else it is a git.AbsentError; a broken one is an error.
     """
     base = baseline = None
     try:
@@ -119,7 +119,7 @@ def judged(arguments: argparse.Namespace, reference: str, head: Report, policy: 
         baseline = found.baseline(reference, base)
     except git.AbsentError as error:
         if not policy.allow_no_baseline:
-            raise ValueError(f"{error}; use --allow-no-baseline if this is the first run") from None
+            raise git.AbsentError(f"{error}; use --allow-no-baseline if this is the first run") from None
     verdicts = judge.judge(base, head, policy, today=today_of(arguments), baseline=baseline, in_turn=arguments.in_turn)
     return Comparison(base, verdicts, policy)
 
@@ -136,15 +136,26 @@ def comparison(arguments: argparse.Namespace, report: Report) -> Comparison:
     return judged(arguments, arguments.baseline, report, policy_of(arguments))
 
 
-def read_verdicts(path: Path, report: Report) -> Verdicts:
-    """Return the verdicts in a file; ValueError in one line, also if they belong to another report."""
+def read_verdicts(path: Path, report: Report | None = None) -> Verdicts:
+    """Return the verdicts in a file of `llmgpu gate --json`, or in the report of a run that pytest compared.
+
+    ValueError in one line, also if they belong to another report than the given one.
+    """
+    found: Verdicts | None
     try:
-        found = msgspec.json.decode(with_present_names(file.unpack(file.read(path))), type=Verdicts)
+        data = file.unpack(file.read(path))
+        if "schema_version" in msgspec.json.decode(data, type=dict[str, msgspec.Raw]):
+            found = file.parse(data, str(path)).verdicts
+        else:
+            found = msgspec.json.decode(with_present_names(data), type=Verdicts)
     except (OSError, ValueError, RecursionError) as error:
         text = f"{'cannot be read: ' * isinstance(error, OSError)}{file.one_line(error)}"
-        raise ValueError(f"verdicts {path}: {text}") from None
+        raise ValueError(f"verdicts {path}: {text.removeprefix(f'report {path}: ')}") from None
+    if found is None:
+        remedy = f"pass --llmgpu-compare=REF to pytest, or run llmgpu gate BASE {path}"
+        raise ValueError(f"verdicts {path}: the report has none, because its run was not compared: {remedy}")
     head = found.head
-    if head is not None and (head.created, head.commit) != (report.created, report.commit.sha):
+    if report is not None and head is not None and (head.created, head.commit) != (report.created, report.commit.sha):
         ours = Candidate(created=report.created, commit=report.commit.sha)
         theirs, this = (
             one.created if one.commit is None else f"{one.created} and commit {one.commit[:_SHA_DIGITS]}"

@@ -1,26 +1,32 @@
-"""Launches of a measuring command by `llmgpu ab`, `bisect` and `calibrate`, of a commit in its worktree or here.
+"""Launches of a measuring command by `llmgpu ab` and `bisect`, of a commit in a temporary git worktree.
 
-The report and the log of each launch are kept.
+The user's own working tree is not touched. The report and the log of each launch are kept. Ctrl-C ends a command before
+this process.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import itertools
+import os
 import shlex
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from pytest_llmgpu.cli import subprocesses, worktrees
 from pytest_llmgpu.cli.output import show
-from pytest_llmgpu.cli.worktrees import Worktree
-from pytest_llmgpu.gate.policy import Policy, find_policy, load_policy, policy_in_words, switched
+from pytest_llmgpu.gate import ab
+from pytest_llmgpu.gate.policy import Policy, dump_policy, find_policy, load_policy, policy_in_words, switched
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.report import Report
-from pytest_llmgpu.store import store
+from pytest_llmgpu.store import git, store
 
 LETTERS = 8
 """Digits of a commit in the output."""
@@ -30,6 +36,12 @@ _COMPLETE = (0, 1)
 
 _MOST = 1000
 """Most launches, which is the limit of the gate's statistics."""
+_GIT_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_OBJECT_DIRECTORY", "GIT_COMMON_DIR")
+"""Variables that a git hook sets for its own repository; git would use that repository in every folder."""
+INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Ctrl-C, the end of a job of CI, and a terminal that is closed."""
+_GRACES_S = ((signal.SIGINT, 60.0), (signal.SIGTERM, 10.0), (signal.SIGKILL, None))
+"""The signals that end a command, with the time to wait after each: pytest writes its report after SIGINT."""
 
 
 def check(command: Sequence[str]) -> None:
@@ -45,67 +57,11 @@ def count(text: str) -> int:
     return int(text)
 
 
-def kept(parent: Path, name: str = "") -> Path:
-    """Create a new folder for reports and logs, named after `name` and the time, in a folder of the store."""
-    now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%dT%H%M%SZ")
-    stem = f"{name}_{now}" if name else now
-    for number in itertools.count(1):
-        path = parent / (stem if number == 1 else f"{stem}-{number}")
-        try:
-            store.prepare(parent.parent)
-            path.mkdir(parents=True)
-            (path / "launches").mkdir()
-        except FileExistsError:
-            continue  # another run began in the same second
-        except OSError as error:
-            raise ValueError(f"folder {path}: cannot be created: {error.strerror}") from None
-        break
-    return path.resolve()
-
-
-def launch(
-    command: Sequence[str],
-    name: str,
-    folder: Path,
-    *,
-    environ: Mapping[str, str],
-    into: Path,
-    deselected: Sequence[str] = (),
-) -> Report:
-    """Run one launch of the measuring command in a folder to its end and return its report.
-
-    Its report and its log get the name of the launch in the folder `into`, which `kept` returned; `deselected` are node
-    ids of tests that are left out. ValueError in one line: the command cannot be run, or it ended without a complete
-    report.
-    """
-    began = time.monotonic()
-    path, log = into / "launches" / f"{name}.json.gz", into / "launches" / f"{name}.log"
-    whole = [*command, f"{_JSON}={path}", *(f"--deselect={nodeid}" for nodeid in deselected)]
-    status = subprocesses.run(whole, folder, environ, log)
-    show(f"{name}  {time.monotonic() - began:.1f} s")
-    if status not in _COMPLETE or not path.exists():
-        without = "" if path.exists() else " without a report"
-        raise ValueError(f"{name}: {shlex.join(command)} ended{without} with {describe_ending(status, log)}")
-    return file.load(path)
-
-
 def describe_ending(status: int, log: Path) -> str:
     """Return the exit status of a command, the last line of its output and the path of its log."""
     how = f"signal {-status}" if status < 0 else f"status {status}"
-    last = subprocesses.last_line(log)
+    last = last_line(log)
     return f"{how}{f': {last}' if last else ''}; see {log}"
-
-
-def prepare(versions: Sequence[Version], setup: str | None) -> None:
-    """Print the commits and create the environment of each worktree."""
-    for one in versions:
-        show(f"{one.name}  {one.tree.reference}  {one.tree.sha[:LETTERS]}")
-    if worktrees.changed(Path()):
-        show("note: your uncommitted changes are not measured")
-    for one in versions:
-        one.build(setup)
-    if not any(Path(one.environ.get("VIRTUAL_ENV", "/")).is_relative_to(one.tree.root) for one in versions):
-        show("note: the worktrees have no .venv: all commits run in the current environment")
 
 
 class Version:
@@ -114,45 +70,280 @@ class Version:
     def __init__(self, name: str, tree: Worktree, kept: Path) -> None:
         """Set the name of the version in the output and in its files, which are written to the folder `kept`."""
         self.name, self.tree, self._kept = name, tree, kept
-        self.environ = worktrees.environment(tree)
+        self.environ = environment(tree)
 
     def build(self, setup: str | None) -> None:
         """Run the shell command that creates the environment of the worktree; ValueError in one line if it fails."""
         if setup is None:
             return
         began, log = time.monotonic(), self._kept / f"{self.name}-setup.log"
-        status = subprocesses.run(("/bin/sh", "-c", setup), self.tree.folder, self.environ, log)
+        status = run(("/bin/sh", "-c", setup), self.tree.folder, self.environ, log)
         show(f"{self.name}-setup  {time.monotonic() - began:.1f} s")
         if status:
             raise ValueError(f"{self.name}: --setup ended with {describe_ending(status, log)}")
-        self.environ = worktrees.environment(self.tree)
+        self.environ = environment(self.tree)
 
     def launch(self, command: Sequence[str], number: int, deselected: Sequence[str]) -> Report:
-        """Run one launch and return its report; see `launch`."""
-        folders: dict[str, Any] = {"environ": self.environ, "into": self._kept}
-        return launch(command, f"{self.name}-{number}", self.tree.folder, **folders, deselected=deselected)
+        """Run one launch of the measuring command to its end and return its report, without the tests `deselected`.
+
+        ValueError in one line: the command cannot be run, or it ended without a complete report.
+        """
+        name, began = f"{self.name}-{number}", time.monotonic()
+        path, log = self._kept / "launches" / f"{name}.json.gz", self._kept / "launches" / f"{name}.log"
+        whole = [*command, f"{_JSON}={path}", *(f"--deselect={nodeid}" for nodeid in deselected)]
+        status = run(whole, self.tree.folder, self.environ, log)
+        show(f"{name}  {time.monotonic() - began:.1f} s")
+        if status not in _COMPLETE or not path.exists():
+            without = "" if path.exists() else " without a report"
+            raise ValueError(f"{name}: {shlex.join(command)} ended{without} with {describe_ending(status, log)}")
+        return file.load(path)
 
 
 def add_command(parser: argparse.ArgumentParser) -> None:
     """Declare COMMAND and `--setup`."""
-    parser.add_argument(
-        "command",
-        metavar="COMMAND",
-        nargs="+",
-        help="after --: the measuring command, such as pytest benchmarks; --llmgpu-json and --deselect are added",
-    )
-    parser.add_argument(
-        "--setup",
-        metavar="CMD",
-        help="shell command that creates the environment of each worktree, such as 'python -m venv .venv && "
-        ".venv/bin/pip install .'; .venv/bin then comes first in PATH",
-    )
+    text = "after --: the measuring command, such as pytest benchmarks; --llmgpu-json and --deselect are added"
+    parser.add_argument("command", metavar="COMMAND", nargs="+", help=text)
+    text = "shell command that creates the environment of each worktree, such as 'python -m venv .venv && "
+    text += ".venv/bin/pip install .'; .venv/bin then comes first in PATH"
+    parser.add_argument("--setup", metavar="CMD", help=text)
 
 
-def policy_at(base: Worktree, arguments: argparse.Namespace) -> tuple[Policy, str]:
-    """Return the policy in force and the line that names it.
+def begin(
+    arguments: argparse.Namespace, names: Sequence[str], trees: Sequence[Worktree], looks: Sequence[int], parent: Path
+) -> tuple[Path, Policy, str, ab.Measure]:
+    """Print the two commits, create their environments, and write the policy to a new folder in a folder of the store.
 
-    It is the file of --policy or the base commit's: a change must not edit the thresholds that it is judged by.
+    Return the folder, the policy in force, with its error rate divided by the comparisons, the line that names it, and
+    the function that launches one side. The policy is the file of --policy or the first commit's: a change must not
+    edit the thresholds that it is judged by. ValueError in one line if any of this fails.
     """
-    path = find_policy(base.folder) if arguments.policy is None else arguments.policy
-    return switched(load_policy(path), arguments), policy_in_words(path)
+    source = find_policy(trees[0].folder) if arguments.policy is None else arguments.policy
+    policy = ab.split(switched(load_policy(source), arguments), len(looks))
+    commits = "_".join(tree.sha[:LETTERS] for tree in trees)
+    stem = f"{commits}_{datetime.datetime.now(datetime.timezone.utc):%Y%m%dT%H%M%SZ}"
+    path, number = parent / stem, 1
+    while path.exists():  # another run began in the same second
+        number += 1
+        path = parent / f"{stem}-{number}"
+    try:
+        store.prepare(parent.parent)
+        (path / "launches").mkdir(parents=True)
+    except OSError as error:
+        raise ValueError(f"folder {path}: cannot be created: {error.strerror}") from None
+    kept = path.resolve()
+    (kept / "policy.toml").write_text(dump_policy(policy), encoding="utf-8")
+    versions = [Version(name, tree, kept) for name, tree in zip(names, trees, strict=True)]
+    for one in versions:
+        show(f"{one.name}  {one.tree.reference}  {one.tree.sha[:LETTERS]}")
+    if changed(Path()):
+        show("note: your uncommitted changes are not measured")
+    for one in versions:
+        one.build(arguments.setup)
+    if not any(Path(one.environ.get("VIRTUAL_ENV", "/")).is_relative_to(one.tree.root) for one in versions):
+        show("note: the worktrees have no .venv: all commits run in the current environment")
+
+    def measure(side: ab.Side, number: int, deselected: Sequence[str]) -> Report:
+        return versions[ab.SIDES.index(side)].launch(arguments.command, number, deselected)
+
+    return kept, policy, policy_in_words(source), measure
+
+
+class Worktree(NamedTuple):
+    """A commit that is checked out in a folder of its own."""
+
+    reference: str
+    """The commit as the user named it."""
+    sha: str
+    root: Path
+    folder: Path
+    """The user's working directory within the worktree; commands run there."""
+    repository: Path
+    """The root of the user's own working tree."""
+
+
+@contextmanager
+def checked_out(references: Sequence[str], folder: Path = Path()) -> Iterator[list[Worktree]]:
+    """Check out each commit in a worktree of its own, and remove the worktrees at the end, also after an error.
+
+    They are in the folder for temporary files, which TMPDIR sets: each is as large as the working tree with its
+    environment. Hooks of the repository do not run. ValueError in one line: there is no repository or no such commit,
+    or the commit does not have that folder.
+    """
+    inside, repository = place(folder)
+    commits = [sha_of(reference, folder) for reference in references]
+    with temporary(folder) as add:
+        trees = []
+        for number, (reference, sha) in enumerate(zip(references, commits, strict=True)):
+            root = add(f"{number}-{sha[:8]}", sha)
+            if not (root / inside).is_dir():
+                raise ValueError(f"commit {reference} has no folder {inside!r}, in which the command would run")
+            trees.append(Worktree(reference, sha, root, root / inside, repository))
+        yield trees
+
+
+def place(folder: Path) -> tuple[str, Path]:
+    """Return the path of a folder within its working tree, and the root of that."""
+    answers = [git_output(folder, "rev-parse", f"--show-{what}").removesuffix("\n") for what in ("prefix", "toplevel")]
+    return answers[0], Path(answers[1])
+
+
+@contextmanager
+def temporary(folder: Path) -> Iterator[Callable[[str, str], Path]]:
+    """Yield a function that adds a worktree, and remove the worktrees at the end, also after an error.
+
+    The arguments of the function are the name of the worktree and the hash of its commit. It returns its root.
+    """
+    parent = Path(tempfile.mkdtemp(prefix="llmgpu-")).resolve()
+    made: list[Path] = []
+
+    def add(name: str, sha: str) -> Path:
+        root = parent / name
+        made.append(root)
+        git_output(folder, "worktree", "add", "--quiet", "--detach", str(root), sha)
+        return root
+
+    try:
+        yield add
+    finally:
+        with handled(signal.SIG_IGN):  # git inherits that
+            for root in made:
+                # First, because git stops at a file that it cannot remove.
+                shutil.rmtree(root, ignore_errors=True)
+                with suppress(ValueError):  # git has no record of a worktree that it could not add
+                    git_output(folder, "worktree", "remove", "--force", "--force", str(root))
+            shutil.rmtree(parent, ignore_errors=True)
+
+
+def sha_of(reference: str, folder: Path = Path()) -> str:
+    """Return the hash of a commit that the user named; ValueError in one line if there is none."""
+    if reference.startswith("-") or not reference.strip():
+        raise ValueError(f"{reference!r} is not a commit: give a branch, a tag or the first digits of a commit")
+    try:
+        return git_output(folder, "rev-parse", "--verify", "--quiet", f"{reference}^{{commit}}").strip()
+    except ValueError:
+        raise ValueError(f"there is no commit {reference!r} in this repository; fetch it first") from None
+
+
+def changed(folder: Path) -> bool:
+    """Return whether the user's working tree has uncommitted changes; the worktrees do not have them."""
+    return bool(git_output(folder, "status", "--porcelain", "--untracked-files=no"))
+
+
+def environment(tree: Worktree, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the environment variables of commands that run in a worktree.
+
+    Its `.venv`, if there is one, comes first in PATH. Entries of PYTHONPATH in the user's own tree become those of the
+    worktree. LLMGPU_BRANCH is the commit as the user named it, because a CI system's variables name only one branch.
+    """
+    found = {name: value for name, value in environ.items() if name not in _GIT_VARIABLES}
+    found["LLMGPU_BRANCH"] = tree.reference
+    if "PYTHONPATH" in found:
+        entries = found["PYTHONPATH"].split(os.pathsep)
+        for number, path in enumerate(map(Path, entries)):
+            if path.is_relative_to(tree.repository):
+                entries[number] = str(tree.root / path.relative_to(tree.repository))
+        found["PYTHONPATH"] = os.pathsep.join(entries)
+    for folder in (tree.folder, tree.root):
+        scripts = folder / ".venv" / "bin"
+        if scripts.is_dir():
+            found["PATH"] = os.pathsep.join(filter(None, [str(scripts), found.get("PATH")]))
+            found["VIRTUAL_ENV"] = str(scripts.parent)
+            found.pop("PYTHONHOME", None)
+            break
+    return found
+
+
+def git_output(folder: Path, *arguments: str) -> str:
+    """Return the output of git in a folder, without hooks of the repository; ValueError in one line."""
+    environ = {name: value for name, value in os.environ.items() if name not in _GIT_VARIABLES}
+    # A checkout must not run code of the repository.
+    return git.output(folder, "-c", f"core.hooksPath={os.devnull}", *arguments, environ=environ)
+
+
+def run(command: Sequence[str], folder: Path, environ: Mapping[str, str], log: Path) -> int:
+    """Run a command to its end and return its exit status, negative for the signal that ended it.
+
+    The command runs in a session of its own without a terminal, so that Ctrl-C reaches only this process, which ends
+    the command first. The PATH of `environ` is searched for the program; stdout and stderr are appended to the log.
+    ValueError in one line: the program cannot be started.
+    """
+    process = None
+    with log.open("ab") as output:
+        try:
+            with _held():
+                process = subprocess.Popen(
+                    list(command),
+                    cwd=folder,
+                    env=dict(environ),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            return process.wait()
+        except OSError as error:
+            raise ValueError(f"{command[0]!r} cannot be run: {error.strerror}") from None
+        finally:
+            if process is not None:
+                _end(process)
+
+
+@contextmanager
+def handled(handler: Any, numbers: Collection[int] = INTERRUPTS) -> Iterator[None]:
+    """Give signals this handler within the block; outside the main thread, where nobody can, they keep theirs."""
+    main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, handler) for number in numbers} if main else {}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Treat the other signals of `INTERRUPTS` like Ctrl-C.
+
+    A background job ignores SIGINT, and its children inherit that: commands get the default handler here. What nohup
+    started ignores SIGHUP on purpose.
+    """
+    ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
+    with handled(signal.default_int_handler, {*INTERRUPTS} - ignored):
+        yield
+
+
+@contextmanager
+def _held() -> Iterator[None]:
+    """Handle `INTERRUPTS` after the block: an interrupted start would leave a process that nobody ends."""
+    received: list[int] = []
+    try:
+        with handled(lambda number, _: received.append(number)):
+            yield
+    finally:
+        for late in received:
+            signal.raise_signal(late)
+
+
+def last_line(log: Path, most_bytes: int = 65536) -> str:
+    """Return the last line of a log that is not blank; an empty string if there is none."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - most_bytes))
+        lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]
+    return next(filter(None, reversed(lines)), "")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a command and its children; each further Ctrl-C proceeds to the next signal."""
+    if process.poll() is not None:
+        # Children that still run would disturb the next measurement.
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        return
+    for number, grace_s in _GRACES_S:
+        if process.poll() is not None:
+            return
+        try:
+            os.killpg(process.pid, number)
+            process.wait(grace_s)
+        except (subprocess.TimeoutExpired, KeyboardInterrupt, ProcessLookupError):
+            continue

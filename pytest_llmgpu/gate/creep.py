@@ -115,11 +115,13 @@ def _promoted(result: CaseResult) -> PromotedCase:
     figures = {metric: spec_of(metric).of(timed if metric == "device_time" else result) for metric in FOLLOWED}
     ranks = [rank for launch in launches for rank in launch.ranks]
     clocks_ghz = [ghz for rank in ranks for passes in rank.clock_ghz or () for ghz in passes]
-    works = {f"{one.plan_sha256} {one.work and (one.work.batches, one.work.eager_batches)}" for one in result.launches}
+    works = [(one.plan_sha256, one.work and (one.work.batches, one.work.eager_batches)) for one in result.launches]
+    # A launch without work passes ran the same batches.
+    conditions = sorted({f"{plan} {batches}" for plan, passes in works for batches in (None, passes)})
     return PromotedCase(
         figures={metric: figure.value for metric, figure in figures.items() if figure is not None},
         execution=result.case.execution,
-        batches_sha256=hashlib.sha256("\n".join(sorted(works)).encode()).hexdigest(),
+        batches_sha256=hashlib.sha256("\n".join(conditions).encode()).hexdigest(),
         uuids=sorted({uuid for rank in ranks for uuid in rank.uuids}),
         clock_ghz=statistics.fmean(clocks_ghz) if clocks_ghz and all(rank.clock_ghz for rank in ranks) else None,
     )

@@ -70,12 +70,12 @@ def fit(base: Sequence[Sequence[Pass]], head: Sequence[Sequence[Pass]]) -> Fitte
     """Return the passes [launches][passes] of both reports, at least one each, at the mean clock of the candidate."""
     launches = [*base, *head]
     means = [Pass(*map(statistics.fmean, zip(*launch, strict=True))) for launch in launches]
-    squares = (_PASS_SD / _SLOPE_SD) ** 2
-    products = squares * _SLOPE
+    squares = products = 0.0
     for launch, mean in zip(launches, means, strict=True):
         squares += math.fsum((one.log_ghz - mean.log_ghz) ** 2 for one in launch)
         products += math.fsum((one.log_ghz - mean.log_ghz) * (one.log_s - mean.log_s) for one in launch)
-    slope = min(0.0, max(-1.0, products / squares))
+    expected = (_PASS_SD / _SLOPE_SD) ** 2
+    slope = min(0.0, max(-1.0, (products + expected * _SLOPE) / (squares + expected)))
     residuals = [
         one.log_s - mean.log_s - slope * (one.log_ghz - mean.log_ghz)
         for launch, mean in zip(launches, means, strict=True)
@@ -86,7 +86,8 @@ def fit(base: Sequence[Sequence[Pass]], head: Sequence[Sequence[Pass]]) -> Fitte
     clocks = [statistics.fmean(mean.log_ghz for mean in side) for side in (means[: len(base)], means[len(base) :])]
     times = [mean.log_s - slope * (mean.log_ghz - clocks[1]) for mean in means]
     # The error of the slope times the difference of the clocks is an error of the difference of both means.
-    of_slope = pass_sd / math.sqrt(squares) * abs(clocks[1] - clocks[0]) / math.sqrt(1 / len(base) + 1 / len(head))
+    slope_sd = 1 / math.sqrt(1 / _SLOPE_SD**2 + squares / pass_sd**2)
+    of_slope = slope_sd * abs(clocks[1] - clocks[0]) / math.sqrt(1 / len(base) + 1 / len(head))
     return Fitted(
         base=times[: len(base)],
         head=times[len(base) :],

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from pytest_llmgpu.gate import cause
 from pytest_llmgpu.gate.judge import LARGEST_UNSEEN, TIMES, ExitStatus, exit_status, fails
 from pytest_llmgpu.gate.policy import Policy
+from pytest_llmgpu.gate.program import FLOPS, SYNCS
 from pytest_llmgpu.gate.program_row import KERNEL_SEEN
 from pytest_llmgpu.gate.times import PRACTICAL_LAUNCHES
 from pytest_llmgpu.report.metrics import spec_of
@@ -174,8 +175,12 @@ def row_in_words(row: Row) -> str:
     of_prefill = " of the prefill" if row.prefill else ""
     why = f": {cause.describe(row.cause)}" if row.cause is not None else ""
     if row.metric == "program" and row.cause is not None:
-        priced = row.base is not None and row.ratio is not None
-        what = f"{signed_percent((row.ratio or 1.0) - 1)} device time" if priced else row.reason.partition(", thr")[0]
+        growth = (row.ratio or 1.0) - 1
+        if row.base is not None and (growth > (row.threshold or 0.0) or row.verdict != "REGRESSED"):
+            what = f"{signed_percent(growth)} device time"
+        else:  # The cause can be the same number.
+            is_named = any(call.name not in (FLOPS, SYNCS) for call in (*row.cause.ops, *row.cause.kernels))
+            what = row.reason.partition(", thr")[0] if is_named else "program"
         return f"{row.id} {what}{of_prefill}{why}"
     name = row.id if row.metric == "outcome" else f"{row.id} {metric}{of_prefill}"
     if row.unseen and row.smallest_seen is not None:
@@ -238,8 +243,8 @@ def _deciding(rows: Sequence[Row], *, in_turn: bool = False) -> list[str]:
     elif noisy:
         way = "measure on a quieter machine" if in_turn else "llmgpu ab BASE HEAD -- pytest ... launches both in turn"
         parts.append(
-            f"More than {PRACTICAL_LAUNCHES} launches are not practical for {undecided}: {way}. FLOPs, ops and traffic "
-            "are decided by one launch."
+            f"More than {PRACTICAL_LAUNCHES} launches are not practical for {undecided}: {way}. The program and "
+            "traffic are decided by one launch."
         )
     return parts
 

@@ -122,7 +122,8 @@ def exit_status(verdicts: Verdicts, policy: Policy) -> ExitStatus:
     if "NOT_COMPARABLE" in failing:
         return ExitStatus.NOT_JUDGED
     if verdicts.baseline is None:
-        return ExitStatus.PASSED if policy.allow_no_baseline else ExitStatus.NOT_JUDGED
+        passed = policy.allow_no_baseline and verdicts.rows and not failing
+        return ExitStatus.PASSED if passed else ExitStatus.NOT_JUDGED
     compared = any(row.compared and row.gated for row in verdicts.rows)
     return ExitStatus.PASSED if compared and not failing else ExitStatus.NOT_JUDGED
 
@@ -237,7 +238,10 @@ class Comparison:
         matched, self._apart = pairs(before, self.head.cases), apart(before, self.head.cases)
         gone: list[CaseResult] = []
         both = [(pair.base.launches, pair.head.launches) for pair in matched if pair.base and pair.head]
-        self._same_run = any(then for then, _ in both) and all(then == now for then, now in both)
+        # A launch that failed before it was timed is equal to another one by chance.
+        timed = any(one.load_s is not None or one.batches.latency_s for then, _ in both for one in then)
+        self._same_run = timed and all(then == now for then, now in both)
+        self._shares = bool(both)
         for pair in matched:
             if pair.head is None:
                 assert pair.base is not None
@@ -252,18 +256,20 @@ class Comparison:
             else:
                 self._gone(result)
         for key, series in now.items():
-            if key in then and not self._hardware[_device(series.result)]:
+            # Else no case was judged, and the largest batch sizes alone would let the gate pass.
+            judged = self._shares and not self._same_run
+            if judged and key in then and not self._hardware[_device(series.result)]:
                 row = largest_batch_row(then[key], series, gated=self.policy.largest_batch.gate)
                 self._entries += [] if row is None else [row]
         return self._finished()
 
     def _case(self, base: CaseResult | None, head: CaseResult, differing: Sequence[str]) -> None:
         hardware = self._hardware[_device(head)]
-        if head.outcome in _BROKEN:
+        if (undecided := self._undecided(base, head)) is not None:
+            self._outcome(head, "UNDECIDED", undecided)
+        elif head.outcome in _BROKEN:
             also = ", as in the baseline" if base is not None and base.outcome == head.outcome else ""
             self._outcome(head, "REGRESSED", f"The case {_BROKEN[head.outcome]}{also}.{_message(head)}")
-        elif head.outcome == "interrupted":
-            self._outcome(head, "UNDECIDED", "The case was interrupted: measure it again.")
         elif base is None:
             nothing = self.base is None
             reason = "There is no baseline." if nothing else "The baseline lacks this case."
@@ -286,11 +292,19 @@ class Comparison:
         else:
             self._metrics(base, head)
 
+    def _undecided(self, base: CaseResult | None, head: CaseResult) -> str | None:
+        """Return why a case cannot be judged whatever its figures are; None if it can be."""
+        if base is not None and self._same_run:
+            return "Baseline and candidate are of the same run: measure the candidate."
+        if head.outcome == "interrupted":
+            return "The case was interrupted: measure it again."
+        empty = [name for name, one in (("baseline", base), ("candidate", head)) if one is not None and _is_empty(one)]
+        if empty and head.outcome == "completed":
+            return f"The {' and the '.join(empty)} measured no batch: measure it again."
+        return None
+
     def _metrics(self, base: CaseResult, head: CaseResult) -> None:
         rules = self.policy
-        if self._same_run:
-            self._outcome(head, "UNDECIDED", "Baseline and candidate are of the same run: measure the candidate.")
-            return
         if (execution := execution_row(base, head, gated=rules.execution.gate)) is not None:
             self._entries.append(execution)
         self._times(base, head)
@@ -363,6 +377,9 @@ class Comparison:
             self.not_compared[why] += 1
         elif result.outcome != "completed" and result.outcome not in OUT_OF_MEMORY:
             self.not_compared["the baseline's case failed and is absent"] += 1
+        elif not self._shares:
+            none = "none of the baseline's cases" if self.head.cases else "no case"
+            self.not_compared[f"the candidate has {none}"] += 1
         else:
             ended = "; the run was interrupted" if self.head.session.interrupted else ""
             reason = f"The baseline has this case and the candidate does not{ended}: measure it again."
@@ -435,6 +452,11 @@ class Comparison:
         soft = software_differences(self.base.environment, self.head.environment)
         more = f" and {len(soft) - _NAMED} more" if len(soft) > _NAMED else ""
         return f"{ALSO_CHANGED}{'; '.join(soft[:_NAMED])}{more}." if soft else ""
+
+
+def _is_empty(result: CaseResult) -> bool:
+    """Return whether a case completed without the time of any batch."""
+    return result.outcome == "completed" and not any(launch.batches.latency_s for launch in result.launches)
 
 
 def _device(result: CaseResult) -> str:

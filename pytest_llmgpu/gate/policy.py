@@ -260,12 +260,18 @@ def sha256_of(policy: Policy) -> str:
 
 def policy_of(verdicts: Verdicts | None) -> Policy:
     """Return the policy of verdicts; the default policy if there are none or theirs cannot be read."""
-    if verdicts is None:
+    try:
+        return Policy() if verdicts is None else parse_policy(verdicts)
+    except ValueError:
         return Policy()
+
+
+def parse_policy(verdicts: Verdicts) -> Policy:
+    """Return the policy of verdicts; ValueError in one line if it cannot be read."""
     try:
         return msgspec.toml.decode(verdicts.policy, type=Policy)
-    except (ValueError, ImportError):  # ImportError: Python 3.10 without tomli
-        return Policy()
+    except (ValueError, ImportError) as error:  # ImportError: Python 3.10 without tomli
+        raise ValueError(f"the policy of these verdicts cannot be read: {file.one_line(error)}") from None
 
 
 def _table(path: Path, repository: Path) -> Any:

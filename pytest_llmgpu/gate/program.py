@@ -179,7 +179,8 @@ def price(pair: Pair) -> tuple[float, float] | None:
 def slower_kernels(pair: Pair) -> list[Slower]:
     """Return the unchanged kernels that became slower than the factor common to all, at a fixed clock, largest first.
 
-    Kernels depend on the clock by different amounts: each has a line of its own.
+    Kernels depend on the clock by different amounts: each has a line of its own. Where most of the time became shorter
+    the others did not become slower.
     """
     total_s = pair.before.device_s
     if not pair.is_priced or not total_s:
@@ -191,7 +192,7 @@ def slower_kernels(pair: Pair) -> list[Slower]:
             fits.append((kernel, before, fixed_clock.fit(*launches)))
     if not fits:
         return []
-    common = _weighted_median([(fitted.change, before.time_s) for _, before, fitted in fits])
+    common = max(0.0, _weighted_median([(fitted.change, before.time_s) for _, before, fitted in fits]))
     found = []
     for (family, name), before, fitted in fits:
         growth, share = fitted.change - common, before.time_s / total_s
@@ -269,11 +270,12 @@ def op_changes(pair: Pair) -> list[CallsChange]:
                 )
                 found.append(change)
     flops = pair.before.flops_by_module, pair.after.flops_by_module
-    if all(flops) and not any(_PRODUCES.search(change.name) for change in found):
-        total = [sum(side.values()) for side in flops]
-        if total[0] != total[1]:
-            most = _module_with_most(*flops, total[1] - total[0])
-            found.append(CallsChange(name=FLOPS, module=most, before=total[0], after=total[1]))
+    if not any(_PRODUCES.search(change.name) for change in found):
+        by_module = all(flops)
+        then, now = map(sum, (one.values() for one in flops)) if by_module else (pair.before.flops, pair.after.flops)
+        if then is not None and now is not None and then != now:
+            most = _module_with_most(*flops, now - then) if by_module else None
+            found.append(CallsChange(name=FLOPS, module=most, before=then, after=now))
 
     def order(change: CallsChange) -> tuple[bool, bool, bool, int, str]:  # views launch no kernel
         nothing = computes_nothing(change.name)

@@ -63,7 +63,7 @@ def _of_rank(head: CaseResult, pair: Pair, rule: ProgramRule, *, gain: float, be
     changed = program.changes(pair)
     old = (
         ""
-        if all(rank.complete for rank in pair) or head.case.device == "cpu"
+        if pair.before.complete or head.case.device == "cpu"
         else (" The baseline does not have every kernel: promote again.")
     )
     if changed is None:
@@ -109,7 +109,7 @@ def _judged(
 
 def with_slower_kernels(row: Row, pairs: Sequence[Pair]) -> Row:
     """Return a row on device time that is REGRESSED if an unchanged kernel became slower than the others."""
-    if row.result not in {"OK", "UNDECIDED", "IMPROVED"} or row.base is None:
+    if row.base is None or row.cause is not None:
         return row
     slower = [(found[0], number) for number, pair in enumerate(pairs) if (found := program.slower_kernels(pair))]
     worst, number = max(slower, key=lambda one: one[0].excess, default=(None, 0))
@@ -131,6 +131,8 @@ def with_slower_kernels(row: Row, pairs: Sequence[Pair]) -> Row:
         parts=[part],
         modules=[] if worst.module is None else [msgspec.structs.replace(part, name=worst.module)],
     )
+    if row.result == "REGRESSED":
+        return causes.stated(row, cause)
     reason = (
         f"One kernel takes {signed_percent(worst.growth)} longer than the others, {signed_percent(worst.excess, 2)} of "
         f"device time, threshold {percent(SLOWER_KERNEL, 2)}. {row.reason.splitlines()[0]}"

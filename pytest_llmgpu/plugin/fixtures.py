@@ -81,7 +81,7 @@ def session_of(config: pytest.Config) -> BenchmarkSession:
     chosen = options.resolve(config)
     peers = config.stash.get(PEERS, None)
     paths: dict[str, Path] = {}
-    for name in ("json", "policy", "html", "storage"):
+    for name in ("json", "policy", "html", "storage", "trace"):
         # A path is relative to the working directory in a flag, to the rootdir in an ini key.
         folder = config.rootpath if config.getoption(f"llmgpu_{name}") is None else config.invocation_params.dir
         if text := getattr(chosen, name):
@@ -102,6 +102,7 @@ def session_of(config: pytest.Config) -> BenchmarkSession:
             report_path=paths.get("json"),
             policy_path=paths.get("policy"),
             page_path=paths.get("html"),
+            trace_path=paths.get("trace"),
             storage_path=paths["storage"],
             options=chosen,
             known=strategies.merge(config.hook.pytest_llmgpu_strategies(config=config)),

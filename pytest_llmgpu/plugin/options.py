@@ -14,7 +14,7 @@ EXPECT_OOM = "expect_oom"
 """The only marker argument that is not an option: no batch size of the test needs to fit in memory."""
 
 _OF_WORKLOAD = {
-    "score": ("scoring", "accuracy_baseline", "accuracy_metric", "accuracy_tolerance"),
+    "score": ("scoring", "accuracy_baseline", "accuracy_metric"),
     "generate": ("prompt_tokens", "new_tokens"),
 }
 """Options that have an effect in one workload only."""

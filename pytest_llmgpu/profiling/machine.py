@@ -18,7 +18,6 @@ import msgspec
 
 from pytest_llmgpu import processes
 from pytest_llmgpu.profiling import nvml
-from pytest_llmgpu.profiling.nvml import Inventory
 from pytest_llmgpu.report.privacy import anonymous, is_secret
 from pytest_llmgpu.report.report import Environment, Gpu, Node
 from pytest_llmgpu.report.text import listed
@@ -28,6 +27,8 @@ _DISTRIBUTIONS = (
     *("tokenizers", "safetensors", "triton", "nvidia-ml-py"),
 )
 _VARIABLES = re.compile(r"(NCCL|CUDA|PYTORCH)_.*|OMP_(NUM_THREADS|WAIT_POLICY)|GOMP_SPINCOUNT")
+_DEVICE_NODES = Path("/dev")
+"""The folder of nvidia0, nvidia1 and so on. They show a GPU if NVML is missing."""
 _LIBRARIES = ("pytest-llmgpu", "torch", "transformers", "accelerate", "deepspeed", "triton")
 """Distributions that every node must have in one version: their code computes and communicates."""
 
@@ -45,15 +46,6 @@ class TorchFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The GPUs in CUDA's order; name, UUID and memory alone are known."""
     why: str | None = None
     """The reason why CUDA cannot be used; None if it can."""
-
-
-class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What one node reports about itself before a model is loaded."""
-
-    torch: TorchFacts
-    """The installed torch and the GPUs that it can use."""
-    node: Node
-    """The machine and its libraries, as the report has them."""
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,24 +86,12 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
         return f"{times}CPU, {len(os.sched_getaffinity(0))} cores ({_cpu()}){nodes}"
 
 
-def machine(
-    device: str,
-    devices: int | None,
-    *,
-    facts: TorchFacts | None = None,
-    inventory: Inventory | None = None,
-    environ: Mapping[str, str] = os.environ,
-    device_nodes: int | None = None,
-) -> Machine:
+def machine(device: str, devices: int | None) -> Machine:
     """Choose the devices of a run.
 
     Args:
         device: `cuda`, `cpu`, or `auto`: every GPU that CUDA may use, or else the CPU.
         devices: The number of devices; None for all GPUs, or for 1 on a CPU.
-        facts: The installed torch; None to probe it.
-        inventory: The GPUs that NVML lists; None to query it.
-        environ: Environment variables, for CUDA_VISIBLE_DEVICES.
-        device_nodes: The number of /dev/nvidia<n>; None to count them. They show a GPU if NVML is missing.
 
     Raises:
         ValueError: There are fewer devices, or torch cannot use a GPU that is present. A build of torch without CUDA
@@ -121,12 +101,12 @@ def machine(
         raise ValueError(f"device {device!r}: allowed are auto, cuda, cpu")
     if devices is not None and devices < 1:
         raise ValueError(f"devices {devices}: at least 1 is needed")
-    facts = probe() if facts is None else facts
+    facts = probe()
     if device == "cpu":
         return Machine(device="cpu", devices=devices or 1, gpus=[], facts=facts)
-    inventory = nvml.inventory() if inventory is None else inventory
+    inventory, mask = nvml.inventory(), os.environ.get("CUDA_VISIBLE_DEVICES")
     if facts.devices:
-        present, mask = len(facts.devices), environ.get("CUDA_VISIBLE_DEVICES")
+        present = len(facts.devices)
         if devices is not None and devices > present:
             masked = "" if mask is None else f" with CUDA_VISIBLE_DEVICES={mask}"
             raise ValueError(f"devices {devices}: CUDA lists {present}{masked}; allowed are 1 to {present}")
@@ -137,8 +117,7 @@ def machine(
         gpus = [by_uuid.get(found.uuid) or msgspec.structs.replace(found, why=why) for found in chosen]
         return Machine(device="cuda", devices=len(gpus), gpus=gpus, facts=facts)
 
-    nodes = len(list(Path("/dev").glob("nvidia[0-9]*"))) if device_nodes is None else device_nodes
-    mask = environ.get("CUDA_VISIBLE_DEVICES")
+    nodes = len(list(_DEVICE_NODES.glob("nvidia[0-9]*")))
     hidden = mask is not None and mask.split(",")[0].strip() in ("", "-1", "NoDevFiles")
     if device == "auto" and (hidden or not (inventory.gpus or nodes)):
         return Machine(device="cpu", devices=devices or 1, gpus=[], facts=facts)
@@ -185,11 +164,9 @@ def _torch_facts() -> TorchFacts:
     return TorchFacts(version=str(torch.__version__), cuda=torch.version.cuda, nccl=nccl, devices=found, why=why)
 
 
-def fingerprint(
-    facts: TorchFacts, inventory: Inventory | None = None, environ: Mapping[str, str] = os.environ
-) -> Environment:
+def fingerprint(facts: TorchFacts) -> Environment:
     """Return the machine and its libraries, without names of hosts or users and without secrets."""
-    inventory = nvml.inventory() if inventory is None else inventory
+    inventory = nvml.inventory()
     # NVML has the CUDA version of the driver.
     why = {name: reason for name, reason in inventory.why.items() if name != "cuda"}
     if facts.cuda is None:
@@ -208,8 +185,8 @@ def fingerprint(
         nccl=facts.nccl,
         versions={name: installed_version(name) for name in _DISTRIBUTIONS} | {"torch": facts.version},
         variables={
-            name: anonymous(environ[name])
-            for name in sorted(environ)
+            name: anonymous(os.environ[name])
+            for name in sorted(os.environ)
             if _VARIABLES.fullmatch(name) and not is_secret(name)
         },
         why=why,
@@ -224,18 +201,17 @@ def installed_version(distribution: str) -> str | None:
         return None
 
 
-def gather(torch: TorchFacts | None = None) -> NodeFacts:
-    """Return the facts of this machine. Torch is imported in a child process, unless its facts are known.
+def gather(torch: TorchFacts | None = None) -> Node:
+    """Return this machine as one node of several. Torch is imported in a child process, unless its facts are known.
 
     Raises:
         ValueError: Torch cannot be imported.
     """
-    torch = probe() if torch is None else torch
-    found = fingerprint(torch)
-    return NodeFacts(torch=torch, node=Node(**{name: getattr(found, name) for name in Node.__struct_fields__}))
+    found = fingerprint(probe() if torch is None else torch)
+    return Node(**{name: getattr(found, name) for name in Node.__struct_fields__})
 
 
-def check(nodes: Sequence[NodeFacts]) -> list[str]:
+def check(found: Sequence[Node]) -> list[str]:
     """Refuse nodes that must not measure together; return the other differences in words.
 
     Libraries that compute or communicate, Python and this package must be equal. Drivers, devices and variables may
@@ -244,7 +220,6 @@ def check(nodes: Sequence[NodeFacts]) -> list[str]:
     Raises:
         ValueError: The message names what differs, with the value on each node.
     """
-    found = [one.node for one in nodes]
     # It differs between nodes without an effect on the measurement.
     names = sorted({name for node in found for name in node.variables} - {"CUDA_VISIBLE_DEVICES"})
     must: dict[str, Sequence[object]] = {
@@ -290,23 +265,16 @@ def environment(devices: Machine) -> Environment:
     nodes = devices.node_facts
     if not nodes:
         return fingerprint(devices.facts)
-    first = msgspec.structs.asdict(nodes[0])
-    if len(nodes) == 1:
-        return Environment(**first)
     gpus: list[Gpu] = []
     topology: list[list[str]] = []
     total = sum(len(node.gpus) for node in nodes)
     for node in nodes:
         before, after = len(gpus), total - len(gpus) - len(node.gpus)
         topology += [["NET"] * before + row + ["NET"] * after for row in node.topology or ()]
-        gpus += numbered(node.gpus, before)
+        gpus += [msgspec.structs.replace(gpu, index=before + gpu.index) for gpu in node.gpus]
     known = all(node.topology is not None for node in nodes)
-    return Environment(**{**first, "gpus": gpus, "topology": topology if known else None}, nodes=list(nodes))
-
-
-def numbered(gpus: Sequence[Gpu], offset: int) -> list[Gpu]:
-    """Return the GPUs of one node with the indices that they have among those of all nodes."""
-    return [msgspec.structs.replace(gpu, index=offset + gpu.index) for gpu in gpus]
+    whole = {**msgspec.structs.asdict(nodes[0]), "gpus": gpus, "topology": topology if known else None}
+    return Environment(**whole, nodes=list(nodes) if len(nodes) > 1 else [])
 
 
 def _cpu() -> str:

@@ -1,11 +1,12 @@
 """Starts the sampler, receives its stream, and cuts a profile for every window of time.
 
 Times are CLOCK_MONOTONIC seconds, as `time.monotonic()` gives them in every process of the machine. Each node has a
-clock of its own: a time of a run is a list with an entry for each node, here with one (`node_profilers`).
+sampler and a clock of its own: a time of a run is a list with an entry for each node. `NodeProfilers` joins the nodes.
 """
 
 from __future__ import annotations
 
+import bisect
 import math
 import os
 import signal
@@ -13,18 +14,20 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from types import MappingProxyType
+from typing import Any
 
 import msgspec
 
 from pytest_llmgpu import processes
 from pytest_llmgpu.profiling import nvml
-from pytest_llmgpu.profiling.recording import Recording
+from pytest_llmgpu.profiling.recording import Header, MarkRecord, Recording, Refusal, TickRecord
 from pytest_llmgpu.profiling.sampler.devices import Method
-from pytest_llmgpu.profiling.stream import Header, MarkRecord, Refusal, TickRecord
 from pytest_llmgpu.report import disturbances
-from pytest_llmgpu.report.result import Profile
+from pytest_llmgpu.report.result import Profile, Series
 
 _HEADER_S = 5.0
 """`start` waits this long for the sampler's first line. With a slow driver it comes later and is used from then on."""
@@ -37,6 +40,15 @@ _ERROR_BYTES = 2**16
 _FRESH_S = 0.1
 _FRESH = 0.01
 """A window can be marked this many seconds after its end, or this fraction of its length (`recording`)."""
+
+Call = Callable[..., Any]
+"""`call(fn, *args)` runs a function in the agent of another node and returns what it returns.
+
+It raises OSError if the node cannot be reached.
+"""
+
+Settings = tuple[float, tuple[str, ...], Method]
+"""The arguments of a `Profiler`."""
 
 
 class Window(msgspec.Struct):
@@ -53,16 +65,14 @@ class Window(msgspec.Struct):
 class Profiler:
     """The session's sampler and its stream so far.
 
-    Readings are stored up to `recording.HISTORY_BYTES` (hours of them), and since the start of the oldest open window:
-    a slice may reach back that far. Nothing here raises on a machine without NVML or if the sampler dies; `why` and the
-    profiles have the reason.
+    Readings are stored up to `recording.HISTORY_BYTES` (hours of them): a slice may reach back that far. Nothing here
+    raises on a machine without NVML or if the sampler dies; `why` and the profiles have the reason.
     """
 
     def __init__(
         self,
         period_s: float,
         uuids: Sequence[str] | None = None,
-        environment: Mapping[str, str] | None = None,
         method: Method = "auto",
     ) -> None:
         """Prepare a profiler. Nothing runs before `start`.
@@ -70,7 +80,6 @@ class Profiler:
         Args:
             period_s: Seconds between readings.
             uuids: The GPUs to read, in this order; None for all in NVML's order.
-            environment: The sampler's environment; None for that of this process.
             method: `auto` for the best source of each metric, `polling` for the calls of Shin et al. 2024.
 
         Raises:
@@ -83,13 +92,11 @@ class Profiler:
         """UUID to the bytes that are subtracted from memory_used_bytes, unless a slice is given others."""
         self._method = method
         self._uuids = None if uuids is None else list(uuids)
-        self._environment = dict(environment) if environment is not None else None
         self._changed = threading.Condition()  # guards everything below
         self._listener: threading.Thread | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self.recording: Recording | None = None
         """The stream so far; None before its first line. The listening thread changes it."""
-        self._open: list[float] = []
         self._marks = 0
         self._marked_s = -math.inf
         self._failure: str | None = None
@@ -129,24 +136,21 @@ class Profiler:
     def start(self) -> None:
         """Start the sampler, unless it runs, and wait up to 5 s for its first line.
 
-        A sampler that has ended or does not answer any more is replaced, and its stream is dropped, unless a window is
-        open that began with it.
+        A sampler that has ended or does not answer any more is replaced, and its stream is dropped.
         """
         with self._changed:
             if self._uuids == []:
                 self._failure = "no GPU is visible"
                 return
-            failed = self.recording is not None and (self._ended or self._silent)
-            replace = failed and not self._open and not self._closing
+            failed = self.recording is not None and (self._ended or self._silent) and not self._closing
             listener, process = self._listener, self._process
-        if replace:
-            if process is not None:
-                process.kill()
-            if listener is not None:
-                listener.join(_END_S)
+        replace = False
+        if failed and listener is not None and process is not None:
+            process.kill()
+            listener.join(_END_S)
+            replace = not listener.is_alive()  # one that hangs in the driver cannot be killed, and stays
         with self._changed:
-            # A sampler that hangs in the driver cannot be killed, and stays.
-            if replace and not (listener is not None and listener.is_alive()):
+            if replace:
                 self._listener = self._process = self.recording = self._failure = None
                 self._marks, self._marked_s = 0, -math.inf
                 self._ended = self._silent = False
@@ -207,14 +211,8 @@ class Profiler:
                     why = {"sampler": f"the sampler did not answer within {_STREAM_S:g} s of the window's end"}
                 held = self.held_bytes if held_bytes is None else held_bytes
                 return recording.profile(start_s, end_s, held, why)
-        return Profile(
-            period_s=self.period_s,
-            duration_s=end_s - start_s,
-            samples=0,
-            missed=0,
-            lateness_p99_s=None,
-            why={"profile": self.why or "the sampler answered only after the window"},
-        )
+        why_none = self.why or "the sampler answered only after the window"
+        return _without_readings(self.period_s, start_s, end_s, why_none)
 
     @contextmanager
     def window(self, held_bytes: Mapping[str, int] | None = None) -> Iterator[Window]:
@@ -226,8 +224,6 @@ class Profiler:
         self.start()
         self.mark(wait=True)
         window = Window(time.monotonic())
-        with self._changed:
-            self._open.append(window.start_s)
         try:
             yield window
         finally:
@@ -235,8 +231,6 @@ class Profiler:
             self.mark()
             profile = self.slice([window.start_s], [window.end_s], held_bytes)
             window.profile = msgspec.structs.replace(profile, invalid=disturbances.find(profile))
-            with self._changed:
-                self._open.remove(window.start_s)
 
     def close(self) -> None:
         """End the sampler. Slices of its stream are still possible."""
@@ -269,7 +263,6 @@ class Profiler:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=errors,
-                    env=self._environment,
                     start_new_session=True,  # Ctrl-C in the terminal is for the test process
                 )
             except OSError as error:
@@ -305,10 +298,9 @@ class Profiler:
             elif self.recording is None:
                 self.recording = Recording(msgspec.json.decode(line, type=Header))
             elif line.startswith(b'{"mark":'):
-                self.recording.mark(msgspec.json.decode(line, type=MarkRecord))
+                self.recording.kept_marks.append(msgspec.json.decode(line, type=MarkRecord))
             else:
-                tick = msgspec.json.decode(line, type=TickRecord)
-                self.recording.add(tick, min(self._open, default=math.inf))
+                self.recording.add(msgspec.json.decode(line, type=TickRecord))
             self._changed.notify_all()
 
     def _end(self, failure: str) -> None:
@@ -317,3 +309,148 @@ class Profiler:
                 self._failure = failure
             self._ended = True
             self._changed.notify_all()
+
+
+def _without_readings(period_s: float, start_s: float, end_s: float, why: str) -> Profile:
+    duration_s, reasons = max(0.0, end_s - start_s), {"profile": why}
+    return Profile(period_s=period_s, duration_s=duration_s, samples=0, missed=0, lateness_p99_s=None, why=reasons)
+
+
+class RemoteProfiler:
+    """The profiler of another node, which its agent runs. All times are of the CLOCK_MONOTONIC of that node."""
+
+    def __init__(self, call: Call, period_s: float, uuids: tuple[str, ...], method: Method = "auto") -> None:
+        """Prepare the profiler of another node. For its settings see `Profiler`."""
+        self._call = call
+        self._settings: Settings = period_s, uuids, method
+        self.lost: str | None = None
+        """The reason why the node cannot be reached; None if it can."""
+
+    def ask(self, method: str, arguments: Mapping[str, Any] = MappingProxyType({})) -> Any:
+        """Return what a method of the profiler returns; None if the node is lost."""
+        if self.lost is None:
+            try:
+                return self._call(ask_here, self._settings, method, dict(arguments))
+            except OSError as error:
+                self.lost = f"the node cannot be reached: {error}"
+        return None
+
+
+_here: dict[Settings, Profiler] = {}
+"""The profiler that this process runs for another node; at most one."""
+
+
+def ask_here(settings: Settings, method: str, arguments: Mapping[str, Any]) -> Any:
+    """Call a method of the profiler of this node for another one. The agent of a node runs this."""
+    if settings not in _here:
+        close_here()
+        _here[settings] = Profiler(*settings)
+    return getattr(_here[settings], method)(**arguments)
+
+
+def close_here() -> None:
+    """End the sampler that this process runs for another node."""
+    while _here:
+        _here.popitem()[1].close()
+
+
+class NodeProfilers:
+    """The profilers of all nodes of a run, in the order of the nodes. It has the methods of a `Profiler` for a run.
+
+    A node that is lost has a profile without readings.
+    """
+
+    def __init__(self, here: Profiler, others: Sequence[RemoteProfiler], indices: Mapping[str, int]) -> None:
+        """Join the profilers of the nodes; none is started.
+
+        `indices` has the index of each GPU among those of all nodes by its UUID.
+        """
+        self.here = here
+        """The profiler of the node of this process."""
+        self._others = others
+        self._indices = indices
+
+    def start(self) -> None:
+        """Start the samplers that do not run."""
+        self._each("start")
+
+    def now_s(self) -> list[float]:
+        """Return the time of each node; 0 if it is lost."""
+        return [0.0 if times_s is None else times_s[0] for times_s in self._each("now_s")]
+
+    def mark(self, *, wait: bool = False) -> None:
+        """Request a reading of the cumulative counters on every node."""
+        self._each("mark", [{"wait": wait}] * (1 + len(self._others)))
+
+    def slice(
+        self, starts_s: Sequence[float], ends_s: Sequence[float], held_bytes: Mapping[str, int] | None = None
+    ) -> Profile:
+        """Return the profile of all devices; each node has a start and an end in its own time."""
+        held = dict(self.here.held_bytes if held_bytes is None else held_bytes)
+        windows = list(zip(starts_s, ends_s, strict=True))
+        found = self._each("slice", [{"starts_s": [a], "ends_s": [b], "held_bytes": held} for a, b in windows])
+        for node, other in enumerate(self._others, 1):
+            if other.lost is not None:
+                found[node] = _without_readings(self.here.period_s, *windows[node], other.lost)
+        return joined(found, self._indices)
+
+    def used_bytes(self) -> dict[str, int]:
+        """Return the memory in use now by UUID, on all nodes."""
+        return {uuid: size for used in self._each("used_bytes") for uuid, size in (used or {}).items()}
+
+    def close(self) -> None:
+        """End the samplers."""
+        self._each("close")
+
+    def _each(self, method: str, arguments: Sequence[Mapping[str, Any]] | None = None) -> list[Any]:
+        """Return what a method of each profiler returns, None if its node is lost; nodes are called at the same time.
+
+        Each node has its own arguments.
+        """
+
+        def ask(node: int) -> Any:
+            own = {} if arguments is None else arguments[node]
+            return self._others[node - 1].ask(method, own) if node else getattr(self.here, method)(**own)
+
+        with ThreadPoolExecutor(1 + len(self._others)) as pool:
+            return list(pool.map(ask, range(1 + len(self._others))))
+
+
+def joined(profiles: Sequence[Profile], indices: Mapping[str, int]) -> Profile:
+    """Return the profiles of several nodes as one.
+
+    Figures of a device are those of its node; `indices` has its index among those of all nodes by UUID. For the whole,
+    the node with the fewest samples counts. The series of the other nodes are read at the times of the first one: each
+    value is that of the nearest sample since the start of the window.
+    """
+    lateness = [one.lateness_p99_s for one in profiles if one.lateness_p99_s is not None]
+    cpu = [one.sampler_cpu_s for one in profiles if one.sampler_cpu_s is not None]
+    why: dict[str, str] = {}
+    for node, one in enumerate(profiles):
+        for name, reason in one.why.items():
+            why[name] = "; ".join(filter(None, (why.get(name), f"node {node}: {reason}")))
+    series = [one.series for one in profiles if one.devices]
+    known = [one for one in series if one is not None]
+    columns = []
+    for each in known:
+        places = []
+        for moment_s in known[0].t_s:
+            after = bisect.bisect_left(each.t_s, moment_s)
+            near = range(max(0, after - 1), min(len(each.t_s), after + 1))
+            places.append(min(near, key=lambda place: abs(each.t_s[place] - moment_s)))
+        columns += [{name: [values[place] for place in places] for name, values in row.items()} for row in each.devices]
+    return Profile(
+        period_s=profiles[0].period_s,
+        duration_s=max(one.duration_s for one in profiles),
+        samples=min(one.samples for one in profiles),
+        missed=max(one.missed for one in profiles),
+        lateness_p99_s=max(lateness, default=None),
+        devices=[
+            msgspec.structs.replace(device, index=indices.get(device.uuid, device.index))
+            for one in profiles
+            for device in one.devices
+        ],
+        sampler_cpu_s=sum(cpu) if cpu else None,
+        series=Series(t_s=known[0].t_s, devices=columns) if known and len(known) == len(series) else None,
+        why=why,
+    )

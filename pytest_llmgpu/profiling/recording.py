@@ -1,4 +1,7 @@
-"""The stream of the sampler so far, and the profiles that are cut out of it."""
+"""The stream of the sampler so far, and the profiles that are cut out of it.
+
+Each line of the stream is a JSON record: a header, then ticks and marks; or a refusal.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,13 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from pytest_llmgpu.profiling.sampler.sources import THROTTLED, Cumulative
-from pytest_llmgpu.profiling.stream import Header, MarkRecord, TickRecord
+import msgspec
+
+from pytest_llmgpu.profiling.sampler.devices import THROTTLED, Cumulative
 from pytest_llmgpu.report.result import DeviceProfile, Metric, Profile, Series
 
 HISTORY_BYTES = 64 << 20
-"""The oldest readings beyond this size are dropped, unless an open window needs them. It holds 2 hours of 8 GPUs."""
+"""The oldest readings beyond this size are dropped. It holds 2 hours of 8 GPUs."""
 _READING_BYTES = 200
 """The size of a stored tick without its values."""
 SERIES_POINTS = 2000
@@ -37,6 +41,79 @@ _BYTES = ("nvlink_tx_bytes", "nvlink_rx_bytes")
 
 _Columns = dict[str, list[float | None]]
 """The values of one device over the readings, by metric."""
+
+
+class HeaderDevice(msgspec.Struct, frozen=True):
+    """One GPU that the sampler reads."""
+
+    index: int
+    """NVML's index of the GPU."""
+    uuid: str
+    """NVML's UUID of the GPU."""
+    why: dict[str, str]
+    """Maps a metric to the reason why it is never read."""
+    methods: list[str]
+    """[metric] The NVML call that the metric comes from; empty if it has no source."""
+    windows_s: list[float | None]
+    """[metric] How long each reading measures from its tick on; None for an instant, an earlier or an unknown time."""
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """The only line of a sampler that has nothing to read."""
+
+    error: str
+    """The reason."""
+
+
+class Header(msgspec.Struct, frozen=True):
+    """The first line of the sampler's stream."""
+
+    t0_s: float
+    """The CLOCK_MONOTONIC time of the first deadline."""
+    period_s: float
+    """The seconds between two deadlines."""
+    metrics: list[str]
+    """The names of the values of each device, in order."""
+    devices: list[HeaderDevice]
+    """The GPUs, in the order of the values of a tick."""
+    spans: bool = False
+    """True if some readings cover the time before them. A window then needs the tick after its end."""
+    why: dict[str, str] = {}
+    """Maps `gpu 3` to the reason why it did not answer."""
+
+
+class TickRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The readings that began at one deadline."""
+
+    k: int
+    """The number of the deadline t0 + k * period."""
+    t_s: float
+    """The CLOCK_MONOTONIC time at which the readings began."""
+    values: list[list[float | None]]
+    """[device, metric] The reading; None if it failed or if it is too early for one."""
+    why: dict[int, dict[str, str]] = {}
+    """Maps a device's place in the header to the reasons by metric, if they have changed."""
+    seconds: list[list[float | None]] = []
+    """[device, metric] The seconds before the tick that a value covers; None for a moment or a time after it."""
+    cpu_s: float | None = None
+    """The CPU seconds that the sampler has used so far."""
+    orders: int = 0
+    """The number of marks requested before the tick. Sources that are read once a second are read after a request."""
+
+
+class MarkRecord(msgspec.Struct, frozen=True):
+    """A reading of the cumulative counters, made when a window begins or ends."""
+
+    mark: int
+    """The number of the mark, from 1."""
+    t_s: list[float]
+    """[device] The CLOCK_MONOTONIC time at which its reading began."""
+    answered_s: list[float]
+    """[device] The CLOCK_MONOTONIC time at which its reading ended."""
+    counters: list[dict[str, float]]
+    """[device] The counts by name."""
+    why: list[dict[str, str]]
+    """[device] Maps a name to the reason why it has no count."""
 
 
 class Reading(NamedTuple):
@@ -69,14 +146,14 @@ class Recording:
         values = len(header.devices) * len(header.metrics)
         self._capacity = HISTORY_BYTES // (_READING_BYTES + (12 if header.spans else 8) * values)
 
-    def add(self, tick: TickRecord, open_since_s: float = math.inf) -> None:
-        """Store a tick and drop the ticks that no slice needs any more."""
+    def add(self, tick: TickRecord) -> None:
+        """Store a tick, and drop the oldest ones beyond the limit."""
         seconds = _flat("f", tick.seconds) if tick.seconds else None
         self.readings.append(Reading(tick.k, tick.t_s, _flat("d", tick.values), seconds, tick.cpu_s))
         self._orders = tick.orders
         for place, reasons in tick.why.items():
             self._why[place].update(reasons)
-        while len(self.readings) > self._capacity and self.readings[0].t_s < open_since_s:
+        if len(self.readings) > self._capacity:
             self.readings.popleft()
             self._dropped = True
 
@@ -84,10 +161,6 @@ class Recording:
     def marks(self) -> int:
         """The number of the latest mark; 0 before the first."""
         return self.kept_marks[-1].mark if self.kept_marks else 0
-
-    def mark(self, mark: MarkRecord) -> None:
-        """Store the next mark."""
-        self.kept_marks.append(mark)
 
     def settled(self, start_s: float, end_s: float, orders: int = 0) -> bool:
         """Return whether later ticks cannot change the slice between these times.
@@ -122,9 +195,7 @@ class Recording:
         if not self.readings:
             reasons["profile"] = "the sampler has sent no reading"
         if self._dropped and (not self.readings or start_s < self.readings[0].t_s):
-            reasons["history"] = (
-                "the oldest readings of the window were dropped to save memory; an open window keeps its own"
-            )
+            reasons["history"] = "the oldest readings of the window were dropped to save memory"
         columns: list[_Columns] = []
         for place, device in enumerate(self.header.devices):
             columns.append({})

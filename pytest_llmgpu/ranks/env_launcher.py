@@ -25,9 +25,8 @@ from typing import Any, NamedTuple, NoReturn
 import msgspec
 
 from pytest_llmgpu.profiling import machine as here
-from pytest_llmgpu.profiling import node_profilers
 from pytest_llmgpu.profiling.machine import Machine
-from pytest_llmgpu.profiling.node_profilers import Call
+from pytest_llmgpu.profiling.profiler import Call, close_here
 from pytest_llmgpu.ranks import link
 from pytest_llmgpu.ranks.job_variables import JOIN_S, World
 from pytest_llmgpu.ranks.link import Link
@@ -114,7 +113,7 @@ def serve(world: World, log_directory: Path, limit_s: float = JOIN_S) -> int:
         return 1
     finally:
         supervisor.rank("close", 0.0)
-        node_profilers.close_here()
+        close_here()
         connection.close()
     return 0
 
@@ -509,7 +508,7 @@ class Devices:
                 asked = [process for _, process in sorted(firsts.items())]
                 found = [here.gather(own.facts), *_answers(asked, here.gather)]
                 self.notes = here.check(found)
-                self._nodes = [one.node for one in found]
+                self._nodes = found
             others = [own] * (len(processes) - 1)
             if own.device != "cpu":
                 others = _answers(processes[1:], here.machine, device, None)

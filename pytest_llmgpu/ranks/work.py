@@ -24,6 +24,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import msgspec
@@ -175,6 +176,8 @@ class Passes(msgspec.Struct, frozen=True, kw_only=True):
     why_no_clock: str | None = None
     why: str | None = None
     """The reason why there is no pass."""
+    trace: str | None = None
+    """The file with the trace of the last pass; None if there is none."""
 
 
 class WorkReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -190,6 +193,8 @@ class WorkReply(msgspec.Struct, frozen=True, kw_only=True):
     """The rows with names of kernels; None where no kernel was recorded."""
     collective_s: list[dict[str, list[float]]] = []
     """[passes] Kind of a collective to the durations of its calls in their order."""
+    traces: list[str] = []
+    """The trace files of this rank."""
 
 
 class _Recording:
@@ -199,6 +204,8 @@ class _Recording:
         self.records: list[Record] = []
         self.why: str | None = None
         """The reason why there is no record."""
+        self.trace: str | None = None
+        """The trace file that was written."""
 
 
 def batches_used(padded_tokens: Sequence[int]) -> list[int]:
@@ -219,10 +226,13 @@ def passes_of(batches: int) -> int:
     return max(_LEAST_PASSES, min(_MOST_PASSES, -(-_FORWARDS // batches)))
 
 
-def record(loaded: Loaded, plan: Plan, forward: Forward, *, on_batch: BatchReport, first: bool = True) -> Passes:
+def record(
+    loaded: Loaded, plan: Plan, forward: Forward, *, on_batch: BatchReport, first: bool = True, trace: str | None = None
+) -> Passes:
     """Run the passes in the execution of the case, whose CUDA graphs are still recorded.
 
-    Every rank must do so at the same time. `first` is true for the first passes of the case.
+    Every rank must do so at the same time. `first` is true for the first passes of the case. `trace` is the file for
+    the trace of the last pass.
     """
     numbers = batches_used([batch.padded_tokens for batch in plan.batches])
     if loaded.devices[0].type != "cuda":
@@ -240,7 +250,7 @@ def record(loaded: Loaded, plan: Plan, forward: Forward, *, on_batch: BatchRepor
             # Before a profile starts the GPU is idle and cools. At its power limit a pass after a forward has a clock
             # that is 3 to 5 % lower, and from passes at several clocks follows how the time depends on the clock.
             _run(loaded, batches, forward, on_batch)
-        with _recorded() as recording:
+        with _recorded(trace=trace if number == passes - 1 else None) as recording:
             clock.stamp(2 * number)
             pass_s = _run(loaded, batches, forward, on_batch)
             clock.stamp(2 * number + 1)
@@ -250,9 +260,10 @@ def record(loaded: Loaded, plan: Plan, forward: Forward, *, on_batch: BatchRepor
         kernels.append(of_pass(recording.records))
         seconds.append(pass_s)
     if why:
-        return Passes(batches=numbers, why=why)
+        return Passes(batches=numbers, why=why, trace=recording.trace)
     clock_ghz = clock.ghz([(2 * number, 2 * number + 1) for number in range(passes)])
-    return Passes(batches=numbers, kernels=kernels, seconds=seconds, clock_ghz=clock_ghz, why_no_clock=clock.why)
+    found = Passes(batches=numbers, kernels=kernels, seconds=seconds, clock_ghz=clock_ghz, why_no_clock=clock.why)
+    return msgspec.structs.replace(found, trace=recording.trace)
 
 
 def measure(
@@ -263,10 +274,12 @@ def measure(
     *,
     on_batch: BatchReport,
     last: bool = True,
+    trace: str | None = None,
 ) -> WorkReply:
     """Run the eager passes over one batch, the middle one of the passes of `record`, whose forwards are eager now.
 
-    Every rank must do so at the same time. `last` is true for the last passes of the case.
+    Every rank must do so at the same time. `last` is true for the last passes of the case. `trace` is the file for the
+    trace of the pass by modules, which on a CPU runs for the trace alone.
     """
     import torch
 
@@ -276,9 +289,13 @@ def measure(
     host_calls: list[HostCalls] = []
     unrecorded: str | None = _ON_CPU
     attributed = None
-    if gpus:
-        with _recorded(ranges=True, last=last) as recording, _module_ranges(loaded.model):
+    traces = [passes.trace]
+    if gpus or trace is not None:
+        profiled = _recorded(kernels=bool(gpus), ranges=True, last=last, trace=trace)
+        with profiled as recording, _module_ranges(loaded.model):
             _run(loaded, batch, forward, on_batch)
+        traces.append(recording.trace)
+    if gpus:
         unrecorded = recording.why
         attributed = attribute(recording.records) if unrecorded is None else None
     # The last one: what a model prepares in its first eager forwards is done.
@@ -298,7 +315,7 @@ def measure(
         host_syncs=None if attributed is None else attributed.host_syncs,
         why=why,
     )
-    reply = WorkReply(batches=passes.batches, eager_batches=[number], work=figures)
+    reply = WorkReply(batches=passes.batches, eager_batches=[number], work=figures, traces=[*filter(None, traces)])
     if passes.why is not None:
         return reply
     kernels = {name: calls for name, calls in passes.kernels[-1].kernels.items() if not _COPY.match(name)}
@@ -433,15 +450,17 @@ def _run(loaded: Loaded, batches: Sequence[Batch], forward: Forward, on_batch: B
 
 
 @contextmanager
-def _recorded(*, ranges: bool = False, first: bool = False, last: bool = False) -> Iterator[_Recording]:
+def _recorded(
+    *, kernels: bool = True, ranges: bool = False, first: bool = False, last: bool = False, trace: str | None = None
+) -> Iterator[_Recording]:
     """While entered, torch.profiler records the kernels of this process, and the ranges of modules if wanted.
 
-    CUPTI is attached at the first profile of a case and detached after the last one.
+    CUPTI is attached at the first profile of a case and detached after the last one. `trace` is the file for the trace.
     """
     from torch.profiler import ProfilerActivity, profile
 
     recording = _Recording()
-    profiler = profile(activities=[ProfilerActivity.CUDA, *([ProfilerActivity.CPU] if ranges else [])])
+    profiler = profile(activities=[*[ProfilerActivity.CUDA] * kernels, *[ProfilerActivity.CPU] * ranges])
     try:
         _set_detaching(wanted=first)
         profiler.start()
@@ -458,10 +477,22 @@ def _recorded(*, ranges: bool = False, first: bool = False, last: bool = False) 
             # The raw records: to build torch's events and averages takes ten times as long.
             results: Any = profiler.profiler
             recording.records = read_records(results.kineto_results.events())
+            recording.trace = None if trace is None else _written(profiler, trace)
         except RuntimeError as error:
             recording.why = f"torch.profiler did not stop: {first_line(error)}"
     if recording.why is None and not any(record.device is not None for record in recording.records):
         recording.why = _NO_RECORDS if _USERS_CHOICE != "1" else _DETACHED
+
+
+def _written(profiler: torch.profiler.profile, trace: str) -> str | None:
+    """Write the trace of a profile that has ended; None if that fails, which costs no figure of the case."""
+    try:
+        Path(trace).parent.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(trace)
+    except (OSError, RuntimeError) as error:
+        print(f"the trace {trace} could not be written: {first_line(error)}", file=sys.stderr)
+        return None
+    return trace
 
 
 def _set_detaching(*, wanted: bool) -> None:

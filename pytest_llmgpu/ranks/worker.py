@@ -6,6 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -335,22 +336,27 @@ def account(state: RankState) -> tuple[list[Collective], list[Collective] | None
         return str(error)
 
 
-def record_work(state: RankState) -> None:
+def record_work(state: RankState, traces: str | None = None) -> None:
     """Record the kernels of the latest case in its own execution, for `run_eager_passes`.
 
-    This comes right after `measure`: the CUDA graphs of the case are not recorded twice.
+    This comes right after `measure`: the CUDA graphs of the case are not recorded twice. `traces` is the begin of the
+    paths of trace files; None for none.
     """
     loaded, plan, on_batch = state.loaded, state.plan, _report_to(state)
+    trace = partial(_trace, state, traces)
     if state.generator is None:
         with work.scoring_forward(loaded, state.case.scoring) as forward:
-            state.passes = [work.record(loaded, plan, forward, on_batch=on_batch)]
+            state.passes = [work.record(loaded, plan, forward, on_batch=on_batch, trace=trace("passes"))]
         return
-    steps = work.record(loaded, plan, state.generator.step, on_batch=on_batch)
-    state.passes = [steps, work.record(loaded, plan, state.generator.prefill, on_batch=on_batch, first=False)]
+    step, prefill = state.generator.step, state.generator.prefill
+    state.passes = [
+        work.record(loaded, plan, step, on_batch=on_batch, trace=trace("decode-passes")),
+        work.record(loaded, plan, prefill, on_batch=on_batch, first=False, trace=trace("prefill-passes")),
+    ]
 
 
-def run_eager_passes(state: RankState) -> list[WorkReply]:
-    """Record what the latest case computes, in eager forwards that are not measured.
+def run_eager_passes(state: RankState, traces: str | None = None) -> list[WorkReply]:
+    """Record what the latest case computes, in eager forwards that are not measured; `traces` as in `record_work`.
 
     Returns:
         One reply for a case that scores; for one that generates, that of the decode steps and that of the prefill.
@@ -358,14 +364,16 @@ def run_eager_passes(state: RankState) -> list[WorkReply]:
     assert state.passes
     state.graphs.close()
     loaded, plan, on_batch = state.loaded, state.plan, _report_to(state)
+    trace = partial(_trace, state, traces)
     if not state.case.generates:
         with work.scoring_forward(loaded, state.case.scoring) as forward, compiled_layers.suspended():
-            return [work.measure(loaded, plan, state.passes[0], forward, on_batch=on_batch)]
+            return [work.measure(loaded, plan, state.passes[0], forward, on_batch=on_batch, trace=trace("modules"))]
     steps, prefills = state.passes
+    names = trace("decode-modules"), trace("prefill-modules")
     with graph_choice.generator(loaded, plan) as generator, compiled_layers.suspended():
         return [
-            work.measure(loaded, plan, steps, generator.step, on_batch=on_batch, last=False),
-            work.measure(loaded, plan, prefills, generator.prefill, on_batch=on_batch),
+            work.measure(loaded, plan, steps, generator.step, on_batch=on_batch, last=False, trace=names[0]),
+            work.measure(loaded, plan, prefills, generator.prefill, on_batch=on_batch, trace=names[1]),
         ]
 
 
@@ -439,6 +447,11 @@ def _generation(state: RankState, generator: Generator, generated: Generated) ->
         tokens=encode_tokens(token for text in generated.tokens for token in text),
         loglikelihoods=encode(value for row in generated.loglikelihoods for value in row),
     )
+
+
+def _trace(state: RankState, begin: str | None, name: str) -> str | None:
+    """Return the path of a trace file of this rank; None without a begin of the path."""
+    return None if begin is None else f"{begin}-rank{state.loaded.rank}-{name}.json.gz"
 
 
 def _report_to(state: RankState, *, planned: int = 0) -> BatchReport:

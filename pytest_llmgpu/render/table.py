@@ -1,11 +1,13 @@
 """The figures of each case as columns, and the tables of a block of cases, for terminal, page, CSV and Markdown.
 
+Cases that share a table differ in strategy and batch size only; the caption states what they have in common.
 `COLUMNS` has every figure once: a metric with its row of the table of metrics, any other with its function. `TABLES`
 and `MARKDOWN` have the columns of each table in their order. Below a table the answers are compared with those of mp.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections import Counter
@@ -13,13 +15,16 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Literal, NamedTuple
 
+import msgspec
+
 from pytest_llmgpu.analysis.capacity import split
 from pytest_llmgpu.analysis.comparison import written as probability
-from pytest_llmgpu.report.case import REFERENCE_STRATEGY
+from pytest_llmgpu.report.case import DEFAULT_TASK, REFERENCE_STRATEGY, Case
 from pytest_llmgpu.report.derived import batch_latency_s, device_busy, generated, measured, of_window
 from pytest_llmgpu.report.metrics import METRICS, Figure
+from pytest_llmgpu.report.report import Environment, Report
 from pytest_llmgpu.report.result import CaseResult, Comparison
-from pytest_llmgpu.report.text import GIB, MIB, percent, plural
+from pytest_llmgpu.report.text import GIB, MIB, gib, percent, plural
 
 
 class Column(NamedTuple):
@@ -90,7 +95,7 @@ def _threads(result: CaseResult) -> int | None:
     return min((min(host.threads) for host in hosts), default=None) if result.case.device == "cpu" else None
 
 
-def _bound_share(result: CaseResult, *, bound: str, measured: str) -> float | None:
+def _of_bound(bound: str, measured: str, result: CaseResult) -> float | None:
     """Return the share of the bound in a measured time, by the names of their fields."""
     bound_s = None if result.bound is None else getattr(result.bound, bound)
     seconds = getattr(result, measured)
@@ -131,15 +136,8 @@ COLUMNS = {
             MIB,
             lambda one: getattr(generated(one), "kv_cache_formula_bytes", None),
         ),
-        Column(
-            "prefill_bound_share",
-            "of bound\n%, prefill",
-            0.01,
-            partial(_bound_share, bound="prefill_s", measured="first_token_s"),
-        ),
-        Column(
-            "step_bound_share", "of bound\n%, step", 0.01, partial(_bound_share, bound="step_s", measured="token_p50_s")
-        ),
+        Column("prefill_bound_share", "of bound\n%, prefill", 0.01, partial(_of_bound, "prefill_s", "first_token_s")),
+        Column("step_bound_share", "of bound\n%, step", 0.01, partial(_of_bound, "step_s", "token_p50_s")),
         Column("memory_bytes", "memory\nGiB/GPU", GIB, _fullest_bytes),
         Column("threads", "threads\nper rank", 1.0, _threads),
         *(
@@ -238,6 +236,16 @@ _ENDED: dict[str, tuple[Kind, str]] = {"oom": ("oom", "OOM"), "skipped_after_oom
 
 _MINUTES_FROM_S = 600  # times are written in minutes if the smallest one is at least this long
 
+_DEFAULT_WORDS = {
+    "gpu_memory_bytes": "no memory limit",
+    "workload": "logits of the endings only",
+    "attention": "attention chosen by transformers",
+}
+"""A caption leaves these defaults out. They are written where another block has another value."""
+
+_COLUMN_FIELDS = ("strategy", "backend", "strategy_options", "execution")
+"""Fields of a case that may differ within a table. `execution` is one of them: each batch size may run differently."""
+
 
 class Entry(NamedTuple):
     """A case and its place in the tables and charts of its block."""
@@ -303,6 +311,81 @@ class TimeTable(NamedTuple):
         return [LEGEND[key] for key in self.used]
 
 
+def blocks(cases: Sequence[CaseResult]) -> list[list[CaseResult]]:
+    """Return the cases of each table, in the order in which they ran."""
+    found: dict[str, list[CaseResult]] = {}
+    for result in cases:
+        fields = msgspec.to_builtins(result.case)
+        for name in (*_COLUMN_FIELDS, "batch_size"):
+            del fields[name]
+        if result.case.device == "cpu":
+            # On a CPU devices are processes, and strategies use different numbers of them.
+            del fields["devices"], fields["nodes"]
+        found.setdefault(json.dumps(fields, sort_keys=True), []).append(result)
+    return list(found.values())
+
+
+def caption(case: Case, environment: Environment) -> str:
+    """Return the caption of a case and of all cases in its block."""
+    return ", ".join(filter(None, _caption_parts(case, environment).values()))
+
+
+def captions(tables: Sequence[Sequence[CaseResult]], report: Report) -> list[tuple[str, str]]:
+    """Return the caption of each block, and those of its parts that differ between blocks ("" if there is one block).
+
+    Blocks with equal captions also get the fields in which they differ.
+    """
+    cases = [block[0].case for block in tables]
+    parts = [_caption_parts(case, report.environment) for case in cases]
+    plain = [", ".join(filter(None, one.values())) for one in parts]
+    fields = [msgspec.to_builtins(case) for case in cases]
+    differing = [name for name in parts[0] if len({one[name] for one in parts}) > 1] if parts else []
+    found = []
+    for text, own, of_case in zip(plain, fields, parts, strict=True):
+        alike = [other for other, others in zip(fields, plain, strict=True) if others == text]
+        more = [
+            f"{name} {value[:12] if isinstance(value, str) else value}"
+            for name, value in own.items()
+            if name not in (*_COLUMN_FIELDS, "batch_size") and any(other[name] != value for other in alike)
+        ]
+        short = [of_case[name] or _DEFAULT_WORDS[name] for name in differing]
+        found.append((", ".join([text, *more]), ", ".join([*short, *more])))
+    return found
+
+
+def model(case: Case) -> str:
+    """Return the name of the model, with a note if its weights are random."""
+    return f"{case.model} (random weights)" if case.load_format == "dummy" else case.model
+
+
+def dataset(case: Case) -> str:
+    """Return the task unless it is the default, the dataset, and the number of items if the run was limited."""
+    task = "" if case.task == DEFAULT_TASK else f"task {case.task}, "
+    return f"{task}{case.dataset} dataset" + ("" if case.limit is None else f" (first {case.limit:,} items)")
+
+
+def _caption_parts(case: Case, environment: Environment) -> dict[str, str]:
+    """Return the parts of a caption by field; the text of a default value is empty."""
+    names = list(dict.fromkeys(gpu.name for gpu in environment.gpus))
+    devices = f"{case.devices} x {names[0] if len(names) == 1 else 'GPU'}" if case.device == "cuda" else "CPU"
+    # On a CPU strategies of one table use different numbers of nodes.
+    nodes = case.nodes if case.device == "cuda" else len(environment.nodes)
+    devices += f" on {nodes} nodes" * (nodes > 1)
+    limit_bytes = case.gpu_memory_bytes
+    workload = "every logit and a KV cache" if case.scoring == "harness" else ""
+    if case.generates:
+        workload = f"{plural(case.new_tokens or 0, 'new token')} after prompts of at most {case.prompt_tokens}"
+    return {
+        "model": model(case),
+        "dtype": case.dtype,
+        "devices": devices,
+        "dataset": dataset(case),
+        "gpu_memory_bytes": "" if limit_bytes is None else f"memory limit {gib(limit_bytes, 1)} per GPU",
+        "workload": workload,
+        "attention": "" if case.attention is None else f"{case.attention} attention",
+    }
+
+
 def figure_tables(cases: Sequence[CaseResult]) -> dict[Place, FigureTable]:
     """Return the tables of work and of generated tokens of one block that have figures.
 
@@ -352,10 +435,8 @@ def make_time_table(cases: Sequence[CaseResult]) -> TimeTable:
             return Cell(result.id, kind, word=word)
         if generates:
             # A text of one token has no time of the next one.
-            times_ms = [
-                None if time_s is None else 1000 * time_s for time_s in (result.token_p50_s, result.first_token_s)
-            ]
-            time, second = ("-" if ms is None else f"{ms:,.{digits(ms)}f} ms" for ms in times_ms)
+            times_s = (result.token_p50_s, result.first_token_s)
+            time, second = ("-" if one is None else f"{1000 * one:,.{digits(1000 * one)}f} ms" for one in times_s)
         else:
             value = result.acc if metric == "acc" else result.acc_norm
             time = "done" if result.inference_s is None else f"{result.inference_s / unit:.{places}f} {unit_name}"

@@ -9,7 +9,6 @@ from tabulate import tabulate
 
 from pytest_llmgpu.gate.trends import Change, Figure, Trend
 from pytest_llmgpu.render.charts import Chart, axes, image
-from pytest_llmgpu.render.charts.panels import domain
 from pytest_llmgpu.render.html.assets import asset, content_security_policy, templates
 from pytest_llmgpu.render.terminal.report import Painter
 from pytest_llmgpu.report.text import capital, plural, significant
@@ -50,9 +49,8 @@ def page(trends: Sequence[Trend], machine: str) -> str:
         drawn = [image(chart, "svg", dark=dark, titled=False) for dark in (True, False)]
         pictures = [f"data:image/svg+xml;base64,{base64.b64encode(one).decode()}" for one in drawn]
         sections.append({"chart": chart, "pictures": pictures, "changes": list(_changes(trend))})
-    return template.render(
-        machine=machine, style=style, policy_header=content_security_policy([], [style]), sections=sections
-    )
+    policy = content_security_policy([], [style])
+    return template.render(machine=machine, style=style, policy_header=policy, sections=sections)
 
 
 def _cell(one: Figure | None) -> str:
@@ -90,11 +88,8 @@ def _chart(trend: Trend) -> Chart:
             rows.append(row)
             ends[line.name] = row
     strategies = list(dict.fromkeys(line.strategy for line in trend.lines))
-    colour = {
-        **axes.text("s", "strategy"),
-        "scale": {"domain": domain([(name, name) for name in strategies])},
-        "legend": {"values": strategies},
-    }
+    domain = axes.domain([(name, name) for name in strategies])
+    colour = {**axes.text("s", "strategy"), "scale": {"domain": domain}, "legend": {"values": strategies}}
     case = axes.text("c", "case")
     layers: list[axes.Spec] = [
         {"mark": {"type": "line", "strokeWidth": 1.5}, "encoding": {"color": colour, "detail": [case, axes.text("p")]}},

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Literal
 
 from pytest_llmgpu.report.result import HostUse, Launch, Profile
 from pytest_llmgpu.report.text import GIB, MIB
@@ -31,9 +30,6 @@ is below 0.01."""
 _LOST = ("GPU is lost", "GPU requires restart")
 """NVML's messages for a GPU that is no longer on the bus or must be reset."""
 
-Kind = Literal["lost", "throttled", "clock", "processes", "memory", "ecc", "xid", "cpu"]
-"""Kind of a disturbance."""
-
 COOLER = "Cool the GPUs, or lock their clocks (nvidia-smi --lock-gpu-clocks)."
 """Next step where power or heat throttled the GPUs."""
 
@@ -41,7 +37,7 @@ _ALONE = "End the other programs on these GPUs; nvidia-smi lists them."
 _BROKEN = "Read the driver's log (dmesg), and reset or replace the GPU."
 _FREE = "End the other programs on this machine (top lists them), or lower OMP_NUM_THREADS to its free cores."
 
-_KINDS: dict[Kind, tuple[str, str, str]] = {
+_KINDS: dict[str, tuple[str, str, str]] = {
     "lost": ("GPU no longer reachable", "GPU {index} ({value})", _BROKEN),
     "throttled": ("throttled by power or heat", "GPU {index} for {value:.1f} % of the time", COOLER),
     "clock": (
@@ -83,10 +79,10 @@ def find(
         used_before: UUID to the bytes in use before any rank was started, if known.
     """
     clocks, first_clocks = clocks_mhz(profile), {} if first is None else clocks_mhz(first)
-    found: dict[Kind, list[str]] = {}
+    found: dict[str, list[str]] = {}
     for device in profile.devices:
 
-        def add(kind: Kind, value: float | str, expected: float = 0, index: int = device.index) -> None:
+        def add(kind: str, value: float | str, expected: float = 0, index: int = device.index) -> None:
             text = _KINDS[kind][1].format(index=index, value=value, expected=expected)
             found.setdefault(kind, []).append(text)
 
@@ -178,9 +174,3 @@ def clocks_mhz(profile: Profile) -> dict[str, float]:
         for device, of_device in zip(profile.devices, readings, strict=True)
         if len(of_device) >= _LEAST_READINGS
     }
-
-
-def slowest_mhz(profile: Profile) -> float | None:
-    """Return the lowest mean SM clock of the devices; None if one of them is not known."""
-    means = [clock.mean if (clock := device.metrics.get("sm_clock_mhz")) else None for device in profile.devices]
-    return min((mhz for mhz in means if mhz is not None), default=None) if None not in means else None

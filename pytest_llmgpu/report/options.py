@@ -124,7 +124,7 @@ def _option(
 GATE_OPTIONS = ("policy", "strict", "allow_no_baseline")
 """Options that have an effect only if the run is compared with a baseline."""
 
-OUTPUT_OPTIONS = ("json", "save", "storage", "compare", "html", "resume")
+OUTPUT_OPTIONS = ("json", "save", "storage", "compare", "html", "trace", "resume")
 """Options that are about the report and change nothing in what is measured."""
 
 RUN_OPTIONS = (*GATE_OPTIONS, *OUTPUT_OPTIONS, "launcher", "launches", "sample_period", "profile_method")
@@ -272,11 +272,15 @@ class Options:
     html: str | None = _option(
         "PATH", "HTML page to write at the end, .html; it needs no network (requires the extra `report`)"
     )
+    trace: str | None = _option(
+        "DIR",
+        "write traces of the work passes of each case and rank into this folder; they open in Perfetto or "
+        "chrome://tracing",
+    )
     accuracy_baseline: float | None = _option(
-        "FRACTION", "accuracy to reach (default: the registered or published one, if known)"
+        "FRACTION", "accuracy to reach, 0.01 less is allowed (default: the registered or published one, if known)"
     )
     accuracy_metric: str = _option("{acc_norm,acc}", "accuracy metric that is compared with the baseline", "acc_norm")
-    accuracy_tolerance: float = _option("FRACTION", "allowed difference below the baseline", "0.01")
 
     def in_force(self) -> dict[str, Any]:
         """Return flag to value of all options, for the report."""

@@ -154,7 +154,7 @@ class PromotedCase(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of a case in an earlier baseline, and their conditions: only under equal ones they are compared."""
 
     figures: dict[str, Amount]
-    """Metric to its figure: `device_time` (s), `memory` (bytes), `flops` and `traffic` (wire bytes) of a sequence."""
+    """Metric to its figure: `device_time` (s), `memory` (bytes), `traffic` (wire bytes of a sequence)."""
     execution: str
     """Execution of the forwards, as in `case`."""
     batches_sha256: str

@@ -281,6 +281,9 @@ class Launch(msgspec.Struct, kw_only=True):
     case that generates, they are those of one decode step of each batch of `work.batches`."""
     prefill_work: Work | None = None
     """Work of the prefills of these batches; null for a case that scores, and with `work`."""
+    traces: list[str] = []
+    """Trace files of the work passes of this launch; a later launch of the case replaces them. Empty without
+    --llmgpu-trace."""
     why: Reasons = {}
 
     @property

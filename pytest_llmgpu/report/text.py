@@ -93,12 +93,9 @@ def guess(name: str, names: Iterable[str]) -> str:
     import difflib  # not when pytest loads the plugin
 
     # Another number is another thing: float8 is no misspelt float32.
-    close = difflib.get_close_matches(name, [one for one in names if _digits(one) == _digits(name)], 1)
+    alike = [one for one in names if re.findall(r"\d", one) == re.findall(r"\d", name)]
+    close = difflib.get_close_matches(name, alike, 1)
     return f" (did you mean {close[0]}?)" if close else ""
-
-
-def _digits(text: str) -> str:
-    return "".join(filter(str.isdigit, text))
 
 
 def capital(text: str) -> str:

@@ -21,8 +21,8 @@ from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.verdicts import Row, Verdict, Verdicts, worst_first
-from pytest_llmgpu.store import git, references, store
-from pytest_llmgpu.store.references import Source
+from pytest_llmgpu.store import git, store
+from pytest_llmgpu.store.store import Source
 
 _SHOWN = 3  # rows or reasons in a message; the table has all of them
 
@@ -91,7 +91,7 @@ class RunGate:
         here = Report(created="", plugin_version=None, environment=environment(machine), cases=[result])
         name = store.hardware(here)
         try:
-            self._source = references.resolve(reference, self._storage_path, machine=name, repository=self._rootdir)
+            self._source = store.resolve(reference, self._storage_path, machine=name, repository=self._rootdir)
             self.base = self._source.report()
         except ValueError as error:
             absent = isinstance(error, git.AbsentError)

@@ -17,7 +17,7 @@ from pytest_llmgpu.inference.models import ModelSource, TokenizerError
 from pytest_llmgpu.inference.tasks.protocol import Dataset, Item, Task
 from pytest_llmgpu.profiling import nvml
 from pytest_llmgpu.profiling.machine import Machine
-from pytest_llmgpu.profiling.sampler.sources import SMALLEST_PERIOD_S
+from pytest_llmgpu.profiling.sampler.devices import SMALLEST_PERIOD_S
 from pytest_llmgpu.report.case import DEFAULT_TASK, GENERATE, SCORE, Case
 from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.report.text import gib, plural

@@ -28,7 +28,7 @@ from pytest_llmgpu.report.text import beginning, valid
 from pytest_llmgpu.report.verdicts import Verdicts
 from pytest_llmgpu.report.work import Ceilings
 from pytest_llmgpu.session import resume
-from pytest_llmgpu.store import references, store
+from pytest_llmgpu.store import store
 from pytest_llmgpu.store.git import commit
 
 _NO_CEILINGS = "the ceilings are measured after the first work passes on a GPU"
@@ -44,11 +44,12 @@ class Recorder:
         rootdir: Path,
         options: Options,
         page_path: Path | None = None,
+        trace_path: Path | None = None,
     ) -> None:
-        """Prepare a report; None is the path of no report, or of no page.
+        """Prepare a report; None is the path of no report, of no page, or of no traces.
 
         Raises:
-            ValueError: The report, the store or the page cannot be written.
+            ValueError: The report, the store, the page or traces cannot be written.
         """
         self._rootdir = rootdir
         self._storage_path = storage_path
@@ -77,13 +78,15 @@ class Recorder:
         """The ids of the cases."""
         self._measured: dict[tuple[tuple[str, str], int], tuple[int, list[CaseResult]]] = {}
         """Maps node id, key and number of a measurement to its place in the report and its results, one per launch."""
-        self._page_path = page_path
+        self._page_path, self._trace_path = page_path, trace_path
         if path is not None:
             file.check_writable(path)
         if page_path is not None:
             from pytest_llmgpu.render.html import report  # imports the charts
 
             report.check(page_path)
+        if trace_path is not None:
+            file.check_writable(trace_path / "case-rank0-passes.json.gz", "trace")
         if options.save is not None:
             file.check_writable(storage_path / "0001.json")
 
@@ -98,6 +101,10 @@ class Recorder:
             last = self._storage_path / store.LAST
             name = LATEST if self.path.absolute() == last.absolute() else self._shown(self.path)
             steps.append(f"llmgpu html {name} (one page with charts)")
+        if self._trace_path is not None and self.report is not None:
+            traced = any(launch.traces for result in self.report.cases for launch in result.launches)
+            none = "no trace was written: traces are of work passes that completed (--llmgpu-work=on)"
+            lines.append(f"trace: {self._shown(self._trace_path)}" if traced else none)
         if not self._saved and "store" not in self.problems:
             steps.append("--llmgpu-save=NAME (keeps the report)")
         return [*lines, f"next: {', '.join(steps)}"] if steps else lines
@@ -108,9 +115,9 @@ class Recorder:
         Raises:
             ValueError: There is no such report, or its session cannot be continued.
         """
-        name = references.public(reference)
+        name = store.public(reference)
         try:
-            source = references.resolve(reference, self._storage_path, repository=self._rootdir)
+            source = store.resolve(reference, self._storage_path, repository=self._rootdir)
             report = resume.continued(source.report(), self._start(devices), name=name, sha256=source.sha256)
         except ValueError as error:
             raise ValueError(f"--llmgpu-resume={reference}: {error}") from None
@@ -179,6 +186,7 @@ class Recorder:
             why |= {name: self._text(reason) for name, reason in why.items()}
         result = file.encodable(result)
         for launch in result.launches:
+            launch.traces = list(map(self._shown, launch.traces))
             launch.resumption = len(self.report.resumed)
         # A test that measures the same case twice has two cases in the report, in every launch.
         measured = nodeid, result.key
@@ -251,7 +259,7 @@ class Recorder:
             return
         try:
             if name is not None:
-                references.resolve(name, self._storage_path, machine=store.hardware(report))
+                store.resolve(name, self._storage_path, machine=store.hardware(report))
         except ValueError as error:
             self._saved.append(f"note: {error}")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,14 +19,13 @@ from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.inference.tasks.protocol import Item
 from pytest_llmgpu.profiling import machine
 from pytest_llmgpu.profiling.machine import Machine
-from pytest_llmgpu.profiling.node_profilers import NodeProfilers
-from pytest_llmgpu.profiling.profiler import Profiler
+from pytest_llmgpu.profiling.profiler import NodeProfilers, Profiler
 from pytest_llmgpu.ranks import ceilings, serving, traffic, work, worker
 from pytest_llmgpu.ranks import host as hosts
 from pytest_llmgpu.ranks.group import RankGroup, slowest
 from pytest_llmgpu.ranks.local import LocalLauncher, RankFailedError
 from pytest_llmgpu.report import derived, disturbances
-from pytest_llmgpu.report.case import Case
+from pytest_llmgpu.report.case import Case, next_id
 from pytest_llmgpu.report.report import Gpu, Report
 from pytest_llmgpu.report.result import (
     CaseResult,
@@ -87,13 +87,17 @@ class Runner:
         profilers_of: Callable[[Machine], Profiler | NodeProfilers],
         progress: Progress,
         show_line: Callable[[str], None],
+        traces: Path | None = None,
     ) -> None:
-        """Prepare to run; no process is started."""
+        """Prepare to run; no process is started. `traces` is the folder of trace files."""
         self.launcher = launcher
         """Starts the processes of the ranks, and has what they wrote."""
         self._profilers_of = profilers_of
         self._progress = progress
         self._show_line = show_line
+        self._traces = traces
+        self._traced: dict[str, str] = {}
+        """Maps the key of each case to the begin of the names of its trace files. A later launch replaces them."""
         self._group: RankGroup | None = None
         self._loading: str | None = None
         self._load_s: float | None = None
@@ -290,8 +294,12 @@ class Runner:
             self._count_traffic(request, result)
             return
         launch.why["work"] = WORK_STOPPED
+        traces = None
+        if self._traces is not None:
+            name = self._traced.setdefault(request.case.key, next_id(self._traced.values(), request.case))
+            traces = str(self._traces / name.replace("/", "-"))
         # First: the CUDA graphs of the case end where the traffic is counted.
-        recorded = self._ask_further(request, worker.record_work)
+        recorded = self._ask_further(request, worker.record_work, traces)
         if isinstance(recorded, str):
             launch.why["work"] = f"{_WORK_FAILED}: {recorded}"
         self._count_traffic(request, result)
@@ -300,7 +308,7 @@ class Runner:
         if self._group is None:
             launch.why["work"] = "the ranks were ended when traffic was counted"
             return
-        replies: list[list[work.WorkReply]] | str = self._ask_further(request, worker.run_eager_passes)
+        replies: list[list[work.WorkReply]] | str = self._ask_further(request, worker.run_eager_passes, traces)
         if isinstance(replies, str):
             launch.why["work"] = f"{_WORK_FAILED}: {replies}"
             return
@@ -311,6 +319,7 @@ class Runner:
             work.join(of_ranks, self.kernel_names, size) for of_ranks in zip(*replies, strict=True)
         )
         launch.prefill_work = prefill[0] if prefill else None
+        launch.traces = [path for of_rank in replies for reply in of_rank for path in reply.traces]
         del launch.why["work"]
         # The rates of the GPUs, unless they were measured in this session.
         uuids = tuple(gpu.uuid for gpu in request.machine.gpus)
@@ -396,7 +405,7 @@ class Runner:
             raise
         devices = _by_gpu(loaded, request.machine)
         held = {gpu.uuid: device.held_bytes for gpu, device in devices if gpu}
-        self._profilers_of(request.machine).held_bytes = held
+        self._profilers_of(request.machine).here.held_bytes = held
         self._loading, self._load_s = case.loading, time.monotonic() - began
         return self._group
 
@@ -450,7 +459,7 @@ class Runner:
         devices = _by_gpu(of_ranks, request.machine)
         held = {gpu.uuid: device.held_bytes for gpu, device in devices if gpu}
         self._add_profile(launch, profilers.slice(self._began_on_nodes_s, ended_s, held or None), devices, request)
-        profilers.held_bytes = {}
+        profilers.here.held_bytes = {}
 
     def _add_profile(
         self,

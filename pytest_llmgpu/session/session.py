@@ -17,8 +17,7 @@ from pytest_llmgpu.analysis import reference
 from pytest_llmgpu.inference import tasks
 from pytest_llmgpu.profiling import machine as environment
 from pytest_llmgpu.profiling.machine import Machine
-from pytest_llmgpu.profiling.node_profilers import NodeProfilers, RemoteProfiler, Settings
-from pytest_llmgpu.profiling.profiler import Profiler
+from pytest_llmgpu.profiling.profiler import NodeProfilers, Profiler, RemoteProfiler
 from pytest_llmgpu.ranks.env_launcher import Devices, EnvLauncher, Peers
 from pytest_llmgpu.ranks.local import LocalLauncher
 from pytest_llmgpu.ranks.worker import ReferenceTexts
@@ -56,6 +55,7 @@ class BenchmarkSession:
         storage_path: Path,
         policy_path: Path | None,
         page_path: Path | None,
+        trace_path: Path | None = None,
         options: Options,
         known: Mapping[str, str],
         known_tasks: Mapping[str, str] = tasks.BUILT_IN,
@@ -65,12 +65,12 @@ class BenchmarkSession:
         """Make the session of a pytest run; no process starts. `peers` is None if ranks run on this machine only.
 
         Raises:
-            ValueError: The report or the page cannot be written, the store cannot be written, or the policy is invalid.
+            ValueError: The report, the page, traces or the store cannot be written, or the policy is invalid.
         """
         self._devices = None if peers is None else Devices(lambda: peers.processes)
         find_machine = environment.machine if self._devices is None else self._devices.machine
         self.planner = Planner(rootdir, find_machine, known, known_tasks)
-        self.recorder = Recorder(report_path, storage_path, rootdir, options, page_path)
+        self.recorder = Recorder(report_path, storage_path, rootdir, options, page_path, trace_path)
         self.gate: RunGate | None = None
         """Compares the run with its baseline; None without one."""
         if options.compare is not None:
@@ -82,7 +82,7 @@ class BenchmarkSession:
         self._profilers: tuple[tuple[tuple[str, ...], ...], Profiler | NodeProfilers] | None = None
         folder = Path(self._folder.name)
         launcher = LocalLauncher(folder) if peers is None else EnvLauncher(peers, folder)
-        self.runner = Runner(launcher, self.profilers_of, self._show, live.note)
+        self.runner = Runner(launcher, self.profilers_of, self._show, live.note, trace_path)
         self._last: dict[Group, str] = {}
         """The last test of each group that measures."""
         self._cases: list[tuple[Machine, Case, int | None]] = []
@@ -212,7 +212,7 @@ class BenchmarkSession:
             self._profilers = wanted, here
             if self._devices is not None and len(wanted) > 1:
                 others = [
-                    RemoteProfiler(self._devices.call_on(node), Settings(period_s=period_s, uuids=uuids, method=method))
+                    RemoteProfiler(self._devices.call_on(node), period_s, uuids, method)
                     for node, uuids in enumerate(wanted[1:], 1)
                 ]
                 self._profilers = wanted, NodeProfilers(here, others, {gpu.uuid: gpu.index for gpu in machine.gpus})

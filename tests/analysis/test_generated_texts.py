@@ -9,8 +9,7 @@ import pytest
 from support.assessed import assessed, check_of
 from support.report_factory import make_case, make_generation, make_result
 
-from pytest_llmgpu.analysis.comparison import compare
-from pytest_llmgpu.analysis.generated_texts import check_texts
+from pytest_llmgpu.analysis.comparison import check_texts, compare
 from pytest_llmgpu.report.result import CaseResult, Generation, Launch
 
 _TEXTS = [[1, 2, 3], [4, 5, 6]]

@@ -19,7 +19,11 @@ def _files(empty_folder: None) -> None:  # noqa: ARG001
     """Write a report and files that are none."""
     dump(on_h200(), Path("report.json"))
     Path("text.json").write_bytes(b"hello")
+    Path("other.json").write_bytes(b'{"benchmarks": [], "version": "5.3.1"}')
     Path("deep.json").write_bytes(b'{"x":' + b"[" * 100_000)
+    Path("cut.json.gz").write_bytes(b"\x1f\x8b\x08\x00")
+    Path("future.json").write_text('{"schema_version": 99, "cases": []}')
+    Path("rules.json").write_text('{"policy": "margn = 1", "policy_sha256": "", "rows": []}')
     Path("bad.toml").write_text("margn = 1\n")
     Path("baseline").mkdir()
 
@@ -28,7 +32,7 @@ def _files(empty_folder: None) -> None:  # noqa: ARG001
     ("command", "reason"),
     [
         # Arguments. A file's name with control characters comes from a shell's `*`.
-        ("", "a command is needed: ab, bisect, calibrate, export, gate, "),
+        ("", "a command is needed: ab, bisect, export, gate, "),
         ("shcema", "shcema"),
         ("schema extra", "extra"),
         (f"schema '{_CODES}'", "unrecognized arguments: "),
@@ -38,7 +42,6 @@ def _files(empty_folder: None) -> None:  # noqa: ARG001
         (f"list --storage {'x' * 5000}", "File name too long"),
         ("gate a b --today yesterday", "2026-01-31"),
         ("gate report.json", "BASE and HEAD are needed"),
-        ("calibrate", "REPORT | COMMAND"),
         ("promote", "REF"),
         ("promote report.json --force ' '", "--force: a reason is needed"),
         ("export xml report.json", "xml"),
@@ -61,7 +64,15 @@ def _files(empty_folder: None) -> None:  # noqa: ARG001
         ("export csv report.json --baseline none.json", "report none.json: cannot be read"),
         # Verdicts and policies.
         ("export csv report.json --verdicts none.json", "verdicts none.json: cannot be read: No such file"),
-        ("export csv report.json --verdicts report.json", "verdicts report.json: Object missing required field"),
+        ("export csv report.json --verdicts text.json", "verdicts text.json: JSON is malformed"),
+        ("export csv report.json --verdicts other.json", "verdicts other.json: Object missing required field"),
+        ("gate --verdicts report.json", "the report has none, because its run was not compared: pass --llmgpu-compare"),
+        ("gate --verdicts future.json", "verdicts future.json: schema_version 99 is newer than 2"),
+        ("gate --verdicts rules.json", "the policy of these verdicts cannot be read: Object contains unknown field"),
+        ("gate report.json --verdicts v.json", "--verdicts: cannot be combined with BASE: nothing is judged again"),
+        ("gate report.json report.json --verdicts v.json", "--verdicts: cannot be combined with BASE"),
+        ("gate --strict --verdicts v.json", "--verdicts: cannot be combined with --strict"),
+        ("gate --allow-no-baseline --verdicts v.json", "--verdicts: cannot be combined with --allow-no-baseline"),
         ("export csv report.json --verdicts deep.json", "verdicts deep.json: "),
         ("promote report.json --policy none.toml", "policy none.toml: cannot be read"),
         ("gate --dump-policy --policy bad.toml", "policy bad.toml: Object contains unknown field `margn`"),

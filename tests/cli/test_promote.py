@@ -12,8 +12,7 @@ from pytest_llmgpu.report.file import dump, load
 from pytest_llmgpu.report.report import Commit, Report, Session
 from pytest_llmgpu.report.result import AccuracyCheck, CaseResult
 from pytest_llmgpu.report.text import MIB
-from pytest_llmgpu.store.references import BASELINE, resolve
-from pytest_llmgpu.store.store import save, stored
+from pytest_llmgpu.store.store import BASELINE, resolve, save, stored
 
 TARGET = Path("benchmarks/baseline.json.gz")
 
@@ -98,9 +97,9 @@ def test_disturbed_launches_are_noted(capsys: pytest.CaptureFixture[str]) -> Non
         ([timed(1.1)], [], 1, "REGRESSED: mp-bs1 wall time"),
         ([make_failed("oom"), timed(batch_size=2)], [], 1, "REGRESSED: mp-bs1: "),
         ([timed(dtype="float32")], [], 3, "NOT COMPARABLE: mp-bs1"),
-        ([timed(batch_size=2)], [], 1, "MISSING: mp-bs1"),
+        ([timed(batch_size=2)], [], 3, "NOTHING COMPARED: 1 x outcome: NEW"),
         # The gate leaves it out; a baseline without it would hide later regressions.
-        ([timed(batch_size=2)], ["test_a.py::test_b[1]"], 1, "MISSING: mp-bs1"),
+        ([timed(batch_size=2)], ["test_a.py::test_b[1]"], 3, "NOTHING COMPARED: 1 x outcome: NEW"),
     ],
 )
 def test_a_report_that_the_gate_fails_is_refused(

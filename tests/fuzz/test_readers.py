@@ -44,7 +44,7 @@ from pytest_llmgpu.report.result import Failure
 from pytest_llmgpu.report.text import printable_lines
 from pytest_llmgpu.report.work import Work
 from pytest_llmgpu.session import resume
-from pytest_llmgpu.store import references
+from pytest_llmgpu.store import store
 
 pytestmark = pytest.mark.filterwarnings("default")  # of libraries, about files that nobody would write
 
@@ -232,7 +232,7 @@ def test_model_folders(model: Path, data: st.DataObject) -> None:
 @fuzz
 def test_references(name: str) -> None:
     """A name of a report is found, or refused in one line."""
-    _one_line(lambda: references.resolve(name, Path(".llmgpu")))
+    _one_line(lambda: store.resolve(name, Path(".llmgpu")))
 
 
 @given(st.text(max_size=400) | st.from_regex(r"(/[a-z\"' ]{0,9}){0,40}", fullmatch=True))

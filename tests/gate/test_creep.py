@@ -18,7 +18,7 @@ from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.text import MIB
 from pytest_llmgpu.report.verdicts import Row, Verdicts
 
-_POLICY = Policy(device_time=AmountRule(threshold=0.01), flops=AmountRule(threshold=0.001))
+_POLICY = msgspec.structs.replace(Policy(), device_time=AmountRule(threshold=0.01), traffic=AmountRule(threshold=0.001))
 
 
 def _report(
@@ -26,7 +26,6 @@ def _report(
     *,
     mib: float = 0.0,
     slower: float = 0.0,
-    flops: float = 0.0,
     wire: float = 0.0,
     ghz: float | None = 1.7,
     gpu: str = "GPU-",
@@ -43,7 +42,6 @@ def _report(
             uuids=[f"{gpu}{index}"],
             device_time_s=[0.5 * (1 + slower)] * 3,
             clock_ghz=None if ghz is None else [[ghz] * 3],
-            flops=round(10**12 * (1 + flops)),
         )
         for index, rank in enumerate(work.ranks)
     ]
@@ -73,7 +71,7 @@ def _row(base: Report, head: Report, policy: Policy = _POLICY) -> Row | None:
 
 def _steps(promotions: int, **step: float) -> list[Report]:
     """Return a report, and then one for each promotion, that need so much more each time; times multiply."""
-    totals = [
+    totals: list[dict[str, Any]] = [
         {name: (1 + by) ** number - 1 if name == "slower" else by * number for name, by in step.items()}
         for number in range(promotions + 1)
     ]
@@ -85,7 +83,6 @@ def _steps(promotions: int, **step: float) -> list[Report]:
     [
         ({"mib": 60}, 3, "Memory"),
         ({"slower": 0.004}, 5, "Device time"),
-        ({"flops": 0.0009}, 3, "FLOPs"),
         ({"wire": 0.0009}, 3, "Traffic"),
         ({"mib": 60, "slower": 0.009}, 3, "Memory"),
     ],
@@ -139,7 +136,7 @@ def test_memory_depends_on_the_execution_alone(first: dict[str, Any], stated: bo
 def test_a_metric_that_regressed_has_one_row() -> None:
     """The growth since the baseline is stated, and not the one since the baseline before."""
     base = _chain([_report(0), _report(1, mib=60)])
-    verdicts = _judged(base, _report(2, mib=600, flops=0.0001))
+    verdicts = _judged(base, _report(2, mib=600, wire=0.0001))
     assert [row.metric for row in verdicts.rows if row.worse] == ["memory"]
 
 
@@ -162,9 +159,9 @@ def test_the_policy_decides(policy: dict[str, Any], verdict: str | None) -> None
 @pytest.mark.parametrize(
     ("metric", "reports"),
     [
-        ("creep", _steps(3, mib=60, flops=0.0005)),
-        ("memory", [_report(0), _report(1, mib=120, flops=0.001)]),
-        (None, [_report(0, mib=600), _report(1, flops=0.001)]),
+        ("creep", _steps(3, mib=60, wire=0.0005)),
+        ("memory", [_report(0), _report(1, mib=120, wire=0.001)]),
+        (None, [_report(0, mib=600), _report(1, wire=0.001)]),
     ],
     ids=["creep allowed", "memory allowed", "memory improved"],
 )
@@ -173,9 +170,9 @@ def test_a_growth_is_measured_from_the_last_one_that_was_accepted(metric: str | 
     allow = [] if metric is None else [Allowed(case="mp-*", metric=metric, reason="wanted")]
     base = _chain(reports, msgspec.structs.replace(_POLICY, allow=allow))
     (case,) = base.promotions[0].cases.values()
-    assert ("memory" in case.figures, "flops" in case.figures) == (False, True)
+    assert ("memory" in case.figures, "traffic" in case.figures) == (False, True)
     now = (base.cases[0].launches[0].memory[0].peak_bytes or 0) / MIB - 10 * 1024
-    later = [_report(number, mib=now + 60 * (number - 20), flops=0.0016) for number in (21, 22, 23)]
+    later = [_report(number, mib=now + 60 * (number - 20), wire=0.0016) for number in (21, 22, 23)]
     assert _row(_chain([base, *later[:1]]), later[1]) is None
     assert _row(_chain([base, *later[:2]]), later[2]) is not None
 

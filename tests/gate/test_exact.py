@@ -12,27 +12,9 @@ from pytest_llmgpu.gate.exact import exact_rows, execution_row, other_execution,
 from pytest_llmgpu.gate.policy import AmountRule, ExactRule, Rules
 from pytest_llmgpu.report.result import CaseResult, Traffic
 from pytest_llmgpu.report.verdicts import Row
-from pytest_llmgpu.report.work import WORK_OFF, WORK_ON, HostCalls, RankWork, Work
+from pytest_llmgpu.report.work import WORK_OFF, WORK_ON, HostCalls, Work
 
-
-def _work(*numbers: int | None, version: str = "3.12", **fields: Any) -> Work:
-    """Return a record of a rank for each number of Python calls; None is a rank without one."""
-    work = make_work(len(numbers), **fields)
-    ranks = [
-        rank
-        if number is None
-        else msgspec.structs.replace(
-            rank,
-            host_calls=HostCalls(
-                python=number, c=7, by_file={"a.py": number - 100, "b.py": 100}, python_version=version
-            ),
-        )
-        for rank, number in zip(work.ranks, numbers, strict=True)
-    ]
-    return msgspec.structs.replace(work, ranks=ranks)
-
-
-_SAME, _GATED = _work(1000, 1000), Rules(host_calls=ExactRule())
+GATED = Rules(host_calls=ExactRule())
 
 
 def _result(*works: Work | None) -> CaseResult:
@@ -42,36 +24,45 @@ def _result(*works: Work | None) -> CaseResult:
     return result
 
 
-def _calls(base: CaseResult | Work = _SAME, head: CaseResult | Work = _SAME, rules: Rules = _GATED) -> Row | str | None:
-    """Return the row of the calls of the host, or the reason why there is none."""
-    then, now = (one if isinstance(one, CaseResult) else _result(one) for one in (base, head))
-    return dict(exact_rows(then, now, rules)).get("host_calls")
+def _calling(*python: int | None, version: str = "3.12", **fields: Any) -> Work:
+    """Return a record of ranks with these numbers of Python calls in a forward."""
+    work = make_work(len(python), **fields)
+    ranks = [
+        msgspec.structs.replace(
+            rank,
+            host_calls=None
+            if calls is None
+            else HostCalls(python=calls, c=1, by_file={"a.py": calls}, python_version=version),
+            why={"host_calls": "it was not counted"} if calls is None else {},
+        )
+        for rank, calls in zip(work.ranks, python, strict=True)
+    ]
+    return msgspec.structs.replace(work, ranks=ranks)
 
 
-def _row(found: Row | str | None) -> Row:
-    assert isinstance(found, Row), found
-    return found
+def _found(
+    base: CaseResult | Work | None = None, head: CaseResult | Work | None = None, rules: Rules | None = None
+) -> dict[str, Row | str]:
+    """Return the row of each metric of work passes, or the reason why there is none."""
+    then, now = (one if isinstance(one, CaseResult) else _result(one or _calling(4, 4)) for one in (base, head))
+    return {str(metric): row for metric, row in exact_rows(then, now, rules or GATED) if metric != "traffic"}
 
 
-@pytest.mark.parametrize(
-    ("numbers", "result", "shown"),
-    [
-        ((1000, 1000), "OK", 1000),
-        ((1000, 1001), "REGRESSED", 1001),
-        ((1002, 1001), "REGRESSED", 1002),
-        ((990, 1001), "REGRESSED", 1001),
-        ((999, 999), "IMPROVED", 999),
-    ],
-)
-def test_one_more_call_on_a_rank_is_a_change(numbers: tuple[int, int], result: str, shown: int, prose: Prose) -> None:
-    """One launch decides; it fails the gate only if the policy says so. The reason names the files that changed."""
-    row = _row(_calls(head=_work(*numbers)))
-    assert (row.result, row.gated, row.threshold, row.n) == (result, True, 0.0, 1)
-    assert (row.base, row.head, row.ratio) == (1000, shown, shown / 1000)
-    assert prose == row.reason
-    shown_only = _row(_calls(head=_work(*numbers), rules=Rules()))
-    assert shown_only.gated is False
-    assert shown_only.verdict == ("CHANGED" if result != "OK" else "OK")
+def _rows(*given: Any, **named: Any) -> dict[str, Row]:
+    """Return the row of each metric that has one."""
+    return {metric: row for metric, row in _found(*given, **named).items() if isinstance(row, Row)}
+
+
+def test_one_more_call_is_a_regression(prose: Prose) -> None:
+    """One launch decides, by the rank that changed most, where the policy gates it. One call less is an improvement."""
+    more = _calling(4, 5)
+    shown, gated, fewer = (
+        one["host_calls"] for one in (_rows(head=more, rules=Rules()), _rows(head=more), _rows(base=more))
+    )
+    assert (shown.verdict, shown.gated) == ("CHANGED", False)
+    assert (gated.verdict, gated.base, gated.head, fewer.result) == ("REGRESSED", 4, 5, "IMPROVED")
+    assert prose == shown.reason
+    assert prose == fewer.reason
 
 
 @pytest.mark.parametrize(
@@ -89,40 +80,50 @@ def test_launches_that_differ_have_to_differ_in_one_direction(
     before: Sequence[int], after: Sequence[int], verdict: str
 ) -> None:
     """Every launch of the candidate has to have more than every launch of the baseline."""
-    base, head = (_result(*(_work(1000, 1000 + count) for count in counts)) for counts in (before, after))
-    row = _row(_calls(base, head))
+    base, head = (_result(*(_calling(4, count) for count in counts)) for counts in (before, after))
+    row = _rows(base, head)["host_calls"]
     assert (row.result, row.n) == (verdict, min(len(before), len(after)))
 
 
 def test_work_of_other_batches_is_not_compared(prose: Prose) -> None:
-    """Other batches of the plan, another plan, or a Python that inlines other functions."""
-    other = _result(_SAME)
+    """Other batches of the plan, another plan, another version of Python, or other ranks."""
+    head = _result(_calling(4, 4, batches=[0, 1]))
+    assert prose == _found(head=head)["host_calls"]
+    other = _result(_calling(4, 4))
     other.launches[0].plan_sha256 = "0" * 64
-    for head in (_work(9, 9, batches=[0, 1]), other, _work(9, 9, version="3.13")):
-        assert prose == _calls(head=head)
-    both = _result(_work(1000, 1000, batches=[0, 1]), _work(1000, 2000))
-    assert _row(_calls(head=both)).result == "REGRESSED", "the second launch ran the same batches"
-    assert _calls(head=_work(9, 9, 9, 9)) == "the numbers of ranks differ"
+    for one in (head, other, _calling(4, 4, version="3.13"), _calling(4, 4, 4)):
+        assert _rows(head=one) == {}
+    both = _result(_calling(4, 4, batches=[0, 1]), _calling(4, 8))
+    assert _rows(head=both)["host_calls"].verdict == "REGRESSED", "the second launch ran the same batches"
 
 
 def test_a_figure_that_a_report_lacks(prose: Prose) -> None:
     """It is MISSING if only the candidate lacks it: a figure of a rank, the ranks, or the work passes."""
-    why = {"host_calls": "another profiler is active"}
-    traced = _result(msgspec.structs.replace(_SAME, ranks=[RankWork(uuids=[], why=why)] * 2))
-    for lacking in (traced, _result(_work(1000, None)), _result(make_work(ranks=0)), _result(None)):
-        assert _row(_calls(head=lacking)).verdict == "MISSING"
-        assert _calls(lacking) == "only the candidate has it"
-        assert _calls(lacking, lacking) == "neither report has it"
-    assert prose == _row(_calls(head=traced)).reason
-    off, failed = (_result(None) for _ in range(2))
-    off.launches[0].why["work"], failed.launches[0].why["work"] = WORK_OFF, "the work passes failed"
-    assert [_row(_calls(head=head)).next_step for head in (off, failed)] == [WORK_ON, ""]
+    lost = _result(_calling(None, None))
+    for lacking in (lost, _result(make_work(ranks=0)), _result(None)):
+        assert _rows(head=lacking)["host_calls"].verdict == "MISSING"
+        assert _found(lacking)["host_calls"] == "only the candidate has it"
+        assert _found(lacking, lacking)["host_calls"] == "neither report has it"
+    assert prose == _rows(head=lost)["host_calls"].reason
+
+
+def test_work_that_an_option_switched_off_is_missing() -> None:
+    """The candidate lost what the gate judges. The next step names the option, which another reason does not."""
+    head = _result(None)
+    for why, next_step in ((WORK_OFF, WORK_ON), ("the work passes failed", "")):
+        head.launches[0].why["work"] = why
+        assert {(row.result, row.next_step) for row in _rows(head=head).values()} == {("MISSING", next_step)}
 
 
 def _sending(traffic: Traffic | None) -> CaseResult:
     result = make_result(strategy="tp")
     result.traffic = traffic
     return result
+
+
+def _row(found: Row | str | None) -> Row:
+    assert isinstance(found, Row), found
+    return found
 
 
 @pytest.mark.parametrize(

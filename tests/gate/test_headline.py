@@ -12,7 +12,7 @@ from support.verdict_factory import make_row, make_verdicts
 from pytest_llmgpu.gate.headline import decide, describe, next_steps, row_in_words
 from pytest_llmgpu.gate.judge import ExitStatus
 from pytest_llmgpu.gate.policy import Policy
-from pytest_llmgpu.report.cause import Cause, TimeChange
+from pytest_llmgpu.report.cause import CallsChange, Cause
 from pytest_llmgpu.report.metrics import MetricName, spec_of
 from pytest_llmgpu.report.verdicts import (
     NEITHER,
@@ -25,13 +25,10 @@ from pytest_llmgpu.report.verdicts import (
     Verdicts,
 )
 
-_CAUSE = Cause(
-    place="device",
-    before_s=0.0646,
-    after_s=0.0672,
-    parts=[TimeChange(name="GEMM", family="GEMM", before_s=0.05, after_s=0.0526, share=1.0)],
-    modules=[TimeChange(name="layers.*.mlp.down_proj", family="GEMM", before_s=0.01, after_s=0.0124, share=0.93)],
-)
+_CLONE = CallsChange(name="aten::clone", module="layers.*.mlp", per_layer=1, before=0, after=32)
+_COPY = CallsChange(name="Memcpy DtoD (Device -> Device)", module="layers.*.mlp", before=0, after=32)
+_CAUSE = Cause(place="program", ops=[_CLONE], kernels=[_COPY], price=0.005)
+_SYNCS = Cause(place="program", runtime_calls=[CallsChange(name="host synchronizations", before=4, after=6)])
 
 
 def _row(verdict: Verdict, metric: MetricName = "time", name: str = "tp-bs8", **fields: Any) -> Row:
@@ -109,18 +106,28 @@ def test_rows_of_several_cases_are_counted_as_cases(rows: list[Row], more: str) 
 
 
 def test_a_gate_that_passes_states_what_it_would_have_seen(prose: Prose) -> None:
-    """Wall time above the limit is stated as not seen."""
+    """The worst promise is named with its case; undecided rows are a number, and a changed program comes first."""
     rows = [
         _row("OK", "time", "a", smallest_seen=0.09),
         _row("OK", "time", "c", smallest_seen=0.02),
         _row("UNDECIDED", "time", "b", smallest_seen=1.3),
     ]
-    found = decide(_verdicts(*rows), Policy())
-    assert (found.cases, found.device_time, found.time, found.host_unseen) == (3, None, 0.09, 1)
-    assert prose == describe(found)
-    assert prose == describe(found._replace(device_time=0.018))
+    for clock in (None, 0.96, 1.005):
+        rows.append(_row("OK", "device_time", "a", smallest_seen=0.018, clock_ratio=clock))
+        assert prose == _headline(*rows)
+    assert prose == _headline(*rows, _row("CHANGED", "program", "a", cause=_CAUSE))
     first = _headline(_row("NEW", "outcome"), policy=Policy(allow_no_baseline=True), baseline=None)
     assert first == "PASSED: there is no baseline to compare with"
+
+
+def test_a_changed_program_is_named_with_its_price() -> None:
+    """Where that is below the threshold the reason has what grew, unless the cause is the same number."""
+    figures: dict[str, Any] = {"threshold": 0.002, "reason": "2 waits more, threshold 0."}
+    for cause, ratio, text in ((_CAUSE, 1.005, "+0.5 % device time: 1"), (_CAUSE, 1.001, "2 waits more: 1")):
+        found = _headline(_row("REGRESSED", "program", cause=cause, ratio=ratio, **figures))
+        assert found.startswith(f"REGRESSED: tp-bs8 {text} more aten::clone")
+    found = _headline(_row("REGRESSED", "program", cause=_SYNCS, ratio=None, **figures))
+    assert found == "REGRESSED: tp-bs8 program: 2 more host synchronizations"
 
 
 @pytest.mark.parametrize(

@@ -68,14 +68,16 @@ def test_each_metric_has_the_gate_of_the_table() -> None:
     for spec in METRICS:
         if spec.rule and spec.name != "outcome":
             assert getattr(Policy(), spec.name).gate is spec.gate
-    assert (Policy().program, Policy().time) == (ProgramRule(threshold=0.002, flops=0.001), TimeRule())
+    assert (Policy().traffic, Policy().time) == (AmountRule(threshold=0.001), TimeRule())
 
 
 def test_a_table_changes_the_keys_that_it_has(tmp_path: Path) -> None:
     """The others keep the default of their metric."""
-    policy = load_policy(_write(tmp_path, FULL + "[device_time]\ngate = false\n[host_calls]\n"))
+    more = "[device_time]\ngate = false\n[host_calls]\ngate = true\n[program]\nflops = 0.01\n"
+    policy = load_policy(_write(tmp_path, FULL + more))
     assert policy.device_time == AmountRule(gate=False, threshold=0.005)
-    assert policy.host_calls == ExactRule(gate=False)
+    assert policy.host_calls == ExactRule()
+    assert policy.program == ProgramRule(threshold=0.002, flops=0.01)
     assert policy.time == TimeRule(threshold=0.03, absolute_s=1)
     assert (policy.accuracy.floor, policy.accuracy.threshold, policy.accuracy.metric) == (0.8, 0.005, "acc")
     reason, expires = 'the "new" kernel\\, see é', datetime.date(2027, 1, 31)

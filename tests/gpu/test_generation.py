@@ -11,7 +11,7 @@ from support import gpu, kv_cache_faults
 from support.gpu import Ranks
 from support.report_factory import make_case
 
-from pytest_llmgpu.analysis.generated_texts import check_texts
+from pytest_llmgpu.analysis.comparison import check_texts
 from pytest_llmgpu.inference import models
 from pytest_llmgpu.inference.tasks.prompts import Prompts
 from pytest_llmgpu.inference.tasks.protocol import Dataset

@@ -53,13 +53,12 @@ def _run(laptop: Path, folder: Path, *arguments: str) -> subprocess.CompletedPro
 
 @pytest.fixture
 def reports(tmp_path: Path) -> Path:
-    """Return a folder with a baseline and three candidates: an equal one, a slower one, and one with three launches."""
+    """Return a folder with a baseline and two candidates: an equal one and a slower one."""
     text = "[[allow]]\ncase = '*'\nmetric = 'time'\nreason = 'one launch'\nup_to = 1.0\n"
     (tmp_path / "lenient.toml").write_text(text)
     dump(on_h200(), tmp_path / "base.json.gz")
     dump(on_h200(sha="b" * 40), tmp_path / "good.json")
     dump(on_h200([timed(40.0)]), tmp_path / "slow.json")
-    dump(on_h200([timed(1.0, 1.001, 0.999)]), tmp_path / "launches.json")
     return tmp_path
 
 
@@ -93,7 +92,6 @@ def test_the_gate_gives_the_same_verdicts_as_on_the_measuring_machine(
     [
         ["show", "base.json.gz", "slow.json", "good.json"],
         ["gate", "--dump-policy"],
-        ["calibrate", "launches.json"],
         ["promote", "good.json", "--to", "baseline.json.gz"],
         ["promote", "good.json"],
         ["show", "slow.json"],

@@ -142,7 +142,7 @@ def _commands(text: str) -> list[list[str]]:
 def test_the_workflow_s_commands_are_those_of_the_command_line(workflow: Any) -> None:
     """This includes those in comments: their options and formats exist."""
     commands = _commands(re.sub(r"^\s*# *(- )?", "", _WORKFLOW.read_text(encoding="utf-8"), flags=re.MULTILINE))
-    names = ["promote", "gate", *["export"] * 3, "html", *["export"] * 2]
+    names = ["promote", "gate", "gate", *["export"] * 3, "html", *["export"] * 2]
     assert [arguments[0] for arguments in commands] == names
     for arguments in commands:
         assert callable(parser().parse_args(arguments).run)

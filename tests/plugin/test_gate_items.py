@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from support.faked_runs import FakedRuns
 
+from pytest_llmgpu.cli import main
 from pytest_llmgpu.gate import judge
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.report.metrics import MetricName
@@ -77,6 +78,7 @@ def test_the_verdicts_are_those_of_the_written_report(runs: FakedRuns) -> None:
     assert head.verdicts.baseline is not None
     assert head.verdicts.baseline.name == "base.json"
     assert (head.session.exit_status, head.session.complete) == (1, True)
+    assert main(["gate", "--verdicts", str(runs.pytester.path / "base.json")]) == 1
 
 
 def test_a_run_that_is_as_good_as_its_baseline_is_green(runs: FakedRuns) -> None:

@@ -74,7 +74,7 @@ def test_a_marker_of_a_class_may_have_options_of_both_workloads(runs: FakedRuns)
         test_it="""
         import pytest
 
-        @pytest.mark.llmgpu(new_tokens=5, accuracy_tolerance=0.02)
+        @pytest.mark.llmgpu(new_tokens=5, accuracy_baseline=0.02)
         class TestBoth:
             def test_score(self, llm, hellaswag, batch_size, measure): ...
             def test_generate(self, llm, prompts, batch_size, measure): ...

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,8 @@ import pytest
 
 from pytest_llmgpu import processes
 from pytest_llmgpu.profiling import machine as environment
-from pytest_llmgpu.profiling.machine import Machine, NodeFacts, TorchFacts, fingerprint, machine, probe
+from pytest_llmgpu.profiling import nvml
+from pytest_llmgpu.profiling.machine import Machine, TorchFacts, fingerprint, machine, probe
 from pytest_llmgpu.profiling.nvml import Inventory
 from pytest_llmgpu.report.report import Gpu, Node
 
@@ -38,8 +41,22 @@ def _choose(
     visible: str | None = None,
     nodes: int = 0,
 ) -> Machine:
-    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    return machine(device, devices, facts=facts, inventory=inventory, environ=environ, device_nodes=nodes)
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        _installed(patch, facts, inventory, **({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}))
+        patch.setattr(environment, "_DEVICE_NODES", Path(folder))
+        for number in range(nodes):
+            Path(folder, f"nvidia{number}").touch()
+        return machine(device, devices)
+
+
+def _installed(patch: pytest.MonkeyPatch, facts: TorchFacts, inventory: Inventory, **environ: str) -> TorchFacts:
+    patch.setattr(environment, "probe", lambda: facts)
+    patch.setattr(nvml, "inventory", lambda: inventory)
+    for name in (name for name in os.environ if environment._VARIABLES.fullmatch(name)):
+        patch.delenv(name)
+    for name, value in environ.items():
+        patch.setenv(name, value)
+    return facts
 
 
 @pytest.mark.parametrize("device", ["auto", "cuda"])
@@ -102,7 +119,9 @@ def test_devices_that_torch_cannot_use_are_refused(devices: str, options: dict[s
 
 
 _FAKE_TORCH = """
+import os
 import sys
+import tempfile
 print("a library's chatter on stdout")
 __version__ = "9.9"
 class version: cuda = "13.0"
@@ -158,12 +177,12 @@ def test_a_torch_that_does_not_import_is_one_line(fake_torch: Path, code: str, m
 def test_the_fingerprint_holds_machine_and_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     """GPUs and driver come from NVML, CUDA and NCCL from torch; what is missing is None, with a reason."""
     monkeypatch.setattr(environment, "_DISTRIBUTIONS", ("pytest", "a-distribution-nobody-has"))
-    found = fingerprint(_CUDA_TORCH, _FOUR_GPUS, {})
+    found = fingerprint(_installed(monkeypatch, _CUDA_TORCH, _FOUR_GPUS))
     assert (found.driver, found.cuda, found.nccl, len(found.gpus)) == ("580.1", "13.0", "2.29.1", 4)
     assert found.python == sys.version.split()[0]
     assert found.versions == {"torch": "2.13.0", "pytest": pytest.__version__, "a-distribution-nobody-has": None}
     assert found.why == {}
-    found = fingerprint(_CPU_TORCH, _NO_NVML, {})
+    found = fingerprint(_installed(monkeypatch, _CPU_TORCH, _NO_NVML))
     assert (found.cuda, found.nccl, found.driver) == (None, None, None)
     without = "torch 2.13.0+cpu is built without CUDA"
     assert found.why == {"cuda": without, "nccl": without, **_NO_NVML.why}
@@ -171,21 +190,20 @@ def test_the_fingerprint_holds_machine_and_libraries(monkeypatch: pytest.MonkeyP
 
 def test_only_variables_that_change_a_measurement_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """The report has no secret, no home folder, and no other variable of the user."""
-    monkeypatch.setenv("HOME", "/home/ada")
     kept = {"NCCL_DEBUG": "INFO", "CUDA_VISIBLE_DEVICES": "0,1", "CUDA_HOME": "/home/ada/cuda"}
     kept |= {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "OMP_NUM_THREADS": "2"}
     kept |= {"OMP_WAIT_POLICY": "ACTIVE", "GOMP_SPINCOUNT": "300000"}
     secrets = dict.fromkeys(("NCCL_API_TOKEN", "PYTORCH_SECRET", "CUDA_LICENSE_KEY", "HF_TOKEN"), "t0p")
     others = {"HOME": "/home/ada", "MY_NCCL_X": "1", "OMP_NUM_THREADS_X": "1"}
-    found = fingerprint(_CPU_TORCH, _NO_NVML, {**kept, **secrets, **others})
+    found = fingerprint(_installed(monkeypatch, _CPU_TORCH, _NO_NVML, **kept, **secrets, **others))
     assert found.variables == {**kept, "CUDA_HOME": "~/cuda"}
     assert "t0p" not in json.dumps(found.variables)
 
 
-def _facts(letters: str = "ab", torch: str = "2.13.0", driver: str = "580.1", **variables: str) -> NodeFacts:
+def _facts(letters: str = "ab", torch: str = "2.13.0", driver: str = "580.1", **variables: str) -> Node:
     """Return the facts of a node with a GPU for each letter."""
     gpus = _gpus(letters)
-    node = Node(
+    return Node(
         python="3.12.1",
         platform="Linux",
         gpus=gpus,
@@ -195,14 +213,12 @@ def _facts(letters: str = "ab", torch: str = "2.13.0", driver: str = "580.1", **
         versions={"torch": torch, "pytest-llmgpu": "0.1.0"},
         variables=variables,
     )
-    return NodeFacts(torch=TorchFacts(version=torch, cuda="13.0", devices=gpus), node=node)
 
 
 def test_the_facts_of_this_machine_travel_as_json() -> None:
     """An agent sends them to the process of pytest."""
     found = environment.gather()
-    assert found.node.versions["torch"] == found.torch.version
-    assert msgspec.json.decode(msgspec.json.encode(found), type=NodeFacts) == found
+    assert msgspec.json.decode(msgspec.json.encode(found), type=Node) == found
 
 
 def test_nodes_must_have_the_same_libraries() -> None:
@@ -230,7 +246,7 @@ def test_files_of_a_model_are_compared_by_name_and_hash() -> None:
 
 def test_a_report_has_the_gpus_of_all_nodes_and_each_node() -> None:
     """The indices of a node continue those of the node before; one node is written as a machine alone."""
-    nodes = [_facts("ab").node, _facts("cd").node]
+    nodes = [_facts("ab"), _facts("cd")]
     both, alone = (
         environment.environment(Machine(device="cpu", devices=1, gpus=[], facts=_CPU_TORCH, node_facts=facts))
         for facts in (nodes, nodes[:1])

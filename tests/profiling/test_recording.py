@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
 from pytest_llmgpu.profiling import recording as module
-from pytest_llmgpu.profiling.recording import Recording
-from pytest_llmgpu.profiling.sampler.sources import THROTTLED, Cumulative
-from pytest_llmgpu.profiling.stream import Header, HeaderDevice, MarkRecord, TickRecord
+from pytest_llmgpu.profiling.recording import Header, HeaderDevice, MarkRecord, Recording, TickRecord
+from pytest_llmgpu.profiling.sampler.devices import THROTTLED, Cumulative
 from pytest_llmgpu.report.derived import of_window
 from pytest_llmgpu.report.result import Profile
 
@@ -130,18 +127,14 @@ def test_the_series_is_thinned_and_keeps_extremes() -> None:
     assert profile.devices[0].metrics["power_w"].mean == pytest.approx((9998 * 300 + 901) / 10_000)
 
 
-def test_memory_stays_bounded_but_for_an_open_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Old ticks are dropped with a reason and do not count as missed; an open window keeps its own."""
+def test_memory_stays_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Old ticks are dropped with a reason and do not count as missed."""
     monkeypatch.setattr(module, "HISTORY_BYTES", 5 * (200 + 8 * 3))
     stream = fill(recording(), list(range(20)))
     profile = cut(stream, 100.0, 119.5)
     assert (profile.samples, profile.missed) == (5, 0)
     assert "dropped" in profile.why["history"]
     assert cut(stream, 115.0, 119.5).why == {}
-    opened = recording()
-    for k in range(20):
-        opened.add(TickRecord(k, 100.0 + k, [[0.0, 0.0, 0.0]]), open_since_s=103.0 if k > 2 else math.inf)
-    assert cut(opened, 103.0, 119.5).samples == 17
 
 
 def spanning(ks: list[int], orders: int = 0) -> Recording:
@@ -232,7 +225,7 @@ def marked(*marks: tuple[float, dict[str, float]]) -> Recording:
     stream = spanning(list(range(20)))
     for number, (t_s, counters) in enumerate(marks, 1):
         refused = {name: f"{name} refused" for name in THROTTLED if name not in counters}
-        stream.mark(MarkRecord(number, [t_s], [t_s], [counters], [refused]))
+        stream.kept_marks.append(MarkRecord(number, [t_s], [t_s], [counters], [refused]))
     return stream
 
 
@@ -301,7 +294,7 @@ def test_a_mark_of_many_devices_counts_for_each_of_them() -> None:
     stream = Recording(Header(100.0, 1.0, ["nvlink_tx_bytes_per_s"], devices, spans=True))
     for number, t_s in enumerate(([101.75, 101.95], [105.05, 105.25]), 1):
         counts = {"energy_j": 10.0 * number, "nvlink_tx_bytes": 330.0 * number}
-        stream.mark(MarkRecord(number, t_s, t_s, [counts, counts], [{}, {}]))
+        stream.kept_marks.append(MarkRecord(number, t_s, t_s, [counts, counts], [{}, {}]))
     stream.add(TickRecord(6, 106.0, [[1.0], [1.0]], {}, [[1.0], [1.0]]))
     for device in cut(stream, 102.0, 105.0).devices:
         assert device.energy_j == 10.0
@@ -313,7 +306,7 @@ def test_a_mark_is_near_to_a_window_when_its_reading_ended_there() -> None:
     """With a slow driver the end of the reading counts, if nothing lies between it and the window."""
     stream = spanning(list(range(20)))
     for number, (asked_s, answered_s) in enumerate(((101.6, 101.95), (105.01, 105.3)), 1):
-        stream.mark(MarkRecord(number, [asked_s], [answered_s], [{"energy_j": 10.0 * number}], [{}]))
+        stream.kept_marks.append(MarkRecord(number, [asked_s], [answered_s], [{"energy_j": 10.0 * number}], [{}]))
     # 102.1 s is too early, and before 101.7 s the reading may have ended as late as 101.95 s.
     starts_s = {102.0: 10.0, 102.1: None, 101.7: None, 101.9: 10.0}
     assert {start_s: cut(stream, start_s, 105.0).devices[0].energy_j for start_s in starts_s} == starts_s

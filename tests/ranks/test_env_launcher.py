@@ -18,7 +18,7 @@ from support import rank_functions as ranks
 from support import worlds
 
 from pytest_llmgpu.profiling import machine as local
-from pytest_llmgpu.profiling.machine import Machine, NodeFacts, TorchFacts
+from pytest_llmgpu.profiling.machine import Machine, TorchFacts
 from pytest_llmgpu.ranks import env_launcher, link
 from pytest_llmgpu.ranks.env_launcher import Devices, EnvLauncher, JobProcess, Peers, spread
 from pytest_llmgpu.ranks.group import RankGroup
@@ -394,10 +394,9 @@ def _machine(node: int, gpus: int = 2) -> Machine:
     return Machine(device="cuda" if gpus else "cpu", devices=gpus or 1, gpus=found, facts=TorchFacts(version="2"))
 
 
-def _facts(node: int, **changed: Any) -> NodeFacts:
-    torch = changed.get("versions", {}).get("torch", "2.10")
-    fields = {"python": "3.12", "platform": "Linux", "gpus": _machine(node).gpus, "versions": {"torch": torch}}
-    return NodeFacts(torch=TorchFacts(version=torch), node=Node(**{**fields, **changed}))
+def _facts(node: int, **changed: Any) -> Node:
+    fields = {"python": "3.12", "platform": "Linux", "gpus": _machine(node).gpus, "versions": {"torch": "2.10"}}
+    return Node(**{**fields, **changed})
 
 
 @pytest.fixture
@@ -411,7 +410,7 @@ def _own_machine(_device: str, _devices: int | None) -> Machine:
     return _machine(0)
 
 
-def _own_facts(_torch: TorchFacts | None = None) -> NodeFacts:
+def _own_facts(_torch: TorchFacts | None = None) -> Node:
     return _facts(0)
 
 

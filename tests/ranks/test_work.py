@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -140,6 +141,8 @@ class _Profiler:
         self.started: list[str | None] = []
         self.stopped: list[str | None] = []
         """The choice to detach CUPTI at each start and end."""
+        self.exported: list[tuple[int, str]] = []
+        """The number of each recording whose trace was written, from 1, and its file."""
 
     def __call__(self, **_: Any) -> _Profiler:
         return self
@@ -151,6 +154,10 @@ class _Profiler:
         self.stopped.append(os.environ.get("TEARDOWN_CUPTI"))
         events = [_Event(record) for record in next(self._recordings)]
         self.profiler = SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: events))
+
+    def export_chrome_trace(self, path: str) -> None:
+        Path(path).write_bytes(b"")
+        self.exported.append((len(self.stopped), path))
 
 
 class _Refusing(_Profiler):
@@ -211,6 +218,21 @@ def test_passes_are_recorded_on_a_gpu(gpu: Loaded, monkeypatch: pytest.MonkeyPat
         (None, "ncclDevKernel_AllReduce_Sum_f16", "collective", 1),
         ("lm_head", "gemm", "GEMM", 1),
     }
+
+
+def test_traces_are_of_the_last_pass_and_of_the_pass_by_modules(
+    gpu: Loaded, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their folder is made. A trace that cannot be written costs no figure, and the log of the rank has the reason."""
+    (tmp_path / "file").touch()
+    passes, modules = str(tmp_path / "new" / "passes.json.gz"), str(tmp_path / "new" / "modules.json.gz")
+    for traces, written in (((passes, modules), [(4, passes), (5, modules)]), ((str(tmp_path / "file/x"), None), [])):
+        profiler = _Profiler(_recordings())
+        monkeypatch.setattr(torch.profiler, "profile", profiler)
+        reply = traffic_functions.measure_plan(gpu, traffic_functions.make_plan(), lambda *_: None, traces)
+        assert (profiler.exported, reply.traces) == (written, [path for _, path in written])
+        assert (reply.work.why, reply.work.kernels, reply.work.host_syncs) == ({}, 2, 0)
+    assert "file/x could not be written: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -422,7 +444,7 @@ def test_the_time_of_a_row_is_the_median_over_the_passes() -> None:
     found = work.rows_of(passes, Modules({("lm_head", long): Calls(1, 5.0)}, {}, 0))
     name = found[0].kernel or ""
     assert (name[:111], len(name)) == (long[:111], 120)
-    assert [row[2:] for row in found] == [("GEMM", 2, 2.0), ("GEMM", 2, 0.2), ("other", 2, 0.1), ("GEMM", 1, 5.0)]
+    assert [row[2:5] for row in found] == [("GEMM", 2, 2.0), ("GEMM", 2, 0.2), ("other", 2, 0.1), ("GEMM", 1, 5.0)]
     assert found[1].kernel not in {name, other}
     assert found[3][:2] == ("lm_head", name)
 
@@ -448,7 +470,7 @@ def test_every_kernel_has_a_row_and_modules_have_at_most_100(modules: int) -> No
     in_modules = {(f"mlp{n % modules}", name): Calls(1, 1.0 + n) for n, name in enumerate(names)}
     attributed = Modules(in_modules, {}, 0)
     found = work.rows_of([PassKernels(0.0, 0.0, 0.0, kernels, {})], attributed)
-    every = [NamedRow(None, name, family_of(name), *calls) for name, calls in kernels.items()]
+    every = [NamedRow(None, name, family_of(name), *calls, [calls.time_s]) for name, calls in kernels.items()]
     assert sorted(row for row in found if row.module is None) == sorted(every)
     named = [row.module for row in found if row.module is not None]
     assert len(named) <= 100

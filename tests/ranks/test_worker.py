@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import gzip
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -90,8 +92,11 @@ def test_every_case_of_a_sweep_begins_with_a_reset(state: RankState, monkeypatch
         assert events == ["reset", batch_size]
 
 
-def test_a_case_that_generates_has_texts_and_the_work_of_both_halves(state: RankState) -> None:
-    """Forwards without a KV cache find the same log-likelihoods; decode steps come before the prefill."""
+def test_a_case_that_generates_has_texts_and_the_work_of_both_halves(state: RankState, tmp_path: Path) -> None:
+    """Forwards without a KV cache find the same log-likelihoods; decode steps come before the prefill.
+
+    On a CPU a trace has the ops of the eager pass in the ranges of the modules.
+    """
     case = msgspec.structs.replace(state.case, workload="generate", prompt_tokens=5, new_tokens=3, batch_size=4)
     texts = worker.score(state, case).generation
     assert texts is not None
@@ -105,7 +110,13 @@ def test_a_case_that_generates_has_texts_and_the_work_of_both_halves(state: Rank
     assert worker.account(state) == ([], [])
     worker.warm_up(state, case)
     worker.measure(state)
-    worker.record_work(state)
-    flops = [reply.work.flops_by_module or {} for reply in worker.run_eager_passes(state)]
+    worker.record_work(state, str(tmp_path / "case"))
+    replies = worker.run_eager_passes(state, str(tmp_path / "case"))
+    flops = [reply.work.flops_by_module or {} for reply in replies]
     # The smallest batch: 2 rows of one token, then of 5.
     assert [modules["layers.*.mlp.down_proj"] for modules in flops] == [2 * 32 * 48 * 2, 2 * 32 * 48 * 2 * 5]
+    paths = [str(tmp_path / f"case-rank0-{half}-modules.json.gz") for half in ("decode", "prefill")]
+    assert [reply.traces for reply in replies] == [[path] for path in paths]
+    for path in paths:
+        names = {event.get("name") for event in json.loads(gzip.decompress(Path(path).read_bytes()))["traceEvents"]}
+        assert {"llmgpu:layers.*.mlp.down_proj", "aten::mm"} <= names

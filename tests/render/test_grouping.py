@@ -6,7 +6,7 @@ import pytest
 from support.report_factory import make_report, make_result
 
 from pytest_llmgpu.inference import scoring
-from pytest_llmgpu.render.grouping import blocks, captions
+from pytest_llmgpu.render.table import blocks, captions
 from pytest_llmgpu.report.report import Node
 from pytest_llmgpu.report.result import CaseResult
 

@@ -72,7 +72,7 @@ _LOST = "nvmlDeviceGetPowerUsage: GPU is lost"
 def test_a_disturbance_is_found(profile: Profile, ranks: dict[str, int] | None, expected: str | None) -> None:
     """A disturbed figure is not that of the case alone."""
     kind, _, text = (expected or "").partition(":")
-    assert find(profile, _FIRST, ranks) == ([f"{TITLES[kind]}:{text}"] if expected else [])  # type: ignore[index]
+    assert find(profile, _FIRST, ranks) == ([f"{TITLES[kind]}:{text}"] if expected else [])
 
 
 def test_memory_in_use_before_the_start_belongs_to_other_programs() -> None:
@@ -118,7 +118,7 @@ def test_a_rank_that_waits_for_a_core_makes_the_machine_busy(
 
 
 @pytest.mark.parametrize("kind", disturbances.TITLES)
-def test_sentences_on_power_and_heat_are_recognized(kind: disturbances.Kind) -> None:
+def test_sentences_on_power_and_heat_are_recognized(kind: str) -> None:
     """The gate treats them differently."""
     assert disturbances.is_power(f"{disturbances.TITLES[kind]}: GPU 0") is (kind in {"throttled", "clock"})
 

@@ -117,6 +117,17 @@ def test_a_test_whose_cases_cannot_be_compared_does_not_pass(
     assert text in found.text
 
 
+def test_a_report_that_is_its_own_baseline_does_not_pass(tmp_path: Path, gate: _MakeGate) -> None:
+    """A run that is continued without a missing case has the launches of the report."""
+    file.dump(_on("Xeon", _result()), tmp_path / "base.json")
+    judging = gate()
+    judging.expect([_TEST])
+    judging.judge(file.load(tmp_path / "base.json"))
+    found = judging.verdict_of(_TEST)
+    assert (found.verdict, found.fails) == ("UNDECIDED", True)
+    assert "are of the same run" in found.text
+
+
 @pytest.mark.parametrize(
     ("reference", "complaint"),
     [

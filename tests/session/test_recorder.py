@@ -184,6 +184,21 @@ def test_a_run_is_saved_under_the_next_number_and_its_name(saved: Callable[..., 
     assert "CPU-Xeon/0002" in note
 
 
+def test_the_summary_has_the_folder_of_traces(emulated: None, tmp_path: Path) -> None:  # noqa: ARG001
+    """The report names the files without private folders; a folder that cannot be made is refused at the start."""
+    for path, shown in ((tmp_path / "out", "out/a.gz"), (Path("/home/ada/out"), "a.gz")):
+        recorded = Recorder(None, tmp_path / "store", tmp_path, Options(), None, tmp_path / "out")
+        result = make_result()
+        _add(recorded, result)
+        assert recorded.whereabouts()[1].startswith("no trace was written: ")
+        result.launches[0].traces = [str(path / "a.gz")]
+        assert _add(recorded, result).launches[0].traces == [shown]
+        assert recorded.whereabouts()[1] == "trace: out"
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"trace .*cannot be written"):
+        Recorder(None, tmp_path / "store", tmp_path, Options(), None, tmp_path / "file")
+
+
 @pytest.mark.parametrize(
     ("exit_status", "interrupted", "name"), [(0, False, "base"), (1, False, "base"), (2, True, None)]
 )

@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -303,6 +304,20 @@ def test_each_rate_of_a_gpu_is_measured_once_a_session() -> None:
         for batch_size in (4, 8):
             bench.run(_case(batch_size, dtype=dtype, strategy="mp" if strategy is _MP else "tp"), strategy, work=True)
     assert wanted == [["product", "copy"], *[["all_reduce"]] * 2, *[["product"]] * 2]
+
+
+def test_cases_of_one_id_have_traces_of_different_names() -> None:
+    """A later launch of a case replaces its traces; without a folder there is none."""
+
+    def trace(begin: str | None) -> list[WorkReply]:
+        return [msgspec.structs.replace(_worked()[0], traces=[] if begin is None else [f"{begin}-rank0"])]
+
+    bench = _Bench(run_eager_passes=trace)
+    assert bench.run(_case(), work=True).launches[0].traces == []
+    bench.runner = Runner(bench, lambda _: bench.profiler, lambda *_: None, bench.lines.append, Path("out"))
+    cases = (_case(), _case(dtype="bfloat16"), _case())
+    found = [bench.run(case, work=True).launches[0].traces for case in cases]
+    assert found == [["out/mp-bs4-rank0"], ["out/mp-bs4#2-rank0"], ["out/mp-bs4-rank0"]]
 
 
 def test_traffic_is_recorded_per_rank() -> None:

@@ -16,7 +16,7 @@ from support import kv_cache_faults
 from support import rank_functions as ranks
 from support.report_factory import make_case
 
-from pytest_llmgpu.analysis.generated_texts import check_texts
+from pytest_llmgpu.analysis.comparison import check_texts
 from pytest_llmgpu.inference import scoring, tasks
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.inference.tasks.protocol import Dataset

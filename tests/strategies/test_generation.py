@@ -15,7 +15,7 @@ from support import emulated_iok, kv_cache_faults, rank_functions
 from support.report_factory import make_case
 
 from pytest_llmgpu import strategies
-from pytest_llmgpu.analysis.generated_texts import check_texts
+from pytest_llmgpu.analysis.comparison import check_texts
 from pytest_llmgpu.gate.answers import texts_row
 from pytest_llmgpu.gate.policy import Policy, TextsRule
 from pytest_llmgpu.inference import tasks

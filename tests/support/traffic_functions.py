@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pytest_llmgpu.inference import scoring
@@ -87,8 +88,10 @@ def measure(loaded: Loaded) -> WorkReply:
     return measure_plan(loaded, make_plan(), lambda *_: None)
 
 
-def measure_plan(loaded: Loaded, plan: Plan, on_batch: work.BatchReport) -> WorkReply:
-    """Run the work passes of a plan, all of them eagerly."""
+def measure_plan(
+    loaded: Loaded, plan: Plan, on_batch: work.BatchReport, traces: Sequence[str | None] = (None, None)
+) -> WorkReply:
+    """Run the work passes of a plan, all of them eagerly; `traces` are the files of their two traces."""
     with work.scoring_forward(loaded, scoring.LEAN) as forward:
-        passes = work.record(loaded, plan, forward, on_batch=on_batch)
-        return work.measure(loaded, plan, passes, forward, on_batch=on_batch)
+        passes = work.record(loaded, plan, forward, on_batch=on_batch, trace=traces[0])
+        return work.measure(loaded, plan, passes, forward, on_batch=on_batch, trace=traces[1])

@@ -10,7 +10,6 @@ from __future__ import annotations
 COMMANDS = {
     "ab": ("ab", "measure two commits alternately and judge the second"),
     "bisect": ("bisect", "find the commit that made a metric worse"),
-    "calibrate": ("calibrate", "print how much times differ between launches of one commit on this machine"),
     "export": ("reports", "write a report in the format of another tool or page"),
     "gate": ("gate", "judge a report against a baseline; the exit status is the result"),
     "html": ("reports", "write a report as one HTML page that needs no network"),
@@ -20,6 +19,6 @@ COMMANDS = {
     "ray": ("ray", "run pytest on the nodes of a Ray cluster, one process for each GPU"),
     "schema": ("reports", "print the JSON Schema of a report"),
     "show": ("reports", "show the tables and findings of a report, or what changed between several"),
-    "trend": ("trend", "show how each case changed over stored reports"),
+    "trend": ("reports", "show how each case changed over stored reports"),
 }
 """Name of each command to its module in this folder and its line in `llmgpu --help`."""

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-from collections.abc import Sequence
 from pathlib import Path
 
-from pytest_llmgpu.cli import launches, subprocesses, worktrees
+from pytest_llmgpu.cli import launches
 from pytest_llmgpu.cli.arguments import add_rules, add_switches, today_of
-from pytest_llmgpu.cli.launches import LETTERS, Version, add_command, policy_at, prepare
 from pytest_llmgpu.cli.output import color, show
 from pytest_llmgpu.gate import ab, judge
-from pytest_llmgpu.gate.ab import Both, Side
+from pytest_llmgpu.gate.ab import Both
 from pytest_llmgpu.gate.judge import exit_status
-from pytest_llmgpu.gate.policy import dump_policy
 from pytest_llmgpu.render.terminal import verdicts as verdict_tables
 from pytest_llmgpu.report import file
-from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.verdicts import Baseline, Verdicts
 
 _EPILOG = """\
@@ -36,14 +32,9 @@ def add_ab(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     parser.add_argument("base_ref", metavar="BASE_REF", help="commit to compare with: a branch, a tag, a hash")
     parser.add_argument("head_ref", metavar="HEAD_REF", help="commit to judge; uncommitted changes are not measured")
-    add_command(parser)
-    parser.add_argument(
-        "--launches",
-        metavar="N",
-        type=launches.count,
-        default=8,
-        help="largest number of launches of each commit (default: 8)",
-    )
+    launches.add_command(parser)
+    text = "largest number of launches of each commit (default: 8)"
+    parser.add_argument("--launches", metavar="N", type=launches.count, default=8, help=text)
     add_rules(parser)
     add_switches(parser, baseline=False)
     parser.set_defaults(in_turn=True)
@@ -53,22 +44,13 @@ def run_ab(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
     launches.check(arguments.command)
     references = arguments.base_ref, arguments.head_ref
-    with subprocesses.interruptible(), worktrees.checked_out(references) as trees:
+    with launches.interruptible(), launches.checked_out(references) as trees:
         looks = ab.looks(arguments.launches)
-        policy, in_words = policy_at(trees[0], arguments)
-        policy = ab.split(policy, len(looks))
-        kept = launches.kept(_KEPT, "_".join(tree.sha[:LETTERS] for tree in trees))
-        (kept / "policy.toml").write_text(dump_policy(policy), encoding="utf-8")
-        versions = [Version(side, tree, kept) for side, tree in zip(ab.SIDES, trees, strict=True)]
-        prepare(versions, arguments.setup)
-
-        def measure(side: Side, number: int, deselected: Sequence[str]) -> Report:
-            return versions[ab.SIDES.index(side)].launch(arguments.command, number, deselected)
+        kept, policy, in_words, measure = launches.begin(arguments, ab.SIDES, trees, looks, _KEPT)
 
         def judge_both(both: Both) -> Verdicts:
-            data = file.encode(both.base, compressed=True)
             file.dump(both.base, kept / "base.json.gz")
-            sha256 = hashlib.sha256(data).hexdigest()
+            sha256 = hashlib.sha256(file.encode(both.base, compressed=True)).hexdigest()
             baseline = Baseline(name=trees[0].reference, sha256=sha256, commit=trees[0].sha)
             today = today_of(arguments)
             verdicts = judge.judge(both.base, both.head, policy, today=today, baseline=baseline, in_turn=True)

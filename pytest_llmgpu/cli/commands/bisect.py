@@ -17,14 +17,12 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from pytest_llmgpu.analysis.merging import merge
-from pytest_llmgpu.cli import launches, subprocesses, worktrees
+from pytest_llmgpu.cli import launches
 from pytest_llmgpu.cli.arguments import add_rules, today_of
-from pytest_llmgpu.cli.launches import LETTERS, Version, add_command, policy_at, prepare
+from pytest_llmgpu.cli.launches import LETTERS, Version, Worktree
 from pytest_llmgpu.cli.output import show
-from pytest_llmgpu.cli.worktrees import Worktree
 from pytest_llmgpu.gate import ab, judge
 from pytest_llmgpu.gate.ab import LOOKS, Both, is_open
-from pytest_llmgpu.gate.policy import dump_policy
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.metrics import JUDGED, spec_of
 from pytest_llmgpu.report.report import Report
@@ -76,7 +74,7 @@ def add_bisect(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     parser.add_argument("good_ref", metavar="GOOD", help="commit before the regression: a branch, a tag, a hash")
     parser.add_argument("bad_ref", metavar="BAD", help="commit with the regression, a descendant of GOOD")
-    add_command(parser)
+    launches.add_command(parser)
     text = "metric of the regression, such as device_time, gated or not (default: of the worst gated regression)"
     parser.add_argument("--metric", metavar="M", help=text)
     text = "case of the regression, such as tp-bs8 (default: of the worst regression)"
@@ -95,20 +93,12 @@ def run_bisect(arguments: argparse.Namespace) -> int:
     if (most := arguments.max_launches) < _FEWEST:
         raise ValueError(f"--max-launches={most}: at least {_FEWEST} are needed: GOOD, BAD and one commit")
     references = {"good": arguments.good_ref, "bad": arguments.bad_ref}
-    good, bad = (worktrees.sha_of(name) for name in references.values())
+    good, bad = (launches.sha_of(name) for name in references.values())
     looks = ab.looks(max(1, most // 4))  # the ends take at most half of the launches
-    with subprocesses.interruptible(), begun(good, bad) as history:
-        kept = launches.kept(_KEPT, f"{good[:LETTERS]}_{bad[:LETTERS]}")
-        with worktrees.checked_out([*references.values()]) as trees:
-            policy, in_words = policy_at(trees[0], arguments)
-            policy = ab.split(policy, len(looks))
-            (kept / "policy.toml").write_text(dump_policy(policy), encoding="utf-8")
-            versions = [Version(name, tree, kept) for name, tree in zip(references, trees, strict=True)]
-            prepare(versions, arguments.setup)
+    with launches.interruptible(), begun(good, bad) as history:
+        with launches.checked_out([*references.values()]) as trees:
+            kept, policy, in_words, measure_end = launches.begin(arguments, [*references], trees, looks, _KEPT)
             show(in_words)
-
-            def measure_end(side: ab.Side, number: int, deselected: Sequence[str]) -> Report:
-                return versions[ab.SIDES.index(side)].launch(arguments.command, number, deselected)
 
             def judge_two(base: Report, head: Report) -> Verdicts:
                 return judge.judge(base, head, policy, today=today_of(arguments), in_turn=True)
@@ -146,7 +136,7 @@ def _searched(
     show(f"\n{plural(used + between, 'launch')}: {used} of GOOD and BAD, {between} of the commits between them")
     if (sha := history.first_bad()) is None:
         return _undecided(arguments, history, steps)
-    good, bad = (worktrees.sha_of(name) for name in (arguments.good_ref, arguments.bad_ref))
+    good, bad = (launches.sha_of(name) for name in (arguments.good_ref, arguments.bad_ref))
     measured = {good: ends.base, bad: ends.head}
     measured |= {step.sha: step.report for step in steps if step.report is not None}
     before = next((one for one in history.text(sha, "%P").split() if one in measured), good)
@@ -211,7 +201,7 @@ class Bisection:
 
     def tree(self, sha: str) -> Worktree:
         """Return the worktree with this commit."""
-        inside, repository = worktrees.place(self._folder)
+        inside, repository = launches.place(self._folder)
         return Worktree(sha, sha, self._root, self._root / inside, repository)
 
     def mark(self, mark: Mark) -> None:
@@ -241,7 +231,7 @@ class Bisection:
         return self._git("show", "--no-patch", "--no-show-signature", f"--format={form}", sha).rstrip("\n")
 
     def _git(self, *arguments: str) -> str:
-        return worktrees.git_output(self._root, *arguments)
+        return launches.git_output(self._root, *arguments)
 
 
 @contextmanager
@@ -250,7 +240,7 @@ def begun(good: str, bad: str, folder: Path = Path()) -> Iterator[Bisection]:
     if good == bad:
         raise ValueError(f"GOOD and BAD are the same commit, {good}: there is nothing to search")
     try:
-        fork = worktrees.git_output(folder, "merge-base", good, bad).strip()
+        fork = launches.git_output(folder, "merge-base", good, bad).strip()
     except ValueError:
         missing = f"GOOD {good} and BAD {bad} have no common ancestor in this clone: fetch its history"
         raise ValueError(missing) from None
@@ -258,18 +248,14 @@ def begun(good: str, bad: str, folder: Path = Path()) -> Iterator[Bisection]:
         raise ValueError(f"GOOD {good} is a descendant of BAD {bad}: exchange them")
     if fork != good:
         raise ValueError(f"GOOD {good} is not an ancestor of BAD {bad}: give their merge base {fork} as GOOD")
-    with worktrees.temporary(folder) as add:
+    with launches.temporary(folder) as add:
         root = add("bisection", bad)
-        worktrees.git_output(root, "bisect", "start", bad, good)
+        launches.git_output(root, "bisect", "start", bad, good)
         yield Bisection(root, folder)
 
 
 def measure_ends(
-    measure: ab.Measure,
-    judge_two: JudgeTwo,
-    looks: Sequence[int],
-    metric: str | None = None,
-    case: str | None = None,
+    measure: ab.Measure, judge_two: JudgeTwo, looks: Sequence[int], metric: str | None = None, case: str | None = None
 ) -> tuple[Both, Verdicts]:
     """Launch both ends in turn until a regression is found or no row can show one; the good end is `base`."""
 

@@ -19,7 +19,6 @@ from pytest_llmgpu.report import disturbances, file
 from pytest_llmgpu.report.options import check_name_is_free
 from pytest_llmgpu.report.report import Promotion, Report
 from pytest_llmgpu.report.text import listed
-from pytest_llmgpu.store import references
 from pytest_llmgpu.store import store as storage
 from pytest_llmgpu.store.store import Stored
 
@@ -54,14 +53,14 @@ def run_promote(arguments: argparse.Namespace) -> int:
     kept = [
         one
         for one in storage.stored(store)
-        if (one.machine, one.name) == (storage.hardware(candidate), references.BASELINE)
+        if (one.machine, one.name) == (storage.hardware(candidate), storage.BASELINE)
     ]
     newest = max(kept, key=lambda one: one.number, default=None)
     path: Path | None = arguments.to or (None if newest is None else newest.path)
     refused = list(_unfit(candidate))
     status, verdicts, promotions = 1 if refused else 0, None, candidate.promotions
     if path is not None and path.exists():
-        present = references.resolve(str(path), store)
+        present = storage.resolve(str(path), store)
         base = present.report()
         if _measured(candidate) == _measured(base):
             show(f"{arguments.report} is already the baseline")
@@ -101,8 +100,8 @@ def _write(promoted: Report, path: Path | None, store: Path, before: Sequence[St
         file.check_writable(path)
         file.dump(promoted, path)
         return path
-    check_name_is_free(references.BASELINE)
-    written = storage.save(promoted, store, references.BASELINE)
+    check_name_is_free(storage.BASELINE)
+    written = storage.save(promoted, store, storage.BASELINE)
     # The new file is written first: an interruption then leaves two baselines, which is refused, and never none.
     for one in before:
         one.path.rename(storage.unnamed(one))

@@ -79,18 +79,12 @@ def _run(command: Sequence[str], ranks: int | None) -> int:
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     group, gpu, nodes, bundles = _reserve(ranks)
-    actors = [
-        # Ray pickles the class of an actor by its module.
-        ray.remote(Starter)
-        .options(
-            num_cpus=1,
-            num_gpus=int(gpu),
-            max_restarts=0,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
-        )
-        .remote()
-        for bundle in bundles
-    ]
+    starter = ray.remote(Starter)  # Ray pickles the class of an actor by its module
+    actors = []
+    for bundle in bundles:
+        place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+        actor = starter.options(num_cpus=1, num_gpus=int(gpu), max_restarts=0, scheduling_strategy=place)
+        actors.append(actor.remote())
     address = ray.util.get_node_ip_address()
     with socket.create_server((address, 0)) as probe:
         port = probe.getsockname()[1]

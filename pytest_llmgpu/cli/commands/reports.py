@@ -1,4 +1,4 @@
-"""The commands that read one report and write it in another form: show, html, export, plot; and list and schema."""
+"""The commands that read reports and write them in another form: show, html, export, plot, list, trend; and schema."""
 
 from __future__ import annotations
 
@@ -19,11 +19,9 @@ from pytest_llmgpu.cli.arguments import (
     storage_of,
 )
 from pytest_llmgpu.cli.output import color, complain, save, show, write_data
-from pytest_llmgpu.report.text import listed
+from pytest_llmgpu.report.text import listed, plural
 from pytest_llmgpu.store import store
-from pytest_llmgpu.store.references import public
-
-_STDOUT = "-"
+from pytest_llmgpu.store.store import public
 
 
 def add_show(parser: argparse.ArgumentParser) -> None:
@@ -118,7 +116,7 @@ def add_export(parser: argparse.ArgumentParser) -> None:
 
     parser.add_argument("format", metavar="FORMAT", choices=FORMATS, help=", ".join(FORMATS))
     parser.add_argument("head", metavar="REPORT", help=REFERENCE)
-    parser.add_argument("--output", metavar="PATH", default=_STDOUT, help="file to write (default: -, stdout)")
+    parser.add_argument("--output", metavar="PATH", default="-", help="file to write (default: -, stdout)")
     text = "judge the report against this one and export the verdicts"
     parser.add_argument("--baseline", metavar="REF", help=text)
     text = "export the verdicts in this file, which llmgpu gate --json wrote"
@@ -133,7 +131,7 @@ def run_export(arguments: argparse.Namespace) -> int:
     report = source(arguments.head, arguments).report()
     report.verdicts = comparison(arguments, report).verdicts or report.verdicts
     text = export(arguments.format, report)
-    if arguments.output != _STDOUT:
+    if arguments.output != "-":
         save(f"{text}\n" if text else "", Path(arguments.output))
     elif text:
         write_data(text)
@@ -191,6 +189,42 @@ def run_list(arguments: argparse.Namespace) -> int:
     for line in broken:
         complain(line)
     return 2 if broken else 0
+
+
+def add_trend(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `llmgpu trend`."""
+    text = "store, or the folder of one machine in it (default: .llmgpu)"
+    parser.add_argument("folder", metavar="DIR", type=Path, nargs="?", help=text)
+    parser.add_argument("--machine", metavar="NAME", help="machine to show, if the store has several")
+    parser.add_argument(
+        "--last", metavar="N", type=int, default=8, help="number of newest reports to show (default: 8)"
+    )
+    parser.add_argument("--html", metavar="PATH", type=Path, help="also write a page with charts and tables")
+
+
+def run_trend(arguments: argparse.Namespace) -> int:
+    """Show the metrics of one machine over its stored reports."""
+    from pytest_llmgpu.gate import trends
+    from pytest_llmgpu.render import trend
+    from pytest_llmgpu.render.terminal.report import painter
+    from pytest_llmgpu.report import file
+
+    if arguments.last < 1:
+        raise ValueError(f"--last {arguments.last}: a number of at least 1 is needed")
+    stored = trends.chosen(arguments.folder or store.DEFAULT, arguments.machine)
+    kept = []
+    for one in stored:
+        try:
+            kept.append((one, file.load(one.path)))
+        except ValueError as error:
+            complain(str(error))
+    found = trends.trends(kept, last=arguments.last)
+    shown = trend.tables(found, painter(color())) if found else "no case has figures"
+    show(f"{stored[0].machine}, {plural(min(len(kept), arguments.last), 'report')}\n\n{shown}")
+    if arguments.html is not None:
+        save(trend.page(found, stored[0].machine), arguments.html)
+        show(str(arguments.html))
+    return 2 if len(kept) < len(stored) else 0
 
 
 def add_schema(parser: argparse.ArgumentParser) -> None:

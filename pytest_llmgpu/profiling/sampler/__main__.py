@@ -1,6 +1,6 @@
 """The child process that reads NVML in a fixed period: `python -m pytest_llmgpu.profiling.sampler --period 0.1667`.
 
-It writes one line of JSON to stdout at each deadline t0 + k * period of CLOCK_MONOTONIC. `profiling/stream.py` has the
+It writes one line of JSON to stdout at each deadline t0 + k * period of CLOCK_MONOTONIC. `recording` has the
 records: first a header, or a refusal and the end; then ticks. A line `mark` on stdin requests a reading of the
 cumulative counters, whose record is written between two ticks.
 
@@ -24,10 +24,9 @@ import msgspec
 
 from pytest_llmgpu.processes import die_with_parent
 from pytest_llmgpu.profiling.nvml import NvmlMissingError, session
-from pytest_llmgpu.profiling.sampler.devices import METRICS, Device, Method, choose, open_devices
+from pytest_llmgpu.profiling.recording import Header, HeaderDevice, Refusal, TickRecord
+from pytest_llmgpu.profiling.sampler.devices import METRICS, Call, Device, Method, open_devices
 from pytest_llmgpu.profiling.sampler.rounds import Marking, Sampler, ticks
-from pytest_llmgpu.profiling.sampler.sources import Call
-from pytest_llmgpu.profiling.stream import Header, HeaderDevice, Refusal, TickRecord
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,68 +53,64 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             with session() as nvml:
                 devices, why = open_devices(nvml, options.uuids, options.method)
-                choose(devices)
-                _Stream(devices, options.period, write).run(why, drift=options.method == "polling")
+                _stream(devices, why, write, period_s=options.period, drift=options.method == "polling")
         except NvmlMissingError as error:
             write(Refusal(error=str(error)))
     return 0
 
 
-class _Stream:
-    """Rounds at their deadlines. Between them marks are read and byte counters are polled."""
+def _stream(
+    devices: Sequence[Device],
+    why: dict[str, str],
+    write: Callable[[msgspec.Struct], None],
+    *,
+    period_s: float,
+    drift: bool,
+) -> None:
+    """Write the stream until stdin closes. Between the rounds, marks are read and byte counters are polled."""
+    sampler, marking = Sampler(devices), Marking(devices, time.monotonic, write)
 
-    def __init__(self, devices: Sequence[Device], period_s: float, write: Callable[[msgspec.Struct], None]) -> None:
-        self._write = write
-        self._devices = devices
-        self._period_s = period_s
-        self._sampler = Sampler(devices)
-        self._marking = Marking(devices, time.monotonic, write)
-        self._window_ended = False
-
-    def run(self, why: dict[str, str], *, drift: bool) -> None:
-        """Write the stream until stdin closes."""
-        devices = []
-        for device in self._devices:
-            sources = [device.chosen.get(metric) for metric in METRICS]
-            methods = ["" if source is None else source.method for source in sources]
-            windows_s = [source.window_s if isinstance(source, Call) else None for source in sources]
-            devices.append(HeaderDevice(device.index, device.uuid, device.why, methods, windows_s))
-        written = [dict(device.why) for device in self._devices]
-        spans = any(device.sources for device in self._devices)
-        t0_s = time.monotonic()
-        self._write(Header(t0_s, self._period_s, list(METRICS), devices, spans, why))
-        for k, start_s in ticks(t0_s, self._period_s, time.monotonic, self._wait, drift=drift):
-            values, seconds = self._sampler.round(start_s, window_ended=self._window_ended)
-            self._window_ended, self._marking.ticked = False, True
-            self._write(
-                TickRecord(
-                    k=k,
-                    t_s=start_s,
-                    values=values,
-                    why={at: device.why for at, device in enumerate(self._devices) if device.why != written[at]},
-                    seconds=seconds if spans else [],
-                    cpu_s=time.process_time(),
-                    orders=self._marking.requested if spans else 0,
-                )
-            )
-            written = [dict(device.why) for device in self._devices]
-
-    def _wait(self, seconds: float) -> bool:
+    def wait(seconds: float) -> bool:
         """Wait for the given time, or less if something must be done; return whether stdin has closed."""
         until_s = time.monotonic() + seconds
-        poll_s = self._sampler.poll()
-        while self._marking.step(until_s):
-            poll_s = self._sampler.poll()  # an energy counter may take 15 ms
+        poll_s = sampler.poll()
+        while marking.step(until_s):
+            poll_s = sampler.poll()  # an energy counter may take 15 ms
         if poll_s is not None:
             until_s = min(until_s, poll_s)
         readable, _, _ = select.select([0], [], [], max(0.0, until_s - time.monotonic()))
-        if not readable:
-            return False
-        requests = os.read(0, 4096)
-        for _ in range(requests.count(b"\n")):
-            self._marking.request()
-            self._window_ended = True
+        requests = os.read(0, 4096) if readable else None
+        for _ in range(requests.count(b"\n") if requests else 0):
+            marking.request()
         return requests == b""
+
+    headers = []
+    for device in devices:
+        sources = [device.chosen.get(metric) for metric in METRICS]
+        methods = ["" if source is None else source.method for source in sources]
+        windows_s = [source.window_s if isinstance(source, Call) else None for source in sources]
+        headers.append(HeaderDevice(device.index, device.uuid, device.why, methods, windows_s))
+    written = [dict(device.why) for device in devices]
+    spans = any(device.sources for device in devices)
+    t0_s = time.monotonic()
+    write(Header(t0_s, period_s, list(METRICS), headers, spans, why))
+    orders = 0
+    for k, start_s in ticks(t0_s, period_s, time.monotonic, wait, drift=drift):
+        window_ended, orders = marking.requested > orders, marking.requested
+        values, seconds = sampler.round(start_s, window_ended=window_ended)
+        marking.ticked = True
+        write(
+            TickRecord(
+                k=k,
+                t_s=start_s,
+                values=values,
+                why={at: device.why for at, device in enumerate(devices) if device.why != written[at]},
+                seconds=seconds if spans else [],
+                cpu_s=time.process_time(),
+                orders=orders if spans else 0,
+            )
+        )
+        written = [dict(device.why) for device in devices]
 
 
 if __name__ == "__main__":

@@ -9,9 +9,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
-from pytest_llmgpu.profiling.sampler.devices import METRICS, Device
-from pytest_llmgpu.profiling.sampler.sources import CALLS, POLLED, Call
-from pytest_llmgpu.profiling.stream import MarkRecord
+from pytest_llmgpu.profiling.recording import MarkRecord
+from pytest_llmgpu.profiling.sampler.devices import CALLS, METRICS, POLLED, Call, Device
 
 _GIVE_UP_S = 1.0
 """A blocking call that takes longer counts as hung. Its metric is null until it returns."""
@@ -110,32 +109,22 @@ class Sampler:
             for metric in self._called[-1]:
                 if CALLS[metric].window_s is not None and not serial:
                     self._threads[number, metric] = BlockingCall(device, metric)
-        self._read()
+        self.round()
         for called, device in zip(self._called, devices, strict=True):
             called[:] = [metric for metric in called if metric not in device.lacking]
 
     def round(
-        self, now_s: float, *, window_ended: bool = False
+        self, now_s: float | None = None, *, window_ended: bool = False
     ) -> tuple[list[list[float | None]], list[list[float | None]]]:
         """Return the readings of the tick that begins now, and the seconds before it that they cover.
 
-        If a window has ended since the last round, the sources that are read once a second are read too.
+        Without a time the calls are made, and no source is read. If a window has ended since the last round, the
+        sources that are read once a second are read too.
 
         Returns:
             [device, metric] The value, and its seconds. None for a reading that failed or is too early; None for the
             seconds of a value at one moment or over a time after it.
         """
-        read = self._read(now_s, window_ended=window_ended)
-        rows = [[row.get(metric, (None, None)) for metric in METRICS] for row in read]
-        return [[value for value, _ in row] for row in rows], [[covered_s for _, covered_s in row] for row in rows]
-
-    def poll(self) -> float | None:
-        """Poll the sources that are due; return when the next poll is due, None if no source needs it."""
-        due_s = [device.poll(time.monotonic()) for device in self._devices]
-        return min((each_s for each_s in due_s if each_s is not None), default=None)
-
-    def _read(self, now_s: float | None = None, *, window_ended: bool = False) -> list[_Row]:
-        """Make the calls and, if a time is given, read the sources."""
         blocking = {at: call for at, call in self._threads.items() if at[1] in self._called[at[0]]}
         give_up_s = time.monotonic() + _GIVE_UP_S
         for call in blocking.values():
@@ -150,7 +139,13 @@ class Sampler:
             rows.append(row)
         for (number, metric), call in blocking.items():
             rows[number][metric] = (call.result(max(0.0, give_up_s - time.monotonic())), None)
-        return rows
+        cells = [[row.get(metric, (None, None)) for metric in METRICS] for row in rows]
+        return [[value for value, _ in row] for row in cells], [[covered_s for _, covered_s in row] for row in cells]
+
+    def poll(self) -> float | None:
+        """Poll the sources that are due; return when the next poll is due, None if no source needs it."""
+        due_s = [device.poll(time.monotonic()) for device in self._devices]
+        return min((each_s for each_s in due_s if each_s is not None), default=None)
 
 
 class Marking:

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import msgspec
 
-from pytest_llmgpu.render.charts import axes, communication, sweeps
-from pytest_llmgpu.render.charts.axes import Chart, Charts
+from pytest_llmgpu.render.charts import communication, sweeps
+from pytest_llmgpu.render.charts.axes import Chart, Charts, panels
 from pytest_llmgpu.render.charts.images import Format, image, theme
-from pytest_llmgpu.render.charts.panels import panels
 from pytest_llmgpu.report.report import Report
 
 __all__ = ["Chart", "Charts", "Format", "image", "of_report", "theme"]
@@ -43,7 +42,7 @@ def of_report(report: Report, baseline: Report | None = None) -> Charts:
                         one,
                         id=f"{one.id}{panel.suffix}",
                         title=f"{one.title}: {panel.caption}" if panel.suffix else one.title,
-                        summary=f"{one.summary} {axes.FAINT}" if panel.before else one.summary,
+                        summary=f"{one.summary} Faint: the baseline." if panel.before else one.summary,
                         measured=panel.measured,
                         filter={"model": panel.entries[0].result.case.model},
                     )

@@ -1,13 +1,17 @@
-"""The record of a chart, and the axes, channels and layers that several charts share."""
+"""The record of a chart, the panels of cases that share one, and the axes, channels and layers of several charts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 
-from pytest_llmgpu.render.charts.panels import Panel
+from pytest_llmgpu.gate.matching import pairs
+from pytest_llmgpu.render.table import Entry, blocks, captions
+from pytest_llmgpu.render.table import entries as entries_of
+from pytest_llmgpu.report.report import Report
+from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.text import significant
 
 Spec = dict[str, Any]
@@ -43,6 +47,93 @@ class Charts(msgspec.Struct, frozen=True, kw_only=True):
     """The charts in display order, with unique ids."""
     omitted: list[str]
     """One sentence with the reason for each chart that could not be drawn."""
+
+
+_FIRST = ("mp", "tp", "iok")  # strategies that have the same colours and shapes in every chart of every report
+
+
+class Panel(NamedTuple):
+    """The cases of one chart: they differ only in strategy and batch size."""
+
+    entries: list[Entry]
+    """The results in the order of their curves, then of their batch sizes."""
+    titles: list[str]
+    """The titles of the curves that the report has."""
+    domain: list[str]
+    """All titles in the order of their colours, including strategies that the report lacks."""
+    report: Report
+    suffix: str = ""
+    """The end of the charts' ids where a report has several panels."""
+    caption: str = ""
+    """The fields in which the panel differs from the report's other panels."""
+    measured: str = ""
+    """Model, dtype, GPUs and dataset, for an image that stands alone."""
+    before: Sequence[Entry] = ()
+    """The completed results of these cases and of others of their series in the baseline."""
+
+    @property
+    def completed(self) -> list[Entry]:
+        """Return the entries with figures."""
+        return [entry for entry in self.entries if entry.result.outcome == "completed"]
+
+    @property
+    def failed(self) -> list[Entry]:
+        """Return the entries that ran and did not complete."""
+        return [entry for entry in self.entries if entry.result.outcome not in {"completed", "skipped_after_oom"}]
+
+    @property
+    def several(self) -> bool:
+        """Return whether a case uses more than one device."""
+        return any(entry.result.case.devices > 1 for entry in self.entries)
+
+    def of(self, title: str) -> list[Entry]:
+        """Return the completed entries of one curve."""
+        return [entry for entry in self.completed if entry.title == title]
+
+
+def panels(report: Report, baseline: Report | None = None) -> list[Panel]:
+    """Return the panels of a report, in the order in which their cases ran, with the results of a baseline."""
+    groups = blocks(report.cases)
+    several = len(groups) > 1
+    # The completed results of the baseline, by the series of the case that each is compared with, or its own.
+    then: dict[str, list[CaseResult]] = {}
+    for pair in [] if baseline is None else pairs(baseline.cases, report.cases):
+        if pair.base is not None and pair.base.outcome == "completed" and not pair.differing:
+            then.setdefault((pair.head or pair.base).case.series, []).append(pair.base)
+    found = []
+    for number, (group, (measured, caption)) in enumerate(zip(groups, captions(groups, report), strict=True), 1):
+        entries = entries_of(group)
+        strategies = {entry.title: entry.result.case.strategy for entry in entries}
+        curves = {entry.result.case.series: entry.title for entry in entries}
+        found.append(
+            Panel(
+                entries=entries,
+                titles=list(strategies),
+                domain=domain(list(strategies.items())),
+                report=report,
+                suffix=f"-{number}" if several else "",
+                caption=caption,
+                measured=measured,
+                before=[Entry(title, "", result) for one, title in curves.items() for result in then.get(one, ())],
+            )
+        )
+    return found
+
+
+def domain(columns: Sequence[tuple[str, str]]) -> list[str]:
+    """Return the titles in the order of their colours; mp, tp and iok keep their places also when they are absent.
+
+    The first title of a strategy gets the strategy's colour.
+    """
+    places = list(_FIRST)
+    for title, strategy in columns:
+        if title in places:
+            continue
+        if strategy in places and strategy not in {other for other, _ in columns}:
+            places[places.index(strategy)] = title
+        else:
+            places.append(title)
+    return places
 
 
 def rounded(value: float) -> float:
@@ -81,9 +172,6 @@ _POWERS = [2**power for power in range(24)]
 
 _FAINT = 0.45  # opacity of the marks of a baseline
 
-FAINT = "Faint: the baseline."
-"""The sentence on these marks in a summary."""
-
 _MOST_MESSAGE = 200  # characters of a failure's message in a tooltip
 
 
@@ -97,9 +185,9 @@ def number(field: str, title: str | None = None) -> Spec:
     return {"field": field, "type": "quantitative", "title": title, "format": _NUMBER}
 
 
-def tooltip(*figures: Spec) -> list[Spec]:
-    """Return the entries of a tooltip: strategy and batch size of the case, then its figures."""
-    return [text("s", "strategy"), number("b", "batch size"), *figures]
+def tooltip(figures: Mapping[str, str]) -> list[Spec]:
+    """Return the entries of a tooltip: strategy and batch size of the case, then its figures, as field to title."""
+    return [text("s", "strategy"), *(number(*one) for one in {"b": "batch size", **figures}.items())]
 
 
 def layered(layers: Sequence[Spec], rows: Sequence[Spec], *, height: int | Spec = HEIGHT, **encoding: Spec) -> Spec:
@@ -141,13 +229,8 @@ def levels(values: Iterable[float], title: str, *, log: bool, field: str = "v", 
 
 def curves(panel: Panel) -> Spec:
     """Return the colour channel over the field `s`, by strategy; the shape channel is the same."""
-    return {
-        "field": "s",
-        "type": "nominal",
-        "title": "strategy",
-        "scale": {"domain": panel.domain},
-        "legend": {"values": panel.titles, "symbolOpacity": 1},
-    }
+    legend = {"values": panel.titles, "symbolOpacity": 1}
+    return {**text("s", "strategy"), "scale": {"domain": panel.domain}, "legend": legend}
 
 
 def with_baseline(layers: Sequence[Spec], rows: Sequence[Spec]) -> list[Spec]:
@@ -171,12 +254,9 @@ def limit(value: float, label: str) -> list[Spec]:
     y = {"field": "v", "type": "quantitative"}
     left, right = {"value": 0}, {"value": "width"}
     note = {"type": "text", "style": "limit-note", "align": "left", "baseline": "bottom", "dx": 6, "dy": -3}
+    line = {"x": left, "x2": right, "y": y, "tooltip": text("t")}
     return [
-        {
-            "data": data,
-            "mark": {"type": "rule", "style": "limit"},
-            "encoding": {"x": left, "x2": right, "y": y, "tooltip": text("t")},
-        },
+        {"data": data, "mark": {"type": "rule", "style": "limit"}, "encoding": line},
         {"data": data, "mark": note, "encoding": {"x": left, "y": y, "text": text("t")}},
     ]
 

@@ -5,16 +5,31 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Literal, get_args
 
 from pytest_llmgpu.render.charts import axes
-from pytest_llmgpu.render.charts.axes import Chart, Spec, formatted, rounded, value_range
-from pytest_llmgpu.render.charts.panels import Panel, covers_traffic, link_rate
+from pytest_llmgpu.render.charts.axes import Chart, Panel, Spec, formatted, rounded, value_range
 from pytest_llmgpu.render.charts.sweeps import Figure, Point, curves_of, of_figure, points, row_of
 from pytest_llmgpu.render.table import COLUMNS, Entry
+from pytest_llmgpu.report.result import CaseResult, Link
 
 _GB = 1e9
 _MB = 1e6
 _HEIGHT = 220  # pixels of a chart of one strategy
+LinkName = Literal["nvlink", "pcie"]
+"""The name of a link whose bytes NVML counts."""
+
+LINKS: tuple[LinkName, ...] = get_args(LinkName)
+
+_CARRIERS: dict[Link, frozenset[LinkName]] = {
+    "nvlink": frozenset(("nvlink",)),
+    "mixed": frozenset(LINKS),
+    "pcie": frozenset(("pcie",)),
+    "host": frozenset(("pcie",)),
+}
+"""The links whose counters include the traffic of a path."""
+
+_COVERED = 0.5  # counters below this share of what the program sent: its traffic took links that were not counted
 
 
 def charts(panel: Panel) -> Iterator[Chart | str]:
@@ -47,16 +62,14 @@ def _rates(panel: Panel, link: str, name: str) -> Chart | str:
         took = dict.fromkeys(one for one, link in paths if link in {"nvlink", "mixed"})
         summary += f"; not included, because it took NVLink: GPU-to-GPU traffic of {', '.join(took)}" if took else ""
         summary += "".join(_not_counted(panel, one) for one in panel.titles)
+    devices = ("mean over the GPUs", "largest GPU")
     columns: list[Figure] = [*figures.values(), *(partial(_rate, name, max) for name in columns_of.values())]
     return Chart(
         id=f"traffic-{link}",
         title=title,
         summary=f"{summary}.",
         spec=curves_of(panel, drawn, figures, title=f"{name}, mean over the GPUs (GB/s)"),
-        headers=[
-            *("strategy", "batch size"),
-            *(f"{way}, {which} (GB/s)" for which in ("mean over the GPUs", "largest GPU") for way in figures),
-        ],
+        headers=["strategy", "batch size", *(f"{way}, {which} (GB/s)" for which in devices for way in figures)],
         rows=[row_of(entry, (figure(entry) for figure in columns)) for entry in panel.completed],
     )
 
@@ -112,14 +125,11 @@ def _by_utilization(panel: Panel) -> Iterator[Chart | str]:
     sent = "sent, NVLink and PCIe (GB/s)" if nvlink else "sent, PCIe (GB/s)"
     batch_size = {"field": "b", "type": "quantitative"}
     colour = {**axes.curves(panel), "legend": None}
-    tooltip = axes.tooltip(axes.number("u", "GPU utilisation (%)"), axes.number("v", sent))
-    labels: list[Spec] = [
-        {
-            "mark": {"type": "text", "style": style, "align": "left", "dx": 7, "dy": -7},
-            "encoding": {"text": {**batch_size, "format": ",d"}},
-        }
-        for style in ("halo", "note")  # the halo separates the text from the line behind it
-    ]
+    tooltip = axes.tooltip({"u": "GPU utilisation (%)", "v": sent})
+    right = {"type": "text", "align": "left", "dx": 7, "dy": -7}
+    size = {"text": {**batch_size, "format": ",d"}}
+    # The halo separates the text from the line behind it.
+    labels: list[Spec] = [{"mark": {**right, "style": style}, "encoding": size} for style in ("halo", "note")]
     for place, strategy in enumerate(panel.titles, 1):
         rows = sorted((one for one in found if one[0].title == strategy), key=lambda one: one[0].batch_size)
         if not rows:
@@ -150,3 +160,24 @@ def _by_utilization(panel: Panel) -> Iterator[Chart | str]:
 def _rate(name: str, of_devices: Callable[[Sequence[float]], float], entry: Entry) -> float | None:
     found = COLUMNS[name].devices(entry.result)
     return of_devices(found) / _GB if found else None
+
+
+def link_rate(result: CaseResult, way: str, links: Sequence[LinkName] = LINKS) -> float | None:
+    """Return the bytes per second of a GPU in one direction, summed over those of the links that were counted."""
+    rates = [COLUMNS[f"{link}_{way}_bytes_per_s"].value(result) for link in links]
+    known = [rate for rate in rates if rate is not None]
+    return sum(known) if known else None
+
+
+def covers_traffic(result: CaseResult, links: Sequence[LinkName] = LINKS) -> bool:
+    """Return whether the counters of these links include at least half of what the program sent from GPU to GPU.
+
+    True also where nothing contradicts it: no counter was read, the program's traffic is not known, or the links are
+    known to have carried it, whatever the sum (a reduction in the NVLink switch moves fewer bytes than a ring).
+    """
+    traffic, rate, sent = result.traffic, result.sequences_per_s, link_rate(result, "tx", links)
+    if traffic is None or rate is None or sent is None:
+        return True
+    if traffic.path is not None and traffic.path.link is not None and _CARRIERS[traffic.path.link] <= set(links):
+        return True
+    return sent * result.case.devices >= _COVERED * traffic.wire_bytes_per_sequence * rate

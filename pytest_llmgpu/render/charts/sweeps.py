@@ -8,8 +8,7 @@ from functools import partial
 from typing import NamedTuple
 
 from pytest_llmgpu.render.charts import axes
-from pytest_llmgpu.render.charts.axes import Chart, Spec, formatted, rounded, value_range
-from pytest_llmgpu.render.charts.panels import Panel
+from pytest_llmgpu.render.charts.axes import Chart, Panel, Spec, formatted, rounded, value_range
 from pytest_llmgpu.render.table import COLUMNS, Entry
 from pytest_llmgpu.report.derived import measured, upper_bound, value_of
 from pytest_llmgpu.report.result import CaseResult
@@ -33,13 +32,12 @@ class Point(NamedTuple):
     """The figure in the unit of the axis, not rounded: rounding twice may change the last digit."""
 
 
-def points(entries: Iterable[Entry], figures: Mapping[str, Figure]) -> list[Point]:
+def points(entries: Sequence[Entry], figures: Mapping[str, Figure]) -> list[Point]:
     """Return the points of completed cases; `figures` maps the name of a curve to its figure."""
-    completed = list(entries)
     return [
         Point(entry, kind, value)
         for kind, figure in figures.items()
-        for entry in completed
+        for entry in entries
         if (value := figure(entry)) is not None
     ]
 
@@ -67,7 +65,7 @@ def curves_of(
 
     rows, before = rows_of(drawn), rows_of(then)
     dash: Spec = {}
-    tooltip = axes.tooltip(axes.number("v", title))
+    tooltip = axes.tooltip({"v": title})
     if several:
         dash = {"strokeDash": {**axes.text("k"), "scale": {"domain": kinds}}}
         tooltip.insert(1, axes.text("k", "curve"))
@@ -96,20 +94,21 @@ def row_of(entry: Entry, values: Iterable[float | None]) -> list[str]:
 
 def times(panel: Panel) -> Iterator[Chart | str]:
     """Yield the charts of a panel's time and throughput, or a sentence with the reason why there is none."""
-
-    def milliseconds(name: str, entry: Entry) -> float | None:
-        value_s: float | None = getattr(entry.result, name)
-        return None if value_s is None else 1000 * value_s
-
     if panel.entries[0].result.case.generates:
-        yield _speed(panel, "time per token", "ms", partial(milliseconds, "token_p50_s"), min)
-        yield _speed(panel, "time to first token", "ms", partial(milliseconds, "first_token_s"), min)
+        yield _speed(panel, "time per token", "ms", "token_p50_s", min)
+        yield _speed(panel, "time to first token", "ms", "first_token_s", min)
     else:
-        yield _speed(panel, "time", "s", lambda entry: entry.result.inference_s, min)
-    yield _speed(panel, "throughput", "sequences/s", lambda entry: entry.result.sequences_per_s, max)
+        yield _speed(panel, "time", "s", "inference_s", min)
+    yield _speed(panel, "throughput", "sequences/s", "sequences_per_s", max)
 
 
-def _speed(panel: Panel, name: str, unit: str, figure: Figure, best: Callable[..., Point]) -> Chart | str:
+def _speed(panel: Panel, name: str, unit: str, field: str, best: Callable[..., Point]) -> Chart | str:
+    """Return the chart of a field of the result in this unit; times are in seconds in the report."""
+
+    def figure(entry: Entry) -> float | None:
+        value: float | None = getattr(entry.result, field)
+        return 1000 * value if value is not None and unit == "ms" else value
+
     def summary(drawn: Sequence[Point]) -> str:
         texts = []
         for one in panel.titles:
@@ -122,9 +121,7 @@ def _speed(panel: Panel, name: str, unit: str, figure: Figure, best: Callable[..
         return f"Best of each strategy: {', '.join(texts)}."
 
     title = f"{name.capitalize()} by batch size"
-    if chart := of_figure(panel, title, (name, unit), figure, summary):
-        return chart
-    return f"{title}: no completed case has one."
+    return of_figure(panel, title, (name, unit), figure, summary) or f"{title}: no completed case has one."
 
 
 def of_figure(
@@ -161,15 +158,14 @@ def of_figure(
 def memory(panel: Panel) -> Iterator[Chart | str]:
     """Yield the chart of a panel's memory with its capacity, or the reason why there is none."""
 
-    def gib(of_devices: Callable[[Sequence[float]], float]) -> Figure:
-        def figure(entry: Entry) -> float | None:
-            found, _ = _memory_of(entry.result)
-            return of_devices(found) / GIB if found else None
+    def gib(of_devices: Callable[[Sequence[float]], float], entry: Entry) -> float | None:
+        found, _ = _memory_of(entry.result)
+        return of_devices(found) / GIB if found else None
 
-        return figure
-
-    fullest = gib(max)
-    figures = {"fullest GPU": fullest, **({"mean of the GPUs": gib(statistics.fmean)} if panel.several else {})}
+    fullest: Figure = partial(gib, max)
+    figures = {"fullest GPU": fullest}
+    if panel.several:
+        figures["mean of the GPUs"] = partial(gib, statistics.fmean)
     drawn = points(panel.completed, figures)
     if not drawn:
         yield "Memory by batch size: it was not measured."
@@ -186,9 +182,7 @@ def memory(panel: Panel) -> Iterator[Chart | str]:
     summary = f"Peak of the fullest GPU: {', '.join(texts)}"
     if capacity is not None:
         summary += f"; capacity {formatted(capacity)} GiB per GPU{'' if near else ', far above this chart'}"
-    layers: list[Spec] = []
-    if capacity is not None and near:
-        layers = axes.limit(capacity, f"{formatted(capacity)} GiB per GPU")
+    layers = axes.limit(capacity, f"{formatted(capacity)} GiB per GPU") if capacity is not None and near else []
     source = next(source for entry in panel.completed for found, source in [_memory_of(entry.result)] if found)
     axis = f"memory in use by {source} (GiB)"
     yield Chart(
@@ -239,28 +233,20 @@ def accuracy(panel: Panel) -> Iterator[Chart | str]:
         summary += " (random weights answer by chance)"
     if compared := [row for row in rows if "f" in row]:
         worst = max(compared, key=lambda row: row["f"])
-        where = f"{worst['s']} at batch size {worst['b']}"
-        summary += (
-            f"; at most {plural(worst['f'], 'answer')} different from mp ({where})"
-            if worst["f"]
-            else "; no answer differs from mp"
-        )
+        most = f"at most {plural(worst['f'], 'answer')} different from mp ({worst['s']} at batch size {worst['b']})"
+        summary += f"; {most if worst['f'] else 'no answer differs from mp'}"
+    cells = []
+    for row in rows:
+        differ = f"{row['f']:,}" if "f" in row else "-"
+        interval = [formatted(row[name]) for name in ("v", "l", "h")]
+        cells.append([row["s"], str(row["b"]), *interval, f"{row['i']:,}", differ])
     yield Chart(
         id="accuracy",
         title=title,
         summary=f"{summary}.",
         spec=_accuracy_spec(panel, rows, before, metric),
         headers=["strategy", "batch size", f"{metric} (%)", "95 % CI from (%)", "to (%)", "items", "differ from mp"],
-        rows=[
-            [
-                row["s"],
-                str(row["b"]),
-                *(formatted(row[name]) for name in ("v", "l", "h")),
-                f"{row['i']:,}",
-                f"{row['f']:,}" if "f" in row else "-",
-            ]
-            for row in rows
-        ],
+        rows=cells,
     )
 
 
@@ -284,8 +270,8 @@ def _accuracy_row(entry: Entry, metric: str) -> Spec | None:
 
 def _accuracy_spec(panel: Panel, rows: list[Spec], before: list[Spec], metric: str) -> Spec:
     # Each batch size has one place, in which the strategies stand side by side.
-    titles = [one for one in panel.titles if panel.of(one)]
-    shared = {"color": axes.curves(panel), "xOffset": {"field": "s", "type": "nominal", "scale": {"domain": titles}}}
+    domain = {"domain": [one for one in panel.titles if panel.of(one)]}
+    shared = {"color": axes.curves(panel), "xOffset": {"field": "s", "type": "nominal", "scale": domain}}
     sizes = sorted({entry.batch_size for entry in (*panel.completed, *panel.failed, *panel.before)})
     x = {
         "field": "b",
@@ -295,13 +281,8 @@ def _accuracy_spec(panel: Panel, rows: list[Spec], before: list[Spec], metric: s
         "axis": {"labelAngle": 0, "format": ",d", "labelOverlap": "greedy"},
     }
     low, high = ({"field": name, "type": "quantitative"} for name in ("l", "h"))
-    tooltip = axes.tooltip(
-        axes.number("v", f"{metric} (%)"),
-        axes.number("l", "95 % CI from (%)"),
-        axes.number("h", "to (%)"),
-        axes.number("i", "items"),
-        axes.number("f", "answers that differ from mp"),
-    )
+    titles = {"v": f"{metric} (%)", "l": "95 % CI from (%)", "h": "to (%)", "i": "items"}
+    tooltip = axes.tooltip({**titles, "f": "answers that differ from mp"})
     marks: list[Spec] = [
         {"mark": {"type": "rule", "strokeWidth": 1.5}, "encoding": {**shared, "y": low, "y2": {"field": "h"}}},
         {"mark": {"type": "point"}, "encoding": {**shared, "shape": shared["color"], "tooltip": tooltip}},
@@ -315,13 +296,9 @@ def _accuracy_spec(panel: Panel, rows: list[Spec], before: list[Spec], metric: s
     layers += axes.with_baseline(marks, before)
     if any(row.get("f") for row in rows):
         number = {"field": "f", "type": "quantitative", "format": ",d"}
-        layers.append(
-            {
-                "transform": [{"filter": "datum.f > 0"}],
-                "mark": {"type": "text", "style": "note", "dy": -9, "fontWeight": "bold"},
-                "encoding": {**shared, "y": high, "text": number},
-            }
-        )
+        bold = {"type": "text", "style": "note", "dy": -9, "fontWeight": "bold"}
+        above = {**shared, "y": high, "text": number}
+        layers.append({"transform": [{"filter": "datum.f > 0"}], "mark": bold, "encoding": above})
     y = axes.levels([row["v"] for row in (*rows, *before)], f"{metric}, 95 % confidence interval (%)", log=False)
     return axes.layered([*layers, *axes.failures(panel)], rows, x=x, y=y)
 
@@ -349,7 +326,10 @@ def ratios(verdicts: Verdicts | None) -> Iterator[Chart | str]:
         yield f"{title}: no case of the report has a completed counterpart in the baseline."
         return
     rows: list[Spec] = []
+    cells = []
     for one in of_time:
+        launches = "-" if one.n is None else str(one.n)
+        cells.append([one.id, one.verdict, *map(formatted, (one.ratio, one.low, one.high)), launches, one.reason])
         if one.ratio is not None:
             change = _CHANGE_OF_VERDICT.get(one.result, "no significant change")
             row = {"c": one.id, "r": rounded(one.ratio), "k": change, "w": one.verdict}
@@ -368,16 +348,7 @@ def ratios(verdicts: Verdicts | None) -> Iterator[Chart | str]:
         summary=f"Time / time in the baseline with confidence interval; above 1 is slower: {counted}.",
         spec=_ratio_spec(rows, changes),
         headers=["case", "verdict", "time / baseline", "from", "to", "launches in each report", "reason"],
-        rows=[
-            [
-                one.id,
-                one.verdict,
-                *(formatted(value) for value in (one.ratio, one.low, one.high)),
-                "-" if one.n is None else str(one.n),
-                one.reason,
-            ]
-            for one in of_time
-        ],
+        rows=cells,
     )
 
 
@@ -386,14 +357,8 @@ def _ratio_spec(rows: Sequence[Spec], changes: list[str]) -> Spec:
     scale = {"domain": list(_CHANGES)}
     colour = {**axes.text("k"), "scale": {**scale, "range": "ordinal"}, "legend": {"values": changes}}
     shape = {**colour, "scale": {**scale, "range": list(_CHANGES.values())}}
-    tooltip = [
-        axes.text("c", "case"),
-        axes.number("r", "time / baseline"),
-        axes.number("l", "from"),
-        axes.number("h", "to"),
-        axes.text("w", "verdict"),
-        axes.text("t", "reason"),
-    ]
+    interval = [axes.number("r", "time / baseline"), axes.number("l", "from"), axes.number("h", "to")]
+    tooltip = [axes.text("c", "case"), *interval, axes.text("w", "verdict"), axes.text("t", "reason")]
     layers: list[Spec] = [
         {
             "data": {"values": [{"r": 1}]},

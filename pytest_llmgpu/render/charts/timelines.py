@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from pytest_llmgpu.render.charts import axes
 from pytest_llmgpu.render.charts.axes import Chart, Spec, formatted, rounded, value_range
-from pytest_llmgpu.render.grouping import caption
+from pytest_llmgpu.render.table import caption
 from pytest_llmgpu.report.report import Environment
 from pytest_llmgpu.report.result import CaseResult, Profile
 from pytest_llmgpu.report.text import GIB
@@ -76,13 +76,10 @@ def charts(result: CaseResult, environment: Environment) -> Iterator[Chart]:
 def _spec(profile: Profile, title: str, unit: str, points: Sequence[Sequence[float | None]], *, zero: bool) -> Spec:
     """Return the lines of the GPUs; each point has its time and the figure of each GPU."""
     indices = [str(device.index) for device in profile.devices]
-    rows: list[Spec] = [
-        {
-            "t": round(t or 0.0, 3),
-            **{name: rounded(value) for name, value in zip(indices, values, strict=True) if value is not None},
-        }
-        for t, *values in points
-    ]
+    rows: list[Spec] = []
+    for t, *of_devices in points:
+        known = {name: rounded(value) for name, value in zip(indices, of_devices, strict=True) if value is not None}
+        rows.append({"t": round(t or 0.0, 3), **known})
     stroke = {"symbolType": "stroke", "symbolSize": 700, "symbolStrokeWidth": 2, "symbolOpacity": 1}
     gpu = {**axes.text("g"), "scale": {"domain": indices}, "legend": {**stroke, "labelExpr": "'GPU ' + datum.label"}}
     values = [row[index] for row in rows for index in indices if index in row]

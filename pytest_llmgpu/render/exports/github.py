@@ -16,9 +16,8 @@ from typing import Literal, NamedTuple
 from pytest_llmgpu.gate import headline, rows_by_cause
 from pytest_llmgpu.gate.judge import ExitStatus, RowClass, classify
 from pytest_llmgpu.gate.policy import Policy, policy_of
-from pytest_llmgpu.render import comparison
-from pytest_llmgpu.render.exports.escaping import code, command_property, command_value, markdown
-from pytest_llmgpu.render.exports.tables import markdown_header, markdown_line, markdown_lines
+from pytest_llmgpu.render import summary
+from pytest_llmgpu.render.exports.tables import code, markdown, markdown_header, markdown_line, markdown_lines
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.text import one_line
 from pytest_llmgpu.report.verdicts import Row, worst_first
@@ -64,14 +63,10 @@ def notices(report: Report) -> list[Notice]:
             found.append(Notice("failure", "Gate", headline.describe(decided)))
         for group in rows_by_cause.group(verdicts, policy):
             worst = group.rows[0]
-            found.append(
-                Notice(
-                    min((level(row, policy) for row in group.rows), key=list(_MARKS).index),
-                    f"{worst.verdict}: {rows_by_cause.title(group)}",
-                    "\n".join([*rows_by_cause.lines(group), f"Next: {rows_by_cause.next_step(group)}"]),
-                    group.largest.nodeid or worst.nodeid,
-                )
-            )
+            severity = min((level(row, policy) for row in group.rows), key=list(_MARKS).index)
+            title = f"{worst.verdict}: {rows_by_cause.title(group)}"
+            text = "\n".join([*rows_by_cause.lines(group), f"Next: {rows_by_cause.next_step(group)}"])
+            found.append(Notice(severity, title, text, group.largest.nodeid or worst.nodeid))
     return _sorted([*found, *other_notices(report)])
 
 
@@ -125,6 +120,16 @@ def render_annotations(report: Report) -> str:
     return "\n".join(commands)
 
 
+def command_value(text: str) -> str:
+    """Return text as the message of a GitHub workflow command; line breaks are kept."""
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def command_property(text: str) -> str:
+    """Return text as the value of a property of a GitHub workflow command."""
+    return command_value(text).replace(":", "%3A").replace(",", "%2C")
+
+
 _Table = tuple[Sequence[str], Sequence[str], Sequence[str]]
 """The title and the header, the lines that may be left out, and the lines after them."""
 
@@ -150,11 +155,9 @@ def _page(report: Report, first: Sequence[str], limit_bytes: int) -> str:
         counted = Counter(row.verdict for row in worst_first(verdicts.rows) if row.gated)
         found = headline.decide(verdicts, policy)
         # It is green only if gated rows were compared and none is unclear.
-        unclear = any(level(row, policy) == "warning" for row in verdicts.rows)
-        passed: Level = (
-            "warning" if unclear or found.states or not any(row.compared for row in verdicts.rows) else "info"
-        )
-        mark = _MARKS[passed if found.status == ExitStatus.PASSED else "failure"]
+        clear = not found.states and any(row.compared for row in verdicts.rows)
+        clear = clear and all(level(row, policy) != "warning" for row in verdicts.rows)
+        mark = _MARKS["failure" if found.status != ExitStatus.PASSED else "info" if clear else "warning"]
         result = f"{mark} {markdown(headline.describe(found))}"
     counts = ", ".join(f"{number:,} {word}" for word, number in counted.items())
     parts = [f"Commit {code(commit(report.commit))} on {markdown(hardware(report))}, {markdown(report.created)}."]
@@ -163,7 +166,7 @@ def _page(report: Report, first: Sequence[str], limit_bytes: int) -> str:
     if verdicts is not None and verdicts.baseline is not None:
         name, sha = verdicts.baseline.name, verdicts.baseline.commit
         named = [*([code(name)] if name else []), *([f"commit {code(sha[:8])}"] if sha else [])]
-        parts.append(f"Compared with {', '.join(named) or 'a baseline'}: {markdown(comparison.counts(verdicts))}.")
+        parts.append(f"Compared with {', '.join(named) or 'a baseline'}: {markdown(summary.counts(verdicts))}.")
     elif verdicts is not None:
         parts.append("There is no baseline.")
     title = f"## LLM inference: {result}{f' ({counts})' if counts else ''}"
@@ -182,11 +185,11 @@ def _tables(report: Report) -> Iterator[_Table]:
     for severity, sign in _MARKS.items():
         of_level = [row for row in worst_first(verdicts.rows) if level(row, policy) == severity]
         for row in of_level:
-            was, now, change, interval = comparison.figures(row)
+            was, now, change, interval = summary.figures(row)
             mark = "" if row.verdict == "CHANGED" else sign
             allowed = [] if row.allowed is None else [f"Allowed: {row.allowed}"]
             reason = "<br>".join(map(markdown, [*row.reason.splitlines(), *allowed]))
-            cells = [mark, code(row.id), row.metric.replace("_", " "), comparison.verdict(row), was, now]
+            cells = [mark, code(row.id), row.metric.replace("_", " "), summary.verdict(row), was, now]
             line = markdown_line([*cells, f"{change} ({interval})" if interval else change, reason])
             lines[severity != "info"].append(line)
     yield ["### To look at", "", *_VERDICT_HEADER], lines[True], ()

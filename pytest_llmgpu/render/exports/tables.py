@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Iterator, Sequence
 
-from pytest_llmgpu.render import comparison
-from pytest_llmgpu.render.exports.escaping import code, markdown, spreadsheet
+from pytest_llmgpu.render import summary
 from pytest_llmgpu.render.exports.tools import describe
 from pytest_llmgpu.render.table import COLUMNS, MARKDOWN, TABLES
 from pytest_llmgpu.report.metrics import JUDGED, METRICS, spec_of
@@ -44,10 +44,35 @@ CSV_COLUMNS = tuple(
 
 _MESSAGE = 120  # most characters of a failure's message in Markdown; its numbers come first
 
+_MARKDOWN = {character: f"&#{ord(character)};" for character in "\\`*[]<&|~$#"}
+"""Characters with a meaning in Markdown or HTML, as character references, which are never structure."""
+
+_FORMULA = ("=", "+", "-", "@")  # first characters of a formula in a spreadsheet
+
+
+def markdown(text: str) -> str:
+    """Return text for a paragraph or a table cell in GitHub's Markdown, without markup, links and mentions."""
+    escaped = "".join(_MARKDOWN.get(letter, letter) for letter in one_line(text))
+    escaped = re.sub(r"(?<![a-zA-Z0-9])_|_(?![a-zA-Z0-9])", "&#95;", escaped)  # within a word it is no markup
+    escaped = re.sub(r"://|(?<=www)\.", lambda found: f"&#{ord(found[0][0])};{found[0][1:]}", escaped)
+    # GitHub searches the rendered page for mentions; a comment separates the sign from the name.
+    return escaped.replace("@", "@<!-- -->")
+
+
+def code(text: str) -> str:
+    """Return text as code for a paragraph or a table cell in GitHub's Markdown."""
+    return f"<code>{markdown(text)}</code>"
+
+
+def spreadsheet(text: str) -> str:
+    """Return text that a spreadsheet does not evaluate as a formula."""
+    line = one_line(text)
+    return f"'{line}" if line.startswith(_FORMULA) else line
+
 
 def render_csv(report: Report) -> str:
     """Return the report as CSV."""
-    rows = comparison.by_id(report.verdicts)
+    rows = summary.by_id(report.verdicts)
     text = io.StringIO()
     writer = csv.DictWriter(text, CSV_COLUMNS, restval="", lineterminator="\n")
     writer.writeheader()
@@ -92,29 +117,21 @@ def render_markdown(report: Report) -> str:
 def markdown_header(report: Report) -> tuple[str, str]:
     """Return the first two lines of the table."""
     titles = [MARKDOWN[name] for name in _shown(report)]
-    return (
-        markdown_line(["case", "measured", "outcome", *titles, "verdict"]),
-        f"|---|---|---|{'---:|' * len(titles)}---|",
-    )
+    first = markdown_line(["case", "measured", "outcome", *titles, "verdict"])
+    return first, f"|---|---|---|{'---:|' * len(titles)}---|"
 
 
 def markdown_lines(report: Report) -> Iterator[str]:
     """Yield the lines of the cases in the order of the report, then those of other ids with verdicts."""
-    rows, columns = comparison.by_id(report.verdicts), _shown(report)
+    rows, columns = summary.by_id(report.verdicts), _shown(report)
     for result in report.cases:
         values = [(COLUMNS[name], COLUMNS[name].value(result)) for name in columns]
+        cells = ["" if value is None else column.written(value) for column, value in values]
         outcome = result.outcome.replace("_", " ") + (", wrong answers" if result.has_wrong_answers else "")
         if result.failure is not None:
             outcome += f": {one_line(result.failure.message, _MESSAGE)}"
-        yield markdown_line(
-            [
-                code(result.id),
-                markdown(describe(result.case)),
-                markdown(outcome),
-                *("" if value is None else column.written(value) for column, value in values),
-                _worst(rows.pop(result.id, ())),
-            ]
-        )
+        first = [code(result.id), markdown(describe(result.case)), markdown(outcome)]
+        yield markdown_line([*first, *cells, _worst(rows.pop(result.id, ()))])
     for name, others in rows.items():
         yield markdown_line([code(name), *[""] * (2 + len(columns)), _worst(others)])
 
@@ -133,5 +150,5 @@ def _worst(rows: Sequence[Row]) -> str:
     """Return the worst verdict with all metrics that have it."""
     if not rows:
         return ""
-    worst = comparison.verdict(rows[0])
-    return f"{worst}: {', '.join(row.metric.replace('_', ' ') for row in rows if comparison.verdict(row) == worst)}"
+    worst = summary.verdict(rows[0])
+    return f"{worst}: {', '.join(row.metric.replace('_', ' ') for row in rows if summary.verdict(row) == worst)}"

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from pytest_llmgpu.analysis.capacity import capacities
-from pytest_llmgpu.render.comparison import by_id
+from pytest_llmgpu.render.summary import by_id
 from pytest_llmgpu.report.case import DEFAULT_TASK, Case
 from pytest_llmgpu.report.metrics import METRICS, Figure, MetricSpec
 from pytest_llmgpu.report.report import Report
@@ -66,13 +66,9 @@ def describe(case: Case) -> str:
 def _largest_batches(report: Report) -> list[tuple[str, int, str]]:
     """Return name, largest batch size and its description for each series where it is known; 0 if none fits."""
     cases = {result.case.series: result.case for result in report.cases}
-    known = [
-        (cases[one.series], one.largest_fit or 0, one.text)
-        for one in capacities(report.cases)
-        if one.series in cases and (one.largest_fit is not None or one.smallest_oom is not None)
-    ]
-    numbered = _numbered(f"{case.strategy} ({describe(case)})" for case, _, _ in known)
-    return [(name, size, text) for name, (_, size, text) in zip(numbered, known, strict=True)]
+    known = [one for one in capacities(report.cases) if one.largest_fit is not None or one.smallest_oom is not None]
+    numbered = _numbered(f"{one.strategy} ({describe(cases[one.series])})" for one in known)
+    return [(name, one.largest_fit or 0, one.text) for name, one in zip(numbered, known, strict=True)]
 
 
 def _numbered(lines: Iterable[str]) -> list[str]:
@@ -104,12 +100,8 @@ def junit_properties(result: CaseResult) -> list[tuple[str, str]]:
         pairs.append((f"llmgpu.{name}", repr(figure.value)))
     if result.failure is not None:
         pairs.append(("llmgpu.failure", one_line(result.failure.message)))
-    pairs += [
-        (f"llmgpu.finding.{one_line(one.code)}", one_line(one.text))
-        for one in result.findings
-        if one.severity != "info"
-    ]
-    return pairs
+    findings = [one for one in result.findings if one.severity != "info"]
+    return pairs + [(f"llmgpu.finding.{one_line(one.code)}", one_line(one.text)) for one in findings]
 
 
 def junit_verdicts(rows: Sequence[Row]) -> list[tuple[str, str]]:
@@ -157,11 +149,8 @@ def _cut(name: str) -> str:
 
 def render_smaller(report: Report) -> str:
     """Return the metrics of the report that should be small, for `tool: customSmallerIsBetter`."""
-    lines = [
-        f"{result.outcome.replace('_', ' ')}: {name}"
-        for result, name in zip(report.cases, names(report.cases), strict=True)
-        if result.outcome != "completed"
-    ]
+    named = zip(report.cases, names(report.cases), strict=True)
+    lines = [f"{one.outcome.replace('_', ' ')}: {name}" for one, name in named if one.outcome != "completed"]
     count: dict[str, str | float] = {"name": "cases that did not complete", "unit": "cases", "value": len(lines)}
     if lines:
         count["extra"] = "\n".join(lines)
@@ -189,11 +178,8 @@ def _entries(report: Report, *, bigger: bool) -> Iterator[dict[str, str | float]
             label = spec.exported.label if spec.exported is not None else None
             if label is None or spec.bigger_is_better != bigger:
                 continue
-            entry: dict[str, str | float] = {
-                "name": f"{name}: {label}".translate(_IN_COMMENTS),
-                "unit": figure.unit,
-                "value": figure.value,
-            }
+            title = f"{name}: {label}".translate(_IN_COMMENTS)
+            entry: dict[str, str | float] = {"name": title, "unit": figure.unit, "value": figure.value}
             if figure.low is not None and figure.high is not None:
                 entry["range"] = f"± {(figure.high - figure.low) / 2:.6g}"
             entry["extra"] = "\n".join([plural(len(result.launches), "launch"), *map(one_line, lines)])

@@ -13,11 +13,10 @@ import msgspec
 from pytest_llmgpu.analysis.capacity import capacities
 from pytest_llmgpu.gate import judge, rows_by_cause
 from pytest_llmgpu.gate.policy import Policy, policy_of
-from pytest_llmgpu.render import charts, comparison, grouping
+from pytest_llmgpu.render import charts, summary
 from pytest_llmgpu.render.charts import timelines
 from pytest_llmgpu.render.html.assets import MISSING, asset, config_and_style, content_security_policy, templates, vega
-from pytest_llmgpu.render.summary import conclude
-from pytest_llmgpu.render.table import entries, figure_tables, make_time_table, with_reference
+from pytest_llmgpu.render.table import blocks, captions, entries, figure_tables, make_time_table, with_reference
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.metrics import spec_of
 from pytest_llmgpu.report.options import Options
@@ -25,14 +24,13 @@ from pytest_llmgpu.report.report import OptionValue, Report
 from pytest_llmgpu.report.text import GIB, gib, plural
 from pytest_llmgpu.report.verdicts import Row, Verdicts, worst_first
 
-_LIBRARIES = ("jinja2", "vl_convert")
 _OPEN_PROBLEMS, _OPEN_ROWS = 3, 25  # the others are in a closed element
 _MOST_CASES = 1000
 
 
 def check(path: Path) -> None:
     """Raise ValueError before a run of hours if its page cannot be made or written; leave no file behind."""
-    for library in _LIBRARIES:
+    for library in ("jinja2", "vl_convert"):
         if importlib.util.find_spec(library) is None:
             raise ValueError(MISSING)
     file.check_writable(path, "page", (".html", ".htm"))
@@ -56,10 +54,8 @@ def render(
     ValueError if a library of the page is not installed, or there are too many cases.
     """
     if len(report.cases) > _MOST_CASES:
-        raise ValueError(
-            f"page: the report has {len(report.cases):,} cases, allowed are {_MOST_CASES:,}; "
-            "llmgpu export csv writes all of them as a table"
-        )
+        counts = f"the report has {len(report.cases):,} cases, allowed are {_MOST_CASES:,}"
+        raise ValueError(f"page: {counts}; llmgpu export csv writes all of them as a table")
     verdicts = verdicts or report.verdicts
     if verdicts is None and baseline is not None:
         today = datetime.datetime.now(datetime.timezone.utc).date()
@@ -68,7 +64,7 @@ def render(
     library, script = vega(), asset("page.js")
     config, colored = config_and_style()
     style = asset("page.css") + colored
-    conclusion = conclude(report, verdicts, policy or policy_of(verdicts))
+    conclusion = summary.conclude(report, verdicts, policy or policy_of(verdicts))
     tables = list(_tables(report))
     times = {cell.id: cell.time for one in tables for _, row in one["table"].rows for cell in row}
     of_cases = []
@@ -78,7 +74,7 @@ def render(
             of_cases.append((result.id, title, _json(found)))
     # The strategy, model and batch size by which each case is filtered, by its id.
     titled = [(result, result.case.strategy) for result in (() if baseline is None else baseline.cases)]
-    titled += [(one.result, one.title) for block in grouping.blocks(report.cases) for one in entries(block)]
+    titled += [(one.result, one.title) for block in blocks(report.cases) for one in entries(block)]
     keys = {
         result.id: {"strategy": title, "model": result.case.model, "batch": str(result.case.batch_size)}
         for result, title in titled
@@ -106,10 +102,10 @@ def render(
         omitted=drawn.omitted,
         cases=of_cases,
         verdicts=verdicts,
-        verdict=comparison.verdict,
-        mark=comparison.mark,
+        verdict=summary.verdict,
+        mark=summary.mark,
         **({"compared": [], "parts": [], "reasons": []} if verdicts is None else _rows(verdicts, report, baseline)),
-        counts="" if verdicts is None else comparison.counts(verdicts),
+        counts="" if verdicts is None else summary.counts(verdicts),
         notes=[] if verdicts is None else verdicts.warnings,
         keys=keys,
         filters=filters,
@@ -128,8 +124,8 @@ def _rows(verdicts: Verdicts, report: Report, baseline: Report | None) -> dict[s
     """
     results = [{result.id: result for result in (() if one is None else one.cases)} for one in (baseline, report)]
     compared = []
-    for row in comparison.cases(verdicts.rows):
-        named, shown = row, comparison.figures(row)
+    for row in summary.cases(verdicts.rows):
+        named, shown = row, summary.figures(row)
         if not shown.was and not shown.now:
             named = row if row.metric in {"execution", "accuracy"} else msgspec.structs.replace(row, metric="time")
             texts = []
@@ -145,22 +141,20 @@ def _rows(verdicts: Verdicts, report: Report, baseline: Report | None) -> dict[s
                     texts.append(spec_of("time").written(time_s) if time_s else result.outcome.replace("_", " "))
             shown = shown._replace(was=texts[0], now=texts[1])
         compared.append((named, shown))
-    parts: dict[str, list[tuple[Row, comparison.Figures]]] = {"Changed, undecided or missing": [], "Unchanged": []}
+    parts: dict[str, list[tuple[Row, summary.Figures]]] = {"Changed, undecided or missing": [], "Unchanged": []}
     for row in worst_first(verdicts.rows):
-        parts["Unchanged" if row.unchanged else "Changed, undecided or missing"].append((row, comparison.figures(row)))
+        parts["Unchanged" if row.unchanged else "Changed, undecided or missing"].append((row, summary.figures(row)))
     reasons = rows_by_cause.by_reason(row for row in verdicts.rows if not row.unchanged)
     return {"compared": compared, "parts": [part for part in parts.items() if part[1]], "reasons": reasons}
 
 
 def _tables(report: Report) -> Iterator[dict[str, Any]]:
     """Yield the table of each block of cases, with its caption, the comparison with mp and the largest batch sizes."""
-    found = grouping.blocks(report.cases)
-    known = capacities(report.cases)
-    for (caption, _), cases in zip(grouping.captions(found, report), found, strict=True):
+    found = blocks(report.cases)
+    known = [one for one in capacities(report.cases) if one.smallest_oom is not None]
+    for (caption, _), cases in zip(captions(found, report), found, strict=True):
         series = {result.case.series for result in cases}
-        largest = [
-            f"{one.strategy}: {one.text}" for one in known if one.series in series and one.smallest_oom is not None
-        ]
+        largest = [f"{one.strategy}: {one.text}" for one in known if one.series in series]
         yield {
             "caption": caption,
             "model": cases[0].case.model,

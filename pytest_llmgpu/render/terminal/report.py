@@ -7,14 +7,13 @@ import re
 import statistics
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from tabulate import tabulate
 
 from pytest_llmgpu.analysis.capacity import capacities, split
 from pytest_llmgpu.analysis.reference import by_series
 from pytest_llmgpu.profiling.machine import Machine
-from pytest_llmgpu.render.grouping import blocks, captions, dataset, model
 from pytest_llmgpu.render.summary import Problem, finding_problems
 from pytest_llmgpu.render.table import (
     COLUMNS,
@@ -23,10 +22,14 @@ from pytest_llmgpu.render.table import (
     TABLES,
     Entry,
     Place,
+    blocks,
+    captions,
+    dataset,
     digits,
     entries,
     figure_tables,
     make_time_table,
+    model,
     with_reference,
     written,
 )
@@ -42,8 +45,6 @@ Painter = Callable[[str, str], str]
 """A function of a text and the number of an ANSI style that returns the styled text."""
 
 _ANSI = re.compile(r"\x1b\[\d+m")
-
-_BYTES_PER_MB = 1e6
 
 _RED, _GREEN, _YELLOW, _BOLD = "31", "32", "33", "1"
 _MARKS = {"best": "*", "wrong": "x", "graphs": "g:", "oom": "OOM:", "skipped": "-:"}
@@ -83,12 +84,10 @@ def summary_table(cases: Sequence[CaseResult], paint: Painter, most: int | None 
         elif cell.kind == "best":
             text = paint(f"{_MARKS['best']} {text}", _GREEN)
         times.append(text)
-    values = {name: [COLUMNS[name].value(entry.result) for entry in shown] for name in TABLES["summary"]}
-    figures = {
-        name: _Column(COLUMNS[name].title, written(found, COLUMNS[name].unit), name)
-        for name, found in values.items()
-        if any(found)
-    }
+    figures = {}
+    for column in (COLUMNS[name] for name in TABLES["summary"]):
+        if any(values := [column.value(entry.result) for entry in shown]):
+            figures[column.name] = _Column(column.title, written(values, column.unit), column.name)
     if "device_busy" in figures:
         figures.pop("utilization_pct", None)  # the less exact one of the two
     rates = [figures.pop("sequences_per_s")] if "sequences_per_s" in figures else []
@@ -103,14 +102,12 @@ def summary_table(cases: Sequence[CaseResult], paint: Painter, most: int | None 
 
 def work_table(cases: Sequence[CaseResult]) -> str:
     """Return the tables of work, energy, latencies and tokens; empty if none of it was measured."""
-    texts = []
+    found = []
     for place, table in figure_tables(cases).items():
         cells = zip(*(texts for _, _, texts in table.rows), strict=True)
-        columns = [
-            _Column(column.title, of_cases, column.name) for column, of_cases in zip(table.columns, cells, strict=True)
-        ]
-        texts.append("\n".join([table.title, *_fitted(place, [row[:2] for row in table.rows], columns)]))
-    return "\n\n".join(texts)
+        columns = [_Column(one.title, texts, one.name) for one, texts in zip(table.columns, cells, strict=True)]
+        found.append("\n".join([table.title, *_fitted(place, [row[:2] for row in table.rows], columns)]))
+    return "\n\n".join(found)
 
 
 def device_tables(cases: Sequence[CaseResult], environment: Environment) -> str:
@@ -143,12 +140,7 @@ def filled(text: str) -> str:
     return textwrap.fill(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
 
 
-def _device_table(
-    place: Literal["communication", "memory"],
-    order: Sequence[Entry],
-    reasons: dict[str, list[str]],
-    environment: Environment,
-) -> str:
+def _device_table(place: Place, order: Sequence[Entry], reasons: dict[str, list[str]], environment: Environment) -> str:
     """Return a table of the columns that have values, and add the others to `reasons`: reason -> names of columns."""
     results = [entry.result for entry in order]
     several = any(result.case.devices > 1 for result in results)
@@ -198,7 +190,7 @@ def _collectives(by_title: Mapping[str, Sequence[CaseResult]]) -> Iterator[str]:
         parts = []
         for kind in dict.fromkeys(kind for of_case in found for kind in of_case):
             calls, sizes = zip(*(of_case[kind] for of_case in found if kind in of_case), strict=True)
-            megabytes = _range(size / _BYTES_PER_MB for size in sizes)
+            megabytes = _range(size / 1e6 for size in sizes)
             parts.append(f"{_range(calls)} {kind} per {whole} ({megabytes} MB/{share})")
         if parts:
             ranks = [result.traffic.ranks for result in results if result.traffic is not None]
@@ -354,13 +346,10 @@ def _largest(cases: Sequence[CaseResult], report: Report, *, verbose: bool) -> l
     """Return the largest batch size of each series, if it was searched or limited by memory."""
     searched = report.options.get("--llmgpu-find-max-batch") is True
     series = {result.case.series for result in cases}
-    found = [
-        capacity
-        for capacity in capacities(report.cases)
-        if capacity.series in series and (searched or capacity.smallest_oom is not None)
-    ]
+    found = [one for one in capacities(report.cases) if one.series in series]
+    found = [one for one in found if searched or one.smallest_oom is not None]
     if verbose:
-        return [filled(f"{capacity.strategy}: {capacity.text}") for capacity in found]
+        return [filled(f"{one.strategy}: {one.text}") for one in found]
     texts = []
     for capacity in found:
         oom = capacity.smallest_oom
@@ -382,8 +371,6 @@ def _finding(problem: Problem, paint: Painter, *, verbose: bool) -> str:
         lines.append(f"The same finding: {listed(more, len(more) if verbose else _MOST_IDS)}.")
     if full:
         lines.append(f"-> {problem.next_step}")
-    text = "\n".join(
-        textwrap.fill(line, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
-        for line in lines
-    )
+    wrapper = textwrap.TextWrapper(WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+    text = "\n".join(map(wrapper.fill, lines))
     return paint(problem.severity.upper().ljust(9), _STYLES[problem.severity]) + text[9:]

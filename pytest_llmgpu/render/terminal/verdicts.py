@@ -11,7 +11,7 @@ from pytest_llmgpu.gate import headline
 from pytest_llmgpu.gate.judge import ExitStatus
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.gate.rows_by_cause import by_reason
-from pytest_llmgpu.render.comparison import counts, figures, mark, verdict
+from pytest_llmgpu.render.summary import counts, figures, mark, verdict
 from pytest_llmgpu.render.terminal.report import WIDTH, Painter, painter
 from pytest_llmgpu.report.metrics import METRICS, spec_of
 from pytest_llmgpu.report.text import listed, plural, printable

@@ -139,13 +139,3 @@ def test_ctrl_c_leaves_nothing(project: Project) -> None:
     assert main([*_AB, "--launches", "1", "--", *_MEASURE]) == 130
     assert project.launches() == ["base-1", "head-1"]
     project.untouched()
-
-
-def test_calibrate_runs_the_launches(project: Project, llmgpu: Callable[..., str]) -> None:
-    """The report of each launch is kept, and the scatter is printed."""
-    project.commit("base", seconds={"1": [10.0, 10.1, 10.05], "2": [20.0, 20.2, 20.1]})
-    out = llmgpu("calibrate", "--launches", "3", "--", *_MEASURE)
-    lines = [line.split() for line in out.splitlines()]
-    assert [line[0] for line in lines[:3]] == ["launch-1", "launch-2", "launch-3"]
-    assert lines[-2:] == [["mp-bs1", "3", "0.5", "%"], ["mp-bs2", "3", "0.5", "%"]]
-    assert len(list(Path(".llmgpu/calibrate").glob("*/launches/*.json.gz"))) == 3

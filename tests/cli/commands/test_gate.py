@@ -17,10 +17,11 @@ from support.verdict_factory import any_unseen, noise, on_h200, timed
 from pytest_llmgpu.gate import judge as gate
 from pytest_llmgpu.gate.judge import judge
 from pytest_llmgpu.gate.policy import Policy, load_policy, sha256_of
+from pytest_llmgpu.report import file
 from pytest_llmgpu.report.file import dump
 from pytest_llmgpu.report.report import Report
+from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.verdicts import Candidate, Verdicts
-from pytest_llmgpu.store.store import DEFAULT, save
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
 
@@ -69,6 +70,33 @@ def test_json_has_the_verdicts(llmgpu: Callable[..., str]) -> None:
     assert msgspec.json.decode(llmgpu(*_GATE, "--json", "-", ends=1), type=Verdicts) == found
 
 
+@pytest.mark.parametrize(
+    ("head", "policy", "status"),
+    [
+        (timed(), "", 0),
+        (timed(40.0), "", 1),
+        (timed(1.03), "strict = true", 3),
+        (timed(dtype="bfloat16"), "", 3),
+    ],
+)
+def test_verdicts_are_shown_and_not_judged_again(
+    llmgpu: Callable[..., str], head: CaseResult, policy: str, status: int
+) -> None:
+    """A report that pytest compared and the file of --json have the table and the status of that day and policy."""
+    Path("policy.toml").write_text(policy)
+    _write(head=on_h200([head]))
+    judged = llmgpu(*_GATE, "--policy", "policy.toml", "--json", "verdicts.json", ends=status)
+    report = file.load(Path("head.json"))
+    report.verdicts = msgspec.json.decode(Path("verdicts.json").read_bytes(), type=Verdicts)
+    dump(report, Path("last.json.gz"))
+    Path("base.json").unlink()
+    for path in ("verdicts.json", "last.json.gz"):
+        printed = llmgpu("gate", "--verdicts", path, ends=status)
+        assert judged.replace("\npolicy: policy.toml", "") == printed
+        again = llmgpu("gate", "--verdicts", path, "--json", "-", ends=status)
+        assert msgspec.json.decode(again, type=Verdicts) == report.verdicts
+
+
 def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
     """The process, its hash seed and its folder do not matter."""
     _write(head=on_h200([timed(1.5), timed(calls=65, batch_size=2), make_failed("crashed", strategy="tp")]))
@@ -106,14 +134,14 @@ def test_dump_policy_prints_the_policy_in_force(llmgpu: Callable[..., str]) -> N
     assert (found.time.threshold, found.strict) == (0.1, True)
 
 
-def test_an_absent_baseline_passes_only_if_it_is_allowed(
-    llmgpu: Callable[..., str], refused: Callable[..., str]
-) -> None:
-    """A flag or the policy allows it; the rows then have no baseline, and the first line shows that."""
+def test_an_absent_baseline_passes_only_if_it_is_allowed(llmgpu: Callable[..., str]) -> None:
+    """Else nothing is judged. A flag or the policy allows it; the first line shows that there is none."""
     _write()
     for reference in ("none.json", "latest"):
         command = ("gate", reference, "head.json")
-        assert refused(*command).endswith("; use --allow-no-baseline if this is the first run\n")
+        printed = llmgpu(*command, ends=3)
+        assert printed.startswith("NOTHING COMPARED: there is no baseline")
+        assert printed.endswith("; use --allow-no-baseline if this is the first run\n")
         assert llmgpu(*command, "--allow-no-baseline").startswith("PASSED: there is no baseline")
         found = msgspec.json.decode(llmgpu(*command, "--allow-no-baseline", "--json", "-"), type=Verdicts)
         assert found.baseline is None
@@ -151,15 +179,6 @@ def test_an_overflow_is_exit_2(monkeypatch: pytest.MonkeyPatch, refused: Callabl
     _write()
     text = "llmgpu: a figure is too large to compute with: int too large to convert to float\n"
     assert refused(*_GATE) == text
-
-
-def test_calibrate_prints_the_scatter_between_launches(llmgpu: Callable[..., str], refused: Callable[..., str]) -> None:
-    """Reports of one launch are merged; a case with too few launches has no row."""
-    for number in range(3):
-        save(on_h200([timed(1 + number / 1000), make_failed(batch_size=2)]), DEFAULT)
-    lines = llmgpu("calibrate", "1", "2", "3").splitlines()
-    assert [line.split() for line in lines[2:]] == [["mp-bs1", "3", "0.1", "%"]]
-    assert "no case has 2 undisturbed launches" in refused("calibrate", "1")
 
 
 def test_several_reports_are_compared_side_by_side(llmgpu: Callable[..., str]) -> None:

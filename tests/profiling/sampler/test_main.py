@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from pytest_llmgpu.profiling.sampler.devices import METRICS
-from pytest_llmgpu.profiling.sampler.sources import Cumulative
+from pytest_llmgpu.profiling.sampler.devices import METRICS, Cumulative
 
 GIB = 1 << 30
 StubEnvironment = Callable[..., dict[str, str]]

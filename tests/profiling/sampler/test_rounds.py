@@ -8,9 +8,9 @@ from typing import cast
 
 import pytest
 
+from pytest_llmgpu.profiling.recording import MarkRecord
 from pytest_llmgpu.profiling.sampler.devices import Device
 from pytest_llmgpu.profiling.sampler.rounds import BlockingCall, Marking, ticks
-from pytest_llmgpu.profiling.stream import MarkRecord
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,17 @@ from unittest.mock import Mock
 
 import pytest
 
-from pytest_llmgpu.profiling.sampler.devices import METRICS, Device
+from pytest_llmgpu.profiling.sampler.devices import (
+    CALLS,
+    METRICS,
+    Average,
+    ByteCounters,
+    Device,
+    Gpm,
+    NvLink,
+    SampleRing,
+)
 from pytest_llmgpu.profiling.sampler.rounds import Sampler
-from pytest_llmgpu.profiling.sampler.sources import CALLS, Average, ByteCounters, Gpm, NvLink, SampleRing
 
 GIB = 1 << 30
 WRAP = 1 << 32

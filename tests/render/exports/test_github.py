@@ -15,9 +15,15 @@ from support.verdict_factory import make_row, make_verdicts
 
 from pytest_llmgpu.gate.policy import Allowed, Policy
 from pytest_llmgpu.render.exports import export, github
-from pytest_llmgpu.render.exports.escaping import code, command_property, command_value, markdown, spreadsheet
-from pytest_llmgpu.render.exports.github import ANNOTATIONS, COMMENT_BYTES, COMMENT_MARK, notices
-from pytest_llmgpu.render.exports.tables import markdown_header
+from pytest_llmgpu.render.exports.github import (
+    ANNOTATIONS,
+    COMMENT_BYTES,
+    COMMENT_MARK,
+    command_property,
+    command_value,
+    notices,
+)
+from pytest_llmgpu.render.exports.tables import code, markdown, markdown_header, spreadsheet
 from pytest_llmgpu.report.metrics import spec_of
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.text import one_line

@@ -12,7 +12,7 @@ from support.verdict_factory import make_row, make_verdicts, noise, with_launche
 from pytest_llmgpu.gate import headline
 from pytest_llmgpu.gate.judge import judge
 from pytest_llmgpu.gate.policy import Allowed, Policy
-from pytest_llmgpu.render.comparison import cases
+from pytest_llmgpu.render.summary import cases
 from pytest_llmgpu.render.terminal.report import WIDTH
 from pytest_llmgpu.render.terminal.verdicts import conclusion, table
 from pytest_llmgpu.report.metrics import JUDGED

@@ -13,8 +13,16 @@ import pytest
 from support.repository import first_commit, git
 from support.worlds import ends
 
-from pytest_llmgpu.cli.subprocesses import handled, interruptible, last_line, run
-from pytest_llmgpu.cli.worktrees import Worktree, changed, checked_out, environment
+from pytest_llmgpu.cli.launches import (
+    Worktree,
+    changed,
+    checked_out,
+    environment,
+    handled,
+    interruptible,
+    last_line,
+    run,
+)
 
 
 @pytest.fixture

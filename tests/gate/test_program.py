@@ -1,0 +1,187 @@
+"""Programs that differ, as work passes record them, and the row `program` of the gate."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+from typing import Any
+
+import msgspec
+import pytest
+from support.program_factory import (
+    ADD,
+    CLONE,
+    FLASH,
+    MLP,
+    PROJECTION,
+    REDUCED,
+    Program,
+    measured,
+    pairs,
+    report_of,
+)
+from support.prose import Prose
+
+from pytest_llmgpu.gate import program
+from pytest_llmgpu.gate.judge import judge
+from pytest_llmgpu.gate.policy import Policy
+from pytest_llmgpu.gate.program import Measured
+from pytest_llmgpu.report.verdicts import Row
+
+_BASE = Program()
+_DEVICE_S = 0.027
+"""Device time of a pass: without collectives."""
+_CLONES = _BASE.more(MLP, CLONE, 4, 0.005 * _DEVICE_S, op="aten::clone")
+
+
+def _rows(before: Measured, after: Measured, seconds: float = 1.0, **policy: Any) -> dict[str, Row]:
+    head = report_of(after, seconds=seconds)
+    verdicts = judge(report_of(before), head, Policy(**policy), today=datetime.date(2026, 6, 1))
+    return {row.metric: row for row in verdicts.rows}
+
+
+@pytest.mark.parametrize("clock_ghz", [1.7, 1.5])
+def test_the_price_of_added_kernels_is_exact_at_every_clock(clock_ghz: float) -> None:
+    """The factor that all unchanged kernels have in common is that of the clock; a renamed kernel has an error."""
+    (pair,) = pairs(_BASE, _CLONES, clock_ghz=clock_ghz)
+    assert program.price(pair) == pytest.approx((0.005, 0.015 * 0.005))
+    assert program.price(pairs(_BASE, _BASE, clock_ghz=clock_ghz)[0]) == (0.0, 0.0)
+    renamed = dataclasses.replace(
+        _BASE, kernels={(module, name.replace("flash", "sdpa")): one for (module, name), one in _BASE.kernels.items()}
+    )
+    expected = (0.0, 0.015 * 0.004 / _DEVICE_S)
+    assert program.price(pairs(_BASE, renamed, clock_ghz=clock_ghz)[0]) == pytest.approx(expected, abs=1e-9)
+
+
+def test_one_kernel_that_became_slower_than_the_others_is_found_at_every_clock() -> None:
+    """Its excess is a fraction of device time; what all kernels have in common is none."""
+    after = _BASE.slower(FLASH, 1 + 0.005 * _DEVICE_S / 0.004)
+    for clock_ghz in (1.7, 1.6):
+        first, *others = program.slower_kernels(pairs(_BASE, after, clock_ghz=clock_ghz)[0])
+        assert (first.name, first.module) == (FLASH, "layers.*.self_attn")
+        assert first.excess == pytest.approx(0.005, rel=0.03)
+        assert max(one.excess for one in others) < 1e-3
+    assert max(one.excess for one in program.slower_kernels(pairs(_BASE, _BASE.slower("", 1.2))[0])) < 1e-9
+
+
+_SYNCS = dataclasses.replace(_BASE, syncs=34, runtime_calls={**_BASE.runtime_calls, "cudaStreamSynchronize": 36})
+_HOOK = dataclasses.replace(_BASE, files={**_BASE.files, "own/hooks.py": 2})
+_SMALL = _BASE.more(PROJECTION, "nvjet_small", 2, 0.0008 * _DEVICE_S, op="aten::mm")
+_MATH = dataclasses.replace(
+    _BASE, kernels={(module, name.replace(FLASH, "fmha_math")): one for (module, name), one in _BASE.kernels.items()}
+)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "program_row", "device_time"),
+    [
+        (_BASE, _BASE, "OK", "OK"),
+        (_BASE, _CLONES, "REGRESSED", "REGRESSED"),
+        (_CLONES, _BASE, "CHANGED", "OK improved"),
+        (_BASE, _SMALL, "CHANGED", "OK"),
+        (_BASE, _SYNCS, "REGRESSED", "OK"),
+        (_BASE, _SYNCS.slower("", 0.9), "CHANGED", "OK improved"),
+        (_BASE, _HOOK, "CHANGED", "OK"),
+        (_BASE, _MATH, "CHANGED", "OK"),
+        (_BASE, _CLONES.slower("nvjet_hsh_128x256", 0.9), "CHANGED", "OK improved"),
+        (_BASE, _BASE.slower(FLASH, 1.05), "OK", "REGRESSED"),
+        (_BASE, _BASE.slower(FLASH, 1.03), "OK", "REGRESSED"),
+        (_BASE, _BASE.slower("", 1.01), "OK", "REGRESSED"),
+    ],
+    ids=[
+        "equal", "a copy in each layer", "a copy less", "a small product", "host synchronizations",
+        "host synchronizations of a faster program", "a hook", "another kernel", "a copy in a faster program",
+        "one slower kernel", "one slightly slower kernel", "all kernels slower",
+    ],
+)  # fmt: skip
+def test_a_change_of_the_program_is_stated_and_fails_by_its_price(
+    before: Program, after: Program, program_row: str, device_time: str, prose: Prose
+) -> None:
+    """One launch in each report decides; what is faster in spite of it does not fail."""
+    found = _rows(measured(before), measured(after), seconds=0.9 if "improved" in device_time else 1.0)
+    row = found["program"]
+    assert row.verdict == program_row
+    timed = found["device_time"]
+    assert f"{timed.verdict}{' improved' * timed.improved}" == device_time
+    assert prose == f"{row.reason}\n{timed.reason}"
+    assert msgspec.json.decode(msgspec.json.encode(row), type=Row) == row
+
+
+def test_a_gpu_at_a_lower_clock_is_no_regression() -> None:
+    """The same program takes 10 % longer; the row has the ratio of the clocks."""
+    found = _rows(measured(_BASE), measured(_BASE, clock_ghz=1.7 / 1.1))
+    assert (found["program"].verdict, found["device_time"].verdict) == ("OK", "OK")
+    assert found["device_time"].clock_ratio == pytest.approx(1 / 1.1)
+
+
+@pytest.mark.parametrize(
+    ("after", "verdict", "words"),
+    [
+        (_BASE, "OK", "equal"),
+        (dataclasses.replace(_BASE, flops={PROJECTION: 1020}), "REGRESSED", "FLOPs +2.00 %"),
+        (dataclasses.replace(_BASE, flops={PROJECTION: 1000, MLP: 1}), "CHANGED", "FLOPs +0.10 %"),
+        (_HOOK, "CHANGED", "own/hooks.py"),
+        (_CLONES, "CHANGED", "1 more aten::clone in each layers.*.mlp"),
+    ],
+)
+def test_without_device_time_flops_decide(after: Program, verdict: str, words: str) -> None:
+    """On a CPU ops and calls of the host are the cause of a longer time, and fail nothing by themselves."""
+    row = _rows(measured(_BASE, on_cpu=True), measured(after, on_cpu=True))["program"]
+    assert row.verdict == verdict
+    assert words in row.reason
+
+
+def test_other_versions_of_python_make_other_calls() -> None:
+    """Their numbers are not compared."""
+    after = measured(_HOOK, on_cpu=True)
+    (rank,) = after.works[0].ranks
+    assert rank.host_calls is not None
+    other = msgspec.structs.replace(rank, host_calls=msgspec.structs.replace(rank.host_calls, python_version="3.13"))
+    after = Measured([msgspec.structs.replace(after.works[0], ranks=[other])], after.kernel_names)
+    assert _rows(measured(_BASE, on_cpu=True), after)["program"].verdict == "OK"
+
+
+def test_an_older_baseline_without_every_kernel_is_named() -> None:
+    """It has no ops by module: names of kernels are not compared, numbers of ops are."""
+    before = measured(_BASE)
+    (rank,) = before.works[0].ranks
+    old = msgspec.structs.replace(rank, ops_by_module=None, clock_ghz=None, host_calls=None)
+    before = Measured([msgspec.structs.replace(before.works[0], ranks=[old])], before.kernel_names)
+    found = _rows(before, measured(_CLONES))
+    assert found["program"].verdict == "CHANGED"
+    assert "promote again" in found["program"].reason
+    assert "2 more aten::clone" in found["program"].reason
+    assert "promote again" in _rows(before, measured(_BASE))["program"].reason
+
+
+def test_the_rank_whose_change_costs_most_decides() -> None:
+    """A change of one rank names it; collectives wait, and have no price."""
+    found = _rows(measured(_BASE, _BASE), measured(_BASE, _CLONES))["program"]
+    assert (found.verdict, found.cause and found.cause.rank) == ("REGRESSED", 1)
+    more = _BASE.more(MLP, REDUCED, 64, 0.002)
+    row = _rows(measured(_BASE, _BASE), measured(more, more))["program"]
+    assert (row.verdict, row.cause and row.cause.rank, row.cause and row.cause.price) == ("CHANGED", None, 0.0)
+
+
+def test_passes_of_other_batches_are_not_compared() -> None:
+    """Neither are those of other ranks, or of none."""
+    healthy = measured(_BASE)
+    others: list[dict[str, list[Any]]] = [{"batches": [1]}, {"eager_batches": [1]}, {"ranks": []}]
+    for changed in others:
+        other = Measured([msgspec.structs.replace(healthy.works[0], **changed)], healthy.kernel_names)
+        assert program.pairs(healthy, other) == []
+    assert program.pairs(healthy, Measured([], [])) == []
+
+
+def test_calls_that_fewer_than_all_layers_can_have_name_their_number() -> None:
+    """Numbers of layers are folded in the name of a module; views launch nothing and come last."""
+    one = _BASE.more(MLP, ADD, 2, 1e-5, op="aten::mul").more(MLP, ADD, 0, 0.0, op="")
+    cause = program.changes(pairs(_BASE, one)[0])
+    assert cause is not None
+    (op,) = cause.ops
+    assert (op.name, op.module, op.layers, op.per_layer) == ("aten::mul", MLP, 1, None)
+    ops = {MLP: {"aten::view": 96, "aten::mul": 32, "aten::mm": 1}}
+    cause = program.changes(pairs(_BASE, dataclasses.replace(_BASE, ops=ops))[0])
+    assert cause is not None
+    growing = [change.name for change in cause.ops if change.growth > 0]
+    assert growing == ["aten::mm", "aten::mul", "aten::view"]
