@@ -350,7 +350,7 @@ def _sums_s(sides: Sequence[Sequence[Sequence[float]]]) -> tuple[list[list[float
     """Return the sum of the times [reports][launches][batches] of each launch, and a sentence on what is left out.
 
     A batch that took twice its time in the other launches counts where every launch of its report has one, or one has
-    at least three: else it was a disturbance.
+    at least three or more than half of its batches: else it was a disturbance.
     """
     expected = [
         statistics.median_low(of_batch) for of_batch in zip(*(one for side in sides for one in side), strict=True)
@@ -359,7 +359,8 @@ def _sums_s(sides: Sequence[Sequence[Sequence[float]]]) -> tuple[list[list[float
     for side in sides:
         slow = [[s > _SLOW * usual for s, usual in zip(launch, expected, strict=True)] for launch in side]
         counts = list(map(sum, slow))
-        keep = max(counts) >= _MANY_SLOW or (len(counts) > 1 and min(counts) > 0)
+        many = min(_MANY_SLOW, len(expected) // 2 + 1)
+        keep = max(counts) >= many or (len(counts) > 1 and min(counts) > 0)
         ignored += 0 if keep else sum(counts)
         sums.append(
             [

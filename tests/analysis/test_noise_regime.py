@@ -1,11 +1,23 @@
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
+import pytest
 from support.report_factory import make_result, make_work
 
-from pytest_llmgpu.analysis.noise_regime import REGIMES, largest_spread, noisiest, of_time
+from pytest_llmgpu.analysis.noise_regime import (
+    PRIORS,
+    REGIMES,
+    Deviation,
+    Prior,
+    deviation,
+    largest_spread,
+    noisiest,
+    of_time,
+    prior_of_time,
+)
 from pytest_llmgpu.report.result import CaseResult
 
 
@@ -34,12 +46,32 @@ def test_the_rank_that_waits_most_decides_the_regime_of_eager_forwards() -> None
 
 def test_a_regime_explains_a_spread_of_its_launches() -> None:
     """Launches that the host limits may be three times as slow as others, the others twice."""
-    spreads = {regime: largest_spread(regime) for regime in REGIMES}
+    spreads = {regime: largest_spread(regime) for regime in PRIORS}
     assert spreads == {**dict.fromkeys(REGIMES, 2.0), "eager_host": 3.0, "cpu": 3.0}
 
 
-def test_the_noisier_regime_of_two_reports_counts() -> None:
-    """The order of the regimes is their order of noise."""
-    replayed, eager, waiting = make_result(execution="cuda_graphs"), _busy(0.9), _busy(0.5)
-    assert noisiest(replayed, waiting) == "eager_host"
-    assert noisiest(eager, replayed) == "eager_device"
+_EAGER, _WAITING, _REPLAYED = _busy(0.9), _busy(0.5), _busy(execution="cuda_graphs")
+
+
+@pytest.mark.parametrize(
+    ("results", "regime", "s0"),
+    [
+        ([_EAGER, _REPLAYED], "eager_device", 0.01),
+        ([_EAGER, _WAITING], "eager_host", 0.1),
+        ([_REPLAYED], "replayed", math.hypot(0.003, 0.02)),
+        ([_busy(share, execution="cuda_graphs") for share in (0.98, 0.9)], "replayed", math.hypot(0.003, 0.01)),
+    ],
+)
+def test_the_noisier_of_two_reports_decides_the_prior(results: list[CaseResult], regime: str, s0: float) -> None:
+    """The order of the regimes is their order of noise; between replayed graphs the noise of the host is added."""
+    assert noisiest(*results) == noisiest(*results[::-1]) == regime
+    assert prior_of_time(*results).s0 == pytest.approx(s0)
+
+
+def test_launches_are_added_to_the_prior_by_their_degrees_of_freedom() -> None:
+    """One launch of each report shows no noise. The deviation is that around the mean of each report."""
+    prior = Prior(s0=0.01, df0=4.0, source="test")
+    assert prior.updated(deviation([[1.0], [2.0]])) is prior.updated(None) is prior
+    assert deviation([[1.0, 3.0], [7.0], [10.0, 10.0]]) == Deviation(sd=1.0, degrees=2)
+    updated = prior.updated(Deviation(sd=0.04, degrees=2))
+    assert (updated.s0, updated.df0) == pytest.approx((math.sqrt((4 * 0.01**2 + 2 * 0.04**2) / 6), 6.0))
