@@ -14,13 +14,12 @@ import random
 import statistics
 from typing import Any
 
-from pytest_llmgpu.analysis.noise_regime import PRIORS
-from pytest_llmgpu.gate.trends import steps
+from pytest_llmgpu.gate.trends import DEVICE_TIME, steps
 
 SD = 0.003
 STEP, STEP_WITHIN = 0.01, 5
 CASES = 21
-PRIOR = PRIORS["device"]
+PRIOR = DEVICE_TIME
 AFTER = 60
 """Reports after the beginning of a change; a change that is not found in them counts as found with the last one."""
 

@@ -9,14 +9,14 @@ import pytest
 from support.report_factory import make_answers, make_failed, make_profile, make_result, make_traffic
 from support.verdict_factory import gpus, keep, measured, summed
 
-from pytest_llmgpu.analysis.noise_regime import PRIORS, Prior
-from pytest_llmgpu.gate.trends import Line, chosen, steps, trends
+from pytest_llmgpu.analysis.noise_regime import Prior
+from pytest_llmgpu.gate.trends import DEVICE_TIME, Line, chosen, steps, trends
 from pytest_llmgpu.report.file import load
 from pytest_llmgpu.store import store
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
 
-_PRIOR = PRIORS["device"]
+_PRIOR = DEVICE_TIME
 _FLAT = [1.0, 1.002, 0.999, 1.001, 0.998, 1.0, 1.001, 0.999, 1.0, 1.002]
 _STEPPED = [1.0, 1.001, 0.999, 1.0, 1.001, 0.999, 1.0, 1.03, 1.031, 1.029]
 
