@@ -57,7 +57,7 @@ class Fitted(NamedTuple):
 
 def passes(rank: RankWork, times_s: Sequence[float] | None) -> list[Pass]:
     """Return the passes of a rank with given times; none where the clock of one is not known, or a time is 0."""
-    clocks_ghz = list(zip(*(rank.clock_ghz or ()), strict=True))
+    clocks_ghz = list(zip(*(rank.clock_ghz or ()), strict=False))  # a report can have columns of any length
     if not times_s or len(clocks_ghz) != len(times_s) or min(map(min, clocks_ghz)) <= 0 or min(times_s) <= 0:
         return []
     return [
