@@ -7,6 +7,7 @@ the factor that the times of all unchanged kernels have in common: the clock cha
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections import defaultdict
@@ -195,8 +196,8 @@ def slower_kernels(pair: Pair) -> list[Slower]:
     common = max(0.0, _weighted_median([(fitted.change, before.time_s) for _, before, fitted in fits]))
     found = []
     for (family, name), before, fitted in fits:
-        growth, share = fitted.change - common, before.time_s / total_s
-        error = share * fitted.sd * (1 / len(fitted.base) + 1 / len(fitted.head)) ** 0.5
+        growth, share = math.expm1(fitted.change - common), before.time_s / total_s
+        error = share * (1 + growth) * fitted.sd * (1 / len(fitted.base) + 1 / len(fitted.head)) ** 0.5
         found.append(
             Slower(name or "", family, share * growth, error, growth, before.time_s, _only_module(pair, family))
         )

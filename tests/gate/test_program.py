@@ -53,13 +53,14 @@ def test_the_price_of_added_kernels_is_exact_at_every_clock(clock_ghz: float) ->
     assert program.price(pairs(_BASE, renamed, clock_ghz=clock_ghz)[0]) == pytest.approx(expected, abs=1e-9)
 
 
-def test_one_kernel_that_became_slower_than_the_others_is_found_at_every_clock() -> None:
+@pytest.mark.parametrize("excess", [0.005, 0.004 / _DEVICE_S], ids=["slightly slower", "twice as long"])
+def test_one_kernel_that_became_slower_than_the_others_is_found_at_every_clock(excess: float) -> None:
     """Its excess is a fraction of device time; what all kernels have in common is none."""
-    after = _BASE.slower(FLASH, 1 + 0.005 * _DEVICE_S / 0.004)
+    after = _BASE.slower(FLASH, 1 + excess * _DEVICE_S / 0.004)
     for clock_ghz in (1.7, 1.6):
         first, *others = program.slower_kernels(pairs(_BASE, after, clock_ghz=clock_ghz)[0])
         assert (first.name, first.module) == (FLASH, "layers.*.self_attn")
-        assert first.excess == pytest.approx(0.005, rel=0.03)
+        assert first.excess == pytest.approx(excess, rel=0.03)
         assert max(one.excess for one in others) < 1e-3
     assert max(one.excess for one in program.slower_kernels(pairs(_BASE, _BASE.slower("", 1.2))[0])) < 1e-9
 
