@@ -131,7 +131,7 @@ def with_slower_kernels(row: Row, pairs: Sequence[Pair]) -> Row:
     if row.result == "REGRESSED":
         return causes.stated(row, cause)
     reason = (
-        f"One kernel takes {signed_percent(worst.growth)} longer than the others, {signed_percent(worst.excess, 2)} of "
+        f"One kernel takes {percent(worst.growth)} longer, relative to the others: {signed_percent(worst.excess, 2)} of "
         f"device time, threshold {percent(SLOWER_KERNEL, 2)}. {row.reason.splitlines()[0]}"
     )
     verdict = "REGRESSED" if row.gated else "CHANGED"
