@@ -131,8 +131,8 @@ def with_slower_kernels(row: Row, pairs: Sequence[Pair]) -> Row:
     if row.result == "REGRESSED":
         return causes.stated(row, cause)
     reason = (
-        f"One kernel takes {percent(worst.growth)} longer, relative to the others: {signed_percent(worst.excess, 2)} of "
-        f"device time, threshold {percent(SLOWER_KERNEL, 2)}. {row.reason.splitlines()[0]}"
+        f"One kernel takes {percent(worst.growth)} longer, relative to the others: {signed_percent(worst.excess, 2)} "
+        f"of device time, threshold {percent(SLOWER_KERNEL, 2)}. {row.reason.splitlines()[0]}"
     )
     verdict = "REGRESSED" if row.gated else "CHANGED"
     return causes.stated(
