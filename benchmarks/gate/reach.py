@@ -1,12 +1,14 @@
 """What the gate finds with one launch in each report, and what it leaves alone, on recorded launches; prints JSON.
 
     cd benchmarks/reports
-    python ../gate/reach.py clock-7b-gpu-1.json.gz clock-7b-gpu-2.json.gz > ../gate/results/reach.json
+    python ../gate/reach.py clock-7b-gpu-*.json.gz own-kernel-7b-gpu-*.json.gz --slower own-kernel-7b-slower-*.json.gz \
+        > ../gate/results/reach.json
 
-Each recording has the launches of one GPU. Every launch is judged against every other one of its recording, and against
-those of the other GPU, with the built-in policy; reports of 21 cases are made of copies of the recorded cases, whose
-launches are drawn for each case. Slowdowns are injected into one case: a copy more in each MLP (its kernel with half a
-percent of device time, and its op), or one percent more time of all kernels.
+A recording has the launches of one GPU. Every launch is judged against every other one of the same cases, of its own
+recording and of the others, with the built-in policy. Slowdowns are injected into one case: a copy more in each MLP
+(its kernel with half a percent of device time, and its op), or one percent more time of all kernels. In the launches of
+`--slower` one kernel was slower for real: `own_kernel.py` measured them. Reports of 21 cases are made of copies of the
+recorded cases, whose launches are drawn for each case.
 """
 
 from __future__ import annotations
@@ -18,66 +20,59 @@ import json
 import random
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from pytest_llmgpu.gate import fixed_clock
+from pytest_llmgpu.gate import fixed_clock, program
 from pytest_llmgpu.gate.judge import judge
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.derived import device_passes_s
 from pytest_llmgpu.report.report import Report
-from pytest_llmgpu.report.result import CaseResult
+from pytest_llmgpu.report.result import CaseResult, Launch
 from pytest_llmgpu.report.verdicts import Row
 from pytest_llmgpu.report.work import RankWork, WorkRow
 
 _CASES = 21
 _MLP, _COPY, _OP = "layers.*.mlp", "Memcpy DtoD (Device -> Device)", "aten::clone"
 _LAYERS = 32
+_OWN = "spin_kernel"
 
+Pair = tuple[Report, Report]
 Change = Callable[[RankWork, Report, int], RankWork]
 
 
 def main(arguments: Sequence[str]) -> int:
     """Print the scatter of device time, and the share of pairs with each result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recordings", type=Path, nargs=2, help="recordings of the same cases on two GPUs")
-    parser.add_argument("--trials", type=int, default=200, help="reports of 21 cases (200)")
+    parser.add_argument("recordings", type=Path, nargs="+", help="recordings of one GPU each")
+    parser.add_argument("--slower", type=Path, nargs="*", default=[], help="recordings with one slower kernel")
+    parser.add_argument("--trials", type=int, default=200, help="reports of 21 cases of each recording (200)")
     given = parser.parse_args(arguments)
-    sessions = [file.load(path) for path in given.recordings]
+    sessions = {path: file.load(path) for path in given.recordings}
+    slower = {path: file.load(path) for path in given.slower}
     chance = random.Random(0)  # noqa: S311 - trials, repeated with the same numbers
-    launches = [len(session.cases[0].launches) for session in sessions]
-    same = [(0, one, 0, other) for one, other in itertools.permutations(range(launches[0]), 2)]
-    other = [(0, one, 1, 0) for one in range(launches[0])] + [(1, 0, 0, one) for one in range(launches[0])]
-    answer = {
-        "recordings": [path.name for path in given.recordings],
-        "launches": launches,
-        "device_time": {case.id: _scatter(case) for case in sessions[0].cases},
-        "same_gpu": {
-            case.id: {
-                "pairs": len(same),
-                "equal_program": _share(sessions, same, case.id, None),
-                "half_a_percent_in_a_copy": _share(sessions, same, case.id, _with_copies),
-                "one_percent_of_all_kernels": _share(sessions, same, case.id, _all_slower),
-            }
-            for case in sessions[0].cases
-        },
-        "other_gpu": {
-            case.id: {
-                "pairs": len(other),
-                "equal_program": _share(sessions, other, case.id, None),
-                "half_a_percent_in_a_copy": _share(sessions, other, case.id, _with_copies),
-            }
-            for case in sessions[0].cases
+    drawn_from = [session for session in sessions.values() if len(session.cases[0].launches) > 1]
+    answer: dict[str, Any] = {
+        "launches": {path.name: len(one.cases[0].launches) for path, one in [*sessions.items(), *slower.items()]},
+        "device_time": {
+            path.name: {case.id: _scatter(case) for case in session.cases}
+            for path, session in sessions.items()
+            if session in drawn_from
         },
         "reports_of_21_cases": {
-            "trials": given.trials,
-            "equal_program": sum(_alarm(sessions[0], chance) for _ in range(given.trials)) / given.trials,
+            "trials": given.trials * len(drawn_from),
+            "equal_program": sum(_alarm(session, chance) for session in drawn_from for _ in range(given.trials)),
         },
     }
+    for place, same in (("same_gpu", True), ("other_gpu", False)):
+        equal = _pairs(sessions.values(), sessions.values(), same=same)
+        real = _pairs(sessions.values(), slower.values(), same=same)
+        answer[place] = {f"bs{size}": _figures(pairs, real[size]) for size, pairs in sorted(equal.items())}
     json.dump(answer, sys.stdout, indent=1)
     print()
     return 0
@@ -94,20 +89,62 @@ def _scatter(case: CaseResult) -> dict[str, float]:
     }
 
 
-def _share(
-    sessions: Sequence[Report], pairs: Sequence[tuple[int, int, int, int]], name: str, change: Change | None
-) -> dict[str, Any]:
-    """Return the share of pairs of launches of a case that are REGRESSED, and that name the MLP or the copy."""
+def _pairs(bases: Iterable[Report], heads: Iterable[Report], *, same: bool) -> dict[int, list[Pair]]:
+    """Return batch size to pairs of launches of the same case, as reports, on the same GPU or on different ones."""
+    found: dict[int, list[Pair]] = defaultdict(list)
+    for base, head in itertools.product(bases, heads):
+        if (base.environment.gpus[0].uuid == head.environment.gpus[0].uuid) != same:
+            continue
+        for before, after in itertools.product(base.cases, head.cases):
+            if before.id == after.id:
+                found[before.case.batch_size] += [
+                    (_of(base, before, one), _of(head, after, other))
+                    for one, other in itertools.product(before.launches, after.launches)
+                    if one is not other
+                ]
+    return found
+
+
+def _figures(equal: Sequence[Pair], slower: Sequence[Pair]) -> dict[str, Any]:
+    """Return what is REGRESSED of pairs of equal programs, of those with an injected slowdown, and of real ones."""
+    rows = [_rows(*pair) for pair in equal]
+    excess = [_kernels(*pair)[0].excess for pair in equal if _kernels(*pair)]
+    return {
+        "pairs": len(equal),
+        "equal_program": _share(equal, None),
+        "largest_change_pct": max(
+            100 * abs(row.ratio - 1) for of in rows for row in of if row.metric == "device_time" and row.ratio
+        ),
+        "largest_kernel_pct": 100 * max(excess, default=0.0),
+        "half_a_percent_in_a_copy": _share(equal, _with_copies),
+        "one_percent_of_all_kernels": _share(equal, _all_slower),
+        "slower_kernel": {
+            "pairs": len(slower),
+            "added_pct": statistics.median(100 * _kernels(*pair)[0].excess for pair in slower),
+            **_share(slower, None, _OWN),
+        }
+        if slower
+        else None,
+    }
+
+
+def _kernels(base: Report, head: Report) -> list[program.Slower]:
+    """Return how much longer each kernel takes than the others."""
+    names = base.environment.kernel_names, head.environment.kernel_names
+    return program.slower_kernels(program.pairs_of(base.cases[0], head.cases[0], names)[0])
+
+
+def _share(pairs: Sequence[Pair], change: Change | None, name: str = _OP) -> dict[str, Any]:
+    """Return the share of pairs whose program or device time is REGRESSED, and that name the op or the kernel."""
     regressed = named = 0
-    for base_session, base, head_session, head in pairs:
-        reports = [_of(sessions[base_session], name, base), _of(sessions[head_session], name, head)]
-        if change is not None:
-            reports[1] = _changed(reports[1], change)
+    for base, head in pairs:
         rows = [
-            row for row in _rows(*reports) if row.metric in {"program", "device_time"} and row.verdict == "REGRESSED"
+            row
+            for row in _rows(base, head if change is None else _changed(head, change))
+            if row.metric in {"program", "device_time"} and row.verdict == "REGRESSED"
         ]
         regressed += bool(rows)
-        named += any(_MLP in row.reason and _OP in row.reason for row in rows)
+        named += any(name in row.reason for row in rows)
     return {"regressed": regressed / len(pairs), "named": named / len(pairs)}
 
 
@@ -115,10 +152,9 @@ def _rows(base: Report, head: Report) -> list[Row]:
     return judge(base, head, Policy(), today=datetime.date(2026, 1, 1)).rows
 
 
-def _of(session: Report, name: str, launch: int) -> Report:
+def _of(session: Report, case: CaseResult, launch: Launch) -> Report:
     """Return a report of one launch of one case."""
-    (case,) = [one for one in session.cases if one.id == name]
-    return msgspec.structs.replace(session, cases=[msgspec.structs.replace(case, launches=[case.launches[launch]])])
+    return msgspec.structs.replace(session, cases=[msgspec.structs.replace(case, launches=[launch])])
 
 
 def _alarm(session: Report, chance: random.Random) -> bool:
