@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     import torch
 
 _LAYER_NUMBER = re.compile(r"\.\d+(?=\.|$)")
-_MOST_MODULES = 100
 _LIKE_FLASH_ATTENTION = (
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_fused_attention_overrideable",
@@ -96,19 +95,11 @@ def count_ops(forward: Callable[[], object], model: torch.nn.Module | None = Non
     # torch leaves the constructor of its modes untyped.
     with module_hooks(model, entered.append, entered.pop), Counting():  # type: ignore[no-untyped-call]
         forward()
-    largest = dict(flops.most_common(_MOST_MODULES))
-    if rest := flops.total() - sum(largest.values()):
-        largest[OTHER_MODULE] = largest.get(OTHER_MODULE, 0) + rest
-    total: Counter[str] = Counter()
-    by_module: dict[str, Counter[str]] = defaultdict(Counter)
-    for module, calls in sorted(ops.items(), key=lambda one: -one[1].total()):
-        total.update(calls)
-        by_module[module if len(by_module) < _MOST_MODULES else OTHER_MODULE].update(calls)
     return OpCounts(
-        ops=dict(sorted(total.items())),
-        ops_by_module={module: dict(sorted(calls.items())) for module, calls in sorted(by_module.items())},
+        ops=dict(sorted(sum(ops.values(), Counter()).items())),
+        ops_by_module={module: dict(sorted(calls.items())) for module, calls in sorted(ops.items())},
         flops=flops.total(),
-        flops_by_module=largest,
+        flops_by_module=dict(flops.most_common()),
     )
 
 
