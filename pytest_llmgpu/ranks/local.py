@@ -28,8 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from pytest_llmgpu import processes
-from pytest_llmgpu.ranks import job_variables, memory
-from pytest_llmgpu.ranks.memory import Death
+from pytest_llmgpu.ranks import link, memory
 from pytest_llmgpu.report.result import DeviceMemory, Failure, Outcome
 from pytest_llmgpu.report.text import beginning, log_tail
 
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
 
 _NOT_INHERITED = re.compile(
     r"RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE)_(RANK|WORLD_SIZE)|(PMI|PMIX|OMPI_COMM_WORLD|MV2_COMM_WORLD|TORCHELASTIC)_.*"
-    rf"|{job_variables.KEY}"
+    rf"|{link.KEY}"
 )
 """Variables of this process as a rank of a job, which libraries would read, and the secret of its nodes."""
 _MARK = "LLMGPU_RANK_OF"
@@ -318,10 +317,7 @@ class LocalRank(Rank):
         self._end_group()
         self._receiver.join(_DRAIN_S)
         log, kills = log_tail(self.log), memory.host_kills()
-        shortage = None
-        if code:
-            death = Death(return_code=code, log=log, kills_before=self._kills_before, kills_after=kills)
-            shortage = memory.decide_out_of_memory(death)
+        shortage = memory.decide_killed(code, log, self._kills_before, kills) if code else None
         end = f"exit status {code}"
         if code < 0:
             named = -code in set(signal.Signals)  # most real-time signals have no name
@@ -336,7 +332,7 @@ class LocalRank(Rank):
             phase="forward",
             rank=self.rank,
             message=message,
-            evidence=shortage.evidence if shortage else end,
+            evidence=shortage or end,
             log_tail=log,
             exit_code=code if code >= 0 else None,
             signal=-code if code < 0 else None,
@@ -352,8 +348,6 @@ class LocalRank(Rank):
 
 class LocalLauncher:
     """Starts ranks with the interpreter and the import path of this process."""
-
-    name = "local"
 
     def __init__(self, log_directory: Path) -> None:
         self._log_directory = log_directory

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import functools
 import pickle
-import signal
 import sys
 import traceback
-from collections.abc import Sequence
 from itertools import product
 from multiprocessing.connection import Connection
 from types import NoneType
@@ -18,7 +15,6 @@ from typing import Any, NamedTuple
 import msgspec
 
 from pytest_llmgpu.inference.cuda_graphs import RecordingError
-from pytest_llmgpu.processes import die_with_parent
 from pytest_llmgpu.ranks import memory
 from pytest_llmgpu.ranks.local import Answer, Event
 from pytest_llmgpu.ranks.worker import RankState
@@ -41,21 +37,6 @@ class Raised(NamedTuple):
     """The arguments of the exception if all are plain values; else its text alone."""
     text: str
     """The text of the exception."""
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Serve the process that started this one.
-
-    Args:
-        arguments: The parent's process id, then the file descriptors of the pipes for commands and answers.
-    """
-    parent, commands, events = map(int, arguments)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    die_with_parent(parent)
-    # The stacks of all threads would fill the part of the log that a failure keeps, after the reason of an abort.
-    faulthandler.enable(all_threads=False)
-    faulthandler.register(signal.SIGUSR1)
-    serve(Connection(commands, writable=False), Connection(events, readable=False))
 
 
 def serve(commands: Connection, events: Connection) -> None:

@@ -33,7 +33,7 @@ from pytest_llmgpu.inference import scoring, sm_clock
 from pytest_llmgpu.inference.batching import Batch, Plan
 from pytest_llmgpu.inference.scoring import synchronize
 from pytest_llmgpu.inference.sm_clock import SmClock
-from pytest_llmgpu.ranks.host_calls import count as count_calls
+from pytest_llmgpu.ranks.host import count_calls
 from pytest_llmgpu.ranks.op_counts import count_ops, module_hooks
 from pytest_llmgpu.report.kernel_families import collective_of, family_of
 from pytest_llmgpu.report.text import first_line
@@ -240,7 +240,7 @@ def record(
     batches = [plan.batches[number] for number in numbers]
     # The first profile of a process initialises CUPTI, and its records are left out.
     with _recorded(first=first):
-        _run(loaded, [plan.batches[_middle(numbers)]], forward, on_batch)
+        _run(loaded, [plan.batches[numbers[len(numbers) // 2]]], forward, on_batch)
     kernels, seconds = [], []
     why = None
     passes = passes_of(len(numbers))
@@ -283,7 +283,7 @@ def measure(
     """
     import torch
 
-    number = _middle(passes.batches)
+    number = passes.batches[len(passes.batches) // 2]
     batch, gpus = [plan.batches[number]], [device for device in loaded.devices if device.type == "cuda"]
     counted = count_ops(lambda: _run(loaded, batch, forward, on_batch), loaded.model)
     host_calls: list[HostCalls] = []
@@ -320,7 +320,7 @@ def measure(
         return reply
     kernels = {name: calls for name, calls in passes.kernels[-1].kernels.items() if not _COPY.match(name)}
     covered = [(one.covered_s, pass_s) for one, pass_s in zip(passes.kernels, passes.seconds, strict=True)]
-    figures = msgspec.structs.replace(
+    whole = msgspec.structs.replace(
         figures,
         device_time_s=[one.device_time_s for one in passes.kernels],
         copy_s=[one.copy_s for one in passes.kernels],
@@ -330,11 +330,9 @@ def measure(
         kernels_sha256=kernels_sha256(kernels),
         clock_ghz=passes.clock_ghz,
     )
+    collective_s = [one.collective_s for one in passes.kernels]
     return msgspec.structs.replace(
-        reply,
-        work=figures,
-        rows=rows_of(passes.kernels, attributed),
-        collective_s=[one.collective_s for one in passes.kernels],
+        reply, work=whole, rows=rows_of(passes.kernels, attributed), collective_s=collective_s
     )
 
 
@@ -392,11 +390,6 @@ def model_size(model: PreTrainedModel, dtype_bytes: int) -> ModelSize | str:
         layers=config.num_hidden_layers,
         attention_width=heads * (getattr(config, "head_dim", None) or config.hidden_size // heads),
     )
-
-
-def _middle(numbers: Sequence[int]) -> int:
-    """Return the number of the batch that the eager passes run."""
-    return numbers[len(numbers) // 2]
 
 
 def _collectives(ranks: Sequence[Sequence[dict[str, list[float]]]]) -> list[CollectiveWork] | str:

@@ -67,7 +67,7 @@ class BenchmarkSession:
         Raises:
             ValueError: The report, the page, traces or the store cannot be written, or the policy is invalid.
         """
-        self._devices = None if peers is None else Devices(lambda: peers.processes)
+        self._devices = None if peers is None else Devices(peers)
         find_machine = environment.machine if self._devices is None else self._devices.machine
         self.planner = Planner(rootdir, find_machine, known, known_tasks)
         self.recorder = Recorder(report_path, storage_path, rootdir, options, page_path, trace_path)
