@@ -162,26 +162,8 @@ BatchReport = Callable[[float, int, int, int], None]
 """Called after each batch with its latency in seconds, its sequences, tokens, and tokens with padding."""
 
 
-class Passes(msgspec.Struct, frozen=True, kw_only=True):
-    """The passes of one rank in the execution of the case."""
-
-    batches: list[int]
-    """The numbers of the batches that each pass ran."""
-    kernels: list[PassKernels] = []
-    """The kernels of each pass."""
-    seconds: list[float] = []
-    """The duration of each pass in seconds."""
-    clock_ghz: list[list[float]] | None = None
-    """[GPUs][passes] The mean SM clock; None where it could not be measured."""
-    why_no_clock: str | None = None
-    why: str | None = None
-    """The reason why there is no pass."""
-    trace: str | None = None
-    """The file with the trace of the last pass; None if there is none."""
-
-
 class WorkReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The records of one rank's work passes."""
+    """The records of one rank's work passes: `record` makes them, and `measure` adds those of the eager passes."""
 
     batches: list[int]
     """The numbers of the batches of the passes in the execution of the case."""
@@ -228,19 +210,25 @@ def passes_of(batches: int) -> int:
 
 def record(
     loaded: Loaded, plan: Plan, forward: Forward, *, on_batch: BatchReport, first: bool = True, trace: str | None = None
-) -> Passes:
-    """Run the passes in the execution of the case, whose CUDA graphs are still recorded.
+) -> WorkReply:
+    """Run the passes in the execution of the case, whose CUDA graphs are still recorded, and return their figures.
 
     Every rank must do so at the same time. `first` is true for the first passes of the case. `trace` is the file for
     the trace of the last pass.
     """
+    import torch
+
     numbers = batches_used([batch.padded_tokens for batch in plan.batches])
-    if loaded.devices[0].type != "cuda":
-        return Passes(batches=numbers, why=_ON_CPU)
+    gpus = [device for device in loaded.devices if device.type == "cuda"]
+    uuids = [f"GPU-{torch.cuda.get_device_properties(gpu).uuid}" for gpu in gpus]
+    figures = RankWork(uuids=uuids, why=dict.fromkeys(_DEVICE_FIGURES, _ON_CPU))
+    reply = WorkReply(batches=numbers, eager_batches=[numbers[len(numbers) // 2]], work=figures)
+    if not gpus:
+        return reply
     batches = [plan.batches[number] for number in numbers]
     # The first profile of a process initialises CUPTI, and its records are left out.
     with _recorded(first=first):
-        _run(loaded, [plan.batches[numbers[len(numbers) // 2]]], forward, on_batch)
+        _run(loaded, [plan.batches[number] for number in reply.eager_batches], forward, on_batch)
     kernels, seconds = [], []
     why = None
     passes = passes_of(len(numbers))
@@ -259,53 +247,64 @@ def record(
         why = why or recording.why
         kernels.append(of_pass(recording.records))
         seconds.append(pass_s)
+    traces = [*filter(None, [recording.trace])]
     if why:
-        return Passes(batches=numbers, why=why, trace=recording.trace)
+        figures = msgspec.structs.replace(figures, why=dict.fromkeys(_DEVICE_FIGURES, why))
+        return msgspec.structs.replace(reply, work=figures, traces=traces)
     clock_ghz = clock.ghz([(2 * number, 2 * number + 1) for number in range(passes)])
-    found = Passes(batches=numbers, kernels=kernels, seconds=seconds, clock_ghz=clock_ghz, why_no_clock=clock.why)
-    return msgspec.structs.replace(found, trace=recording.trace)
+    counted = {name: calls for name, calls in kernels[-1].kernels.items() if not _COPY.match(name)}
+    covered = [(one.covered_s, pass_s) for one, pass_s in zip(kernels, seconds, strict=True)]
+    figures = msgspec.structs.replace(
+        figures,
+        device_time_s=[one.device_time_s for one in kernels],
+        copy_s=[one.copy_s for one in kernels],
+        idle_s=[max(0.0, pass_s - covered_s) for covered_s, pass_s in covered],
+        busy=statistics.median(min(1.0, covered_s / pass_s) for covered_s, pass_s in covered),
+        kernels=sum(calls.calls for calls in counted.values()),
+        kernels_sha256=kernels_sha256(counted),
+        clock_ghz=clock_ghz,
+        why={} if clock.why is None else {"clock_ghz": clock.why},
+    )
+    collective_s = [one.collective_s for one in kernels]
+    return msgspec.structs.replace(
+        reply, work=figures, rows=pass_rows(kernels), collective_s=collective_s, traces=traces
+    )
 
 
 def measure(
     loaded: Loaded,
     plan: Plan,
-    passes: Passes,
+    reply: WorkReply,
     forward: Forward,
     *,
     on_batch: BatchReport,
     last: bool = True,
     trace: str | None = None,
 ) -> WorkReply:
-    """Run the eager passes over one batch, the middle one of the passes of `record`, whose forwards are eager now.
+    """Run the eager passes over the middle batch of the passes of `record`, and complete their reply.
 
-    Every rank must do so at the same time. `last` is true for the last passes of the case. `trace` is the file for the
-    trace of the pass by modules, which on a CPU runs for the trace alone.
+    All forwards are eager now. Every rank must do so at the same time. `last` is true for the last passes of the case.
+    `trace` is the file for the trace of the pass by modules, which on a CPU runs for the trace alone.
     """
-    import torch
-
-    number = passes.batches[len(passes.batches) // 2]
-    batch, gpus = [plan.batches[number]], [device for device in loaded.devices if device.type == "cuda"]
+    batch, on_gpu = [plan.batches[number] for number in reply.eager_batches], loaded.devices[0].type == "cuda"
     counted = count_ops(lambda: _run(loaded, batch, forward, on_batch), loaded.model)
     host_calls: list[HostCalls] = []
     unrecorded: str | None = _ON_CPU
-    attributed = None
-    traces = [passes.trace]
-    if gpus or trace is not None:
-        profiled = _recorded(kernels=bool(gpus), ranges=True, last=last, trace=trace)
+    attributed, traces = None, reply.traces
+    if on_gpu or trace is not None:
+        profiled = _recorded(kernels=on_gpu, ranges=True, last=last, trace=trace)
         with profiled as recording, _module_ranges(loaded.model):
             _run(loaded, batch, forward, on_batch)
-        traces.append(recording.trace)
-    if gpus:
+        traces = [*traces, *filter(None, [recording.trace])]
+    if on_gpu:
         unrecorded = recording.why
         attributed = attribute(recording.records) if unrecorded is None else None
     # The last one: what a model prepares in its first eager forwards is done.
     _run(loaded, batch, lambda one: host_calls.append(count_calls(partial(forward, one))), on_batch)
     why = {} if loaded.dispatched else {"flops": _BYPASSED}
     why |= {} if unrecorded is None else dict.fromkeys(_HOST_FIGURES, unrecorded)
-    why |= {} if passes.why_no_clock is None else {"clock_ghz": passes.why_no_clock}
-    why |= {} if passes.why is None else dict.fromkeys(_DEVICE_FIGURES, passes.why)
-    figures = RankWork(
-        uuids=[f"GPU-{torch.cuda.get_device_properties(gpu).uuid}" for gpu in gpus],
+    figures = msgspec.structs.replace(
+        reply.work,
         ops=counted.ops,
         ops_by_module=counted.ops_by_module,
         host_calls=host_calls[0],
@@ -313,27 +312,12 @@ def measure(
         flops_by_module=counted.flops_by_module if loaded.dispatched else None,
         runtime_calls=None if attributed is None else attributed.runtime_calls,
         host_syncs=None if attributed is None else attributed.host_syncs,
-        why=why,
+        why=why | reply.work.why,
     )
-    reply = WorkReply(batches=passes.batches, eager_batches=[number], work=figures, traces=[*filter(None, traces)])
-    if passes.why is not None:
-        return reply
-    kernels = {name: calls for name, calls in passes.kernels[-1].kernels.items() if not _COPY.match(name)}
-    covered = [(one.covered_s, pass_s) for one, pass_s in zip(passes.kernels, passes.seconds, strict=True)]
-    whole = msgspec.structs.replace(
-        figures,
-        device_time_s=[one.device_time_s for one in passes.kernels],
-        copy_s=[one.copy_s for one in passes.kernels],
-        idle_s=[max(0.0, pass_s - covered_s) for covered_s, pass_s in covered],
-        busy=statistics.median(min(1.0, covered_s / pass_s) for covered_s, pass_s in covered),
-        kernels=sum(calls.calls for calls in kernels.values()),
-        kernels_sha256=kernels_sha256(kernels),
-        clock_ghz=passes.clock_ghz,
-    )
-    collective_s = [one.collective_s for one in passes.kernels]
-    return msgspec.structs.replace(
-        reply, work=whole, rows=rows_of(passes.kernels, attributed), collective_s=collective_s
-    )
+    rows = reply.rows
+    if rows is not None and attributed is not None:
+        rows = [*rows, *module_rows(attributed)]
+    return msgspec.structs.replace(reply, work=figures, rows=rows, traces=traces)
 
 
 def join(replies: Sequence[WorkReply], kernel_names: dict[str, int], model: ModelSize | str) -> Work:
@@ -612,19 +596,18 @@ def kernels_sha256(kernels: Mapping[str, Calls]) -> str:
     return hashlib.sha256(json.dumps(counts).encode()).hexdigest()
 
 
-def rows_of(passes: Sequence[PassKernels], attributed: Modules | None) -> list[NamedRow]:
-    """Return a row for each kernel and copy of the passes, and the largest rows of the eager pass by module.
-
-    The time of a kernel is its median over the passes. Without the eager pass its rows are left out.
-    """
+def pass_rows(passes: Sequence[PassKernels]) -> list[NamedRow]:
+    """Return a row for each kernel and copy of the passes, the largest first; its time is the median over them."""
     found = []
     for name, calls in passes[-1].kernels.items():
         times_s = [one.kernels[name].time_s if name in one.kernels else 0.0 for one in passes]
         time_s = statistics.median([one for one in times_s if one] or [0.0])
         found.append(NamedRow(None, short_name(name), family_of(name), calls.calls, time_s, times_s))
-    found.sort(key=lambda row: (-row.time_s, row.kernel or ""))
-    if attributed is None:
-        return found
+    return sorted(found, key=lambda row: (-row.time_s, row.kernel or ""))
+
+
+def module_rows(attributed: Modules) -> list[NamedRow]:
+    """Return the at most 100 largest rows of the eager pass by module."""
     by_module = _by_time(
         NamedRow(module, name, family_of(name), *calls) for (module, name), calls in attributed.kernels.items()
     )
@@ -632,10 +615,10 @@ def rows_of(passes: Sequence[PassKernels], attributed: Modules | None) -> list[N
     for own in range(min(_MODULE_ROWS, len(by_module)), -1, -1):
         sums = _by_time(row._replace(kernel=None) for row in by_module[own:])
         if own + len(sums) <= _MODULE_ROWS:
-            return [*found, *by_module[:own], *sums]
+            return [*by_module[:own], *sums]
     # A program of very many modules: a row `other` for each family sums the smallest modules.
     kept = _MODULE_ROWS - len(_FAMILIES)
-    return [*found, *sums[:kept], *_by_time(row._replace(module=OTHER_MODULE) for row in sums[kept:])]
+    return [*sums[:kept], *_by_time(row._replace(module=OTHER_MODULE) for row in sums[kept:])]
 
 
 def short_name(kernel: str) -> str:
