@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -41,12 +40,6 @@ _FRESH_S = 0.1
 _FRESH = 0.01
 """A window can be marked this many seconds after its end, or this fraction of its length (`recording`)."""
 
-Call = Callable[..., Any]
-"""`call(fn, *args)` runs a function in the agent of another node and returns what it returns.
-
-It raises OSError if the node cannot be reached.
-"""
-
 Settings = tuple[float, tuple[str, ...], Method]
 """The arguments of a `Profiler`."""
 
@@ -69,12 +62,7 @@ class Profiler:
     raises on a machine without NVML or if the sampler dies; `why` and the profiles have the reason.
     """
 
-    def __init__(
-        self,
-        period_s: float,
-        uuids: Sequence[str] | None = None,
-        method: Method = "auto",
-    ) -> None:
+    def __init__(self, period_s: float, uuids: Sequence[str] | None = None, method: Method = "auto") -> None:
         """Prepare a profiler. Nothing runs before `start`.
 
         Args:
@@ -316,26 +304,6 @@ def _without_readings(period_s: float, start_s: float, end_s: float, why: str) -
     return Profile(period_s=period_s, duration_s=duration_s, samples=0, missed=0, lateness_p99_s=None, why=reasons)
 
 
-class RemoteProfiler:
-    """The profiler of another node, which its agent runs. All times are of the CLOCK_MONOTONIC of that node."""
-
-    def __init__(self, call: Call, period_s: float, uuids: tuple[str, ...], method: Method = "auto") -> None:
-        """Prepare the profiler of another node. For its settings see `Profiler`."""
-        self._call = call
-        self._settings: Settings = period_s, uuids, method
-        self.lost: str | None = None
-        """The reason why the node cannot be reached; None if it can."""
-
-    def ask(self, method: str, arguments: Mapping[str, Any] = MappingProxyType({})) -> Any:
-        """Return what a method of the profiler returns; None if the node is lost."""
-        if self.lost is None:
-            try:
-                return self._call(ask_here, self._settings, method, dict(arguments))
-            except OSError as error:
-                self.lost = f"the node cannot be reached: {error}"
-        return None
-
-
 _here: dict[Settings, Profiler] = {}
 """The profiler that this process runs for another node; at most one."""
 
@@ -360,15 +328,21 @@ class NodeProfilers:
     A node that is lost has a profile without readings.
     """
 
-    def __init__(self, here: Profiler, others: Sequence[RemoteProfiler], indices: Mapping[str, int]) -> None:
+    def __init__(
+        self, here: Profiler, others: Sequence[Callable[[str, Mapping[str, Any]], Any]], indices: Mapping[str, int]
+    ) -> None:
         """Join the profilers of the nodes; none is started.
 
-        `indices` has the index of each GPU among those of all nodes by its UUID.
+        Args:
+            here: The profiler of the node of this process.
+            others: For each other node, `ask_here` in one of its processes. OSError: the node cannot be reached.
+            indices: UUID of a GPU to its index among those of all nodes.
         """
         self.here = here
-        """The profiler of the node of this process."""
         self._others = others
         self._indices = indices
+        self._lost: dict[int, str] = {}
+        """Number of a node to the reason why it cannot be reached."""
 
     def start(self) -> None:
         """Start the samplers that do not run."""
@@ -389,9 +363,8 @@ class NodeProfilers:
         held = dict(self.here.held_bytes if held_bytes is None else held_bytes)
         windows = list(zip(starts_s, ends_s, strict=True))
         found = self._each("slice", [{"starts_s": [a], "ends_s": [b], "held_bytes": held} for a, b in windows])
-        for node, other in enumerate(self._others, 1):
-            if other.lost is not None:
-                found[node] = _without_readings(self.here.period_s, *windows[node], other.lost)
+        for node, reason in self._lost.items():
+            found[node] = _without_readings(self.here.period_s, *windows[node], reason)
         return joined(found, self._indices)
 
     def used_bytes(self) -> dict[str, int]:
@@ -410,7 +383,14 @@ class NodeProfilers:
 
         def ask(node: int) -> Any:
             own = {} if arguments is None else arguments[node]
-            return self._others[node - 1].ask(method, own) if node else getattr(self.here, method)(**own)
+            if node == 0:
+                return getattr(self.here, method)(**own)
+            if node not in self._lost:
+                try:
+                    return self._others[node - 1](method, own)
+                except OSError as error:
+                    self._lost[node] = f"the node cannot be reached: {error}"
+            return None
 
         with ThreadPoolExecutor(1 + len(self._others)) as pool:
             return list(pool.map(ask, range(1 + len(self._others))))

@@ -25,7 +25,7 @@ import msgspec
 
 from pytest_llmgpu.profiling import machine as here
 from pytest_llmgpu.profiling.machine import Machine
-from pytest_llmgpu.profiling.profiler import Call, close_here
+from pytest_llmgpu.profiling.profiler import close_here
 from pytest_llmgpu.ranks import link
 from pytest_llmgpu.ranks.link import JOIN_S, Link, World
 from pytest_llmgpu.ranks.local import BatchListener, End, Event, LocalLauncher, LocalRank, Rank, RankFailedError
@@ -485,7 +485,7 @@ class Devices:
         gpus = [msgspec.structs.replace(gpu, index=indices.get(gpu.uuid, gpu.index)) for gpu in chosen.gpus]
         return msgspec.structs.replace(chosen, gpus=gpus)
 
-    def call_on(self, node: int) -> Call:
+    def call_on(self, node: int) -> Callable[..., Any]:
         """Return what runs a function on a node, and raises OSError if it cannot."""
         peer = next(one for one in self._peers.peers if one.node == node)
 

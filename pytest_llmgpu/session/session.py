@@ -7,6 +7,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -17,7 +18,7 @@ from pytest_llmgpu.analysis import reference
 from pytest_llmgpu.inference import tasks
 from pytest_llmgpu.profiling import machine as environment
 from pytest_llmgpu.profiling.machine import Machine
-from pytest_llmgpu.profiling.profiler import NodeProfilers, Profiler, RemoteProfiler
+from pytest_llmgpu.profiling.profiler import NodeProfilers, Profiler, ask_here
 from pytest_llmgpu.ranks.env_launcher import Devices, EnvLauncher, Peers
 from pytest_llmgpu.ranks.local import LocalLauncher
 from pytest_llmgpu.ranks.worker import ReferenceTexts
@@ -212,7 +213,7 @@ class BenchmarkSession:
             self._profilers = wanted, here
             if self._devices is not None and len(wanted) > 1:
                 others = [
-                    RemoteProfiler(self._devices.call_on(node), period_s, uuids, method)
+                    partial(self._devices.call_on(node), ask_here, (period_s, uuids, method))
                     for node, uuids in enumerate(wanted[1:], 1)
                 ]
                 self._profilers = wanted, NodeProfilers(here, others, {gpu.uuid: gpu.index for gpu in machine.gpus})

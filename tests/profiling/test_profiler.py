@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,7 +19,7 @@ import pytest
 from support.worlds import ends
 
 from pytest_llmgpu.profiling import profiler as module
-from pytest_llmgpu.profiling.profiler import NodeProfilers, Profiler, RemoteProfiler, joined
+from pytest_llmgpu.profiling.profiler import NodeProfilers, Profiler, ask_here, joined
 from pytest_llmgpu.profiling.sampler.devices import METRICS
 from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.result import DeviceProfile, Profile, Series
@@ -323,10 +324,10 @@ def test_each_node_cuts_its_stream_by_its_own_clock(
         monkeypatch.setenv(name, value)
     there = _Ahead(PERIOD_S)
 
-    def call(_fn: object, _settings: object, method: str, arguments: dict[str, Any]) -> Any:
+    def ask(method: str, arguments: Mapping[str, Any]) -> Any:
         return getattr(there, method)(**arguments)
 
-    profilers = NodeProfilers(here := Profiler(PERIOD_S), [RemoteProfiler(call, PERIOD_S, (uuid(0),))], {})
+    profilers = NodeProfilers(here := Profiler(PERIOD_S), [ask], {})
     here.held_bytes = {uuid(0): 4 * GIB}
     profilers.start()
     try:
@@ -345,23 +346,18 @@ def test_each_node_cuts_its_stream_by_its_own_clock(
 
 def test_an_agent_keeps_the_profiler_of_its_node(nvml_stub: StubEnvironment, monkeypatch: pytest.MonkeyPatch) -> None:
     """All calls with equal settings are of one sampler; other settings end it."""
-
-    def call(fn: Callable[..., Any], *args: Any) -> Any:
-        """Be the agent of a node, in this process."""
-        return fn(*args)
-
     for name, value in nvml_stub(gpus=1).items():
         monkeypatch.setenv(name, value)
-    remote = RemoteProfiler(call, PERIOD_S, (uuid(0),))
-    remote.ask("start")
-    remote.ask("mark", {"wait": True})
-    starts_s = remote.ask("now_s")
-    remote.ask("mark", {"wait": True})
-    (device,) = remote.ask("slice", {"starts_s": starts_s, "ends_s": remote.ask("now_s"), "held_bytes": {}}).devices
+    ask = partial(ask_here, (PERIOD_S, (uuid(0),), "auto"))
+    ask("start", {})
+    ask("mark", {"wait": True})
+    starts_s = ask("now_s", {})
+    ask("mark", {"wait": True})
+    (device,) = ask("slice", {"starts_s": starts_s, "ends_s": ask("now_s", {}), "held_bytes": {}}).devices
     assert device.uuid == uuid(0)
     assert device.metrics["power_w"].mean is not None
     [first] = module._here.values()
-    RemoteProfiler(call, PERIOD_S, ()).ask("start")
+    ask_here((PERIOD_S, (), "auto"), "start", {})
     assert list(module._here) == [(PERIOD_S, (), "auto")]
     assert first.why is None  # it was closed, which is no failure
 
@@ -369,7 +365,7 @@ def test_an_agent_keeps_the_profiler_of_its_node(nvml_stub: StubEnvironment, mon
 def test_a_lost_node_has_a_profile_without_readings() -> None:
     """The other nodes keep theirs, and nothing raises."""
 
-    def call(*_: Any) -> Any:
+    def ask(*_: Any) -> Any:
         raise ConnectionError("its agent ended")
 
     known = _profile(["GPU-a"], samples=3)
@@ -378,7 +374,7 @@ def test_a_lost_node_has_a_profile_without_readings() -> None:
         def slice(self, *_: Any, **__: Any) -> Profile:
             return known
 
-    profilers = NodeProfilers(_Here(PERIOD_S), [RemoteProfiler(call, PERIOD_S, (uuid(0),))], {})
+    profilers = NodeProfilers(_Here(PERIOD_S), [ask], {})
     profilers.mark()
     assert profilers.now_s()[1] == 0
     assert profilers.used_bytes() == {}
