@@ -63,12 +63,9 @@ class Profiler:
     """
 
     def __init__(self, period_s: float, uuids: Sequence[str] | None = None, method: Method = "auto") -> None:
-        """Prepare a profiler. Nothing runs before `start`.
+        """Prepare to read these GPUs in this order; None for all in NVML's order. Nothing runs before `start`.
 
-        Args:
-            period_s: Seconds between readings.
-            uuids: The GPUs to read, in this order; None for all in NVML's order.
-            method: `auto` for the best source of each metric, `polling` for the calls of Shin et al. 2024.
+        `method` is `auto` for the best source of each metric, `polling` for the calls of Shin et al. 2024.
 
         Raises:
             ValueError: The period is not a positive number of seconds.

@@ -45,13 +45,9 @@ _LATE_S = 5.0
 """A run that ends at once waits for processes that are about to join: without a goodbye they would look for it."""
 
 
-class RemoteCall(NamedTuple):
-    """A message of rank 0's process: a method of `Supervisor`. None instead of it ends the run."""
-
-    number: int | None
-    """The reply has this number; None: no reply."""
-    method: str
-    arguments: tuple[Any, ...]
+_Request = tuple[int | None, str, tuple[Any, ...]]
+"""A message of rank 0's process: the number of the reply, None for none, then a method of `Supervisor` and its
+arguments. None instead of it ends the run."""
 
 
 class Reply(NamedTuple):
@@ -89,13 +85,14 @@ def serve(world: World, log_directory: Path, limit_s: float = JOIN_S) -> int:
     try:
         connection.send(hello(world))
         while (request := connection.receive()) is not None:
+            number, method, arguments = request
             done, content = True, None
             try:
-                content = getattr(supervisor, request.method)(*request.arguments)
+                content = getattr(supervisor, method)(*arguments)
             except Exception as error:  # noqa: BLE001 - rank 0's process gets every error as text
                 done, content = False, str(error) or type(error).__name__
-            if request.number is not None:
-                connection.send(Reply(request.number, done, content))
+            if number is not None:
+                connection.send(Reply(number, done, content))
     except (EOFError, OSError):
         return 1
     finally:
@@ -158,7 +155,7 @@ class Peer:
         """The reason why the process is lost; None while it is not."""
         self._link = connection
         self._lock = threading.Lock()
-        self._outbox: queue.SimpleQueue[RemoteCall | None] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
         """Messages for the process, which may be stopped; None is the last one."""
         self._numbers = itertools.count()
         self._requests: dict[int, Future[Any]] = {}
@@ -180,7 +177,7 @@ class Peer:
 
     def post(self, method: str, *arguments: Any, number: int | None = None) -> None:
         """Let the process call a method of `Supervisor`; this does not wait for it."""
-        self._outbox.put(RemoteCall(number, method, arguments))
+        self._outbox.put((number, method, arguments))
 
     def request(self, method: str, *arguments: Any) -> Future[Any]:
         """Do the same and return a future, which raises ValueError if it fails there, or ConnectionError."""

@@ -61,13 +61,8 @@ def decide(
 ) -> Decision:
     """Return how the forwards of a case run.
 
-    Args:
-        loaded: The model.
-        requests: The tokenised dataset.
-        batch_size: Sequences per forward.
-        requested: `auto`, `on` (CUDA graphs, if they can be recorded) or `off`.
-        logits: One of `scoring.SCORINGS`.
-        not_recorded: The operation that could not be recorded when it was tried; None if nothing failed.
+    `requested` is `auto`, `on` (CUDA graphs, if they can be recorded) or `off`, and `logits` one of `scoring.SCORINGS`.
+    `not_recorded` is the operation that could not be recorded when it was tried; None if nothing failed.
     """
     own = plan(requests, batch_size)
     large = requested != "on" and _largest_forward(own) > cuda_graphs.MOST_TOKENS

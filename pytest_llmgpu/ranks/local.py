@@ -204,16 +204,10 @@ class LocalRank(Rank):
         inherited: Sequence[int] = (),
         node: int | None = None,
     ) -> None:
-        """Start the process.
+        """Start the process, with the variables of this one and of `environment`; its output goes to the file `log`.
 
-        Args:
-            rank: The number of the rank.
-            environment: Variables that are added to those of this process, or replace them.
-            log: The file for the output of the process.
-            on_batch: Receives the finished batches.
-            listener: Receives everything that the process sends instead, and its end.
-            inherited: Further file descriptors that the process gets, under the same numbers.
-            node: See `Rank`.
+        `listener` receives everything that the process sends in place of `on_batch`, and its end. `inherited` are
+        further file descriptors that the process gets, under the same numbers.
         """
         super().__init__(rank, on_batch, node)
         self.log = log

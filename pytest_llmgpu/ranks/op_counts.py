@@ -50,11 +50,10 @@ def folded(module: str, prefix: str = "") -> str:
     return _LAYER_NUMBER.sub(".*", module.removeprefix(f"{prefix}."))
 
 
-def count_ops(forward: Callable[[], object], model: torch.nn.Module | None = None) -> OpCounts:
+def count_ops(forward: Callable[[], object], model: torch.nn.Module) -> OpCounts:
     """Run `forward` once and return what this rank computed; ranks with collectives must run it at the same time.
 
     Only the ops of the calling thread are seen. Kernels that a library launches past torch's dispatcher are not.
-    Ops and FLOPs are split over the modules of a model, if it is given.
     """
     import torch
     from torch.distributed.tensor import DTensor
@@ -104,16 +103,14 @@ def count_ops(forward: Callable[[], object], model: torch.nn.Module | None = Non
 
 
 @contextmanager
-def module_hooks(
-    model: torch.nn.Module | None, enter: Callable[[str], object], leave: Callable[[], object]
-) -> Iterator[None]:
+def module_hooks(model: torch.nn.Module, enter: Callable[[str], object], leave: Callable[[], object]) -> Iterator[None]:
     """While entered, call `enter` with the folded name of a module before each of its forwards, and `leave` after it.
 
-    `leave` is called even if the forward raised; without a model nothing is called.
+    `leave` is called even if the forward raised.
     """
     prefix = str(getattr(model, "base_model_prefix", ""))
     handles = []
-    for name, module in [] if model is None else model.named_modules():
+    for name, module in model.named_modules():
         label = folded(name, prefix)
         # Outside of all other hooks: those of a strategy compute and launch kernels, too.
         handles.append(module.register_forward_pre_hook(lambda *_, label=label: _nothing(enter(label)), prepend=True))

@@ -40,12 +40,7 @@ class Raised(NamedTuple):
 
 
 def serve(commands: Connection, events: Connection) -> None:
-    """Run commands in turn until the parent closes its end of the pipe.
-
-    Args:
-        commands: Delivers pickled functions with their arguments.
-        events: Receives pickled batches and answers.
-    """
+    """Run commands, pickled functions with their arguments, in turn until the parent closes its end of the pipe."""
 
     def send(event: Event) -> None:
         events.send_bytes(pickle.dumps(event))
@@ -80,16 +75,15 @@ def failure_of(error: BaseException, phase: Phase) -> tuple[Outcome, Failure]:
     name, first_line = type(error).__name__, str(error).strip().partition("\n")[0]
     message = beginning(f"{name}: {first_line}".rstrip(": "))
     recording = isinstance(error, RecordingError)
-    if shortage is None:
-        evidence = NOT_RECORDED if recording else f"{name} was raised"
-        message = beginning(first_line) if recording else message
-        return "error", Failure(phase=phase, message=message, evidence=evidence)
+    if shortage is not None:
+        evidence = shortage.evidence
+        if recording:
+            message += "; to run forwards eagerly, in less memory, pass --llmgpu-cuda-graphs=off"
+            evidence = f"{evidence}, while a CUDA graph was recorded"
+        return "oom", msgspec.structs.replace(shortage, phase=phase, message=message, evidence=evidence)
     if recording:
-        message += "; to run forwards eagerly, in less memory, pass --llmgpu-cuda-graphs=off"
-    during = ", while a CUDA graph was recorded" if recording else ""
-    return "oom", msgspec.structs.replace(
-        shortage, phase=phase, message=message, evidence=f"{shortage.evidence}{during}"
-    )
+        return "error", Failure(phase=phase, message=beginning(first_line), evidence=NOT_RECORDED)
+    return "error", Failure(phase=phase, message=message, evidence=f"{name} was raised")
 
 
 def describe(error: BaseException) -> Raised:
