@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pytest_llmgpu.report.work import OTHER_MODULE
@@ -68,6 +68,12 @@ def count_ops(forward: Callable[[], object], model: torch.nn.Module) -> OpCounts
     flops: Counter[str] = Counter()
     entered = [OTHER_MODULE]
 
+    @contextmanager
+    def inside(module: str) -> Iterator[None]:
+        entered.append(module)
+        yield
+        entered.pop()
+
     class Counting(TorchDispatchMode):
         supports_higher_order_operators = True
 
@@ -92,7 +98,7 @@ def count_ops(forward: Callable[[], object], model: torch.nn.Module) -> OpCounts
             return answer
 
     # torch leaves the constructor of its modes untyped.
-    with module_hooks(model, entered.append, entered.pop), Counting():  # type: ignore[no-untyped-call]
+    with module_hooks(model, inside), Counting():  # type: ignore[no-untyped-call]
         forward()
     return OpCounts(
         ops=dict(sorted(sum(ops.values(), Counter()).items())),
@@ -103,24 +109,26 @@ def count_ops(forward: Callable[[], object], model: torch.nn.Module) -> OpCounts
 
 
 @contextmanager
-def module_hooks(model: torch.nn.Module, enter: Callable[[str], object], leave: Callable[[], object]) -> Iterator[None]:
-    """While entered, call `enter` with the folded name of a module before each of its forwards, and `leave` after it.
-
-    `leave` is called even if the forward raised.
-    """
+def module_hooks(model: torch.nn.Module, inside: Callable[[str], AbstractContextManager[object]]) -> Iterator[None]:
+    """While entered, each forward of a module runs in `inside(its folded name)`, which is left even if it raises."""
     prefix = str(getattr(model, "base_model_prefix", ""))
+    opened: list[AbstractContextManager[object]] = []
+
+    def enter(label: str) -> None:
+        opened.append(inside(label))
+        opened[-1].__enter__()
+
+    def leave(*_: object) -> None:
+        opened.pop().__exit__(None, None, None)
+
     handles = []
     for name, module in model.named_modules():
         label = folded(name, prefix)
         # Outside of all other hooks: those of a strategy compute and launch kernels, too.
-        handles.append(module.register_forward_pre_hook(lambda *_, label=label: _nothing(enter(label)), prepend=True))
-        handles.append(module.register_forward_hook(lambda *_: _nothing(leave()), always_call=True))
+        handles.append(module.register_forward_pre_hook(lambda *_, label=label: enter(label), prepend=True))
+        handles.append(module.register_forward_hook(leave, always_call=True))
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _nothing(_: object) -> None:
-    """Drop a value: what a hook returns replaces the arguments or the output of the module."""

@@ -22,7 +22,7 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
@@ -153,7 +153,7 @@ class NamedRow(NamedTuple):
     family: KernelFamily
     calls: int
     time_s: float
-    passes_s: Sequence[float] | None = None
+    passes_s: list[float] | None = None
 
 
 Forward = Callable[[Batch], object]
@@ -286,6 +286,8 @@ def measure(
     All forwards are eager now. Every rank must do so at the same time. `last` is true for the last passes of the case.
     `trace` is the file for the trace of the pass by modules, which on a CPU runs for the trace alone.
     """
+    import torch
+
     batch, on_gpu = [plan.batches[number] for number in reply.eager_batches], loaded.devices[0].type == "cuda"
     counted = count_ops(lambda: _run(loaded, batch, forward, on_batch), loaded.model)
     host_calls: list[HostCalls] = []
@@ -293,7 +295,8 @@ def measure(
     attributed, traces = None, reply.traces
     if on_gpu or trace is not None:
         profiled = _recorded(kernels=on_gpu, ranges=True, last=last, trace=trace)
-        with profiled as recording, _module_ranges(loaded.model):
+        ranges = module_hooks(loaded.model, lambda name: torch.profiler.record_function(RANGE_PREFIX + name))
+        with profiled as recording, ranges:
             _run(loaded, batch, forward, on_batch)
         traces = [*traces, *filter(None, [recording.trace])]
     if on_gpu:
@@ -340,7 +343,7 @@ def join(replies: Sequence[WorkReply], kernel_names: dict[str, int], model: Mode
                 family=row.family,
                 calls=row.calls,
                 time_s=row.time_s,
-                passes_s=None if row.passes_s is None else list(row.passes_s),
+                passes_s=row.passes_s,
             )
             for row in reply.rows or ()
         ]
@@ -487,19 +490,6 @@ def _set_detaching(*, wanted: bool) -> None:
     if version is None or tuple(map(int, version.split(".")[:2])) < _CUPTI_DETACHES or _USERS_CHOICE is not None:
         return
     os.environ[_DETACHING] = "1" if wanted else "0"
-
-
-def _module_ranges(model: torch.nn.Module) -> AbstractContextManager[None]:
-    """While entered, each forward of a module of the model is a range of torch.profiler with the module's name."""
-    import torch
-
-    opened: list[torch.profiler.record_function] = []
-
-    def enter(name: str) -> None:
-        opened.append(torch.profiler.record_function(RANGE_PREFIX + name))
-        opened[-1].__enter__()
-
-    return module_hooks(model, enter, lambda: opened.pop().__exit__(None, None, None))
 
 
 def read_records(events: Iterable[Any]) -> list[Record]:

@@ -213,13 +213,6 @@ def test_polling_makes_its_calls_one_after_another(nvml_stub: StubEnvironment, t
     assert methods(header)["pcie_tx_bytes_per_s"] == PCIE
 
 
-def test_it_does_not_run_for_a_parent_that_has_ended(nvml_stub: StubEnvironment) -> None:
-    """If the parent has ended before the sampler starts, the sampler ends at once."""
-    with sampler(nvml_stub(), "--parent", "1") as process:
-        assert process.communicate()[0] == ""
-        assert process.returncode == 1
-
-
 def test_it_imports_no_heavy_library() -> None:
     """The child imports nothing that costs seconds or hundreds of megabytes."""
     heavy = "torch transformers accelerate datasets numpy pytest"
