@@ -69,6 +69,14 @@ def die_with_parent(parent: int) -> None:
         sys.exit(f"process {parent}, which started this process, has ended")
 
 
+def describe_end(status: int) -> str:
+    """Return the exit status of a process, or the signal that ended it, negative as in subprocess, in words."""
+    if status >= 0:
+        return f"exit status {status}"
+    named = -status in set(signal.Signals)  # most real-time signals have no name
+    return f"signal {signal.Signals(-status).name if named else -status}"
+
+
 def catches(pid: int, number: signal.Signals) -> bool:
     """Return whether a process has a handler of its own for a signal; False if it has ended."""
     with suppress(OSError):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import bisect
 import math
 import os
-import signal
 import subprocess
 import tempfile
 import threading
@@ -268,8 +267,7 @@ class Profiler:
                     self._end(f"the sampler wrote a line that is no record: {error}")
                     process.kill()
             errors.seek(max(0, errors.seek(0, os.SEEK_END) - _ERROR_BYTES))
-            status = process.returncode
-            how = f"signal {-status} ({signal.Signals(-status).name})" if status < 0 else f"exit status {status}"
+            how = processes.describe_end(process.returncode)
             lines = errors.read().decode(errors="replace").strip().splitlines()
             self._end(f"the sampler ended with {how}" + (f": {lines[-1]}" if lines else ""))
 

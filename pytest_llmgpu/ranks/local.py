@@ -312,10 +312,7 @@ class LocalRank(Rank):
         self._receiver.join(_DRAIN_S)
         log, kills = log_tail(self.log), memory.host_kills()
         shortage = memory.decide_killed(code, log, self._kills_before, kills) if code else None
-        end = f"exit status {code}"
-        if code < 0:
-            named = -code in set(signal.Signals)  # most real-time signals have no name
-            end = f"signal {signal.Signals(-code).name if named else -code}"
+        end = processes.describe_end(code)
         message = f"rank {self.rank} ended with {end}"
         if self._unreadable is not None:
             message = f"rank {self.rank} was ended: it sent data that is no answer ({self._unreadable})"

@@ -241,18 +241,21 @@ def test_a_sampler_that_cannot_run_is_a_reason(
         assert "could not be started" in (nvml.why or "")
 
 
-def test_a_killed_sampler_leaves_its_readings(nvml_stub: StubEnvironment) -> None:
+@pytest.mark.parametrize(
+    ("number", "name"), [(signal.SIGKILL, "SIGKILL"), (signal.SIGRTMIN + 3, str(signal.SIGRTMIN + 3))]
+)
+def test_a_killed_sampler_leaves_its_readings(nvml_stub: StubEnvironment, number: int, name: str) -> None:
     """The readings before its death are profiled, later deadlines are missed; a mark without a sampler does nothing."""
     Profiler(PERIOD_S).mark()
     with profiler(nvml_stub()) as nvml:
         start_s = time.monotonic()
         wait_for_ticks(nvml, 2)
         assert nvml.pid is not None
-        os.kill(nvml.pid, signal.SIGKILL)
+        os.kill(nvml.pid, number)
         nvml.mark()
         wait_for_end(nvml)
         nvml.mark()
-        cause = "the sampler ended with signal 9 (SIGKILL)"
+        cause = f"the sampler ended with signal {name}"
         assert nvml.why == cause
         profile = nvml.slice([start_s], [time.monotonic() + 10 * PERIOD_S])
         nvml.close()
