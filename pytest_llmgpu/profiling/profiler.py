@@ -147,10 +147,8 @@ class Profiler:
         """Request a reading of the cumulative counters now: energy, throttled time, bytes over NVLink.
 
         A slice that begins and ends near a mark has their differences. `window` marks both of its ends. `slice` marks
-        the end of a window that has just ended.
-
-        Args:
-            wait: Wait until they are read, which takes some milliseconds per device, or for 2 s.
+        the end of a window that has just ended. With `wait` they are read when this returns, or 2 s are over; a reading
+        takes some milliseconds per device.
         """
         with self._changed:
             process = self._process
@@ -326,12 +324,10 @@ class NodeProfilers:
     def __init__(
         self, here: Profiler, others: Sequence[Callable[[str, Mapping[str, Any]], Any]], indices: Mapping[str, int]
     ) -> None:
-        """Join the profilers of the nodes; none is started.
+        """Join the profiler of this node with those of the others; none is started.
 
-        Args:
-            here: The profiler of the node of this process.
-            others: For each other node, `ask_here` in one of its processes. OSError: the node cannot be reached.
-            indices: UUID of a GPU to its index among those of all nodes.
+        `others` call `ask_here` in a process of their node, and raise OSError if it cannot be reached. `indices` has
+        the index of each GPU among those of all nodes by its UUID.
         """
         self.here = here
         self._others = others

@@ -314,15 +314,16 @@ def connect(world: World, limit_s: float) -> Link:
     """
     deadline_s = time.monotonic() + limit_s
     while True:
-        connected = socket.socket(socket.AF_UNIX) if world.key is None else None
+        connected = None
         try:
-            if connected is None:
+            if world.key is None:
+                connected = socket.socket(socket.AF_UNIX)
+                connected.connect(_unix_name(world))
+            else:
                 connected = socket.create_connection((world.address, world.port), timeout=_HANDSHAKE_S)
                 if connected.getsockname() == connected.getpeername():
                     # TCP can connect a socket to itself where nothing listens: then rank 0 could not take the port.
                     raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
-            else:
-                connected.connect(_unix_name(world))
             return Link(connected, world.key, listens=False)
         except (EOFError, PermissionError) as error:
             reason = getattr(error, "strerror", None) or f"it refused rank {world.rank}: has it the same {KEY}?"

@@ -259,8 +259,7 @@ class LocalRank(Rank):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_CLOSE_S)
         for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(2 * _DRAIN_S)
+            thread.join(2 * _DRAIN_S)
 
     def stacks(self) -> str:
         """Make the process write the stack of each of its threads, and return the end of its log.
