@@ -35,14 +35,6 @@ def uuid(index: int) -> str:
     return f"GPU-{index:08d}-0000-0000-0000-000000000000"
 
 
-@pytest.fixture
-def hanging(tmp_path: Path) -> Path:
-    """Return a named pipe for the stub: `read_bytes` returns when its call hangs."""
-    pipe = tmp_path / "hanging"
-    os.mkfifo(pipe)
-    return pipe
-
-
 @contextmanager
 def profiler(environment: dict[str, str], uuids: list[str] | None = None) -> Iterator[Profiler]:
     """Start a profiler with a period of 25 ms."""
@@ -146,9 +138,11 @@ def test_a_slice_waits_for_the_tick_after_its_mark(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_sampler_that_hangs_is_replaced_and_a_refused_one_is_not(
-    nvml_stub: StubEnvironment, monkeypatch: pytest.MonkeyPatch, hanging: Path
+    nvml_stub: StubEnvironment, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A call that never returns affects one case; without NVML, and after close, nothing is started again."""
+    hanging = tmp_path / "hanging"
+    os.mkfifo(hanging)  # the stub writes to it when its call hangs
     monkeypatch.setattr(module, "_STREAM_S", 0.05)
     with profiler(nvml_stub(hang="nvmlDeviceGetPowerUsage:3", hanging=hanging)) as nvml:
         hanging.read_bytes()
