@@ -50,7 +50,6 @@ from pytest_llmgpu.report.work import (
 )
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel
 
     from pytest_llmgpu.strategies.protocol import Loaded
@@ -186,8 +185,8 @@ class _Recording:
         self.records: list[Record] = []
         self.why: str | None = None
         """The reason why there is no record."""
-        self.trace: str | None = None
-        """The trace file that was written."""
+        self.traces: list[str] = []
+        """The trace file, if it was written."""
 
 
 def batches_used(padded_tokens: Sequence[int]) -> list[int]:
@@ -247,10 +246,10 @@ def record(
         why = why or recording.why
         kernels.append(of_pass(recording.records))
         seconds.append(pass_s)
-    traces = [*filter(None, [recording.trace])]
+    reply = msgspec.structs.replace(reply, traces=recording.traces)
     if why:
         figures = msgspec.structs.replace(figures, why=dict.fromkeys(_DEVICE_FIGURES, why))
-        return msgspec.structs.replace(reply, work=figures, traces=traces)
+        return msgspec.structs.replace(reply, work=figures)
     clock_ghz = clock.ghz([(2 * number, 2 * number + 1) for number in range(passes)])
     counted = {name: calls for name, calls in kernels[-1].kernels.items() if not _COPY.match(name)}
     covered = [(one.covered_s, pass_s) for one, pass_s in zip(kernels, seconds, strict=True)]
@@ -266,9 +265,7 @@ def record(
         why={} if clock.why is None else {"clock_ghz": clock.why},
     )
     collective_s = [one.collective_s for one in kernels]
-    return msgspec.structs.replace(
-        reply, work=figures, rows=pass_rows(kernels), collective_s=collective_s, traces=traces
-    )
+    return msgspec.structs.replace(reply, work=figures, rows=pass_rows(kernels), collective_s=collective_s)
 
 
 def measure(
@@ -298,7 +295,7 @@ def measure(
         ranges = module_hooks(loaded.model, lambda name: torch.profiler.record_function(RANGE_PREFIX + name))
         with profiled as recording, ranges:
             _run(loaded, batch, forward, on_batch)
-        traces = [*traces, *filter(None, [recording.trace])]
+        traces = [*traces, *recording.traces]
     if on_gpu:
         unrecorded = recording.why
         attributed = attribute(recording.records) if unrecorded is None else None
@@ -457,22 +454,17 @@ def _recorded(
             # The raw records: to build torch's events and averages takes ten times as long.
             results: Any = profiler.profiler
             recording.records = read_records(results.kineto_results.events())
-            recording.trace = None if trace is None else _written(profiler, trace)
         except RuntimeError as error:
             recording.why = f"torch.profiler did not stop: {first_line(error)}"
+    if recording.why is None and trace is not None:
+        try:
+            Path(trace).parent.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(trace)
+            recording.traces.append(trace)
+        except (OSError, RuntimeError) as error:  # it costs no figure of the case
+            print(f"the trace {trace} could not be written: {first_line(error)}", file=sys.stderr)
     if recording.why is None and not any(record.device is not None for record in recording.records):
         recording.why = _NO_RECORDS if _USERS_CHOICE != "1" else _DETACHED
-
-
-def _written(profiler: torch.profiler.profile, trace: str) -> str | None:
-    """Write the trace of a profile that has ended; None if that fails, which costs no figure of the case."""
-    try:
-        Path(trace).parent.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(trace)
-    except (OSError, RuntimeError) as error:
-        print(f"the trace {trace} could not be written: {first_line(error)}", file=sys.stderr)
-        return None
-    return trace
 
 
 def _set_detaching(*, wanted: bool) -> None:
