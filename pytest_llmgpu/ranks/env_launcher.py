@@ -202,6 +202,20 @@ class Peer:
             self.lose(f"no reply within {limit_s:g} s")
         return future.result()
 
+    def call(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """Return what a function of this package returns in the process.
+
+        Raises:
+            OSError: It failed, there is no answer in time, or the process is lost.
+        """
+        future = self.request("call", fn, *args)
+        if not concurrent.futures.wait([future], _REPLY_S).done:
+            raise TimeoutError(f"no answer for {_REPLY_S:g} s")
+        try:
+            return future.result()
+        except ValueError as error:
+            raise OSError(str(error)) from None
+
     def lose(self, reason: str) -> None:
         """End the connection: the process ends its rank when it notices."""
         with self._lock:
@@ -484,18 +498,7 @@ class Devices:
 
     def call_on(self, node: int) -> Callable[..., Any]:
         """Return what runs a function on a node, and raises OSError if it cannot."""
-        peer = next(one for one in self._peers.peers if one.node == node)
-
-        def call(fn: Callable[..., Any], *args: Any) -> Any:
-            future = peer.request("call", fn, *args)
-            if not concurrent.futures.wait([future], _REPLY_S).done:
-                raise TimeoutError(f"no answer for {_REPLY_S:g} s")
-            try:
-                return future.result()
-            except ValueError as error:
-                raise OSError(str(error)) from None
-
-        return call
+        return next(peer for peer in self._peers.peers if peer.node == node).call
 
 
 def _answers(peers: Sequence[Peer], fn: Callable[..., Any], *args: Any) -> list[Any]:

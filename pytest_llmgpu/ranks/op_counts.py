@@ -11,9 +11,11 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from pytest_llmgpu.report.work import OTHER_MODULE
+import msgspec
+
+from pytest_llmgpu.report.work import OTHER_MODULE, RankWork
 
 if TYPE_CHECKING:
     import torch
@@ -27,19 +29,6 @@ _LIKE_FLASH_ATTENTION = (
 an entry once `torch.utils.flop_counter` of every supported release has it."""
 
 
-class OpCounts(NamedTuple):
-    """The ops of one rank."""
-
-    ops: dict[str, int]
-    """Name of an op (`aten::mm`) to its number of calls on local tensors, after torch has decomposed composite ops."""
-    ops_by_module: dict[str, dict[str, int]]
-    """The innermost module, with layer numbers folded, to its part of `ops`."""
-    flops: int
-    """The sum over ops that torch has a formula for: matrix products, convolutions, attention."""
-    flops_by_module: dict[str, int]
-    """The innermost module, with layer numbers folded, to its part of `flops`, the largest first."""
-
-
 def folded(module: str, prefix: str = "") -> str:
     """Return the name of a module with layer numbers folded: `model.layers.3.mlp` is `layers.*.mlp`.
 
@@ -50,10 +39,11 @@ def folded(module: str, prefix: str = "") -> str:
     return _LAYER_NUMBER.sub(".*", module.removeprefix(f"{prefix}."))
 
 
-def count_ops(forward: Callable[[], object], model: torch.nn.Module) -> OpCounts:
-    """Run `forward` once and return what this rank computed; ranks with collectives must run it at the same time.
+def count_ops(forward: Callable[[], object], model: torch.nn.Module, work: RankWork) -> RankWork:
+    """Run `forward` once and add its ops and FLOPs to the work; ranks with collectives must run it at the same time.
 
-    Only the ops of the calling thread are seen. Kernels that a library launches past torch's dispatcher are not.
+    Ops are counted after torch has decomposed composite ones, and only those of the calling thread. Kernels that a
+    library launches past torch's dispatcher are not seen.
     """
     import torch
     from torch.distributed.tensor import DTensor
@@ -100,7 +90,8 @@ def count_ops(forward: Callable[[], object], model: torch.nn.Module) -> OpCounts
     # torch leaves the constructor of its modes untyped.
     with module_hooks(model, inside), Counting():  # type: ignore[no-untyped-call]
         forward()
-    return OpCounts(
+    return msgspec.structs.replace(
+        work,
         ops=dict(sorted(sum(ops.values(), Counter()).items())),
         ops_by_module={module: dict(sorted(calls.items())) for module, calls in sorted(ops.items())},
         flops=flops.total(),

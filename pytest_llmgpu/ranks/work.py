@@ -286,37 +286,29 @@ def measure(
     import torch
 
     batch, on_gpu = [plan.batches[number] for number in reply.eager_batches], loaded.devices[0].type == "cuda"
-    counted = count_ops(lambda: _run(loaded, batch, forward, on_batch), loaded.model)
-    host_calls: list[HostCalls] = []
+    figures = count_ops(lambda: _run(loaded, batch, forward, on_batch), loaded.model, reply.work)
+    rows, traces, why = reply.rows, reply.traces, dict(figures.why)
     unrecorded: str | None = _ON_CPU
-    attributed, traces = None, reply.traces
     if on_gpu or trace is not None:
         profiled = _recorded(kernels=on_gpu, ranges=True, last=last, trace=trace)
         ranges = module_hooks(loaded.model, lambda name: torch.profiler.record_function(RANGE_PREFIX + name))
         with profiled as recording, ranges:
             _run(loaded, batch, forward, on_batch)
         traces = [*traces, *recording.traces]
-    if on_gpu:
-        unrecorded = recording.why
-        attributed = attribute(recording.records) if unrecorded is None else None
+        unrecorded = recording.why if on_gpu else _ON_CPU
+    if unrecorded is None:
+        found = attribute(recording.records)
+        figures = msgspec.structs.replace(figures, runtime_calls=found.runtime_calls, host_syncs=found.host_syncs)
+        rows = None if rows is None else [*rows, *module_rows(found)]
+    else:
+        why |= dict.fromkeys(_HOST_FIGURES, unrecorded)
+    if not loaded.dispatched:
+        why["flops"] = _BYPASSED
+        figures = msgspec.structs.replace(figures, flops=None, flops_by_module=None)
     # The last one: what a model prepares in its first eager forwards is done.
+    host_calls: list[HostCalls] = []
     _run(loaded, batch, lambda one: host_calls.append(count_calls(partial(forward, one))), on_batch)
-    why = {} if loaded.dispatched else {"flops": _BYPASSED}
-    why |= {} if unrecorded is None else dict.fromkeys(_HOST_FIGURES, unrecorded)
-    figures = msgspec.structs.replace(
-        reply.work,
-        ops=counted.ops,
-        ops_by_module=counted.ops_by_module,
-        host_calls=host_calls[0],
-        flops=counted.flops if loaded.dispatched else None,
-        flops_by_module=counted.flops_by_module if loaded.dispatched else None,
-        runtime_calls=None if attributed is None else attributed.runtime_calls,
-        host_syncs=None if attributed is None else attributed.host_syncs,
-        why=why | reply.work.why,
-    )
-    rows = reply.rows
-    if rows is not None and attributed is not None:
-        rows = [*rows, *module_rows(attributed)]
+    figures = msgspec.structs.replace(figures, host_calls=host_calls[0], why=why)
     return msgspec.structs.replace(reply, work=figures, rows=rows, traces=traces)
 
 
