@@ -306,13 +306,6 @@ class _Ahead(Profiler):
         return super().slice([starts_s[0] - _APART_S], [ends_s[0] - _APART_S], held_bytes)
 
 
-@pytest.fixture(autouse=True)
-def close_here() -> Iterator[None]:
-    """End the samplers of this process."""
-    yield
-    module.close_here()
-
-
 def test_each_node_cuts_its_stream_by_its_own_clock(
     nvml_stub: StubEnvironment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -341,8 +334,11 @@ def test_each_node_cuts_its_stream_by_its_own_clock(
     assert all(device.metrics["power_w"].mean is not None for device in profile.devices)
 
 
-def test_an_agent_keeps_the_profiler_of_its_node(nvml_stub: StubEnvironment, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_keeps_the_profiler_of_its_node(
+    nvml_stub: StubEnvironment, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     """All calls with equal settings are of one sampler; other settings end it."""
+    request.addfinalizer(module.close_here)
     for name, value in nvml_stub(gpus=1).items():
         monkeypatch.setenv(name, value)
     ask = partial(ask_here, (PERIOD_S, (uuid(0),), "auto"))
