@@ -208,14 +208,12 @@ class BenchmarkSession:
         if self._profilers is None or self._profilers[0] != wanted:
             if self._profilers is not None:
                 self._profilers[1].close()
-            period_s, method = self._sample_period_s, self._profile_method
-            here = Profiler(period_s, wanted[0], method=method)
+            settings = [(self._sample_period_s, uuids, self._profile_method) for uuids in wanted]
+            here = Profiler(*settings[0])
             self._profilers = wanted, here
             if self._devices is not None and len(wanted) > 1:
-                others = [
-                    partial(self._devices.call_on(node), ask_here, (period_s, uuids, method))
-                    for node, uuids in enumerate(wanted[1:], 1)
-                ]
+                nodes = enumerate(settings[1:], 1)
+                others = [partial(self._devices.call_on(node), ask_here, theirs) for node, theirs in nodes]
                 self._profilers = wanted, NodeProfilers(here, others, {gpu.uuid: gpu.index for gpu in machine.gpus})
         return self._profilers[1]
 
