@@ -30,9 +30,6 @@ sys.argv[:] = [module, *sys.argv[3:]]
 runpy.run_module(module, run_name="__main__", alter_sys=True)
 """
 
-_ASK_TIMEOUT_S = 300.0  # the first import of torch from a network disk takes minutes
-_PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
-
 
 def command(module: str, *arguments: str) -> list[str]:
     """Return the command that runs a module in a new process, with this process's import path after the libraries."""
@@ -40,11 +37,12 @@ def command(module: str, *arguments: str) -> list[str]:
     return [sys.executable, "-c", _START.format(separator=os.pathsep), module, path, *arguments]
 
 
-def ask(module: str, *arguments: str, library: str, timeout_s: float = _ASK_TIMEOUT_S) -> str:
+def ask(module: str, *arguments: str, library: str, timeout_s: float = 300.0) -> str:
     """Run a module, which imports a library, in a child process, and return the last line that it prints.
 
     Raises:
-        ValueError: The library cannot be imported. The message has the last line of the child process.
+        ValueError: The library cannot be imported, or not in time: a first import from a network disk takes minutes.
+            The message has the last line of the child process.
     """
     try:
         done = subprocess.run(
@@ -64,9 +62,15 @@ def die_with_parent(parent: int) -> None:
 
     The bond is to the thread that started this process. If the parent has ended already, this process exits now.
     """
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG of <sys/prctl.h>
     if os.getppid() != parent:
         sys.exit(f"process {parent}, which started this process, has ended")
+
+
+def describe_end(status: int) -> str:
+    """Return the exit status of a process, or the signal that ended it, negative as in subprocess, in words."""
+    names = {int(number): number.name for number in signal.Signals}  # most real-time signals have none
+    return f"signal {names.get(-status, -status)}" if status < 0 else f"exit status {status}"
 
 
 def catches(pid: int, number: signal.Signals) -> bool:
@@ -84,16 +88,12 @@ def end_marked(mark: str) -> None:
     A daemon has left its parent's process group, but its environment stays (Linux: proc_pid_environ(5)). A process that
     has ended and is not reaped has no variables.
     """
-    killed: set[int] = set()
-    while True:  # one of them may have started another meanwhile
-        found = set()
+    killed, before = set[int](), -1
+    while len(killed) > before:  # one of them may have started another meanwhile
+        before = len(killed)
         for environment in Path("/proc").glob("[0-9]*/environ"):
+            pid = int(environment.parent.name)
             with suppress(OSError):  # it is of another user, or has ended
-                if mark.encode() in environment.read_bytes().split(b"\0"):
-                    found.add(int(environment.parent.name))
-        if found <= killed:
-            return
-        for pid in found - killed:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        killed |= found
+                if pid not in killed and mark.encode() in environment.read_bytes().split(b"\0"):
+                    os.kill(pid, signal.SIGKILL)
+                    killed.add(pid)

@@ -73,16 +73,16 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
         raise
     if chosen.launcher != "env":
         return None
-    from pytest_llmgpu.ranks import env_launcher, job_variables
+    from pytest_llmgpu.ranks import env_launcher, link
 
     try:
-        here = job_variables.of_environment(os.environ)
+        here = link.of_environment(os.environ)
         if here.rank == 0:
             config.stash[PEERS] = peers = env_launcher.Peers(here)
             config.add_cleanup(peers.close)
             return None
         with tempfile.TemporaryDirectory(prefix="llmgpu-run-") as folder:
-            return env_launcher.serve(here, Path(folder), min(chosen.load_timeout, job_variables.JOIN_S))
+            return env_launcher.serve(here, Path(folder), min(chosen.load_timeout, link.JOIN_S))
     except ValueError as error:
         raise pytest.UsageError(printable(f"--llmgpu-launcher=env: {error}")) from None
 

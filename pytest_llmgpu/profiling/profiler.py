@@ -9,7 +9,6 @@ from __future__ import annotations
 import bisect
 import math
 import os
-import signal
 import subprocess
 import tempfile
 import threading
@@ -17,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -41,12 +39,6 @@ _FRESH_S = 0.1
 _FRESH = 0.01
 """A window can be marked this many seconds after its end, or this fraction of its length (`recording`)."""
 
-Call = Callable[..., Any]
-"""`call(fn, *args)` runs a function in the agent of another node and returns what it returns.
-
-It raises OSError if the node cannot be reached.
-"""
-
 Settings = tuple[float, tuple[str, ...], Method]
 """The arguments of a `Profiler`."""
 
@@ -69,18 +61,10 @@ class Profiler:
     raises on a machine without NVML or if the sampler dies; `why` and the profiles have the reason.
     """
 
-    def __init__(
-        self,
-        period_s: float,
-        uuids: Sequence[str] | None = None,
-        method: Method = "auto",
-    ) -> None:
-        """Prepare a profiler. Nothing runs before `start`.
+    def __init__(self, period_s: float, uuids: Sequence[str] | None = None, method: Method = "auto") -> None:
+        """Prepare to read these GPUs in this order; None for all in NVML's order. Nothing runs before `start`.
 
-        Args:
-            period_s: Seconds between readings.
-            uuids: The GPUs to read, in this order; None for all in NVML's order.
-            method: `auto` for the best source of each metric, `polling` for the calls of Shin et al. 2024.
+        `method` is `auto` for the best source of each metric, `polling` for the calls of Shin et al. 2024.
 
         Raises:
             ValueError: The period is not a positive number of seconds.
@@ -163,10 +147,8 @@ class Profiler:
         """Request a reading of the cumulative counters now: energy, throttled time, bytes over NVLink.
 
         A slice that begins and ends near a mark has their differences. `window` marks both of its ends. `slice` marks
-        the end of a window that has just ended.
-
-        Args:
-            wait: Wait until they are read, which takes some milliseconds per device, or for 2 s.
+        the end of a window that has just ended. With `wait` they are read when this returns, or 2 s are over; a reading
+        takes some milliseconds per device.
         """
         with self._changed:
             process = self._process
@@ -283,8 +265,7 @@ class Profiler:
                     self._end(f"the sampler wrote a line that is no record: {error}")
                     process.kill()
             errors.seek(max(0, errors.seek(0, os.SEEK_END) - _ERROR_BYTES))
-            status = process.returncode
-            how = f"signal {-status} ({signal.Signals(-status).name})" if status < 0 else f"exit status {status}"
+            how = processes.describe_end(process.returncode)
             lines = errors.read().decode(errors="replace").strip().splitlines()
             self._end(f"the sampler ended with {how}" + (f": {lines[-1]}" if lines else ""))
 
@@ -316,26 +297,6 @@ def _without_readings(period_s: float, start_s: float, end_s: float, why: str) -
     return Profile(period_s=period_s, duration_s=duration_s, samples=0, missed=0, lateness_p99_s=None, why=reasons)
 
 
-class RemoteProfiler:
-    """The profiler of another node, which its agent runs. All times are of the CLOCK_MONOTONIC of that node."""
-
-    def __init__(self, call: Call, period_s: float, uuids: tuple[str, ...], method: Method = "auto") -> None:
-        """Prepare the profiler of another node. For its settings see `Profiler`."""
-        self._call = call
-        self._settings: Settings = period_s, uuids, method
-        self.lost: str | None = None
-        """The reason why the node cannot be reached; None if it can."""
-
-    def ask(self, method: str, arguments: Mapping[str, Any] = MappingProxyType({})) -> Any:
-        """Return what a method of the profiler returns; None if the node is lost."""
-        if self.lost is None:
-            try:
-                return self._call(ask_here, self._settings, method, dict(arguments))
-            except OSError as error:
-                self.lost = f"the node cannot be reached: {error}"
-        return None
-
-
 _here: dict[Settings, Profiler] = {}
 """The profiler that this process runs for another node; at most one."""
 
@@ -360,15 +321,19 @@ class NodeProfilers:
     A node that is lost has a profile without readings.
     """
 
-    def __init__(self, here: Profiler, others: Sequence[RemoteProfiler], indices: Mapping[str, int]) -> None:
-        """Join the profilers of the nodes; none is started.
+    def __init__(
+        self, here: Profiler, others: Sequence[Callable[[str, Mapping[str, Any]], Any]], indices: Mapping[str, int]
+    ) -> None:
+        """Join the profiler of this node with those of the others; none is started.
 
-        `indices` has the index of each GPU among those of all nodes by its UUID.
+        `others` call `ask_here` in a process of their node, and raise OSError if it cannot be reached. `indices` has
+        the index of each GPU among those of all nodes by its UUID.
         """
         self.here = here
-        """The profiler of the node of this process."""
         self._others = others
         self._indices = indices
+        self._lost: dict[int, str] = {}
+        """Number of a node to the reason why it cannot be reached."""
 
     def start(self) -> None:
         """Start the samplers that do not run."""
@@ -389,9 +354,8 @@ class NodeProfilers:
         held = dict(self.here.held_bytes if held_bytes is None else held_bytes)
         windows = list(zip(starts_s, ends_s, strict=True))
         found = self._each("slice", [{"starts_s": [a], "ends_s": [b], "held_bytes": held} for a, b in windows])
-        for node, other in enumerate(self._others, 1):
-            if other.lost is not None:
-                found[node] = _without_readings(self.here.period_s, *windows[node], other.lost)
+        for node, reason in self._lost.items():
+            found[node] = _without_readings(self.here.period_s, *windows[node], reason)
         return joined(found, self._indices)
 
     def used_bytes(self) -> dict[str, int]:
@@ -410,7 +374,14 @@ class NodeProfilers:
 
         def ask(node: int) -> Any:
             own = {} if arguments is None else arguments[node]
-            return self._others[node - 1].ask(method, own) if node else getattr(self.here, method)(**own)
+            if node == 0:
+                return getattr(self.here, method)(**own)
+            if node not in self._lost:
+                try:
+                    return self._others[node - 1](method, own)
+                except OSError as error:
+                    self._lost[node] = f"the node cannot be reached: {error}"
+            return None
 
         with ThreadPoolExecutor(1 + len(self._others)) as pool:
             return list(pool.map(ask, range(1 + len(self._others))))

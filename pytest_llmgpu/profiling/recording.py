@@ -137,25 +137,21 @@ class Recording:
     def __init__(self, header: Header) -> None:
         self.header = header
         self._why = [dict(device.why) for device in header.devices]
-        self.readings: deque[Reading] = deque()
+        values = len(header.devices) * len(header.metrics)
+        reading_bytes = _READING_BYTES + (12 if header.spans else 8) * values
+        self.readings: deque[Reading] = deque(maxlen=HISTORY_BYTES // reading_bytes)
         """The ticks that are stored."""
         self.kept_marks: deque[MarkRecord] = deque(maxlen=_MARKS)
         """The latest marks."""
-        self._dropped = False
         self._orders = 0
-        values = len(header.devices) * len(header.metrics)
-        self._capacity = HISTORY_BYTES // (_READING_BYTES + (12 if header.spans else 8) * values)
 
     def add(self, tick: TickRecord) -> None:
-        """Store a tick, and drop the oldest ones beyond the limit."""
+        """Store a tick; the oldest one beyond the limit is dropped."""
         seconds = _flat("f", tick.seconds) if tick.seconds else None
         self.readings.append(Reading(tick.k, tick.t_s, _flat("d", tick.values), seconds, tick.cpu_s))
         self._orders = tick.orders
         for place, reasons in tick.why.items():
             self._why[place].update(reasons)
-        if len(self.readings) > self._capacity:
-            self.readings.popleft()
-            self._dropped = True
 
     @property
     def marks(self) -> int:
@@ -194,7 +190,8 @@ class Recording:
             readings = [nearest]
         if not self.readings:
             reasons["profile"] = "the sampler has sent no reading"
-        if self._dropped and (not self.readings or start_s < self.readings[0].t_s):
+        full = len(self.readings) == self.readings.maxlen
+        if full and start_s < self.readings[0].t_s:
             reasons["history"] = "the oldest readings of the window were dropped to save memory"
         columns: list[_Columns] = []
         for place, device in enumerate(self.header.devices):
@@ -205,7 +202,7 @@ class Recording:
                 # A reading from before the bytes were held must not fall below zero.
                 columns[-1][metric] = [None if math.isnan(value) else max(0.0, value - held) for value in values]
         first = max(0, math.ceil((start_s - self.header.t0_s) / self.header.period_s))
-        if self._dropped and self.readings:
+        if full:
             first = max(first, self.readings[0].k)
         last = self._last_deadline(end_s)
         ticked = sum(first <= reading.k <= last for reading in self.readings)
@@ -278,15 +275,10 @@ def _figures(
 ) -> Metric:
     """Return the figures of a metric in a window.
 
-    Args:
-        spans: value, start and end of the readings that cover spans, which are weighted by their part of the window;
-            empty for a metric of moments.
-        moments: time and value of the readings in the window. Where no span has a part of it, the last one is the
-            figure, of coverage 0.
-        window_s: time after a moment that its value covers; None if it covers none, and if it is not known.
-        method: NVML call.
-        start_s: start of the window.
-        end_s: its end.
+    `spans` have value, start and end of the readings that cover a time, which are weighted by their part of the window;
+    they are empty for a metric of moments. `moments` have time and value of the readings in the window. Where no span
+    has a part of it, the last moment is the figure, of coverage 0. `window_s` is the time after a moment that its value
+    covers; None if it covers none, and if it is not known.
     """
     weighted = spans or [(value, at_s, at_s + (window_s or 0.0)) for at_s, value in moments]
     parts = [(value, max(0.0, min(last_s, end_s) - max(first_s, start_s))) for value, first_s, last_s in weighted]

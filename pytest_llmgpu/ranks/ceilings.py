@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pytest_llmgpu.inference.scoring import synchronize
 from pytest_llmgpu.report.work import Ceilings, DeviceCeilings
@@ -23,6 +23,7 @@ _WARMING_S = 0.5
 _COPY_BYTES = 256 << 20
 _LARGE_BYTES, _SMALL_BYTES = 64 << 20, 16
 _WARM_REDUCTIONS = 5
+_ALL_REDUCE = ("all_reduce_bytes_per_s", "all_reduce_latency_s")
 _ALONE = "the strategy has one rank, and nothing to reduce"
 _ON_CPU = "ceilings are measured on CUDA devices only"
 _NO_MEMORY = "{} bytes were not free on the GPU"
@@ -36,7 +37,7 @@ def measure(devices: Sequence[torch.device], dtype: str, world_size: int, wanted
     import torch
 
     if devices[0].type != "cuda":
-        return Ceilings(why=dict.fromkeys(("devices", "all_reduce_bytes_per_s", "all_reduce_latency_s"), _ON_CPU))
+        return Ceilings(why=dict.fromkeys(("devices", *_ALL_REDUCE), _ON_CPU))
     of_matrices: torch.dtype = getattr(torch, dtype)
     found: list[DeviceCeilings] = []
 
@@ -49,7 +50,7 @@ def measure(devices: Sequence[torch.device], dtype: str, world_size: int, wanted
             rates = [{"why": {name: _NO_MEMORY.format(needed_bytes)}} for _ in devices]
         found.extend(DeviceCeilings(uuid=uuid, **fields) for uuid, fields in zip(uuids, rates, strict=True))  # type: ignore[arg-type]  # the field has this type
 
-    reduced: tuple[float, float] | str | None = _ALONE if world_size == 1 else None
+    all_reduce: dict[str, Any] = {"why": dict.fromkeys(_ALL_REDUCE, _ALONE)} if world_size == 1 else {}
     with torch.inference_mode():
         if "product" in wanted:
             add(
@@ -61,16 +62,9 @@ def measure(devices: Sequence[torch.device], dtype: str, world_size: int, wanted
         if "copy" in wanted:
             add("copy_bytes_per_s", lambda: _copy_s(devices), lambda one_s: 2 * _COPY_BYTES / one_s, 2 * _COPY_BYTES)
         if "all_reduce" in wanted and world_size > 1:
-            reduced = _all_reduce_s(devices[0], world_size)
+            all_reduce = _all_reduce(devices[0], world_size)
     torch.cuda.empty_cache()
-    why = dict.fromkeys(("all_reduce_bytes_per_s", "all_reduce_latency_s"), reduced) if isinstance(reduced, str) else {}
-    large_s, small_s = reduced if isinstance(reduced, tuple) else (None, None)
-    return Ceilings(
-        devices=found,
-        all_reduce_bytes_per_s=large_s and 2 * (world_size - 1) / world_size * _LARGE_BYTES / large_s,
-        all_reduce_latency_s=small_s,
-        why=why,
-    )
+    return Ceilings(devices=found, **all_reduce)
 
 
 def merged(several: Sequence[Ceilings]) -> Ceilings:
@@ -131,8 +125,8 @@ def _copy_s(devices: Sequence[torch.device]) -> list[float]:
     return _medians_s(devices, lambda number: pairs[number][0].copy_(pairs[number][1]))
 
 
-def _all_reduce_s(device: torch.device, world_size: int) -> tuple[float, float] | str:
-    """Return the median durations of a large and of a small all-reduce, or the reason why there is none."""
+def _all_reduce(device: torch.device, world_size: int) -> dict[str, Any]:
+    """Return the fields of `Ceilings` from the median durations of a large and of a small all-reduce."""
     import torch
     from torch import distributed
 
@@ -144,13 +138,15 @@ def _all_reduce_s(device: torch.device, world_size: int) -> tuple[float, float] 
     # A rank that has no room must not leave the others waiting.
     distributed.all_reduce(small)
     if int(small[0]) < world_size:
-        return _NO_MEMORY.format(_LARGE_BYTES)
+        return {"why": dict.fromkeys(_ALL_REDUCE, _NO_MEMORY.format(_LARGE_BYTES))}
     times_s = []
     for tensor in (large, small):
         for _ in range(_WARM_REDUCTIONS):
             distributed.all_reduce(tensor)
         times_s.append(_medians_s([device], lambda _, reduced=tensor: distributed.all_reduce(reduced))[0])  # type: ignore[misc]
-    return times_s[0], times_s[1]
+    large_s, small_s = times_s
+    rate = 2 * (world_size - 1) / world_size * _LARGE_BYTES / large_s
+    return {"all_reduce_bytes_per_s": rate, "all_reduce_latency_s": small_s}
 
 
 def _medians_s(devices: Sequence[torch.device], run: Callable[[int], object]) -> list[float]:

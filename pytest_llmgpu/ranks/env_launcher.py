@@ -19,17 +19,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from types import FrameType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import msgspec
 
 from pytest_llmgpu.profiling import machine as here
 from pytest_llmgpu.profiling.machine import Machine
-from pytest_llmgpu.profiling.profiler import Call, close_here
+from pytest_llmgpu.profiling.profiler import close_here
 from pytest_llmgpu.ranks import link
-from pytest_llmgpu.ranks.job_variables import JOIN_S, World
-from pytest_llmgpu.ranks.link import Link
+from pytest_llmgpu.ranks.link import JOIN_S, Link, World
 from pytest_llmgpu.ranks.local import BatchListener, End, Event, LocalLauncher, LocalRank, Rank, RankFailedError
 from pytest_llmgpu.report.report import Node
 from pytest_llmgpu.report.result import Failure
@@ -47,31 +45,20 @@ _LATE_S = 5.0
 """A run that ends at once waits for processes that are about to join: without a goodbye they would look for it."""
 
 
-class RemoteCall(NamedTuple):
-    """A message of rank 0's process: a method of `Supervisor`. None instead of it ends the run."""
-
-    number: int | None
-    """The reply has this number; None: no reply."""
-    method: str
-    arguments: tuple[Any, ...]
+_Request = tuple[int | None, str, tuple[Any, ...]]
+"""A message of rank 0's process: the number of the reply, None for none, then a method of `Supervisor` and its
+arguments. None instead of it ends the run."""
 
 
 class Reply(NamedTuple):
-    """The reply to a request."""
+    """The reply to a request, or an `Event` of the rank that a request has started."""
 
     number: int
+    """The number of the request."""
     done: bool
     """False if the request raised an exception."""
     content: Any
-    """The result, or the message of the exception."""
-
-
-class Sent(NamedTuple):
-    """The process of a rank sent something."""
-
-    number: int
-    """The number of the request that started the rank."""
-    event: Event
+    """The result, the event, or the message of the exception."""
 
 
 def hello(world: World) -> tuple[str, int, int, int, int]:
@@ -91,24 +78,21 @@ def serve(world: World, log_directory: Path, limit_s: float = JOIN_S) -> int:
     Raises:
         ValueError: Rank 0's process was not found, or refused this one.
     """
-
-    def leave(number: int, _: FrameType | None) -> NoReturn:
-        sys.exit(128 + number)
-
     connection = link.connect(world, limit_s)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, leave)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     supervisor = Supervisor(connection, log_directory)
     try:
         connection.send(hello(world))
         while (request := connection.receive()) is not None:
+            number, method, arguments = request
             done, content = True, None
             try:
-                content = getattr(supervisor, request.method)(*request.arguments)
+                content = getattr(supervisor, method)(*arguments)
             except Exception as error:  # noqa: BLE001 - rank 0's process gets every error as text
                 done, content = False, str(error) or type(error).__name__
-            if request.number is not None:
-                connection.send(Reply(request.number, done, content))
+            if number is not None:
+                connection.send(Reply(number, done, content))
     except (EOFError, OSError):
         return 1
     finally:
@@ -131,7 +115,7 @@ class Supervisor:
 
         def send(event: Event) -> None:
             with contextlib.suppress(OSError):  # the main thread notices it, too, and ends the rank
-                self._link.send(Sent(number, event))
+                self._link.send(Reply(number, done=True, content=event))
 
         # Tests that pytest collected there may be imported by the rank.
         sys.path += [folder for folder in path if folder not in sys.path]
@@ -153,39 +137,25 @@ class Supervisor:
         return "\n".join(self._launcher.take_output().values())
 
     def call(self, fn: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function of this package in this process."""
+        """Call a function of this package in this process; its arguments and its result pickle."""
         return fn(*arguments)
 
 
-class JobProcess:
-    """A process of the job, which starts one rank: rank 0's, or another one (`Peer`)."""
-
-    def __init__(self, node: int, local_rank: int) -> None:
-        self.node = node
-        """The number of its node; that of rank 0 is 0."""
-        self.local_rank = local_rank
-        """The number of this process among those of its node, and of its GPU."""
-
-    def call(self, fn: Callable[..., Any], /, *args: Any) -> Future[Any]:
-        """Run `fn(*args)` in the process: a function of this package, whose arguments and result pickle.
-
-        The future raises ValueError with the message of an exception, and ConnectionError if the process is lost.
-        """
-        raise NotImplementedError
-
-
-class Peer(JobProcess):
-    """Another process as rank 0's sees it."""
+class Peer:
+    """Another process of the job, which starts one rank, as rank 0's process sees it."""
 
     def __init__(self, connection: Link, rank: int, local_rank: int, node: int) -> None:
-        super().__init__(node, local_rank)
         self.number = rank
         """The number of its rank."""
+        self.local_rank = local_rank
+        """The number of this process among those of its node, and of its GPU."""
+        self.node = node
+        """The number of its node; that of rank 0 is 0."""
         self.lost: str | None = None
         """The reason why the process is lost; None while it is not."""
         self._link = connection
         self._lock = threading.Lock()
-        self._outbox: queue.SimpleQueue[RemoteCall | None] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
         """Messages for the process, which may be stopped; None is the last one."""
         self._numbers = itertools.count()
         self._requests: dict[int, Future[Any]] = {}
@@ -207,7 +177,7 @@ class Peer(JobProcess):
 
     def post(self, method: str, *arguments: Any, number: int | None = None) -> None:
         """Let the process call a method of `Supervisor`; this does not wait for it."""
-        self._outbox.put(RemoteCall(number, method, arguments))
+        self._outbox.put((number, method, arguments))
 
     def request(self, method: str, *arguments: Any) -> Future[Any]:
         """Do the same and return a future, which raises ValueError if it fails there, or ConnectionError."""
@@ -232,9 +202,19 @@ class Peer(JobProcess):
             self.lose(f"no reply within {limit_s:g} s")
         return future.result()
 
-    def call(self, fn: Callable[..., Any], /, *args: Any) -> Future[Any]:
-        """See `JobProcess`."""
-        return self.request("call", fn, *args)
+    def call(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """Return what a function of this package returns in the process.
+
+        Raises:
+            OSError: It failed, there is no answer in time, or the process is lost.
+        """
+        future = self.request("call", fn, *args)
+        if not concurrent.futures.wait([future], _REPLY_S).done:
+            raise TimeoutError(f"no answer for {_REPLY_S:g} s")
+        try:
+            return future.result()
+        except ValueError as error:
+            raise OSError(str(error)) from None
 
     def lose(self, reason: str) -> None:
         """End the connection: the process ends its rank when it notices."""
@@ -269,13 +249,12 @@ class Peer(JobProcess):
     def _receive(self) -> None:
         try:
             while True:
-                message: Reply | Sent = self._link.receive()
-                if isinstance(message, Sent):
-                    if self._started is not None and self._started[0] == message.number:
-                        self._started[1].take(message.event)
+                message: Reply = self._link.receive()
+                if self._started is not None and self._started[0] == message.number:
+                    self._started[1].take(message.content)
                     continue
                 with self._lock:
-                    future = self._requests.pop(message.number, None)
+                    future = self._requests.pop(message.number, None)  # None: of a rank that was started before
                 if future is not None and message.done:
                     future.set_result(message.content)
                 elif future is not None:
@@ -323,7 +302,6 @@ class Peers:
             ValueError: The port is in use, or the address is not of this machine.
         """
         self.world = world
-        self._own = JobProcess(0, world.local_rank)
         self._joined: dict[int, Peer] = {}
         self._refused: str | None = None
         self._stranger: str | None = None
@@ -368,9 +346,9 @@ class Peers:
         return [self._joined[rank] for rank in sorted(self._joined)]
 
     @property
-    def processes(self) -> list[JobProcess]:
-        """All processes in the order of their ranks; this one is the first. Nodes are numbered in this order."""
-        return [self._own, *self.peers]
+    def places(self) -> list[tuple[int, int]]:
+        """The node of each process and its number there, in the order of the ranks: this process is the first."""
+        return [(0, self.world.local_rank), *((peer.node, peer.local_rank) for peer in self.peers)]
 
     def close(self) -> None:
         """Let all processes end."""
@@ -435,8 +413,6 @@ class Peers:
 class EnvLauncher(LocalLauncher):
     """Starts rank 0 here, and each other rank through its process."""
 
-    name = "env"
-
     def __init__(self, peers: Peers, log_directory: Path) -> None:
         super().__init__(log_directory)
         self._world, self._peers = peers.world, peers.peers
@@ -481,9 +457,9 @@ class EnvLauncher(LocalLauncher):
 class Devices:
     """The devices of all processes of the job; each of them is asked once."""
 
-    def __init__(self, processes: Callable[[], Sequence[JobProcess]]) -> None:
+    def __init__(self, peers: Peers) -> None:
         """Ask nothing yet; the processes are there when the first machine is chosen."""
-        self._processes = processes
+        self._peers = peers
         self._machines: dict[str, list[Machine]] = {}
         """Maps `--llmgpu-device` to the devices that each process can use."""
         self._nodes: list[Node] = []
@@ -498,22 +474,20 @@ class Devices:
             ValueError: There are fewer devices or processes, a node cannot use its devices, or nodes must not measure
                 together.
         """
-        processes = self._processes()
-        if len(processes) == 1:
+        peers = self._peers.peers
+        if not peers:
             return msgspec.structs.replace(here.machine(device, devices), nodes=[0])
         if device not in self._machines:
             own = here.machine(device, None)
             if not self._nodes:
-                firsts = {one.node: one for one in reversed(processes[1:]) if one.node}
-                asked = [process for _, process in sorted(firsts.items())]
+                firsts = {peer.node: peer for peer in reversed(peers) if peer.node}
+                asked = [peer for _, peer in sorted(firsts.items())]
                 found = [here.gather(own.facts), *_answers(asked, here.gather)]
                 self.notes = here.check(found)
                 self._nodes = found
-            others = [own] * (len(processes) - 1)
-            if own.device != "cpu":
-                others = _answers(processes[1:], here.machine, device, None)
+            others = [own] * len(peers) if own.device == "cpu" else _answers(peers, here.machine, device, None)
             self._machines[device] = [own, *others]
-        chosen = spread(devices, processes, self._machines[device])
+        chosen = spread(devices, self._peers.places, self._machines[device])
         count = len(chosen.gpus_of_nodes)
         if count == 1:
             return chosen
@@ -522,63 +496,53 @@ class Devices:
         gpus = [msgspec.structs.replace(gpu, index=indices.get(gpu.uuid, gpu.index)) for gpu in chosen.gpus]
         return msgspec.structs.replace(chosen, gpus=gpus)
 
-    def call_on(self, node: int) -> Call:
+    def call_on(self, node: int) -> Callable[..., Any]:
         """Return what runs a function on a node, and raises OSError if it cannot."""
-        process = next(one for one in self._processes() if one.node == node)
-
-        def call(fn: Callable[..., Any], *args: Any) -> Any:
-            future = process.call(fn, *args)
-            if not concurrent.futures.wait([future], _REPLY_S).done:
-                raise TimeoutError(f"no answer for {_REPLY_S:g} s")
-            try:
-                return future.result()
-            except ValueError as error:
-                raise OSError(str(error)) from None
-
-        return call
+        return next(peer for peer in self._peers.peers if peer.node == node).call
 
 
-def _answers(processes: Sequence[JobProcess], fn: Callable[..., Any], *args: Any) -> list[Any]:
+def _answers(peers: Sequence[Peer], fn: Callable[..., Any], *args: Any) -> list[Any]:
     """Return the answer of each process; they are asked at the same time.
 
     Raises:
         ValueError: A process has another answer than a result.
     """
     found = []
-    for process, future in [(one, one.call(fn, *args)) for one in processes]:
+    for peer, future in [(one, one.request("call", fn, *args)) for one in peers]:
         if not concurrent.futures.wait([future], _PROBE_S).done:
-            raise ValueError(f"node {process.node}: no answer for {_PROBE_S:g} s")
+            raise ValueError(f"node {peer.node}: no answer for {_PROBE_S:g} s")
         try:
             found.append(future.result())
         except (ValueError, ConnectionError) as error:
-            raise ValueError(f"node {process.node}: {error}") from None
+            raise ValueError(f"node {peer.node}: {error}") from None
     return found
 
 
-def spread(devices: int | None, processes: Sequence[JobProcess], machines: Sequence[Machine]) -> Machine:
+def spread(devices: int | None, places: Sequence[tuple[int, int]], machines: Sequence[Machine]) -> Machine:
     """Return the devices of the first processes, one for each; `machines` has those that each of them can use.
+
+    `places` has the node of each process and its number among those of the node.
 
     Raises:
         ValueError: There are fewer processes, or their devices are not distinct devices of one kind.
     """
-    wanted = devices or len(processes)
-    if wanted > len(processes):
+    wanted, processes = devices or len(places), len(places)
+    if wanted > processes:
         raise ValueError(
-            f"--llmgpu-devices={wanted}, but the run has {plural(len(processes), 'process')}: start {wanted}, or pass "
-            f"at most {len(processes)}"
+            f"--llmgpu-devices={wanted}, but the run has {plural(processes, 'process')}: start {wanted}, or pass "
+            f"at most {processes}"
         )
-    first, nodes = machines[0], [process.node for process in processes]
+    first, nodes = machines[0], [node for node, _ in places]
     gpus = []
-    for process, machine in list(zip(processes, machines, strict=True))[:wanted]:
+    for (node, local_rank), machine in list(zip(places, machines, strict=True))[:wanted]:
         if machine.device != first.device:
-            raise ValueError(f"node {process.node} has device {machine.device}, node {nodes[0]} {first.device}")
+            raise ValueError(f"node {node} has device {machine.device}, node {nodes[0]} {first.device}")
         if machine.gpus:
             # Slurm may show each process its own GPU only.
-            gpus.append(machine.gpus[process.local_rank % len(machine.gpus)])
+            gpus.append(machine.gpus[local_rank % len(machine.gpus)])
             if [gpu.uuid for gpu in gpus].count(gpus[-1].uuid) > 1:
                 raise ValueError(
-                    f"node {process.node} has {plural(len(machine.gpus), 'GPU')} for more ranks: start one process for "
-                    "each GPU"
+                    f"node {node} has {plural(len(machine.gpus), 'GPU')} for more ranks: start one process for each GPU"
                 )
     alone = len(first.gpus) == 1 and nodes.count(nodes[0]) > 1
     return msgspec.structs.replace(first, devices=wanted, gpus=gpus, nodes=nodes, one_gpu_each=alone)

@@ -61,13 +61,8 @@ def decide(
 ) -> Decision:
     """Return how the forwards of a case run.
 
-    Args:
-        loaded: The model.
-        requests: The tokenised dataset.
-        batch_size: Sequences per forward.
-        requested: `auto`, `on` (CUDA graphs, if they can be recorded) or `off`.
-        logits: One of `scoring.SCORINGS`.
-        not_recorded: The operation that could not be recorded when it was tried; None if nothing failed.
+    `requested` is `auto`, `on` (CUDA graphs, if they can be recorded) or `off`, and `logits` one of `scoring.SCORINGS`.
+    `not_recorded` is the operation that could not be recorded when it was tried; None if nothing failed.
     """
     own = plan(requests, batch_size)
     large = requested != "on" and _largest_forward(own) > cuda_graphs.MOST_TOKENS
@@ -85,6 +80,7 @@ def decide(
     compiled = loaded.compiled is not None
     own_widths = large or loaded.devices[0].type != "cuda" or logits == scoring.HARNESS
     chosen = own if own_widths and not compiled else plan(requests, batch_size, few_shapes=True)
+    own_cost, chosen_cost = (cost((batch.rows, batch.width) for batch in one.batches) for one in (own, chosen))
     reason: Reason = "requested" if requested == "on" else "small"
     if exclusion is not None:
         reason = "excluded"
@@ -95,7 +91,7 @@ def decide(
     return Decision(
         reason=reason,
         plan=chosen,
-        padding=_cost(chosen) / _cost(own) - 1,
+        padding=chosen_cost / own_cost - 1,
         detail=exclusion or not_recorded or "",
         compiled=compiled,
     )
@@ -159,10 +155,6 @@ def check_answers(loaded: Loaded, plan: Plan, decoder: GraphedDecoder, dtype: st
 def _largest_forward(plan: Plan) -> int:
     """Return the tokens of the forward that decides: the largest one, or the largest decode step."""
     return max(batch.rows if plan.requests.new_tokens else batch.padded_tokens for batch in plan.batches)
-
-
-def _cost(plan: Plan) -> int:
-    return cost((batch.rows, batch.width) for batch in plan.batches)
 
 
 def _answers(loaded: Loaded, batch: Batch) -> list[float]:

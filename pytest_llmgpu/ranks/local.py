@@ -28,8 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from pytest_llmgpu import processes
-from pytest_llmgpu.ranks import job_variables, memory
-from pytest_llmgpu.ranks.memory import Death
+from pytest_llmgpu.ranks import link, memory
 from pytest_llmgpu.report.result import DeviceMemory, Failure, Outcome
 from pytest_llmgpu.report.text import beginning, log_tail
 
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
 
 _NOT_INHERITED = re.compile(
     r"RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE)_(RANK|WORLD_SIZE)|(PMI|PMIX|OMPI_COMM_WORLD|MV2_COMM_WORLD|TORCHELASTIC)_.*"
-    rf"|{job_variables.KEY}"
+    rf"|{link.KEY}"
 )
 """Variables of this process as a rank of a job, which libraries would read, and the secret of its nodes."""
 _MARK = "LLMGPU_RANK_OF"
@@ -205,16 +204,10 @@ class LocalRank(Rank):
         inherited: Sequence[int] = (),
         node: int | None = None,
     ) -> None:
-        """Start the process.
+        """Start the process, with the variables of this one and of `environment`; its output goes to the file `log`.
 
-        Args:
-            rank: The number of the rank.
-            environment: Variables that are added to those of this process, or replace them.
-            log: The file for the output of the process.
-            on_batch: Receives the finished batches.
-            listener: Receives everything that the process sends instead, and its end.
-            inherited: Further file descriptors that the process gets, under the same numbers.
-            node: See `Rank`.
+        `listener` receives everything that the process sends in place of `on_batch`, and its end. `inherited` are
+        further file descriptors that the process gets, under the same numbers.
         """
         super().__init__(rank, on_batch, node)
         self.log = log
@@ -266,8 +259,7 @@ class LocalRank(Rank):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_CLOSE_S)
         for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(2 * _DRAIN_S)
+            thread.join(2 * _DRAIN_S)
 
     def stacks(self) -> str:
         """Make the process write the stack of each of its threads, and return the end of its log.
@@ -318,14 +310,8 @@ class LocalRank(Rank):
         self._end_group()
         self._receiver.join(_DRAIN_S)
         log, kills = log_tail(self.log), memory.host_kills()
-        shortage = None
-        if code:
-            death = Death(return_code=code, log=log, kills_before=self._kills_before, kills_after=kills)
-            shortage = memory.decide_out_of_memory(death)
-        end = f"exit status {code}"
-        if code < 0:
-            named = -code in set(signal.Signals)  # most real-time signals have no name
-            end = f"signal {signal.Signals(-code).name if named else -code}"
+        shortage = memory.decide_killed(code, log, self._kills_before, kills) if code else None
+        end = processes.describe_end(code)
         message = f"rank {self.rank} ended with {end}"
         if self._unreadable is not None:
             message = f"rank {self.rank} was ended: it sent data that is no answer ({self._unreadable})"
@@ -336,7 +322,7 @@ class LocalRank(Rank):
             phase="forward",
             rank=self.rank,
             message=message,
-            evidence=shortage.evidence if shortage else end,
+            evidence=shortage or end,
             log_tail=log,
             exit_code=code if code >= 0 else None,
             signal=-code if code < 0 else None,
@@ -352,8 +338,6 @@ class LocalRank(Rank):
 
 class LocalLauncher:
     """Starts ranks with the interpreter and the import path of this process."""
-
-    name = "local"
 
     def __init__(self, log_directory: Path) -> None:
         self._log_directory = log_directory

@@ -1,8 +1,8 @@
 """The memory of a rank's devices: the cap, the peaks, and the reset before each case (torch, in a rank).
 
-`decide_out_of_memory` alone decides whether a failure means out of memory, which is an expected outcome: it turns a
-failed test into an expected result. Every rule therefore has a name that the report keeps, and a failure that matches
-no rule stays an error.
+`decide_out_of_memory` and `decide_killed` alone decide whether a failure means out of memory, which is an expected
+outcome: they turn a failed test into an expected result. Every rule therefore has a name that the report keeps, and a
+failure that matches no rule stays an error.
 """
 
 from __future__ import annotations
@@ -56,19 +56,6 @@ _CUBLAS_BYTES = 64 * MIB
 """The handle and the workspace of cuBLAS take tens of MiB."""
 _BYTES = {"B": 1, "bytes": 1, "KiB": 2**10, "MiB": MIB, "GiB": GIB, "TiB": 2**40}
 _SIZE = r"([\d.]+) (TiB|GiB|MiB|KiB|bytes|B)"
-
-
-class Death(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of a process that sent no answer."""
-
-    return_code: int
-    """The exit status; for a signal its number, negative (as in subprocess)."""
-    log: str
-    """The end of the log of the process."""
-    kills_before: int | None
-    """`host_kills()` at the start of the command."""
-    kills_after: int | None
-    """`host_kills()` after the end of the process."""
 
 
 def hold(devices: Sequence[torch.device], cap_bytes: int | None) -> list[DeviceMemory]:
@@ -161,21 +148,26 @@ def since_reset(
     return found
 
 
-def decide_out_of_memory(failure: BaseException | Death) -> Failure | None:
-    """Return why a failure, or a cause of an exception, means out of memory, as evidence with the figures of its text.
+def decide_killed(return_code: int, log: str, kills_before: int | None, kills_after: int | None) -> str | None:
+    """Return the evidence that a process without an answer ended because it was out of memory; None if it did not.
+
+    The return code is that of subprocess, negative for a signal, and the log is its end. The kills are `host_kills()`
+    at the start of the command and after the end of the process.
+    """
+    if return_code == -signal.SIGKILL and kills_before is not None and kills_after is not None:
+        grown = f"the host's out-of-memory killer (oom_kill {kills_before} -> {kills_after})"
+        return grown if kills_after > kills_before else None
+    # Only the last lines count: a shortage that was handled earlier did not end the process.
+    last = [line for line in log.splitlines() if line.strip()][-_LAST_LINES:]
+    name = _known_message("\n".join(last))
+    return None if name is None else f"{name}, in the log of the process that died"
+
+
+def decide_out_of_memory(failure: BaseException) -> Failure | None:
+    """Return why an exception, or a cause of it, means out of memory, as evidence with the figures of its text.
 
     The phase and the message are the caller's to replace. None: it does not mean out of memory.
     """
-    if isinstance(failure, Death):
-        before, after = failure.kills_before, failure.kills_after
-        if failure.return_code == -signal.SIGKILL and before is not None and after is not None:
-            rule = f"the host's out-of-memory killer (oom_kill {before} -> {after})" if after > before else None
-        else:
-            # Only the last lines count: a shortage that was handled earlier did not end the process.
-            last = [line for line in failure.log.splitlines() if line.strip()][-_LAST_LINES:]
-            name = _known_message("\n".join(last))
-            rule = None if name is None else f"{name}, in the log of the process that died"
-        return None if rule is None else Failure(phase="forward", message="", evidence=rule)
     seen: set[int] = set()
     link: BaseException | None = failure
     while link is not None and id(link) not in seen:

@@ -10,35 +10,23 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
 
-from pytest_llmgpu.report.work import OTHER_MODULE
+import msgspec
+
+from pytest_llmgpu.report.work import OTHER_MODULE, RankWork
 
 if TYPE_CHECKING:
     import torch
 
 _LAYER_NUMBER = re.compile(r"\.\d+(?=\.|$)")
-_MOST_MODULES = 100
 _LIKE_FLASH_ATTENTION = (
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_fused_attention_overrideable",
 )
 """Ops of attention without an entry in torch's table, which take the same shapes as the flash attention of GPUs. Remove
 an entry once `torch.utils.flop_counter` of every supported release has it."""
-
-
-class OpCounts(NamedTuple):
-    """The ops of one rank."""
-
-    ops: dict[str, int]
-    """Name of an op (`aten::mm`) to its number of calls on local tensors, after torch has decomposed composite ops."""
-    ops_by_module: dict[str, dict[str, int]]
-    """The innermost module, with layer numbers folded, to its part of `ops`."""
-    flops: int
-    """The sum over ops that torch has a formula for: matrix products, convolutions, attention."""
-    flops_by_module: dict[str, int]
-    """The innermost module, with layer numbers folded, to its part of `flops`, the largest first."""
 
 
 def folded(module: str, prefix: str = "") -> str:
@@ -51,11 +39,11 @@ def folded(module: str, prefix: str = "") -> str:
     return _LAYER_NUMBER.sub(".*", module.removeprefix(f"{prefix}."))
 
 
-def count_ops(forward: Callable[[], object], model: torch.nn.Module | None = None) -> OpCounts:
-    """Run `forward` once and return what this rank computed; ranks with collectives must run it at the same time.
+def count_ops(forward: Callable[[], object], model: torch.nn.Module, work: RankWork) -> RankWork:
+    """Run `forward` once and add its ops and FLOPs to the work; ranks with collectives must run it at the same time.
 
-    Only the ops of the calling thread are seen. Kernels that a library launches past torch's dispatcher are not.
-    Ops and FLOPs are split over the modules of a model, if it is given.
+    Ops are counted after torch has decomposed composite ones, and only those of the calling thread. Kernels that a
+    library launches past torch's dispatcher are not seen.
     """
     import torch
     from torch.distributed.tensor import DTensor
@@ -69,6 +57,12 @@ def count_ops(forward: Callable[[], object], model: torch.nn.Module | None = Non
     ops: dict[str, Counter[str]] = defaultdict(Counter)
     flops: Counter[str] = Counter()
     entered = [OTHER_MODULE]
+
+    @contextmanager
+    def inside(module: str) -> Iterator[None]:
+        entered.append(module)
+        yield
+        entered.pop()
 
     class Counting(TorchDispatchMode):
         supports_higher_order_operators = True
@@ -94,45 +88,38 @@ def count_ops(forward: Callable[[], object], model: torch.nn.Module | None = Non
             return answer
 
     # torch leaves the constructor of its modes untyped.
-    with module_hooks(model, entered.append, entered.pop), Counting():  # type: ignore[no-untyped-call]
+    with module_hooks(model, inside), Counting():  # type: ignore[no-untyped-call]
         forward()
-    largest = dict(flops.most_common(_MOST_MODULES))
-    if rest := flops.total() - sum(largest.values()):
-        largest[OTHER_MODULE] = largest.get(OTHER_MODULE, 0) + rest
-    total: Counter[str] = Counter()
-    by_module: dict[str, Counter[str]] = defaultdict(Counter)
-    for module, calls in sorted(ops.items(), key=lambda one: -one[1].total()):
-        total.update(calls)
-        by_module[module if len(by_module) < _MOST_MODULES else OTHER_MODULE].update(calls)
-    return OpCounts(
-        ops=dict(sorted(total.items())),
-        ops_by_module={module: dict(sorted(calls.items())) for module, calls in sorted(by_module.items())},
+    return msgspec.structs.replace(
+        work,
+        ops=dict(sorted(sum(ops.values(), Counter()).items())),
+        ops_by_module={module: dict(sorted(calls.items())) for module, calls in sorted(ops.items())},
         flops=flops.total(),
-        flops_by_module=largest,
+        flops_by_module=dict(flops.most_common()),
     )
 
 
 @contextmanager
-def module_hooks(
-    model: torch.nn.Module | None, enter: Callable[[str], object], leave: Callable[[], object]
-) -> Iterator[None]:
-    """While entered, call `enter` with the folded name of a module before each of its forwards, and `leave` after it.
-
-    `leave` is called even if the forward raised; without a model nothing is called.
-    """
+def module_hooks(model: torch.nn.Module, inside: Callable[[str], AbstractContextManager[object]]) -> Iterator[None]:
+    """While entered, each forward of a module runs in `inside(its folded name)`, which is left even if it raises."""
     prefix = str(getattr(model, "base_model_prefix", ""))
+    opened: list[AbstractContextManager[object]] = []
+
+    def enter(label: str) -> None:
+        opened.append(inside(label))
+        opened[-1].__enter__()
+
+    def leave(*_: object) -> None:
+        opened.pop().__exit__(None, None, None)
+
     handles = []
-    for name, module in [] if model is None else model.named_modules():
+    for name, module in model.named_modules():
         label = folded(name, prefix)
         # Outside of all other hooks: those of a strategy compute and launch kernels, too.
-        handles.append(module.register_forward_pre_hook(lambda *_, label=label: _nothing(enter(label)), prepend=True))
-        handles.append(module.register_forward_hook(lambda *_: _nothing(leave()), always_call=True))
+        handles.append(module.register_forward_pre_hook(lambda *_, label=label: enter(label), prepend=True))
+        handles.append(module.register_forward_hook(leave, always_call=True))
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _nothing(_: object) -> None:
-    """Drop a value: what a hook returns replaces the arguments or the output of the module."""

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import functools
 import pickle
-import signal
 import sys
 import traceback
-from collections.abc import Sequence
 from itertools import product
 from multiprocessing.connection import Connection
 from types import NoneType
@@ -18,7 +15,6 @@ from typing import Any, NamedTuple
 import msgspec
 
 from pytest_llmgpu.inference.cuda_graphs import RecordingError
-from pytest_llmgpu.processes import die_with_parent
 from pytest_llmgpu.ranks import memory
 from pytest_llmgpu.ranks.local import Answer, Event
 from pytest_llmgpu.ranks.worker import RankState
@@ -43,28 +39,8 @@ class Raised(NamedTuple):
     """The text of the exception."""
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Serve the process that started this one.
-
-    Args:
-        arguments: The parent's process id, then the file descriptors of the pipes for commands and answers.
-    """
-    parent, commands, events = map(int, arguments)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    die_with_parent(parent)
-    # The stacks of all threads would fill the part of the log that a failure keeps, after the reason of an abort.
-    faulthandler.enable(all_threads=False)
-    faulthandler.register(signal.SIGUSR1)
-    serve(Connection(commands, writable=False), Connection(events, readable=False))
-
-
 def serve(commands: Connection, events: Connection) -> None:
-    """Run commands in turn until the parent closes its end of the pipe.
-
-    Args:
-        commands: Delivers pickled functions with their arguments.
-        events: Receives pickled batches and answers.
-    """
+    """Run commands, pickled functions with their arguments, in turn until the parent closes its end of the pipe."""
 
     def send(event: Event) -> None:
         events.send_bytes(pickle.dumps(event))
@@ -99,16 +75,15 @@ def failure_of(error: BaseException, phase: Phase) -> tuple[Outcome, Failure]:
     name, first_line = type(error).__name__, str(error).strip().partition("\n")[0]
     message = beginning(f"{name}: {first_line}".rstrip(": "))
     recording = isinstance(error, RecordingError)
-    if shortage is None:
-        evidence = NOT_RECORDED if recording else f"{name} was raised"
-        message = beginning(first_line) if recording else message
-        return "error", Failure(phase=phase, message=message, evidence=evidence)
+    if shortage is not None:
+        evidence = shortage.evidence
+        if recording:
+            message += "; to run forwards eagerly, in less memory, pass --llmgpu-cuda-graphs=off"
+            evidence = f"{evidence}, while a CUDA graph was recorded"
+        return "oom", msgspec.structs.replace(shortage, phase=phase, message=message, evidence=evidence)
     if recording:
-        message += "; to run forwards eagerly, in less memory, pass --llmgpu-cuda-graphs=off"
-    during = ", while a CUDA graph was recorded" if recording else ""
-    return "oom", msgspec.structs.replace(
-        shortage, phase=phase, message=message, evidence=f"{shortage.evidence}{during}"
-    )
+        return "error", Failure(phase=phase, message=beginning(first_line), evidence=NOT_RECORDED)
+    return "error", Failure(phase=phase, message=message, evidence=f"{name} was raised")
 
 
 def describe(error: BaseException) -> Raised:

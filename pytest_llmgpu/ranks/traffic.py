@@ -52,47 +52,40 @@ _WITHOUT_PAYLOAD = {
     "_c10d_functional::wait_tensor",
 }
 """Ops that send no data of the program."""
-_OPS: tuple[tuple[str, CollectiveKind, str, str], ...] = (
-    ("c10d", "all_reduce", "tensors", "allreduce_ allreduce_coalesced_"),
-    ("c10d", "all_gather", "input_tensor", "_allgather_base_"),
-    ("c10d", "all_gather", "input_tensors", "allgather_"),
-    ("c10d", "all_gather", "input_list", "allgather_coalesced_"),
-    ("c10d", "all_gather", "inputs", "allgather_into_tensor_coalesced_"),
-    ("c10d", "reduce_scatter", "input_tensor", "_reduce_scatter_base_"),
-    ("c10d", "reduce_scatter", "input_tensors", "reduce_scatter_"),
-    ("c10d", "reduce_scatter", "inputs", "reduce_scatter_tensor_coalesced_"),
-    ("c10d", "broadcast", "tensors", "broadcast_"),
-    ("c10d", "send", "tensors", "send"),
-    ("c10d", "recv", "tensors", "recv_ recv_any_source_"),
-    ("c10d", "all_to_all", "input_tensors", "alltoall_"),
-    ("c10d", "all_to_all", "input", "alltoall_base_"),
-    ("_c10d_functional", "all_reduce", "input", "all_reduce all_reduce_"),
-    ("_c10d_functional", "all_reduce", "inputs", "all_reduce_coalesced all_reduce_coalesced_"),
-    ("_c10d_functional", "all_gather", "input", "all_gather_into_tensor all_gather_into_tensor_out"),
-    ("_c10d_functional", "all_gather", "inputs", "all_gather_into_tensor_coalesced"),
-    ("_c10d_functional", "reduce_scatter", "input", "reduce_scatter_tensor reduce_scatter_tensor_out"),
-    ("_c10d_functional", "reduce_scatter", "inputs", "reduce_scatter_tensor_coalesced"),
-    ("_c10d_functional", "broadcast", "input", "broadcast broadcast_"),
-    ("_c10d_functional", "all_to_all", "input", "all_to_all_single"),
-    ("_c10d_functional", "send", "tensor", "isend"),
-    ("_c10d_functional", "recv", "tensor", "irecv"),
-    ("_dtensor", "all_to_all", "input", "shard_dim_alltoall"),
+_OPS: tuple[tuple[str, CollectiveKind, str], ...] = (
+    ("c10d", "all_reduce", "allreduce_ allreduce_coalesced_"),
+    ("c10d", "all_gather", "_allgather_base_ allgather_ allgather_coalesced_ allgather_into_tensor_coalesced_"),
+    ("c10d", "reduce_scatter", "_reduce_scatter_base_ reduce_scatter_ reduce_scatter_tensor_coalesced_"),
+    ("c10d", "broadcast", "broadcast_"),
+    ("c10d", "send", "send"),
+    ("c10d", "recv", "recv_ recv_any_source_"),
+    ("c10d", "all_to_all", "alltoall_ alltoall_base_"),
+    ("_c10d_functional", "all_reduce", "all_reduce all_reduce_ all_reduce_coalesced all_reduce_coalesced_"),
+    ("_c10d_functional", "all_gather", "all_gather_into_tensor all_gather_into_tensor_out"),
+    ("_c10d_functional", "all_gather", "all_gather_into_tensor_coalesced"),
+    ("_c10d_functional", "reduce_scatter", "reduce_scatter_tensor reduce_scatter_tensor_out"),
+    ("_c10d_functional", "reduce_scatter", "reduce_scatter_tensor_coalesced"),
+    ("_c10d_functional", "broadcast", "broadcast broadcast_"),
+    ("_c10d_functional", "all_to_all", "all_to_all_single"),
+    ("_c10d_functional", "send", "isend"),
+    ("_c10d_functional", "recv", "irecv"),
+    ("_dtensor", "all_to_all", "shard_dim_alltoall"),
     # On a CPU this op uses shared memory. It counts by the ring formula, so that both forms of AutoTP count the same.
-    ("deepspeed", "all_reduce", "self", "inference_all_reduce inference_all_reduce_"),
+    ("deepspeed", "all_reduce", "inference_all_reduce inference_all_reduce_"),
 )
-"""Namespace, kind, the argument that is the payload, and the ops."""
-PAYLOADS = {f"{namespace}::{op}": (kind, payload) for namespace, kind, payload, ops in _OPS for op in ops.split()}
-"""Op to its kind and to the argument that is its payload."""
-_BATCHED_P2P = "_c10d_functional::batch_p2p_ops"
-"""This op has several sends and receives."""
+"""Namespace, kind and the ops."""
+KINDS = {f"{namespace}::{op}": kind for namespace, kind, ops in _OPS for op in ops.split()}
+"""Op to its kind."""
+PAYLOADS = ("input_tensor", "input_tensors", "input_list", "inputs", "input", "tensors", "tensor", "self")
+"""An op has its payload in the argument with one of these names."""
 _COPIES = {"aten::_to_copy": "self", "aten::to": "self", "aten::copy_": "src", "aten::copy": "src"}
 """Op that may copy between devices to its source argument. In inference mode, `to` is dispatched as itself."""
-_COUNTED = {*PAYLOADS, *_COPIES, _BATCHED_P2P}
+_COUNTED = {*KINDS, *_COPIES}
 _SHAPES = ((2, 4, 2), (3, 4, 2), (2, 5, 2), (3, 5, 2), (2, 4, 3))
 """Rows, tokens per row and predicted tokens of the counted forwards. None is 1, which may be a special case."""
 MOST_ROWS = max(rows for rows, _, _ in _SHAPES)
 """A workspace must have room for this many rows, even if the batches of the plan have fewer."""
-_Tally = dict[CollectiveKind, tuple[Fraction, Fraction, Fraction, Fraction]]
+_Tally = dict[CollectiveKind, tuple[Fraction, ...]]
 """Kind to calls, payload bytes, wire bytes and bytes between nodes; the part of a ring need not be a whole number."""
 _NOTHING = (Fraction(), Fraction(), Fraction(), Fraction())
 
@@ -137,9 +130,7 @@ def of_generation(loaded: Loaded, plan: Plan) -> tuple[list[Collective], list[Co
         counts = Counter(batch.rows for batch in plan.batches)
         for batch in sorted({batch.rows: batch for batch in plan.batches}.values(), key=lambda batch: batch.rows):
             largest = _tally(functools.partial(generator.step, batch), loaded.world_size)
-            steps = counts[batch.rows] * (plan.requests.new_tokens - 1)
-            for kind, amounts in largest.items():
-                _add(total, kind, *(steps * amount for amount in amounts))
+            _add(total, largest, times=counts[batch.rows] * (plan.requests.new_tokens - 1))
     return _records(total), _records(largest)
 
 
@@ -171,7 +162,7 @@ def check(ranks: Sequence[Iterable[Collective]]) -> None:
         )
 
 
-def _of_forward(loaded: Loaded, rows: int, width: int, predicted: int, logits: str = scoring.LEAN) -> _Tally:
+def _of_forward(loaded: Loaded, rows: int, width: int, predicted: int, logits: str) -> _Tally:
     """Return the traffic of a forward as `scoring` runs it; it does not depend on the tokens."""
     import torch
 
@@ -195,8 +186,7 @@ def _combined(counted: Sequence[_Tally], batches: Iterable[Batch]) -> _Tally:
             weights[number] += weight
     total: _Tally = {}
     for weight, tally in zip(weights, counted, strict=True):
-        for kind, amounts in tally.items():
-            _add(total, kind, *(weight * amount for amount in amounts))
+        _add(total, tally, times=weight)
     return total
 
 
@@ -216,14 +206,14 @@ def _tally(forward: Callable[[], object], world_size: int) -> _Tally:
             schema = func._schema  # noqa: SLF001 - as the modes of torch do
             namespace = schema.name.partition("::")[0]
             if namespace in _NAMESPACES and schema.name not in _COUNTED and schema.name not in _WITHOUT_PAYLOAD:
-                known = ", ".join(name for name in PAYLOADS if name.startswith(f"{namespace}::")) or "none"
+                known = ", ".join(name for name in KINDS if name.startswith(f"{namespace}::")) or "none"
                 raise ValueError(f"{schema.name}: the traffic of this op is unknown; known ops of {namespace}: {known}")
             answer = func(*args, **named)
             if schema.name not in _COUNTED:
                 return answer
             given = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | named
             for kind, payload, wire, between in _moved(schema.name, given, answer, world_size):
-                _add(tally, kind, Fraction(1), Fraction(payload), Fraction(wire), Fraction(between))
+                _add(tally, {kind: (Fraction(1), Fraction(payload), Fraction(wire), Fraction(between))})
             return answer
 
     with Counting():  # type: ignore[no-untyped-call]  # the constructor has no types
@@ -244,13 +234,7 @@ def _moved(
     ranks, rank = _group_of(given, world_size)
     nodes = os.environ.get(NODES, "").split(",")
     away = [len(nodes) > 1 and nodes[other] != nodes[ranks[rank]] for other in ranks]
-    if op == _BATCHED_P2P:
-        for way, peer, tensor in zip(given["op_list"], given["peer_list"], given["tensors"], strict=True):
-            size = _bytes(tensor)
-            yield ("send", size, size, size * away[peer]) if way == "isend" else ("recv", size, size, 0)
-        return
-    kind, argument = PAYLOADS[op]
-    payload = given[argument]
+    kind, payload = KINDS[op], next(given[name] for name in PAYLOADS if name in given)
     size = _bytes(payload)
     if kind == "all_to_all":
         splits = given.get("input_split_sizes")
@@ -295,10 +279,10 @@ def _bytes(tensors: torch.Tensor | Sequence[Any]) -> int:
     return tensors.numel() * tensors.element_size()
 
 
-def _add(tally: _Tally, kind: CollectiveKind, *amounts: Fraction) -> None:
-    calls, *sizes = (before + more for before, more in zip(tally.get(kind, _NOTHING), amounts, strict=True))
-    payload, wire, between = sizes
-    tally[kind] = calls, payload, wire, between
+def _add(total: _Tally, more: _Tally, times: int = 1) -> None:
+    for kind, amounts in more.items():
+        before = total.get(kind, _NOTHING)
+        total[kind] = tuple(known + times * amount for known, amount in zip(before, amounts, strict=True))
 
 
 def _records(tally: _Tally) -> list[Collective]:

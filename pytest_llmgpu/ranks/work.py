@@ -22,7 +22,7 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
@@ -33,7 +33,7 @@ from pytest_llmgpu.inference import scoring, sm_clock
 from pytest_llmgpu.inference.batching import Batch, Plan
 from pytest_llmgpu.inference.scoring import synchronize
 from pytest_llmgpu.inference.sm_clock import SmClock
-from pytest_llmgpu.ranks.host_calls import count as count_calls
+from pytest_llmgpu.ranks.host import count_calls
 from pytest_llmgpu.ranks.op_counts import count_ops, module_hooks
 from pytest_llmgpu.report.kernel_families import collective_of, family_of
 from pytest_llmgpu.report.text import first_line
@@ -50,7 +50,6 @@ from pytest_llmgpu.report.work import (
 )
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel
 
     from pytest_llmgpu.strategies.protocol import Loaded
@@ -153,7 +152,7 @@ class NamedRow(NamedTuple):
     family: KernelFamily
     calls: int
     time_s: float
-    passes_s: Sequence[float] | None = None
+    passes_s: list[float] | None = None
 
 
 Forward = Callable[[Batch], object]
@@ -162,26 +161,8 @@ BatchReport = Callable[[float, int, int, int], None]
 """Called after each batch with its latency in seconds, its sequences, tokens, and tokens with padding."""
 
 
-class Passes(msgspec.Struct, frozen=True, kw_only=True):
-    """The passes of one rank in the execution of the case."""
-
-    batches: list[int]
-    """The numbers of the batches that each pass ran."""
-    kernels: list[PassKernels] = []
-    """The kernels of each pass."""
-    seconds: list[float] = []
-    """The duration of each pass in seconds."""
-    clock_ghz: list[list[float]] | None = None
-    """[GPUs][passes] The mean SM clock; None where it could not be measured."""
-    why_no_clock: str | None = None
-    why: str | None = None
-    """The reason why there is no pass."""
-    trace: str | None = None
-    """The file with the trace of the last pass; None if there is none."""
-
-
 class WorkReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The records of one rank's work passes."""
+    """The records of one rank's work passes: `record` makes them, and `measure` adds those of the eager passes."""
 
     batches: list[int]
     """The numbers of the batches of the passes in the execution of the case."""
@@ -204,8 +185,8 @@ class _Recording:
         self.records: list[Record] = []
         self.why: str | None = None
         """The reason why there is no record."""
-        self.trace: str | None = None
-        """The trace file that was written."""
+        self.traces: list[str] = []
+        """The trace file, if it was written."""
 
 
 def batches_used(padded_tokens: Sequence[int]) -> list[int]:
@@ -228,19 +209,25 @@ def passes_of(batches: int) -> int:
 
 def record(
     loaded: Loaded, plan: Plan, forward: Forward, *, on_batch: BatchReport, first: bool = True, trace: str | None = None
-) -> Passes:
-    """Run the passes in the execution of the case, whose CUDA graphs are still recorded.
+) -> WorkReply:
+    """Run the passes in the execution of the case, whose CUDA graphs are still recorded, and return their figures.
 
     Every rank must do so at the same time. `first` is true for the first passes of the case. `trace` is the file for
     the trace of the last pass.
     """
+    import torch
+
     numbers = batches_used([batch.padded_tokens for batch in plan.batches])
-    if loaded.devices[0].type != "cuda":
-        return Passes(batches=numbers, why=_ON_CPU)
+    gpus = [device for device in loaded.devices if device.type == "cuda"]
+    uuids = [f"GPU-{torch.cuda.get_device_properties(gpu).uuid}" for gpu in gpus]
+    figures = RankWork(uuids=uuids, why=dict.fromkeys(_DEVICE_FIGURES, _ON_CPU))
+    reply = WorkReply(batches=numbers, eager_batches=[numbers[len(numbers) // 2]], work=figures)
+    if not gpus:
+        return reply
     batches = [plan.batches[number] for number in numbers]
     # The first profile of a process initialises CUPTI, and its records are left out.
     with _recorded(first=first):
-        _run(loaded, [plan.batches[_middle(numbers)]], forward, on_batch)
+        _run(loaded, [plan.batches[number] for number in reply.eager_batches], forward, on_batch)
     kernels, seconds = [], []
     why = None
     passes = passes_of(len(numbers))
@@ -259,83 +246,70 @@ def record(
         why = why or recording.why
         kernels.append(of_pass(recording.records))
         seconds.append(pass_s)
+    reply = msgspec.structs.replace(reply, traces=recording.traces)
     if why:
-        return Passes(batches=numbers, why=why, trace=recording.trace)
+        figures = msgspec.structs.replace(figures, why=dict.fromkeys(_DEVICE_FIGURES, why))
+        return msgspec.structs.replace(reply, work=figures)
     clock_ghz = clock.ghz([(2 * number, 2 * number + 1) for number in range(passes)])
-    found = Passes(batches=numbers, kernels=kernels, seconds=seconds, clock_ghz=clock_ghz, why_no_clock=clock.why)
-    return msgspec.structs.replace(found, trace=recording.trace)
+    counted = {name: calls for name, calls in kernels[-1].kernels.items() if not _COPY.match(name)}
+    covered = [(one.covered_s, pass_s) for one, pass_s in zip(kernels, seconds, strict=True)]
+    figures = msgspec.structs.replace(
+        figures,
+        device_time_s=[one.device_time_s for one in kernels],
+        copy_s=[one.copy_s for one in kernels],
+        idle_s=[max(0.0, pass_s - covered_s) for covered_s, pass_s in covered],
+        busy=statistics.median(min(1.0, covered_s / pass_s) for covered_s, pass_s in covered),
+        kernels=sum(calls.calls for calls in counted.values()),
+        kernels_sha256=kernels_sha256(counted),
+        clock_ghz=clock_ghz,
+        why={} if clock.why is None else {"clock_ghz": clock.why},
+    )
+    collective_s = [one.collective_s for one in kernels]
+    return msgspec.structs.replace(reply, work=figures, rows=pass_rows(kernels), collective_s=collective_s)
 
 
 def measure(
     loaded: Loaded,
     plan: Plan,
-    passes: Passes,
+    reply: WorkReply,
     forward: Forward,
     *,
     on_batch: BatchReport,
     last: bool = True,
     trace: str | None = None,
 ) -> WorkReply:
-    """Run the eager passes over one batch, the middle one of the passes of `record`, whose forwards are eager now.
+    """Run the eager passes over the middle batch of the passes of `record`, and complete their reply.
 
-    Every rank must do so at the same time. `last` is true for the last passes of the case. `trace` is the file for the
-    trace of the pass by modules, which on a CPU runs for the trace alone.
+    All forwards are eager now. Every rank must do so at the same time. `last` is true for the last passes of the case.
+    `trace` is the file for the trace of the pass by modules, which on a CPU runs for the trace alone.
     """
     import torch
 
-    number = _middle(passes.batches)
-    batch, gpus = [plan.batches[number]], [device for device in loaded.devices if device.type == "cuda"]
-    counted = count_ops(lambda: _run(loaded, batch, forward, on_batch), loaded.model)
-    host_calls: list[HostCalls] = []
+    batch, on_gpu = [plan.batches[number] for number in reply.eager_batches], loaded.devices[0].type == "cuda"
+    figures = count_ops(lambda: _run(loaded, batch, forward, on_batch), loaded.model, reply.work)
+    rows, traces, why = reply.rows, reply.traces, dict(figures.why)
     unrecorded: str | None = _ON_CPU
-    attributed = None
-    traces = [passes.trace]
-    if gpus or trace is not None:
-        profiled = _recorded(kernels=bool(gpus), ranges=True, last=last, trace=trace)
-        with profiled as recording, _module_ranges(loaded.model):
+    if on_gpu or trace is not None:
+        profiled = _recorded(kernels=on_gpu, ranges=True, last=last, trace=trace)
+        ranges = module_hooks(loaded.model, lambda name: torch.profiler.record_function(RANGE_PREFIX + name))
+        with profiled as recording, ranges:
             _run(loaded, batch, forward, on_batch)
-        traces.append(recording.trace)
-    if gpus:
-        unrecorded = recording.why
-        attributed = attribute(recording.records) if unrecorded is None else None
+        traces = [*traces, *recording.traces]
+        unrecorded = recording.why if on_gpu else _ON_CPU
+    if unrecorded is None:
+        found = attribute(recording.records)
+        figures = msgspec.structs.replace(figures, runtime_calls=found.runtime_calls, host_syncs=found.host_syncs)
+        rows = None if rows is None else [*rows, *module_rows(found)]
+    else:
+        why |= dict.fromkeys(_HOST_FIGURES, unrecorded)
+    if not loaded.dispatched:
+        why["flops"] = _BYPASSED
+        figures = msgspec.structs.replace(figures, flops=None, flops_by_module=None)
     # The last one: what a model prepares in its first eager forwards is done.
+    host_calls: list[HostCalls] = []
     _run(loaded, batch, lambda one: host_calls.append(count_calls(partial(forward, one))), on_batch)
-    why = {} if loaded.dispatched else {"flops": _BYPASSED}
-    why |= {} if unrecorded is None else dict.fromkeys(_HOST_FIGURES, unrecorded)
-    why |= {} if passes.why_no_clock is None else {"clock_ghz": passes.why_no_clock}
-    why |= {} if passes.why is None else dict.fromkeys(_DEVICE_FIGURES, passes.why)
-    figures = RankWork(
-        uuids=[f"GPU-{torch.cuda.get_device_properties(gpu).uuid}" for gpu in gpus],
-        ops=counted.ops,
-        ops_by_module=counted.ops_by_module,
-        host_calls=host_calls[0],
-        flops=counted.flops if loaded.dispatched else None,
-        flops_by_module=counted.flops_by_module if loaded.dispatched else None,
-        runtime_calls=None if attributed is None else attributed.runtime_calls,
-        host_syncs=None if attributed is None else attributed.host_syncs,
-        why=why,
-    )
-    reply = WorkReply(batches=passes.batches, eager_batches=[number], work=figures, traces=[*filter(None, traces)])
-    if passes.why is not None:
-        return reply
-    kernels = {name: calls for name, calls in passes.kernels[-1].kernels.items() if not _COPY.match(name)}
-    covered = [(one.covered_s, pass_s) for one, pass_s in zip(passes.kernels, passes.seconds, strict=True)]
-    figures = msgspec.structs.replace(
-        figures,
-        device_time_s=[one.device_time_s for one in passes.kernels],
-        copy_s=[one.copy_s for one in passes.kernels],
-        idle_s=[max(0.0, pass_s - covered_s) for covered_s, pass_s in covered],
-        busy=statistics.median(min(1.0, covered_s / pass_s) for covered_s, pass_s in covered),
-        kernels=sum(calls.calls for calls in kernels.values()),
-        kernels_sha256=kernels_sha256(kernels),
-        clock_ghz=passes.clock_ghz,
-    )
-    return msgspec.structs.replace(
-        reply,
-        work=figures,
-        rows=rows_of(passes.kernels, attributed),
-        collective_s=[one.collective_s for one in passes.kernels],
-    )
+    figures = msgspec.structs.replace(figures, host_calls=host_calls[0], why=why)
+    return msgspec.structs.replace(reply, work=figures, rows=rows, traces=traces)
 
 
 def join(replies: Sequence[WorkReply], kernel_names: dict[str, int], model: ModelSize | str) -> Work:
@@ -358,7 +332,7 @@ def join(replies: Sequence[WorkReply], kernel_names: dict[str, int], model: Mode
                 family=row.family,
                 calls=row.calls,
                 time_s=row.time_s,
-                passes_s=None if row.passes_s is None else list(row.passes_s),
+                passes_s=row.passes_s,
             )
             for row in reply.rows or ()
         ]
@@ -392,11 +366,6 @@ def model_size(model: PreTrainedModel, dtype_bytes: int) -> ModelSize | str:
         layers=config.num_hidden_layers,
         attention_width=heads * (getattr(config, "head_dim", None) or config.hidden_size // heads),
     )
-
-
-def _middle(numbers: Sequence[int]) -> int:
-    """Return the number of the batch that the eager passes run."""
-    return numbers[len(numbers) // 2]
 
 
 def _collectives(ranks: Sequence[Sequence[dict[str, list[float]]]]) -> list[CollectiveWork] | str:
@@ -477,22 +446,17 @@ def _recorded(
             # The raw records: to build torch's events and averages takes ten times as long.
             results: Any = profiler.profiler
             recording.records = read_records(results.kineto_results.events())
-            recording.trace = None if trace is None else _written(profiler, trace)
         except RuntimeError as error:
             recording.why = f"torch.profiler did not stop: {first_line(error)}"
+    if recording.why is None and trace is not None:
+        try:
+            Path(trace).parent.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(trace)
+            recording.traces.append(trace)
+        except (OSError, RuntimeError) as error:  # it costs no figure of the case
+            print(f"the trace {trace} could not be written: {first_line(error)}", file=sys.stderr)
     if recording.why is None and not any(record.device is not None for record in recording.records):
         recording.why = _NO_RECORDS if _USERS_CHOICE != "1" else _DETACHED
-
-
-def _written(profiler: torch.profiler.profile, trace: str) -> str | None:
-    """Write the trace of a profile that has ended; None if that fails, which costs no figure of the case."""
-    try:
-        Path(trace).parent.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(trace)
-    except (OSError, RuntimeError) as error:
-        print(f"the trace {trace} could not be written: {first_line(error)}", file=sys.stderr)
-        return None
-    return trace
 
 
 def _set_detaching(*, wanted: bool) -> None:
@@ -510,19 +474,6 @@ def _set_detaching(*, wanted: bool) -> None:
     if version is None or tuple(map(int, version.split(".")[:2])) < _CUPTI_DETACHES or _USERS_CHOICE is not None:
         return
     os.environ[_DETACHING] = "1" if wanted else "0"
-
-
-def _module_ranges(model: torch.nn.Module) -> AbstractContextManager[None]:
-    """While entered, each forward of a module of the model is a range of torch.profiler with the module's name."""
-    import torch
-
-    opened: list[torch.profiler.record_function] = []
-
-    def enter(name: str) -> None:
-        opened.append(torch.profiler.record_function(RANGE_PREFIX + name))
-        opened[-1].__enter__()
-
-    return module_hooks(model, enter, lambda: opened.pop().__exit__(None, None, None))
 
 
 def read_records(events: Iterable[Any]) -> list[Record]:
@@ -619,19 +570,18 @@ def kernels_sha256(kernels: Mapping[str, Calls]) -> str:
     return hashlib.sha256(json.dumps(counts).encode()).hexdigest()
 
 
-def rows_of(passes: Sequence[PassKernels], attributed: Modules | None) -> list[NamedRow]:
-    """Return a row for each kernel and copy of the passes, and the largest rows of the eager pass by module.
-
-    The time of a kernel is its median over the passes. Without the eager pass its rows are left out.
-    """
+def pass_rows(passes: Sequence[PassKernels]) -> list[NamedRow]:
+    """Return a row for each kernel and copy of the passes, the largest first; its time is the median over them."""
     found = []
     for name, calls in passes[-1].kernels.items():
         times_s = [one.kernels[name].time_s if name in one.kernels else 0.0 for one in passes]
         time_s = statistics.median([one for one in times_s if one] or [0.0])
         found.append(NamedRow(None, short_name(name), family_of(name), calls.calls, time_s, times_s))
-    found.sort(key=lambda row: (-row.time_s, row.kernel or ""))
-    if attributed is None:
-        return found
+    return sorted(found, key=lambda row: (-row.time_s, row.kernel or ""))
+
+
+def module_rows(attributed: Modules) -> list[NamedRow]:
+    """Return the at most 100 largest rows of the eager pass by module."""
     by_module = _by_time(
         NamedRow(module, name, family_of(name), *calls) for (module, name), calls in attributed.kernels.items()
     )
@@ -639,10 +589,10 @@ def rows_of(passes: Sequence[PassKernels], attributed: Modules | None) -> list[N
     for own in range(min(_MODULE_ROWS, len(by_module)), -1, -1):
         sums = _by_time(row._replace(kernel=None) for row in by_module[own:])
         if own + len(sums) <= _MODULE_ROWS:
-            return [*found, *by_module[:own], *sums]
+            return [*by_module[:own], *sums]
     # A program of very many modules: a row `other` for each family sums the smallest modules.
     kept = _MODULE_ROWS - len(_FAMILIES)
-    return [*found, *sums[:kept], *_by_time(row._replace(module=OTHER_MODULE) for row in sums[kept:])]
+    return [*sums[:kept], *_by_time(row._replace(module=OTHER_MODULE) for row in sums[kept:])]
 
 
 def short_name(kernel: str) -> str:

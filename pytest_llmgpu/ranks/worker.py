@@ -22,7 +22,7 @@ from pytest_llmgpu.inference.tasks.protocol import Item, Task
 from pytest_llmgpu.ranks import ceilings, graph_choice, host, memory, traffic, work
 from pytest_llmgpu.ranks.graph_choice import Decision
 from pytest_llmgpu.ranks.local import FinishedBatch
-from pytest_llmgpu.ranks.work import BatchReport, Passes, WorkReply
+from pytest_llmgpu.ranks.work import BatchReport, WorkReply
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.derived import decode_tokens, encode, encode_tokens
 from pytest_llmgpu.report.result import Collective, DeviceMemory, Generation, Launch, Phase
@@ -89,7 +89,7 @@ class RankState:
         """From the warm-up of a case to its first pass that runs eagerly, this holds its CUDA graphs."""
         self.generator: Generator | None = None
         """The generator of the latest case that generates, as long as its CUDA graphs are there."""
-        self.passes: list[Passes] = []
+        self.passes: list[WorkReply] = []
         """The work passes of the latest case in its execution; decode steps first, then the prefill."""
 
     @property

@@ -7,6 +7,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -17,7 +18,7 @@ from pytest_llmgpu.analysis import reference
 from pytest_llmgpu.inference import tasks
 from pytest_llmgpu.profiling import machine as environment
 from pytest_llmgpu.profiling.machine import Machine
-from pytest_llmgpu.profiling.profiler import NodeProfilers, Profiler, RemoteProfiler
+from pytest_llmgpu.profiling.profiler import NodeProfilers, Profiler, ask_here
 from pytest_llmgpu.ranks.env_launcher import Devices, EnvLauncher, Peers
 from pytest_llmgpu.ranks.local import LocalLauncher
 from pytest_llmgpu.ranks.worker import ReferenceTexts
@@ -67,7 +68,7 @@ class BenchmarkSession:
         Raises:
             ValueError: The report, the page, traces or the store cannot be written, or the policy is invalid.
         """
-        self._devices = None if peers is None else Devices(lambda: peers.processes)
+        self._devices = None if peers is None else Devices(peers)
         find_machine = environment.machine if self._devices is None else self._devices.machine
         self.planner = Planner(rootdir, find_machine, known, known_tasks)
         self.recorder = Recorder(report_path, storage_path, rootdir, options, page_path, trace_path)
@@ -207,14 +208,12 @@ class BenchmarkSession:
         if self._profilers is None or self._profilers[0] != wanted:
             if self._profilers is not None:
                 self._profilers[1].close()
-            period_s, method = self._sample_period_s, self._profile_method
-            here = Profiler(period_s, wanted[0], method=method)
+            settings = [(self._sample_period_s, uuids, self._profile_method) for uuids in wanted]
+            here = Profiler(*settings[0])
             self._profilers = wanted, here
             if self._devices is not None and len(wanted) > 1:
-                others = [
-                    RemoteProfiler(self._devices.call_on(node), period_s, uuids, method)
-                    for node, uuids in enumerate(wanted[1:], 1)
-                ]
+                nodes = enumerate(settings[1:], 1)
+                others = [partial(self._devices.call_on(node), ask_here, theirs) for node, theirs in nodes]
                 self._profilers = wanted, NodeProfilers(here, others, {gpu.uuid: gpu.index for gpu in machine.gpus})
         return self._profilers[1]
 

@@ -89,17 +89,14 @@ def test_inventory_leaves_out_a_lost_gpu(nvml_stub: StubEnvironment) -> None:
     assert answer["why"] == {"gpu 1": "nvmlDeviceGetUUID: GPU is lost"}
 
 
-def test_a_missing_library_is_a_reason(nvml_stub: StubEnvironment, tmp_path: Path) -> None:
-    """Without a loadable libnvidia-ml.so.1 the inventory and the used memory are empty."""
+def test_a_missing_library_is_a_reason(
+    nvml_stub: StubEnvironment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without pynvml or a loadable libnvidia-ml.so.1 the inventory and the used memory are empty."""
     (tmp_path / "libnvidia-ml.so.1").touch()
     environment = {**nvml_stub(), "LD_LIBRARY_PATH": str(tmp_path)}
     answer = evaluate(environment, "[nvml.inventory(), nvml.used_bytes(['GPU-1'])]")
-    assert answer[0]["why"]["nvml"] == "nvmlInit: NVML Shared Library Not Found"
-    assert answer[1] == {}
-
-
-def test_a_missing_pynvml_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without pynvml the inventory is empty with the reason."""
+    assert (answer[0]["why"]["nvml"], answer[1]) == ("nvmlInit: NVML Shared Library Not Found", {})
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert "pynvml cannot be imported" in inventory().why["nvml"]
     assert used_bytes([uuid(0)]) == {}

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,7 +19,7 @@ import pytest
 from support.worlds import ends
 
 from pytest_llmgpu.profiling import profiler as module
-from pytest_llmgpu.profiling.profiler import NodeProfilers, Profiler, RemoteProfiler, joined
+from pytest_llmgpu.profiling.profiler import NodeProfilers, Profiler, ask_here, joined
 from pytest_llmgpu.profiling.sampler.devices import METRICS
 from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.result import DeviceProfile, Profile, Series
@@ -32,14 +33,6 @@ StubEnvironment = Callable[..., dict[str, str]]
 def uuid(index: int) -> str:
     """Return the UUID the stub gives that device."""
     return f"GPU-{index:08d}-0000-0000-0000-000000000000"
-
-
-@pytest.fixture
-def hanging(tmp_path: Path) -> Path:
-    """Return a named pipe for the stub: `read_bytes` returns when its call hangs."""
-    pipe = tmp_path / "hanging"
-    os.mkfifo(pipe)
-    return pipe
 
 
 @contextmanager
@@ -145,9 +138,11 @@ def test_a_slice_waits_for_the_tick_after_its_mark(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_sampler_that_hangs_is_replaced_and_a_refused_one_is_not(
-    nvml_stub: StubEnvironment, monkeypatch: pytest.MonkeyPatch, hanging: Path
+    nvml_stub: StubEnvironment, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A call that never returns affects one case; without NVML, and after close, nothing is started again."""
+    hanging = tmp_path / "hanging"
+    os.mkfifo(hanging)  # the stub writes to it when its call hangs
     monkeypatch.setattr(module, "_STREAM_S", 0.05)
     with profiler(nvml_stub(hang="nvmlDeviceGetPowerUsage:3", hanging=hanging)) as nvml:
         hanging.read_bytes()
@@ -240,18 +235,21 @@ def test_a_sampler_that_cannot_run_is_a_reason(
         assert "could not be started" in (nvml.why or "")
 
 
-def test_a_killed_sampler_leaves_its_readings(nvml_stub: StubEnvironment) -> None:
+@pytest.mark.parametrize(
+    ("number", "name"), [(signal.SIGKILL, "SIGKILL"), (signal.SIGRTMIN + 3, str(signal.SIGRTMIN + 3))]
+)
+def test_a_killed_sampler_leaves_its_readings(nvml_stub: StubEnvironment, number: int, name: str) -> None:
     """The readings before its death are profiled, later deadlines are missed; a mark without a sampler does nothing."""
     Profiler(PERIOD_S).mark()
     with profiler(nvml_stub()) as nvml:
         start_s = time.monotonic()
         wait_for_ticks(nvml, 2)
         assert nvml.pid is not None
-        os.kill(nvml.pid, signal.SIGKILL)
+        os.kill(nvml.pid, number)
         nvml.mark()
         wait_for_end(nvml)
         nvml.mark()
-        cause = "the sampler ended with signal 9 (SIGKILL)"
+        cause = f"the sampler ended with signal {name}"
         assert nvml.why == cause
         profile = nvml.slice([start_s], [time.monotonic() + 10 * PERIOD_S])
         nvml.close()
@@ -308,13 +306,6 @@ class _Ahead(Profiler):
         return super().slice([starts_s[0] - _APART_S], [ends_s[0] - _APART_S], held_bytes)
 
 
-@pytest.fixture(autouse=True)
-def close_here() -> Iterator[None]:
-    """End the samplers of this process."""
-    yield
-    module.close_here()
-
-
 def test_each_node_cuts_its_stream_by_its_own_clock(
     nvml_stub: StubEnvironment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -323,10 +314,10 @@ def test_each_node_cuts_its_stream_by_its_own_clock(
         monkeypatch.setenv(name, value)
     there = _Ahead(PERIOD_S)
 
-    def call(_fn: object, _settings: object, method: str, arguments: dict[str, Any]) -> Any:
+    def ask(method: str, arguments: Mapping[str, Any]) -> Any:
         return getattr(there, method)(**arguments)
 
-    profilers = NodeProfilers(here := Profiler(PERIOD_S), [RemoteProfiler(call, PERIOD_S, (uuid(0),))], {})
+    profilers = NodeProfilers(here := Profiler(PERIOD_S), [ask], {})
     here.held_bytes = {uuid(0): 4 * GIB}
     profilers.start()
     try:
@@ -343,25 +334,23 @@ def test_each_node_cuts_its_stream_by_its_own_clock(
     assert all(device.metrics["power_w"].mean is not None for device in profile.devices)
 
 
-def test_an_agent_keeps_the_profiler_of_its_node(nvml_stub: StubEnvironment, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_keeps_the_profiler_of_its_node(
+    nvml_stub: StubEnvironment, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     """All calls with equal settings are of one sampler; other settings end it."""
-
-    def call(fn: Callable[..., Any], *args: Any) -> Any:
-        """Be the agent of a node, in this process."""
-        return fn(*args)
-
+    request.addfinalizer(module.close_here)
     for name, value in nvml_stub(gpus=1).items():
         monkeypatch.setenv(name, value)
-    remote = RemoteProfiler(call, PERIOD_S, (uuid(0),))
-    remote.ask("start")
-    remote.ask("mark", {"wait": True})
-    starts_s = remote.ask("now_s")
-    remote.ask("mark", {"wait": True})
-    (device,) = remote.ask("slice", {"starts_s": starts_s, "ends_s": remote.ask("now_s"), "held_bytes": {}}).devices
+    ask = partial(ask_here, (PERIOD_S, (uuid(0),), "auto"))
+    ask("start", {})
+    ask("mark", {"wait": True})
+    starts_s = ask("now_s", {})
+    ask("mark", {"wait": True})
+    (device,) = ask("slice", {"starts_s": starts_s, "ends_s": ask("now_s", {}), "held_bytes": {}}).devices
     assert device.uuid == uuid(0)
     assert device.metrics["power_w"].mean is not None
     [first] = module._here.values()
-    RemoteProfiler(call, PERIOD_S, ()).ask("start")
+    ask_here((PERIOD_S, (), "auto"), "start", {})
     assert list(module._here) == [(PERIOD_S, (), "auto")]
     assert first.why is None  # it was closed, which is no failure
 
@@ -369,7 +358,7 @@ def test_an_agent_keeps_the_profiler_of_its_node(nvml_stub: StubEnvironment, mon
 def test_a_lost_node_has_a_profile_without_readings() -> None:
     """The other nodes keep theirs, and nothing raises."""
 
-    def call(*_: Any) -> Any:
+    def ask(*_: Any) -> Any:
         raise ConnectionError("its agent ended")
 
     known = _profile(["GPU-a"], samples=3)
@@ -378,7 +367,7 @@ def test_a_lost_node_has_a_profile_without_readings() -> None:
         def slice(self, *_: Any, **__: Any) -> Profile:
             return known
 
-    profilers = NodeProfilers(_Here(PERIOD_S), [RemoteProfiler(call, PERIOD_S, (uuid(0),))], {})
+    profilers = NodeProfilers(_Here(PERIOD_S), [ask], {})
     profilers.mark()
     assert profilers.now_s()[1] == 0
     assert profilers.used_bytes() == {}

@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import msgspec
@@ -20,10 +21,9 @@ from support import worlds
 from pytest_llmgpu.profiling import machine as local
 from pytest_llmgpu.profiling.machine import Machine, TorchFacts
 from pytest_llmgpu.ranks import env_launcher, link
-from pytest_llmgpu.ranks.env_launcher import Devices, EnvLauncher, JobProcess, Peers, spread
+from pytest_llmgpu.ranks.env_launcher import Devices, EnvLauncher, Peers, spread
 from pytest_llmgpu.ranks.group import RankGroup
-from pytest_llmgpu.ranks.job_variables import World, of_environment
-from pytest_llmgpu.ranks.link import Link
+from pytest_llmgpu.ranks.link import Link, World, of_environment
 from pytest_llmgpu.ranks.local import RankFailedError
 from pytest_llmgpu.report.report import Gpu, Node
 
@@ -142,7 +142,7 @@ def test_a_lost_process_is_a_crash_of_its_node(tmp_path: Path, monkeypatch: pyte
         error = _error(group, ranks.on_rank, 1, ranks.hang)
         assert (error.outcome, error.failure.rank, error.failure.message[-8:]) == ("crashed", 2, "(node 2)")
         with pytest.raises(ConnectionError):
-            nodes.peers.processes[2].call(os.getpid).result(_LIMIT_S)
+            nodes.peers.peers[1].call(os.getpid)
         with pytest.raises(RankFailedError, match=r"process of rank 2 was lost.*\(node 2\)"):
             nodes.launcher.start([{}, {}, {}], lambda *_: None)
         group = nodes.group(2)
@@ -170,13 +170,12 @@ def test_a_rank_elsewhere_shows_its_stacks(shared: _Started) -> None:
 
 
 def test_a_process_of_the_job_runs_functions(shared: _Started) -> None:
-    """Results come back, and exceptions as their message."""
-    processes = shared.peers.processes
-    assert [process.node for process in processes] == [0, 1, 2]
-    found = [process.call(os.getpid).result(_LIMIT_S) for process in processes[1:]]
-    assert found == [shared.processes[1].pid, shared.processes[2].pid]
-    with pytest.raises(ValueError, match="invalid literal"):
-        processes[1].call(int, "x").result(_LIMIT_S)
+    """Results come back, and exceptions as an OSError with their message: a profiler of a node continues without it."""
+    assert [peer.node for peer in shared.peers.peers] == [1, 2]
+    calls = [Devices(shared.peers).call_on(node) for node in (1, 2)]
+    assert [call(os.getpid) for call in calls] == [shared.processes[1].pid, shared.processes[2].pid]
+    with pytest.raises(OSError, match="invalid literal"):
+        calls[0](int, "x")
 
 
 def _world(rank: int = 1, size: int = 2, *, per_node: int = 1) -> World:
@@ -288,7 +287,7 @@ def test_nobody_joins_or_ends_a_run_without_the_secret(peers: Peers, sent: bytes
     assert len(received) == 4 + _NUMBER, "the number to prove with, and nothing after it"
     with _joined(peers):
         peers.wait(_LIMIT_S)
-        assert [(process.node, process.local_rank) for process in peers.processes] == [(0, 0), (1, 0)]
+        assert peers.places == [(0, 0), (1, 0)]
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", peers.world.port))
 
@@ -374,12 +373,13 @@ def test_gloo_gets_the_interface_of_an_address() -> None:
     assert link.interface_of("192.0.2.1") == {}
 
 
-class _Process(JobProcess):
-    def __init__(self, node: int, local_rank: int) -> None:
-        super().__init__(node, local_rank)
+class _Peer:
+    def __init__(self, node: int) -> None:
+        self.node = node
         self.answers: dict[Callable[..., Any], Any] = {_own_machine: _machine(node), _own_facts: _facts(node)}
 
-    def call(self, fn: Callable[..., Any], /, *_: Any) -> Future[Any]:
+    def request(self, method: str, fn: Callable[..., Any], *_: Any) -> Future[Any]:
+        assert method == "call"
         future: Future[Any] = Future()
         answer = self.answers.get(fn)
         if isinstance(answer, Exception):
@@ -414,8 +414,14 @@ def _own_facts(_torch: TorchFacts | None = None) -> Node:
     return _facts(0)
 
 
-def _processes(nodes: Sequence[int]) -> list[_Process]:
-    return [_Process(node, nodes[:rank].count(node)) for rank, node in enumerate(nodes)]
+def _places(nodes: Sequence[int]) -> list[tuple[int, int]]:
+    return [(node, nodes[:rank].count(node)) for rank, node in enumerate(nodes)]
+
+
+def _devices(*nodes: int) -> tuple[Devices, Any]:
+    """Return the devices of processes on these nodes, and the processes but the first, as rank 0's sees them."""
+    peers: Any = SimpleNamespace(peers=list(map(_Peer, nodes[1:])), places=_places(nodes))
+    return Devices(peers), peers.peers
 
 
 def _uuids(machine: Machine) -> list[str]:
@@ -425,7 +431,7 @@ def _uuids(machine: Machine) -> list[str]:
 @pytest.mark.usefixtures("here")
 def test_each_process_has_the_gpu_of_its_number_on_the_node() -> None:
     """GPUs are in the order of the ranks, with indices among those of all nodes; fewer are those of the first."""
-    devices = Devices(lambda: _processes([0, 0, 1, 1]))
+    devices, _ = _devices(0, 0, 1, 1)
     machine = devices.machine("auto", None)
     assert _uuids(machine) == ["GPU-0-0", "GPU-0-1", "GPU-1-0", "GPU-1-1"]
     assert [gpu.index for gpu in machine.gpus] == [0, 1, 2, 3]
@@ -439,7 +445,7 @@ def test_each_process_has_the_gpu_of_its_number_on_the_node() -> None:
 def test_processes_may_see_their_own_gpu_only() -> None:
     """Slurm's --gpus-per-task shows each process one GPU with index 0."""
     machines = [msgspec.structs.replace(_machine(0), devices=1, gpus=[gpu]) for gpu in _machine(0).gpus]
-    machine = spread(None, _processes([0, 0]), machines)
+    machine = spread(None, _places([0, 0]), machines)
     assert (_uuids(machine), machine.one_gpu_each) == (["GPU-0-0", "GPU-0-1"], True)
 
 
@@ -456,7 +462,7 @@ def test_devices_that_are_not_there_are_refused(
 ) -> None:
     """The message has the number that is there."""
     with pytest.raises(ValueError, match=message):
-        spread(devices, _processes(nodes), machines)
+        spread(devices, _places(nodes), machines)
 
 
 @pytest.mark.usefixtures("here")
@@ -473,22 +479,11 @@ def test_nodes_that_cannot_measure_together_are_refused(
     asked: Callable[..., Any], answer: object, message: str | None
 ) -> None:
     """The message has the node and what differs; other differences are notes."""
-    processes = _processes([0, 1])
-    processes[1].answers[asked] = answer
-    devices = Devices(lambda: processes)
+    devices, (peer,) = _devices(0, 1)
+    peer.answers[asked] = answer
     if message is None:
         devices.machine("auto", None)
         assert len(devices.notes) == 1
         return
     with pytest.raises(ValueError, match=message):
         devices.machine("auto", None)
-
-
-def test_a_call_on_a_node_fails_as_one_to_a_machine_that_is_gone() -> None:
-    """A profiler of another node continues without it."""
-    processes = _processes([0, 1])
-    call = Devices(lambda: processes).call_on(1)
-    assert call(_own_machine) == _machine(1)
-    processes[1].answers[_own_machine] = ValueError("the sampler broke")
-    with pytest.raises(OSError, match="the sampler broke"):
-        call(_own_machine)

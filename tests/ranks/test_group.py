@@ -127,7 +127,6 @@ class _Leaving:
 class _Launcher(LocalLauncher):
     """A launcher without processes."""
 
-    name = "fake"
     on_batch: BatchListener
 
     def __init__(self, *, leaving: int = 2) -> None:
@@ -137,9 +136,6 @@ class _Launcher(LocalLauncher):
     def start(self, _environments: object, on_batch: BatchListener) -> Any:
         self.on_batch = on_batch
         return self.ranks
-
-    def take_output(self) -> dict[int, str]:
-        return {}
 
 
 def test_ranks_are_closed_at_the_same_time() -> None:

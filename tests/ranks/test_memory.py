@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from pytest_llmgpu.ranks import memory
-from pytest_llmgpu.ranks.memory import Death
 from pytest_llmgpu.report.result import DeviceMemory
 from pytest_llmgpu.strategies.protocol import DeviceMapSpillError
 
@@ -144,10 +143,7 @@ def test_a_process_that_died_ran_out_of_memory_by_its_kill_or_the_end_of_its_log
     return_code: int, log: str, kills: tuple[int | None, int | None], rule: str | None
 ) -> None:
     """SIGKILL alone is a crash, and earlier messages of the log do not count."""
-    before, after = kills
-    death = Death(return_code=return_code, log=log, kills_before=before, kills_after=after)
-    found = memory.decide_out_of_memory(death)
-    assert (None if found is None else found.evidence) == rule
+    assert memory.decide_killed(return_code, log, *kills) == rule
 
 
 def test_host_kills_come_from_vmstat(tmp_path: Path) -> None:

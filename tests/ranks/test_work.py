@@ -441,7 +441,7 @@ def test_the_time_of_a_row_is_the_median_over_the_passes() -> None:
     """Rows are sorted by time. Names are cut, and two that begin alike stay different."""
     long, other = "gemm" * 100, "gemm" * 101
     passes = [_pass(add=0.1, **{long: value, other: 0.2}) for value in (3.0, 1.0, 2.0)]
-    found = work.rows_of(passes, Modules({("lm_head", long): Calls(1, 5.0)}, {}, 0))
+    found = [*work.pass_rows(passes), *work.module_rows(Modules({("lm_head", long): Calls(1, 5.0)}, {}, 0))]
     name = found[0].kernel or ""
     assert (name[:111], len(name)) == (long[:111], 120)
     assert [row[2:5] for row in found] == [("GEMM", 2, 2.0), ("GEMM", 2, 0.2), ("other", 2, 0.1), ("GEMM", 1, 5.0)]
@@ -452,13 +452,12 @@ def test_the_time_of_a_row_is_the_median_over_the_passes() -> None:
 _KINDS = ("gemm", "sdpa", "elementwise", "copy_kernel", "rms_norm", "nccl", "x")
 
 
-def _by_family(rows: Sequence[NamedRow], *, modules: bool) -> dict[str, tuple[int, int]]:
-    """Return the calls and microseconds of each family in the rows of modules, or in those of whole passes."""
+def _by_family(rows: Sequence[NamedRow]) -> dict[str, tuple[int, int]]:
+    """Return the calls and microseconds of each family."""
     found: dict[str, tuple[int, int]] = {}
     for row in rows:
-        if (row.module is not None) is modules:
-            calls, time_us = found.get(row.family, (0, 0))
-            found[row.family] = calls + row.calls, time_us + round(1e6 * row.time_s)
+        calls, time_us = found.get(row.family, (0, 0))
+        found[row.family] = calls + row.calls, time_us + round(1e6 * row.time_s)
     return found
 
 
@@ -468,15 +467,16 @@ def test_every_kernel_has_a_row_and_modules_have_at_most_100(modules: int) -> No
     names = [f"{kind}{number}" for kind in _KINDS for number in range(50)]
     kernels = {name: Calls(1, 1.0 + number) for number, name in enumerate(names)}
     in_modules = {(f"mlp{n % modules}", name): Calls(1, 1.0 + n) for n, name in enumerate(names)}
-    attributed = Modules(in_modules, {}, 0)
-    found = work.rows_of([PassKernels(0.0, 0.0, 0.0, kernels, {})], attributed)
+    rows, found = (
+        work.pass_rows([PassKernels(0.0, 0.0, 0.0, kernels, {})]),
+        work.module_rows(Modules(in_modules, {}, 0)),
+    )
     every = [NamedRow(None, name, family_of(name), *calls, [calls.time_s]) for name, calls in kernels.items()]
-    assert sorted(row for row in found if row.module is None) == sorted(every)
-    named = [row.module for row in found if row.module is not None]
-    assert len(named) <= 100
-    assert _by_family(found, modules=True) == _by_family(every, modules=False)
+    assert sorted(rows) == sorted(every)
+    assert len(found) <= 100
+    assert _by_family(found) == _by_family(every)
     # A model has fewer modules and families than rows: none of them is lost.
-    assert ("other" in named) is (modules == 200)
+    assert ("other" in {row.module for row in found}) is (modules == 200)
 
 
 def test_records_are_read_from_torchs_profiler(gpu: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:

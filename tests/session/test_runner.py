@@ -129,8 +129,6 @@ class _FakeProfiler(Profiler):
 class _Bench(LocalLauncher):
     """A runner with fake ranks and a fake profiler; it is their launcher, too."""
 
-    name = "fake"
-
     def __init__(self, **answers: Any) -> None:
         """Set what a rank answers to a command: a value, an exception, or a function of the arguments."""
         self.answers = {**_ANSWERS, **answers}

@@ -78,7 +78,8 @@ class Program:
             kernels[name] = Calls(seen.calls + calls, seen.time_s + (time_s + wait_s) * CLOCK_GHZ / clock_ghz)
         eager = {key: Calls(calls // 2, time_s / 2) for key, (calls, time_s) in self.kernels.items()}
         passes = [{name: Calls(one.calls, one.time_s / load) for name, one in kernels.items()} for load in _LOADS]
-        rows = work.rows_of([PassKernels(0.0, 0.0, 0.0, one, {}) for one in passes], Modules(eager, {}, 0))
+        rows = work.pass_rows([PassKernels(0.0, 0.0, 0.0, one, {}) for one in passes])
+        rows += work.module_rows(Modules(eager, {}, 0))
         numbered = [
             WorkRow(**{**row._asdict(), "kernel": row.kernel and names.setdefault(row.kernel, len(names))})
             for row in rows

@@ -24,9 +24,9 @@ KEY = "a secret of more than 16 bytes"
 _SERVE = """
 import os, sys
 from pathlib import Path
-from pytest_llmgpu.ranks import env_launcher, job_variables
+from pytest_llmgpu.ranks import env_launcher, link
 try:
-    sys.exit(env_launcher.serve(job_variables.of_environment(os.environ), Path(sys.argv[1])))
+    sys.exit(env_launcher.serve(link.of_environment(os.environ), Path(sys.argv[1])))
 except ValueError as error:
     sys.exit(str(error))
 """

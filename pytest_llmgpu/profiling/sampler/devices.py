@@ -121,7 +121,6 @@ class Gpm(Source):
 
     def read(self, now_s: float, *, window_ended: bool = False) -> Average | None:  # noqa: ARG002 - samples stay apart
         """Take a sample and return the averages since the one before."""
-        del now_s
         if self._clock() - self._taken_s < SMALLEST_PERIOD_S:
             return None
         self._nvml.nvmlGpmSampleGet(self._handle, self._after)
@@ -183,7 +182,6 @@ class ByteCounters(Source):
 
     def read(self, now_s: float, *, window_ended: bool = False) -> Average | None:  # noqa: ARG002 - read at every tick
         """Return the rates over the time in which no wrap can be missed."""
-        del now_s
         self.poll()
         counted_bytes, seconds = self._bytes, self._seconds
         self._bytes, self._seconds = [0] * len(self._ids), 0.0

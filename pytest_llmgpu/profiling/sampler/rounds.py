@@ -26,13 +26,9 @@ def ticks(
 ) -> Iterator[tuple[int, float]]:
     """Yield the number and the begin of a round at each deadline t0 + k * period; one that has passed is skipped.
 
-    Args:
-        t0_s: First deadline.
-        period_s: Seconds between deadlines.
-        clock: Returns the time now.
-        wait: Waits for the given seconds (0 included) or less; returns true when sampling is to end.
-        drift: Begin each round one period after the begin of the round before, as Shin et al. 2024 do. A delay is then
-            never made up. Each round counts as the deadline that it has reached.
+    `wait` waits for the given seconds (0 included) or less, and returns true when sampling is to end. With `drift` each
+    round begins one period after the begin of the round before, as Shin et al. 2024 do: a delay is never made up, and
+    each round counts as the deadline that it has reached.
     """
     k, due_s = 0, t0_s
     while True:

@@ -81,14 +81,14 @@ def test_a_pcie_reading_above_the_link_rate_is_null(nvml_stub: StubEnvironment) 
     }
 
 
-def column(record: dict[str, Any], metric: str, device: int = 0, of: str = "values") -> Any:
-    """Return one entry of a tick."""
-    return record[of][device][METRICS.index(metric)]
+def column(tick: dict[str, Any], metric: str) -> Any:
+    """Return the value of a metric on the first device."""
+    return tick["values"][0][METRICS.index(metric)]
 
 
-def methods(header: dict[str, Any], device: int = 0) -> dict[str, str]:
-    """Return the method of each metric."""
-    return dict(zip(header["metrics"], header["devices"][device]["methods"], strict=True))
+def methods(header: dict[str, Any]) -> dict[str, str]:
+    """Return the method of each metric on the first device."""
+    return dict(zip(header["metrics"], header["devices"][0]["methods"], strict=True))
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_a_gpu_lost_under_gpm_and_counters_is_null_with_its_reasons(nvml_stub: S
         _, *stream = records(process, 25)
         (mark,) = marks(process, 1)
     assert stream[-1]["values"][1] == [None] * len(METRICS)
-    assert column(stream[-1], "pcie_tx_bytes_per_s", 0) is not None
+    assert column(stream[-1], "pcie_tx_bytes_per_s") is not None
     reasons = dict(reason for tick in stream for reason in tick.get("why", {}).get("1", {}).items())
     assert set(reasons) == set(METRICS)
     assert (mark["counters"][1], mark["why"][0]) == ({}, {})
@@ -211,13 +211,6 @@ def test_polling_makes_its_calls_one_after_another(nvml_stub: StubEnvironment, t
     assert stream[-1]["values"][1] == [41, 11 * GIB, 2e6, 4e6, *[None] * 7]
     assert set(header["devices"][0]["why"]) == set(METRICS[4:])
     assert methods(header)["pcie_tx_bytes_per_s"] == PCIE
-
-
-def test_it_does_not_run_for_a_parent_that_has_ended(nvml_stub: StubEnvironment) -> None:
-    """If the parent has ended before the sampler starts, the sampler ends at once."""
-    with sampler(nvml_stub(), "--parent", "1") as process:
-        assert process.communicate()[0] == ""
-        assert process.returncode == 1
 
 
 def test_it_imports_no_heavy_library() -> None:

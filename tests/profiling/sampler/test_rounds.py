@@ -54,7 +54,7 @@ def test_a_wait_that_ends_early_is_continued() -> None:
     assert list(ticks(100.0, 1.0, lambda: 105.0, lambda _: True)) == []
 
 
-class Devices:
+class _Devices:
     """Devices whose counters take the time that the test sets, on a clock that advances only then."""
 
     def __init__(self, count: int, *, take_s: float) -> None:
@@ -64,7 +64,6 @@ class Devices:
         self.marking = Marking([cast("Device", self)] * count, lambda: self.now_s, self.written.append)
 
     def cumulative(self) -> tuple[dict[str, float], dict[str, str]]:
-        """Let the time pass and return a count."""
         self.now_s += self.take_s
         return {"energy_j": self.now_s}, {}
 
@@ -80,7 +79,7 @@ class Devices:
 
 def test_no_tick_waits_for_a_device_with_the_expected_time() -> None:
     """Eight devices of 15 ms are read over two periods, and every tick begins when it is due."""
-    devices = Devices(8, take_s=0.015)
+    devices = _Devices(8, take_s=0.015)
     devices.marking.request()
     assert (devices.steps(0.1), devices.now_s, devices.steps(0.2)) == (6, 0.1, 2)
     (mark,) = devices.written
@@ -91,14 +90,14 @@ def test_no_tick_waits_for_a_device_with_the_expected_time() -> None:
 
 def test_marks_are_completed_in_the_order_of_their_requests() -> None:
     """One device is read after every tick even if the period is shorter; each mark has its number and readings."""
-    devices = Devices(2, take_s=0.05)
+    devices = _Devices(2, take_s=0.05)
     devices.marking.request()
     devices.marking.request()
     assert [devices.steps(devices.now_s + 0.01) for _ in range(5)] == [1, 1, 1, 1, 0]
     assert [(mark.mark, len(mark.counters)) for mark in devices.written] == [(1, 2), (2, 2)]
 
 
-class GatedDevice:
+class _GatedDevice:
     """A device whose blocking call returns when the test says so."""
 
     def __init__(self) -> None:
@@ -108,7 +107,6 @@ class GatedDevice:
         self.calls = 0
 
     def read(self, metric: str) -> float:
-        """Return the number of the call."""
         assert metric == "pcie_tx_bytes_per_s"
         self.calls += 1
         assert self.gate.acquire(timeout=300)
@@ -117,7 +115,7 @@ class GatedDevice:
 
 def test_a_hung_call_gives_none_until_it_returns() -> None:
     """A call that was given up is not repeated while it hangs, and its late result belongs to no tick."""
-    device = GatedDevice()
+    device = _GatedDevice()
     call = BlockingCall(cast("Device", device), "pcie_tx_bytes_per_s")
     call.start()
     assert call.result(timeout_s=0) is None

@@ -27,7 +27,7 @@ GIB = 1 << 30
 WRAP = 1 << 32
 
 
-class Refusal(Exception):  # noqa: N818 - stands for NVMLError
+class _Refusal(Exception):  # noqa: N818 - stands for NVMLError
     """As pynvml refuses."""
 
     def __init__(self, value: int) -> None:
@@ -35,10 +35,10 @@ class Refusal(Exception):  # noqa: N818 - stands for NVMLError
         self.value = value
 
 
-class FakeNvml:
+class _FakeNvml:
     """The calls of the sources, with values that the test sets and a clock that it advances."""
 
-    NVMLError = Refusal
+    NVMLError = _Refusal
     NVML_ERROR_NOT_SUPPORTED = 3
     NVML_ERROR_NO_PERMISSION = 4
     NVML_ERROR_NOT_FOUND = 6
@@ -58,7 +58,6 @@ class FakeNvml:
         self.taken: list[float] = []
 
     def clock(self) -> float:
-        """Return the time."""
         return self.now_s
 
     def nvmlDeviceGetFieldValues(self, _: object, ids: Sequence[Any]) -> list[SimpleNamespace]:
@@ -78,29 +77,24 @@ class FakeNvml:
         """Return the samples after that time, the older ones of a ring too."""
         self._alive()
         if not self.ring:
-            raise Refusal(6)
+            raise _Refusal(6)
         return 1, [SimpleNamespace(timeStamp=t, sampleValue=SimpleNamespace(uiVal=v)) for t, v in self.ring]
 
     def nvmlDeviceGetUtilizationRates(self, _: object) -> SimpleNamespace:
-        """Return the rate."""
         return SimpleNamespace(gpu=self.rate)
 
     def nvmlGpmQueryDeviceSupport(self, _: object) -> SimpleNamespace:
-        """Return whether there is GPM."""
         return SimpleNamespace(isSupportedDevice=int(bool(self.gpm)))
 
     def nvmlGpmSampleAlloc(self) -> list[float]:
-        """Return an empty sample."""
         return [0.0]
 
     def nvmlGpmSampleGet(self, _: object, sample: list[float]) -> None:
-        """Take a sample."""
         self._alive()
         sample[0] = self.now_s
         self.taken.append(self.now_s)
 
     def c_nvmlGpmMetricsGet_t(self) -> SimpleNamespace:
-        """Return an empty request."""
         return SimpleNamespace(metrics=[SimpleNamespace() for _ in range(98)])
 
     def nvmlGpmMetricsGet(self, question: Any) -> None:
@@ -112,13 +106,13 @@ class FakeNvml:
 
     def _alive(self) -> None:
         if self.lost:
-            raise Refusal(15)
+            raise _Refusal(15)
 
 
 @pytest.fixture
-def nvml() -> FakeNvml:
+def nvml() -> _FakeNvml:
     """The calls of a GPU that has no source yet."""
-    return FakeNvml()
+    return _FakeNvml()
 
 
 def read(average: Average | None) -> Average:
@@ -132,13 +126,13 @@ def utilization(average: Average | None) -> tuple[float, float]:
     return read(average).values["utilization_pct"], read(average).seconds
 
 
-def counters(nvml: FakeNvml, **values: int) -> ByteCounters:
+def counters(nvml: _FakeNvml, **values: int) -> ByteCounters:
     """Return the counters of a Gen5 x16 link that start at these values."""
     nvml.fields = {197: values.get("tx"), 198: values.get("rx")}
     return ByteCounters(nvml, None, nvml.clock, 69e9)
 
 
-def test_a_byte_counter_that_wraps_loses_nothing(nvml: FakeNvml) -> None:
+def test_a_byte_counter_that_wraps_loses_nothing(nvml: _FakeNvml) -> None:
     """Bytes across any number of wraps are counted, by polls and by readings."""
     source = counters(nvml, tx=WRAP - GIB, rx=0)
     for step in range(1, 11):
@@ -151,7 +145,7 @@ def test_a_byte_counter_that_wraps_loses_nothing(nvml: FakeNvml) -> None:
     assert average.values["pcie_rx_bytes_per_s"] * average.seconds == pytest.approx(10)
 
 
-def test_a_gap_in_which_a_counter_may_wrap_twice_is_left_out(nvml: FakeNvml) -> None:
+def test_a_gap_in_which_a_counter_may_wrap_twice_is_left_out(nvml: _FakeNvml) -> None:
     """The average does not cover the gap, and a reading of the gap alone is a reason."""
     source = counters(nvml, tx=0, rx=0)
     nvml.now_s += 0.2
@@ -167,7 +161,7 @@ def test_a_gap_in_which_a_counter_may_wrap_twice_is_left_out(nvml: FakeNvml) -> 
 
 
 @pytest.mark.parametrize(("limit", "poll_s"), [(None, 0.036), (69e9, 0.037), (8e9, 0.04), (133e9, 0.019)])
-def test_a_faster_link_is_polled_more_often(nvml: FakeNvml, limit: float | None, poll_s: float) -> None:
+def test_a_faster_link_is_polled_more_often(nvml: _FakeNvml, limit: float | None, poll_s: float) -> None:
     """Polls are at most 40 ms apart and come before the counter can wrap."""
     nvml.fields = {197: 0, 198: 0}
     source = ByteCounters(nvml, None, nvml.clock, limit)
@@ -175,7 +169,7 @@ def test_a_faster_link_is_polled_more_often(nvml: FakeNvml, limit: float | None,
     assert source.poll_due_s == 100.0 + source.poll_s
 
 
-def test_a_counter_refused_at_the_start_is_not_read_again(nvml: FakeNvml) -> None:
+def test_a_counter_refused_at_the_start_is_not_read_again(nvml: _FakeNvml) -> None:
     """One direction alone is a source of one metric, none is no source, and a later refusal is a reason."""
     source = counters(nvml, rx=0)
     assert list(source.metrics) == ["pcie_rx_bytes_per_s"]
@@ -185,20 +179,20 @@ def test_a_counter_refused_at_the_start_is_not_read_again(nvml: FakeNvml) -> Non
     average = read(source.read(nvml.now_s))
     assert nvml.requested == [198]
     assert average.why == {"pcie_rx_bytes_per_s": "nvmlDeviceGetFieldValues [198]: refusal 3"}
-    with pytest.raises(Refusal):
+    with pytest.raises(_Refusal):
         counters(nvml)
     nvml.lost = True
-    with pytest.raises(Refusal):
+    with pytest.raises(_Refusal):
         SampleRing(nvml, None, nvml.clock)
 
 
-def test_nvlink_counts_over_a_refusal(nvml: FakeNvml) -> None:
+def test_nvlink_counts_over_a_refusal(nvml: _FakeNvml) -> None:
     """Kibibytes over all links become bytes per second; a refused tick loses no bytes."""
     nvml.fields = {138: 1000, 139: 0}
     source = NvLink(nvml, None, nvml.clock)
     assert nvml.requested == [(138, 0xFFFFFFFF), (139, 0xFFFFFFFF)]
     nvml.lost = True
-    with pytest.raises(Refusal):
+    with pytest.raises(_Refusal):
         source.read(101.0)
     nvml.lost = False
     nvml.fields = {138: 5000, 139: 2000}
@@ -207,7 +201,7 @@ def test_nvlink_counts_over_a_refusal(nvml: FakeNvml) -> None:
     assert source.read(102.0) == (expected, 2.0, {})
 
 
-def test_nvlink_is_read_once_a_second_or_where_a_window_ends(nvml: FakeNvml) -> None:
+def test_nvlink_is_read_once_a_second_or_where_a_window_ends(nvml: _FakeNvml) -> None:
     """A tick in between makes no call, an average covers all since the one before, a reset counter gives no rate."""
     nvml.fields = {138: 0, 139: 0}
     source = NvLink(nvml, None, nvml.clock)
@@ -229,7 +223,7 @@ def test_nvlink_is_read_once_a_second_or_where_a_window_ends(nvml: FakeNvml) -> 
             assert (average.seconds, average.values["nvlink_tx_bytes_per_s"] / 1024) == expected
 
 
-def test_gpm_averages_cover_the_time_between_samples(nvml: FakeNvml) -> None:
+def test_gpm_averages_cover_the_time_between_samples(nvml: _FakeNvml) -> None:
     """A tick that comes too early takes no sample; PCIe is in bytes, activity in percent."""
     nvml.gpm = {20: 3.0, 21: 4.0, 2: 50.0, 5: 25.0}
     source = Gpm(nvml, None, nvml.clock)
@@ -251,7 +245,7 @@ def test_gpm_averages_cover_the_time_between_samples(nvml: FakeNvml) -> None:
     assert (average.values, average.why["sm_active_pct"]) == ({}, "nvmlGpmMetricsGet [2]: gave nan")
 
 
-def test_the_ring_gives_every_new_sample_once_weighted_by_its_time(nvml: FakeNvml) -> None:
+def test_the_ring_gives_every_new_sample_once_weighted_by_its_time(nvml: _FakeNvml) -> None:
     """Old samples do not count again, and a sample of 200 ms has twice the weight of one of 100 ms."""
     nvml.ring = [(900_000, 99), (1_000_000, 100)]
     source = SampleRing(nvml, None, nvml.clock)
@@ -262,7 +256,7 @@ def test_the_ring_gives_every_new_sample_once_weighted_by_its_time(nvml: FakeNvm
     assert utilization(source.read(101.2, window_ended=True)) == pytest.approx((70.0, 0.2))
 
 
-def test_an_empty_ring_is_an_idle_gpu(nvml: FakeNvml) -> None:
+def test_an_empty_ring_is_an_idle_gpu(nvml: _FakeNvml) -> None:
     """A second without a sample is idle unless the other call contradicts; less than a second gives no value yet."""
     source = SampleRing(nvml, None, nvml.clock)
     assert source.read(100.3, window_ended=True) is None
@@ -274,7 +268,7 @@ def test_an_empty_ring_is_an_idle_gpu(nvml: FakeNvml) -> None:
     assert utilization(source.read(162.0)) == (30.0, 2.0)
 
 
-def test_a_ring_that_ran_over_covers_its_remaining_samples(nvml: FakeNvml) -> None:
+def test_a_ring_that_ran_over_covers_its_remaining_samples(nvml: _FakeNvml) -> None:
     """A minute after the last reading, 71 samples of 0.2 s cover 15 s, not the whole minute."""
     nvml.ring = [(1_000_000, 0)]
     source = SampleRing(nvml, None, nvml.clock)
@@ -284,7 +278,7 @@ def test_a_ring_that_ran_over_covers_its_remaining_samples(nvml: FakeNvml) -> No
     assert read(source.read(161.0)).seconds == 1.0, "the newest sample is up to a second old, and no time is lost"
 
 
-def device(nvml: FakeNvml, **calls: Any) -> Device:
+def device(nvml: _FakeNvml, **calls: Any) -> Device:
     """Return a device with more calls than those of the sources."""
     link = {"nvmlDeviceGetMaxPcieLinkGeneration": lambda _: 5, "nvmlDeviceGetMaxPcieLinkWidth": lambda _: 16}
     for name, call in (link | calls).items():
@@ -293,9 +287,9 @@ def device(nvml: FakeNvml, **calls: Any) -> Device:
 
 
 @pytest.mark.parametrize(("code", "kept"), [(999, True), (15, True), (3, False), (13, False), (4, False), (25, False)])
-def test_only_a_permanent_refusal_drops_a_metric(nvml: FakeNvml, code: int, kept: bool) -> None:
+def test_only_a_permanent_refusal_drops_a_metric(nvml: _FakeNvml, code: int, kept: bool) -> None:
     """A single failure at the start does not drop the metric; a call that does not exist is made once."""
-    power = Mock(side_effect=[Refusal(code), 300_000, 300_000])
+    power = Mock(side_effect=[_Refusal(code), 300_000, 300_000])
     one = device(nvml, nvmlDeviceGetPowerUsage=power)
     one.chosen = {"power_w": CALLS["power_w"]}
     sampler = Sampler([one])
@@ -306,9 +300,9 @@ def test_only_a_permanent_refusal_drops_a_metric(nvml: FakeNvml, code: int, kept
 
 
 @pytest.mark.parametrize(("code", "opened"), [(999, True), (3, False)])
-def test_a_source_that_refuses_once_is_opened_again(nvml: FakeNvml, code: int, opened: bool) -> None:
+def test_a_source_that_refuses_once_is_opened_again(nvml: _FakeNvml, code: int, opened: bool) -> None:
     """A single failure that may not be permanent does not drop a source for the session."""
-    refusals = [Refusal(code)]
+    refusals = [_Refusal(code)]
     nvml.fields = {138: 0, 139: 0}
     read = nvml.nvmlDeviceGetFieldValues
 
@@ -324,4 +318,4 @@ def test_a_source_that_refuses_once_is_opened_again(nvml: FakeNvml, code: int, o
 
 
 def _refuse(*_: object) -> None:
-    raise Refusal(3)
+    raise _Refusal(3)

@@ -5,40 +5,40 @@ from collections.abc import Callable
 import pytest
 from support.worlds import KEY, srun, torchrun
 
-from pytest_llmgpu.ranks import job_variables
+from pytest_llmgpu.ranks import link
 
 
 def test_torchrun_sets_rank_and_address() -> None:
     """Rank 0 listens on the port after the one that torch's own store has."""
-    found = job_variables.of_environment(torchrun(3, 4, per_node=2))
+    found = link.of_environment(torchrun(3, 4, per_node=2))
     assert (found.rank, found.size, found.local_rank, found.node) == (3, 4, 1, 1)
     assert (found.address, found.port, found.key) == ("127.0.0.1", 29501, KEY.encode())
 
 
 def test_one_machine_needs_no_secret() -> None:
     """The kernel names the user at the other end there."""
-    assert job_variables.of_environment(torchrun(1, 2, per_node=2)).key is None
-    assert job_variables.of_environment({**srun(1, 2, per_node=2), "LLMGPU_KEY": ""}).key is None
+    assert link.of_environment(torchrun(1, 2, per_node=2)).key is None
+    assert link.of_environment({**srun(1, 2, per_node=2), "LLMGPU_KEY": ""}).key is None
 
 
 def test_without_a_number_of_the_node_each_has_its_share_of_the_ranks() -> None:
     """A job that is no torchrun may set four variables only."""
     variables = torchrun(5, 6, per_node=2)
     del variables["GROUP_RANK"]
-    assert job_variables.of_environment(variables).node == 2
+    assert link.of_environment(variables).node == 2
     del variables["LOCAL_WORLD_SIZE"], variables["LOCAL_RANK"]
-    found = job_variables.of_environment(variables)
+    found = link.of_environment(variables)
     assert (found.node, found.local_rank) == (5, 0)
 
 
 def test_slurm_sets_rank_and_nodes() -> None:
     """The first node of the step has rank 0, and the numbers of job and step give the port."""
-    found = job_variables.of_environment(srun(3, 4, per_node=2))
+    found = link.of_environment(srun(3, 4, per_node=2))
     assert (found.rank, found.size, found.local_rank, found.node) == (3, 4, 1, 1)
     assert found.port == 20_000 + 4711 * 31 % 12_000
-    other = job_variables.of_environment({**srun(3, 4, per_node=2), "SLURM_STEP_ID": "1"})
+    other = link.of_environment({**srun(3, 4, per_node=2), "SLURM_STEP_ID": "1"})
     assert other.port == found.port + 1, "two steps of a job may run at the same time"
-    assert job_variables.of_environment({**srun(0, 2, per_node=1), "MASTER_ADDR": "10.0.0.1"}).address == "10.0.0.1"
+    assert link.of_environment({**srun(0, 2, per_node=1), "MASTER_ADDR": "10.0.0.1"}).address == "10.0.0.1"
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_slurm_sets_rank_and_nodes() -> None:
 def test_rank_0_is_on_the_first_host_of_a_list(nodelist: str, first: str) -> None:
     """Slurm writes ranges in brackets, with leading zeros."""
     variables = {**srun(3, 4, per_node=2), "SLURM_STEP_NODELIST": nodelist}
-    assert job_variables.of_environment(variables).address == first
+    assert link.of_environment(variables).address == first
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_bad_variables_are_refused_in_one_line(
     """The message has the variable by the name that its starter gives it and its value, but never a secret."""
     variables = {**starter(1, 4, per_node=2), **changed}
     with pytest.raises(ValueError, match=message) as caught:
-        job_variables.of_environment({name: value for name, value in variables.items() if value is not None})
+        link.of_environment({name: value for name, value in variables.items() if value is not None})
     assert "\n" not in str(caught.value)
     assert "short" not in str(caught.value)
 
@@ -97,8 +97,8 @@ def test_bad_variables_are_refused_in_one_line(
 def test_port_and_address_have_their_sources() -> None:
     """Messages show where to change them."""
     torch, slurm = torchrun(1, 4, per_node=2), srun(1, 4, per_node=2)
-    assert job_variables.of_environment(torch).where == "port 29501 (MASTER_PORT + 1) of 127.0.0.1 (MASTER_ADDR)"
-    changed = job_variables.of_environment({**torch, "LLMGPU_PORT": "4000"})
+    assert link.of_environment(torch).where == "port 29501 (MASTER_PORT + 1) of 127.0.0.1 (MASTER_ADDR)"
+    changed = link.of_environment({**torch, "LLMGPU_PORT": "4000"})
     assert changed.where == "port 4000 (LLMGPU_PORT) of 127.0.0.1 (MASTER_ADDR)"
-    assert "(by SLURM_JOB_ID) of localhost (first of SLURM_STEP_NODELIST)" in job_variables.of_environment(slurm).where
-    assert (changed.size_name, job_variables.of_environment(slurm).size_name) == ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+    assert "(by SLURM_JOB_ID) of localhost (first of SLURM_STEP_NODELIST)" in link.of_environment(slurm).where
+    assert (changed.size_name, link.of_environment(slurm).size_name) == ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
