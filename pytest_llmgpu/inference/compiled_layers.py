@@ -50,9 +50,7 @@ class CompiledLayers:
         """
         import torch
 
-        stacks = [tuple(stack.children()) for _, stack in weights.layer_stacks(model.get_decoder())]
-        if not stacks:
-            raise ValueError(f"{type(model).__name__} has no list of layers, which strategy compile needs")
+        self._model = model
         self.compile_s = 0.0
         """The time that compiling took since the latest `reset`, on the host clock."""
         self.graphs = 0
@@ -62,20 +60,40 @@ class CompiledLayers:
         torch._dynamo.config.recompile_limit = MOST_GRAPHS  # noqa: SLF001 - the place of the setting
         torch._dynamo.config.accumulated_recompile_limit = 4 * MOST_GRAPHS  # noqa: SLF001
         self._compiler = compiler
-        compiled: dict[type, Callable[..., Any]] = {}
-        longest = max(stacks, key=len)
-        for index, layer in enumerate(longest):
-            kind = type(layer)
-            if kind not in compiled:
-                compiled[kind] = torch.compile(kind.forward, backend=self._compile, dynamic=False, fullgraph=True)
-            layer.forward = _forward(self, layer, index, compiled[kind])
+        self._forwards: dict[int, Callable[..., Any]] = {}
+        """The number of a layer to its forward."""
+        self.reset()
 
     def reset(self) -> None:
-        """Forget all graphs: a case has the same time, memory and number of graphs alone and in a sweep."""
+        """Forget all graphs: a case has the same time, memory and number of graphs alone and in a sweep.
+
+        The layers are those that the model has now: functions of the test suite may have replaced some.
+
+        Raises:
+            ValueError: The forward of one layer was replaced, which would run in none of them.
+        """
         import torch
 
         torch.compiler.reset()
+        compiled: dict[type, Callable[..., Any]] = {}
+        for index, layer in enumerate(self._layers()):
+            kind, own = type(layer), vars(layer).get("forward")
+            if own is not None and own is not self._forwards.get(index):
+                raise ValueError(
+                    f"the forward of layer {index} was replaced: compiled layers run that of their class: replace the "
+                    f"layer by a module of another class, or modules in it, in place of {kind.__name__}.forward"
+                )
+            if kind not in compiled:
+                compiled[kind] = torch.compile(kind.forward, backend=self._compile, dynamic=False, fullgraph=True)
+            self._forwards[index] = layer.forward = _forward(self, layer, index, compiled[kind])
         self.compile_s, self.graphs, self._warmed_up = 0.0, 0, False
+
+    def _layers(self) -> tuple[Any, ...]:
+        """Return the layers of the decoder: the longest list of them."""
+        stacks = [tuple(stack.children()) for _, stack in weights.layer_stacks(self._model.get_decoder())]
+        if not stacks:
+            raise ValueError(f"{type(self._model).__name__} has no list of layers, which strategy compile needs")
+        return max(stacks, key=len)
 
     def check(self) -> None:
         """Refuse a warm-up in which nothing was compiled; until the next `reset`, compiling is an error.
@@ -89,7 +107,7 @@ class CompiledLayers:
             )
         self._warmed_up = True
 
-    def run(self, compiled: Callable[..., Any], layer: torch.nn.Module, **named: Any) -> Any:
+    def run(self, compiled: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         """Call a compiled function; if the call compiles, count its time.
 
         Raises:
@@ -100,7 +118,7 @@ class CompiledLayers:
 
         before, began_s = self.graphs, time.perf_counter()
         try:
-            result = compiled(layer, **named)
+            result = compiled(*arguments, **named)
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
             cause = getattr(error, "inner_exception", None) or error
             if isinstance(cause, torch.OutOfMemoryError):
@@ -110,7 +128,7 @@ class CompiledLayers:
             raise CompileError(f"torch.compile failed: {name}: {first_line(cause)}: {remedy}") from error
         if self.graphs > before and self._warmed_up:
             raise CompileError(
-                f"torch.compile compiled {type(layer).__name__} again after the warm-up, in a measured forward: "
+                f"torch.compile compiled {type(arguments[0]).__name__} again after the warm-up, in a measured forward: "
                 "measure another strategy"
             )
         if self.graphs > before:
@@ -149,16 +167,18 @@ def _forward(layers: CompiledLayers, layer: torch.nn.Module, index: int, compile
     import torch
 
     unmasked = False
-    names = [*inspect.signature(type(layer).forward).parameters][1:]
+    parameters = [*inspect.signature(type(layer).forward).parameters.values()][1:]
+    names = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
 
     def forward(*arguments: Any, **named: Any) -> Any:
         nonlocal unmasked
+        rest = arguments[len(names) :]  # of a layer that takes any number
         named |= zip(names, arguments, strict=False)  # some models give the cache and the mask without their names
         name, cache = next((pair for pair in named.items() if isinstance(pair[1], StaticCache)), ("", None))
         if cache is not None:  # `past_key_values`, or `layer_past` of older models
             if index not in cache.layers and not _SUSPENDED.get():
                 with suspended():
-                    compiled(layer, **named)  # allocates the part of this layer
+                    compiled(layer, *rest, **named)  # allocates the part of this layer
             named[name] = cache.layers.get(index, cache)
         if "attention_mask" in named:
             # transformers makes a mask while a CUDA graph is recorded, where it makes none before: the layer would be
@@ -167,7 +187,7 @@ def _forward(layers: CompiledLayers, layer: torch.nn.Module, index: int, compile
                 unmasked = named["attention_mask"] is None
             elif unmasked:
                 named["attention_mask"] = None
-        return layers.run(compiled, layer, **named)
+        return layers.run(compiled, layer, *rest, **named)
 
     return forward
 

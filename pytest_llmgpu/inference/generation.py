@@ -31,9 +31,27 @@ from pytest_llmgpu.report.result import Batches
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PretrainedConfig
 
 _WARM_UP_TOKENS = 3
 _ATTENTION = ("full_attention", "sliding_attention")
+
+
+def check(model: torch.nn.Module, config: PretrainedConfig | None) -> None:
+    """Refuse a module that is no causal language model of transformers, before anything is measured.
+
+    Raises:
+        ValueError: The message has everything that is missing.
+    """
+    missing = [name for name in ("past_key_values", "position_ids", "attention_mask") if not scoring.takes(model, name)]
+    lacks = [f"arguments {', '.join(missing)} of forward"] if missing else []
+    lacks += ["get_output_embeddings()"] if scoring.output_head(model) is None else []
+    lacks += ["Loaded.config"] if config is None else []
+    if lacks:
+        raise ValueError(
+            f"{type(model).__name__} cannot generate text, it has no {', no '.join(lacks)}: score it "
+            "(--llmgpu-workload=score), or use a causal language model of transformers"
+        )
 
 
 class Generated(msgspec.Struct, frozen=True, kw_only=True):

@@ -158,7 +158,7 @@ def resolve(
     )
 
 
-def max_length(config: PretrainedConfig | SimpleNamespace) -> int:
+def max_length(config: PretrainedConfig | SimpleNamespace | None) -> int:
     """Return the maximum input length in tokens, as lm-evaluation-harness does; 2048 if the config has none."""
     text = getattr(config, "text_config", None) or config
     lengths = (getattr(text, name, None) for name in ("n_positions", "max_position_embeddings", "n_ctx"))

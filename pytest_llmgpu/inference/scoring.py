@@ -9,6 +9,7 @@ L tokens of the longest ending.
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -30,6 +31,34 @@ LEAN, HARNESS = SCORINGS = "lean", "harness"
 _MOST_BYTES = 64 * 2**20
 
 
+def check(model: torch.nn.Module) -> None:
+    """Refuse a module that cannot be called as `model(input_ids=...)`.
+
+    Raises:
+        ValueError: Its forward has no such argument.
+    """
+    if not takes(model, "input_ids"):
+        raise ValueError(
+            f"{type(model).__name__}.forward has no argument input_ids, which gets the tokens [rows, tokens]: add it, "
+            "or return a module that has it and calls this one"
+        )
+
+
+def output_head(model: torch.nn.Module) -> torch.nn.Module | None:
+    """Return the module that computes logits from hidden states, as transformers names it; None if there is none."""
+    try:
+        head: torch.nn.Module | None = getattr(model, "get_output_embeddings", lambda: None)()
+    except NotImplementedError:  # the base class of transformers
+        return None
+    return head
+
+
+def takes(model: torch.nn.Module, name: str) -> bool:
+    """Return whether the forward of a module has an argument of this name."""
+    parameters = inspect.signature(model.forward).parameters
+    return name in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+
+
 class EndingHead:
     """A context manager in which the output head gets only the hidden states that predict a token of an ending.
 
@@ -39,11 +68,14 @@ class EndingHead:
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        head = model.get_output_embeddings()  # type: ignore[operator]  # every transformers model has it
+        head = output_head(model)
         if head is None:
-            raise ValueError(f"{type(model).__name__} has no output head: a causal language model is needed")
+            raise ValueError(
+                f"{type(model).__name__} has no get_output_embeddings(): a causal language model is needed"
+            )
         self._model = model
-        self._head: torch.nn.Module = head
+        self._head = head
+        self._has_cache = takes(model, "use_cache")
         self.rows_N: torch.Tensor | None = None
         """The rows of [B * S, H] whose logits the next forward computes."""
 
@@ -62,7 +94,9 @@ class EndingHead:
         """
         self.rows_N = rows_N
         # No attention mask: with padding on the right and causal attention, no scored token depends on the padding.
-        logits_1NV: torch.Tensor = self._model(input_ids=ids_BS, use_cache=bool(cached), **cached).logits
+        if self._has_cache:
+            cached["use_cache"] = bool(cached)
+        logits_1NV = _logits(self._model, ids_BS, **cached)
         if logits_1NV.shape[:2] != (1, len(rows_N)):
             raise ValueError(
                 f"{type(self._model).__name__} does not call its output head: its logits have shape {logits_1NV.shape}"
@@ -90,8 +124,12 @@ class FullLogits:
     gives fewer ties. Strategy iok always has its KV cache in its workspace, so only its logits differ.
     """
 
+    use_cache = True
+    """The model keeps its KV cache until the forward ends, if it has one."""
+
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
+        self._named = {"use_cache": self.use_cache} if takes(model, "use_cache") else {}
 
     def __enter__(self) -> FullLogits:  # noqa: PYI034 - typing.Self needs Python 3.11
         return self
@@ -101,7 +139,7 @@ class FullLogits:
 
     def forward(self, ids_BS: torch.Tensor, rows_N: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - all rows are computed
         """Return the logits [B, S, V] of every position."""
-        logits_BSV: torch.Tensor = self._model(input_ids=ids_BS, use_cache=True).logits
+        logits_BSV = _logits(self._model, ids_BS, **self._named)
         if logits_BSV.shape[:2] != ids_BS.shape:
             raise ValueError(
                 f"{type(self._model).__name__} does not return the logits of every position: their shape is "
@@ -117,6 +155,17 @@ class FullLogits:
         return logp_BSV.flatten(0, 1)[rows_N, targets_N].float()
 
 
+class SelectedLogits(FullLogits):
+    """A context manager for modules without an output head: all logits are computed, and those of endings are used."""
+
+    use_cache = False
+
+    def log_probabilities(self, ids_BS: torch.Tensor, rows_N: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
+        """Return the float32 log-probability [N] of the target of each row."""
+        logits_NV = self.forward(ids_BS, rows_N).flatten(0, 1).index_select(0, rows_N)
+        return log_probabilities(logits_NV, targets_N)
+
+
 Way = EndingHead | FullLogits
 
 
@@ -124,7 +173,24 @@ def way(model: torch.nn.Module, logits: str) -> Way:
     """Return the context manager of a `Case.scoring`; enter it before the first forward."""
     if logits not in SCORINGS:
         raise ValueError(f"scoring {logits!r} is not allowed: allowed are {', '.join(SCORINGS)}")
-    return FullLogits(model) if logits == HARNESS else EndingHead(model)
+    if logits == HARNESS:
+        return FullLogits(model)
+    return SelectedLogits(model) if output_head(model) is None else EndingHead(model)
+
+
+def _logits(model: torch.nn.Module, ids_BS: torch.Tensor, **named: Any) -> torch.Tensor:
+    """Return the logits of a forward, which are its result or the attribute `logits` of it."""
+    import torch
+
+    answer = model(input_ids=ids_BS, **named)
+    logits = getattr(answer, "logits", answer)
+    if not isinstance(logits, torch.Tensor) or logits.dim() != 3:  # noqa: PLR2004 - rows, tokens, vocabulary
+        found = f"a tensor of {logits.dim()} dimensions" if isinstance(logits, torch.Tensor) else type(answer).__name__
+        raise ValueError(
+            f"{type(model).__name__} returned {found}: the logits [rows, tokens, vocabulary] are needed, or an object "
+            "with them as its attribute logits"
+        )
+    return logits
 
 
 def log_probabilities(
@@ -190,7 +256,7 @@ def score(
     """Score every request of a plan.
 
     Args:
-        model: A causal language model of transformers, in eval mode.
+        model: A module that `check` accepts, in eval mode.
         plan: The batches; they are page-locked here if the input device is a CUDA device.
         on_batch: Called after each batch, outside its measured time, with its latency in seconds, rows, input tokens
             and tokens with padding.

@@ -133,11 +133,27 @@ class LLM:
         __tracebackhide__ = True
         try:
             _check_arguments(items, batch_size, new_tokens)
-            return self._session.planner.request(self.options, self.strategy, batch_size, items, new_tokens=new_tokens)
+            return self.planned(items, batch_size, new_tokens)
         except ValueError as error:
             reason = str(error)
         # Outside the except block, where pytest would print the ValueError as the cause.
         pytest.fail(printable_lines(reason), pytrace=False)
+
+    def planned(self, items: Dataset | Sequence[Item], batch_size: int, new_tokens: int | None) -> CaseRequest:
+        """Return the case of these items at a batch size, with what the test suite changes in the loaded model.
+
+        Raises:
+            ValueError: The case is not allowed.
+        """
+        import msgspec
+
+        from pytest_llmgpu.ranks.model_hook import ModelHook
+
+        request = self._session.planner.request(self.options, self.strategy, batch_size, items, new_tokens=new_tokens)
+        # In the order in which pytest would call them.
+        implementations = reversed(self._item.ihook.pytest_llmgpu_model.get_hookimpls())
+        hooks = tuple(ModelHook.of(one.function, one.argnames) for one in implementations)
+        return msgspec.structs.replace(request, model_hooks=hooks)
 
     def score(self, items: Dataset | Sequence[Item], batch_size: int) -> Launch:
         """Score items, or generate, and record no case; return the answers and latencies of the first rank."""
@@ -357,7 +373,7 @@ def _find_max_batch(
     def probe(batch_size: int) -> CaseResult | None:
         tokens = failed.case.new_tokens
         try:
-            request = session.planner.request(llm.options, llm.strategy, batch_size, items, new_tokens=tokens)
+            request = llm.planned(items, batch_size, tokens)
         except ValueError:
             return None  # a strategy of the user may refuse some batch sizes
         # The search is for what fits: work passes would only make it longer.

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from pytest_llmgpu.report.case import Case
+    from pytest_llmgpu.strategies.protocol import Loaded
 
 
 @pytest.hookspec
@@ -79,4 +84,26 @@ def pytest_llmgpu_tasks(config: pytest.Config) -> Mapping[str, str]:  # type: ig
 
     A test measures it with `measure(llm, right_or_wrong, batch_size)`.
     An implementation may omit `config`.
+    """
+
+
+@pytest.hookspec
+def pytest_llmgpu_model(loaded: Loaded, case: Case) -> None:
+    """Change a model right after a strategy has loaded it, in each rank; the change is part of what is measured.
+
+    Three lines of conftest.py measure a kernel of your own in place of the MLPs of a llama, under every strategy::
+
+        def pytest_llmgpu_model(loaded):
+            for layer in loaded.model.model.layers:
+                layer.mlp = FusedMLP(layer.mlp)
+
+    The model is changed in place, before its layers are compiled and recorded as CUDA graphs. `iok` has replaced its
+    layers before. Under `tp` a rank has its part of the weights. A replayed CUDA graph runs kernels and no Python code.
+
+    Each rank imports the module of the function, which is at its top level: what it imports must be importable there.
+    The function of a conftest.py holds for the tests below its folder. An implementation may omit `case` or `loaded`.
+
+    Args:
+        loaded: The model of this rank, with its devices, number of ranks and config.
+        case: The first case that is measured with it.
     """

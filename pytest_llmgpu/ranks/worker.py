@@ -22,6 +22,7 @@ from pytest_llmgpu.inference.tasks.protocol import Item, Task
 from pytest_llmgpu.ranks import ceilings, graph_choice, host, memory, traffic, work
 from pytest_llmgpu.ranks.graph_choice import Decision
 from pytest_llmgpu.ranks.local import FinishedBatch
+from pytest_llmgpu.ranks.model_hook import ModelHook
 from pytest_llmgpu.ranks.work import BatchReport, WorkReply
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.derived import decode_tokens, encode, encode_tokens
@@ -103,12 +104,16 @@ class RankState:
         return memory.since_reset(self.devices, self.loaded_memory, workspace_bytes)
 
 
-def load(state: RankState, case: Case, source: ModelSource, place: str) -> list[DeviceMemory]:
+def load(
+    state: RankState, case: Case, source: ModelSource, place: str, hooks: Sequence[ModelHook] = ()
+) -> list[DeviceMemory]:
     """Apply the memory cap, load the model of a case, and return the memory of the devices.
+
+    Functions of the test suite then change the model.
 
     Raises:
         TypeError: The strategy returned no model.
-        ValueError: The strategy loaded for another number of ranks than were started.
+        ValueError: The model cannot be called, or the strategy loaded for another number of ranks than were started.
     """
     import torch
 
@@ -138,6 +143,9 @@ def load(state: RankState, case: Case, source: ModelSource, place: str) -> list[
             f"{name}: Loaded.world_size is {loaded.world_size}, but the number of ranks is {started}: return the "
             "number of ranks as Loaded.world_size"
         )
+    for hook in hooks:
+        hook(loaded, case)
+    scoring.check(model)
     state.loaded = loaded
     state.loaded_memory = memory.after_loading(devices, state.loaded_memory)
     return state.memory()
@@ -202,6 +210,8 @@ def warm_up(state: RankState, case: Case, not_recorded: str | None = None) -> No
     state.phase, state.launch = "forward", None
     state.graphs.close()  # The case before this one may have been warmed up and never measured.
     state.passes, state.generator = [], None
+    if case.generates:
+        generation.check(loaded.model, loaded.config)
     requests = _encoded(state)
     reset(state)
     began_s = time.monotonic()
@@ -383,6 +393,8 @@ def model_size(state: RankState) -> ModelSize | str | None:
 
     if state.loaded.rank != 0:
         return None
+    if state.loaded.config is None:
+        return "the strategy's model has no config of transformers"
     if state.model_size is None:
         dtype: torch.dtype = getattr(torch, state.case.dtype)
         try:
@@ -427,7 +439,8 @@ def _generation(state: RankState, generator: Generator, generated: Generated) ->
     """Return the record of generated texts, without the log-likelihoods of forwards that have no KV cache."""
     import torch
 
-    plan, workspace = state.plan, state.workspace
+    plan, workspace, config = state.plan, state.workspace, state.loaded.config
+    assert config is not None, "`generation.check` refuses a model without one"
     own = None if workspace is None else workspace.kv_cache_bytes
     dtype: torch.dtype = getattr(torch, state.case.dtype)
     return Generation(
@@ -439,7 +452,7 @@ def _generation(state: RankState, generator: Generator, generated: Generated) ->
         step_clock_ghz=generated.step_clock_ghz,
         kv_cache_bytes=generator.kv_cache_bytes if own is None else own,
         kv_cache_formula_bytes=generation.formula_bytes(
-            state.loaded.config,
+            config,
             rows=max(batch.rows for batch in plan.batches),
             slots=plan.tokens,
             number_bytes=dtype.itemsize,

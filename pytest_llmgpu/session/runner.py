@@ -24,6 +24,7 @@ from pytest_llmgpu.ranks import ceilings, serving, traffic, work, worker
 from pytest_llmgpu.ranks import host as hosts
 from pytest_llmgpu.ranks.group import RankGroup, slowest
 from pytest_llmgpu.ranks.local import LocalLauncher, RankFailedError
+from pytest_llmgpu.ranks.model_hook import ModelHook
 from pytest_llmgpu.report import derived, disturbances
 from pytest_llmgpu.report.case import Case, next_id
 from pytest_llmgpu.report.report import Gpu, Report
@@ -45,6 +46,9 @@ from pytest_llmgpu.strategies.protocol import Strategy
 
 Progress = Callable[[Case, int, int, float], None]
 """Called while a case runs, with the case, the finished batches, the planned batches and the elapsed seconds."""
+
+Loading = tuple[str, tuple[ModelHook, ...]]
+"""`Case.loading` and the functions that change the loaded model."""
 
 _BUILD_S = 1_800.0
 """Time limit of another node for the work before loading, which has limits of its own."""
@@ -76,6 +80,13 @@ class CaseRequest(msgspec.Struct, frozen=True, kw_only=True):
     """True if work passes follow the measured forwards."""
     reference: worker.ReferenceTexts | None = None
     """Texts of the reference strategy that the case scores, too; None if there are none, or if the case scores."""
+    model_hooks: tuple[ModelHook, ...] = ()
+    """Functions of the test suite that change the loaded model, in the order of their calls."""
+
+    @property
+    def loading(self) -> Loading:
+        """What loading depends on: requests with an equal value share their processes."""
+        return self.case.loading, self.model_hooks
 
 
 class Runner:
@@ -99,7 +110,7 @@ class Runner:
         self._traced: dict[str, str] = {}
         """Maps the key of each case to the begin of the names of its trace files. A later launch replaces them."""
         self._group: RankGroup | None = None
-        self._loading: str | None = None
+        self._loading: Loading | None = None
         self._load_s: float | None = None
         self._phase: Phase = "load"
         self._began_s = 0.0
@@ -113,10 +124,10 @@ class Runner:
         """Maps a series to the batch size that ran out of memory last."""
         self._build_errors: dict[tuple[str, int], str | None] = {}
         """Maps the place of a strategy and each node where its build was tried to the error; None if it succeeded."""
-        self._load_errors: dict[str, RankFailedError] = {}
-        """Maps a loading (`Case.loading`) that failed, for another reason than out of memory, to the error."""
-        self._not_recorded: dict[tuple[str, str], str] = {}
-        """Maps a loading (`Case.loading`) and a workload to the operation that no CUDA graph could record."""
+        self._load_errors: dict[Loading, RankFailedError] = {}
+        """Maps a loading that failed, for another reason than out of memory, to the error."""
+        self._not_recorded: dict[tuple[Loading, str], str] = {}
+        """Maps a loading and a workload to the operation that no CUDA graph could record."""
         self.kernel_names: dict[str, int] = {}
         """Maps the name of each kernel in the results to its number, in the order of the numbers."""
         self.ceilings: Ceilings | None = None
@@ -213,7 +224,7 @@ class Runner:
         # Warm up, without the caches that the previous case left: they are not part of this case.
         group.ask(worker.reset, phase="forward", timeout_s=timeout_s)
         self._begin("forward", profilers)
-        began, recording = self._began_s, (case.loading, case.workload)
+        began, recording = self._began_s, (request.loading, case.workload)
         try:
             group.ask(worker.warm_up, case, self._not_recorded.get(recording), phase="forward", timeout_s=timeout_s)
         except RankFailedError as error:
@@ -366,10 +377,10 @@ class Runner:
     def _load(self, request: CaseRequest) -> RankGroup:
         """Return the ranks with the model of a case loaded; start them if others, or none, are running."""
         case = request.case
-        if self._group is not None and self._loading == case.loading and self._group.alive:
+        if self._group is not None and self._loading == request.loading and self._group.alive:
             return self._group
         self.close()
-        if (failed := self._load_errors.get(case.loading)) is not None:
+        if (failed := self._load_errors.get(request.loading)) is not None:
             # Another batch size would fail in the same way, and after the same time.
             raise RankFailedError(failed.outcome, failed.failure)
         strategy = strategies.make(request.strategy)
@@ -393,20 +404,21 @@ class Runner:
                 started = time.monotonic()
                 self._build(strategy, request, nodes_of_ranks, self._group)
                 began += time.monotonic() - started  # it is no part of loading
+            wanted = case, request.source, request.strategy, request.model_hooks
             loaded: list[list[DeviceMemory]] = self._group.ask(
-                worker.load, case, request.source, request.strategy, phase="load", timeout_s=request.load_timeout_s
+                worker.load, *wanted, phase="load", timeout_s=request.load_timeout_s
             )
         except RankFailedError as error:
             if error.outcome != "oom":
                 failure = msgspec.structs.replace(
                     error.failure, message=f"not tried: {case.id} could not be loaded: {error}", log_tail=None
                 )
-                self._load_errors[case.loading] = RankFailedError(error.outcome, failure)
+                self._load_errors[request.loading] = RankFailedError(error.outcome, failure)
             raise
         devices = _by_gpu(loaded, request.machine)
         held = {gpu.uuid: device.held_bytes for gpu, device in devices if gpu}
         self._profilers_of(request.machine).here.held_bytes = held
-        self._loading, self._load_s = case.loading, time.monotonic() - began
+        self._loading, self._load_s = request.loading, time.monotonic() - began
         return self._group
 
     def _build(

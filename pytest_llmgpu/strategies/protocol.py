@@ -39,9 +39,13 @@ class Loaded:
     """A loaded model in one rank; `llm.run` passes it to the function of the user."""
 
     model: torch.nn.Module
-    """The model is called as `model(input_ids=ids_BS)`; its result has `.logits`."""
-    config: PretrainedConfig
-    """This is the config of transformers."""
+    """To score, any module: it is called as `model(input_ids=ids_BS)` and returns the logits [B, S, V], or an object
+    with them as `.logits`. Where it has `get_output_embeddings()`, as models of transformers have, logits are computed
+    for the tokens of endings alone, and `use_cache=False` is passed where its forward takes it. To generate text, a
+    causal language model of transformers."""
+    config: PretrainedConfig | None
+    """This is the config of transformers. None for a module without one: sequences then have up to 2,048 tokens, there
+    is no `bound`, and no text is generated."""
     input_device: torch.device
     """Input ids are copied to this device: the one of the output head, so that logits need no copy."""
     devices: tuple[torch.device, ...]

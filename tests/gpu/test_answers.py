@@ -98,13 +98,14 @@ _SHAPES = ((2, 32), (2, 32), (8, 64), (2, 32), (1, 16), (8, 64))
 @torch.inference_mode()
 def _replay(state: RankState) -> list[_Replay]:
     """In a rank: replay batches of different ids, with a larger shape between two equal ones."""
-    model, device = state.loaded.model, state.loaded.devices[0]
+    model, device, config = state.loaded.model, state.loaded.devices[0], state.loaded.config
+    assert config is not None
     generator = torch.Generator().manual_seed(0)
     before: dict[tuple[int, int], torch.Tensor] = {}
     replays = []
     with GraphedDecoder(model, device) as decoder:
         for shape in _SHAPES:
-            ids_BS = torch.randint(0, state.loaded.config.vocab_size, shape, generator=generator).to(device)
+            ids_BS = torch.randint(0, config.vocab_size, shape, generator=generator).to(device)
             with decoder.suspended():
                 right = model(input_ids=ids_BS, use_cache=False).logits.float()
             found = model(input_ids=ids_BS, use_cache=False).logits.float()

@@ -103,6 +103,27 @@ def test_a_forward_that_runs_eagerly_or_compiles_after_the_warm_up_is_an_error()
     assert layers.graphs == 1, "a case does not use the graphs of the case before"
 
 
+def test_a_layer_that_was_replaced_is_compiled_and_a_forward_that_was_replaced_is_refused() -> None:
+    """A test suite changes the model after it was loaded: nothing of it may run eagerly or be left out."""
+
+    class Twice(type(_model().model.layers[0])):  # type: ignore[misc]  # a class that is not known before
+        def forward(self, *arguments: Any, **named: Any) -> Any:
+            return 2 * super().forward(*arguments, **named)
+
+    model = _model()
+    layers = _compiled(model)
+    model.model.layers[1] = Twice(model.config, 1)
+    with compiled_layers.suspended():
+        expected = _score(model)
+    layers.reset()
+    torch.testing.assert_close(_score(model), expected, atol=1e-5, rtol=1e-5)
+    assert layers.graphs == 2, "one for each class"
+    layer = model.model.layers[0]
+    layer.forward = layer.mlp.forward
+    with pytest.raises(ValueError, match=r"^the forward of layer 0 was replaced: compiled layers run that of their"):
+        layers.reset()
+
+
 def test_products_of_one_row_are_sums_that_can_be_fused() -> None:
     """More rows are left to the libraries, and so is the product that is wider in than out: the second of an MLP."""
     graphs = []

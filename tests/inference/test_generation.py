@@ -146,3 +146,16 @@ def test_a_model_that_the_cache_cannot_serve_is_refused(fields: dict[str, Any], 
     """The config alone decides, before a model is loaded."""
     found = generation.reason_against(fields, 160)
     assert (found is None) if reason is None else (found is not None and reason in found)
+
+
+def test_a_module_that_generates_no_text_is_named_with_all_that_it_lacks() -> None:
+    """It is refused before anything is measured."""
+    generation.check(_model(), _model().config)
+    with pytest.raises(
+        ValueError, match=r"^Identity cannot generate text, it has no arguments past_key_values, "
+    ) as got:
+        generation.check(torch.nn.Identity(), None)
+    assert str(got.value).endswith(
+        "position_ids, attention_mask of forward, no get_output_embeddings(), no Loaded.config: score it "
+        "(--llmgpu-workload=score), or use a causal language model of transformers"
+    )

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import math
+import re
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,6 +50,47 @@ def test_loglikelihoods_are_those_of_the_full_logits(
     assert [value for row in scores.loglikelihoods for value in row] == pytest.approx(
         [_from_full_logits(model, *pair) for pair in pairs], rel=1e-5
     )
+
+
+class _Plain(torch.nn.Module):
+    """A module that has nothing of transformers but the logits."""
+
+    def __init__(self, model: Any, answer: Any) -> None:
+        super().__init__()
+        self.model, self.answer = model, answer
+
+    def forward(self, input_ids: torch.Tensor) -> Any:
+        return self.answer(self.model(input_ids).logits)
+
+
+@pytest.mark.parametrize("logits", scoring.SCORINGS)
+@pytest.mark.parametrize(
+    "answer", [lambda logits: logits, lambda logits: SimpleNamespace(logits=logits)], ids=["tensor", "attribute"]
+)
+def test_a_module_without_an_output_head_is_scored_through_its_logits(model: Any, logits: str, answer: Any) -> None:
+    """It needs no config, no argument use_cache and no get_output_embeddings."""
+    plan = batching.plan(make_requests(), 2)
+    scoring.check(_Plain(model, answer))
+    found = scoring.score(_Plain(model, answer), plan, input_device=CPU, logits=logits)
+    expected = scoring.score(model, plan, input_device=CPU)
+    for values, others in zip(found.loglikelihoods, expected.loglikelihoods, strict=True):
+        assert values == pytest.approx(others, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (lambda logits: (logits,), "_Plain returned tuple: the logits [rows, tokens, vocabulary] are needed, or an"),
+        (lambda logits: logits[0], "_Plain returned a tensor of 2 dimensions: the logits [rows, tokens, vocabulary]"),
+        (lambda logits: logits[:, :-1], "_Plain does not return the logits of every position: their shape is"),
+    ],
+)
+def test_a_module_that_returns_no_logits_is_named(model: Any, answer: Any, message: str) -> None:
+    """The message has what it returned and what is needed."""
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        scoring.score(_Plain(model, answer), batching.plan(make_requests(), 2), input_device=CPU)
+    with pytest.raises(ValueError, match=r"^Identity.forward has no argument input_ids, which gets the tokens"):
+        scoring.check(torch.nn.Identity())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

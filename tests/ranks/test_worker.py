@@ -53,7 +53,7 @@ def test_the_first_rank_of_a_node_reads_the_files_of_a_model(tmp_path: Path, mon
         (None, "load returned None, a Loaded is needed"),
         (torch.nn.Identity(), "load returned Identity, a Loaded is needed"),
         (Loaded("model", None, _CPU, (_CPU,)), "Loaded.model is str, a torch.nn.Module is needed"),  # type: ignore[arg-type]  # the error
-        (Loaded(torch.nn.Identity(), None, _CPU, (_CPU,), world_size=2), "Loaded.world_size is 2, but"),  # type: ignore[arg-type]  # there is no model
+        (Loaded(torch.nn.Identity(), None, _CPU, (_CPU,), world_size=2), "Loaded.world_size is 2, but"),
     ],
 )
 def test_a_strategy_that_loads_the_wrong_thing_is_named(returned: object, message: str) -> None:

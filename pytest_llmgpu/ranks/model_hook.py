@@ -1,0 +1,76 @@
+"""Implementations of the hook `pytest_llmgpu_model`: functions of the test suite that change a loaded model in a rank.
+
+A rank imports the module of the function: by its name, or from its file where the name leads elsewhere, as that of a
+conftest.py often does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from pytest_llmgpu.report.case import Case
+    from pytest_llmgpu.strategies.protocol import Loaded
+
+NAME = "pytest_llmgpu_model"
+
+
+class ModelHook(NamedTuple):
+    """One implementation, as plain data."""
+
+    module: str
+    """Name of its module."""
+    path: str
+    """File of its module."""
+    function: str
+    """Name of the function."""
+    arguments: tuple[str, ...]
+    """The arguments that it takes: `loaded`, `case` or both."""
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], arguments: Sequence[str]) -> ModelHook:
+        """Return an implementation as plain data.
+
+        Raises:
+            ValueError: A rank could not find it by its name.
+        """
+        name = getattr(function, "__qualname__", repr(function))
+        if not inspect.isfunction(function) or not name.isidentifier():
+            raise ValueError(f"{NAME}: {name} is not allowed: a function at the top level of a module is needed")
+        return cls(function.__module__, inspect.getfile(function), name, tuple(arguments))
+
+    def __call__(self, loaded: Loaded, case: Case) -> None:
+        """Import the function and call it.
+
+        Raises:
+            ValueError: It returned something: a model is changed in place.
+        """
+        given = {"loaded": loaded, "case": case}
+        returned = getattr(self._import(), self.function)(**{name: given[name] for name in self.arguments})
+        if returned is not None:
+            raise ValueError(
+                f"{self.path}: {self.function} returned {type(returned).__name__}: change loaded.model in place and "
+                "return None; a strategy of your own can return another model"
+            )
+
+    def _import(self) -> ModuleType:
+        with contextlib.suppress(ImportError):  # as pytest names a module below rootdir with --import-mode=importlib
+            spec = importlib.util.find_spec(self.module)
+            if spec is not None and spec.origin == self.path:
+                return importlib.import_module(self.module)
+        name = f"{NAME}:{self.path}"
+        if name not in sys.modules:
+            spec = importlib.util.spec_from_file_location(name, self.path)
+            assert spec is not None
+            assert spec.loader is not None, "a file of Python code has a loader"
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            sys.modules[name] = module
+        return sys.modules[name]

@@ -1,0 +1,76 @@
+"""The examples of docs/own-code.md run from end to end, in real processes on a CPU, and their faults are named."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+# pytester forgets what a run inside this process has imported; a module that is here already keeps its identity.
+import pytest_llmgpu.session.session  # noqa: F401
+from pytest_llmgpu.report import file
+from pytest_llmgpu.report.report import Report
+
+pytestmark = pytest.mark.usefixtures("no_gpu")
+
+_PAGE = Path(__file__).parents[2] / "docs" / "own-code.md"
+_FLAGS = ("-p", "no:cacheprovider", "--llmgpu-device=cpu", "--llmgpu-limit=4", "--llmgpu-batch-sizes=8")
+
+
+def _write(section: str, folder: Path) -> None:
+    """Write the files that a section of the page shows."""
+    _, _, rest = _PAGE.read_text(encoding="utf-8").partition(f"\n## {section}\n")
+    for name, text in re.findall(r"```python\n# (\S+\.py)\n(.*?)```", rest.partition("\n## ")[0], flags=re.DOTALL):
+        (folder / name).write_text(text)
+
+
+def _run(pytester: pytest.Pytester, *flags: str) -> tuple[pytest.RunResult, Report]:
+    return pytester.runpytest_inprocess(*_FLAGS, *flags), file.load(pytester.path / ".llmgpu" / "last.json")
+
+
+@pytest.mark.slow
+def test_a_patched_model_is_measured_and_a_slower_patch_is_regressed(pytester: pytest.Pytester) -> None:
+    """Ops have the module of the patch, the answers hold, and one more product in it is found and named."""
+    _write("Patch a model", pytester.path)
+    base, report = _run(pytester, "--llmgpu-save=base")
+    base.assert_outcomes(passed=1)
+    for case in report.cases:
+        assert case.launches[0].work is not None
+        modules = case.launches[0].work.ranks[0].ops_by_module or {}
+        assert modules["layers.*.input_layernorm"] != modules["layers.*.post_attention_layernorm"]
+    patch = pytester.path / "fused_norm.py"
+    forward = "        return torch"
+    slower = f"        hidden @ torch.eye(hidden.shape[-1])\n{forward}"
+    patch.write_text(patch.read_text().replace(forward, slower))
+    result, _ = _run(pytester, "--llmgpu-compare=base")
+    result.stdout.fnmatch_lines(["REGRESSED: mp-bs8 FLOPs +*: 1 more aten::mm in each layers.[*].input_layernorm"])
+
+
+@pytest.mark.slow
+def test_a_module_without_transformers_is_scored(pytester: pytest.Pytester) -> None:
+    """Its logits suffice; there is no model of transformers that its bound could be computed for."""
+    _write("A module of your own", pytester.path)
+    result, report = _run(pytester, "--strategy=own_model:Own", "--llmgpu-load-format=dummy")
+    result.assert_outcomes(passed=1)
+    (case,) = report.cases
+    assert case.launches[0].work is not None
+    assert case.launches[0].work.model is None
+    assert case.launches[0].work.why["model"] == "the strategy's model has no config of transformers"
+
+
+@pytest.mark.slow
+def test_each_folder_has_its_own_patches(pytester: pytest.Pytester) -> None:
+    """A patch that fails is an error of its case; other folders have other processes, whatever pytest calls them."""
+    test = "def test_it(llm, hellaswag, batch_size, measure):\n    measure(llm, hellaswag, batch_size)\n"
+    lines = {"broken": "loaded.model.no_such_part", "patched": "print('patched', loaded.rank, case.batch_size)"}
+    for folder, line in lines.items():
+        pytester.mkdir(folder)
+        (pytester.path / folder / f"test_{folder}.py").write_text(test)
+        (pytester.path / folder / "conftest.py").write_text(f"def pytest_llmgpu_model(loaded, case):\n    {line}\n")
+    result, report = _run(pytester, "--import-mode=importlib", "--llmgpu-work=off", "-rP")
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["patched 0 8"])
+    broken, _ = report.cases
+    assert broken.failure is not None
+    assert "has no attribute 'no_such_part'" in broken.failure.message
