@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support import tiny_model
 
-from pytest_llmgpu.inference.tasks.prompts import Prompts
+from pytest_llmgpu.inference.tasks.hellaswag import Prompts
 from pytest_llmgpu.inference.tasks.protocol import Dataset
 
 
@@ -31,7 +31,7 @@ def test_prompts_are_texts_of_json_lines_or_the_contexts_of_a_dataset(tmp_path: 
     ("record", "message"),
     [
         ({"text": "a"}, r"prompts.jsonl:1: prompt is missing"),
-        ({"prompt": 3}, r"prompts.jsonl:1: prompt is int"),
+        ({"prompt": 3}, r"prompts.jsonl:1: prompt must be text, not int"),
         ([], r"prompts.jsonl:1: list instead of a JSON object"),
     ],
 )
