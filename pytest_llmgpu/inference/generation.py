@@ -15,10 +15,10 @@ rank, T slots, D size of a head.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from contextlib import AbstractContextManager
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -26,6 +26,7 @@ import msgspec
 from pytest_llmgpu.inference import scoring
 from pytest_llmgpu.inference.batching import Batch, Plan, Request, Requests, plan
 from pytest_llmgpu.inference.cuda_graphs import Recorder
+from pytest_llmgpu.inference.scoring import OnBatch
 from pytest_llmgpu.inference.sm_clock import SmClock
 from pytest_llmgpu.report.result import Batches
 
@@ -36,11 +37,12 @@ _WARM_UP_TOKENS = 3
 _ATTENTION = ("full_attention", "sliding_attention")
 
 
-class Generated(msgspec.Struct, frozen=True, kw_only=True):
-    """The results of all batches of a plan; prompts are in the order of the dataset."""
+class Generated(scoring.Scores, frozen=True, kw_only=True):
+    """The results of all batches of a plan.
 
-    batches: Batches
-    """The time and size of each batch."""
+    There is no clock in `batches`, and `loglikelihoods` are those of each new token when it was chosen [prompts][N].
+    """
+
     first_token_s: list[float]
     """The time to the first token of each batch."""
     step_s: list[float]
@@ -49,14 +51,11 @@ class Generated(msgspec.Struct, frozen=True, kw_only=True):
     """[GPUs][batches] The mean SM clock of the prefills; None with its reason in `why_no_clock`."""
     step_clock_ghz: list[list[float]] | None
     """[GPUs][batches] The mean SM clock of the decode steps."""
-    why_no_clock: str | None
     tokens: list[list[int]]
-    """The new tokens [prompts][N]."""
-    loglikelihoods: list[list[float]]
-    """The log-likelihood of each new token when it was chosen [prompts][N]."""
+    """The new tokens [prompts][N], in the order of the dataset."""
 
 
-class Generator:
+class Generator(AbstractContextManager["Generator"]):
     """A context manager that generates texts; the KV cache is allocated at the first batch and freed at the end."""
 
     def __init__(
@@ -105,9 +104,6 @@ class Generator:
         self._tokens_NB = torch.zeros(self._new_tokens, rows, dtype=torch.int64, device=input_device)
         self._loglikelihoods_NB = torch.zeros(self._new_tokens, rows, device=input_device)
 
-    def __enter__(self) -> Generator:  # noqa: PYI034 - typing.Self needs Python 3.11
-        return self
-
     def __exit__(self, *_: object) -> None:
         self._graphs.clear()
         self._cache.clear()
@@ -117,15 +113,15 @@ class Generator:
         """The size of the KV cache of this rank."""
         return self._cache.bytes
 
-    def warm_up(self, on_batch: Callable[[float, int, int, int], None] | None = None) -> None:
+    def warm_up(self, on_batch: OnBatch | None = None) -> None:
         """Run the prefill and the first steps of a batch of every shape."""
         for batch in {(batch.rows, batch.width): batch for batch in self._plan.batches}.values():
             latency_s, *_ = self._run(batch, min(_WARM_UP_TOKENS, self._new_tokens))
             if on_batch is not None:
                 on_batch(latency_s, batch.rows, batch.tokens, batch.padded_tokens)
 
-    def generate(self, on_batch: Callable[[float, int, int, int], None] | None = None) -> Generated:
-        """Generate the texts of all prompts; `on_batch` is that of `scoring.score`.
+    def generate(self, on_batch: OnBatch | None = None) -> Generated:
+        """Generate the texts of all prompts.
 
         Raises:
             ValueError: A log-likelihood is not finite.
@@ -137,23 +133,15 @@ class Generator:
         # Three stamps for each batch: before its prefill, before its decode steps and after them.
         clock = SmClock(self._devices or (self._device,), 3 * len(self._plan.batches))
         firsts = range(0, 3 * len(self._plan.batches), 3)
-        for number, batch in enumerate(self._plan.batches, start=1):
-            latency_s, times_s, tokens, loglikelihoods = self._run(batch, self._new_tokens, clock, firsts[number - 1])
-            if not all(math.isfinite(value) for row in loglikelihoods for value in row):
-                raise ValueError(
-                    f"batch {number} of {len(self._plan.batches)} ({batch.rows} rows of {batch.width} tokens): a "
-                    "log-likelihood is not finite: the logits overflow or are NaN: try another dtype, or check the "
-                    "checkpoint"
-                )
+        for first, batch in zip(firsts, self._plan.batches, strict=True):
+            latency_s, times_s, tokens, loglikelihoods = self._run(batch, self._new_tokens, clock, first)
+            values = chain.from_iterable(loglikelihoods)
+            scoring.add_batch(columns, batch, latency_s, values, of=len(self._plan.batches))
             texts.update(zip(batch.requests, zip(tokens, loglikelihoods, strict=True), strict=True))
-            row = (batch.rows, batch.tokens, batch.padded_tokens)
-            columns.latency_s.append(latency_s)
-            for column, value in zip((columns.sequences, columns.tokens, columns.padded_tokens), row, strict=True):
-                column.append(value)
             first_token_s.append(times_s[0])
             step_s += times_s[1:]
             if on_batch is not None:
-                on_batch(latency_s, *row)
+                on_batch(latency_s, batch.rows, batch.tokens, batch.padded_tokens)
         scoring.synchronize(self._devices)
         in_order = [texts[number] for number in sorted(texts)]
         return Generated(
@@ -197,21 +185,21 @@ class Generator:
 
         A clock gets stamps from the number `first` on: before the prefill, after it, and after the steps.
 
-        Return its latency in seconds, the times to the first token and of each step, tokens [B][N], log-likelihoods.
+        Returns:
+            Its latency in seconds, the times to the first token and of each step, tokens [B][N], log-likelihoods.
         """
         import torch
 
+        sm_clock = sm_clock or SmClock((), 0)
         with torch.inference_mode():
-            if sm_clock is not None:
-                sm_clock.stamp(first)
+            sm_clock.stamp(first)
             scoring.synchronize(self._devices)
             began_s = time.perf_counter()
             clock = _Clock(self._device)
             clock.mark()
             self.prefill(batch)
             clock.mark()
-            if sm_clock is not None:
-                sm_clock.stamp(first + 1)
+            sm_clock.stamp(first + 1)
             with self._head:
                 for _ in range(new_tokens - 1):
                     self._launch((batch.rows, 0), batch.rows, lambda: self._step(batch.rows))
@@ -220,8 +208,7 @@ class Generator:
             loglikelihoods = self._loglikelihoods_NB[:new_tokens, : batch.rows].t().tolist()
             scoring.synchronize(self._devices)
             latency_s = time.perf_counter() - began_s
-            if sm_clock is not None:
-                sm_clock.stamp(first + 2)
+            sm_clock.stamp(first + 2)
         return latency_s, clock.times_s(), tokens, loglikelihoods
 
     def _launch(self, key: tuple[int, int], tokens: int, run: Callable[[], None]) -> None:
@@ -312,18 +299,11 @@ def score_texts(
     case must not run out of memory here.
     """
     length = len(texts[0])
-    requests = Requests(
-        item_ids=prompts.item_ids,
-        endings=prompts.endings,
-        requests=tuple(
-            Request(tokens=(*request.tokens[:-1], *text), ending=length)
-            for request, text in zip(prompts.requests, texts, strict=True)
-        ),
-        max_length=prompts.max_length + length,
-    )
-    found = scoring.run_tokens(
-        model, plan(requests, max(1, batch_size // 2)).batches, input_device=input_device, devices=devices
-    )
+    pairs = zip(prompts.requests, texts, strict=True)
+    both = tuple(Request(tokens=(*request.tokens[:-1], *text), ending=length) for request, text in pairs)
+    requests = msgspec.structs.replace(prompts, requests=both, max_length=prompts.max_length + length, new_tokens=0)
+    batches = plan(requests, max(1, batch_size // 2)).batches
+    found = scoring.run_tokens(model, batches, input_device=input_device, devices=devices)
     return [found[number] for number in range(len(texts))]
 
 

@@ -102,8 +102,13 @@ class Registry(Generic[_T]):
                 )
             elif isinstance(error, AttributeError) and error.obj is not None and error.name:
                 hint = guess(error.name, dir(error.obj))
+            # The last line of the user's code; the message of a SyntaxError has it.
+            frames = [] if isinstance(error, SyntaxError) else traceback.extract_tb(error.__traceback__)
+            files = [frame for frame in frames if not frame.filename.startswith("<frozen ")]
+            own = [frame for frame in files if frame.filename not in (__file__, importlib.__file__)]
+            line = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
             raise ValueError(
-                f"{self.kind} {place} cannot be imported: {type(error).__name__}: {reason}{_raised_at(error)}{hint}"
+                f"{self.kind} {place} cannot be imported: {type(error).__name__}: {reason}{line}{hint}"
             ) from error
         lacking = [name for name in self.members if not hasattr(made, name)]
         if lacking:
@@ -116,13 +121,3 @@ class Registry(Generic[_T]):
 def _is_place(text: object) -> bool:
     module, _, attribute = text.partition(":") if isinstance(text, str) else ("", "", "")
     return all(part.isidentifier() for part in [*module.split("."), *attribute.split(".")])
-
-
-def _raised_at(error: Exception) -> str:
-    """Return the last line of the user's code that raised an error; empty where there is none."""
-    if isinstance(error, SyntaxError):
-        return ""  # its message has the line
-    ours = {__file__, importlib.__file__}
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in ours]
-    own = [frame for frame in frames if not frame.filename.startswith("<frozen ")]
-    return f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
