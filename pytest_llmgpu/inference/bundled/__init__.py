@@ -102,23 +102,19 @@ def _llama(hidden: int, intermediate: int, layers: int, heads: int, **others: ob
     }
 
 
+_LLAMA_3 = {
+    "vocab_size": 128_256,
+    "max_position_embeddings": 8192,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
+}
 PRESETS: dict[str, dict[str, Any]] = {
     "llama-7b": _llama(4096, 11_008, 32, 32),
     "llama-13b": _llama(5120, 13_824, 40, 40),
     # It has 32.5 billion parameters. The paper names it 33B, its first release 30b.
     "llama-30b": _llama(6656, 17_920, 60, 52),
     "llama-65b": _llama(8192, 22_016, 80, 64, rms_norm_eps=1e-5),
-    "llama-3-8b": _llama(
-        4096,
-        14_336,
-        32,
-        32,
-        num_key_value_heads=8,  # four query heads share a key and value head
-        vocab_size=128_256,
-        max_position_embeddings=8192,
-        rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
-    ),
+    # Four query heads share a key and value head.
+    "llama-3-8b": _llama(4096, 14_336, 32, 32, num_key_value_heads=8, rms_norm_eps=1e-5, **_LLAMA_3),
 }
 """The name of each preset to its fields of `transformers.LlamaConfig`.
 
