@@ -14,7 +14,7 @@ from pytest_llmgpu.inference.models import SPLIT_COUNTS, ModelSource
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.strategies import process_group
 from pytest_llmgpu.strategies.deepspeed import kernels
-from pytest_llmgpu.strategies.protocol import Loaded
+from pytest_llmgpu.strategies.protocol import Loaded, Strategy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -26,7 +26,7 @@ _MOST_DEVICES = 64
 _ON_CPU = " (on a CPU, --llmgpu-devices=2 starts two processes)"
 
 
-class TensorParallel:
+class TensorParallel(Strategy):
     """Tensor parallelism: weights stay on their device, activations are summed twice per layer."""
 
     name = "tp"
@@ -81,9 +81,6 @@ class TensorParallel:
         else:
             model = weights.checkpoint(source, dtype, distributed_config=plan)
         return Loaded(model, model.config, device, (device,), rank, world_size)
-
-    def prepare(self, loaded: Loaded, batch_size: int, tokens: int) -> None:
-        """Do nothing: tp has no buffer that depends on the batch size."""
 
 
 def check_divisible(

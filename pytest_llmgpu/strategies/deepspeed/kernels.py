@@ -101,10 +101,7 @@ def load() -> None:
     """Load the op into this process, and compile it if necessary: in the child of `build` and in every rank."""
     os.environ["PATH"] = search_path(os.environ)
     builders: Any = importlib.import_module("deepspeed.ops.op_builder")
-    if _is_prebuilt():
-        builders.InferenceBuilder().load(verbose=False)
-        return
-    with shared_lock(_build_folder(os.environ)):
+    with contextlib.nullcontext() if _is_prebuilt() else shared_lock(_build_folder(os.environ)):
         builders.InferenceBuilder().load(verbose=False)
 
 
