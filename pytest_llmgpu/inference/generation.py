@@ -81,7 +81,7 @@ class Generator(AbstractContextManager["Generator"]):
         import torch
 
         plan.pin(input_device)
-        self._model, self._plan, self._device, self._devices = model, plan, input_device, devices
+        self._plan, self._device, self._devices = plan, input_device, devices
         self._new_tokens = plan.requests.new_tokens
         self._recorded_tokens = recorded_tokens
         self._recorder = Recorder(input_device) if recorded_tokens else None
@@ -465,7 +465,6 @@ class KernelCache(_Cache):
     """The kernels have the keys and values in a workspace."""
 
     def __init__(self, *, rows: int, slots: int, devices: Sequence[torch.device]) -> None:
-        """Make a cache; the arguments are those of `StaticCache`."""
         import torch
 
         self.prefilling = False

@@ -27,7 +27,6 @@ from pytest_llmgpu.strategies.protocol import Strategy
 _PROMPT_TOKENS, _NEW_TOKENS = 96, 64
 """The defaults of workload generate: about the length of HellaSwag's contexts, and half a paragraph."""
 
-
 _DTYPES = {"cuda": "float16", "cpu": "float32"}
 """Device to the dtype of `--llmgpu-dtype=auto`."""
 
@@ -51,7 +50,6 @@ class Planner:
         known: Mapping[str, str],
         known_tasks: Mapping[str, str] = tasks.BUILT_IN,
     ) -> None:
-        """Make a planner."""
         self.known_tasks = known_tasks
         """Maps the name of each task, which is the name of its fixture, to its place."""
         self.notes: list[str] = []

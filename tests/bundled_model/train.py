@@ -1,8 +1,8 @@
 """Train the bundled model and its tokenizer: `tox -e train -- OUT_DIR`, or `python -m bundled_model.train OUT_DIR`.
 
 All random numbers come from seeds, but sums of floats differ between machines and versions of torch. A rebuilt model
-is as accurate as the committed one and not bit-identical. After a rebuild, copy `MODEL_SHA256` and `ACCURACY` from the
-JSON that this script prints to `pytest_llmgpu.inference.bundled`.
+is as accurate as the committed one and not bit-identical. After a rebuild, copy the hash and the accuracy from the JSON
+that this script prints to `tests/inference/bundled/test_bundled.py` and `pytest_llmgpu.inference.bundled`.
 
 The task needs two attention heads in sequence: one copies its predecessor to each token, the next goes from a name to
 the token whose predecessor is that name. Without help a model stays at chance for thousands of steps before it learns

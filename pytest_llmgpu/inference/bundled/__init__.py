@@ -17,12 +17,6 @@ from typing import Any
 ACCURACY: dict[str, float] = {"acc": 1.0, "acc_norm": 1.0}
 """The accuracies of the bundled model on all bundled items of HellaSwag, in float32."""
 
-MODEL_SHA256 = "7d1b739c61e1a153b47fac439aa78afa0d61e8987156b3a05488250da1b72a1b"
-"""The hash of model.safetensors."""
-
-DATASET_SHA256 = "d68327657e7a3d8833eefb6326a101dba5a30ca47d2d50506b4dc7de46767ecf"
-"""The hash of the dataset's file."""
-
 BOS = "<|bos|>"
 """The first token of every sequence, as in LLaMA; its id is 0."""
 

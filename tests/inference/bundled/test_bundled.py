@@ -10,12 +10,15 @@ from support import tiny_model
 
 from pytest_llmgpu.inference import bundled, models, weights
 
+_SHA256 = {
+    bundled.MODEL_DIRECTORY / "model.safetensors": "7d1b739c61e1a153b47fac439aa78afa0d61e8987156b3a05488250da1b72a1b",
+    bundled.DATASET_PATH: "d68327657e7a3d8833eefb6326a101dba5a30ca47d2d50506b4dc7de46767ecf",
+}
+
 
 def test_the_files_are_those_that_baselines_were_measured_with() -> None:
     """Weights and dataset have the registered hashes, and the generator gives the dataset byte for byte."""
-    files = (bundled.MODEL_DIRECTORY / "model.safetensors", bundled.DATASET_PATH)
-    hashes = [hashlib.sha256(path.read_bytes()).hexdigest() for path in files]
-    assert hashes == [bundled.MODEL_SHA256, bundled.DATASET_SHA256]
+    assert {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in _SHA256} == _SHA256
     assert to_json_lines(evaluation_items()).encode() == bundled.DATASET_PATH.read_bytes()
 
 
