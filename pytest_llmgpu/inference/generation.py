@@ -298,13 +298,18 @@ def score_texts(
     Half of the batch size of the case is used: prompts and texts together are longer than the prompts alone, and the
     case must not run out of memory here.
     """
+    import torch
+
     length = len(texts[0])
     pairs = zip(prompts.requests, texts, strict=True)
     both = tuple(Request(tokens=(*request.tokens[:-1], *text), ending=length) for request, text in pairs)
     requests = msgspec.structs.replace(prompts, requests=both, max_length=prompts.max_length + length, new_tokens=0)
-    batches = plan(requests, max(1, batch_size // 2)).batches
-    found = scoring.run_tokens(model, batches, input_device=input_device, devices=devices)
-    return [found[number] for number in range(len(texts))]
+    answers: dict[int, list[float]] = {}
+    with scoring.EndingHead(model) as head, torch.inference_mode():
+        for batch in plan(requests, max(1, batch_size // 2)).batches:
+            scoring.synchronize(devices)
+            answers.update(zip(batch.requests, scoring.of_tokens(head, batch, input_device).tolist(), strict=True))
+    return [answers[number] for number in range(len(texts))]
 
 
 class _Cache:

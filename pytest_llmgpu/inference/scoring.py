@@ -235,7 +235,7 @@ def run(
             clock.stamp(2 * number)
             synchronize(devices)
             started_s = time.perf_counter()
-            values = _of_tokens(chosen, batch, input_device).sum(dim=1).tolist()
+            values = of_tokens(chosen, batch, input_device).sum(dim=1).tolist()
             synchronize(devices)
             latency_s = time.perf_counter() - started_s
             clock.stamp(2 * number + 1)
@@ -265,21 +265,7 @@ def add_batch(columns: Batches, batch: Batch, latency_s: float, loglikelihoods: 
         )
 
 
-def run_tokens(
-    model: torch.nn.Module, batches: Sequence[Batch], *, input_device: torch.device, devices: Sequence[torch.device]
-) -> dict[int, list[float]]:
-    """Return the log-likelihood of each token of endings of equal length, by the index of the request."""
-    import torch
-
-    answers: dict[int, list[float]] = {}
-    with EndingHead(model) as head, torch.inference_mode():
-        for batch in batches:
-            synchronize(devices)
-            answers.update(zip(batch.requests, _of_tokens(head, batch, input_device).tolist(), strict=True))
-    return answers
-
-
-def _of_tokens(chosen: Way, batch: Batch, input_device: torch.device) -> torch.Tensor:
+def of_tokens(chosen: Way, batch: Batch, input_device: torch.device) -> torch.Tensor:
     """Return the float32 log-likelihoods [R, L] of the tokens of each ending of a batch, 0 after its end."""
     import torch
 
