@@ -24,10 +24,9 @@ def test_the_files_are_those_that_baselines_were_measured_with() -> None:
 
 def test_training_never_sees_an_evaluation_item() -> None:
     """No training item has the facts and question of an evaluation item."""
-    from bundled_model.train import Settings
+    from bundled_model import train
 
-    settings = Settings()
-    seen = itertools.islice(training_items(settings.seed), settings.steps * settings.rows)
+    seen = itertools.islice(training_items(train.SEED), train.STEPS * train.ROWS)
     assert not {item.substance for item in evaluation_items()} & {item.substance for item in seen}
 
 
