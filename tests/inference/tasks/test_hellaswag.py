@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import tiny_model
 
-from pytest_llmgpu.inference.tasks.hellaswag import HellaSwag, preprocess
+from pytest_llmgpu.inference.tasks.hellaswag import HellaSwag, Prompts, preprocess
 from pytest_llmgpu.inference.tasks.protocol import Item
 
 RECORD: dict[str, Any] = {
@@ -21,7 +22,7 @@ RECORD: dict[str, Any] = {
 }
 
 
-def _write(tmp_path: Path, *records: dict[str, Any]) -> str:
+def _write(tmp_path: Path, *records: Any) -> str:
     path = tmp_path / "items.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     return str(path)
@@ -64,19 +65,37 @@ def test_a_bad_record_is_named_by_file_and_line(tmp_path: Path, changes: dict[st
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("task", "content", "message"),
     [
-        (b'{"ind": 1,\n', ":1: not JSON"),
-        (b"[1]\n", ":1: list instead of a JSON object"),
-        (b"\n\n\xff\xfe\n", ":3: byte 1 is not UTF-8"),
-        (b"\n \n", "is empty: one JSON object per line"),
+        (HellaSwag, b'{"ind": 1,\n', ":1: not JSON"),
+        (HellaSwag, b"[1]\n", ":1: list instead of a JSON object"),
+        (HellaSwag, b"\n\n\xff\xfe\n", ":3: byte 1 is not UTF-8"),
+        (HellaSwag, b"\n \n", "is empty: one JSON object per line"),
+        (Prompts, b"[]", ":1: list instead of a JSON object"),
+        (Prompts, b'{"text": "a"}', ":1: prompt is missing"),
+        (Prompts, b'{"prompt": 3}', ":1: prompt must be text, not int"),
     ],
 )
-def test_a_broken_file_is_refused_with_the_place(tmp_path: Path, content: bytes, message: str) -> None:
-    """A file that is not JSON Lines is refused in one line."""
+def test_a_broken_file_is_refused_with_the_place(
+    tmp_path: Path, task: type[HellaSwag], content: bytes, message: str
+) -> None:
+    """A file that is not JSON Lines, or has other fields, is refused in one line."""
     (tmp_path / "bad.jsonl").write_bytes(content)
     with pytest.raises(ValueError, match=message):
-        HellaSwag().load(str(tmp_path / "bad.jsonl"), rootdir=tmp_path)
+        task().load(str(tmp_path / "bad.jsonl"), rootdir=tmp_path)
+
+
+def test_prompts_are_texts_of_json_lines_or_the_contexts_of_a_dataset(tmp_path: Path) -> None:
+    """A text is not changed, and its id is kept or the number of the line; HellaSwag scores endings after a context."""
+    both = {**RECORD, "prompt": "Thrice"}
+    path = _write(tmp_path, {"prompt": "  Once [x] "}, {"prompt": "Twice", "id": "b"}, both)
+    found = [(item.id, item.context, item.endings) for item in Prompts().load(path, rootdir=tmp_path)]
+    assert found == [("0", "  Once [x] ", ()), ("b", "Twice", ()), ("2", "Thrice", ())]
+    tiny_model.write_dataset(tmp_path / "items.jsonl")
+    dataset = Prompts().load("items.jsonl", rootdir=tmp_path, limit=2)
+    assert dataset[1].context == "Counting: Someone counts to 1 and says the number 1. Then they"
+    assert (dataset.task, dataset[1].endings) == ("prompts", ())
+    assert len(Prompts().load("bundled", rootdir=tmp_path)) > 100
 
 
 def test_a_folder_is_refused_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
