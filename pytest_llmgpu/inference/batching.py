@@ -225,14 +225,7 @@ def plan(requests: Requests, batch_size: int, *, few_shapes: bool = False) -> Pl
     The last batch may have fewer rows. Rows are padded to the longest one of their batch. With `few_shapes` some are
     padded further, so that the forwards have as few shapes as 2 % more time allow: each shape is warmed up, or recorded
     as a CUDA graph.
-
-    Raises:
-        ValueError: The batch size is below 1 or above the number of requests.
     """
-    if not 1 <= batch_size <= len(requests.requests):
-        raise ValueError(
-            f"batch size {batch_size} is not allowed: 1 to {len(requests.requests)}, the number of sequences"
-        )
     shared: dict[tuple[int, ...], list[int]] = {}
     for number, request in enumerate(requests.requests):
         shared.setdefault((number,) if requests.new_tokens else request.tokens[:-1], []).append(number)

@@ -230,12 +230,10 @@ class Generator(AbstractContextManager["Generator"]):
         ids, last_B, _, _ = self._packed[batch.rows, batch.width].split(batch.sizes)
         self._number_1.zero_()
         lengths_B = last_B - self._rows_B[: batch.rows] * batch.width + 1
-        self._cache.prefilling = True
         ids_BS, last_B, arguments = self._cache.prompts(
             ids.view(batch.rows, batch.width), lengths_B, padded=batch.tokens < batch.padded_tokens
         )
         logits_1BV = self._head.forward(ids_BS, last_B, past_key_values=self._cache, **arguments)
-        self._cache.prefilling = False
         self._cache.start(lengths_B)
         self._choose(logits_1BV[0])
 
@@ -315,8 +313,12 @@ def score_texts(
 class _Cache:
     """What the models of transformers ask in a prefill. Decode steps have their positions and masks as arguments."""
 
-    def start(self, lengths_B: torch.Tensor) -> None:
-        """Begin a batch whose prompts have these numbers of tokens, after their prefill."""
+    prefilling = False
+    """True while a forward reads whole prompts: its queries attend to the prompts alone."""
+
+    def start(self, lengths_B: torch.Tensor) -> None:  # noqa: ARG002 - of a subclass
+        """End the prefill of prompts with these numbers of tokens."""
+        self.prefilling = False
 
     def clear(self) -> None:
         """Free the memory of all layers."""
@@ -343,8 +345,6 @@ class LayerCache(_Cache):
         """Keep the tensors of a layer, all on its device; `numbers` are 0, 1, 2 and so on."""
         self.keys, self.values = keys_BHTD, values_BHTD
         self._numbers, self._positions = numbers, positions
-        self.prefilling = False
-        """True while a forward reads whole prompts: its queries attend to the prompts alone."""
 
     def update(
         self, key_BHSD: torch.Tensor, value_BHSD: torch.Tensor, *_: Any, **__: Any
@@ -373,7 +373,6 @@ class StaticCache(_Cache):
 
         self.layers: dict[int, LayerCache] = {}
         """The part of each layer that has read a prompt."""
-        self.prefilling = False
         self._rows, self._slots = rows, slots
         # On every device: a copy from one device to another in each layer would be traffic.
         self._positions = {device: torch.zeros(rows, dtype=torch.int64, device=device) for device in devices}
@@ -383,17 +382,6 @@ class StaticCache(_Cache):
     def bytes(self) -> int:
         """The size of all keys and values."""
         return sum(part.nbytes for layer in self.layers.values() for part in (layer.keys, layer.values))
-
-    @property
-    def prefilling(self) -> bool:
-        """True while a forward reads whole prompts: its queries attend to the prompts alone."""
-        return self._prefilling
-
-    @prefilling.setter
-    def prefilling(self, value: bool) -> None:
-        self._prefilling = value
-        for layer in self.layers.values():
-            layer.prefilling = value
 
     @property
     def state(self) -> list[torch.Tensor]:
@@ -407,14 +395,18 @@ class StaticCache(_Cache):
         *,
         padded: bool,  # noqa: ARG002 - rows of any length have positions of their own
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-        """Return the input ids of a prefill, the row of [B * S] of each last token, and further arguments: none.
+        """Begin a prefill; return its input ids, the row of [B * S] of each last token, and further arguments: none.
 
         Prompts are padded on the right; `padded` is true if they have different lengths.
         """
+        for cache in (self, *self.layers.values()):
+            cache.prefilling = True
         rows, width = ids_BS.shape
         return ids_BS, self._numbers[ids_BS.device][:rows] * width + lengths_B - 1, {}
 
     def start(self, lengths_B: torch.Tensor) -> None:  # noqa: D102
+        for cache in (self, *self.layers.values()):
+            cache.prefilling = False
         for positions in self._positions.values():
             positions[: len(lengths_B)].copy_(lengths_B)
 
@@ -472,8 +464,6 @@ class KernelCache(_Cache):
     def __init__(self, *, rows: int, slots: int, devices: Sequence[torch.device]) -> None:
         import torch
 
-        self.prefilling = False
-        """True while a forward reads whole prompts."""
         self.length = 0
         """The number of tokens of each row so far, with padding; 0 where the kernels must forget them."""
         self.state: list[torch.Tensor] = []
@@ -484,6 +474,7 @@ class KernelCache(_Cache):
         self, ids_BS: torch.Tensor, lengths_B: torch.Tensor, *, padded: bool
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         """Return the ids padded on the left, the row of each last token, and a mask (see `StaticCache.prompts`)."""
+        self.prefilling = True
         rows, width = ids_BS.shape
         last_B = (self._numbers[:rows] + 1) * width - 1
         self.length, self._padding_B = width, width - lengths_B if padded else None

@@ -31,7 +31,6 @@ from pytest_llmgpu.report.text import first_line, guess
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-_LOAD_FORMATS = ("auto", "dummy")
 _HUB_ID = r"[A-Za-z0-9][\w.-]*/[\w.-]+"
 _HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "tokenizer*")
 _JSON_BYTES = 2**26
@@ -124,8 +123,6 @@ def resolve(
         ValueError: The message has the wrong value and the allowed ones, in one line. `TokenizerError` if the tokenizer
             is wrong.
     """
-    if load_format not in _LOAD_FORMATS:
-        raise ValueError(f"load format {load_format!r} is unknown: allowed are {', '.join(_LOAD_FORMATS)}")
     dummy = load_format == "dummy"
     if model in bundled.PRESETS:
         if not dummy:

@@ -46,23 +46,19 @@ def save_tokenizer(texts: Iterable[str], vocabulary_size: int, directory: Path) 
 
     Returns:
         The number of tokens; below `vocabulary_size` if the texts have no more pairs to merge.
-
-    Raises:
-        ValueError: The vocabulary is too small for all bytes.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    smallest = len(alphabet) + 2
-    if vocabulary_size < smallest:
-        raise ValueError(f"vocabulary size {vocabulary_size} is too small for all bytes: at least {smallest} is needed")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.train_from_iterator(
         texts,
         trainers.BpeTrainer(
-            vocab_size=vocabulary_size, special_tokens=[BOS, EOS], initial_alphabet=alphabet, show_progress=False
+            vocab_size=vocabulary_size,
+            special_tokens=[BOS, EOS],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
         ),
     )
     tokenizer.post_processor = processors.TemplateProcessing(

@@ -47,8 +47,6 @@ class MultipleChoice:
 
     def load(self, dataset: str, *, rootdir: Path, limit: int | None = None) -> Dataset:
         """Load a dataset by its name or path. Lines after the limit are not read (see `protocol.Task`)."""
-        if limit is not None and limit < 1:
-            raise ValueError(f"limit {limit} is not allowed: a number of items, at least 1")
         name = dataset
         if dataset in self.datasets:
             records = self.records(dataset)

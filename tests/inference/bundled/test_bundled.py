@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from pathlib import Path
 
 import pytest
 from bundled_model.dataset import evaluation_items, to_json_lines, training_items
@@ -38,12 +37,6 @@ def test_accuracy_is_the_registered_one_with_a_margin_that_rounding_cannot_cross
     found = score(*load(bundled.MODEL_DIRECTORY), evaluation_items())
     assert {"acc": found.acc, "acc_norm": found.acc_norm} == bundled.ACCURACY
     assert min(map(abs, found.margins)) > 1
-
-
-def test_vocabulary_below_the_bytes_is_refused(tmp_path: Path) -> None:
-    """A vocabulary that is too small for all bytes is refused."""
-    with pytest.raises(ValueError, match=r"vocabulary size 100 .* at least 258"):
-        bundled.save_tokenizer(["text"], 100, tmp_path)
 
 
 @pytest.mark.parametrize(
