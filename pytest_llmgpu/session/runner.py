@@ -102,7 +102,6 @@ class Runner:
         self._loading: str | None = None
         self._load_s: float | None = None
         self._phase: Phase = "load"
-        self._began_s = 0.0
         self._began_on_nodes_s: Sequence[float] = ()
         """The time of each node at which the phase began."""
         self._used_before: Mapping[str, int] = {}
@@ -148,8 +147,7 @@ class Runner:
             return result
         launch = Launch(why={"work": NO_WORK})
         result.launches.append(launch)
-        self._phase, self._began_s = "load", time.monotonic()
-        self._began_on_nodes_s = self._profilers_of(request.machine).now_s()
+        self._phase, self._began_on_nodes_s = "load", self._profilers_of(request.machine).now_s()
         measured = False
         try:
             execution = self._measure(request, launch)
@@ -213,7 +211,7 @@ class Runner:
         # Warm up, without the caches that the previous case left: they are not part of this case.
         group.ask(worker.reset, phase="forward", timeout_s=timeout_s)
         self._begin("forward", profilers)
-        began, recording = self._began_s, (case.loading, case.workload)
+        began, recording = time.monotonic(), (case.loading, case.workload)
         try:
             group.ask(worker.warm_up, case, self._not_recorded.get(recording), phase="forward", timeout_s=timeout_s)
         except RankFailedError as error:
@@ -281,7 +279,7 @@ class Runner:
     def _begin(self, phase: Phase, profilers: Profiler | NodeProfilers) -> None:
         """Begin a phase of a case: if it fails, its profile and its counters start here."""
         profilers.mark()
-        self._phase, self._began_s, self._began_on_nodes_s = phase, time.monotonic(), profilers.now_s()
+        self._phase, self._began_on_nodes_s = phase, profilers.now_s()
 
     def _run_further_passes(self, request: CaseRequest, result: CaseResult) -> None:
         """Run each pass that follows the measured forwards and has forwards of its own.

@@ -35,9 +35,6 @@ from pytest_llmgpu.session.runner import CaseRequest, Runner
 Group = tuple[str, Options]
 """A strategy and the options in force. The tests of one group share a loaded model."""
 
-Handler = Callable[[int, FrameType | None], object] | int
-"""A signal handler, as `signal.getsignal` returns it."""
-
 _INTERRUPTED = 2
 """pytest's exit status of a run that was interrupted."""
 _TERMINATION = (signal.SIGTERM, signal.SIGHUP)
@@ -92,7 +89,7 @@ class BenchmarkSession:
         self._required: set[Group] = set()
         """The groups of which something should fit into memory."""
         self._launch = ""
-        self._handlers: dict[signal.Signals, Handler] = {}
+        self._handlers: dict[signal.Signals, Callable[[int, FrameType | None], object] | int] = {}
         """The handlers before this session: the signals that end a job are handled like Ctrl-C."""
         # Outside the main thread nothing changes; a signal that is ignored stays so, as under nohup.
         if threading.current_thread() is threading.main_thread():

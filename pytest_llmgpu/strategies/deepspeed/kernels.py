@@ -131,10 +131,7 @@ def build(
     """
     if _is_prebuilt():
         return
-    waits = _is_building(_build_folder(environ))
-    if waits:
-        show(f"another process compiles DeepSpeed's {_OP}: waiting for it ...")
-    elif not is_compiled(_OP, environ):
+    if not is_compiled(_OP, environ):
         show(f"compiling DeepSpeed's {_OP} (once; about a minute) ...")
 
     with _child(environ, grace_s) as (process, log):
@@ -147,8 +144,7 @@ def build(
                 shown = int(elapsed_s // _PROGRESS_EVERY_S)
                 show(f"compiling DeepSpeed's {_OP} ... {elapsed_s:.0f} s")
         if process.returncode is None:
-            other = "; another process compiled it at the same time" if waits else ""
-            raise RuntimeError(f"DeepSpeed's {_OP} was not compiled within {timeout_s:g} s{other} (log: {log})")
+            raise RuntimeError(f"DeepSpeed's {_OP} was not compiled within {timeout_s:g} s (log: {log})")
         if process.returncode != 0:
             reason = _reason(log_tail(log, most_lines=2**16, most_bytes=2**24), process.returncode)
             raise RuntimeError(f"DeepSpeed's {_OP} did not compile: {reason} (log: {log})")
@@ -196,18 +192,6 @@ def shared_lock(folder: Path) -> Iterator[None]:
                 (folder / _TORCHS_LOCK).unlink(missing_ok=True)
             fcntl.flock(lock, fcntl.LOCK_SH)
         yield
-
-
-def _is_building(folder: Path) -> bool:
-    """Return whether another process builds the extension in `folder`."""
-    try:
-        with (folder / _OUR_LOCK).open("r+b") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return (folder / _TORCHS_LOCK).exists()
-    except OSError:
-        return False
-    return False
 
 
 def _is_prebuilt() -> bool:
