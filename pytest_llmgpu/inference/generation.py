@@ -68,15 +68,11 @@ class Generator(AbstractContextManager["Generator"]):
         recorded_tokens: int = 0,
         own_kv_cache: bool = False,
     ) -> None:
-        """Make a generator for the batches of a plan.
+        """Make a generator for the batches of a plan, which are page-locked here for a CUDA device.
 
-        Args:
-            model: A causal language model of transformers, in eval mode.
-            plan: The batches; they are page-locked here if the input device is a CUDA device.
-            input_device: The device of the input ids, on which the logits are.
-            devices: All devices of the model.
-            recorded_tokens: Forwards of up to this many tokens are recorded as CUDA graphs; 0 for none.
-            own_kv_cache: The kernels of the model keep keys and values themselves.
+        The input ids and the logits are on the input device, the model is on `devices`, in eval mode. Forwards of up to
+        `recorded_tokens` tokens are recorded as CUDA graphs; 0 is for none. With `own_kv_cache` the kernels of the
+        model keep keys and values themselves.
         """
         import torch
 

@@ -110,14 +110,8 @@ def resolve(
 ) -> ModelSource:
     """Find a model and its tokenizer, and refuse a model that cannot be loaded, before anything starts.
 
-    Args:
-        model: `bundled`, a preset, a directory, or a hub id. A relative path starts from the working directory, else
-            from `rootdir`.
-        revision: The branch, tag or commit of a hub id.
-        tokenizer: A directory or hub id; None for the model's own.
-        load_format: `auto` or `dummy`.
-        texts: The texts that a preset's tokenizer is trained on.
-        rootdir: The folder that the shown name is relative to.
+    The arguments are those of the options. A relative path starts from the working directory, else from `rootdir`, to
+    which the shown name is relative. The tokenizer of a preset is trained on `texts`.
 
     Raises:
         ValueError: The message has the wrong value and the allowed ones, in one line. `TokenizerError` if the tokenizer

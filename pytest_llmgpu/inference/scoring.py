@@ -180,16 +180,11 @@ def score(
     devices: Sequence[torch.device] = (),
     logits: str = LEAN,
 ) -> Scores:
-    """Score every request of a plan.
+    """Score every request of a plan, whose batches are page-locked here for a CUDA device.
 
-    Args:
-        model: A causal language model of transformers, in eval mode.
-        plan: The batches; they are page-locked here if the input device is a CUDA device.
-        on_batch: Called after each batch.
-        input_device: The device of the input ids. The device of the output head is best: accelerate returns logits to
-            the device of the input.
-        devices: All devices of the model; they are idle when the clock of a batch starts and stops.
-        logits: One of `SCORINGS`.
+    The model is on `devices`, in eval mode; they are idle when the clock of a batch starts and stops. The input ids are
+    best on the device of the output head: accelerate returns logits to the device of the input. `logits` is one of
+    `SCORINGS`.
 
     Raises:
         ValueError: A log-likelihood is not finite.

@@ -103,12 +103,9 @@ class BenchmarkSession:
     ) -> None:
         """Check a test that will run; called in the order of the run.
 
-        Args:
-            group: The strategy and the options of the test.
-            nodeid: The test, if it measures; else None.
-            batch_size: Sequences per forward; None where the test chooses the batch size.
-            scored: Tasks whose items, chosen by the options, the test scores; empty where the test has its own items.
-            may_fit_nowhere: Whether the test is marked so; something of a group should fit unless all of its tests are.
+        The node id is None for a test that measures nothing, and the batch size where the test chooses it. `scored` are
+        the tasks whose items, chosen by the options, the test scores; none where the test has its own items. Something
+        of a group should fit unless `may_fit_nowhere` is true for all of its tests.
 
         Raises:
             ValueError: The test cannot be measured.

@@ -88,11 +88,8 @@ def check_divisible(
 ) -> None:
     """Refuse a number of devices that does not divide the counts of the model that tensor parallelism splits.
 
-    Args:
-        case: The case, which has the number of devices.
-        source: The model; a count that neither its config nor its class has is not checked.
-        names: The fields of the config whose counts are split.
-        least: The strategy runs on this many devices or more.
+    These are the fields `names` of the config; a count that neither the config nor its class has is not checked. The
+    strategy runs on `least` devices or more.
 
     Raises:
         ValueError: The message has the count and the numbers of devices that divide all counts.

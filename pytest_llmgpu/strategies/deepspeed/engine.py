@@ -30,13 +30,9 @@ _PROBE_TOKENS = 2  # The kernels take a single token as the continuation of a te
 def inject(
     case: Case, source: ModelSource, *, on_layer: Callable[[torch.nn.Module], None] = lambda _: None, **settings: Any
 ) -> Loaded:
-    """Load a model into DeepSpeed's engine.
+    """Load a model into DeepSpeed's engine, with further arguments of `deepspeed.init_inference`.
 
-    Args:
-        case: The case, which names the device and the dtype.
-        source: The files of the model.
-        on_layer: Called with each layer before DeepSpeed replaces it or its parts.
-        settings: Arguments of `deepspeed.init_inference`, except dtype and tensor parallelism.
+    `on_layer` is called with each layer before DeepSpeed replaces it or its parts.
     """
     import torch
 

@@ -116,14 +116,9 @@ def build(
 ) -> None:
     """Compile the op in a child process and check that it loads; a compiled op takes a few seconds.
 
-    Args:
-        show: Shows a line at the start of a compilation and every 15 s.
-        timeout_s: Seconds until the build is ended.
-        environ: Variables of the child. The ranks must have the same: PATH, CUDA_HOME, CUDA_VISIBLE_DEVICES, TORCH_*
-            and others decide what is compiled.
-        clock: Returns seconds.
-        tick_s: Seconds between two checks of the child.
-        grace_s: Seconds in which ninja may end its compilers and torch remove its lock before they are killed.
+    A line is shown at the start of a compilation and every 15 s. The ranks must have the variables of the child: PATH,
+    CUDA_HOME, CUDA_VISIBLE_DEVICES, TORCH_* and others decide what is compiled. The child is checked every `tick_s`. A
+    build that takes too long is ended: in `grace_s` ninja may end its compilers and torch remove its lock.
 
     Raises:
         RuntimeError: The build failed or took too long; the message has the decisive line. The processes of the build
