@@ -215,11 +215,8 @@ class BenchmarkSession:
     def end(self, exit_status: int, *, interrupted: bool, deselected: Sequence[str]) -> int:
         """Judge the run, end every process and complete the report. Ctrl-C meanwhile loses nothing.
 
-        Args:
-            exit_status: The exit status of pytest.
-            interrupted: Whether the run was stopped before its end.
-            deselected: Node ids of deselected tests and, where pytest cannot name them, the options that deselected
-                them. `complete` in the report covers only the tests that were not deselected.
+        `deselected` are the node ids of deselected tests and, where pytest cannot name them, the options that
+        deselected them: `complete` in the report covers the other tests.
 
         Returns:
             The exit status of the run: that of pytest, 1 if it is 0 and the run has problems, or that of an interrupted

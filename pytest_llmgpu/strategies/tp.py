@@ -23,7 +23,6 @@ _AUTOTP_CPU_DTYPES = ("float32", "bfloat16")
 _CPU_SUMS = "deepspeed_shm_comm"
 _MOST_DEVICES = 64
 """No node has more."""
-_ON_CPU = " (on a CPU, --llmgpu-devices=2 starts two processes)"
 
 
 class TensorParallel(Strategy):
@@ -35,7 +34,7 @@ class TensorParallel(Strategy):
     def check(self, case: Case, source: ModelSource) -> None:
         """Refuse a single device, an uneven split, a model without a plan, and a dtype that DeepSpeed lacks."""
         if case.devices < 2:  # noqa: PLR2004 - one device has nothing to split
-            where = _ON_CPU if case.device == "cpu" else ""
+            where = " (on a CPU, --llmgpu-devices=2 starts two processes)" if case.device == "cpu" else ""
             raise ValueError(f"--llmgpu-devices={case.devices}: strategy tp needs at least 2 devices{where}")
         check_divisible(case, source)
         if case.backend != "deepspeed" and not models.facts(source).has_plan:

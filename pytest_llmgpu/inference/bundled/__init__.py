@@ -8,7 +8,6 @@ trained on given texts, and encode and decode any UTF-8 text without loss.
 from __future__ import annotations
 
 import json
-import sys
 from array import array
 from collections.abc import Iterable
 from pathlib import Path
@@ -32,11 +31,7 @@ DATASET_PATH = Path(__file__).parent / "hellaswag_like.jsonl"
 
 def loglikelihoods() -> array[float]:
     """Return the log-likelihoods of all endings of the bundled items in the bundled model, in float32."""
-    values = array("f")
-    values.frombytes((MODEL_DIRECTORY / "loglikelihoods.f32").read_bytes())
-    if sys.byteorder == "big":
-        values.byteswap()
-    return values
+    return array("f", (MODEL_DIRECTORY / "loglikelihoods.f32").read_bytes())
 
 
 def save_tokenizer(texts: Iterable[str], vocabulary_size: int, directory: Path) -> int:
