@@ -225,14 +225,7 @@ def plan(requests: Requests, batch_size: int, *, few_shapes: bool = False) -> Pl
     The last batch may have fewer rows. Rows are padded to the longest one of their batch. With `few_shapes` some are
     padded further, so that the forwards have as few shapes as 2 % more time allow: each shape is warmed up, or recorded
     as a CUDA graph.
-
-    Raises:
-        ValueError: The batch size is below 1 or above the number of requests.
     """
-    if not 1 <= batch_size <= len(requests.requests):
-        raise ValueError(
-            f"batch size {batch_size} is not allowed: 1 to {len(requests.requests)}, the number of sequences"
-        )
     shared: dict[tuple[int, ...], list[int]] = {}
     for number, request in enumerate(requests.requests):
         shared.setdefault((number,) if requests.new_tokens else request.tokens[:-1], []).append(number)
@@ -271,8 +264,8 @@ def _fewest_groups(counts: Sequence[tuple[int, int]], most: int) -> list[list[in
     """Split widths into as few groups as possible, each padded to its first width, by at most `most` tokens in all.
 
     Among splits into equally many groups, the one with the fewest tokens is chosen. This is an exact dynamic programme.
-    The best begin of the last group moves only forwards with the widths that are covered, which leaves few begins to
-    look at. `counts` has the number of batches of each width, in descending order.
+    The best begin of the last group moves only forwards with the widths that are covered. `counts` has the number of
+    batches of each width, in descending order.
     """
     numbers = list(accumulate((count for _, count in counts), initial=0))
     tokens = list(accumulate((width * count for width, count in counts), initial=0))
@@ -286,15 +279,10 @@ def _fewest_groups(counts: Sequence[tuple[int, int]], most: int) -> list[list[in
     while least[-1] > most:
         fewest = len(begins)
         longer, begin_of = least[:], begins[-1][:]
-        spans = [(fewest + 1, len(counts), fewest, len(counts) - 1)]
-        while spans:
-            low, high, first, last = spans.pop()
-            if low > high:
-                continue
-            end = (low + high) // 2
-            begin = min(range(first, min(last, end - 1) + 1), key=lambda at: least[at] + added(at, end))
+        begin = fewest
+        for end in range(fewest + 1, len(counts) + 1):
+            begin = min(range(begin, end), key=lambda at: least[at] + added(at, end))
             longer[end], begin_of[end] = least[begin] + added(begin, end), begin
-            spans += [(low, end - 1, first, begin), (end + 1, high, begin, last)]
         least = longer
         begins.append(begin_of)
     groups, end = [], len(counts)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -49,13 +48,8 @@ class Recorder:
 
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
-
-    @cached_property
-    def _stream(self) -> torch.cuda.Stream:
         # One stream for all graphs: cuBLAS keeps a workspace for each stream.
-        import torch
-
-        return torch.cuda.Stream(self._device)
+        self._stream = torch.cuda.Stream(device)
 
     def rehearse(self, run: Callable[[], _T]) -> _T:
         """Run a function once on another stream, before it is recorded, and return what it returns.

@@ -15,10 +15,10 @@ rank, T slots, D size of a head.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from contextlib import AbstractContextManager
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -26,6 +26,7 @@ import msgspec
 from pytest_llmgpu.inference import scoring
 from pytest_llmgpu.inference.batching import Batch, Plan, Request, Requests, plan
 from pytest_llmgpu.inference.cuda_graphs import Recorder
+from pytest_llmgpu.inference.scoring import OnBatch
 from pytest_llmgpu.inference.sm_clock import SmClock
 from pytest_llmgpu.report.result import Batches
 
@@ -54,11 +55,12 @@ def check(model: torch.nn.Module, config: PretrainedConfig | None) -> None:
         )
 
 
-class Generated(msgspec.Struct, frozen=True, kw_only=True):
-    """The results of all batches of a plan; prompts are in the order of the dataset."""
+class Generated(scoring.Scores, frozen=True, kw_only=True):
+    """The results of all batches of a plan.
 
-    batches: Batches
-    """The time and size of each batch."""
+    There is no clock in `batches`, and `loglikelihoods` are those of each new token when it was chosen [prompts][N].
+    """
+
     first_token_s: list[float]
     """The time to the first token of each batch."""
     step_s: list[float]
@@ -67,14 +69,11 @@ class Generated(msgspec.Struct, frozen=True, kw_only=True):
     """[GPUs][batches] The mean SM clock of the prefills; None with its reason in `why_no_clock`."""
     step_clock_ghz: list[list[float]] | None
     """[GPUs][batches] The mean SM clock of the decode steps."""
-    why_no_clock: str | None
     tokens: list[list[int]]
-    """The new tokens [prompts][N]."""
-    loglikelihoods: list[list[float]]
-    """The log-likelihood of each new token when it was chosen [prompts][N]."""
+    """The new tokens [prompts][N], in the order of the dataset."""
 
 
-class Generator:
+class Generator(AbstractContextManager["Generator"]):
     """A context manager that generates texts; the KV cache is allocated at the first batch and freed at the end."""
 
     def __init__(
@@ -87,20 +86,16 @@ class Generator:
         recorded_tokens: int = 0,
         own_kv_cache: bool = False,
     ) -> None:
-        """Make a generator for the batches of a plan.
+        """Make a generator for the batches of a plan, which are page-locked here for a CUDA device.
 
-        Args:
-            model: A causal language model of transformers, in eval mode.
-            plan: The batches; they are page-locked here if the input device is a CUDA device.
-            input_device: The device of the input ids, on which the logits are.
-            devices: All devices of the model.
-            recorded_tokens: Forwards of up to this many tokens are recorded as CUDA graphs; 0 for none.
-            own_kv_cache: The kernels of the model keep keys and values themselves.
+        The input ids and the logits are on the input device, the model is on `devices`, in eval mode. Forwards of up to
+        `recorded_tokens` tokens are recorded as CUDA graphs; 0 is for none. With `own_kv_cache` the kernels of the
+        model keep keys and values themselves.
         """
         import torch
 
         plan.pin(input_device)
-        self._model, self._plan, self._device, self._devices = model, plan, input_device, devices
+        self._plan, self._device, self._devices = plan, input_device, devices
         self._new_tokens = plan.requests.new_tokens
         self._recorded_tokens = recorded_tokens
         self._recorder = Recorder(input_device) if recorded_tokens else None
@@ -123,9 +118,6 @@ class Generator:
         self._tokens_NB = torch.zeros(self._new_tokens, rows, dtype=torch.int64, device=input_device)
         self._loglikelihoods_NB = torch.zeros(self._new_tokens, rows, device=input_device)
 
-    def __enter__(self) -> Generator:  # noqa: PYI034 - typing.Self needs Python 3.11
-        return self
-
     def __exit__(self, *_: object) -> None:
         self._graphs.clear()
         self._cache.clear()
@@ -135,15 +127,15 @@ class Generator:
         """The size of the KV cache of this rank."""
         return self._cache.bytes
 
-    def warm_up(self, on_batch: Callable[[float, int, int, int], None] | None = None) -> None:
+    def warm_up(self, on_batch: OnBatch | None = None) -> None:
         """Run the prefill and the first steps of a batch of every shape."""
         for batch in {(batch.rows, batch.width): batch for batch in self._plan.batches}.values():
             latency_s, *_ = self._run(batch, min(_WARM_UP_TOKENS, self._new_tokens))
             if on_batch is not None:
                 on_batch(latency_s, batch.rows, batch.tokens, batch.padded_tokens)
 
-    def generate(self, on_batch: Callable[[float, int, int, int], None] | None = None) -> Generated:
-        """Generate the texts of all prompts; `on_batch` is that of `scoring.score`.
+    def generate(self, on_batch: OnBatch | None = None) -> Generated:
+        """Generate the texts of all prompts.
 
         Raises:
             ValueError: A log-likelihood is not finite.
@@ -155,23 +147,15 @@ class Generator:
         # Three stamps for each batch: before its prefill, before its decode steps and after them.
         clock = SmClock(self._devices or (self._device,), 3 * len(self._plan.batches))
         firsts = range(0, 3 * len(self._plan.batches), 3)
-        for number, batch in enumerate(self._plan.batches, start=1):
-            latency_s, times_s, tokens, loglikelihoods = self._run(batch, self._new_tokens, clock, firsts[number - 1])
-            if not all(math.isfinite(value) for row in loglikelihoods for value in row):
-                raise ValueError(
-                    f"batch {number} of {len(self._plan.batches)} ({batch.rows} rows of {batch.width} tokens): a "
-                    "log-likelihood is not finite: the logits overflow or are NaN: try another dtype, or check the "
-                    "checkpoint"
-                )
+        for first, batch in zip(firsts, self._plan.batches, strict=True):
+            latency_s, times_s, tokens, loglikelihoods = self._run(batch, self._new_tokens, clock, first)
+            values = chain.from_iterable(loglikelihoods)
+            scoring.add_batch(columns, batch, latency_s, values, of=len(self._plan.batches))
             texts.update(zip(batch.requests, zip(tokens, loglikelihoods, strict=True), strict=True))
-            row = (batch.rows, batch.tokens, batch.padded_tokens)
-            columns.latency_s.append(latency_s)
-            for column, value in zip((columns.sequences, columns.tokens, columns.padded_tokens), row, strict=True):
-                column.append(value)
             first_token_s.append(times_s[0])
             step_s += times_s[1:]
             if on_batch is not None:
-                on_batch(latency_s, *row)
+                on_batch(latency_s, batch.rows, batch.tokens, batch.padded_tokens)
         scoring.synchronize(self._devices)
         in_order = [texts[number] for number in sorted(texts)]
         return Generated(
@@ -215,21 +199,21 @@ class Generator:
 
         A clock gets stamps from the number `first` on: before the prefill, after it, and after the steps.
 
-        Return its latency in seconds, the times to the first token and of each step, tokens [B][N], log-likelihoods.
+        Returns:
+            Its latency in seconds, the times to the first token and of each step, tokens [B][N], log-likelihoods.
         """
         import torch
 
+        sm_clock = sm_clock or SmClock((), 0)
         with torch.inference_mode():
-            if sm_clock is not None:
-                sm_clock.stamp(first)
+            sm_clock.stamp(first)
             scoring.synchronize(self._devices)
             began_s = time.perf_counter()
             clock = _Clock(self._device)
             clock.mark()
             self.prefill(batch)
             clock.mark()
-            if sm_clock is not None:
-                sm_clock.stamp(first + 1)
+            sm_clock.stamp(first + 1)
             with self._head:
                 for _ in range(new_tokens - 1):
                     self._launch((batch.rows, 0), batch.rows, lambda: self._step(batch.rows))
@@ -238,8 +222,7 @@ class Generator:
             loglikelihoods = self._loglikelihoods_NB[:new_tokens, : batch.rows].t().tolist()
             scoring.synchronize(self._devices)
             latency_s = time.perf_counter() - began_s
-            if sm_clock is not None:
-                sm_clock.stamp(first + 2)
+            sm_clock.stamp(first + 2)
         return latency_s, clock.times_s(), tokens, loglikelihoods
 
     def _launch(self, key: tuple[int, int], tokens: int, run: Callable[[], None]) -> None:
@@ -261,12 +244,10 @@ class Generator:
         ids, last_B, _, _ = self._packed[batch.rows, batch.width].split(batch.sizes)
         self._number_1.zero_()
         lengths_B = last_B - self._rows_B[: batch.rows] * batch.width + 1
-        self._cache.prefilling = True
         ids_BS, last_B, arguments = self._cache.prompts(
             ids.view(batch.rows, batch.width), lengths_B, padded=batch.tokens < batch.padded_tokens
         )
         logits_1BV = self._head.forward(ids_BS, last_B, past_key_values=self._cache, **arguments)
-        self._cache.prefilling = False
         self._cache.start(lengths_B)
         self._choose(logits_1BV[0])
 
@@ -329,27 +310,29 @@ def score_texts(
     Half of the batch size of the case is used: prompts and texts together are longer than the prompts alone, and the
     case must not run out of memory here.
     """
+    import torch
+
     length = len(texts[0])
-    requests = Requests(
-        item_ids=prompts.item_ids,
-        endings=prompts.endings,
-        requests=tuple(
-            Request(tokens=(*request.tokens[:-1], *text), ending=length)
-            for request, text in zip(prompts.requests, texts, strict=True)
-        ),
-        max_length=prompts.max_length + length,
-    )
-    found = scoring.run_tokens(
-        model, plan(requests, max(1, batch_size // 2)).batches, input_device=input_device, devices=devices
-    )
-    return [found[number] for number in range(len(texts))]
+    pairs = zip(prompts.requests, texts, strict=True)
+    both = tuple(Request(tokens=(*request.tokens[:-1], *text), ending=length) for request, text in pairs)
+    requests = msgspec.structs.replace(prompts, requests=both, max_length=prompts.max_length + length, new_tokens=0)
+    answers: dict[int, list[float]] = {}
+    with scoring.EndingHead(model) as head, torch.inference_mode():
+        for batch in plan(requests, max(1, batch_size // 2)).batches:
+            scoring.synchronize(devices)
+            answers.update(zip(batch.requests, scoring.of_tokens(head, batch, input_device).tolist(), strict=True))
+    return [answers[number] for number in range(len(texts))]
 
 
 class _Cache:
     """What the models of transformers ask in a prefill. Decode steps have their positions and masks as arguments."""
 
-    def start(self, lengths_B: torch.Tensor) -> None:
-        """Begin a batch whose prompts have these numbers of tokens, after their prefill."""
+    prefilling = False
+    """True while a forward reads whole prompts: its queries attend to the prompts alone."""
+
+    def start(self, lengths_B: torch.Tensor) -> None:  # noqa: ARG002 - of a subclass
+        """End the prefill of prompts with these numbers of tokens."""
+        self.prefilling = False
 
     def clear(self) -> None:
         """Free the memory of all layers."""
@@ -376,8 +359,6 @@ class LayerCache(_Cache):
         """Keep the tensors of a layer, all on its device; `numbers` are 0, 1, 2 and so on."""
         self.keys, self.values = keys_BHTD, values_BHTD
         self._numbers, self._positions = numbers, positions
-        self.prefilling = False
-        """True while a forward reads whole prompts: its queries attend to the prompts alone."""
 
     def update(
         self, key_BHSD: torch.Tensor, value_BHSD: torch.Tensor, *_: Any, **__: Any
@@ -406,7 +387,6 @@ class StaticCache(_Cache):
 
         self.layers: dict[int, LayerCache] = {}
         """The part of each layer that has read a prompt."""
-        self.prefilling = False
         self._rows, self._slots = rows, slots
         # On every device: a copy from one device to another in each layer would be traffic.
         self._positions = {device: torch.zeros(rows, dtype=torch.int64, device=device) for device in devices}
@@ -416,17 +396,6 @@ class StaticCache(_Cache):
     def bytes(self) -> int:
         """The size of all keys and values."""
         return sum(part.nbytes for layer in self.layers.values() for part in (layer.keys, layer.values))
-
-    @property
-    def prefilling(self) -> bool:
-        """True while a forward reads whole prompts: its queries attend to the prompts alone."""
-        return self._prefilling
-
-    @prefilling.setter
-    def prefilling(self, value: bool) -> None:
-        self._prefilling = value
-        for layer in self.layers.values():
-            layer.prefilling = value
 
     @property
     def state(self) -> list[torch.Tensor]:
@@ -440,14 +409,18 @@ class StaticCache(_Cache):
         *,
         padded: bool,  # noqa: ARG002 - rows of any length have positions of their own
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-        """Return the input ids of a prefill, the row of [B * S] of each last token, and further arguments: none.
+        """Begin a prefill; return its input ids, the row of [B * S] of each last token, and further arguments: none.
 
         Prompts are padded on the right; `padded` is true if they have different lengths.
         """
+        for cache in (self, *self.layers.values()):
+            cache.prefilling = True
         rows, width = ids_BS.shape
         return ids_BS, self._numbers[ids_BS.device][:rows] * width + lengths_B - 1, {}
 
     def start(self, lengths_B: torch.Tensor) -> None:  # noqa: D102
+        for cache in (self, *self.layers.values()):
+            cache.prefilling = False
         for positions in self._positions.values():
             positions[: len(lengths_B)].copy_(lengths_B)
 
@@ -503,11 +476,8 @@ class KernelCache(_Cache):
     """The kernels have the keys and values in a workspace."""
 
     def __init__(self, *, rows: int, slots: int, devices: Sequence[torch.device]) -> None:
-        """Make a cache; the arguments are those of `StaticCache`."""
         import torch
 
-        self.prefilling = False
-        """True while a forward reads whole prompts."""
         self.length = 0
         """The number of tokens of each row so far, with padding; 0 where the kernels must forget them."""
         self.state: list[torch.Tensor] = []
@@ -518,6 +488,7 @@ class KernelCache(_Cache):
         self, ids_BS: torch.Tensor, lengths_B: torch.Tensor, *, padded: bool
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         """Return the ids padded on the left, the row of each last token, and a mask (see `StaticCache.prompts`)."""
+        self.prefilling = True
         rows, width = ids_BS.shape
         last_B = (self._numbers[:rows] + 1) * width - 1
         self.length, self._padding_B = width, width - lengths_B if padded else None

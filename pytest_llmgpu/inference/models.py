@@ -31,7 +31,6 @@ from pytest_llmgpu.report.text import first_line, guess
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-_LOAD_FORMATS = ("auto", "dummy")
 _HUB_ID = r"[A-Za-z0-9][\w.-]*/[\w.-]+"
 _HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "tokenizer*")
 _JSON_BYTES = 2**26
@@ -111,21 +110,13 @@ def resolve(
 ) -> ModelSource:
     """Find a model and its tokenizer, and refuse a model that cannot be loaded, before anything starts.
 
-    Args:
-        model: `bundled`, a preset, a directory, or a hub id. A relative path starts from the working directory, else
-            from `rootdir`.
-        revision: The branch, tag or commit of a hub id.
-        tokenizer: A directory or hub id; None for the model's own.
-        load_format: `auto` or `dummy`.
-        texts: The texts that a preset's tokenizer is trained on.
-        rootdir: The folder that the shown name is relative to.
+    The arguments are those of the options. A relative path starts from the working directory, else from `rootdir`, to
+    which the shown name is relative. The tokenizer of a preset is trained on `texts`.
 
     Raises:
         ValueError: The message has the wrong value and the allowed ones, in one line. `TokenizerError` if the tokenizer
             is wrong.
     """
-    if load_format not in _LOAD_FORMATS:
-        raise ValueError(f"load format {load_format!r} is unknown: allowed are {', '.join(_LOAD_FORMATS)}")
     dummy = load_format == "dummy"
     if model in bundled.PRESETS:
         if not dummy:
@@ -327,11 +318,9 @@ def _locate(model: str, revision: str | None, rootdir: Path, *, weights: bool) -
 
 
 def _read_json(path: Path) -> Any:
-    """Return the JSON value in a file; FileNotFoundError or ValueError in one line."""
+    """Return the JSON value in a file; ValueError in one line."""
     try:
         return parse_json(read(path, _JSON_BYTES))
-    except FileNotFoundError:
-        raise
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
 
@@ -345,12 +334,9 @@ def _read_directory(directory: Path, *, weights: bool) -> tuple[dict[str, Any], 
         ValueError: config.json is missing or is not a JSON object, or a safetensors file is missing or truncated.
     """
     path = directory / "config.json"
-    try:
-        fields = _read_json(path)
-    except FileNotFoundError as error:
-        raise ValueError(
-            f"model {directory} has no config.json: write one with transformers' save_pretrained"
-        ) from error
+    if not path.exists():
+        raise ValueError(f"model {directory} has no config.json: write one with transformers' save_pretrained")
+    fields = _read_json(path)
     if not isinstance(fields, dict):
         raise ValueError(f"{path} is not a JSON object")  # noqa: TRY004 - the file is wrong, not the caller
     digest = hashlib.sha256(path.read_bytes())
@@ -443,22 +429,19 @@ def _preset_tokenizer(texts: Iterable[str], size: int) -> Path:
     key = hashlib.sha256(json.dumps([size, known]).encode()).hexdigest()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pytest-llmgpu" / "tokenizers"
     directory = cache / key
-    if directory.is_dir():
-        return directory
     try:
-        cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache, prefix=".new-") as folder:
-            made = Path(folder) / key
-            made.mkdir()
-            bundled.save_tokenizer(known, size, made)
-            made.replace(directory)
+        if not directory.is_dir():
+            cache.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=cache, prefix=".new-") as folder:
+                made = Path(folder) / key
+                made.mkdir()
+                bundled.save_tokenizer(known, size, made)
+                made.replace(directory)
     except OSError as error:
-        # Another run has made it: a directory cannot replace one that is not empty.
-        if directory.is_dir():
-            return directory
-        raise ValueError(
-            f"{cache} cannot be written ({error.strerror}): set XDG_CACHE_HOME to a writable folder"
-        ) from error
+        if not directory.is_dir():  # else another run has made it: a directory replaces none that is not empty
+            raise ValueError(
+                f"{cache} cannot be written ({error.strerror}): set XDG_CACHE_HOME to a writable folder"
+            ) from error
     return directory
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import pkgutil
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -86,24 +87,27 @@ class Registry(Generic[_T]):
         Raises:
             ValueError: It cannot be imported or made, lacks a member, or has a name that is not allowed.
         """
-        module, _, attribute = place.partition(":")
         try:
-            found: object = importlib.import_module(module)
-            for name in attribute.split("."):
-                found = getattr(found, name)
+            found = pkgutil.resolve_name(place)
             made: Any = found() if callable(found) else found
         # The module belongs to a user and can raise anything: a missing library, bad syntax, a failing constructor.
         except Exception as error:
             reason, hint = f"{error}".partition("\n")[0], ""
-            if isinstance(error, ModuleNotFoundError) and error.name and f"{module}.".startswith(f"{error.name}."):
+            missing = error.name if isinstance(error, ModuleNotFoundError) else None
+            if missing and f"{place.replace(':', '.')}.".startswith(f"{missing}."):
                 hint = (
-                    f": install the package of {error.name}, "
-                    "or add its folder to `pythonpath` in the configuration of pytest"
+                    f": install the package of {missing}, or add its folder to `pythonpath` in the configuration of "
+                    "pytest"
                 )
             elif isinstance(error, AttributeError) and error.obj is not None and error.name:
                 hint = guess(error.name, dir(error.obj))
+            # The last line of the user's code; the message of a SyntaxError has it.
+            frames = [] if isinstance(error, SyntaxError) else traceback.extract_tb(error.__traceback__)
+            others = {__file__, importlib.__file__, pkgutil.__file__}
+            own = [frame for frame in frames if frame.filename not in others and "<frozen" not in frame.filename]
+            line = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
             raise ValueError(
-                f"{self.kind} {place} cannot be imported: {type(error).__name__}: {reason}{_raised_at(error)}{hint}"
+                f"{self.kind} {place} cannot be imported: {type(error).__name__}: {reason}{line}{hint}"
             ) from error
         lacking = [name for name in self.members if not hasattr(made, name)]
         if lacking:
@@ -116,13 +120,3 @@ class Registry(Generic[_T]):
 def _is_place(text: object) -> bool:
     module, _, attribute = text.partition(":") if isinstance(text, str) else ("", "", "")
     return all(part.isidentifier() for part in [*module.split("."), *attribute.split(".")])
-
-
-def _raised_at(error: Exception) -> str:
-    """Return the last line of the user's code that raised an error; empty where there is none."""
-    if isinstance(error, SyntaxError):
-        return ""  # its message has the line
-    ours = {__file__, importlib.__file__}
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in ours]
-    own = [frame for frame in frames if not frame.filename.startswith("<frozen ")]
-    return f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""

@@ -12,7 +12,8 @@ from __future__ import annotations
 import inspect
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,11 @@ LEAN, HARNESS = SCORINGS = "lean", "harness"
 """Values of `--llmgpu-scoring` and of `Case.scoring`."""
 
 _MOST_BYTES = 64 * 2**20
+
+
+OnBatch = Callable[[float, int, int, int], None]
+"""Called after each batch, outside its measured time, with its latency in seconds, rows, input tokens and tokens with
+padding."""
 
 
 def check(model: torch.nn.Module) -> None:
@@ -115,7 +121,7 @@ class EndingHead:
         return hidden_BSH.flatten(0, 1).index_select(0, rows_N).unsqueeze(0), *others
 
 
-class FullLogits:
+class FullLogits(AbstractContextManager["FullLogits"]):
     """A context manager that scores as lm-evaluation-harness 0.4.13 does, with the same memory use.
 
     The model computes the logits of every position and keeps its KV cache until the forward ends (`HFLM._model_call`
@@ -130,9 +136,6 @@ class FullLogits:
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self._named = {"use_cache": self.use_cache} if takes(model, "use_cache") else {}
-
-    def __enter__(self) -> FullLogits:  # noqa: PYI034 - typing.Self needs Python 3.11
-        return self
 
     def __exit__(self, *_: object) -> None:
         """Do nothing, since `__enter__` changes nothing."""
@@ -171,8 +174,6 @@ Way = EndingHead | FullLogits
 
 def way(model: torch.nn.Module, logits: str) -> Way:
     """Return the context manager of a `Case.scoring`; enter it before the first forward."""
-    if logits not in SCORINGS:
-        raise ValueError(f"scoring {logits!r} is not allowed: allowed are {', '.join(SCORINGS)}")
     if logits == HARNESS:
         return FullLogits(model)
     return SelectedLogits(model) if output_head(model) is None else EndingHead(model)
@@ -225,15 +226,7 @@ class Scores(msgspec.Struct, frozen=True):
     """The log-likelihoods [items][requests] in the order of the dataset."""
 
 
-def warm_up(
-    model: torch.nn.Module,
-    plan: Plan,
-    *,
-    on_batch: Callable[[float, int, int, int], None] | None = None,
-    input_device: torch.device,
-    devices: Sequence[torch.device] = (),
-    logits: str = LEAN,
-) -> None:
+def warm_up(model: torch.nn.Module, plan: Plan, *, input_device: torch.device, **others: Any) -> None:
     """Run one batch of every shape, so that no measured batch is the first of its shape.
 
     Libraries plan for each shape: on 4 H200 the first forward of a new width took 110 ms longer (LLaMA-30B, cuDNN's
@@ -241,29 +234,23 @@ def warm_up(
     """
     plan.pin(input_device)
     batches = [*{(batch.rows, batch.width): batch for batch in plan.batches}.values()]
-    run(model, batches, on_batch=on_batch, input_device=input_device, devices=devices, logits=logits)
+    run(model, batches, input_device=input_device, **others)
 
 
 def score(
     model: torch.nn.Module,
     plan: Plan,
     *,
-    on_batch: Callable[[float, int, int, int], None] | None = None,
+    on_batch: OnBatch | None = None,
     input_device: torch.device,
     devices: Sequence[torch.device] = (),
     logits: str = LEAN,
 ) -> Scores:
-    """Score every request of a plan.
+    """Score every request of a plan, whose batches are page-locked here for a CUDA device.
 
-    Args:
-        model: A module that `check` accepts, in eval mode.
-        plan: The batches; they are page-locked here if the input device is a CUDA device.
-        on_batch: Called after each batch, outside its measured time, with its latency in seconds, rows, input tokens
-            and tokens with padding.
-        input_device: The device of the input ids. The device of the output head is best: accelerate returns logits to
-            the device of the input.
-        devices: All devices of the model; they are idle when the clock of a batch starts and stops.
-        logits: One of `SCORINGS`.
+    The model is on `devices`, in eval mode; they are idle when the clock of a batch starts and stops. The input ids are
+    best on the device of the output head: accelerate returns logits to the device of the input. `logits` is one of
+    `SCORINGS`.
 
     Raises:
         ValueError: A log-likelihood is not finite.
@@ -287,9 +274,9 @@ def run(
     model: torch.nn.Module,
     batches: Sequence[Batch],
     *,
-    on_batch: Callable[[float, int, int, int], None] | None = None,
+    on_batch: OnBatch | None = None,
     input_device: torch.device,
-    devices: Sequence[torch.device],
+    devices: Sequence[torch.device] = (),
     logits: str = LEAN,
     clock: SmClock | None = None,
 ) -> tuple[Batches, dict[int, float]]:
@@ -301,49 +288,43 @@ def run(
 
     columns = Batches()
     answers: dict[int, float] = {}
+    clock = clock or SmClock((), 0)
     with way(model, logits) as chosen, torch.inference_mode():
-        for number, batch in enumerate(batches, start=1):
-            if clock is not None:
-                clock.stamp(2 * number - 2)
+        for number, batch in enumerate(batches):
+            clock.stamp(2 * number)
             synchronize(devices)
             started_s = time.perf_counter()
-            values = _of_tokens(chosen, batch, input_device).sum(dim=1).tolist()
+            values = of_tokens(chosen, batch, input_device).sum(dim=1).tolist()
             synchronize(devices)
             latency_s = time.perf_counter() - started_s
-            if clock is not None:
-                clock.stamp(2 * number - 1)
-            if not all(map(math.isfinite, values)):
-                raise ValueError(
-                    f"batch {number} of {len(batches)} ({batch.rows} rows of {batch.width} tokens): "
-                    f"log-likelihood {next(value for value in values if not math.isfinite(value))}: "
-                    "the logits overflow or are NaN: try another dtype, or check the checkpoint"
-                )
+            clock.stamp(2 * number + 1)
+            add_batch(columns, batch, latency_s, values, of=len(batches))
             answers.update(zip(batch.requests, values, strict=True))
-            row = (batch.rows, batch.tokens, batch.padded_tokens)
-            columns.latency_s.append(latency_s)
-            for column, value in zip((columns.sequences, columns.tokens, columns.padded_tokens), row, strict=True):
-                column.append(value)
             if on_batch is not None:
-                on_batch(latency_s, *row)
+                on_batch(latency_s, batch.rows, batch.tokens, batch.padded_tokens)
         synchronize(devices)
     return columns, answers
 
 
-def run_tokens(
-    model: torch.nn.Module, batches: Sequence[Batch], *, input_device: torch.device, devices: Sequence[torch.device]
-) -> dict[int, list[float]]:
-    """Return the log-likelihood of each token of endings of equal length, by the index of the request."""
-    import torch
+def add_batch(columns: Batches, batch: Batch, latency_s: float, loglikelihoods: Iterable[float], *, of: int) -> None:
+    """Add the time and the size of a finished batch to those of the batches before it, `of` so many.
 
-    answers: dict[int, list[float]] = {}
-    with EndingHead(model) as head, torch.inference_mode():
-        for batch in batches:
-            synchronize(devices)
-            answers.update(zip(batch.requests, _of_tokens(head, batch, input_device).tolist(), strict=True))
-    return answers
+    Raises:
+        ValueError: A log-likelihood is not finite.
+    """
+    columns.latency_s.append(latency_s)
+    columns.sequences.append(batch.rows)
+    columns.tokens.append(batch.tokens)
+    columns.padded_tokens.append(batch.padded_tokens)
+    broken = next((value for value in loglikelihoods if not math.isfinite(value)), None)
+    if broken is not None:
+        raise ValueError(
+            f"batch {len(columns.latency_s)} of {of} ({batch.rows} rows of {batch.width} tokens): log-likelihood "
+            f"{broken}: the logits overflow or are NaN: try another dtype, or check the checkpoint"
+        )
 
 
-def _of_tokens(chosen: Way, batch: Batch, input_device: torch.device) -> torch.Tensor:
+def of_tokens(chosen: Way, batch: Batch, input_device: torch.device) -> torch.Tensor:
     """Return the float32 log-likelihoods [R, L] of the tokens of each ending of a batch, 0 after its end."""
     import torch
 

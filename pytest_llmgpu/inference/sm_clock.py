@@ -41,7 +41,6 @@ _PTX = f"""
 """
 _BLOCKS_PER_SM = 2
 """With one block for each SM some SMs would get two and others none."""
-_ON_CPU = "the SM clock is measured on CUDA devices only, and the case ran on a CPU"
 
 
 class SmClock:
@@ -57,7 +56,7 @@ class SmClock:
         self._stamps: list[torch.Tensor] = []
         """[GPUs] Cycles and nanoseconds [stamps, SMs, 2]; 0 where an SM has taken no stamp."""
         if any(device.type != "cuda" for device in devices):
-            self.why = _ON_CPU
+            self.why = "the SM clock is measured on CUDA devices only, and the case ran on a CPU"
             return
         try:
             for gpu in devices:

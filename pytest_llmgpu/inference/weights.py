@@ -79,8 +79,7 @@ def checkpoint(
         raise ValueError(
             f"model {source.name}: {plural(len(missing), 'weight')} missing in its files, such as {missing[0]}"
         )
-    loaded: PreTrainedModel = model.eval()
-    return loaded
+    return model.eval()  # type: ignore[no-any-return]
 
 
 def materialise(
@@ -93,10 +92,10 @@ def materialise(
     """
     from torch.distributed.tensor import DTensor, distribute_tensor
 
-    std = initializer_range(model)
+    read = _random(model, device_of, seed=seed, dtype=dtype)
 
     def make(name: str, empty: torch.nn.Parameter) -> torch.Tensor:
-        values = dummy_tensor(name, empty.shape, std=std, seed=seed, dtype=dtype, device=device_of(name))
+        values = read(name, empty)
         if not isinstance(empty, DTensor):
             return values
         # Every rank has made equal values. Without a source rank each keeps its shard of its own values.
@@ -105,24 +104,25 @@ def materialise(
     fill(model, "", make, device_of)
 
 
-def initializer_range(model: PreTrainedModel) -> float:
-    """Return the standard deviation of random weights."""
-    return float(getattr(model.config.get_text_config(), "initializer_range", 0.02))
-
-
-def dummy_tensor(
-    name: str, shape: torch.Size, *, std: float, seed: int, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """Return the values of one parameter: 0 for biases, 1 for weights of norms, else a normal distribution around 0."""
+def _random(
+    model: PreTrainedModel, device_of: Callable[[str], torch.device], *, seed: int, dtype: torch.dtype
+) -> Reader:
+    """Return what makes values: 0 for biases, 1 for weights of norms, else a normal distribution around 0."""
     import torch
 
-    if name.endswith("bias"):
-        return torch.zeros(shape, dtype=dtype, device=device)
-    if len(shape) == 1:
-        return torch.ones(shape, dtype=dtype, device=device)
-    own = int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little") >> 1
-    generator = torch.Generator(device).manual_seed(own)
-    return torch.empty(shape, dtype=dtype, device=device).normal_(0.0, std, generator=generator)
+    std = float(getattr(model.config.get_text_config(), "initializer_range", 0.02))
+
+    def make(name: str, empty: torch.nn.Parameter) -> torch.Tensor:
+        shape, device = empty.shape, device_of(name)
+        if name.endswith("bias"):
+            return torch.zeros(shape, dtype=dtype, device=device)
+        if len(shape) == 1:
+            return torch.ones(shape, dtype=dtype, device=device)
+        own = int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little") >> 1
+        generator = torch.Generator(device).manual_seed(own)
+        return torch.empty(shape, dtype=dtype, device=device).normal_(0.0, std, generator=generator)
+
+    return make
 
 
 def reader(model: PreTrainedModel, source: ModelSource, device: torch.device, *, seed: int) -> Reader:
@@ -131,12 +131,7 @@ def reader(model: PreTrainedModel, source: ModelSource, device: torch.device, *,
 
     dtype = model.dtype
     if source.load_format == "dummy":
-        std = initializer_range(model)
-
-        def make(name: str, empty: torch.nn.Parameter) -> torch.Tensor:
-            return dummy_tensor(name, empty.shape, std=std, seed=seed, dtype=dtype, device=device)
-
-        return make
+        return _random(model, lambda _: device, seed=seed, dtype=dtype)
     assert source.directory is not None
     files = [safe_open(path, "pt", device=str(device)) for path in models.weight_files(Path(source.directory))]
     holder = {name: file for file in files for name in file.keys()}  # type: ignore[no-untyped-call]  # noqa: SIM118 - no mapping
@@ -144,11 +139,7 @@ def reader(model: PreTrainedModel, source: ModelSource, device: torch.device, *,
         return lambda name, _: holder[name].get_tensor(name).to(dtype)  # type: ignore[no-untyped-call]
     # The files have other names or other shapes than the model. transformers converts them in the host's memory.
     whole = dict(checkpoint(source, dtype, device_map={"": "cpu"}).named_parameters())
-
-    def move(name: str, _: torch.nn.Parameter) -> torch.Tensor:
-        return whole.pop(name).detach().to(device)
-
-    return move
+    return lambda name, _: whole.pop(name).detach().to(device)
 
 
 def fill(

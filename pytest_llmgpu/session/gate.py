@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -79,11 +80,9 @@ class RunGate:
         """
         # A path that is not found is relative to the rootdir, as in an ini file.
         reference, in_root = self._reference, self._rootdir / self._reference
-        try:
+        with suppress(OSError):  # too long for a path
             if not Path(reference).exists() and in_root.is_file():
                 reference = str(in_root)
-        except OSError:  # too long for a path
-            pass
         # The store names machines by their reports.
         nothing = dict.fromkeys(("strategy", "model", "dtype", "dataset", "dataset_sha256", "tokenizer_sha256"), "")
         case = Case(batch_size=1, device=machine.device, devices=machine.devices, **nothing)  # type: ignore[arg-type]

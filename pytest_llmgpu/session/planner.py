@@ -27,7 +27,6 @@ from pytest_llmgpu.strategies.protocol import Strategy
 _PROMPT_TOKENS, _NEW_TOKENS = 96, 64
 """The defaults of workload generate: about the length of HellaSwag's contexts, and half a paragraph."""
 
-
 _DTYPES = {"cuda": "float16", "cpu": "float32"}
 """Device to the dtype of `--llmgpu-dtype=auto`."""
 
@@ -51,7 +50,6 @@ class Planner:
         known: Mapping[str, str],
         known_tasks: Mapping[str, str] = tasks.BUILT_IN,
     ) -> None:
-        """Make a planner."""
         self.known_tasks = known_tasks
         """Maps the name of each task, which is the name of its fixture, to its place."""
         self.notes: list[str] = []
@@ -94,15 +92,10 @@ class Planner:
         task: str = DEFAULT_TASK,
         new_tokens: int | None = None,
     ) -> CaseRequest:
-        """Return one case with everything that its measurement needs.
+        """Return one case with everything that its measurement needs, under the options in force for its test.
 
-        Args:
-            options: The options in force for the test.
-            strategy_name: One of `options.strategy`; the case has the name that the strategy itself has.
-            batch_size: Sequences per forward.
-            items: The items to score or to continue; None for the items of `task` that the options choose.
-            task: The name of the task; used where no items are given.
-            new_tokens: The number of tokens to generate for each item; None for the one of the options.
+        The strategy is one of `options.strategy`. The items are scored or continued; None is for those of `task` that
+        the options choose. `new_tokens` are generated for each item; None is for the number of the options.
         """
         place, strategy = self._strategy(strategy_name)
         # Only strategies of this package have options: another one named `load` must not get `load_format`.

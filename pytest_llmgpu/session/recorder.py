@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import tempfile
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -71,11 +71,6 @@ class Recorder:
         """The number of the launch that is measured now."""
         self._counts: Counter[tuple[str, str]] = Counter()
         """Maps node id and key of a case to the number of its measurements in this launch."""
-        self._assessed: defaultdict[tuple[object, ...], dict[int, CaseResult]] = defaultdict(dict)
-        """Maps the fields that decide the answers of a case to the cases that have them equal, by place in the report,
-        so that each is compared with few of the others. Series and references are among these."""
-        self._ids: set[str] = set()
-        """The ids of the cases."""
         self._measured: dict[tuple[tuple[str, str], int], tuple[int, list[CaseResult]]] = {}
         """Maps node id, key and number of a measurement to its place in the report and its results, one per launch."""
         self._page_path, self._trace_path = page_path, trace_path
@@ -122,9 +117,7 @@ class Recorder:
         except ValueError as error:
             raise ValueError(f"--llmgpu-resume={reference}: {error}") from None
         self.report = report
-        self._ids = {result.id for result in report.cases}
         for place, result in enumerate(report.cases):
-            self._assessed[decisive(result.case)][place] = result
             measured = result.nodeid or "", result.key
             self._measured[measured, self._counts[measured]] = (place, by_launch(result))
             self._counts[measured] += 1
@@ -194,14 +187,14 @@ class Recorder:
         self._counts[measured] += 1
         launches.append(result)
         if len(launches) == 1:
-            result.id = next_id(self._ids, result.case)
-            self._ids.add(result.id)
-        peers = self._assessed[decisive(result.case)]
-        earlier = [peers[number] for number in sorted(peers) if number < place]
-        peers[place] = assess(launches, earlier=earlier, environment=environment, options=options)
-        cases[place : place + 1] = [peers[place]]
+            result.id = next_id({one.id for one in cases}, result.case)
+        # Series and references are among the cases whose answers the same fields decide.
+        fields = decisive(result.case)
+        earlier = [one for one in cases[:place] if decisive(one.case) == fields]
+        whole = assess(launches, earlier=earlier, environment=environment, options=options)
+        cases[place : place + 1] = [whole]
         self._write()
-        return peers[place]
+        return whole
 
     def _text(self, text: str) -> str:
         """Return a text of a library or a rank without private folders, names and secrets."""

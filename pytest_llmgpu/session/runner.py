@@ -113,7 +113,6 @@ class Runner:
         self._loading: Loading | None = None
         self._load_s: float | None = None
         self._phase: Phase = "load"
-        self._began_s = 0.0
         self._began_on_nodes_s: Sequence[float] = ()
         """The time of each node at which the phase began."""
         self._used_before: Mapping[str, int] = {}
@@ -159,8 +158,7 @@ class Runner:
             return result
         launch = Launch(why={"work": NO_WORK})
         result.launches.append(launch)
-        self._phase, self._began_s = "load", time.monotonic()
-        self._began_on_nodes_s = self._profilers_of(request.machine).now_s()
+        self._phase, self._began_on_nodes_s = "load", self._profilers_of(request.machine).now_s()
         measured = False
         try:
             execution = self._measure(request, launch)
@@ -224,7 +222,7 @@ class Runner:
         # Warm up, without the caches that the previous case left: they are not part of this case.
         group.ask(worker.reset, phase="forward", timeout_s=timeout_s)
         self._begin("forward", profilers)
-        began, recording = self._began_s, (request.loading, case.workload)
+        began, recording = time.monotonic(), (request.loading, case.workload)
         try:
             group.ask(worker.warm_up, case, self._not_recorded.get(recording), phase="forward", timeout_s=timeout_s)
         except RankFailedError as error:
@@ -292,7 +290,7 @@ class Runner:
     def _begin(self, phase: Phase, profilers: Profiler | NodeProfilers) -> None:
         """Begin a phase of a case: if it fails, its profile and its counters start here."""
         profilers.mark()
-        self._phase, self._began_s, self._began_on_nodes_s = phase, time.monotonic(), profilers.now_s()
+        self._phase, self._began_on_nodes_s = phase, profilers.now_s()
 
     def _run_further_passes(self, request: CaseRequest, result: CaseResult) -> None:
         """Run each pass that follows the measured forwards and has forwards of its own.
@@ -495,29 +493,27 @@ class Runner:
             found.append(busy)
         launch.profile = msgspec.structs.replace(profile, invalid=found)
         launch.memory = []
+        seen = {device.uuid: device for device in profile.devices}
         for gpu, device in devices:
-            seen = next((one for one in profile.devices if gpu is not None and one.uuid == gpu.uuid), None)
             used: Metric | str = profile.why.get("profile", "no sample")
-            if seen is not None:
-                used = derived.of_window(profile, seen, "memory_used_bytes")
+            if gpu is not None and gpu.uuid in seen:
+                used = derived.of_window(profile, seen[gpu.uuid], "memory_used_bytes")
             figures: dict[str, Any]
             if isinstance(used, str):
                 figures = {"why": device.why | dict.fromkeys(("nvml_used_max_bytes", "nvml_used_mean_bytes"), used)}
             else:
-                rounded = [None if value is None else round(value) for value in (used.max, used.mean)]
-                figures = {"nvml_used_max_bytes": rounded[0], "nvml_used_mean_bytes": rounded[1]}
+                pairs = {"nvml_used_max_bytes": used.max, "nvml_used_mean_bytes": used.mean}
+                figures = {name: None if value is None else round(value) for name, value in pairs.items()}
             launch.memory.append(msgspec.structs.replace(device, index=0 if gpu is None else gpu.index, **figures))
         return launch.profile
 
 
 def _check_ranks_agree(ranks: Sequence[Launch], case: Case) -> None:
     """Refuse log-likelihoods that differ by more than rounding from those of rank 0: every rank computes all."""
-    answers = [rank.generation or rank.accuracy for rank in ranks]
-    allowed = derived.LOGLIKELIHOOD_TOLERANCES[case.dtype]
-    first = answers[0]
-    assert first is not None, "a case scores or generates"
+    answers = [answer for rank in ranks if (answer := rank.generation or rank.accuracy) is not None]
+    assert len(answers) == len(ranks), "a case scores or generates"
+    allowed, first = derived.LOGLIKELIHOOD_TOLERANCES[case.dtype], answers[0]
     for number, answer in enumerate(answers[1:], start=1):
-        assert answer is not None
         numbers = derived.decode(answer.loglikelihoods), derived.decode(first.loglikelihoods)
         if getattr(answer, "tokens", None) != getattr(first, "tokens", None):
             message = f"rank {number} chose other tokens than rank 0"
@@ -560,9 +556,7 @@ def _join(launch: Launch, ranks: Sequence[Launch]) -> None:
         **{name: [value for host in uses for value in getattr(host, name)] for name in of_ranks},
     )
     launch.tokens_requested = first.tokens_requested
-    launch.tokens_granted = min(
-        (rank.tokens_granted for rank in ranks if rank.tokens_granted is not None), default=None
-    )
+    launch.tokens_granted = min(filter(None, (rank.tokens_granted for rank in ranks)), default=None)
 
 
 def _of_gpus(ranks: Sequence[list[list[float]] | None]) -> list[list[float]] | None:

@@ -36,9 +36,6 @@ from pytest_llmgpu.session.runner import CaseRequest, Runner
 Group = tuple[str, Options]
 """A strategy and the options in force. The tests of one group share a loaded model."""
 
-Handler = Callable[[int, FrameType | None], object] | int
-"""A signal handler, as `signal.getsignal` returns it."""
-
 _INTERRUPTED = 2
 """pytest's exit status of a run that was interrupted."""
 _TERMINATION = (signal.SIGTERM, signal.SIGHUP)
@@ -93,7 +90,7 @@ class BenchmarkSession:
         self._required: set[Group] = set()
         """The groups of which something should fit into memory."""
         self._launch = ""
-        self._handlers: dict[signal.Signals, Handler] = {}
+        self._handlers: dict[signal.Signals, Callable[[int, FrameType | None], object] | int] = {}
         """The handlers before this session: the signals that end a job are handled like Ctrl-C."""
         # Outside the main thread nothing changes; a signal that is ignored stays so, as under nohup.
         if threading.current_thread() is threading.main_thread():
@@ -107,12 +104,9 @@ class BenchmarkSession:
     ) -> None:
         """Check a test that will run; called in the order of the run.
 
-        Args:
-            group: The strategy and the options of the test.
-            nodeid: The test, if it measures; else None.
-            batch_size: Sequences per forward; None where the test chooses the batch size.
-            scored: Tasks whose items, chosen by the options, the test scores; empty where the test has its own items.
-            may_fit_nowhere: Whether the test is marked so; something of a group should fit unless all of its tests are.
+        The node id is None for a test that measures nothing, and the batch size where the test chooses it. `scored` are
+        the tasks whose items, chosen by the options, the test scores; none where the test has its own items. Something
+        of a group should fit unless `may_fit_nowhere` is true for all of its tests.
 
         Raises:
             ValueError: The test cannot be measured.
@@ -220,11 +214,8 @@ class BenchmarkSession:
     def end(self, exit_status: int, *, interrupted: bool, deselected: Sequence[str]) -> int:
         """Judge the run, end every process and complete the report. Ctrl-C meanwhile loses nothing.
 
-        Args:
-            exit_status: The exit status of pytest.
-            interrupted: Whether the run was stopped before its end.
-            deselected: Node ids of deselected tests and, where pytest cannot name them, the options that deselected
-                them. `complete` in the report covers only the tests that were not deselected.
+        `deselected` are the node ids of deselected tests and, where pytest cannot name them, the options that
+        deselected them: `complete` in the report covers the other tests.
 
         Returns:
             The exit status of the run: that of pytest, 1 if it is 0 and the run has problems, or that of an interrupted

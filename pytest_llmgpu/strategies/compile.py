@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 from pytest_llmgpu.inference import scoring
@@ -55,9 +54,6 @@ class Compiled(TensorParallel):
                 )
         loaded = super().load(case, source) if case.devices > 1 else LayerParallel().load(case, source)
         return dataclasses.replace(loaded, compiled=CompiledLayers(loaded.model, self.compiler))
-
-    def build(self, case: Case, say: Callable[[str], None]) -> None:
-        """Do nothing: the layers are compiled in the ranks, where their weights are."""
 
     def prepare(self, loaded: Loaded, batch_size: int, tokens: int) -> None:  # noqa: ARG002 - batches decide what is compiled
         """Forget the graphs of the case before."""

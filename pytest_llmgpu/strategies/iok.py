@@ -18,7 +18,7 @@ from pytest_llmgpu.inference.generation import KernelCache
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.strategies.deepspeed import engine, kernels
-from pytest_llmgpu.strategies.protocol import Loaded, Workspace, WorkspaceError
+from pytest_llmgpu.strategies.protocol import Loaded, Strategy, Workspace, WorkspaceError
 from pytest_llmgpu.strategies.tp import check_divisible
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ _INJECTED = "DeepSpeedGPTInference"
 _MASKED = -10_000.0  # DeepSpeed's softmax uses this value as minus infinity.
 
 
-class KernelInjection:
+class KernelInjection(Strategy):
     """DeepSpeed kernel injection with tensor parallelism over all devices."""
 
     name = "iok"
@@ -146,13 +146,13 @@ class KernelInjection:
             if "Workspace" not in str(error):
                 raise
             raise WorkspaceError(tokens, engine.grantable_tokens(layers, batch_size, tokens, most=most)) from error
-        size = engine.workspace_bytes(layers, batch_size, granted, most)
+        cache_bytes = engine.cache_bytes(layers, batch_size, granted)
         BaseOp.inference_module.reset_cache()
         return Workspace(
             tokens_requested=tokens,
             tokens_granted=min(granted, tokens),
-            workspace_bytes=size,
-            kv_cache_bytes=engine.cache_bytes(layers, batch_size, granted),
+            workspace_bytes=cache_bytes + engine.other_bytes(layers, batch_size, granted, most),
+            kv_cache_bytes=cache_bytes,
         )
 
     def _ensure_workspace(self, loaded: Loaded, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:

@@ -5,28 +5,25 @@ On a CPU it is the plain model, the reference for the numbers of every other str
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from pytest_llmgpu.inference import weights
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.text import gib
-from pytest_llmgpu.strategies.protocol import DeviceMapSpillError, Loaded
+from pytest_llmgpu.strategies.protocol import DeviceMapSpillError, Loaded, Strategy
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
 
-class LayerParallel:
+class LayerParallel(Strategy):
     """Layer-wise model parallelism: hidden states move from device to device, weights stay."""
 
     name = "mp"
     backend = "accelerate"
-
-    def check(self, case: Case, source: ModelSource) -> None:
-        """Accept every case: each model that loads can be spread by layers."""
 
     def ranks(self, devices: int) -> int:  # noqa: ARG002 - one process drives all devices
         """Return 1: one process drives every device."""
@@ -46,12 +43,6 @@ class LayerParallel:
         model = _fill(skeleton, case, source, layer_map(skeleton, devices, dtype))
         head = model.get_output_embeddings().weight.device
         return Loaded(model=model, config=skeleton.config, input_device=head, devices=devices)
-
-    def build(self, case: Case, say: Callable[[str], None]) -> None:
-        """Do nothing: there is nothing to compile."""
-
-    def prepare(self, loaded: Loaded, batch_size: int, tokens: int) -> None:
-        """Do nothing: mp has no buffer that depends on the batch size."""
 
 
 def _fill(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.text import plural
@@ -13,22 +13,14 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 
-class Member(NamedTuple):
-    """This rank as a member of its group."""
-
-    device: torch.device
-    """This rank computes on this device."""
-    rank: int
-    """The number of this rank."""
-    world_size: int
-    """The group has this many ranks."""
-
-
-def join(case: Case) -> Member:
+def join(case: Case) -> tuple[torch.device, int, int]:
     """Join the other ranks, by NCCL on GPUs and by gloo on a CPU.
 
     The ranks find each other through the file or the address in LLMGPU_RENDEZVOUS, which the launcher sets; without
     it, as under torchrun, through MASTER_ADDR and MASTER_PORT. A single rank joins no group.
+
+    Returns:
+        The device of this rank, its number, and the number of ranks.
 
     Raises:
         ValueError: The number of started ranks is not the number of devices of the case.
@@ -70,4 +62,4 @@ def join(case: Case) -> Member:
             # NCCL connects now, so that its buffers count as memory of loading and not of the first batch.
             device_id=device if case.device == "cuda" else None,
         )
-    return Member(device, rank, world_size)
+    return device, rank, world_size

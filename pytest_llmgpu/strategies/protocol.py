@@ -76,25 +76,21 @@ class WorkspaceError(RuntimeError):
     """The workspace of a strategy cannot hold the longest sequence."""
 
     def __init__(self, tokens_requested: int, tokens_granted: int) -> None:
-        """Describe the shortage.
-
-        Args:
-            tokens_requested: Tokens of the longest sequence.
-            tokens_granted: Tokens that the memory suffices for; 0 if no workspace fits.
-        """
         super().__init__(
             f"the workspace holds {tokens_granted} tokens, but the longest sequence has {tokens_requested}: "
             "use a smaller batch size"
         )
         self.tokens_requested = tokens_requested
         self.tokens_granted = tokens_granted
+        """The memory suffices for this many tokens; 0 if no workspace fits."""
 
 
 class Strategy(Protocol):
     """A way to spread a model over devices.
 
     The class must import without torch, since `check` and `build` run in the process of pytest. There is one object in
-    that process, and one in each rank while its model is loaded.
+    that process, and one in each rank while its model is loaded. A class that derives from this one may leave out
+    `check`, `build` and `prepare`, which then do nothing.
     """
 
     name: str
@@ -102,19 +98,19 @@ class Strategy(Protocol):
     backend: str
     """This library must import; it runs the model unless an option names another one."""
 
-    def check(self, case: Case, source: ModelSource) -> None:
+    def check(self, case: Case, source: ModelSource) -> None:  # noqa: ARG002 - not needed
         """Refuse a case that cannot work, before a process starts.
 
         Raises:
             ValueError: The message has the wrong value and the allowed ones.
         """
-        ...
+        return
 
     def ranks(self, devices: int) -> int:
         """Return the number of processes for a number of devices: 1, or one per device."""
         ...
 
-    def build(self, case: Case, say: Callable[[str], None]) -> None:
+    def build(self, case: Case, say: Callable[[str], None]) -> None:  # noqa: ARG002 - not needed
         """Do the work that all ranks need once, before they start, such as compiling an extension.
 
         Args:
@@ -124,13 +120,13 @@ class Strategy(Protocol):
         Raises:
             RuntimeError: The work failed; the message is one line.
         """
-        ...
+        return
 
     def load(self, case: Case, source: ModelSource) -> Loaded:
         """Load the model in a rank, in the dtype and on the devices of the case."""
         ...
 
-    def prepare(self, loaded: Loaded, batch_size: int, tokens: int) -> Workspace | None:
+    def prepare(self, loaded: Loaded, batch_size: int, tokens: int) -> Workspace | None:  # noqa: ARG002 - not needed
         """Rebuild the buffers that depend on the batch size, so that a case takes the same memory alone and in a sweep.
 
         Args:
@@ -141,4 +137,4 @@ class Strategy(Protocol):
         Returns:
             The reserved memory; None if the strategy reserves none.
         """
-        ...
+        return None

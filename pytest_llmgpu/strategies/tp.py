@@ -14,7 +14,7 @@ from pytest_llmgpu.inference.models import SPLIT_COUNTS, ModelSource
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.strategies import process_group
 from pytest_llmgpu.strategies.deepspeed import kernels
-from pytest_llmgpu.strategies.protocol import Loaded
+from pytest_llmgpu.strategies.protocol import Loaded, Strategy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -23,10 +23,9 @@ _AUTOTP_CPU_DTYPES = ("float32", "bfloat16")
 _CPU_SUMS = "deepspeed_shm_comm"
 _MOST_DEVICES = 64
 """No node has more."""
-_ON_CPU = " (on a CPU, --llmgpu-devices=2 starts two processes)"
 
 
-class TensorParallel:
+class TensorParallel(Strategy):
     """Tensor parallelism: weights stay on their device, activations are summed twice per layer."""
 
     name = "tp"
@@ -35,7 +34,7 @@ class TensorParallel:
     def check(self, case: Case, source: ModelSource) -> None:
         """Refuse a single device, an uneven split, a model without a plan, and a dtype that DeepSpeed lacks."""
         if case.devices < 2:  # noqa: PLR2004 - one device has nothing to split
-            where = _ON_CPU if case.device == "cpu" else ""
+            where = " (on a CPU, --llmgpu-devices=2 starts two processes)" if case.device == "cpu" else ""
             raise ValueError(f"--llmgpu-devices={case.devices}: strategy tp needs at least 2 devices{where}")
         check_divisible(case, source)
         if case.backend != "deepspeed" and not models.facts(source).has_plan:
@@ -82,20 +81,14 @@ class TensorParallel:
             model = weights.checkpoint(source, dtype, distributed_config=plan)
         return Loaded(model, model.config, device, (device,), rank, world_size)
 
-    def prepare(self, loaded: Loaded, batch_size: int, tokens: int) -> None:
-        """Do nothing: tp has no buffer that depends on the batch size."""
-
 
 def check_divisible(
     case: Case, source: ModelSource, names: Iterable[str] = tuple(SPLIT_COUNTS), *, least: int = 2
 ) -> None:
     """Refuse a number of devices that does not divide the counts of the model that tensor parallelism splits.
 
-    Args:
-        case: The case, which has the number of devices.
-        source: The model; a count that neither its config nor its class has is not checked.
-        names: The fields of the config whose counts are split.
-        least: The strategy runs on this many devices or more.
+    These are the fields `names` of the config; a count that neither the config nor its class has is not checked. The
+    strategy runs on `least` devices or more.
 
     Raises:
         ValueError: The message has the count and the numbers of devices that divide all counts.

@@ -167,11 +167,7 @@ def evaluation_items() -> list[Item]:
 
 
 def training_items(seed: int) -> Iterator[Item]:
-    """Yield items without end, none of which has the facts and the question of an evaluation item.
-
-    Args:
-        seed: Any integer. Even the evaluation's own seed yields no evaluation item.
-    """
+    """Yield items without end; even the evaluation's seed yields none with facts and question of an evaluation item."""
     held_out = {item.substance for item in evaluation_items()}
     rng = random.Random(seed)
     while True:

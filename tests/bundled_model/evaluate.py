@@ -7,8 +7,8 @@ on the right with id 0, no attention mask.
 from __future__ import annotations
 
 import json
+import struct
 import sys
-from array import array
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -93,20 +93,17 @@ def _loglikelihoods(model: LlamaForCausalLM, requests: list[tuple[list[int], lis
     ]
 
 
-def write_loglikelihoods(directory: Path) -> None:
-    """Write the log-likelihoods of the evaluation items as little-endian float32 to the directory of a model."""
-    full = score(*load(directory), evaluation_items())
-    values = array("f", full.loglikelihoods)
-    if sys.byteorder == "big":
-        values.byteswap()
-    (directory / "loglikelihoods.f32").write_bytes(values.tobytes())
+def evaluate(directory: Path, *, write: bool = False) -> dict[str, object]:
+    """Return the accuracies of a model on the evaluation items, with the whole and with a truncated context.
 
-
-def evaluate(directory: Path) -> dict[str, object]:
-    """Return the accuracies of a model on the evaluation items, with the whole and with a truncated context."""
+    With `write` the log-likelihoods are written as little-endian float32 to the directory of the model.
+    """
     model, tokenizer = load(directory)
     items = evaluation_items()
     full = score(model, tokenizer, items)
+    if write:
+        values = struct.pack(f"<{len(full.loglikelihoods)}f", *full.loglikelihoods)
+        (directory / "loglikelihoods.f32").write_bytes(values)
     truncated = score(model, tokenizer, items, context_tokens=TRUNCATED_TOKENS)
     return {
         "items": len(items),

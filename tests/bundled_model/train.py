@@ -1,8 +1,8 @@
 """Train the bundled model and its tokenizer: `tox -e train -- OUT_DIR`, or `python -m bundled_model.train OUT_DIR`.
 
 All random numbers come from seeds, but sums of floats differ between machines and versions of torch. A rebuilt model
-is as accurate as the committed one and not bit-identical. After a rebuild, copy `MODEL_SHA256` and `ACCURACY` from the
-JSON that this script prints to `pytest_llmgpu.inference.bundled`.
+is as accurate as the committed one and not bit-identical. After a rebuild, copy the hash and the accuracy from the JSON
+that this script prints to `tests/inference/bundled/test_bundled.py` and `pytest_llmgpu.inference.bundled`.
 
 The task needs two attention heads in sequence: one copies its predecessor to each token, the next goes from a name to
 the token whose predecessor is that name. Without help a model stays at chance for thousands of steps before it learns
@@ -18,12 +18,12 @@ import math
 import random
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from bundled_model.dataset import Item, training_items
-from bundled_model.evaluate import evaluate, write_loglikelihoods
+from bundled_model.evaluate import evaluate
 from pytest_llmgpu.inference.bundled import save_tokenizer
 
 if TYPE_CHECKING:
@@ -37,33 +37,20 @@ _TINY = 1e-9
 """Added to an attention of 0, so that its logarithm is finite."""
 
 
-class Settings(NamedTuple):
-    """The settings of a training; the committed model was trained with the defaults."""
-
-    seed: int = 1
-    vocabulary_size: int = 896
-    tokenizer_items: int = 4000
-    steps: int = 400
-    rows: int = 32
-    """The sequences per step."""
-    learning_rate: float = 2e-3
-    warmup_steps: int = 30
-    text_weight: float = 0.1
-    """The weight of the loss on every token; the loss on the answers has weight 1."""
-    attention_weight: float = 0.1
-    """The weight of the loss on the attention of the guided heads."""
-    guided_heads: int = 4
-    """The guided heads per layer, of 8."""
-
-
-class Batch(NamedTuple):
-    """The sequences of one step, padded on the right."""
-
-    input_ids_BS: torch.Tensor
-    next_ids_BS: torch.Tensor
-    """The next token; -100 if there is none."""
-    sources_BS: torch.Tensor
-    """The position of the next token in the list; -100 if that token is not part of an answer."""
+SEED = 1
+STEPS = 400
+ROWS = 32
+"""The sequences per step."""
+_VOCABULARY = 896
+_TOKENIZER_ITEMS = 4000
+_LEARNING_RATE = 2e-3
+_WARMUP_STEPS = 30
+_TEXT_WEIGHT = 0.1
+"""The weight of the loss on every token; the loss on the answers has weight 1."""
+_ATTENTION_WEIGHT = 0.1
+"""The weight of the loss on the attention of the guided heads."""
+_GUIDED_HEADS = 4
+"""The guided heads per layer, of 8."""
 
 
 def _text(item: Item, rng: random.Random) -> str:
@@ -91,29 +78,29 @@ def _encode(item: Item, text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[
     return ids, sources
 
 
-def batches(tokenizer: PreTrainedTokenizerBase, settings: Settings) -> Iterator[Batch]:
-    """Yield the batches of the training, one per step."""
-    items = training_items(settings.seed)
-    rng = random.Random(settings.seed)
-    for _ in range(settings.steps):
-        rows = [_encode(item, _text(item, rng), tokenizer) for item in itertools.islice(items, settings.rows)]
-        ids_BT, sources_BT = (_padded(column) for column in zip(*rows, strict=True))
-        yield Batch(ids_BT[:, :-1].clamp(min=0), ids_BT[:, 1:], sources_BT[:, 1:])
+def batches(tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Yield the batches of the training, one per step, padded on the right.
 
-
-def _padded(rows: Iterable[list[int]]) -> torch.Tensor:
-    """Return rows of different length as one tensor, padded on the right with -100."""
+    A batch has input ids [B, S], the next tokens, and the positions of these in the list; -100 is for no next token,
+    and for one that is not part of an answer.
+    """
     import torch
 
-    return torch.tensor(list(itertools.zip_longest(*rows, fillvalue=_NONE))).T
+    items, rng = training_items(SEED), random.Random(SEED)
+    for _ in range(STEPS):
+        rows = [_encode(item, _text(item, rng), tokenizer) for item in itertools.islice(items, ROWS)]
+        ids_BT, sources_BT = (
+            torch.tensor(list(itertools.zip_longest(*column, fillvalue=_NONE))).T for column in zip(*rows, strict=True)
+        )
+        yield ids_BT[:, :-1].clamp(min=0), ids_BT[:, 1:], sources_BT[:, 1:]
 
 
-def _new_model(vocabulary_size: int) -> LlamaForCausalLM:
+def _new_model() -> LlamaForCausalLM:
     """Return a model with random weights. Heads, head size and vocabulary are multiples of 8, as tp needs."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     config = LlamaConfig(
-        vocab_size=vocabulary_size,
+        vocab_size=_VOCABULARY,
         hidden_size=256,
         intermediate_size=256,
         num_hidden_layers=2,
@@ -130,65 +117,64 @@ def _new_model(vocabulary_size: int) -> LlamaForCausalLM:
 
 
 def _losses(
-    model: LlamaForCausalLM, batch: Batch, guided_heads: int
+    model: LlamaForCausalLM, input_ids_BS: torch.Tensor, next_ids_BS: torch.Tensor, sources_BS: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the mean losses on the answers, on every token, and on the attention of the guided heads."""
     from torch.nn.functional import cross_entropy
 
-    output = model(batch.input_ids_BS, use_cache=False, output_attentions=True)
-    losses_BS = cross_entropy(output.logits.transpose(1, 2), batch.next_ids_BS, reduction="none", ignore_index=_NONE)
-    first_BHSS, second_BHSS = (attention[:, :guided_heads] for attention in output.attentions)
-    row, position = (batch.sources_BS != _NONE).nonzero(as_tuple=True)
-    source = batch.sources_BS[row, position]
+    output = model(input_ids_BS, use_cache=False, output_attentions=True)
+    losses_BS = cross_entropy(output.logits.transpose(1, 2), next_ids_BS, reduction="none", ignore_index=_NONE)
+    first_BHSS, second_BHSS = (attention[:, :_GUIDED_HEADS] for attention in output.attentions)
+    row, position = (sources_BS != _NONE).nonzero(as_tuple=True)
+    source = sources_BS[row, position]
     to_predecessor = first_BHSS.diagonal(offset=-1, dim1=2, dim2=3)
     to_source = second_BHSS[row, :, position, source]
     attention_loss = -(to_predecessor + _TINY).log().mean() - (to_source + _TINY).log().mean()
-    return losses_BS[row, position].mean(), losses_BS[batch.next_ids_BS != _NONE].mean(), attention_loss
+    return losses_BS[row, position].mean(), losses_BS[next_ids_BS != _NONE].mean(), attention_loss
 
 
-def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, settings: Settings) -> None:
+def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
     """Train a model in place, and print the losses on stderr every 20 steps."""
     import torch
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01)
 
     def rate(step: int) -> float:
-        cosine = 0.5 * (1 + math.cos(math.pi * step / settings.steps))
-        return min((step + 1) / settings.warmup_steps, cosine)
+        cosine = 0.5 * (1 + math.cos(math.pi * step / STEPS))
+        return min((step + 1) / _WARMUP_STEPS, cosine)
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
-    for step, batch in enumerate(batches(tokenizer, settings)):
-        answer, text, attention_loss = _losses(model, batch, settings.guided_heads)
+    for step, batch in enumerate(batches(tokenizer)):
+        answer, text, attention_loss = _losses(model, *batch)
         optimizer.zero_grad()
-        (answer + settings.text_weight * text + settings.attention_weight * attention_loss).backward()
+        (answer + _TEXT_WEIGHT * text + _ATTENTION_WEIGHT * attention_loss).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        if step % 20 == 0 or step == settings.steps - 1:
+        if step % 20 == 0 or step == STEPS - 1:
             losses = f"answer {answer.item():.3f}, text {text.item():.3f}, attention {attention_loss.item():.3f}"
-            print(f"step {step} of {settings.steps}: {losses}", file=sys.stderr, flush=True)
+            print(f"step {step} of {STEPS}: {losses}", file=sys.stderr, flush=True)
 
 
-def main(directory: Path, settings: Settings) -> dict[str, object]:
+def main(directory: Path) -> dict[str, object]:
     """Write the tokenizer and the model, in float16, to a directory; return the values to register."""
     import torch
     from transformers import AutoTokenizer
 
     torch.set_num_threads(2)
-    torch.manual_seed(settings.seed)
+    torch.manual_seed(SEED)
     directory.mkdir(parents=True, exist_ok=True)
-    texts = [item.prompt for item in itertools.islice(training_items(settings.seed), settings.tokenizer_items)]
-    save_tokenizer(texts, settings.vocabulary_size, directory)
+    texts = [item.prompt for item in itertools.islice(training_items(SEED), _TOKENIZER_ITEMS)]
+    save_tokenizer(texts, _VOCABULARY, directory)
     tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    model = _new_model(settings.vocabulary_size)
-    train(model, tokenizer, settings)
+    model = _new_model()
+    train(model, tokenizer)
     model.half().save_pretrained(directory)
-    write_loglikelihoods(directory)
     model_sha256 = hashlib.sha256((directory / "model.safetensors").read_bytes()).hexdigest()
-    return {"model_sha256": model_sha256, **evaluate(directory)}
+    return {"model_sha256": model_sha256, **evaluate(directory, write=True)}
 
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("usage: python -m bundled_model.train OUT_DIR")
-    print(json.dumps(main(Path(sys.argv[1]), Settings()), indent=2))
+    print(json.dumps(main(Path(sys.argv[1])), indent=2))

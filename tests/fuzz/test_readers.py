@@ -35,8 +35,7 @@ from hypothesis import strategies as st
 from pytest_llmgpu.cli import main
 from pytest_llmgpu.gate.policy import Policy, dump_policy, load_policy
 from pytest_llmgpu.inference import models
-from pytest_llmgpu.inference.tasks.hellaswag import HellaSwag
-from pytest_llmgpu.inference.tasks.prompts import Prompts
+from pytest_llmgpu.inference.tasks.hellaswag import HellaSwag, Prompts
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.privacy import anonymous, short_paths
 from pytest_llmgpu.report.report import Commit, Report, Resumption

@@ -13,7 +13,7 @@ from support.report_factory import make_case
 
 from pytest_llmgpu.analysis.comparison import check_texts
 from pytest_llmgpu.inference import models
-from pytest_llmgpu.inference.tasks.prompts import Prompts
+from pytest_llmgpu.inference.tasks.hellaswag import Prompts
 from pytest_llmgpu.inference.tasks.protocol import Dataset
 from pytest_llmgpu.ranks.worker import ReferenceTexts
 from pytest_llmgpu.report.derived import LOGLIKELIHOOD_TOLERANCES, decode, decode_tokens, typical_difference

@@ -94,13 +94,6 @@ def test_no_plan_has_fewer_shapes_or_costs_less(seed: int) -> None:
     assert (len(set(found)), cost(found)) == min(ways)
 
 
-@pytest.mark.parametrize("batch_size", [0, -1, 6])
-def test_a_batch_size_out_of_range_is_refused(batch_size: int) -> None:
-    """A batch size of 0 or above the number of sequences is refused."""
-    with pytest.raises(ValueError, match=f"batch size {batch_size} is not allowed: 1 to 5"):
-        batching.plan(make_requests(), batch_size)
-
-
 def test_what_cannot_be_encoded_is_refused(tmp_path: Path) -> None:
     """An ending above the maximum length, with its text, and an empty context without a token to stand for it."""
     save_tokenizer(["a man runs"], 260, tmp_path)  # byte-level, with its first token before every text

@@ -126,7 +126,7 @@ def test_a_log_likelihood_that_is_not_finite_is_an_error() -> None:
     """The message names the batch."""
     model = _model()
     torch.nn.init.constant_(model.lm_head.weight, math.inf)
-    with pytest.raises(ValueError, match=r"batch 1 of 3 \(2 rows of 5 tokens\).*not finite"):
+    with pytest.raises(ValueError, match=r"batch 1 of 3 \(2 rows of 5 tokens\).*log-likelihood nan"):
         _generate(model, _requests(), 2)
 
 

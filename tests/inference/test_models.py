@@ -145,7 +145,6 @@ def test_a_directory_that_cannot_be_loaded_is_refused(
         ("lama-7b", {}, "did you mean llama-7b"),
         ("/no/such/model", {}, "model '/no/such/model' is unknown: allowed"),
         ("llama-7b", {}, "llama-7b is an architecture without weights: use load format dummy"),
-        ("bundled", {"load_format": "gguf"}, "load format 'gguf' is unknown: allowed are auto, dummy"),
         (
             "llama-7b",
             {"load_format": "dummy", "revision": "main"},

@@ -28,23 +28,19 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "model.safetensors"
 
 
-def _write(values: dict[str, torch.Tensor], path: Path) -> None:
-    save_file(values, path, {"format": "pt"})
-
-
-def _empty(source: ModelSource, dtype: torch.dtype = torch.float32) -> Any:
-    return weights.skeleton(source, dtype)
+def _skeleton(source: ModelSource) -> Any:
+    return weights.skeleton(source, torch.float32)
 
 
 def _filled(source: ModelSource, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
-    model = _empty(source, dtype)
+    model = weights.skeleton(source, dtype)
     weights.materialise(model, lambda _: _CPU, seed=seed, dtype=dtype)
     return model
 
 
 def _values(source: ModelSource, dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, torch.Tensor]:
     """Return the values of all parameters from a reader."""
-    model = _empty(source, dtype)
+    model = weights.skeleton(source, dtype)
     read = weights.reader(model, source, _CPU, seed=seed)
     return {name: read(name, empty) for name, empty in model.named_parameters()}
 
@@ -55,7 +51,7 @@ def _equal(found: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bo
 
 def test_a_skeleton_has_no_weights_but_its_buffers() -> None:
     """Parameters use no memory, and the rotary frequencies are float32."""
-    model = _empty(_source(), torch.float16)
+    model = weights.skeleton(_source(), torch.float16)
     assert {(parameter.device.type, parameter.dtype) for parameter in model.parameters()} == {("meta", torch.float16)}
     assert {(buffer.device.type, buffer.dtype) for buffer in model.buffers()} == {("cpu", torch.float32)}
     assert not model.training
@@ -90,11 +86,11 @@ def test_values_are_those_that_transformers_reads_in_the_dtype_of_the_model(file
     """
     values = load_file(file)
     old = file.with_name("zz_old.safetensors")
-    _write({name: value + 1 for name, value in values.items()}, old)
+    save_file({name: value + 1 for name, value in values.items()}, old)
     right = {name: value.bfloat16() for name, value in values.items()}
     assert _equal(_values(_source(file.parent), torch.bfloat16), right)
     old.unlink()
-    _write({name.removeprefix("model."): value for name, value in values.items()}, file)
+    save_file({name.removeprefix("model."): value for name, value in values.items()}, file, {"format": "pt"})
     assert _equal(_values(_source(file.parent)), values)
 
 
@@ -102,22 +98,25 @@ def test_files_that_lack_a_value_are_refused(file: Path) -> None:
     """A missing value is an error and no random value."""
     values = load_file(file)
     values["nobody.knows.weight"] = values.pop("model.norm.weight")
-    _write(values, file)
+    save_file(values, file, {"format": "pt"})
     with pytest.raises(ValueError, match=r"model small: 1 weight missing in its files, such as model\.norm\.weight"):
         _values(_source(file.parent))
 
 
+class _Asked(list[str]):
+    """A reader that keeps the names in order; the values of a parameter are its place in it, from 1."""
+
+    def __call__(self, name: str, empty: torch.nn.Parameter) -> torch.Tensor:
+        self.append(name)
+        return torch.full(empty.shape, float(len(self)))
+
+
 def test_a_filled_module_keeps_what_is_tied_and_moves_its_buffers() -> None:
     """A tied parameter is read once, and a buffer that is not saved stays so."""
-    model = _empty(_source(tie_word_embeddings=True))
+    model = _skeleton(_source(tie_word_embeddings=True))
     devices = {name: torch.device("meta") for name, _ in model.named_buffers()}
-    asked: list[str] = []
-
-    def read(name: str, empty: torch.nn.Parameter) -> torch.Tensor:
-        asked.append(name)
-        return torch.full(empty.shape, float(len(asked)))
-
-    weights.fill(model, "", read, devices.__getitem__)
+    asked = _Asked()
+    weights.fill(model, "", asked, devices.__getitem__)
     assert asked == [name for name, _ in model.named_parameters()]
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert _is_full(model)
@@ -140,7 +139,7 @@ def _in_turn(model: Any, on_layer: Any = lambda _: None) -> Any:
 
 def test_layers_are_filled_one_at_a_time_as_they_are_come_to() -> None:
     """A layer is filled when the iteration reaches it, and everything else at the start."""
-    model = _empty(_source())
+    model = _skeleton(_source())
     seen: list[torch.nn.Module] = []
     with _in_turn(model, seen.append):
         assert _is_full(model.lm_head, model.model.embed_tokens, model.model.norm)
@@ -156,7 +155,7 @@ def test_layers_are_filled_one_at_a_time_as_they_are_come_to() -> None:
 
 def test_a_layer_that_is_replaced_is_not_kept() -> None:
     """At most one whole layer is in memory at a time."""
-    model = _empty(_source())
+    model = _skeleton(_source())
     gone: list[weakref.ref[torch.nn.Module]] = []
     with _in_turn(model):
         for name, layer in model.model.layers.named_children():
@@ -169,7 +168,7 @@ def test_a_layer_that_is_replaced_is_not_kept() -> None:
 
 def test_after_a_failure_the_layers_are_an_ordinary_list() -> None:
     """The list of layers is restored, and layers that were not reached stay empty."""
-    model = _empty(_source())
+    model = _skeleton(_source())
     with contextlib.suppress(KeyError), _in_turn(model):
         next(iter(model.model.layers.named_children()))
         raise KeyError("a library's own")
@@ -180,17 +179,12 @@ def test_after_a_failure_the_layers_are_an_ordinary_list() -> None:
 
 def test_lists_inside_a_layer_are_part_of_it() -> None:
     """A layer with experts is filled whole, and iterating over its experts is unchanged."""
-    model = _empty(_source())
+    model = _skeleton(_source())
     for layer in model.model.layers:
         with torch.device("meta"):
             layer.experts = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
-    asked: list[str] = []
-
-    def read(name: str, empty: torch.nn.Parameter) -> torch.Tensor:
-        asked.append(name)
-        return torch.zeros(empty.shape)
-
-    with weights.filled_in_turn(model, read, _CPU, lambda _: None):
+    asked = _Asked()
+    with weights.filled_in_turn(model, asked, _CPU, lambda _: None):
         assert not any("experts" in name for name in asked)
         for _, layer in model.model.layers.named_children():
             assert type(layer.experts) is torch.nn.ModuleList

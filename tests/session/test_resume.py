@@ -80,8 +80,8 @@ def test_results_stay_and_the_state_of_the_session_does_not() -> None:
     assert (resumption.created, resumption.source, resumption.kept) == ("2026-01-03T00:00:00Z", "a.json", 3)
 
 
-def test_an_interrupted_launch_is_measured_again() -> None:
-    """The launches before it stay."""
+def test_a_launch_that_was_stopped_is_measured_again() -> None:
+    """The launches before it stay. Without its later passes a launch would lack its kernels or its traffic for ever."""
     failure = Failure(phase="forward", message="interrupted by KeyboardInterrupt")
     result = msgspec.structs.replace(make_result(10.0), outcome="interrupted", failure=failure)
     broken = Launch(load_s=1.0)
@@ -89,13 +89,8 @@ def test_an_interrupted_launch_is_measured_again() -> None:
     (kept,) = _continued(_report(later)).cases
     assert (kept.outcome, kept.failure, len(kept.launches)) == ("completed", None, 2)
     assert kept.inference_s == pytest.approx(10.0)
-    assert _continued(_report(first)).cases == []
-
-
-def test_a_launch_whose_later_passes_were_stopped_is_measured_again() -> None:
-    """It completed, but its kernels or its traffic would be missing for ever."""
     without_work, without_traffic = make_result(10.0, traffic=make_traffic()), make_result(10.0)
     without_work.launches[-1].why["work"] = WORK_STOPPED
     without_traffic.why["traffic"] = TRAFFIC_STOPPED
-    for result in (without_work, without_traffic):
+    for result in (first, without_work, without_traffic):
         assert _continued(_report(result)).cases == []

@@ -20,7 +20,7 @@ from pytest_llmgpu.gate.answers import texts_row
 from pytest_llmgpu.gate.policy import Policy, TextsRule
 from pytest_llmgpu.inference import tasks
 from pytest_llmgpu.inference.models import ModelSource
-from pytest_llmgpu.inference.tasks.prompts import Prompts
+from pytest_llmgpu.inference.tasks.hellaswag import Prompts
 from pytest_llmgpu.inference.tasks.protocol import Dataset
 from pytest_llmgpu.ranks import worker
 from pytest_llmgpu.ranks.group import RankGroup

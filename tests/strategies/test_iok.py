@@ -46,11 +46,9 @@ class _Injected:
     op: EmulatedInference
 
     def prepare(self, rows: int, tokens: int) -> Workspace:
-        """Make the workspace for a batch."""
         return self.strategy.prepare(self.loaded, rows, tokens)
 
     def logits(self, ids_BS: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
-        """Return the logits of a batch."""
         return _logits(self.loaded.model, ids_BS, **named)
 
 

@@ -29,7 +29,7 @@ def join(_state: RankState, case: Case) -> float:
     import torch
     from torch import distributed
 
-    ones = torch.ones(1, device=process_group.join(case).device)
+    ones = torch.ones(1, device=process_group.join(case)[0])
     distributed.all_reduce(ones)
     return float(ones.item())
 
@@ -114,11 +114,11 @@ def _joined(case: Case) -> tuple[torch.Tensor, int]:
     import torch
     from torch import distributed
 
-    member = process_group.join(case)
-    tensor = torch.ones(_NUMBERS[case.device], device=member.device)
+    device, rank, _ = process_group.join(case)
+    tensor = torch.ones(_NUMBERS[case.device], device=device)
     distributed.all_reduce(tensor, distributed.ReduceOp.MAX)
     tensor.sum().item()
-    return tensor, member.rank
+    return tensor, rank
 
 
 def _reduce_for_ever(tensor: torch.Tensor, group: object = None) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Tasks: the questions that a model is asked, and the score of its answers; one file per task, see `protocol`."""
+"""Tasks: the questions that a model is asked, and the score of its answers; see `protocol`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PROMPTS = "prompts"
 
 BUILT_IN = {
     "hellaswag": "pytest_llmgpu.inference.tasks.hellaswag:HellaSwag",
-    PROMPTS: "pytest_llmgpu.inference.tasks.prompts:Prompts",
+    PROMPTS: "pytest_llmgpu.inference.tasks.hellaswag:Prompts",
 }
 """Name to `module:attribute`. pytest reads it at every start, so a task is imported only when a test uses it."""
 

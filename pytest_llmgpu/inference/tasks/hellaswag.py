@@ -1,4 +1,4 @@
-"""HellaSwag: choose the ending that follows from a context.
+"""HellaSwag: choose the ending that follows from a context; and prompts, which are continued and not scored.
 
 Prompts are those of lm-evaluation-harness 0.4.13 (`lm_eval/tasks/hellaswag/utils.py`), so accuracies can be compared
 with published ones.
@@ -10,6 +10,9 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
+
+from pytest_llmgpu.inference.tasks import PROMPTS
 from pytest_llmgpu.inference.tasks.multiple_choice import MultipleChoice
 from pytest_llmgpu.inference.tasks.protocol import Item
 from pytest_llmgpu.report.text import first_line
@@ -51,7 +54,10 @@ class HellaSwag(MultipleChoice):
         if not isinstance(record, dict):
             raise ValueError(f"{place}: {type(record).__name__} instead of a JSON object")  # noqa: TRY004 - the file is wrong, not the caller
         if "prompt" in record and "endings" not in record:
-            return self.prompt(record, place, index)
+            prompt = _text(record, "prompt", place)
+            if not prompt.strip():
+                raise ValueError(f"{place}: prompt is an empty text: text is needed")
+            return Item(id=str(record.get("id", index)), context=prompt, endings=(), label=0, task=self.name)
         if "ctx_a" in record and "ctx_b" in record:
             # str.capitalize also lowers every other letter. The published accuracies are of prompts made this way.
             context = f"{_text(record, 'ctx_a', place)} {_text(record, 'ctx_b', place).capitalize()}"
@@ -75,13 +81,19 @@ class HellaSwag(MultipleChoice):
             task=self.name,
         )
 
-    def prompt(self, record: dict[str, Any], place: str, index: int) -> Item:
-        """Return the `prompt` of one record, which is continued and not scored."""
-        prompt = record["prompt"]
-        if not isinstance(prompt, str) or not prompt.strip():
-            kind = "an empty text" if isinstance(prompt, str) else type(prompt).__name__
-            raise ValueError(f"{place}: prompt is {kind}: text is needed")
-        return Item(id=str(record.get("id", index)), context=prompt, endings=(), label=0, task=self.name)
+
+class Prompts(HellaSwag):
+    """Items without endings: the contexts of HellaSwag's records, or the texts of records with a `prompt`."""
+
+    name = PROMPTS
+
+    def item(self, record: Any, place: str, index: int) -> Item:
+        """Return the prompt of one record."""
+        if isinstance(record, dict) and not record.keys() & {"ctx", "ctx_a", "prompt"}:
+            raise ValueError(f"{place}: prompt is missing: text is needed, or the fields of HellaSwag")
+        if isinstance(record, dict) and "prompt" in record:
+            record = {name: value for name, value in record.items() if name != "endings"}
+        return msgspec.structs.replace(super().item(record, place, index), endings=(), label=0)
 
 
 def _text(record: dict[str, Any], field: str, place: str) -> str:

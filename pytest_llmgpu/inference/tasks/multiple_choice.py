@@ -18,8 +18,6 @@ from pytest_llmgpu.report.result import Accuracy
 from pytest_llmgpu.report.text import guess
 
 _LINE_BYTES = 2**24
-_SAVED = {"dataset_dict.json": "['validation']", "dataset_info.json": ""}
-"""A file that `save_to_disk` writes to the split of what it has saved."""
 
 
 class MultipleChoice:
@@ -49,8 +47,6 @@ class MultipleChoice:
 
     def load(self, dataset: str, *, rootdir: Path, limit: int | None = None) -> Dataset:
         """Load a dataset by its name or path. Lines after the limit are not read (see `protocol.Task`)."""
-        if limit is not None and limit < 1:
-            raise ValueError(f"limit {limit} is not allowed: a number of items, at least 1")
         name = dataset
         if dataset in self.datasets:
             records = self.records(dataset)
@@ -62,11 +58,10 @@ class MultipleChoice:
                     f"allowed are {', '.join(self.datasets)}, or a JSON Lines file that exists"
                 )
             if path.is_dir():
-                saved = next((name for name in _SAVED if (path / name).exists()), None)
-                load = f"datasets.load_from_disk({str(path)!r}){_SAVED.get(saved or '', '')}"
-                step = "" if saved is None else f": {load}.to_json('items.jsonl')"
-                kind = "a folder" if saved is None else "a folder of save_to_disk"
-                raise ValueError(f"dataset {path} is {kind}: a JSON Lines file is needed{step}")
+                raise ValueError(
+                    f"dataset {path} is a folder: a JSON Lines file is needed (of a split that save_to_disk wrote: "
+                    f"datasets.load_from_disk({str(path)!r}).to_json('items.jsonl'))"
+                )
             records = read_json_lines(path)
             inside = path.resolve().is_relative_to(rootdir.resolve())
             name = path.resolve().relative_to(rootdir.resolve()).as_posix() if inside else path.name

@@ -63,15 +63,12 @@ class Dataset(msgspec.Struct, frozen=True):
         return self.items[0].task
 
     def __len__(self) -> int:
-        """Return the number of items."""
         return len(self.items)
 
     def __iter__(self) -> Iterator[Item]:
-        """Yield the items in order."""
         return iter(self.items)
 
     def __getitem__(self, place: int | slice) -> Any:
-        """Return one item, or the items of a slice."""
         return self.items[place]
 
     def texts(self) -> Iterator[str]:

@@ -30,13 +30,9 @@ _PROBE_TOKENS = 2  # The kernels take a single token as the continuation of a te
 def inject(
     case: Case, source: ModelSource, *, on_layer: Callable[[torch.nn.Module], None] = lambda _: None, **settings: Any
 ) -> Loaded:
-    """Load a model into DeepSpeed's engine.
+    """Load a model into DeepSpeed's engine, with further arguments of `deepspeed.init_inference`.
 
-    Args:
-        case: The case, which names the device and the dtype.
-        source: The files of the model.
-        on_layer: Called with each layer before DeepSpeed replaces it or its parts.
-        settings: Arguments of `deepspeed.init_inference`, except dtype and tensor parallelism.
+    `on_layer` is called with each layer before DeepSpeed replaces it or its parts.
     """
     import torch
 
@@ -122,26 +118,20 @@ def grantable_tokens(layers: Sequence[Any], rows: int, tokens: int, *, most: int
     return min(granted, tokens - 1)
 
 
-def workspace_bytes(layers: Sequence[Any], rows: int, granted: int, most: int) -> int:
-    """Return the bytes that DeepSpeed allocates for a workspace (`InferenceContext::GenWorkSpace`)."""
-    import torch
-
+def other_bytes(layers: Sequence[Any], rows: int, granted: int, most: int) -> int:
+    """Return the bytes of a workspace that are not for keys and values (`InferenceContext::GenWorkSpace`)."""
     config = layers[0].config
     activations = 10 * config.heads * _padded_head_dim(config) * rows
     softmax = rows * (config.heads // config.mp_size) * most
-    element_bytes: int = torch.empty(0, dtype=config.dtype).element_size()
-    size: int = (activations + softmax) * granted * element_bytes
-    return size + cache_bytes(layers, rows, granted)
+    size: int = (activations + softmax) * granted * config.dtype.itemsize
+    return size
 
 
 def cache_bytes(layers: Sequence[Any], rows: int, granted: int) -> int:
     """Return the bytes of a workspace that are for keys and values."""
-    import torch
-
     config = layers[0].config
-    element_bytes: int = torch.empty(0, dtype=config.dtype).element_size()
     numbers: int = len(layers) * rows * (config.heads * _padded_head_dim(config) // config.mp_size) * 2
-    return numbers * granted * element_bytes
+    return numbers * granted * int(config.dtype.itemsize)
 
 
 def _padded_head_dim(config: Any) -> int:

@@ -101,10 +101,7 @@ def load() -> None:
     """Load the op into this process, and compile it if necessary: in the child of `build` and in every rank."""
     os.environ["PATH"] = search_path(os.environ)
     builders: Any = importlib.import_module("deepspeed.ops.op_builder")
-    if _is_prebuilt():
-        builders.InferenceBuilder().load(verbose=False)
-        return
-    with shared_lock(_build_folder(os.environ)):
+    with contextlib.nullcontext() if _is_prebuilt() else shared_lock(_build_folder(os.environ)):
         builders.InferenceBuilder().load(verbose=False)
 
 
@@ -119,14 +116,9 @@ def build(
 ) -> None:
     """Compile the op in a child process and check that it loads; a compiled op takes a few seconds.
 
-    Args:
-        show: Shows a line at the start of a compilation and every 15 s.
-        timeout_s: Seconds until the build is ended.
-        environ: Variables of the child. The ranks must have the same: PATH, CUDA_HOME, CUDA_VISIBLE_DEVICES, TORCH_*
-            and others decide what is compiled.
-        clock: Returns seconds.
-        tick_s: Seconds between two checks of the child.
-        grace_s: Seconds in which ninja may end its compilers and torch remove its lock before they are killed.
+    A line is shown at the start of a compilation and every 15 s. The ranks must have the variables of the child: PATH,
+    CUDA_HOME, CUDA_VISIBLE_DEVICES, TORCH_* and others decide what is compiled. The child is checked every `tick_s`. A
+    build that takes too long is ended: in `grace_s` ninja may end its compilers and torch remove its lock.
 
     Raises:
         RuntimeError: The build failed or took too long; the message has the decisive line. The processes of the build
@@ -134,10 +126,7 @@ def build(
     """
     if _is_prebuilt():
         return
-    waits = _is_building(_build_folder(environ))
-    if waits:
-        show(f"another process compiles DeepSpeed's {_OP}: waiting for it ...")
-    elif not is_compiled(_OP, environ):
+    if not is_compiled(_OP, environ):
         show(f"compiling DeepSpeed's {_OP} (once; about a minute) ...")
 
     with _child(environ, grace_s) as (process, log):
@@ -150,8 +139,7 @@ def build(
                 shown = int(elapsed_s // _PROGRESS_EVERY_S)
                 show(f"compiling DeepSpeed's {_OP} ... {elapsed_s:.0f} s")
         if process.returncode is None:
-            other = "; another process compiled it at the same time" if waits else ""
-            raise RuntimeError(f"DeepSpeed's {_OP} was not compiled within {timeout_s:g} s{other} (log: {log})")
+            raise RuntimeError(f"DeepSpeed's {_OP} was not compiled within {timeout_s:g} s (log: {log})")
         if process.returncode != 0:
             reason = _reason(log_tail(log, most_lines=2**16, most_bytes=2**24), process.returncode)
             raise RuntimeError(f"DeepSpeed's {_OP} did not compile: {reason} (log: {log})")
@@ -199,18 +187,6 @@ def shared_lock(folder: Path) -> Iterator[None]:
                 (folder / _TORCHS_LOCK).unlink(missing_ok=True)
             fcntl.flock(lock, fcntl.LOCK_SH)
         yield
-
-
-def _is_building(folder: Path) -> bool:
-    """Return whether another process builds the extension in `folder`."""
-    try:
-        with (folder / _OUR_LOCK).open("r+b") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return (folder / _TORCHS_LOCK).exists()
-    except OSError:
-        return False
-    return False
 
 
 def _is_prebuilt() -> bool:

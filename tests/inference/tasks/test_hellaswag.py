@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import tiny_model
 
-from pytest_llmgpu.inference.tasks.hellaswag import HellaSwag, preprocess
+from pytest_llmgpu.inference.tasks.hellaswag import HellaSwag, Prompts, preprocess
 from pytest_llmgpu.inference.tasks.protocol import Item
 
 RECORD: dict[str, Any] = {
@@ -21,7 +22,7 @@ RECORD: dict[str, Any] = {
 }
 
 
-def _write(tmp_path: Path, *records: dict[str, Any]) -> str:
+def _write(tmp_path: Path, *records: Any) -> str:
     path = tmp_path / "items.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     return str(path)
@@ -64,36 +65,48 @@ def test_a_bad_record_is_named_by_file_and_line(tmp_path: Path, changes: dict[st
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("task", "content", "message"),
     [
-        (b'{"ind": 1,\n', ":1: not JSON"),
-        (b"[1]\n", ":1: list instead of a JSON object"),
-        (b"\n\n\xff\xfe\n", ":3: byte 1 is not UTF-8"),
-        (b"\n \n", "is empty: one JSON object per line"),
+        (HellaSwag, b'{"ind": 1,\n', ":1: not JSON"),
+        (HellaSwag, b"[1]\n", ":1: list instead of a JSON object"),
+        (HellaSwag, b"\n\n\xff\xfe\n", ":3: byte 1 is not UTF-8"),
+        (HellaSwag, b"\n \n", "is empty: one JSON object per line"),
+        (Prompts, b"[]", ":1: list instead of a JSON object"),
+        (Prompts, b'{"text": "a"}', ":1: prompt is missing"),
+        (Prompts, b'{"prompt": 3}', ":1: prompt must be text, not int"),
     ],
 )
-def test_a_broken_file_is_refused_with_the_place(tmp_path: Path, content: bytes, message: str) -> None:
-    """A file that is not JSON Lines is refused in one line."""
+def test_a_broken_file_is_refused_with_the_place(
+    tmp_path: Path, task: type[HellaSwag], content: bytes, message: str
+) -> None:
+    """A file that is not JSON Lines, or has other fields, is refused in one line."""
     (tmp_path / "bad.jsonl").write_bytes(content)
     with pytest.raises(ValueError, match=message):
-        HellaSwag().load(str(tmp_path / "bad.jsonl"), rootdir=tmp_path)
+        task().load(str(tmp_path / "bad.jsonl"), rootdir=tmp_path)
 
 
-@pytest.mark.parametrize("parts", [False, True], ids=["a dataset", "several splits"])
-def test_a_folder_is_refused_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parts: bool) -> None:
-    """A folder of save_to_disk is refused in one line, whose command makes a file that is read."""
+def test_prompts_are_texts_of_json_lines_or_the_contexts_of_a_dataset(tmp_path: Path) -> None:
+    """A text is not changed, and its id is kept or the number of the line; HellaSwag scores endings after a context."""
+    both = {**RECORD, "prompt": "Thrice"}
+    path = _write(tmp_path, {"prompt": "  Once [x] "}, {"prompt": "Twice", "id": "b"}, both)
+    found = [(item.id, item.context, item.endings) for item in Prompts().load(path, rootdir=tmp_path)]
+    assert found == [("0", "  Once [x] ", ()), ("b", "Twice", ()), ("2", "Thrice", ())]
+    tiny_model.write_dataset(tmp_path / "items.jsonl")
+    dataset = Prompts().load("items.jsonl", rootdir=tmp_path, limit=2)
+    assert dataset[1].context == "Counting: Someone counts to 1 and says the number 1. Then they"
+    assert (dataset.task, dataset[1].endings) == ("prompts", ())
+    assert len(Prompts().load("bundled", rootdir=tmp_path)) > 100
+
+
+def test_a_folder_is_refused_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command in the message makes a file that is read of a folder of save_to_disk."""
     import datasets
 
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=r"is a folder: a JSON Lines file is needed$"):
-        HellaSwag().load(str(tmp_path), rootdir=tmp_path)
-    saved = datasets.Dataset.from_list([RECORD])
-    (datasets.DatasetDict({"validation": saved}) if parts else saved).save_to_disk("saved")
-    with pytest.raises(ValueError, match="is a folder of save_to_disk") as caught:
+    datasets.Dataset.from_list([RECORD]).save_to_disk("saved")
+    with pytest.raises(ValueError, match=r"^dataset saved is a folder: a JSON Lines file is needed .*\)$") as caught:
         HellaSwag().load("saved", rootdir=tmp_path)
-    command = str(caught.value).partition("is needed: ")[2]
-    assert "\n" not in command
-    eval(command, {"datasets": datasets})
+    eval(str(caught.value).partition("wrote: ")[2].removesuffix(")"), {"datasets": datasets})
     assert HellaSwag().load("items.jsonl", rootdir=tmp_path).items[0].id == "24"
 
 
@@ -118,11 +131,9 @@ def test_an_unknown_dataset_is_refused_with_the_allowed_ones(tmp_path: Path) -> 
 
 
 def test_a_limit_keeps_the_first_items_and_reads_no_further(tmp_path: Path) -> None:
-    """Lines after the limit are not read; a limit below 1 is refused."""
+    """Lines after the limit are not read."""
     path = _write(tmp_path, RECORD, RECORD | {"ind": 25}, {"broken": True})
     assert [item.id for item in HellaSwag().load(path, rootdir=tmp_path, limit=2).items] == ["24", "25"]
-    with pytest.raises(ValueError, match="limit 0 is not allowed"):
-        HellaSwag().load("bundled", rootdir=tmp_path, limit=0)
 
 
 def test_the_hash_is_of_the_items_not_of_the_file(tmp_path: Path) -> None:
