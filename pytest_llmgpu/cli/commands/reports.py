@@ -141,11 +141,12 @@ def run_export(arguments: argparse.Namespace) -> int:
 def add_plot(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `llmgpu plot`."""
     parser.add_argument("report", metavar="REPORT", help=REFERENCE)
+    parser.add_argument("baseline", metavar="BASELINE", nargs="?", help="report whose figures are drawn faint")
     parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="folder of the images")
     parser.add_argument("--format", metavar="LIST", default="png", help="png, svg or both: png,svg (default: png)")
     parser.add_argument("--dark", action="store_true", help="draw for a dark background; file names end in -dark")
     parser.add_argument("--case", metavar="ID", help="also draw the time lines of this case, such as tp-bs8")
-    add_baseline(parser)
+    add_storage(parser)
 
 
 def run_plot(arguments: argparse.Namespace) -> int:
@@ -155,8 +156,7 @@ def run_plot(arguments: argparse.Namespace) -> int:
 
     chosen = images.formats(arguments.format)
     report = source(arguments.report, arguments).report()
-    base, verdicts, _ = comparison(arguments, report)
-    report.verdicts = verdicts or report.verdicts
+    base = arguments.baseline and source(arguments.baseline, arguments, same_machine_as=report).report()
     found = charts.of_report(report, base)
     drawn = list(found.charts)
     if arguments.case is not None:

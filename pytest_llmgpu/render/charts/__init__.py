@@ -21,23 +21,19 @@ __all__ = ["Chart", "Charts", "Format", "image", "of_report", "theme"]
 
 
 def of_report(report: Report, baseline: Report | None = None) -> Charts:
-    """Return every chart of a report, with its verdicts if it has any, and with the figures of a baseline.
+    """Return every chart of a report, with the figures of a baseline.
 
     Cases that differ in more than strategy and batch size get their own charts, whose ids end in `-1`, `-2`.
     """
-    parts = panels(report, baseline)
-    measured = "; ".join(panel.measured for panel in parts)
-    found: list[Chart | str] = [
-        one if isinstance(one, str) else msgspec.structs.replace(one, measured=measured)
-        for one in sweeps.ratios(report.verdicts)
-    ]
-    for panel in parts:
+    drawn: list[Chart] = []
+    omitted: list[str] = []
+    for panel in panels(report, baseline):
         for charts in (sweeps.times, communication.charts, sweeps.memory, sweeps.accuracy):
             for one in charts(panel):
                 if isinstance(one, str):
-                    found.append(f"{panel.caption}: {one}" if panel.suffix else one)
+                    omitted.append(f"{panel.caption}: {one}" if panel.suffix else one)
                     continue
-                found.append(
+                drawn.append(
                     msgspec.structs.replace(
                         one,
                         id=f"{one.id}{panel.suffix}",
@@ -47,6 +43,4 @@ def of_report(report: Report, baseline: Report | None = None) -> Charts:
                         filter={"model": panel.entries[0].result.case.model},
                     )
                 )
-    return Charts(
-        charts=[one for one in found if isinstance(one, Chart)], omitted=[one for one in found if isinstance(one, str)]
-    )
+    return Charts(charts=drawn, omitted=omitted)

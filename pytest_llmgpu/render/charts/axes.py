@@ -190,7 +190,7 @@ def tooltip(figures: Mapping[str, str]) -> list[Spec]:
     return [text("s", "strategy"), *(number(*one) for one in {"b": "batch size", **figures}.items())]
 
 
-def layered(layers: Sequence[Spec], rows: Sequence[Spec], *, height: int | Spec = HEIGHT, **encoding: Spec) -> Spec:
+def layered(layers: Sequence[Spec], rows: Sequence[Spec], *, height: int = HEIGHT, **encoding: Spec) -> Spec:
     """Return a specification of layers over common data and channels, as wide as its container."""
     data = {"values": list(rows)}
     return {"width": "container", "height": height, "data": data, "encoding": encoding, "layer": list(layers)}

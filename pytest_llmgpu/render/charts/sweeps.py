@@ -13,7 +13,6 @@ from pytest_llmgpu.render.table import COLUMNS, Entry
 from pytest_llmgpu.report.derived import measured, upper_bound, value_of
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.text import GIB, plural
-from pytest_llmgpu.report.verdicts import Verdicts
 
 Figure = Callable[[Entry], float | None]
 """A function that returns a case's figure in the unit of an axis; None where the case has none."""
@@ -301,77 +300,3 @@ def _accuracy_spec(panel: Panel, rows: list[Spec], before: list[Spec], metric: s
         layers.append({"transform": [{"filter": "datum.f > 0"}], "mark": bold, "encoding": above})
     y = axes.levels([row["v"] for row in (*rows, *before)], f"{metric}, 95 % confidence interval (%)", log=False)
     return axes.layered([*layers, *axes.failures(panel)], rows, x=x, y=y)
-
-
-_STEP = 20  # pixels of each case
-
-_CHANGES = {
-    "no significant change": "circle",
-    "slower": "triangle-up",
-    "faster": "triangle-down",
-    "not enough data": "diamond",
-}
-"""Change to its shape, in the order of the colours of the theme's range `ordinal`."""
-
-_CHANGE_OF_VERDICT = {"REGRESSED": "slower", "IMPROVED": "faster", "UNDECIDED": "not enough data"}
-
-
-def ratios(verdicts: Verdicts | None) -> Iterator[Chart | str]:
-    """Yield the chart of the gate's verdicts on time, or a sentence with the reason why there is none."""
-    if verdicts is None or verdicts.baseline is None:
-        return
-    title = "Time compared with the baseline"
-    of_time = [row for row in verdicts.rows if row.metric == "time"]
-    if not of_time:
-        yield f"{title}: no case of the report has a completed counterpart in the baseline."
-        return
-    rows: list[Spec] = []
-    cells = []
-    for one in of_time:
-        launches = "-" if one.n is None else str(one.n)
-        cells.append([one.id, one.verdict, *map(formatted, (one.ratio, one.low, one.high)), launches, one.reason])
-        if one.ratio is not None:
-            change = _CHANGE_OF_VERDICT.get(one.result, "no significant change")
-            row = {"c": one.id, "r": rounded(one.ratio), "k": change, "w": one.verdict}
-            if one.low is not None and one.high is not None:
-                row |= {"l": rounded(one.low), "h": rounded(one.high)}
-            rows.append({**row, "t": one.reason.splitlines()[0][:160]})
-    if not rows:
-        yield f"{title}: no case can be compared ({of_time[0].reason.splitlines()[0].rstrip('.')})."
-        return
-    counts = {change: sum(row["k"] == change for row in rows) for change in _CHANGES}
-    changes = [change for change in _CHANGES if counts[change]]
-    counted = ", ".join(f"{counts[change]} {change}" for change in changes)
-    yield Chart(
-        id="ratio",
-        title=title,
-        summary=f"Time / time in the baseline with confidence interval; above 1 is slower: {counted}.",
-        spec=_ratio_spec(rows, changes),
-        headers=["case", "verdict", "time / baseline", "from", "to", "launches in each report", "reason"],
-        rows=cells,
-    )
-
-
-def _ratio_spec(rows: Sequence[Spec], changes: list[str]) -> Spec:
-    values = [row[name] for row in rows for name in ("r", "l", "h") if name in row]
-    scale = {"domain": list(_CHANGES)}
-    colour = {**axes.text("k"), "scale": {**scale, "range": "ordinal"}, "legend": {"values": changes}}
-    shape = {**colour, "scale": {**scale, "range": list(_CHANGES.values())}}
-    interval = [axes.number("r", "time / baseline"), axes.number("l", "from"), axes.number("h", "to")]
-    tooltip = [axes.text("c", "case"), *interval, axes.text("w", "verdict"), axes.text("t", "reason")]
-    layers: list[Spec] = [
-        {
-            "data": {"values": [{"r": 1}]},
-            "mark": {"type": "rule", "style": "limit", "tooltip": "the time of the baseline"},
-            "encoding": {"y": {"value": 0}, "y2": {"value": "height"}},
-        },
-        {
-            "transform": [{"filter": "isValid(datum.l)"}],
-            "mark": {"type": "rule", "strokeWidth": 2},
-            "encoding": {"x": {"field": "l", "type": "quantitative"}, "x2": {"field": "h"}, "color": colour},
-        },
-        {"mark": {"type": "point"}, "encoding": {"color": colour, "shape": shape, "tooltip": tooltip}},
-    ]
-    x = axes.levels([*values, 1.0], "time / baseline", log=True, field="r")
-    y = {**axes.text("c"), "sort": [row["c"] for row in rows], "axis": {"grid": True}}
-    return axes.layered(layers, rows, height={"step": _STEP}, x=x, y=y)

@@ -60,7 +60,6 @@ def render(
     if verdicts is None and baseline is not None:
         today = datetime.datetime.now(datetime.timezone.utc).date()
         verdicts = judge.judge(baseline, report, policy or Policy(), today=today)
-    report = msgspec.structs.replace(report, verdicts=verdicts)  # charts and tables show the same verdicts
     library, script = vega(), asset("page.js")
     config, colored = config_and_style()
     style = asset("page.css") + colored

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import datetime
 import json
 import re
 
@@ -21,11 +20,8 @@ from support.report_factory import (
     make_traffic,
     paper_results,
 )
-from support.verdict_factory import with_launches
 
 from pytest_llmgpu.analysis.comparison import compare
-from pytest_llmgpu.gate import judge
-from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.render import charts
 from pytest_llmgpu.render.charts import Chart, timelines
 from pytest_llmgpu.report.report import Report
@@ -67,15 +63,10 @@ def _timelines(result: CaseResult) -> dict[str, Chart]:
     return {chart.id: chart for chart in timelines.charts(result, make_report().environment)}
 
 
-def _compared(report: Report, base: Report) -> Report:
-    report.verdicts = judge.judge(base, report, Policy(), today=datetime.date(2026, 1, 1))
-    return report
-
-
 @pytest.fixture
 def every() -> charts.Charts:
-    """Return the charts of Table 2 of Shin et al. 2024 compared with itself, and those of a case."""
-    found = charts.of_report(_compared(_paper(), _paper()))
+    """Return the charts of Table 2 of Shin et al. 2024, and those of a case."""
+    found = charts.of_report(_paper())
     return charts.Charts(charts=[*found.charts, *_timelines(sampled()).values()], omitted=found.omitted)
 
 
@@ -103,7 +94,7 @@ def test_a_report_without_a_completed_case_has_reasons_instead_of_charts() -> No
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_every_specification_is_valid_vega_lite(every: charts.Charts) -> None:
     """Altair checks each one with Vega-Lite's schema."""
-    assert len(every.charts) == len(_OF_PAPER) + 4
+    assert len(every.charts) == len(_OF_PAPER) + 3
     for chart in every.charts:
         altair.Chart.from_dict(chart.spec)
 
@@ -270,30 +261,12 @@ def test_each_model_has_its_own_charts() -> None:
     assert all(line.startswith(("small: ", "large: ")) for line in found.omitted)
 
 
-def _slow(level: float) -> Report:
-    return make_report([with_launches([level] * 3, strategy=strategy) for strategy in ("mp", "tp")])
-
-
-def test_a_slower_case_has_its_ratio_and_interval() -> None:
-    """They are those of the verdict; without a baseline there is no chart, and other cases are the reason."""
-    assert "ratio" not in _by_id(_slow(1.0))
-    others = charts.of_report(_compared(make_report([make_result()]), make_report([make_result(strategy="tp")])))
-    assert any(line.startswith("Time compared with the baseline: no case") for line in others.omitted)
-    chart = _by_id(_compared(_slow(1.5), _slow(1.0)))["ratio"]
-    name, verdict, ratio, low, high, launches, _ = chart.rows[0]
-    assert (name, verdict, ratio, launches) == ("mp-bs1", "REGRESSED", "1.5", "3")
-    assert float(low) < 1.5 < float(high)
-    assert "2 slower" in chart.summary
-
-
-def test_a_case_that_cannot_be_compared_is_in_the_table_with_its_reason() -> None:
-    """Its batches differ from the baseline's; the chart has the other cases."""
-    report = _slow(1.5)
-    launches = report.cases[0].launches
-    report.cases[0].launches = [msgspec.structs.replace(launch, plan_sha256="0" * 64) for launch in launches]
-    chart = _by_id(_compared(report, _slow(1.0)))["ratio"]
-    assert [row["c"] for row in chart.spec["data"]["values"]] == ["tp-bs1"]
-    assert chart.rows[0][:3] == ["mp-bs1", "NOT_COMPARABLE", "-"]
+def test_the_figures_of_a_baseline_are_faint() -> None:
+    """They are marks of their own, and stand beside those of the report in the table."""
+    drawn, *_ = charts.of_report(make_report([make_result(50.0)]), make_report([make_result(60.0)])).charts
+    assert drawn.summary.endswith(" Faint: the baseline.")
+    assert drawn.rows == [["1", "50 (was 60)"]]
+    assert {(row["v"], row.get("o")) for row in values_of(drawn.spec)} == {(50, None), (60, "baseline")}
 
 
 def test_time_lines_show_every_gpu_in_at_most_200_points() -> None:
