@@ -19,7 +19,7 @@ _JUDGED = [spec for spec in METRICS if spec.rule]
 def test_a_metric_is_judged_or_shown(spec: MetricSpec) -> None:
     """A row without a verdict has a figure, or a name that stored verdicts have; what is exported has one, too."""
     assert spec.rule or spec.figure or spec.name in {"ops", "runtime_calls"}
-    assert bool(spec.figure) >= bool(spec.exported or spec.trended)
+    assert bool(spec.figure) >= bool(spec.exported or spec.trend)
 
 
 @pytest.mark.parametrize("spec", _JUDGED, ids=lambda spec: spec.name)

@@ -123,7 +123,7 @@ def render_bencher(report: Report) -> str:
         measures: dict[str, dict[str, float]] = {}
         for spec, figure in figures(result):
             if spec.exported is not None and spec.exported.measure is not None:
-                scale = spec.exported.measure_scale
+                scale = 1e9 if figure.unit == "s" else 1.0  # Bencher has nanoseconds
                 measures[spec.exported.measure] = {"value": figure.value * scale}
                 if figure.low is not None and figure.high is not None:
                     ends = {"lower_value": figure.low * scale, "upper_value": figure.high * scale}
