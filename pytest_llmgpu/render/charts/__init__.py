@@ -28,7 +28,7 @@ def of_report(report: Report, baseline: Report | None = None) -> Charts:
     drawn: list[Chart] = []
     omitted: list[str] = []
     for panel in panels(report, baseline):
-        for charts in (sweeps.times, communication.charts, sweeps.memory, sweeps.accuracy):
+        for charts in (sweeps.times, communication.charts, sweeps.memory):
             for one in charts(panel):
                 if isinstance(one, str):
                     omitted.append(f"{panel.caption}: {one}" if panel.suffix else one)

@@ -160,8 +160,6 @@ LINE = 15  # height of a line of text in pixels
 PADDING = 16  # pixels between the outermost figures and the edges of the plot
 _NUMBER = ",.6~r"  # format of figures on axes and in tooltips: no exponent, no trailing zeros
 
-BATCH_SIZE = "batch size (sequences per forward)"
-
 _LETTER = 6.7  # largest mean width in pixels of a letter of a note, over the fonts of browsers
 
 _WIDE = 5.0
@@ -206,7 +204,7 @@ def batch_sizes(sizes: Iterable[int]) -> Spec:
     return {
         "field": "b",
         "type": "quantitative",
-        "title": BATCH_SIZE,
+        "title": "batch size (sequences per forward)",
         "scale": {"type": "log", "base": 2, "nice": False, "padding": 2 * PADDING},
         "axis": {"values": _POWERS if several else known, "format": ",d", "labelOverlap": "greedy"},
     }

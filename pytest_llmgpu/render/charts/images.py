@@ -40,7 +40,7 @@ def theme(*, dark: bool) -> Spec:
     """Return the Vega-Lite `config` with which a page or an image draws the charts.
 
     The specifications use the ranges `category` and `symbol` (strategies and GPUs) and these styles: `limit` and
-    `limit-note` (capacity, a published figure), `note` (text inside a chart), `halo` (background around such text) and
+    `limit-note` (the capacity), `note` (text inside a chart), `halo` (background around such text) and
     `muted`.
     """
     background, text, muted, grid, limit = _GROUND[dark]

@@ -1,4 +1,4 @@
-"""Times (Table 2 of Shin et al. 2024), memory (figure 6) and accuracy by batch size and strategy."""
+"""Times (Table 2 of Shin et al. 2024) and memory (figure 6) by batch size and strategy."""
 
 from __future__ import annotations
 
@@ -8,17 +8,15 @@ from functools import partial
 from typing import NamedTuple
 
 from pytest_llmgpu.render.charts import axes
-from pytest_llmgpu.render.charts.axes import Chart, Panel, Spec, formatted, rounded, value_range
+from pytest_llmgpu.render.charts.axes import Chart, Panel, Spec, formatted, rounded
 from pytest_llmgpu.render.table import COLUMNS, Entry
-from pytest_llmgpu.report.derived import measured, upper_bound, value_of
 from pytest_llmgpu.report.result import CaseResult
-from pytest_llmgpu.report.text import GIB, plural
+from pytest_llmgpu.report.text import GIB
 
 Figure = Callable[[Entry], float | None]
 """A function that returns a case's figure in the unit of an axis; None where the case has none."""
 
 _FAR = 2.5  # a capacity above this multiple of the memory in use is not drawn: it would flatten the curves
-_Z = 1.96  # quantile of the normal distribution for a two-sided interval of 95 %
 
 
 class Point(NamedTuple):
@@ -213,90 +211,3 @@ def _capacity_gib(panel: Panel) -> float | None:
     sizes = {gpu.memory_bytes for gpu in panel.report.environment.gpus}
     size = sizes.pop() if len(sizes) == 1 and case.device == "cuda" else None
     return None if size is None else size / GIB
-
-
-def accuracy(panel: Panel) -> Iterator[Chart | str]:
-    """Yield the chart of a panel's accuracy with its 95 % confidence interval, or the reason why there is none."""
-    title = "Accuracy by batch size"
-    checks = [check for entry in panel.completed if (check := entry.result.accuracy_check) is not None]
-    metric = next((check.metric for check in checks if check.metric in {"acc", "acc_norm"}), "acc_norm")
-    rows, before = (
-        [row for entry in entries if (row := _accuracy_row(entry, metric)) is not None]
-        for entries in (panel.completed, panel.before)
-    )
-    if not rows:
-        yield f"{title}: nothing was scored."
-        return
-    summary = f"{metric} is {value_range([row['v'] for row in rows], '%')} of {max(row['i'] for row in rows):,} items"
-    if panel.entries[0].result.case.load_format == "dummy":
-        summary += " (random weights answer by chance)"
-    if compared := [row for row in rows if "f" in row]:
-        worst = max(compared, key=lambda row: row["f"])
-        most = f"at most {plural(worst['f'], 'answer')} different from mp ({worst['s']} at batch size {worst['b']})"
-        summary += f"; {most if worst['f'] else 'no answer differs from mp'}"
-    cells = []
-    for row in rows:
-        differ = f"{row['f']:,}" if "f" in row else "-"
-        interval = [formatted(row[name]) for name in ("v", "l", "h")]
-        cells.append([row["s"], str(row["b"]), *interval, f"{row['i']:,}", differ])
-    yield Chart(
-        id="accuracy",
-        title=title,
-        summary=f"{summary}.",
-        spec=_accuracy_spec(panel, rows, before, metric),
-        headers=["strategy", "batch size", f"{metric} (%)", "95 % CI from (%)", "to (%)", "items", "differ from mp"],
-        rows=cells,
-    )
-
-
-def _accuracy_row(entry: Entry, metric: str) -> Spec | None:
-    answers = measured(entry.result)
-    if answers is None:
-        return None
-    value, items = value_of(answers, metric), answers.items
-    row: Spec = {
-        "s": entry.title,
-        "b": entry.batch_size,
-        "v": rounded(100 * value),
-        "l": rounded(100 * (1 - upper_bound(1 - value, items, _Z))),
-        "h": rounded(100 * upper_bound(value, items, _Z)),
-        "i": items,
-    }
-    if entry.result.comparison is not None:
-        row["f"] = len(entry.result.comparison.flipped)
-    return row
-
-
-def _accuracy_spec(panel: Panel, rows: list[Spec], before: list[Spec], metric: str) -> Spec:
-    # Each batch size has one place, in which the strategies stand side by side.
-    domain = {"domain": [one for one in panel.titles if panel.of(one)]}
-    shared = {"color": axes.curves(panel), "xOffset": {"field": "s", "type": "nominal", "scale": domain}}
-    sizes = sorted({entry.batch_size for entry in (*panel.completed, *panel.failed, *panel.before)})
-    x = {
-        "field": "b",
-        "type": "ordinal",
-        "title": axes.BATCH_SIZE,
-        "scale": {"domain": sizes, "paddingInner": 0.3, "paddingOuter": 0.2},
-        "axis": {"labelAngle": 0, "format": ",d", "labelOverlap": "greedy"},
-    }
-    low, high = ({"field": name, "type": "quantitative"} for name in ("l", "h"))
-    titles = {"v": f"{metric} (%)", "l": "95 % CI from (%)", "h": "to (%)", "i": "items"}
-    tooltip = axes.tooltip({**titles, "f": "answers that differ from mp"})
-    marks: list[Spec] = [
-        {"mark": {"type": "rule", "strokeWidth": 1.5}, "encoding": {**shared, "y": low, "y2": {"field": "h"}}},
-        {"mark": {"type": "point"}, "encoding": {**shared, "shape": shared["color"], "tooltip": tooltip}},
-    ]
-    # The reference accuracy, where it comes from outside the run.
-    ids = {entry.result.id for entry in panel.entries}
-    checks = [one for entry in panel.completed if (one := entry.result.accuracy_check) is not None]
-    outside = [one for one in checks if one.metric == metric and one.source not in ids]
-    published = [one.baseline for one in outside if one.baseline is not None]
-    layers = axes.limit(100 * published[0], f"{formatted(100 * published[0])} % expected") if published else []
-    layers += axes.with_baseline(marks, before)
-    if any(row.get("f") for row in rows):
-        number = {"field": "f", "type": "quantitative", "format": ",d"}
-        bold = {"type": "text", "style": "note", "dy": -9, "fontWeight": "bold"}
-        above = {**shared, "y": high, "text": number}
-        layers.append({"transform": [{"filter": "datum.f > 0"}], "mark": bold, "encoding": above})
-    y = axes.levels([row["v"] for row in (*rows, *before)], f"{metric}, 95 % confidence interval (%)", log=False)
-    return axes.layered([*layers, *axes.failures(panel)], rows, x=x, y=y)

@@ -29,7 +29,7 @@ def test_plot_writes_each_chart_in_each_format(llmgpu: Callable[..., str]) -> No
     written = sorted(str(file) for file in Path("out").iterdir())
     assert sorted(line for line in printed if not line.startswith("left out")) == written
     assert {"out/time.png", "out/time.svg", "out/memory.png"} <= set(written)
-    assert "left out: Accuracy by batch size: nothing was scored." in printed
+    assert "left out: NVLink traffic by batch size: there was none." in printed
     assert Path("out/time.png").read_bytes().startswith(b"\x89PNG")
     assert Path("out/time.svg").read_bytes().startswith(b"<svg")
 

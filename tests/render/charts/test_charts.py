@@ -10,7 +10,6 @@ from support.page_reports import sampled, texts_of, values_of
 from support.prose import Prose
 from support.report_factory import (
     GIB,
-    make_answers,
     make_check,
     make_failed,
     make_memory,
@@ -21,14 +20,12 @@ from support.report_factory import (
     paper_results,
 )
 
-from pytest_llmgpu.analysis.comparison import compare
 from pytest_llmgpu.render import charts
 from pytest_llmgpu.render.charts import Chart, timelines
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult, Path, Series
 
-_OF_PAPER = ["time", "throughput", "traffic-pcie", "sent", *(f"traffic-utilization-{n}" for n in (1, 2, 3))]
-_OF_PAPER += ["memory", "accuracy"]
+_OF_PAPER = ["time", "throughput", "traffic-pcie", "sent", *(f"traffic-utilization-{n}" for n in (1, 2, 3)), "memory"]
 
 _NOT_COUNTED = "the counters cover less than half of the bytes that"
 _TOOK_NVLINK = "; not included, because it took NVLink: GPU-to-GPU traffic of {}"
@@ -236,20 +233,6 @@ def test_the_memory_chart_has_the_capacity() -> None:
     assert {"v": 32.0, "t": "32 GiB per GPU"} in rows
     assert texts_of(chart)["32 GiB per GPU"][1] > 0
     assert "; capacity 32 GiB per GPU." in chart.summary
-
-
-def test_accuracy_has_its_interval_and_the_answers_that_differ_from_mp() -> None:
-    """The interval is Wilson's of 95 %; the number of different answers stands above it unless it is 0."""
-    mp, same, tp = (
-        make_result(accuracy=make_answers([True] * right + [False] * (100 - right)), strategy=strategy, batch_size=size)
-        for right, strategy, size in ((80, "mp", 1), (80, "mp", 2), (79, "tp", 1))
-    )
-    tp.comparison, same.comparison = compare(tp, mp, "acc_norm"), compare(same, mp, "acc_norm")
-    chart = _by_id(make_report([mp, same, tp]))["accuracy"]
-    assert chart.rows[0] == ["mp", "1", "80", "71.12", "86.66", "100", "-"]
-    assert [row[-1] for row in chart.rows] == ["-", "0", "1"]
-    assert "at most 1 answer different from mp (tp at batch size 1)" in chart.summary
-    assert "0" not in texts_of(chart)
 
 
 def test_each_model_has_its_own_charts() -> None:
