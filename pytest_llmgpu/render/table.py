@@ -302,13 +302,8 @@ class TimeTable(NamedTuple):
     """The titles of the columns, one per strategy."""
     rows: list[tuple[str, list[Cell]]]
     """The name of each row (batch size and, from the second measurement on, its number) and a cell per column."""
-    used: list[str]
-    """The keys of `LEGEND` that occur in the table."""
-
-    @property
-    def marks(self) -> list[tuple[str, str]]:
-        """The entries of `LEGEND` that occur in the table."""
-        return [LEGEND[key] for key in self.used]
+    legend: dict[str, tuple[str, str]]
+    """The entries of `LEGEND` that occur in the table."""
 
 
 def blocks(cases: Sequence[CaseResult]) -> list[list[CaseResult]]:
@@ -455,7 +450,7 @@ def make_time_table(cases: Sequence[CaseResult]) -> TimeTable:
         metric="time to first token" if generates else metric,
         columns=columns,
         rows=body,
-        used=[key for key in LEGEND if key in kinds],
+        legend={kind: entry for kind, entry in LEGEND.items() if kind in kinds},
     )
 
 

@@ -157,8 +157,7 @@ def run_plot(arguments: argparse.Namespace) -> int:
     chosen = images.formats(arguments.format)
     report = source(arguments.report, arguments).report()
     base = arguments.baseline and source(arguments.baseline, arguments, same_machine_as=report).report()
-    found = charts.of_report(report, base)
-    drawn = list(found.charts)
+    drawn, omitted = charts.of_report(report, base)
     if arguments.case is not None:
         by_id = {result.id: result for result in report.cases}
         if arguments.case not in by_id:
@@ -167,7 +166,7 @@ def run_plot(arguments: argparse.Namespace) -> int:
         drawn += timelines.charts(by_id[arguments.case], report.environment)
     for path in images.write(drawn, arguments.output, chosen, dark=arguments.dark):
         show(str(path))
-    for reason in found.omitted:
+    for reason in omitted:
         show(f"left out: {reason}")
     return 0
 

@@ -1,9 +1,8 @@
 """The charts of a report as Vega-Lite specifications, for the HTML page and for images.
 
-`of_report` returns `Charts`. Each chart is shown under its `title`, with its `summary` as the caption and its `headers`
-and `rows` as the table behind it; `omitted` has the reasons for charts that could not be drawn. A `spec` has no
-`$schema`, because that is a network address (pass `{"mode": "vega-lite"}` to vega-embed); it is as wide as its
-container and has no colours: `theme(dark=...)` is the `config` to draw it with.
+Each chart is shown under its `title`, with its `summary` as the caption and its `headers` and `rows` as the table
+behind it. A `spec` has no `$schema`, because that is a network address (pass `{"mode": "vega-lite"}` to vega-embed); it
+is as wide as its container and has no colours: `theme(dark=...)` is the `config` to draw it with.
 
 Only `image` needs the extra `report`.
 """
@@ -13,15 +12,15 @@ from __future__ import annotations
 import msgspec
 
 from pytest_llmgpu.render.charts import communication, sweeps
-from pytest_llmgpu.render.charts.axes import Chart, Charts, panels
+from pytest_llmgpu.render.charts.axes import Chart, panels
 from pytest_llmgpu.render.charts.images import Format, image, theme
 from pytest_llmgpu.report.report import Report
 
-__all__ = ["Chart", "Charts", "Format", "image", "of_report", "theme"]
+__all__ = ["Chart", "Format", "image", "of_report", "theme"]
 
 
-def of_report(report: Report, baseline: Report | None = None) -> Charts:
-    """Return every chart of a report, with the figures of a baseline.
+def of_report(report: Report, baseline: Report | None = None) -> tuple[list[Chart], list[str]]:
+    """Return every chart of a report, with the figures of a baseline, and the reasons for those that it lacks.
 
     Cases that differ in more than strategy and batch size get their own charts, whose ids end in `-1`, `-2`.
     """
@@ -43,4 +42,4 @@ def of_report(report: Report, baseline: Report | None = None) -> Charts:
                         filter={"model": panel.entries[0].result.case.model},
                     )
                 )
-    return Charts(charts=drawn, omitted=omitted)
+    return drawn, omitted

@@ -40,15 +40,6 @@ class Chart(msgspec.Struct, frozen=True, kw_only=True):
     """Model, dtype, GPUs and dataset for an image that stands alone; empty where the title names them."""
 
 
-class Charts(msgspec.Struct, frozen=True, kw_only=True):
-    """The charts of a report."""
-
-    charts: list[Chart]
-    """The charts in display order, with unique ids."""
-    omitted: list[str]
-    """One sentence with the reason for each chart that could not be drawn."""
-
-
 _FIRST = ("mp", "tp", "iok")  # strategies that have the same colours and shapes in every chart of every report
 
 

@@ -83,7 +83,7 @@ def render(
         values = list(dict.fromkeys(key[field] for key in keys.values()))
         if len(values) > 1:
             filters.append((field, label, sorted(values, key=int) if field == "batch" else values))
-    drawn = charts.of_report(report, baseline)
+    drawn, omitted = charts.of_report(report, baseline)
     template = templates().get_template("page.html")
     return template.render(
         policy_header=content_security_policy([library, script], [style]),
@@ -97,8 +97,8 @@ def render(
         open_rows=_OPEN_ROWS,
         logs={result.id: log for result in report.cases if result.failure and (log := result.failure.log_tail)},
         tables=tables,
-        charts=[(chart, _json(chart.spec)) for chart in drawn.charts],
-        omitted=drawn.omitted,
+        charts=[(chart, _json(chart.spec)) for chart in drawn],
+        omitted=omitted,
         cases=of_cases,
         verdicts=verdicts,
         verdict=summary.verdict,

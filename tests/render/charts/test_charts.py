@@ -49,11 +49,12 @@ def test_texts_have_the_times_of_a_token() -> None:
     assert found["time-to-first-token"].rows == [["1", "8"], ["8", "20"]]
     for case in cases:
         case.token_p50_s = None
-    assert "Time per token by batch size: no completed case has one." in charts.of_report(make_report(cases)).omitted
+    _, omitted = charts.of_report(make_report(cases))
+    assert "Time per token by batch size: no completed case has one." in omitted
 
 
 def _by_id(report: Report) -> dict[str, Chart]:
-    return {chart.id: chart for chart in charts.of_report(report).charts}
+    return {chart.id: chart for chart in charts.of_report(report)[0]}
 
 
 def _timelines(result: CaseResult) -> dict[str, Chart]:
@@ -61,44 +62,43 @@ def _timelines(result: CaseResult) -> dict[str, Chart]:
 
 
 @pytest.fixture
-def every() -> charts.Charts:
+def every() -> list[Chart]:
     """Return the charts of Table 2 of Shin et al. 2024, and those of a case."""
-    found = charts.of_report(_paper())
-    return charts.Charts(charts=[*found.charts, *_timelines(sampled()).values()], omitted=found.omitted)
+    return [*charts.of_report(_paper())[0], *_timelines(sampled()).values()]
 
 
 def test_a_report_has_every_chart_that_it_has_data_for() -> None:
     """The charts come in the order of the page; each chart that is left out has a reason."""
-    found = charts.of_report(_paper())
-    assert [chart.id for chart in found.charts] == _OF_PAPER
-    assert [reason.partition(":")[0] for reason in found.omitted] == ["NVLink traffic by batch size"]
+    drawn, omitted = charts.of_report(_paper())
+    assert [chart.id for chart in drawn] == _OF_PAPER
+    assert omitted == ["NVLink traffic by batch size: there was none."]
 
 
-def test_every_summary_is_reviewed(every: charts.Charts, prose: Prose) -> None:
+def test_every_summary_is_reviewed(every: list[Chart], prose: Prose) -> None:
     """The snapshot has the titles and captions of all charts of a report and of a case."""
-    assert prose == "\n".join([f"{chart.title}: {chart.summary}" for chart in every.charts] + every.omitted)
+    assert prose == "\n".join(f"{chart.title}: {chart.summary}" for chart in every)
 
 
 def test_a_report_without_a_completed_case_has_reasons_instead_of_charts() -> None:
     """Each chart is replaced by its reason; a report without cases has neither."""
-    found = charts.of_report(make_report([make_failed("oom"), make_failed("skipped_after_oom", batch_size=2)]))
-    assert found.charts == []
-    assert "Time by batch size: no completed case has one." in found.omitted
-    assert charts.of_report(make_report()) == charts.Charts(charts=[], omitted=[])
+    drawn, omitted = charts.of_report(make_report([make_failed("oom"), make_failed("skipped_after_oom", batch_size=2)]))
+    assert drawn == []
+    assert "Time by batch size: no completed case has one." in omitted
+    assert charts.of_report(make_report()) == ([], [])
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_every_specification_is_valid_vega_lite(every: charts.Charts) -> None:
+def test_every_specification_is_valid_vega_lite(every: list[Chart]) -> None:
     """Altair checks each one with Vega-Lite's schema."""
-    assert len(every.charts) == len(_OF_PAPER) + 3
-    for chart in every.charts:
+    assert len(every) == len(_OF_PAPER) + 3
+    for chart in every:
         altair.Chart.from_dict(chart.spec)
 
 
-def test_a_chart_stands_alone(every: charts.Charts) -> None:
+def test_a_chart_stands_alone(every: list[Chart]) -> None:
     """It fits its container, names model and machine, and has its data, but neither an address nor a colour."""
-    for chart in every.charts:
+    for chart in every:
         text = json.dumps(chart.spec)
         assert chart.spec["width"] == "container"
         assert not re.search("://|#|url", text)
@@ -238,18 +238,18 @@ def test_the_memory_chart_has_the_capacity() -> None:
 def test_each_model_has_its_own_charts() -> None:
     """Ids stay unique and titles name the model."""
     report = make_report([make_result(model="small"), make_result(model="large")])
-    found = charts.of_report(report)
-    assert [chart.id for chart in found.charts] == ["time-1", "throughput-1", "time-2", "throughput-2"]
-    assert [chart.title for chart in found.charts][::2] == ["Time by batch size: small", "Time by batch size: large"]
-    assert all(line.startswith(("small: ", "large: ")) for line in found.omitted)
+    drawn, omitted = charts.of_report(report)
+    assert [chart.id for chart in drawn] == ["time-1", "throughput-1", "time-2", "throughput-2"]
+    assert [chart.title for chart in drawn][::2] == ["Time by batch size: small", "Time by batch size: large"]
+    assert all(line.startswith(("small: ", "large: ")) for line in omitted)
 
 
 def test_the_figures_of_a_baseline_are_faint() -> None:
     """They are marks of their own, and stand beside those of the report in the table."""
-    drawn, *_ = charts.of_report(make_report([make_result(50.0)]), make_report([make_result(60.0)])).charts
-    assert drawn.summary.endswith(" Faint: the baseline.")
-    assert drawn.rows == [["1", "50 (was 60)"]]
-    assert {(row["v"], row.get("o")) for row in values_of(drawn.spec)} == {(50, None), (60, "baseline")}
+    (time, *_), _ = charts.of_report(make_report([make_result(50.0)]), make_report([make_result(60.0)]))
+    assert time.summary.endswith(" Faint: the baseline.")
+    assert time.rows == [["1", "50 (was 60)"]]
+    assert {(row["v"], row.get("o")) for row in values_of(time.spec)} == {(50, None), (60, "baseline")}
 
 
 def test_time_lines_show_every_gpu_in_at_most_200_points() -> None:
