@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from pytest_llmgpu.render.charts import axes
 from pytest_llmgpu.render.charts.axes import Chart, Panel, Spec, formatted, rounded
-from pytest_llmgpu.render.table import COLUMNS, Entry
-from pytest_llmgpu.report.result import CaseResult
+from pytest_llmgpu.render.table import COLUMNS, Entry, in_use_bytes
 from pytest_llmgpu.report.text import GIB
 
 Figure = Callable[[Entry], float | None]
@@ -156,7 +155,7 @@ def memory(panel: Panel) -> Iterator[Chart | str]:
     """Yield the chart of a panel's memory with its capacity, or the reason why there is none."""
 
     def gib(of_devices: Callable[[Sequence[float]], float], entry: Entry) -> float | None:
-        found, _ = _memory_of(entry.result)
+        found = in_use_bytes(entry.result)
         return of_devices(found) / GIB if found else None
 
     fullest: Figure = partial(gib, max)
@@ -180,8 +179,8 @@ def memory(panel: Panel) -> Iterator[Chart | str]:
     if capacity is not None:
         summary += f"; capacity {formatted(capacity)} GiB per GPU{'' if near else ', far above this chart'}"
     layers = axes.limit(capacity, f"{formatted(capacity)} GiB per GPU") if capacity is not None and near else []
-    source = next(source for entry in panel.completed for found, source in [_memory_of(entry.result)] if found)
-    axis = f"memory in use by {source} (GiB)"
+    by_nvml = any(COLUMNS["nvml_used_max_bytes"].devices(entry.result) for entry in panel.completed)
+    axis = f"memory in use by {'NVML' if by_nvml else 'torch'} (GiB)"
     yield Chart(
         id="memory",
         title="Memory by batch size",
@@ -193,14 +192,6 @@ def memory(panel: Panel) -> Iterator[Chart | str]:
             for entry in panel.entries
         ],
     )
-
-
-def _memory_of(result: CaseResult) -> tuple[Sequence[float], str]:
-    """Return the peak memory of each device and launch, and its source: NVML, or torch where NVML has no figure."""
-    if found := COLUMNS["nvml_used_max_bytes"].devices(result):
-        return found, "NVML"
-    sizes = [memory.peak_reserved_bytes for launch in result.launches for memory in launch.memory]
-    return [size for size in sizes if size is not None], "torch"
 
 
 def _capacity_gib(panel: Panel) -> float | None:
