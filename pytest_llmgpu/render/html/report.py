@@ -6,7 +6,7 @@ import datetime
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -174,23 +174,17 @@ def _json(value: Any) -> str:
 _BYTES = ("--llmgpu-gpu-memory",)  # options whose value is a number of bytes
 
 
-class Fact(NamedTuple):
-    """One line of a list of facts."""
-
-    name: str
-    value: str
-    baseline: str | None = None
-    """The value in the baseline; None if it is equal or there is no baseline."""
-
-
 def compared_facts(
     facts_of: Callable[[Report], Mapping[str, str]], report: Report, baseline: Report | None, *, absent: str = "-"
-) -> list[Fact]:
-    """Return facts of a report with those of its baseline; `absent` stands for a fact that one of them lacks."""
+) -> list[tuple[str, str, str | None]]:
+    """Return the name and the value of facts of a report, and the value in its baseline if it is another one.
+
+    `absent` stands for a fact that one of them lacks.
+    """
     own = facts_of(report)
     before = own if baseline is None else facts_of(baseline)
     values = [(name, own.get(name, absent), before.get(name, absent)) for name in dict.fromkeys([*own, *before])]
-    return [Fact(name, value, None if then == value else then) for name, value, then in values]
+    return [(name, value, None if then == value else then) for name, value, then in values]
 
 
 def libraries(report: Report) -> dict[str, str]:

@@ -404,7 +404,7 @@ def test_colours_of_charts_are_variables() -> None:
 def _facts(facts: Callable[[Report], dict[str, str]], *reports: Report | None, **absent: str) -> dict[str, Any]:
     """Return the value of each fact, and that of the other report where it differs."""
     found = html_report.compared_facts(facts, *reports, **absent)  # type: ignore[arg-type]
-    return {fact.name: (fact.value, fact.baseline) for fact in found}
+    return {name: (value, before) for name, value, before in found}
 
 
 def test_options_are_shown_if_they_are_not_the_defaults() -> None:
