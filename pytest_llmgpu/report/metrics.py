@@ -12,7 +12,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -139,8 +139,10 @@ def _median(unit: str, launches: Sequence[float]) -> Figure | None:
     return _figure(unit, statistics.median(launches), launches) if launches else None
 
 
-def _rate(result: CaseResult, value: float | None, count: Callable[[Launch], int], unit: str) -> Figure | None:
-    return _figure(unit, value, [count(launch) / s for launch in result.launches if (s := inference_s(launch))])
+def _rate(unit: str, value: float | None, result: CaseResult, counts: Sequence[int]) -> Figure | None:
+    """Return a rate of the median time, with its range over launches of these counts."""
+    seconds = map(inference_s, result.launches)
+    return _figure(unit, value, [count / s for count, s in zip(counts, seconds, strict=True) if s])
 
 
 def _accuracy(result: CaseResult) -> Figure | None:
@@ -164,30 +166,22 @@ def _token_traffic(result: CaseResult) -> Figure | None:
     return _figure("bytes/token", sent / rows)
 
 
-def _of_ranks(field: str) -> Callable[[Launch], list[Any]]:
-    """Return a function that returns a field of the work of each rank of a launch; empty without work passes."""
-    return lambda launch: [getattr(rank, field) for rank in launch.ranks]
-
-
-def _per(
-    count: Callable[[Launch], int], amount: Callable[[Launch], Sequence[int | None]], unit: str, result: CaseResult
-) -> Figure | None:
-    """Return the amount of all ranks divided by a count, in the first launch that has both."""
+def _per(count: Callable[[Launch], int], field: str, unit: str, result: CaseResult) -> Figure | None:
+    """Return the sum of a field of the work of all ranks divided by a count, in the first launch that has both."""
     for launch in result.launches:
-        amounts, number = amount(launch), count(launch)
-        known = [one for one in amounts if one is not None]
-        if known and len(known) == len(amounts) and number:
-            return _figure(unit, sum(known) / number)
+        amounts, number = [getattr(rank, field) for rank in launch.ranks], count(launch)
+        if amounts and None not in amounts and number:
+            return _figure(unit, sum(amounts) / number)
     return None
 
 
 def _flops(result: CaseResult) -> Figure | None:
     """Return the FLOPs of a sequence over all ranks; of a text those of its prefill and of all its decode steps."""
     unit = "FLOP/sequence"
-    found = _per(_sequences, _of_ranks("flops"), unit, result)
+    found = _per(_sequences, "flops", unit, result)
     if found is None or not result.case.generates:
         return found
-    prefill = _per(_sequences, _of_ranks("flops"), unit, of_prefill(result))
+    prefill = _per(_sequences, "flops", unit, of_prefill(result))
     steps = (result.case.new_tokens or 1) - 1
     return None if prefill is None else _figure(unit, prefill.value + steps * found.value)
 
@@ -303,7 +297,7 @@ METRICS: tuple[MetricSpec, ...] = (
         name="sequences",
         bigger_is_better=True,
         figure=lambda result: _rate(
-            result, result.sequences_per_s, lambda launch: sum(launch.batches.sequences), "sequences/s"
+            "sequences/s", result.sequences_per_s, result, [sum(one.batches.sequences) for one in result.launches]
         ),
         exported=Exported(column="sequences_per_s", label="sequences per second", measure="throughput"),
         trend="throughput (sequences/s)",
@@ -312,10 +306,10 @@ METRICS: tuple[MetricSpec, ...] = (
         name="tokens",
         bigger_is_better=True,
         figure=lambda result: _rate(
-            result,
-            result.tokens_per_s,
-            lambda launch: counted_tokens(launch.batches, result.case.new_tokens),
             "tokens/s",
+            result.tokens_per_s,
+            result,
+            [counted_tokens(one.batches, result.case.new_tokens) for one in result.launches],
         ),
         exported=Exported(column="tokens_per_s", label="tokens per second", measure="tokens-per-second"),
     ),
@@ -355,9 +349,7 @@ METRICS: tuple[MetricSpec, ...] = (
         name="host_syncs",
         unit="calls",
         written=_counted,
-        figure=lambda result: _per(
-            lambda launch: len(_eager_batches(launch)), _of_ranks("host_syncs"), "calls/forward", result
-        ),
+        figure=lambda result: _per(lambda launch: len(_eager_batches(launch)), "host_syncs", "calls/forward", result),
         exported=Exported(column="host_syncs_per_forward"),
     ),
     MetricSpec(
@@ -377,7 +369,7 @@ METRICS: tuple[MetricSpec, ...] = (
         unit="calls",
         written=_counted,
         figure=lambda result: _per(
-            lambda launch: len(launch.work.batches) if launch.work else 0, _of_ranks("kernels"), "calls/forward", result
+            lambda launch: len(launch.work.batches) if launch.work else 0, "kernels", "calls/forward", result
         ),
         exported=Exported(column="kernels_per_forward"),
         trend="kernel calls (per forward, all ranks)",
