@@ -48,6 +48,8 @@ _RED, _GREEN, _YELLOW, _BOLD = "31", "32", "33", "1"
 _MARKS = {"best": "*", "wrong": "x", "graphs": "g:", "oom": "OOM:", "skipped": "-:"}
 """The marks of the legend. A case that failed needs none: its cell has the outcome."""
 
+_COLOURS = {"best": _GREEN, "wrong": _RED, "oom": _YELLOW, "skipped": _YELLOW, "failed": _RED}
+
 _SEVERAL = ("nvlink_tx_bytes_per_s", "sent_bytes")  # columns of devices that are shown only if a case ran on several
 
 
@@ -67,16 +69,10 @@ def summary_table(cases: Sequence[CaseResult], paint: Painter, most: int | None 
         }
         shown = [entry for entry in shown if id(entry.result) in fastest][:most]
     times = []
-    for entry in shown:
-        cell = cells[entry.result.id]
-        text = cell.word or f"{'g ' * cell.graphs}{cell.time}"
-        if cell.word:
-            text = paint(text, _RED if cell.kind == "failed" else _YELLOW)
-        elif cell.kind == "wrong":
-            text = paint(f"{_MARKS['wrong']} {text}", _RED)
-        elif cell.kind == "best":
-            text = paint(f"{_MARKS['best']} {text}", _GREEN)
-        times.append(text)
+    for cell in (cells[entry.result.id] for entry in shown):
+        sign = f"{_MARKS[cell.kind]} " if cell.kind in {"best", "wrong"} else ""
+        text = cell.word or f"{sign}{'g ' * cell.graphs}{cell.time}"
+        times.append(paint(text, _COLOURS[cell.kind]) if cell.kind in _COLOURS else text)
     second = [cells[entry.result.id].second for entry in shown]
     columns: dict[str, tuple[str, Sequence[str]]] = {"time": (table.time_title, times)}
     for name in TABLES["summary"]:
