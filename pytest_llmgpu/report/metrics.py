@@ -117,10 +117,7 @@ def spec_of(name: str) -> MetricSpec:
 
 
 def launches_s(result: CaseResult) -> list[float]:
-    """Return the seconds that each launch of a completed case spent in batches; without batches its one figure.
-
-    The list is empty for a case that did not complete, since a total over some of its batches is not comparable.
-    """
+    """Return the seconds that each launch of a completed case spent in batches; without batches its one figure."""
     if result.outcome != "completed":
         return []
     seconds = [inference_s(launch) for launch in result.launches if launch.batches.latency_s]

@@ -1,10 +1,7 @@
 """The charts of a report as Vega-Lite specifications, for the HTML page and for images.
 
-Each chart is shown under its `title`, with its `summary` as the caption and its `headers` and `rows` as the table
-behind it. A `spec` has no `$schema`, because that is a network address (pass `{"mode": "vega-lite"}` to vega-embed); it
-is as wide as its container and has no colours: `theme(dark=...)` is the `config` to draw it with.
-
-Only `image` needs the extra `report`.
+A specification has no `$schema`, because that is a network address (pass `{"mode": "vega-lite"}` to vega-embed).
+`theme(dark=...)` is the `config` to draw it with. Only `image` needs the extra `report`.
 """
 
 from __future__ import annotations

@@ -40,8 +40,7 @@ def theme(*, dark: bool) -> Spec:
     """Return the Vega-Lite `config` with which a page or an image draws the charts.
 
     The specifications use the ranges `category` and `symbol` (strategies and GPUs) and these styles: `limit` and
-    `limit-note` (the capacity), `note` (text inside a chart), `halo` (background around such text) and
-    `muted`.
+    `limit-note` (the capacity), `note` (text inside a chart), `halo` (background around such text) and `muted`.
     """
     background, text, muted, grid, limit = _GROUND[dark]
     label: Spec = {"labelColor": text, "titleColor": muted, "labelFontSize": 12, "titleFontSize": 12}

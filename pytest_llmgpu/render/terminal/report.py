@@ -256,7 +256,7 @@ def _fitted(table: Place, places: Sequence[tuple[str, str]], columns: _Columns) 
 _STYLES = {"failure": _RED, "warning": _YELLOW, "info": _BOLD}
 
 _MOST_ROWS = 30  # largest number of rows of the short tables
-_MOST_LINES = 3  # largest number of comparisons and of findings in the short text
+_MOST_LINES = 3  # largest number of comparisons and of findings in the short text, and of texts of a finding
 _MOST_IDS = 8  # largest number of further cases of a finding in the short text
 
 
@@ -354,10 +354,10 @@ def _finding(problem: Problem, paint: Painter, *, verbose: bool) -> str:
     The short text of an information is its first sentence, without a next step.
     """
     indent = " " * 9
-    shown = problem.texts if verbose else problem.texts[:1]
+    shown = problem.texts[: _MOST_LINES if verbose else 1]
     full = verbose or problem.severity != "info"
     lines = [f"{name}: {text if full else text.split('. ')[0].rstrip('.') + '.'}" for name, text in shown]
-    if more := [*(name for name, _ in problem.texts[len(shown) :]), *problem.more]:
+    if more := [name for name, _ in problem.texts[len(shown) :]]:
         lines.append(f"The same finding: {listed(more, len(more) if verbose else _MOST_IDS)}.")
     if full:
         lines.append(f"-> {problem.next_step}")
