@@ -146,7 +146,6 @@ def value_range(values: Sequence[float], unit: str) -> str:
     return f"{' to '.join(ends)} {unit}"
 
 
-HEIGHT = 300  # height of a plot in pixels
 LINE = 15  # height of a line of text in pixels
 PADDING = 16  # pixels between the outermost figures and the edges of the plot
 _NUMBER = ",.6~r"  # format of figures on axes and in tooltips: no exponent, no trailing zeros
@@ -179,8 +178,8 @@ def tooltip(figures: Mapping[str, str]) -> list[Spec]:
     return [text("s", "strategy"), *(number(*one) for one in {"b": "batch size", **figures}.items())]
 
 
-def layered(layers: Sequence[Spec], rows: Sequence[Spec], *, height: int = HEIGHT, **encoding: Spec) -> Spec:
-    """Return a specification of layers over common data and channels, as wide as its container."""
+def layered(layers: Sequence[Spec], rows: Sequence[Spec], *, height: int = 300, **encoding: Spec) -> Spec:
+    """Return layers over common data and channels, as wide as their container and `height` pixels high."""
     data = {"values": list(rows)}
     return {"width": "container", "height": height, "data": data, "encoding": encoding, "layer": list(layers)}
 

@@ -24,8 +24,6 @@ _GROUND = {  # background, text, muted text, grid, limit
     True: ("#16181d", "#e6e8eb", "#a8b0ba", "#32363d", "#ff8f85"),
 }
 
-_FONT = "system-ui, Liberation Sans, Arial, sans-serif"
-
 Format = Literal["png", "svg"]
 """The format of an image."""
 
@@ -48,7 +46,7 @@ def theme(*, dark: bool) -> Spec:
     title = {"color": text, "subtitleColor": muted, "fontSize": 16, "subtitleFontSize": 12}
     return {
         "background": background,
-        "font": _FONT,
+        "font": "system-ui, Liberation Sans, Arial, sans-serif",
         "view": {"stroke": None},
         "range": {"category": _DARK if dark else _LIGHT, "symbol": _SHAPES},
         "axis": label

@@ -24,7 +24,6 @@ from pytest_llmgpu.report.report import OptionValue, Report
 from pytest_llmgpu.report.text import GIB, gib, plural
 from pytest_llmgpu.report.verdicts import Row, Verdicts, worst_first
 
-_OPEN_PROBLEMS, _OPEN_ROWS = 3, 25  # the others are in a closed element
 _MOST_CASES = 1000
 
 
@@ -93,8 +92,6 @@ def render(
         name=name or "pytest-llmgpu",
         report=report,
         conclusion=conclusion,
-        open_problems=_OPEN_PROBLEMS,
-        open_rows=_OPEN_ROWS,
         logs={result.id: log for result in report.cases if result.failure and (log := result.failure.log_tail)},
         tables=tables,
         charts=[(chart, _json(chart.spec)) for chart in drawn],
@@ -104,8 +101,7 @@ def render(
         verdict=summary.verdict,
         mark=summary.mark,
         **({"compared": [], "parts": [], "reasons": []} if verdicts is None else _rows(verdicts, report, baseline)),
-        counts="" if verdicts is None else summary.counts(verdicts),
-        notes=[] if verdicts is None else verdicts.warnings,
+        counts=summary.counts,
         keys=keys,
         filters=filters,
         machine=compared_facts(machine, report, baseline),
@@ -171,9 +167,6 @@ def _json(value: Any) -> str:
     return text
 
 
-_BYTES = ("--llmgpu-gpu-memory",)  # options whose value is a number of bytes
-
-
 def compared_facts(
     facts_of: Callable[[Report], Mapping[str, str]], report: Report, baseline: Report | None, *, absent: str = "-"
 ) -> list[tuple[str, str, str | None]]:
@@ -200,7 +193,7 @@ def options(report: Report) -> dict[str, str]:
 
 
 def _shown(flag: str, value: OptionValue | tuple[str | int | float, ...]) -> str:
-    if flag in _BYTES and isinstance(value, int):
+    if flag == "--llmgpu-gpu-memory" and isinstance(value, int):  # in bytes
         return f"{value / GIB:.6g} GiB"  # six digits: 31.7 and 31.6973 GiB are different limits
     if isinstance(value, (list, tuple)):
         return ",".join(map(str, value))
