@@ -116,14 +116,6 @@ def spec_of(name: str) -> MetricSpec:
     return _BY_NAME[name]
 
 
-def launches_s(result: CaseResult) -> list[float]:
-    """Return the seconds that each launch of a completed case spent in batches; without batches its one figure."""
-    if result.outcome != "completed":
-        return []
-    seconds = [inference_s(launch) for launch in result.launches if launch.batches.latency_s]
-    return seconds or ([result.inference_s] if result.inference_s is not None else [])
-
-
 def _figure(unit: str, value: float | None, launches: Sequence[float] = ()) -> Figure | None:
     if value is None or not math.isfinite(value):
         return None
@@ -261,7 +253,9 @@ METRICS: tuple[MetricSpec, ...] = (
     _wall_time(
         name="time",
         next_step="Read what changed between the two commits, and the ratio of each batch size: one of them or all.",
-        figure=lambda result: _figure("s", result.inference_s, launches_s(result)),
+        figure=lambda result: _figure(
+            "s", result.inference_s, [inference_s(launch) for launch in result.launches if launch.batches.latency_s]
+        ),
         exported=Exported(column="inference_s", label="time", measure="latency"),
         trend="time (s)",
     ),

@@ -120,10 +120,8 @@ def render_bencher(report: Report) -> str:
         for spec, figure in figures(result):
             if spec.exported is not None and spec.exported.measure is not None:
                 scale = 1e9 if figure.unit == "s" else 1.0  # Bencher has nanoseconds
-                measures[spec.exported.measure] = {"value": figure.value * scale}
-                if figure.low is not None and figure.high is not None:
-                    ends = {"lower_value": figure.low * scale, "upper_value": figure.high * scale}
-                    measures[spec.exported.measure] |= ends
+                ends = {"value": figure.value, "lower_value": figure.low, "upper_value": figure.high}
+                measures[spec.exported.measure] = {key: end * scale for key, end in ends.items() if end is not None}
         failures = sum(finding.severity == "failure" for finding in result.findings)
         measures["completed"] = {"value": float(result.outcome == "completed")}
         measures["out-of-memory"] = {"value": float(result.outcome in OUT_OF_MEMORY)}
