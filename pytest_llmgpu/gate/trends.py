@@ -156,7 +156,7 @@ def trends(kept: Sequence[tuple[Stored, Report]], last: int | None = None) -> li
         names[identity] = " ".join([result.id, *differing])
     reports = [f"{one.number:04}" for one, _ in kept]
     found = []
-    for spec in (spec for spec in METRICS if spec.trended is not None):
+    for spec in (spec for spec in METRICS if spec.trend):
         lines = []
         for identity, result in order:
             past = []
@@ -166,8 +166,8 @@ def trends(kept: Sequence[tuple[Stored, Report]], last: int | None = None) -> li
             figures = _figures(spec, past, reports, len(cases), start)
             if any(one is not None and one.value is not None for one in figures):
                 lines.append(Line(names[identity], result.case.strategy, figures))
-        if lines and spec.trended is not None:
-            found.append(Trend(spec.name, spec.trended.title, columns, lines))
+        if lines:
+            found.append(Trend(spec.name, spec.trend, columns, lines))
     return found
 
 
@@ -219,11 +219,10 @@ def _figures(
             if abs(change) > (spec.threshold or 0.0):
                 reason = f"{spec.written(value)}, was {spec.written(was)} in report {names[before]}."
                 marks[place] = ("better" if (change > 0) == spec.bigger_is_better else "worse", reason)
-    scale = spec.trended.scale if spec.trended is not None else 1.0
     figures: list[Figure | None] = [None] * (len(names) - start)
     for one in past:
         if one.place >= start:
-            shown = None if one.value is None else one.value / scale
+            shown = None if one.value is None else one.value / spec.trend_unit
             figures[one.place - start] = Figure(shown, one.result.outcome, *marks.get(one.place, (None, "")))
     return figures
 

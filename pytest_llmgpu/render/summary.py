@@ -20,7 +20,6 @@ from pytest_llmgpu.report.verdicts import NEITHER, SEVERITY, UNCLEAR, Row, Verdi
 
 Status = Literal["pass", "unclear", "fail"]
 
-_MOST_TEXTS = 3  # cases of a problem whose text is shown
 _SEVERITIES = ("failure", "warning", "info")  # worst first
 _OUTCOMES = {
     "oom": "out of memory",
@@ -41,9 +40,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     label: str
     """The code of the finding (`wrong-answers`), or the largest change of the cause with its numbers."""
     texts: list[tuple[str, str]]
-    """The id of each of the first cases, and the text about it."""
-    more: list[str] = []
-    """The ids of the other cases."""
+    """The id of each case, and the text about it."""
     next_step: str
     """The next step for the reader."""
 
@@ -107,9 +104,8 @@ def finding_problems(cases: Iterable[CaseResult], without: Sequence[Finding] = (
                 kinds.setdefault(kind, []).append((result.id, finding))
     problems = []
     for found in kinds.values():
-        first, texts = found[0][1], [(name, finding.text) for name, finding in found[:_MOST_TEXTS]]
-        more, step = [name for name, _ in found[_MOST_TEXTS:]], first.next_step
-        problems.append(Problem(severity=first.severity, label=first.code, texts=texts, more=more, next_step=step))
+        first, texts = found[0][1], [(name, finding.text) for name, finding in found]
+        problems.append(Problem(severity=first.severity, label=first.code, texts=texts, next_step=first.next_step))
     return sorted(problems, key=_order)
 
 

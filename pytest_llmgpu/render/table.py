@@ -81,12 +81,9 @@ def _between_nodes_bytes(result: CaseResult) -> float | None:
     return None if sent is None else sent / sum(result.launches[-1].batches.sequences)
 
 
-def _fullest_bytes(result: CaseResult) -> float | None:
-    """Return the memory of the fullest device: in use by NVML, else reserved by torch."""
-    memories = [memory for launch in result.launches for memory in launch.memory]
-    used = [memory.nvml_used_max_bytes for memory in memories]
-    sizes = [memory.peak_reserved_bytes for memory in memories] if None in used else used
-    return max((size for size in sizes if size is not None), default=None)
+def in_use_bytes(result: CaseResult) -> list[float]:
+    """Return the peak memory of each device and launch: in use by NVML, else reserved by torch."""
+    return _of_memory("nvml_used_max_bytes", result) or _of_memory("peak_reserved_bytes", result)
 
 
 def _threads(result: CaseResult) -> int | None:
@@ -138,7 +135,7 @@ COLUMNS = {
         ),
         Column("prefill_bound_share", "of bound\n%, prefill", 0.01, partial(_of_bound, "prefill_s", "first_token_s")),
         Column("step_bound_share", "of bound\n%, step", 0.01, partial(_of_bound, "step_s", "token_p50_s")),
-        Column("memory_bytes", "memory\nGiB/GPU", GIB, _fullest_bytes),
+        Column("memory_bytes", "memory\nGiB/GPU", GIB, lambda one: max(in_use_bytes(one), default=None)),
         Column("threads", "threads\nper rank", 1.0, _threads),
         *(
             Column(name, title, unit, devices=partial(figure, name))
@@ -302,13 +299,8 @@ class TimeTable(NamedTuple):
     """The titles of the columns, one per strategy."""
     rows: list[tuple[str, list[Cell]]]
     """The name of each row (batch size and, from the second measurement on, its number) and a cell per column."""
-    used: list[str]
-    """The keys of `LEGEND` that occur in the table."""
-
-    @property
-    def marks(self) -> list[tuple[str, str]]:
-        """The entries of `LEGEND` that occur in the table."""
-        return [LEGEND[key] for key in self.used]
+    legend: dict[str, tuple[str, str]]
+    """The entries of `LEGEND` that occur in the table."""
 
 
 def blocks(cases: Sequence[CaseResult]) -> list[list[CaseResult]]:
@@ -455,7 +447,7 @@ def make_time_table(cases: Sequence[CaseResult]) -> TimeTable:
         metric="time to first token" if generates else metric,
         columns=columns,
         rows=body,
-        used=[key for key in LEGEND if key in kinds],
+        legend={kind: entry for kind, entry in LEGEND.items() if kind in kinds},
     )
 
 

@@ -226,10 +226,7 @@ def predictions_of(accuracy: Accuracy, metric: str) -> list[int]:
 
 
 def explained(dtype: str) -> float:
-    """Return the largest typical difference of log-likelihoods that rounding explains, as a fraction.
-
-    For an unknown dtype it is the largest of all dtypes.
-    """
+    """Return the largest typical difference that rounding explains, as a fraction; the largest for an unknown dtype."""
     tolerances = LOGLIKELIHOOD_TOLERANCES
     return max(tolerances[dtype] if dtype in tolerances else max(tolerances.values()), _LEAST_FOREIGN)
 

@@ -30,20 +30,18 @@ is below 0.01."""
 _LOST = ("GPU is lost", "GPU requires restart")
 """NVML's messages for a GPU that is no longer on the bus or must be reset."""
 
-COOLER = "Cool the GPUs, or lock their clocks (nvidia-smi --lock-gpu-clocks)."
-"""Next step where power or heat throttled the GPUs."""
-
+_COOLER = "Cool the GPUs, or lock their clocks (nvidia-smi --lock-gpu-clocks)."
 _ALONE = "End the other programs on these GPUs; nvidia-smi lists them."
 _BROKEN = "Read the driver's log (dmesg), and reset or replace the GPU."
 _FREE = "End the other programs on this machine (top lists them), or lower OMP_NUM_THREADS to its free cores."
 
 _KINDS: dict[str, tuple[str, str, str]] = {
     "lost": ("GPU no longer reachable", "GPU {index} ({value})", _BROKEN),
-    "throttled": ("throttled by power or heat", "GPU {index} for {value:.1f} % of the time", COOLER),
+    "throttled": ("throttled by power or heat", "GPU {index} for {value:.1f} % of the time", _COOLER),
     "clock": (
         f"SM clock differs by more than {100 * _CLOCK:.0f} % from the session's first case",
         "GPU {index} ran at {value:,.0f} instead of {expected:,.0f} MHz",
-        COOLER,
+        _COOLER,
     ),
     "processes": (
         "processes of other programs",

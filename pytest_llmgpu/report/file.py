@@ -51,10 +51,7 @@ class _Head(msgspec.Struct):
 
 
 def check_writable(path: Path, kind: str = "report", suffixes: Sequence[str] = (".json", ".json.gz")) -> None:
-    """Check before a run that a file can be written to `path`, without creating a file or a folder.
-
-    ValueError with the kind, the path and the reason if it cannot.
-    """
+    """Check before a run that `path` can be written, and leave no trace; ValueError with kind, path and reason."""
     if not path.name.endswith(tuple(suffixes)):
         raise ValueError(f"{kind} {path}: the name must end in {' or '.join(suffixes)}")
     try:
@@ -104,10 +101,9 @@ def save(path: Path, data: bytes, kind: str) -> None:
 
 
 def encode(report: Report, *, compressed: bool) -> bytes:
-    """Return the bytes of a report's file: indented, or compressed. Equal reports give equal bytes.
+    """Return the bytes of a report's file, indented or compressed, equal bytes for equal reports.
 
-    Raises:
-        ValueError: a figure is NaN or infinite, which JSON does not allow. The message names the field.
+    ValueError names the field of a figure that is NaN or infinite, which JSON does not allow.
     """
     plain = msgspec.to_builtins(encodable(report))
     data = msgspec.json.encode(plain)
@@ -196,10 +192,7 @@ def read(path: Path, limit_bytes: int | None = None) -> bytes:
 
 
 def unpack(data: bytes, limit_bytes: int | None = None) -> bytes:
-    """Return gzip data decompressed, and other data unchanged.
-
-    ValueError if the stream is broken or ends early, or decompresses to more than the limit, None for `LIMIT_BYTES`.
-    """
+    """Return gzip data decompressed and other data unchanged; ValueError if it is broken, or larger than the limit."""
     if not data.startswith(GZIP):
         return data
     try:

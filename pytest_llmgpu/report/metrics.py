@@ -12,7 +12,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -57,18 +57,6 @@ class Exported:
     """Name in github-action-benchmark; None: not exported there, since each case would repeat it."""
     measure: str | None = None
     """Measure in Bencher; None likewise."""
-    measure_scale: float = 1.0
-    """Bencher's unit per unit of the figure: 1e9 where seconds become nanoseconds."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trended:
-    """How a metric is followed over stored reports."""
-
-    title: str
-    """Title with the unit."""
-    scale: float = 1.0
-    """Divisor of the figure: 2**30 where bytes are shown in GiB."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +96,10 @@ class MetricSpec:
     """Returns the number of a completed case; None where it has none."""
     exported: Exported | None = None
     """Names in the formats of other tools; None where it is not exported as a number."""
-    trended: Trended | None = None
-    """How it is followed over reports; None where it is not."""
+    trend: str = ""
+    """Title of its trend over stored reports, with the unit; empty where it is not followed."""
+    trend_unit: float = 1.0
+    """Divisor of the figure in a trend: 2**30 where bytes are shown in GiB."""
 
     def of(self, result: CaseResult) -> Figure | None:
         """Return the number of a case; None where it has none, or did not complete."""
@@ -126,17 +116,6 @@ def spec_of(name: str) -> MetricSpec:
     return _BY_NAME[name]
 
 
-def launches_s(result: CaseResult) -> list[float]:
-    """Return the seconds that each launch of a completed case spent in batches; without batches its one figure.
-
-    The list is empty for a case that did not complete, since a total over some of its batches is not comparable.
-    """
-    if result.outcome != "completed":
-        return []
-    seconds = [inference_s(launch) for launch in result.launches if launch.batches.latency_s]
-    return seconds or ([result.inference_s] if result.inference_s is not None else [])
-
-
 def _figure(unit: str, value: float | None, launches: Sequence[float] = ()) -> Figure | None:
     if value is None or not math.isfinite(value):
         return None
@@ -149,8 +128,10 @@ def _median(unit: str, launches: Sequence[float]) -> Figure | None:
     return _figure(unit, statistics.median(launches), launches) if launches else None
 
 
-def _rate(result: CaseResult, value: float | None, count: Callable[[Launch], int], unit: str) -> Figure | None:
-    return _figure(unit, value, [count(launch) / s for launch in result.launches if (s := inference_s(launch))])
+def _rate(unit: str, value: float | None, result: CaseResult, counts: Sequence[int]) -> Figure | None:
+    """Return a rate of the median time, with its range over launches of these counts."""
+    seconds = map(inference_s, result.launches)
+    return _figure(unit, value, [count / s for count, s in zip(counts, seconds, strict=True) if s])
 
 
 def _accuracy(result: CaseResult) -> Figure | None:
@@ -174,30 +155,22 @@ def _token_traffic(result: CaseResult) -> Figure | None:
     return _figure("bytes/token", sent / rows)
 
 
-def _of_ranks(field: str) -> Callable[[Launch], list[Any]]:
-    """Return a function that returns a field of the work of each rank of a launch; empty without work passes."""
-    return lambda launch: [getattr(rank, field) for rank in launch.ranks]
-
-
-def _per(
-    count: Callable[[Launch], int], amount: Callable[[Launch], Sequence[int | None]], unit: str, result: CaseResult
-) -> Figure | None:
-    """Return the amount of all ranks divided by a count, in the first launch that has both."""
+def _per(count: Callable[[Launch], int], field: str, unit: str, result: CaseResult) -> Figure | None:
+    """Return the sum of a field of the work of all ranks divided by a count, in the first launch that has both."""
     for launch in result.launches:
-        amounts, number = amount(launch), count(launch)
-        known = [one for one in amounts if one is not None]
-        if known and len(known) == len(amounts) and number:
-            return _figure(unit, sum(known) / number)
+        amounts, number = [getattr(rank, field) for rank in launch.ranks], count(launch)
+        if amounts and None not in amounts and number:
+            return _figure(unit, sum(amounts) / number)
     return None
 
 
 def _flops(result: CaseResult) -> Figure | None:
     """Return the FLOPs of a sequence over all ranks; of a text those of its prefill and of all its decode steps."""
     unit = "FLOP/sequence"
-    found = _per(_sequences, _of_ranks("flops"), unit, result)
+    found = _per(_sequences, "flops", unit, result)
     if found is None or not result.case.generates:
         return found
-    prefill = _per(_sequences, _of_ranks("flops"), unit, of_prefill(result))
+    prefill = _per(_sequences, "flops", unit, of_prefill(result))
     steps = (result.case.new_tokens or 1) - 1
     return None if prefill is None else _figure(unit, prefill.value + steps * found.value)
 
@@ -230,6 +203,7 @@ def _operations(value: float) -> str:
     return f"{value / max(1.0, unit):,.5g} {name}"
 
 
+_wall_time = functools.partial(MetricSpec, rule="time", threshold=0.04, unit="s", written=_seconds)
 _counted = "{:,.0f}".format
 _points = functools.partial(percent, digits=2)
 _ITEMS = "Read the items in `lost` of the verdict's row in the report."
@@ -273,43 +247,31 @@ METRICS: tuple[MetricSpec, ...] = (
         figure=lambda result: _median(
             "s", [max(times_s) for launch in result.launches if (times_s := device_times_s(launch))]
         ),
-        exported=Exported(column="device_time_s", label="device time", measure="device-time", measure_scale=1e9),
-        trended=Trended(title="device time of a work pass (s)"),
+        exported=Exported(column="device_time_s", label="device time", measure="device-time"),
+        trend="device time of a work pass (s)",
     ),
-    MetricSpec(
+    _wall_time(
         name="time",
-        rule="time",
-        threshold=0.04,
-        unit="s",
-        written=_seconds,
         next_step="Read what changed between the two commits, and the ratio of each batch size: one of them or all.",
-        figure=lambda result: _figure("s", result.inference_s, launches_s(result)),
-        exported=Exported(column="inference_s", label="time", measure="latency", measure_scale=1e9),
-        trended=Trended(title="time (s)"),
+        figure=lambda result: _figure(
+            "s", result.inference_s, [inference_s(launch) for launch in result.launches if launch.batches.latency_s]
+        ),
+        exported=Exported(column="inference_s", label="time", measure="latency"),
+        trend="time (s)",
     ),
-    MetricSpec(
+    _wall_time(
         name="first_token",
-        rule="time",
-        threshold=0.04,
-        unit="s",
-        written=_seconds,
         next_step="Compare the prefill: `first_token_s` of `generation` in both reports, and the time of scoring.",
         figure=lambda result: _figure("s", result.first_token_s, _medians(result, "first_token_s")),
-        exported=Exported(
-            column="first_token_s", label="time to first token", measure="first-token", measure_scale=1e9
-        ),
-        trended=Trended(title="time to first token (s)"),
+        exported=Exported(column="first_token_s", label="time to first token", measure="first-token"),
+        trend="time to first token (s)",
     ),
-    MetricSpec(
+    _wall_time(
         name="token_time",
-        rule="time",
-        threshold=0.04,
-        unit="s",
-        written=_seconds,
         next_step="Compare the decode steps: `step_s` of `generation` in both reports, and their traffic.",
         figure=lambda result: _figure("s", result.token_p50_s, _medians(result, "step_s")),
-        exported=Exported(column="token_p50_s", label="time per token", measure="token-time", measure_scale=1e9),
-        trended=Trended(title="time per token (s)"),
+        exported=Exported(column="token_p50_s", label="time per token", measure="token-time"),
+        trend="time per token (s)",
     ),
     MetricSpec(
         name="token_p95",
@@ -326,19 +288,19 @@ METRICS: tuple[MetricSpec, ...] = (
         name="sequences",
         bigger_is_better=True,
         figure=lambda result: _rate(
-            result, result.sequences_per_s, lambda launch: sum(launch.batches.sequences), "sequences/s"
+            "sequences/s", result.sequences_per_s, result, [sum(one.batches.sequences) for one in result.launches]
         ),
         exported=Exported(column="sequences_per_s", label="sequences per second", measure="throughput"),
-        trended=Trended(title="throughput (sequences/s)"),
+        trend="throughput (sequences/s)",
     ),
     MetricSpec(
         name="tokens",
         bigger_is_better=True,
         figure=lambda result: _rate(
-            result,
-            result.tokens_per_s,
-            lambda launch: counted_tokens(launch.batches, result.case.new_tokens),
             "tokens/s",
+            result.tokens_per_s,
+            result,
+            [counted_tokens(one.batches, result.case.new_tokens) for one in result.launches],
         ),
         exported=Exported(column="tokens_per_s", label="tokens per second", measure="tokens-per-second"),
     ),
@@ -354,7 +316,8 @@ METRICS: tuple[MetricSpec, ...] = (
         next_step=_ITEMS,
         figure=_accuracy,
         exported=Exported(column="accuracy", label="accuracy", measure="accuracy"),
-        trended=Trended(title="accuracy (%)", scale=0.01),
+        trend="accuracy (%)",
+        trend_unit=0.01,
     ),
     MetricSpec(
         name="predictions", rule="answers", gate=False, points=True, unit="acc", written=_points, next_step=_ITEMS
@@ -370,15 +333,14 @@ METRICS: tuple[MetricSpec, ...] = (
         written=_operations,
         figure=_flops,
         exported=Exported(column="flops_per_sequence", label="FLOPs per sequence", measure="flops-per-sequence"),
-        trended=Trended(title="computed (TFLOP/sequence, all ranks)", scale=1e12),
+        trend="computed (TFLOP/sequence, all ranks)",
+        trend_unit=1e12,
     ),
     MetricSpec(
         name="host_syncs",
         unit="calls",
         written=_counted,
-        figure=lambda result: _per(
-            lambda launch: len(_eager_batches(launch)), _of_ranks("host_syncs"), "calls/forward", result
-        ),
+        figure=lambda result: _per(lambda launch: len(_eager_batches(launch)), "host_syncs", "calls/forward", result),
         exported=Exported(column="host_syncs_per_forward"),
     ),
     MetricSpec(
@@ -398,10 +360,10 @@ METRICS: tuple[MetricSpec, ...] = (
         unit="calls",
         written=_counted,
         figure=lambda result: _per(
-            lambda launch: len(launch.work.batches) if launch.work else 0, _of_ranks("kernels"), "calls/forward", result
+            lambda launch: len(launch.work.batches) if launch.work else 0, "kernels", "calls/forward", result
         ),
         exported=Exported(column="kernels_per_forward"),
-        trended=Trended(title="kernel calls (per forward, all ranks)"),
+        trend="kernel calls (per forward, all ranks)",
     ),
     MetricSpec(name="ops", unit="calls", written=_counted),
     MetricSpec(name="runtime_calls", unit="calls", written=_counted),
@@ -418,7 +380,8 @@ METRICS: tuple[MetricSpec, ...] = (
         exported=Exported(
             column="wire_bytes_per_sequence", label="sent per sequence", measure="wire-bytes-per-sequence"
         ),
-        trended=Trended(title="sent (MB/sequence, all ranks)", scale=1e6),
+        trend="sent (MB/sequence, all ranks)",
+        trend_unit=1e6,
     ),
     MetricSpec(name="path", rule="path", next_step="Compare `topology` and the NCCL variables of the two reports."),
     MetricSpec(
@@ -430,7 +393,8 @@ METRICS: tuple[MetricSpec, ...] = (
         next_step="Read memory by batch size: weights, workspace or live tensors.",
         figure=lambda result: _median("bytes", list(map(float, peaks_bytes(result)))),
         exported=Exported(column="peak_memory_bytes", label="peak memory", measure="peak-memory-bytes"),
-        trended=Trended(title="peak of the fullest GPU (GiB)", scale=float(2**30)),
+        trend="peak of the fullest GPU (GiB)",
+        trend_unit=2.0**30,
     ),
     MetricSpec(
         name="creep",

@@ -107,17 +107,16 @@ def _option(
     help: str,  # noqa: A002 - argparse's word
     default: str | None = None,
     *,
-    flag: str | None = None,
     bare: str | None = None,
     empty: bool = False,
 ) -> Any:
     """Declare an option. Its `default` is a text, or None for None.
 
-    `metavar` is None for true and false, `flag` for `--llmgpu-` and the field's name. `bare` is the value of a flag
-    that is given without one; None if it must have one. `empty` allows an empty text.
+    `metavar` is None for true and false. `bare` is the value of a flag that is given without one; None if it must have
+    one. `empty` allows an empty text.
     """
     read = partial(parse, metavar, empty)
-    metadata = {"parse": read, "metavar": metavar, "help": help, "flag": flag, "text": default, "bare": bare}
+    metadata = {"parse": read, "metavar": metavar, "help": help, "text": default, "bare": bare}
     return dataclasses.field(default=None if default is None else read(default), metadata=metadata)
 
 
@@ -140,7 +139,6 @@ class Options:
         "strategies to measure: mp (layers spread over the GPUs), tp (tensor parallel), iok (tp with DeepSpeed's "
         "kernels), compile (tp with torch.compile, also on one GPU), a registered strategy, or module:attribute",
         "mp",
-        flag="--strategy",
     )
     model: str = _option(
         "MODEL",
@@ -289,7 +287,7 @@ class Options:
 
 def flag_of(field: dataclasses.Field[Any]) -> str:
     """Return the flag of an option on the command line."""
-    return field.metadata["flag"] or f"--llmgpu-{field.name.replace('_', '-')}"
+    return "--strategy" if field.name == "strategy" else f"--llmgpu-{field.name.replace('_', '-')}"
 
 
 def ini_key_of(field: dataclasses.Field[Any]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import sys
 from importlib import import_module
@@ -139,20 +138,6 @@ def test_lateness_and_missed_ticks_come_from_the_stream() -> None:
     assert figures["lateness_max_s"] == pytest.approx(0.051)
     assert figures["lateness_p99_s"] == pytest.approx(0.001)
     assert figures["cpu_s_per_s"] == pytest.approx(0.1)
-
-
-def test_a_sampler_that_is_not_installed_has_the_reason(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Its figures are missing with a reason."""
-
-    def absent(name: str) -> str:
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "version", absent)
-    monkeypatch.setattr(sys, "argv", ["peers.py", "nvitop"])
-    import_module("peers").main()
-    assert json.loads(capsys.readouterr().out) == {"installed": None, "why": "nvitop is not installed"}
 
 
 @pytest.mark.slow

@@ -66,7 +66,7 @@ def test_an_allowed_regression_is_no_problem(prose: Prose) -> None:
 
 
 def test_findings_of_one_kind_are_one_problem() -> None:
-    """Three cases have their text, the others are named; the worst problem is first; each next step has its own."""
+    """It has the text of each case; the worst problem is first; each next step has its own."""
     results = [make_result(batch_size=2**n) for n in range(5)]
     for result in results:
         result.findings = [make_finding("info"), make_finding(code="broken", text="It is broken.")]
@@ -79,8 +79,7 @@ def test_findings_of_one_kind_are_one_problem() -> None:
         ("info", "slow", "Wait."),
     ]
     worst = conclusion.problems[0]
-    assert worst.texts == [(name, "It is broken.") for name in ("mp-bs1", "mp-bs2", "mp-bs4")]
-    assert worst.more == ["mp-bs8", "mp-bs16"]
+    assert worst.texts == [(name, "It is broken.") for name in ("mp-bs1", "mp-bs2", "mp-bs4", "mp-bs8", "mp-bs16")]
     assert conclusion.sentence.endswith("Worst: mp-bs1: It is broken.")
 
 

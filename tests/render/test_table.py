@@ -4,7 +4,7 @@ import msgspec
 import pytest
 from support.report_factory import make_check, make_failed, make_generation, make_result, paper_results
 
-from pytest_llmgpu.render.table import COLUMNS, LEGEND, Cell, TimeTable, figure_tables, make_time_table
+from pytest_llmgpu.render.table import COLUMNS, Cell, TimeTable, figure_tables, make_time_table
 from pytest_llmgpu.report.derived import batch_latency_s, derive
 from pytest_llmgpu.report.result import Batches, CaseResult, Collective, Outcome, Traffic
 from pytest_llmgpu.report.work import Bound, RankWork, Work
@@ -93,7 +93,7 @@ def test_batch_sizes_are_rows_and_strategies_are_columns() -> None:
     assert (cells["mp-bs1"].time, cells["mp-bs1"].second, cells["mp-bs1"].kind) == ("171.0 min", "82.8 %", "plain")
     assert [name for name, cell in cells.items() if cell.kind == "best"] == ["iok-bs16", "mp-bs32", "tp-bs64"]
     assert (cells["iok-bs64"].word, cells["iok-bs64"].kind) == ("OOM", "oom")
-    assert table.marks == [LEGEND["best"], LEGEND["oom"]]
+    assert list(table.legend) == ["best", "oom"]
 
 
 def test_a_fast_wrong_answer_is_not_the_best() -> None:
@@ -117,7 +117,7 @@ def test_a_case_without_a_time_has_its_outcome(outcome: Outcome, kind: str, word
     table = make_time_table([make_failed(outcome)])
     [cell] = _cells(table).values()
     assert (cell.kind, cell.word, cell.time) == (kind, word, "")
-    assert table.marks == [LEGEND[kind]]
+    assert list(table.legend) == [kind]
 
 
 def test_an_unmeasured_batch_size_is_an_empty_cell() -> None:

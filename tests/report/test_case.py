@@ -33,18 +33,12 @@ def test_a_field_changes_key_series_and_loading(name: str) -> None:
     assert (default.loading == changed.loading) is (name in same | {"batch_size"} | data)
 
 
-def test_the_key_survives_a_report() -> None:
-    """A case that was written and read has the same key."""
-    case = make_case(strategy_options={"tokens": 512, "fused": True, "path": None})
-    assert msgspec.json.decode(msgspec.json.encode(case), type=Case).key == case.key
-
-
 def test_a_field_of_another_version_does_not_change_the_key() -> None:
     """An older report lacks fields, which then have their defaults; a newer one has fields that are not known."""
-    case = make_case(limit=10)
+    case = make_case(limit=10, strategy_options={"tokens": 512, "fused": True, "path": None})
     fields = msgspec.to_builtins(case)
     required = {field.name for field in msgspec.structs.fields(Case) if field.required}
-    older = {name: value for name, value in fields.items() if name in required or name == "limit"}
+    older = {name: fields[name] for name in (*required, "limit", "strategy_options")}
     for other in (older, {**fields, "a_new_field": 1}):
         assert msgspec.convert(other, Case).key == case.key
 

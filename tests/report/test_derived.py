@@ -8,19 +8,12 @@ from pytest_llmgpu.report.derived import (
     decode,
     derive,
     device_busy,
-    inference_s,
     predictions_of,
     proportion_stderr,
     upper_bound,
 )
-from pytest_llmgpu.report.result import Batches, CaseResult, DeviceProfile, Launch, Outcome
+from pytest_llmgpu.report.result import CaseResult, DeviceProfile, Outcome
 from pytest_llmgpu.report.work import RankWork, Work
-
-
-def test_inference_time_is_the_sum_of_the_batches() -> None:
-    """Loading, warm-up and tokenization are not part of it."""
-    launch = Launch(load_s=100.0, warmup_s=10.0, wall_s=200.0, batches=Batches(latency_s=[0.5, 0.25, 0.25]))
-    assert inference_s(launch) == 1.0
 
 
 @pytest.mark.parametrize(("step_s", "busy"), [(None, 0.4), ([2.0, 4.0, 9.0], 0.2), ([], None)])

@@ -117,12 +117,6 @@ def test_a_rank_that_waits_for_a_core_makes_the_machine_busy(
     assert found == (None if busy is None else f"CPU cores too busy: {busy}")
 
 
-@pytest.mark.parametrize("kind", disturbances.TITLES)
-def test_sentences_on_power_and_heat_are_recognized(kind: str) -> None:
-    """The gate treats them differently."""
-    assert disturbances.is_power(f"{disturbances.TITLES[kind]}: GPU 0") is (kind in {"throttled", "clock"})
-
-
 _POWER = "throttled by power or heat: GPU 1 for 60.0 % of the time"
 _CPU = "CPU cores too busy: rank 1 waited for a core for 15 % of the time"
 
@@ -131,7 +125,7 @@ _CPU = "CPU cores too busy: rank 1 waited for a core for 15 % of the time"
     ("invalid", "latency_s", "disturbed", "untimed"),
     [
         ([], 0.5, None, None),
-        ([_POWER], 0.5, None, None),
+        ([_POWER, f"{TITLES['clock']}: GPU 1 ran at 1,000 instead of 1,980 MHz"], 0.5, None, None),
         ([_POWER, "another: GPU 0."], 0.5, "another: GPU 0.", "another: GPU 0"),
         ([_CPU], 0.5, None, _CPU),
         ([], 0.0, None, "the time of a batch is 0 s"),

@@ -141,11 +141,12 @@ def run_export(arguments: argparse.Namespace) -> int:
 def add_plot(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `llmgpu plot`."""
     parser.add_argument("report", metavar="REPORT", help=REFERENCE)
+    parser.add_argument("baseline", metavar="BASELINE", nargs="?", help="report whose figures are drawn faint")
     parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="folder of the images")
     parser.add_argument("--format", metavar="LIST", default="png", help="png, svg or both: png,svg (default: png)")
     parser.add_argument("--dark", action="store_true", help="draw for a dark background; file names end in -dark")
     parser.add_argument("--case", metavar="ID", help="also draw the time lines of this case, such as tp-bs8")
-    add_baseline(parser)
+    add_storage(parser)
 
 
 def run_plot(arguments: argparse.Namespace) -> int:
@@ -155,10 +156,8 @@ def run_plot(arguments: argparse.Namespace) -> int:
 
     chosen = images.formats(arguments.format)
     report = source(arguments.report, arguments).report()
-    base, verdicts, _ = comparison(arguments, report)
-    report.verdicts = verdicts or report.verdicts
-    found = charts.of_report(report, base)
-    drawn = list(found.charts)
+    base = arguments.baseline and source(arguments.baseline, arguments, same_machine_as=report).report()
+    drawn, omitted = charts.of_report(report, base)
     if arguments.case is not None:
         by_id = {result.id: result for result in report.cases}
         if arguments.case not in by_id:
@@ -167,7 +166,7 @@ def run_plot(arguments: argparse.Namespace) -> int:
         drawn += timelines.charts(by_id[arguments.case], report.environment)
     for path in images.write(drawn, arguments.output, chosen, dark=arguments.dark):
         show(str(path))
-    for reason in found.omitted:
+    for reason in omitted:
         show(f"left out: {reason}")
     return 0
 

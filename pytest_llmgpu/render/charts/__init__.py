@@ -1,11 +1,7 @@
 """The charts of a report as Vega-Lite specifications, for the HTML page and for images.
 
-`of_report` returns `Charts`. Each chart is shown under its `title`, with its `summary` as the caption and its `headers`
-and `rows` as the table behind it; `omitted` has the reasons for charts that could not be drawn. A `spec` has no
-`$schema`, because that is a network address (pass `{"mode": "vega-lite"}` to vega-embed); it is as wide as its
-container and has no colours: `theme(dark=...)` is the `config` to draw it with.
-
-Only `image` needs the extra `report`.
+A specification has no `$schema`, because that is a network address (pass `{"mode": "vega-lite"}` to vega-embed).
+`theme(dark=...)` is the `config` to draw it with. Only `image` needs the extra `report`.
 """
 
 from __future__ import annotations
@@ -13,31 +9,27 @@ from __future__ import annotations
 import msgspec
 
 from pytest_llmgpu.render.charts import communication, sweeps
-from pytest_llmgpu.render.charts.axes import Chart, Charts, panels
+from pytest_llmgpu.render.charts.axes import Chart, panels
 from pytest_llmgpu.render.charts.images import Format, image, theme
 from pytest_llmgpu.report.report import Report
 
-__all__ = ["Chart", "Charts", "Format", "image", "of_report", "theme"]
+__all__ = ["Chart", "Format", "image", "of_report", "theme"]
 
 
-def of_report(report: Report, baseline: Report | None = None) -> Charts:
-    """Return every chart of a report, with its verdicts if it has any, and with the figures of a baseline.
+def of_report(report: Report, baseline: Report | None = None) -> tuple[list[Chart], list[str]]:
+    """Return every chart of a report, with the figures of a baseline, and the reasons for those that it lacks.
 
     Cases that differ in more than strategy and batch size get their own charts, whose ids end in `-1`, `-2`.
     """
-    parts = panels(report, baseline)
-    measured = "; ".join(panel.measured for panel in parts)
-    found: list[Chart | str] = [
-        one if isinstance(one, str) else msgspec.structs.replace(one, measured=measured)
-        for one in sweeps.ratios(report.verdicts)
-    ]
-    for panel in parts:
-        for charts in (sweeps.times, communication.charts, sweeps.memory, sweeps.accuracy):
+    drawn: list[Chart] = []
+    omitted: list[str] = []
+    for panel in panels(report, baseline):
+        for charts in (sweeps.times, communication.charts, sweeps.memory):
             for one in charts(panel):
                 if isinstance(one, str):
-                    found.append(f"{panel.caption}: {one}" if panel.suffix else one)
+                    omitted.append(f"{panel.caption}: {one}" if panel.suffix else one)
                     continue
-                found.append(
+                drawn.append(
                     msgspec.structs.replace(
                         one,
                         id=f"{one.id}{panel.suffix}",
@@ -47,6 +39,4 @@ def of_report(report: Report, baseline: Report | None = None) -> Charts:
                         filter={"model": panel.entries[0].result.case.model},
                     )
                 )
-    return Charts(
-        charts=[one for one in found if isinstance(one, Chart)], omitted=[one for one in found if isinstance(one, str)]
-    )
+    return drawn, omitted

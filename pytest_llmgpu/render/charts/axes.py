@@ -40,15 +40,6 @@ class Chart(msgspec.Struct, frozen=True, kw_only=True):
     """Model, dtype, GPUs and dataset for an image that stands alone; empty where the title names them."""
 
 
-class Charts(msgspec.Struct, frozen=True, kw_only=True):
-    """The charts of a report."""
-
-    charts: list[Chart]
-    """The charts in display order, with unique ids."""
-    omitted: list[str]
-    """One sentence with the reason for each chart that could not be drawn."""
-
-
 _FIRST = ("mp", "tp", "iok")  # strategies that have the same colours and shapes in every chart of every report
 
 
@@ -155,12 +146,9 @@ def value_range(values: Sequence[float], unit: str) -> str:
     return f"{' to '.join(ends)} {unit}"
 
 
-HEIGHT = 300  # height of a plot in pixels
 LINE = 15  # height of a line of text in pixels
 PADDING = 16  # pixels between the outermost figures and the edges of the plot
 _NUMBER = ",.6~r"  # format of figures on axes and in tooltips: no exponent, no trailing zeros
-
-BATCH_SIZE = "batch size (sequences per forward)"
 
 _LETTER = 6.7  # largest mean width in pixels of a letter of a note, over the fonts of browsers
 
@@ -190,8 +178,8 @@ def tooltip(figures: Mapping[str, str]) -> list[Spec]:
     return [text("s", "strategy"), *(number(*one) for one in {"b": "batch size", **figures}.items())]
 
 
-def layered(layers: Sequence[Spec], rows: Sequence[Spec], *, height: int | Spec = HEIGHT, **encoding: Spec) -> Spec:
-    """Return a specification of layers over common data and channels, as wide as its container."""
+def layered(layers: Sequence[Spec], rows: Sequence[Spec], *, height: int = 300, **encoding: Spec) -> Spec:
+    """Return layers over common data and channels, as wide as their container and `height` pixels high."""
     data = {"values": list(rows)}
     return {"width": "container", "height": height, "data": data, "encoding": encoding, "layer": list(layers)}
 
@@ -206,7 +194,7 @@ def batch_sizes(sizes: Iterable[int]) -> Spec:
     return {
         "field": "b",
         "type": "quantitative",
-        "title": BATCH_SIZE,
+        "title": "batch size (sequences per forward)",
         "scale": {"type": "log", "base": 2, "nice": False, "padding": 2 * PADDING},
         "axis": {"values": _POWERS if several else known, "format": ",d", "labelOverlap": "greedy"},
     }

@@ -11,7 +11,7 @@ from pytest_llmgpu.render.charts import axes
 from pytest_llmgpu.render.charts.axes import Chart, Panel, Spec, formatted, rounded, value_range
 from pytest_llmgpu.render.charts.sweeps import Figure, Point, curves_of, of_figure, points, row_of
 from pytest_llmgpu.render.table import COLUMNS, Entry
-from pytest_llmgpu.report.result import CaseResult, Link
+from pytest_llmgpu.report.result import CaseResult
 
 _GB = 1e9
 _MB = 1e6
@@ -20,14 +20,6 @@ LinkName = Literal["nvlink", "pcie"]
 """The name of a link whose bytes NVML counts."""
 
 LINKS: tuple[LinkName, ...] = get_args(LinkName)
-
-_CARRIERS: dict[Link, frozenset[LinkName]] = {
-    "nvlink": frozenset(("nvlink",)),
-    "mixed": frozenset(LINKS),
-    "pcie": frozenset(("pcie",)),
-    "host": frozenset(("pcie",)),
-}
-"""The links whose counters include the traffic of a path."""
 
 _COVERED = 0.5  # counters below this share of what the program sent: its traffic took links that were not counted
 
@@ -110,7 +102,7 @@ def _by_utilization(panel: Panel) -> Iterator[Chart | str]:
 
     def utilized(entries: Iterable[Entry]) -> list[tuple[Entry, float, float]]:
         """Return the cases with the utilisation of their GPUs in percent and what a GPU sent in GB/s."""
-        both = [(entry, busy_of(entry.result), link_rate(entry.result, "tx")) for entry in entries]
+        both = [(entry, busy_of(entry.result), sent_bytes_per_s(entry.result)) for entry in entries]
         return [(entry, busy, sent / _GB) for entry, busy, sent in both if busy is not None and sent]
 
     busy_of = COLUMNS["utilization_pct"].value
@@ -162,9 +154,9 @@ def _rate(name: str, of_devices: Callable[[Sequence[float]], float], entry: Entr
     return of_devices(found) / _GB if found else None
 
 
-def link_rate(result: CaseResult, way: str, links: Sequence[LinkName] = LINKS) -> float | None:
-    """Return the bytes per second of a GPU in one direction, summed over those of the links that were counted."""
-    rates = [COLUMNS[f"{link}_{way}_bytes_per_s"].value(result) for link in links]
+def sent_bytes_per_s(result: CaseResult, links: Sequence[LinkName] = LINKS) -> float | None:
+    """Return the bytes that a GPU sends per second, summed over those of the links that were counted."""
+    rates = [COLUMNS[f"{link}_tx_bytes_per_s"].value(result) for link in links]
     known = [rate for rate in rates if rate is not None]
     return sum(known) if known else None
 
@@ -175,9 +167,11 @@ def covers_traffic(result: CaseResult, links: Sequence[LinkName] = LINKS) -> boo
     True also where nothing contradicts it: no counter was read, the program's traffic is not known, or the links are
     known to have carried it, whatever the sum (a reduction in the NVLink switch moves fewer bytes than a ring).
     """
-    traffic, rate, sent = result.traffic, result.sequences_per_s, link_rate(result, "tx", links)
+    traffic, rate, sent = result.traffic, result.sequences_per_s, sent_bytes_per_s(result, links)
     if traffic is None or rate is None or sent is None:
         return True
-    if traffic.path is not None and traffic.path.link is not None and _CARRIERS[traffic.path.link] <= set(links):
-        return True
+    if traffic.path is not None and traffic.path.link is not None:
+        carriers = {"mixed": LINKS, "nvlink": ("nvlink",)}.get(traffic.path.link, ("pcie",))
+        if set(carriers) <= set(links):
+            return True
     return sent * result.case.devices >= _COVERED * traffic.wire_bytes_per_sequence * rate

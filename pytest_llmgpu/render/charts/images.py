@@ -19,12 +19,10 @@ _SHAPES = ["circle", "square", "triangle-up", "diamond", "cross", "triangle-down
 _LIGHT = ["#0072b2", "#c25500", "#00805d", "#a0508a", "#8a6d00", "#26749e", "#5a5a5a", "#b3404a"]
 _DARK = ["#56b4e9", "#ff9a4d", "#2fd0a0", "#e59ccb", "#f0e442", "#9ad0ff", "#bdbdbd", "#ff8f98"]
 
-_GROUND = {  # background, text, muted text, grid, limit, improved, undecided
-    False: ("#ffffff", "#24292f", "#57606a", "#e3e6ea", "#b3261e", "#11632e", "#7a4a00"),
-    True: ("#16181d", "#e6e8eb", "#a8b0ba", "#32363d", "#ff8f85", "#6fd08c", "#f2bd5c"),
+_GROUND = {  # background, text, muted text, grid, limit
+    False: ("#ffffff", "#24292f", "#57606a", "#e3e6ea", "#b3261e"),
+    True: ("#16181d", "#e6e8eb", "#a8b0ba", "#32363d", "#ff8f85"),
 }
-
-_FONT = "system-ui, Liberation Sans, Arial, sans-serif"
 
 Format = Literal["png", "svg"]
 """The format of an image."""
@@ -39,24 +37,18 @@ _SCALE = 2.0  # pixels of a PNG per pixel of the layout, for screens of high res
 def theme(*, dark: bool) -> Spec:
     """Return the Vega-Lite `config` with which a page or an image draws the charts.
 
-    The specifications use the ranges `category` and `symbol` (strategies and GPUs) and `ordinal` (changes: none,
-    slower, faster, undecided; Vega-Lite allows no range of another name) and these styles: `limit` and `limit-note`
-    (capacity, a published figure, no change), `note` (text inside a chart), `halo` (background around such text) and
-    `muted`.
+    The specifications use the ranges `category` and `symbol` (strategies and GPUs) and these styles: `limit` and
+    `limit-note` (the capacity), `note` (text inside a chart), `halo` (background around such text) and `muted`.
     """
-    background, text, muted, grid, limit, improved, undecided = _GROUND[dark]
+    background, text, muted, grid, limit = _GROUND[dark]
     label: Spec = {"labelColor": text, "titleColor": muted, "labelFontSize": 12, "titleFontSize": 12}
     label["titleFontWeight"] = "normal"
     title = {"color": text, "subtitleColor": muted, "fontSize": 16, "subtitleFontSize": 12}
     return {
         "background": background,
-        "font": _FONT,
+        "font": "system-ui, Liberation Sans, Arial, sans-serif",
         "view": {"stroke": None},
-        "range": {
-            "category": _DARK if dark else _LIGHT,
-            "symbol": _SHAPES,
-            "ordinal": [muted, limit, improved, undecided],
-        },
+        "range": {"category": _DARK if dark else _LIGHT, "symbol": _SHAPES},
         "axis": label
         | {"domainColor": muted, "tickColor": muted, "gridColor": grid, "titlePadding": 8, "labelFlush": False},
         "axisX": {"grid": False},

@@ -1,4 +1,4 @@
-"""Times (Table 2 of Shin et al. 2024), memory (figure 6) and accuracy by batch size and strategy."""
+"""Times (Table 2 of Shin et al. 2024) and memory (figure 6) by batch size and strategy."""
 
 from __future__ import annotations
 
@@ -8,18 +8,14 @@ from functools import partial
 from typing import NamedTuple
 
 from pytest_llmgpu.render.charts import axes
-from pytest_llmgpu.render.charts.axes import Chart, Panel, Spec, formatted, rounded, value_range
-from pytest_llmgpu.render.table import COLUMNS, Entry
-from pytest_llmgpu.report.derived import measured, upper_bound, value_of
-from pytest_llmgpu.report.result import CaseResult
-from pytest_llmgpu.report.text import GIB, plural
-from pytest_llmgpu.report.verdicts import Verdicts
+from pytest_llmgpu.render.charts.axes import Chart, Panel, Spec, formatted, rounded
+from pytest_llmgpu.render.table import COLUMNS, Entry, in_use_bytes
+from pytest_llmgpu.report.text import GIB
 
 Figure = Callable[[Entry], float | None]
 """A function that returns a case's figure in the unit of an axis; None where the case has none."""
 
 _FAR = 2.5  # a capacity above this multiple of the memory in use is not drawn: it would flatten the curves
-_Z = 1.96  # quantile of the normal distribution for a two-sided interval of 95 %
 
 
 class Point(NamedTuple):
@@ -159,7 +155,7 @@ def memory(panel: Panel) -> Iterator[Chart | str]:
     """Yield the chart of a panel's memory with its capacity, or the reason why there is none."""
 
     def gib(of_devices: Callable[[Sequence[float]], float], entry: Entry) -> float | None:
-        found, _ = _memory_of(entry.result)
+        found = in_use_bytes(entry.result)
         return of_devices(found) / GIB if found else None
 
     fullest: Figure = partial(gib, max)
@@ -183,8 +179,8 @@ def memory(panel: Panel) -> Iterator[Chart | str]:
     if capacity is not None:
         summary += f"; capacity {formatted(capacity)} GiB per GPU{'' if near else ', far above this chart'}"
     layers = axes.limit(capacity, f"{formatted(capacity)} GiB per GPU") if capacity is not None and near else []
-    source = next(source for entry in panel.completed for found, source in [_memory_of(entry.result)] if found)
-    axis = f"memory in use by {source} (GiB)"
+    by_nvml = any(COLUMNS["nvml_used_max_bytes"].devices(entry.result) for entry in panel.completed)
+    axis = f"memory in use by {'NVML' if by_nvml else 'torch'} (GiB)"
     yield Chart(
         id="memory",
         title="Memory by batch size",
@@ -198,14 +194,6 @@ def memory(panel: Panel) -> Iterator[Chart | str]:
     )
 
 
-def _memory_of(result: CaseResult) -> tuple[Sequence[float], str]:
-    """Return the peak memory of each device and launch, and its source: NVML, or torch where NVML has no figure."""
-    if found := COLUMNS["nvml_used_max_bytes"].devices(result):
-        return found, "NVML"
-    sizes = [memory.peak_reserved_bytes for launch in result.launches for memory in launch.memory]
-    return [size for size in sizes if size is not None], "torch"
-
-
 def _capacity_gib(panel: Panel) -> float | None:
     """Return what a case may use of each GPU: its cap, else all of it; None if it is not known or the GPUs differ."""
     case = panel.entries[0].result.case
@@ -214,164 +202,3 @@ def _capacity_gib(panel: Panel) -> float | None:
     sizes = {gpu.memory_bytes for gpu in panel.report.environment.gpus}
     size = sizes.pop() if len(sizes) == 1 and case.device == "cuda" else None
     return None if size is None else size / GIB
-
-
-def accuracy(panel: Panel) -> Iterator[Chart | str]:
-    """Yield the chart of a panel's accuracy with its 95 % confidence interval, or the reason why there is none."""
-    title = "Accuracy by batch size"
-    checks = [check for entry in panel.completed if (check := entry.result.accuracy_check) is not None]
-    metric = next((check.metric for check in checks if check.metric in {"acc", "acc_norm"}), "acc_norm")
-    rows, before = (
-        [row for entry in entries if (row := _accuracy_row(entry, metric)) is not None]
-        for entries in (panel.completed, panel.before)
-    )
-    if not rows:
-        yield f"{title}: nothing was scored."
-        return
-    summary = f"{metric} is {value_range([row['v'] for row in rows], '%')} of {max(row['i'] for row in rows):,} items"
-    if panel.entries[0].result.case.load_format == "dummy":
-        summary += " (random weights answer by chance)"
-    if compared := [row for row in rows if "f" in row]:
-        worst = max(compared, key=lambda row: row["f"])
-        most = f"at most {plural(worst['f'], 'answer')} different from mp ({worst['s']} at batch size {worst['b']})"
-        summary += f"; {most if worst['f'] else 'no answer differs from mp'}"
-    cells = []
-    for row in rows:
-        differ = f"{row['f']:,}" if "f" in row else "-"
-        interval = [formatted(row[name]) for name in ("v", "l", "h")]
-        cells.append([row["s"], str(row["b"]), *interval, f"{row['i']:,}", differ])
-    yield Chart(
-        id="accuracy",
-        title=title,
-        summary=f"{summary}.",
-        spec=_accuracy_spec(panel, rows, before, metric),
-        headers=["strategy", "batch size", f"{metric} (%)", "95 % CI from (%)", "to (%)", "items", "differ from mp"],
-        rows=cells,
-    )
-
-
-def _accuracy_row(entry: Entry, metric: str) -> Spec | None:
-    answers = measured(entry.result)
-    if answers is None:
-        return None
-    value, items = value_of(answers, metric), answers.items
-    row: Spec = {
-        "s": entry.title,
-        "b": entry.batch_size,
-        "v": rounded(100 * value),
-        "l": rounded(100 * (1 - upper_bound(1 - value, items, _Z))),
-        "h": rounded(100 * upper_bound(value, items, _Z)),
-        "i": items,
-    }
-    if entry.result.comparison is not None:
-        row["f"] = len(entry.result.comparison.flipped)
-    return row
-
-
-def _accuracy_spec(panel: Panel, rows: list[Spec], before: list[Spec], metric: str) -> Spec:
-    # Each batch size has one place, in which the strategies stand side by side.
-    domain = {"domain": [one for one in panel.titles if panel.of(one)]}
-    shared = {"color": axes.curves(panel), "xOffset": {"field": "s", "type": "nominal", "scale": domain}}
-    sizes = sorted({entry.batch_size for entry in (*panel.completed, *panel.failed, *panel.before)})
-    x = {
-        "field": "b",
-        "type": "ordinal",
-        "title": axes.BATCH_SIZE,
-        "scale": {"domain": sizes, "paddingInner": 0.3, "paddingOuter": 0.2},
-        "axis": {"labelAngle": 0, "format": ",d", "labelOverlap": "greedy"},
-    }
-    low, high = ({"field": name, "type": "quantitative"} for name in ("l", "h"))
-    titles = {"v": f"{metric} (%)", "l": "95 % CI from (%)", "h": "to (%)", "i": "items"}
-    tooltip = axes.tooltip({**titles, "f": "answers that differ from mp"})
-    marks: list[Spec] = [
-        {"mark": {"type": "rule", "strokeWidth": 1.5}, "encoding": {**shared, "y": low, "y2": {"field": "h"}}},
-        {"mark": {"type": "point"}, "encoding": {**shared, "shape": shared["color"], "tooltip": tooltip}},
-    ]
-    # The reference accuracy, where it comes from outside the run.
-    ids = {entry.result.id for entry in panel.entries}
-    checks = [one for entry in panel.completed if (one := entry.result.accuracy_check) is not None]
-    outside = [one for one in checks if one.metric == metric and one.source not in ids]
-    published = [one.baseline for one in outside if one.baseline is not None]
-    layers = axes.limit(100 * published[0], f"{formatted(100 * published[0])} % expected") if published else []
-    layers += axes.with_baseline(marks, before)
-    if any(row.get("f") for row in rows):
-        number = {"field": "f", "type": "quantitative", "format": ",d"}
-        bold = {"type": "text", "style": "note", "dy": -9, "fontWeight": "bold"}
-        above = {**shared, "y": high, "text": number}
-        layers.append({"transform": [{"filter": "datum.f > 0"}], "mark": bold, "encoding": above})
-    y = axes.levels([row["v"] for row in (*rows, *before)], f"{metric}, 95 % confidence interval (%)", log=False)
-    return axes.layered([*layers, *axes.failures(panel)], rows, x=x, y=y)
-
-
-_STEP = 20  # pixels of each case
-
-_CHANGES = {
-    "no significant change": "circle",
-    "slower": "triangle-up",
-    "faster": "triangle-down",
-    "not enough data": "diamond",
-}
-"""Change to its shape, in the order of the colours of the theme's range `ordinal`."""
-
-_CHANGE_OF_VERDICT = {"REGRESSED": "slower", "IMPROVED": "faster", "UNDECIDED": "not enough data"}
-
-
-def ratios(verdicts: Verdicts | None) -> Iterator[Chart | str]:
-    """Yield the chart of the gate's verdicts on time, or a sentence with the reason why there is none."""
-    if verdicts is None or verdicts.baseline is None:
-        return
-    title = "Time compared with the baseline"
-    of_time = [row for row in verdicts.rows if row.metric == "time"]
-    if not of_time:
-        yield f"{title}: no case of the report has a completed counterpart in the baseline."
-        return
-    rows: list[Spec] = []
-    cells = []
-    for one in of_time:
-        launches = "-" if one.n is None else str(one.n)
-        cells.append([one.id, one.verdict, *map(formatted, (one.ratio, one.low, one.high)), launches, one.reason])
-        if one.ratio is not None:
-            change = _CHANGE_OF_VERDICT.get(one.result, "no significant change")
-            row = {"c": one.id, "r": rounded(one.ratio), "k": change, "w": one.verdict}
-            if one.low is not None and one.high is not None:
-                row |= {"l": rounded(one.low), "h": rounded(one.high)}
-            rows.append({**row, "t": one.reason.splitlines()[0][:160]})
-    if not rows:
-        yield f"{title}: no case can be compared ({of_time[0].reason.splitlines()[0].rstrip('.')})."
-        return
-    counts = {change: sum(row["k"] == change for row in rows) for change in _CHANGES}
-    changes = [change for change in _CHANGES if counts[change]]
-    counted = ", ".join(f"{counts[change]} {change}" for change in changes)
-    yield Chart(
-        id="ratio",
-        title=title,
-        summary=f"Time / time in the baseline with confidence interval; above 1 is slower: {counted}.",
-        spec=_ratio_spec(rows, changes),
-        headers=["case", "verdict", "time / baseline", "from", "to", "launches in each report", "reason"],
-        rows=cells,
-    )
-
-
-def _ratio_spec(rows: Sequence[Spec], changes: list[str]) -> Spec:
-    values = [row[name] for row in rows for name in ("r", "l", "h") if name in row]
-    scale = {"domain": list(_CHANGES)}
-    colour = {**axes.text("k"), "scale": {**scale, "range": "ordinal"}, "legend": {"values": changes}}
-    shape = {**colour, "scale": {**scale, "range": list(_CHANGES.values())}}
-    interval = [axes.number("r", "time / baseline"), axes.number("l", "from"), axes.number("h", "to")]
-    tooltip = [axes.text("c", "case"), *interval, axes.text("w", "verdict"), axes.text("t", "reason")]
-    layers: list[Spec] = [
-        {
-            "data": {"values": [{"r": 1}]},
-            "mark": {"type": "rule", "style": "limit", "tooltip": "the time of the baseline"},
-            "encoding": {"y": {"value": 0}, "y2": {"value": "height"}},
-        },
-        {
-            "transform": [{"filter": "isValid(datum.l)"}],
-            "mark": {"type": "rule", "strokeWidth": 2},
-            "encoding": {"x": {"field": "l", "type": "quantitative"}, "x2": {"field": "h"}, "color": colour},
-        },
-        {"mark": {"type": "point"}, "encoding": {"color": colour, "shape": shape, "tooltip": tooltip}},
-    ]
-    x = axes.levels([*values, 1.0], "time / baseline", log=True, field="r")
-    y = {**axes.text("c"), "sort": [row["c"] for row in rows], "axis": {"grid": True}}
-    return axes.layered(layers, rows, height={"step": _STEP}, x=x, y=y)

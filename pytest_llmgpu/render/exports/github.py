@@ -10,7 +10,7 @@ step: the worst come first, and the last one has the number of those that are le
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from pytest_llmgpu.gate import headline, rows_by_cause
@@ -67,7 +67,7 @@ def notices(report: Report) -> list[Notice]:
             title = f"{worst.verdict}: {rows_by_cause.title(group)}"
             text = "\n".join([*rows_by_cause.lines(group), f"Next: {rows_by_cause.next_step(group)}"])
             found.append(Notice(severity, title, text, group.largest.nodeid or worst.nodeid))
-    return _sorted([*found, *other_notices(report)])
+    return sorted([*found, *other_notices(report)], key=_order)
 
 
 def other_notices(report: Report) -> list[Notice]:
@@ -87,7 +87,7 @@ def other_notices(report: Report) -> list[Notice]:
             title = f"{result.outcome.replace('_', ' ')}: {result.id}"
             text = result.failure.message if result.failure is not None else "The case did not complete."
             found.append(Notice(severity, title, text, result.nodeid))
-    return _sorted(found)
+    return sorted(found, key=_order)
 
 
 def level(row: Row, policy: Policy) -> Level:
@@ -95,8 +95,8 @@ def level(row: Row, policy: Policy) -> Level:
     return _LEVELS.get(classify(row, policy), "info")
 
 
-def _sorted(found: Iterable[Notice]) -> list[Notice]:
-    return sorted(found, key=lambda notice: list(_MARKS).index(notice.level))
+def _order(notice: Notice) -> int:
+    return list(_MARKS).index(notice.level)
 
 
 def render_annotations(report: Report) -> str:

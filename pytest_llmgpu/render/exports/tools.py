@@ -10,7 +10,6 @@ rejects an empty list and values that are not numbers: each file begins with a n
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,9 +22,6 @@ from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import OUT_OF_MEMORY, CaseResult
 from pytest_llmgpu.report.text import GIB, one_line, plural
 from pytest_llmgpu.report.verdicts import Row
-
-_LONGEST_BYTES = 1024  # most bytes of a benchmark's name in Bencher
-_HASHED = 8  # digits of the digest of a longer name
 
 _IN_COMMENTS = str.maketrans({"`": "'", "|": "/"})
 """A comment of github-action-benchmark has the name in backticks in a table; these two characters would end it."""
@@ -123,28 +119,17 @@ def render_bencher(report: Report) -> str:
         measures: dict[str, dict[str, float]] = {}
         for spec, figure in figures(result):
             if spec.exported is not None and spec.exported.measure is not None:
-                scale = spec.exported.measure_scale
-                measures[spec.exported.measure] = {"value": figure.value * scale}
-                if figure.low is not None and figure.high is not None:
-                    ends = {"lower_value": figure.low * scale, "upper_value": figure.high * scale}
-                    measures[spec.exported.measure] |= ends
+                scale = 1e9 if figure.unit == "s" else 1.0  # Bencher has nanoseconds
+                ends = {"value": figure.value, "lower_value": figure.low, "upper_value": figure.high}
+                measures[spec.exported.measure] = {key: end * scale for key, end in ends.items() if end is not None}
         failures = sum(finding.severity == "failure" for finding in result.findings)
         measures["completed"] = {"value": float(result.outcome == "completed")}
         measures["out-of-memory"] = {"value": float(result.outcome in OUT_OF_MEMORY)}
         measures["failure-findings"] = {"value": float(failures)}
-        found[_cut(name)] = measures
+        found[name] = measures
     for name, size, _ in _largest_batches(report):
-        found[_cut(name)] = {"largest-batch-size": {"value": float(size)}}
+        found[name] = {"largest-batch-size": {"value": float(size)}}
     return json.dumps(found, indent=2, allow_nan=False)
-
-
-def _cut(name: str) -> str:
-    """Return a name of the length that Bencher allows; a longer one ends in its digest."""
-    data = name.encode()
-    if len(data) <= _LONGEST_BYTES:
-        return name
-    digest = hashlib.sha256(data).hexdigest()[:_HASHED]
-    return f"{data[: _LONGEST_BYTES - _HASHED - 1].decode(errors='ignore')} {digest}"
 
 
 def render_smaller(report: Report) -> str:

@@ -6,7 +6,7 @@ import datetime
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -24,7 +24,6 @@ from pytest_llmgpu.report.report import OptionValue, Report
 from pytest_llmgpu.report.text import GIB, gib, plural
 from pytest_llmgpu.report.verdicts import Row, Verdicts, worst_first
 
-_OPEN_PROBLEMS, _OPEN_ROWS = 3, 25  # the others are in a closed element
 _MOST_CASES = 1000
 
 
@@ -60,7 +59,6 @@ def render(
     if verdicts is None and baseline is not None:
         today = datetime.datetime.now(datetime.timezone.utc).date()
         verdicts = judge.judge(baseline, report, policy or Policy(), today=today)
-    report = msgspec.structs.replace(report, verdicts=verdicts)  # charts and tables show the same verdicts
     library, script = vega(), asset("page.js")
     config, colored = config_and_style()
     style = asset("page.css") + colored
@@ -84,7 +82,7 @@ def render(
         values = list(dict.fromkeys(key[field] for key in keys.values()))
         if len(values) > 1:
             filters.append((field, label, sorted(values, key=int) if field == "batch" else values))
-    drawn = charts.of_report(report, baseline)
+    drawn, omitted = charts.of_report(report, baseline)
     template = templates().get_template("page.html")
     return template.render(
         policy_header=content_security_policy([library, script], [style]),
@@ -94,19 +92,16 @@ def render(
         name=name or "pytest-llmgpu",
         report=report,
         conclusion=conclusion,
-        open_problems=_OPEN_PROBLEMS,
-        open_rows=_OPEN_ROWS,
         logs={result.id: log for result in report.cases if result.failure and (log := result.failure.log_tail)},
         tables=tables,
-        charts=[(chart, _json(chart.spec)) for chart in drawn.charts],
-        omitted=drawn.omitted,
+        charts=[(chart, _json(chart.spec)) for chart in drawn],
+        omitted=omitted,
         cases=of_cases,
         verdicts=verdicts,
         verdict=summary.verdict,
         mark=summary.mark,
         **({"compared": [], "parts": [], "reasons": []} if verdicts is None else _rows(verdicts, report, baseline)),
-        counts="" if verdicts is None else summary.counts(verdicts),
-        notes=[] if verdicts is None else verdicts.warnings,
+        counts=summary.counts,
         keys=keys,
         filters=filters,
         machine=compared_facts(machine, report, baseline),
@@ -172,26 +167,17 @@ def _json(value: Any) -> str:
     return text
 
 
-_BYTES = ("--llmgpu-gpu-memory",)  # options whose value is a number of bytes
-
-
-class Fact(NamedTuple):
-    """One line of a list of facts."""
-
-    name: str
-    value: str
-    baseline: str | None = None
-    """The value in the baseline; None if it is equal or there is no baseline."""
-
-
 def compared_facts(
     facts_of: Callable[[Report], Mapping[str, str]], report: Report, baseline: Report | None, *, absent: str = "-"
-) -> list[Fact]:
-    """Return facts of a report with those of its baseline; `absent` stands for a fact that one of them lacks."""
+) -> list[tuple[str, str, str | None]]:
+    """Return the name and the value of facts of a report, and the value in its baseline if it is another one.
+
+    `absent` stands for a fact that one of them lacks.
+    """
     own = facts_of(report)
     before = own if baseline is None else facts_of(baseline)
     values = [(name, own.get(name, absent), before.get(name, absent)) for name in dict.fromkeys([*own, *before])]
-    return [Fact(name, value, None if then == value else then) for name, value, then in values]
+    return [(name, value, None if then == value else then) for name, value, then in values]
 
 
 def libraries(report: Report) -> dict[str, str]:
@@ -207,7 +193,7 @@ def options(report: Report) -> dict[str, str]:
 
 
 def _shown(flag: str, value: OptionValue | tuple[str | int | float, ...]) -> str:
-    if flag in _BYTES and isinstance(value, int):
+    if flag == "--llmgpu-gpu-memory" and isinstance(value, int):  # in bytes
         return f"{value / GIB:.6g} GiB"  # six digits: 31.7 and 31.6973 GiB are different limits
     if isinstance(value, (list, tuple)):
         return ",".join(map(str, value))

@@ -7,7 +7,6 @@ import re
 import statistics
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 from tabulate import tabulate
 
@@ -18,7 +17,6 @@ from pytest_llmgpu.render.summary import Problem, finding_problems
 from pytest_llmgpu.render.table import (
     COLUMNS,
     DROPPED,
-    LEGEND,
     TABLES,
     Entry,
     Place,
@@ -50,16 +48,13 @@ _RED, _GREEN, _YELLOW, _BOLD = "31", "32", "33", "1"
 _MARKS = {"best": "*", "wrong": "x", "graphs": "g:", "oom": "OOM:", "skipped": "-:"}
 """The marks of the legend. A case that failed needs none: its cell has the outcome."""
 
+_COLOURS = {"best": _GREEN, "wrong": _RED, "oom": _YELLOW, "skipped": _YELLOW, "failed": _RED}
+
 _SEVERAL = ("nvlink_tx_bytes_per_s", "sent_bytes")  # columns of devices that are shown only if a case ran on several
 
 
-class _Column(NamedTuple):
-    title: str
-    """The first line is the name, the second line is the unit."""
-    texts: Sequence[str]
-    """The cell of each case."""
-    name: str = ""
-    """The name of its figure, by which it is dropped if the table is too wide; empty if it never is."""
+_Columns = Mapping[str, tuple[str, Sequence[str]]]
+"""Name of a figure, by which its column is dropped if the table is too wide, to the title and the cell of each case."""
 
 
 def summary_table(cases: Sequence[CaseResult], paint: Painter, most: int | None = None) -> tuple[str, int]:
@@ -74,27 +69,21 @@ def summary_table(cases: Sequence[CaseResult], paint: Painter, most: int | None 
         }
         shown = [entry for entry in shown if id(entry.result) in fastest][:most]
     times = []
-    for entry in shown:
-        cell = cells[entry.result.id]
-        text = cell.word or f"{'g ' * cell.graphs}{cell.time}"
-        if cell.word:
-            text = paint(text, _RED if cell.kind == "failed" else _YELLOW)
-        elif cell.kind == "wrong":
-            text = paint(f"{_MARKS['wrong']} {text}", _RED)
-        elif cell.kind == "best":
-            text = paint(f"{_MARKS['best']} {text}", _GREEN)
-        times.append(text)
-    figures = {}
-    for column in (COLUMNS[name] for name in TABLES["summary"]):
-        if any(values := [column.value(entry.result) for entry in shown]):
-            figures[column.name] = _Column(column.title, written(values, column.unit), column.name)
-    if "device_busy" in figures:
-        figures.pop("utilization_pct", None)  # the less exact one of the two
-    rates = [figures.pop("sequences_per_s")] if "sequences_per_s" in figures else []
-    seconds = _Column(table.metric, [cells[entry.result.id].second for entry in shown])
-    columns = [_Column(table.time_title, times), *rates, seconds, *figures.values()]
-    text, *_ = _fitted("summary", [entry[:2] for entry in shown], [column for column in columns if any(column.texts)])
-    notes = [f"{_MARKS[key]} {LEGEND[key][1]}" for key in table.used if key in _MARKS]
+    for cell in (cells[entry.result.id] for entry in shown):
+        sign = f"{_MARKS[cell.kind]} " if cell.kind in {"best", "wrong"} else ""
+        text = cell.word or f"{sign}{'g ' * cell.graphs}{cell.time}"
+        times.append(paint(text, _COLOURS[cell.kind]) if cell.kind in _COLOURS else text)
+    second = [cells[entry.result.id].second for entry in shown]
+    columns: dict[str, tuple[str, Sequence[str]]] = {"time": (table.time_title, times)}
+    for name in TABLES["summary"]:
+        column = COLUMNS[name]
+        values = [column.value(entry.result) for entry in shown]
+        if any(values) and not (name == "utilization_pct" and "device_busy" in columns):  # the less exact one
+            columns[name] = (column.title, written(values, column.unit))
+        if name == "sequences_per_s" and any(second):
+            columns["second"] = (table.metric, second)
+    text, *_ = _fitted("summary", [entry[:2] for entry in shown], columns)
+    notes = [f"{_MARKS[kind]} {meaning}" for kind, (_, meaning) in table.legend.items() if kind in _MARKS]
     notes += ["#2: measured again, by another test or strategy"] * any("#" in one.row for one in shown)
     legend = textwrap.wrap("   ".join(notes), WIDTH)
     return "\n".join([table.title.removesuffix(f" / {table.metric}"), text, *legend]), len(shown)
@@ -105,7 +94,7 @@ def work_table(cases: Sequence[CaseResult]) -> str:
     found = []
     for place, table in figure_tables(cases).items():
         cells = zip(*(texts for _, _, texts in table.rows), strict=True)
-        columns = [_Column(one.title, texts, one.name) for one, texts in zip(table.columns, cells, strict=True)]
+        columns = {one.name: (one.title, texts) for one, texts in zip(table.columns, cells, strict=True)}
         found.append("\n".join([table.title, *_fitted(place, [row[:2] for row in table.rows], columns)]))
     return "\n\n".join(found)
 
@@ -144,7 +133,8 @@ def _device_table(place: Place, order: Sequence[Entry], reasons: dict[str, list[
     """Return a table of the columns that have values, and add the others to `reasons`: reason -> names of columns."""
     results = [entry.result for entry in order]
     several = any(result.case.devices > 1 for result in results)
-    shown, with_largest = [], False
+    shown: dict[str, tuple[str, Sequence[str]]] = {}
+    with_largest = False
     for name in TABLES[place]:
         column = COLUMNS[name]
         values = [[value / column.unit for value in column.devices(result)] for result in results]
@@ -157,7 +147,7 @@ def _device_table(place: Place, order: Sequence[Entry], reasons: dict[str, list[
             for mean, each in zip(means, values, strict=True):
                 largest = f" ({max(each):.{places}f})" if len(each) > 1 else ""
                 texts.append("" if mean is None else f"{mean:.{places}f}{largest}")
-            shown.append(_Column(column.title, texts, name))
+            shown[name] = (column.title, texts)
             with_largest = with_largest or any(len(each) > 1 for each in values)
         elif name != "workspace_bytes":  # most strategies have no workspace
             why = _missing(results, name, environment, sampled=place == "communication")
@@ -245,20 +235,20 @@ def _range(values: Iterable[float]) -> str:
     return " to ".join(dict.fromkeys(shown))
 
 
-def _fitted(table: Place, places: Sequence[tuple[str, str]], columns: Sequence[_Column]) -> list[str]:
+def _fitted(table: Place, places: Sequence[tuple[str, str]], columns: _Columns) -> list[str]:
     """Return the table of places and of the columns that fit the width, and a line with the names of the others."""
     firsts = [("" if n and places[n - 1][0] == name else name, size) for n, (name, size) in enumerate(places)]
-    shown, dropped = list(columns), list[str]()
-    candidates = [column for name in DROPPED[table] for column in columns if column.name == name]
+    shown, dropped = dict(columns), list[str]()
+    candidates = [name for name in DROPPED[table] if name in columns]
     while True:
-        headers = ["strategy", "batch\nsize", *(column.title for column in shown)]
-        body = [[*first, *(column.texts[n] for column in shown)] for n, first in enumerate(firsts)]
+        headers = ["strategy", "batch\nsize", *(title for title, _ in shown.values())]
+        body = [[*first, *(texts[n] for _, texts in shown.values())] for n, first in enumerate(firsts)]
         align = ["left"] + ["right"] * (len(headers) - 1)
         text = tabulate(body, headers=headers, colalign=align, disable_numparse=True)
-        if max(map(len, _ANSI.sub("", text).splitlines())) <= WIDTH or len(dropped) == len(candidates):
+        if max(map(len, _ANSI.sub("", text).splitlines())) <= WIDTH or not candidates:
             break
-        shown.remove(candidates[len(dropped)])
-        dropped.append(candidates[len(dropped)].title.replace("\n", " "))
+        title, _ = shown.pop(candidates.pop(0))
+        dropped.append(title.replace("\n", " "))
     note = f"Columns dropped to fit the width (the report has them): {', '.join(dropped)}."
     return [text, note] if dropped else [text]
 
@@ -266,7 +256,7 @@ def _fitted(table: Place, places: Sequence[tuple[str, str]], columns: Sequence[_
 _STYLES = {"failure": _RED, "warning": _YELLOW, "info": _BOLD}
 
 _MOST_ROWS = 30  # largest number of rows of the short tables
-_MOST_LINES = 3  # largest number of comparisons and of findings in the short text
+_MOST_LINES = 3  # largest number of comparisons and of findings in the short text, and of texts of a finding
 _MOST_IDS = 8  # largest number of further cases of a finding in the short text
 
 
@@ -364,10 +354,10 @@ def _finding(problem: Problem, paint: Painter, *, verbose: bool) -> str:
     The short text of an information is its first sentence, without a next step.
     """
     indent = " " * 9
-    shown = problem.texts if verbose else problem.texts[:1]
+    shown = problem.texts[: _MOST_LINES if verbose else 1]
     full = verbose or problem.severity != "info"
     lines = [f"{name}: {text if full else text.split('. ')[0].rstrip('.') + '.'}" for name, text in shown]
-    if more := [*(name for name, _ in problem.texts[len(shown) :]), *problem.more]:
+    if more := [name for name, _ in problem.texts[len(shown) :]]:
         lines.append(f"The same finding: {listed(more, len(more) if verbose else _MOST_IDS)}.")
     if full:
         lines.append(f"-> {problem.next_step}")

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import datetime
 import json
 import re
 
@@ -11,7 +10,6 @@ from support.page_reports import sampled, texts_of, values_of
 from support.prose import Prose
 from support.report_factory import (
     GIB,
-    make_answers,
     make_check,
     make_failed,
     make_memory,
@@ -21,18 +19,13 @@ from support.report_factory import (
     make_traffic,
     paper_results,
 )
-from support.verdict_factory import with_launches
 
-from pytest_llmgpu.analysis.comparison import compare
-from pytest_llmgpu.gate import judge
-from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.render import charts
 from pytest_llmgpu.render.charts import Chart, timelines
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult, Path, Series
 
-_OF_PAPER = ["time", "throughput", "traffic-pcie", "sent", *(f"traffic-utilization-{n}" for n in (1, 2, 3))]
-_OF_PAPER += ["memory", "accuracy"]
+_OF_PAPER = ["time", "throughput", "traffic-pcie", "sent", *(f"traffic-utilization-{n}" for n in (1, 2, 3)), "memory"]
 
 _NOT_COUNTED = "the counters cover less than half of the bytes that"
 _TOOK_NVLINK = "; not included, because it took NVLink: GPU-to-GPU traffic of {}"
@@ -56,61 +49,56 @@ def test_texts_have_the_times_of_a_token() -> None:
     assert found["time-to-first-token"].rows == [["1", "8"], ["8", "20"]]
     for case in cases:
         case.token_p50_s = None
-    assert "Time per token by batch size: no completed case has one." in charts.of_report(make_report(cases)).omitted
+    _, omitted = charts.of_report(make_report(cases))
+    assert "Time per token by batch size: no completed case has one." in omitted
 
 
 def _by_id(report: Report) -> dict[str, Chart]:
-    return {chart.id: chart for chart in charts.of_report(report).charts}
+    return {chart.id: chart for chart in charts.of_report(report)[0]}
 
 
 def _timelines(result: CaseResult) -> dict[str, Chart]:
     return {chart.id: chart for chart in timelines.charts(result, make_report().environment)}
 
 
-def _compared(report: Report, base: Report) -> Report:
-    report.verdicts = judge.judge(base, report, Policy(), today=datetime.date(2026, 1, 1))
-    return report
-
-
 @pytest.fixture
-def every() -> charts.Charts:
-    """Return the charts of Table 2 of Shin et al. 2024 compared with itself, and those of a case."""
-    found = charts.of_report(_compared(_paper(), _paper()))
-    return charts.Charts(charts=[*found.charts, *_timelines(sampled()).values()], omitted=found.omitted)
+def every() -> list[Chart]:
+    """Return the charts of Table 2 of Shin et al. 2024, and those of a case."""
+    return [*charts.of_report(_paper())[0], *_timelines(sampled()).values()]
 
 
 def test_a_report_has_every_chart_that_it_has_data_for() -> None:
     """The charts come in the order of the page; each chart that is left out has a reason."""
-    found = charts.of_report(_paper())
-    assert [chart.id for chart in found.charts] == _OF_PAPER
-    assert [reason.partition(":")[0] for reason in found.omitted] == ["NVLink traffic by batch size"]
+    drawn, omitted = charts.of_report(_paper())
+    assert [chart.id for chart in drawn] == _OF_PAPER
+    assert omitted == ["NVLink traffic by batch size: there was none."]
 
 
-def test_every_summary_is_reviewed(every: charts.Charts, prose: Prose) -> None:
+def test_every_summary_is_reviewed(every: list[Chart], prose: Prose) -> None:
     """The snapshot has the titles and captions of all charts of a report and of a case."""
-    assert prose == "\n".join([f"{chart.title}: {chart.summary}" for chart in every.charts] + every.omitted)
+    assert prose == "\n".join(f"{chart.title}: {chart.summary}" for chart in every)
 
 
 def test_a_report_without_a_completed_case_has_reasons_instead_of_charts() -> None:
     """Each chart is replaced by its reason; a report without cases has neither."""
-    found = charts.of_report(make_report([make_failed("oom"), make_failed("skipped_after_oom", batch_size=2)]))
-    assert found.charts == []
-    assert "Time by batch size: no completed case has one." in found.omitted
-    assert charts.of_report(make_report()) == charts.Charts(charts=[], omitted=[])
+    drawn, omitted = charts.of_report(make_report([make_failed("oom"), make_failed("skipped_after_oom", batch_size=2)]))
+    assert drawn == []
+    assert "Time by batch size: no completed case has one." in omitted
+    assert charts.of_report(make_report()) == ([], [])
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_every_specification_is_valid_vega_lite(every: charts.Charts) -> None:
+def test_every_specification_is_valid_vega_lite(every: list[Chart]) -> None:
     """Altair checks each one with Vega-Lite's schema."""
-    assert len(every.charts) == len(_OF_PAPER) + 4
-    for chart in every.charts:
+    assert len(every) == len(_OF_PAPER) + 3
+    for chart in every:
         altair.Chart.from_dict(chart.spec)
 
 
-def test_a_chart_stands_alone(every: charts.Charts) -> None:
+def test_a_chart_stands_alone(every: list[Chart]) -> None:
     """It fits its container, names model and machine, and has its data, but neither an address nor a colour."""
-    for chart in every.charts:
+    for chart in every:
         text = json.dumps(chart.spec)
         assert chart.spec["width"] == "container"
         assert not re.search("://|#|url", text)
@@ -122,17 +110,11 @@ def test_a_chart_stands_alone(every: charts.Charts) -> None:
 
 
 def test_the_time_chart_has_table_2_of_shin_et_al() -> None:
-    """Rows are batch sizes and columns are strategies; a case that ran out of memory is in its cell."""
+    """Rows are batch sizes and columns are strategies; a case out of memory is in its cell and has a note above."""
     chart = _by_id(_paper())["time"]
     assert chart.headers == ["batch size", "mp (s)", "tp (s)", "iok (s)"]
     assert chart.rows[0] == ["1", "10,260", "6,548", "4,959"]
     assert chart.rows[-1] == ["64", "3,800", "4,079", "OOM"]
-    assert "iok 4,030 s at batch size 16" in chart.summary
-
-
-def test_a_case_that_did_not_complete_has_a_note_above_the_plot() -> None:
-    """The note names the strategy and the outcome at the batch size, which is on the axis."""
-    chart = _by_id(_paper())["time"]
     row = {"s": "iok", "b": 64, "o": "iok: OOM", "l": "iok: OOM", "w": "CUDA out of memory"}
     assert row in list(values_of(chart.spec))
     texts = texts_of(chart)
@@ -178,20 +160,18 @@ def test_strategies_keep_their_colours() -> None:
 
 
 def test_traffic_is_a_mean_over_the_gpus_in_both_directions() -> None:
-    """A rate of zero is in the table and not on the logarithmic axis."""
-    report = make_report([make_result(profile=make_profile(2, tx=1e9, rx=0.0)), make_result(batch_size=2)])
-    chart = _by_id(report)["traffic-pcie"]
+    """A rate of zero is in the table and not on the logarithmic axis. What the program sends is its own count in MB."""
+    traffic = make_traffic(wire_bytes_per_sequence=466.574176e6)
+    report = make_report(
+        [make_result(profile=make_profile(2, tx=1e9, rx=0.0), traffic=traffic), make_result(batch_size=2)]
+    )
+    found = _by_id(report)
+    assert (found["sent"].headers, found["sent"].rows[0]) == (["batch size", "mp (MB/sequence)"], ["1", "466.6"])
+    chart = found["traffic-pcie"]
     assert [row["v"] for row in values_of(chart.spec)] == [1.05]
     assert chart.rows[0] == ["mp", "1", "1.05", "0", "1.1", "0"]
     assert chart.rows[1] == ["mp", "2", "-", "-", "-", "-"]
     assert chart.spec["encoding"]["y"]["scale"]["type"] == "log"
-
-
-def test_bytes_sent_are_exact_figures_per_sequence() -> None:
-    """They are the program's own count in MB."""
-    chart = _by_id(make_report([make_result(traffic=make_traffic(wire_bytes_per_sequence=466.574176e6))]))["sent"]
-    assert chart.rows == [["1", "466.6"]]
-    assert chart.headers == ["batch size", "mp (MB/sequence)"]
 
 
 def test_traffic_of_both_links_is_shown_by_utilisation() -> None:
@@ -247,53 +227,21 @@ def test_the_memory_chart_has_the_capacity() -> None:
     assert "; capacity 32 GiB per GPU." in chart.summary
 
 
-def test_accuracy_has_its_interval_and_the_answers_that_differ_from_mp() -> None:
-    """The interval is Wilson's of 95 %; the number of different answers stands above it unless it is 0."""
-    mp, same, tp = (
-        make_result(accuracy=make_answers([True] * right + [False] * (100 - right)), strategy=strategy, batch_size=size)
-        for right, strategy, size in ((80, "mp", 1), (80, "mp", 2), (79, "tp", 1))
-    )
-    tp.comparison, same.comparison = compare(tp, mp, "acc_norm"), compare(same, mp, "acc_norm")
-    chart = _by_id(make_report([mp, same, tp]))["accuracy"]
-    assert chart.rows[0] == ["mp", "1", "80", "71.12", "86.66", "100", "-"]
-    assert [row[-1] for row in chart.rows] == ["-", "0", "1"]
-    assert "at most 1 answer different from mp (tp at batch size 1)" in chart.summary
-    assert "0" not in texts_of(chart)
-
-
 def test_each_model_has_its_own_charts() -> None:
     """Ids stay unique and titles name the model."""
     report = make_report([make_result(model="small"), make_result(model="large")])
-    found = charts.of_report(report)
-    assert [chart.id for chart in found.charts] == ["time-1", "throughput-1", "time-2", "throughput-2"]
-    assert [chart.title for chart in found.charts][::2] == ["Time by batch size: small", "Time by batch size: large"]
-    assert all(line.startswith(("small: ", "large: ")) for line in found.omitted)
+    drawn, omitted = charts.of_report(report)
+    assert [chart.id for chart in drawn] == ["time-1", "throughput-1", "time-2", "throughput-2"]
+    assert [chart.title for chart in drawn][::2] == ["Time by batch size: small", "Time by batch size: large"]
+    assert all(line.startswith(("small: ", "large: ")) for line in omitted)
 
 
-def _slow(level: float) -> Report:
-    return make_report([with_launches([level] * 3, strategy=strategy) for strategy in ("mp", "tp")])
-
-
-def test_a_slower_case_has_its_ratio_and_interval() -> None:
-    """They are those of the verdict; without a baseline there is no chart, and other cases are the reason."""
-    assert "ratio" not in _by_id(_slow(1.0))
-    others = charts.of_report(_compared(make_report([make_result()]), make_report([make_result(strategy="tp")])))
-    assert any(line.startswith("Time compared with the baseline: no case") for line in others.omitted)
-    chart = _by_id(_compared(_slow(1.5), _slow(1.0)))["ratio"]
-    name, verdict, ratio, low, high, launches, _ = chart.rows[0]
-    assert (name, verdict, ratio, launches) == ("mp-bs1", "REGRESSED", "1.5", "3")
-    assert float(low) < 1.5 < float(high)
-    assert "2 slower" in chart.summary
-
-
-def test_a_case_that_cannot_be_compared_is_in_the_table_with_its_reason() -> None:
-    """Its batches differ from the baseline's; the chart has the other cases."""
-    report = _slow(1.5)
-    launches = report.cases[0].launches
-    report.cases[0].launches = [msgspec.structs.replace(launch, plan_sha256="0" * 64) for launch in launches]
-    chart = _by_id(_compared(report, _slow(1.0)))["ratio"]
-    assert [row["c"] for row in chart.spec["data"]["values"]] == ["tp-bs1"]
-    assert chart.rows[0][:3] == ["mp-bs1", "NOT_COMPARABLE", "-"]
+def test_the_figures_of_a_baseline_are_faint() -> None:
+    """They are marks of their own, and stand beside those of the report in the table."""
+    (time, *_), _ = charts.of_report(make_report([make_result(50.0)]), make_report([make_result(60.0)]))
+    assert time.summary.endswith(" Faint: the baseline.")
+    assert time.rows == [["1", "50 (was 60)"]]
+    assert {(row["v"], row.get("o")) for row in values_of(time.spec)} == {(50, None), (60, "baseline")}
 
 
 def test_time_lines_show_every_gpu_in_at_most_200_points() -> None:

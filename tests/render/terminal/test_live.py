@@ -4,7 +4,6 @@ import contextlib
 import io
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 
 import pytest
 
@@ -20,15 +19,11 @@ class _Terminal(io.StringIO):
         return self._is_terminal
 
 
-def _uncaptured() -> AbstractContextManager[None]:
-    return contextlib.nullcontext()
-
-
 def test_the_line_is_redrawn_in_place_and_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each text starts at the saved position, and the last call leaves nothing on the screen."""
     screen = _Terminal(is_terminal=True)
     monkeypatch.setattr(sys, "stdout", screen)
-    line = LiveLine(_uncaptured, lambda: 40)
+    line = LiveLine(contextlib.nullcontext, lambda: 40)
     line.show("1/9 batches")
     line.show("2/9 batches")
     line.clear()
@@ -54,7 +49,7 @@ def test_nothing_is_drawn_on_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     """A log file gets no control sequences."""
     pipe = _Terminal(is_terminal=False)
     monkeypatch.setattr(sys, "stdout", pipe)
-    line = LiveLine(_uncaptured, lambda: 80)
+    line = LiveLine(contextlib.nullcontext, lambda: 80)
     line.show("1/9 batches")
     line.clear()
     assert not pipe.getvalue()

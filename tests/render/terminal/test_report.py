@@ -129,14 +129,6 @@ def test_colour_changes_no_text() -> None:
     assert coloured == tables(report)
 
 
-def test_measurements_that_differ_have_blocks_with_captions() -> None:
-    """Cases that do not compare are in separate tables, and the captions name the difference."""
-    text = tables(_report([make_result(2.0), make_result(1.0, dtype="bfloat16")]))
-    captions = [line.split(", ")[1] for line in text.splitlines() if line.startswith("huggyllama")]
-    assert captions == ["float16", "bfloat16"]
-    assert text.count("strategy  ") == 2
-
-
 def test_findings_with_the_same_next_step_are_joined() -> None:
     """Three findings have their text, the other cases are named, and the next step is written once."""
     results = [make_result(batch_size=size) for size in (2, 4, 8, 16, 32)]
