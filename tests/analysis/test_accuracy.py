@@ -9,7 +9,7 @@ from support.assessed import CPU, as_one, assessed, check_of, codes, finding_of
 from support.prose import Prose
 from support.report_factory import make_accuracy, make_answers, make_case, make_failed, make_result, paper_results
 
-from pytest_llmgpu.analysis.accuracy import baseline
+from pytest_llmgpu.analysis.answers import baseline
 from pytest_llmgpu.inference import bundled
 
 _MINE: dict[str, Any] = {"model": "mine", "dataset": "mine.jsonl", **CPU}

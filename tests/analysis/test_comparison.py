@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from support.report_factory import make_answers, make_result
 
-from pytest_llmgpu.analysis.comparison import by_chance, compare, lost_and_won, mcnemar, written
+from pytest_llmgpu.analysis.answers import by_chance, compare, lost_and_won, mcnemar, written
 
 
 def test_mcnemars_exact_probability() -> None:

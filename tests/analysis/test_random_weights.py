@@ -9,7 +9,7 @@ from support.assessed import CPU, assessed, check_of, codes, finding_of
 from support.prose import Prose
 from support.report_factory import make_accuracy, make_failed, make_result
 
-from pytest_llmgpu.analysis.comparison import compare
+from pytest_llmgpu.analysis.answers import compare
 from pytest_llmgpu.report.result import CaseResult
 
 _RIGHT = [-1.0, -2.0, -1.5, -3.0]

@@ -23,7 +23,7 @@ from support.report_factory import (
 )
 from support.verdict_factory import with_launches
 
-from pytest_llmgpu.analysis.comparison import compare
+from pytest_llmgpu.analysis.answers import compare
 from pytest_llmgpu.gate import judge
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.render import charts
