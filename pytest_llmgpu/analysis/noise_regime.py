@@ -35,15 +35,6 @@ _HOST_SPREAD = 3.0
 """The host's launches have a standard deviation of up to 26 %: one run of ten launches in a hundred spreads by 2.8."""
 
 
-class Deviation(msgspec.Struct, frozen=True, kw_only=True):
-    """A measured standard deviation."""
-
-    sd: float
-    """Standard deviation of the logarithm of the time between launches."""
-    degrees: int
-    """Degrees of freedom of `sd`: the number of launches minus the number of reports or sessions."""
-
-
 class Prior(msgspec.Struct, frozen=True, kw_only=True):
     """The noise between launches that is expected before a comparison."""
 
@@ -54,13 +45,17 @@ class Prior(msgspec.Struct, frozen=True, kw_only=True):
     source: str
     """The measurements that `s0` and `df0` are from."""
 
-    def updated(self, measured: Deviation | None) -> Prior:
-        """Return the prior with measured launches added to it."""
-        if measured is None or not measured.degrees:
-            return self
-        degrees = self.df0 + measured.degrees
-        s0 = math.sqrt((self.df0 * self.s0**2 + measured.degrees * measured.sd**2) / degrees)
-        return Prior(s0=s0, df0=degrees, source=self.source)
+    def updated(self, groups: Iterable[Sequence[float]]) -> Prior:
+        """Return the prior with launches added to it: logarithms of times in groups with means of their own.
+
+        The variance is a mean that is weighted by degrees of freedom: the number of launches minus that of the groups.
+        """
+        squares, degrees = self.df0 * self.s0**2, self.df0
+        for group in groups:
+            mean = statistics.fmean(group)
+            squares += math.fsum((value - mean) ** 2 for value in group)
+            degrees += len(group) - 1
+        return Prior(s0=math.sqrt(squares / degrees), df0=degrees, source=self.source)
 
 
 PRIORS: Mapping[NoiseRegime, Prior] = MappingProxyType(
@@ -80,17 +75,6 @@ PRIORS: Mapping[NoiseRegime, Prior] = MappingProxyType(
     }
 )
 """The prior of each noise regime."""
-
-
-def deviation(groups: Iterable[Sequence[float]]) -> Deviation:
-    """Return the deviation of launches around the mean of their group; without degrees of freedom 0."""
-    squares, degrees = 0.0, 0
-    for group in groups:
-        if len(group) > 1:
-            mean = statistics.fmean(group)
-            squares += math.fsum((value - mean) ** 2 for value in group)
-            degrees += len(group) - 1
-    return Deviation(sd=math.sqrt(squares / degrees) if degrees else 0.0, degrees=degrees)
 
 
 def of_time(result: CaseResult) -> NoiseRegime:
