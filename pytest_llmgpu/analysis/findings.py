@@ -273,8 +273,7 @@ def _of_disturbances(result: CaseResult) -> Iterator[Finding]:
         for found in kinds.values()
     ]
     power = [text for text in texts if disturbances.is_power(text)]
-    others = [text for text in texts if not disturbances.is_power(text)]
-    if others:
+    if others := [text for text in texts if text not in power]:
         yield finding("profile-invalid", f"The measurement was disturbed: {'; '.join(others)}")
     if power:
         yield finding("clocks-held-down", f"Times depend on the limits of power and heat: {'; '.join(power)}")
