@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import datetime
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
@@ -25,14 +24,6 @@ REFERENCE = (
 _SHA_DIGITS = 8
 
 
-class Comparison(NamedTuple):
-    """The comparison that is shown with a report; all None if that is its own one."""
-
-    base: Report | None = None
-    verdicts: Verdicts | None = None
-    policy: Policy | None = None
-
-
 def add_storage(parser: argparse.ArgumentParser) -> None:
     """Declare `--storage DIR`."""
     parser.add_argument("--storage", metavar="DIR", type=Path, help="folder of the store (default: .llmgpu)")
@@ -40,8 +31,8 @@ def add_storage(parser: argparse.ArgumentParser) -> None:
 
 def storage_of(arguments: argparse.Namespace) -> Path:
     """Return the folder of the store."""
-    given: Path | None = arguments.storage
-    return store.DEFAULT if given is None else given
+    folder: Path = arguments.storage or store.DEFAULT
+    return folder
 
 
 def source(reference: str, arguments: argparse.Namespace, *, same_machine_as: Report | None = None) -> Source:
@@ -92,14 +83,13 @@ def add_baseline(parser: argparse.ArgumentParser) -> None:
     add_rules(parser)
 
 
-def policy_of(arguments: argparse.Namespace) -> Policy:
-    """Return the policy in force: the file, overridden by the command line; ValueError in one line."""
-    return switched(load_policy(_policy_path(arguments)), arguments)
+def policy_of(arguments: argparse.Namespace) -> tuple[Policy, str]:
+    """Return the policy in force, and the line that names it; ValueError in one line.
 
-
-def policy_line(arguments: argparse.Namespace) -> str:
-    """Return the line that names the policy in force."""
-    return policy_in_words(_policy_path(arguments))
+    It is that of the file, overridden by the command line.
+    """
+    path: Path | None = find_policy(Path()) if arguments.policy is None else arguments.policy
+    return switched(load_policy(path), arguments), policy_in_words(path)
 
 
 def today_of(arguments: argparse.Namespace) -> datetime.date:
@@ -107,7 +97,9 @@ def today_of(arguments: argparse.Namespace) -> datetime.date:
     return arguments.today or datetime.datetime.now(datetime.timezone.utc).date()
 
 
-def judged(arguments: argparse.Namespace, reference: str, head: Report, policy: Policy) -> Comparison:
+def judged(
+    arguments: argparse.Namespace, reference: str, head: Report, policy: Policy
+) -> tuple[Report | None, Verdicts]:
     """Read a baseline and judge a report; ValueError in one line if a file cannot be read.
 
     The baseline may be absent if the policy allows that, else it is a git.AbsentError; a broken one is an error.
@@ -121,19 +113,23 @@ def judged(arguments: argparse.Namespace, reference: str, head: Report, policy: 
         if not policy.allow_no_baseline:
             raise git.AbsentError(f"{error}; use --allow-no-baseline if this is the first run") from None
     verdicts = judge.judge(base, head, policy, today=today_of(arguments), baseline=baseline, in_turn=arguments.in_turn)
-    return Comparison(base, verdicts, policy)
+    return base, verdicts
 
 
-def comparison(arguments: argparse.Namespace, report: Report) -> Comparison:
-    """Return the comparison with the arguments of `add_baseline`; ValueError in one line if one has no effect."""
+def comparison(arguments: argparse.Namespace, report: Report) -> tuple[Report | None, Verdicts | None, Policy | None]:
+    """Return baseline, verdicts and policy by the arguments of `add_baseline`; all None for the report's own verdicts.
+
+    ValueError in one line if an argument has no effect.
+    """
     if arguments.baseline is None:
         unused = [name for name in ("policy", "today") if getattr(arguments, name) is not None]
         if unused:
             raise ValueError(f"--{unused[0]}: has an effect only with a baseline, which is not given")
-        return Comparison(verdicts=read_verdicts(arguments.verdicts, report) if arguments.verdicts else None)
+        return None, read_verdicts(arguments.verdicts, report) if arguments.verdicts else None, None
     if arguments.verdicts is not None:
         raise ValueError("--verdicts: cannot be combined with a baseline, which computes new verdicts")
-    return judged(arguments, arguments.baseline, report, policy_of(arguments))
+    policy, _ = policy_of(arguments)
+    return *judged(arguments, arguments.baseline, report, policy), policy
 
 
 def read_verdicts(path: Path, report: Report | None = None) -> Verdicts:
@@ -163,11 +159,6 @@ def read_verdicts(path: Path, report: Report | None = None) -> Verdicts:
         )
         raise ValueError(f"verdicts {path}: belong to another report, of {theirs}; this one is of {this}")
     return found
-
-
-def _policy_path(arguments: argparse.Namespace) -> Path | None:
-    path: Path | None = arguments.policy
-    return find_policy(Path()) if path is None else path
 
 
 def _date(text: str) -> datetime.date:

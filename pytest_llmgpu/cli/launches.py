@@ -36,18 +36,13 @@ _COMPLETE = (0, 1)
 
 _MOST = 1000
 """Most launches, which is the limit of the gate's statistics."""
+_END_BYTES = 65536  # of a log, in which its last line is looked for
 _GIT_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_OBJECT_DIRECTORY", "GIT_COMMON_DIR")
 """Variables that a git hook sets for its own repository; git would use that repository in every folder."""
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Ctrl-C, the end of a job of CI, and a terminal that is closed."""
 _GRACES_S = ((signal.SIGINT, 60.0), (signal.SIGTERM, 10.0), (signal.SIGKILL, None))
 """The signals that end a command, with the time to wait after each: pytest writes its report after SIGINT."""
-
-
-def check(command: Sequence[str]) -> None:
-    """Raise ValueError if the command has an option that each launch sets."""
-    if any(part == _JSON or part.startswith(f"{_JSON}=") for part in command):
-        raise ValueError(f"{_JSON}: each launch sets its own; remove it from COMMAND")
 
 
 def count(text: str) -> int:
@@ -58,10 +53,12 @@ def count(text: str) -> int:
 
 
 def describe_ending(status: int, log: Path) -> str:
-    """Return the exit status of a command, the last line of its output and the path of its log."""
-    how = f"signal {-status}" if status < 0 else f"status {status}"
-    last = last_line(log)
-    return f"{how}{f': {last}' if last else ''}; see {log}"
+    """Return the exit status of a command, the last line of its output that is not blank, and the path of its log."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _END_BYTES))
+        lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]
+    last = next((f": {line}" for line in reversed(lines) if line), "")
+    return f"{f'signal {-status}' if status < 0 else f'status {status}'}{last}; see {log}"
 
 
 class Version:
@@ -70,18 +67,16 @@ class Version:
     def __init__(self, name: str, tree: Worktree, kept: Path) -> None:
         """Set the name of the version in the output and in its files, which are written to the folder `kept`."""
         self.name, self.tree, self._kept = name, tree, kept
-        self.environ = environment(tree)
 
     def build(self, setup: str | None) -> None:
         """Run the shell command that creates the environment of the worktree; ValueError in one line if it fails."""
         if setup is None:
             return
         began, log = time.monotonic(), self._kept / f"{self.name}-setup.log"
-        status = run(("/bin/sh", "-c", setup), self.tree.folder, self.environ, log)
+        status = run(("/bin/sh", "-c", setup), self.tree.folder, environment(self.tree), log)
         show(f"{self.name}-setup  {time.monotonic() - began:.1f} s")
         if status:
             raise ValueError(f"{self.name}: --setup ended with {describe_ending(status, log)}")
-        self.environ = environment(self.tree)
 
     def launch(self, command: Sequence[str], number: int, deselected: Sequence[str]) -> Report:
         """Run one launch of the measuring command to its end and return its report, without the tests `deselected`.
@@ -91,7 +86,7 @@ class Version:
         name, began = f"{self.name}-{number}", time.monotonic()
         path, log = self._kept / "launches" / f"{name}.json.gz", self._kept / "launches" / f"{name}.log"
         whole = [*command, f"{_JSON}={path}", *(f"--deselect={nodeid}" for nodeid in deselected)]
-        status = run(whole, self.tree.folder, self.environ, log)
+        status = run(whole, self.tree.folder, environment(self.tree), log)
         show(f"{name}  {time.monotonic() - began:.1f} s")
         if status not in _COMPLETE or not path.exists():
             without = "" if path.exists() else " without a report"
@@ -117,6 +112,8 @@ def begin(
     the function that launches one side. The policy is the file of --policy or the first commit's: a change must not
     edit the thresholds that it is judged by. ValueError in one line if any of this fails.
     """
+    if any(part == _JSON or part.startswith(f"{_JSON}=") for part in arguments.command):
+        raise ValueError(f"{_JSON}: each launch sets its own; remove it from COMMAND")
     source = find_policy(trees[0].folder) if arguments.policy is None else arguments.policy
     policy = ab.split(switched(load_policy(source), arguments), len(looks))
     commits = "_".join(tree.sha[:LETTERS] for tree in trees)
@@ -135,11 +132,11 @@ def begin(
     versions = [Version(name, tree, kept) for name, tree in zip(names, trees, strict=True)]
     for one in versions:
         show(f"{one.name}  {one.tree.reference}  {one.tree.sha[:LETTERS]}")
-    if changed(Path()):
+    if git_output(Path(), "status", "--porcelain", "--untracked-files=no"):
         show("note: your uncommitted changes are not measured")
     for one in versions:
         one.build(arguments.setup)
-    if not any(Path(one.environ.get("VIRTUAL_ENV", "/")).is_relative_to(one.tree.root) for one in versions):
+    if not any(Path(environment(tree).get("VIRTUAL_ENV", "/")).is_relative_to(tree.root) for tree in trees):
         show("note: the worktrees have no .venv: all commits run in the current environment")
 
     def measure(side: ab.Side, number: int, deselected: Sequence[str]) -> Report:
@@ -222,11 +219,6 @@ def sha_of(reference: str, folder: Path = Path()) -> str:
         return git_output(folder, "rev-parse", "--verify", "--quiet", f"{reference}^{{commit}}").strip()
     except ValueError:
         raise ValueError(f"there is no commit {reference!r} in this repository; fetch it first") from None
-
-
-def changed(folder: Path) -> bool:
-    """Return whether the user's working tree has uncommitted changes; the worktrees do not have them."""
-    return bool(git_output(folder, "status", "--porcelain", "--untracked-files=no"))
 
 
 def environment(tree: Worktree, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -322,14 +314,6 @@ def _held() -> Iterator[None]:
     finally:
         for late in received:
             signal.raise_signal(late)
-
-
-def last_line(log: Path, most_bytes: int = 65536) -> str:
-    """Return the last line of a log that is not blank; an empty string if there is none."""
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - most_bytes))
-        lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]
-    return next(filter(None, reversed(lines)), "")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

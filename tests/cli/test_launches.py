@@ -15,12 +15,11 @@ from support.worlds import ends
 
 from pytest_llmgpu.cli.launches import (
     Worktree,
-    changed,
     checked_out,
+    describe_ending,
     environment,
     handled,
     interruptible,
-    last_line,
     run,
 )
 
@@ -51,7 +50,6 @@ def _state(repository: Path) -> list[str]:
 
 def test_commits_are_checked_out_side_by_side(repository: Path) -> None:
     """The user's tree keeps its branch and its changes."""
-    assert not changed(repository)
     (repository / "speed").write_text("changed")
     before = _state(repository)
     with checked_out(["main~1", "main", "main"], repository) as trees:
@@ -61,7 +59,6 @@ def test_commits_are_checked_out_side_by_side(repository: Path) -> None:
         assert [(tree.root / "sub").exists() for tree in trees] == [False, True, True]
         assert not any(tree.root.is_relative_to(repository) for tree in trees)
     assert _state(repository) == before
-    assert changed(repository)
     assert (repository / "speed").read_text() == "changed"
 
 
@@ -157,9 +154,9 @@ def test_a_command_runs_with_its_folder_environment_and_log(tmp_path: Path) -> N
     )
     assert run(_python(code), tmp_path, {"X": "y"}, log) == 3
     assert log.read_text() == f"before\n{tmp_path} y\nlast\n"
-    assert last_line(log) == "last"
+    assert describe_ending(3, log) == f"status 3: last; see {log}"
     log.write_text("")
-    assert last_line(log) == ""
+    assert describe_ending(-9, log) == f"signal 9; see {log}"
     assert run(_python("import os, signal; os.kill(os.getpid(), signal.SIGKILL)"), tmp_path, {}, log) == -9
 
 

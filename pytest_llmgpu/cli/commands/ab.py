@@ -42,7 +42,6 @@ def add_ab(parser: argparse.ArgumentParser) -> None:
 
 def run_ab(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
-    launches.check(arguments.command)
     references = arguments.base_ref, arguments.head_ref
     with launches.interruptible(), launches.checked_out(references) as trees:
         looks = ab.looks(arguments.launches)

@@ -87,7 +87,6 @@ def add_bisect(parser: argparse.ArgumentParser) -> None:
 
 def run_bisect(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
-    launches.check(arguments.command)
     if arguments.metric is not None and arguments.metric not in JUDGED:
         raise ValueError(f"--metric={arguments.metric}: is no metric of the gate: allowed are {', '.join(JUDGED)}")
     if (most := arguments.max_launches) < _FEWEST:
@@ -191,8 +190,8 @@ def _undecided(arguments: argparse.Namespace, history: Bisection, steps: Sequenc
 class Bisection:
     """A bisection under way. git chooses each commit and checks it out; its state is in the worktree."""
 
-    def __init__(self, root: Path, folder: Path) -> None:
-        self._root, self._folder = root, folder
+    def __init__(self, root: Path) -> None:
+        self._root = root
 
     def candidate(self) -> str | None:
         """Return the hash of the commit to measure next; None if no commit is left."""
@@ -201,7 +200,7 @@ class Bisection:
 
     def tree(self, sha: str) -> Worktree:
         """Return the worktree with this commit."""
-        inside, repository = launches.place(self._folder)
+        inside, repository = launches.place(Path())
         return Worktree(sha, sha, self._root, self._root / inside, repository)
 
     def mark(self, mark: Mark) -> None:
@@ -235,12 +234,12 @@ class Bisection:
 
 
 @contextmanager
-def begun(good: str, bad: str, folder: Path = Path()) -> Iterator[Bisection]:
+def begun(good: str, bad: str) -> Iterator[Bisection]:
     """Begin a bisection in a temporary worktree, and remove it at the end; ValueError if git cannot bisect."""
     if good == bad:
         raise ValueError(f"GOOD and BAD are the same commit, {good}: there is nothing to search")
     try:
-        fork = launches.git_output(folder, "merge-base", good, bad).strip()
+        fork = launches.git_output(Path(), "merge-base", good, bad).strip()
     except ValueError:
         missing = f"GOOD {good} and BAD {bad} have no common ancestor in this clone: fetch its history"
         raise ValueError(missing) from None
@@ -248,10 +247,10 @@ def begun(good: str, bad: str, folder: Path = Path()) -> Iterator[Bisection]:
         raise ValueError(f"GOOD {good} is a descendant of BAD {bad}: exchange them")
     if fork != good:
         raise ValueError(f"GOOD {good} is not an ancestor of BAD {bad}: give their merge base {fork} as GOOD")
-    with launches.temporary(folder) as add:
+    with launches.temporary(Path()) as add:
         root = add("bisection", bad)
         launches.git_output(root, "bisect", "start", bad, good)
-        yield Bisection(root, folder)
+        yield Bisection(root)
 
 
 def measure_ends(
@@ -324,7 +323,7 @@ def find(
         while step.mark is None and launches and len(reports) < LOOKS[-1]:
             try:
                 reports.append(measure(sha, len(reports) + 1, deselected))
-                report = merge(reports, [f"launch {number}" for number in range(1, len(reports) + 1)])
+                report = merge(reports)
             except ValueError as error:
                 step = step._replace(mark="skip", reason=str(error))
                 break

@@ -48,7 +48,7 @@ def run_promote(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
     if arguments.force is not None and not arguments.force.strip():
         raise ValueError("--force: a reason is needed, which the baseline keeps")
-    policy, store = policy_of(arguments), storage_of(arguments)
+    (policy, _), store = policy_of(arguments), storage_of(arguments)
     candidate = source(arguments.report, arguments).report()
     kept = [
         one
