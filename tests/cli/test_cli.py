@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import jsonschema
 import pytest
@@ -30,6 +31,15 @@ def test_schema_and_version_print_nothing_else(llmgpu: Callable[..., str]) -> No
     jsonschema.Draft202012Validator.check_schema(printed)
     assert printed == schema()
     assert llmgpu("--version") == f"llmgpu {installed_version('pytest-llmgpu') or '(not installed)'}\n"
+
+
+def test_a_signal_that_ends_pytest_is_not_taken_by_a_command(
+    llmgpu: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tests run commands in their own process: the end of a job would be one failed test, and the run would go on."""
+    monkeypatch.setattr("pytest_llmgpu.report.schema.schema", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        llmgpu("schema")
 
 
 def test_help_names_the_commands() -> None:
