@@ -277,12 +277,12 @@ def resolve(reference: str, storage: Path, *, machine: str | None = None, reposi
         return Source(name=reference, data=git.content(reference, repository))
     path = Path(reference)
     found = _find(reference, stored(storage), machine)
-    if reference == LATEST and _exists(last := storage / LAST):
+    if reference == LATEST and (last := storage / LAST).exists():
         source = _of_path(last)
         created = compact_time(source.report())
         if all(one.created < created for one in found):
             return source
-    exists = _exists(path)
+    exists = os.path.exists(path)  # noqa: PTH110 - false for a name that is too long, which Path.exists refuses
     if len(found) + exists > 1:
         candidates = [f"./{reference}"] * exists
         candidates += [
@@ -296,13 +296,6 @@ def resolve(reference: str, storage: Path, *, machine: str | None = None, reposi
     kept = len(stored(storage))
     advice = f"which has {plural(kept, 'report')}: see llmgpu list" if kept else "which is empty"
     raise git.AbsentError(f"{reference!r} is neither a file nor a report of the store {storage}, {advice}")
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:  # for example, the name is too long
-        return False
 
 
 def _find(reference: str, kept: Sequence[Stored], machine: str | None) -> list[Stored]:
