@@ -12,7 +12,7 @@ from pytest_llmgpu.gate import judge
 from pytest_llmgpu.gate.policy import Policy, find_policy, load_policy, policy_in_words, switched
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.report import Report
-from pytest_llmgpu.report.verdicts import Candidate, Verdicts, with_present_names
+from pytest_llmgpu.report.verdicts import Verdicts, with_present_names
 from pytest_llmgpu.store import git, store
 from pytest_llmgpu.store.store import Source
 
@@ -46,21 +46,13 @@ def source(reference: str, arguments: argparse.Namespace, *, same_machine_as: Re
 
 def add_rules(parser: argparse.ArgumentParser) -> None:
     """Declare the policy, the day and the store, on which verdicts depend."""
-    parser.add_argument(
-        "--policy",
-        metavar="FILE",
-        type=Path,
-        help="TOML file of the policy, or git:REV:PATH (default: [tool.llmgpu.gate] in the nearest pyproject.toml that "
-        "has this table, up to the root of the repository; without one, the built-in policy)",
-    )
-    parser.add_argument(
-        "--today", metavar="DATE", type=_date, help="day for the expiry of allowed regressions (default: today, UTC)"
-    )
-    parser.add_argument(
-        "--in-turn",
-        action="store_true",
-        help="launches of the two reports alternated, as in llmgpu ab: the threshold of wall time is 2 %%, not 4 %%",
-    )
+    text = "TOML file of the policy, or git:REV:PATH (default: [tool.llmgpu.gate] in the nearest pyproject.toml that "
+    text += "has this table, up to the root of the repository; without one, the built-in policy)"
+    parser.add_argument("--policy", metavar="FILE", type=Path, help=text)
+    text = "day for the expiry of allowed regressions (default: today, UTC)"
+    parser.add_argument("--today", metavar="DATE", type=_date, help=text)
+    text = "launches of the two reports alternated, as in llmgpu ab: the threshold of wall time is 2 %%, not 4 %%"
+    parser.add_argument("--in-turn", action="store_true", help=text)
     add_storage(parser)
 
 
@@ -74,12 +66,10 @@ def add_switches(parser: argparse.ArgumentParser, *, baseline: bool = True) -> N
 
 def add_baseline(parser: argparse.ArgumentParser) -> None:
     """Declare `[BASELINE]`, `--verdicts` and the rules."""
-    parser.add_argument(
-        "baseline", metavar="BASELINE", nargs="?", help="report to compare it with, named in the same ways"
-    )
-    parser.add_argument(
-        "--verdicts", metavar="PATH", type=Path, help="show the verdicts in this file, which llmgpu gate --json wrote"
-    )
+    text = "report to compare it with, named in the same ways"
+    parser.add_argument("baseline", metavar="BASELINE", nargs="?", help=text)
+    text = "show the verdicts in this file, which llmgpu gate --json wrote"
+    parser.add_argument("--verdicts", metavar="PATH", type=Path, help=text)
     add_rules(parser)
 
 
@@ -151,13 +141,10 @@ def read_verdicts(path: Path, report: Report | None = None) -> Verdicts:
         remedy = f"pass --llmgpu-compare=REF to pytest, or run llmgpu gate BASE {path}"
         raise ValueError(f"verdicts {path}: the report has none, because its run was not compared: {remedy}")
     head = found.head
-    if report is not None and head is not None and (head.created, head.commit) != (report.created, report.commit.sha):
-        ours = Candidate(created=report.created, commit=report.commit.sha)
-        theirs, this = (
-            one.created if one.commit is None else f"{one.created} and commit {one.commit[:_SHA_DIGITS]}"
-            for one in (head, ours)
-        )
-        raise ValueError(f"verdicts {path}: belong to another report, of {theirs}; this one is of {this}")
+    both = [] if report is None or head is None else [(head.created, head.commit), (report.created, report.commit.sha)]
+    if len(set(both)) > 1:
+        theirs, ours = (time if sha is None else f"{time} and commit {sha[:_SHA_DIGITS]}" for time, sha in both)
+        raise ValueError(f"verdicts {path}: belong to another report, of {theirs}; this one is of {ours}")
     return found
 
 

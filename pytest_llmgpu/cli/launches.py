@@ -14,7 +14,6 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -260,9 +259,11 @@ def run(command: Sequence[str], folder: Path, environ: Mapping[str, str], log: P
     ValueError in one line: the program cannot be started.
     """
     process = None
+    received: list[int] = []
     with log.open("ab") as output:
         try:
-            with _held():
+            # An interrupted start would leave a process that nobody ends: the signal waits until it is started.
+            with handled(lambda number, _: received.append(number)):
                 process = subprocess.Popen(
                     list(command),
                     cwd=folder,
@@ -272,6 +273,8 @@ def run(command: Sequence[str], folder: Path, environ: Mapping[str, str], log: P
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                 )
+            for late in received:
+                signal.raise_signal(late)
             return process.wait()
         except OSError as error:
             raise ValueError(f"{command[0]!r} cannot be run: {error.strerror}") from None
@@ -282,9 +285,8 @@ def run(command: Sequence[str], folder: Path, environ: Mapping[str, str], log: P
 
 @contextmanager
 def handled(handler: Any, numbers: Collection[int] = INTERRUPTS) -> Iterator[None]:
-    """Give signals this handler within the block; outside the main thread, where nobody can, they keep theirs."""
-    main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, handler) for number in numbers} if main else {}
+    """Give signals this handler within the block."""
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
@@ -302,18 +304,6 @@ def interruptible() -> Iterator[None]:
     ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
     with handled(signal.default_int_handler, {*INTERRUPTS} - ignored):
         yield
-
-
-@contextmanager
-def _held() -> Iterator[None]:
-    """Handle `INTERRUPTS` after the block: an interrupted start would leave a process that nobody ends."""
-    received: list[int] = []
-    try:
-        with handled(lambda number, _: received.append(number)):
-            yield
-    finally:
-        for late in received:
-            signal.raise_signal(late)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

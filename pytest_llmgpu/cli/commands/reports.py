@@ -192,9 +192,8 @@ def add_trend(parser: argparse.ArgumentParser) -> None:
     text = "store, or the folder of one machine in it (default: .llmgpu)"
     parser.add_argument("folder", metavar="DIR", type=Path, nargs="?", help=text)
     parser.add_argument("--machine", metavar="NAME", help="machine to show, if the store has several")
-    parser.add_argument(
-        "--last", metavar="N", type=int, default=8, help="number of newest reports to show (default: 8)"
-    )
+    text = "number of newest reports to show (default: 8)"
+    parser.add_argument("--last", metavar="N", type=int, default=8, help=text)
     parser.add_argument("--html", metavar="PATH", type=Path, help="also write a page with charts and tables")
 
 
