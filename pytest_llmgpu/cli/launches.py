@@ -158,16 +158,16 @@ class Worktree(NamedTuple):
 
 
 @contextmanager
-def checked_out(references: Sequence[str], folder: Path = Path()) -> Iterator[list[Worktree]]:
+def checked_out(references: Sequence[str]) -> Iterator[list[Worktree]]:
     """Check out each commit in a worktree of its own, and remove the worktrees at the end, also after an error.
 
     They are in the folder for temporary files, which TMPDIR sets: each is as large as the working tree with its
     environment. Hooks of the repository do not run. ValueError in one line: there is no repository or no such commit,
-    or the commit does not have that folder.
+    or the commit does not have the working directory.
     """
-    inside, repository = place(folder)
-    commits = [sha_of(reference, folder) for reference in references]
-    with temporary(folder) as add:
+    inside, repository = place()
+    commits = [sha_of(reference) for reference in references]
+    with temporary() as add:
         trees = []
         for number, (reference, sha) in enumerate(zip(references, commits, strict=True)):
             root = add(f"{number}-{sha[:8]}", sha)
@@ -177,14 +177,14 @@ def checked_out(references: Sequence[str], folder: Path = Path()) -> Iterator[li
         yield trees
 
 
-def place(folder: Path) -> tuple[str, Path]:
-    """Return the path of a folder within its working tree, and the root of that."""
-    answers = [git_output(folder, "rev-parse", f"--show-{what}").removesuffix("\n") for what in ("prefix", "toplevel")]
+def place() -> tuple[str, Path]:
+    """Return the path of the working directory within its working tree, and the root of that."""
+    answers = [git_output(Path(), "rev-parse", f"--show-{what}").removesuffix("\n") for what in ("prefix", "toplevel")]
     return answers[0], Path(answers[1])
 
 
 @contextmanager
-def temporary(folder: Path) -> Iterator[Callable[[str, str], Path]]:
+def temporary() -> Iterator[Callable[[str, str], Path]]:
     """Yield a function that adds a worktree, and remove the worktrees at the end, also after an error.
 
     The arguments of the function are the name of the worktree and the hash of its commit. It returns its root.
@@ -195,7 +195,7 @@ def temporary(folder: Path) -> Iterator[Callable[[str, str], Path]]:
     def add(name: str, sha: str) -> Path:
         root = parent / name
         made.append(root)
-        git_output(folder, "worktree", "add", "--quiet", "--detach", str(root), sha)
+        git_output(Path(), "worktree", "add", "--quiet", "--detach", str(root), sha)
         return root
 
     try:
@@ -206,16 +206,16 @@ def temporary(folder: Path) -> Iterator[Callable[[str, str], Path]]:
                 # First, because git stops at a file that it cannot remove.
                 shutil.rmtree(root, ignore_errors=True)
                 with suppress(ValueError):  # git has no record of a worktree that it could not add
-                    git_output(folder, "worktree", "remove", "--force", "--force", str(root))
+                    git_output(Path(), "worktree", "remove", "--force", "--force", str(root))
             shutil.rmtree(parent, ignore_errors=True)
 
 
-def sha_of(reference: str, folder: Path = Path()) -> str:
+def sha_of(reference: str) -> str:
     """Return the hash of a commit that the user named; ValueError in one line if there is none."""
     if reference.startswith("-") or not reference.strip():
         raise ValueError(f"{reference!r} is not a commit: give a branch, a tag or the first digits of a commit")
     try:
-        return git_output(folder, "rev-parse", "--verify", "--quiet", f"{reference}^{{commit}}").strip()
+        return git_output(Path(), "rev-parse", "--verify", "--quiet", f"{reference}^{{commit}}").strip()
     except ValueError:
         raise ValueError(f"there is no commit {reference!r} in this repository; fetch it first") from None
 

@@ -38,6 +38,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
     (root / "sub" / "speed").write_text("2")
     git(root, "add", ".")
     git(root, "commit", "--quiet", "-m", "second")
+    monkeypatch.chdir(root)
     yield root
     assert list((tmp_path / "tmp").iterdir()) == []
     assert len(git(root, "worktree", "list").splitlines()) == 1
@@ -52,7 +53,7 @@ def test_commits_are_checked_out_side_by_side(repository: Path) -> None:
     """The user's tree keeps its branch and its changes."""
     (repository / "speed").write_text("changed")
     before = _state(repository)
-    with checked_out(["main~1", "main", "main"], repository) as trees:
+    with checked_out(["main~1", "main", "main"]) as trees:
         assert [tree.reference for tree in trees] == ["main~1", "main", "main"]
         assert [tree.sha for tree in trees] == git(repository, "rev-parse", "main~1", "main", "main").split()
         assert [(tree.root / "speed").read_text() for tree in trees] == ["1"] * 3
@@ -62,9 +63,10 @@ def test_commits_are_checked_out_side_by_side(repository: Path) -> None:
     assert (repository / "speed").read_text() == "changed"
 
 
-def test_commands_run_in_the_users_folder(repository: Path) -> None:
+def test_commands_run_in_the_users_folder(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is a folder of each worktree."""
-    with checked_out(["main", "main"], repository / "sub") as trees:
+    monkeypatch.chdir(repository / "sub")
+    with checked_out(["main", "main"]) as trees:
         assert [(tree.folder / "speed").read_text() for tree in trees] == ["2", "2"]
 
 
@@ -77,17 +79,21 @@ def test_commands_run_in_the_users_folder(repository: Path) -> None:
         ("main~1", "sub", "main~1 has no folder 'sub/'"),
     ],
 )
-def test_an_unknown_commit_is_refused(repository: Path, reference: str, folder: str, reason: str) -> None:
+def test_an_unknown_commit_is_refused(
+    repository: Path, monkeypatch: pytest.MonkeyPatch, reference: str, folder: str, reason: str
+) -> None:
     """It is one line; a commit without the user's folder is refused, too."""
-    with pytest.raises(ValueError, match=reason), checked_out(["main", reference], repository / folder):
+    monkeypatch.chdir(repository / folder)
+    with pytest.raises(ValueError, match=reason), checked_out(["main", reference]):
         pass
 
 
-def test_worktrees_are_removed_after_an_error(repository: Path) -> None:
+@pytest.mark.usefixtures("repository")
+def test_worktrees_are_removed_after_an_error() -> None:
     """Files that were created in them are removed too, and those that somebody removed leave no record in git."""
 
     def measure() -> None:
-        with checked_out(["main~1", "main"], repository) as trees:
+        with checked_out(["main~1", "main"]) as trees:
             (trees[0].root / ".venv").mkdir()
             (trees[0].root / ".venv" / "library").write_text("x")
             shutil.rmtree(trees[1].root)
@@ -97,7 +103,8 @@ def test_worktrees_are_removed_after_an_error(repository: Path) -> None:
         measure()
 
 
-def test_a_second_interrupt_does_not_stop_the_removal(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("repository")
+def test_a_second_interrupt_does_not_stop_the_removal(monkeypatch: pytest.MonkeyPatch) -> None:
     """After the removal, Ctrl-C works as before."""
     remove = shutil.rmtree
 
@@ -106,7 +113,7 @@ def test_a_second_interrupt_does_not_stop_the_removal(repository: Path, monkeypa
         remove(path, ignore_errors=ignore_errors)
 
     monkeypatch.setattr("shutil.rmtree", interrupted)
-    with checked_out(["main~1", "main"], repository):
+    with checked_out(["main~1", "main"]):
         pass
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -119,7 +126,7 @@ def test_hooks_of_the_repository_do_not_run(repository: Path) -> None:
     hook.chmod(0o755)
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("GIT_DIR", str(repository / "nowhere"))
-        with checked_out(["main"], repository) as (tree,):
+        with checked_out(["main"]) as (tree,):
             assert "GIT_DIR" not in environment(tree)
     assert not (repository / "ran").exists()
 

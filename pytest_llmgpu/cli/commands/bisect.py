@@ -200,7 +200,7 @@ class Bisection:
 
     def tree(self, sha: str) -> Worktree:
         """Return the worktree with this commit."""
-        inside, repository = launches.place(Path())
+        inside, repository = launches.place()
         return Worktree(sha, sha, self._root, self._root / inside, repository)
 
     def mark(self, mark: Mark) -> None:
@@ -247,7 +247,7 @@ def begun(good: str, bad: str) -> Iterator[Bisection]:
         raise ValueError(f"GOOD {good} is a descendant of BAD {bad}: exchange them")
     if fork != good:
         raise ValueError(f"GOOD {good} is not an ancestor of BAD {bad}: give their merge base {fork} as GOOD")
-    with launches.temporary(Path()) as add:
+    with launches.temporary() as add:
         root = add("bisection", bad)
         launches.git_output(root, "bisect", "start", bad, good)
         yield Bisection(root)
