@@ -106,9 +106,9 @@ def check(
     if case.generates:
         found, fault = check_texts(result, mp)
     elif case.load_format == "dummy":
-        found, fault = _check_random_weights(result, mp, smallest)
+        found, fault = check_random_weights(result, mp, smallest)
     else:
-        found, fault = _check_accuracy(result, mp, smallest, options)
+        found, fault = check_accuracy(result, mp, smallest, options)
     return found, _findings(result, (found, fault), mp, smallest)
 
 
@@ -217,9 +217,7 @@ def baseline(case: Case, *, given: float | None, metric: str) -> tuple[float, st
     return None
 
 
-def _check_accuracy(
-    result: CaseResult, mp: CaseResult | None, smallest: CaseResult | None, options: Options
-) -> Checked:
+def check_accuracy(result: CaseResult, mp: CaseResult | None, smallest: CaseResult | None, options: Options) -> Checked:
     """Compare the accuracy of trained weights with its baseline, else with mp and with the smallest batch size.
 
     On the whole dataset the value may be the tolerance below the baseline. On the first items of a dataset it may also
@@ -318,7 +316,7 @@ def _mismatch(result: CaseResult, mp: CaseResult | None, smallest: CaseResult | 
     return None
 
 
-def _check_random_weights(result: CaseResult, mp: CaseResult | None, smallest: CaseResult | None) -> Checked:
+def check_random_weights(result: CaseResult, mp: CaseResult | None, smallest: CaseResult | None) -> Checked:
     """Compare log-likelihoods of random weights with those of mp, else of the smallest batch size.
 
     Batch sizes that are wrong in the same way agree with each other.
@@ -403,7 +401,7 @@ def compare(result: CaseResult, mp: CaseResult, metric: str) -> Comparison:
     If the result has several launches, the one with the fewest right answers counts, and the largest difference.
     """
     if result.case.generates:
-        return _compare_texts(result, mp)
+        return compare_texts(result, mp)
     before, accuracies = measured(mp), result.accuracies
     assert before is not None, "a reference is a scored result"
     worst = min(accuracies, key=lambda accuracy: value_of(accuracy, metric))
@@ -426,7 +424,7 @@ def compare(result: CaseResult, mp: CaseResult, metric: str) -> Comparison:
     )
 
 
-def _compare_texts(result: CaseResult, mp: CaseResult) -> Comparison:
+def compare_texts(result: CaseResult, mp: CaseResult) -> Comparison:
     """Compare the texts of a result with those of mp, and its log-likelihoods of mp's texts with mp's own."""
     own, of_mp = generated(result), generated(mp)
     assert own is not None, "only generated texts are compared"

@@ -47,8 +47,7 @@ _FEWEST_BEFORE, _FEWEST_AFTER = 4, 2
 
 
 DEVICE_TIME = Prior(s0=0.003, df0=40.0)
-"""Prior of device time from report to report on the same GPUs: of LLaMA-7B at batch sizes 8 to 64, 72 launches on two
-H200."""
+"""Prior of device time between reports of the same GPUs: LLaMA-7B at batch sizes 8 to 64, 72 launches on two H200."""
 
 
 class Step(NamedTuple):

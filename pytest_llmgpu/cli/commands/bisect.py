@@ -124,13 +124,13 @@ def _searched(
         version.build(arguments.setup if number == 1 else None)
         return version.launch(arguments.command, number, deselected)
 
-    def show_step(step: Step) -> None:
+    used = len([*(kept / "launches").glob("*.json.gz")])
+    steps: list[Step] = []
+    for step in find(history, measure, judge_two, ends, end, launches=arguments.max_launches - used):
         change = "" if step.row is None or step.row.ratio is None else signed_percent(step.row.ratio - 1)
         parts = step.sha[:LETTERS], step.mark or "undecided", change, history.text(step.sha, "%s"), step.reason
         show("  ".join(filter(None, parts)))
-
-    used = len([*(kept / "launches").glob("*.json.gz")])
-    steps = find(history, measure, judge_two, ends, end, launches=arguments.max_launches - used, on_step=show_step)
+        steps.append(step)
     between = sum(step.launches for step in steps)
     show(f"\n{plural(used + between, 'launch')}: {used} of GOOD and BAD, {between} of the commits between them")
     if (sha := history.first_bad()) is None:
@@ -300,23 +300,15 @@ def _row_of(verdicts: Verdicts, end: Row) -> Row | None:
 
 
 def find(
-    history: Bisection,
-    measure: MeasureCommit,
-    judge_two: JudgeTwo,
-    ends: Both,
-    end: Row,
-    *,
-    launches: int,
-    on_step: Callable[[Step], None] = lambda _: None,
-) -> list[Step]:
-    """Measure the commits that the bisection proposes until one is left, and return them in that order.
+    history: Bisection, measure: MeasureCommit, judge_two: JudgeTwo, ends: Both, end: Row, *, launches: int
+) -> Iterator[Step]:
+    """Measure the commits that the bisection proposes until one is left, and yield them in that order.
 
     A commit is launched again while its row is undecided, up to eight times. One that cannot be measured is skipped.
     Only the test of the case is launched, and all commits together have at most `launches` launches. `end` is the row
     of the ends that is to be explained.
     """
     deselected = ab.left_out(ends.base, {end.key}) if end.nodeid is not None else []
-    steps: list[Step] = []
     while (sha := history.candidate()) is not None:
         reports: list[Report] = []
         step = Step(sha, None, "the allowed launches are used up")
@@ -333,12 +325,10 @@ def find(
             step = Step(sha, mark, reason or step.reason * (mark is None), len(reports), _row_of(verdicts, end), report)
         if step.mark is None and len(reports) == LOOKS[-1]:
             step = step._replace(mark="skip", reason=f"{LOOKS[-1]} launches do not decide")
-        steps.append(step)
-        on_step(step)
+        yield step
         if step.mark is None:
             break
         history.mark(step.mark)
-    return steps
 
 
 def mark_of(end: Row, verdicts: Verdicts, report: Report, bad: Report) -> tuple[Mark | None, str]:

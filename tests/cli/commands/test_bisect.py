@@ -91,7 +91,7 @@ def _found(
     end = worst(judge(*ends))
     assert end is not None
     with begun(shas[0], shas[-1]) as history:
-        steps = find(history, measure, judge, ends, end, launches=launches)
+        steps = [*find(history, measure, judge, ends, end, launches=launches)]
         first, remaining = history.first_bad(), [str(shas.index(sha)) for sha in history.remaining()]
     assert list((project.root.parent / "tmp").iterdir()) == []
     return None if first is None else str(shas.index(first)), remaining, steps, ran
