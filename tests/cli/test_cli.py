@@ -139,30 +139,3 @@ def test_show_prints_the_log_of_a_case(tmp_path: Path, llmgpu: Callable[..., str
     assert llmgpu("show", path, "--log", "mp-bs64") == 'Traceback\n  File "a.py" [2J\n'
     for wrong, why in ((report.cases[0].id, "has no log"), ("mp-bs3", "no such case")):
         assert f"{why}: cases with a log: mp-bs64" in refused("show", path, "--log", wrong)
-
-
-def test_commands_work_without_torch_and_pytest(tmp_path: Path) -> None:
-    """No command imports a package that only measuring needs."""
-    save(measured(), tmp_path)
-    code = """
-import sys
-
-MISSING = {
-    "torch", "transformers", "accelerate", "datasets", "deepspeed", "numpy", "pynvml", "pytest", "_pytest", "pluggy",
-}
-
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in MISSING:
-            print("tried:", name, file=sys.stderr)
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-sys.meta_path.insert(0, Absent())
-assert not MISSING & set(sys.modules)
-from pytest_llmgpu.cli import main
-storage = ["--storage", sys.argv[1]]
-assert main(["schema"]) == main(["list", *storage]) == main(["show", "1", *storage]) == main(["--version"]) == 0
-"""
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "OOM" in done.stdout
