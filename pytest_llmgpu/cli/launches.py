@@ -60,37 +60,68 @@ def describe_ending(status: int, log: Path) -> str:
     return f"{f'signal {-status}' if status < 0 else f'status {status}'}{last}; see {log}"
 
 
-class Version:
-    """A commit in its worktree."""
+class Worktree(NamedTuple):
+    """A commit that is checked out in a folder of its own."""
 
-    def __init__(self, name: str, tree: Worktree, kept: Path) -> None:
-        """Set the name of the version in the output and in its files, which are written to the folder `kept`."""
-        self.name, self.tree, self._kept = name, tree, kept
+    name: str
+    """The name in the output and in the names of files."""
+    reference: str
+    """The commit as the user named it."""
+    sha: str
+    root: Path
+    folder: Path
+    """The user's working directory within the worktree; commands run there."""
+    repository: Path
+    """The root of the user's own working tree."""
 
-    def build(self, setup: str | None) -> None:
-        """Run the shell command that creates the environment of the worktree; ValueError in one line if it fails."""
-        if setup is None:
-            return
-        began, log = time.monotonic(), self._kept / f"{self.name}-setup.log"
-        status = run(("/bin/sh", "-c", setup), self.tree.folder, environment(self.tree), log)
+    def build(self, setup: str, kept: Path) -> None:
+        """Run the shell command that creates the environment; ValueError in one line if it fails.
+
+        Its log is written to the folder `kept`.
+        """
+        began, log = time.monotonic(), kept / f"{self.name}-setup.log"
+        status = run(("/bin/sh", "-c", setup), self.folder, self.environment(), log)
         show(f"{self.name}-setup  {time.monotonic() - began:.1f} s")
         if status:
             raise ValueError(f"{self.name}: --setup ended with {describe_ending(status, log)}")
 
-    def launch(self, command: Sequence[str], number: int, deselected: Sequence[str]) -> Report:
+    def launch(self, command: Sequence[str], number: int, deselected: Sequence[str], kept: Path) -> Report:
         """Run one launch of the measuring command to its end and return its report, without the tests `deselected`.
 
         ValueError in one line: the command cannot be run, or it ended without a complete report.
         """
         name, began = f"{self.name}-{number}", time.monotonic()
-        path, log = self._kept / "launches" / f"{name}.json.gz", self._kept / "launches" / f"{name}.log"
+        path, log = kept / "launches" / f"{name}.json.gz", kept / "launches" / f"{name}.log"
         whole = [*command, f"{_JSON}={path}", *(f"--deselect={nodeid}" for nodeid in deselected)]
-        status = run(whole, self.tree.folder, environment(self.tree), log)
+        status = run(whole, self.folder, self.environment(), log)
         show(f"{name}  {time.monotonic() - began:.1f} s")
         if status not in _COMPLETE or not path.exists():
             without = "" if path.exists() else " without a report"
             raise ValueError(f"{name}: {shlex.join(command)} ended{without} with {describe_ending(status, log)}")
         return file.load(path)
+
+    def environment(self, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+        """Return the environment variables of commands that run in the worktree.
+
+        Its `.venv`, if there is one, comes first in PATH. Entries of PYTHONPATH in the user's own tree become those of
+        the worktree. LLMGPU_BRANCH is the commit as the user named it: a CI system's variables name only one branch.
+        """
+        found = {name: value for name, value in environ.items() if name not in _GIT_VARIABLES}
+        found["LLMGPU_BRANCH"] = self.reference
+        if "PYTHONPATH" in found:
+            entries = found["PYTHONPATH"].split(os.pathsep)
+            for number, path in enumerate(map(Path, entries)):
+                if path.is_relative_to(self.repository):
+                    entries[number] = str(self.root / path.relative_to(self.repository))
+            found["PYTHONPATH"] = os.pathsep.join(entries)
+        for folder in (self.folder, self.root):
+            scripts = folder / ".venv" / "bin"
+            if scripts.is_dir():
+                found["PATH"] = os.pathsep.join(filter(None, [str(scripts), found.get("PATH")]))
+                found["VIRTUAL_ENV"] = str(scripts.parent)
+                found.pop("PYTHONHOME", None)
+                break
+        return found
 
 
 def add_command(parser: argparse.ArgumentParser) -> None:
@@ -103,7 +134,7 @@ def add_command(parser: argparse.ArgumentParser) -> None:
 
 
 def begin(
-    arguments: argparse.Namespace, names: Sequence[str], trees: Sequence[Worktree], looks: Sequence[int], parent: Path
+    arguments: argparse.Namespace, trees: Sequence[Worktree], looks: Sequence[int], parent: Path
 ) -> tuple[Path, Policy, str, ab.Measure]:
     """Print the two commits, create their environments, and write the policy to a new folder in a folder of the store.
 
@@ -128,52 +159,39 @@ def begin(
         raise ValueError(f"folder {path}: cannot be created: {error.strerror}") from None
     kept = path.resolve()
     (kept / "policy.toml").write_text(dump_policy(policy), encoding="utf-8")
-    versions = [Version(name, tree, kept) for name, tree in zip(names, trees, strict=True)]
-    for one in versions:
-        show(f"{one.name}  {one.tree.reference}  {one.tree.sha[:LETTERS]}")
+    for tree in trees:
+        show(f"{tree.name}  {tree.reference}  {tree.sha[:LETTERS]}")
     if git_output(Path(), "status", "--porcelain", "--untracked-files=no"):
         show("note: your uncommitted changes are not measured")
-    for one in versions:
-        one.build(arguments.setup)
-    if not any(Path(environment(tree).get("VIRTUAL_ENV", "/")).is_relative_to(tree.root) for tree in trees):
+    if arguments.setup is not None:
+        for tree in trees:
+            tree.build(arguments.setup, kept)
+    if not any(Path(tree.environment().get("VIRTUAL_ENV", "/")).is_relative_to(tree.root) for tree in trees):
         show("note: the worktrees have no .venv: all commits run in the current environment")
 
     def measure(side: ab.Side, number: int, deselected: Sequence[str]) -> Report:
-        return versions[ab.SIDES.index(side)].launch(arguments.command, number, deselected)
+        return trees[ab.SIDES.index(side)].launch(arguments.command, number, deselected, kept)
 
     return kept, policy, policy_in_words(source), measure
 
 
-class Worktree(NamedTuple):
-    """A commit that is checked out in a folder of its own."""
-
-    reference: str
-    """The commit as the user named it."""
-    sha: str
-    root: Path
-    folder: Path
-    """The user's working directory within the worktree; commands run there."""
-    repository: Path
-    """The root of the user's own working tree."""
-
-
 @contextmanager
-def checked_out(references: Sequence[str]) -> Iterator[list[Worktree]]:
-    """Check out each commit in a worktree of its own, and remove the worktrees at the end, also after an error.
+def checked_out(references: Mapping[str, str]) -> Iterator[list[Worktree]]:
+    """Check out commits by name, each in a worktree of its own, and remove these at the end, also after an error.
 
     They are in the folder for temporary files, which TMPDIR sets: each is as large as the working tree with its
     environment. Hooks of the repository do not run. ValueError in one line: there is no repository or no such commit,
     or the commit does not have the working directory.
     """
     inside, repository = place()
-    commits = [sha_of(reference) for reference in references]
+    commits = {name: sha_of(reference) for name, reference in references.items()}
     with temporary() as add:
         trees = []
-        for number, (reference, sha) in enumerate(zip(references, commits, strict=True)):
-            root = add(f"{number}-{sha[:8]}", sha)
+        for name, reference in references.items():
+            root = add(f"{name}-{commits[name][:LETTERS]}", commits[name])
             if not (root / inside).is_dir():
                 raise ValueError(f"commit {reference} has no folder {inside!r}, in which the command would run")
-            trees.append(Worktree(reference, sha, root, root / inside, repository))
+            trees.append(Worktree(name, reference, commits[name], root, root / inside, repository))
         yield trees
 
 
@@ -218,30 +236,6 @@ def sha_of(reference: str) -> str:
         return git_output(Path(), "rev-parse", "--verify", "--quiet", f"{reference}^{{commit}}").strip()
     except ValueError:
         raise ValueError(f"there is no commit {reference!r} in this repository; fetch it first") from None
-
-
-def environment(tree: Worktree, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment variables of commands that run in a worktree.
-
-    Its `.venv`, if there is one, comes first in PATH. Entries of PYTHONPATH in the user's own tree become those of the
-    worktree. LLMGPU_BRANCH is the commit as the user named it, because a CI system's variables name only one branch.
-    """
-    found = {name: value for name, value in environ.items() if name not in _GIT_VARIABLES}
-    found["LLMGPU_BRANCH"] = tree.reference
-    if "PYTHONPATH" in found:
-        entries = found["PYTHONPATH"].split(os.pathsep)
-        for number, path in enumerate(map(Path, entries)):
-            if path.is_relative_to(tree.repository):
-                entries[number] = str(tree.root / path.relative_to(tree.repository))
-        found["PYTHONPATH"] = os.pathsep.join(entries)
-    for folder in (tree.folder, tree.root):
-        scripts = folder / ".venv" / "bin"
-        if scripts.is_dir():
-            found["PATH"] = os.pathsep.join(filter(None, [str(scripts), found.get("PATH")]))
-            found["VIRTUAL_ENV"] = str(scripts.parent)
-            found.pop("PYTHONHOME", None)
-            break
-    return found
 
 
 def git_output(folder: Path, *arguments: str) -> str:

@@ -17,7 +17,6 @@ from pytest_llmgpu.cli.launches import (
     Worktree,
     checked_out,
     describe_ending,
-    environment,
     handled,
     interruptible,
     run,
@@ -53,7 +52,7 @@ def test_commits_are_checked_out_side_by_side(repository: Path) -> None:
     """The user's tree keeps its branch and its changes."""
     (repository / "speed").write_text("changed")
     before = _state(repository)
-    with checked_out(["main~1", "main", "main"]) as trees:
+    with checked_out({"a": "main~1", "b": "main", "c": "main"}) as trees:
         assert [tree.reference for tree in trees] == ["main~1", "main", "main"]
         assert [tree.sha for tree in trees] == git(repository, "rev-parse", "main~1", "main", "main").split()
         assert [(tree.root / "speed").read_text() for tree in trees] == ["1"] * 3
@@ -66,7 +65,7 @@ def test_commits_are_checked_out_side_by_side(repository: Path) -> None:
 def test_commands_run_in_the_users_folder(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is a folder of each worktree."""
     monkeypatch.chdir(repository / "sub")
-    with checked_out(["main", "main"]) as trees:
+    with checked_out({"a": "main", "b": "main"}) as trees:
         assert [(tree.folder / "speed").read_text() for tree in trees] == ["2", "2"]
 
 
@@ -84,7 +83,7 @@ def test_an_unknown_commit_is_refused(
 ) -> None:
     """It is one line; a commit without the user's folder is refused, too."""
     monkeypatch.chdir(repository / folder)
-    with pytest.raises(ValueError, match=reason), checked_out(["main", reference]):
+    with pytest.raises(ValueError, match=reason), checked_out({"a": "main", "b": reference}):
         pass
 
 
@@ -93,7 +92,7 @@ def test_worktrees_are_removed_after_an_error() -> None:
     """Files that were created in them are removed too, and those that somebody removed leave no record in git."""
 
     def measure() -> None:
-        with checked_out(["main~1", "main"]) as trees:
+        with checked_out({"a": "main~1", "b": "main"}) as trees:
             (trees[0].root / ".venv").mkdir()
             (trees[0].root / ".venv" / "library").write_text("x")
             shutil.rmtree(trees[1].root)
@@ -113,7 +112,7 @@ def test_a_second_interrupt_does_not_stop_the_removal(monkeypatch: pytest.Monkey
         remove(path, ignore_errors=ignore_errors)
 
     monkeypatch.setattr("shutil.rmtree", interrupted)
-    with checked_out(["main~1", "main"]):
+    with checked_out({"a": "main~1", "b": "main"}):
         pass
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -126,26 +125,26 @@ def test_hooks_of_the_repository_do_not_run(repository: Path) -> None:
     hook.chmod(0o755)
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("GIT_DIR", str(repository / "nowhere"))
-        with checked_out(["main"]) as (tree,):
-            assert "GIT_DIR" not in environment(tree)
+        with checked_out({"a": "main"}) as (tree,):
+            assert "GIT_DIR" not in tree.environment()
     assert not (repository / "ran").exists()
 
 
 def test_the_worktrees_environment_comes_first(tmp_path: Path) -> None:
     """Its .venv is first in PATH, PYTHONPATH names its files, and LLMGPU_BRANCH its commit."""
-    tree = Worktree("main", "a" * 40, tmp_path / "wt", tmp_path / "wt" / "sub", tmp_path / "own")
+    tree = Worktree("head", "main", "a" * 40, tmp_path / "wt", tmp_path / "wt" / "sub", tmp_path / "own")
     given = {"PATH": "/bin", "PYTHONPATH": f"{tmp_path}/own/src:/other:", "PYTHONHOME": "/x", "HOME": "/h"}
-    plain = environment(tree, given)
+    plain = tree.environment(given)
     assert plain == {**given, "PYTHONPATH": f"{tmp_path}/wt/src:/other:", "LLMGPU_BRANCH": "main"}
     scripts = tree.root / ".venv" / "bin"
     scripts.mkdir(parents=True)
-    found = environment(tree, given)
+    found = tree.environment(given)
     assert found["PATH"] == f"{scripts}:/bin"
     assert found["VIRTUAL_ENV"] == str(tree.root / ".venv")
     assert "PYTHONHOME" not in found
     nearer = tree.folder / ".venv" / "bin"
     nearer.mkdir(parents=True)
-    assert environment(tree, {})["PATH"] == str(nearer)
+    assert tree.environment({})["PATH"] == str(nearer)
 
 
 def _python(code: str) -> Sequence[str]:

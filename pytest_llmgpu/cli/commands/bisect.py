@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 from pytest_llmgpu.analysis.merging import merge
 from pytest_llmgpu.cli import launches
 from pytest_llmgpu.cli.arguments import add_rules, today_of
-from pytest_llmgpu.cli.launches import LETTERS, Version, Worktree
+from pytest_llmgpu.cli.launches import LETTERS, Worktree
 from pytest_llmgpu.cli.output import show
 from pytest_llmgpu.gate import ab, judge
 from pytest_llmgpu.gate.ab import LOOKS, Both, is_open
@@ -95,8 +95,8 @@ def run_bisect(arguments: argparse.Namespace) -> int:
     good, bad = (launches.sha_of(name) for name in references.values())
     looks = ab.looks(max(1, most // 4))  # the ends take at most half of the launches
     with launches.interruptible(), begun(good, bad) as history:
-        with launches.checked_out([*references.values()]) as trees:
-            kept, policy, in_words, measure_end = launches.begin(arguments, [*references], trees, looks, _KEPT)
+        with launches.checked_out(references) as trees:
+            kept, policy, in_words, measure_end = launches.begin(arguments, trees, looks, _KEPT)
             show(in_words)
 
             def judge_two(base: Report, head: Report) -> Verdicts:
@@ -120,9 +120,10 @@ def _searched(
     show(f"{plural(commits, 'commit')} to search, about {plural(math.ceil(math.log2(commits)), 'step')}")
 
     def measure(sha: str, number: int, deselected: Sequence[str]) -> Report:
-        version = Version(sha[:LETTERS], history.tree(sha), kept)
-        version.build(arguments.setup if number == 1 else None)
-        return version.launch(arguments.command, number, deselected)
+        tree = history.tree(sha)
+        if number == 1 and arguments.setup is not None:
+            tree.build(arguments.setup, kept)
+        return tree.launch(arguments.command, number, deselected, kept)
 
     used = len([*(kept / "launches").glob("*.json.gz")])
     steps: list[Step] = []
@@ -201,7 +202,7 @@ class Bisection:
     def tree(self, sha: str) -> Worktree:
         """Return the worktree with this commit."""
         inside, repository = launches.place()
-        return Worktree(sha, sha, self._root, self._root / inside, repository)
+        return Worktree(sha[:LETTERS], sha, sha, self._root, self._root / inside, repository)
 
     def mark(self, mark: Mark) -> None:
         """Mark the candidate, and check out the next one without the files that the launches left.
