@@ -136,10 +136,9 @@ def _searched(
     show(f"\n{plural(used + between, 'launch')}: {used} of GOOD and BAD, {between} of the commits between them")
     if (sha := history.first_bad()) is None:
         return _undecided(arguments, history, steps)
-    good, bad = (launches.sha_of(name) for name in (arguments.good_ref, arguments.bad_ref))
-    measured = {good: ends.base, bad: ends.head}
+    measured = {history.good: ends.base, history.bad: ends.head}
     measured |= {step.sha: step.report for step in steps if step.report is not None}
-    before = next((one for one in history.text(sha, "%P").split() if one in measured), good)
+    before = next((one for one in history.text(sha, "%P").split() if one in measured), history.good)
     report = measured[sha]
     report.verdicts = judge_two(measured[before], report)
     for name, one in (("before", measured[before]), ("first-bad", report)):
@@ -191,8 +190,8 @@ def _undecided(arguments: argparse.Namespace, history: Bisection, steps: Sequenc
 class Bisection:
     """A bisection under way. git chooses each commit and checks it out; its state is in the worktree."""
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
+    def __init__(self, root: Path, good: str, bad: str) -> None:
+        self._root, self.good, self.bad = root, good, bad
 
     def candidate(self) -> str | None:
         """Return the hash of the commit to measure next; None if no commit is left."""
@@ -251,7 +250,7 @@ def begun(good: str, bad: str) -> Iterator[Bisection]:
     with launches.temporary() as add:
         root = add("bisection", bad)
         launches.git_output(root, "bisect", "start", bad, good)
-        yield Bisection(root)
+        yield Bisection(root, good, bad)
 
 
 def measure_ends(

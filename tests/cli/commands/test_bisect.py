@@ -271,6 +271,17 @@ def test_the_users_tree_and_his_own_bisection_stay_as_they_are(project: Project,
 
 
 @pytest.mark.slow
+def test_a_branch_that_moves_meanwhile_does_not_matter(project: Project, llmgpu: Callable[..., str]) -> None:
+    """GOOD and BAD are the commits that they were at the start: the user may commit while it runs."""
+    _commits(project, first_bad=1, last=1)
+    bad = project.git("rev-parse", "HEAD").strip()
+    work = f"git -C {project.root} -c user.name=a -c user.email=a@b.c commit --quiet --allow-empty -m later"
+    out = llmgpu(*_BISECT, "--", "/bin/sh", "-c", f'{work} && exec {sys.executable} measure.py "$@"', "sh")
+    assert f"FOUND: {bad} is the first bad commit: c1\n" in out
+    assert "compared with " in out
+
+
+@pytest.mark.slow
 def test_an_undecided_bisection_prints_the_range(project: Project, llmgpu: Callable[..., str]) -> None:
     """Skipped commits or the allowed launches end it with status 3 and the next command."""
     _commits(project, first_bad=2, last=4, c2={"status": 7}, c3={"status": 7})
