@@ -112,7 +112,7 @@ def first_of_each_code(found: Iterable[Finding]) -> list[Finding]:
 
 
 def findings(
-    result: CaseResult, earlier: Sequence[CaseResult], launches: Sequence[CaseResult], *, searching: bool = False
+    result: CaseResult, earlier: Sequence[CaseResult], launches: Sequence[CaseResult], *, searching: bool
 ) -> list[Finding]:
     """Return the findings on a result, without those on its answers.
 

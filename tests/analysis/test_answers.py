@@ -376,6 +376,7 @@ def test_the_smallest_batch_size_is_the_smallest_completed_one_of_the_series() -
     unscored = [make_failed("oom", load_format="dummy", **CPU), make_result(1.0, load_format="dummy", **CPU)]
     earlier = [*unscored, _dummy(dtype="float32"), *(_dummy(size=size) for size in (64, 8, 4))]
     assert check_of(*earlier, _dummy(size=16)).source == "mp-bs4"
+    assert check_of(_dummy(), _dummy()).source == "mp-bs1", "a second measurement is compared with the first"
     assert check_of(*earlier).source is None
 
 
