@@ -90,12 +90,7 @@ def forward_flops(model: ModelSize, tokens: int, sequences: int) -> float:
 
     Attention is two products of queries with the keys and values before them, 2 x layers x width x length² for a
     sequence. The square of the mean length is no more than the mean of the squares, so the lengths themselves are not
-    needed.
-
-    Args:
-        model: The size of the model.
-        tokens: Tokens of all sequences, without padding.
-        sequences: Sequences of the forward.
+    needed. `tokens` are those of all sequences, without padding.
     """
     attention = 2 * model.layers * model.attention_width * tokens**2 / sequences if sequences else 0.0
     return 2 * model.parameters * tokens + attention

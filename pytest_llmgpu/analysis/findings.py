@@ -1,6 +1,6 @@
 """Findings on a case, each with its next step; a finding that needs no action is left out.
 
-Those on answers are found by their checks: `accuracy` and `comparison`.
+Those on answers are found by their checks, in `answers`.
 """
 
 from __future__ import annotations
@@ -11,95 +11,60 @@ import signal
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from pytest_llmgpu.analysis.noise_regime import largest_spread, of_time
 from pytest_llmgpu.analysis.reference import same_series
 from pytest_llmgpu.analysis.traffic_path import FASTEST_FIRST, NAMES
 from pytest_llmgpu.report import disturbances
-from pytest_llmgpu.report.case import REFERENCE_STRATEGY
 from pytest_llmgpu.report.derived import device_times_s, inference_s, of_window, predictions_of
-from pytest_llmgpu.report.result import AccuracyCheck, CaseResult, Failure, Finding, Launch
-from pytest_llmgpu.report.text import GIB, capital, gib, percent, plural, sentence
+from pytest_llmgpu.report.result import CaseResult, Failure, Finding, Launch
+from pytest_llmgpu.report.text import GIB, gib, percent, plural, sentence
 from pytest_llmgpu.report.work import NO_WORK, TRAFFIC_FAILED, WORK_OFF
 
-
-class _Words(NamedTuple):
-    severity: Literal["info", "warning", "failure"]
-    next_step: str = ""
-    """Empty where it depends on the case."""
-
-
-_WORDS = {
+_SEVERITIES: dict[str, Literal["info", "warning", "failure"]] = {
     # The outcome.
-    "failed": _Words("failure"),
-    "out-of-memory": _Words("info"),
+    "failed": "failure",
+    "out-of-memory": "info",
     # The answers.
-    "wrong-answers": _Words("failure"),
-    "unchecked-answers": _Words("warning"),
+    "wrong-answers": "failure",
+    "unchecked-answers": "warning",
     # The times.
-    "launches-differ": _Words(
-        "warning",
-        "They are not comparable. Look for what each process chooses for itself: kernels that are tuned or sum in any "
-        "order, items in another order, CUDA graphs (`execution_choice` in the report), NCCL variables, another GPU.",
-    ),
-    "times-far-apart": _Words(
-        "warning",
-        "Look for other programs on the machine (`profile.invalid` and `launches[].host` in the report, nvidia-smi, "
-        "top), and measure again. If there is none, run more launches (--llmgpu-launches): they show the typical time.",
-    ),
-    "batching-stopped-paying": _Words("info", "Serve with the smaller batch size: larger ones cost memory and time."),
-    "imbalance": _Words(
-        "info",
-        "If each GPU has layers of its own, give this one fewer of them. If not, see its power limit, its cooling and "
-        "what else runs there (nvidia-smi -q -d PERFORMANCE,POWER,TEMPERATURE).",
-    ),
+    "launches-differ": "warning",
+    "times-far-apart": "warning",
+    "batching-stopped-paying": "info",
+    "imbalance": "info",
     # What was recorded.
-    "passes-failed": _Words(
-        "warning",
-        "The times are complete. End other profilers on these GPUs, allow the user to read GPU performance counters, "
-        "and read the log of the rank (`llmgpu show REPORT --log CASE`). --llmgpu-work=off leaves work passes out.",
-    ),
-    "traffic-off-nvlink": _Words(
-        "info",
-        "If NVLinks join these GPUs (nvidia-smi topo -m), check NCCL_P2P_DISABLE and NCCL_P2P_LEVEL, and whether the "
-        "container allows access from one GPU to another.",
-    ),
-    "incomplete-profile": _Words(
-        "info",
-        "Make NVML usable (in a container: the `utility` driver capability), leave a CPU core to the sampler, and "
-        "score enough items (--llmgpu-limit) for its period (--llmgpu-sample-period).",
-    ),
-    "profile-invalid": _Words(
-        "warning", "Measure again with nothing else on the machine before you trust this result."
-    ),
-    "clocks-held-down": _Words(
-        "info",
-        "Compare them only with runs on the same machine, or lock the clocks below the lowest of this run (nvidia-smi "
-        "--lock-gpu-clocks).",
-    ),
+    "passes-failed": "warning",
+    "traffic-off-nvlink": "info",
+    "incomplete-profile": "info",
+    "profile-invalid": "warning",
+    "clocks-held-down": "info",
 }
-"""Code of a finding to its severity and its next step."""
+"""Code of a finding to its severity."""
 
-Fault = Literal["below", "inputs", "overflow", "batch_size", "strategy", "cache"]
-"""Why answers fail: an accuracy below its baseline, weights and prompts that do not match, numbers that overflow, a
-batch size, a strategy, the KV cache."""
-
-NEXT_STEPS: dict[Fault, str] = {
-    "below": "See which items flipped (`predictions` in the report), and check whether dtype, tokenizer, revision or "
-    "library versions changed. --llmgpu-accuracy-baseline sets another baseline.",
-    "inputs": "Check --llmgpu-model, --llmgpu-revision and --llmgpu-tokenizer.",
-    "overflow": "Try --llmgpu-dtype=bfloat16 or float32.",
-    "batch_size": "Do not use this batch size. Look for a mask, padding or position that depends on the batch, or a "
-    "workspace that is too small for its tokens.",
-    "strategy": "Do not use {strategy} until this is fixed. Look for what {strategy} computes differently from "
-    "{reference}, such as a mask that is ignored, a term that is added twice or a workspace that is too small.",
-    "cache": "Look at the KV cache and at what a decode step reads: keys of another batch, a position that is off by "
-    "one, a mask that hides a token.",
+_NEXT_STEPS = {
+    "launches-differ": "They are not comparable. Look for what each process chooses for itself: kernels that are tuned "
+    "or sum in any order, items in another order, CUDA graphs (`execution_choice` in the report), NCCL variables, "
+    "another GPU.",
+    "times-far-apart": "Look for other programs on the machine (`profile.invalid` and `launches[].host` in the report, "
+    "nvidia-smi, top), and measure again. If there is none, run more launches (--llmgpu-launches): they show the "
+    "typical time.",
+    "batching-stopped-paying": "Serve with the smaller batch size: larger ones cost memory and time.",
+    "imbalance": "If each GPU has layers of its own, give this one fewer of them. If not, see its power limit, its "
+    "cooling and what else runs there (nvidia-smi -q -d PERFORMANCE,POWER,TEMPERATURE).",
+    "passes-failed": "The times are complete. End other profilers on these GPUs, allow the user to read GPU "
+    "performance counters, and read the log of the rank (`llmgpu show REPORT --log CASE`). --llmgpu-work=off leaves "
+    "work passes out.",
+    "traffic-off-nvlink": "If NVLinks join these GPUs (nvidia-smi topo -m), check NCCL_P2P_DISABLE and NCCL_P2P_LEVEL, "
+    "and whether the container allows access from one GPU to another.",
+    "incomplete-profile": "Make NVML usable (in a container: the `utility` driver capability), leave a CPU core to the "
+    "sampler, and score enough items (--llmgpu-limit) for its period (--llmgpu-sample-period).",
+    "profile-invalid": "Measure again with nothing else on the machine before you trust this result.",
+    "clocks-held-down": "Compare them only with runs on the same machine, or lock the clocks below the lowest of this "
+    "run (nvidia-smi --lock-gpu-clocks).",
 }
-"""The next step for each cause."""
-
-_DEEPSPEED_STRATEGY = "iok"  # its workspace is DeepSpeed's and has an option of its own
+"""The next step for a code, where it does not depend on the case."""
 
 _OF_THE_MACHINE = ("passes-failed", "incomplete-profile")
 """Their text is the same for many cases, and is stated once."""
@@ -132,46 +97,10 @@ _SLOWER_RANK = 1.05
 device time of an equal program differs by at most 3.5 % (measured on five H200)."""
 
 
-class Checked(NamedTuple):
-    """The check of the answers of a case."""
-
-    check: AccuracyCheck
-    fault: Fault | None = None
-    """Why the check fails; None where it does not."""
-
-
 def finding(code: str, text: str, next_step: str = "") -> Finding:
     """Return the finding of a code; text and next step get a capital and a full stop."""
-    severity, usual = _WORDS[code]
-    return Finding(code=code, severity=severity, text=sentence(text), next_step=sentence(next_step or usual))
-
-
-def wrong_answers(text: str, result: CaseResult, fault: Fault) -> Finding:
-    """Return the finding of a check that fails."""
-    step = NEXT_STEPS[fault].format(strategy=result.case.strategy, reference=REFERENCE_STRATEGY)
-    return finding("wrong-answers", text, step)
-
-
-def small_workspace(result: CaseResult) -> tuple[str, str] | None:
-    """Return what a workspace that is too small for its tokens does, and the next step; None where none is."""
-    sizes = [(launch.tokens_granted, launch.tokens_requested) for launch in result.launches]
-    small = [(held, needed) for held, needed in sizes if held is not None and needed is not None and held < needed]
-    if not small:
-        return None
-    held, needed = min(small)
-    owner, step = capital(result.case.strategy), "give it more memory or a smaller batch size"
-    if result.case.strategy == _DEEPSPEED_STRATEGY:
-        owner, step = "DeepSpeed", f"Remove --llmgpu-iok-min-tokens (DeepSpeed then reports out of memory), or {step}"
-    tokens = f"{held:,} of {needed:,} tokens"
-    return f"{owner}'s workspace held {tokens}, so keys and values of neighbouring heads overlap", step
-
-
-def of_small_workspace(workspace: tuple[str, str], failure: str | None) -> Finding:
-    """Return the finding on a workspace that is too small: the cause of a failed check; None if no check failed."""
-    text, step = workspace
-    if failure is None:
-        return finding("unchecked-answers", f"{text}. Answers may be wrong although no check failed", step)
-    return finding("wrong-answers", f"{text}: {failure}", step)
+    step = sentence(next_step or _NEXT_STEPS[code])
+    return Finding(code=code, severity=_SEVERITIES[code], text=sentence(text), next_step=step)
 
 
 def first_of_each_code(found: Iterable[Finding]) -> list[Finding]:
@@ -183,7 +112,7 @@ def first_of_each_code(found: Iterable[Finding]) -> list[Finding]:
 
 
 def findings(
-    result: CaseResult, earlier: Sequence[CaseResult], launches: Sequence[CaseResult], *, searching: bool = False
+    result: CaseResult, earlier: Sequence[CaseResult], launches: Sequence[CaseResult], *, searching: bool
 ) -> list[Finding]:
     """Return the findings on a result, without those on its answers.
 
@@ -344,8 +273,7 @@ def _of_disturbances(result: CaseResult) -> Iterator[Finding]:
         for found in kinds.values()
     ]
     power = [text for text in texts if disturbances.is_power(text)]
-    others = [text for text in texts if not disturbances.is_power(text)]
-    if others:
+    if others := [text for text in texts if text not in power]:
         yield finding("profile-invalid", f"The measurement was disturbed: {'; '.join(others)}")
     if power:
         yield finding("clocks-held-down", f"Times depend on the limits of power and heat: {'; '.join(power)}")

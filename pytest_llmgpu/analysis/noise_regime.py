@@ -35,15 +35,6 @@ _HOST_SPREAD = 3.0
 """The host's launches have a standard deviation of up to 26 %: one run of ten launches in a hundred spreads by 2.8."""
 
 
-class Deviation(msgspec.Struct, frozen=True, kw_only=True):
-    """A measured standard deviation."""
-
-    sd: float
-    """Standard deviation of the logarithm of the time between launches."""
-    degrees: int
-    """Degrees of freedom of `sd`: the number of launches minus the number of reports or sessions."""
-
-
 class Prior(msgspec.Struct, frozen=True, kw_only=True):
     """The noise between launches that is expected before a comparison."""
 
@@ -51,46 +42,33 @@ class Prior(msgspec.Struct, frozen=True, kw_only=True):
     """Standard deviation of the logarithm of the time between launches."""
     df0: float
     """Degrees of freedom of `s0`: the number of launches of one's own that have the same weight."""
-    source: str
-    """The measurements that `s0` and `df0` are from."""
 
-    def updated(self, measured: Deviation | None) -> Prior:
-        """Return the prior with measured launches added to it."""
-        if measured is None or not measured.degrees:
-            return self
-        degrees = self.df0 + measured.degrees
-        s0 = math.sqrt((self.df0 * self.s0**2 + measured.degrees * measured.sd**2) / degrees)
-        return Prior(s0=s0, df0=degrees, source=self.source)
+    def updated(self, groups: Iterable[Sequence[float]]) -> Prior:
+        """Return the prior with launches added to it: logarithms of times in groups with means of their own.
+
+        The variance is a mean that is weighted by degrees of freedom: the number of launches minus that of the groups.
+        """
+        squares, degrees = self.df0 * self.s0**2, self.df0
+        for group in groups:
+            mean = statistics.fmean(group)
+            squares += math.fsum((value - mean) ** 2 for value in group)
+            degrees += len(group) - 1
+        return Prior(s0=math.sqrt(squares / degrees), df0=degrees)
 
 
 PRIORS: Mapping[NoiseRegime, Prior] = MappingProxyType(
     {
-        "fixed_clock": Prior(
-            s0=0.001,
-            df0=20.0,
-            source="LLaMA-7B at batch sizes 1 to 64: 24 launches on an H200 and 8 pairs on two others",
-        ),
-        "device": Prior(s0=0.0044, df0=6.0, source="LLaMA-7B at batch sizes 1 to 64, 88 launches on four H200"),
-        "replayed": Prior(
-            s0=0.003, df0=20.0, source="LLaMA-7B at batch sizes 32 and 64, 48 launches on two H200, 12 on a third"
-        ),
-        "eager_device": Prior(s0=0.01, df0=6.0, source="LLaMA-7B at batch sizes 32 and 64, 55 launches on five H200"),
-        "eager_host": Prior(s0=0.1, df0=2.0, source="LLaMA-7B at batch sizes 2 and 8, 55 launches on six H200"),
-        "cpu": Prior(s0=0.15, df0=4.0, source="bundled model, 40 launches on two cores of a virtual machine"),
+        # LLaMA-7B at batch sizes 1 to 64: 24 launches on an H200 and 8 pairs on two others, and 88 on four H200.
+        "fixed_clock": Prior(s0=0.001, df0=20.0),
+        "device": Prior(s0=0.0044, df0=6.0),
+        # At batch sizes 32 and 64: 48 launches on two H200 and 12 on a third, and 55 on five.
+        "replayed": Prior(s0=0.003, df0=20.0),
+        "eager_device": Prior(s0=0.01, df0=6.0),
+        "eager_host": Prior(s0=0.1, df0=2.0),  # at batch sizes 2 and 8: 55 launches on six H200
+        "cpu": Prior(s0=0.15, df0=4.0),  # the bundled model: 40 launches on two cores of a virtual machine
     }
 )
-"""The prior of each noise regime."""
-
-
-def deviation(groups: Iterable[Sequence[float]]) -> Deviation:
-    """Return the deviation of launches around the mean of their group; without degrees of freedom 0."""
-    squares, degrees = 0.0, 0
-    for group in groups:
-        if len(group) > 1:
-            mean = statistics.fmean(group)
-            squares += math.fsum((value - mean) ** 2 for value in group)
-            degrees += len(group) - 1
-    return Deviation(sd=math.sqrt(squares / degrees) if degrees else 0.0, degrees=degrees)
+"""The prior of each noise regime, from these measurements."""
 
 
 def of_time(result: CaseResult) -> NoiseRegime:

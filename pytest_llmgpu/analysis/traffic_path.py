@@ -185,11 +185,6 @@ def pcie_bytes(profile: Profile, device: DeviceProfile, way: str) -> float | Non
     return metric.mean * metric.coverage * profile.duration_s
 
 
-def has_moved(base: Path, head: Path) -> bool:
-    """Return whether traffic took another path than before; False where one of the paths is unknown."""
-    return base.link is not None and head.link is not None and base.link != head.link
-
-
 def describe_move(base: Path, head: Path) -> str:
     """Return how the path of traffic changed, in words without a full stop; both paths are known."""
     assert base.link is not None

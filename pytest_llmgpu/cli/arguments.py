@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import datetime
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
@@ -13,7 +12,7 @@ from pytest_llmgpu.gate import judge
 from pytest_llmgpu.gate.policy import Policy, find_policy, load_policy, policy_in_words, switched
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.report import Report
-from pytest_llmgpu.report.verdicts import Candidate, Verdicts, with_present_names
+from pytest_llmgpu.report.verdicts import Verdicts, with_present_names
 from pytest_llmgpu.store import git, store
 from pytest_llmgpu.store.store import Source
 
@@ -25,14 +24,6 @@ REFERENCE = (
 _SHA_DIGITS = 8
 
 
-class Comparison(NamedTuple):
-    """The comparison that is shown with a report; all None if that is its own one."""
-
-    base: Report | None = None
-    verdicts: Verdicts | None = None
-    policy: Policy | None = None
-
-
 def add_storage(parser: argparse.ArgumentParser) -> None:
     """Declare `--storage DIR`."""
     parser.add_argument("--storage", metavar="DIR", type=Path, help="folder of the store (default: .llmgpu)")
@@ -40,8 +31,8 @@ def add_storage(parser: argparse.ArgumentParser) -> None:
 
 def storage_of(arguments: argparse.Namespace) -> Path:
     """Return the folder of the store."""
-    given: Path | None = arguments.storage
-    return store.DEFAULT if given is None else given
+    folder: Path = arguments.storage or store.DEFAULT
+    return folder
 
 
 def source(reference: str, arguments: argparse.Namespace, *, same_machine_as: Report | None = None) -> Source:
@@ -55,21 +46,13 @@ def source(reference: str, arguments: argparse.Namespace, *, same_machine_as: Re
 
 def add_rules(parser: argparse.ArgumentParser) -> None:
     """Declare the policy, the day and the store, on which verdicts depend."""
-    parser.add_argument(
-        "--policy",
-        metavar="FILE",
-        type=Path,
-        help="TOML file of the policy, or git:REV:PATH (default: [tool.llmgpu.gate] in the nearest pyproject.toml that "
-        "has this table, up to the root of the repository; without one, the built-in policy)",
-    )
-    parser.add_argument(
-        "--today", metavar="DATE", type=_date, help="day for the expiry of allowed regressions (default: today, UTC)"
-    )
-    parser.add_argument(
-        "--in-turn",
-        action="store_true",
-        help="launches of the two reports alternated, as in llmgpu ab: the threshold of wall time is 2 %%, not 4 %%",
-    )
+    text = "TOML file of the policy, or git:REV:PATH (default: [tool.llmgpu.gate] in the nearest pyproject.toml that "
+    text += "has this table, up to the root of the repository; without one, the built-in policy)"
+    parser.add_argument("--policy", metavar="FILE", type=Path, help=text)
+    text = "day for the expiry of allowed regressions (default: today, UTC)"
+    parser.add_argument("--today", metavar="DATE", type=_date, help=text)
+    text = "launches of the two reports alternated, as in llmgpu ab: the threshold of wall time is 2 %%, not 4 %%"
+    parser.add_argument("--in-turn", action="store_true", help=text)
     add_storage(parser)
 
 
@@ -83,23 +66,20 @@ def add_switches(parser: argparse.ArgumentParser, *, baseline: bool = True) -> N
 
 def add_baseline(parser: argparse.ArgumentParser) -> None:
     """Declare `[BASELINE]`, `--verdicts` and the rules."""
-    parser.add_argument(
-        "baseline", metavar="BASELINE", nargs="?", help="report to compare it with, named in the same ways"
-    )
-    parser.add_argument(
-        "--verdicts", metavar="PATH", type=Path, help="show the verdicts in this file, which llmgpu gate --json wrote"
-    )
+    text = "report to compare it with, named in the same ways"
+    parser.add_argument("baseline", metavar="BASELINE", nargs="?", help=text)
+    text = "show the verdicts in this file, which llmgpu gate --json wrote"
+    parser.add_argument("--verdicts", metavar="PATH", type=Path, help=text)
     add_rules(parser)
 
 
-def policy_of(arguments: argparse.Namespace) -> Policy:
-    """Return the policy in force: the file, overridden by the command line; ValueError in one line."""
-    return switched(load_policy(_policy_path(arguments)), arguments)
+def policy_of(arguments: argparse.Namespace) -> tuple[Policy, str]:
+    """Return the policy in force, and the line that names it; ValueError in one line.
 
-
-def policy_line(arguments: argparse.Namespace) -> str:
-    """Return the line that names the policy in force."""
-    return policy_in_words(_policy_path(arguments))
+    It is that of the file, overridden by the command line.
+    """
+    path: Path | None = find_policy(Path()) if arguments.policy is None else arguments.policy
+    return switched(load_policy(path), arguments), policy_in_words(path)
 
 
 def today_of(arguments: argparse.Namespace) -> datetime.date:
@@ -107,7 +87,9 @@ def today_of(arguments: argparse.Namespace) -> datetime.date:
     return arguments.today or datetime.datetime.now(datetime.timezone.utc).date()
 
 
-def judged(arguments: argparse.Namespace, reference: str, head: Report, policy: Policy) -> Comparison:
+def judged(
+    arguments: argparse.Namespace, reference: str, head: Report, policy: Policy
+) -> tuple[Report | None, Verdicts]:
     """Read a baseline and judge a report; ValueError in one line if a file cannot be read.
 
     The baseline may be absent if the policy allows that, else it is a git.AbsentError; a broken one is an error.
@@ -121,19 +103,23 @@ def judged(arguments: argparse.Namespace, reference: str, head: Report, policy: 
         if not policy.allow_no_baseline:
             raise git.AbsentError(f"{error}; use --allow-no-baseline if this is the first run") from None
     verdicts = judge.judge(base, head, policy, today=today_of(arguments), baseline=baseline, in_turn=arguments.in_turn)
-    return Comparison(base, verdicts, policy)
+    return base, verdicts
 
 
-def comparison(arguments: argparse.Namespace, report: Report) -> Comparison:
-    """Return the comparison with the arguments of `add_baseline`; ValueError in one line if one has no effect."""
+def comparison(arguments: argparse.Namespace, report: Report) -> tuple[Report | None, Verdicts | None, Policy | None]:
+    """Return baseline, verdicts and policy by the arguments of `add_baseline`; all None for the report's own verdicts.
+
+    ValueError in one line if an argument has no effect.
+    """
     if arguments.baseline is None:
         unused = [name for name in ("policy", "today") if getattr(arguments, name) is not None]
         if unused:
             raise ValueError(f"--{unused[0]}: has an effect only with a baseline, which is not given")
-        return Comparison(verdicts=read_verdicts(arguments.verdicts, report) if arguments.verdicts else None)
+        return None, read_verdicts(arguments.verdicts, report) if arguments.verdicts else None, None
     if arguments.verdicts is not None:
         raise ValueError("--verdicts: cannot be combined with a baseline, which computes new verdicts")
-    return judged(arguments, arguments.baseline, report, policy_of(arguments))
+    policy, _ = policy_of(arguments)
+    return *judged(arguments, arguments.baseline, report, policy), policy
 
 
 def read_verdicts(path: Path, report: Report | None = None) -> Verdicts:
@@ -155,19 +141,11 @@ def read_verdicts(path: Path, report: Report | None = None) -> Verdicts:
         remedy = f"pass --llmgpu-compare=REF to pytest, or run llmgpu gate BASE {path}"
         raise ValueError(f"verdicts {path}: the report has none, because its run was not compared: {remedy}")
     head = found.head
-    if report is not None and head is not None and (head.created, head.commit) != (report.created, report.commit.sha):
-        ours = Candidate(created=report.created, commit=report.commit.sha)
-        theirs, this = (
-            one.created if one.commit is None else f"{one.created} and commit {one.commit[:_SHA_DIGITS]}"
-            for one in (head, ours)
-        )
-        raise ValueError(f"verdicts {path}: belong to another report, of {theirs}; this one is of {this}")
+    both = [] if report is None or head is None else [(head.created, head.commit), (report.created, report.commit.sha)]
+    if len(set(both)) > 1:
+        theirs, ours = (time if sha is None else f"{time} and commit {sha[:_SHA_DIGITS]}" for time, sha in both)
+        raise ValueError(f"verdicts {path}: belong to another report, of {theirs}; this one is of {ours}")
     return found
-
-
-def _policy_path(arguments: argparse.Namespace) -> Path | None:
-    path: Path | None = arguments.policy
-    return find_policy(Path()) if path is None else path
 
 
 def _date(text: str) -> datetime.date:

@@ -14,7 +14,6 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -36,18 +35,13 @@ _COMPLETE = (0, 1)
 
 _MOST = 1000
 """Most launches, which is the limit of the gate's statistics."""
+_END_BYTES = 65536  # of a log, in which its last line is looked for
 _GIT_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_OBJECT_DIRECTORY", "GIT_COMMON_DIR")
 """Variables that a git hook sets for its own repository; git would use that repository in every folder."""
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Ctrl-C, the end of a job of CI, and a terminal that is closed."""
 _GRACES_S = ((signal.SIGINT, 60.0), (signal.SIGTERM, 10.0), (signal.SIGKILL, None))
 """The signals that end a command, with the time to wait after each: pytest writes its report after SIGINT."""
-
-
-def check(command: Sequence[str]) -> None:
-    """Raise ValueError if the command has an option that each launch sets."""
-    if any(part == _JSON or part.startswith(f"{_JSON}=") for part in command):
-        raise ValueError(f"{_JSON}: each launch sets its own; remove it from COMMAND")
 
 
 def count(text: str) -> int:
@@ -58,45 +52,76 @@ def count(text: str) -> int:
 
 
 def describe_ending(status: int, log: Path) -> str:
-    """Return the exit status of a command, the last line of its output and the path of its log."""
-    how = f"signal {-status}" if status < 0 else f"status {status}"
-    last = last_line(log)
-    return f"{how}{f': {last}' if last else ''}; see {log}"
+    """Return the exit status of a command, the last line of its output that is not blank, and the path of its log."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _END_BYTES))
+        lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]
+    last = next((f": {line}" for line in reversed(lines) if line), "")
+    return f"{f'signal {-status}' if status < 0 else f'status {status}'}{last}; see {log}"
 
 
-class Version:
-    """A commit in its worktree."""
+class Worktree(NamedTuple):
+    """A commit that is checked out in a folder of its own."""
 
-    def __init__(self, name: str, tree: Worktree, kept: Path) -> None:
-        """Set the name of the version in the output and in its files, which are written to the folder `kept`."""
-        self.name, self.tree, self._kept = name, tree, kept
-        self.environ = environment(tree)
+    name: str
+    """The name in the output and in the names of files."""
+    reference: str
+    """The commit as the user named it."""
+    sha: str
+    root: Path
+    folder: Path
+    """The user's working directory within the worktree; commands run there."""
+    repository: Path
+    """The root of the user's own working tree."""
 
-    def build(self, setup: str | None) -> None:
-        """Run the shell command that creates the environment of the worktree; ValueError in one line if it fails."""
-        if setup is None:
-            return
-        began, log = time.monotonic(), self._kept / f"{self.name}-setup.log"
-        status = run(("/bin/sh", "-c", setup), self.tree.folder, self.environ, log)
+    def build(self, setup: str, kept: Path) -> None:
+        """Run the shell command that creates the environment; ValueError in one line if it fails.
+
+        Its log is written to the folder `kept`.
+        """
+        began, log = time.monotonic(), kept / f"{self.name}-setup.log"
+        status = run(("/bin/sh", "-c", setup), self.folder, self.environment(), log)
         show(f"{self.name}-setup  {time.monotonic() - began:.1f} s")
         if status:
             raise ValueError(f"{self.name}: --setup ended with {describe_ending(status, log)}")
-        self.environ = environment(self.tree)
 
-    def launch(self, command: Sequence[str], number: int, deselected: Sequence[str]) -> Report:
+    def launch(self, command: Sequence[str], number: int, deselected: Sequence[str], kept: Path) -> Report:
         """Run one launch of the measuring command to its end and return its report, without the tests `deselected`.
 
         ValueError in one line: the command cannot be run, or it ended without a complete report.
         """
         name, began = f"{self.name}-{number}", time.monotonic()
-        path, log = self._kept / "launches" / f"{name}.json.gz", self._kept / "launches" / f"{name}.log"
+        path, log = kept / "launches" / f"{name}.json.gz", kept / "launches" / f"{name}.log"
         whole = [*command, f"{_JSON}={path}", *(f"--deselect={nodeid}" for nodeid in deselected)]
-        status = run(whole, self.tree.folder, self.environ, log)
+        status = run(whole, self.folder, self.environment(), log)
         show(f"{name}  {time.monotonic() - began:.1f} s")
         if status not in _COMPLETE or not path.exists():
             without = "" if path.exists() else " without a report"
             raise ValueError(f"{name}: {shlex.join(command)} ended{without} with {describe_ending(status, log)}")
         return file.load(path)
+
+    def environment(self, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+        """Return the environment variables of commands that run in the worktree.
+
+        Its `.venv`, if there is one, comes first in PATH. Entries of PYTHONPATH in the user's own tree become those of
+        the worktree. LLMGPU_BRANCH is the commit as the user named it: a CI system's variables name only one branch.
+        """
+        found = {name: value for name, value in environ.items() if name not in _GIT_VARIABLES}
+        found["LLMGPU_BRANCH"] = self.reference
+        if "PYTHONPATH" in found:
+            entries = found["PYTHONPATH"].split(os.pathsep)
+            for number, path in enumerate(map(Path, entries)):
+                if path.is_relative_to(self.repository):
+                    entries[number] = str(self.root / path.relative_to(self.repository))
+            found["PYTHONPATH"] = os.pathsep.join(entries)
+        for folder in (self.folder, self.root):
+            scripts = folder / ".venv" / "bin"
+            if scripts.is_dir():
+                found["PATH"] = os.pathsep.join(filter(None, [str(scripts), found.get("PATH")]))
+                found["VIRTUAL_ENV"] = str(scripts.parent)
+                found.pop("PYTHONHOME", None)
+                break
+        return found
 
 
 def add_command(parser: argparse.ArgumentParser) -> None:
@@ -109,7 +134,7 @@ def add_command(parser: argparse.ArgumentParser) -> None:
 
 
 def begin(
-    arguments: argparse.Namespace, names: Sequence[str], trees: Sequence[Worktree], looks: Sequence[int], parent: Path
+    arguments: argparse.Namespace, trees: Sequence[Worktree], looks: Sequence[int], parent: Path
 ) -> tuple[Path, Policy, str, ab.Measure]:
     """Print the two commits, create their environments, and write the policy to a new folder in a folder of the store.
 
@@ -117,6 +142,8 @@ def begin(
     the function that launches one side. The policy is the file of --policy or the first commit's: a change must not
     edit the thresholds that it is judged by. ValueError in one line if any of this fails.
     """
+    if any(part == _JSON or part.startswith(f"{_JSON}=") for part in arguments.command):
+        raise ValueError(f"{_JSON}: each launch sets its own; remove it from COMMAND")
     source = find_policy(trees[0].folder) if arguments.policy is None else arguments.policy
     policy = ab.split(switched(load_policy(source), arguments), len(looks))
     commits = "_".join(tree.sha[:LETTERS] for tree in trees)
@@ -132,63 +159,50 @@ def begin(
         raise ValueError(f"folder {path}: cannot be created: {error.strerror}") from None
     kept = path.resolve()
     (kept / "policy.toml").write_text(dump_policy(policy), encoding="utf-8")
-    versions = [Version(name, tree, kept) for name, tree in zip(names, trees, strict=True)]
-    for one in versions:
-        show(f"{one.name}  {one.tree.reference}  {one.tree.sha[:LETTERS]}")
-    if changed(Path()):
+    for tree in trees:
+        show(f"{tree.name}  {tree.reference}  {tree.sha[:LETTERS]}")
+    if git_output(Path(), "status", "--porcelain", "--untracked-files=no"):
         show("note: your uncommitted changes are not measured")
-    for one in versions:
-        one.build(arguments.setup)
-    if not any(Path(one.environ.get("VIRTUAL_ENV", "/")).is_relative_to(one.tree.root) for one in versions):
+    if arguments.setup is not None:
+        for tree in trees:
+            tree.build(arguments.setup, kept)
+    if not any(Path(tree.environment().get("VIRTUAL_ENV", "/")).is_relative_to(tree.root) for tree in trees):
         show("note: the worktrees have no .venv: all commits run in the current environment")
 
     def measure(side: ab.Side, number: int, deselected: Sequence[str]) -> Report:
-        return versions[ab.SIDES.index(side)].launch(arguments.command, number, deselected)
+        return trees[ab.SIDES.index(side)].launch(arguments.command, number, deselected, kept)
 
     return kept, policy, policy_in_words(source), measure
 
 
-class Worktree(NamedTuple):
-    """A commit that is checked out in a folder of its own."""
-
-    reference: str
-    """The commit as the user named it."""
-    sha: str
-    root: Path
-    folder: Path
-    """The user's working directory within the worktree; commands run there."""
-    repository: Path
-    """The root of the user's own working tree."""
-
-
 @contextmanager
-def checked_out(references: Sequence[str], folder: Path = Path()) -> Iterator[list[Worktree]]:
-    """Check out each commit in a worktree of its own, and remove the worktrees at the end, also after an error.
+def checked_out(references: Mapping[str, str]) -> Iterator[list[Worktree]]:
+    """Check out commits by name, each in a worktree of its own, and remove these at the end, also after an error.
 
     They are in the folder for temporary files, which TMPDIR sets: each is as large as the working tree with its
     environment. Hooks of the repository do not run. ValueError in one line: there is no repository or no such commit,
-    or the commit does not have that folder.
+    or the commit does not have the working directory.
     """
-    inside, repository = place(folder)
-    commits = [sha_of(reference, folder) for reference in references]
-    with temporary(folder) as add:
+    inside, repository = place()
+    commits = {name: sha_of(reference) for name, reference in references.items()}
+    with temporary() as add:
         trees = []
-        for number, (reference, sha) in enumerate(zip(references, commits, strict=True)):
-            root = add(f"{number}-{sha[:8]}", sha)
+        for name, reference in references.items():
+            root = add(f"{name}-{commits[name][:LETTERS]}", commits[name])
             if not (root / inside).is_dir():
                 raise ValueError(f"commit {reference} has no folder {inside!r}, in which the command would run")
-            trees.append(Worktree(reference, sha, root, root / inside, repository))
+            trees.append(Worktree(name, reference, commits[name], root, root / inside, repository))
         yield trees
 
 
-def place(folder: Path) -> tuple[str, Path]:
-    """Return the path of a folder within its working tree, and the root of that."""
-    answers = [git_output(folder, "rev-parse", f"--show-{what}").removesuffix("\n") for what in ("prefix", "toplevel")]
+def place() -> tuple[str, Path]:
+    """Return the path of the working directory within its working tree, and the root of that."""
+    answers = [git_output(Path(), "rev-parse", f"--show-{what}").removesuffix("\n") for what in ("prefix", "toplevel")]
     return answers[0], Path(answers[1])
 
 
 @contextmanager
-def temporary(folder: Path) -> Iterator[Callable[[str, str], Path]]:
+def temporary() -> Iterator[Callable[[str, str], Path]]:
     """Yield a function that adds a worktree, and remove the worktrees at the end, also after an error.
 
     The arguments of the function are the name of the worktree and the hash of its commit. It returns its root.
@@ -199,7 +213,7 @@ def temporary(folder: Path) -> Iterator[Callable[[str, str], Path]]:
     def add(name: str, sha: str) -> Path:
         root = parent / name
         made.append(root)
-        git_output(folder, "worktree", "add", "--quiet", "--detach", str(root), sha)
+        git_output(Path(), "worktree", "add", "--quiet", "--detach", str(root), sha)
         return root
 
     try:
@@ -210,47 +224,18 @@ def temporary(folder: Path) -> Iterator[Callable[[str, str], Path]]:
                 # First, because git stops at a file that it cannot remove.
                 shutil.rmtree(root, ignore_errors=True)
                 with suppress(ValueError):  # git has no record of a worktree that it could not add
-                    git_output(folder, "worktree", "remove", "--force", "--force", str(root))
+                    git_output(Path(), "worktree", "remove", "--force", "--force", str(root))
             shutil.rmtree(parent, ignore_errors=True)
 
 
-def sha_of(reference: str, folder: Path = Path()) -> str:
+def sha_of(reference: str) -> str:
     """Return the hash of a commit that the user named; ValueError in one line if there is none."""
     if reference.startswith("-") or not reference.strip():
         raise ValueError(f"{reference!r} is not a commit: give a branch, a tag or the first digits of a commit")
     try:
-        return git_output(folder, "rev-parse", "--verify", "--quiet", f"{reference}^{{commit}}").strip()
+        return git_output(Path(), "rev-parse", "--verify", "--quiet", f"{reference}^{{commit}}").strip()
     except ValueError:
         raise ValueError(f"there is no commit {reference!r} in this repository; fetch it first") from None
-
-
-def changed(folder: Path) -> bool:
-    """Return whether the user's working tree has uncommitted changes; the worktrees do not have them."""
-    return bool(git_output(folder, "status", "--porcelain", "--untracked-files=no"))
-
-
-def environment(tree: Worktree, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment variables of commands that run in a worktree.
-
-    Its `.venv`, if there is one, comes first in PATH. Entries of PYTHONPATH in the user's own tree become those of the
-    worktree. LLMGPU_BRANCH is the commit as the user named it, because a CI system's variables name only one branch.
-    """
-    found = {name: value for name, value in environ.items() if name not in _GIT_VARIABLES}
-    found["LLMGPU_BRANCH"] = tree.reference
-    if "PYTHONPATH" in found:
-        entries = found["PYTHONPATH"].split(os.pathsep)
-        for number, path in enumerate(map(Path, entries)):
-            if path.is_relative_to(tree.repository):
-                entries[number] = str(tree.root / path.relative_to(tree.repository))
-        found["PYTHONPATH"] = os.pathsep.join(entries)
-    for folder in (tree.folder, tree.root):
-        scripts = folder / ".venv" / "bin"
-        if scripts.is_dir():
-            found["PATH"] = os.pathsep.join(filter(None, [str(scripts), found.get("PATH")]))
-            found["VIRTUAL_ENV"] = str(scripts.parent)
-            found.pop("PYTHONHOME", None)
-            break
-    return found
 
 
 def git_output(folder: Path, *arguments: str) -> str:
@@ -268,9 +253,11 @@ def run(command: Sequence[str], folder: Path, environ: Mapping[str, str], log: P
     ValueError in one line: the program cannot be started.
     """
     process = None
+    received: list[int] = []
     with log.open("ab") as output:
         try:
-            with _held():
+            # An interrupted start would leave a process that nobody ends: the signal waits until it is started.
+            with handled(lambda number, _: received.append(number)):
                 process = subprocess.Popen(
                     list(command),
                     cwd=folder,
@@ -280,6 +267,8 @@ def run(command: Sequence[str], folder: Path, environ: Mapping[str, str], log: P
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                 )
+            for late in received:
+                signal.raise_signal(late)
             return process.wait()
         except OSError as error:
             raise ValueError(f"{command[0]!r} cannot be run: {error.strerror}") from None
@@ -290,9 +279,8 @@ def run(command: Sequence[str], folder: Path, environ: Mapping[str, str], log: P
 
 @contextmanager
 def handled(handler: Any, numbers: Collection[int] = INTERRUPTS) -> Iterator[None]:
-    """Give signals this handler within the block; outside the main thread, where nobody can, they keep theirs."""
-    main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, handler) for number in numbers} if main else {}
+    """Give signals this handler within the block."""
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
@@ -310,26 +298,6 @@ def interruptible() -> Iterator[None]:
     ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
     with handled(signal.default_int_handler, {*INTERRUPTS} - ignored):
         yield
-
-
-@contextmanager
-def _held() -> Iterator[None]:
-    """Handle `INTERRUPTS` after the block: an interrupted start would leave a process that nobody ends."""
-    received: list[int] = []
-    try:
-        with handled(lambda number, _: received.append(number)):
-            yield
-    finally:
-        for late in received:
-            signal.raise_signal(late)
-
-
-def last_line(log: Path, most_bytes: int = 65536) -> str:
-    """Return the last line of a log that is not blank; an empty string if there is none."""
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - most_bytes))
-        lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]
-    return next(filter(None, reversed(lines)), "")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

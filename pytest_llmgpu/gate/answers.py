@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from pytest_llmgpu.analysis.comparison import by_chance, differing, largest_difference, written
+from pytest_llmgpu.analysis.answers import by_chance, differing, largest_difference, written
 from pytest_llmgpu.gate.policy import AccuracyRule, TextsRule
 from pytest_llmgpu.gate.stats import holm, net_loss
 from pytest_llmgpu.report.derived import (

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from pytest_llmgpu.analysis.traffic_path import FASTEST_FIRST, NAMES, describe_move, has_moved
+from pytest_llmgpu.analysis.traffic_path import FASTEST_FIRST, NAMES, describe_move
 from pytest_llmgpu.gate.policy import AmountRule, Rules
 from pytest_llmgpu.report.derived import of_prefill
 from pytest_llmgpu.report.metrics import METRICS, MetricName, MetricSpec, spec_of
@@ -254,7 +254,7 @@ def path_row(base: CaseResult, head: CaseResult, *, gated: bool) -> Row | str | 
     before, after = (None if path is None else path.link for path in (then, now))
     if then is None or now is None or before is None or after is None:
         return absent(head, "path", before, after, gated=gated)
-    if not has_moved(then, now):
+    if before == after:
         return Row.of(head, "path", "OK", f"Traffic goes over {NAMES[after]} as before.", gated=gated)
     result: Decided = "REGRESSED" if FASTEST_FIRST.index(after) > FASTEST_FIRST.index(before) else "IMPROVED"
     return Row.of(head, "path", result, f"Traffic {describe_move(then, now)}.", gated=gated)

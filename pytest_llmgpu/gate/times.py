@@ -22,7 +22,7 @@ from typing import NamedTuple
 import msgspec
 
 from pytest_llmgpu.analysis import noise_regime
-from pytest_llmgpu.analysis.noise_regime import NoiseRegime, Prior, deviation
+from pytest_llmgpu.analysis.noise_regime import NoiseRegime, Prior
 from pytest_llmgpu.gate import fixed_clock
 from pytest_llmgpu.gate.exact import absent, other_execution
 from pytest_llmgpu.gate.fixed_clock import Fitted, Pass
@@ -500,7 +500,7 @@ class Estimate(NamedTuple):
 def estimated(case: Timed) -> Estimate:
     """Return the change of the rank that became slowest, with its noise."""
     rank = case.ranks[case.slowest]
-    noise = case.prior.updated(deviation(rank))
+    noise = case.prior.updated(rank)
     return Estimate(
         change=rank.change,
         noise=noise,

@@ -46,8 +46,8 @@ _FEWEST_BEFORE, _FEWEST_AFTER = 4, 2
 """Fewest reports before and after a step."""
 
 
-DEVICE_TIME = Prior(s0=0.003, df0=40.0, source="LLaMA-7B at batch sizes 8 to 64, 72 launches on two H200")
-"""Prior of device time from report to report on the same GPUs."""
+DEVICE_TIME = Prior(s0=0.003, df0=40.0)
+"""Prior of device time between reports of the same GPUs: LLaMA-7B at batch sizes 8 to 64, 72 launches on two H200."""
 
 
 class Step(NamedTuple):

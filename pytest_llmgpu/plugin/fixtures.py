@@ -135,9 +135,8 @@ class LLM:
             _check_arguments(items, batch_size, new_tokens)
             return self.planned(items, batch_size, new_tokens)
         except ValueError as error:
-            reason = str(error)
-        # Outside the except block, where pytest would print the ValueError as the cause.
-        pytest.fail(printable_lines(reason), pytrace=False)
+            # Not pytest.fail, which would print the ValueError as the cause.
+            raise pytest.fail.Exception(printable_lines(str(error)), pytrace=False) from None
 
     def planned(self, items: Dataset | Sequence[Item], batch_size: int, new_tokens: int | None) -> CaseRequest:
         """Return the case of these items at a batch size, with what the test suite changes in the loaded model.
@@ -161,8 +160,7 @@ class LLM:
         from pytest_llmgpu.ranks import worker
 
         request = self.request(items, batch_size)
-        replies = self._ask(request, worker.score, request.case)
-        launch: Launch = replies[0]
+        launch: Launch = self._ask(request, worker.score, request.case)[0]
         return launch
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
@@ -179,13 +177,11 @@ class LLM:
         from pytest_llmgpu.ranks import worker
         from pytest_llmgpu.report.case import DEFAULT_TASK
 
-        reason = None
         try:
             pickle.dumps((fn, args))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             reason = f"llm.run needs a function at the top level of a module and arguments that pickle: {error}"
-        if reason is not None:
-            pytest.fail(printable_lines(reason), pytrace=False)
+            raise pytest.fail.Exception(printable_lines(reason), pytrace=False) from None
         planner = self._session.planner
         task = next(iter(used(self._item, planner.known_tasks)), DEFAULT_TASK)
         return self._ask(self.request(planner.dataset(self.options, task), 1), worker.call, fn, args)
@@ -204,10 +200,9 @@ class LLM:
             self._item.stash[OUTCOME] = outcome
             self._session.note((self.strategy, self.options), outcome)
             pytest.skip(printable_lines(f"out of memory: {failure.message}"))
-        if fn is worker.call and raised is not None and failure.phase == "forward":
-            again = rebuild(raised)
-            if again is not None:
-                raise again
+        in_function = fn is worker.call and failure.phase == "forward"
+        if in_function and raised is not None and (again := rebuild(raised)) is not None:
+            raise again
         pytest.fail(printable_lines(f"{outcome}: {failure.message}"), pytrace=False)
 
 

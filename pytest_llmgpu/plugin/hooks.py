@@ -260,25 +260,22 @@ def _plan(items: Sequence[pytest.Item]) -> None:
     try:
         if session.gate is not None:
             session.gate.find_baseline(session.planner.machine(fixtures.options_of(items[0])))
-    except ValueError as error:
-        raise pytest.UsageError(printable(str(error))) from None
-    for item in items:
-        size = selection.parameter(item, "batch_size")
-        markers = list(item.iter_markers("llmgpu"))
-        try:
-            session.expect(
-                selection.group_of(item),
-                item.nodeid if selection.measures(item) else None,
-                int(size) if isinstance(size, BatchSize) else None,
-                scored=fixtures.used(item, session.planner.known_tasks),
-                may_fit_nowhere=any(mark.kwargs.get(options.EXPECT_OOM) for mark in markers),
-            )
-        except ValueError as error:
-            if not any(mark.kwargs for mark in markers):
-                raise pytest.UsageError(printable(str(error))) from None
-            given = ", ".join(f"{name}={value!r}" for mark in markers for name, value in mark.kwargs.items())
-            _refuse(item, f"marker llmgpu({given}): {error}")
-    try:
+        for item in items:
+            size = selection.parameter(item, "batch_size")
+            markers = list(item.iter_markers("llmgpu"))
+            try:
+                session.expect(
+                    selection.group_of(item),
+                    item.nodeid if selection.measures(item) else None,
+                    int(size) if isinstance(size, BatchSize) else None,
+                    scored=fixtures.used(item, session.planner.known_tasks),
+                    may_fit_nowhere=any(mark.kwargs.get(options.EXPECT_OOM) for mark in markers),
+                )
+            except ValueError as error:
+                given = ", ".join(f"{name}={value!r}" for mark in markers for name, value in mark.kwargs.items())
+                if not given:
+                    raise
+                _refuse(item, f"marker llmgpu({given}): {error}")
         if chosen.resume is not None:
             session.resume(chosen)
     except ValueError as error:

@@ -17,8 +17,8 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from pytest_llmgpu.analysis.answers import written as probability
 from pytest_llmgpu.analysis.capacity import split
-from pytest_llmgpu.analysis.comparison import written as probability
 from pytest_llmgpu.report.case import DEFAULT_TASK, REFERENCE_STRATEGY, Case
 from pytest_llmgpu.report.derived import batch_latency_s, device_busy, generated, measured, of_window
 from pytest_llmgpu.report.metrics import METRICS, Figure

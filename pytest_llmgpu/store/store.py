@@ -111,7 +111,7 @@ def stored(storage: Path) -> list[Stored]:
     return sorted(found, key=lambda one: (one.machine, one.number, one.path.name))
 
 
-def save(report: Report, storage: Path, name: str | None = None, *, compressed: bool = False) -> Path:
+def save(report: Report, storage: Path, name: str | None = None) -> Path:
     """Write a report to the store under the next number of its machine, and return its path.
 
     A session that was continued replaces its earlier report of the same name, and one that did not complete loses its
@@ -123,13 +123,13 @@ def save(report: Report, storage: Path, name: str | None = None, *, compressed: 
     """
     if name is not None:
         check_name(name)
-    data = file.encode(report, compressed=compressed)
+    data = file.encode(report, compressed=False)
     prepare(storage)
     folder = storage / hardware(report)
     # The commit may come from a variable of a CI system and contain any letter.
     sha = re.sub(r"[^0-9a-z]", "", (report.commit.sha or "").lower())[:_SHA_LETTERS] or _NO_COMMIT
     parts = filter(None, (sha, compact_time(report), name))
-    tail = f"_{'_'.join(parts)}.json{'.gz' if compressed else ''}"
+    tail = f"_{'_'.join(parts)}.json"
     folder.mkdir(parents=True, exist_ok=True)
     earlier = [one.path for one in _stored_in(folder) if report.resumed and one.path.name == f"{one.number:04}{tail}"]
     if earlier:
@@ -277,12 +277,12 @@ def resolve(reference: str, storage: Path, *, machine: str | None = None, reposi
         return Source(name=reference, data=git.content(reference, repository))
     path = Path(reference)
     found = _find(reference, stored(storage), machine)
-    if reference == LATEST and _exists(last := storage / LAST):
+    if reference == LATEST and (last := storage / LAST).exists():
         source = _of_path(last)
         created = compact_time(source.report())
         if all(one.created < created for one in found):
             return source
-    exists = _exists(path)
+    exists = os.path.exists(path)  # noqa: PTH110 - false for a name that is too long, which Path.exists refuses
     if len(found) + exists > 1:
         candidates = [f"./{reference}"] * exists
         candidates += [
@@ -296,13 +296,6 @@ def resolve(reference: str, storage: Path, *, machine: str | None = None, reposi
     kept = len(stored(storage))
     advice = f"which has {plural(kept, 'report')}: see llmgpu list" if kept else "which is empty"
     raise git.AbsentError(f"{reference!r} is neither a file nor a report of the store {storage}, {advice}")
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:  # for example, the name is too long
-        return False
 
 
 def _find(reference: str, kept: Sequence[Stored], machine: str | None) -> list[Stored]:

@@ -10,9 +10,7 @@ from support.report_factory import make_result, make_work
 from pytest_llmgpu.analysis.noise_regime import (
     PRIORS,
     REGIMES,
-    Deviation,
     Prior,
-    deviation,
     largest_spread,
     noisiest,
     of_time,
@@ -70,8 +68,7 @@ def test_the_noisier_of_two_reports_decides_the_prior(results: list[CaseResult],
 
 def test_launches_are_added_to_the_prior_by_their_degrees_of_freedom() -> None:
     """One launch of each report shows no noise. The deviation is that around the mean of each report."""
-    prior = Prior(s0=0.01, df0=4.0, source="test")
-    assert prior.updated(deviation([[1.0], [2.0]])) is prior.updated(None) is prior
-    assert deviation([[1.0, 3.0], [7.0], [10.0, 10.0]]) == Deviation(sd=1.0, degrees=2)
-    updated = prior.updated(Deviation(sd=0.04, degrees=2))
+    prior = Prior(s0=0.01, df0=4.0)
+    assert prior.updated([[1.0], [2.0]]) == prior
+    updated = prior.updated([[1.0, 1.08], [7.0], [10.0, 10.0]])
     assert (updated.s0, updated.df0) == pytest.approx((math.sqrt((4 * 0.01**2 + 2 * 0.04**2) / 6), 6.0))

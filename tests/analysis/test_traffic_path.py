@@ -7,7 +7,7 @@ import pytest
 from support.prose import Prose
 from support.report_factory import make_report
 
-from pytest_llmgpu.analysis.traffic_path import describe_move, has_moved, of_case, pcie_bytes
+from pytest_llmgpu.analysis.traffic_path import describe_move, of_case, pcie_bytes
 from pytest_llmgpu.report.report import Environment, Gpu
 from pytest_llmgpu.report.result import Collective, CollectiveKind, DeviceProfile, Metric, Path, Profile, Traffic
 
@@ -168,14 +168,11 @@ def _went(link: Any, nvlink: float | None = None, pcie: float | None = None) -> 
     return Path(link=link, nvlink_bytes=nvlink, pcie_bytes=pcie, expected_bytes=10 * GB, text="")
 
 
-def test_traffic_that_takes_another_path_has_moved(prose: Prose) -> None:
-    """The text has both paths and the bytes of NVLink, or else of PCIe, then and now. An unknown path has not moved."""
+def test_traffic_that_takes_another_path_reads_as(prose: Prose) -> None:
+    """The text has both paths and the bytes of NVLink, or else of PCIe, then and now."""
     pairs = [
         (_went("nvlink", 10.0 * GB), _went("pcie", 0.0)),
         (_went("host"), _went("nvlink", 10.0 * GB)),
         (_went("pcie", None, 10.9 * GB), _went("host", None, 25.0 * GB)),
     ]
-    assert all(has_moved(base, head) for base, head in pairs)
     assert prose == "\n".join(describe_move(base, head) for base, head in pairs)
-    for base, head in (("nvlink", "nvlink"), (None, "pcie"), ("nvlink", None), (None, None)):
-        assert not has_moved(_went(base), _went(head))

@@ -16,6 +16,8 @@ def llmgpu(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
     def run(*words: str, ends: int = 0) -> str:
         status = main(words)
+        if status == 130:  # the command, which runs in this process, took the signal that ends pytest
+            raise KeyboardInterrupt
         printed = capsys.readouterr()
         assert (status, printed.err) == (ends, "")
         return printed.out

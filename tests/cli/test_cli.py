@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import jsonschema
 import pytest
@@ -30,6 +31,15 @@ def test_schema_and_version_print_nothing_else(llmgpu: Callable[..., str]) -> No
     jsonschema.Draft202012Validator.check_schema(printed)
     assert printed == schema()
     assert llmgpu("--version") == f"llmgpu {installed_version('pytest-llmgpu') or '(not installed)'}\n"
+
+
+def test_a_signal_that_ends_pytest_is_not_taken_by_a_command(
+    llmgpu: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tests run commands in their own process: the end of a job would be one failed test, and the run would go on."""
+    monkeypatch.setattr("pytest_llmgpu.report.schema.schema", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        llmgpu("schema")
 
 
 def test_help_names_the_commands() -> None:
@@ -129,30 +139,3 @@ def test_show_prints_the_log_of_a_case(tmp_path: Path, llmgpu: Callable[..., str
     assert llmgpu("show", path, "--log", "mp-bs64") == 'Traceback\n  File "a.py" [2J\n'
     for wrong, why in ((report.cases[0].id, "has no log"), ("mp-bs3", "no such case")):
         assert f"{why}: cases with a log: mp-bs64" in refused("show", path, "--log", wrong)
-
-
-def test_commands_work_without_torch_and_pytest(tmp_path: Path) -> None:
-    """No command imports a package that only measuring needs."""
-    save(measured(), tmp_path)
-    code = """
-import sys
-
-MISSING = {
-    "torch", "transformers", "accelerate", "datasets", "deepspeed", "numpy", "pynvml", "pytest", "_pytest", "pluggy",
-}
-
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in MISSING:
-            print("tried:", name, file=sys.stderr)
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-sys.meta_path.insert(0, Absent())
-assert not MISSING & set(sys.modules)
-from pytest_llmgpu.cli import main
-storage = ["--storage", sys.argv[1]]
-assert main(["schema"]) == main(["list", *storage]) == main(["show", "1", *storage]) == main(["--version"]) == 0
-"""
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "OOM" in done.stdout

@@ -15,12 +15,10 @@ from support.worlds import ends
 
 from pytest_llmgpu.cli.launches import (
     Worktree,
-    changed,
     checked_out,
-    environment,
+    describe_ending,
     handled,
     interruptible,
-    last_line,
     run,
 )
 
@@ -39,6 +37,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
     (root / "sub" / "speed").write_text("2")
     git(root, "add", ".")
     git(root, "commit", "--quiet", "-m", "second")
+    monkeypatch.chdir(root)
     yield root
     assert list((tmp_path / "tmp").iterdir()) == []
     assert len(git(root, "worktree", "list").splitlines()) == 1
@@ -51,23 +50,22 @@ def _state(repository: Path) -> list[str]:
 
 def test_commits_are_checked_out_side_by_side(repository: Path) -> None:
     """The user's tree keeps its branch and its changes."""
-    assert not changed(repository)
     (repository / "speed").write_text("changed")
     before = _state(repository)
-    with checked_out(["main~1", "main", "main"], repository) as trees:
+    with checked_out({"a": "main~1", "b": "main", "c": "main"}) as trees:
         assert [tree.reference for tree in trees] == ["main~1", "main", "main"]
         assert [tree.sha for tree in trees] == git(repository, "rev-parse", "main~1", "main", "main").split()
         assert [(tree.root / "speed").read_text() for tree in trees] == ["1"] * 3
         assert [(tree.root / "sub").exists() for tree in trees] == [False, True, True]
         assert not any(tree.root.is_relative_to(repository) for tree in trees)
     assert _state(repository) == before
-    assert changed(repository)
     assert (repository / "speed").read_text() == "changed"
 
 
-def test_commands_run_in_the_users_folder(repository: Path) -> None:
+def test_commands_run_in_the_users_folder(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is a folder of each worktree."""
-    with checked_out(["main", "main"], repository / "sub") as trees:
+    monkeypatch.chdir(repository / "sub")
+    with checked_out({"a": "main", "b": "main"}) as trees:
         assert [(tree.folder / "speed").read_text() for tree in trees] == ["2", "2"]
 
 
@@ -80,17 +78,21 @@ def test_commands_run_in_the_users_folder(repository: Path) -> None:
         ("main~1", "sub", "main~1 has no folder 'sub/'"),
     ],
 )
-def test_an_unknown_commit_is_refused(repository: Path, reference: str, folder: str, reason: str) -> None:
+def test_an_unknown_commit_is_refused(
+    repository: Path, monkeypatch: pytest.MonkeyPatch, reference: str, folder: str, reason: str
+) -> None:
     """It is one line; a commit without the user's folder is refused, too."""
-    with pytest.raises(ValueError, match=reason), checked_out(["main", reference], repository / folder):
+    monkeypatch.chdir(repository / folder)
+    with pytest.raises(ValueError, match=reason), checked_out({"a": "main", "b": reference}):
         pass
 
 
-def test_worktrees_are_removed_after_an_error(repository: Path) -> None:
+@pytest.mark.usefixtures("repository")
+def test_worktrees_are_removed_after_an_error() -> None:
     """Files that were created in them are removed too, and those that somebody removed leave no record in git."""
 
     def measure() -> None:
-        with checked_out(["main~1", "main"], repository) as trees:
+        with checked_out({"a": "main~1", "b": "main"}) as trees:
             (trees[0].root / ".venv").mkdir()
             (trees[0].root / ".venv" / "library").write_text("x")
             shutil.rmtree(trees[1].root)
@@ -100,7 +102,8 @@ def test_worktrees_are_removed_after_an_error(repository: Path) -> None:
         measure()
 
 
-def test_a_second_interrupt_does_not_stop_the_removal(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("repository")
+def test_a_second_interrupt_does_not_stop_the_removal(monkeypatch: pytest.MonkeyPatch) -> None:
     """After the removal, Ctrl-C works as before."""
     remove = shutil.rmtree
 
@@ -109,7 +112,7 @@ def test_a_second_interrupt_does_not_stop_the_removal(repository: Path, monkeypa
         remove(path, ignore_errors=ignore_errors)
 
     monkeypatch.setattr("shutil.rmtree", interrupted)
-    with checked_out(["main~1", "main"], repository):
+    with checked_out({"a": "main~1", "b": "main"}):
         pass
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -122,26 +125,26 @@ def test_hooks_of_the_repository_do_not_run(repository: Path) -> None:
     hook.chmod(0o755)
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("GIT_DIR", str(repository / "nowhere"))
-        with checked_out(["main"], repository) as (tree,):
-            assert "GIT_DIR" not in environment(tree)
+        with checked_out({"a": "main"}) as (tree,):
+            assert "GIT_DIR" not in tree.environment()
     assert not (repository / "ran").exists()
 
 
 def test_the_worktrees_environment_comes_first(tmp_path: Path) -> None:
     """Its .venv is first in PATH, PYTHONPATH names its files, and LLMGPU_BRANCH its commit."""
-    tree = Worktree("main", "a" * 40, tmp_path / "wt", tmp_path / "wt" / "sub", tmp_path / "own")
+    tree = Worktree("head", "main", "a" * 40, tmp_path / "wt", tmp_path / "wt" / "sub", tmp_path / "own")
     given = {"PATH": "/bin", "PYTHONPATH": f"{tmp_path}/own/src:/other:", "PYTHONHOME": "/x", "HOME": "/h"}
-    plain = environment(tree, given)
+    plain = tree.environment(given)
     assert plain == {**given, "PYTHONPATH": f"{tmp_path}/wt/src:/other:", "LLMGPU_BRANCH": "main"}
     scripts = tree.root / ".venv" / "bin"
     scripts.mkdir(parents=True)
-    found = environment(tree, given)
+    found = tree.environment(given)
     assert found["PATH"] == f"{scripts}:/bin"
     assert found["VIRTUAL_ENV"] == str(tree.root / ".venv")
     assert "PYTHONHOME" not in found
     nearer = tree.folder / ".venv" / "bin"
     nearer.mkdir(parents=True)
-    assert environment(tree, {})["PATH"] == str(nearer)
+    assert tree.environment({})["PATH"] == str(nearer)
 
 
 def _python(code: str) -> Sequence[str]:
@@ -157,9 +160,9 @@ def test_a_command_runs_with_its_folder_environment_and_log(tmp_path: Path) -> N
     )
     assert run(_python(code), tmp_path, {"X": "y"}, log) == 3
     assert log.read_text() == f"before\n{tmp_path} y\nlast\n"
-    assert last_line(log) == "last"
+    assert describe_ending(3, log) == f"status 3: last; see {log}"
     log.write_text("")
-    assert last_line(log) == ""
+    assert describe_ending(-9, log) == f"signal 9; see {log}"
     assert run(_python("import os, signal; os.kill(os.getpid(), signal.SIGKILL)"), tmp_path, {}, log) == -9
 
 

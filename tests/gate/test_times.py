@@ -33,7 +33,7 @@ from pytest_llmgpu.report.result import CaseResult, HostUse
 from pytest_llmgpu.report.verdicts import Row
 from pytest_llmgpu.report.work import RankWork
 
-_QUIET = Prior(s0=0.001, df0=1000.0, source="test")
+_QUIET = Prior(s0=0.001, df0=1000.0)
 _FAST, _SLOW = (1735, 1700, 1771), (1590, 1560, 1620)
 """Clocks of three passes of a GPU in MHz: free, and at its power limit."""
 
@@ -112,7 +112,7 @@ def test_launches_are_decided_at_the_threshold(
 def test_the_figures_of_a_row_are_those_of_the_moderated_test() -> None:
     """Ratio, interval, p and smallest slowdown are computed from log times by the formula, with scipy's t."""
     stats = pytest.importorskip("scipy.stats")
-    base, head, prior = [1.0, 1.02, 0.99], [1.06, 1.05], Prior(s0=0.01, df0=5.0, source="test")
+    base, head, prior = [1.0, 1.02, 0.99], [1.06, 1.05], Prior(s0=0.01, df0=5.0)
     row = _judged(_wall(with_launches(base), with_launches(head), prior))
     then, now = ([math.log(one) for one in side] for side in (base, head))
     change = statistics.fmean(now) - statistics.fmean(then)
@@ -130,7 +130,7 @@ def test_the_figures_of_a_row_are_those_of_the_moderated_test() -> None:
 @pytest.mark.parametrize(("slower", "verdict"), [(1.0, "UNDECIDED"), (1.05, "UNDECIDED"), (0.97, "OK")])
 def test_noise_is_not_enough_data(slower: float, verdict: str) -> None:
     """Equal times and a change within the noise are undecided; the launches needed decide, also where OK is chance."""
-    noisy = Prior(s0=0.02, df0=1000.0, source="test")
+    noisy = Prior(s0=0.02, df0=1000.0)
     row = _judged(_wall(with_launches([1.0]), with_launches([slower]), noisy))
     assert row.result == verdict
     assert row.smallest_seen == pytest.approx(0.13, abs=0.04)
@@ -150,7 +150,7 @@ def test_a_regression_reads_in_two_lines(prose: Prose) -> None:
 
 def test_launches_that_scatter_are_never_ok() -> None:
     """One of two launches is two or three times as slow; eager forwards that wait for the host scatter by nature."""
-    precise = Prior(s0=1e-4, df0=1e6, source="test")
+    precise = Prior(s0=1e-4, df0=1e6)
     for levels, execution, verdict in (
         ([1.0, 3.0], "eager", "UNDECIDED"),
         ([1.0, 2.5], "cuda_graphs", "UNDECIDED"),
@@ -313,7 +313,7 @@ def _timed(base: Sequence[float], head: Sequence[float], **fields: Any) -> Timed
 
 def test_gated_rows_of_times_are_one_family() -> None:
     """A slowdown that is significant alone is not among a hundred rows; rows that are not gated do not count."""
-    one = _timed([0.0], [0.025], prior=Prior(s0=0.006, df0=1000.0, source="test"))
+    one = _timed([0.0], [0.025], prior=Prior(s0=0.006, df0=1000.0))
     for others, gated, verdict in ((0, True, "REGRESSED"), (99, True, "UNDECIDED"), (99, False, "REGRESSED")):
         row = rows([one, *(_timed([0.0], [0.0], gated=gated) for _ in range(others))], 0.99, "")[0]
         assert row.verdict == verdict
@@ -421,4 +421,4 @@ def test_the_launches_needed_are_the_fewest_that_show_a_slowdown() -> None:
     assert enough <= 0.05 < fewer
     assert launches_needed(_QUIET, slowdown=0.02, threshold=0.01, family=21) == 1
     assert launches_needed(_QUIET, slowdown=0.01, threshold=0.01) is None
-    assert launches_needed(Prior(s0=1.0, df0=2.0, source="test"), slowdown=0.05, threshold=0.04) is None
+    assert launches_needed(Prior(s0=1.0, df0=2.0), slowdown=0.05, threshold=0.04) is None

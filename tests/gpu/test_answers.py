@@ -12,7 +12,7 @@ from support import gpu
 from support.gpu import Ranks
 from support.report_factory import make_case
 
-from pytest_llmgpu.analysis import comparison
+from pytest_llmgpu.analysis import answers
 from pytest_llmgpu.inference import models
 from pytest_llmgpu.inference.cuda_graphs import GraphedDecoder
 from pytest_llmgpu.inference.tasks.hellaswag import HellaSwag
@@ -61,7 +61,7 @@ def _accuracy(launch: Launch) -> Accuracy:
 
 
 def _difference(launch: Launch, right: Launch) -> float:
-    difference = comparison.largest_difference(_accuracy(launch).loglikelihoods, _accuracy(right).loglikelihoods)
+    difference = answers.largest_difference(_accuracy(launch).loglikelihoods, _accuracy(right).loglikelihoods)
     assert difference is not None, "every log-likelihood is finite"
     return difference
 
@@ -70,7 +70,7 @@ def _agrees(launch: Launch, right: Launch) -> None:
     assert _difference(launch, right) < 10 * _TOLERANCE
     found, expected = _accuracy(launch), _accuracy(right)
     assert typical_difference(decode(found.loglikelihoods), decode(expected.loglikelihoods)) <= _TOLERANCE
-    assert len(comparison.differing(expected.predictions_norm, found.predictions_norm)) <= _FEW
+    assert len(answers.differing(expected.predictions_norm, found.predictions_norm)) <= _FEW
 
 
 def _held(state: RankState) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from support import gpu, kv_cache_faults
 from support.gpu import Ranks
 from support.report_factory import make_case
 
-from pytest_llmgpu.analysis.comparison import check_texts
+from pytest_llmgpu.analysis.answers import check_texts
 from pytest_llmgpu.inference import models
 from pytest_llmgpu.inference.tasks.hellaswag import Prompts
 from pytest_llmgpu.inference.tasks.protocol import Dataset
@@ -113,14 +113,12 @@ def test_texts_are_right_eagerly_and_as_cuda_graphs(
         assert ("CUDA graphs" in sentence.partition(":")[0]) == graphed, sentence
         assert sentence.startswith("compiled") == (strategy == "compile"), sentence
         assert (launch.compile_s is not None) == (strategy == "compile")
-        checked = check_texts(found.results[cuda_graphs], None if alone else mp.results["on"])
-        assert checked is not None
-        print(strategy, devices, backend, sentence, checked.check.text)
-        assert checked.check.ok, checked.check.text
-    for fault, result in found.broken.items():
-        broken = check_texts(result, None)
-        assert broken is not None
-        assert broken.fault == "cache", (fault, broken.check.text)
+        check, _ = check_texts(found.results[cuda_graphs], None if alone else mp.results["on"])
+        print(strategy, devices, backend, sentence, check.text)
+        assert check.ok, check.text
+    for injected, result in found.broken.items():
+        check, fault = check_texts(result, None)
+        assert fault == "cache", (injected, check.text)
     eager, replayed, again = (_generation(one) for one in (*found.results.values(), found.again))
     assert (again.tokens, again.loglikelihoods) == (replayed.tokens, replayed.loglikelihoods), "it is repeatable"
     _assert_alike(eager, replayed)

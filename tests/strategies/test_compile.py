@@ -16,7 +16,7 @@ from support import kv_cache_faults
 from support import rank_functions as ranks
 from support.report_factory import make_case
 
-from pytest_llmgpu.analysis.comparison import check_texts
+from pytest_llmgpu.analysis.answers import check_texts
 from pytest_llmgpu.inference import scoring, tasks
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.inference.tasks.protocol import Dataset
@@ -67,9 +67,8 @@ def test_compiled_layers_compute_the_numbers_of_mp(
     assert typical_difference(*loglikelihoods) < LOGLIKELIHOOD_TOLERANCES["float32"]
     case, state = _case(prompts), states[-1]
     mp, texts = generated_by_mp(case, prompts)
-    decision = check_texts(kv_cache_faults.result(case, kv_cache_faults.generate(state, case, None, texts)), mp)
-    assert decision is not None
-    assert decision.check.ok is True, decision.check.text
+    check, _ = check_texts(kv_cache_faults.result(case, kv_cache_faults.generate(state, case, None, texts)), mp)
+    assert check.ok is True, check.text
     assert ranks.graphs(state) == 2, "a prefill and a decode step"
     worker.record_work(state)
     worker.account(state)

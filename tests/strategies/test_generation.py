@@ -15,7 +15,7 @@ from support import emulated_iok, kv_cache_faults, rank_functions
 from support.report_factory import make_case
 
 from pytest_llmgpu import strategies
-from pytest_llmgpu.analysis.comparison import check_texts
+from pytest_llmgpu.analysis.answers import check_texts
 from pytest_llmgpu.gate.answers import texts_row
 from pytest_llmgpu.gate.policy import Policy, TextsRule
 from pytest_llmgpu.inference import tasks
@@ -57,11 +57,10 @@ def _case(items: Dataset, **fields: Any) -> Case:
 
 def _fault(result: CaseResult, reference: CaseResult | None) -> str | None:
     """Return the fault that the check of the texts finds; None if they are those of the reference."""
-    decision = check_texts(result, reference)
-    assert decision is not None
-    assert decision.check.ok is (decision.fault is None), decision.check.text
-    assert decision.fault or reference is None or decision.check.source == reference.id
-    return decision.fault
+    check, fault = check_texts(result, reference)
+    assert check.ok is (fault is None), check.text
+    assert fault or reference is None or check.source == reference.id
+    return fault
 
 
 def _verdict(base: CaseResult, head: CaseResult) -> str:

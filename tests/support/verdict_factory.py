@@ -133,7 +133,7 @@ def keep(day: int, *results: CaseResult, gpu: str = "GPU-") -> Path:
 @contextmanager
 def noise(s0: float = 0.001) -> Iterator[None]:
     """Give the times of every regime this deviation between launches, well known, instead of the built-in priors."""
-    with patch.object(noise_regime, "PRIORS", dict.fromkeys(PRIORS, Prior(s0=s0, df0=1000, source="test"))):
+    with patch.object(noise_regime, "PRIORS", dict.fromkeys(PRIORS, Prior(s0=s0, df0=1000))):
         yield
 
 

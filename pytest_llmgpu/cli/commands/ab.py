@@ -42,11 +42,10 @@ def add_ab(parser: argparse.ArgumentParser) -> None:
 
 def run_ab(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
-    launches.check(arguments.command)
-    references = arguments.base_ref, arguments.head_ref
+    references = dict(zip(ab.SIDES, (arguments.base_ref, arguments.head_ref), strict=True))
     with launches.interruptible(), launches.checked_out(references) as trees:
         looks = ab.looks(arguments.launches)
-        kept, policy, in_words, measure = launches.begin(arguments, ab.SIDES, trees, looks, _KEPT)
+        kept, policy, in_words, measure = launches.begin(arguments, trees, looks, _KEPT)
 
         def judge_both(both: Both) -> Verdicts:
             file.dump(both.base, kept / "base.json.gz")

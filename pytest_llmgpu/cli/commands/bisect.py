@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 from pytest_llmgpu.analysis.merging import merge
 from pytest_llmgpu.cli import launches
 from pytest_llmgpu.cli.arguments import add_rules, today_of
-from pytest_llmgpu.cli.launches import LETTERS, Version, Worktree
+from pytest_llmgpu.cli.launches import LETTERS, Worktree
 from pytest_llmgpu.cli.output import show
 from pytest_llmgpu.gate import ab, judge
 from pytest_llmgpu.gate.ab import LOOKS, Both, is_open
@@ -87,7 +87,6 @@ def add_bisect(parser: argparse.ArgumentParser) -> None:
 
 def run_bisect(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
-    launches.check(arguments.command)
     if arguments.metric is not None and arguments.metric not in JUDGED:
         raise ValueError(f"--metric={arguments.metric}: is no metric of the gate: allowed are {', '.join(JUDGED)}")
     if (most := arguments.max_launches) < _FEWEST:
@@ -96,8 +95,8 @@ def run_bisect(arguments: argparse.Namespace) -> int:
     good, bad = (launches.sha_of(name) for name in references.values())
     looks = ab.looks(max(1, most // 4))  # the ends take at most half of the launches
     with launches.interruptible(), begun(good, bad) as history:
-        with launches.checked_out([*references.values()]) as trees:
-            kept, policy, in_words, measure_end = launches.begin(arguments, [*references], trees, looks, _KEPT)
+        with launches.checked_out(references) as trees:
+            kept, policy, in_words, measure_end = launches.begin(arguments, trees, looks, _KEPT)
             show(in_words)
 
             def judge_two(base: Report, head: Report) -> Verdicts:
@@ -121,25 +120,25 @@ def _searched(
     show(f"{plural(commits, 'commit')} to search, about {plural(math.ceil(math.log2(commits)), 'step')}")
 
     def measure(sha: str, number: int, deselected: Sequence[str]) -> Report:
-        version = Version(sha[:LETTERS], history.tree(sha), kept)
-        version.build(arguments.setup if number == 1 else None)
-        return version.launch(arguments.command, number, deselected)
+        tree = history.tree(sha)
+        if number == 1 and arguments.setup is not None:
+            tree.build(arguments.setup, kept)
+        return tree.launch(arguments.command, number, deselected, kept)
 
-    def show_step(step: Step) -> None:
+    used = len([*(kept / "launches").glob("*.json.gz")])
+    steps: list[Step] = []
+    for step in find(history, measure, judge_two, ends, end, launches=arguments.max_launches - used):
         change = "" if step.row is None or step.row.ratio is None else signed_percent(step.row.ratio - 1)
         parts = step.sha[:LETTERS], step.mark or "undecided", change, history.text(step.sha, "%s"), step.reason
         show("  ".join(filter(None, parts)))
-
-    used = len([*(kept / "launches").glob("*.json.gz")])
-    steps = find(history, measure, judge_two, ends, end, launches=arguments.max_launches - used, on_step=show_step)
+        steps.append(step)
     between = sum(step.launches for step in steps)
     show(f"\n{plural(used + between, 'launch')}: {used} of GOOD and BAD, {between} of the commits between them")
     if (sha := history.first_bad()) is None:
         return _undecided(arguments, history, steps)
-    good, bad = (launches.sha_of(name) for name in (arguments.good_ref, arguments.bad_ref))
-    measured = {good: ends.base, bad: ends.head}
+    measured = {history.good: ends.base, history.bad: ends.head}
     measured |= {step.sha: step.report for step in steps if step.report is not None}
-    before = next((one for one in history.text(sha, "%P").split() if one in measured), good)
+    before = next((one for one in history.text(sha, "%P").split() if one in measured), history.good)
     report = measured[sha]
     report.verdicts = judge_two(measured[before], report)
     for name, one in (("before", measured[before]), ("first-bad", report)):
@@ -191,8 +190,8 @@ def _undecided(arguments: argparse.Namespace, history: Bisection, steps: Sequenc
 class Bisection:
     """A bisection under way. git chooses each commit and checks it out; its state is in the worktree."""
 
-    def __init__(self, root: Path, folder: Path) -> None:
-        self._root, self._folder = root, folder
+    def __init__(self, root: Path, good: str, bad: str) -> None:
+        self._root, self.good, self.bad = root, good, bad
 
     def candidate(self) -> str | None:
         """Return the hash of the commit to measure next; None if no commit is left."""
@@ -201,8 +200,8 @@ class Bisection:
 
     def tree(self, sha: str) -> Worktree:
         """Return the worktree with this commit."""
-        inside, repository = launches.place(self._folder)
-        return Worktree(sha, sha, self._root, self._root / inside, repository)
+        inside, repository = launches.place()
+        return Worktree(sha[:LETTERS], sha, sha, self._root, self._root / inside, repository)
 
     def mark(self, mark: Mark) -> None:
         """Mark the candidate, and check out the next one without the files that the launches left.
@@ -235,12 +234,12 @@ class Bisection:
 
 
 @contextmanager
-def begun(good: str, bad: str, folder: Path = Path()) -> Iterator[Bisection]:
+def begun(good: str, bad: str) -> Iterator[Bisection]:
     """Begin a bisection in a temporary worktree, and remove it at the end; ValueError if git cannot bisect."""
     if good == bad:
         raise ValueError(f"GOOD and BAD are the same commit, {good}: there is nothing to search")
     try:
-        fork = launches.git_output(folder, "merge-base", good, bad).strip()
+        fork = launches.git_output(Path(), "merge-base", good, bad).strip()
     except ValueError:
         missing = f"GOOD {good} and BAD {bad} have no common ancestor in this clone: fetch its history"
         raise ValueError(missing) from None
@@ -248,10 +247,10 @@ def begun(good: str, bad: str, folder: Path = Path()) -> Iterator[Bisection]:
         raise ValueError(f"GOOD {good} is a descendant of BAD {bad}: exchange them")
     if fork != good:
         raise ValueError(f"GOOD {good} is not an ancestor of BAD {bad}: give their merge base {fork} as GOOD")
-    with launches.temporary(folder) as add:
+    with launches.temporary() as add:
         root = add("bisection", bad)
         launches.git_output(root, "bisect", "start", bad, good)
-        yield Bisection(root, folder)
+        yield Bisection(root, good, bad)
 
 
 def measure_ends(
@@ -301,30 +300,22 @@ def _row_of(verdicts: Verdicts, end: Row) -> Row | None:
 
 
 def find(
-    history: Bisection,
-    measure: MeasureCommit,
-    judge_two: JudgeTwo,
-    ends: Both,
-    end: Row,
-    *,
-    launches: int,
-    on_step: Callable[[Step], None] = lambda _: None,
-) -> list[Step]:
-    """Measure the commits that the bisection proposes until one is left, and return them in that order.
+    history: Bisection, measure: MeasureCommit, judge_two: JudgeTwo, ends: Both, end: Row, *, launches: int
+) -> Iterator[Step]:
+    """Measure the commits that the bisection proposes until one is left, and yield them in that order.
 
     A commit is launched again while its row is undecided, up to eight times. One that cannot be measured is skipped.
     Only the test of the case is launched, and all commits together have at most `launches` launches. `end` is the row
     of the ends that is to be explained.
     """
     deselected = ab.left_out(ends.base, {end.key}) if end.nodeid is not None else []
-    steps: list[Step] = []
     while (sha := history.candidate()) is not None:
         reports: list[Report] = []
         step = Step(sha, None, "the allowed launches are used up")
         while step.mark is None and launches and len(reports) < LOOKS[-1]:
             try:
                 reports.append(measure(sha, len(reports) + 1, deselected))
-                report = merge(reports, [f"launch {number}" for number in range(1, len(reports) + 1)])
+                report = merge(reports)
             except ValueError as error:
                 step = step._replace(mark="skip", reason=str(error))
                 break
@@ -334,12 +325,10 @@ def find(
             step = Step(sha, mark, reason or step.reason * (mark is None), len(reports), _row_of(verdicts, end), report)
         if step.mark is None and len(reports) == LOOKS[-1]:
             step = step._replace(mark="skip", reason=f"{LOOKS[-1]} launches do not decide")
-        steps.append(step)
-        on_step(step)
+        yield step
         if step.mark is None:
             break
         history.mark(step.mark)
-    return steps
 
 
 def mark_of(end: Row, verdicts: Verdicts, report: Report, bad: Report) -> tuple[Mark | None, str]:

@@ -10,7 +10,6 @@ from pytest_llmgpu.cli.arguments import (
     add_rules,
     add_switches,
     judged,
-    policy_line,
     policy_of,
     read_verdicts,
     source,
@@ -54,7 +53,7 @@ def run_gate(arguments: argparse.Namespace) -> int:
         verdicts = read_verdicts(arguments.verdicts)
         policy = parse_policy(verdicts)
     else:
-        policy = policy_of(arguments)
+        policy, in_words = policy_of(arguments)
         if arguments.dump_policy:
             show(dump_policy(policy).rstrip("\n"))
             return 0
@@ -62,9 +61,8 @@ def run_gate(arguments: argparse.Namespace) -> int:
             raise ValueError("gate: BASE and HEAD are needed; see llmgpu gate --help")
         candidate = source(arguments.head, arguments).report()
         try:
-            base, found, _ = judged(arguments, arguments.base, candidate, policy)
-            assert found is not None, "a judged report has verdicts"
-            verdicts, line = found, policy_line(arguments) if base is not None else ""
+            base, verdicts = judged(arguments, arguments.base, candidate, policy)
+            line = in_words if base is not None else ""
         except git.AbsentError as error:
             verdicts, line = judge.judge(None, candidate, policy, today=today_of(arguments)), str(error)
     # Before the table is printed, because its reader may close the pipe early.

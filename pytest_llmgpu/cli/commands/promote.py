@@ -30,17 +30,10 @@ def add_promote(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
     parser.epilog = "exit status: 0 promoted, 1 refused, 2 bad usage or an unreadable file, 3 could not be judged"
     parser.add_argument("report", metavar="REF", help=REFERENCE)
-    parser.add_argument(
-        "--to",
-        metavar="PATH",
-        type=Path,
-        help="file of the baseline, such as benchmarks/baseline.json.gz (default: `baseline` in the store)",
-    )
-    parser.add_argument(
-        "--force",
-        metavar="REASON",
-        help="promote a report that would be refused; the baseline keeps the reason, and the gate shows it",
-    )
+    text = "file of the baseline, such as benchmarks/baseline.json.gz (default: `baseline` in the store)"
+    parser.add_argument("--to", metavar="PATH", type=Path, help=text)
+    text = "promote a report that would be refused; the baseline keeps the reason, and the gate shows it"
+    parser.add_argument("--force", metavar="REASON", help=text)
     add_rules(parser)
 
 
@@ -48,13 +41,10 @@ def run_promote(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
     if arguments.force is not None and not arguments.force.strip():
         raise ValueError("--force: a reason is needed, which the baseline keeps")
-    policy, store = policy_of(arguments), storage_of(arguments)
+    (policy, _), store = policy_of(arguments), storage_of(arguments)
     candidate = source(arguments.report, arguments).report()
-    kept = [
-        one
-        for one in storage.stored(store)
-        if (one.machine, one.name) == (storage.hardware(candidate), storage.BASELINE)
-    ]
+    wanted = storage.hardware(candidate), storage.BASELINE
+    kept = [one for one in storage.stored(store) if (one.machine, one.name) == wanted]
     newest = max(kept, key=lambda one: one.number, default=None)
     path: Path | None = arguments.to or (None if newest is None else newest.path)
     refused = list(_unfit(candidate))

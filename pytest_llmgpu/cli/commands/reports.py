@@ -13,7 +13,6 @@ from pytest_llmgpu.cli.arguments import (
     add_storage,
     comparison,
     judged,
-    policy_line,
     policy_of,
     source,
     storage_of,
@@ -64,12 +63,9 @@ def _side_by_side(arguments: argparse.Namespace) -> str:
     """Return what changed from the first report to each other one, worst first."""
     from pytest_llmgpu.render.terminal import verdicts as verdict_tables
 
-    policy, most = policy_of(arguments), None if arguments.verbose else verdict_tables.MOST_CASES
-    found = []
-    for name in arguments.others:
-        verdicts = judged(arguments, arguments.report, source(name, arguments).report(), policy).verdicts
-        assert verdicts is not None, "a judged report has verdicts"
-        found.append(verdicts)
+    (policy, in_words), most = policy_of(arguments), None if arguments.verbose else verdict_tables.MOST_CASES
+    heads = [source(name, arguments).report() for name in arguments.others]
+    found = [judged(arguments, arguments.report, head, policy)[1] for head in heads]
     conclusions = [verdict_tables.conclusion(one, policy, color()) for one in found]
     if len(found) == 1:
         table = verdict_tables.table(found[0], policy, color(), most)
@@ -78,7 +74,7 @@ def _side_by_side(arguments: argparse.Namespace) -> str:
         named = enumerate(zip(arguments.others, conclusions, strict=True), 1)
         conclusions = [f"{number}  {name}: {text}" for number, (name, text) in named]
     lines = "\n".join(conclusions)
-    return "\n".join(filter(None, (f"{lines}\n", table, policy_line(arguments))))
+    return "\n".join(filter(None, (f"{lines}\n", table, in_words)))
 
 
 def add_html(parser: argparse.ArgumentParser) -> None:
@@ -129,7 +125,7 @@ def run_export(arguments: argparse.Namespace) -> int:
     from pytest_llmgpu.render.exports import export
 
     report = source(arguments.head, arguments).report()
-    report.verdicts = comparison(arguments, report).verdicts or report.verdicts
+    report.verdicts = comparison(arguments, report)[1] or report.verdicts
     text = export(arguments.format, report)
     if arguments.output != "-":
         save(f"{text}\n" if text else "", Path(arguments.output))
@@ -195,9 +191,8 @@ def add_trend(parser: argparse.ArgumentParser) -> None:
     text = "store, or the folder of one machine in it (default: .llmgpu)"
     parser.add_argument("folder", metavar="DIR", type=Path, nargs="?", help=text)
     parser.add_argument("--machine", metavar="NAME", help="machine to show, if the store has several")
-    parser.add_argument(
-        "--last", metavar="N", type=int, default=8, help="number of newest reports to show (default: 8)"
-    )
+    text = "number of newest reports to show (default: 8)"
+    parser.add_argument("--last", metavar="N", type=int, default=8, help=text)
     parser.add_argument("--html", metavar="PATH", type=Path, help="also write a page with charts and tables")
 
 

@@ -91,7 +91,7 @@ def _found(
     end = worst(judge(*ends))
     assert end is not None
     with begun(shas[0], shas[-1]) as history:
-        steps = find(history, measure, judge, ends, end, launches=launches)
+        steps = [*find(history, measure, judge, ends, end, launches=launches)]
         first, remaining = history.first_bad(), [str(shas.index(sha)) for sha in history.remaining()]
     assert list((project.root.parent / "tmp").iterdir()) == []
     return None if first is None else str(shas.index(first)), remaining, steps, ran
@@ -268,6 +268,17 @@ def test_the_users_tree_and_his_own_bisection_stay_as_they_are(project: Project,
     llmgpu("bisect", "c6", "last", *command, ends=3)
     assert [*_state(project)] == before
     assert list((project.root.parent / "tmp").iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_branch_that_moves_meanwhile_does_not_matter(project: Project, llmgpu: Callable[..., str]) -> None:
+    """GOOD and BAD are the commits that they were at the start: the user may commit while it runs."""
+    _commits(project, first_bad=1, last=1)
+    bad = project.git("rev-parse", "HEAD").strip()
+    work = f"git -C {project.root} -c user.name=a -c user.email=a@b.c commit --quiet --allow-empty -m later"
+    out = llmgpu(*_BISECT, "--", "/bin/sh", "-c", f'{work} && exec {sys.executable} measure.py "$@"', "sh")
+    assert f"FOUND: {bad} is the first bad commit: c1\n" in out
+    assert "compared with " in out
 
 
 @pytest.mark.slow

@@ -1,0 +1,532 @@
+"""Checks the answers of a case: of trained weights, of random weights, and generated texts.
+
+Trained weights are compared with their baseline, given or published, with mp, and with guessing. Log-likelihoods are
+compared, too: a model that is confident keeps its answers under a wrong kernel. Random weights answer by chance, but
+with the same log-likelihoods at every batch size.
+
+Generated texts are compared with those of mp by their log-likelihoods. Equal tokens are not the measure: rounding in
+another batch or strategy makes greedy texts diverge, and both are right. The log-likelihoods of the same tokens must
+agree: those of the decode steps with those of a forward over prompt and text, which has no KV cache; and, over the
+texts of mp, those of any strategy with mp's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import islice, takewhile
+from typing import Literal
+
+from pytest_llmgpu.analysis.findings import finding
+from pytest_llmgpu.analysis.reference import same_series
+from pytest_llmgpu.report.case import DEFAULT_TASK, REFERENCE_STRATEGY, Case
+from pytest_llmgpu.report.derived import (
+    LOGLIKELIHOOD_TOLERANCES,
+    decode,
+    decode_tokens,
+    explained,
+    generated,
+    measured,
+    predictions_of,
+    typical_difference,
+    upper_bound,
+    value_of,
+)
+from pytest_llmgpu.report.options import Options
+from pytest_llmgpu.report.result import Accuracy, AccuracyCheck, CaseResult, Comparison, Finding, Generation
+from pytest_llmgpu.report.text import capital, percent, plural
+
+Fault = Literal["below", "inputs", "overflow", "batch_size", "strategy", "cache"]
+"""Why answers fail: an accuracy below its baseline, weights and prompts that do not match, numbers that overflow, a
+batch size, a strategy, the KV cache."""
+
+Checked = tuple[AccuracyCheck, Fault | None]
+"""The check of the answers of a case, and why it fails; None where it does not."""
+
+_NEXT_STEPS: dict[Fault, str] = {
+    "below": "See which items flipped (`predictions` in the report), and check whether dtype, tokenizer, revision or "
+    "library versions changed. --llmgpu-accuracy-baseline sets another baseline.",
+    "inputs": "Check --llmgpu-model, --llmgpu-revision and --llmgpu-tokenizer.",
+    "overflow": "Try --llmgpu-dtype=bfloat16 or float32.",
+    "batch_size": "Do not use this batch size. Look for a mask, padding or position that depends on the batch, or a "
+    "workspace that is too small for its tokens.",
+    "strategy": "Do not use {strategy} until this is fixed. Look for what {strategy} computes differently from "
+    "{reference}, such as a mask that is ignored, a term that is added twice or a workspace that is too small.",
+    "cache": "Look at the KV cache and at what a decode step reads: keys of another batch, a position that is off by "
+    "one, a mask that hides a token.",
+}
+
+_PUBLISHED = {"7b": ("7B", 0.761), "13b": ("13B", 0.792), "30b": ("33B", 0.828), "65b": ("65B", 0.842)}
+"""Size in hub ids to the name and the HellaSwag accuracy in table 3 of "LLaMA: Open and Efficient Foundation Language
+Models", zero-shot, normalised by length. 33B was named 30b when its weights came out."""
+
+_HUB_IDS = {
+    "huggyllama/llama-{}": ("7b", "13b", "30b", "65b"),
+    "decapoda-research/llama-{}-hf": ("7b", "13b", "30b", "65b"),
+    "elinas/llama-{}-hf-transformers-4.29": ("7b", "13b", "30b", "65b"),
+    "yahma/llama-{}-hf": ("7b", "13b"),
+    "baffo32/decapoda-research-llama-{}-hf": ("7b",),
+    "luodian/llama-{}-hf": ("7b",),
+}
+_SIZE_BY_HUB_ID = {hub_id.format(size): size for hub_id, sizes in _HUB_IDS.items() for size in sizes}
+
+_TOLERANCE = 0.01
+"""The difference below the baseline that is allowed, as a fraction of the items."""
+
+_BY_CHANCE = 0.01
+"""A loss of items that is less likely than this is not explained by chance."""
+
+_PLAIN = 0.001  # smaller fractions need more digits than a percentage with one decimal
+_ROUNDING = 1e-9  # a value exactly at its threshold may be slightly below it in binary
+_ENOUGH_ITEMS = 50  # on fewer items a trained model may score like guesses
+
+DIFFERENCE = "loglikelihood_relative_difference"
+"""The metric of a check of random weights or of texts."""
+
+_LEAST_PER_TOKEN = 1.0
+"""A text counts as at least so unlikely for each token: rounding of a text that is almost certain is no large part of
+its log-likelihood."""
+
+_DEEPSPEED_STRATEGY = "iok"  # its workspace is DeepSpeed's and has an option of its own
+
+
+def check(
+    result: CaseResult, mp: CaseResult | None, earlier: Sequence[CaseResult], options: Options
+) -> tuple[AccuracyCheck | None, list[Finding]]:
+    """Check the answers of a result and return the findings on them. The worst launch counts.
+
+    The check is None for a result that did not complete or has no answers. `mp` is the result's reference.
+    """
+    case, texts = result.case, [launch.generation for launch in result.launches if launch.generation is not None]
+    if result.outcome != "completed" or not (texts if case.generates else result.accuracies):
+        return None, []
+    series = [other for other in same_series(result, earlier) if other.outcome == "completed" and measured(other)]
+    smaller = [other for other in series if other.case.batch_size <= case.batch_size]
+    smallest = min(smaller, key=lambda other: other.case.batch_size, default=None)
+    if case.generates:
+        found, fault = check_texts(result, mp)
+    elif case.load_format == "dummy":
+        found, fault = check_random_weights(result, mp, smallest)
+    else:
+        found, fault = check_accuracy(result, mp, smallest, options)
+    return found, _findings(result, (found, fault), mp, smallest)
+
+
+def _findings(
+    result: CaseResult, checked: Checked, mp: CaseResult | None, smallest: CaseResult | None
+) -> list[Finding]:
+    """Return the findings on answers.
+
+    A workspace that is too small is the cause of any failure, so that a failure begins with it.
+    """
+    case, (found, fault), text = result.case, checked, checked[0].text
+    random = case.load_format == "dummy"
+    trained = not (random or case.generates)
+    others = [one for one in (smallest, mp) if one is not None]
+    workspace = None if case.generates else _small_workspace(result)
+    guessing = _guessing(result, found, others, clamped=workspace is not None) if trained else None
+    compared = result.comparison if trained and (fault is not None or guessing is not None) else None
+    if compared is not None and compared.mcnemar_p is not None and compared.mcnemar_p < _BY_CHANCE:
+        text += f"; compared with {compared.reference}, {compared.lost:,} items are lost and {compared.won:,} won "
+        text += f"({written(compared.mcnemar_p)})"
+    if guessing is not None:
+        chance, fault, cause = guessing
+        text += f". Guessing gives {percent(chance, 0)}{f': {cause}' if workspace is None else ''}"
+    if workspace is not None:
+        overlap, step = workspace
+        if fault is None:
+            return [finding("unchecked-answers", f"{overlap}. Answers may be wrong although no check failed", step)]
+        return [finding("wrong-answers", f"{overlap}: {text}", step)]
+    if fault is not None:
+        code = "unchecked-answers" if fault == "inputs" and found.ok is not False else "wrong-answers"
+        step = _NEXT_STEPS[fault].format(strategy=case.strategy, reference=REFERENCE_STRATEGY)
+        return [finding(code, text, step)]
+    if trained and found.ok is None and not others:
+        step = "Pass --llmgpu-accuracy-baseline=FRACTION, so that wrong answers fail the test."
+        return [finding("unchecked-answers", text, step)]
+    if random and not case.generates and mp is None and case.strategy != REFERENCE_STRATEGY:
+        text = f"every batch size of {case.strategy} may be wrong in the same way: there is no independent case to "
+        text += f"compare its log-likelihoods with ({result.why['comparison']})"
+        step = f"Add {REFERENCE_STRATEGY}: --strategy={REFERENCE_STRATEGY},{case.strategy}."
+        return [finding("unchecked-answers", text, step)]
+    return []
+
+
+def _small_workspace(result: CaseResult) -> tuple[str, str] | None:
+    """Return what a workspace that is too small for its tokens does, and the next step; None where none is."""
+    sizes = [(launch.tokens_granted, launch.tokens_requested) for launch in result.launches]
+    small = [(held, needed) for held, needed in sizes if held is not None and needed is not None and held < needed]
+    if not small:
+        return None
+    held, needed = min(small)
+    owner, step = capital(result.case.strategy), "give it more memory or a smaller batch size"
+    if result.case.strategy == _DEEPSPEED_STRATEGY:
+        owner, step = "DeepSpeed", f"Remove --llmgpu-iok-min-tokens (DeepSpeed then reports out of memory), or {step}"
+    tokens = f"{held:,} of {needed:,} tokens"
+    return f"{owner}'s workspace held {tokens}, so keys and values of neighbouring heads overlap", step
+
+
+def _guessing(
+    result: CaseResult, found: AccuracyCheck, others: Sequence[CaseResult], *, clamped: bool
+) -> tuple[float, Fault, str] | None:
+    """Return the accuracy of guessing, and why the model guesses, also in words.
+
+    None where it does not guess, or where no baseline and no other case is better or unknown.
+    """
+    first, metric = result.accuracies[0], found.metric
+    values = decode(first.loglikelihoods)
+    chance = first.items / max(1, len(values))  # one of the endings of an item
+    threshold = chance + max(0.05, 2 * math.sqrt(chance * (1 - chance) / first.items))
+    unknown = found.ok is None and (first.items >= _ENOUGH_ITEMS or clamped)
+    if others:
+        unknown = max(_value(other, metric) for other in others) > threshold + 0.05
+    low = found.value is not None and found.value <= threshold
+    if not low or not (found.ok is False or unknown):
+        return None
+    if not_finite := sum(not math.isfinite(value) for value in values):
+        numbers = f"{not_finite:,} of {len(values):,}"
+        cause = f"{numbers} log-likelihoods are not finite: numbers overflow in {result.case.dtype}"
+        return chance, "overflow", cause
+    right = next((one for one in others if _value(one, metric) > _value(result, metric) + 0.1), None)
+    if right is None:
+        return chance, "inputs", "weights, tokenizer and prompts do not belong together, or the model is untrained"
+    better = f"{right.id} had {percent(_value(right, metric))}"
+    if right.case.strategy == result.case.strategy:
+        return chance, "batch_size", f"{better}, so the batch size loses the answers"
+    return chance, "strategy", f"{better}, so {result.case.strategy} loses the answers"
+
+
+def baseline(case: Case, *, given: float | None, metric: str) -> tuple[float, str] | None:
+    """Return the accuracy that trained weights should reach, as a fraction, and its source; None if none is known.
+
+    The given value comes first, then the registered one of the bundled model, then the published one of a known hub
+    id, which holds only for `acc_norm` on the whole of HellaSwag; the last two are known for the default task.
+    """
+    if given is not None:
+        return given, "--llmgpu-accuracy-baseline"
+    if case.task != DEFAULT_TASK:
+        return None
+    if case.model == case.dataset == "bundled":
+        from pytest_llmgpu.inference.bundled import ACCURACY
+
+        return ACCURACY[metric], "registered for the bundled model"
+    size = _SIZE_BY_HUB_ID.get(case.model.lower())
+    if size and metric == "acc_norm" and case.dataset == "hellaswag" and case.limit is None:
+        name, value = _PUBLISHED[size]
+        return value, f"published for LLaMA {name}"
+    return None
+
+
+def check_accuracy(result: CaseResult, mp: CaseResult | None, smallest: CaseResult | None, options: Options) -> Checked:
+    """Compare the accuracy of trained weights with its baseline, else with mp and with the smallest batch size.
+
+    On the whole dataset the value may be the tolerance below the baseline. On the first items of a dataset it may also
+    be below by chance: the check fails if even the one-sided 95 % upper bound of the value is too low. Compared with
+    another case it neither passes nor fails where nothing is lost: the accuracy itself is still unchecked.
+    """
+    case, metric = result.case, options.accuracy_metric
+    worst = min(result.accuracies, key=lambda accuracy: value_of(accuracy, metric))
+    value = value_of(worst, metric)
+    known = baseline(case, given=options.accuracy_baseline, metric=metric)
+    others = [other for other in (mp, smallest) if other is not None]
+    text = f"accuracy ({metric}) is {percent(value)}"
+    ok: bool | None = None
+    expected: float | None = None
+    source: str | None = None
+    if known is None and others:
+        worse = [other for other in others if _has_lost(worst, other, metric)]
+        other = (worse or others)[0]
+        expected, source, ok = _value(other, metric), other.id, False if worse else None
+        text += f"; {other.id} has {percent(expected)}"
+    else:
+        text += f" on the first {worst.items:,} items" if case.limit else ""
+        if known is None:
+            text += f"; no baseline is known for {case.model} on {case.dataset}"
+        else:
+            expected, source = known
+            bound = upper_bound(value, worst.items) if case.limit else value
+            ok = bound >= expected - _TOLERANCE - _ROUNDING
+            text += f" (95 % upper bound {percent(bound)})" if case.limit else ""
+            text += "; the baseline is" if ok else f", {100 * (expected - value):.1f} points below the baseline of"
+            text += f" {percent(expected)} ({source}, tolerance {_TOLERANCE:g})"
+    fault: Fault | None = "below" if ok is False else None
+    if (mismatch := _mismatch(result, mp, smallest)) is not None:
+        difference, fault = mismatch
+        ok, text = False, text if ok is False else f"{difference}, although {text}"
+    found = AccuracyCheck(
+        metric=metric, value=value, baseline=expected, source=source, tolerance=_TOLERANCE, ok=ok, text=text
+    )
+    return found, fault
+
+
+def _has_lost(accuracy: Accuracy, other: CaseResult, metric: str) -> bool:
+    """Return whether more than the tolerance is lost compared with another case, and chance does not explain it.
+
+    The exact sign test on the items that were lost or won is one-sided, at 1 %. Without labels every item counts whose
+    prediction differs.
+    """
+    before = measured(other)
+    assert before is not None, "only a scored result is compared with"
+    loss = value_of(before, metric) - value_of(accuracy, metric)
+    exact = lost_and_won(accuracy, before, metric)
+    if exact is None:
+        net = round(loss * accuracy.items)
+        differ = max(abs(net), len(differing(predictions_of(before, metric), predictions_of(accuracy, metric))))
+        exact = (differ + net + 1) // 2, (differ - net) // 2
+    return loss > _TOLERANCE + _ROUNDING and by_chance(*exact) < _BY_CHANCE
+
+
+def _value(result: CaseResult, metric: str) -> float:
+    accuracy = measured(result)
+    assert accuracy is not None, "only a scored result is compared with"
+    return value_of(accuracy, metric)
+
+
+def _mismatch(result: CaseResult, mp: CaseResult | None, smallest: CaseResult | None) -> tuple[str, Fault] | None:
+    """Compare log-likelihoods with those of mp, else with those of the bundled model, else of the smallest batch size.
+
+    The bundled model keeps its answers with DeepSpeed's residual added twice, which changes its log-likelihoods by
+    10 %. Rounding is a thousandth of that.
+
+    Returns:
+        The difference in words, and its cause; None where rounding explains it or there is nothing to compare with.
+    """
+    case, other = result.case, mp or smallest
+    fault: Fault = "strategy"
+    if mp is None and case.model == case.dataset == "bundled" and case.task == DEFAULT_TASK:
+        from pytest_llmgpu.inference import bundled
+
+        source, expected = "registered for the bundled model", bundled.loglikelihoods()
+    elif other is not None and (before := measured(other)) is not None:
+        source, expected = f"of {other.id}", decode(before.loglikelihoods)
+        fault = "batch_size" if mp is None else "strategy"
+    else:
+        return None
+    allowed = explained(case.dtype)
+    for accuracy in result.accuracies:
+        values = decode(accuracy.loglikelihoods)
+        if len(values) > len(expected):
+            return None  # another file than the bundled one is named `bundled`
+        if not all(map(math.isfinite, values)):
+            return "log-likelihoods are not finite", fault
+        typical = typical_difference(values, expected[: len(values)])
+        if typical > allowed:
+            differ = f"log-likelihoods typically differ by {percent(typical)} from those {source}"
+            return f"{differ}; {case.dtype} allows {percent(allowed)}", fault
+    return None
+
+
+def check_random_weights(result: CaseResult, mp: CaseResult | None, smallest: CaseResult | None) -> Checked:
+    """Compare log-likelihoods of random weights with those of mp, else of the smallest batch size.
+
+    Batch sizes that are wrong in the same way agree with each other.
+    """
+    case, other = result.case, mp or smallest
+    tolerance, subject = LOGLIKELIHOOD_TOLERANCES[case.dtype], "log-likelihoods of dummy weights"
+    columns = [decode(accuracy.loglikelihoods) for accuracy in result.accuracies]
+    broken = next((values for values in columns if not all(map(math.isfinite, values))), None)
+    value: float | None = None
+    ok: bool | None = False
+    fault: Fault = "batch_size" if mp is None else "strategy"
+    if broken is not None:
+        fault = "overflow"
+        text = f"{sum(not math.isfinite(one) for one in broken):,} of {len(broken):,} {subject} are not finite"
+    elif other is None or (before := measured(other)) is None:
+        ok, text = None, "dummy weights: larger batch sizes are compared with the log-likelihoods of this case"
+    else:
+        differences = [largest_difference(one.loglikelihoods, before.loglikelihoods) for one in result.accuracies]
+        value = max((difference for difference in differences if difference is not None), default=None)
+        if value is None:
+            text = f"{subject} cannot be compared: those of {other.id} are not all finite"
+        else:
+            ok = value <= tolerance
+            difference = percent(value) if value >= _PLAIN else f"{100 * value:.1g} %"
+            text = f"{subject} differ by up to {difference} from those of {other.id}; {case.dtype} allows "
+            text += f"{100 * tolerance:g} %"
+            if ok and mp is None and case.strategy != REFERENCE_STRATEGY:
+                ok, text = None, f"{text}, but both may be wrong in the same way"
+    found = AccuracyCheck(
+        metric=DIFFERENCE,
+        value=value,
+        baseline=None if value is None else 0.0,
+        source=None if other is None else other.id,
+        tolerance=tolerance,
+        ok=ok,
+        text=text,
+    )
+    return found, fault if ok is False else None
+
+
+def check_texts(result: CaseResult, mp: CaseResult | None) -> Checked:
+    """Check the texts of a case by their log-likelihoods, and by those of the texts of mp where it scored them, too.
+
+    The check neither passes nor fails where nothing independent was there to compare with.
+    """
+    launches = [launch.generation for launch in result.launches if launch.generation is not None]
+    texts, tolerance = plural(len(launches[0].new_tokens), "text"), LOGLIKELIHOOD_TOLERANCES[result.case.dtype]
+    again = [(one, one.prefill_loglikelihoods) for one in launches if one.prefill_loglikelihoods is not None]
+    value: float | None = None
+    source: str | None = None
+    ok: bool | None = None
+    fault: Fault | None = None
+    if len(again) < len(launches):
+        reasons = [launch.why["generation"] for launch in result.launches if "generation" in launch.why]
+        text = f"{texts} are unchecked: {next(iter(reasons), 'no reason was recorded')}"
+    else:
+        of_mp = None if mp is None else generated(mp)
+        foreign = _from_reference(launches, of_mp)
+        own, reference = _worst([_largest(one.loglikelihoods, right, one) for one, right in again]), _worst(foreign)
+        value = own
+        ok = own is not None and own <= tolerance
+        fault = None if ok else "cache"
+        text = f"log-likelihoods of {texts} {_differ(own)} between decode steps and a forward without a KV cache"
+        text += f"; {100 * tolerance:g} % is allowed"
+        if mp is not None and foreign:
+            value, source = None if own is None or reference is None else max(own, reference), mp.id
+            text += f"; over the texts of {mp.id} they {_differ(reference)} from its own"
+            if ok and (reference is None or reference > tolerance):
+                ok, fault = False, "strategy"
+        elif result.case.strategy != REFERENCE_STRATEGY:
+            ok = None if ok else False
+            text += f"; {REFERENCE_STRATEGY} generated no texts in this run, so that both may be wrong in the same way"
+    found = AccuracyCheck(
+        metric=DIFFERENCE, value=value, baseline=0.0, source=source, tolerance=tolerance, ok=ok, text=text
+    )
+    return found, fault
+
+
+def compare(result: CaseResult, mp: CaseResult, metric: str) -> Comparison:
+    """Compare the answers of a result with those of its reference: predictions of the metric, or texts.
+
+    If the result has several launches, the one with the fewest right answers counts, and the largest difference.
+    """
+    if result.case.generates:
+        return compare_texts(result, mp)
+    before, accuracies = measured(mp), result.accuracies
+    assert before is not None, "a reference is a scored result"
+    worst = min(accuracies, key=lambda accuracy: value_of(accuracy, metric))
+    lost, won = lost_and_won(worst, before, metric) or (None, None)
+    differences = [largest_difference(accuracy.loglikelihoods, before.loglikelihoods) for accuracy in accuracies]
+    finite = [difference for difference in differences if difference is not None]
+    typical = None
+    if len(finite) == len(differences):
+        expected = decode(before.loglikelihoods)
+        typical = max(typical_difference(decode(accuracy.loglikelihoods), expected) for accuracy in accuracies)
+    return Comparison(
+        reference=mp.id,
+        items=worst.items,
+        flipped=differing(predictions_of(before, metric), predictions_of(worst, metric)),
+        lost=lost,
+        won=won,
+        mcnemar_p=None if lost is None or won is None else mcnemar(lost, won),
+        largest_difference=None if typical is None else max(finite),
+        typical_difference=typical,
+    )
+
+
+def compare_texts(result: CaseResult, mp: CaseResult) -> Comparison:
+    """Compare the texts of a result with those of mp, and its log-likelihoods of mp's texts with mp's own."""
+    own, of_mp = generated(result), generated(mp)
+    assert own is not None, "only generated texts are compared"
+    assert of_mp is not None, "only generated texts are compared with"
+    pairs = list(zip(_texts(own), _texts(of_mp), strict=True))
+    equal = [sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*pair, strict=True))) for pair in pairs]
+    diverged = [number for number, count in enumerate(equal) if count < own.new_tokens[number]]
+    scored, expected = own.reference_loglikelihoods, of_mp.prefill_loglikelihoods
+    largest = _worst(_from_reference([own], of_mp))
+    return Comparison(
+        reference=mp.id,
+        items=len(pairs),
+        flipped=diverged,
+        first_difference=min((equal[number] for number in diverged), default=None),
+        lost=None,
+        won=None,
+        mcnemar_p=None,
+        largest_difference=largest,
+        typical_difference=None
+        if scored is None or expected is None or largest is None
+        else typical_difference(decode(scored), decode(expected)),
+    )
+
+
+def differing(before: Sequence[int], after: Sequence[int]) -> list[int]:
+    """Return the numbers of the items whose answer changed."""
+    if before == after:  # most launches
+        return []
+    return [number for number, (then, now) in enumerate(zip(before, after, strict=True)) if then != now]
+
+
+def lost_and_won(accuracy: Accuracy, before: Accuracy, metric: str) -> tuple[int, int] | None:
+    """Return how many items were right before and are wrong now, and the reverse; None where labels are missing."""
+    if accuracy.labels is None or before.labels is None:
+        return None
+    now = [one == label for one, label in zip(predictions_of(accuracy, metric), accuracy.labels, strict=True)]
+    then = [one == label for one, label in zip(predictions_of(before, metric), before.labels, strict=True)]
+    pairs = list(zip(then, now, strict=True))
+    return pairs.count((True, False)), pairs.count((False, True))
+
+
+def largest_difference(loglikelihoods: str, expected: str) -> float | None:
+    """Return the largest difference as a fraction of the expected number; None where one is not finite."""
+    pairs = list(zip(decode(loglikelihoods), decode(expected), strict=True))
+    if not all(math.isfinite(a) and math.isfinite(b) for a, b in pairs):
+        return None
+    # Two zeros agree.
+    return max((abs(a - b) / (abs(b) or abs(a) or 1.0) for a, b in pairs), default=0.0)
+
+
+def by_chance(lost: int, won: int) -> float:
+    """Return the exact probability of the one-sided sign test; 1.0 where nothing differs.
+
+    It is the probability that at least `lost` of `lost + won` items are lost if each is lost or won with even odds.
+    """
+    differ = lost + won
+    ways = total = 1  # ways to choose the items that were won: first none, then one more in each step
+    for chosen in range(won):
+        ways = ways * (differ - chosen) // (chosen + 1)
+        total += ways
+    return total / (1 << differ)
+
+
+def mcnemar(lost: int, won: int) -> float:
+    """Return the exact two-sided probability of McNemar's test: of a difference of this size by chance."""
+    return min(1.0, 2 * by_chance(max(lost, won), min(lost, won)))
+
+
+def written(probability: float) -> str:
+    """Return a probability as text: `p = 0.0039`; the smallest are `p < 1e-06`."""
+    return "p < 1e-06" if probability < 1e-6 else f"p = {probability:.2g}"  # noqa: PLR2004 - no test shows less
+
+
+def _from_reference(generations: Sequence[Generation], of_mp: Generation | None) -> list[float]:
+    """Return the largest difference over the texts of mp of each launch that scored them."""
+    expected = None if of_mp is None else of_mp.prefill_loglikelihoods
+    if of_mp is None or expected is None:
+        return []
+    scored = [one.reference_loglikelihoods for one in generations if one.reference_loglikelihoods is not None]
+    return [_largest(values, expected, of_mp) for values in scored]
+
+
+def _largest(loglikelihoods: str, expected: str, texts: Generation) -> float:
+    """Return the largest difference of the log-likelihood of a text, as a fraction; NaN where one is not finite."""
+    found, right, largest = iter(decode(loglikelihoods)), iter(decode(expected)), 0.0
+    for tokens in texts.new_tokens:
+        own, other = math.fsum(islice(found, tokens)), math.fsum(islice(right, tokens))
+        if not (math.isfinite(own) and math.isfinite(other)):
+            return math.nan
+        largest = max(largest, abs(own - other) / max(abs(other), _LEAST_PER_TOKEN * tokens))
+    return largest
+
+
+def _worst(differences: Sequence[float]) -> float | None:
+    """Return the largest difference; None without one, and where one is not finite."""
+    return max(differences) if differences and all(map(math.isfinite, differences)) else None
+
+
+def _texts(generation: Generation) -> list[list[int]]:
+    tokens = iter(decode_tokens(generation.tokens))
+    return [list(islice(tokens, count)) for count in generation.new_tokens]
+
+
+def _differ(difference: float | None) -> str:
+    return "are not all finite" if difference is None else f"differ by at most {100 * difference:.2g} %"
