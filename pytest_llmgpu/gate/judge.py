@@ -340,9 +340,10 @@ class Comparison:
         )
         # Without a profile, the GPUs of the machines count.
         same_gpus = before == after if before and after else self._same_gpus
-        for metric, (latencies_s, _) in times.WALL_TIMES.items():
+        for metric in times.WALL_TIMES:
             # A case that scores has no times of tokens.
-            if metric != "time" and not all(any(map(latencies_s, one.launches)) for one in (base, head)):
+            timed = (any(times.latencies(launch, metric)[0] for launch in one.launches) for one in (base, head))
+            if metric != "time" and not all(timed):
                 continue
             wall_rule: TimeRule = getattr(self.policy, metric)
             wall = times.wall_times(

@@ -192,11 +192,11 @@ def slower_kernels(pair: Pair) -> list[Slower]:
             fits.append((kernel, before, fixed_clock.fit(*launches)))
     if not fits:
         return []
-    common = max(0.0, _weighted_median([(fitted.change, before.time_s) for _, before, fitted in fits]))
+    common = max(0.0, _weighted_median([(fitted.samples.change, before.time_s) for _, before, fitted in fits]))
     found = []
     for (family, name), before, fitted in fits:
-        growth, share = fitted.change - common, before.time_s / total_s
-        error = share * fitted.sd * (1 / len(fitted.base) + 1 / len(fitted.head)) ** 0.5
+        growth, share = fitted.samples.change - common, before.time_s / total_s
+        error = share * fitted.sd * sum(1 / len(side) for side in fitted.samples) ** 0.5
         found.append(
             Slower(name or "", family, share * growth, error, growth, before.time_s, _only_module(pair, family))
         )
