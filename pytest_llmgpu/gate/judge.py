@@ -55,8 +55,7 @@ _NAMED_FIELDS = 2
 _WIDTH = 200
 """Most characters of a failure's message in a reason."""
 
-
-TIMES = ("device_time", "time", "first_token", "token_time")
+TIMES: tuple[MetricName, ...] = ("device_time", *times.WALL_TIMES)
 """The metrics that show a slowdown, the best first."""
 
 LARGEST_UNSEEN = 0.5

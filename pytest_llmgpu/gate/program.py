@@ -35,9 +35,10 @@ _C = "C functions"
 _PYTHON = re.compile(r"\.py$")
 WAITS = re.compile(r"(Stream|Device|Event|Ctx)Synchronize")
 _PRODUCES = re.compile(r"mm\b|matmul|linear|conv|attention|einsum")
-_COMPUTES_NOTHING = re.compile(
+COMPUTES_NOTHING = re.compile(
     r"view|reshape|permute|transpose|::t\b|expand|slice|select|split|squeeze|alias|empty|detach"
 )
+"""Ops that only describe memory in another way, and launch no kernel."""
 
 
 class Amount(NamedTuple):
@@ -168,9 +169,10 @@ def price(pair: Pair) -> tuple[float, float] | None:
     unchanged, changed = _split(pair)
     if not changed:
         return 0.0, 0.0
-    factor = _common_factor([(before.time_s, after.time_s) for _, before, after in unchanged])
-    if factor is None:
+    times_s = [(before.time_s, after.time_s) for _, before, after in unchanged if before.time_s > 0 < after.time_s]
+    if not times_s:
         return None
+    factor = _weighted_median((after_s / before_s, before_s) for before_s, after_s in times_s)
     growth_s = sum(after.time_s / factor - before.time_s for _, before, after in changed)
     share = max(sum(before.time_s for _, before, _ in changed), sum(after.time_s for _, _, after in changed) / factor)
     return growth_s / total_s, RENAMED * share / total_s
@@ -195,11 +197,11 @@ def slower_kernels(pair: Pair) -> list[Slower]:
     common = max(0.0, _weighted_median([(fitted.samples.change, before.time_s) for _, before, fitted in fits]))
     found = []
     for (family, name), before, fitted in fits:
+        times_s = {module: amount.time_s for (module, of), amount in pair.after.modules.items() if of == family}
         growth, share = fitted.samples.change - common, before.time_s / total_s
         error = share * fitted.sd * sum(1 / len(side) for side in fitted.samples) ** 0.5
-        found.append(
-            Slower(name or "", family, share * growth, error, growth, before.time_s, _only_module(pair, family))
-        )
+        module = _module_with_most({}, times_s, 1)
+        found.append(Slower(name or "", family, share * growth, error, growth, before.time_s, module))
     return sorted(found, key=lambda one: -one.excess)
 
 
@@ -257,6 +259,7 @@ def op_changes(pair: Pair) -> list[CallsChange]:
         before, after = _totals(before), _totals(after)
     found = []
     if before and after:
+        layers = (pair.after.layers or 0) * pair.after.forwards
         for module, op in {**before, **after}:
             growth = after.get((module, op), 0) - before.get((module, op), 0)
             if growth:
@@ -264,7 +267,8 @@ def op_changes(pair: Pair) -> list[CallsChange]:
                     name=op,
                     module=module or None,
                     layers=_layers(pair, module, abs(growth)),
-                    per_layer=_per_layer(pair, module, growth),
+                    # The calls that every layer has more, or fewer; None where layers can differ.
+                    per_layer=abs(growth) // layers if _FOLDED in module and layers and not growth % layers else None,
                     before=before.get((module, op), 0),
                     after=after.get((module, op), 0),
                 )
@@ -278,16 +282,11 @@ def op_changes(pair: Pair) -> list[CallsChange]:
             found.append(CallsChange(name=FLOPS, module=most, before=then, after=now))
 
     def order(change: CallsChange) -> tuple[bool, bool, bool, int, str]:  # views launch no kernel
-        nothing = computes_nothing(change.name)
+        nothing = COMPUTES_NOTHING.search(change.name) is not None
         product = _PRODUCES.search(change.name) is not None or change.name == FLOPS
         return change.growth < 0, nothing, not product, -abs(change.growth), change.name
 
     return sorted(found, key=order)[:_MOST]
-
-
-def computes_nothing(op: str) -> bool:
-    """Return whether an op only describes memory in another way, and launches no kernel."""
-    return _COMPUTES_NOTHING.search(op) is not None
 
 
 def _split(pair: Pair) -> tuple[list[tuple[Kernel, Amount, Amount]], list[tuple[Kernel, Amount, Amount]]]:
@@ -301,12 +300,6 @@ def _split(pair: Pair) -> tuple[list[tuple[Kernel, Amount, Amount]], list[tuple[
     return unchanged, changed
 
 
-def _common_factor(times_s: Sequence[tuple[float, float]]) -> float | None:
-    """Return the weighted median of the ratios of times after and before; None without a time."""
-    ratios = [(after_s / before_s, before_s) for before_s, after_s in times_s if before_s > 0 and after_s > 0]
-    return _weighted_median(ratios) if ratios else None
-
-
 def _weighted_median(weighted: Iterable[tuple[float, float]]) -> float:
     """Return the smallest value up to which half of the weight lies, of (value, weight)."""
     ordered = sorted(weighted)
@@ -318,24 +311,11 @@ def _weighted_median(weighted: Iterable[tuple[float, float]]) -> float:
     return ordered[-1][0]
 
 
-def _only_module(pair: Pair, family: KernelFamily) -> str | None:
-    """Return the module that has most of the time of a family in the eager pass, if it has at least half."""
-    times = {module: amount.time_s for (module, of), amount in pair.after.modules.items() if of == family}
-    best = max(times, key=times.__getitem__, default=None)
-    return best if best is not None and times[best] >= sum(times.values()) / 2 else None
-
-
 def _layers(pair: Pair, module: str | None, growth: float) -> int | None:
     """Return the largest number of layers that can have the added calls of an eager pass; None if that can be all."""
     most = growth // pair.after.forwards
     total = pair.after.layers
     return int(most) if module is not None and _FOLDED in module and total is not None and 0 < most < total else None
-
-
-def _per_layer(pair: Pair, module: str, growth: int) -> int | None:
-    """Return the calls that every layer has more, or fewer; None where layers can differ."""
-    layers = (pair.after.layers or 0) * pair.after.forwards
-    return abs(growth) // layers if _FOLDED in module and layers and growth % layers == 0 else None
 
 
 def _module_with_most(before: Mapping[str, float], after: Mapping[str, float], growth: int) -> str | None:
