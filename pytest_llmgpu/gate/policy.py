@@ -28,6 +28,7 @@ from pytest_llmgpu.store import git
 
 _PYPROJECT = "pyproject.toml"
 _LIMIT_BYTES = 2**20
+_GONE = re.compile(r"unknown field `(flops|host_syncs|kernels|ops|runtime_calls)`$")
 
 _Part = Annotated[float, Meta(ge=0, lt=1)]
 """A relative threshold."""
@@ -218,7 +219,8 @@ def load_policy(path: Path | None, repository: Path = Path()) -> Policy:
         # A key that a table lacks has the default of its metric, not that of the record.
         return msgspec.convert({key: _merged(built_in.get(key), value) for key, value in table.items()}, Policy)
     except (AttributeError, ValueError) as error:  # AttributeError: the table is a value
-        raise ValueError(f"policy {path}: {error}") from None
+        replaced = "; the table `program` replaced it" if _GONE.search(str(error)) else ""
+        raise ValueError(f"policy {path}: {error}{replaced}") from None
 
 
 def policy_in_words(path: Path | None, repository: Path = Path()) -> str:
