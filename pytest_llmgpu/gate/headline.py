@@ -163,11 +163,6 @@ def is_slower(row: Row) -> bool:
     return row.worse or (row.verdict == "UNDECIDED" and row.low is not None and row.low > 1)
 
 
-def is_disturbed(row: Row) -> bool:
-    """Return whether disturbed launches are the reason why a row is undecided."""
-    return row.verdict == "UNDECIDED" and not row.compared
-
-
 def row_in_words(row: Row) -> str:
     """Return one row in a few words: `tp-bs8 device time +4.1 % (0.0672 s, was 0.0646 s): 93 % in mlp.down_proj`."""
     spec = spec_of(row.metric)
@@ -197,21 +192,22 @@ def row_in_words(row: Row) -> str:
 def next_steps(verdicts: Verdicts, policy: Policy) -> str:
     """Return what to run next in one line; empty if there is nothing to do."""
     failing = worst_first(row for row in verdicts.rows if fails(row, policy))
-    worst = next(iter(failing or worst_first(row for row in verdicts.rows if is_disturbed(row) and row.gated)), None)
+    unclear = [row for row in verdicts.rows if row.verdict == "UNDECIDED" and row.gated]
+    disturbed = worst_first(row for row in unclear if not row.compared)
+    worst = next(iter(failing or disturbed), None)
     base = verdicts.baseline.commit if verdicts.baseline is not None else None
     candidate = verdicts.head
     # A regression of uncommitted changes is between no two commits.
     head = candidate.commit if candidate is not None and "dirty" not in candidate.states else None
     parts = []
-    if worst is not None and (worst.verdict != "UNDECIDED" or is_disturbed(worst)):
+    if worst is not None and (worst.verdict != "UNDECIDED" or not worst.compared):
         if worst.worse and base and head and base != head and not worst.next_step:
             names = f"--metric {worst.metric} --case {shlex.quote(worst.id)}"
             search = f"llmgpu bisect {base[:8]} {head[:8]} {names} -- pytest ..."
             parts.append(f"{search} finds the commit, if several are possible.")
         else:
             parts.append(step_of(worst))
-    undecided = [row for row in verdicts.rows if row.verdict == "UNDECIDED" and row.gated and row.allowed is None]
-    undecided = [row for row in undecided if row.compared]
+    undecided = [row for row in unclear if row.compared and row.allowed is None]
     for why, reports in ((NEITHER, "both reports"), (ONLY_CANDIDATE, "the baseline")):
         lacks = f"device_time: {why}" in verdicts.not_compared
         if lacks and any(row.metric in TIMES and not row.next_step for row in undecided):
