@@ -43,8 +43,6 @@ _COPIES = re.compile(r"Mem(cpy|set)")
 
 PREFIX = "Cause: "
 """Start of the line of a reason that states the cause."""
-_CALLS = "Calls: "
-"""Start of the line of a reason that lists calls; those of exact metrics have it already."""
 _NAMES: dict[Place, str] = {
     "device": "kernels",
     "copies": "copies",
@@ -68,9 +66,7 @@ def stated(row: Row, found: Cause) -> Row:
     """Return a row with a cause, which its reason states after its first line."""
     lines = [line for line in row.reason.splitlines() if not line.startswith(ALSO_CHANGED)]
     also = [line for line in row.reason.splitlines() if line.startswith(ALSO_CHANGED)]
-    listed_already = any(line.startswith(_CALLS) for line in lines)
-    more = [line for line in details(found) if not (listed_already and line.startswith(_CALLS))]
-    text = "\n".join([*lines, f"{PREFIX}{describe(found)}.", *more, *also])
+    text = "\n".join([*lines, f"{PREFIX}{describe(found)}.", *details(found), *also])
     return msgspec.structs.replace(row, cause=found, reason=text)
 
 
@@ -136,7 +132,7 @@ def details(cause: Cause) -> list[str]:
         if change.name != FLOPS
     ]
     if calls:
-        lines.append(f"{_CALLS}{listed(calls, _MOST_CALLS)}.")
+        lines.append(f"Calls: {listed(calls, _MOST_CALLS)}.")
     return lines
 
 

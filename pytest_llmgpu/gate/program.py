@@ -364,7 +364,13 @@ def _figures(measured: Measured, number: int) -> RankFigures:
         passes={kernel: [one[kernel] for one in of_passes if kernel in one] for one in of_passes for kernel in one},
         modules=_median_amounts(of_modules),
         runtime_calls=_median_counts([rank.runtime_calls for rank in ranks]),
-        ops=_median_counts([_ops(rank) for rank in ranks]),
+        ops=_median_counts(
+            [
+                {(module, name): calls for module, ops in by_module.items() for name, calls in ops.items()}
+                # An older report has no modules.
+                for by_module in (rank.ops_by_module or {"": rank.ops or {}} for rank in ranks)
+            ]
+        ),
         host_calls=_median_counts([{**one.by_file, _C: one.c} for one in host_calls]),
         python_versions=frozenset(one.python_version for one in host_calls),
         host_syncs=_median_count(rank.host_syncs for rank in ranks),
@@ -375,12 +381,6 @@ def _figures(measured: Measured, number: int) -> RankFigures:
         batches=max(1, len(measured.works[0].batches)),
         complete=all(rank.is_complete for rank in ranks),
     )
-
-
-def _ops(rank: RankWork) -> dict[tuple[str, str], int]:
-    if rank.ops_by_module is None:
-        return {("", name): calls for name, calls in (rank.ops or {}).items()}
-    return {(module, name): calls for module, ops in rank.ops_by_module.items() for name, calls in ops.items()}
 
 
 def _totals(ops: Mapping[tuple[str, str], int]) -> dict[tuple[str, str], int]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import bisect
 import math
+import operator
 import statistics
 from collections import Counter
 from collections.abc import Sequence
@@ -279,16 +280,15 @@ def wall_times(
     logs = [list(map(math.log, side)) for side in sums]
     count = 1 if metric == "time" else len(timed[1][0][0])
     base_s, head_s = (_ratio(statistics.fmean(side)) / count for side in logs)
-    clocks = [[clock for _, one in side if (clock := _mean_log(one)) is not None] for side in timed]
+    clocks: list[list[float]] = []  # the mean logarithm of each launch in which every clock is known
+    for side in timed:
+        known = [[ghz for of_gpu in clocks_ghz or () for ghz in of_gpu] for _, clocks_ghz in side]
+        clocks.append([statistics.fmean(map(math.log, ghz)) for ghz in known if ghz and min(ghz) > 0])
     means = None
-    if regime in {"replayed", "eager_device"} and all(
-        len(one) == len(side) for one, side in zip(clocks, sides, strict=True)
-    ):
+    if regime in {"replayed", "eager_device"} and list(map(len, clocks)) == list(map(len, sides)):
         results = map(of_prefill, (base, head)) if metric == "first_token" else (base, head)
-        fits = _fitted([[launch for launch in one.launches if launch.work is not None] for one in results])
-        slope = statistics.fmean(fitted.slope for fitted in fits) if fits else None
-        if slope is not None:
-            at = statistics.fmean(clocks[1])
+        if fits := _fitted([[launch for launch in one.launches if launch.work is not None] for one in results]):
+            slope, at = statistics.fmean(fitted.slope for fitted in fits), statistics.fmean(clocks[1])
             logs = [
                 [log_s - slope * (clock - at) for log_s, clock in zip(*one, strict=True)]
                 for one in zip(logs, clocks, strict=True)
@@ -312,12 +312,6 @@ def wall_times(
     )
 
 
-def _mean_log(clocks_ghz: list[list[float]] | None) -> float | None:
-    """Return the mean of the logarithms of clocks [GPUs][batches]; None where one is not known."""
-    known = [clock for of_gpu in clocks_ghz or () for clock in of_gpu]
-    return statistics.fmean(map(math.log, known)) if known and min(known) > 0 else None
-
-
 def _sums_s(sides: Sequence[Sequence[Sequence[float]]]) -> tuple[list[list[float]], str]:
     """Return the sum of the times [reports][launches][batches] of each launch, and a sentence on what is left out.
 
@@ -327,21 +321,16 @@ def _sums_s(sides: Sequence[Sequence[Sequence[float]]]) -> tuple[list[list[float
     expected = [
         statistics.median_low(of_batch) for of_batch in zip(*(one for side in sides for one in side), strict=True)
     ]
+    many = min(_MANY_SLOW, len(expected) // 2 + 1)
     sums, ignored = [], 0
     for side in sides:
-        slow = [[s > _SLOW * usual for s, usual in zip(launch, expected, strict=True)] for launch in side]
-        counts = list(map(sum, slow))
-        many = min(_MANY_SLOW, len(expected) // 2 + 1)
+        usual_s = [
+            [usual if s > _SLOW * usual else s for s, usual in zip(launch, expected, strict=True)] for launch in side
+        ]
+        counts = [sum(map(operator.ne, *both)) for both in zip(side, usual_s, strict=True)]
         keep = max(counts) >= many or (len(counts) > 1 and min(counts) > 0)
         ignored += 0 if keep else sum(counts)
-        sums.append(
-            [
-                math.fsum(
-                    usual if is_slow and not keep else s for s, usual, is_slow in zip(launch, expected, of, strict=True)
-                )
-                for launch, of in zip(side, slow, strict=True)
-            ]
-        )
+        sums.append(list(map(math.fsum, side if keep else usual_s)))
     return sums, f" {plural(ignored, 'time')} of more than twice the usual one left out." if ignored else ""
 
 
