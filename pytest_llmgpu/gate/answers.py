@@ -100,10 +100,8 @@ def answered(base: CaseResult, head: CaseResult, rule: AccuracyRule) -> Answered
     """Compare the answers of two results of one case, in the launch with the median accuracy of each report.
 
     Greedy scoring gives equal answers in every launch. Where the candidate's launches differ and the baseline's agree,
-    the worst launch is compared: a wrong minority of launches is wrong.
-
-    Returns:
-        The input of `rows`; a row where no comparison is possible; or the reason why there is nothing to compare.
+    the worst launch is compared: a wrong minority of launches is wrong. A row or a reason is returned where there is
+    nothing to compare.
     """
     thens, nows = base.accuracies, head.accuracies
     if thens and not nows:

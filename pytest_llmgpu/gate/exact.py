@@ -251,9 +251,7 @@ def path_row(base: CaseResult, head: CaseResult, *, gated: bool) -> Row | str | 
 def execution_row(base: CaseResult, head: CaseResult, *, gated: bool) -> Row | None:
     """Compare the execution: eager forwards are slower than recorded ones.
 
-    Returns:
-        REGRESSED where only the candidate ran eagerly, IMPROVED where only the baseline did; None where the execution
-        did not change to or from eager, or where the users asked for different executions.
+    There is no row where the execution did not change to or from eager, or where the users asked for different ones.
     """
     was, now = base.case.execution, head.case.execution
     if was == now or "eager" not in {was, now} or base.case.cuda_graphs != head.case.cuda_graphs:

@@ -136,15 +136,10 @@ def judge(
     baseline: Baseline | None = None,
     in_turn: bool = False,
 ) -> Verdicts:
-    """Compare a report with a baseline. Equal arguments give equal verdicts, to the byte.
+    """Compare a report with a baseline, if there is one. Equal arguments give equal verdicts, to the byte.
 
-    Args:
-        base: The baseline; None where there is none.
-        head: The candidate.
-        policy: Thresholds and accepted regressions.
-        today: The day that decides whether an accepted regression expired.
-        baseline: Where `base` came from; None: only its commit is named.
-        in_turn: True if launches of both reports alternated.
+    `today` decides whether an accepted regression expired. `baseline` is where `base` came from; without it only its
+    commit is named. `in_turn`: launches of both reports alternated.
     """
     compared = Comparison(base, head, policy, in_turn=in_turn)
     rows, warnings = with_allowed(compared.rows, policy, today)

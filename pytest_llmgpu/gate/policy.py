@@ -200,16 +200,10 @@ def find_policy(folder: Path) -> Path | None:
 
 
 def load_policy(path: Path | None, repository: Path = Path()) -> Policy:
-    """Read a policy. The default policy is returned for None and for a pyproject.toml without a policy.
+    """Read a policy: a TOML file, or `git:REV:PATH`, which is read from that commit of the repository.
 
-    A commit without a pyproject.toml has the default policy, too.
-
-    Args:
-        path: A TOML file, or `git:REV:PATH`, which is read from that commit.
-        repository: A folder inside the working tree of git.
-
-    Raises:
-        ValueError: The file is not valid; one line with the file, the error and its place.
+    The default policy is returned for None, for a pyproject.toml without a policy and for a commit without that file.
+    ValueError in one line, with the file, the error and its place, if the file is not valid.
     """
     table = None if path is None else _table(path, repository)
     if table is None:

@@ -36,13 +36,8 @@ def program_row(
 ) -> Row | str | None:
     """Return the verdict on what a case calls, by the rank whose change costs most; a reason where nothing is known.
 
-    Args:
-        base: The result of the baseline.
-        head: The result of the candidate.
-        pairs: Each rank in both reports (`program.pairs_of`).
-        rule: The thresholds of the policy.
-        gain: Fraction by which device time became shorter at a fixed clock.
-        better: True if device time or wall time became better by more than its threshold.
+    `gain` is the fraction by which device time became shorter at a fixed clock. `better`: device time or wall time
+    became better by more than its threshold.
     """
     if not pairs:
         then, now = (any(launch.work for launch in result.launches) for result in (base, head))

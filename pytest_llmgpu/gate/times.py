@@ -98,10 +98,7 @@ def latencies(launch: Launch, metric: MetricName) -> tuple[Sequence[float], list
 
 
 def critical_t(degrees: float, family: float, confidence: float) -> float:
-    """Return the t that the smallest p of a family of tests has to exceed: the first critical value of Holm's method.
-
-    `family` is the number of tests in the family, times the number of ranks of this row.
-    """
+    """Return the t that the smallest p of a family has to exceed: the first critical value of Holm's method."""
     return t_quantile(degrees, 1 - (1 - confidence) / max(1.0, family))
 
 
@@ -127,12 +124,8 @@ def launches_needed(
 ) -> int | None:
     """Return how many launches in each report show a true slowdown with probability `POWER`; None above 1,000.
 
-    Args:
-        prior: The expected noise.
-        slowdown: The true slowdown as a fraction. One up to the threshold is never seen.
-        threshold: The threshold as a fraction.
-        family: The number of gated rows of times, times the number of ranks of this row.
-        confidence: The confidence of the policy.
+    A slowdown up to the threshold is never seen. `family` is the number of gated rows of times, times the number of
+    ranks of this row.
     """
     unit = 10.0 ** (math.floor(math.log10(prior.s0)) - 1)  # Rounded up to two digits: a plan needs no more.
     prior = msgspec.structs.replace(prior, s0=math.ceil(prior.s0 / unit - 1e-9) * unit, df0=round(prior.df0, 1))
