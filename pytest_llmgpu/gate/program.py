@@ -135,27 +135,22 @@ def pairs_of(base: CaseResult, head: CaseResult, names: tuple[Sequence[str], Seq
     works = [[launch.work for launch in result.launches if launch.work is not None] for result in (base, head)]
     if len({one.plan_sha256 for result in (base, head) for one in result.launches if one.work is not None}) != 1:
         return []
-    return pairs(Measured(works[0], names[0]), Measured(works[1], names[1]))
+    return pairs((works[0], names[0]), (works[1], names[1]))
 
 
-class Measured(NamedTuple):
-    """The work passes of one report."""
-
-    works: Sequence[Work]
-    """One record for each launch; all of them ran the same batches."""
-    kernel_names: Sequence[str]
-    """The names that the rows refer to."""
+Measured = tuple[Sequence[Work], Sequence[str]]
+"""The work passes of one report, a record for each launch of the same batches, and the names that they refer to."""
 
 
 def pairs(before: Measured, after: Measured) -> list[Pair]:
     """Return each rank of both reports; empty where their passes ran other batches or ranks."""
     shapes = {
         (tuple(work.batches), tuple(work.eager_batches or work.batches), len(work.ranks))
-        for work in (*before.works, *after.works)
+        for work in (*before[0], *after[0])
     }
-    if not before.works or not after.works or len(shapes) != 1:
+    if not before[0] or not after[0] or len(shapes) != 1:
         return []
-    return [Pair(_figures(before, number), _figures(after, number)) for number in range(len(before.works[0].ranks))]
+    return [Pair(_figures(*before, number), _figures(*after, number)) for number in range(len(before[0][0].ranks))]
 
 
 def price(pair: Pair) -> tuple[float, float] | None:
@@ -339,15 +334,15 @@ def _counts(before: Mapping[str, int], after: Mapping[str, int], first: re.Patte
     return found[:_MOST]
 
 
-def _figures(measured: Measured, number: int) -> RankFigures:
+def _figures(works: Sequence[Work], names: Sequence[str], number: int) -> RankFigures:
     """Return the medians of one rank over the launches."""
-    ranks = [work.ranks[number] for work in measured.works]
-    of_kernels, of_modules, of_passes = zip(*(_amounts(rank, measured.kernel_names) for rank in ranks), strict=True)
+    ranks = [work.ranks[number] for work in works]
+    of_kernels, of_modules, of_passes = zip(*(_amounts(rank, names) for rank in ranks), strict=True)
     kernels = _median_amounts(of_kernels)
     collective_s = sum(amount.time_s for (family, _), amount in kernels.items() if family == "collective")
     transfers = [
         sum(statistics.median(one.transfer_s) for one in work.collectives)
-        for work in measured.works
+        for work in works
         if work.collectives is not None and all(one.transfer_s for one in work.collectives)
     ]
     transfer_s = min(collective_s, statistics.median(transfers)) if transfers else 0.0
@@ -376,9 +371,9 @@ def _figures(measured: Measured, number: int) -> RankFigures:
         host_syncs=_median_count(rank.host_syncs for rank in ranks),
         flops=_median_count(rank.flops for rank in ranks),
         flops_by_module=_median_counts([rank.flops_by_module for rank in ranks]),
-        layers=min((work.model.layers for work in measured.works if work.model is not None), default=None),
-        forwards=max(1, len(measured.works[0].eager_batches or measured.works[0].batches)),
-        batches=max(1, len(measured.works[0].batches)),
+        layers=min((work.model.layers for work in works if work.model is not None), default=None),
+        forwards=max(1, len(works[0].eager_batches or works[0].batches)),
+        batches=max(1, len(works[0].batches)),
         complete=all(rank.is_complete for rank in ranks),
     )
 

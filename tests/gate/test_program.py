@@ -15,6 +15,7 @@ from support.program_factory import (
     MLP,
     PROJECTION,
     REDUCED,
+    Measured,
     Program,
     measured,
     pairs,
@@ -25,7 +26,6 @@ from support.prose import Prose
 from pytest_llmgpu.gate import program
 from pytest_llmgpu.gate.judge import judge
 from pytest_llmgpu.gate.policy import Policy
-from pytest_llmgpu.gate.program import Measured
 from pytest_llmgpu.report.verdicts import Row
 
 _BASE = Program()
