@@ -46,9 +46,9 @@ Judge = Callable[[Both], Verdicts]
 """Compares the reports of both versions."""
 
 
-def looks(most: int, at: Sequence[int] = LOOKS) -> tuple[int, ...]:
-    """Return the numbers of launches after which two versions are compared: those of `at` below `most`, and `most`."""
-    return (*(number for number in at if number < most), most)
+def looks(most: int) -> tuple[int, ...]:
+    """Return the numbers of launches after which two versions are compared: `LOOKS` below `most`, and `most`."""
+    return (*(number for number in LOOKS if number < most), most)
 
 
 def split(policy: Policy, looks: int) -> Policy:

@@ -354,13 +354,11 @@ def with_allowed(rows: Sequence[Row], policy: Policy, today: datetime.date) -> t
 
     marked = []
     for row in rows:
-        if row.worse or row.verdict in {"MISSING", "UNDECIDED"}:
-            of_cases = [reason(row, name) for name in row.cases or ()]
-            of_cases = of_cases if None not in of_cases else []
-            found = next(filter(None, [reason(row, name) for name in _names(row)[:2]] + of_cases), None)
-            marked.append(msgspec.structs.replace(row, allowed=found))
-        else:
-            marked.append(row)
+        of_cases = [reason(row, name) for name in row.cases or ()]
+        of_cases = of_cases if None not in of_cases else []
+        found = next(filter(None, [reason(row, name) for name in _names(row)[:2]] + of_cases), None)
+        is_open = row.worse or row.verdict in {"MISSING", "UNDECIDED"}
+        marked.append(msgspec.structs.replace(row, allowed=found) if is_open else row)
     return marked, warnings
 
 

@@ -17,7 +17,7 @@ import msgspec
 
 from pytest_llmgpu.gate import fixed_clock
 from pytest_llmgpu.gate.fixed_clock import Fitted, Pass
-from pytest_llmgpu.report.cause import CallsChange, Cause
+from pytest_llmgpu.report.cause import CallsChange, Cause, TimeChange
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.work import KernelFamily, RankWork, Work
 
@@ -117,16 +117,12 @@ class Pair(NamedTuple):
 class Slower(NamedTuple):
     """A kernel with the same calls that became slower than the others."""
 
-    name: str
-    family: KernelFamily
     excess: float
     """Its growth beyond the factor that all unchanged kernels have in common, as a fraction of device time."""
     error: float
     """Standard error of `excess`."""
-    growth: float
-    """Its growth relative to that factor, as a fraction of its own time."""
-    before_s: float
-    """Its time in a pass of the baseline."""
+    part: TimeChange
+    """Its time in a pass of the baseline, and with that growth."""
     module: str | None
 
 
@@ -195,8 +191,10 @@ def slower_kernels(pair: Pair) -> list[Slower]:
         times_s = {module: amount.time_s for (module, of), amount in pair.after.modules.items() if of == family}
         growth, share = fitted.samples.change - common, before.time_s / total_s
         error = share * fitted.sd * sum(1 / len(side) for side in fitted.samples) ** 0.5
-        module = _module_with_most({}, times_s, 1)
-        found.append(Slower(name or "", family, share * growth, error, growth, before.time_s, module))
+        excess, before_s = share * growth, before.time_s
+        after_s = before_s + excess * total_s
+        part = TimeChange(name=name or "", family=family, before_s=before_s, after_s=after_s, share=1.0)
+        found.append(Slower(excess, error, part, _module_with_most({}, times_s, 1)))
     return sorted(found, key=lambda one: -one.excess)
 
 
