@@ -132,8 +132,8 @@ def _exact_row(spec: MetricSpec, base: CaseResult, head: CaseResult, *, gated: b
     result = min((rank.result(0.0) for rank in ranks), key=WORST_FIRST.index)
     concerned = [number for number, rank in enumerate(ranks) if rank.result(0.0) == result]
     number = max(concerned, key=lambda number: abs(ranks[number].growth))
-    rank, alike = ranks[number], all(ranks[one].growth for one in concerned) and len(concerned) == len(ranks)
-    where = "" if len(ranks) == 1 else " on each rank" if alike else f" on rank {number}"
+    rank, changed = ranks[number], [one for one in concerned if ranks[one].growth]
+    where = "" if len(ranks) == 1 else " on each rank" if len(changed) == len(ranks) else f" on rank {number}"
     of_batches = "" if spec.batches == "measured" else " in a work pass"
     if result == "UNDECIDED":
         ends = (f"{min(amounts):,} to {max(amounts):,}" for amounts in (rank.now, rank.then))

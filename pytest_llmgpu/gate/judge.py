@@ -453,12 +453,9 @@ def _message(result: CaseResult) -> str:
 
 def _with_distinct_names(rows: Sequence[Row], results: Sequence[CaseResult]) -> Sequence[Row]:
     """Return the rows with the fields in which series of one strategy differ in their ids: `mp (limit=40)`."""
-    keys: dict[str, set[str]] = {}
-    for row in rows:
-        if spec_of(row.metric).scope == "series":
-            keys.setdefault(row.id, set()).add(row.key)
+    series = {(row.id, row.key) for row in rows if spec_of(row.metric).scope == "series"}
     names: dict[str, str] = {}
-    for strategy in (strategy for strategy, several in keys.items() if len(several) > 1):
+    for strategy in (strategy for strategy, several in Counter(name for name, _ in series).items() if several > 1):
         cases = {result.case.series: result.case for result in results if result.case.strategy == strategy}
         fields: dict[str, dict[str, Any]] = {
             key: {**msgspec.structs.asdict(case), **case.strategy_options, "strategy_options": None}
