@@ -84,7 +84,7 @@ def _scatter(case: CaseResult) -> dict[str, float]:
     found = fixed_clock.fit(passes, passes[:1])
     return {
         "measured_pct": 100 * statistics.stdev(statistics.fmean(one.log_s for one in launch) for launch in passes),
-        "fixed_clock_pct": 100 * statistics.stdev(found.base),
+        "fixed_clock_pct": 100 * statistics.stdev(found.samples.base),
         "slope": found.slope,
     }
 

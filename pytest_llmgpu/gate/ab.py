@@ -46,9 +46,9 @@ Judge = Callable[[Both], Verdicts]
 """Compares the reports of both versions."""
 
 
-def looks(most: int, at: Sequence[int] = LOOKS) -> tuple[int, ...]:
-    """Return the numbers of launches after which two versions are compared: those of `at` below `most`, and `most`."""
-    return (*(number for number in at if number < most), most)
+def looks(most: int) -> tuple[int, ...]:
+    """Return the numbers of launches after which two versions are compared: `LOOKS` below `most`, and `most`."""
+    return (*(number for number in LOOKS if number < most), most)
 
 
 def split(policy: Policy, looks: int) -> Policy:
@@ -61,14 +61,9 @@ def compare(
 ) -> tuple[Both, Verdicts]:
     """Measure both versions until their comparison is decided, and return the reports and the last verdicts.
 
-    Args:
-        measure: The function that runs one launch.
-        judge: The function that compares all launches until now. It must allow for each of the looks (`split`).
-        again: The function that returns the keys of the cases to be launched again; none: the comparison ends.
-        at: The numbers of launches of each version after which they are compared, ascending.
-
-    Raises:
-        ValueError: The launches of a version measured different cases.
+    `judge` has to allow for each of the looks (`split`), which come after `at` launches of each version. `again`
+    returns the keys of the cases to be launched again; without any the comparison ends. ValueError: the launches of a
+    version measured different cases.
     """
     both = _launched(measure, range(1, at[0] + 1), {side: [] for side in SIDES})
     verdicts = judge(both)

@@ -78,11 +78,6 @@ class Answered(msgspec.Struct, frozen=True):
         """Typical difference of log-likelihoods that is allowed, as a fraction."""
         return explained(self.result.case.dtype) if self.rule.difference is None else self.rule.difference
 
-    @property
-    def allowed_largest(self) -> float:
-        """Difference of one log-likelihood that is allowed: rounding can move both reports."""
-        return 2 * self.allowed
-
     def interval(self, confidence: float) -> tuple[float, float]:
         """Return the interval of the fraction of items lost less items won."""
         return net_loss(len(self.lost), len(self.won), self.items, confidence)
@@ -95,7 +90,8 @@ class Answered(msgspec.Struct, frozen=True):
     @property
     def numbers(self) -> Decided | None:
         """The verdict on log-likelihoods that differ by more than rounding explains; None where they do not."""
-        if not self.typically_differs and (self.largest is None or self.largest <= self.allowed_largest):
+        # Rounding can move one log-likelihood of both reports.
+        if not self.typically_differs and (self.largest or 0.0) <= 2 * self.allowed:
             return None
         return _of_other_numbers(self.before, self.result)
 
@@ -104,10 +100,8 @@ def answered(base: CaseResult, head: CaseResult, rule: AccuracyRule) -> Answered
     """Compare the answers of two results of one case, in the launch with the median accuracy of each report.
 
     Greedy scoring gives equal answers in every launch. Where the candidate's launches differ and the baseline's agree,
-    the worst launch is compared: a wrong minority of launches is wrong.
-
-    Returns:
-        The input of `rows`; a row where no comparison is possible; or the reason why there is nothing to compare.
+    the worst launch is compared: a wrong minority of launches is wrong. A row or a reason is returned where there is
+    nothing to compare.
     """
     thens, nows = base.accuracies, head.accuracies
     if thens and not nows:
@@ -214,16 +208,13 @@ class _Tests(NamedTuple):
 def _tests(cases: list[Answered], alpha: float) -> _Tests:
     """Test the items of a series in both directions. Log-likelihoods that differ explain the answers of their case."""
     tested = [case for case in cases if case.labelled and case.numbers is None]
-    lost, won = _lost_and_won([case for case in tested if case.odd_launch is None])
-    looks = [1 if case.odd_launch is None else case.launches for case in tested]
-    pairs = [(len(case.lost), len(case.won)) for case in tested]
-    losses = [min(1.0, many * by_chance(*pair)) for many, pair in zip(looks, pairs, strict=True)]
-    gains = [min(1.0, many * by_chance(*reversed(pair))) for many, pair in zip(looks, pairs, strict=True)]
+    of_series = _lost_and_won([case for case in tested if case.odd_launch is None])
     found: list[tuple[float, list[Answered]]] = []
-    for sign, together, singles in (
-        (1, by_chance(len(lost), len(won)), losses),
-        (-1, by_chance(len(won), len(lost)), gains),
-    ):
+    for sign in (1, -1):  # a loss, a gain
+        together = by_chance(*map(len, of_series[::sign]))
+        looks = [1 if case.odd_launch is None else case.launches for case in tested]
+        chances = [by_chance(*map(len, (case.lost, case.won)[::sign])) for case in tested]
+        singles = [min(1.0, many * chance) for many, chance in zip(looks, chances, strict=True)]
         if len(tested) < 2:  # noqa: PLR2004 - both tests are the same for one batch size
             found.append((min(singles, default=1.0), tested))
             continue
@@ -304,10 +295,8 @@ def _row(tests: _Tests, confidence: float, note: str) -> Row:
     lost, won = _lost_and_won(concerned)
     chance = tests.gain if result == "IMPROVED" or len(won) > len(lost) else tests.loss
     figures: dict[str, Any] = {}
-    if cases[0].random_weights:
-        reason = _reason_of_random_weights(cases, cause, concerned)
-    else:
-        reason = _reason(cases, cause, concerned, lost, won, chance)
+    reason = _reason(cases, cause, concerned, lost, won, chance)
+    if not cases[0].random_weights:
         # Batch sizes mostly lose the same items: the means of the ends are an interval of the mean change.
         low, high = map(statistics.fmean, zip(*(one.interval(confidence) for one in concerned), strict=True))
         figures = {
@@ -342,18 +331,26 @@ def _reason(
     won: Sequence[int],
     chance: float,
 ) -> str:
-    where, first, rule = _where(cases, concerned), concerned[0], concerned[0].rule
+    """Return the reason of a verdict on a series. Answers of random weights do not count."""
+    first, rule, random = concerned[0], concerned[0].rule, concerned[0].random_weights
+    launch = "" if first.odd_launch is None else f" in launch {first.odd_launch} of {first.launches}"
+    where, floor = launch + _sizes(cases, concerned), below_floor(first.result, rule) or ""
+    if cause == "unknown":
+        return f"The baseline has no log-likelihoods to compare with{where}."
+    if random and cause == "ruled_out":
+        difference = max(case.difference or 0.0 for case in cases)
+        return f"Log-likelihoods of random weights typically differ by {difference:.1e} from the baseline's."
     average = ", on average" if len(concerned) > 1 else ""
     base, head = (statistics.fmean(getattr(case, name) for case in concerned) for name in ("base", "head"))
     change = f"Accuracy ({rule.metric}) {percent(head, 2)}{where}, was {percent(base, 2)}{average}"
     flips = f"{plural(len(lost), 'item')} lost, {len(won):,} won of {first.items:,} ({written(chance)})"
-    labelled = all(case.labelled for case in concerned)
+    labelled = all(case.labelled for case in concerned) and not random
     if cause == "floor":
         same = not any(case.lost or case.won or case.other for case in concerned)
         sizes = _sizes(cases, concerned)
         compared = f"\nCompared with the baseline{sizes}: {flips}." if labelled else ""
-        floor = below_floor(first.result, rule) or ""
-        return floor + (f"\nThe baseline has the same answers{sizes}." if same else compared)
+        baseline = f"\nThe baseline has the same answers{sizes}." if same else compared
+        return floor if random else floor + baseline
     if cause == "numbers":
         return _reason_of_numbers(concerned, where) + (f"\n{change}: {flips}." if labelled else "")
     if cause == "unlabelled":
@@ -367,26 +364,8 @@ def _reason(
     return f"{change}: {flips if lost or won else 'no item was lost or won'}.{more.get(cause, '')}"
 
 
-def _reason_of_random_weights(cases: Sequence[Answered], cause: _Cause, concerned: Sequence[Answered]) -> str:
-    """Return the reason for random weights: equal inputs have to give equal log-likelihoods."""
-    if cause == "floor":
-        return below_floor(concerned[0].result, concerned[0].rule) or ""
-    if cause == "numbers":
-        return _reason_of_numbers(concerned, _where(cases, concerned))
-    if cause == "unknown":
-        return f"The baseline has no log-likelihoods to compare with{_where(cases, concerned)}."
-    difference = max(case.difference or 0.0 for case in cases)
-    return f"Log-likelihoods of random weights typically differ by {difference:.1e} from the baseline's."
-
-
-def _where(cases: Sequence[Answered], concerned: Sequence[Answered]) -> str:
-    """Return the launch and the batch sizes that a verdict is about; empty where it is about a series of one case."""
-    first = concerned[0]
-    launch = "" if first.odd_launch is None else f" in launch {first.odd_launch} of {first.launches}"
-    return launch + _sizes(cases, concerned)
-
-
 def _sizes(cases: Sequence[Answered], concerned: Sequence[Answered]) -> str:
+    """Return the batch sizes that a verdict is about; empty where it is about a series of one case."""
     sizes = sorted({case.result.case.batch_size for case in concerned})
     if len(cases) == 1:
         return ""
@@ -397,12 +376,11 @@ def _sizes(cases: Sequence[Answered], concerned: Sequence[Answered]) -> str:
 
 def _reason_of_numbers(cases: Sequence[Answered], where: str) -> str:
     case = max(cases, key=lambda one: one.difference or 0.0)
-    assert case.difference is not None
     dtype, fixed = None if case.rule.difference is not None else case.result.case.dtype, case.numbers == "IMPROVED"
     if case.typically_differs:
-        return _difference_in_words(case.difference, case.allowed, dtype, where, fixed=fixed)
-    assert case.largest is not None
-    return _difference_in_words(case.largest, case.allowed_largest, dtype, where, fixed=fixed, how="differ by up to")
+        return _difference_in_words(case.difference or 0.0, case.allowed, dtype, where, fixed=fixed)
+    how = "differ by up to"
+    return _difference_in_words(case.largest or 0.0, 2 * case.allowed, dtype, where, fixed=fixed, how=how)
 
 
 def _difference_in_words(

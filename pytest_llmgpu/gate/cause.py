@@ -14,6 +14,7 @@ import msgspec
 
 from pytest_llmgpu.gate import program
 from pytest_llmgpu.gate.program import FLOPS, WAITS, Pair, RankFigures
+from pytest_llmgpu.gate.times import WALL_TIMES
 from pytest_llmgpu.report.cause import CallsChange, Cause, Place, TimeChange
 from pytest_llmgpu.report.derived import of_prefill
 from pytest_llmgpu.report.kernel_families import collective_of, family_of
@@ -22,8 +23,7 @@ from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.text import listed, percent, plural, signed_percent
 from pytest_llmgpu.report.verdicts import ALSO_CHANGED, Row
 
-_WALL_TIMES = frozenset(("time", "first_token", "token_time"))
-_EXPLAINED = _WALL_TIMES | {"device_time", "traffic"}
+_EXPLAINED = (*WALL_TIMES, "device_time", "traffic")
 """Metrics that work passes can explain, besides the program itself."""
 _SMALL = 0.05
 """Parts with a smaller share of the growth are not named."""
@@ -43,8 +43,6 @@ _COPIES = re.compile(r"Mem(cpy|set)")
 
 PREFIX = "Cause: "
 """Start of the line of a reason that states the cause."""
-_CALLS = "Calls: "
-"""Start of the line of a reason that lists calls; those of exact metrics have it already."""
 _NAMES: dict[Place, str] = {
     "device": "kernels",
     "copies": "copies",
@@ -68,9 +66,7 @@ def stated(row: Row, found: Cause) -> Row:
     """Return a row with a cause, which its reason states after its first line."""
     lines = [line for line in row.reason.splitlines() if not line.startswith(ALSO_CHANGED)]
     also = [line for line in row.reason.splitlines() if line.startswith(ALSO_CHANGED)]
-    listed_already = any(line.startswith(_CALLS) for line in lines)
-    more = [line for line in details(found) if not (listed_already and line.startswith(_CALLS))]
-    text = "\n".join([*lines, f"{PREFIX}{describe(found)}.", *more, *also])
+    text = "\n".join([*lines, f"{PREFIX}{describe(found)}.", *details(found), *also])
     return msgspec.structs.replace(row, cause=found, reason=text)
 
 
@@ -78,10 +74,10 @@ def find(metric: MetricName, pairs: Sequence[Pair], *, ratio: float | None = Non
     """Return the cause of a growth, or None where the work passes cannot be compared or nothing changed in them."""
     timed = all(rank.device_s is not None for pair in pairs for rank in pair)
     if not pairs or (metric != "traffic" and not timed):
-        return of_calls(pairs) if metric in _WALL_TIMES else None
+        return of_calls(pairs) if metric in WALL_TIMES else None
     if metric == "device_time":
         return _of_device_time(pairs)
-    if metric in _WALL_TIMES:
+    if metric in WALL_TIMES:
         return _of_wall_time(pairs, ratio or 1.0)
     return of_calls(pairs, collectives=True)
 
@@ -136,7 +132,7 @@ def details(cause: Cause) -> list[str]:
         if change.name != FLOPS
     ]
     if calls:
-        lines.append(f"{_CALLS}{listed(calls, _MOST_CALLS)}.")
+        lines.append(f"Calls: {listed(calls, _MOST_CALLS)}.")
     return lines
 
 
@@ -244,7 +240,7 @@ def _place_in_words(cause: Cause, place: Place) -> str:
 
 def _program_in_words(cause: Cause) -> str:
     """Return what is called more, first what computes something, with the kernel that costs most and the price."""
-    more = _first_growth([one for one in cause.ops if not program.computes_nothing(one.name)])
+    more = _first_growth([one for one in cause.ops if not program.COMPUTES_NOTHING.search(one.name)])
     kernel = _first_growth(cause.kernels)
     gone = next((one for one in cause.kernels if one.growth < 0), None)
     priced = "" if cause.price is None else signed_percent(cause.price, 2)
@@ -275,14 +271,10 @@ def _call_in_words(change: CallsChange, forwards: int = 1) -> str:
     name = f"Python calls in {change.name}" if change.name.endswith(".py") else _short(change.name)
     if change.per_layer:
         return f"{change.per_layer:,} {sign} {name} in each {change.module}"
-    layers = _layers_in_words(change.layers)
-    where = "" if change.module is None else f" in {change.module}" + (f" ({layers})" if layers else "")
+    where = "" if change.module is None else f" in {change.module}"
+    if where and change.layers is not None:
+        where += f" ({'at most ' if change.layers > 1 else ''}{plural(change.layers, 'layer')})"
     return f"{max(1, abs(change.growth) // forwards):,} {sign} {name}{where}"
-
-
-def _layers_in_words(layers: int | None, before: str = "") -> str:
-    """Return the number of layers that changed; empty where that may be all."""
-    return "" if layers is None else f"{before}{'at most ' if layers > 1 else ''}{plural(layers, 'layer')}"
 
 
 def _share(cause: Cause, place: Place) -> str:

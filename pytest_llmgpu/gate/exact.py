@@ -20,7 +20,7 @@ from pytest_llmgpu.gate.policy import AmountRule, Rules
 from pytest_llmgpu.report.derived import of_prefill
 from pytest_llmgpu.report.metrics import METRICS, MetricName, MetricSpec, spec_of
 from pytest_llmgpu.report.result import CaseResult, Launch, Traffic
-from pytest_llmgpu.report.text import listed, percent, signed_percent
+from pytest_llmgpu.report.text import listed, percent
 from pytest_llmgpu.report.verdicts import NEITHER, ONLY_CANDIDATE, WORST_FIRST, Decided, Row
 from pytest_llmgpu.report.work import WORK_OFF, WORK_ON
 
@@ -66,11 +66,10 @@ def exact_rows(base: CaseResult, head: CaseResult, rules: Rules) -> Iterator[tup
     for spec in METRICS:
         row: Row | str | None = None
         if spec.rule == "exact":
-            row = _exact_row(spec, base, head, rules)
-            if row == NEITHER and spec.batches == "measured":
-                continue  # Reports of versions without the metric lack it, and no option records it.
+            gated = getattr(rules, spec.name).gate
+            row = _exact_row(spec, base, head, gated=gated)
             if head.case.generates and spec.batches != "measured":
-                prefill = _exact_row(spec, of_prefill(base), of_prefill(head), rules)
+                prefill = _exact_row(spec, of_prefill(base), of_prefill(head), gated=gated)
                 row = worse(row if isinstance(row, Row) else None, prefill) if isinstance(prefill, Row) else row
         elif spec.rule == "traffic":
             row = traffic_row(base, head, rules.traffic)
@@ -115,12 +114,11 @@ def absent(head: CaseResult, metric: MetricName, before: object, after: object, 
     return Row.of(head, metric, "MISSING", reason, gated=gated, next_step=WORK_ON if why == WORK_OFF else "")
 
 
-def _exact_row(spec: MetricSpec, base: CaseResult, head: CaseResult, rules: Rules) -> Row | str:
+def _exact_row(spec: MetricSpec, base: CaseResult, head: CaseResult, *, gated: bool) -> Row | str:
     """Compare each rank with itself; the row has the worst verdict and the figures of the rank that changed most."""
     assert spec.amount is not None
-    rule = getattr(rules, spec.name)
     then, now = _by_batches(spec, base), _by_batches(spec, head)
-    if (missing := absent(head, spec.name, then, now, gated=rule.gate)) is not None:
+    if (missing := absent(head, spec.name, then, now, gated=gated)) is not None:
         return missing
     common = next((batches for batches in now if batches in then), None)
     if common is None:
@@ -128,44 +126,36 @@ def _exact_row(spec: MetricSpec, base: CaseResult, head: CaseResult, rules: Rule
     thens, nows = ([list(spec.amount(launch)) for launch in side[common]] for side in (then, now))
     if len(set(map(len, [*thens, *nows]))) > 1:
         return "the numbers of ranks differ"
-    threshold = rule.threshold if isinstance(rule, AmountRule) else 0.0
     ranks = [
         Amounts(*([launch[number] or 0 for launch in side] for side in (thens, nows))) for number in range(len(nows[0]))
     ]
-    results = [rank.result(threshold) for rank in ranks]
-    result = min(results, key=WORST_FIRST.index)
-    concerned = [number for number, its in enumerate(results) if its == result]
+    result = min((rank.result(0.0) for rank in ranks), key=WORST_FIRST.index)
+    concerned = [number for number, rank in enumerate(ranks) if rank.result(0.0) == result]
     number = max(concerned, key=lambda number: abs(ranks[number].growth))
-    rank = ranks[number]
-    changed = [one for one in concerned if ranks[one].growth]
+    rank, changed = ranks[number], [one for one in concerned if ranks[one].growth]
     where = "" if len(ranks) == 1 else " on each rank" if len(changed) == len(ranks) else f" on rank {number}"
-    if result == "OK" and rank.before == rank.after:
-        reason = f"{spec.noun} are equal."
-    elif result == "UNDECIDED":
+    of_batches = "" if spec.batches == "measured" else " in a work pass"
+    if result == "UNDECIDED":
         ends = (f"{min(amounts):,} to {max(amounts):,}" for amounts in (rank.now, rank.then))
-        reason = f"{spec.noun} differ between launches{where}: {', were '.join(ends)}{_OF_BATCHES[spec.batches]}."
+        reason = f"{spec.noun} differ between launches{where}: {', were '.join(ends)}{of_batches}."
+    elif rank.before == rank.after:
+        reason = f"{spec.noun} are equal."
     else:
-        change = f" {signed_percent(rank.growth, 2)}" if threshold else ""
-        limit = f", threshold {percent(threshold)}" if threshold else ""
-        figures = f"{spec.written(rank.after)}{_OF_BATCHES[spec.batches]}, were {spec.written(rank.before)}"
-        reason = f"{spec.noun}{change}{where}{limit}: {figures}."
+        reason = f"{spec.noun}{where}: {spec.written(rank.after)}{of_batches}, were {spec.written(rank.before)}."
     if result != "OK":
-        reason += _changed_calls(*(spec.explain(side[common][0])[number:] for side in (then, now)))
+        reason += _changed_calls(*(dict(enumerate(spec.explain(side[common][0]))).get(number) for side in (then, now)))
     return Row.of(
         head,
         spec.name,
         result,
         reason,
-        gated=rule.gate,
+        gated=gated,
         base=float(rank.before),
         head=float(rank.after),
         ratio=rank.after / rank.before if rank.before else None,
-        threshold=threshold,
+        threshold=0.0,
         n=min(len(thens), len(nows)),
     )
-
-
-_OF_BATCHES = {"measured": "", "passes": " in a work pass", "eager": " in a work pass"}
 
 
 def _by_batches(spec: MetricSpec, result: CaseResult) -> dict[tuple[object, ...], list[Launch]]:
@@ -173,27 +163,25 @@ def _by_batches(spec: MetricSpec, result: CaseResult) -> dict[tuple[object, ...]
     assert spec.amount is not None
     found: dict[tuple[object, ...], list[Launch]] = {}
     for launch in result.launches:
+        conditions: list[object] = [launch.plan_sha256]
+        if spec.batches != "measured" and launch.work is not None:
+            eager = launch.work.eager_batches if spec.batches == "eager" else None
+            conditions += launch.work.batches if eager is None else eager
+        if spec.batches == "eager":  # Other versions of Python inline other functions.
+            conditions += sorted({rank.host_calls.python_version for rank in launch.ranks if rank.host_calls})
         amounts = spec.amount(launch)
         if amounts and None not in amounts:
-            batches: list[int] = []
-            if spec.batches != "measured" and launch.work is not None:
-                eager = launch.work.eager_batches if spec.batches == "eager" else None
-                batches = launch.work.batches if eager is None else eager
-            # Other versions of Python inline other functions.
-            versions = {rank.host_calls.python_version for rank in launch.ranks if rank.host_calls is not None}
-            conditions = (launch.plan_sha256, *batches, *(sorted(versions) if spec.batches == "eager" else []))
-            found.setdefault(conditions, []).append(launch)
+            found.setdefault(tuple(conditions), []).append(launch)
     return found
 
 
-def _changed_calls(then: Sequence[Mapping[str, int] | None], now: Sequence[Mapping[str, int] | None]) -> str:
-    """Return the calls of the first rank that changed most as a second line; empty where none did or is known."""
-    before, after = (side[0] if side else None for side in (then, now))
-    if before is None or after is None:
-        return ""
-    changes = {name: after.get(name, 0) - before.get(name, 0) for name in sorted(before.keys() | after.keys())}
-    names = sorted((name for name in changes if changes[name]), key=lambda name: -abs(changes[name]))
-    shown = [f"{name} {before.get(name, 0):,} -> {after.get(name, 0):,}" for name in names]
+def _changed_calls(before: Mapping[str, int] | None, after: Mapping[str, int] | None) -> str:
+    """Return the calls of a rank that changed most as a second line; empty where none did or is known."""
+    then, now = before or {}, after or {}
+    names = sorted(then.keys() | now.keys(), key=lambda name: (-abs(now.get(name, 0) - then.get(name, 0)), name))
+    shown = [
+        f"{name} {then.get(name, 0):,} -> {now.get(name, 0):,}" for name in names if then.get(name) != now.get(name)
+    ]
     return f"\nCalls: {listed(shown, _NAMED)}." if shown else ""
 
 
@@ -263,9 +251,7 @@ def path_row(base: CaseResult, head: CaseResult, *, gated: bool) -> Row | str | 
 def execution_row(base: CaseResult, head: CaseResult, *, gated: bool) -> Row | None:
     """Compare the execution: eager forwards are slower than recorded ones.
 
-    Returns:
-        REGRESSED where only the candidate ran eagerly, IMPROVED where only the baseline did; None where the execution
-        did not change to or from eager, or where the users asked for different executions.
+    There is no row where the execution did not change to or from eager, or where the users asked for different ones.
     """
     was, now = base.case.execution, head.case.execution
     if was == now or "eager" not in {was, now} or base.case.cuda_graphs != head.case.cuda_graphs:

@@ -33,13 +33,24 @@ class Pass(NamedTuple):
     """The logarithm of the SM clock in GHz; the mean over the GPUs of the rank."""
 
 
+class Samples(NamedTuple):
+    """The launches of one rank, or of a case whose time is one for all ranks."""
+
+    base: Sequence[float]
+    """The logarithm of the time of each launch of the baseline."""
+    head: Sequence[float]
+    """The logarithm of the time of each launch of the candidate."""
+
+    @property
+    def change(self) -> float:
+        """The change of the mean of the launches, as a logarithm."""
+        return statistics.fmean(self.head) - statistics.fmean(self.base)
+
+
 class Fitted(NamedTuple):
     """The passes of both reports at the mean clock of the candidate."""
 
-    base: list[float]
-    """The logarithm of the time of each launch of the baseline."""
-    head: list[float]
-    """The logarithm of the time of each launch of the candidate."""
+    samples: Samples
     slope: float
     """The change of the log time with the log clock, from -1 to 0."""
     sd: float
@@ -48,11 +59,6 @@ class Fitted(NamedTuple):
     """The mean clock of the baseline."""
     head_ghz: float
     """The mean clock of the candidate."""
-
-    @property
-    def change(self) -> float:
-        """The change of the mean of the launches, as a logarithm."""
-        return statistics.fmean(self.head) - statistics.fmean(self.base)
 
 
 def passes(rank: RankWork, times_s: Sequence[float] | None) -> list[Pass]:
@@ -89,8 +95,7 @@ def fit(base: Sequence[Sequence[Pass]], head: Sequence[Sequence[Pass]]) -> Fitte
     slope_sd = 1 / math.sqrt(1 / _SLOPE_SD**2 + squares / pass_sd**2)
     of_slope = slope_sd * abs(clocks[1] - clocks[0]) / math.sqrt(1 / len(base) + 1 / len(head))
     return Fitted(
-        base=times[: len(base)],
-        head=times[len(base) :],
+        samples=Samples(times[: len(base)], times[len(base) :]),
         slope=slope,
         sd=math.hypot(pass_sd / math.sqrt(min(map(len, launches))), of_slope),
         base_ghz=math.exp(clocks[0]),

@@ -53,41 +53,19 @@ _NEXT_STEPS = {
 class Headline(NamedTuple):
     """The data of the sentence."""
 
+    verdicts: Verdicts
     status: ExitStatus
     """The exit status of the gate."""
     worst: Sequence[Row]
     """The rows that decide the status, the worst first; empty if no row does."""
-    cases: int
-    """The number of cases that were compared."""
-    device_time: Row | None
-    """The row of device time that would have shown the least, of those that are gated; None without one."""
-    time: float | None
-    """The slowdown of wall time from which one would have been seen, over the cases whose wall time is quiet enough."""
-    undecided_rows: int
-    """The number of gated rows that are undecided, and fail nothing."""
-    program: Row | None
-    """The gated row of the changed program with the largest price; None where no program changed."""
-    clock_ratio: float | None
-    """The clock of the candidate divided by the baseline's where it differs most, if by more than a percent."""
-    allowed: int
-    """The number of rows that an `allow` entry of the policy accepts."""
-    not_compared: dict[str, int]
-    """The reasons why cases were not compared, with their number."""
-    has_baseline: bool
-    """False if the gate had no baseline."""
     states: Sequence[SessionState]
     """What is wrong with the candidate's session or source."""
-    undecided: Row | None
-    """The largest slowdown, if there is not enough data to decide it; None if a decided one is as large."""
-    differences: Sequence[str]
-    """The differences of the environment, if a row is worse or slower."""
 
 
 def decide(verdicts: Verdicts, policy: Policy) -> Headline:
     """Return the data of the headline."""
     status = exit_status(verdicts, policy)
     failing = worst_first(row for row in verdicts.rows if fails(row, policy))
-    compared = [row for row in verdicts.rows if row.compared]
     deciding = {
         # Of each verdict outcomes come first, and rows that have a number.
         ExitStatus.REGRESSED: sorted(
@@ -96,56 +74,32 @@ def decide(verdicts: Verdicts, policy: Policy) -> Headline:
         ),
         ExitStatus.NOT_JUDGED: [row for row in failing if row.verdict == "NOT_COMPARABLE"] or failing,
     }
-    timed = [row for row in compared if row.gated and row.smallest_seen is not None and row.allowed is None]
-    quiet = [row.smallest_seen or 0.0 for row in timed if row.metric == "time" and row.verdict != "UNDECIDED"]
-    clocks = [row.clock_ratio for row in compared if row.clock_ratio is not None]
-    clock_ratio = max(clocks, key=lambda one: abs(one - 1), default=1.0)
-    changed = [row for row in compared if row.metric == "program" and row.verdict == "CHANGED" and row.gated]
     states = verdicts.head.states if verdicts.head is not None else []
-    slower = sorted(
-        (row for row in compared if row.gated and is_slower(row)), key=lambda row: -round(row.ratio or 0.0, 9)
-    )
-    worst = deciding.get(status, [])
-    return Headline(
-        status=status,
-        worst=worst,
-        cases=len({(row.key, row.id) for row in compared if spec_of(row.metric).scope == "case"}),
-        device_time=max(
-            (row for row in timed if row.metric == "device_time"),
-            key=lambda row: row.smallest_seen or 0.0,
-            default=None,
-        ),
-        time=max((value for value in quiet if value <= LARGEST_UNSEEN), default=None),
-        undecided_rows=sum(row.gated and row.verdict == "UNDECIDED" and row.allowed is None for row in verdicts.rows),
-        program=max(changed, key=lambda row: row.ratio or 0.0, default=None),
-        clock_ratio=clock_ratio if abs(clock_ratio - 1) > _CLOCK else None,
-        allowed=sum(row.allowed is not None for row in verdicts.rows),
-        not_compared=verdicts.not_compared,
-        has_baseline=verdicts.baseline is not None,
-        # Items of the gate fail tests themselves: where the gate fails, failed tests state nothing new.
-        states=[state for state in states if state != "failed" or status is ExitStatus.PASSED],
-        undecided=slower[0] if slower and slower[0].verdict == "UNDECIDED" and slower[0] not in worst[:1] else None,
-        differences=differences(verdicts) if slower or any(row.worse for row in worst) else [],
-    )
+    # Items of the gate fail tests themselves: where the gate fails, failed tests state nothing new.
+    states = [state for state in states if state != "failed" or status is ExitStatus.PASSED]
+    return Headline(verdicts, status, deciding.get(status, []), states)
 
 
 def describe(headline: Headline) -> str:
     """Return the headline: one sentence that begins with the word for the exit status."""
-    if headline.worst:
-        text = _of_rows(headline.worst)
+    verdicts, worst = headline.verdicts, headline.worst
+    if worst:
+        text = _of_rows(worst)
     elif headline.status is ExitStatus.PASSED:
-        changed = headline.program
-        why = "" if changed is None else f", program changed: {cause.describe(changed.cause)}" if changed.cause else ""
-        text = f"PASSED{why}; {_of_pass(headline)}" if why else f"PASSED: {_of_pass(headline)}"
+        text = _of_pass(verdicts)
     else:
-        often = sorted(headline.not_compared.items(), key=lambda pair: -pair[1])
+        often = sorted(verdicts.not_compared.items(), key=lambda pair: -pair[1])
         reasons = listed([f"{count:,} x {reason}" for reason, count in often], _REASONS)
-        why = reasons or "the reports share no case" if headline.has_baseline else "there is no baseline"
+        why = "there is no baseline" if verdicts.baseline is None else reasons or "the reports share no case"
         text = f"NOTHING COMPARED: {why}"
-    if headline.undecided is not None:
-        text += f"; not enough data to decide {row_in_words(headline.undecided)}"
-    if headline.differences:
-        text += f"; {DIFFERS}{listed(headline.differences, _DIFFERENCES)}"
+    slower = sorted(
+        (row for row in verdicts.rows if row.compared and row.gated and is_slower(row)),
+        key=lambda row: -round(row.ratio or 0.0, 9),
+    )
+    if slower and slower[0].verdict == "UNDECIDED" and slower[0] not in worst[:1]:
+        text += f"; not enough data to decide {row_in_words(slower[0])}"
+    if (slower or any(row.worse for row in worst)) and (differing := differences(verdicts)):
+        text += f"; {DIFFERS}{listed(differing, _DIFFERENCES)}"
     if headline.states:
         text += f"; the candidate {' and '.join(_STATES[state] for state in headline.states)}"
     return text
@@ -161,11 +115,6 @@ def is_slower(row: Row) -> bool:
     if row.metric not in TIMES or row.ratio is None or row.ratio <= 1:
         return False
     return row.worse or (row.verdict == "UNDECIDED" and row.low is not None and row.low > 1)
-
-
-def is_disturbed(row: Row) -> bool:
-    """Return whether disturbed launches are the reason why a row is undecided."""
-    return row.verdict == "UNDECIDED" and not row.compared
 
 
 def row_in_words(row: Row) -> str:
@@ -197,21 +146,22 @@ def row_in_words(row: Row) -> str:
 def next_steps(verdicts: Verdicts, policy: Policy) -> str:
     """Return what to run next in one line; empty if there is nothing to do."""
     failing = worst_first(row for row in verdicts.rows if fails(row, policy))
-    worst = next(iter(failing or worst_first(row for row in verdicts.rows if is_disturbed(row) and row.gated)), None)
+    unclear = [row for row in verdicts.rows if row.verdict == "UNDECIDED" and row.gated]
+    disturbed = worst_first(row for row in unclear if not row.compared)
+    worst = next(iter(failing or disturbed), None)
     base = verdicts.baseline.commit if verdicts.baseline is not None else None
     candidate = verdicts.head
     # A regression of uncommitted changes is between no two commits.
     head = candidate.commit if candidate is not None and "dirty" not in candidate.states else None
     parts = []
-    if worst is not None and (worst.verdict != "UNDECIDED" or is_disturbed(worst)):
+    if worst is not None and (worst.verdict != "UNDECIDED" or not worst.compared):
         if worst.worse and base and head and base != head and not worst.next_step:
             names = f"--metric {worst.metric} --case {shlex.quote(worst.id)}"
             search = f"llmgpu bisect {base[:8]} {head[:8]} {names} -- pytest ..."
             parts.append(f"{search} finds the commit, if several are possible.")
         else:
             parts.append(step_of(worst))
-    undecided = [row for row in verdicts.rows if row.verdict == "UNDECIDED" and row.gated and row.allowed is None]
-    undecided = [row for row in undecided if row.compared]
+    undecided = [row for row in unclear if row.compared and row.allowed is None]
     for why, reports in ((NEITHER, "both reports"), (ONLY_CANDIDATE, "the baseline")):
         lacks = f"device_time: {why}" in verdicts.not_compared
         if lacks and any(row.metric in TIMES and not row.next_step for row in undecided):
@@ -266,26 +216,42 @@ def _of_rows(rows: Sequence[Row]) -> str:
     return "; ".join([f"{word}: {row_in_words(worst)}", *more])
 
 
-def _of_pass(headline: Headline) -> str:
-    if not headline.has_baseline:
-        return "there is no baseline to compare with"
-    parts = [plural(headline.cases, "case")]
-    if headline.clock_ratio is not None:
-        word = "slower" if headline.clock_ratio < 1 else "faster"
-        change = f"{100 * abs(headline.clock_ratio - 1):.2g} % {word}"
+def _of_pass(verdicts: Verdicts) -> str:
+    """Return the changed program with the largest price, then what was compared, and what would have been seen."""
+    compared = [row for row in verdicts.rows if row.compared]
+    changed = [row for row in compared if row.metric == "program" and row.verdict == "CHANGED" and row.gated]
+    program = max(changed, key=lambda row: row.ratio or 0.0, default=None)
+    start = "PASSED:"
+    if program is not None and program.cause is not None:
+        start = f"PASSED, program changed: {cause.describe(program.cause)};"
+    if verdicts.baseline is None:
+        return f"{start} there is no baseline to compare with"
+    parts = [plural(len({(row.key, row.id) for row in compared if spec_of(row.metric).scope == "case"}), "case")]
+    clocks = [row.clock_ratio for row in compared if row.clock_ratio is not None]
+    clock_ratio = max(clocks, key=lambda one: abs(one - 1), default=1.0)
+    if abs(clock_ratio - 1) > _CLOCK:
+        word = "slower" if clock_ratio < 1 else "faster"
+        change = f"{100 * abs(clock_ratio - 1):.2g} % {word}"
         parts.append(f"the GPU ran {change} than in the baseline: times compared at equal clock")
+    timed = [row for row in compared if row.gated and row.smallest_seen is not None and row.allowed is None]
+    least = max(
+        (row for row in timed if row.metric == "device_time"), key=lambda row: row.smallest_seen or 0.0, default=None
+    )
     seen = []
-    if (row := headline.device_time) is not None and row.smallest_seen is not None:
-        one = f", from {percent(KERNEL_SEEN)} in one kernel" if row.clock_ratio is not None else ""
-        seen.append(f"{slowdown(row.smallest_seen)} of device time ({row.id}{one})")
-    if headline.time is not None:
-        seen.append(f"{slowdown(headline.time)} of wall time")
+    if least is not None:
+        one = f", from {percent(KERNEL_SEEN)} in one kernel" if least.clock_ratio is not None else ""
+        seen.append(f"{slowdown(least.smallest_seen or 0.0)} of device time ({least.id}{one})")
+    quiet = [row.smallest_seen or 0.0 for row in timed if row.metric == "time" and row.verdict != "UNDECIDED"]
+    if quiet := [value for value in quiet if value <= LARGEST_UNSEEN]:
+        seen.append(f"{slowdown(max(quiet))} of wall time")
+    undecided = sum(row.gated and row.verdict == "UNDECIDED" and row.allowed is None for row in verdicts.rows)
+    allowed = sum(row.allowed is not None for row in verdicts.rows)
     if seen:
         parts.append(f"slowdowns from {' and '.join(seen)} would have been seen")
-    elif not headline.undecided_rows:
+    elif not undecided:
         parts.append("no gated time was compared")
-    if headline.undecided_rows:
-        parts.append(f"{plural(headline.undecided_rows, 'row')} undecided")
-    if headline.allowed:
-        parts.append(f"{plural(headline.allowed, 'allowed regression')}")
-    return "; ".join(parts)
+    if undecided:
+        parts.append(f"{plural(undecided, 'row')} undecided")
+    if allowed:
+        parts.append(f"{plural(allowed, 'allowed regression')}")
+    return f"{start} {'; '.join(parts)}"

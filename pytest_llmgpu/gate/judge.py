@@ -13,7 +13,7 @@ import math
 import textwrap
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -55,8 +55,7 @@ _NAMED_FIELDS = 2
 _WIDTH = 200
 """Most characters of a failure's message in a reason."""
 
-
-TIMES = ("device_time", "time", "first_token", "token_time")
+TIMES: tuple[MetricName, ...] = ("device_time", *times.WALL_TIMES)
 """The metrics that show a slowdown, the best first."""
 
 LARGEST_UNSEEN = 0.5
@@ -137,15 +136,10 @@ def judge(
     baseline: Baseline | None = None,
     in_turn: bool = False,
 ) -> Verdicts:
-    """Compare a report with a baseline. Equal arguments give equal verdicts, to the byte.
+    """Compare a report with a baseline, if there is one. Equal arguments give equal verdicts, to the byte.
 
-    Args:
-        base: The baseline; None where there is none.
-        head: The candidate.
-        policy: Thresholds and accepted regressions.
-        today: The day that decides whether an accepted regression expired.
-        baseline: Where `base` came from; None: only its commit is named.
-        in_turn: True if launches of both reports alternated.
+    `today` decides whether an accepted regression expired. `baseline` is where `base` came from; without it only its
+    commit is named. `in_turn`: launches of both reports alternated.
     """
     compared = Comparison(base, head, policy, in_turn=in_turn)
     rows, warnings = with_allowed(compared.rows, policy, today)
@@ -208,11 +202,8 @@ def with_unseen(rows: Sequence[Row], on_cpu: Collection[str] = ()) -> list[Row]:
     return marked
 
 
-class _Compared(NamedTuple):
-    """Two completed results whose times come before in the list of rows."""
-
-    base: CaseResult
-    head: CaseResult
+_Compared = tuple[CaseResult, CaseResult]
+"""Two completed results whose times come before in the list of rows."""
 
 
 class Comparison:
@@ -225,10 +216,13 @@ class Comparison:
         """Reason why a case, or a metric of one, has no row, to the number of such cases."""
         self._entries: list[Row | Timed | _Compared] = []
         self._answered: list[Answered] = []
-        environments = (base.environment if base is not None else head.environment, head.environment)
-        self._hardware = {device: hardware_differences(*environments, device) for device in ("cpu", "cuda")}
-        then, now = ({gpu.uuid for gpu in one.gpus} for one in environments)
-        self._same_gpus = then == now
+        before, after = (head if base is None else base).environment, head.environment
+        self._hardware = {device: hardware_differences(before, after, device) for device in ("cpu", "cuda")}
+        self._same_gpus = {gpu.uuid for gpu in before.gpus} == {gpu.uuid for gpu in after.gpus}
+        self._names = before.kernel_names, after.kernel_names
+        soft = software_differences(before, after)
+        more = f" and {len(soft) - _NAMED} more" if len(soft) > _NAMED else ""
+        self._note = f"{ALSO_CHANGED}{'; '.join(soft[:_NAMED])}{more}." if soft else ""
         self._in_turn = in_turn
         self.rows = self._compare()
         """Every row: case by case, then the series."""
@@ -248,7 +242,7 @@ class Comparison:
                 gone.append(pair.base)
             else:
                 self._case(pair.base, pair.head, pair.differing)
-        self._entries += answers.rows(self._answered, self.policy.confidence, self._note())
+        self._entries += answers.rows(self._answered, self.policy.confidence, self._note)
         then, now = by_series(before), by_series(self.head.cases)
         for result in gone:
             if was_probed(result, now, self.head.cases):
@@ -298,7 +292,12 @@ class Comparison:
             return "Baseline and candidate are of the same run: measure the candidate."
         if head.outcome == "interrupted":
             return "The case was interrupted: measure it again."
-        empty = [name for name, one in (("baseline", base), ("candidate", head)) if one is not None and _is_empty(one)]
+        empty = [
+            name
+            for name, one in (("baseline", base), ("candidate", head))
+            if one is not None and one.outcome == "completed"
+            if not any(launch.batches.latency_s for launch in one.launches)
+        ]
         if empty and head.outcome == "completed":
             return f"The {' and the '.join(empty)} measured no batch: measure it again."
         return None
@@ -308,7 +307,7 @@ class Comparison:
         if (execution := execution_row(base, head, gated=rules.execution.gate)) is not None:
             self._entries.append(execution)
         self._times(base, head)
-        self._entries.append(_Compared(base, head))
+        self._entries.append((base, head))
         answered = None if head.case.generates else answers.answered(base, head, rules.accuracy)
         if isinstance(answered, Answered):
             self._answered.append(answered)
@@ -340,9 +339,10 @@ class Comparison:
         )
         # Without a profile, the GPUs of the machines count.
         same_gpus = before == after if before and after else self._same_gpus
-        for metric, (latencies_s, _) in times.WALL_TIMES.items():
+        for metric in times.WALL_TIMES:
             # A case that scores has no times of tokens.
-            if metric != "time" and not all(any(map(latencies_s, one.launches)) for one in (base, head)):
+            timed = (any(times.latencies(launch, metric)[0] for launch in one.launches) for one in (base, head))
+            if metric != "time" and not all(timed):
                 continue
             wall_rule: TimeRule = getattr(self.policy, metric)
             wall = times.wall_times(
@@ -402,11 +402,11 @@ class Comparison:
 
     def _finished(self) -> list[Row]:
         timed = [entry for entry in self._entries if isinstance(entry, Timed)]
-        judged = iter(times.rows(timed, self.policy.confidence, self._note()))
+        judged = iter(times.rows(timed, self.policy.confidence, self._note))
         rows: list[Row] = []
         for entry in self._entries:
-            if isinstance(entry, _Compared):
-                count = sum((row.key, row.id) == (entry.head.key, entry.head.id) for row in rows)
+            if isinstance(entry, tuple):
+                count = sum((row.key, row.id) == (entry[1].key, entry[1].id) for row in rows)
                 rows[len(rows) - count :] = self._with_program(rows[len(rows) - count :], *entry)
                 continue
             row = next(judged) if isinstance(entry, Timed) else entry
@@ -417,9 +417,9 @@ class Comparison:
         named = _with_distinct_names(rows, self.head.cases)
         if self.base is None:
             return list(named)
-        compared = {entry.head.id: entry for entry in self._entries if isinstance(entry, _Compared)}
+        compared = {entry[1].id: entry for entry in self._entries if isinstance(entry, tuple)}
         rows = [with_cause(row, *compared[row.id], self._names) if row.id in compared else row for row in named]
-        return rows + creep.rows(self.base, [entry.head for entry in compared.values()], rows, self.policy)
+        return rows + creep.rows(self.base, [head for _, head in compared.values()], rows, self.policy)
 
     def _with_program(self, rows: Sequence[Row], base: CaseResult, head: CaseResult) -> list[Row]:
         """Return the rows of the times of a case with their causes, and the row on its program."""
@@ -440,24 +440,6 @@ class Comparison:
         with_kernels = [device if row.metric == "device_time" and device is not None else row for row in rows]
         return with_kernels if found is None else [*with_kernels, found]
 
-    @property
-    def _names(self) -> tuple[Sequence[str], Sequence[str]]:
-        """The names of kernels of both reports."""
-        before = self.head if self.base is None else self.base
-        return before.environment.kernel_names, self.head.environment.kernel_names
-
-    def _note(self) -> str:
-        if self.base is None:
-            return ""
-        soft = software_differences(self.base.environment, self.head.environment)
-        more = f" and {len(soft) - _NAMED} more" if len(soft) > _NAMED else ""
-        return f"{ALSO_CHANGED}{'; '.join(soft[:_NAMED])}{more}." if soft else ""
-
-
-def _is_empty(result: CaseResult) -> bool:
-    """Return whether a case completed without the time of any batch."""
-    return result.outcome == "completed" and not any(launch.batches.latency_s for launch in result.launches)
-
 
 def _device(result: CaseResult) -> str:
     return "cpu" if result.case.device == "cpu" else "cuda"
@@ -471,12 +453,9 @@ def _message(result: CaseResult) -> str:
 
 def _with_distinct_names(rows: Sequence[Row], results: Sequence[CaseResult]) -> Sequence[Row]:
     """Return the rows with the fields in which series of one strategy differ in their ids: `mp (limit=40)`."""
-    keys: dict[str, set[str]] = {}
-    for row in rows:
-        if spec_of(row.metric).scope == "series":
-            keys.setdefault(row.id, set()).add(row.key)
+    series = {(row.id, row.key) for row in rows if spec_of(row.metric).scope == "series"}
     names: dict[str, str] = {}
-    for strategy in (strategy for strategy, several in keys.items() if len(several) > 1):
+    for strategy in (strategy for strategy, several in Counter(name for name, _ in series).items() if several > 1):
         cases = {result.case.series: result.case for result in results if result.case.strategy == strategy}
         fields: dict[str, dict[str, Any]] = {
             key: {**msgspec.structs.asdict(case), **case.strategy_options, "strategy_options": None}

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 from pytest_llmgpu.gate.exact import Amounts, absent, other_execution
 from pytest_llmgpu.gate.policy import MemoryRule
 from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.result import CaseResult, Launch
 from pytest_llmgpu.report.text import gib, percent, signed_percent
-from pytest_llmgpu.report.verdicts import WORST_FIRST, Decided, Row
+from pytest_llmgpu.report.verdicts import WORST_FIRST, Row
 
 _USED_BYTES = 2**30
 """Growth of memory outside live tensors that is always allowed: a new version of a library can take as much."""
-
-
-class _Peak(NamedTuple):
-    """The peak of one device in the launches of both reports, in bytes."""
-
-    where: str
-    bytes_: Amounts
 
 
 _Figures = list[int | None]
@@ -41,40 +33,36 @@ def memory_row(base: CaseResult, head: CaseResult, rule: MemoryRule) -> Row | st
     if (missing := absent(head, "memory", then, now, gated=rule.gate)) is not None:
         return missing
 
-    def allowed(peak: _Peak) -> float:
-        return max(rule.threshold, rule.absolute_bytes / peak.bytes_.before)
+    def allowed(amounts: Amounts) -> float:
+        return max(rule.threshold, rule.absolute_bytes / amounts.before)
 
-    def result_of(peak: _Peak) -> Decided:
-        return peak.bytes_.result(allowed(peak))
-
-    peak = _Peak("the fullest device", Amounts(then, now))
-    if result_of(peak) in {"OK", "UNDECIDED"}:
-        peak = min([peak, *_changed_peaks(head, tensors)], key=lambda one: WORST_FIRST.index(result_of(one)))
-    noun, threshold, result = "Memory", allowed(peak), result_of(peak)
+    where, amounts = "the fullest device", Amounts(then, now)
+    if amounts.result(allowed(amounts)) in {"OK", "UNDECIDED"}:
+        peaks = [(where, amounts), *_changed_peaks(head, tensors)]
+        where, amounts = min(peaks, key=lambda one: WORST_FIRST.index(one[1].result(allowed(one[1]))))
+    noun, threshold = "Memory", allowed(amounts)
+    result = amounts.result(threshold)
     more = "The launches differ by more than the threshold." if result == "UNDECIDED" else None
     if result != "REGRESSED":
         for figures, name, grew in _OUTSIDE_TENSORS:
-            outside = _changed_peaks(head, _of_launches(base, head, figures))
-            limits = [max(rule.used_threshold, _USED_BYTES / max(one.bytes_.then)) for one in outside]
             grown = [
-                (one, limit)
-                for one, limit in zip(outside, limits, strict=True)
-                if one.bytes_.result(limit) == "REGRESSED"
+                (place, one, limit)
+                for place, one in _changed_peaks(head, _of_launches(base, head, figures))
+                if one.result(limit := max(rule.used_threshold, _USED_BYTES / max(one.then))) == "REGRESSED"
             ]
             if grown:
-                more = f"{grew} grew. Live tensors: {gib(peak.bytes_.after)}, was {gib(peak.bytes_.before)}."
-                peak, threshold = max(grown, key=lambda one: one[0].bytes_.after - one[0].bytes_.before)
+                more = f"{grew} grew. Live tensors: {gib(amounts.after)}, was {gib(amounts.before)}."
+                where, amounts, threshold = max(grown, key=lambda one: one[1].after - one[1].before)
                 noun, result = name, "REGRESSED"
                 break
     if result != "OK" and (other := other_execution(base, head)) is not None:
         result, more = "NOT_COMPARABLE", other
-    amounts = peak.bytes_
     change = f"{noun} {signed_percent(amounts.growth)}" if amounts.growth else f"{noun} is equal"
     return Row.of(
         head,
         "memory",
         result,
-        f"{change}, threshold {percent(threshold)}: {gib(amounts.after)} on {peak.where}, was {gib(amounts.before)}."
+        f"{change}, threshold {percent(threshold)}: {gib(amounts.after)} on {where}, was {gib(amounts.before)}."
         + (f"\n{more}" if more else ""),
         gated=rule.gate,
         base=amounts.before,
@@ -95,12 +83,12 @@ def _of_launches(
     return then, now
 
 
-def _changed_peaks(head: CaseResult, sides: tuple[list[_Figures], list[_Figures]]) -> list[_Peak]:
-    """Return the figure of each device that every launch of both reports has, where the launches differ."""
+def _changed_peaks(head: CaseResult, sides: tuple[list[_Figures], list[_Figures]]) -> list[tuple[str, Amounts]]:
+    """Return name and figure of each device that every launch of both reports has, where the launches differ."""
     if not all(sides) or len(set(map(len, [*sides[0], *sides[1]]))) > 1:
         return []
     return [
-        _Peak(
+        (
             f"device {head.launches[-1].memory[place].index}",
             Amounts(*([launch[place] or 0 for launch in side] for side in sides)),
         )

@@ -28,6 +28,7 @@ from pytest_llmgpu.store import git
 
 _PYPROJECT = "pyproject.toml"
 _LIMIT_BYTES = 2**20
+_GONE = re.compile(r"unknown field `(flops|host_syncs|kernels|ops|runtime_calls)`$")
 
 _Part = Annotated[float, Meta(ge=0, lt=1)]
 """A relative threshold."""
@@ -199,16 +200,10 @@ def find_policy(folder: Path) -> Path | None:
 
 
 def load_policy(path: Path | None, repository: Path = Path()) -> Policy:
-    """Read a policy. The default policy is returned for None and for a pyproject.toml without a policy.
+    """Read a policy: a TOML file, or `git:REV:PATH`, which is read from that commit of the repository.
 
-    A commit without a pyproject.toml has the default policy, too.
-
-    Args:
-        path: A TOML file, or `git:REV:PATH`, which is read from that commit.
-        repository: A folder inside the working tree of git.
-
-    Raises:
-        ValueError: The file is not valid; one line with the file, the error and its place.
+    The default policy is returned for None, for a pyproject.toml without a policy and for a commit without that file.
+    ValueError in one line, with the file, the error and its place, if the file is not valid.
     """
     table = None if path is None else _table(path, repository)
     if table is None:
@@ -218,7 +213,8 @@ def load_policy(path: Path | None, repository: Path = Path()) -> Policy:
         # A key that a table lacks has the default of its metric, not that of the record.
         return msgspec.convert({key: _merged(built_in.get(key), value) for key, value in table.items()}, Policy)
     except (AttributeError, ValueError) as error:  # AttributeError: the table is a value
-        raise ValueError(f"policy {path}: {error}") from None
+        replaced = "; the table `program` replaced it" if _GONE.search(str(error)) else ""
+        raise ValueError(f"policy {path}: {error}{replaced}") from None
 
 
 def policy_in_words(path: Path | None, repository: Path = Path()) -> str:
@@ -358,13 +354,11 @@ def with_allowed(rows: Sequence[Row], policy: Policy, today: datetime.date) -> t
 
     marked = []
     for row in rows:
-        if row.worse or row.verdict in {"MISSING", "UNDECIDED"}:
-            of_cases = [reason(row, name) for name in row.cases or ()]
-            of_cases = of_cases if None not in of_cases else []
-            found = next(filter(None, [reason(row, name) for name in _names(row)[:2]] + of_cases), None)
-            marked.append(msgspec.structs.replace(row, allowed=found))
-        else:
-            marked.append(row)
+        of_cases = [reason(row, name) for name in row.cases or ()]
+        of_cases = of_cases if None not in of_cases else []
+        found = next(filter(None, [reason(row, name) for name in _names(row)[:2]] + of_cases), None)
+        is_open = row.worse or row.verdict in {"MISSING", "UNDECIDED"}
+        marked.append(msgspec.structs.replace(row, allowed=found) if is_open else row)
     return marked, warnings
 
 

@@ -18,7 +18,7 @@ import msgspec
 
 from pytest_llmgpu.gate import fixed_clock
 from pytest_llmgpu.gate.fixed_clock import Fitted, Pass
-from pytest_llmgpu.report.cause import CallsChange, Cause
+from pytest_llmgpu.report.cause import CallsChange, Cause, TimeChange
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.work import KernelFamily, RankWork, Work
 
@@ -36,9 +36,10 @@ _C = "C functions"
 _PYTHON = re.compile(r"\.py$")
 WAITS = re.compile(r"(Stream|Device|Event|Ctx)Synchronize")
 _PRODUCES = re.compile(r"mm\b|matmul|linear|conv|attention|einsum")
-_COMPUTES_NOTHING = re.compile(
+COMPUTES_NOTHING = re.compile(
     r"view|reshape|permute|transpose|::t\b|expand|slice|select|split|squeeze|alias|empty|detach"
 )
+"""Ops that only describe memory in another way, and launch no kernel."""
 
 
 class Amount(NamedTuple):
@@ -117,16 +118,12 @@ class Pair(NamedTuple):
 class Slower(NamedTuple):
     """A kernel with the same calls that became slower than the others."""
 
-    name: str
-    family: KernelFamily
     excess: float
     """Its growth beyond the factor that all unchanged kernels have in common, as a fraction of device time."""
     error: float
     """Standard error of `excess`."""
-    growth: float
-    """Its growth relative to that factor, as a fraction of its own time."""
-    before_s: float
-    """Its time in a pass of the baseline."""
+    part: TimeChange
+    """Its time in a pass of the baseline, and with that growth."""
     module: str | None
 
 
@@ -135,27 +132,22 @@ def pairs_of(base: CaseResult, head: CaseResult, names: tuple[Sequence[str], Seq
     works = [[launch.work for launch in result.launches if launch.work is not None] for result in (base, head)]
     if len({one.plan_sha256 for result in (base, head) for one in result.launches if one.work is not None}) != 1:
         return []
-    return pairs(Measured(works[0], names[0]), Measured(works[1], names[1]))
+    return pairs((works[0], names[0]), (works[1], names[1]))
 
 
-class Measured(NamedTuple):
-    """The work passes of one report."""
-
-    works: Sequence[Work]
-    """One record for each launch; all of them ran the same batches."""
-    kernel_names: Sequence[str]
-    """The names that the rows refer to."""
+Measured = tuple[Sequence[Work], Sequence[str]]
+"""The work passes of one report, a record for each launch of the same batches, and the names that they refer to."""
 
 
 def pairs(before: Measured, after: Measured) -> list[Pair]:
     """Return each rank of both reports; empty where their passes ran other batches or ranks."""
     shapes = {
         (tuple(work.batches), tuple(work.eager_batches or work.batches), len(work.ranks))
-        for work in (*before.works, *after.works)
+        for work in (*before[0], *after[0])
     }
-    if not before.works or not after.works or len(shapes) != 1:
+    if not before[0] or not after[0] or len(shapes) != 1:
         return []
-    return [Pair(_figures(before, number), _figures(after, number)) for number in range(len(before.works[0].ranks))]
+    return [Pair(_figures(*before, number), _figures(*after, number)) for number in range(len(before[0][0].ranks))]
 
 
 def price(pair: Pair) -> tuple[float, float] | None:
@@ -169,9 +161,10 @@ def price(pair: Pair) -> tuple[float, float] | None:
     unchanged, changed = _split(pair)
     if not changed:
         return 0.0, 0.0
-    factor = _common_factor([(before.time_s, after.time_s) for _, before, after in unchanged])
-    if factor is None:
+    times_s = [(before.time_s, after.time_s) for _, before, after in unchanged if before.time_s > 0 < after.time_s]
+    if not times_s:
         return None
+    factor = _weighted_median((after_s / before_s, before_s) for before_s, after_s in times_s)
     growth_s = sum(after.time_s / factor - before.time_s for _, before, after in changed)
     share = max(sum(before.time_s for _, before, _ in changed), sum(after.time_s for _, _, after in changed) / factor)
     return growth_s / total_s, RENAMED * share / total_s
@@ -193,14 +186,16 @@ def slower_kernels(pair: Pair) -> list[Slower]:
             fits.append((kernel, before, fixed_clock.fit(*launches)))
     if not fits:
         return []
-    common = max(0.0, _weighted_median([(fitted.change, before.time_s) for _, before, fitted in fits]))
+    common = max(0.0, _weighted_median([(fitted.samples.change, before.time_s) for _, before, fitted in fits]))
     found = []
     for (family, name), before, fitted in fits:
-        growth, share = math.expm1(fitted.change - common), before.time_s / total_s
-        error = share * (1 + growth) * fitted.sd * (1 / len(fitted.base) + 1 / len(fitted.head)) ** 0.5
-        found.append(
-            Slower(name or "", family, share * growth, error, growth, before.time_s, _only_module(pair, family))
-        )
+        times_s = {module: amount.time_s for (module, of), amount in pair.after.modules.items() if of == family}
+        growth, share = math.expm1(fitted.samples.change - common), before.time_s / total_s
+        error = share * (1 + growth) * fitted.sd * sum(1 / len(side) for side in fitted.samples) ** 0.5
+        excess, before_s = share * growth, before.time_s
+        after_s = before_s + excess * total_s
+        part = TimeChange(name=name or "", family=family, before_s=before_s, after_s=after_s, share=1.0)
+        found.append(Slower(excess, error, part, _module_with_most({}, times_s, 1)))
     return sorted(found, key=lambda one: -one.excess)
 
 
@@ -258,6 +253,7 @@ def op_changes(pair: Pair) -> list[CallsChange]:
         before, after = _totals(before), _totals(after)
     found = []
     if before and after:
+        layers = (pair.after.layers or 0) * pair.after.forwards
         for module, op in {**before, **after}:
             growth = after.get((module, op), 0) - before.get((module, op), 0)
             if growth:
@@ -265,7 +261,8 @@ def op_changes(pair: Pair) -> list[CallsChange]:
                     name=op,
                     module=module or None,
                     layers=_layers(pair, module, abs(growth)),
-                    per_layer=_per_layer(pair, module, growth),
+                    # The calls that every layer has more, or fewer; None where layers can differ.
+                    per_layer=abs(growth) // layers if _FOLDED in module and layers and not growth % layers else None,
                     before=before.get((module, op), 0),
                     after=after.get((module, op), 0),
                 )
@@ -279,16 +276,11 @@ def op_changes(pair: Pair) -> list[CallsChange]:
             found.append(CallsChange(name=FLOPS, module=most, before=then, after=now))
 
     def order(change: CallsChange) -> tuple[bool, bool, bool, int, str]:  # views launch no kernel
-        nothing = computes_nothing(change.name)
+        nothing = COMPUTES_NOTHING.search(change.name) is not None
         product = _PRODUCES.search(change.name) is not None or change.name == FLOPS
         return change.growth < 0, nothing, not product, -abs(change.growth), change.name
 
     return sorted(found, key=order)[:_MOST]
-
-
-def computes_nothing(op: str) -> bool:
-    """Return whether an op only describes memory in another way, and launches no kernel."""
-    return _COMPUTES_NOTHING.search(op) is not None
 
 
 def _split(pair: Pair) -> tuple[list[tuple[Kernel, Amount, Amount]], list[tuple[Kernel, Amount, Amount]]]:
@@ -302,12 +294,6 @@ def _split(pair: Pair) -> tuple[list[tuple[Kernel, Amount, Amount]], list[tuple[
     return unchanged, changed
 
 
-def _common_factor(times_s: Sequence[tuple[float, float]]) -> float | None:
-    """Return the weighted median of the ratios of times after and before; None without a time."""
-    ratios = [(after_s / before_s, before_s) for before_s, after_s in times_s if before_s > 0 and after_s > 0]
-    return _weighted_median(ratios) if ratios else None
-
-
 def _weighted_median(weighted: Iterable[tuple[float, float]]) -> float:
     """Return the smallest value up to which half of the weight lies, of (value, weight)."""
     ordered = sorted(weighted)
@@ -319,24 +305,11 @@ def _weighted_median(weighted: Iterable[tuple[float, float]]) -> float:
     return ordered[-1][0]
 
 
-def _only_module(pair: Pair, family: KernelFamily) -> str | None:
-    """Return the module that has most of the time of a family in the eager pass, if it has at least half."""
-    times = {module: amount.time_s for (module, of), amount in pair.after.modules.items() if of == family}
-    best = max(times, key=times.__getitem__, default=None)
-    return best if best is not None and times[best] >= sum(times.values()) / 2 else None
-
-
 def _layers(pair: Pair, module: str | None, growth: float) -> int | None:
     """Return the largest number of layers that can have the added calls of an eager pass; None if that can be all."""
     most = growth // pair.after.forwards
     total = pair.after.layers
     return int(most) if module is not None and _FOLDED in module and total is not None and 0 < most < total else None
-
-
-def _per_layer(pair: Pair, module: str, growth: int) -> int | None:
-    """Return the calls that every layer has more, or fewer; None where layers can differ."""
-    layers = (pair.after.layers or 0) * pair.after.forwards
-    return abs(growth) // layers if _FOLDED in module and layers and growth % layers == 0 else None
 
 
 def _module_with_most(before: Mapping[str, float], after: Mapping[str, float], growth: int) -> str | None:
@@ -360,15 +333,15 @@ def _counts(before: Mapping[str, int], after: Mapping[str, int], first: re.Patte
     return found[:_MOST]
 
 
-def _figures(measured: Measured, number: int) -> RankFigures:
+def _figures(works: Sequence[Work], names: Sequence[str], number: int) -> RankFigures:
     """Return the medians of one rank over the launches."""
-    ranks = [work.ranks[number] for work in measured.works]
-    of_kernels, of_modules, of_passes = zip(*(_amounts(rank, measured.kernel_names) for rank in ranks), strict=True)
+    ranks = [work.ranks[number] for work in works]
+    of_kernels, of_modules, of_passes = zip(*(_amounts(rank, names) for rank in ranks), strict=True)
     kernels = _median_amounts(of_kernels)
     collective_s = sum(amount.time_s for (family, _), amount in kernels.items() if family == "collective")
     transfers = [
         sum(statistics.median(one.transfer_s) for one in work.collectives)
-        for work in measured.works
+        for work in works
         if work.collectives is not None and all(one.transfer_s for one in work.collectives)
     ]
     transfer_s = min(collective_s, statistics.median(transfers)) if transfers else 0.0
@@ -385,23 +358,23 @@ def _figures(measured: Measured, number: int) -> RankFigures:
         passes={kernel: [one[kernel] for one in of_passes if kernel in one] for one in of_passes for kernel in one},
         modules=_median_amounts(of_modules),
         runtime_calls=_median_counts([rank.runtime_calls for rank in ranks]),
-        ops=_median_counts([_ops(rank) for rank in ranks]),
+        ops=_median_counts(
+            [
+                {(module, name): calls for module, ops in by_module.items() for name, calls in ops.items()}
+                # An older report has no modules.
+                for by_module in (rank.ops_by_module or {"": rank.ops or {}} for rank in ranks)
+            ]
+        ),
         host_calls=_median_counts([{**one.by_file, _C: one.c} for one in host_calls]),
         python_versions=frozenset(one.python_version for one in host_calls),
         host_syncs=_median_count(rank.host_syncs for rank in ranks),
         flops=_median_count(rank.flops for rank in ranks),
         flops_by_module=_median_counts([rank.flops_by_module for rank in ranks]),
-        layers=min((work.model.layers for work in measured.works if work.model is not None), default=None),
-        forwards=max(1, len(measured.works[0].eager_batches or measured.works[0].batches)),
-        batches=max(1, len(measured.works[0].batches)),
+        layers=min((work.model.layers for work in works if work.model is not None), default=None),
+        forwards=max(1, len(works[0].eager_batches or works[0].batches)),
+        batches=max(1, len(works[0].batches)),
         complete=all(rank.is_complete for rank in ranks),
     )
-
-
-def _ops(rank: RankWork) -> dict[tuple[str, str], int]:
-    if rank.ops_by_module is None:
-        return {("", name): calls for name, calls in (rank.ops or {}).items()}
-    return {(module, name): calls for module, ops in rank.ops_by_module.items() for name, calls in ops.items()}
 
 
 def _totals(ops: Mapping[tuple[str, str], int]) -> dict[tuple[str, str], int]:

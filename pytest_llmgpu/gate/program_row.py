@@ -11,7 +11,7 @@ from pytest_llmgpu.gate import program
 from pytest_llmgpu.gate.exact import absent, other_execution
 from pytest_llmgpu.gate.policy import ProgramRule
 from pytest_llmgpu.gate.program import Pair
-from pytest_llmgpu.report.cause import Cause, TimeChange
+from pytest_llmgpu.report.cause import Cause
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.text import percent, plural, signed_percent
 from pytest_llmgpu.report.verdicts import WORST_FIRST, Decided, Row
@@ -36,13 +36,8 @@ def program_row(
 ) -> Row | str | None:
     """Return the verdict on what a case calls, by the rank whose change costs most; a reason where nothing is known.
 
-    Args:
-        base: The result of the baseline.
-        head: The result of the candidate.
-        pairs: Each rank in both reports (`program.pairs_of`).
-        rule: The thresholds of the policy.
-        gain: Fraction by which device time became shorter at a fixed clock.
-        better: True if device time or wall time became better by more than its threshold.
+    `gain` is the fraction by which device time became shorter at a fixed clock. `better`: device time or wall time
+    became better by more than its threshold.
     """
     if not pairs:
         then, now = (any(launch.work for launch in result.launches) for result in (base, head))
@@ -113,25 +108,19 @@ def with_slower_kernels(row: Row, pairs: Sequence[Pair]) -> Row:
     if worst is None or worst.excess <= max(SLOWER_KERNEL, _ERRORS * worst.error):
         return row
     before_s = pairs[number].before.device_s or 0.0
-    part = TimeChange(
-        name=worst.name,
-        family=worst.family,
-        before_s=worst.before_s,
-        after_s=worst.before_s + worst.excess * before_s,
-        share=1.0,
-    )
     cause = Cause(
         place="kernel",
         rank=number if len(pairs) > 1 else None,
         before_s=before_s,
         after_s=before_s * (1 + worst.excess),
-        parts=[part],
-        modules=[] if worst.module is None else [msgspec.structs.replace(part, name=worst.module)],
+        parts=[worst.part],
+        modules=[] if worst.module is None else [msgspec.structs.replace(worst.part, name=worst.module)],
     )
     if row.result == "REGRESSED":
         return causes.stated(row, cause)
+    growth = worst.part.growth_s / worst.part.before_s
     reason = (
-        f"One kernel takes {percent(worst.growth)} longer, relative to the others: {signed_percent(worst.excess, 2)} "
+        f"One kernel takes {percent(growth)} longer, relative to the others: {signed_percent(worst.excess, 2)} "
         f"of device time, threshold {percent(SLOWER_KERNEL, 2)}. {row.reason.splitlines()[0]}"
     )
     verdict = "REGRESSED" if row.gated else "CHANGED"

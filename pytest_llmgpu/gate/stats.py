@@ -90,11 +90,7 @@ def _solved(rising: Callable[[float], float], low: float, high: float) -> float:
 def holm(probabilities: Sequence[float], families: Sequence[Hashable] | None = None) -> list[float]:
     """Return the probabilities of tests adjusted by Holm's method, in the same order.
 
-    It limits the probability of any false alarm among several tests.
-
-    Args:
-        probabilities: The p of each test.
-        families: The family of each test, in which it is adjusted; None: all tests are one family.
+    It limits the probability of any false alarm among the tests of a family; without families all tests are one.
     """
     members: dict[Hashable, list[int]] = {}
     for number in range(len(probabilities)):

@@ -13,11 +13,12 @@ and `rows` judges all of them.
 
 from __future__ import annotations
 
+import bisect
 import math
+import operator
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import msgspec
 
@@ -25,15 +26,15 @@ from pytest_llmgpu.analysis import noise_regime
 from pytest_llmgpu.analysis.noise_regime import NoiseRegime, Prior
 from pytest_llmgpu.gate import fixed_clock
 from pytest_llmgpu.gate.exact import absent, other_execution
-from pytest_llmgpu.gate.fixed_clock import Fitted, Pass
+from pytest_llmgpu.gate.fixed_clock import Fitted, Samples
 from pytest_llmgpu.gate.policy import AmountRule, TimeRule
 from pytest_llmgpu.gate.stats import holm, t_quantile, t_tail
 from pytest_llmgpu.report import disturbances
-from pytest_llmgpu.report.derived import device_passes_s, device_times_s
+from pytest_llmgpu.report.derived import device_passes_s, device_times_s, of_prefill
 from pytest_llmgpu.report.metrics import MetricName, spec_of
 from pytest_llmgpu.report.result import CaseResult, Launch
 from pytest_llmgpu.report.text import FACTORS_FROM, plural, signed_percent, significant, slowdown
-from pytest_llmgpu.report.verdicts import Decided, Row, Verdict
+from pytest_llmgpu.report.verdicts import Decided, Row
 
 POWER = 0.95
 """Probability with which the smallest slowdown is seen."""
@@ -81,43 +82,23 @@ _NAMES = {
 }
 
 
-def _first_tokens_s(launch: Launch) -> Sequence[float]:
-    return [] if launch.generation is None else launch.generation.first_token_s
+WALL_TIMES: tuple[MetricName, ...] = ("time", "first_token", "token_time")
+"""The metrics of wall time."""
 
 
-def _steps_s(launch: Launch) -> Sequence[float]:
-    return [] if launch.generation is None else launch.generation.step_s
-
-
-def _batch_clocks(launch: Launch) -> list[list[float]] | None:
-    return launch.batches.clock_ghz
-
-
-def _prefill_clocks(launch: Launch) -> list[list[float]] | None:
-    return None if launch.generation is None else launch.generation.prefill_clock_ghz
-
-
-def _step_clocks(launch: Launch) -> list[list[float]] | None:
-    return None if launch.generation is None else launch.generation.step_clock_ghz
-
-
-_Clocks = Callable[[Launch], "list[list[float]] | None"]
-WALL_TIMES: dict[MetricName, tuple[Callable[[Launch], Sequence[float]], _Clocks]] = {
-    "time": (lambda launch: launch.batches.latency_s, _batch_clocks),
-    "first_token": (_first_tokens_s, _prefill_clocks),
-    "token_time": (_steps_s, _step_clocks),
-}
-"""Metric of wall time to the times of a launch whose sum is judged, and to the SM clocks [GPUs][batches] meanwhile."""
+def latencies(launch: Launch, metric: MetricName) -> tuple[Sequence[float], list[list[float]] | None]:
+    """Return the times of a launch whose sum is a wall time, and the SM clocks [GPUs][batches] meanwhile."""
+    if metric == "time":
+        return launch.batches.latency_s, launch.batches.clock_ghz
+    if (texts := launch.generation) is None:
+        return [], None
+    if metric == "first_token":
+        return texts.first_token_s, texts.prefill_clock_ghz
+    return texts.step_s, texts.step_clock_ghz
 
 
 def critical_t(degrees: float, family: float, confidence: float) -> float:
-    """Return the first critical value of Holm's method: the t that the smallest p of a family has to exceed.
-
-    Args:
-        degrees: Degrees of freedom of t.
-        family: The number of tests in the family, times the number of ranks of this row.
-        confidence: The confidence of the whole family.
-    """
+    """Return the t that the smallest p of a family has to exceed: the first critical value of Holm's method."""
     return t_quantile(degrees, 1 - (1 - confidence) / max(1.0, family))
 
 
@@ -143,12 +124,8 @@ def launches_needed(
 ) -> int | None:
     """Return how many launches in each report show a true slowdown with probability `POWER`; None above 1,000.
 
-    Args:
-        prior: The expected noise.
-        slowdown: The true slowdown as a fraction. One up to the threshold is never seen.
-        threshold: The threshold as a fraction.
-        family: The number of gated rows of times, times the number of ranks of this row.
-        confidence: The confidence of the policy.
+    A slowdown up to the threshold is never seen. `family` is the number of gated rows of times, times the number of
+    ranks of this row.
     """
     unit = 10.0 ** (math.floor(math.log10(prior.s0)) - 1)  # Rounded up to two digits: a plan needs no more.
     prior = msgspec.structs.replace(prior, s0=math.ceil(prior.s0 / unit - 1e-9) * unit, df0=round(prior.df0, 1))
@@ -161,33 +138,15 @@ def launches_needed(
 
     if slowdown <= threshold or not seen(_MOST_LAUNCHES):
         return None
-    few, enough = 0, _MOST_LAUNCHES
-    while enough - few > 1:
-        middle = (few + enough) // 2
-        few, enough = (few, middle) if seen(middle) else (middle, enough)
-    return enough
+    return 1 + bisect.bisect_left(range(1, _MOST_LAUNCHES), True, key=seen)
 
 
 Sides = tuple[list[Launch], list[Launch]]
 """The launches of the baseline and of the candidate, at least one of each."""
 
 
-class Refusal(NamedTuple):
-    """The reason why no launches can be compared."""
-
-    verdict: Verdict
-    """The verdict of the case."""
-    reason: str
-    next_step: str = ""
-    """The next step for the reader, if it depends on the reason."""
-
-    def row(self, head: CaseResult, metric: MetricName, *, gated: bool) -> Row:
-        """Return the row of a metric whose launches cannot be compared."""
-        return Row.of(head, metric, self.verdict, self.reason, gated=gated, next_step=self.next_step)
-
-
-def comparable(base: CaseResult, head: CaseResult) -> Sides | Refusal:
-    """Return the launches of two completed results whose times can be compared, or the reason why none can.
+def comparable(base: CaseResult, head: CaseResult) -> Sides | Row:
+    """Return the launches of two completed results whose times can be compared, or a row of `time` if there are none.
 
     They ran the same batches, undisturbed. Launches that power or heat throttled count: times are compared at a fixed
     clock, and without clocks the prior has the noise of GPUs at their limit.
@@ -197,40 +156,35 @@ def comparable(base: CaseResult, head: CaseResult) -> Sides | Refusal:
         timed = [launch for launch in result.launches if launch.batches.latency_s]
         valid = [launch for launch in timed if disturbances.untimed(launch) is None]
         if not timed and result is head:
-            return Refusal("MISSING", "No batch was timed.")
+            return Row.of(head, "time", "MISSING", "No batch was timed.")
+        step = f"Measure the {name} again."
         if not timed:
-            return Refusal("UNDECIDED", "No batch of the baseline was timed.", "Measure the baseline again.")
+            return Row.of(head, "time", "UNDECIDED", "No batch of the baseline was timed.", next_step=step)
         if not valid:
             disturbance = disturbances.untimed(timed[0]) or ""
             reason = f"The launches of the {name} were disturbed: {disturbance}."
             remedy = disturbances.remedy(disturbance)
-            step = f"{remedy} Then measure the {name} again." if remedy else f"Measure the {name} again."
-            return Refusal("UNDECIDED", reason, step)
+            step = f"{remedy} Then measure the {name} again." if remedy else step
+            return Row.of(head, "time", "UNDECIDED", reason, next_step=step)
         sides.append(valid)
     then, now = sides
-    changed = _other_threads(then, now) if head.case.device == "cpu" else None
-    if (unpaired := changed or _unpaired([*then, *now])) is not None:
-        other = other_execution(base, head)
-        return Refusal("NOT_COMPARABLE", unpaired if other is None else f"{unpaired}\n{other}")
+    if (unpaired := _unpaired(then, now, on_cpu=head.case.device == "cpu")) is not None:
+        reason = "\n".join(filter(None, (unpaired, other_execution(base, head))))
+        return Row.of(head, "time", "NOT_COMPARABLE", reason)
     return then, now
 
 
-def _other_threads(base: list[Launch], head: list[Launch]) -> str | None:
-    """Return a sentence if ranks on a CPU computed with other numbers of threads; None if not, or if not known."""
-    then, now = ({tuple(launch.host.threads) for launch in side if launch.host} for side in (base, head))
-    if not then or not now or then == now:
-        return None
-    words = [" or ".join(", ".join(map(str, threads)) for threads in sorted(found)) for found in (then, now)]
-    return (
-        f"The number of threads of each rank changed: {words[0]} in the baseline, {words[1]} in the candidate. Set "
-        "OMP_NUM_THREADS to the same value in both runs."
-    )
-
-
-def _unpaired(launches: Sequence[Launch]) -> str | None:
+def _unpaired(base: list[Launch], head: list[Launch], *, on_cpu: bool) -> str | None:
     """Return the reason why batches cannot be compared one by one; None if they can."""
-    plans = {launch.plan_sha256 for launch in launches}
-    counts = {len(launch.batches.latency_s) for launch in launches}
+    then, now = ({tuple(launch.host.threads) for launch in side if launch.host} for side in (base, head))
+    if on_cpu and then and now and then != now:
+        words = [" or ".join(", ".join(map(str, threads)) for threads in sorted(found)) for found in (then, now)]
+        return (
+            f"The number of threads of each rank changed: {words[0]} in the baseline, {words[1]} in the candidate. Set "
+            "OMP_NUM_THREADS to the same value in both runs."
+        )
+    plans = {launch.plan_sha256 for launch in (*base, *head)}
+    counts = {len(launch.batches.latency_s) for launch in (*base, *head)}
     if None in plans:
         return "The batches cannot be paired: a launch does not record them (plan_sha256)."
     if len(plans) > 1:
@@ -238,20 +192,6 @@ def _unpaired(launches: Sequence[Launch]) -> str | None:
     if len(counts) > 1:
         return f"The batches cannot be paired: one launch has {min(counts)}, another {max(counts)}."
     return None
-
-
-class Samples(NamedTuple):
-    """The launches of one rank, or of a case whose time is one for all ranks."""
-
-    base: Sequence[float]
-    """The logarithm of the time of each launch of the baseline."""
-    head: Sequence[float]
-    """The logarithm of the time of each launch of the candidate."""
-
-    @property
-    def change(self) -> float:
-        """The change of the mean of the launches, as a logarithm."""
-        return statistics.fmean(self.head) - statistics.fmean(self.base)
 
 
 class Timed(msgspec.Struct, frozen=True):
@@ -285,11 +225,36 @@ class Timed(msgspec.Struct, frozen=True):
         """The number of the rank that became slowest."""
         return max(range(len(self.ranks)), key=lambda number: self.ranks[number].change)
 
+    @property
+    def change(self) -> float:
+        """The change of the mean of the launches of that rank, as a logarithm."""
+        return self.ranks[self.slowest].change
+
+    @property
+    def noise(self) -> Prior:
+        """The deviation between launches: the prior and the launches of that rank."""
+        return self.prior.updated(self.ranks[self.slowest])
+
+    @property
+    def error(self) -> float:
+        """The standard error of the change, without differences between GPUs."""
+        return self.noise.s0 * math.sqrt(sum(1 / len(side) for side in self.ranks[self.slowest]))
+
+    @property
+    def scatter(self) -> float:
+        """The largest difference between two launches of one report, as a logarithm."""
+        return max(max(side) - min(side) for rank in self.ranks for side in rank)
+
+    def p(self, sign: int) -> float:
+        """Return the one-sided p of a change in a direction if the true change is 0, times the number of ranks."""
+        distance = sign * self.change
+        return min(1.0, len(self.ranks) * t_tail(distance / self.error, self.noise.df0)) if distance > 0 else 1.0
+
 
 def wall_times(
     base: CaseResult,
     head: CaseResult,
-    sides: Sides | Refusal,
+    sides: Sides | Row,
     rule: TimeRule,
     *,
     metric: MetricName = "time",
@@ -300,23 +265,23 @@ def wall_times(
 
     Those of forwards that the GPU limits are compared at a fixed clock, with the slope of device time.
     """
-    if isinstance(sides, Refusal):
-        return sides.row(head, metric, gated=rule.gate)
-    latencies_s, clocks_ghz = WALL_TIMES[metric]
+    if isinstance(sides, Row):
+        return msgspec.structs.replace(sides, metric=metric, gated=rule.gate)
+    timed = [[latencies(launch, metric) for launch in side] for side in sides]
     regime, prior = noise_regime.noisiest(base, head), noise_regime.prior_of_time(base, head)
-    sums, left_out = _sums_s([[latencies_s(launch) for launch in side] for side in sides])
+    sums, left_out = _sums_s([[times_s for times_s, _ in side] for side in timed])
     logs = [list(map(math.log, side)) for side in sums]
-    count = 1 if metric == "time" else len(latencies_s(sides[1][0]))
+    count = 1 if metric == "time" else len(timed[1][0][0])
     base_s, head_s = (_ratio(statistics.fmean(side)) / count for side in logs)
-    clocks = [[clock for one in side if (clock := _mean_log(clocks_ghz(one))) is not None] for side in sides]
+    clocks: list[list[float]] = []  # the mean logarithm of each launch in which every clock is known
+    for side in timed:
+        known = [[ghz for of_gpu in clocks_ghz or () for ghz in of_gpu] for _, clocks_ghz in side]
+        clocks.append([statistics.fmean(map(math.log, ghz)) for ghz in known if ghz and min(ghz) > 0])
     means = None
-    if regime in {"replayed", "eager_device"} and all(
-        len(one) == len(side) for one, side in zip(clocks, sides, strict=True)
-    ):
-        fits = _fits(base, head, of_prefill=metric == "first_token")
-        slope = statistics.fmean(fitted.slope for fitted in fits) if fits else None
-        if slope is not None:
-            at = statistics.fmean(clocks[1])
+    if regime in {"replayed", "eager_device"} and list(map(len, clocks)) == list(map(len, sides)):
+        results = map(of_prefill, (base, head)) if metric == "first_token" else (base, head)
+        if fits := _fitted([[launch for launch in one.launches if launch.work is not None] for one in results]):
+            slope, at = statistics.fmean(fitted.slope for fitted in fits), statistics.fmean(clocks[1])
             logs = [
                 [log_s - slope * (clock - at) for log_s, clock in zip(*one, strict=True)]
                 for one in zip(logs, clocks, strict=True)
@@ -340,12 +305,6 @@ def wall_times(
     )
 
 
-def _mean_log(clocks_ghz: list[list[float]] | None) -> float | None:
-    """Return the mean of the logarithms of clocks [GPUs][batches]; None where one is not known."""
-    known = [clock for of_gpu in clocks_ghz or () for clock in of_gpu]
-    return statistics.fmean(map(math.log, known)) if known and min(known) > 0 else None
-
-
 def _sums_s(sides: Sequence[Sequence[Sequence[float]]]) -> tuple[list[list[float]], str]:
     """Return the sum of the times [reports][launches][batches] of each launch, and a sentence on what is left out.
 
@@ -355,27 +314,20 @@ def _sums_s(sides: Sequence[Sequence[Sequence[float]]]) -> tuple[list[list[float
     expected = [
         statistics.median_low(of_batch) for of_batch in zip(*(one for side in sides for one in side), strict=True)
     ]
+    many = min(_MANY_SLOW, len(expected) // 2 + 1)
     sums, ignored = [], 0
     for side in sides:
-        slow = [[s > _SLOW * usual for s, usual in zip(launch, expected, strict=True)] for launch in side]
-        counts = list(map(sum, slow))
-        many = min(_MANY_SLOW, len(expected) // 2 + 1)
+        usual_s = [
+            [usual if s > _SLOW * usual else s for s, usual in zip(launch, expected, strict=True)] for launch in side
+        ]
+        counts = [sum(map(operator.ne, *both)) for both in zip(side, usual_s, strict=True)]
         keep = max(counts) >= many or (len(counts) > 1 and min(counts) > 0)
         ignored += 0 if keep else sum(counts)
-        sums.append(
-            [
-                math.fsum(
-                    usual if is_slow and not keep else s for s, usual, is_slow in zip(launch, expected, of, strict=True)
-                )
-                for launch, of in zip(side, slow, strict=True)
-            ]
-        )
+        sums.append(list(map(math.fsum, side if keep else usual_s)))
     return sums, f" {plural(ignored, 'time')} of more than twice the usual one left out." if ignored else ""
 
 
-def device_times(
-    base: CaseResult, head: CaseResult, sides: Sides | Refusal, rule: AmountRule
-) -> Timed | Row | str | None:
+def device_times(base: CaseResult, head: CaseResult, sides: Sides | Row, rule: AmountRule) -> Timed | Row | str | None:
     """Return the device times of two completed results, or why they cannot be compared; None for a CPU.
 
     They are those at a fixed clock where it is known. Ranks with equal GPUs are compared; where the GPUs are others of
@@ -383,14 +335,14 @@ def device_times(
     """
     if head.case.device == "cpu":
         return None
-    usable: Sides = ([], []) if isinstance(sides, Refusal) else sides
+    usable: Sides = ([], []) if isinstance(sides, Row) else sides
     used = [[launch for launch in side if device_times_s(launch)] for side in usable]
     if not all(used):
         then, now = (any(map(device_times_s, result.launches)) for result in (base, head))
         if (missing := absent(head, "device_time", then, now, gated=rule.gate)) is not None:
             return missing
-        if isinstance(sides, Refusal):
-            return sides.row(head, "device_time", gated=rule.gate)
+        if isinstance(sides, Row):
+            return msgspec.structs.replace(sides, metric="device_time", gated=rule.gate)
         reason = "The launches with device time were disturbed (`profile.invalid`)."
         return Row.of(head, "device_time", "UNDECIDED", reason, gated=rule.gate)
     launches = [*used[0], *used[1]]
@@ -400,24 +352,17 @@ def device_times(
         return Row.of(head, "device_time", "NOT_COMPARABLE", reason, gated=rule.gate)
     gpus = [[tuple(rank.uuids) for rank in launch.ranks] for launch in launches]
     same = all(sorted(one) == sorted(gpus[-1]) for one in gpus)
-    # [sides][launches] the number of each rank of the last launch
-    order = [[_order(launch, gpus[-1], same=same) for launch in side] for side in used]
-    fits = _fitted(used, order)
+    used = [[_with_order(launch, gpus[-1], same=same) for launch in side] for side in used]
+    fits = _fitted(used)
     if fits:
         regime: NoiseRegime = "fixed_clock"
         prior = noise_regime.PRIORS[regime]
         prior = msgspec.structs.replace(prior, s0=math.hypot(prior.s0, max(one.sd for one in fits)))
-        ranks = [Samples(one.base, one.head) for one in fits]
+        ranks = [one.samples for one in fits]
         clocks = tuple(statistics.fmean(of) for of in zip(*((one.base_ghz, one.head_ghz) for one in fits), strict=True))
     else:
         regime, prior, clocks = "device", noise_regime.PRIORS["device"], ()
-        logs = [
-            [
-                [math.log((device_times_s(one) or [])[number]) for number in numbers]
-                for one, numbers in zip(*both, strict=True)
-            ]
-            for both in zip(used, order, strict=True)
-        ]
+        logs = [[list(map(math.log, device_times_s(one) or [])) for one in side] for side in used]
         ranks = [Samples(*([one[number] for one in side] for side in logs)) for number in range(len(gpus[-1]))]
     return Timed(
         result=head,
@@ -434,38 +379,28 @@ def device_times(
     )
 
 
-def _order(launch: Launch, gpus: Sequence[tuple[str, ...]], *, same: bool) -> list[int]:
-    """Return the numbers of the ranks of a launch that have these GPUs, in their order."""
+def _with_order(launch: Launch, gpus: Sequence[tuple[str, ...]], *, same: bool) -> Launch:
+    """Return a launch with its ranks in the order of their GPUs, where these are the same."""
     own = [tuple(rank.uuids) for rank in launch.ranks]
-    return [own.index(uuids) for uuids in gpus] if same and len(set(own)) == len(own) else list(range(len(own)))
+    if launch.work is None or not same or len(set(own)) < len(own):
+        return launch
+    ranks = [launch.ranks[own.index(uuids)] for uuids in gpus]
+    return msgspec.structs.replace(launch, work=msgspec.structs.replace(launch.work, ranks=ranks))
 
 
-def _fitted(sides: Sequence[Sequence[Launch]], order: Sequence[Sequence[Sequence[int]]]) -> list[Fitted]:
-    """Return the device time of each rank at a fixed clock; empty where the clock of a pass is not known."""
+def _fitted(sides: Sequence[Sequence[Launch]]) -> list[Fitted]:
+    """Return the device time of each rank at a fixed clock; empty where the clock of a pass or a rank is not known."""
+    counts = {len(launch.ranks) for side in sides for launch in side}
+    if not all(sides) or len(counts) > 1:
+        return []
     found = []
-    for place in range(len(order[-1][-1])):
-        passes: list[list[list[Pass]]] = []
-        for side, numbers in zip(sides, order, strict=True):
-            ranks = [launch.ranks[of[place]] for launch, of in zip(side, numbers, strict=True)]
-            passes.append([fixed_clock.passes(rank, device_passes_s(rank)) for rank in ranks])
+    for number in range(*counts):
+        ranks = ([launch.ranks[number] for launch in side] for side in sides)
+        passes = [[fixed_clock.passes(rank, device_passes_s(rank)) for rank in side] for side in ranks]
         if not all(map(all, passes)):
             return []
         found.append(fixed_clock.fit(*passes))
     return found
-
-
-def _fits(base: CaseResult, head: CaseResult, *, of_prefill: bool) -> list[Fitted]:
-    """Return the device time of each rank of two results at a fixed clock, ranks of equal number together."""
-    sides = [
-        [launch for launch in result.launches if (launch.prefill_work if of_prefill else launch.work) is not None]
-        for result in (base, head)
-    ]
-    if of_prefill:
-        sides = [[msgspec.structs.replace(launch, work=launch.prefill_work) for launch in side] for side in sides]
-    counts = {len(launch.ranks) for side in sides for launch in side}
-    if not all(sides) or len(counts) != 1:
-        return []
-    return _fitted(sides, [[list(range(counts.copy().pop())) for _ in side] for side in sides])
 
 
 def _left_out(base: CaseResult, head: CaseResult, used: Sequence[Sequence[object]], fields: str) -> str:
@@ -479,50 +414,18 @@ def _left_out(base: CaseResult, head: CaseResult, used: Sequence[Sequence[object
     return f" {' and '.join(found)} ({fields})." if found else ""
 
 
-class Estimate(NamedTuple):
-    """The change of the rank of a row that became slowest, and its noise. All are logarithms of ratios but `noise`."""
-
-    change: float
-    """The change of the mean of the launches."""
-    noise: Prior
-    """The deviation between launches: the prior and these launches."""
-    error: float
-    """The standard error of the change, without differences between GPUs."""
-    spread: float
-    """The largest difference between two launches of one report."""
-
-    def p(self, sign: int, ranks: int) -> float:
-        """Return the one-sided p of a change in a direction if the true change is 0, times the number of ranks."""
-        distance = sign * self.change
-        return min(1.0, ranks * t_tail(distance / self.error, self.noise.df0)) if distance > 0 else 1.0
-
-
-def estimated(case: Timed) -> Estimate:
-    """Return the change of the rank that became slowest, with its noise."""
-    rank = case.ranks[case.slowest]
-    noise = case.prior.updated(rank)
-    return Estimate(
-        change=rank.change,
-        noise=noise,
-        error=noise.s0 * math.sqrt(sum(1 / len(side) for side in rank)),
-        spread=max(max(side) - min(side) for rank in case.ranks for side in rank),
-    )
-
-
 def rows(cases: Sequence[Timed], confidence: float, note: str) -> list[Row]:
     """Judge times. All gated rows are one family of tests, the other rows of each metric are another."""
-    estimates = list(map(estimated, cases))
     families = [case.gated or case.metric for case in cases]
     members = Counter(families)
-    both = list(zip(cases, estimates, strict=True))
-    slower, faster = (holm([one.p(sign, len(case.ranks)) for case, one in both], families) for sign in (1, -1))
+    slower, faster = (holm([case.p(sign) for case in cases], families) for sign in (1, -1))
     return [
-        _row(*one, ps=ps, family=members[family], confidence=confidence, note=note)
-        for one, ps, family in zip(both, zip(slower, faster, strict=True), families, strict=True)
+        _row(case, ps=ps, family=members[family], confidence=confidence, note=note)
+        for case, ps, family in zip(cases, zip(slower, faster, strict=True), families, strict=True)
     ]
 
 
-def _row(case: Timed, estimate: Estimate, *, ps: tuple[float, float], family: int, confidence: float, note: str) -> Row:
+def _row(case: Timed, *, ps: tuple[float, float], family: int, confidence: float, note: str) -> Row:
     """Return the verdict on one row.
 
     REGRESSED: the change is statistically significant and exceeds the threshold. IMPROVED: the same in the other
@@ -530,28 +433,27 @@ def _row(case: Timed, estimate: Estimate, *, ps: tuple[float, float], family: in
     GPUs without the part of the threshold that is for the noise of the launches.
     """
     tests = family * len(case.ranks)
-    change, error = estimate.change, estimate.error
-    shown = critical_t(estimate.noise.df0, tests, confidence) * error
+    change, error, noise = case.change, case.error, case.noise
+    shown = critical_t(noise.df0, tests, confidence) * error
     limit, machines = math.log1p(case.threshold), math.sqrt(2) * case.machine_sd
     # Between machines a change up to their differences is OK. The noise of the launches makes nothing OK.
     allowed = max(limit, _GPU_QUANTILE * machines)
     if case.machine_sd:  # The test takes differences between machines for a change: the threshold has to exceed both.
         limit = max(limit, shown + _GPU_QUANTILE * machines)
         error = math.hypot(error, machines)
-    half = t_quantile(estimate.noise.df0, _ONE_SIDED) * error
-    scattered = estimate.spread >= math.log(case.spread)
+    half = t_quantile(noise.df0, _ONE_SIDED) * error
     result: Decided = "UNDECIDED"
     slower, faster = ps
     if slower <= 1 - confidence and change > limit:
         result = "REGRESSED"
     elif faster <= 1 - confidence and change < -limit:
         result = "IMPROVED"
-    elif change + half < math.log(math.exp(allowed) + PROMISED) and not scattered:
+    elif change + half < math.log(math.exp(allowed) + PROMISED) and case.scatter < math.log(case.spread):
         result = "OK"
     needed = None
     if result in {"OK", "UNDECIDED"} and not case.machine_sd:
         needed = launches_needed(
-            msgspec.structs.replace(case.prior, s0=estimate.noise.s0),
+            msgspec.structs.replace(case.prior, s0=noise.s0),
             slowdown=case.threshold + PROMISED,
             threshold=case.threshold,
             family=tests,
@@ -576,11 +478,11 @@ def _row(case: Timed, estimate: Estimate, *, ps: tuple[float, float], family: in
         smallest_seen=smallest_slowdown(math.expm1(limit), shown, error),
         launches_needed=needed,
     )
-    reason, step = _described(case, estimate, row, family, note)
+    reason, step = _described(case, row, family, note)
     return msgspec.structs.replace(row, reason=reason, next_step=step)
 
 
-def _described(case: Timed, estimate: Estimate, row: Row, family: int, note: str) -> tuple[str, str]:
+def _described(case: Timed, row: Row, family: int, note: str) -> tuple[str, str]:
     """Return the reason of a verdict in at most two lines, and the next step where more launches do not decide."""
     (base_s, head_s), unit = case.seconds[case.slowest], spec_of(case.metric).unit
     ratio, low, high, threshold = row.ratio or 0.0, row.low or 0.0, row.high or 0.0, row.threshold or 0.0
@@ -602,9 +504,9 @@ def _described(case: Timed, estimate: Estimate, row: Row, family: int, note: str
     reason += case.left_out
     if row.result in {"REGRESSED", "IMPROVED"}:
         return "\n".join(filter(None, (reason, note))), ""
-    if estimate.spread >= math.log(case.spread):
+    if case.scatter >= math.log(case.spread):
         step = "Look for other users of the machine (nvidia-smi, top), then measure again."
-        return f"{reason}\nLaunches of one report differ by a factor of {_ratio(estimate.spread):.1f}.", step
+        return f"{reason}\nLaunches of one report differ by a factor of {_ratio(case.scatter):.1f}.", step
     if case.machine_sd:
         # An OK row has a step as well: behind so much noise that a slowdown would not have been seen, it is not OK.
         return reason, "Measure the baseline on these GPUs."
@@ -614,7 +516,7 @@ def _described(case: Timed, estimate: Estimate, row: Row, family: int, note: str
     needed = row.launches_needed
     least = f"more than {PRACTICAL_LAUNCHES}" if needed is None or needed > PRACTICAL_LAUNCHES else needed
     return (
-        f"{reason}{chance if estimate.change > math.log1p(threshold) else ''}\n"
+        f"{reason}{chance if case.change > math.log1p(threshold) else ''}\n"
         f"Minimum launches required in each report to detect {100 * (case.threshold + PROMISED):+.3g} %: "
         f"{least}, now {row.n:,}."
     ), ""

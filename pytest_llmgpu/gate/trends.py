@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -85,17 +85,6 @@ class Line(NamedTuple):
     """The figure of each report; None if the report does not have the case."""
 
 
-class _Past(NamedTuple):
-    place: int
-    """The number of the report, from 0."""
-    gpus: frozenset[str]
-    """The GPUs of the session, by UUID."""
-    result: CaseResult
-    """The case in this report."""
-    value: float | None
-    """The value in the unit of the metric."""
-
-
 class Trend(NamedTuple):
     """One metric over all reports."""
 
@@ -141,7 +130,6 @@ def trends(kept: Sequence[tuple[Stored, Report]], last: int | None = None) -> li
         for one, report in kept[start:]
     ]
     cases: dict[tuple[str, str], dict[int, CaseResult]] = {}
-    gpus = [frozenset(gpu.uuid for gpu in report.environment.gpus) for _, report in kept]
     for place, (_, report) in enumerate(kept):
         for result in report.cases:
             cases.setdefault((result.key, result.id), {})[place] = result
@@ -154,16 +142,11 @@ def trends(kept: Sequence[tuple[Stored, Report]], last: int | None = None) -> li
         fields = msgspec.to_builtins(result.case).items()
         differing = [f"{name} {value}" for name, value in fields if any(value != one[name] for one in alike)]
         names[identity] = " ".join([result.id, *differing])
-    reports = [f"{one.number:04}" for one, _ in kept]
     found = []
     for spec in (spec for spec in METRICS if spec.trend):
         lines = []
         for identity, result in order:
-            past = []
-            for place, one in sorted(cases[identity].items()):
-                figure = spec.of(one)
-                past.append(_Past(place, gpus[place], one, None if figure is None else figure.value))
-            figures = _figures(spec, past, reports, len(cases), start)
+            figures = _figures(spec, kept, cases[identity], len(cases), start)
             if any(one is not None and one.value is not None for one in figures):
                 lines.append(Line(names[identity], result.case.strategy, figures))
         if lines:
@@ -206,51 +189,63 @@ def steps(values: Sequence[float], prior: Prior, *, cases: int = 1) -> list[Step
 
 
 def _figures(
-    spec: MetricSpec, past: Sequence[_Past], names: Sequence[str], cases: int, start: int
+    spec: MetricSpec, kept: Sequence[tuple[Stored, Report]], results: Mapping[int, CaseResult], cases: int, start: int
 ) -> list[Figure | None]:
-    """Return the figure of one case in each report from `start` on, with its changes; a rate changes with the time."""
+    """Return the figure of one case in each report from `start` on, with its changes; a rate changes with the time.
+
+    `results` has the case by the place of its report, oldest first.
+    """
+    values = {place: figure.value for place, one in results.items() if (figure := spec.of(one)) is not None}
     marks: _Marks = {}
     if spec.rule == "time":
-        marks = _steps(spec, past, names, cases, start)
+        marks = _steps(spec, kept, results, values, cases, start)
     elif spec.rule is not None:
-        known = [(one.place, one.value) for one in past if one.value is not None]
-        for (before, was), (place, value) in itertools.pairwise(known):
+        for (before, was), (place, value) in itertools.pairwise(values.items()):
             change = value - was if spec.points or not was else value / was - 1
             if abs(change) > (spec.threshold or 0.0):
-                reason = f"{spec.written(value)}, was {spec.written(was)} in report {names[before]}."
+                reason = f"{spec.written(value)}, was {spec.written(was)} in report {kept[before][0].number:04}."
                 marks[place] = ("better" if (change > 0) == spec.bigger_is_better else "worse", reason)
-    figures: list[Figure | None] = [None] * (len(names) - start)
-    for one in past:
-        if one.place >= start:
-            shown = None if one.value is None else one.value / spec.trend_unit
-            figures[one.place - start] = Figure(shown, one.result.outcome, *marks.get(one.place, (None, "")))
+    figures: list[Figure | None] = [None] * (len(kept) - start)
+    for place, one in results.items():
+        if place >= start:
+            shown = values[place] / spec.trend_unit if place in values else None
+            figures[place - start] = Figure(shown, one.outcome, *marks.get(place, (None, "")))
     return figures
 
 
-def _steps(spec: MetricSpec, past: Sequence[_Past], names: Sequence[str], cases: int, start: int) -> _Marks:
+def _steps(
+    spec: MetricSpec,
+    kept: Sequence[tuple[Stored, Report]],
+    results: Mapping[int, CaseResult],
+    values: Mapping[int, float],
+    cases: int,
+    start: int,
+) -> _Marks:
     """Return the changes of a time of one case: another outcome, a disturbance, or a step on the same GPUs.
 
     A step that began before the report `start`, the first with a column, is marked where it was found.
     """
     marks: _Marks = {}
-    for before, now in itertools.pairwise(past):
-        fits = now.result.outcome not in OUT_OF_MEMORY
-        if (before.result.outcome not in OUT_OF_MEMORY) != fits:
-            reason = f"{now.result.outcome}, was {before.result.outcome} in report {names[before.place]}."
-            marks[now.place] = ("better" if fits else "worse", reason)
-    quiet: dict[frozenset[str], list[_Past]] = {}
-    for one in past:
-        invalid = list(filter(None, map(disturbances.untimed, one.result.launches)))
-        if one.value and invalid and 2 * len(invalid) >= len(one.result.launches):  # else the median is undisturbed
-            marks[one.place] = ("disturbed", f"{invalid[0]}.")
-        elif one.value:
-            quiet.setdefault(one.gpus, []).append(one)
-    for of_gpus in quiet.values():
-        results = [one.result for one in of_gpus]
+    names = [f"{one.number:04}" for one, _ in kept]
+    for (before, was), (place, now) in itertools.pairwise(results.items()):
+        fits = now.outcome not in OUT_OF_MEMORY
+        if (was.outcome not in OUT_OF_MEMORY) != fits:
+            reason = f"{now.outcome}, was {was.outcome} in report {names[before]}."
+            marks[place] = ("better" if fits else "worse", reason)
+    quiet: dict[frozenset[str], list[int]] = {}
+    for place in (place for place, value in values.items() if value):
+        launches = results[place].launches
+        invalid = list(filter(None, map(disturbances.untimed, launches)))
+        if invalid and 2 * len(invalid) >= len(launches):  # else the median is undisturbed
+            marks[place] = ("disturbed", f"{invalid[0]}.")
+        else:
+            quiet.setdefault(frozenset(gpu.uuid for gpu in kept[place][1].environment.gpus), []).append(place)
+    for places in quiet.values():
         # The history itself shows how the waiting for the host varies.
-        prior = DEVICE_TIME if spec.name == "device_time" else PRIORS[noise_regime.noisiest(*results)]
-        for step in steps([one.value or 0.0 for one in of_gpus], prior, cases=cases):
-            first, found = of_gpus[step.first].place, of_gpus[step.found].place
+        regime = noise_regime.noisiest(*(results[place] for place in places))
+        prior = DEVICE_TIME if spec.name == "device_time" else PRIORS[regime]
+        for step in steps([values[place] for place in places], prior, cases=cases):
+            first, found = places[step.first], places[step.found]
             reason = f"Step of {signed_percent(step.change)} since report {names[first]}, found with {names[found]}."
             marks[first if first >= start else found] = ("worse" if step.change > 0 else "better", reason)
     return marks

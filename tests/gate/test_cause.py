@@ -8,11 +8,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.program_factory import ADD, MLP, PROJECTION, REDUCED, Program, measured, pairs, report_of
+from support.program_factory import ADD, MLP, PROJECTION, REDUCED, Measured, Program, measured, pairs, report_of
 from support.prose import Prose
 
 from pytest_llmgpu.gate import cause, program
-from pytest_llmgpu.gate.program import Measured
 from pytest_llmgpu.report.cause import Cause
 from pytest_llmgpu.report.metrics import MetricName
 from pytest_llmgpu.report.report import Report

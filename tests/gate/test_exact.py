@@ -85,6 +85,14 @@ def test_launches_that_differ_have_to_differ_in_one_direction(
     assert (row.result, row.n) == (verdict, min(len(before), len(after)))
 
 
+@pytest.mark.parametrize(("after", "words"), [((4, 4), " on rank 1: 4 "), ((3, 4), " on each rank: 3 ")])
+def test_a_row_names_the_rank_that_changed(after: Sequence[int], words: str) -> None:
+    """Launches that overlap are OK; the row says on which rank they differ."""
+    row = _rows(_result(*[_calling(4, 5)] * 2), _result(_calling(*after), _calling(4, 5)))["host_calls"]
+    assert row.result == "OK"
+    assert words in row.reason
+
+
 def test_work_of_other_batches_is_not_compared(prose: Prose) -> None:
     """Other batches of the plan, another plan, another version of Python, or other ranks."""
     head = _result(_calling(4, 4, batches=[0, 1]))

@@ -36,7 +36,7 @@ def test_times_are_those_at_the_clock_of_the_candidate(
 ) -> None:
     """The passes show the slope, from -1 to 0; where their clocks hardly vary it is uncertain, and so is the change."""
     found = fit([_launch(0.0, slope, base)] * 2, [_launch(0.01, slope, head)])
-    assert (found.slope, found.change) == pytest.approx((fitted, change), abs=2e-3)
+    assert (found.slope, found.samples.change) == pytest.approx((fitted, change), abs=2e-3)
     assert (found.base_ghz, found.head_ghz) == pytest.approx((1.735, statistics.fmean(head) / 1000), rel=1e-3)
     assert found.sd == pytest.approx(sd, rel=0.2)
 
@@ -50,7 +50,7 @@ def test_the_deviation_is_that_of_the_change(width: float) -> None:
         slope = min(0.0, max(-1.0, _CHANCE.gauss(-0.5, 0.25)))
         base, *head = ([mhz * (1 + _CHANCE.gauss(0, width)) for _ in range(12)] for mhz in (1735, 1600, 1620))
         found = fit([_launch(0.0, slope, base, 0.001)], [_launch(0.01, slope, of, 0.001) for of in head])
-        distances.append((found.change - 0.01) / (found.sd * math.sqrt(1 + 1 / 2)))
+        distances.append((found.samples.change - 0.01) / (found.sd * math.sqrt(1 + 1 / 2)))
     assert 0.8 < statistics.pstdev(distances, 0.0) < 1.1
 
 

@@ -15,6 +15,7 @@ from support.program_factory import (
     MLP,
     PROJECTION,
     REDUCED,
+    Measured,
     Program,
     measured,
     pairs,
@@ -25,7 +26,6 @@ from support.prose import Prose
 from pytest_llmgpu.gate import program
 from pytest_llmgpu.gate.judge import judge
 from pytest_llmgpu.gate.policy import Policy
-from pytest_llmgpu.gate.program import Measured
 from pytest_llmgpu.report.verdicts import Row
 
 _BASE = Program()
@@ -59,7 +59,7 @@ def test_one_kernel_that_became_slower_than_the_others_is_found_at_every_clock(e
     after = _BASE.slower(FLASH, 1 + excess * _DEVICE_S / 0.004)
     for clock_ghz in (1.7, 1.6):
         first, *others = program.slower_kernels(pairs(_BASE, after, clock_ghz=clock_ghz)[0])
-        assert (first.name, first.module) == (FLASH, "layers.*.self_attn")
+        assert (first.part.name, first.module) == (FLASH, "layers.*.self_attn")
         assert first.excess == pytest.approx(excess, rel=0.03)
         assert max(one.excess for one in others) < 1e-3
     assert max(one.excess for one in program.slower_kernels(pairs(_BASE, _BASE.slower("", 1.2))[0])) < 1e-9

@@ -15,10 +15,9 @@ from support.verdict_factory import BATCHES, make_invalid, with_latencies, with_
 
 from pytest_llmgpu.analysis import noise_regime
 from pytest_llmgpu.analysis.noise_regime import PRIORS, REGIMES, Prior
+from pytest_llmgpu.gate.fixed_clock import Samples
 from pytest_llmgpu.gate.policy import AmountRule, TimeRule
 from pytest_llmgpu.gate.times import (
-    Refusal,
-    Samples,
     Timed,
     comparable,
     critical_t,
@@ -358,9 +357,9 @@ def test_the_smallest_slowdown_of_one_case_of_21_is_found(regime: Any, launches:
         assert sum(row.result == "REGRESSED" for row in found) in hits
 
 
-def _refused(base: CaseResult, head: CaseResult, verdict: str) -> Refusal:
+def _refused(base: CaseResult, head: CaseResult, verdict: str) -> Row:
     found = comparable(base, head)
-    assert isinstance(found, Refusal), found
+    assert isinstance(found, Row), found
     assert found.verdict == verdict
     return found
 
@@ -384,11 +383,11 @@ def test_times_of_other_threads_are_not_compared(device: str, refused: bool) -> 
     base, head = (with_launches([1.0], device=device) for _ in range(2))
     for result, threads in ((base, 2), (head, 1)):
         result.launches[0].host = HostUse(wall_s=1.0, threads=[threads], cpu_s=[1.0], waited_s=[0.0])
-    assert isinstance(comparable(base, head), Refusal) is refused
+    assert isinstance(comparable(base, head), Row) is refused
     if refused:
         assert "2 in the baseline, 1 in the candidate" in _refused(base, head, "NOT_COMPARABLE").reason
     head.launches[0].host = None
-    assert not isinstance(comparable(base, head), Refusal)
+    assert not isinstance(comparable(base, head), Row)
 
 
 def test_a_time_that_is_gone_is_missing() -> None:

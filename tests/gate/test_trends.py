@@ -16,7 +16,6 @@ from pytest_llmgpu.store import store
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
 
-_PRIOR = DEVICE_TIME
 _FLAT = [1.0, 1.002, 0.999, 1.001, 0.998, 1.0, 1.001, 0.999, 1.0, 1.002]
 _STEPPED = [1.0, 1.001, 0.999, 1.0, 1.001, 0.999, 1.0, 1.03, 1.031, 1.029]
 
@@ -38,17 +37,17 @@ _BY_HALF_A_PERCENT = [1.005 * value for value in _QUIET]
 @pytest.mark.parametrize(
     ("history", "prior", "expected"),
     [
-        ([*_FLAT, *_SLOWER], _PRIOR, [(10, 11)]),
-        ([*_FLAT, *_FASTER], _PRIOR, [(10, 11)]),
-        ([*_FLAT, *_SLOWER, *_FLAT], _PRIOR, [(10, 11), (20, 21)]),
-        ([*_FLAT, *_SLOWER[:1]], _PRIOR, []),
+        ([*_FLAT, *_SLOWER], DEVICE_TIME, [(10, 11)]),
+        ([*_FLAT, *_FASTER], DEVICE_TIME, [(10, 11)]),
+        ([*_FLAT, *_SLOWER, *_FLAT], DEVICE_TIME, [(10, 11), (20, 21)]),
+        ([*_FLAT, *_SLOWER[:1]], DEVICE_TIME, []),
         ([*_QUIET, *_BY_HALF_A_PERCENT], Prior(s0=0.003, df0=40.0), []),
         ([*_QUIET, *_BY_HALF_A_PERCENT], Prior(s0=0.0003, df0=40.0), [(5, 6)]),
         ([*(_QUIET * 6), *_BY_HALF_A_PERCENT], Prior(s0=0.003, df0=40.0), [(30, 33)]),
-        ([*_FLAT, 1.5], _PRIOR, []),
-        ([*(_FLAT * 8), 1.5, *_FLAT], _PRIOR, []),
-        ([1.0, 1.0 + 1e-9] * 10 + [1.001] * 10, _PRIOR, []),
-        ([1.0, 1.0 + 1e-9] * 10 + [1.01] * 10, _PRIOR, [(20, 21)]),
+        ([*_FLAT, 1.5], DEVICE_TIME, []),
+        ([*(_FLAT * 8), 1.5, *_FLAT], DEVICE_TIME, []),
+        ([1.0, 1.0 + 1e-9] * 10 + [1.001] * 10, DEVICE_TIME, []),
+        ([1.0, 1.0 + 1e-9] * 10 + [1.01] * 10, DEVICE_TIME, [(20, 21)]),
     ],
 )
 def test_a_step_lasts_and_exceeds_the_noise(
@@ -64,7 +63,7 @@ def test_a_step_lasts_and_exceeds_the_noise(
 def test_a_step_has_to_be_clearer_among_many_cases() -> None:
     """Each of the histories may show one by chance."""
     history = [*_FLAT, *(1.01 * value for value in _FLAT)]
-    alone, among = (steps(history, _PRIOR, cases=cases)[0] for cases in (1, 1000))
+    alone, among = (steps(history, DEVICE_TIME, cases=cases)[0] for cases in (1, 1000))
     assert among.found > alone.found
 
 

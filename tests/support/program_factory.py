@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from pytest_llmgpu.gate import program
-from pytest_llmgpu.gate.program import Measured, Pair
+from pytest_llmgpu.gate.program import Pair
 from pytest_llmgpu.ranks import work
 from pytest_llmgpu.ranks.work import Calls, Modules, PassKernels
 from pytest_llmgpu.report.kernel_families import family_of
@@ -111,6 +111,13 @@ class Program:
         )
 
 
+class Measured(NamedTuple):
+    """The work passes of a report, as the gate compares them."""
+
+    works: list[Work]
+    kernel_names: list[str]
+
+
 def measured(*ranks: Program, clock_ghz: float = CLOCK_GHZ, on_cpu: bool = False) -> Measured:
     """Return the work passes of a report of one launch whose ranks run the programs."""
     names: dict[str, int] = {}
@@ -135,5 +142,5 @@ def report_of(found: Measured, *, seconds: float = 1.0, **case: Any) -> Report:
     result = with_launches([seconds], **case)
     (result.launches[0].work,) = found.works
     report = make_report([result])
-    report.environment = msgspec.structs.replace(report.environment, kernel_names=list(found.kernel_names))
+    report.environment = msgspec.structs.replace(report.environment, kernel_names=found.kernel_names)
     return report
