@@ -108,6 +108,9 @@ def _pairs(bases: Iterable[Report], heads: Iterable[Report], *, same: bool) -> d
 def _figures(equal: Sequence[Pair], slower: Sequence[Pair]) -> dict[str, Any]:
     """Return what is REGRESSED of pairs of equal programs, of those with an injected slowdown, and of real ones."""
     rows = [_rows(*pair) for pair in equal]
+    real: dict[float, list[Pair]] = defaultdict(list)
+    for pair in slower:
+        real[round(100 * _kernels(*pair)[0].excess, 1)].append(pair)
     excess = [_kernels(*pair)[0].excess for pair in equal if _kernels(*pair)]
     return {
         "pairs": len(equal),
@@ -119,12 +122,9 @@ def _figures(equal: Sequence[Pair], slower: Sequence[Pair]) -> dict[str, Any]:
         "half_a_percent_in_a_copy": _share(equal, _with_copies),
         "one_percent_of_all_kernels": _share(equal, _all_slower),
         "slower_kernel": {
-            "pairs": len(slower),
-            "added_pct": statistics.median(100 * _kernels(*pair)[0].excess for pair in slower),
-            **_share(slower, None, _OWN),
-        }
-        if slower
-        else None,
+            f"+{added:.1f} %": {"pairs": len(pairs), **_share(pairs, None, _OWN)}
+            for added, pairs in sorted(real.items())
+        },
     }
 
 

@@ -24,15 +24,21 @@ REPORTS = Path(__file__).parents[2] / "benchmarks" / "reports"
 @pytest.mark.slow
 def test_recorded_launches_show_what_the_gate_finds(capsys: pytest.CaptureFixture[str]) -> None:
     """One launch finds half a percent in a copy and one percent of all kernels, and leaves equal programs alone."""
-    recorded = [str(REPORTS / f"clock-7b-gpu-{number}.json.gz") for number in (1, 2)]
-    assert import_module("reach").main([*recorded, "--trials=4"]) == 0
+    names = ["clock-7b-gpu-1.json.gz", "clock-7b-gpu-2.json.gz", "own-kernel-7b-gpu-3.json.gz"]
+    slower = "own-kernel-7b-slower-3.json.gz"
+    flags = ["--slower", str(REPORTS / slower), "--trials=4"]
+    assert import_module("reach").main([*(str(REPORTS / name) for name in names), *flags]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["launches"] == [6, 1]
-    assert max(case["fixed_clock_pct"] for case in found["device_time"].values()) < 0.05
+    assert found["launches"] == {**dict(zip(names, (6, 1, 2), strict=True)), slower: 2}
+    scatter = [case["fixed_clock_pct"] for recording in found["device_time"].values() for case in recording.values()]
+    assert max(scatter) < 0.05
     for pairs in (*found["same_gpu"].values(), *found["other_gpu"].values()):
         assert pairs["equal_program"]["regressed"] == 0
         assert pairs["half_a_percent_in_a_copy"] == {"regressed": 1, "named": 1}
-        assert pairs.get("one_percent_of_all_kernels", {"regressed": 1})["regressed"] == 1
+    for pairs in found["same_gpu"].values():
+        assert pairs["one_percent_of_all_kernels"]["regressed"] == 1
+        assert sum(real["pairs"] for real in pairs["slower_kernel"].values()) == 4
+        assert {(real["regressed"], real["named"]) for real in pairs["slower_kernel"].values()} == {(1, 1)}
     assert found["reports_of_21_cases"]["equal_program"] == 0
 
 
