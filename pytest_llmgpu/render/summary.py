@@ -184,7 +184,8 @@ def figures(row: Row) -> Figures:
     interval = ""
     if row.low is not None and row.high is not None and row.low < row.high:
         interval = f"{signed_percent(row.low - 1).removesuffix(' %')} to {signed_percent(row.high - 1)}"
-    return Figures(was, now, "same" if row.base == row.head else signed_percent(row.ratio - 1), interval)
+    same = row.base is not None and row.base == row.head
+    return Figures(was, now, "same" if same else signed_percent(row.ratio - 1), interval)
 
 
 def verdict(row: Row) -> str:

@@ -65,6 +65,17 @@ def commit(rootdir: Path, environ: Mapping[str, str] = os.environ) -> Commit:
     return Commit(sha=sha, branch=named, dirty=bool(changed), source="git")
 
 
+def subjects(repository: Path, base: str, head: str) -> list[str]:
+    """Return a line for each commit after one and up to another, the latest first; none where git cannot name them."""
+    if not all(re.fullmatch(r"[0-9a-f]{7,64}", name) for name in (base, head)):
+        return []  # a report can have any text
+    try:
+        found = output(repository, "log", "--format=%h %s", f"{base}..{head}", "--", timeout_s=_STATUS_TIMEOUT_S)
+    except ValueError:  # a shallow clone lacks commits
+        return []
+    return found.splitlines()
+
+
 def content(reference: str | Path, repository: Path) -> bytes:
     """Return the bytes of `git:REV:PATH`.
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 from pytest_llmgpu.gate import headline, rows_by_cause
@@ -19,14 +20,16 @@ from pytest_llmgpu.gate.policy import Policy, policy_of
 from pytest_llmgpu.render import summary
 from pytest_llmgpu.render.exports.tables import code, markdown, markdown_header, markdown_line, markdown_lines
 from pytest_llmgpu.report.report import Report
-from pytest_llmgpu.report.text import one_line
+from pytest_llmgpu.report.text import one_line, plural
 from pytest_llmgpu.report.verdicts import Row, worst_first
+from pytest_llmgpu.store import git
 from pytest_llmgpu.store.store import commit, hardware
 
 LIMIT_BYTES = 1000 * 1024  # most bytes of the page: 24 KiB less than GitHub allows, for other output of the step
 COMMENT_BYTES = 60_000  # most bytes of a comment, for which GitHub allows 65,536 characters
 COMMENT_MARK = "<!-- pytest-llmgpu -->"  # the first line of a comment, by which a workflow finds its own and edits it
 ANNOTATIONS = 10  # most annotations of one step
+_FOLD = "<details>"
 _NOTE_BYTES = 200  # bytes reserved for the line on the rows that are left out of a table
 
 Level = Literal["failure", "warning", "info"]
@@ -136,15 +139,30 @@ _Table = tuple[Sequence[str], Sequence[str], Sequence[str]]
 
 def render_summary(report: Report) -> str:
     """Return the page of the report."""
-    return _page(report, [], LIMIT_BYTES)
+    return _page(report, [], list(_tables(report)), LIMIT_BYTES)
 
 
 def render_comment(report: Report) -> str:
-    """Return the page as a comment on a pull request."""
-    return _page(report, [COMMENT_MARK], COMMENT_BYTES)
+    """Return the page as a comment on a pull request: what changed, the next step, and the commits since the baseline.
+
+    The commits are those of the repository of the working directory.
+    """
+    tables, verdicts = list(_tables(report)), report.verdicts
+    if verdicts is not None:
+        # What did not change is on the page of the step.
+        tables = [table for table in tables if _FOLD not in table[0]]
+        if step := headline.next_steps(verdicts, policy_of(verdicts)):
+            tables.append(((), [markdown(step)], ()))
+        base = verdicts.baseline.commit if verdicts.baseline is not None else None
+        commits = git.subjects(Path(), base, report.commit.sha) if base and report.commit.sha else []
+        if commits:
+            title = f"<summary>{plural(len(commits), 'commit')} since the baseline</summary>"
+            lines = [f"- {markdown(line)}" for line in commits]
+            tables.append(([_FOLD, title, ""], lines, ["", "</details>"]))
+    return _page(report, [COMMENT_MARK], tables, COMMENT_BYTES)
 
 
-def _page(report: Report, first: Sequence[str], limit_bytes: int) -> str:
+def _page(report: Report, first: Sequence[str], tables: Sequence[_Table], limit_bytes: int) -> str:
     verdicts = report.verdicts
     if verdicts is None:
         counted: Counter[str] = Counter(result.outcome.replace("_", " ") for result in report.cases)
@@ -170,7 +188,7 @@ def _page(report: Report, first: Sequence[str], limit_bytes: int) -> str:
     elif verdicts is not None:
         parts.append("There is no baseline.")
     title = f"## LLM inference: {result}{f' ({counts})' if counts else ''}"
-    return _fitted([*first, title, "", " ".join(parts), ""], list(_tables(report)), limit_bytes)
+    return _fitted([*first, title, "", " ".join(parts), ""], tables, limit_bytes)
 
 
 def _tables(report: Report) -> Iterator[_Table]:
@@ -194,8 +212,8 @@ def _tables(report: Report) -> Iterator[_Table]:
             lines[severity != "info"].append(line)
     yield ["### To look at", "", *_VERDICT_HEADER], lines[True], ()
     yield _notice_table(other_notices(report))
-    yield ["<details>", "<summary>Cases</summary>", "", *markdown_header(report)], cases, folded
-    yield ["<details>", "<summary>All other verdicts</summary>", "", *_VERDICT_HEADER], lines[False], folded
+    yield [_FOLD, "<summary>Cases</summary>", "", *markdown_header(report)], cases, folded
+    yield [_FOLD, "<summary>All other verdicts</summary>", "", *_VERDICT_HEADER], lines[False], folded
 
 
 def _notice_table(found: Sequence[Notice]) -> _Table:

@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import re
 from html import unescape
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
@@ -11,6 +12,7 @@ import msgspec
 import pytest
 from support.export_reports import NASTY, TODAY, judged, nasty, two_strategies
 from support.report_factory import make_accuracy, make_failed, make_finding, make_report, make_result
+from support.repository import first_commit, git
 from support.verdict_factory import make_row, make_verdicts
 
 from pytest_llmgpu.gate.policy import Allowed, Policy
@@ -25,8 +27,9 @@ from pytest_llmgpu.render.exports.github import (
 )
 from pytest_llmgpu.render.exports.tables import code, markdown, markdown_header, spreadsheet
 from pytest_llmgpu.report.metrics import spec_of
-from pytest_llmgpu.report.report import Report
+from pytest_llmgpu.report.report import Commit, Report
 from pytest_llmgpu.report.text import one_line
+from pytest_llmgpu.report.verdicts import Baseline, Candidate
 
 
 def _summary(report: Report) -> str:
@@ -244,10 +247,35 @@ def test_text_is_escaped(function: Any, text: str, escaped: str) -> None:
     assert function(text) == escaped
 
 
-def test_a_comment_is_the_page_within_the_limit_of_comments() -> None:
-    """It begins with the mark by which a workflow finds it."""
+def test_a_comment_has_what_changed_the_next_step_and_the_commits_since_the_baseline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It begins with the mark by which a workflow finds it; without the commits the list is left out."""
     report = judged(two_strategies(), two_strategies())
-    assert export("github-comment", report) == f"{COMMENT_MARK}\n{_summary(report)}"
+    lines = export("github-comment", report).splitlines()
+    assert lines[:2] == [COMMENT_MARK, _summary(report).splitlines()[0]]
+    assert not {"<summary>Cases</summary>", "<summary>All other verdicts</summary>"} & {*lines}
+    assert "since the baseline" not in "".join(lines)
+    (tmp_path / "a").write_text("a")
+    first_commit(tmp_path)
+    base = git(tmp_path, "rev-parse", "HEAD")
+    for subject in ("Faster <b>", "Slower"):
+        git(tmp_path, "commit", "--quiet", "--allow-empty", "-m", subject)
+    monkeypatch.chdir(tmp_path)
+    head = git(tmp_path, "rev-parse", "HEAD")
+    both = {"baseline": Baseline(name="base.json", commit=base), "head": Candidate(created="", commit=head)}
+    report = make_report(verdicts=make_verdicts(make_row(next_step=""), **both))
+    report.commit = Commit(sha=head)
+    text = export("github-comment", report)
+    assert f"Next: llmgpu bisect {base[:8]} {head[:8]} --metric " in unescape(text)
+    assert "<summary>2 commits since the baseline</summary>" in text
+    commits = [line.split(" ", 2)[2] for line in text.splitlines() if line.startswith("- ")]
+    assert commits == ["Slower", "Faster &#60;b>"]
+
+
+def test_a_comment_fits_the_limit_of_comments() -> None:
+    """The last lines of its tables are left out."""
+    report = judged(two_strategies(), two_strategies())
     assert report.verdicts is not None
     report.verdicts = msgspec.structs.replace(report.verdicts, rows=report.verdicts.rows * 200)
     text = export("github-comment", report)
