@@ -161,6 +161,8 @@ def next_steps(verdicts: Verdicts, policy: Policy) -> str:
             parts.append(f"{search} finds the commit, if several are possible.")
         else:
             parts.append(step_of(worst))
+        if worst.trace is not None:
+            parts.append(f"Its trace opens in ui.perfetto.dev: {worst.trace}")
     undecided = [row for row in unclear if row.compared and row.allowed is None]
     for why, reports in ((NEITHER, "both reports"), (ONLY_CANDIDATE, "the baseline")):
         lacks = f"device_time: {why}" in verdicts.not_compared

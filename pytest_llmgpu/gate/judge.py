@@ -419,6 +419,12 @@ class Comparison:
             return list(named)
         compared = {entry[1].id: entry for entry in self._entries if isinstance(entry, tuple)}
         rows = [with_cause(row, *compared[row.id], self._names) if row.id in compared else row for row in named]
+        for number, row in enumerate(rows):
+            traces = compared[row.id][1].launches[-1].traces if row.id in compared else []
+            if traces and row.worse and row.metric in {"program", *TIMES}:
+                rows[number] = msgspec.structs.replace(row, trace=traces[0])
+        if self._in_turn:
+            rows = [times.with_power(row, *compared[row.id]) if row.id in compared else row for row in rows]
         return rows + creep.rows(self.base, [head for _, head in compared.values()], rows, self.policy)
 
     def _with_program(self, rows: Sequence[Row], base: CaseResult, head: CaseResult) -> list[Row]:

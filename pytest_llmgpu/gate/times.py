@@ -72,6 +72,9 @@ on: fewer of them are left out where not every launch of a report has one."""
 _CLOCK = 0.01
 """A relative difference of clocks from which a reason states it."""
 
+_LOWER, _LOWER_LAUNCHES = 0.005, 3
+"""A program draws more power if its clock is lower by this fraction in each of at least so many launches in turn."""
+
 _THOUSAND = 1000
 
 _NAMES = {
@@ -520,6 +523,33 @@ def _described(case: Timed, row: Row, family: int, note: str) -> tuple[str, str]
         f"Minimum launches required in each report to detect {100 * (case.threshold + PROMISED):+.3g} %: "
         f"{least}, now {row.n:,}."
     ), ""
+
+
+def with_power(row: Row, base: CaseResult, head: CaseResult) -> Row:
+    """Return a row on device time as CHANGED where the candidate lowers its own clock: it draws more power.
+
+    At an equal clock such a program is as fast as before. The clocks are those of launches in turn, so that a drift of
+    the machine lowers those of both reports.
+    """
+    if row.metric != "device_time" or row.verdict != "OK" or row.clock_ratio is None:
+        return row
+    clocks = []
+    for result in (base, head):
+        ranks = [
+            [ghz for rank in launch.ranks for gpu in rank.clock_ghz or () for ghz in gpu] for launch in result.launches
+        ]
+        clocks.append([statistics.fmean(ghz) for ghz in ranks if ghz])
+    lower = sum(now < (1 - _LOWER) * then for then, now in zip(*clocks, strict=False))
+    if lower < max(_LOWER_LAUNCHES, len(clocks[1])):
+        return row
+    energy = ""
+    if base.energy_j_per_sequence and head.energy_j_per_sequence:
+        energy = f", energy per sequence {signed_percent(head.energy_j_per_sequence / base.energy_j_per_sequence - 1)}"
+    reason = (
+        f"More power per forward: the clock was {100 * (1 - row.clock_ratio):.1f} % lower in each of "
+        f"{plural(lower, 'launch')} in turn{energy}. At an equal clock: {row.reason}"
+    )
+    return msgspec.structs.replace(row, verdict="CHANGED", improved=False, reason=reason)
 
 
 def _amount(value: float, unit: str) -> str:

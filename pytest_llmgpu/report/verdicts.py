@@ -129,6 +129,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     is set on one row of a case: device time, or wall time if there is no device time."""
     allowed: str | None = None
     """Reason of the policy's `allow` entry that accepts this row; null if there is no such entry."""
+    trace: str | None = None
+    """Path of a trace of the candidate's work passes where the change is for the worse; null without one."""
     cause: Cause | None = None
     """Changes in the work passes that explain a change for the worse; null without such a change, and if a report has
     no work passes of the same batches."""

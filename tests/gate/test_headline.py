@@ -162,6 +162,7 @@ def test_points_and_reasons_are_in_words() -> None:
     [
         ([_row("OK")], {}, ""),
         ([_slower()], {}, "llmgpu bisect aaaaaaaa bbbbbbbb --metric time --case tp-bs8 "),
+        ([_slower(trace="traces/tp-bs8.json.gz")], {}, " Its trace opens in ui.perfetto.dev: traces/tp-bs8.json.gz"),
         ([_slower()], {"states": ["dirty"]}, spec_of("time").next_step),
         ([_slower(next_step="Look for a mask.")], {}, "Look for a mask."),
         ([_row("UNDECIDED", name=f"mp-bs{n}", launches_needed=n) for n in (3, 5, 40)], {}, "--llmgpu-launches=5 "),
@@ -170,7 +171,7 @@ def test_points_and_reasons_are_in_words() -> None:
         ([_row("UNDECIDED", "outcome", base=None)], {}, "Measure again."),
         ([_row("UNDECIDED", next_step="Cool the GPUs.")], {}, "Cool the GPUs."),
     ],
-    ids=["none", "worse", "dirty", "own step", "launches", "too many", "in turn", "interrupted", "disturbed"],
+    ids=["none", "worse", "traced", "dirty", "own step", "launches", "too many", "in turn", "interrupted", "disturbed"],
 )
 def test_the_next_step_is_one_line(rows: list[Row], fields: dict[str, Any], words: str, prose: Prose) -> None:
     """The commit of a regression is looked for where that helps; undecided rows get the launches that decide most."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -23,6 +24,7 @@ from support.program_factory import (
 )
 from support.prose import Prose
 
+from pytest_llmgpu.analysis.merging import merge
 from pytest_llmgpu.gate import program
 from pytest_llmgpu.gate.judge import judge
 from pytest_llmgpu.gate.policy import Policy
@@ -36,6 +38,7 @@ _CLONES = _BASE.more(MLP, CLONE, 4, 0.005 * _DEVICE_S, op="aten::clone")
 
 def _rows(before: Measured, after: Measured, seconds: float = 1.0, **policy: Any) -> dict[str, Row]:
     head = report_of(after, seconds=seconds)
+    head.cases[0].launches[0].traces = ["a.json.gz"]
     verdicts = judge(report_of(before), head, Policy(**policy), today=datetime.date(2026, 6, 1))
     return {row.metric: row for row in verdicts.rows}
 
@@ -102,6 +105,7 @@ def test_a_change_of_the_program_is_stated_and_fails_by_its_price(
     found = _rows(measured(before), measured(after), seconds=0.9 if "improved" in device_time else 1.0)
     row = found["program"]
     assert row.verdict == program_row
+    assert row.trace == ("a.json.gz" if row.worse else None)
     timed = found["device_time"]
     assert f"{timed.verdict}{' improved' * timed.improved}" == device_time
     assert prose == f"{row.reason}\n{timed.reason}"
@@ -113,6 +117,35 @@ def test_a_gpu_at_a_lower_clock_is_no_regression() -> None:
     found = _rows(measured(_BASE), measured(_BASE, clock_ghz=1.7 / 1.1))
     assert (found["program"].verdict, found["device_time"].verdict) == ("OK", "OK")
     assert found["device_time"].clock_ratio == pytest.approx(1 / 1.1)
+
+
+@pytest.mark.parametrize(
+    ("clocks_ghz", "in_turn", "verdict"),
+    [
+        ((1.65, 1.65, 1.65), True, "CHANGED"),
+        ((1.65, 1.65, 1.65), False, "OK"),
+        ((1.65, 1.65, 1.7), True, "OK"),
+        ((1.65, 1.65), True, "OK"),
+        ((1.75, 1.75, 1.75), True, "OK"),
+    ],
+)
+def test_a_program_that_lowers_its_own_clock_is_stated(
+    clocks_ghz: Sequence[float], in_turn: bool, verdict: str
+) -> None:
+    """At an equal clock it is as fast as before; launches in turn exclude a drift of the machine."""
+    both = []
+    for clocks in ([1.7] * len(clocks_ghz), clocks_ghz):
+        launches = [report_of(measured(_BASE, clock_ghz=ghz)) for ghz in clocks]
+        both.append(merge(launches, [str(number) for number in range(len(launches))]))
+        both[-1].cases[0].energy_j_per_sequence = 3.4 / min(clocks)
+    rows = judge(both[0], both[1], Policy(), today=datetime.date(2026, 6, 1), in_turn=in_turn).rows
+    (row,) = [row for row in rows if row.metric == "device_time"]
+    assert row.verdict == verdict
+    if verdict == "CHANGED":
+        assert row.reason.startswith(
+            "More power per forward: the clock was 2.9 % lower in each of 3 launches in turn, energy per sequence "
+            "+3.0 %. At an equal clock: Device time "
+        )
 
 
 @pytest.mark.parametrize(
