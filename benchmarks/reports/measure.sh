@@ -96,6 +96,14 @@ replayed() {
   done
   wait
 }
+# One kernel of each layer that waits for a number of cycles, and for more of them: for what one launch finds.
+own_kernel() {
+  local of=("${of_7b[@]}" --llmgpu-dataset="$dataset" --llmgpu-limit=60 --llmgpu-cuda-graphs=on)
+  of+=(--llmgpu-batch-sizes=1,8,32,64 --strategy=own_kernel:OwnKernel)
+  export PYTHONPATH=benchmarks/gate:${PYTHONPATH:-}
+  OWN_KERNEL_CYCLES=1:2161,8:3461,32:10300,64:16293 bench own-kernel-7b-gpu "${of[@]}" --llmgpu-launches="${LAUNCHES:-9}"
+  OWN_KERNEL_CYCLES=1:4691,8:7546,32:25800,64:56500 bench own-kernel-7b-slower "${of[@]}" --llmgpu-launches=2
+}
 # Generation and prefill of the plain model and compiled: beside bare replays and transformers, then as whole jobs.
 generation() {
   python3 benchmarks/overhead/generation.py --model llama-7b --device cuda --dtype float16 >"$out/generation-1xH200.jsonl"
