@@ -160,7 +160,11 @@ def _merged(reports: Sequence[Report], cases: list[CaseResult], *, again_in_part
             collected=first.session.collected,
             deselected=list(dict.fromkeys(entry for session in whole for entry in session.deselected)),
         ),
-        commit=msgspec.structs.replace(first.commit, dirty=True if True in dirty else first.commit.dirty),
+        commit=msgspec.structs.replace(
+            first.commit,
+            dirty=True if True in dirty else first.commit.dirty,
+            imported_from={name: path for one in reports for name, path in one.commit.imported_from.items()},
+        ),
         cases=cases,
         capacity=capacity.capacities(cases),
         verdicts=None,

@@ -98,7 +98,13 @@ class Worktree(NamedTuple):
         if status not in _COMPLETE or not path.exists():
             without = "" if path.exists() else " without a report"
             raise ValueError(f"{name}: {shlex.join(command)} ended{without} with {describe_ending(status, log)}")
-        return file.load(path)
+        report = file.load(path)
+        if (found := report.commit.not_measured()) is not None:
+            raise ValueError(
+                f"{name}: the report names {found}: give each commit an environment of its own, such as "
+                "--setup 'python -m venv .venv && .venv/bin/pip install -e .'"
+            )
+        return report
 
     def environment(self, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
         """Return the environment variables of commands that run in the worktree.

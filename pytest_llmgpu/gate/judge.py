@@ -217,7 +217,10 @@ class Comparison:
         self._entries: list[Row | Timed | _Compared] = []
         self._answered: list[Answered] = []
         before, after = (head if base is None else base).environment, head.environment
-        self._hardware = {device: hardware_differences(before, after, device) for device in ("cpu", "cuda")}
+        other = (
+            [] if base is None else [found for one in (base, head) if (found := one.commit.not_measured()) is not None]
+        )
+        self._hardware = {device: [*other, *hardware_differences(before, after, device)] for device in ("cpu", "cuda")}
         self._same_gpus = {gpu.uuid for gpu in before.gpus} == {gpu.uuid for gpu in after.gpus}
         self._names = before.kernel_names, after.kernel_names
         soft = software_differences(before, after)

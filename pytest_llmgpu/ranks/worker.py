@@ -28,6 +28,7 @@ from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.derived import decode_tokens, encode, encode_tokens
 from pytest_llmgpu.report.result import Collective, DeviceMemory, Generation, Launch, Phase
 from pytest_llmgpu.report.work import Ceilings, ModelSize
+from pytest_llmgpu.store.imports import Project
 from pytest_llmgpu.strategies.protocol import Workspace
 
 if TYPE_CHECKING:
@@ -178,6 +179,11 @@ def build(state: RankState, case: Case, source: ModelSource, place: str) -> str 
     except (RuntimeError, ValueError) as error:
         return str(error)
     return None
+
+
+def imported_from_elsewhere(state: RankState, project: Project) -> dict[str, str]:  # noqa: ARG001 - a command
+    """Return the modules of the project that this rank imported from outside of its working tree, with their files."""
+    return project.imported_from_elsewhere()
 
 
 def reset(state: RankState) -> None:

@@ -91,7 +91,18 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
     """True if a tracked file differs from the commit; null if git could not be run."""
     source: str | None = None
     """Source of the commit: `git`, or the environment variable that named it."""
+    imported_from: dict[str, str] = {}
+    """Modules of the project that were imported from outside of the working tree, to their files: the commit was not
+    measured. Empty if there are none."""
     why: Reasons = {}
+
+    def not_measured(self) -> str | None:
+        """Return a sentence on the modules that are not of this commit; None if there are none."""
+        if not self.imported_from:
+            return None
+        name, path = next(iter(self.imported_from.items()))
+        more = f" and {len(self.imported_from) - 1} more" if len(self.imported_from) > 1 else ""
+        return f"commit {(self.sha or '?')[:8]}, but module {name}{more} was imported from {path}"
 
 
 class Session(msgspec.Struct, kw_only=True):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import datetime
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 import msgspec
@@ -89,6 +90,8 @@ class Recorder:
         """Return a line for each file, its path or the reason why it is missing, and one on what to do with them."""
         written = "no report was written (--llmgpu-json=)" if self.path is None else f"report: {self._shown(self.path)}"
         lines = [self.problems.get("report", written), *self._saved, *filter(None, [self.problems.get("store")])]
+        if self.report is not None and (found := self.report.commit.not_measured()) is not None:
+            lines.append(f"note: the report names {found}: install this working tree (pip install -e .)")
         steps = []
         if self._page_path is not None:
             lines.append(self.problems.get("page", f"page: {self._shown(self._page_path)}"))
@@ -150,6 +153,7 @@ class Recorder:
         *,
         kernel_names: Sequence[str] = (),
         ceilings: Ceilings | None = None,
+        imported_from: Mapping[str, str] = MappingProxyType({}),
     ) -> CaseResult:
         """Add one launch of a case to the report, with what the run states about it, and write the report.
 
@@ -166,6 +170,8 @@ class Recorder:
         environment.why = {name: reason for name, reason in environment.why.items() if name != "ceilings"}
         if ceilings is None:
             environment.why["ceilings"] = _NO_CEILINGS
+        elsewhere = {name: anonymous(path) for name, path in imported_from.items()}
+        self.report.commit = msgspec.structs.replace(self.report.commit, imported_from=elsewhere)
         result.nodeid = nodeid
         if result.failure is not None:
             # Findings quote it.

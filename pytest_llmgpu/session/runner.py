@@ -42,6 +42,7 @@ from pytest_llmgpu.report.result import (
 )
 from pytest_llmgpu.report.text import listed, percent
 from pytest_llmgpu.report.work import NO_WORK, TRAFFIC_FAILED, TRAFFIC_STOPPED, WORK_OFF, WORK_STOPPED, Ceilings
+from pytest_llmgpu.store.imports import Project
 from pytest_llmgpu.strategies.protocol import Strategy
 
 Progress = Callable[[Case, int, int, float], None]
@@ -99,14 +100,18 @@ class Runner:
         progress: Progress,
         show_line: Callable[[str], None],
         traces: Path | None = None,
+        project: Project | None = None,
     ) -> None:
-        """Prepare to run; no process is started. `traces` is the folder of trace files."""
+        """Prepare to run; no process is started. `traces` is the folder of trace files, `project` what is measured."""
         self.launcher = launcher
         """Starts the processes of the ranks, and has what they wrote."""
         self._profilers_of = profilers_of
         self._progress = progress
         self._show_line = show_line
         self._traces = traces
+        self._project = project
+        self.imported_from: dict[str, str] = {}
+        """Maps modules of the project that a rank imported from outside of its working tree to their files."""
         self._traced: dict[str, str] = {}
         """Maps the key of each case to the begin of the names of its trace files. A later launch replaces them."""
         self._group: RankGroup | None = None
@@ -413,6 +418,10 @@ class Runner:
                 )
                 self._load_errors[request.loading] = RankFailedError(error.outcome, failure)
             raise
+        if self._project is not None:
+            asked = worker.imported_from_elsewhere, self._project
+            for found in self._group.ask(*asked, phase="load", timeout_s=request.load_timeout_s):
+                self.imported_from |= found
         devices = _by_gpu(loaded, request.machine)
         held = {gpu.uuid: device.held_bytes for gpu, device in devices if gpu}
         self._profilers_of(request.machine).here.held_bytes = held

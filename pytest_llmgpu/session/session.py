@@ -32,6 +32,7 @@ from pytest_llmgpu.session.gate import RunGate
 from pytest_llmgpu.session.planner import Planner
 from pytest_llmgpu.session.recorder import Recorder
 from pytest_llmgpu.session.runner import CaseRequest, Runner
+from pytest_llmgpu.store.imports import Project
 
 Group = tuple[str, Options]
 """A strategy and the options in force. The tests of one group share a loaded model."""
@@ -80,7 +81,8 @@ class BenchmarkSession:
         self._profilers: tuple[tuple[tuple[str, ...], ...], Profiler | NodeProfilers] | None = None
         folder = Path(self._folder.name)
         launcher = LocalLauncher(folder) if peers is None else EnvLauncher(peers, folder)
-        self.runner = Runner(launcher, self.profilers_of, self._show, live.note, trace_path)
+        self._project = Project.at(rootdir)
+        self.runner = Runner(launcher, self.profilers_of, self._show, live.note, trace_path, self._project)
         self._last: dict[Group, str] = {}
         """The last test of each group that measures."""
         self._cases: list[tuple[Machine, Case, int | None]] = []
@@ -171,6 +173,10 @@ class BenchmarkSession:
             self.planner.machine(options),
             kernel_names=list(self.runner.kernel_names),
             ceilings=self.runner.ceilings,
+            imported_from={
+                **(self._project.imported_from_elsewhere() if self._project is not None else {}),
+                **self.runner.imported_from,
+            },
         )
 
     def note(self, group: Group, outcome: str) -> None:

@@ -269,6 +269,12 @@ def test_another_case_or_machine_is_not_comparable(prose: Prose) -> None:
         assert _said(moved) == {"outcome": "NOT_COMPARABLE"}
         assert "GPUs 4 -> 8" in moved.rows[0].reason
         assert exit_status(moved, Policy()) == 3
+    other = make_report([_full(slower=2.0)])
+    elsewhere = {"engine": "~/e.py", "other": "/o.py"}
+    other.commit = msgspec.structs.replace(other.commit, sha="b" * 40, imported_from=elsewhere)
+    moved = _judge_reports(make_report([_full()]), other)
+    assert _said(moved) == {"outcome": "NOT_COMPARABLE"}
+    assert "commit bbbbbbbb, but module engine and 1 more was imported from ~/e.py" in moved.rows[0].reason
     beside = [_full(dtype="bfloat16"), make_failed("crashed", strategy="tp")]
     assert exit_status(_judge([_full()], beside), Policy()) == 1
 

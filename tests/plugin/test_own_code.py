@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from support.repository import first_commit
 
 # pytester forgets what a run inside this process has imported; a module that is here already keeps its identity.
 import pytest_llmgpu.session.session  # noqa: F401
@@ -60,17 +61,28 @@ def test_a_module_without_transformers_is_scored(pytester: pytest.Pytester) -> N
 
 
 @pytest.mark.slow
-def test_each_folder_has_its_own_patches(pytester: pytest.Pytester) -> None:
-    """A patch that fails is an error of its case; other folders have other processes, whatever pytest calls them."""
+def test_each_folder_has_its_own_patches(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A patch that fails is an error of its case; other folders have other processes, whatever pytest calls them.
+
+    A module that a patch imported from another tree than that of the commit is named.
+    """
     test = "def test_it(llm, hellaswag, batch_size, measure):\n    measure(llm, hellaswag, batch_size)\n"
-    lines = {"broken": "loaded.model.no_such_part", "patched": "print('patched', loaded.rank, case.batch_size)"}
+    lines = {"broken": "loaded.model.no_such_part", "patched": "import engine; print('patched', case.batch_size)"}
     for folder, line in lines.items():
         pytester.mkdir(folder)
         (pytester.path / folder / f"test_{folder}.py").write_text(test)
         (pytester.path / folder / "conftest.py").write_text(f"def pytest_llmgpu_model(loaded, case):\n    {line}\n")
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    for tree in (pytester.path, elsewhere):
+        (tree / "engine.py").write_text("")
+    first_commit(pytester.path)
+    monkeypatch.syspath_prepend(elsewhere)
     result, report = _run(pytester, "--import-mode=importlib", "--llmgpu-work=off", "-rP")
     result.assert_outcomes(passed=1, failed=1)
-    result.stdout.fnmatch_lines(["patched 0 8"])
+    result.stdout.fnmatch_lines(["patched 8", "note: the report names commit *, but module engine was imported from *"])
+    assert list(report.commit.imported_from) == ["engine"]
     broken, _ = report.cases
     assert broken.failure is not None
     assert "has no attribute 'no_such_part'" in broken.failure.message

@@ -55,7 +55,7 @@ for size, seconds in given["seconds"].items():
     if case.nodeid not in left_out:
         cases.append(case)
 found = make_report(cases)
-found.commit = commit(Path())
+found.commit = replace(commit(Path()), imported_from=given.get("imported_from", {}))
 found.session = Session(complete=True)
 dump(found, path)
 sys.exit(given.get("ends", 0))

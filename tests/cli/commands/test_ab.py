@@ -115,6 +115,11 @@ def test_each_worktree_gets_its_own_environment(project: Project, llmgpu: Callab
         ({}, ["--", "no-such-command"], "'no-such-command' cannot be run: No such file"),
         ({}, ["--", "pytest", "--llmgpu-json=x.json"], "--llmgpu-json: each launch sets its own"),
         (None, [], "no commit 'head'"),
+        (
+            {"seconds": STEADY, "imported_from": {"engine": "~/engine/src/engine/__init__.py"}},
+            [],
+            "but module engine was imported from ~/engine/src/engine/__init__.py: give each commit an environment of",
+        ),
     ],
 )
 def test_a_launch_without_a_complete_report_is_exit_2(

@@ -1,0 +1,68 @@
+"""Modules of the measured project that came from elsewhere: a report names a commit, and must have measured it.
+
+The usual cause is an installation of another working tree, editable or not, which comes first wherever pytest starts.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+from urllib.parse import unquote, urlsplit
+
+from pytest_llmgpu.store import git
+
+_PROJECT_FILES = {"pyproject.toml", "setup.py", "setup.cfg"}
+_NO_MODULES = {"setup", "conftest"}
+_TIMEOUT_S = 60.0
+
+
+class Project(NamedTuple):
+    """The working tree of a commit, with the modules that an import should find there."""
+
+    root: Path
+    modules: Sequence[str]
+    """Top-level names of packages and modules: beside a pyproject.toml or in its `src`, and in the root."""
+
+    @classmethod
+    def at(cls, folder: Path) -> Project | None:
+        """Return the project of a folder; None where git knows no working tree."""
+        try:
+            root = Path(git.output(folder, "rev-parse", "--show-toplevel", timeout_s=_TIMEOUT_S).removesuffix("\n"))
+            listed = git.output(root, "ls-files", "-z", timeout_s=_TIMEOUT_S).split("\0")
+        except ValueError:
+            return None
+        files = [PurePosixPath(name) for name in listed]
+        folders = {PurePosixPath(), *(path.parent for path in files if path.name in _PROJECT_FILES)}
+        folders |= {folder / "src" for folder in folders}
+        packages = [path.parent for path in files if path.name == "__init__.py"]
+        found = {path.name for path in packages if path.parent in folders and path.name}
+        found |= {path.stem for path in files if path.suffix == ".py" and path.parent in folders}
+        return cls(
+            root.resolve(),
+            sorted(name for name in found - sys.stdlib_module_names - _NO_MODULES if name.isidentifier()),
+        )
+
+    def imported_from_elsewhere(self) -> dict[str, str]:
+        """Return the modules that this process imported from outside of the tree, with their files.
+
+        A copy that was installed from the tree is accepted.
+        """
+        found = {}
+        for name in self.modules:
+            path = getattr(sys.modules.get(name), "__file__", None)
+            if path is not None and not Path(path).resolve().is_relative_to(self.root) and not self._is_installed(name):
+                found[name] = str(path)
+        return found
+
+    def _is_installed(self, module: str) -> bool:
+        """Return whether the distribution of a module was installed from the tree (PEP 610)."""
+        for name in metadata.packages_distributions().get(module, ()):
+            text = metadata.distribution(name).read_text("direct_url.json")
+            url = urlsplit(json.loads(text)["url"]) if text else None
+            if url is not None and url.scheme == "file" and Path(unquote(url.path)).resolve().is_relative_to(self.root):
+                return True
+        return False
