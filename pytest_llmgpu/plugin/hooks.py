@@ -176,7 +176,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Fail a test that cannot be measured, with the reason in one line."""
+    """Begin a test, which a plugin may run again; fail one that cannot be measured, with the reason in one line."""
+    if (benchmark := item.config.stash.get(SESSION, None)) is not None:
+        benchmark.recorder.begin_test(item.nodeid)
     if (reason := item.stash.get(_REFUSED, None)) is not None:
         pytest.fail(reason, pytrace=False)
 

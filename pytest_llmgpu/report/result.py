@@ -448,6 +448,9 @@ class CaseResult(msgspec.Struct, kw_only=True):
     """Reason why the case did not complete; null if it completed."""
     launches: list[Launch] = []
     """Measurements of each launch."""
+    attempts: int = 1
+    """Number of times that the test ran in the launch that repeated it most, such as by pytest-rerunfailures; the last
+    attempt of each launch counts."""
     inference_s: Seconds | None = None
     """Sum of the batch latencies; the median over launches."""
     sequences_per_s: Amount | None = None

@@ -74,6 +74,8 @@ class Recorder:
         """Maps node id and key of a case to the number of its measurements in this launch."""
         self._measured: dict[tuple[tuple[str, str], int], tuple[int, list[CaseResult]]] = {}
         """Maps node id, key and number of a measurement to its place in the report and its results, one per launch."""
+        self._resumed: Counter[tuple[tuple[str, str], int]] = Counter()
+        """Maps node id, key and number of a measurement to its launches before the session was resumed."""
         self._page_path, self._trace_path = page_path, trace_path
         if path is not None:
             file.check_writable(path)
@@ -123,6 +125,7 @@ class Recorder:
         for place, result in enumerate(report.cases):
             measured = result.nodeid or "", result.key
             self._measured[measured, self._counts[measured]] = (place, by_launch(result))
+            self._resumed[measured, self._counts[measured]] = len(result.launches)
             self._counts[measured] += 1
         self._counts.clear()
         return report
@@ -133,9 +136,10 @@ class Recorder:
         A test that measures the same case twice calls this, or `add`, once for each of them.
         """
         measured = valid(nodeid), case.key
-        place, launches = self._measured.get((measured, self._counts[measured]), (0, []))
-        if self.report is None or len(launches) < self._launch:
+        number = self._counts[measured]
+        if self.report is None or self._resumed[measured, number] < self._launch:
             return None
+        place, _ = self._measured[measured, number]
         self._counts[measured] += 1
         return self.report.cases[place]
 
@@ -143,6 +147,12 @@ class Recorder:
         """Begin a launch: the results that follow are further launches of the same cases."""
         self._launch = number
         self._counts.clear()
+
+    def begin_test(self, nodeid: str) -> None:
+        """Begin a test. If it ran in this launch before, what it measures is a further attempt of the same cases."""
+        for measured in [measured for measured in self._counts if measured[0] == valid(nodeid)]:
+            del self._counts[measured]
+        self.failed_tests.discard(nodeid)
 
     def add(
         self,
@@ -188,16 +198,20 @@ class Recorder:
             launch.traces = list(map(self._shown, launch.traces))
             launch.resumption = len(self.report.resumed)
         # A test that measures the same case twice has two cases in the report, in every launch.
-        measured = nodeid, result.key
+        measured = valid(nodeid), result.key
         place, launches = self._measured.setdefault((measured, self._counts[measured]), (len(cases), []))
         self._counts[measured] += 1
+        if len(launches) == self._launch:
+            before = launches.pop()
+            result.attempts, result.id = before.attempts + 1, before.id
         launches.append(result)
-        if len(launches) == 1:
+        if len(launches) == 1 and result.attempts == 1:
             result.id = next_id({one.id for one in cases}, result.case)
         # Series and references are among the cases whose answers the same fields decide.
         fields = decisive(result.case)
         earlier = [one for one in cases[:place] if decisive(one.case) == fields]
         whole = assess(launches, earlier=earlier, environment=environment, options=options)
+        whole.attempts = max(one.attempts for one in launches)
         cases[place : place + 1] = [whole]
         self._write()
         return whole

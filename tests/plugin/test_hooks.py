@@ -485,3 +485,38 @@ def test_a_report_that_cannot_be_written_where_it_should_be_is_kept_elsewhere(
     assert [case.case.batch_size for case in file.load(kept).cases] == [8]
     complaint = f"FAILED .llmgpu/last.json could not be written: Is a directory; the report is {kept}"
     result.stdout.fnmatch_lines([complaint, "strategy *batch *", "*1 passed*"])
+
+
+def test_a_test_that_runs_again_is_a_further_attempt_of_its_cases(runs: FakedRuns, pytester: pytest.Pytester) -> None:
+    """The last attempt counts, as with pytest-rerunfailures; two measurements of one test stay two cases."""
+    pytester.makeconftest(
+        """
+        from _pytest.runner import runtestprotocol
+
+        def pytest_runtest_protocol(item, nextitem):
+            item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+            first = runtestprotocol(item, nextitem=nextitem, log=False)
+            again = any(report.failed for report in first)
+            for report in runtestprotocol(item, nextitem=nextitem, log=False) if again else first:
+                item.ihook.pytest_runtest_logreport(report=report)
+            item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+            return True
+        """
+    )
+    pytester.makepyfile(
+        test_it="""
+        TIMES = []
+
+        def test_it(llm, hellaswag, batch_size, measure):
+            TIMES.append([measure(llm, hellaswag, batch_size).inference_s for _ in range(2)])
+            assert batch_size == 1 or len(TIMES) > 2
+        """
+    )
+    seconds = iter(range(1, 7))
+    runs.seconds = lambda _: float(next(seconds))
+    result = runs("--strategy=mp", sizes="1,4")
+    result.assert_outcomes(passed=2)
+    report = runs.report()
+    found = [(case.id, case.attempts, case.inference_s) for case in report.cases]
+    assert found == [("mp-bs1", 1, 10.0), ("mp-bs1#2", 1, 20.0), ("mp-bs4", 2, 50.0), ("mp-bs4#2", 2, 60.0)]
+    assert (report.session.complete, report.session.failed_tests) == (True, 0)
