@@ -293,4 +293,5 @@ def _short(name: str) -> str:
     if family_of(name) == "collective":
         return collective_of(name)
     plain = re.split(r"[<(]", name.removeprefix("void ").replace("(anonymous namespace)::", ""), maxsplit=1)[0]
-    return plain if name.startswith("aten::") else (plain.rpartition("::")[2] or plain).strip("_ ")
+    short = plain if name.startswith("aten::") else (plain.rpartition("::")[2] or plain).strip("_ ")
+    return short or name  # a source of Python such as <string>

@@ -1,6 +1,7 @@
 """The link between rank 0's process and each other process that was started with it: pickled messages over a socket.
 
-The variables that torchrun or srun set name this process and the place where rank 0 listens.
+The variables that torchrun or srun set name this process and the place where rank 0 listens: its address, the port, and
+the key, for which there are rules here.
 
 Whoever can connect decides which code runs. Between nodes both ends therefore prove that they have the same secret
 before the first message is read; `multiprocessing.connection`, whose framing is used, proves it by MD5 before Python

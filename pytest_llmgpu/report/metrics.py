@@ -2,7 +2,7 @@
 
 A new exact metric is a new row here, with `amount`: the policy's keys, verdicts, columns, exports and docs follow. Its
 amounts are a list of `HostUse`, which `ranks.host` measures, or a field of `RankWork`, which `ranks.work` counts: what
-records them, their field and the row are all that it needs.
+records them, their field and the row are all that it needs; a column of a table has its title in `render.table`.
 """
 
 from __future__ import annotations

@@ -155,6 +155,7 @@ def test_a_program_that_lowers_its_own_clock_is_stated(
         (dataclasses.replace(_BASE, flops={PROJECTION: 1020}), "REGRESSED", "FLOPs +2.00 %"),
         (dataclasses.replace(_BASE, flops={PROJECTION: 1000, MLP: 1}), "CHANGED", "FLOPs +0.10 %"),
         (_HOOK, "CHANGED", "own/hooks.py"),
+        (dataclasses.replace(_BASE, files={**_BASE.files, "<string>": 2}), "CHANGED", "Cause: 2 more <string>."),
         (_CLONES, "CHANGED", "1 more aten::clone in each layers.*.mlp"),
     ],
 )

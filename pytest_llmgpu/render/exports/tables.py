@@ -40,7 +40,7 @@ _SESSION = ("created", "commit", "machine", "gpu", "gpu_memory_bytes")
 CSV_COLUMNS = tuple(
     dict.fromkeys([*_FIRST, *_OF_METRICS, *(f"verdict_{name}" for name in JUDGED), *_FIGURES, *_SESSION])
 )
-"""The header of the CSV table; new columns are appended at the end."""
+"""The header of the CSV table; its columns are read by name, in the order of the metrics."""
 
 _MESSAGE = 120  # most characters of a failure's message in Markdown; its numbers come first
 
