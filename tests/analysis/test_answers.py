@@ -11,6 +11,7 @@ import pytest
 from support.assessed import CPU, as_one, assessed, check_of, codes, finding_of
 from support.prose import Prose
 from support.report_factory import (
+    known,
     make_accuracy,
     make_answers,
     make_case,
@@ -101,8 +102,7 @@ def test_the_worst_launch_counts() -> None:
     unscored = assessed(make_failed("oom"), make_result(1.0), accuracy_baseline=0.8)
     assert [one.accuracy_check for one in unscored] == [None, None]
     for values in ((0.828, 0.26, 0.828), (0.26, 0.828, 0.828)):
-        found = as_one([make_result(1.0, make_accuracy(value)) for value in values]).accuracy_check
-        assert found is not None
+        found = known(as_one([make_result(1.0, make_accuracy(value)) for value in values]).accuracy_check)
         assert (found.ok, found.value) == (False, 0.26)
 
 
@@ -134,10 +134,9 @@ def test_lost_answers_beyond_tolerance_and_chance_fail(
     """Lost and won items decide, by the exact sign test; without labels all that differ, else not those wrong twice."""
     before = make_answers([True] * right + [False] * right)
     after = make_answers([False] * lost + [True] * (right - lost + won) + [False] * (right - won))
-    assert after.labels is not None
     twice_wrong = [
         (label + 2) % 4 if number >= right + won else chosen
-        for number, (label, chosen) in enumerate(zip(after.labels, after.predictions_norm, strict=True))
+        for number, (label, chosen) in enumerate(zip(known(after.labels), after.predictions_norm, strict=True))
     ]
     after = msgspec.structs.replace(after, predictions_norm=twice_wrong if labelled else after.predictions_norm)
     first, second = (
@@ -156,8 +155,8 @@ def test_a_strategy_that_guesses_is_what_loses_the_answers() -> None:
         for size, accuracy in zip(sizes, (_GUESSES if strategy == "iok" else _GOOD, _GUESSES), strict=True)
     )
     for result in assessed(mp, iok, iok8)[1:]:
-        assert result.accuracy_check is not None
-        assert (result.accuracy_check.ok, result.accuracy_check.source) == (False, "mp-bs1")
+        check = known(result.accuracy_check)
+        assert (check.ok, check.source) == (False, "mp-bs1")
         (finding,) = result.findings
         assert finding.code == "wrong-answers"
         assert "mp-bs1 had 80.0 %, so iok loses the answers" in finding.text
@@ -165,8 +164,7 @@ def test_a_strategy_that_guesses_is_what_loses_the_answers() -> None:
     assert codes(mp, tp) == [["unchecked-answers"], []], "only mp itself is unchecked"
     assert check_of(mp, iok, accuracy_baseline=0.2).ok is True
     assert check_of(iok, iok8).ok is None
-    beside_broken = as_one([tp8], [mp, broken, tp]).accuracy_check
-    assert beside_broken is not None
+    beside_broken = known(as_one([tp8], [mp, broken, tp]).accuracy_check)
     assert (beside_broken.ok, beside_broken.source, beside_broken.baseline) == (False, "tp-bs1", 0.8)
 
 
@@ -215,10 +213,7 @@ def test_the_results_of_shin_et_al_have_their_findings(prose: Prose) -> None:
 
 
 def test_findings_on_answers_read_as(prose: Prose) -> None:
-    """Wrong answers are a failure with their cause and next step; answers without a baseline are a warning.
-
-    Lost items are named if McNemar's probability is below 1 %. A workspace that is too small is named as the cause.
-    """
+    """Wrong answers are a failure with their cause and next step; answers without a baseline are a warning."""
     nans = make_accuracy(0.25, items=100, loglikelihoods=[math.nan, -1.0, -1.0, -1.0] * 100)
     by_size = [make_result(1.0, make_accuracy(value), batch_size=n, **_MINE) for n, value in ((1, 0.7), (2, 0.26))]
     rounding = [

@@ -66,10 +66,7 @@ def test_a_directory_is_found_and_named_relative_to_the_rootdir(model: Path, tmp
 
 
 def test_checkpoints_are_told_apart_and_so_are_their_files(directory: Path) -> None:
-    """Copies have equal revisions, others than other weights of the same shape or another configuration.
-
-    The hash of each file shows which one differs; without weights only the other files have a hash.
-    """
+    """Only copies have equal revisions; the hash of each file shows which one differs."""
     original, hashes = _resolve(directory, directory.parent).revision, models.file_hashes(directory, weights=True)
     assert {"config.json", "tokenizer.json", "model.safetensors"} <= set(hashes)
     assert set(hashes) - set(models.file_hashes(directory, weights=False)) == {"model.safetensors"}

@@ -9,6 +9,7 @@ import re
 import msgspec
 import pytest
 from support.faked_runs import FakedRuns
+from support.report_factory import known
 
 from pytest_llmgpu.cli import main
 from pytest_llmgpu.gate import judge
@@ -70,13 +71,12 @@ def test_the_verdicts_are_those_of_the_written_report(runs: FakedRuns) -> None:
     base = runs.report("base.json")
     assert runs(_COMPARE, "--llmgpu-json=base.json").ret == 1
     head = runs.report("base.json")
-    assert head.verdicts is not None
+    verdicts = known(head.verdicts)
     today = datetime.datetime.now(datetime.timezone.utc).date()
-    again = judge.judge(base, head, Policy(), today=today, baseline=head.verdicts.baseline)
-    assert msgspec.structs.replace(again, head=head.verdicts.head) == head.verdicts
-    assert head.verdicts.head == Candidate(created=head.created, commit=head.commit.sha, states=[])
-    assert head.verdicts.baseline is not None
-    assert head.verdicts.baseline.name == "base.json"
+    again = judge.judge(base, head, Policy(), today=today, baseline=verdicts.baseline)
+    assert msgspec.structs.replace(again, head=verdicts.head) == verdicts
+    assert verdicts.head == Candidate(created=head.created, commit=head.commit.sha, states=[])
+    assert known(verdicts.baseline).name == "base.json"
     assert (head.session.exit_status, head.session.complete) == (1, True)
     assert main(["gate", "--verdicts", str(runs.pytester.path / "base.json")]) == 1
 
@@ -134,9 +134,7 @@ def test_a_run_that_stops_early_is_judged_and_written(
     runs.seconds = _slower
     runs.outcome = lambda size: outcome if size == 4 else "completed"
     assert runs("-x", _COMPARE).ret == 1
-    verdicts = runs.report().verdicts
-    assert verdicts is not None
-    found = {(row.id, row.metric): row.verdict for row in verdicts.rows}
+    found = {(row.id, row.metric): row.verdict for row in known(runs.report().verdicts).rows}
     assert (found["mp-bs4", metric], found["mp-bs8", metric]) == ("REGRESSED", last)
 
 
@@ -174,12 +172,10 @@ def test_a_run_of_the_store_is_a_baseline_by_its_name(runs: FakedRuns) -> None:
     assert runs("--llmgpu-save=good").ret == 0
     runs.seconds = _slower
     assert runs("--llmgpu-compare=latest", "--llmgpu-save=bad").ret == 1
-    session, verdicts = runs.report().session, runs.report().verdicts
+    session, baseline = runs.report().session, known(known(runs.report().verdicts).baseline)
     assert (session.exit_status, session.failed_tests) == (1, 0), "items of the gate are no tests of a model"
-    assert verdicts is not None
-    assert verdicts.baseline is not None
-    assert verdicts.baseline.name == "latest"
+    assert baseline.name == "latest"
     (good, bad) = store.stored(runs.pytester.path / ".llmgpu")
     assert (good.name, bad.name) == ("good", "bad")
-    assert verdicts.baseline.sha256 == hashlib.sha256(good.path.read_bytes()).hexdigest()
+    assert baseline.sha256 == hashlib.sha256(good.path.read_bytes()).hexdigest()
     assert runs("--llmgpu-compare=good").ret == 1

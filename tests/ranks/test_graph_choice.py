@@ -10,7 +10,7 @@ import pytest
 import torch
 from support import tiny_model
 from support.prose import Prose
-from support.report_factory import make_case
+from support.report_factory import known, make_case
 from support.request_factory import make_requests
 
 from pytest_llmgpu.inference import batching, cuda_graphs, scoring
@@ -105,9 +105,7 @@ def test_excluded_graphs_are_named(
     logits: str,
     reason: str | None,
 ) -> None:
-    """`on` is no error. On GPUs the batches are those of CUDA graphs: a few shapes are warmed up in a fraction of the
-    time. On a CPU, and where a cache is kept, rows are padded no further than a batch needs.
-    """
+    """`on` is no error. On GPUs the batches have few shapes; on a CPU, or with a cache, rows are not padded further."""
     decision = _decide(_loaded(model, *devices, **fields), requested, logits=logits)
     assert (decision.reason, decision.execution) == ("excluded", "eager")
     assert decision.detail == (reason or cuda_graphs.reason_against(model, devices))
@@ -120,10 +118,7 @@ def test_excluded_graphs_are_named(
 
 @pytest.mark.parametrize(("most", "reason"), [(71, "large"), (72, "small"), (73, "small")])
 def test_the_largest_forward_decides(model: Any, monkeypatch: pytest.MonkeyPatch, most: int, reason: str) -> None:
-    """2 rows of 36 tokens are the largest; above the limit the case runs eagerly, unless graphs are requested.
-
-    There padding costs time of the GPU, and there are few widths to warm up.
-    """
+    """Above the limit the case runs eagerly without padding, which costs time there, unless graphs are requested."""
     monkeypatch.setattr(cuda_graphs, "MOST_TOKENS", most)
     decision = _decide(_loaded(model))
     assert (decision.reason, decision.execution) == (reason, "eager" if reason == "large" else "cuda_graphs")
@@ -219,8 +214,8 @@ def test_a_workspace_is_reserved_before_the_recording(
     monkeypatch.setattr(LayerParallel, "prepare", prepare)
     _warm_up(state)
     assert granted == [(2, 36)]
-    assert state.launch is not None
-    assert (state.launch.tokens_requested, state.launch.tokens_granted) == (36, 35)
+    launch = known(state.launch)
+    assert (launch.tokens_requested, launch.tokens_granted) == (36, 35)
     state.graphs.close()
 
 

@@ -4,14 +4,7 @@ import msgspec
 import pytest
 from support.report_factory import make_accuracy, make_generation, make_profile, make_result
 
-from pytest_llmgpu.report.derived import (
-    decode,
-    derive,
-    device_busy,
-    predictions_of,
-    proportion_stderr,
-    upper_bound,
-)
+from pytest_llmgpu.report.derived import decode, derive, device_busy, predictions_of, proportion_stderr, upper_bound
 from pytest_llmgpu.report.result import CaseResult, DeviceProfile, Outcome
 from pytest_llmgpu.report.work import RankWork, Work
 

@@ -11,7 +11,7 @@ from typing import Any
 import jsonschema
 import msgspec
 import pytest
-from support.report_factory import make_document, make_full_report, make_report
+from support.report_factory import known, make_document, make_full_report, make_report
 
 from pytest_llmgpu.gate.judge import judge
 from pytest_llmgpu.gate.policy import Policy
@@ -140,8 +140,7 @@ def test_a_stored_report_keeps_its_figures(name: str, tmp_path: Path) -> None:
 def test_the_verdicts_of_a_promoted_report_keep_their_meaning() -> None:
     """They are about the previous baseline and change no verdict on a candidate."""
     base = load(_REPORTS / "schema-2-promoted.json")
-    verdicts = base.verdicts
-    assert verdicts is not None
+    verdicts = known(base.verdicts)
     assert verdicts.head == Candidate(created="2026-02-03T04:05:06Z", commit="c" * 40)
     assert verdicts.baseline == Baseline(name="baseline.json", sha256="cd" * 32, commit="b" * 40)
     assert verdicts.policy_sha256 == hashlib.sha256(verdicts.policy.encode()).hexdigest()

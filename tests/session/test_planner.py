@@ -97,10 +97,7 @@ def plan(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> _Bench
 
 
 def test_a_case_holds_what_the_options_mean_on_this_machine(plan: _Bench) -> None:
-    """The case has the resolved values of `auto` and of defaults, so that equal cases are the same measurement.
-
-    Runs of other numbers of nodes are other measurements; on a CPU devices are processes, and mp uses one.
-    """
+    """Values of `auto` and of defaults are resolved, so that equal cases are the same measurement."""
     request = plan()
     case = request.case
     assert (case.strategy, case.backend, case.batch_size) == ("mp", "accelerate", 4)
@@ -209,10 +206,7 @@ def test_an_option_that_changes_the_measurement_is_part_of_the_case(
 def test_a_case_holds_the_options_of_its_strategy_alone(
     plan: _Bench, strategy: str, fields: dict[str, Any], backend: str, own: dict[str, object]
 ) -> None:
-    """Options of other strategies are not part of the case; a chosen library is the backend.
-
-    A strategy that is chosen by its place has its name, so that it is the same measurement.
-    """
+    """A chosen library is the backend; a strategy that is chosen by its place is the same measurement."""
     request = plan(strategy, **fields)
     case = request.case
     assert (case.strategy, case.backend, case.strategy_options) == (strategy, backend, own)

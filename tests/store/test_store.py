@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from support.report_factory import known
 from support.repository import first_commit
 from support.verdict_factory import H200, gpus, measured
 
@@ -234,10 +235,10 @@ def test_a_stored_report_is_found_by_number_name_and_commit(reference: str, foun
     """The machine can be given in front of any of them."""
     _fill_store()
     source = resolve(reference, _STORE)
-    assert source.stored is not None
-    assert source.stored.reference == found
-    assert source.report() == load(source.stored.path)
-    assert Path(source.name) == source.stored.path
+    kept = known(source.stored)
+    assert kept.reference == found
+    assert source.report() == load(kept.path)
+    assert Path(source.name) == kept.path
 
 
 @pytest.mark.parametrize(
@@ -278,8 +279,7 @@ def test_promoting_an_old_report_does_not_make_it_the_latest() -> None:
         save(report, _STORE)
     for report in reports:
         save(report, _STORE, BASELINE)
-        found = resolve("latest", _STORE).stored
-        assert found is not None
+        found = known(resolve("latest", _STORE).stored)
         assert (found.number, found.name) == (3, None)
     save(msgspec.structs.replace(reports[0], created="2026-01-04T03:04:05Z"), _STORE, BASELINE)
     assert resolve("latest", _STORE).report().created == "2026-01-04T03:04:05Z"

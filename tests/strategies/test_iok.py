@@ -12,7 +12,7 @@ from support import tiny_model
 from support.emulated_inference import EmulatedInference, free_bytes_granting
 from support.emulated_iok import FREE_BYTES, EmulatedInjection, reset_deepspeed
 from support.faked_runs import BENCHMARK
-from support.report_factory import make_case
+from support.report_factory import known, make_case
 from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
@@ -198,8 +198,7 @@ def test_too_few_tokens_are_out_of_memory(
     message = f"holds {granted} tokens, but the longest sequence has 70"
     with pytest.raises(WorkspaceError, match=message) as caught:
         injected.prepare(32, 70)
-    found = memory.decide_out_of_memory(caught.value)
-    assert found is not None
+    found = known(memory.decide_out_of_memory(caught.value))
     assert (found.tokens_requested, found.tokens_granted) == (70, granted)
     if granted:
         assert injected.prepare(8, 70).tokens_granted == 70, "a smaller batch size fits in the same process"
@@ -289,12 +288,10 @@ def test_two_ranks_answer_as_the_plain_model(
     fits, too_large = measure("--strategy=iok", "--llmgpu-devices=2", "--llmgpu-batch-sizes=4,24")
     (plain,) = measure("--strategy=mp", "--llmgpu-batch-sizes=4")
     assert (fits.outcome, too_large.outcome) == ("completed", "oom")
-    found, right = fits.launches[0].accuracy, plain.launches[0].accuracy
-    assert found is not None
-    assert right is not None
-    assert decode(found.loglikelihoods) == pytest.approx(decode(right.loglikelihoods), abs=1e-4)
-    assert too_large.failure is not None
-    assert (too_large.failure.tokens_requested or 0) > (too_large.failure.tokens_granted or 0) > 0
+    found, right = (decode(known(one.launches[0].accuracy).loglikelihoods) for one in (fits, plain))
+    assert found == pytest.approx(right, abs=1e-4)
+    failure = known(too_large.failure)
+    assert known(failure.tokens_requested) > known(failure.tokens_granted) > 0
 
 
 @pytest.mark.slow

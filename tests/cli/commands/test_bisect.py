@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 from support.measured_project import STEADY, Project
-from support.report_factory import make_failed, make_report
+from support.report_factory import known, make_failed, make_report
 from support.repository import git
 from support.verdict_factory import make_verdicts, with_launches
 
@@ -88,8 +88,7 @@ def _found(
 
     ends = Both(*(_report(value) for value in (seconds[0], seconds[-1]) if value is not None))
     judge = _judge(metric)
-    end = worst(judge(*ends))
-    assert end is not None
+    end = known(worst(judge(*ends)))
     with begun(shas[0], shas[-1]) as history:
         steps = [*find(history, measure, judge, ends, end, launches=launches)]
         first, remaining = history.first_bad(), [str(shas.index(sha)) for sha in history.remaining()]
@@ -243,8 +242,7 @@ def test_a_commit_of_a_repository_is_found(project: Project, llmgpu: Callable[..
     assert ["--deselect=b.py::t[mp-bs2]" in log for log in logs] == [False, False] + [True] * (len(names) - 2)
     before, first = (file.load(project.kept / f"{name}.json.gz") for name in ("before", "first-bad"))
     assert [before.commit.sha, first.commit.sha] == project.git("rev-parse", "c5", "c6").split()
-    assert first.verdicts is not None
-    (row,) = (row for row in first.verdicts.rows if (row.metric, row.id) == ("device_time", "mp-bs1"))
+    (row,) = (row for row in known(first.verdicts).rows if (row.metric, row.id) == ("device_time", "mp-bs1"))
     assert row.ratio == pytest.approx(1.06, rel=1e-3)
     project.untouched()
 

@@ -135,9 +135,7 @@ def marks(process: subprocess.Popen[str], count: int) -> list[dict[str, Any]]:
     """Request the given number of marks, one after another, and read until the last has come."""
     found: list[dict[str, Any]] = []
     for _ in range(count):
-        assert process.stdin is not None
-        process.stdin.write("mark\n")
-        process.stdin.flush()
+        print("mark", file=process.stdin, flush=True)
         while "mark" not in (record := records(process, 1)[0]):
             pass
         found.append(record)
