@@ -72,9 +72,7 @@ def test_the_baseline_of_a_case(
         (0.5, None, 100, None),
     ],
 )
-def test_an_accuracy_may_be_below_its_baseline_by_the_tolerance(
-    value: float, given: float | None, limit: int | None, ok: bool | None
-) -> None:
+def test_an_accuracy_has_a_tolerance(value: float, given: float | None, limit: int | None, ok: bool | None) -> None:
     """The first items of a dataset fail only where chance cannot explain it."""
     result = make_result(1.0, make_accuracy(value, limit or 10_042), limit=limit)
     found = check_of(result, accuracy_baseline=given)
@@ -172,9 +170,7 @@ def test_a_strategy_that_guesses_is_what_loses_the_answers() -> None:
     ("dtype", "off", "agrees"), [("float16", 4e-3, True), ("float16", 6e-3, False), ("float32", 2e-3, False)]
 )
 @pytest.mark.parametrize("fields", [{"strategy": "iok"}, {"batch_size": 8}], ids=str)
-def test_wrong_log_likelihoods_fail_although_the_answers_are_right(
-    fields: dict[str, Any], dtype: str, off: float, agrees: bool
-) -> None:
+def test_wrong_log_likelihoods_fail(fields: dict[str, Any], dtype: str, off: float, agrees: bool) -> None:
     """A trained model is confident: a wrong kernel shows in the sum of all log-likelihoods."""
     values = [-1.0, -2.0, -3.0]
     # A log-likelihood near 0 may differ by any factor.

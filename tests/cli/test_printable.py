@@ -69,9 +69,7 @@ def evil() -> Report:
     ids=lambda arguments: arguments[0],
 )
 @pytest.mark.usefixtures("empty_folder")
-def test_no_command_passes_a_control_character_on(
-    evil: Report, arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_control_codes_are_not_printed(evil: Report, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Neither the terminal's title nor an annotation of the CI system can be set from a report."""
     file.dump(evil, Path("evil.json"))
     for _ in range(2):

@@ -122,9 +122,7 @@ _SECOND = "model-00002-of-00002.safetensors"
         ({_CONFIG: b'{"text_config": {"vocab_size": 260}}'}, "model tiny has a vocabulary of 260"),
     ],
 )
-def test_a_directory_that_cannot_be_loaded_is_refused(
-    directory: Path, files: dict[str, bytes | None], message: str
-) -> None:
+def test_a_broken_directory_is_refused(directory: Path, files: dict[str, bytes | None], message: str) -> None:
     """A damaged directory is refused in one line with what to do."""
     for name, content in files.items():
         (directory / name).unlink(missing_ok=True)
@@ -177,9 +175,7 @@ def test_a_hub_model_is_its_commit(model: Path, monkeypatch: pytest.MonkeyPatch,
         _resolve("models/tiny", tmp_path)
 
 
-def test_a_presets_tokenizer_is_trained_once_and_kept(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_presets_tokenizer_is_trained_once(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal texts give the cached tokenizer, others another; a cache that cannot be written is an error."""
     monkeypatch.setitem(PRESETS, "small", {"vocab_size": 300})
     first = _resolve("small", tmp_path, load_format="dummy")

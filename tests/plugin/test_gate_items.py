@@ -127,9 +127,7 @@ def test_the_last_failed_run_again_are_those_that_regressed(runs: FakedRuns) -> 
 @pytest.mark.parametrize(
     ("outcome", "metric", "last"), [("completed", "time", "UNDECIDED"), ("error", "outcome", "MISSING")]
 )
-def test_a_run_that_stops_early_is_judged_and_written(
-    runs: FakedRuns, outcome: Outcome, metric: MetricName, last: Verdict
-) -> None:
+def test_a_run_that_stops_early_is_judged(runs: FakedRuns, outcome: Outcome, metric: MetricName, last: Verdict) -> None:
     """With -x at a failed item or test, the report has all verdicts and the run fails."""
     runs.seconds = _slower
     runs.outcome = lambda size: outcome if size == 4 else "completed"

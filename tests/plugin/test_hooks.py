@@ -241,9 +241,7 @@ def test_hellaswag(llm, hellaswag, batch_size, measure):
     ],
     ids=["smaller fits", "nothing fits", "expected", "the last one skips itself"],
 )
-def test_out_of_memory_is_no_failure_unless_nothing_fits(
-    runs: FakedRuns, fits: int, test: str, status: int, lines: list[str]
-) -> None:
+def test_out_of_memory_is_no_failure(runs: FakedRuns, fits: int, test: str, status: int, lines: list[str]) -> None:
     """A series of which nothing fits fails, except with `expect_oom`; also if its last test skips itself."""
     runs.fits = fits
     runs.pytester.makepyfile(test_it=test)
@@ -460,9 +458,7 @@ def test_workers_of_xdist_measure_nothing(pytester: pytest.Pytester) -> None:
     result.stdout.fnmatch_lines(["*test_hellaswag?mp-bs1?: *xdist*-n 0*"])
 
 
-def test_a_report_that_cannot_be_written_where_it_should_be_is_kept_elsewhere(
-    runs: FakedRuns, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_an_unwritable_report_is_kept(runs: FakedRuns, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """It fails the run and loses no table; the report is in the temporary folder."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 

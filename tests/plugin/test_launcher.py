@@ -41,9 +41,7 @@ def test_a_world_that_cannot_work_is_refused_before_the_collection(
     assert not Path("collected").exists()
 
 
-def test_wrong_options_are_printed_by_rank_zero_only(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_options_are_printed_by_rank_0_only(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others have the same options, and end with the same exit status."""
     printed = []
     for rank in range(2):

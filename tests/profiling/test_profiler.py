@@ -294,9 +294,7 @@ class _Ahead(Profiler):
         return super().slice([starts_s[0] - _APART_S], [ends_s[0] - _APART_S], held_bytes)
 
 
-def test_each_node_cuts_its_stream_by_its_own_clock(
-    nvml_stub: StubEnvironment, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_node_cuts_its_stream_by_its_clock(nvml_stub: StubEnvironment, monkeypatch: pytest.MonkeyPatch) -> None:
     """The window has samples of every node."""
     for name, value in nvml_stub(gpus=1).items():
         monkeypatch.setenv(name, value)

@@ -196,9 +196,7 @@ def test_a_slice_is_settled_once_no_tick_can_change_it(
         (100.5, 102.5, "nvlink_tx_bytes_per_s", "no sample"),
     ],
 )
-def test_the_nearest_reading_is_no_value_of_the_window(
-    start_s: float, end_s: float, metric: str, expected: float | str
-) -> None:
+def test_the_nearest_reading_is_no_value(start_s: float, end_s: float, metric: str, expected: float | str) -> None:
     """A reading at another time is not the case's; one that reaches into the window is."""
     profile = cut(fill(recording(), [0, 1, 2]), start_s, end_s)
     found = of_window(profile, profile.devices[0], metric)

@@ -186,9 +186,7 @@ def test_graphs_stay_from_the_warm_up_to_the_first_eager_pass(state: RankState, 
 @pytest.mark.parametrize(
     ("dtype", "factor", "fits"), [("float32", 1.0, True), ("float32", 0.99, False), ("bfloat16", 0.99, True)]
 )
-def test_answers_of_a_replay_are_those_of_an_eager_forward(
-    state: RankState, graphs: _Graphs, dtype: str, factor: float, fits: bool
-) -> None:
+def test_a_replay_that_differs_fails(state: RankState, graphs: _Graphs, dtype: str, factor: float, fits: bool) -> None:
     """A difference of about 1 % is rounding in bfloat16 and an error of the case in float32; no graph stays behind."""
     graphs.factor = factor
     state.case = msgspec.structs.replace(state.case, dtype=dtype)
@@ -200,9 +198,7 @@ def test_answers_of_a_replay_are_those_of_an_eager_forward(
     assert graphs.entered == [True, False]
 
 
-def test_a_workspace_is_reserved_before_the_recording(
-    state: RankState, graphs: _Graphs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_workspace_precedes_the_recording(state: RankState, graphs: _Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs keep its address; the launch has its tokens."""
     granted: list[tuple[int, int]] = []
 

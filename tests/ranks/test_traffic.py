@@ -144,9 +144,7 @@ _BETWEEN: dict[str, dict[str, int]] = {
 @pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:FutureWarning")
 @pytest.mark.parametrize(("nodes", "name"), [(nodes, name) for nodes, names in _BETWEEN.items() for name in names])
 @pytest.mark.usefixtures("four")
-def test_bytes_between_nodes_are_those_to_ranks_of_other_nodes(
-    nodes: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bytes_between_nodes_go_to_other_nodes(nodes: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All other figures are the same as on one node."""
     monkeypatch.setenv(traffic.NODES, nodes)
     call, expected = _KNOWN[name]
@@ -284,9 +282,7 @@ def test_ranks_without_traffic_are_an_error() -> None:
 
 
 @pytest.mark.parametrize("logits", scoring.SCORINGS)
-def test_the_copies_of_accelerate_are_counted(
-    monkeypatch: pytest.MonkeyPatch, bundled: ModelSource, logits: str
-) -> None:
+def test_copies_of_accelerate_are_counted(monkeypatch: pytest.MonkeyPatch, bundled: ModelSource, logits: str) -> None:
     """Hidden states move once, rotary tables to every layer, by the row length only; on one device nothing moves."""
     alone = LayerParallel().load(msgspec.structs.replace(_CASE, strategy="mp", devices=1), bundled)
     assert ranks.of_plan(alone) == []

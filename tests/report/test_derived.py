@@ -44,9 +44,7 @@ def test_figures_of_several_launches_are_medians_and_rates_those_of_the_median_t
 @pytest.mark.parametrize(
     ("outcome", "latency_s", "time_s"), [("timeout", 1.0, None), ("completed", 0.0, 0.0), ("completed", None, None)]
 )
-def test_a_case_that_did_not_complete_or_ran_no_time_has_no_rates(
-    outcome: Outcome, latency_s: float | None, time_s: float | None
-) -> None:
+def test_a_case_without_a_time_has_no_rates(outcome: Outcome, latency_s: float | None, time_s: float | None) -> None:
     """A total over some of the batches would look like a fast case; there is no division by 0.0 of a file."""
     result = make_result(2.0)
     latencies_s = result.launches[0].batches.latency_s

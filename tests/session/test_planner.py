@@ -180,9 +180,7 @@ def test_a_strategy_without_its_library_is_refused(plan: _Bench, monkeypatch: py
         ("cuda_graphs", ("auto", "on", "off"), ["auto", "on", "off"]),
     ],
 )
-def test_an_option_that_changes_the_measurement_is_part_of_the_case(
-    plan: _Bench, name: str, values: tuple[str, ...], found: list[object]
-) -> None:
+def test_an_option_is_part_of_the_case(plan: _Bench, name: str, values: tuple[str, ...], found: list[object]) -> None:
     """The first value is the default. Of the execution only `on` is known before the run."""
     plan.on(_machine(devices=1))
     cases = [plan("mp", 4, None, **{name: value}).case for value in values]

@@ -97,9 +97,7 @@ def test_every_case_is_written_at_once_under_a_name_of_its_own(recorded: Recorde
         assert [result.id for result in file.load(known(recorded.path)).cases] == ids
 
 
-def test_a_case_is_compared_with_earlier_ones_that_compute_the_same(
-    recorded: Recorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_case_is_compared_with_earlier_ones(recorded: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cases of the same items count that stand before it in the report, with all of their launches so far."""
     compared: list[list[tuple[str, int]]] = []
 
@@ -135,9 +133,7 @@ def test_a_session_is_complete_once_all_expected_tests_measured(
     assert (capacity.largest_fit, capacity.smallest_oom) == (1, None)
 
 
-def test_a_figure_that_is_not_finite_loses_no_report(
-    recorded: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_nan_loses_no_report(recorded: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run fails with the place of the figure, and a copy has every other figure."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()

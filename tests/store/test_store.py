@@ -35,9 +35,7 @@ _STORE = Path(".llmgpu")
         ("ABC", "2026-01-02T03:04:05Z", None, "0001_abc_20260102T030405Z.json"),
     ],
 )
-def test_a_report_is_saved_under_its_machine_number_commit_time_and_name(
-    sha: str | None, created: str, name: str | None, written: str
-) -> None:
+def test_the_name_of_a_file_identifies_a_report(sha: str | None, created: str, name: str | None, written: str) -> None:
     """The name of the file identifies the report, which a user can compress."""
     report = msgspec.structs.replace(measured(sha), created=created)
     path = save(report, _STORE, name)

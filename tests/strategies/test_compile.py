@@ -76,9 +76,7 @@ def test_compiled_layers_compute_the_numbers_of_mp(
     assert ranks.graphs(state) == 2
 
 
-def test_a_cache_folder_of_another_user_is_refused(
-    bundled: ModelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_users_cache_is_refused(bundled: ModelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch runs the code in it, and anybody can make a folder of that name first; a folder that is named is taken."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     Compiled().load(_case(_items("hellaswag")), bundled)

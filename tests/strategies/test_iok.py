@@ -103,9 +103,7 @@ def _agreement(found: torch.Tensor, right: torch.Tensor) -> float:
 @pytest.mark.parametrize(
     ("fields", "stock"), [({}, False), ({"num_key_value_heads": 2}, False), ({}, True)], ids=["", "grouped", "stock"]
 )
-def test_the_kernels_compute_the_numbers_of_the_plain_model(
-    inject: Inject, tmp_path: Path, fields: dict[str, int], stock: bool
-) -> None:
+def test_kernels_answer_as_the_plain_model(inject: Inject, tmp_path: Path, fields: dict[str, int], stock: bool) -> None:
     """They differ by rounding only, with grouped heads too; `--llmgpu-iok-stock` has wrong numbers."""
     torch.manual_seed(0)
     config = tiny_model.sensitive_config(vocab_size=_VOCABULARY, **fields)
@@ -134,9 +132,7 @@ def test_rows_of_unequal_length_are_masked(inject: Inject, plain: torch.nn.Modul
         assert not torch.allclose(found[1, 15:], _logits(plain, ids_BS)[1, 15:], atol=1e-2), "the mask matters"
 
 
-def test_rows_without_padding_need_no_mask(
-    inject: Inject, plain: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whole_rows_need_no_mask(inject: Inject, plain: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mask that transformers creates by itself is not passed on: each layer would convert it."""
     injected = inject()
     injected.prepare(4, 40)
@@ -248,9 +244,7 @@ def test_a_layer_that_was_not_replaced_is_an_error(inject: Inject, monkeypatch: 
         ({"hidden_size": 128, "num_attention_heads": 8}, "float16", "--llmgpu-dtype=float16: .* 32 .* has 16"),
     ],
 )
-def test_an_unsupported_model_is_refused(
-    bundled: ModelSource, fields: dict[str, Any], dtype: str, message: str
-) -> None:
+def test_unsupported_models_are_refused(bundled: ModelSource, fields: dict[str, Any], dtype: str, message: str) -> None:
     """The check runs before the model is loaded; the message has the value."""
     source = msgspec.structs.replace(bundled, config=fields)
     with pytest.raises(ValueError, match=message):
@@ -268,9 +262,7 @@ def test_sequences_beyond_the_softmax_kernel_are_refused(inject: Inject) -> None
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_gpu")
-def test_two_ranks_answer_as_the_plain_model(
-    pytester: pytest.Pytester, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_ranks_answer_as_one(pytester: pytest.Pytester, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes hold half of every layer each, and give the log-likelihoods of the plain model."""
     monkeypatch.setitem(strategies.BUILT_IN, "iok", "support.emulated_iok:EmulatedInjection")
     tiny_model.write_model(tmp_path / "tiny")

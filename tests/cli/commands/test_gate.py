@@ -79,9 +79,7 @@ def test_json_has_the_verdicts(llmgpu: Callable[..., str]) -> None:
         (timed(dtype="bfloat16"), "", 3),
     ],
 )
-def test_verdicts_are_shown_and_not_judged_again(
-    llmgpu: Callable[..., str], head: CaseResult, policy: str, status: int
-) -> None:
+def test_verdicts_are_not_judged_again(llmgpu: Callable[..., str], head: CaseResult, policy: str, status: int) -> None:
     """A report that pytest compared and the file of --json have the table and the status of that day and policy."""
     Path("policy.toml").write_text(policy)
     _write(head=on_h200([head]))
@@ -111,9 +109,7 @@ def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
     assert str(tmp_path).encode() not in done[0].stdout
 
 
-def test_the_policy_of_the_folder_is_in_force_unless_another_is_named(
-    llmgpu: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_policy_of_the_folder_is_in_force(llmgpu: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder below has it too; flags override the policy. The last line names it."""
     _write(head=on_h200([timed(1.03)]))
     llmgpu(*_GATE)
@@ -149,9 +145,7 @@ def test_an_absent_baseline_passes_only_if_it_is_allowed(llmgpu: Callable[..., s
     llmgpu("gate", "none.json", "head.json")
 
 
-def test_baseline_and_policy_of_a_commit_cannot_be_edited_by_the_change(
-    llmgpu: Callable[..., str], refused: Callable[..., str]
-) -> None:
+def test_a_change_cannot_edit_files_of_a_commit(llmgpu: Callable[..., str], refused: Callable[..., str]) -> None:
     """`git:REV:PATH` is read from the commit; an unknown path is an absent baseline, an unknown commit is an error."""
     Path("pyproject.toml").write_text("[tool.llmgpu.gate.time]\nthreshold = 0.04\n")
     _write()

@@ -103,9 +103,7 @@ def methods(header: dict[str, Any]) -> dict[str, str]:
         ({}, [PCIE, PCIE]),
     ],
 )
-def test_a_source_is_chosen_per_metric(
-    nvml_stub: StubEnvironment, settings: dict[str, Any], expected: list[str]
-) -> None:
+def test_each_metric_has_its_source(nvml_stub: StubEnvironment, settings: dict[str, Any], expected: list[str]) -> None:
     """A metric that GPM lacks comes from byte counters, and one that these lack from the blocking call."""
     with sampler(nvml_stub(**settings), period_s=0.1) as process:
         (header,) = records(process, 1)

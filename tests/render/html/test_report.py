@@ -336,9 +336,7 @@ def test_the_page_is_named_for_its_report(name: str, file: str) -> None:
 
 
 @pytest.mark.slow
-def test_an_unwritable_page_does_not_lose_the_report(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unwritable_page_loses_no_report(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     """The report is written, and the run fails."""
 
     def full(_page: str, path: Path) -> None:
