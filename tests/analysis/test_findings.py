@@ -163,11 +163,6 @@ def _profiled(profile: Profile, **fields: Any) -> CaseResult:
     return make_result(1.0, None, profile, **fields)
 
 
-def _held_down() -> Profile:
-    profile = make_profile(devices=[msgspec.structs.replace(make_profile(1).devices[0], throttled_s=30.0)])
-    return msgspec.structs.replace(profile, invalid=disturbances.find(profile))
-
-
 _GAPS = (
     make_profile(0, samples=0, why={"profile": "no NVML"}),
     make_profile(samples=90, missed=10),
@@ -319,6 +314,7 @@ def test_findings_read_as(prose: Prose) -> None:
     invalid = ["processes of other programs: GPU 0 has 2", "processes of other programs: GPU 0 has 1", "another: x"]
     disturbed = _profiled(make_profile(invalid=invalid[:1]))
     disturbed.launches += [Launch(profile=make_profile(invalid=[text])) for text in invalid[1:]]
+    throttled = make_profile(devices=[msgspec.structs.replace(make_profile(1).devices[0], throttled_s=30.0)])
     uneven = _profiled(make_profile())
     uneven.launches = [msgspec.structs.replace(_timed(1.0, 1.1, 1.0), memory=_full(10.0, 10.5, 15.0).memory)]
     found = [
@@ -331,7 +327,7 @@ def test_findings_read_as(prose: Prose) -> None:
         *(finding_of(_profiled(profile)) for profile in _GAPS),
         finding_of(_profiled(make_profile(invalid=["memory in use before the start: GPU 1", "x: b"]))),
         finding_of(disturbed),
-        finding_of(_profiled(_held_down())),
+        finding_of(_profiled(msgspec.structs.replace(throttled, invalid=disturbances.find(throttled)))),
         finding_of(uneven),
         *(one for launches in _DIFFERENT for one in disagreements(launches)),
     ]

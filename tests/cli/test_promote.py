@@ -4,13 +4,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.report_factory import GIB, known, make_failed, make_memory, make_profile
+from support.report_factory import GIB, known, make_check, make_failed, make_memory, make_profile
 from support.verdict_factory import H200, gpus, noise, on_h200, timed
 
 from pytest_llmgpu.cli import main
 from pytest_llmgpu.report.file import dump, load
 from pytest_llmgpu.report.report import Commit, Report, Session
-from pytest_llmgpu.report.result import AccuracyCheck, CaseResult
+from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.text import MIB
 from pytest_llmgpu.store.store import BASELINE, resolve, save, stored
 
@@ -36,9 +36,7 @@ def _to_file(report: Report) -> int:
 
 def _wrong() -> CaseResult:
     wrong = timed()
-    wrong.accuracy_check = AccuracyCheck(
-        metric="acc", value=0.2, baseline=0.8, source="x", tolerance=0.0, ok=False, text="is wrong"
-    )
+    wrong.accuracy_check = make_check()
     return wrong
 
 

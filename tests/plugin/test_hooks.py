@@ -125,12 +125,10 @@ def test_a_sweep_of_two_launches_is_measured(pytester: pytest.Pytester, real: Fa
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_gpu")
-def test_a_failed_case_fails_and_the_next_runs_on_new_processes(
-    pytester: pytest.Pytester, real: FakedRuns, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_case_fails_and_the_next_has_new_processes(real: FakedRuns, monkeypatch: pytest.MonkeyPatch) -> None:
     """A crash or a timeout fails its own case only; out of memory is expected and ends the larger sizes."""
-    hurry(monkeypatch, while_exists=pytester.path / "stopped")
-    pytester.makepyfile(test_it=_MISBEHAVING)
+    hurry(monkeypatch, while_exists=real.pytester.path / "stopped")
+    real.pytester.makepyfile(test_it=_MISBEHAVING)
     flags = ["--llmgpu-device=cpu", "--llmgpu-timeout=300", "--llmgpu-load-timeout=1e9", "--llmgpu-work=off"]
     result = real("-v", *flags, sizes="1,3,4,6,8,12")
     assert result.ret == 1
@@ -149,7 +147,7 @@ def test_a_failed_case_fails_and_the_next_runs_on_new_processes(
     sections = result.stdout.get_lines_after("*= FAILURES =*")
     starts = [place for place, line in enumerate(sections) if line.strip("- ") == "Captured rank 0 call"]
     assert not any("Traceback (most recent" in line for line in sections[: starts[0]])
-    assert any(f'File "{pytester.path / "test_it.py"}", line' in line for line in sections)
+    assert any(f'File "{real.pytester.path / "test_it.py"}", line' in line for line in sections)
     assert "hook" in (known(cases[0].failure).log_tail or ""), "the log shows where"
     failure = known(cases[4].failure)
     assert (failure.phase, failure.evidence, failure.requested_bytes) == ("forward", "torch's allocator", 2 * 2**30)

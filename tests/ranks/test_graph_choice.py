@@ -87,7 +87,7 @@ def _decide(loaded: Loaded, requested: str = "auto", **named: Any) -> Decision:
     return graph_choice.decide(loaded, named.pop("requests", _requests()), _BATCH_SIZE, requested=requested, **named)
 
 
-@pytest.mark.parametrize("requested", ["auto", "on"])
+@pytest.mark.parametrize("option", ["auto", "on"])
 @pytest.mark.parametrize(
     ("devices", "fields", "logits", "reason"),
     [
@@ -98,15 +98,10 @@ def _decide(loaded: Loaded, requested: str = "auto", **named: Any) -> Decision:
     ],
 )
 def test_excluded_graphs_are_named(
-    model: Any,
-    requested: str,
-    devices: tuple[torch.device, ...],
-    fields: dict[str, Any],
-    logits: str,
-    reason: str | None,
+    model: Any, option: str, devices: tuple[torch.device, ...], fields: dict[str, Any], logits: str, reason: str | None
 ) -> None:
     """`on` is no error. On GPUs the batches have few shapes; on a CPU, or with a cache, rows are not padded further."""
-    decision = _decide(_loaded(model, *devices, **fields), requested, logits=logits)
+    decision = _decide(_loaded(model, *devices, **fields), option, logits=logits)
     assert (decision.reason, decision.execution) == ("excluded", "eager")
     assert decision.detail == (reason or cuda_graphs.reason_against(model, devices))
     few = devices != (CPU,) and logits == scoring.LEAN

@@ -24,14 +24,6 @@ _AVOIDED = re.compile(r"\b(told|anew|reckon\w*|for want of|held against|yardstic
 """Words that the documentation of this project does not use."""
 
 
-def _descriptions() -> Iterator[tuple[str, str]]:
-    """Yield each place of the schema with its description; an empty one where it has none."""
-    for name, record in schema()["$defs"].items():
-        yield name, record.get("description", "")
-        for field, properties in record.get("properties", {}).items():
-            yield f"{name}.{field}", properties.get("description", "")
-
-
 @pytest.mark.parametrize("make", [make_full_report, make_report])
 def test_a_report_fits_its_schema(make: Callable[[], Report]) -> None:
     """Other tools can rely on `llmgpu schema`."""
@@ -78,7 +70,11 @@ def test_a_field_that_came_later_is_not_required() -> None:
 
 def test_every_record_and_field_is_described_in_full_sentences() -> None:
     """A reader of `llmgpu schema` finds the unit and the meaning of every figure in plain English."""
-    described = dict(_descriptions())
+    described: dict[str, str] = {}
+    for name, record in schema()["$defs"].items():
+        described[name] = record.get("description", "")
+        for field, properties in record.get("properties", {}).items():
+            described[f"{name}.{field}"] = properties.get("description", "")
     assert len(described) > 200
     assert [place for place, text in described.items() if not re.fullmatch(r"[A-Z].*\.", text)] == []
     assert [place for place, text in described.items() if _AVOIDED.search(text)] == []

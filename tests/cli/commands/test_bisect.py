@@ -5,7 +5,6 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from statistics import NormalDist, fmean
 from typing import Any
 
@@ -13,7 +12,6 @@ import msgspec
 import pytest
 from support.measured_project import STEADY, Project
 from support.report_factory import known, make_failed, make_report
-from support.repository import git
 from support.verdict_factory import make_verdicts, with_launches
 
 from pytest_llmgpu.cli import main
@@ -27,12 +25,6 @@ _EXACT = "[tool.llmgpu.gate.time]\ngate = false\n"
 """A policy under which one launch decides."""
 _SD = 0.001
 """Noise between launches in the fake gate."""
-
-
-def _commit(folder: Path, message: str, *parents: str) -> str:
-    """Return a commit without files."""
-    tree = git(folder, "hash-object", "-w", "-t", "tree", os.devnull).strip()
-    return git(folder, "commit-tree", tree, *(f"-p{parent}" for parent in parents), "-m", message).strip()
 
 
 def _report(seconds: float) -> Report:
@@ -68,14 +60,11 @@ def _judge(metric: str) -> Callable[[Report, Report], Verdicts]:
 def _found(
     project: Project, seconds: Sequence[float | None], metric: str = "time", launches: int = 100
 ) -> tuple[str | None, list[str], list[Step], list[str]]:
-    """Bisect commits with these times; None cannot be measured.
-
-    Returns:
-        The number of the first bad commit, those of the remaining ones, the steps, and the launched commits.
-    """
+    """Bisect commits with these times or None; return the first bad one, the remaining ones, steps and launches."""
     shas: list[str] = []
+    tree = project.git("hash-object", "-w", "-t", "tree", os.devnull)
     for number in range(len(seconds)):
-        shas.append(_commit(project.root, f"c{number}", *shas[-1:]))
+        shas.append(project.git("commit-tree", tree, *(f"-p{parent}" for parent in shas[-1:]), "-m", f"c{number}"))
     ran = []
 
     def measure(sha: str, number: int, deselected: Sequence[str]) -> Report:
@@ -210,10 +199,8 @@ _MEASURE = ("--", sys.executable, "measure.py")
 
 
 def _state(project: Project) -> Iterator[str]:
-    """Yield what the user has: files, index, references, HEAD, and the state of his own bisection.
-
-    `packed-refs` is left out: git may write it at any time, and `for-each-ref` has its contents.
-    """
+    """Yield what the user has: files, index, references, HEAD, and the state of his own bisection."""
+    # git may write `packed-refs` at any time, and `for-each-ref` has its contents.
     yield from (project.git(*name.split()) for name in ("status --porcelain", "for-each-ref", "worktree list"))
     for path in sorted([*(project.root / ".git").iterdir(), *project.root.iterdir()]):
         if path.is_file() and path.name != "packed-refs":
