@@ -21,9 +21,7 @@ _CPU_TORCH = TorchFacts(version="2.13.0+cpu", why="Torch not compiled with CUDA 
 
 
 def _gpus(letters: str, **fields: Any) -> list[Gpu]:
-    return [
-        Gpu(index=index, uuid=f"GPU-{letter}", name="NVIDIA H200", **fields) for index, letter in enumerate(letters)
-    ]
+    return [Gpu(index=index, uuid=f"GPU-{one}", name="NVIDIA H200", **fields) for index, one in enumerate(letters)]
 
 
 _CUDA_TORCH = TorchFacts(version="2.13.0", cuda="13.0", nccl="2.29.1", devices=_gpus("dcba", memory_bytes=10**11))

@@ -83,9 +83,7 @@ def test_held_bytes_are_subtracted_from_memory_alone() -> None:
     assert profile.devices[0].metrics["power_w"].max == 10.0
 
 
-@pytest.mark.parametrize(
-    ("start_s", "end_s", "k"), [(101.1, 101.3, 1), (101.6, 101.9, 2), (150.0, 151.0, 3), (90, 91, 0)]
-)
+@pytest.mark.parametrize(("start_s", "end_s", "k"), [(101.1, 101.3, 1), (101.6, 101.9, 2), (150, 151, 3), (90, 91, 0)])
 def test_a_window_between_two_ticks_gets_the_nearest_reading(start_s: float, end_s: float, k: int) -> None:
     """The reading is not one of the window's samples, has no coverage, and the reason names its distance."""
     profile = cut(fill(recording(), [0, 1, 2, 3]), start_s, end_s)

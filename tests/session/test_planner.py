@@ -221,9 +221,6 @@ def test_a_cap_is_compared_with_memory_of_other_programs_only(plan: _Bench, monk
     assert plan(size=8, gpu_memory=8 * _GIB).case.gpu_memory_bytes == 8 * _GIB
 
 
-# Items.
-
-
 @pytest.mark.parametrize("limit", [None, 4])
 def test_the_first_items_of_the_dataset_are_a_limit_of_it(plan: _Bench, limit: int | None) -> None:
     """`hellaswag[:2]` is the measurement of --llmgpu-limit=2, so that it has the same baseline."""
@@ -277,9 +274,6 @@ def test_prompts_are_continued_and_other_items_where_the_option_asks(plan: _Benc
     message = r"^dataset prompts\.jsonl: prompts have no endings .* --llmgpu-workload=generate$"
     with pytest.raises(ValueError, match=message):
         plan(size=1, dataset="prompts.jsonl")
-
-
-# What transformers answers about the model.
 
 
 def test_quantised_weights_without_their_library_are_refused(plan: _Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -190,14 +190,12 @@ def test_the_summary_has_the_folder_of_traces(emulated: None, tmp_path: Path) ->
         Recorder(None, tmp_path / "store", tmp_path, Options(), None, tmp_path / "file")
 
 
-@pytest.mark.parametrize(
-    ("exit_status", "interrupted", "name"), [(0, False, "base"), (1, False, "base"), (2, True, None)]
-)
+@pytest.mark.parametrize(("exit_status", "stopped", "name"), [(0, False, "base"), (1, False, "base"), (2, True, None)])
 def test_a_run_that_did_not_complete_loses_its_name(
-    saved: Callable[..., Recorder], tmp_path: Path, exit_status: int, interrupted: bool, name: str | None
+    saved: Callable[..., Recorder], tmp_path: Path, exit_status: int, stopped: bool, name: str | None
 ) -> None:
     """It is kept, but the next run of that name gets it, or the name would be ambiguous after Ctrl-C."""
-    saved("base", exit_status, interrupted=interrupted)
+    saved("base", exit_status, interrupted=stopped)
     (one,) = store.stored(tmp_path / "store")
     assert file.load(one.path).session.exit_status == exit_status
     saved("base")

@@ -228,15 +228,8 @@ def test_counters_are_read_where_a_phase_begins_and_where_a_case_fails() -> None
     assert bench.did == [*before, "mark", "killed"]
 
 
-# Nodes.
-
-_TWO_NODES = Machine(
-    device="cuda",
-    devices=3,
-    gpus=[*_GPUS, Gpu(index=5, uuid="GPU-e", name="H", memory_bytes=10)],
-    facts=TorchFacts(version="2"),
-    nodes=[0, 0, 1],
-)
+_ELSEWHERE = Gpu(index=5, uuid="GPU-e", name="H", memory_bytes=10)
+_TWO_NODES = msgspec.structs.replace(_MACHINE, devices=3, gpus=[*_GPUS, _ELSEWHERE], nodes=[0, 0, 1])
 
 
 def _spread(batch_size: int = 4, **fields: Any) -> Case:
@@ -254,9 +247,6 @@ def test_files_that_differ_between_nodes_are_refused_before_loading(nodes: list[
     assert set(bench.did) == {"mark", "file_hashes"}
     assert failure.phase == "load"
     assert failure.message == "the files of tiny differ: config.json a on node 0, b on node 1"
-
-
-# Passes after the measurement.
 
 
 def test_work_passes_follow_the_measured_forwards() -> None:
@@ -360,9 +350,6 @@ def test_an_interrupt_after_the_measurement_loses_nothing(interrupted: str) -> N
     assert bench.ended == ["killed"]
 
 
-# From case to case.
-
-
 def test_a_model_is_loaded_once_for_all_batch_sizes() -> None:
     """Processes are kept from case to case; they are ended when another model is needed, and replaced when dead."""
     bench = _Bench()
@@ -446,9 +433,6 @@ def test_a_load_that_failed_is_not_tried_again(outcome: Outcome) -> None:
         assert (second.phase, second.log_tail) == ("load", None)
 
 
-# Failures and interrupts.
-
-
 def test_a_failure_keeps_the_finished_batches() -> None:
     """The result has the batches that finished before the failure, with memory and profile."""
 
@@ -512,9 +496,6 @@ def test_a_rank_whose_answers_differ_is_an_error(prose: Prose) -> None:
     failure = _Bench(measure=_of_ranks(*answers)).failure(_case(), _TP)
     assert failure.rank == 1
     assert prose == failure.message
-
-
-# Builds.
 
 
 @pytest.fixture

@@ -163,10 +163,8 @@ def test_strategies_keep_their_colours() -> None:
 def test_traffic_is_a_mean_over_the_gpus_in_both_directions() -> None:
     """A rate of zero is in the table and not on the logarithmic axis. What the program sends is its own count in MB."""
     traffic = make_traffic(wire_bytes_per_sequence=466.574176e6)
-    report = make_report(
-        [make_result(profile=make_profile(2, tx=1e9, rx=0.0), traffic=traffic), make_result(batch_size=2)]
-    )
-    found = _by_id(report)
+    results = [make_result(profile=make_profile(2, tx=1e9, rx=0.0), traffic=traffic), make_result(batch_size=2)]
+    found = _by_id(make_report(results))
     assert (found["sent"].headers, found["sent"].rows[0]) == (["batch size", "mp (MB/sequence)"], ["1", "466.6"])
     chart = found["traffic-pcie"]
     assert [row["v"] for row in values_of(chart.spec)] == [1.05]
