@@ -150,9 +150,7 @@ def test_a_gate_without_its_items_fails_the_run(runs: FakedRuns) -> None:
     runs.seconds = _slower
     result = runs(_COMPARE)
     assert result.ret == 1
-    result.stdout.fnmatch_lines(
-        ["FAILED llmgpu gate: REGRESSED: mp-bs4 wall time +300.0 % (160 s, was 40 s)", "*3 passed*"]
-    )
+    result.stdout.fnmatch_lines(["FAILED llmgpu gate: REGRESSED: mp-bs4 wall time +300.0 % (160 s, *)", "*3 passed*"])
     assert runs.report().session.exit_status == 1
 
 
@@ -161,7 +159,7 @@ def test_a_first_run_may_do_without_a_baseline(runs: FakedRuns) -> None:
     result = runs("--llmgpu-compare=nowhere.json", "--llmgpu-allow-no-baseline")
     assert result.ret == 0
     result.stdout.fnmatch_lines(
-        ["no baseline: report nowhere.json: *", "PASSED: there is no baseline*", "* no baseline*"]
+        ["no baseline: report nowhere.json*", "PASSED: there is no baseline*", "* no baseline*"]
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from support.report_factory import known
+from support.report_factory import known, make_profile
 from support.worlds import ends
 
 from pytest_llmgpu.profiling import profiler as module
@@ -364,17 +364,9 @@ def test_a_lost_node_has_a_profile_without_readings() -> None:
 
 
 def _profile(uuids: list[str], *, samples: int, series: Series | None = None, **why: str) -> Profile:
-    return Profile(
-        period_s=0.5,
-        duration_s=float(samples),
-        samples=samples,
-        missed=samples - 1,
-        lateness_p99_s=0.1 * samples,
-        devices=[DeviceProfile(index=index, uuid=uuid) for index, uuid in enumerate(uuids)],
-        sampler_cpu_s=1.0,
-        series=series,
-        why=why,
-    )
+    devices = [DeviceProfile(index=index, uuid=uuid) for index, uuid in enumerate(uuids)]
+    times: dict[str, Any] = {"duration_s": float(samples), "lateness_p99_s": 0.1 * samples, "sampler_cpu_s": 1.0}
+    return make_profile(devices=devices, samples=samples, missed=samples - 1, series=series, why=why, **times)
 
 
 def test_profiles_are_joined_device_by_device() -> None:

@@ -29,14 +29,9 @@ H200 = "4x-NVIDIA-H200-140GiB"
 def with_launches(levels: Sequence[float], **fields: Any) -> CaseResult:
     """Return a completed result with one launch per level: batch k takes k times the level, in seconds."""
     result = make_result(**fields)
-    launches = []
-    for level in levels:
-        launch = make_result(**fields).launches[0]  # with a load time of its own
-        launch.batches = msgspec.structs.replace(
-            launch.batches, latency_s=[level * (number + 1) for number in range(BATCHES)]
-        )
-        launches.append(launch)
-    result.launches = launches
+    result.launches = [make_result(**fields).launches[0] for _ in levels]  # each has a load time of its own
+    for launch, level in zip(result.launches, levels, strict=True):
+        launch.batches.latency_s = [level * (number + 1) for number in range(BATCHES)]
     return result
 
 
