@@ -93,9 +93,7 @@ def test_the_wire_is_added_for_the_rank_that_sends_most() -> None:
         (_work(["a"]), msgspec.structs.replace(_CEILINGS, all_reduce_bytes_per_s=None), "all-reduce"),
     ],
 )
-def test_a_bound_that_cannot_be_computed_has_a_reason(
-    work: Work | None, ceilings: Ceilings | None, reason: str
-) -> None:
+def test_a_bound_that_is_not_known_has_a_reason(work: Work | None, ceilings: Ceilings | None, reason: str) -> None:
     """It is never 0. Without the bytes of the collectives the time on the wire is not known."""
     result = _result([1], [1], sent=(5000,))
     assert reason in str(bound(result, work, ceilings))

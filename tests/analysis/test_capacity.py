@@ -30,9 +30,7 @@ _MEMORY = {
         ({"peak_reserved_bytes": None}, (13, 3, None, 1, None), {"cached": "peak_reserved", "rest": "peak_reserved"}),
     ],
 )
-def test_the_parts_of_a_devices_memory_add_up(
-    changed: dict[str, Any], parts: tuple[int | None, ...], reasons: dict[str, str]
-) -> None:
+def test_memory_parts_add_up(changed: dict[str, Any], parts: tuple[int | None, ...], reasons: dict[str, str]) -> None:
     """A part with a missing figure, or one that would be negative, is None with the reason."""
     found = split(DeviceMemory(index=0, **{**_MEMORY, **changed}))
     names = ("weights", "activations", "cached", "workspace", "rest")

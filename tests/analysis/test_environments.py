@@ -43,9 +43,7 @@ _GPUS = _machine(gpus=_gpus(), topology=_LINKS)
         (_machine(cpu="Xeon", cores=8), _machine(cpu=None, cores=None), [], []),
     ],
 )
-def test_other_hardware_is_another_machine(
-    base: Environment, head: Environment, gpu: list[str], cpu: list[str]
-) -> None:
+def test_other_hardware_is_a_difference(base: Environment, head: Environment, gpu: list[str], cpu: list[str]) -> None:
     """GPUs for what ran on GPUs, cores for what ran on the CPU; what a report lacks is no difference."""
     assert hardware_differences(base, head, "cuda") == gpu
     assert hardware_differences(base, head, "cpu") == cpu

@@ -36,9 +36,6 @@ def test_a_good_case_has_no_finding() -> None:
     assert codes(*results, make_failed("skipped_after_oom", batch_size=8)) == [[], [], [], []]
 
 
-# Outcomes.
-
-
 def test_out_of_memory_names_the_limit() -> None:
     """The larger batch size has the finding; a smaller one ran to find the limit."""
     fits, oom, smaller = make_result(batch_size=8, **CPU), *(make_failed(batch_size=size, **CPU) for size in (32, 16))
@@ -83,9 +80,6 @@ def test_a_disturbance_is_reported_with_the_failure() -> None:
         assert codes(failed) == [[code, "profile-invalid"]]
 
 
-# Batch sizes.
-
-
 def test_slower_batch_sizes_are_a_finding() -> None:
     """A difference of 2 % is noise. Other executions are not compared, and other programs share a CPU."""
     seconds = {1: 10.0, 2: 5.0, 4: 5.05, 8: 5.5}
@@ -111,9 +105,6 @@ def test_batch_sizes_whose_throughput_is_far_apart_are_a_finding(seconds: dict[i
     """No model gets 75 times as fast by one batch size; eight times the sequences may be up to 40 times as fast."""
     results = assessed(*(make_result(s, batch_size=size, **CPU) for size, s in seconds.items()))
     assert codes(*results) == [[], ["times-far-apart"] * far]
-
-
-# Passes after the measurement.
 
 
 def _with_work(passes: Any, **why: str) -> CaseResult:
@@ -156,16 +147,8 @@ def test_traffic_off_nvlink_is_a_finding(
     assert [(one.severity, one.code, one.text) for one in result.findings] == expected
 
 
-# Profiles.
-
-
 def _profiled(profile: Profile, **fields: Any) -> CaseResult:
     return make_result(1.0, None, profile, **fields)
-
-
-def _held_down() -> Profile:
-    profile = make_profile(devices=[msgspec.structs.replace(make_profile(1).devices[0], throttled_s=30.0)])
-    return msgspec.structs.replace(profile, invalid=disturbances.find(profile))
 
 
 _GAPS = (
@@ -224,10 +207,7 @@ def _full(*gib: float, nvml: bool = True) -> Launch:
         (_busy(20.0, None, 20.0, 60.0), None),
         (_busy(), None),
         # Other ranks wait in kernels that count as busy: the utilisation of several ranks is not compared.
-        (
-            _timed(1.0, 1.06, 1.0, 1.0, busy=[88.0, 20.0, 20.0, 20.0]),
-            "Rank 1 has a device time of 1.06 s in a work pass, the median of the ranks is 1 s.",
-        ),
+        (_timed(1.0, 1.06, 1.0, 1.0, busy=[88.0, 20.0, 20.0, 20.0]), "Rank 1 has a device time of 1.06 s in a"),
         (_timed(1.0, 1.04, 1.0, 1.0, busy=[88.0, 20.0, 20.0, 20.0]), None),
         (_timed(1.0, 1.25), "1.25 s in a work pass, the median of the ranks is 1.125 s."),
         (_timed(1.0), None),
@@ -246,9 +226,6 @@ def test_the_busiest_the_slowest_and_the_fullest_are_a_finding(launch: Launch, t
     found = assessed(result)[0].findings[0]
     assert (found.code, found.severity) == ("imbalance", "info")
     assert (text or "GPU 2 was busy for 99 %") in found.text, "the first launch that has it counts"
-
-
-# Launches.
 
 
 def _launched(*seconds: float, device_s: Sequence[float] = (), **fields: Any) -> list[CaseResult]:
@@ -319,6 +296,7 @@ def test_findings_read_as(prose: Prose) -> None:
     invalid = ["processes of other programs: GPU 0 has 2", "processes of other programs: GPU 0 has 1", "another: x"]
     disturbed = _profiled(make_profile(invalid=invalid[:1]))
     disturbed.launches += [Launch(profile=make_profile(invalid=[text])) for text in invalid[1:]]
+    throttled = make_profile(devices=[msgspec.structs.replace(make_profile(1).devices[0], throttled_s=30.0)])
     uneven = _profiled(make_profile())
     uneven.launches = [msgspec.structs.replace(_timed(1.0, 1.1, 1.0), memory=_full(10.0, 10.5, 15.0).memory)]
     found = [
@@ -331,7 +309,7 @@ def test_findings_read_as(prose: Prose) -> None:
         *(finding_of(_profiled(profile)) for profile in _GAPS),
         finding_of(_profiled(make_profile(invalid=["memory in use before the start: GPU 1", "x: b"]))),
         finding_of(disturbed),
-        finding_of(_profiled(_held_down())),
+        finding_of(_profiled(msgspec.structs.replace(throttled, invalid=disturbances.find(throttled)))),
         finding_of(uneven),
         *(one for launches in _DIFFERENT for one in disagreements(launches)),
     ]

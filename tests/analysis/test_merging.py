@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 from support.report_factory import (
+    known,
     make_answers,
     make_check,
     make_failed,
@@ -52,8 +53,7 @@ def test_launches_of_a_case_become_its_launches() -> None:
     assert [result.id for result in merged.cases] == ["mp-bs1", "mp-bs2"]
     assert [_seconds(result) for result in merged.cases] == [[1.0, 3.0, 1.1], [2.0, 6.0, 2.2]]
     assert merged.cases[0].inference_s == pytest.approx(1.1 * 210)
-    assert merged.cases[0].bound is not None
-    assert merged.cases[0].bound.share == pytest.approx(21.0 / (1.1 * 210))
+    assert known(merged.cases[0].bound).share == pytest.approx(21.0 / (1.1 * 210))
     assert [len(result.launches) for report in reports for result in report.cases] == [1] * 6
     assert parse(encode(merged, compressed=False), "merged") == merged
     # The second measurement of a case is merged with the second of the other reports.

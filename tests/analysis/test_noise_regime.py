@@ -7,15 +7,7 @@ import msgspec
 import pytest
 from support.report_factory import make_result, make_work
 
-from pytest_llmgpu.analysis.noise_regime import (
-    PRIORS,
-    REGIMES,
-    Prior,
-    largest_spread,
-    noisiest,
-    of_time,
-    prior_of_time,
-)
+from pytest_llmgpu.analysis.noise_regime import PRIORS, REGIMES, Prior, largest_spread, noisiest, of_time, prior_of_time
 from pytest_llmgpu.report.result import CaseResult
 
 

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.measured_project import Project, make_project
+from support.measured_project import Project
 
+import pytest_llmgpu
 from pytest_llmgpu.cli import main
 from pytest_llmgpu.report.text import printable_lines
 
@@ -45,5 +47,12 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
-    """An empty project in the working directory."""
-    return make_project(tmp_path, monkeypatch)
+    """An empty project in the working directory; temporary files are outside it."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
+    path = [str(Path(__file__).parents[1]), str(Path(pytest_llmgpu.__file__).parents[1])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
+    found = Project(tmp_path / "project")
+    monkeypatch.chdir(found.root)
+    return found

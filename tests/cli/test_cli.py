@@ -33,9 +33,7 @@ def test_schema_and_version_print_nothing_else(llmgpu: Callable[..., str]) -> No
     assert llmgpu("--version") == f"llmgpu {installed_version('pytest-llmgpu') or '(not installed)'}\n"
 
 
-def test_a_signal_that_ends_pytest_is_not_taken_by_a_command(
-    llmgpu: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_command_takes_signals_that_end_pytest(llmgpu: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests run commands in their own process: the end of a job would be one failed test, and the run would go on."""
     monkeypatch.setattr("pytest_llmgpu.report.schema.schema", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):

@@ -13,14 +13,7 @@ import pytest
 from support.repository import first_commit, git
 from support.worlds import ends
 
-from pytest_llmgpu.cli.launches import (
-    Worktree,
-    checked_out,
-    describe_ending,
-    handled,
-    interruptible,
-    run,
-)
+from pytest_llmgpu.cli.launches import Worktree, checked_out, describe_ending, handled, interruptible, run
 
 
 @pytest.fixture

@@ -10,21 +10,24 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.report_factory import make_failed, make_full_report, make_report
+from support.report_factory import make_failed, make_finding, make_full_report, make_report
 
 from pytest_llmgpu.cli import main
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.report import Report
-from pytest_llmgpu.report.result import Failure, Finding
+from pytest_llmgpu.report.result import Failure
 from pytest_llmgpu.store import store
 
 _EVIL = "\x1b]0;owned\x07\x1b[8m\r\x9b2J\u202e\n::error::owned\n##[error]owned\n##vso[task.complete]"
 _FORBIDDEN = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]|^\s*::|##\w*\[", re.MULTILINE)
 
 
-def _evil(report: Report) -> Report:
-    """Return a report in which every text that may be any text has control characters and commands."""
-    document = msgspec.to_builtins(report)
+@pytest.fixture(scope="module")
+def evil() -> Report:
+    """A report in which every text that may be any text has control characters and commands, with a failed case."""
+    failed = make_failed("error", Failure(phase="load", message="m", log_tail="log"), batch_size=64)
+    failed.findings = [make_finding()]
+    document = msgspec.to_builtins(make_report([*make_full_report().cases, failed]))
 
     def loads() -> bool:
         try:
@@ -47,15 +50,6 @@ def _evil(report: Report) -> Report:
     return file.parse(msgspec.json.encode(document), "evil")
 
 
-@pytest.fixture(scope="module")
-def evil() -> Report:
-    """A report whose every text is hostile, with a failed case and a finding."""
-    full = make_full_report()
-    failed = make_failed("error", Failure(phase="load", message="m", log_tail="log"), batch_size=64)
-    failed.findings = [Finding(code="a", severity="failure", text="text", next_step="next")]
-    return _evil(make_report([*full.cases, failed]))
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -69,9 +63,7 @@ def evil() -> Report:
     ids=lambda arguments: arguments[0],
 )
 @pytest.mark.usefixtures("empty_folder")
-def test_no_command_passes_a_control_character_on(
-    evil: Report, arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_control_codes_are_not_printed(evil: Report, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Neither the terminal's title nor an annotation of the CI system can be set from a report."""
     file.dump(evil, Path("evil.json"))
     for _ in range(2):

@@ -4,13 +4,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.report_factory import GIB, make_failed, make_memory, make_profile
+from support.report_factory import GIB, known, make_check, make_failed, make_memory, make_profile
 from support.verdict_factory import H200, gpus, noise, on_h200, timed
 
 from pytest_llmgpu.cli import main
 from pytest_llmgpu.report.file import dump, load
 from pytest_llmgpu.report.report import Commit, Report, Session
-from pytest_llmgpu.report.result import AccuracyCheck, CaseResult
+from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.text import MIB
 from pytest_llmgpu.store.store import BASELINE, resolve, save, stored
 
@@ -36,17 +36,12 @@ def _to_file(report: Report) -> int:
 
 def _wrong() -> CaseResult:
     wrong = timed()
-    wrong.accuracy_check = AccuracyCheck(
-        metric="acc", value=0.2, baseline=0.8, source="x", tolerance=0.0, ok=False, text="is wrong"
-    )
+    wrong.accuracy_check = make_check()
     return wrong
 
 
 def test_a_report_becomes_the_baseline(capsys: pytest.CaptureFixture[str]) -> None:
-    """The file has the same content; the next one keeps its verdicts against it, with its sha256 and commit.
-
-    Items of the gate that failed against another baseline do not prevent it.
-    """
+    """The next one keeps its verdicts against it; items of the gate that failed against another do not prevent it."""
     passed = Session(complete=True, exit_status=1, failed_tests=0)
     report = on_h200([timed(), make_failed("oom", batch_size=2)], session=passed)
     assert _to_file(report) == 0
@@ -54,10 +49,9 @@ def test_a_report_becomes_the_baseline(capsys: pytest.CaptureFixture[str]) -> No
     assert load(TARGET) == report
     old = resolve(str(TARGET), Path(".llmgpu")).sha256
     assert _to_file(on_h200([timed(0.9), make_failed("oom", batch_size=2)], sha="b" * 40)) == 0
-    verdicts = load(TARGET).verdicts
-    assert verdicts is not None
-    assert verdicts.baseline is not None
-    assert (verdicts.baseline.sha256, verdicts.baseline.commit) == (old, "a" * 40)
+    verdicts = known(load(TARGET).verdicts)
+    baseline = known(verdicts.baseline)
+    assert (baseline.sha256, baseline.commit) == (old, "a" * 40)
     assert [row.result for row in verdicts.rows if row.metric == "time"] == ["IMPROVED"]
 
 
@@ -122,8 +116,7 @@ def test_a_refused_report_can_be_promoted_with_a_reason(capsys: pytest.CaptureFi
     """The baseline keeps the reason and what it overrules, and the gate shows it."""
     dirty = on_h200(commit=Commit(sha="a" * 40, dirty=True))
     assert _promote(dirty, "--to", str(TARGET), "--force", "the machine is gone") == 0
-    promotion = load(TARGET).promotion
-    assert promotion is not None
+    promotion = known(load(TARGET).promotion)
     assert (promotion.reason, len(promotion.refused)) == ("the machine is gone", 1)
     main(["gate", str(TARGET), "new.json"])
     assert "promoted by force: the machine is gone" in " ".join(capsys.readouterr().out.split())

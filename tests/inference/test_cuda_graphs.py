@@ -116,9 +116,7 @@ def test_what_a_recording_does_not_know_runs_eagerly(model: Any, recorded: list[
             _logits(model, _ids(2, 4))
 
 
-def test_suspended_left_or_inside_another_recording_it_is_the_model_as_it_was(
-    model: Any, recorded: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_suspended_or_left_it_runs_eagerly(model: Any, recorded: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Forwards are eager, after the exit also after a failure, and no graph is kept."""
     with suppress(KeyError), GraphedDecoder(model, CPU) as decoder:
         with decoder.suspended():

@@ -81,10 +81,9 @@ def test_log_likelihoods_are_those_of_scoring(
 ) -> None:
     """Whatever the prompts and the batches are, decode steps and a forward over prompt and text agree."""
     requests = _requests(prompts, new_tokens)
-    found = _generate(model, requests, min(batch_size, len(prompts)), few_shapes=few_shapes)
-    again = score_texts(
-        model, requests, found.tokens, min(batch_size, len(prompts)), input_device=_CPU, devices=(_CPU,)
-    )
+    size = min(batch_size, len(prompts))
+    found = _generate(model, requests, size, few_shapes=few_shapes)
+    again = score_texts(model, requests, found.tokens, size, input_device=_CPU, devices=(_CPU,))
     for values, expected in zip(found.loglikelihoods, again, strict=True):
         assert values == pytest.approx(expected, abs=1e-4)
     assert all(len(tokens) == new_tokens for tokens in found.tokens)
@@ -151,9 +150,7 @@ def test_a_model_that_the_cache_cannot_serve_is_refused(fields: dict[str, Any], 
 def test_a_module_that_generates_no_text_is_named_with_all_that_it_lacks() -> None:
     """It is refused before anything is measured."""
     generation.check(_model(), _model().config)
-    with pytest.raises(
-        ValueError, match=r"^Identity cannot generate text, it has no arguments past_key_values, "
-    ) as got:
+    with pytest.raises(ValueError, match=r"^Identity cannot generate text, it has no arguments past_key_values") as got:
         generation.check(torch.nn.Identity(), None)
     assert str(got.value).endswith(
         "position_ids, attention_mask of forward, no get_output_embeddings(), no Loaded.config: score it "

@@ -40,9 +40,7 @@ def _from_full_logits(model: Any, tokens: tuple[int, ...], ending: int) -> float
     ("pairs", "batch_size", "rows"), [(MIXED, 1, 5), (MIXED, 2, 5), (MIXED, 5, 5), (ONE_ROW, 1, 1)]
 )
 @pytest.mark.parametrize("logits", scoring.SCORINGS)
-def test_loglikelihoods_are_those_of_the_full_logits(
-    model: Any, logits: str, pairs: Any, batch_size: int, rows: int
-) -> None:
+def test_scores_are_those_of_the_full_logits(model: Any, logits: str, pairs: Any, batch_size: int, rows: int) -> None:
     """Padding, order, batch size, the scoring, and endings that share a row do not change the log-likelihoods."""
     plan = batching.plan(make_requests(pairs), batch_size)
     assert sum(batch.rows for batch in plan.batches) == rows
@@ -115,9 +113,7 @@ def test_what_comes_after_the_head_still_runs() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_the_harness_way_computes_every_logit_beside_a_cache(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_harness_way_keeps_every_logit_and_a_cache(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Full logits use the memory of lm-evaluation-harness: [B, S, V] twice, and the KV cache of all layers."""
     model = _llama().to(dtype)
     seen: list[Any] = []
@@ -165,24 +161,12 @@ def test_broken_numbers_are_an_error_not_a_choice() -> None:
     assert broken(torch.tensor([[1, 2, 3]])).logits.shape == (1, 3, VOCABULARY)
 
 
-@pytest.mark.parametrize(
-    ("logits", "positions", "message"),
-    [
-        (scoring.HARNESS, 1, "does not return the logits of every position"),
-        (scoring.LEAN, 7, "does not call its output head"),
-    ],
-)
-def test_a_model_with_other_logits_is_refused(model: Any, logits: str, positions: int, message: str) -> None:
-    """Logits of another shape are refused, and so is a model that does not call its output head."""
-
-    class Other(torch.nn.Module):
-        get_output_embeddings = model.get_output_embeddings
-
-        def forward(self, input_ids: Any, **_: Any) -> Any:
-            return type("Output", (), {"logits": torch.zeros(len(input_ids), positions, VOCABULARY)})
-
-    with pytest.raises(ValueError, match=f"Other {message}"):
-        scoring.score(Other(), batching.plan(make_requests(), 2), input_device=CPU, logits=logits)
+def test_a_model_that_does_not_call_its_output_head_is_refused(model: Any) -> None:
+    """The logits of the predicted tokens alone could not be computed."""
+    other: Any = _Plain(model, lambda logits: logits)
+    other.get_output_embeddings = lambda: torch.nn.Linear(1, 1)
+    with pytest.raises(ValueError, match="_Plain does not call its output head"):
+        scoring.score(other, batching.plan(make_requests(), 2), input_device=CPU)
 
 
 def test_batches_are_reported_as_they_finish(model: Any) -> None:

@@ -80,10 +80,7 @@ def test_dummy_weights_are_spread_as_a_fresh_model_has_them() -> None:
 
 
 def test_values_are_those_that_transformers_reads_in_the_dtype_of_the_model(file: Path) -> None:
-    """Each value is read whole when it is requested; another file in the folder is ignored.
-
-    Transformers converts files with other names, here of a decoder without its head.
-    """
+    """Another file in the folder is ignored; names of a decoder without its head are converted by transformers."""
     values = load_file(file)
     old = file.with_name("zz_old.safetensors")
     save_file({name: value + 1 for name, value in values.items()}, old)

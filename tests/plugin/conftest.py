@@ -3,16 +3,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from support.faked_runs import BENCHMARK, FakedRuns
+from support.faked_runs import FakedRuns
 
 
 @pytest.fixture
 def runs(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> FakedRuns:
     """Return a function that runs a benchmark with measurements of no process: only pytest's part is tested."""
-    faked = FakedRuns(pytester)
-    faked.start(monkeypatch)
-    pytester.makepyfile(test_it=BENCHMARK)
-    return faked
+    return FakedRuns(pytester).start(monkeypatch)
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from support import tiny_model
 from support.faked_runs import BENCHMARK, FakedRuns
+from support.report_factory import known
 from support.worlds import hurry
 
 from pytest_llmgpu.profiling import machine
@@ -59,10 +60,7 @@ def real(pytester: pytest.Pytester) -> FakedRuns:
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_gpu")
 def test_a_sweep_of_two_launches_is_measured(pytester: pytest.Pytester, real: FakedRuns) -> None:
-    """One command measures in ascending order, prints and writes; the model is loaded once a launch.
-
-    Tests can run functions on ranks, profile, score without recording, and score their own items.
-    """
+    """The model is loaded once a launch; tests run functions on ranks, profile, and score without recording."""
     pytester.makepyfile(
         test_it="""
         import os
@@ -115,14 +113,11 @@ def test_a_sweep_of_two_launches_is_measured(pytester: pytest.Pytester, real: Fa
         assert (again.plan_sha256, again.accuracy) == (launch.plan_sha256, launch.accuracy)
         assert sum(launch.batches.sequences) == tiny_model.SEQUENCES
         assert all(latency > 0 for latency in launch.batches.latency_s)
-        assert launch.accuracy is not None
-        assert launch.accuracy.items == tiny_model.ITEMS
-        assert launch.profile is not None
-        assert "profile" in launch.profile.why
-        assert launch.host is not None
-        assert (len(launch.host.threads), launch.host.cpu_s[0] > 0) == (1, True)
-        assert case.traffic is not None
-        assert (case.traffic.ranks, case.traffic.wire_bytes_per_sequence) == ([[]], 0.0), "one process sends nothing"
+        assert known(launch.accuracy).items == tiny_model.ITEMS
+        assert "profile" in known(launch.profile).why
+        host, traffic = known(launch.host), known(case.traffic)
+        assert (len(host.threads), host.cpu_s[0] > 0) == (1, True)
+        assert (traffic.ranks, traffic.wire_bytes_per_sequence) == ([[]], 0.0), "one process sends nothing"
         assert "traffic" not in case.why
     assert written.cases[2].launches[0].load_s == written.cases[3].launches[0].load_s, "the model is loaded once"
     assert str(pytester.path) not in (pytester.path / ".llmgpu" / "last.json").read_text()
@@ -130,12 +125,10 @@ def test_a_sweep_of_two_launches_is_measured(pytester: pytest.Pytester, real: Fa
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_gpu")
-def test_a_failed_case_fails_and_the_next_runs_on_new_processes(
-    pytester: pytest.Pytester, real: FakedRuns, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_case_fails_and_the_next_has_new_processes(real: FakedRuns, monkeypatch: pytest.MonkeyPatch) -> None:
     """A crash or a timeout fails its own case only; out of memory is expected and ends the larger sizes."""
-    hurry(monkeypatch, while_exists=pytester.path / "stopped")
-    pytester.makepyfile(test_it=_MISBEHAVING)
+    hurry(monkeypatch, while_exists=real.pytester.path / "stopped")
+    real.pytester.makepyfile(test_it=_MISBEHAVING)
     flags = ["--llmgpu-device=cpu", "--llmgpu-timeout=300", "--llmgpu-load-timeout=1e9", "--llmgpu-work=off"]
     result = real("-v", *flags, sizes="1,3,4,6,8,12")
     assert result.ret == 1
@@ -154,11 +147,9 @@ def test_a_failed_case_fails_and_the_next_runs_on_new_processes(
     sections = result.stdout.get_lines_after("*= FAILURES =*")
     starts = [place for place, line in enumerate(sections) if line.strip("- ") == "Captured rank 0 call"]
     assert not any("Traceback (most recent" in line for line in sections[: starts[0]])
-    assert any(f'File "{pytester.path / "test_it.py"}", line' in line for line in sections)
-    assert cases[0].failure is not None
-    assert "hook" in (cases[0].failure.log_tail or ""), "the log shows where"
-    failure = cases[4].failure
-    assert failure is not None
+    assert any(f'File "{real.pytester.path / "test_it.py"}", line' in line for line in sections)
+    assert "hook" in (known(cases[0].failure).log_tail or ""), "the log shows where"
+    failure = known(cases[4].failure)
     assert (failure.phase, failure.evidence, failure.requested_bytes) == ("forward", "torch's allocator", 2 * 2**30)
     assert cases[5].launches == []
 
@@ -248,9 +239,7 @@ def test_hellaswag(llm, hellaswag, batch_size, measure):
     ],
     ids=["smaller fits", "nothing fits", "expected", "the last one skips itself"],
 )
-def test_out_of_memory_is_no_failure_unless_nothing_fits(
-    runs: FakedRuns, fits: int, test: str, status: int, lines: list[str]
-) -> None:
+def test_out_of_memory_is_no_failure(runs: FakedRuns, fits: int, test: str, status: int, lines: list[str]) -> None:
     """A series of which nothing fits fails, except with `expect_oom`; also if its last test skips itself."""
     runs.fits = fits
     runs.pytester.makepyfile(test_it=test)
@@ -267,8 +256,7 @@ def test_wrong_answers_fail(runs: FakedRuns) -> None:
     result.stdout.fnmatch_lines(["*below the baseline of 95.0 %*", "*1 failed*"])
     written = runs.report()
     (case,) = written.cases
-    assert case.accuracy_check is not None
-    assert (case.outcome, case.accuracy_check.ok, written.session.failed_tests) == ("completed", False, 1)
+    assert (case.outcome, known(case.accuracy_check).ok, written.session.failed_tests) == ("completed", False, 1)
 
 
 @pytest.mark.parametrize(
@@ -468,9 +456,7 @@ def test_workers_of_xdist_measure_nothing(pytester: pytest.Pytester) -> None:
     result.stdout.fnmatch_lines(["*test_hellaswag?mp-bs1?: *xdist*-n 0*"])
 
 
-def test_a_report_that_cannot_be_written_where_it_should_be_is_kept_elsewhere(
-    runs: FakedRuns, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_an_unwritable_report_is_kept(runs: FakedRuns, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """It fails the run and loses no table; the report is in the temporary folder."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from support import worlds
 from support.faked_runs import BENCHMARK
+from support.report_factory import known
 
 from pytest_llmgpu.report import file
 
@@ -40,9 +41,7 @@ def test_a_world_that_cannot_work_is_refused_before_the_collection(
     assert not Path("collected").exists()
 
 
-def test_wrong_options_are_printed_by_rank_zero_only(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_options_are_printed_by_rank_0_only(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others have the same options, and end with the same exit status."""
     printed = []
     for rank in range(2):
@@ -86,8 +85,8 @@ def test_two_nodes_measure_a_case(pytester: pytest.Pytester) -> None:
     assert (case.strategy, case.devices, case.launcher, case.nodes) == ("tp", 2, "env", 2)
     assert result.outcome == "completed"
     assert result.launches[0].accuracy is not None
-    assert result.traffic is not None
-    first, second = result.traffic.ranks
+    traffic = known(result.traffic)
+    first, second = traffic.ranks
     assert first == second
     assert [one.collective for one in first] == ["all_reduce", "all_gather"]
-    assert result.traffic.sent_bytes == result.traffic.between_nodes_bytes
+    assert traffic.sent_bytes == traffic.between_nodes_bytes

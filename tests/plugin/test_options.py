@@ -83,9 +83,7 @@ _STRINGS = """
         ("pytest.ini", "[pytest]", _STRINGS.replace('"', "")),
     ],
 )
-def test_configuration_files_have_typed_values_or_strings(
-    pytester: pytest.Pytester, file: str, table: str, values: str
-) -> None:
+def test_files_have_typed_values_or_strings(pytester: pytest.Pytester, file: str, table: str, values: str) -> None:
     """Native TOML writes numbers, booleans and lists of strings; the other formats write strings."""
     pytester.path.joinpath(file).write_text(f"{table}\n{textwrap.dedent(values)}")
     config = pytester.parseconfig("-W", "error")
@@ -131,9 +129,7 @@ _NO_BOOL = "(expect_oom=...): {} is not allowed: allowed are True and False"
         ({"expect_oom": None}, _NO_BOOL.format("None")),
     ],
 )
-def test_a_bad_marker_is_refused_in_one_line(
-    pytestconfig: pytest.Config, given: dict[str, object], complaint: str
-) -> None:
+def test_a_bad_marker_is_refused(pytestconfig: pytest.Config, given: dict[str, object], complaint: str) -> None:
     """The line names the argument, its value and what is allowed."""
     with pytest.raises(pytest.UsageError) as caught:
         options.resolve(pytestconfig, [_mark(**given)])

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from support.report_factory import known
 from support.repository import first_commit
 
 # pytester forgets what a run inside this process has imported; a module that is here already keeps its identity.
@@ -37,8 +38,7 @@ def test_a_patched_model_is_measured_and_a_slower_patch_is_regressed(pytester: p
     base, report = _run(pytester, "--llmgpu-save=base")
     base.assert_outcomes(passed=1)
     for case in report.cases:
-        assert case.launches[0].work is not None
-        modules = case.launches[0].work.ranks[0].ops_by_module or {}
+        modules = known(case.launches[0].work).ranks[0].ops_by_module or {}
         assert modules["layers.*.input_layernorm"] != modules["layers.*.post_attention_layernorm"]
     patch = pytester.path / "fused_norm.py"
     forward = "        return torch"
@@ -55,9 +55,9 @@ def test_a_module_without_transformers_is_scored(pytester: pytest.Pytester) -> N
     result, report = _run(pytester, "--strategy=own_model:Own", "--llmgpu-load-format=dummy")
     result.assert_outcomes(passed=1)
     (case,) = report.cases
-    assert case.launches[0].work is not None
-    assert case.launches[0].work.model is None
-    assert case.launches[0].work.why["model"] == "the strategy's model has no config of transformers"
+    work = known(case.launches[0].work)
+    assert work.model is None
+    assert work.why["model"] == "the strategy's model has no config of transformers"
 
 
 @pytest.mark.slow
@@ -84,5 +84,4 @@ def test_each_folder_has_its_own_patches(
     result.stdout.fnmatch_lines(["patched 8", "note: the report names commit *, but module engine was imported from *"])
     assert list(report.commit.imported_from) == ["engine"]
     broken, _ = report.cases
-    assert broken.failure is not None
-    assert "has no attribute 'no_such_part'" in broken.failure.message
+    assert "has no attribute 'no_such_part'" in known(broken.failure).message

@@ -7,7 +7,7 @@ import itertools
 import os
 
 import pytest
-from support.faked_runs import BENCHMARK, FakedRuns
+from support.faked_runs import FakedRuns
 from support.repository import first_commit, git
 
 from pytest_llmgpu.report import file
@@ -123,8 +123,7 @@ def test_another_source_or_option_is_refused(runs: FakedRuns, appended: str, fla
     """In one line and before anything is measured; the report stays as it is."""
     before = _break_off(runs, 2)
     if appended:
-        runs.pytester.makepyfile(test_it=f"{BENCHMARK}    {appended}")
-        git(runs.pytester.path, "commit", "--quiet", "-am", "second")
+        git(runs.pytester.path, "commit", "--quiet", "--allow-empty", "-m", appended)
     result = runs(_RESUME, flag)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines([f"ERROR: --llmgpu-resume*{reason}"])

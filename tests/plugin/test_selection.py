@@ -18,7 +18,7 @@ def test_batch_sizes_ascend_within_a_group_and_the_reference_runs_first(runs: Fa
 
         def test_own(llm, hellaswag, measure):
             measure(llm, hellaswag, 2)
-        """,
+        """
     )
     assert runs("--strategy=compile,mp", sizes="8,1").ret == 0
     ran = [str(case.nodeid).partition("::test_")[2] for case in runs.report().cases]

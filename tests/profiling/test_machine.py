@@ -21,9 +21,7 @@ _CPU_TORCH = TorchFacts(version="2.13.0+cpu", why="Torch not compiled with CUDA 
 
 
 def _gpus(letters: str, **fields: Any) -> list[Gpu]:
-    return [
-        Gpu(index=index, uuid=f"GPU-{letter}", name="NVIDIA H200", **fields) for index, letter in enumerate(letters)
-    ]
+    return [Gpu(index=index, uuid=f"GPU-{one}", name="NVIDIA H200", **fields) for index, one in enumerate(letters)]
 
 
 _CUDA_TORCH = TorchFacts(version="2.13.0", cuda="13.0", nccl="2.29.1", devices=_gpus("dcba", memory_bytes=10**11))
@@ -93,11 +91,7 @@ _BLIND = {"facts": _BLIND_TORCH}
     ("devices", "options", "message"),
     [
         ("cuda", {"devices": 8}, "devices 8: CUDA lists 4; allowed are 1 to 4$"),
-        (
-            "cuda",
-            {"devices": 8, "visible": "0,1"},
-            "devices 8: CUDA lists 4 with CUDA_VISIBLE_DEVICES=0,1; allowed are",
-        ),
+        ("cuda", {"devices": 8, "visible": "0,1"}, "devices 8: CUDA lists 4 with CUDA_VISIBLE_DEVICES=0,1; allowed"),
         ("gpu", {}, "device 'gpu': allowed are auto, cuda, cpu$"),
         ("cpu", {"devices": 0}, "devices 0: at least 1 is needed$"),
         ("auto cuda", {"facts": _CPU_TORCH, "nodes": 4}, "4 x NVIDIA H200 found.*not compiled with CUDA.*install a"),

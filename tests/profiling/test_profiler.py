@@ -16,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from support.report_factory import known, make_profile
 from support.worlds import ends
 
 from pytest_llmgpu.profiling import profiler as module
@@ -69,8 +70,7 @@ def test_a_window_profiles_every_gpu(nvml_stub: StubEnvironment, gpus: int) -> N
         with nvml.window(held_bytes={uuid(0): 4 * GIB}) as window:
             wait_for_ticks(nvml, 3)
         assert nvml.why is None
-    profile = window.profile
-    assert profile is not None
+    profile = known(window.profile)
     assert (profile.samples >= 2, profile.why) == (True, {})
     assert [(device.index, device.uuid) for device in profile.devices] == [(i, uuid(i)) for i in range(gpus)]
     for index, device in enumerate(profile.devices):
@@ -85,8 +85,7 @@ def test_a_window_profiles_every_gpu(nvml_stub: StubEnvironment, gpus: int) -> N
         }
         assert device.energy_j == 5 + index
         assert {*METRICS[6:]} == {*device.why} - {"throttled_s"}
-    assert window.end_s is not None
-    assert profile.duration_s == window.end_s - window.start_s
+    assert profile.duration_s == known(window.end_s) - window.start_s
 
 
 def test_a_window_over_nvlink_is_exact_and_has_its_counters(nvml_stub: StubEnvironment) -> None:
@@ -95,11 +94,8 @@ def test_a_window_over_nvlink_is_exact_and_has_its_counters(nvml_stub: StubEnvir
     with profiler(nvml_stub(**settings)) as nvml:
         with nvml.window() as window:
             wait_for_ticks(nvml, 4)
-        assert nvml.recording is not None
-        first, last = nvml.recording.kept_marks
-    assert window.end_s is not None
-    profile = window.profile
-    assert profile is not None
+        first, last = known(nvml.recording).kept_marks
+    profile, end_s = known(window.profile), known(window.end_s)
     assert (profile.sampler_cpu_s or 0) > 0
     # The number of own programs is not known here.
     titles = [sentence.partition(":")[0] for sentence in profile.invalid]
@@ -109,8 +105,8 @@ def test_a_window_over_nvlink_is_exact_and_has_its_counters(nvml_stub: StubEnvir
     metric = device.metrics["nvlink_tx_bytes_per_s"]
     assert first.answered_s[0] <= window.start_s, "a window begins when its counters have been read"
     # Marks around the window have its bytes, and idle time.
-    around = window.end_s <= last.t_s[0]
-    seconds = window.end_s - window.start_s if around else last.t_s[0] - first.t_s[0]
+    around = end_s <= last.t_s[0]
+    seconds = end_s - window.start_s if around else last.t_s[0] - first.t_s[0]
     assert (metric.mean, metric.coverage) == pytest.approx((counted / seconds, 1.0))
     assert device.energy_j == 5.0
     assert (device.throttled_s or 0) > 0
@@ -146,8 +142,7 @@ def test_a_sampler_that_hangs_is_replaced_and_a_refused_one_is_not(
     monkeypatch.setattr(module, "_STREAM_S", 0.05)
     with profiler(nvml_stub(hang="nvmlDeviceGetPowerUsage:3", hanging=hanging)) as nvml:
         hanging.read_bytes()
-        first, process = nvml.pid, nvml._process
-        assert process is not None
+        first, process = nvml.pid, known(nvml._process)
         profile = nvml.slice([0.0], [time.monotonic() + 10 * PERIOD_S])
         assert "did not answer within" in profile.why["sampler"]
         assert profile.samples <= 2
@@ -155,15 +150,13 @@ def test_a_sampler_that_hangs_is_replaced_and_a_refused_one_is_not(
         nvml.start()
         assert nvml.pid != first
         assert process.returncode == -signal.SIGKILL
-        last, process, listener = nvml.pid, nvml._process, nvml._listener
+        last, process, listener = nvml.pid, known(nvml._process), known(nvml._listener)
         hanging.read_bytes()
         monkeypatch.setattr(module, "_END_S", 0.05)
         nvml.close()
         nvml.start()
         assert nvml.pid == last
-        assert listener is not None
         listener.join(300)
-        assert process is not None
         assert process.returncode == -signal.SIGKILL, "close kills one that hangs"
     with profiler(nvml_stub(init=9)) as nvml:
         wait_for_end(nvml)
@@ -177,23 +170,20 @@ def test_a_window_gets_its_profile_when_the_block_raises(nvml_stub: StubEnvironm
     environment = nvml_stub(gpus=4)
     with profiler(environment, [uuid(3), uuid(1)]) as nvml, pytest.raises(KeyError), nvml.window() as window:
         raise KeyError
-    assert window.profile is not None
-    devices = window.profile.devices
+    devices = known(window.profile).devices
     assert [(device.index, device.metrics["power_w"].max) for device in devices] == [(3, 303), (1, 301)]
 
 
 def test_a_closed_profiler_leaves_no_process_and_keeps_its_readings(nvml_stub: StubEnvironment) -> None:
     """Close ends the sampler, which Ctrl-C does not, may be called twice, and slices are still possible."""
     with profiler(nvml_stub()) as nvml:
-        assert nvml.pid is not None
-        os.kill(nvml.pid, signal.SIGINT)
+        os.kill(known(nvml.pid), signal.SIGINT)
         start_s = time.monotonic()
         wait_for_ticks(nvml, 2)
         end_s = time.monotonic()
         nvml.close()
         nvml.close()
-        assert nvml._process is not None
-        assert nvml._process.returncode == 0
+        assert known(nvml._process).returncode == 0
         assert nvml.why is None
         assert nvml.slice([start_s], [end_s]).samples >= 1
 
@@ -215,9 +205,9 @@ def test_without_a_gpu_the_profile_has_the_reason(nvml_stub: StubEnvironment, tm
             with nvml.window() as window:
                 pass
             assert nvml.why == reason
-        assert window.profile is not None
-        assert window.profile.why == {"profile": reason}
-        assert (window.profile.samples, window.profile.devices, window.profile.series) == (0, [], None)
+        profile = known(window.profile)
+        assert profile.why == {"profile": reason}
+        assert (profile.samples, profile.devices, profile.series) == (0, [], None)
 
 
 def test_a_sampler_that_cannot_run_is_a_reason(
@@ -244,8 +234,7 @@ def test_a_killed_sampler_leaves_its_readings(nvml_stub: StubEnvironment, number
     with profiler(nvml_stub()) as nvml:
         start_s = time.monotonic()
         wait_for_ticks(nvml, 2)
-        assert nvml.pid is not None
-        os.kill(nvml.pid, number)
+        os.kill(known(nvml.pid), number)
         nvml.mark()
         wait_for_end(nvml)
         nvml.mark()
@@ -277,8 +266,7 @@ def test_the_sampler_dies_with_its_parent(nvml_stub: StubEnvironment, hang: str)
     command = [sys.executable, "-c", PARENT]
     environment = nvml_stub(hang=hang)
     with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
-        pid, why = parent.stdout.readline().split()
+        pid, why = known(parent.stdout).readline().split()
         assert why == "None"
         parent.kill()
         assert ends(int(pid))
@@ -306,9 +294,7 @@ class _Ahead(Profiler):
         return super().slice([starts_s[0] - _APART_S], [ends_s[0] - _APART_S], held_bytes)
 
 
-def test_each_node_cuts_its_stream_by_its_own_clock(
-    nvml_stub: StubEnvironment, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_node_cuts_its_stream_by_its_clock(nvml_stub: StubEnvironment, monkeypatch: pytest.MonkeyPatch) -> None:
     """The window has samples of every node."""
     for name, value in nvml_stub(gpus=1).items():
         monkeypatch.setenv(name, value)
@@ -378,17 +364,9 @@ def test_a_lost_node_has_a_profile_without_readings() -> None:
 
 
 def _profile(uuids: list[str], *, samples: int, series: Series | None = None, **why: str) -> Profile:
-    return Profile(
-        period_s=0.5,
-        duration_s=float(samples),
-        samples=samples,
-        missed=samples - 1,
-        lateness_p99_s=0.1 * samples,
-        devices=[DeviceProfile(index=index, uuid=uuid) for index, uuid in enumerate(uuids)],
-        sampler_cpu_s=1.0,
-        series=series,
-        why=why,
-    )
+    devices = [DeviceProfile(index=index, uuid=uuid) for index, uuid in enumerate(uuids)]
+    times: dict[str, Any] = {"duration_s": float(samples), "lateness_p99_s": 0.1 * samples, "sampler_cpu_s": 1.0}
+    return make_profile(devices=devices, samples=samples, missed=samples - 1, series=series, why=why, **times)
 
 
 def test_profiles_are_joined_device_by_device() -> None:

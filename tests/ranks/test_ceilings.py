@@ -29,10 +29,8 @@ def test_ceilings_of_ranks_and_cases_are_merged() -> None:
     first = Ceilings(
         devices=[_of_device("a", 5.0, float16=9.0, float32=1.0)], all_reduce_bytes_per_s=40.0, all_reduce_latency_s=2.0
     )
-    second = Ceilings(
-        devices=[_of_device("b", 4.0, float16=8.0)], all_reduce_bytes_per_s=30.0, all_reduce_latency_s=3.0
-    )
-    assert ceilings.merged([alone, first, second]) == Ceilings(
+    other = Ceilings(devices=[_of_device("b", 4.0, float16=8.0)], all_reduce_bytes_per_s=30.0, all_reduce_latency_s=3.0)
+    assert ceilings.merged([alone, first, other]) == Ceilings(
         devices=[_of_device("a", 5.0, float16=10.0, float32=1.0), _of_device("b", 4.0, float16=8.0)],
         all_reduce_bytes_per_s=30.0,
         all_reduce_latency_s=3.0,

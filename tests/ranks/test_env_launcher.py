@@ -131,10 +131,7 @@ def test_a_killed_rank_is_a_crash_of_its_node_and_starts_again(shared: _Started)
 
 @pytest.mark.slow
 def test_a_lost_process_is_a_crash_of_its_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One has ended by SIGTERM, as Slurm and torchrun end a job, and one is stopped: their ranks end with them.
-
-    Groups that do not need them run on, and those that need them are refused.
-    """
+    """One was ended by SIGTERM and one is stopped: their ranks end, and only groups that need them are refused."""
     with _start(tmp_path, worlds.torchrun, per_node=1) as nodes:
         group = nodes.group(3)
         pids = [pid for pid, *_ in _ask(group, ranks.identity)]
@@ -162,10 +159,7 @@ def test_a_rank_elsewhere_shows_its_stacks(shared: _Started) -> None:
     _, rank = shared.launcher.start([{"RANK": "0"}, {"RANK": "1"}], lambda *_: None)
     assert rank.submit(ranks.add, 1, 1).result(_LIMIT_S) == 2
     rank.submit(ranks.hang)
-    for _ in range(300):  # the rank may not have come so far
-        if "in hang" in rank.stacks():
-            break
-    assert "in hang" in rank.stacks()
+    assert any("in hang" in rank.stacks() for _ in range(300)), "the rank may come so far only after some time"
     rank.close(0)
 
 
@@ -272,10 +266,7 @@ _NUMBER = len(_GREETING) + 32
     ids=["scan", "message", "proof", "long"],
 )
 def test_nobody_joins_or_ends_a_run_without_the_secret(peers: Peers, sent: bytes) -> None:
-    """What a stranger sends is closed unread, it learns no proof, and a process with the secret joins after it.
-
-    Once all have joined, nobody can connect.
-    """
+    """A stranger learns no proof, a process with the secret joins after it, and then nobody can connect."""
     received = b""
     with socket.create_connection(("127.0.0.1", peers.world.port)) as stranger:
         with contextlib.suppress(ConnectionError):  # it may be closed before everything is sent
@@ -376,7 +367,7 @@ def test_gloo_gets_the_interface_of_an_address() -> None:
 class _Peer:
     def __init__(self, node: int) -> None:
         self.node = node
-        self.answers: dict[Callable[..., Any], Any] = {_own_machine: _machine(node), _own_facts: _facts(node)}
+        self.answers: dict[Callable[..., Any], Any] = {local.machine: _machine(node), local.gather: _facts(node)}
 
     def request(self, method: str, fn: Callable[..., Any], *_: Any) -> Future[Any]:
         assert method == "call"
@@ -402,16 +393,8 @@ def _facts(node: int, **changed: Any) -> Node:
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """This machine is node 0 with two GPUs, and its torch is not probed."""
-    monkeypatch.setattr(local, "machine", _own_machine)
-    monkeypatch.setattr(local, "gather", _own_facts)
-
-
-def _own_machine(_device: str, _devices: int | None) -> Machine:
-    return _machine(0)
-
-
-def _own_facts(_torch: TorchFacts | None = None) -> Node:
-    return _facts(0)
+    monkeypatch.setattr(local, "machine", lambda *_: _machine(0))
+    monkeypatch.setattr(local, "gather", lambda *_: _facts(0))
 
 
 def _places(nodes: Sequence[int]) -> list[tuple[int, int]]:
@@ -469,18 +452,16 @@ def test_devices_that_are_not_there_are_refused(
 @pytest.mark.parametrize(
     ("asked", "answer", "message"),
     [
-        (_own_facts, _facts(1, driver="570.1"), None),
-        (_own_facts, _facts(1, versions={"torch": "2.9"}), r"the nodes differ: torch 2\.10 on node 0, 2\.9 on node 1"),
-        (_own_machine, ValueError("no GPU found"), "^node 1: no GPU found$"),
-        (_own_facts, ConnectionError("it ended"), "^node 1: it ended$"),
+        ("gather", _facts(1, driver="570.1"), None),
+        ("gather", _facts(1, versions={"torch": "2.9"}), r"the nodes differ: torch 2\.10 on node 0, 2\.9 on node 1"),
+        ("machine", ValueError("no GPU found"), "^node 1: no GPU found$"),
+        ("gather", ConnectionError("it ended"), "^node 1: it ended$"),
     ],
 )
-def test_nodes_that_cannot_measure_together_are_refused(
-    asked: Callable[..., Any], answer: object, message: str | None
-) -> None:
+def test_nodes_that_cannot_measure_together_are_refused(asked: str, answer: object, message: str | None) -> None:
     """The message has the node and what differs; other differences are notes."""
     devices, (peer,) = _devices(0, 1)
-    peer.answers[asked] = answer
+    peer.answers[getattr(local, asked)] = answer
     if message is None:
         devices.machine("auto", None)
         assert len(devices.notes) == 1

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support import tiny_model
 from support.prose import Prose
-from support.report_factory import make_case
+from support.report_factory import known, make_case
 from support.request_factory import make_requests
 
 from pytest_llmgpu.inference import batching, cuda_graphs, scoring
@@ -87,7 +87,7 @@ def _decide(loaded: Loaded, requested: str = "auto", **named: Any) -> Decision:
     return graph_choice.decide(loaded, named.pop("requests", _requests()), _BATCH_SIZE, requested=requested, **named)
 
 
-@pytest.mark.parametrize("requested", ["auto", "on"])
+@pytest.mark.parametrize("option", ["auto", "on"])
 @pytest.mark.parametrize(
     ("devices", "fields", "logits", "reason"),
     [
@@ -98,17 +98,10 @@ def _decide(loaded: Loaded, requested: str = "auto", **named: Any) -> Decision:
     ],
 )
 def test_excluded_graphs_are_named(
-    model: Any,
-    requested: str,
-    devices: tuple[torch.device, ...],
-    fields: dict[str, Any],
-    logits: str,
-    reason: str | None,
+    model: Any, option: str, devices: tuple[torch.device, ...], fields: dict[str, Any], logits: str, reason: str | None
 ) -> None:
-    """`on` is no error. On GPUs the batches are those of CUDA graphs: a few shapes are warmed up in a fraction of the
-    time. On a CPU, and where a cache is kept, rows are padded no further than a batch needs.
-    """
-    decision = _decide(_loaded(model, *devices, **fields), requested, logits=logits)
+    """`on` is no error. On GPUs the batches have few shapes; on a CPU, or with a cache, rows are not padded further."""
+    decision = _decide(_loaded(model, *devices, **fields), option, logits=logits)
     assert (decision.reason, decision.execution) == ("excluded", "eager")
     assert decision.detail == (reason or cuda_graphs.reason_against(model, devices))
     few = devices != (CPU,) and logits == scoring.LEAN
@@ -120,10 +113,7 @@ def test_excluded_graphs_are_named(
 
 @pytest.mark.parametrize(("most", "reason"), [(71, "large"), (72, "small"), (73, "small")])
 def test_the_largest_forward_decides(model: Any, monkeypatch: pytest.MonkeyPatch, most: int, reason: str) -> None:
-    """2 rows of 36 tokens are the largest; above the limit the case runs eagerly, unless graphs are requested.
-
-    There padding costs time of the GPU, and there are few widths to warm up.
-    """
+    """Above the limit the case runs eagerly without padding, which costs time there, unless graphs are requested."""
     monkeypatch.setattr(cuda_graphs, "MOST_TOKENS", most)
     decision = _decide(_loaded(model))
     assert (decision.reason, decision.execution) == (reason, "eager" if reason == "large" else "cuda_graphs")
@@ -191,9 +181,7 @@ def test_graphs_stay_from_the_warm_up_to_the_first_eager_pass(state: RankState, 
 @pytest.mark.parametrize(
     ("dtype", "factor", "fits"), [("float32", 1.0, True), ("float32", 0.99, False), ("bfloat16", 0.99, True)]
 )
-def test_answers_of_a_replay_are_those_of_an_eager_forward(
-    state: RankState, graphs: _Graphs, dtype: str, factor: float, fits: bool
-) -> None:
+def test_a_replay_that_differs_fails(state: RankState, graphs: _Graphs, dtype: str, factor: float, fits: bool) -> None:
     """A difference of about 1 % is rounding in bfloat16 and an error of the case in float32; no graph stays behind."""
     graphs.factor = factor
     state.case = msgspec.structs.replace(state.case, dtype=dtype)
@@ -205,9 +193,7 @@ def test_answers_of_a_replay_are_those_of_an_eager_forward(
     assert graphs.entered == [True, False]
 
 
-def test_a_workspace_is_reserved_before_the_recording(
-    state: RankState, graphs: _Graphs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_workspace_precedes_the_recording(state: RankState, graphs: _Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs keep its address; the launch has its tokens."""
     granted: list[tuple[int, int]] = []
 
@@ -219,8 +205,8 @@ def test_a_workspace_is_reserved_before_the_recording(
     monkeypatch.setattr(LayerParallel, "prepare", prepare)
     _warm_up(state)
     assert granted == [(2, 36)]
-    assert state.launch is not None
-    assert (state.launch.tokens_requested, state.launch.tokens_granted) == (36, 35)
+    launch = known(state.launch)
+    assert (launch.tokens_requested, launch.tokens_granted) == (36, 35)
     state.graphs.close()
 
 

@@ -25,9 +25,7 @@ def pair(tmp_path: Path) -> Iterator[RankGroup]:
     made.kill()
 
 
-def test_results_are_in_the_order_of_the_ranks_and_one_failure_ends_the_others_wait(
-    pair: RankGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_failure_ends_the_wait_for_the_others(pair: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     """The failure has the number, the phase and the message of the rank that failed while the other one hangs."""
     assert pair.ask(ranks.variable, "RANK", phase="forward", timeout_s=300) == ["0", "1"]
     monkeypatch.setattr(group, "_OTHER_RANKS_S", 0.0)
@@ -38,9 +36,7 @@ def test_results_are_in_the_order_of_the_ranks_and_one_failure_ends_the_others_w
     assert failure.message == "ValueError: the layer is broken"
 
 
-def test_a_time_limit_has_the_stacks_of_the_ranks(
-    pair: RankGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_time_limit_has_the_stacks_of_ranks(pair: RankGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A time limit without a finished batch is an outcome of its own, with the stacks of every rank."""
     begun = tmp_path / "begun"
     hurry(monkeypatch, while_exists=begun)

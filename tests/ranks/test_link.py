@@ -9,14 +9,11 @@ from pytest_llmgpu.ranks import link
 
 
 def test_torchrun_sets_rank_and_address() -> None:
-    """Rank 0 listens on the port after the one that torch's own store has."""
+    """Rank 0 listens on the port after that of torch's own store; processes of one machine need no secret."""
     found = link.of_environment(torchrun(3, 4, per_node=2))
     assert (found.rank, found.size, found.local_rank, found.node) == (3, 4, 1, 1)
     assert (found.address, found.port, found.key) == ("127.0.0.1", 29501, KEY.encode())
-
-
-def test_one_machine_needs_no_secret() -> None:
-    """The kernel names the user at the other end there."""
+    # On one machine the kernel names the user at the other end.
     assert link.of_environment(torchrun(1, 2, per_node=2)).key is None
     assert link.of_environment({**srun(1, 2, per_node=2), "LLMGPU_KEY": ""}).key is None
 

@@ -155,9 +155,7 @@ def test_a_kill_by_the_host_is_out_of_memory(launcher: LocalLauncher, monkeypatc
     rank.close(_ANSWER_S)
 
 
-def test_a_rank_that_has_not_begun_survives_being_asked_for_its_stacks(
-    launcher: LocalLauncher, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_has_not_begun_has_no_stacks(launcher: LocalLauncher, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGUSR1 ends a process that has no handler for it yet."""
     waiting = [sys.executable, "-c", "import time; time.sleep(1000)"]
     monkeypatch.setattr(processes, "command", lambda *_: waiting)

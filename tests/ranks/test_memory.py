@@ -117,9 +117,7 @@ def test_the_figures_of_torch_are_kept_also_where_a_library_wraps_its_exception(
 
 
 @pytest.mark.parametrize(("free", "full"), [(8 * 2**20, True), (2**30, False)])
-def test_a_cublas_start_failure_is_out_of_memory_only_on_a_full_device(
-    free: int, full: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cublas_cannot_start_on_a_full_device(free: int, full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A broken driver gives the same message, so that the free memory of the device decides."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 2**35))

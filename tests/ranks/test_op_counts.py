@@ -39,10 +39,7 @@ _LINEAR = {f"layers.*.self_attn.{name}_proj" for name in "qkvo"} | {
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
 def test_ops_and_flops_of_a_forward_are_counted(mode: Callable[[], Any]) -> None:
-    """Composite ops are counted as what they are made of, and FLOPs are those of torch's own counter plus attention.
-
-    They are split over the innermost modules that compute them, and the forward computes the same.
-    """
+    """Composite ops are split into their parts; FLOPs are torch's plus attention, by the innermost modules."""
     model = tiny_model.random_model()
     ids_BS = torch.zeros(2, 8, dtype=torch.int64)
     with mode():

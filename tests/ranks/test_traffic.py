@@ -144,9 +144,7 @@ _BETWEEN: dict[str, dict[str, int]] = {
 @pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:FutureWarning")
 @pytest.mark.parametrize(("nodes", "name"), [(nodes, name) for nodes, names in _BETWEEN.items() for name in names])
 @pytest.mark.usefixtures("four")
-def test_bytes_between_nodes_are_those_to_ranks_of_other_nodes(
-    nodes: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bytes_between_nodes_go_to_other_nodes(nodes: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All other figures are the same as on one node."""
     monkeypatch.setenv(traffic.NODES, nodes)
     call, expected = _KNOWN[name]
@@ -198,10 +196,7 @@ def test_every_known_op_of_torch_has_its_payload_argument() -> None:
 
 @pytest.mark.parametrize("inference", [True, False], ids=["inference mode", "autograd"])
 def test_copies_between_devices_are_counted(inference: bool) -> None:
-    """Accelerate moves hidden states in this way; copies on a device or from the host do not count.
-
-    Of a copy into another tensor the dtype of the source decides.
-    """
+    """Copies on a device or from the host do not count; the dtype of the source decides the bytes."""
     with FakeTensorMode(), torch.inference_mode(inference):
         first, second, host = (torch.empty(10, device=device) for device in ("cuda:0", "cuda:1", "cpu"))
         assert traffic.count(lambda: first.to("cuda:1"), world_size=1) == [_one("peer_copy", 40, 40)]
@@ -253,19 +248,9 @@ def _hidden(vocabulary: int = 0) -> tuple[int, int]:
     ],
 )
 def test_each_strategy_sends_hidden_states_and_logits(
-    gloo_pair: RankGroup,
-    bundled: ModelSource,
-    place: str,
-    strategy: str,
-    backend: str,
-    reductions: int,
-    scored: str,
+    gloo_pair: RankGroup, bundled: ModelSource, place: str, strategy: str, backend: str, reductions: int, scored: str
 ) -> None:
-    """There are two all-reduces per layer.
-
-    Transformers has one more, of the embedding, and gathers logits. AutoTP sums its logits, also through shared memory.
-    Injected kernels have embedding and head on every rank. Scoring as the harness needs the logits of every token.
-    """
+    """Two all-reduces per layer; transformers adds one of the embedding and gathers logits, AutoTP sums its logits."""
     case = msgspec.structs.replace(_CASE, load_format=bundled.load_format, strategy=strategy, backend=backend)
     gloo_pair.ask(worker.load, case, bundled, place, phase="load", timeout_s=300)
     found = _assert_plan_is_its_batches(gloo_pair, scored)
@@ -297,9 +282,7 @@ def test_ranks_without_traffic_are_an_error() -> None:
 
 
 @pytest.mark.parametrize("logits", scoring.SCORINGS)
-def test_the_copies_of_accelerate_are_counted(
-    monkeypatch: pytest.MonkeyPatch, bundled: ModelSource, logits: str
-) -> None:
+def test_copies_of_accelerate_are_counted(monkeypatch: pytest.MonkeyPatch, bundled: ModelSource, logits: str) -> None:
     """Hidden states move once, rotary tables to every layer, by the row length only; on one device nothing moves."""
     alone = LayerParallel().load(msgspec.structs.replace(_CASE, strategy="mp", devices=1), bundled)
     assert ranks.of_plan(alone) == []

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 from support import tiny_model
-from support.report_factory import make_case
+from support.report_factory import known, make_case
 
 from pytest_llmgpu.inference import models, tasks
 from pytest_llmgpu.inference.models import ModelSource
@@ -87,25 +87,19 @@ def test_every_case_of_a_sweep_begins_with_a_reset(state: RankState, monkeypatch
         events.clear()
         launch = worker.score(state, msgspec.structs.replace(state.case, batch_size=batch_size))
         assert launch.batches.sequences == [batch_size] * (tiny_model.SEQUENCES // batch_size)
-        assert launch.accuracy is not None
-        assert launch.accuracy.items == tiny_model.ITEMS
+        assert known(launch.accuracy).items == tiny_model.ITEMS
         assert events == ["reset", batch_size]
 
 
 def test_a_case_that_generates_has_texts_and_the_work_of_both_halves(state: RankState, tmp_path: Path) -> None:
-    """Forwards without a KV cache find the same log-likelihoods; decode steps come before the prefill.
-
-    On a CPU a trace has the ops of the eager pass in the ranges of the modules.
-    """
+    """Forwards without a KV cache find the same log-likelihoods; traces have the ops in the ranges of the modules."""
     case = msgspec.structs.replace(state.case, workload="generate", prompt_tokens=5, new_tokens=3, batch_size=4)
-    texts = worker.score(state, case).generation
-    assert texts is not None
+    texts = known(worker.score(state, case).generation)
     assert (texts.prompt_tokens, texts.new_tokens) == ([5] * 6, [3] * 6)
     assert (len(texts.first_token_s), len(texts.step_s)) == (2, 2 * 2)
     # Keys and values of one layer of 32 numbers, for 4 rows of 8 tokens.
     assert texts.kv_cache_bytes == texts.kv_cache_formula_bytes == 2 * 32 * (4 * 8) * 4
-    assert texts.prefill_loglikelihoods is not None
-    chosen, again = derived.decode(texts.loglikelihoods), derived.decode(texts.prefill_loglikelihoods)
+    chosen, again = map(derived.decode, (texts.loglikelihoods, known(texts.prefill_loglikelihoods)))
     assert list(again) == pytest.approx(list(chosen), rel=1e-4)
     assert worker.account(state) == ([], [])
     worker.warm_up(state, case)

@@ -34,6 +34,7 @@ def test_a_caption_names_the_measurement() -> None:
     assert short == ""
     [(usual, _)], [(harness, _)] = _captions(make_result()), _captions(make_result(scoring=scoring.HARNESS))
     assert harness == f"{usual}, every logit and a KV cache"
+    assert _captions() == []
 
 
 def test_a_caption_has_the_number_of_nodes() -> None:
@@ -64,8 +65,3 @@ def test_short_captions_have_only_the_differing_parts(fields: dict[str, Any], sh
     assert tuple(text for _, text in found) == short
     assert short[1] in found[1][0]
     assert found[0][0] != found[1][0]
-
-
-def test_a_report_without_cases_has_no_captions() -> None:
-    """It has no block."""
-    assert _captions() == []

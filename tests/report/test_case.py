@@ -21,10 +21,7 @@ def test_a_second_measurement_gets_a_number() -> None:
 
 @pytest.mark.parametrize("name", Case.__struct_fields__)
 def test_a_field_changes_key_series_and_loading(name: str) -> None:
-    """Other settings are another measurement; how the ranks were started, and how the forwards ran, are none.
-
-    A series is a curve over batch sizes. A loaded model serves every batch size, dataset and workload.
-    """
+    """How ranks were started and forwards ran is no setting; a loaded model serves every batch size and dataset."""
     default, changed = make_case(), make_case(**{name: "changed"})
     same = {"execution", "launcher"}
     assert (default.key == changed.key) is (name in same)

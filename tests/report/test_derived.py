@@ -4,14 +4,7 @@ import msgspec
 import pytest
 from support.report_factory import make_accuracy, make_generation, make_profile, make_result
 
-from pytest_llmgpu.report.derived import (
-    decode,
-    derive,
-    device_busy,
-    predictions_of,
-    proportion_stderr,
-    upper_bound,
-)
+from pytest_llmgpu.report.derived import decode, derive, device_busy, predictions_of, proportion_stderr, upper_bound
 from pytest_llmgpu.report.result import CaseResult, DeviceProfile, Outcome
 from pytest_llmgpu.report.work import RankWork, Work
 
@@ -22,12 +15,11 @@ def test_a_gpu_is_busy_for_its_part_of_the_timed_batches(step_s: list[float] | N
     result = make_result(sequences=3)
     [launch] = result.launches
     launch.batches.latency_s = [1.0, 50.0, 3.0]
-    ranks = [RankWork(uuids=[f"GPU-{rank}"], device_time_s=[0.4 + 2.4 * rank]) for rank in range(2)]
-    launch.work = Work(
-        batches=[0, 2], passes=1, ranks=[msgspec.structs.replace(ranks[0], device_time_s=None), ranks[1]]
-    )
+    first, second = (RankWork(uuids=[f"GPU-{rank}"], device_time_s=[0.4 + 2.4 * rank]) for rank in range(2))
+    unknown = msgspec.structs.replace(first, device_time_s=None)
+    launch.work = Work(batches=[0, 2], passes=1, ranks=[unknown, second])
     assert device_busy(result) is None
-    launch.work = Work(batches=[0, 2], passes=1, ranks=ranks)
+    launch.work = Work(batches=[0, 2], passes=1, ranks=[first, second])
     if step_s is not None:
         launch.generation = make_generation([[1]], [[-1.0]], [[-1.0]], step_s=step_s)
     assert device_busy(result) == (None if busy is None else pytest.approx(busy))
@@ -51,9 +43,7 @@ def test_figures_of_several_launches_are_medians_and_rates_those_of_the_median_t
 @pytest.mark.parametrize(
     ("outcome", "latency_s", "time_s"), [("timeout", 1.0, None), ("completed", 0.0, 0.0), ("completed", None, None)]
 )
-def test_a_case_that_did_not_complete_or_ran_no_time_has_no_rates(
-    outcome: Outcome, latency_s: float | None, time_s: float | None
-) -> None:
+def test_a_case_without_a_time_has_no_rates(outcome: Outcome, latency_s: float | None, time_s: float | None) -> None:
     """A total over some of the batches would look like a fast case; there is no division by 0.0 of a file."""
     result = make_result(2.0)
     latencies_s = result.launches[0].batches.latency_s

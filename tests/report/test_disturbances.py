@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 from support.prose import Prose
-from support.report_factory import make_result
+from support.report_factory import make_profile, make_result
 
 from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.disturbances import TITLES, busy_cpu, clock_reference, find
@@ -19,12 +19,9 @@ def _profile(clock_mhz: float | list[float | None] = 1980.0, samples: int = 5, *
     """Return a profile of 100 s of two devices; `fields` and the clock are those of the second device, GPU 7."""
     clocks: list[float | None] = clock_mhz if isinstance(clock_mhz, list) else [clock_mhz] * samples
     counters = {"ecc_uncorrected": 0.0, "xids": 0.0, "compute_processes": 1.0, **fields.pop("counters", {})}
-    return Profile(
-        period_s=1.0,
+    return make_profile(
         duration_s=100.0,
         samples=samples,
-        missed=0,
-        lateness_p99_s=None,
         devices=[
             DeviceProfile(index=4, uuid="GPU-0", throttled_s=0.0),
             DeviceProfile(index=7, uuid="GPU-1", counters=counters, **{"throttled_s": 0.0, **fields}),

@@ -11,7 +11,7 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-from support.report_factory import make_document, make_failed, make_full_report, make_report, make_result
+from support.report_factory import known, make_document, make_failed, make_full_report, make_report, make_result
 
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.file import check_writable, dump, encodable, encode, load, parse
@@ -47,11 +47,10 @@ def test_a_figure_that_is_not_finite_is_refused_with_its_place(place: str, value
     report = make_full_report()
     dump(report, _PATH)
     [launch] = report.cases[0].launches
-    assert launch.profile is not None
     if place == "wall_s":
         launch.wall_s = value
     elif place.startswith("profile"):
-        launch.profile.devices[1].metrics["power_w"] = Metric(mean=value, max=None, method="x", coverage=None)
+        known(launch.profile).devices[1].metrics["power_w"] = Metric(mean=value, max=None, method="x", coverage=None)
     else:
         launch.batches.latency_s[2] = value
     with pytest.raises(ValueError, match=rf"^\$\.cases\[0\]\.launches\[0\]\..*{re.escape(place)} is {value}, which"):
@@ -99,8 +98,8 @@ def test_text_that_is_not_utf8_loses_no_report() -> None:
     dump(report, _PATH)
     read = load(_PATH)
     assert read.environment.variables["NCCL_DEBUG_FILE"] == "/tmp/\\udce9"
-    assert read.cases[0].failure is not None
-    assert (read.cases[0].failure.message, read.cases[0].failure.log_tail) == ("bad \\udcff", "\\ud800")
+    failure = known(read.cases[0].failure)
+    assert (failure.message, failure.log_tail) == ("bad \\udcff", "\\ud800")
     result = make_result()
     assert encodable(result) is result, "a record is copied only if a text of it has to change"
 
@@ -202,8 +201,7 @@ def test_unusual_values_that_are_possible_are_read() -> None:
     launch["profile"]["series"]["t_s"][0] = -0.045
     launch["accuracy"]["predictions"][0] = 300
     accuracy = parse(_written(document), "r.json").cases[0].launches[0].accuracy
-    assert accuracy is not None
-    assert accuracy.predictions[0] == 300
+    assert known(accuracy).predictions[0] == 300
 
 
 @pytest.mark.parametrize("metric", ["acc", "acc_norm"])

@@ -6,11 +6,6 @@ import pytest
 
 from pytest_llmgpu.report.options import parse
 
-_WHOLE = "a whole number of at least 1"
-_LIST = "a comma list of whole numbers of at least 1"
-_SECONDS = "seconds above 0 are needed"
-_SIZE = "a size such as 32GiB"
-
 
 @pytest.mark.parametrize(
     ("metavar", "text", "value"),
@@ -46,11 +41,11 @@ def test_a_text_has_the_value_of_its_kind(metavar: str | None, text: str, value:
     [
         (None, "1", "allowed are true and false"),
         *(("FRACTION", text, "a fraction from 0 to 1") for text in ("-0.1", "1.1", "nan", "much")),
-        *(("N", text, _WHOLE) for text in ("0", "-3", "1.5", "")),
-        *(("N[,N]", text, _LIST) for text in ("0,1", "1,,2", "")),
+        *(("N", text, "a whole number of at least 1") for text in ("0", "-3", "1.5", "")),
+        *(("N[,N]", text, "a comma list of whole numbers of at least 1") for text in ("0,1", "1,,2", "")),
         ("NAME[,NAME]", " ,", "a comma list of strategies"),
-        *(("SECONDS", text, _SECONDS) for text in ("0", "-1", "1/0", "inf", "nan", "soon")),
-        *(("SIZE", text, _SIZE) for text in ("0GiB", "32 XB", "GiB")),
+        *(("SECONDS", text, "seconds above 0 are needed") for text in ("0", "-1", "1/0", "inf", "nan", "soon")),
+        *(("SIZE", text, "a size such as 32GiB") for text in ("0GiB", "32 XB", "GiB")),
         ("{float16,float32}", "float-16", "allowed are float16, float32 (did you mean float16?)"),
         ("NAME", "latest", "name 'latest': means"),
         *(("MODEL", text, "a value is needed") for text in ("", " ")),

@@ -11,7 +11,7 @@ from typing import Any
 import jsonschema
 import msgspec
 import pytest
-from support.report_factory import make_document, make_full_report, make_report
+from support.report_factory import known, make_document, make_full_report, make_report
 
 from pytest_llmgpu.gate.judge import judge
 from pytest_llmgpu.gate.policy import Policy
@@ -22,14 +22,6 @@ from pytest_llmgpu.report.verdicts import Baseline, Candidate
 
 _AVOIDED = re.compile(r"\b(told|anew|reckon\w*|for want of|held against|yardsticks?|surer)\b", re.IGNORECASE)
 """Words that the documentation of this project does not use."""
-
-
-def _descriptions() -> Iterator[tuple[str, str]]:
-    """Yield each place of the schema with its description; an empty one where it has none."""
-    for name, record in schema()["$defs"].items():
-        yield name, record.get("description", "")
-        for field, properties in record.get("properties", {}).items():
-            yield f"{name}.{field}", properties.get("description", "")
 
 
 @pytest.mark.parametrize("make", [make_full_report, make_report])
@@ -78,7 +70,11 @@ def test_a_field_that_came_later_is_not_required() -> None:
 
 def test_every_record_and_field_is_described_in_full_sentences() -> None:
     """A reader of `llmgpu schema` finds the unit and the meaning of every figure in plain English."""
-    described = dict(_descriptions())
+    described: dict[str, str] = {}
+    for name, record in schema()["$defs"].items():
+        described[name] = record.get("description", "")
+        for field, properties in record.get("properties", {}).items():
+            described[f"{name}.{field}"] = properties.get("description", "")
     assert len(described) > 200
     assert [place for place, text in described.items() if not re.fullmatch(r"[A-Z].*\.", text)] == []
     assert [place for place, text in described.items() if _AVOIDED.search(text)] == []
@@ -140,8 +136,7 @@ def test_a_stored_report_keeps_its_figures(name: str, tmp_path: Path) -> None:
 def test_the_verdicts_of_a_promoted_report_keep_their_meaning() -> None:
     """They are about the previous baseline and change no verdict on a candidate."""
     base = load(_REPORTS / "schema-2-promoted.json")
-    verdicts = base.verdicts
-    assert verdicts is not None
+    verdicts = known(base.verdicts)
     assert verdicts.head == Candidate(created="2026-02-03T04:05:06Z", commit="c" * 40)
     assert verdicts.baseline == Baseline(name="baseline.json", sha256="cd" * 32, commit="b" * 40)
     assert verdicts.policy_sha256 == hashlib.sha256(verdicts.policy.encode()).hexdigest()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pytest_llmgpu.report import text
+
+_STYLED = partial(text.printable_lines, styled=True)
 
 
 @pytest.mark.parametrize(
@@ -48,6 +51,7 @@ from pytest_llmgpu.report import text
         (text.one_line, ("a\n\tb\x00\u202ec\ud800 ",), "a b c"),
         (text.one_line, ("x" * 501,), "x" * 499 + "…"),
         (text.printable_lines, ("a\r\x1b[31mb\n ::error::c ##[group]",), "a  [31mb\n \\::error::c #\\#[group]"),
+        (_STYLED, ("\x1b[31mred\x1b[0m \x1b[8mhidden",), "\x1b[31mred\x1b[0m  [8mhidden"),
         (text.beginning, ("abc", 3), "abc"),
         (text.beginning, ("abcd\u00e9", 3), "abc... (3 bytes left out)"),
     ],
@@ -55,11 +59,6 @@ from pytest_llmgpu.report import text
 def test_values_are_written_one_way(function: Callable[..., str], given: tuple[Any, ...], shown: str) -> None:
     """Each kind of value has one form."""
     assert function(*given) == shown
-
-
-def test_styled_lines_keep_the_styles_of_this_package() -> None:
-    """Other control characters are spaces."""
-    assert text.printable_lines("\x1b[31mred\x1b[0m \x1b[8mhidden", styled=True) == "\x1b[31mred\x1b[0m  [8mhidden"
 
 
 def test_the_tail_of_a_log_has_its_last_lines(tmp_path: Path) -> None:

@@ -97,10 +97,7 @@ def plan(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> _Bench
 
 
 def test_a_case_holds_what_the_options_mean_on_this_machine(plan: _Bench) -> None:
-    """The case has the resolved values of `auto` and of defaults, so that equal cases are the same measurement.
-
-    Runs of other numbers of nodes are other measurements; on a CPU devices are processes, and mp uses one.
-    """
+    """Values of `auto` and of defaults are resolved, so that equal cases are the same measurement."""
     request = plan()
     case = request.case
     assert (case.strategy, case.backend, case.batch_size) == ("mp", "accelerate", 4)
@@ -183,9 +180,7 @@ def test_a_strategy_without_its_library_is_refused(plan: _Bench, monkeypatch: py
         ("cuda_graphs", ("auto", "on", "off"), ["auto", "on", "off"]),
     ],
 )
-def test_an_option_that_changes_the_measurement_is_part_of_the_case(
-    plan: _Bench, name: str, values: tuple[str, ...], found: list[object]
-) -> None:
+def test_an_option_is_part_of_the_case(plan: _Bench, name: str, values: tuple[str, ...], found: list[object]) -> None:
     """The first value is the default. Of the execution only `on` is known before the run."""
     plan.on(_machine(devices=1))
     cases = [plan("mp", 4, None, **{name: value}).case for value in values]
@@ -209,10 +204,7 @@ def test_an_option_that_changes_the_measurement_is_part_of_the_case(
 def test_a_case_holds_the_options_of_its_strategy_alone(
     plan: _Bench, strategy: str, fields: dict[str, Any], backend: str, own: dict[str, object]
 ) -> None:
-    """Options of other strategies are not part of the case; a chosen library is the backend.
-
-    A strategy that is chosen by its place has its name, so that it is the same measurement.
-    """
+    """A chosen library is the backend; a strategy that is chosen by its place is the same measurement."""
     request = plan(strategy, **fields)
     case = request.case
     assert (case.strategy, case.backend, case.strategy_options) == (strategy, backend, own)
@@ -227,9 +219,6 @@ def test_a_cap_is_compared_with_memory_of_other_programs_only(plan: _Bench, monk
     plan(gpu_memory=8 * _GIB)
     used["GPU-1"] = 32 * _GIB
     assert plan(size=8, gpu_memory=8 * _GIB).case.gpu_memory_bytes == 8 * _GIB
-
-
-# Items.
 
 
 @pytest.mark.parametrize("limit", [None, 4])
@@ -285,9 +274,6 @@ def test_prompts_are_continued_and_other_items_where_the_option_asks(plan: _Benc
     message = r"^dataset prompts\.jsonl: prompts have no endings .* --llmgpu-workload=generate$"
     with pytest.raises(ValueError, match=message):
         plan(size=1, dataset="prompts.jsonl")
-
-
-# What transformers answers about the model.
 
 
 def test_quantised_weights_without_their_library_are_refused(plan: _Bench, monkeypatch: pytest.MonkeyPatch) -> None:

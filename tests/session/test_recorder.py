@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.report_factory import make_ceilings, make_failed, make_result, make_traffic, make_work
+from support.report_factory import known, make_ceilings, make_failed, make_result, make_traffic, make_work
 
 from pytest_llmgpu.analysis.assess import assess
 from pytest_llmgpu.profiling import machine
@@ -62,25 +62,25 @@ def test_private_names_and_secrets_reach_no_part(tmp_path: Path, monkeypatch: py
     failed.why["traffic"] = failed.launches[0].why["work"] = "failed: hf_hunter2hunter2 in /scratch/ada"
     result = _add(recorded, failed)
     shown = ".../x/config.json is missing on <host>, see ~, http://***@b"
-    assert result.failure is not None
-    assert result.failure.message == f"rank 0: {shown}"
-    assert result.failure.log_tail == f'  File "tests/test_it.py", line 5, in fn\nOSError: {shown}\n'
+    failure = known(result.failure)
+    assert failure.message == f"rank 0: {shown}"
+    assert failure.log_tail == f'  File "tests/test_it.py", line 5, in fn\nOSError: {shown}\n'
     assert shown in result.findings[0].text
-    assert recorded.path is not None
-    written = recorded.path.read_text()
+    path = known(recorded.path)
+    written = path.read_text()
     assert not any(name in written for name in ("ada", "node17", str(tmp_path), "hunter2"))
     assert "http://***@proxy" in written
-    assert file.load(recorded.path).options["--llmgpu-dataset"] == "d.jsonl"
+    assert file.load(path).options["--llmgpu-dataset"] == "d.jsonl"
 
 
 def test_the_environment_has_the_ceilings_and_the_names_of_kernels(recorded: Recorder) -> None:
     """Before the GPUs are measured `why` has the reason, and afterwards the bound of a case follows from them."""
     _add(recorded, make_result(2.0, traffic=make_traffic(2)))
-    assert recorded.report is not None
-    environment = recorded.report.environment
+    report = known(recorded.report)
+    environment = report.environment
     assert (environment.ceilings, environment.kernel_names) == (None, [])
     assert "ceilings" in environment.why
-    assert "bound" in recorded.report.cases[0].why
+    assert "bound" in report.cases[0].why
     result = make_result(2.0, traffic=make_traffic(2))
     result.launches[0].work = make_work()
     names = ["nvjet_hsh", "add_kernel"]
@@ -92,16 +92,12 @@ def test_the_environment_has_the_ceilings_and_the_names_of_kernels(recorded: Rec
 
 def test_every_case_is_written_at_once_under_a_name_of_its_own(recorded: Recorder) -> None:
     """An interrupted session keeps its measured cases; a second measurement does not replace the first."""
-    assert recorded.path is not None
-    for count in (1, 2):
+    for ids in (["mp-bs1"], ["mp-bs1", "mp-bs1#2"]):
         _add(recorded, make_result(**_CPU))
-        assert len(file.load(recorded.path).cases) == count
-    assert [result.id for result in file.load(recorded.path).cases] == ["mp-bs1", "mp-bs1#2"]
+        assert [result.id for result in file.load(known(recorded.path)).cases] == ids
 
 
-def test_a_case_is_compared_with_earlier_ones_that_compute_the_same(
-    recorded: Recorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_case_is_compared_with_earlier_ones(recorded: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cases of the same items count that stand before it in the report, with all of their launches so far."""
     compared: list[list[tuple[str, int]]] = []
 
@@ -124,25 +120,20 @@ def test_a_case_is_compared_with_earlier_ones_that_compute_the_same(
 def test_a_session_is_complete_once_all_expected_tests_measured(
     recorded: Recorder, interrupted: bool, others: list[str], complete: bool
 ) -> None:
-    """A missing case or an interrupt makes it incomplete, a deselected test not; without a case there is no file.
-
-    The report then has the largest batch size of each series.
-    """
-    assert recorded.path is not None
+    """A missing case or an interrupt makes it incomplete, a deselected test not; without a case there is no file."""
+    path = known(recorded.path)
     recorded.expected += ["test_it.py::test_it", *others]
     recorded.conclude(1, interrupted=interrupted, deselected=["other"])
-    assert not recorded.path.exists()
+    assert not path.exists()
     _add(recorded, make_result(device="cpu", devices=1))
     recorded.conclude(1, interrupted=interrupted, deselected=["other"])
-    report = file.load(recorded.path)
+    report = file.load(path)
     session, (capacity,) = report.session, report.capacity
     assert (session.complete, session.exit_status, session.deselected) == (complete, 1, ["other"])
     assert (capacity.largest_fit, capacity.smallest_oom) == (1, None)
 
 
-def test_a_figure_that_is_not_finite_loses_no_report(
-    recorded: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_nan_loses_no_report(recorded: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run fails with the place of the figure, and a copy has every other figure."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
@@ -199,14 +190,12 @@ def test_the_summary_has_the_folder_of_traces(emulated: None, tmp_path: Path) ->
         Recorder(None, tmp_path / "store", tmp_path, Options(), None, tmp_path / "file")
 
 
-@pytest.mark.parametrize(
-    ("exit_status", "interrupted", "name"), [(0, False, "base"), (1, False, "base"), (2, True, None)]
-)
+@pytest.mark.parametrize(("exit_status", "stopped", "name"), [(0, False, "base"), (1, False, "base"), (2, True, None)])
 def test_a_run_that_did_not_complete_loses_its_name(
-    saved: Callable[..., Recorder], tmp_path: Path, exit_status: int, interrupted: bool, name: str | None
+    saved: Callable[..., Recorder], tmp_path: Path, exit_status: int, stopped: bool, name: str | None
 ) -> None:
     """It is kept, but the next run of that name gets it, or the name would be ambiguous after Ctrl-C."""
-    saved("base", exit_status, interrupted=interrupted)
+    saved("base", exit_status, interrupted=stopped)
     (one,) = store.stored(tmp_path / "store")
     assert file.load(one.path).session.exit_status == exit_status
     saved("base")

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from support import report_factory, tiny_model
 from support.prose import Prose
-from support.report_factory import GIB
+from support.report_factory import GIB, known
 
 from pytest_llmgpu.inference import tasks
 from pytest_llmgpu.profiling.machine import Machine, TorchFacts
@@ -173,9 +173,7 @@ class _Bench(LocalLauncher):
 
     def failure(self, case: Case, strategy: str = _MP, **fields: Any) -> Failure:
         """Run a case that fails; return its failure."""
-        failure = self.run(case, strategy, **fields).failure
-        assert failure is not None
-        return failure
+        return known(self.run(case, strategy, **fields).failure)
 
 
 def _case(batch_size: int = 4, **fields: Any) -> Case:
@@ -189,16 +187,12 @@ def _failed(message: str = "gone", outcome: Outcome = "crashed", **fields: Any) 
 
 def _disturbances(launch: Launch) -> list[str]:
     """Return the kinds of disturbances in the profile of a launch."""
-    assert launch.profile is not None
-    titles = [sentence.partition(":")[0] for sentence in launch.profile.invalid]
+    titles = [sentence.partition(":")[0] for sentence in known(launch.profile).invalid]
     return [kind for kind, title in disturbances.TITLES.items() if title in titles]
 
 
 def test_a_completed_case_holds_what_the_ranks_measured() -> None:
-    """Batches and accuracy come from the ranks; the profile begins with the first batch and ends with the last.
-
-    Devices are joined by UUID, since CUDA may order them differently; `why` has the reason of a missing reading.
-    """
+    """The profile begins with the first batch and ends with the last; devices, whose order may differ, join by UUID."""
     bench = _Bench()
     result = bench.run(_case())
     assert (bench.recorded, bench.environments) == ([result], [[{"CUDA_VISIBLE_DEVICES": "GPU-c,GPU-a"}]])
@@ -223,10 +217,7 @@ def test_a_completed_case_holds_what_the_ranks_measured() -> None:
 
 
 def test_counters_are_read_where_a_phase_begins_and_where_a_case_fails() -> None:
-    """The window of a failed case begins with loading or warm-up and ends before its ranks end.
-
-    An Xid or a memory error that may have caused a crash is in the profile of the crashed case.
-    """
+    """An Xid or a memory error that may have caused a crash is in the profile of the crashed case."""
     bench = _Bench(load=[DeviceMemory(index=0, held_bytes=3)], measure=_failed())
     bench.ended = bench.did  # in one list, for the order
     for result in (bench.run(_case()), _Bench(load=_failed()).run(_case())):
@@ -237,15 +228,8 @@ def test_counters_are_read_where_a_phase_begins_and_where_a_case_fails() -> None
     assert bench.did == [*before, "mark", "killed"]
 
 
-# Nodes.
-
-_TWO_NODES = Machine(
-    device="cuda",
-    devices=3,
-    gpus=[*_GPUS, Gpu(index=5, uuid="GPU-e", name="H", memory_bytes=10)],
-    facts=TorchFacts(version="2"),
-    nodes=[0, 0, 1],
-)
+_ELSEWHERE = Gpu(index=5, uuid="GPU-e", name="H", memory_bytes=10)
+_TWO_NODES = msgspec.structs.replace(_MACHINE, devices=3, gpus=[*_GPUS, _ELSEWHERE], nodes=[0, 0, 1])
 
 
 def _spread(batch_size: int = 4, **fields: Any) -> Case:
@@ -265,24 +249,19 @@ def test_files_that_differ_between_nodes_are_refused_before_loading(nodes: list[
     assert failure.message == "the files of tiny differ: config.json a on node 0, b on node 1"
 
 
-# Passes after the measurement.
-
-
 def test_work_passes_follow_the_measured_forwards() -> None:
     """Those in the execution of the case run before the traffic, while its graphs exist, the eager ones after it."""
     bench = _Bench()
     for batch_size in (4, 8):
         result = bench.run(_case(batch_size), work=True)
         assert result.outcome == "completed"
-        found = result.launches[0].work
-        assert found is not None
+        found = known(result.launches[0].work)
         assert (found.batches, found.passes, found.ranks[0].flops) == ([1], 3, 7)
         assert found.model is not None
         assert found.ranks[0].rows == [WorkRow(module=None, kernel=0, family="GEMM", calls=1, time_s=0.5)]
         assert "work" not in result.launches[0].why
     assert bench.runner.kernel_names == {"gemm": 0}
-    assert bench.runner.ceilings is not None
-    assert bench.runner.ceilings.devices[0].gemm_flops_per_s == {"float16": 3.0}
+    assert known(bench.runner.ceilings).devices[0].gemm_flops_per_s == {"float16": 3.0}
     asked = [name for name in bench.did if "mark" not in name]
     passes = ["measure", "record_work", "account", "run_eager_passes", "model_size", "measure_ceilings"]
     assert asked[asked.index("measure") :][:6] == passes
@@ -319,10 +298,7 @@ def test_cases_of_one_id_have_traces_of_different_names() -> None:
 
 
 def test_traffic_is_recorded_per_rank() -> None:
-    """The bytes per sequence are those that all ranks send. `why` has the reason why there are no work passes.
-
-    A tensor parallel model without a collective is an error; its batches stay, and no work passes follow.
-    """
+    """Bytes per sequence are those of all ranks; tensor parallelism without a collective is an error that ends them."""
     counted = [_SENT, msgspec.structs.replace(_SENT, collective="recv")]
     result = _Bench(account=(counted, None)).run(_case(), _TP)
     assert result.traffic == Traffic(ranks=[counted, counted], wire_bytes_per_sequence=2 * 120 / 8)
@@ -331,8 +307,7 @@ def test_traffic_is_recorded_per_rank() -> None:
     bench = _Bench(account=([], None))
     result = bench.run(_case(), _TP, work=True)
     assert (result.outcome, set(bench.ended)) == ("error", {"killed"})
-    assert result.failure is not None
-    assert "no collective was counted" in result.failure.message
+    assert "no collective was counted" in known(result.failure).message
     assert result.launches[0].batches.latency_s == [1.0, 2.0]
     assert "the ranks were ended" in result.launches[0].why["work"]
 
@@ -373,9 +348,6 @@ def test_an_interrupt_after_the_measurement_loses_nothing(interrupted: str) -> N
     assert (result.outcome, result.launches[0].batches.latency_s) == ("completed", [1.0, 2.0])
     assert "work" in result.launches[0].why
     assert bench.ended == ["killed"]
-
-
-# From case to case.
 
 
 def test_a_model_is_loaded_once_for_all_batch_sizes() -> None:
@@ -455,14 +427,10 @@ def test_a_load_that_failed_is_not_tried_again(outcome: Outcome) -> None:
         bench.run(_case(batch_size, model=model))
     assert [result.outcome for result in bench.recorded] == [outcome, outcome, "completed"]
     assert len(bench.environments) == (3 if outcome == "oom" else 2)
-    second = bench.recorded[1].failure
-    assert second is not None
+    second = known(bench.recorded[1].failure)
     if outcome != "oom":
         assert second.message.endswith("mp-bs4 could not be loaded: it is broken")
         assert (second.phase, second.log_tail) == ("load", None)
-
-
-# Failures and interrupts.
 
 
 def test_a_failure_keeps_the_finished_batches() -> None:
@@ -490,9 +458,7 @@ def test_a_failure_keeps_the_finished_batches() -> None:
         ("measure", OSError("no space left on device"), "error", "forward"),
     ],
 )
-def test_an_interrupt_and_a_bug_are_recorded_and_raised(
-    command: str, error: BaseException, outcome: Outcome, phase: str
-) -> None:
+def test_an_interrupt_and_a_bug_are_recorded(command: str, error: BaseException, outcome: Outcome, phase: str) -> None:
     """A case that did not begin has no batches of the case before it."""
     bench = _Bench()
     bench.run(_case())
@@ -500,8 +466,7 @@ def test_an_interrupt_and_a_bug_are_recorded_and_raised(
     with pytest.raises(type(error)):
         bench.run(_case(model="another", dataset_sha256="f" * 64))
     result = bench.recorded[1]
-    assert result.failure is not None
-    assert (result.outcome, result.failure.phase) == (outcome, phase)
+    assert (result.outcome, known(result.failure).phase) == (outcome, phase)
     assert result.launches[0].batches == Batches()
     assert bench.ended[-1] == "killed"
 
@@ -531,9 +496,6 @@ def test_a_rank_whose_answers_differ_is_an_error(prose: Prose) -> None:
     failure = _Bench(measure=_of_ranks(*answers)).failure(_case(), _TP)
     assert failure.rank == 1
     assert prose == failure.message
-
-
-# Builds.
 
 
 @pytest.fixture

@@ -31,9 +31,7 @@ def session(tmp_path: Path) -> Iterator[BenchmarkSession]:
     made.close()
 
 
-def test_an_interrupt_as_late_as_the_end_keeps_the_report(
-    session: BenchmarkSession, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_at_the_end_keeps_the_report(session: BenchmarkSession, monkeypatch: pytest.MonkeyPatch) -> None:
     """After Ctrl-C while processes end, they are still ended, and report and exit status are those of an interrupt."""
     closed: list[bool] = []
 
@@ -50,9 +48,7 @@ def test_an_interrupt_as_late_as_the_end_keeps_the_report(
     assert len(closed) == 2, "after the interrupt again"
 
 
-def test_an_interrupt_while_the_report_is_written_loses_nothing(
-    session: BenchmarkSession, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_write_loses_nothing(session: BenchmarkSession, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C is deferred until everything is written, and changes the exit status."""
     written: list[str] = []
 

@@ -12,7 +12,7 @@ from support import tiny_model
 from support.emulated_inference import EmulatedInference, free_bytes_granting
 from support.emulated_iok import FREE_BYTES, EmulatedInjection, reset_deepspeed
 from support.faked_runs import BENCHMARK
-from support.report_factory import make_case
+from support.report_factory import known, make_case
 from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
@@ -103,9 +103,7 @@ def _agreement(found: torch.Tensor, right: torch.Tensor) -> float:
 @pytest.mark.parametrize(
     ("fields", "stock"), [({}, False), ({"num_key_value_heads": 2}, False), ({}, True)], ids=["", "grouped", "stock"]
 )
-def test_the_kernels_compute_the_numbers_of_the_plain_model(
-    inject: Inject, tmp_path: Path, fields: dict[str, int], stock: bool
-) -> None:
+def test_kernels_answer_as_the_plain_model(inject: Inject, tmp_path: Path, fields: dict[str, int], stock: bool) -> None:
     """They differ by rounding only, with grouped heads too; `--llmgpu-iok-stock` has wrong numbers."""
     torch.manual_seed(0)
     config = tiny_model.sensitive_config(vocab_size=_VOCABULARY, **fields)
@@ -134,9 +132,7 @@ def test_rows_of_unequal_length_are_masked(inject: Inject, plain: torch.nn.Modul
         assert not torch.allclose(found[1, 15:], _logits(plain, ids_BS)[1, 15:], atol=1e-2), "the mask matters"
 
 
-def test_rows_without_padding_need_no_mask(
-    inject: Inject, plain: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whole_rows_need_no_mask(inject: Inject, plain: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mask that transformers creates by itself is not passed on: each layer would convert it."""
     injected = inject()
     injected.prepare(4, 40)
@@ -198,8 +194,7 @@ def test_too_few_tokens_are_out_of_memory(
     message = f"holds {granted} tokens, but the longest sequence has 70"
     with pytest.raises(WorkspaceError, match=message) as caught:
         injected.prepare(32, 70)
-    found = memory.decide_out_of_memory(caught.value)
-    assert found is not None
+    found = known(memory.decide_out_of_memory(caught.value))
     assert (found.tokens_requested, found.tokens_granted) == (70, granted)
     if granted:
         assert injected.prepare(8, 70).tokens_granted == 70, "a smaller batch size fits in the same process"
@@ -249,9 +244,7 @@ def test_a_layer_that_was_not_replaced_is_an_error(inject: Inject, monkeypatch: 
         ({"hidden_size": 128, "num_attention_heads": 8}, "float16", "--llmgpu-dtype=float16: .* 32 .* has 16"),
     ],
 )
-def test_an_unsupported_model_is_refused(
-    bundled: ModelSource, fields: dict[str, Any], dtype: str, message: str
-) -> None:
+def test_unsupported_models_are_refused(bundled: ModelSource, fields: dict[str, Any], dtype: str, message: str) -> None:
     """The check runs before the model is loaded; the message has the value."""
     source = msgspec.structs.replace(bundled, config=fields)
     with pytest.raises(ValueError, match=message):
@@ -269,9 +262,7 @@ def test_sequences_beyond_the_softmax_kernel_are_refused(inject: Inject) -> None
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_gpu")
-def test_two_ranks_answer_as_the_plain_model(
-    pytester: pytest.Pytester, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_ranks_answer_as_one(pytester: pytest.Pytester, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes hold half of every layer each, and give the log-likelihoods of the plain model."""
     monkeypatch.setitem(strategies.BUILT_IN, "iok", "support.emulated_iok:EmulatedInjection")
     tiny_model.write_model(tmp_path / "tiny")
@@ -289,12 +280,10 @@ def test_two_ranks_answer_as_the_plain_model(
     fits, too_large = measure("--strategy=iok", "--llmgpu-devices=2", "--llmgpu-batch-sizes=4,24")
     (plain,) = measure("--strategy=mp", "--llmgpu-batch-sizes=4")
     assert (fits.outcome, too_large.outcome) == ("completed", "oom")
-    found, right = fits.launches[0].accuracy, plain.launches[0].accuracy
-    assert found is not None
-    assert right is not None
-    assert decode(found.loglikelihoods) == pytest.approx(decode(right.loglikelihoods), abs=1e-4)
-    assert too_large.failure is not None
-    assert (too_large.failure.tokens_requested or 0) > (too_large.failure.tokens_granted or 0) > 0
+    found, right = (decode(known(one.launches[0].accuracy).loglikelihoods) for one in (fits, plain))
+    assert found == pytest.approx(right, abs=1e-4)
+    failure = known(too_large.failure)
+    assert known(failure.tokens_requested) > known(failure.tokens_granted) > 0
 
 
 @pytest.mark.slow

@@ -49,11 +49,7 @@ def test_a_single_rank_joins_no_group() -> None:
     ],
 )
 def test_ranks_meet_through_the_file_of_the_launcher_or_as_torchrun_sets(
-    monkeypatch: pytest.MonkeyPatch,
-    device: str,
-    variables: dict[str, str],
-    backend: str,
-    store: tuple[str, int] | None,
+    monkeypatch: pytest.MonkeyPatch, device: str, variables: dict[str, str], backend: str, store: tuple[str, int] | None
 ) -> None:
     """The group has the number of the rank and the number of ranks; NCCL connects to the GPU of the rank at once."""
     for name, value in variables.items():

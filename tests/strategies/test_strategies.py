@@ -79,9 +79,7 @@ def test_an_unknown_name_is_refused(name: str) -> None:
         (f"{__name__}:Lacking", r"lacks backend, check, ranks, .* \(see pytest_llmgpu.strategies.protocol\)$"),
     ],
 )
-def test_a_broken_strategy_is_refused_in_one_line(
-    place: str, complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bad_strategy_is_refused(place: str, complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The message has the place and the reason, for any error in the module of the user."""
     (tmp_path / "broken.py").write_text("def")
     (tmp_path / "unlucky.py").write_text("raise OSError('first line\\nsecond line')")

@@ -8,7 +8,7 @@ from typing import Any
 from pytest_llmgpu.analysis.assess import assess
 from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.report.result import AccuracyCheck, CaseResult, Finding
-from support.report_factory import make_report
+from support.report_factory import known, make_report
 
 CPU: dict[str, Any] = {"device": "cpu", "devices": 1}
 """Fields of a case without the findings on profiles of GPUs."""
@@ -34,9 +34,7 @@ def codes(*results: CaseResult, **options: Any) -> list[list[str]]:
 
 def check_of(*results: CaseResult, **options: Any) -> AccuracyCheck:
     """Return the check of the last of these results."""
-    found = assessed(*results, **options)[-1].accuracy_check
-    assert found is not None
-    return found
+    return known(assessed(*results, **options)[-1].accuracy_check)
 
 
 def finding_of(*results: CaseResult, **options: Any) -> Finding:

@@ -208,11 +208,7 @@ class EmulatedInference:
         return [output, keys, values]
 
     def _store(self, rows_RSD: Tensor, offset: int, *, by_token: bool) -> None:
-        """Write the tokens of each head at the start of its part of the cache, without a bounds check.
-
-        Where two heads write to one place, that of the later token wins, or that of the later head: the order in which
-        the blocks of the kernel start.
-        """
+        """Write the tokens of each head to its part of the cache, without a check: of two, the later block wins."""
         R, S, D = rows_RSD.shape
         room = self._granted
         if room >= S:

@@ -86,8 +86,9 @@ class FakedRuns:
         """The ids of measured cases, in order."""
         return [name for name in self.did if name != "end"]
 
-    def start(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Replace the runner, torch's probe and NVML."""
+    def start(self, monkeypatch: pytest.MonkeyPatch) -> FakedRuns:
+        """Replace the runner, torch's probe and NVML, and write the benchmark and its dataset."""
+        self.pytester.makepyfile(test_it=BENCHMARK)
         monkeypatch.setattr(machine, "probe", lambda: TorchFacts(version="2", why="torch is built without CUDA"))
         monkeypatch.setattr(nvml, "inventory", lambda: Inventory(why={"nvml": "no NVML in this test"}))
         monkeypatch.setattr(Runner, "run", lambda _, request, record: self._measure(request, record))
@@ -96,6 +97,7 @@ class FakedRuns:
         monkeypatch.setattr(Runner, "close", lambda _: self.did.append("end"))
         tiny_model.write_dataset(Path(self.pytester.path) / "items.jsonl")
         monkeypatch.setattr(judge, "LARGEST_UNSEEN", 99.0)
+        return self
 
     def _measure(self, request: CaseRequest, record: Callable[[CaseResult], None]) -> CaseResult:
         case = request.case

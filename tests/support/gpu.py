@@ -96,14 +96,7 @@ def need_deepspeed() -> None:
 
 
 def run_pytest(folder: Path, test: str, *flags: str, strategies: str = "") -> tuple[int, Report]:
-    """Run pytest in a folder of its own; return its exit status and the report.
-
-    Args:
-        folder: It is made.
-        test: The code of the test file.
-        flags: The options.
-        strategies: The code of the module `own`, for strategies of this run.
-    """
+    """Run a test in a new folder, where `strategies` is the module `own`; return the exit status and the report."""
     folder.mkdir(parents=True)
     (folder / "test_it.py").write_text(textwrap.dedent(test))
     (folder / "own.py").write_text(textwrap.dedent(strategies))

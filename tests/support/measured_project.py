@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
-import pytest
-
-import pytest_llmgpu
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.report import Report
 from support.repository import git
@@ -107,15 +103,3 @@ class Project:
         assert self.git("status", "--porcelain") == ""
         assert len(self.git("worktree", "list").splitlines()) == 1
         assert list((self.root.parent / "tmp").iterdir()) == []
-
-
-def make_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
-    """Return an empty project in the working directory; temporary files are outside it."""
-    (tmp_path / "tmp").mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
-    monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
-    path = [str(Path(__file__).parents[1]), str(Path(pytest_llmgpu.__file__).parents[1])]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
-    found = Project(tmp_path / "project")
-    monkeypatch.chdir(found.root)
-    return found

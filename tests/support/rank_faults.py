@@ -91,7 +91,17 @@ def listening(_state: RankState, case: Case) -> list[str]:
     else:
         distributed.recv(tensor, 0)
     tensor.sum().item()
-    return _listening()
+    ours = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself
+            ours.add(str(descriptor.readlink()))
+    addresses = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in ours:
+                addresses.append(fields[1].partition(":")[0])
+    return addresses
 
 
 def take_cupti() -> int:
@@ -127,17 +137,3 @@ def _reduce_for_ever(tensor: torch.Tensor, group: object = None) -> NoReturn:
     while True:
         distributed.all_reduce(tensor, distributed.ReduceOp.MAX, group=group)
         tensor.sum().item()
-
-
-def _listening() -> list[str]:
-    ours = set()
-    for descriptor in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # the descriptor of the listing itself
-            ours.add(str(descriptor.readlink()))
-    addresses = []
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and f"socket:[{fields[9]}]" in ours:
-                addresses.append(fields[1].partition(":")[0])
-    return addresses

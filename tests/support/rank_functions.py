@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.ranks.local import FinishedBatch
@@ -29,14 +29,6 @@ class CannotPickleError(Exception):
 
     def __init__(self, first: str, second: str) -> None:
         super().__init__(f"{first} {second}")
-
-
-class RaisesWhenUnpickled:
-    """A value that pickles but does not unpickle."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Unpickle by a call that fails."""
-        return int, ("not a number",)
 
 
 def graphs(state: RankState) -> int:
@@ -105,9 +97,9 @@ def abort_among_threads(_state: RankState, reason: str) -> None:
     os.abort()
 
 
-def unreadable(_state: RankState) -> RaisesWhenUnpickled:
+def unreadable(_state: RankState) -> CannotPickleError:
     """Return a value that does not unpickle."""
-    return RaisesWhenUnpickled()
+    return CannotPickleError("first", "second")
 
 
 def unsendable(_state: RankState) -> object:

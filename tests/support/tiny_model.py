@@ -35,14 +35,9 @@ def write_dataset(path: Path) -> None:
 
 def write_model(directory: Path) -> None:
     """Write a random one-layer LLaMA with its tokenizer."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     directory.mkdir()
     save_tokenizer(["Someone counts and says the number. Then they stop."], 300, directory)
-    torch.manual_seed(0)
-    config = LlamaConfig(**{**SIZES, "num_hidden_layers": 1}, vocab_size=300, max_position_embeddings=256)
-    LlamaForCausalLM(config).save_pretrained(directory)
+    random_model(vocab_size=300, max_position_embeddings=256).save_pretrained(directory)
 
 
 def source(config: dict[str, Any], directory: Path | None = None, **fields: Any) -> ModelSource:

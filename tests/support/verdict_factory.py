@@ -16,10 +16,10 @@ from pytest_llmgpu.gate import judge
 from pytest_llmgpu.report.derived import derive
 from pytest_llmgpu.report.metrics import MetricName
 from pytest_llmgpu.report.report import Commit, Gpu, Report, Session
-from pytest_llmgpu.report.result import CaseResult, DeviceProfile, Launch, Metric, Profile
+from pytest_llmgpu.report.result import CaseResult, DeviceProfile, Launch, Metric
 from pytest_llmgpu.report.verdicts import Baseline, Decided, Row, Verdicts, stated
 from pytest_llmgpu.store.store import DEFAULT, save
-from support.report_factory import make_failed, make_report, make_result, make_traffic
+from support.report_factory import make_failed, make_profile, make_report, make_result, make_traffic
 
 BATCHES = 20
 H200 = "4x-NVIDIA-H200-140GiB"
@@ -29,14 +29,9 @@ H200 = "4x-NVIDIA-H200-140GiB"
 def with_launches(levels: Sequence[float], **fields: Any) -> CaseResult:
     """Return a completed result with one launch per level: batch k takes k times the level, in seconds."""
     result = make_result(**fields)
-    launches = []
-    for level in levels:
-        launch = make_result(**fields).launches[0]  # with a load time of its own
-        launch.batches = msgspec.structs.replace(
-            launch.batches, latency_s=[level * (number + 1) for number in range(BATCHES)]
-        )
-        launches.append(launch)
-    result.launches = launches
+    result.launches = [make_result(**fields).launches[0] for _ in levels]  # each has a load time of its own
+    for launch, level in zip(result.launches, levels, strict=True):
+        launch.batches.latency_s = [level * (number + 1) for number in range(BATCHES)]
     return result
 
 
@@ -51,15 +46,8 @@ def with_latencies(launches: Sequence[Sequence[float]], **fields: Any) -> CaseRe
 def make_invalid(launch: Launch, *disturbances: str, mhz: float | None = None) -> None:
     """Add disturbances to a launch, and set the clock of its GPU."""
     clock = {} if mhz is None else {"sm_clock_mhz": Metric(mean=mhz, max=mhz, coverage=1.0, method="seen")}
-    launch.profile = Profile(
-        period_s=0.1,
-        duration_s=1.0,
-        samples=10,
-        missed=0,
-        lateness_p99_s=None,
-        invalid=list(disturbances),
-        devices=[DeviceProfile(index=0, uuid="GPU-0", metrics=clock)],
-    )
+    device = DeviceProfile(index=0, uuid="GPU-0", metrics=clock)
+    launch.profile = make_profile(invalid=list(disturbances), devices=[device])
 
 
 def make_row(

@@ -83,12 +83,7 @@ def environment(variables: Mapping[str, str]) -> dict[str, str]:
 
 @contextmanager
 def served(folder: Path, worlds: Mapping[int, Mapping[str, str]]) -> Iterator[dict[int, subprocess.Popen[str]]]:
-    """Start processes that serve a rank; each of them is ended at the end.
-
-    Args:
-        folder: For the logs of the ranks.
-        worlds: The variables of each process, by rank.
-    """
+    """Start processes that serve a rank, each with its variables; logs are in the folder, and all are ended."""
     started = {}
     try:
         for rank, variables in worlds.items():

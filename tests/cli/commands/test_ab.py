@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.measured_project import STEADY, Project
+from support.report_factory import known
 from support.verdict_factory import noise
 
 from pytest_llmgpu.cli import main
@@ -39,10 +40,9 @@ def test_equal_commits_pass(project: Project, llmgpu: Callable[..., str]) -> Non
     assert [len(result.launches) for result in (*base.cases, *head.cases)] == [1] * 4
     assert [base.commit.sha, head.commit.sha] == project.git("rev-parse", "base", "head").split()
     assert [base.commit.branch, head.commit.branch] == ["base", "head"]
-    assert head.verdicts is not None
-    assert head.verdicts.baseline is not None
-    assert head.verdicts.baseline.name == "base"
-    assert {row.verdict for row in head.verdicts.rows if row.gated} == {"OK"}
+    verdicts = known(head.verdicts)
+    assert known(verdicts.baseline).name == "base"
+    assert {row.verdict for row in verdicts.rows if row.gated} == {"OK"}
     project.untouched()
 
 

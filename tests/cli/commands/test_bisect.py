@@ -5,15 +5,13 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from statistics import NormalDist, fmean
 from typing import Any
 
 import msgspec
 import pytest
 from support.measured_project import STEADY, Project
-from support.report_factory import make_failed, make_report
-from support.repository import git
+from support.report_factory import known, make_failed, make_report
 from support.verdict_factory import make_verdicts, with_launches
 
 from pytest_llmgpu.cli import main
@@ -27,12 +25,6 @@ _EXACT = "[tool.llmgpu.gate.time]\ngate = false\n"
 """A policy under which one launch decides."""
 _SD = 0.001
 """Noise between launches in the fake gate."""
-
-
-def _commit(folder: Path, message: str, *parents: str) -> str:
-    """Return a commit without files."""
-    tree = git(folder, "hash-object", "-w", "-t", "tree", os.devnull).strip()
-    return git(folder, "commit-tree", tree, *(f"-p{parent}" for parent in parents), "-m", message).strip()
 
 
 def _report(seconds: float) -> Report:
@@ -68,14 +60,11 @@ def _judge(metric: str) -> Callable[[Report, Report], Verdicts]:
 def _found(
     project: Project, seconds: Sequence[float | None], metric: str = "time", launches: int = 100
 ) -> tuple[str | None, list[str], list[Step], list[str]]:
-    """Bisect commits with these times; None cannot be measured.
-
-    Returns:
-        The number of the first bad commit, those of the remaining ones, the steps, and the launched commits.
-    """
+    """Bisect commits with these times or None; return the first bad one, the remaining ones, steps and launches."""
     shas: list[str] = []
+    tree = project.git("hash-object", "-w", "-t", "tree", os.devnull)
     for number in range(len(seconds)):
-        shas.append(_commit(project.root, f"c{number}", *shas[-1:]))
+        shas.append(project.git("commit-tree", tree, *(f"-p{parent}" for parent in shas[-1:]), "-m", f"c{number}"))
     ran = []
 
     def measure(sha: str, number: int, deselected: Sequence[str]) -> Report:
@@ -88,8 +77,7 @@ def _found(
 
     ends = Both(*(_report(value) for value in (seconds[0], seconds[-1]) if value is not None))
     judge = _judge(metric)
-    end = worst(judge(*ends))
-    assert end is not None
+    end = known(worst(judge(*ends)))
     with begun(shas[0], shas[-1]) as history:
         steps = [*find(history, measure, judge, ends, end, launches=launches)]
         first, remaining = history.first_bad(), [str(shas.index(sha)) for sha in history.remaining()]
@@ -211,10 +199,8 @@ _MEASURE = ("--", sys.executable, "measure.py")
 
 
 def _state(project: Project) -> Iterator[str]:
-    """Yield what the user has: files, index, references, HEAD, and the state of his own bisection.
-
-    `packed-refs` is left out: git may write it at any time, and `for-each-ref` has its contents.
-    """
+    """Yield what the user has: files, index, references, HEAD, and the state of his own bisection."""
+    # git may write `packed-refs` at any time, and `for-each-ref` has its contents.
     yield from (project.git(*name.split()) for name in ("status --porcelain", "for-each-ref", "worktree list"))
     for path in sorted([*(project.root / ".git").iterdir(), *project.root.iterdir()]):
         if path.is_file() and path.name != "packed-refs":
@@ -243,8 +229,7 @@ def test_a_commit_of_a_repository_is_found(project: Project, llmgpu: Callable[..
     assert ["--deselect=b.py::t[mp-bs2]" in log for log in logs] == [False, False] + [True] * (len(names) - 2)
     before, first = (file.load(project.kept / f"{name}.json.gz") for name in ("before", "first-bad"))
     assert [before.commit.sha, first.commit.sha] == project.git("rev-parse", "c5", "c6").split()
-    assert first.verdicts is not None
-    (row,) = (row for row in first.verdicts.rows if (row.metric, row.id) == ("device_time", "mp-bs1"))
+    (row,) = (row for row in known(first.verdicts).rows if (row.metric, row.id) == ("device_time", "mp-bs1"))
     assert row.ratio == pytest.approx(1.06, rel=1e-3)
     project.untouched()
 

@@ -76,9 +76,6 @@ def test_export_refuses_the_verdicts_of_another_report(llmgpu: Callable[..., str
     assert re.fullmatch(r"llmgpu: verdicts verdicts.json: .*03:04:05Z; .*03:04:06Z and commit b{8}\n", line)
 
 
-# Plots.
-
-
 @pytest.fixture
 def _two_sizes(empty_folder: None) -> None:  # noqa: ARG001
     """Write a report of two batch sizes."""

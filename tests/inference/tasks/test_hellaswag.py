@@ -76,9 +76,7 @@ def test_a_bad_record_is_named_by_file_and_line(tmp_path: Path, changes: dict[st
         (Prompts, b'{"prompt": 3}', ":1: prompt must be text, not int"),
     ],
 )
-def test_a_broken_file_is_refused_with_the_place(
-    tmp_path: Path, task: type[HellaSwag], content: bytes, message: str
-) -> None:
+def test_a_broken_file_is_refused(tmp_path: Path, task: type[HellaSwag], content: bytes, message: str) -> None:
     """A file that is not JSON Lines, or has other fields, is refused in one line."""
     (tmp_path / "bad.jsonl").write_bytes(content)
     with pytest.raises(ValueError, match=message):

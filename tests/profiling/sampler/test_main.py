@@ -103,9 +103,7 @@ def methods(header: dict[str, Any]) -> dict[str, str]:
         ({}, [PCIE, PCIE]),
     ],
 )
-def test_a_source_is_chosen_per_metric(
-    nvml_stub: StubEnvironment, settings: dict[str, Any], expected: list[str]
-) -> None:
+def test_each_metric_has_its_source(nvml_stub: StubEnvironment, settings: dict[str, Any], expected: list[str]) -> None:
     """A metric that GPM lacks comes from byte counters, and one that these lack from the blocking call."""
     with sampler(nvml_stub(**settings), period_s=0.1) as process:
         (header,) = records(process, 1)
@@ -135,9 +133,7 @@ def marks(process: subprocess.Popen[str], count: int) -> list[dict[str, Any]]:
     """Request the given number of marks, one after another, and read until the last has come."""
     found: list[dict[str, Any]] = []
     for _ in range(count):
-        assert process.stdin is not None
-        process.stdin.write("mark\n")
-        process.stdin.flush()
+        print("mark", file=process.stdin, flush=True)
         while "mark" not in (record := records(process, 1)[0]):
             pass
         found.append(record)

@@ -10,6 +10,7 @@ from support.page_reports import sampled, texts_of, values_of
 from support.prose import Prose
 from support.report_factory import (
     GIB,
+    known,
     make_check,
     make_failed,
     make_memory,
@@ -162,10 +163,8 @@ def test_strategies_keep_their_colours() -> None:
 def test_traffic_is_a_mean_over_the_gpus_in_both_directions() -> None:
     """A rate of zero is in the table and not on the logarithmic axis. What the program sends is its own count in MB."""
     traffic = make_traffic(wire_bytes_per_sequence=466.574176e6)
-    report = make_report(
-        [make_result(profile=make_profile(2, tx=1e9, rx=0.0), traffic=traffic), make_result(batch_size=2)]
-    )
-    found = _by_id(report)
+    results = [make_result(profile=make_profile(2, tx=1e9, rx=0.0), traffic=traffic), make_result(batch_size=2)]
+    found = _by_id(make_report(results))
     assert (found["sent"].headers, found["sent"].rows[0]) == (["batch size", "mp (MB/sequence)"], ["1", "466.6"])
     chart = found["traffic-pcie"]
     assert [row["v"] for row in values_of(chart.spec)] == [1.05]
@@ -188,11 +187,11 @@ def test_traffic_of_both_links_is_shown_by_utilisation() -> None:
 def test_a_link_that_was_counted_has_no_remark_whatever_the_sum() -> None:
     """A reduction in the switch moves fewer bytes than a ring; a known path excludes another link."""
     path = msgspec.convert({"link": "nvlink", "expected_bytes": 1, "text": "x"}, Path)
-    for known in (True, False):
-        traffic = msgspec.structs.replace(make_traffic(wire_bytes_per_sequence=5e9), path=path if known else None)
+    for certain in (True, False):
+        traffic = msgspec.structs.replace(make_traffic(wire_bytes_per_sequence=5e9), path=path if certain else None)
         found = _by_id(make_report([make_result(1.0, profile=make_profile(tx=1e6, nvlink=1e9), traffic=traffic)]))
-        assert (_NOT_COUNTED in found["traffic-pcie"].summary) is not known
-        assert (_NOT_COUNTED in found["traffic-utilization-1"].summary) is not known
+        assert (_NOT_COUNTED in found["traffic-pcie"].summary) is not certain
+        assert (_NOT_COUNTED in found["traffic-utilization-1"].summary) is not certain
 
 
 def test_traffic_that_was_not_counted_is_named_by_batch_size() -> None:
@@ -269,11 +268,9 @@ def test_a_series_of_any_length_is_drawn(points: int) -> None:
 def test_a_peak_of_one_sample_is_drawn_at_its_height(place: int) -> None:
     """A mean would flatten it; a GPU without the metric has no line."""
     result = sampled(2000, 2)
-    profile = result.launches[0].profile
-    assert profile is not None
-    assert profile.series is not None
-    profile.series.devices[0]["power_w"][place] = 700.0
-    del profile.series.devices[1]["power_w"]
+    first, second = known(known(result.launches[0].profile).series).devices
+    first["power_w"][place] = 700.0
+    del second["power_w"]
     rows = list(values_of(_timelines(result)["timeline-power"].spec))
     assert [row["t"] for row in rows] == sorted({row["t"] for row in rows})
     (spike,) = [row for row in rows if row["0"] == 700]
@@ -293,7 +290,6 @@ def test_a_case_without_samples_has_no_time_lines() -> None:
     """It ran on a CPU, never started, or was shorter than a period: the only sample is from before it began."""
     short = sampled(1, 1)
     (launch,) = short.launches
-    assert launch.profile is not None
-    launch.profile = msgspec.structs.replace(launch.profile, samples=0)
+    launch.profile = msgspec.structs.replace(known(launch.profile), samples=0)
     for result in (short, make_result(), make_failed("skipped_after_oom")):
         assert _timelines(result) == {}

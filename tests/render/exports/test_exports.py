@@ -11,7 +11,7 @@ from typing import Any
 import jsonschema
 import pytest
 from support.export_reports import NASTY, judged, nasty, two_strategies
-from support.faked_runs import BENCHMARK, FakedRuns
+from support.faked_runs import FakedRuns
 from support.report_factory import make_failed, make_report, make_result
 from support.verdict_factory import make_row, make_verdicts, with_launches
 
@@ -210,9 +210,7 @@ def test_junit_properties_name_their_units() -> None:
 @pytest.mark.slow
 def test_junit_has_each_case_once(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     """The properties of its test are those of all launches together."""
-    pytester.makepyfile(test_it=BENCHMARK)
-    run = FakedRuns(pytester)
-    run.start(monkeypatch)
+    run = FakedRuns(pytester).start(monkeypatch)
     run("--junitxml=junit.xml", "--llmgpu-launches=2", sizes="4")
     text = (pytester.path / "junit.xml").read_text()
     values = re.findall(r'<property name="llmgpu\.(?:id|launches)" value="(.*?)"', text)

@@ -11,7 +11,7 @@ from urllib.parse import unquote
 import msgspec
 import pytest
 from support.export_reports import NASTY, TODAY, judged, nasty, two_strategies
-from support.report_factory import make_accuracy, make_failed, make_finding, make_report, make_result
+from support.report_factory import known, make_accuracy, make_failed, make_finding, make_report, make_result
 from support.repository import first_commit, git
 from support.verdict_factory import make_row, make_verdicts
 
@@ -42,8 +42,7 @@ def _annotations(report: Report) -> list[str]:
 
 def _parsed(command: str) -> tuple[str, dict[str, str], str]:
     """Return the command, the properties and the message that GitHub reads from a line."""
-    found = re.fullmatch(r"::(\w+) ([^:]*)::(.*)", command)
-    assert found is not None
+    found = known(re.fullmatch(r"::(\w+) ([^:]*)::(.*)", command))
     pairs = [pair.partition("=") for pair in found[2].split(",")]
     return found[1], {name: unquote(value) for name, _, value in pairs}, unquote(found[3])
 
@@ -158,14 +157,14 @@ def test_the_first_line_of_the_summary_has_the_result(report: Report, headline: 
 def test_the_summary_begins_with_the_worst() -> None:
     """Failed rows come first, then unclear ones, then the cases; the others are folded."""
     report = judged(two_strategies(sent=50e6), two_strategies(oom=()))
-    assert report.verdicts is not None
-    report.verdicts.warnings.append("differs from the baseline: driver")
+    verdicts = known(report.verdicts)
+    verdicts.warnings.append("differs from the baseline: driver")
     page = _summary(report)
     parts = ("REGRESSED |", "| UNDECIDED |", "**Comparison**", markdown_header(report)[0], "| OK |")
     places = [page.index(text) for text in parts]
     assert places == sorted(places)
     assert page.count("<details>") == page.count("</details>") == 2
-    assert f"{sum(row.compared for row in report.verdicts.rows)} rows compared" in page
+    assert f"{sum(row.compared for row in verdicts.rows)} rows compared" in page
 
 
 def test_a_page_of_any_size_stays_below_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,8 +275,7 @@ def test_a_comment_has_what_changed_the_next_step_and_the_commits_since_the_base
 def test_a_comment_fits_the_limit_of_comments() -> None:
     """The last lines of its tables are left out."""
     report = judged(two_strategies(), two_strategies())
-    assert report.verdicts is not None
-    report.verdicts = msgspec.structs.replace(report.verdicts, rows=report.verdicts.rows * 200)
+    report.verdicts = msgspec.structs.replace(known(report.verdicts), rows=known(report.verdicts).rows * 200)
     text = export("github-comment", report)
     assert len(text.encode()) <= COMMENT_BYTES < len(_summary(report).encode())
     assert "left out" in text

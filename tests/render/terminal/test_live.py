@@ -19,15 +19,19 @@ class _Terminal(io.StringIO):
         return self._is_terminal
 
 
-def test_the_line_is_redrawn_in_place_and_removed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each text starts at the saved position, and the last call leaves nothing on the screen."""
-    screen = _Terminal(is_terminal=True)
+@pytest.mark.parametrize(
+    ("is_terminal", "drawn"),
+    [(True, "\x1b7\x1b[K1/9 batches\x1b8\x1b[K2/9 batches\x1b8\x1b[K"), (False, "")],
+)
+def test_the_line_is_redrawn_and_removed(monkeypatch: pytest.MonkeyPatch, is_terminal: bool, drawn: str) -> None:
+    """The last call leaves nothing on the screen, and a log file gets no control sequences."""
+    screen = _Terminal(is_terminal=is_terminal)
     monkeypatch.setattr(sys, "stdout", screen)
     line = LiveLine(contextlib.nullcontext, lambda: 40)
     line.show("1/9 batches")
     line.show("2/9 batches")
     line.clear()
-    assert screen.getvalue() == "\x1b7\x1b[K1/9 batches\x1b8\x1b[K2/9 batches\x1b8\x1b[K"
+    assert screen.getvalue() == drawn
 
 
 def test_the_width_is_read_from_the_real_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,13 +47,3 @@ def test_the_width_is_read_from_the_real_terminal(monkeypatch: pytest.MonkeyPatc
 
     LiveLine(uncaptured, lambda: 31 if sys.stdout is screen else 21).show("x" * 100)
     assert screen.getvalue().count("x") == 30
-
-
-def test_nothing_is_drawn_on_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A log file gets no control sequences."""
-    pipe = _Terminal(is_terminal=False)
-    monkeypatch.setattr(sys, "stdout", pipe)
-    line = LiveLine(contextlib.nullcontext, lambda: 80)
-    line.show("1/9 batches")
-    line.clear()
-    assert not pipe.getvalue()

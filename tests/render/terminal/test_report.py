@@ -10,6 +10,7 @@ import pytest
 from support.prose import Prose
 from support.report_factory import (
     GIB,
+    known,
     make_accuracy,
     make_answers,
     make_case,
@@ -268,8 +269,7 @@ def test_collectives_are_counted_per_batch_and_sequence() -> None:
     several = [_sending([size] * 4, strategy="tp", batch_size=32) for size in (64_000_000, 128_000_000)]
     gathered = Collective(collective="all_gather", calls=2, payload_bytes=1, wire_bytes=16_000_000)
     for result in several:
-        assert result.traffic is not None
-        for rank in result.traffic.ranks:
+        for rank in known(result.traffic).ranks:
             rank.append(gathered)
     uneven = _sending([64_000_000, 192_000_000], strategy="iok")
     first, _ = device_tables([_sending([256_000_000]), *several, uneven], _ENVIRONMENT).split("\n\n", 1)
@@ -279,8 +279,7 @@ def test_collectives_are_counted_per_batch_and_sequence() -> None:
         "iok, mean over the ranks: 480 all_reduce per batch (2 MB/sequence)",
     ]
     texts = _sending([64_000_000] * 2, devices=2, device="cpu")
-    assert texts.traffic is not None
-    texts.traffic = msgspec.structs.replace(texts.traffic, step=[[gathered]] * 2)
+    texts.traffic = msgspec.structs.replace(known(texts.traffic), step=[[gathered]] * 2)
     assert device_tables([texts], _ENVIRONMENT).splitlines() == [
         "mp, each rank: 480 all_reduce per batch (1 MB/sequence)",
         "mp, each rank: 2 all_gather per decode step (0.500 MB/token)",
@@ -290,9 +289,8 @@ def test_collectives_are_counted_per_batch_and_sequence() -> None:
 def _going(link: Link | None, counted: float, text: str, **fields: Any) -> CaseResult:
     """Return a case whose links counted this multiple of the sent bytes."""
     result = _sending([64_000_000] * 4, strategy="tp", **fields)
-    assert result.traffic is not None
     path = Path(link=link, expected_bytes=100, nvlink_bytes=100 * counted, pcie_bytes=100 * counted, text=text)
-    result.traffic = msgspec.structs.replace(result.traffic, path=path)
+    result.traffic = msgspec.structs.replace(known(result.traffic), path=path)
     return result
 
 
