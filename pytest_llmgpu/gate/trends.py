@@ -44,6 +44,8 @@ _MOST_DEGREES = 20.0
 
 _FEWEST_BEFORE, _FEWEST_AFTER = 4, 2
 """Fewest reports before and after a step."""
+FEWEST = _FEWEST_BEFORE + _FEWEST_AFTER
+"""Fewest reports in which a step can be found."""
 
 
 DEVICE_TIME = Prior(s0=0.003, df0=40.0)
@@ -83,6 +85,8 @@ class Line(NamedTuple):
     """The strategy of the case."""
     figures: list[Figure | None]
     """The figure of each report; None if the report does not have the case."""
+    tested: bool | None
+    """False if a time has too few undisturbed reports of the same GPUs to show a step; None for other figures."""
 
 
 class Trend(NamedTuple):
@@ -146,9 +150,9 @@ def trends(kept: Sequence[tuple[Stored, Report]], last: int | None = None) -> li
     for spec in (spec for spec in METRICS if spec.trend):
         lines = []
         for identity, result in order:
-            figures = _figures(spec, kept, cases[identity], len(cases), start)
+            figures, tested = _figures(spec, kept, cases[identity], len(cases), start)
             if any(one is not None and one.value is not None for one in figures):
-                lines.append(Line(names[identity], result.case.strategy, figures))
+                lines.append(Line(names[identity], result.case.strategy, figures, tested))
         if lines:
             found.append(Trend(spec.name, spec.trend, columns, lines))
     return found
@@ -190,15 +194,16 @@ def steps(values: Sequence[float], prior: Prior, *, cases: int = 1) -> list[Step
 
 def _figures(
     spec: MetricSpec, kept: Sequence[tuple[Stored, Report]], results: Mapping[int, CaseResult], cases: int, start: int
-) -> list[Figure | None]:
-    """Return the figure of one case in each report from `start` on, with its changes; a rate changes with the time.
+) -> tuple[list[Figure | None], bool | None]:
+    """Return the figure of one case in each report from `start` on, with its changes, and if a time was tested.
 
     `results` has the case by the place of its report, oldest first.
     """
     values = {place: figure.value for place, one in results.items() if (figure := spec.of(one)) is not None}
     marks: _Marks = {}
+    tested = None
     if spec.rule == "time":
-        marks = _steps(spec, kept, results, values, cases, start)
+        marks, tested = _steps(spec, kept, results, values, cases, start)
     elif spec.rule is not None:
         for (before, was), (place, value) in itertools.pairwise(values.items()):
             change = value - was if spec.points or not was else value / was - 1
@@ -210,7 +215,7 @@ def _figures(
         if place >= start:
             shown = values[place] / spec.trend_unit if place in values else None
             figures[place - start] = Figure(shown, one.outcome, *marks.get(place, (None, "")))
-    return figures
+    return figures, tested
 
 
 def _steps(
@@ -220,8 +225,10 @@ def _steps(
     values: Mapping[int, float],
     cases: int,
     start: int,
-) -> _Marks:
-    """Return the changes of a time of one case: another outcome, a disturbance, or a step on the same GPUs.
+) -> tuple[_Marks, bool]:
+    """Return the changes of a time of one case, and if steps on the same GPUs were searched.
+
+    A change is another outcome, a disturbance or a step.
 
     A step that began before the report `start`, the first with a column, is marked where it was found.
     """
@@ -248,4 +255,4 @@ def _steps(
             first, found = places[step.first], places[step.found]
             reason = f"Step of {signed_percent(step.change)} since report {names[first]}, found with {names[found]}."
             marks[first if first >= start else found] = ("worse" if step.change > 0 else "better", reason)
-    return marks
+    return marks, max(map(len, quiet.values()), default=0) >= FEWEST

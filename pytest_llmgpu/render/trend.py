@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from tabulate import tabulate
 
-from pytest_llmgpu.gate.trends import Change, Figure, Trend
+from pytest_llmgpu.gate.trends import FEWEST, Change, Figure, Trend
 from pytest_llmgpu.render.charts import Chart, axes, image
 from pytest_llmgpu.render.html.assets import asset, content_security_policy, templates
 from pytest_llmgpu.render.terminal.report import Painter
@@ -35,7 +35,15 @@ def tables(trends: Sequence[Trend], paint: Painter) -> str:
         parts.append(f"{trend.title}\n" + tabulate(body, ["case", *head], disable_numparse=True, colalign=align))
     changes = [line for trend in trends for line in _changes(trend)]
     legend = "   ".join(f"{mark} {change}" for change, (mark, _) in _MARKS.items())
-    return "\n\n".join([*parts, "\n".join([legend, *changes] if changes else ["No change was found."])])
+    untested = [line for trend in trends for line in trend.lines if line.tested is False]
+    tested = sum(line.tested is True for trend in trends for line in trend.lines)
+    words = [legend, *changes] if changes else ["No change was found."]
+    if untested:
+        words.append(
+            f"Steps were searched in {tested:,} of {plural(tested + len(untested), 'line')} of times: that needs {FEWEST} "
+            "undisturbed reports of the same GPUs."
+        )
+    return "\n\n".join([*parts, "\n".join(words)])
 
 
 def page(trends: Sequence[Trend], machine: str) -> str:

@@ -30,7 +30,8 @@ def test_the_command_prints_the_newest_reports_with_their_changes(capsys: pytest
         ["00000002", "00000003"],
     ]
     assert lines[7].split(maxsplit=2) == ["mp-bs1", "210", "! OOM"]
-    assert lines[-1] == "! 0003 mp-bs1 time: oom, was completed in report 0002."
+    assert lines[-2] == "! 0003 mp-bs1 time: oom, was completed in report 0002."
+    assert lines[-1].startswith("Steps were searched in 0 of 1 line of times: that needs 6 undisturbed reports of the")
     assert main(["trend", "--last", "0"]) == 2
     assert main(["trend", "--last", "1"]) == 0
     assert capsys.readouterr().out.splitlines()[0].endswith(", 1 report")
@@ -43,7 +44,7 @@ def test_broken_reports_are_named_and_left_out(capsys: pytest.CaptureFixture[str
     assert main(["trend"]) == 2
     printed = capsys.readouterr()
     assert printed.out.startswith(f"{paths[0].parent.name}, 1 report\n")
-    assert printed.out.rstrip().endswith("No change was found.")
+    assert "\nNo change was found.\nSteps were searched in 0 of 1 line of times: " in printed.out
     assert str(paths[0]) in printed.err
 
 
