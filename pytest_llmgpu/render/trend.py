@@ -39,10 +39,9 @@ def tables(trends: Sequence[Trend], paint: Painter) -> str:
     tested = sum(line.tested is True for trend in trends for line in trend.lines)
     words = [legend, *changes] if changes else ["No change was found."]
     if untested:
-        words.append(
-            f"Steps were searched in {tested:,} of {plural(tested + len(untested), 'line')} of times: that needs {FEWEST} "
-            "undisturbed reports of the same GPUs."
-        )
+        lines = plural(tested + len(untested), "line")
+        needed = f"that needs {FEWEST} undisturbed reports of the same GPUs"
+        words.append(f"Steps were searched in {tested:,} of {lines} of times: {needed}.")
     return "\n\n".join([*parts, "\n".join(words)])
 
 
