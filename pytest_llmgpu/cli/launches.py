@@ -263,18 +263,20 @@ def run(command: Sequence[str], folder: Path, environ: Mapping[str, str], log: P
     with log.open("ab") as output:
         try:
             # An interrupted start would leave a process that nobody ends: the signal waits until it is started.
-            with handled(lambda number, _: received.append(number)):
-                process = subprocess.Popen(
-                    list(command),
-                    cwd=folder,
-                    env=dict(environ),
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-            for late in received:
-                signal.raise_signal(late)
+            try:
+                with handled(lambda number, _: received.append(number)):
+                    process = subprocess.Popen(
+                        list(command),
+                        cwd=folder,
+                        env=dict(environ),
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                    )
+            finally:
+                for late in received:
+                    signal.raise_signal(late)
             return process.wait()
         except OSError as error:
             raise ValueError(f"{command[0]!r} cannot be run: {error.strerror}") from None

@@ -423,9 +423,8 @@ class Comparison:
         compared = {entry[1].id: entry for entry in self._entries if isinstance(entry, tuple)}
         rows = [with_cause(row, *compared[row.id], self._names) if row.id in compared else row for row in named]
         for number, row in enumerate(rows):
-            traces = compared[row.id][1].launches[-1].traces if row.id in compared else []
-            if traces and row.worse and row.metric in {"program", *TIMES}:
-                rows[number] = msgspec.structs.replace(row, trace=traces[0])
+            if row.id in compared and row.worse and row.metric in {"program", *TIMES}:
+                rows[number] = msgspec.structs.replace(row, trace=_trace(row, compared[row.id][1]))
         if self._in_turn:
             rows = [times.with_power(row, *compared[row.id]) if row.id in compared else row for row in rows]
         return rows + creep.rows(self.base, [head for _, head in compared.values()], rows, self.policy)
@@ -448,6 +447,16 @@ class Comparison:
                 self._take("program", row)
         with_kernels = [device if row.metric == "device_time" and device is not None else row for row in rows]
         return with_kernels if found is None else [*with_kernels, found]
+
+
+def _trace(row: Row, head: CaseResult) -> str | None:
+    """Return the trace of the passes and of the rank that a row is about."""
+    phase = ""
+    if head.case.generates:
+        phase = "prefill-" if row.prefill or row.metric == "first_token" else "decode-"
+    rank = row.cause.rank if row.cause is not None and row.cause.rank is not None else 0
+    names = [f"-rank{rank}-{phase}{passes}." for passes in ("passes", "modules")]  # the second where there is no GPU
+    return next((path for name in names for path in head.launches[-1].traces if name in path), None)
 
 
 def _device(result: CaseResult) -> str:

@@ -528,19 +528,18 @@ def _described(case: Timed, row: Row, family: int, note: str) -> tuple[str, str]
 def with_power(row: Row, base: CaseResult, head: CaseResult) -> Row:
     """Return a row on device time as CHANGED where the candidate lowers its own clock: it draws more power.
 
-    At an equal clock such a program is as fast as before. The clocks are those of launches in turn, so that a drift of
-    the machine lowers those of both reports.
+    At an equal clock such a program is as fast as before. The clocks are those of launches in turn, each of the
+    candidate right after one of the baseline: a drift of the machine is much smaller than `_LOWER` between the two.
     """
     if row.metric != "device_time" or row.verdict != "OK" or row.clock_ratio is None:
         return row
-    clocks = []
-    for result in (base, head):
-        ranks = [
-            [ghz for rank in launch.ranks for gpu in rank.clock_ghz or () for ghz in gpu] for launch in result.launches
-        ]
-        clocks.append([statistics.fmean(ghz) for ghz in ranks if ghz])
-    lower = sum(now < (1 - _LOWER) * then for then, now in zip(*clocks, strict=False))
-    if lower < max(_LOWER_LAUNCHES, len(clocks[1])):
+    clocks = [
+        [[ghz for rank in launch.ranks for gpu in rank.clock_ghz or () for ghz in gpu] for launch in result.launches]
+        for result in (base, head)
+    ]
+    turns = [tuple(map(statistics.fmean, turn)) for turn in zip(*clocks, strict=False) if all(turn)]
+    lower = sum(now < (1 - _LOWER) * then for then, now in turns)
+    if lower < max(_LOWER_LAUNCHES, len(turns)):
         return row
     energy = ""
     if base.energy_j_per_sequence and head.energy_j_per_sequence:

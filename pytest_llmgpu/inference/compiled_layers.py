@@ -60,8 +60,8 @@ class CompiledLayers:
         torch._dynamo.config.recompile_limit = MOST_GRAPHS  # noqa: SLF001 - the place of the setting
         torch._dynamo.config.accumulated_recompile_limit = 4 * MOST_GRAPHS  # noqa: SLF001
         self._compiler = compiler
-        self._forwards: dict[int, Callable[..., Any]] = {}
-        """The number of a layer to its forward."""
+        self._forwards: list[Callable[..., Any]] = []
+        """The forwards that replace those of layers."""
         self.reset()
 
     def reset(self) -> None:
@@ -75,17 +75,22 @@ class CompiledLayers:
         import torch
 
         torch.compiler.reset()
+        for module in self._model.modules():  # layers that moved, or were copied or wrapped, among them
+            if vars(module).get("forward") in self._forwards:
+                del module.forward
+        self._forwards.clear()
         compiled: dict[type, Callable[..., Any]] = {}
         for index, layer in enumerate(self._layers()):
-            kind, own = type(layer), vars(layer).get("forward")
-            if own is not None and own is not self._forwards.get(index):
+            kind = type(layer)
+            if "forward" in vars(layer):
                 raise ValueError(
                     f"the forward of layer {index} was replaced: compiled layers run that of their class: replace the "
                     f"layer by a module of another class, or modules in it, in place of {kind.__name__}.forward"
                 )
             if kind not in compiled:
                 compiled[kind] = torch.compile(kind.forward, backend=self._compile, dynamic=False, fullgraph=True)
-            self._forwards[index] = layer.forward = _forward(self, layer, index, compiled[kind])
+            layer.forward = _forward(self, layer, index, compiled[kind])
+            self._forwards.append(layer.forward)
         self.compile_s, self.graphs, self._warmed_up = 0.0, 0, False
 
     def _layers(self) -> tuple[Any, ...]:
@@ -169,11 +174,14 @@ def _forward(layers: CompiledLayers, layer: torch.nn.Module, index: int, compile
     unmasked = False
     parameters = [*inspect.signature(type(layer).forward).parameters.values()][1:]
     names = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
+    unnamed = sum(one.kind is one.POSITIONAL_ONLY for one in parameters)
 
     def forward(*arguments: Any, **named: Any) -> Any:
         nonlocal unmasked
-        rest = arguments[len(names) :]  # of a layer that takes any number
-        named |= zip(names, arguments, strict=False)  # some models give the cache and the mask without their names
+        rest = (*arguments[:unnamed], *arguments[unnamed + len(names) :])  # of a layer that takes any number
+        named |= zip(
+            names, arguments[unnamed:], strict=False
+        )  # some models give the cache and the mask without their names
         name, cache = next((pair for pair in named.items() if isinstance(pair[1], StaticCache)), ("", None))
         if cache is not None:  # `past_key_values`, or `layer_past` of older models
             if index not in cache.layers and not _SUSPENDED.get():

@@ -150,9 +150,12 @@ class LLM:
 
         request = self._session.planner.request(self.options, self.strategy, batch_size, items, new_tokens=new_tokens)
         # In the order in which pytest would call them.
-        implementations = reversed(self._item.ihook.pytest_llmgpu_model.get_hookimpls())
-        hooks = tuple(ModelHook.of(one.function, one.argnames) for one in implementations)
-        return msgspec.structs.replace(request, model_hooks=hooks)
+        found = []
+        for one in reversed(self._item.ihook.pytest_llmgpu_model.get_hookimpls()):
+            if one.wrapper or one.hookwrapper:
+                raise ValueError(f"pytest_llmgpu_model of {one.plugin_name}: a wrapper is not allowed")
+            found.append(ModelHook.of(one.function, one.argnames))
+        return msgspec.structs.replace(request, model_hooks=tuple(found))
 
     def score(self, items: Dataset | Sequence[Item], batch_size: int) -> Launch:
         """Score items, or generate, and record no case; return the answers and latencies of the first rank."""

@@ -65,11 +65,13 @@ def run_order(items: Sequence[pytest.Item], runs: Callable[[pytest.Item], bool])
     """
     from pytest_llmgpu.report.case import REFERENCE_STRATEGY
 
-    turns: dict[tuple[str, Options], int] = {}
+    turns: dict[tuple[object, ...], int] = {}
     places: dict[pytest.Item, tuple[bool, int, int]] = {}
     for item in filter(runs, items):
         group, size = group_of(item), parameter(item, "batch_size")
-        turn = turns.setdefault(group, len(turns))
+        # Folders whose conftest.py change the model have loadings of their own.
+        changes = tuple(one.plugin_name for one in item.ihook.pytest_llmgpu_model.get_hookimpls())
+        turn = turns.setdefault((*group, changes), len(turns))
         places[item] = (group[0] != REFERENCE_STRATEGY, turn, size if isinstance(size, int) else 0)
     ordered = iter(sorted(places, key=places.__getitem__))
     return [next(ordered) if item in places else item for item in items]

@@ -44,7 +44,9 @@ class ModelHook(NamedTuple):
         name = getattr(function, "__qualname__", repr(function))
         if not inspect.isfunction(function) or not name.isidentifier():
             raise ValueError(f"{NAME}: {name} is not allowed: a function at the top level of a module is needed")
-        return cls(function.__module__, inspect.getfile(function), name, tuple(arguments))
+        # Not that of the code: a decorator has the function of another module.
+        path = getattr(sys.modules[function.__module__], "__file__", None)
+        return cls(function.__module__, path or inspect.getfile(function), name, tuple(arguments))
 
     def __call__(self, loaded: Loaded, case: Case) -> None:
         """Import the function and call it.
@@ -70,7 +72,10 @@ class ModelHook(NamedTuple):
             spec = importlib.util.spec_from_file_location(name, self.path)
             assert spec is not None
             assert spec.loader is not None, "a file of Python code has a loader"
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-            sys.modules[name] = module
+            sys.modules[name] = importlib.util.module_from_spec(spec)  # as dataclasses look their module up
+            try:
+                spec.loader.exec_module(sys.modules[name])
+            except BaseException:
+                del sys.modules[name]
+                raise
         return sys.modules[name]

@@ -83,7 +83,8 @@ def _between_nodes_bytes(result: CaseResult) -> float | None:
 
 def in_use_bytes(result: CaseResult) -> list[float]:
     """Return the peak memory of each device and launch: in use by NVML, else reserved by torch."""
-    return _of_memory("nvml_used_max_bytes", result) or _of_memory("peak_reserved_bytes", result)
+    used, reserved = (_of_memory(name, result) for name in ("nvml_used_max_bytes", "peak_reserved_bytes"))
+    return used if len(used) >= len(reserved) else reserved
 
 
 def _threads(result: CaseResult) -> int | None:

@@ -16,8 +16,8 @@ Verdict = Literal["REGRESSED", "MISSING", "NOT_COMPARABLE", "UNDECIDED", "CHANGE
 """The verdict on one metric of one case; the worst comes first.
 
 REGRESSED: worse by more than the threshold, failed, or out of memory. MISSING: only the baseline has it.
-NOT_COMPARABLE: the conditions differ. UNDECIDED: the launches are disturbed, or too few. CHANGED: different, and not
-gated. NEW: the baseline has nothing to compare with. OK: equal within the threshold, or better.
+NOT_COMPARABLE: the conditions differ. UNDECIDED: the launches are disturbed, or too few. CHANGED: different, and no
+regression, or not gated. NEW: the baseline has nothing to compare with. OK: equal within the threshold, or better.
 """
 
 SEVERITY: tuple[Verdict, ...] = get_args(Verdict)

@@ -565,7 +565,9 @@ def _join(launch: Launch, ranks: Sequence[Launch]) -> None:
         **{name: [value for host in uses for value in getattr(host, name)] for name in of_ranks},
     )
     launch.tokens_requested = first.tokens_requested
-    launch.tokens_granted = min(filter(None, (rank.tokens_granted for rank in ranks)), default=None)
+    launch.tokens_granted = min(
+        (rank.tokens_granted for rank in ranks if rank.tokens_granted is not None), default=None
+    )
 
 
 def _of_gpus(ranks: Sequence[list[list[float]] | None]) -> list[list[float]] | None:

@@ -6,6 +6,7 @@ The errors are those that a strategy raises if the memory does not suffice.
 from __future__ import annotations
 
 import dataclasses
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
@@ -106,6 +107,7 @@ class Strategy(Protocol):
         """
         return
 
+    @abstractmethod
     def ranks(self, devices: int) -> int:
         """Return the number of processes for a number of devices: 1, or one per device."""
         ...
@@ -122,6 +124,7 @@ class Strategy(Protocol):
         """
         return
 
+    @abstractmethod
     def load(self, case: Case, source: ModelSource) -> Loaded:
         """Load the model in a rank, in the dtype and on the devices of the case."""
         ...

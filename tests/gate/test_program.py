@@ -38,7 +38,9 @@ _CLONES = _BASE.more(MLP, CLONE, 4, 0.005 * _DEVICE_S, op="aten::clone")
 
 def _rows(before: Measured, after: Measured, seconds: float = 1.0, **policy: Any) -> dict[str, Row]:
     head = report_of(after, seconds=seconds)
-    head.cases[0].launches[0].traces = ["a.json.gz"]
+    head.cases[0].launches[0].traces = [
+        f"a-rank{rank}-{name}.json.gz" for rank in (1, 0) for name in ("modules", "passes")
+    ]
     verdicts = judge(report_of(before), head, Policy(**policy), today=datetime.date(2026, 6, 1))
     return {row.metric: row for row in verdicts.rows}
 
@@ -105,7 +107,7 @@ def test_a_change_of_the_program_is_stated_and_fails_by_its_price(
     found = _rows(measured(before), measured(after), seconds=0.9 if "improved" in device_time else 1.0)
     row = found["program"]
     assert row.verdict == program_row
-    assert row.trace == ("a.json.gz" if row.worse else None)
+    assert row.trace == ("a-rank0-passes.json.gz" if row.worse else None)
     timed = found["device_time"]
     assert f"{timed.verdict}{' improved' * timed.improved}" == device_time
     assert prose == f"{row.reason}\n{timed.reason}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -103,23 +104,43 @@ def test_a_forward_that_runs_eagerly_or_compiles_after_the_warm_up_is_an_error()
     assert layers.graphs == 1, "a case does not use the graphs of the case before"
 
 
-def test_a_layer_that_was_replaced_is_compiled_and_a_forward_that_was_replaced_is_refused() -> None:
-    """A test suite changes the model after it was loaded: nothing of it may run eagerly or be left out."""
+class _Wrapped(torch.nn.Module):
+    """A layer of a test suite: it calls the one that it replaces."""
 
-    class Twice(type(_model().model.layers[0])):  # type: ignore[misc]  # a class that is not known before
-        def forward(self, *arguments: Any, **named: Any) -> Any:
-            return 2 * super().forward(*arguments, **named)
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.layer = layer
 
+    def forward(self, hidden: torch.Tensor, /, *arguments: Any, **named: Any) -> Any:
+        return 2 * self.layer(hidden, *arguments, **named)
+
+
+@pytest.mark.parametrize(
+    ("change", "graphs"),
+    [
+        (lambda layers: layers.__setitem__(1, _Wrapped(layers[1])), 2),
+        (lambda layers: layers.__delitem__(0), 1),
+        (lambda layers: layers.__setitem__(1, copy.deepcopy(layers[0])), 1),
+    ],
+    ids=["wrapped", "removed", "copied"],
+)
+def test_layers_that_a_test_suite_changed_are_compiled(change: Callable[[Any], None], graphs: int) -> None:
+    """Nothing of them runs eagerly or is left out; a case begins with the layers that the model has then."""
     model = _model()
     layers = _compiled(model)
-    model.model.layers[1] = Twice(model.config, 1)
+    change(model.model.layers)
+    layers.reset()
     with compiled_layers.suspended():
         expected = _score(model)
-    layers.reset()
     torch.testing.assert_close(_score(model), expected, atol=1e-5, rtol=1e-5)
-    assert layers.graphs == 2, "one for each class"
-    layer = model.model.layers[0]
-    layer.forward = layer.mlp.forward
+    assert layers.graphs == graphs, "one for each class"
+
+
+def test_a_forward_of_one_layer_is_refused() -> None:
+    """The forward of the class would run in its place."""
+    model = _model()
+    layers = _compiled(model)
+    model.model.layers[0].forward = model.model.layers[1].mlp.forward
     with pytest.raises(ValueError, match=r"^the forward of layer 0 was replaced: compiled layers run that of their"):
         layers.reset()
 

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from pytest_llmgpu.ranks.model_hook import ModelHook
 
 
+@torch.no_grad()
 def change(loaded: Any) -> None:
     """Change the model."""
     loaded.append("changed")
@@ -22,7 +24,7 @@ def give_back(case: Any) -> Any:
 
 
 def test_a_function_gets_the_arguments_that_it_takes() -> None:
-    """The module that is imported here is the one that the rank uses."""
+    """The module that is imported here is the one that the rank uses; a decorator of another module is none."""
     model: list[str] = []
     ModelHook.of(change, ("loaded",))(model, "case")  # type: ignore[arg-type]  # plain values suffice
     assert model == ["changed"]
@@ -31,7 +33,10 @@ def test_a_function_gets_the_arguments_that_it_takes() -> None:
 def test_a_file_is_used_where_its_name_leads_elsewhere(tmp_path: Path) -> None:
     """Many conftest.py have one name; each is imported once."""
     path = tmp_path / "conftest.py"
-    path.write_text("calls = []\ndef change(loaded, case):\n    calls.append(loaded)\n    loaded.append(len(calls))\n")
+    path.write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\ncalls = []\n@dataclass\nclass A:\n"
+        "    b: int\ndef change(loaded, case):\n    calls.append(loaded)\n    loaded.append(len(calls))\n"
+    )
     hook = ModelHook("conftest", str(path), "change", ("loaded", "case"))
     numbers: list[int] = []
     for _ in range(2):
