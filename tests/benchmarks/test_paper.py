@@ -47,10 +47,6 @@ def _peer_access(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE)
 
 
-def _collected(result: pytest.RunResult) -> list[str]:
-    return [line for line in result.outlines if "::" in line]
-
-
 def test_the_settings_are_those_of_the_publication(pytester: pytest.Pytester) -> None:
     """One file has the settings of its server, harness and profiler."""
     chosen = options.resolve(pytester.parseconfigure(str(PAPER)))
@@ -68,7 +64,7 @@ def test_the_settings_are_those_of_the_publication(pytester: pytest.Pytester) ->
 def test_the_main_job_does_not_collect_the_experiment(pytester: pytest.Pytester) -> None:
     """`pytest benchmarks` collects none of it, and none of its settings apply."""
     result = pytester.runpytest_inprocess(str(BENCHMARKS), "--collect-only", "-q", "-p", "no:cacheprovider")
-    tests = _collected(result)
+    tests = [line for line in result.outlines if "::" in line]
     assert tests
     assert all("test_inference.py::test_hellaswag[mp-bs" in test for test in tests)
     assert VARIABLE not in os.environ
@@ -80,7 +76,7 @@ def test_its_own_command_collects_the_experiment(pytester: pytest.Pytester) -> N
     result = pytester.runpytest_inprocess(str(PAPER), *flags)
     sizes = [2**power for power in range(11)]
     expected = [f"study.py::test_hellaswag[{name}-bs{size}]" for name in ("mp", "tp", "iok") for size in sizes]
-    assert _collected(result) == expected
+    assert [line for line in result.outlines if "::" in line] == expected
 
 
 @pytest.mark.slow

@@ -37,7 +37,10 @@ from pytest_llmgpu.report.text import printable_lines
 from pytest_llmgpu.session import resume
 from pytest_llmgpu.store import store
 
-pytestmark = pytest.mark.filterwarnings("default")  # of libraries, about files that nobody would write
+pytestmark = [
+    pytest.mark.filterwarnings("default"),  # of libraries, about files that nobody would write
+    pytest.mark.usefixtures("empty_folder"),
+]
 
 _EXAMPLES = os.environ.get("LLMGPU_FUZZ_EXAMPLES")
 fuzz = settings(
@@ -160,11 +163,6 @@ def _consume(data: bytes) -> None:
     continued = _one_line(lambda: resume.continued(report, now, name="r.json", sha256="f" * 64))
     if continued is not None:
         file.parse(file.encode(continued, compressed=False), "continued.json")
-
-
-@pytest.fixture(autouse=True)
-def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def test_the_report_that_is_changed_can_be_read() -> None:

@@ -175,10 +175,6 @@ def _layers(state: RankState) -> list[str]:
     return [type(layer).__name__ for layer in model.get_decoder().layers]
 
 
-def _workspace(launch: Launch) -> tuple[object, ...]:
-    return launch.memory[0].workspace_bytes, launch.tokens_requested, launch.tokens_granted
-
-
 def test_kernels_give_the_numbers_of_the_plain_model(tmp_path: Path, plain: _Plain) -> None:
     """Every layer is DeepSpeed's, numbers differ by rounding only, and no batch size changes those of another."""
     with _started(tmp_path, "iok", 1, "deepspeed") as ranks:
@@ -187,7 +183,8 @@ def test_kernels_give_the_numbers_of_the_plain_model(tmp_path: Path, plain: _Pla
     for launch in (small, large):
         _agrees(launch, plain.small_large_small[0])
     assert known(again.accuracy).loglikelihoods == known(small.accuracy).loglikelihoods
-    assert _workspace(again) == _workspace(small)
+    assert again.memory[0].workspace_bytes == small.memory[0].workspace_bytes
+    assert (again.tokens_requested, again.tokens_granted) == (small.tokens_requested, small.tokens_granted)
 
 
 def test_the_stock_binding_computes_other_numbers(tmp_path: Path, plain: _Plain) -> None:

@@ -2,14 +2,13 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
 import pytest
 from support.report_factory import known
-from support.repository import first_commit
+from support.repository import first_commit, git
 from support.verdict_factory import H200, gpus, measured
 
 from pytest_llmgpu.report import file
@@ -57,7 +56,7 @@ def test_a_time_that_is_none_is_refused() -> None:
 
 def test_a_new_store_keeps_reports_out_of_git() -> None:
     """Reports do not show in `git status`; baselines can be committed."""
-    subprocess.run(["git", "init", "-q"], check=True)
+    git(Path(), "init", "-q")
     report = save(measured(), _STORE)
     names = [save(measured(), _STORE, "baseline")]
     Path("reports").mkdir()
@@ -66,8 +65,8 @@ def test_a_new_store_keeps_reports_out_of_git() -> None:
     shutil.rmtree("reports")
     for path in (_STORE / "last.json", report.parent / ".0001.unfinished"):
         path.write_text("")
-    done = subprocess.run(["git", "status", "--porcelain", "-uall"], check=True, capture_output=True, text=True)
-    assert {line[3:].strip('"') for line in done.stdout.splitlines()} == set(map(str, names))
+    shown = git(Path(), "status", "--porcelain", "-uall").splitlines()
+    assert {line[3:].strip('"') for line in shown} == set(map(str, names))
 
 
 def test_the_next_number_follows_the_highest_one() -> None:
@@ -318,7 +317,7 @@ def repository(tmp_path: Path) -> Path:
     dump(measured("a" * 40), folder / "baselines" / "main.json")
     first_commit(folder)
     dump(measured("b" * 40), folder / "baselines" / "main.json")
-    subprocess.run(["git", "-C", folder, "add", "."], check=True)
+    git(folder, "add", ".")
     return folder
 
 
