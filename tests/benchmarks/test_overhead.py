@@ -52,8 +52,7 @@ def test_a_collective_agrees_within_a_thousandth_and_its_protocol(off: float, ok
 def test_a_missing_count_does_not_agree() -> None:
     """A missing counter fails the step, with the reason of the device."""
     answer = judged(over_nvlink(None))
-    assert answer["ok"] is False
-    assert answer["why"] == "nvlink_tx_bytes: refused"
+    assert (answer["ok"], answer["why"]) == (False, "nvlink_tx_bytes: refused")
 
 
 @pytest.mark.parametrize(

@@ -195,14 +195,13 @@ def test_the_list_describes_each_report_and_names_broken_files() -> None:
     damaged, foreign = save(measured(), _STORE), save(measured(), _STORE)
     damaged.write_bytes(b"{")
     foreign.write_bytes(b'{"benchmarks": [], "version": "5.3.1"}')
-    lines, broken = table(stored(_STORE))
+    lines, (first, second) = table(stored(_STORE))
     assert [" ".join(line.split()) for line in lines.splitlines()[2:]] == [
         f"0001 base 2026-01-02T03:04:05Z 3b1f09ac main {H200} mp, tp 2 1 completed, 1 oom",
         f"0002 2026-01-02T03:04:05Z cccccccc (changed) {H200} mp, tp 2 1 completed, 1 oom, run not complete",
     ]
-    assert len(broken) == 2
-    assert broken[0].startswith(f"report {damaged}: is not valid JSON: Input data was truncated")
-    assert broken[1].startswith(f"report {foreign}: is not a report of pytest-llmgpu")
+    assert first.startswith(f"report {damaged}: is not valid JSON: Input data was truncated")
+    assert second.startswith(f"report {foreign}: is not a report of pytest-llmgpu")
 
 
 def _fill_store() -> None:
