@@ -6,7 +6,6 @@ import json
 import sys
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,10 +13,9 @@ import pytest
 MIB = 1 << 20
 
 
-@pytest.fixture
-def agreement() -> ModuleType:
-    """Import agreement.py."""
-    return import_module("agreement")
+def judged(counted: dict[str, Any]) -> Any:
+    """Return the judgement of a step."""
+    return import_module("agreement").judged(counted)
 
 
 def step(kind: str, message_bytes: int, **counted: list[int | None]) -> dict[str, Any]:
@@ -43,19 +41,18 @@ def over_nvlink(tx: int | None) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("off", "ok"), [(0.0009, True), (-0.0009, True), (0.001 + 4090 / (4 * MIB), True), (0.002, False), (-0.0011, False)]
 )
-def test_a_collective_agrees_within_a_thousandth_and_its_protocol(agreement: ModuleType, off: float, ok: bool) -> None:
+def test_a_collective_agrees_within_a_thousandth_and_its_protocol(off: float, ok: bool) -> None:
     """A step fails if one counter is off by 0.1 % and more than 2 KiB for each step of the ring."""
-    answer = agreement.judged(over_nvlink(round(40 * MIB * (1 + off))))
+    answer = judged(over_nvlink(round(40 * MIB * (1 + off))))
     assert answer["ok"] is ok
     assert answer["ratios"]["nvlink_tx_bytes"] == pytest.approx([1, 1 + off], abs=2e-6)
     assert answer["bound"] == (0.999, pytest.approx(1.001 + 4096 / (4 * MIB), abs=1e-6))
 
 
-def test_a_missing_count_does_not_agree(agreement: ModuleType) -> None:
+def test_a_missing_count_does_not_agree() -> None:
     """A missing counter fails the step, with the reason of the device."""
-    answer = agreement.judged(over_nvlink(None))
-    assert answer["ok"] is False
-    assert answer["why"] == "nvlink_tx_bytes: refused"
+    answer = judged(over_nvlink(None))
+    assert (answer["ok"], answer["why"]) == (False, "nvlink_tx_bytes: refused")
 
 
 @pytest.mark.parametrize(
@@ -67,21 +64,19 @@ def test_a_missing_count_does_not_agree(agreement: ModuleType) -> None:
         ([40 * MIB, None], None, "there is no NVLink, and PCIe was not counted: nvlink_tx_bytes: refused"),
     ],
 )
-def test_without_nvlink_a_collective_is_compared_with_pcie(
-    agreement: ModuleType, shown: list[int | None], ok: bool | None, why: str
-) -> None:
+def test_without_nvlink_a_collective_is_compared_with_pcie(shown: list[int | None], ok: bool | None, why: str) -> None:
     """PCIe must show at least the sent bytes. A machine that cannot count them does not fail."""
     given = step("all_reduce", 4 * MIB, pcie_tx_bytes=shown, pcie_rx_bytes=shown, nvlink_tx_bytes=[None, None])
-    answer = agreement.judged({**given, "nvlink": False})
+    answer = judged({**given, "nvlink": False})
     assert (answer["ok"], answer["why"], answer["bound"]) == (ok, why, (0.99, None))
 
 
 @pytest.mark.parametrize(("ratio", "ok"), [(0.98, False), (1.0, True), (1.14, True), (1.16, False)])
-def test_a_copy_is_counted_with_its_protocol_and_no_more(agreement: ModuleType, ratio: float, ok: bool) -> None:
+def test_a_copy_is_counted_with_its_protocol_and_no_more(ratio: float, ok: bool) -> None:
     """A device receives at least the payload of a copy, and at most the payload with packet headers."""
     counted = round(160 * MIB * ratio)
     given = step("host_to_device", 16 * MIB, pcie_rx_bytes=[counted, counted], pcie_tx_bytes=[0, 0])
-    assert agreement.judged(given)["ok"] is ok
+    assert judged(given)["ok"] is ok
 
 
 @pytest.mark.parametrize(

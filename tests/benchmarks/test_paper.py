@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -15,7 +15,9 @@ import pytest
 from support import tiny_model
 from support.report_factory import (
     GIB,
+    known,
     make_accuracy,
+    make_check,
     make_failed,
     make_profile,
     make_report,
@@ -26,7 +28,7 @@ from support.report_factory import (
 from pytest_llmgpu.plugin import options
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.report import Report
-from pytest_llmgpu.report.result import AccuracyCheck, Outcome
+from pytest_llmgpu.report.result import CaseResult, Outcome
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 PAPER = BENCHMARKS / "paper"
@@ -45,16 +47,6 @@ def _peer_access(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE)
 
 
-@pytest.fixture
-def claims() -> ModuleType:
-    """Import claims.py."""
-    return import_module("claims")
-
-
-def _collected(result: pytest.RunResult) -> list[str]:
-    return [line for line in result.outlines if "::" in line]
-
-
 def test_the_settings_are_those_of_the_publication(pytester: pytest.Pytester) -> None:
     """One file has the settings of its server, harness and profiler."""
     chosen = options.resolve(pytester.parseconfigure(str(PAPER)))
@@ -62,8 +54,7 @@ def test_the_settings_are_those_of_the_publication(pytester: pytest.Pytester) ->
     assert (chosen.model, chosen.load_format, chosen.dtype) == ("llama-30b", "dummy", "float16")
     assert (chosen.device, chosen.devices) == ("cuda", 4)
     assert chosen.gpu_memory == pytest.approx(32 * GIB, rel=0.02)
-    assert chosen.gpu_memory is not None
-    assert chosen.gpu_memory < 31.75 * GIB, "the memory of a card of 32 GB"
+    assert known(chosen.gpu_memory) < 31.75 * GIB, "the memory of a card of 32 GB"
     assert (chosen.scoring, chosen.cuda_graphs, chosen.iok_min_tokens) == ("harness", "off", 1)
     assert chosen.profile_method == "polling"
     assert chosen.sample_period == pytest.approx(1 / 6)
@@ -73,7 +64,7 @@ def test_the_settings_are_those_of_the_publication(pytester: pytest.Pytester) ->
 def test_the_main_job_does_not_collect_the_experiment(pytester: pytest.Pytester) -> None:
     """`pytest benchmarks` collects none of it, and none of its settings apply."""
     result = pytester.runpytest_inprocess(str(BENCHMARKS), "--collect-only", "-q", "-p", "no:cacheprovider")
-    tests = _collected(result)
+    tests = [line for line in result.outlines if "::" in line]
     assert tests
     assert all("test_inference.py::test_hellaswag[mp-bs" in test for test in tests)
     assert VARIABLE not in os.environ
@@ -85,7 +76,7 @@ def test_its_own_command_collects_the_experiment(pytester: pytest.Pytester) -> N
     result = pytester.runpytest_inprocess(str(PAPER), *flags)
     sizes = [2**power for power in range(11)]
     expected = [f"study.py::test_hellaswag[{name}-bs{size}]" for name in ("mp", "tp", "iok") for size in sizes]
-    assert _collected(result) == expected
+    assert [line for line in result.outlines if "::" in line] == expected
 
 
 @pytest.mark.slow
@@ -107,30 +98,28 @@ def test_the_command_measures(model: Path, pytester: pytest.Pytester) -> None:
     result = pytester.runpytest_subprocess("paper", *flags, *for_the_cpu, "-p", "no:cacheprovider")
     result.assert_outcomes(passed=2)
     report = file.load(folder / "report.json.gz")
-    assert [(case.id, case.case.scoring) for case in report.cases] == [
-        ("mp-bs2", "harness"),
-        ("mp-bs8", "harness"),
-    ]
+    assert {case.id: case.case.scoring for case in report.cases} == {"mp-bs2": "harness", "mp-bs8": "harness"}
     assert report.environment.variables[VARIABLE] == "1"
     assert report.options["--llmgpu-scoring"] == "harness"
 
 
-def _rows(claims: ModuleType, report: Report) -> dict[str, tuple[str, bool | None]]:
+def _rows(results: Sequence[CaseResult]) -> dict[str, tuple[str, bool | None]]:
     """Return the value for each claim, and whether it holds."""
-    return {one.text: (one.ours, one.holds) for one in claims.claims(report)}
+    return {one.text: (one.ours, one.holds) for one in import_module("claims").claims(make_report(results))}
 
 
-def test_the_published_figures_support_the_claims(claims: ModuleType) -> None:
+def _table(reports: dict[str, Report]) -> list[str]:
+    """Return the lines of the tables."""
+    lines: list[str] = import_module("claims").markdown(reports).splitlines()
+    return lines
+
+
+def test_the_published_figures_support_the_claims() -> None:
     """In a report of Table 2 the claims about times, thresholds and accuracy hold."""
-    results = [
-        msgspec.structs.replace(one, case=msgspec.structs.replace(one.case, gpu_memory_bytes=32 * GIB))
-        for one in [
-            *paper_results(),
-            make_failed(strategy="mp", batch_size=128),
-            make_failed(strategy="tp", batch_size=128),
-        ]
-    ]
-    rows = _rows(claims, make_report(results))
+    results = [*paper_results(), *(make_failed(strategy=strategy, batch_size=128) for strategy in ("mp", "tp"))]
+    for one in results:
+        one.case = msgspec.structs.replace(one.case, gpu_memory_bytes=32 * GIB)
+    rows = _rows(results)
     expected = {
         "mp: best batch size": ("32 (3705.00 s)", True),
         "tp: best batch size": ("64 (4079.00 s)", True),
@@ -151,22 +140,16 @@ def test_the_published_figures_support_the_claims(claims: ModuleType) -> None:
     assert rows["tp sends two orders more a second than mp: PCIe TX"] == ("79 to 79 times (at 1)", False)
 
 
-def test_a_wrong_answer_is_no_best_time(claims: ModuleType) -> None:
+def test_a_wrong_answer_is_no_best_time() -> None:
     """A fast case with wrong answers is not the best, and its cell has the accuracy."""
     results = [
         make_result(seconds, make_accuracy(right), strategy="iok", batch_size=size)
         for size, seconds, right in ((16, 60.0, 0.82), (32, 1.0, 0.26))
     ]
-    results[1].accuracy_check = AccuracyCheck(
-        metric="acc_norm", value=0.26, baseline=0.82, source="x", tolerance=0.01, ok=False, text="wrong"
-    )
-    report = make_report(results)
-    assert _rows(claims, report)["iok: best batch size"][0] == "16 (60.00 s)"
-    lines = claims.markdown({"a": report}).splitlines()
-    assert [line.rpartition(" | ")[2] for line in lines if line.startswith(("| 16 |", "| 32 |"))] == [
-        "**60.00** |",
-        "1.00 (26 %) |",
-    ]
+    results[1].accuracy_check = make_check()
+    assert _rows(results)["iok: best batch size"][0] == "16 (60.00 s)"
+    lines = [line for line in _table({"a": make_report(results)}) if line.startswith(("| 16 |", "| 32 |"))]
+    assert [line.rpartition(" | ")[2] for line in lines] == ["**60.00** |", "1.00 (26 %) |"]
 
 
 @pytest.mark.parametrize(
@@ -178,50 +161,43 @@ def test_a_wrong_answer_is_no_best_time(claims: ModuleType) -> None:
         (None, " (with no cap)", None),
     ],
 )
-def test_a_threshold_is_compared_at_the_published_cap_only(
-    claims: ModuleType, cap: float | None, ours: str, holds: bool | None
-) -> None:
+def test_a_threshold_is_compared_at_the_published_cap_only(cap: float | None, ours: str, holds: bool | None) -> None:
     """A different amount of memory has a different threshold."""
     fields: dict[str, Any] = {"strategy": "mp", "gpu_memory_bytes": cap and int(cap * GIB)}
-    report = make_report([make_result(batch_size=1, **fields), make_failed(batch_size=2, **fields)])
-    text = f"1: 2 is out of memory{ours}"
-    assert _rows(claims, report)["mp: largest batch size in 32 GiB a GPU"] == (text, holds)
+    rows = _rows([make_result(batch_size=1, **fields), make_failed(batch_size=2, **fields)])
+    assert rows["mp: largest batch size in 32 GiB a GPU"] == (f"1: 2 is out of memory{ours}", holds)
 
 
 @pytest.mark.parametrize(
     ("busy", "holds"), [((90.0, 60.0, 40.0, 30.0), True), ((40.0, 60.0, 80.0, 90.0), False), ((90.0,) * 4, False)]
 )
-def test_utilisation_is_compared_with_traffic(claims: ModuleType, busy: tuple[float, ...], holds: bool) -> None:
+def test_utilisation_is_compared_with_traffic(busy: tuple[float, ...], holds: bool) -> None:
     """It falls as traffic grows, or it does not; a constant one does not fall."""
-    report = make_report(
-        [
-            make_result(profile=make_profile(tx=(1 + number) * 1e9, busy=value), strategy="tp", batch_size=2**number)
-            for number, value in enumerate(busy)
-        ]
-    )
-    assert _rows(claims, report)["tp: utilisation falls as traffic grows"][1] is holds
+    results = [
+        make_result(profile=make_profile(tx=(1 + number) * 1e9, busy=value), strategy="tp", batch_size=2**number)
+        for number, value in enumerate(busy)
+    ]
+    assert _rows(results)["tp: utilisation falls as traffic grows"][1] is holds
 
 
 @pytest.mark.parametrize(("outcome", "cell"), [("oom", "OoM"), ("skipped_after_oom", ""), ("timeout", "timeout")])
-def test_the_outcome_of_a_case_is_shown_in_place_of_its_time(claims: ModuleType, outcome: Outcome, cell: str) -> None:
+def test_the_outcome_of_a_case_is_shown_in_place_of_its_time(outcome: Outcome, cell: str) -> None:
     """A cell of the table has the outcome of a case without a time."""
-    report = make_report(
-        [make_result(60.0, strategy="tp", batch_size=32), make_failed(outcome, strategy="tp", batch_size=64)]
-    )
-    lines = claims.markdown({"a": report}).splitlines()
+    results = [make_result(60.0, strategy="tp", batch_size=32), make_failed(outcome, strategy="tp", batch_size=64)]
+    lines = _table({"a": make_report(results)})
     assert "| 32 | **3,705** | 4,087 | 4,201 (26 %) | **60.00** |" in lines
     assert f"| 64 | 3,800 | **4,079** | OoM | {cell} |" in lines
 
 
-def test_the_readme_has_the_figures_of_the_reports(claims: ModuleType) -> None:
+def test_the_readme_has_the_figures_of_the_reports() -> None:
     """Its tables are the output of the script for the stored reports; a new run needs new tables."""
     readme = (PAPER / "README.md").read_text().splitlines()
     reports = {path.name: file.load(path) for path in REPORTS}
-    table = claims.markdown(reports).splitlines()
+    table = _table(reports)
     rows = table[table.index(f"| claim | Shin et al. | {' | '.join(reports)} |") + 2 :]
     assert len(rows) > 20
     assert [row for row in rows if row not in readme] == []
-    seconds = claims.markdown({REPORTS[0].name: reports[REPORTS[0].name]}).splitlines()
+    seconds = _table({REPORTS[0].name: reports[REPORTS[0].name]})
     times = [line.split("|")[5:-1] for line in seconds if re.match(r"\| \d", line)]
     shown = [line.split("|")[5:-1] for line in readme if re.match(r"\| \d+ \|", line)]
     assert [[cell.strip(" s") for cell in row] for row in shown] == [[cell.strip() for cell in row] for row in times]

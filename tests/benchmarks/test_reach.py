@@ -74,9 +74,8 @@ def test_a_strategy_that_sleeps_is_found_and_an_equal_one_is_not() -> None:
 
     def time_verdict(base: Report, head: Report) -> str:
         # Only the first launch has its answers: only its round has a verdict of accuracy.
-        found = judge(base, head, Policy(), today=datetime.date(2026, 1, 1))
-        [row] = [row for row in found.rows if row.metric == "time"]
-        return row.verdict
+        rows = judge(base, head, Policy(), today=datetime.date(2026, 1, 1)).rows
+        return next(row.verdict for row in rows if row.metric == "time")
 
     found = [time_verdict(base, head) for base, head in zip(without, slower, strict=True)]
     assert (len(found), found.count("REGRESSED"), found.count("OK")) == (20, 15, 0)

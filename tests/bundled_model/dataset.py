@@ -34,34 +34,22 @@ _NAMES = (
 
 # Activity and its things. Within an activity their first words differ, and none is an article.
 _THEMES = (
-    (
-        "Going to the market",
-        (
-            "bread", "honey", "olives", "sweet cherries", "goat cheese", "apple juice", "brown sugar", "mushrooms",
-            "rice", "dried figs", "walnuts", "smoked salmon",
-        ),
-    ),
-    (
-        "Working in the garden",
-        (
-            "tulips", "red roses", "tomatoes", "white lilies", "pumpkins", "mint", "beans", "sunflowers",
-            "young birches", "kale", "wild strawberries", "lavender",
-        ),
-    ),
-    (
-        "Taking an art class",
-        (
-            "boats", "horses", "snowy mountains", "old bridges", "cats", "fishermen", "clouds", "narrow streets",
-            "owls", "lighthouses", "empty chairs", "dancers",
-        ),
-    ),
-    (
-        "Helping in the workshop",
-        (
-            "clocks", "bicycles", "radios", "leather boots", "lamps", "garden tools", "kites", "violins",
-            "fishing nets", "umbrellas", "toys", "wooden crates",
-        ),
-    ),
+    ("Going to the market", (
+        "bread", "honey", "olives", "sweet cherries", "goat cheese", "apple juice", "brown sugar", "mushrooms",
+        "rice", "dried figs", "walnuts", "smoked salmon",
+    )),
+    ("Working in the garden", (
+        "tulips", "red roses", "tomatoes", "white lilies", "pumpkins", "mint", "beans", "sunflowers",
+        "young birches", "kale", "wild strawberries", "lavender",
+    )),
+    ("Taking an art class", (
+        "boats", "horses", "snowy mountains", "old bridges", "cats", "fishermen", "clouds", "narrow streets",
+        "owls", "lighthouses", "empty chairs", "dancers",
+    )),
+    ("Helping in the workshop", (
+        "clocks", "bicycles", "radios", "leather boots", "lamps", "garden tools", "kites", "violins",
+        "fishing nets", "umbrellas", "toys", "wooden crates",
+    )),
 )  # fmt: skip
 
 _OPENINGS = (

@@ -17,14 +17,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.report_factory import (
-    make_failed,
-    make_full_report,
-    make_generation,
-    make_report,
-    make_result,
-    make_work,
-)
+from support.report_factory import make_failed, make_full_report, make_generation, make_report, make_result, make_work
 from support.tiny_model import write_dataset
 
 pytest.importorskip("hypothesis", reason="tox -e fuzz installs it")
@@ -41,11 +34,13 @@ from pytest_llmgpu.report.privacy import anonymous, short_paths
 from pytest_llmgpu.report.report import Commit, Report, Resumption
 from pytest_llmgpu.report.result import Failure
 from pytest_llmgpu.report.text import printable_lines
-from pytest_llmgpu.report.work import Work
 from pytest_llmgpu.session import resume
 from pytest_llmgpu.store import store
 
-pytestmark = pytest.mark.filterwarnings("default")  # of libraries, about files that nobody would write
+pytestmark = [
+    pytest.mark.filterwarnings("default"),  # of libraries, about files that nobody would write
+    pytest.mark.usefixtures("empty_folder"),
+]
 
 _EXAMPLES = os.environ.get("LLMGPU_FUZZ_EXAMPLES")
 fuzz = settings(
@@ -128,8 +123,7 @@ def _one_line(read: Callable[[], Any]) -> Any:
 def _report() -> Report:
     failed = make_failed("error", Failure(phase="load", message="m", log_tail="log"), batch_size=64)
     worked = make_result(batch_size=16)
-    found = make_work()
-    worked.launches[0].work = found if isinstance(found, Work) else None
+    worked.launches[0].work = make_work()
     generated = make_result(workload="generate", task="prompts", sequences=2, batch_size=2)
     texts, values = [[1, 2], [3, 4]], [[-1.0, -0.5], [-2.0, -0.1]]
     generated.launches[0].generation = make_generation(texts, values, values, reference="a" * 64)
@@ -169,11 +163,6 @@ def _consume(data: bytes) -> None:
     continued = _one_line(lambda: resume.continued(report, now, name="r.json", sha256="f" * 64))
     if continued is not None:
         file.parse(file.encode(continued, compressed=False), "continued.json")
-
-
-@pytest.fixture(autouse=True)
-def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def test_the_report_that_is_changed_can_be_read() -> None:

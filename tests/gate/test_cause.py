@@ -8,8 +8,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.program_factory import ADD, MLP, PROJECTION, REDUCED, Measured, Program, measured, pairs, report_of
+from support.program_factory import ADD, MLP, PROJECTION, REDUCED, Program, measured, pairs, report_of
 from support.prose import Prose
+from support.report_factory import known
 
 from pytest_llmgpu.gate import cause, program
 from pytest_llmgpu.report.cause import Cause
@@ -42,8 +43,7 @@ _FAULTS: dict[str, tuple[MetricName, Sequence[Program]]] = {
 def test_a_cause_is_worded(fault: str, prose: Prose) -> None:
     """A clause for the headline, with the rank that alone became slower, and at most two lines of details."""
     metric, after = _FAULTS[fault]
-    found = cause.find(metric, pairs(_BASE, *after), ratio=1.1)
-    assert found is not None
+    found = known(cause.find(metric, pairs(_BASE, *after), ratio=1.1))
     lines = cause.details(found)
     assert len(lines) <= 2
     assert prose == "\n".join([cause.describe(found), *lines])
@@ -52,8 +52,7 @@ def test_a_cause_is_worded(fault: str, prose: Prose) -> None:
 def test_the_parts_add_up_to_the_difference() -> None:
     """Kernels, copies, collectives and the idle time of the GPU, the largest growth first."""
     after = dataclasses.replace(_BASE.slower("", 1.1), idle_s=0.012)
-    found = cause.find("time", pairs(_BASE, after), ratio=1.05)
-    assert found is not None
+    found = known(cause.find("time", pairs(_BASE, after), ratio=1.05))
     assert sum(part.growth_s for part in found.parts) == pytest.approx((found.after_s or 0) - (found.before_s or 0))
     assert sum(part.share for part in found.parts) == pytest.approx(1.0)
     assert [part.name for part in found.parts][:2] == ["kernels", "idle"]
@@ -74,8 +73,7 @@ def test_a_case_on_a_cpu_has_the_ops_that_changed() -> None:
         both = program.pairs(measured(_BASE, on_cpu=True), measured(after, on_cpu=True))
         return cause.find("time", both, ratio=1.5)
 
-    changed = found(_BASE.more(PROJECTION, "gemm", 4, 0.1, op="aten::mm"))
-    assert changed is not None
+    changed = known(found(_BASE.more(PROJECTION, "gemm", 4, 0.1, op="aten::mm")))
     assert [(one.name, one.module, one.before, one.after) for one in changed.ops] == [("aten::mm", PROJECTION, 2, 4)]
     assert found(_BASE) is None
 
@@ -84,10 +82,9 @@ def test_one_launch_that_differs_does_not_change_the_cause() -> None:
     """Every figure is the median of the launches."""
     programs = (_BASE, _BASE.more(MLP, ADD, 64, 0.01, op="aten::mul"), _BASE.more(MLP, ADD, 999, 9.0))
     before, after, odd = map(measured, programs)
-    several = Measured([*after.works, *odd.works, *after.works], after.kernel_names)
-    assert cause.find("device_time", program.pairs(before, several)) == cause.find(
-        "device_time", program.pairs(before, after)
-    )
+    several = after._replace(works=[*after.works, *odd.works, *after.works])
+    first, second = (cause.find("device_time", program.pairs(before, one)) for one in (several, after))
+    assert first == second
 
 
 def _caused(base: Report, head: Report, metric: MetricName, verdict: Any = "REGRESSED") -> Row:

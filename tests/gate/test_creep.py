@@ -33,8 +33,7 @@ def _report(
     execution: str = "eager",
 ) -> Report:
     """Return the report of a day: its one case needs so many MiB more, and other amounts more by these fractions."""
-    result = timed()
-    result.case = msgspec.structs.replace(result.case, execution=execution)
+    result = timed(execution=execution)
     work = make_work(batches=list(batches))
     ranks = [
         msgspec.structs.replace(

@@ -14,16 +14,7 @@ from pytest_llmgpu.gate.judge import ExitStatus
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.report.cause import CallsChange, Cause
 from pytest_llmgpu.report.metrics import MetricName, spec_of
-from pytest_llmgpu.report.verdicts import (
-    NEITHER,
-    ONLY_CANDIDATE,
-    Baseline,
-    Candidate,
-    Row,
-    SessionState,
-    Verdict,
-    Verdicts,
-)
+from pytest_llmgpu.report.verdicts import NEITHER, ONLY_CANDIDATE, Baseline, Candidate, Row, SessionState, Verdicts
 
 _CLONE = CallsChange(name="aten::clone", module="layers.*.mlp", per_layer=1, before=0, after=32)
 _COPY = CallsChange(name="Memcpy DtoD (Device -> Device)", module="layers.*.mlp", before=0, after=32)
@@ -31,7 +22,7 @@ _CAUSE = Cause(place="program", ops=[_CLONE], kernels=[_COPY], price=0.005)
 _SYNCS = Cause(place="program", runtime_calls=[CallsChange(name="host synchronizations", before=4, after=6)])
 
 
-def _row(verdict: Verdict, metric: MetricName = "time", name: str = "tp-bs8", **fields: Any) -> Row:
+def _row(verdict: Any, metric: MetricName = "time", name: str = "tp-bs8", **fields: Any) -> Row:
     return make_row(verdict, metric, name, **{"base": 0.0646, "head": 0.0646, "ratio": 1.0, "n": 1, **fields})
 
 

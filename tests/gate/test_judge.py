@@ -8,7 +8,9 @@ import msgspec
 import pytest
 from support.prose import Prose
 from support.report_factory import (
+    known,
     make_answers,
+    make_check,
     make_failed,
     make_generation,
     make_memory,
@@ -25,14 +27,12 @@ from pytest_llmgpu.gate.policy import Allowed, ExactRule, Policy, TextsRule, Tim
 from pytest_llmgpu.report.case import GENERATE
 from pytest_llmgpu.report.metrics import MetricName
 from pytest_llmgpu.report.report import Commit, Report, Session
-from pytest_llmgpu.report.result import AccuracyCheck, Batches, CaseResult, Failure, Generation
+from pytest_llmgpu.report.result import Batches, CaseResult, Failure, Generation
 from pytest_llmgpu.report.verdicts import Baseline, Row, Verdict, Verdicts, worst_first
 from pytest_llmgpu.report.work import HostCalls
 
 TODAY = datetime.date(2026, 6, 1)
-_FAILED_CHECK = AccuracyCheck(
-    metric="acc_norm", value=0.2, baseline=0.8, source="x", tolerance=0.01, ok=False, text="60 points below"
-)
+_FAILED_CHECK = make_check("60 points below")
 
 
 def _full(
@@ -401,8 +401,7 @@ def test_the_verdicts_have_the_state_of_the_candidate(session: Session, dirty: b
     head = make_report([_full()])
     head.session, head.commit = session, Commit(sha="abc", dirty=dirty)
     found = judge(make_report([_full()]), head, Policy(), today=TODAY)
-    assert found.head is not None
-    assert (found.head.commit, found.head.states) == ("abc", states)
+    assert (known(found.head).commit, known(found.head).states) == ("abc", states)
 
 
 def test_the_same_reports_give_the_same_bytes() -> None:
@@ -480,7 +479,6 @@ def test_texts_that_diverge_pass_and_other_numbers_of_their_tokens_fail(
     """The check of the run itself passes: its prefill and its decode steps may be wrong alike."""
     head = _generating()
     for launch in head.launches:
-        assert launch.generation is not None
         columns = {name: getattr(launch.generation, name) for name in ("first_token_s", "step_s")}
         launch.generation = None if texts is None else msgspec.structs.replace(texts, **columns)
     found = _judge([_generating()], [head])
@@ -565,10 +563,7 @@ def test_a_row_has_a_class(verdict: Verdict, gated: RowClass, shown: RowClass) -
         ([make_row("UNDECIDED", smallest_seen=0.6, allowed="bug 7")], [False]),
         ([make_row("OK", "device_time", smallest_seen=0.02), make_row("UNDECIDED", smallest_seen=9.0)], [False, False]),
         ([make_row("UNDECIDED", "device_time"), make_row("OK", smallest_seen=0.02)], [False, False]),
-        (
-            [make_row("UNDECIDED", smallest_seen=0.1), make_row("UNDECIDED", id="other", smallest_seen=0.6)],
-            [False, True],
-        ),
+        ([make_row("UNDECIDED", smallest_seen=0.1), make_row("UNDECIDED", id="b", smallest_seen=0.6)], [False, True]),
     ],
 )
 def test_a_case_whose_slowdown_would_not_be_seen_fails(rows: list[Row], unseen: list[bool]) -> None:

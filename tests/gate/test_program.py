@@ -9,20 +9,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.program_factory import (
-    ADD,
-    CLONE,
-    FLASH,
-    MLP,
-    PROJECTION,
-    REDUCED,
-    Measured,
-    Program,
-    measured,
-    pairs,
-    report_of,
-)
+from support.program_factory import ADD, CLONE, FLASH, MLP, PROJECTION, REDUCED, Program, measured, pairs, report_of
 from support.prose import Prose
+from support.report_factory import known
 
 from pytest_llmgpu.analysis.merging import merge
 from pytest_llmgpu.gate import program
@@ -34,9 +23,12 @@ _BASE = Program()
 _DEVICE_S = 0.027
 """Device time of a pass: without collectives."""
 _CLONES = _BASE.more(MLP, CLONE, 4, 0.005 * _DEVICE_S, op="aten::clone")
+_MATH = dataclasses.replace(
+    _BASE, kernels={(module, name.replace(FLASH, "fmha_math")): one for (module, name), one in _BASE.kernels.items()}
+)
 
 
-def _rows(before: Measured, after: Measured, seconds: float = 1.0, **policy: Any) -> dict[str, Row]:
+def _rows(before: Any, after: Any, seconds: float = 1.0, **policy: Any) -> dict[str, Row]:
     head = report_of(after, seconds=seconds)
     head.cases[0].launches[0].traces = [
         f"a-rank{rank}-{name}.json.gz" for rank in (1, 0) for name in ("modules", "passes")
@@ -51,11 +43,8 @@ def test_the_price_of_added_kernels_is_exact_at_every_clock(clock_ghz: float) ->
     (pair,) = pairs(_BASE, _CLONES, clock_ghz=clock_ghz)
     assert program.price(pair) == pytest.approx((0.005, 0.015 * 0.005))
     assert program.price(pairs(_BASE, _BASE, clock_ghz=clock_ghz)[0]) == (0.0, 0.0)
-    renamed = dataclasses.replace(
-        _BASE, kernels={(module, name.replace("flash", "sdpa")): one for (module, name), one in _BASE.kernels.items()}
-    )
     expected = (0.0, 0.015 * 0.004 / _DEVICE_S)
-    assert program.price(pairs(_BASE, renamed, clock_ghz=clock_ghz)[0]) == pytest.approx(expected, abs=1e-9)
+    assert program.price(pairs(_BASE, _MATH, clock_ghz=clock_ghz)[0]) == pytest.approx(expected, abs=1e-9)
 
 
 @pytest.mark.parametrize("excess", [0.005, 0.004 / _DEVICE_S], ids=["slightly slower", "twice as long"])
@@ -73,9 +62,6 @@ def test_one_kernel_that_became_slower_than_the_others_is_found_at_every_clock(e
 _SYNCS = dataclasses.replace(_BASE, syncs=34, runtime_calls={**_BASE.runtime_calls, "cudaStreamSynchronize": 36})
 _HOOK = dataclasses.replace(_BASE, files={**_BASE.files, "own/hooks.py": 2})
 _SMALL = _BASE.more(PROJECTION, "nvjet_small", 2, 0.0008 * _DEVICE_S, op="aten::mm")
-_MATH = dataclasses.replace(
-    _BASE, kernels={(module, name.replace(FLASH, "fmha_math")): one for (module, name), one in _BASE.kernels.items()}
-)
 
 
 @pytest.mark.parametrize(
@@ -172,9 +158,8 @@ def test_other_versions_of_python_make_other_calls() -> None:
     """Their numbers are not compared."""
     after = measured(_HOOK, on_cpu=True)
     (rank,) = after.works[0].ranks
-    assert rank.host_calls is not None
-    other = msgspec.structs.replace(rank, host_calls=msgspec.structs.replace(rank.host_calls, python_version="3.13"))
-    after = Measured([msgspec.structs.replace(after.works[0], ranks=[other])], after.kernel_names)
+    calls = msgspec.structs.replace(known(rank.host_calls), python_version="3.13")
+    after.works[0].ranks[0] = msgspec.structs.replace(rank, host_calls=calls)
     assert _rows(measured(_BASE, on_cpu=True), after)["program"].verdict == "OK"
 
 
@@ -182,8 +167,7 @@ def test_an_older_baseline_without_every_kernel_is_named() -> None:
     """It has no ops by module: names of kernels are not compared, numbers of ops are."""
     before = measured(_BASE)
     (rank,) = before.works[0].ranks
-    old = msgspec.structs.replace(rank, ops_by_module=None, clock_ghz=None, host_calls=None)
-    before = Measured([msgspec.structs.replace(before.works[0], ranks=[old])], before.kernel_names)
+    before.works[0].ranks[0] = msgspec.structs.replace(rank, ops_by_module=None, clock_ghz=None, host_calls=None)
     found = _rows(before, measured(_CLONES))
     assert found["program"].verdict == "CHANGED"
     assert "promote again" in found["program"].reason
@@ -205,20 +189,17 @@ def test_passes_of_other_batches_are_not_compared() -> None:
     healthy = measured(_BASE)
     others: list[dict[str, list[Any]]] = [{"batches": [1]}, {"eager_batches": [1]}, {"ranks": []}]
     for changed in others:
-        other = Measured([msgspec.structs.replace(healthy.works[0], **changed)], healthy.kernel_names)
+        other = healthy._replace(works=[msgspec.structs.replace(healthy.works[0], **changed)])
         assert program.pairs(healthy, other) == []
-    assert program.pairs(healthy, Measured([], [])) == []
+    assert program.pairs(healthy, healthy._replace(works=[])) == []
 
 
 def test_calls_that_fewer_than_all_layers_can_have_name_their_number() -> None:
     """Numbers of layers are folded in the name of a module; views launch nothing and come last."""
     one = _BASE.more(MLP, ADD, 2, 1e-5, op="aten::mul").more(MLP, ADD, 0, 0.0, op="")
-    cause = program.changes(pairs(_BASE, one)[0])
-    assert cause is not None
-    (op,) = cause.ops
+    (op,) = known(program.changes(pairs(_BASE, one)[0])).ops
     assert (op.name, op.module, op.layers, op.per_layer) == ("aten::mul", MLP, 1, None)
     ops = {MLP: {"aten::view": 96, "aten::mul": 32, "aten::mm": 1}}
-    cause = program.changes(pairs(_BASE, dataclasses.replace(_BASE, ops=ops))[0])
-    assert cause is not None
+    cause = known(program.changes(pairs(_BASE, dataclasses.replace(_BASE, ops=ops))[0]))
     growing = [change.name for change in cause.ops if change.growth > 0]
     assert growing == ["aten::mm", "aten::mul", "aten::view"]

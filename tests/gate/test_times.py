@@ -15,18 +15,10 @@ from support.verdict_factory import BATCHES, make_invalid, with_latencies, with_
 
 from pytest_llmgpu.analysis import noise_regime
 from pytest_llmgpu.analysis.noise_regime import PRIORS, REGIMES, Prior
+from pytest_llmgpu.gate import times
 from pytest_llmgpu.gate.fixed_clock import Samples
 from pytest_llmgpu.gate.policy import AmountRule, TimeRule
-from pytest_llmgpu.gate.times import (
-    Timed,
-    comparable,
-    critical_t,
-    device_times,
-    launches_needed,
-    rows,
-    smallest_seen,
-    wall_times,
-)
+from pytest_llmgpu.gate.times import Timed
 from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.result import CaseResult, HostUse
 from pytest_llmgpu.report.verdicts import Row
@@ -37,15 +29,16 @@ _FAST, _SLOW = (1735, 1700, 1771), (1590, 1560, 1620)
 """Clocks of three passes of a GPU in MHz: free, and at its power limit."""
 
 
-def _wall(base: CaseResult, head: CaseResult, prior: Prior = _QUIET, **given: Any) -> Timed | Row:
+def _wall(base: CaseResult, head: CaseResult, prior: Prior = _QUIET, **given: Any) -> Any:
     rule = TimeRule(**{name: given.pop(name) for name in ("gate", "threshold", "absolute_s") if name in given})
     with patch.object(noise_regime, "PRIORS", dict.fromkeys(PRIORS, prior)):
-        return wall_times(base, head, comparable(base, head), rule, **{"in_turn": True, "same_gpus": True, **given})
+        return times.wall_times(
+            base, head, times.comparable(base, head), rule, **{"in_turn": True, "same_gpus": True, **given}
+        )
 
 
-def _judged(found: Timed | Row | str | None, note: str = "") -> Row:
-    assert isinstance(found, Timed), found
-    return rows([found], 0.99, note)[0]
+def _judged(found: Timed, note: str = "") -> Row:
+    return times.rows([found], 0.99, note)[0]
 
 
 def _worked(
@@ -76,8 +69,8 @@ def _worked(
     return result
 
 
-def _device(base: CaseResult, head: CaseResult) -> Timed | Row | str | None:
-    return device_times(base, head, comparable(base, head), AmountRule(threshold=0.005))
+def _device(base: CaseResult, head: CaseResult) -> Any:
+    return times.device_times(base, head, times.comparable(base, head), AmountRule(threshold=0.005))
 
 
 @pytest.mark.parametrize(
@@ -123,7 +116,7 @@ def test_the_figures_of_a_row_are_those_of_the_moderated_test() -> None:
     shown = max(math.log1p(0.02), stats.t.ppf(0.99, 8) * error)
     assert row.smallest_seen == pytest.approx(math.expm1(shown + stats.norm.ppf(0.95) * error))
     updated = msgspec.structs.replace(prior, s0=math.sqrt(variance))
-    assert row.smallest_seen == pytest.approx(smallest_seen(updated, n_base=3, n_head=2, threshold=0.02))
+    assert row.smallest_seen == pytest.approx(times.smallest_seen(updated, n_base=3, n_head=2, threshold=0.02))
 
 
 @pytest.mark.parametrize(("slower", "verdict"), [(1.0, "UNDECIDED"), (1.05, "UNDECIDED"), (0.97, "OK")])
@@ -171,7 +164,6 @@ def test_disturbed_launches_are_left_out() -> None:
     make_invalid(head.launches[0], "GPU 0 was throttled for 2 s.")
     for sides in ((good, head), (head, good)):
         found = _wall(*sides, gate=False)
-        assert isinstance(found, Row)
         assert (found.verdict, found.metric, found.gated) == ("UNDECIDED", "time", False)
         assert found.reason.endswith("were disturbed: GPU 0 was throttled for 2 s.")
 
@@ -290,7 +282,6 @@ def test_device_time_that_cannot_be_compared() -> None:
         (disturbed, "UNDECIDED", "processes of other programs"),
     ):
         found = _device(worked, head)
-        assert isinstance(found, Row)
         assert (found.result, found.metric) == (verdict, "device_time")
         assert words in found.reason
 
@@ -314,7 +305,7 @@ def test_gated_rows_of_times_are_one_family() -> None:
     """A slowdown that is significant alone is not among a hundred rows; rows that are not gated do not count."""
     one = _timed([0.0], [0.025], prior=Prior(s0=0.006, df0=1000.0))
     for others, gated, verdict in ((0, True, "REGRESSED"), (99, True, "UNDECIDED"), (99, False, "REGRESSED")):
-        row = rows([one, *(_timed([0.0], [0.0], gated=gated) for _ in range(others))], 0.99, "")[0]
+        row = times.rows([one, *(_timed([0.0], [0.0], gated=gated) for _ in range(others))], 0.99, "")[0]
         assert row.verdict == verdict
         assert ("among 100 rows" in row.reason) == (verdict == "UNDECIDED")
 
@@ -332,7 +323,7 @@ def _simulated(
         noise = sd or prior.s0 * math.sqrt(prior.df0 / chance.gammavariate(prior.df0 / 2, 2.0))
         samples = ([chance.gauss(0, noise) for _ in range(n)], [chance.gauss(change, noise) for _ in range(n)])
         cases.append(_timed(*samples, prior=prior, threshold=0.02, spread=1e9))
-    return rows(cases, 0.99, "")
+    return times.rows(cases, 0.99, "")
 
 
 @pytest.mark.slow
@@ -350,16 +341,15 @@ def test_unchanged_programs_have_no_regression(regime: str, launches: int) -> No
 def test_the_smallest_slowdown_of_one_case_of_21_is_found(regime: Any, launches: int) -> None:
     """In about 95 % of the reports, if the machine has the deviation of the prior; half of it is found rarely."""
     chance, prior = random.Random(f"{regime} {launches}"), PRIORS[regime]
-    least = smallest_seen(prior, n_base=launches, n_head=launches, threshold=0.02, family=21)
+    least = times.smallest_seen(prior, n_base=launches, n_head=launches, threshold=0.02, family=21)
     for slowdown, hits in ((least, range(273, 301)), (least / 2, range(150))):
         changes = [math.log1p(slowdown), *[0.0] * 20]
         found = [_simulated(chance, regime, launches, changes, prior.s0)[0] for _ in range(300)]
         assert sum(row.result == "REGRESSED" for row in found) in hits
 
 
-def _refused(base: CaseResult, head: CaseResult, verdict: str) -> Row:
-    found = comparable(base, head)
-    assert isinstance(found, Row), found
+def _refused(base: CaseResult, head: CaseResult, verdict: str) -> Any:
+    found: Any = times.comparable(base, head)
     assert found.verdict == verdict
     return found
 
@@ -383,11 +373,11 @@ def test_times_of_other_threads_are_not_compared(device: str, refused: bool) -> 
     base, head = (with_launches([1.0], device=device) for _ in range(2))
     for result, threads in ((base, 2), (head, 1)):
         result.launches[0].host = HostUse(wall_s=1.0, threads=[threads], cpu_s=[1.0], waited_s=[0.0])
-    assert isinstance(comparable(base, head), Row) is refused
+    assert isinstance(times.comparable(base, head), Row) is refused
     if refused:
         assert "2 in the baseline, 1 in the candidate" in _refused(base, head, "NOT_COMPARABLE").reason
     head.launches[0].host = None
-    assert not isinstance(comparable(base, head), Row)
+    assert not isinstance(times.comparable(base, head), Row)
 
 
 def test_a_time_that_is_gone_is_missing() -> None:
@@ -413,11 +403,13 @@ def test_the_next_step_follows_the_disturbance(kinds: Sequence[str], step: str) 
 
 def test_the_launches_needed_are_the_fewest_that_show_a_slowdown() -> None:
     """One launch fewer does not show it, and one up to the threshold is never shown; t is that of scipy."""
-    assert critical_t(10, 21, 0.99) == pytest.approx(4.618766)
+    assert times.critical_t(10, 21, 0.99) == pytest.approx(4.618766)
     eager = PRIORS["eager_device"]
-    needed = launches_needed(eager, slowdown=0.05, threshold=0.04, family=21) or 0
-    fewer, enough = (smallest_seen(eager, n_base=n, n_head=n, threshold=0.04, family=21) for n in (needed - 1, needed))
+    needed = times.launches_needed(eager, slowdown=0.05, threshold=0.04, family=21) or 0
+    fewer, enough = (
+        times.smallest_seen(eager, n_base=n, n_head=n, threshold=0.04, family=21) for n in (needed - 1, needed)
+    )
     assert enough <= 0.05 < fewer
-    assert launches_needed(_QUIET, slowdown=0.02, threshold=0.01, family=21) == 1
-    assert launches_needed(_QUIET, slowdown=0.01, threshold=0.01) is None
-    assert launches_needed(Prior(s0=1.0, df0=2.0), slowdown=0.05, threshold=0.04) is None
+    assert times.launches_needed(_QUIET, slowdown=0.02, threshold=0.01, family=21) == 1
+    assert times.launches_needed(_QUIET, slowdown=0.01, threshold=0.01) is None
+    assert times.launches_needed(Prior(s0=1.0, df0=2.0), slowdown=0.05, threshold=0.04) is None

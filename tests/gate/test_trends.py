@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.report_factory import make_answers, make_failed, make_profile, make_result, make_traffic
+from support.report_factory import known, make_answers, make_failed, make_profile, make_result, make_traffic
 from support.verdict_factory import gpus, keep, measured, summed
 
 from pytest_llmgpu.analysis.noise_regime import Prior
@@ -68,8 +68,7 @@ def test_a_step_has_to_be_clearer_among_many_cases() -> None:
 
 
 @pytest.mark.parametrize(
-    ("last", "expected"),
-    [(None, [None] * 7 + ["worse", None, None]), (2, ["worse", None]), (1, [None])],
+    ("last", "expected"), [(None, [None] * 7 + ["worse", None, None]), (2, ["worse", None]), (1, [None])]
 )
 def test_a_step_is_marked_where_it_began_or_was_found(last: int | None, expected: list[str | None]) -> None:
     """Reports without a column belong to the history."""
@@ -77,8 +76,8 @@ def test_a_step_is_marked_where_it_began_or_was_found(last: int | None, expected
         keep(number, summed(level, execution="cuda_graphs"))
     [line] = _lines(last=last)
     assert _changes(line) == expected
-    if last is None and line.figures[7] is not None:
-        assert re.fullmatch(r"Step of \+3\.\d % since report 0008, found with 0009\.", line.figures[7].reason)
+    if last is None:
+        assert re.fullmatch(r"Step of \+3\.\d % since report 0008, found with 0009\.", known(line.figures[7]).reason)
 
 
 @pytest.mark.parametrize(("gpu", "execution"), [("b", "cuda_graphs"), ("", "eager")])
@@ -97,12 +96,7 @@ def test_other_gpus_and_noisy_times_show_no_small_step(gpu: str, execution: str)
         ("time", make_failed("oom"), summed(1.0), "better"),
         ("traffic", {"traffic": make_traffic(60)}, {"traffic": make_traffic()}, "worse"),
         ("traffic", {"traffic": make_traffic()}, {"traffic": make_traffic()}, None),
-        (
-            "accuracy",
-            {"accuracy": make_answers([True] * 9 + [False])},
-            {"accuracy": make_answers([True] * 10)},
-            "better",
-        ),
+        ("accuracy", {"accuracy": make_answers([True, False])}, {"accuracy": make_answers([True, True])}, "better"),
     ],
 )
 def test_exact_figures_and_outcomes_are_compared_with_the_report_before(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support import gpu
 from support.gpu import Ranks
-from support.report_factory import make_case
+from support.report_factory import known, make_case
 
 from pytest_llmgpu.analysis import answers
 from pytest_llmgpu.inference import models
@@ -20,7 +20,7 @@ from pytest_llmgpu.profiling import machine, nvml
 from pytest_llmgpu.ranks import worker
 from pytest_llmgpu.ranks.worker import RankState
 from pytest_llmgpu.report.derived import LOGLIKELIHOOD_TOLERANCES, decode, typical_difference
-from pytest_llmgpu.report.result import Accuracy, Launch
+from pytest_llmgpu.report.result import Launch
 
 pytestmark = gpu.ONE_GPU
 
@@ -51,24 +51,20 @@ def _score(ranks: Ranks, batch_size: int, cuda_graphs: str = "off") -> Launch:
     """Return the launch of the first rank; every rank has the same log-likelihoods."""
     case = msgspec.structs.replace(ranks.case, batch_size=batch_size, cuda_graphs=cuda_graphs)
     launches: list[Launch] = ranks.ask(worker.score, case)
-    assert len({_accuracy(launch).loglikelihoods for launch in launches}) == 1
+    assert len({known(launch.accuracy).loglikelihoods for launch in launches}) == 1
     return launches[0]
 
 
-def _accuracy(launch: Launch) -> Accuracy:
-    assert launch.accuracy is not None
-    return launch.accuracy
-
-
 def _difference(launch: Launch, right: Launch) -> float:
-    difference = answers.largest_difference(_accuracy(launch).loglikelihoods, _accuracy(right).loglikelihoods)
-    assert difference is not None, "every log-likelihood is finite"
-    return difference
+    # It is None where a log-likelihood is not finite.
+    return known(
+        answers.largest_difference(known(launch.accuracy).loglikelihoods, known(right.accuracy).loglikelihoods)
+    )
 
 
 def _agrees(launch: Launch, right: Launch) -> None:
     assert _difference(launch, right) < 10 * _TOLERANCE
-    found, expected = _accuracy(launch), _accuracy(right)
+    found, expected = known(launch.accuracy), known(right.accuracy)
     assert typical_difference(decode(found.loglikelihoods), decode(expected.loglikelihoods)) <= _TOLERANCE
     assert len(answers.differing(expected.predictions_norm, found.predictions_norm)) <= _FEW
 
@@ -98,8 +94,7 @@ _SHAPES = ((2, 32), (2, 32), (8, 64), (2, 32), (1, 16), (8, 64))
 @torch.inference_mode()
 def _replay(state: RankState) -> list[_Replay]:
     """In a rank: replay batches of different ids, with a larger shape between two equal ones."""
-    model, device, config = state.loaded.model, state.loaded.devices[0], state.loaded.config
-    assert config is not None
+    model, device, config = state.loaded.model, state.loaded.devices[0], known(state.loaded.config)
     generator = torch.Generator().manual_seed(0)
     before: dict[tuple[int, int], torch.Tensor] = {}
     replays = []
@@ -163,7 +158,7 @@ def test_a_replay_computes_its_own_batch(plain: _Plain) -> None:
 def test_a_case_is_the_same_alone_and_in_a_sweep(plain: _Plain) -> None:
     """Memory and answers are those of a case that runs first, and graphs leave no memory."""
     alone, _, in_a_sweep = plain.small_large_small
-    assert _accuracy(in_a_sweep).loglikelihoods == _accuracy(alone).loglikelihoods
+    assert known(in_a_sweep.accuracy).loglikelihoods == known(alone.accuracy).loglikelihoods
     peaks = [[device.peak_allocated_bytes for device in launch.memory] for launch in (alone, in_a_sweep)]
     assert peaks[0] == peaks[1]
     assert plain.after == plain.before
@@ -180,10 +175,6 @@ def _layers(state: RankState) -> list[str]:
     return [type(layer).__name__ for layer in model.get_decoder().layers]
 
 
-def _workspace(launch: Launch) -> tuple[object, ...]:
-    return launch.memory[0].workspace_bytes, launch.tokens_requested, launch.tokens_granted
-
-
 def test_kernels_give_the_numbers_of_the_plain_model(tmp_path: Path, plain: _Plain) -> None:
     """Every layer is DeepSpeed's, numbers differ by rounding only, and no batch size changes those of another."""
     with _started(tmp_path, "iok", 1, "deepspeed") as ranks:
@@ -191,15 +182,16 @@ def test_kernels_give_the_numbers_of_the_plain_model(tmp_path: Path, plain: _Pla
         small, large, again = (_score(ranks, size) for size in (4, 32, 4))
     for launch in (small, large):
         _agrees(launch, plain.small_large_small[0])
-    assert _accuracy(again).loglikelihoods == _accuracy(small).loglikelihoods
-    assert _workspace(again) == _workspace(small)
+    assert known(again.accuracy).loglikelihoods == known(small.accuracy).loglikelihoods
+    assert again.memory[0].workspace_bytes == small.memory[0].workspace_bytes
+    assert (again.tokens_requested, again.tokens_granted) == (small.tokens_requested, small.tokens_granted)
 
 
 def test_the_stock_binding_computes_other_numbers(tmp_path: Path, plain: _Plain) -> None:
     """The error of DeepSpeed's residual sum is larger than rounding."""
     with _started(tmp_path, "iok", 1, "deepspeed", stock=True) as ranks:
-        found = decode(_accuracy(_score(ranks, 8)).loglikelihoods)
-    right = decode(_accuracy(plain.small_large_small[0]).loglikelihoods)
+        found = decode(known(_score(ranks, 8).accuracy).loglikelihoods)
+    right = decode(known(plain.small_large_small[0].accuracy).loglikelihoods)
     assert typical_difference(found, right) > 10 * _TOLERANCE
 
 
@@ -222,16 +214,14 @@ def test_loading_takes_little_more_than_the_weights(tmp_path: Path, strategy: st
         memory = ranks.memory
     assert len(memory) == devices
     for device in memory:
-        assert device.weights_bytes is not None
-        assert device.loading_peak_bytes is not None
-        assert 6 * _GIB / devices < device.weights_bytes < 8.5 * _GIB / devices
-        assert device.loading_peak_bytes <= 1.25 * device.weights_bytes + 2 * _GIB
+        weights_bytes = known(device.weights_bytes)
+        assert 6 * _GIB / devices < weights_bytes < 8.5 * _GIB / devices
+        assert known(device.loading_peak_bytes) <= 1.25 * weights_bytes + 2 * _GIB
 
 
 @gpu.TWO_GPUS
 @pytest.mark.parametrize(
-    ("strategy", "backend"),
-    [("mp", "accelerate"), ("tp", "transformers"), ("tp", "deepspeed"), ("iok", "deepspeed")],
+    ("strategy", "backend"), [("mp", "accelerate"), ("tp", "transformers"), ("tp", "deepspeed"), ("iok", "deepspeed")]
 )
 def test_two_gpus_give_the_numbers_of_one(tmp_path: Path, plain: _Plain, strategy: str, backend: str) -> None:
     """Two GPUs give the numbers of one; ranks with half of every layer each also as CUDA graphs."""

@@ -12,6 +12,7 @@ import pytest
 import torch
 from support import gpu
 from support.gpu import LAYERS
+from support.report_factory import known
 
 from pytest_llmgpu.ranks import work
 from pytest_llmgpu.ranks.group import RankGroup
@@ -242,8 +243,7 @@ def test_work_passes_disturb_no_measurement(main: Report, again: Report, graphs:
     """Memory and answers of the case after a profiled one are the same with and without; times are printed."""
     with_work, without = (_case(report, 8, graphs) for report in (main, again))
     one, two = with_work.launches[0], without.launches[0]
-    assert one.work is not None
-    assert two.work is None
+    assert (one.work is None, two.work is None) == (False, True)
     assert one.accuracy.loglikelihoods == two.accuracy.loglikelihoods
     assert [use.peak_allocated_bytes for use in one.memory] == [use.peak_allocated_bytes for use in two.memory]
     print(with_work.id, graphs, with_work.inference_s, without.inference_s)
@@ -251,9 +251,7 @@ def test_work_passes_disturb_no_measurement(main: Report, again: Report, graphs:
 
 def test_the_ceilings_bound_the_time(main: Report) -> None:
     """The rates are those of a GPU, and no case is faster than they allow."""
-    ceilings = main.environment.ceilings
-    assert ceilings is not None
-    (device,) = ceilings.devices
+    (device,) = known(main.environment.ceilings).devices
     assert device.why == {}
     assert device.gemm_flops_per_s["float16"] > 1e13
     assert (device.copy_bytes_per_s or 0) > 1e11
@@ -272,9 +270,7 @@ def test_a_memory_cap_makes_large_batches_run_out_of_memory(tmp_path: Path, mode
     (use,) = written.cases[0].launches[0].memory
     assert use.held_bytes > 0
     assert (use.nvml_used_max_bytes or 0) < 3.5 * _GIB
-    failure = written.cases[2].failure
-    assert failure is not None
-    assert failure.evidence
+    assert known(written.cases[2].failure).evidence
 
 
 def _records(_state: RankState) -> list[work.Record]:

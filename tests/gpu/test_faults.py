@@ -12,7 +12,7 @@ import pytest
 import torch
 from support import gpu, rank_faults
 from support.faked_runs import BENCHMARK
-from support.report_factory import make_case
+from support.report_factory import known, make_case
 
 from pytest_llmgpu.profiling import nvml
 from pytest_llmgpu.ranks.group import RankGroup
@@ -206,11 +206,8 @@ def test_a_case_after_a_fault_of_the_device_is_measured(tmp_path: Path) -> None:
     assert status == 1
     cases = {(case.case.strategy, case.case.batch_size): case for case in written.cases}
     assert [case.outcome for case in written.cases].count("error") == 1
-    failure = cases["asserting", 1].failure
-    assert failure is not None
-    assert _ASSERTION["cuda"] in failure.message
-    profile = cases["asserting", 2].launches[0].profile
-    assert profile is not None
+    assert _ASSERTION["cuda"] in known(cases["asserting", 1].failure).message
+    profile = known(cases["asserting", 2].launches[0].profile)
     assert disturbances.disturbed(profile) is None, "the next case is alone on the device"
     for batch_size in (1, 2):
         launch = cases["profiled", batch_size].launches[0]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import pytest
 from support import gpu, kv_cache_faults
 from support.gpu import Ranks
-from support.report_factory import make_case
+from support.report_factory import known, make_case
 
 from pytest_llmgpu.analysis.answers import check_texts
 from pytest_llmgpu.inference import models
@@ -119,7 +119,7 @@ def test_texts_are_right_eagerly_and_as_cuda_graphs(
     for injected, result in found.broken.items():
         check, fault = check_texts(result, None)
         assert fault == "cache", (injected, check.text)
-    eager, replayed, again = (_generation(one) for one in (*found.results.values(), found.again))
+    eager, replayed, again = (known(one.launches[0].generation) for one in (*found.results.values(), found.again))
     assert (again.tokens, again.loglikelihoods) == (replayed.tokens, replayed.loglikelihoods), "it is repeatable"
     _assert_alike(eager, replayed)
 
@@ -138,9 +138,3 @@ def _assert_alike(eager: Generation, replayed: Generation) -> None:
     assert len(same) > _PROMPTS * _NEW // 2
     found, expected = zip(*same, strict=True)
     assert typical_difference(found, expected) < LOGLIKELIHOOD_TOLERANCES["float16"]
-
-
-def _generation(result: CaseResult) -> Generation:
-    generation: Any = result.launches[0].generation
-    assert isinstance(generation, Generation)
-    return generation

@@ -97,18 +97,13 @@ def repository(workflow: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     return _Repository(workflow, tmp_path / "programs")
 
 
-def _comments() -> list[str]:
-    found: list[str] = json.loads(Path("comments.json").read_text())
-    return found
-
-
 @pytest.mark.slow
 def test_a_new_repository_comes_to_a_gate_that_detects_a_slowdown(repository: _Repository) -> None:
     """Nothing is needed to begin; comments of the workflow have the way of the first baseline."""
     statuses, output = repository.judge()
     assert statuses == [0, 0, 0], output
     assert "there is no baseline" in output
-    person, comment = _comments()
+    person, comment = json.loads(Path("comments.json").read_text())
     assert (person, "there is no baseline" in comment) == ("a comment of a person", True)
 
     text = _WORKFLOW.read_text(encoding="utf-8")
@@ -120,7 +115,7 @@ def test_a_new_repository_comes_to_a_gate_that_detects_a_slowdown(repository: _R
     for slower, status in ((0.0, 0), (0.3, 1)):
         statuses, output = repository.judge(slower=slower)
         assert statuses == [status, 0, 0], output
-    person, comment = _comments()
+    person, comment = json.loads(Path("comments.json").read_text())
     assert "REGRESSED" in comment
     assert "::error" in output
 
@@ -132,16 +127,12 @@ def test_a_push_without_a_commit_before_it_is_judged(repository: _Repository) ->
     assert statuses == [0, 0, 0], output
 
 
-def _commands(text: str) -> list[list[str]]:
-    """Return the arguments of each `llmgpu` in a script."""
-    text = re.sub(r'"\$\{\w+\[@\]\}"', "", text)
-    found = re.findall(r"(?:^|[`;:]|&&)\s*llmgpu ([^`>\n]+)", text, re.MULTILINE)
-    return [shlex.split(arguments, comments=True) for arguments in found]
-
-
 def test_the_workflow_s_commands_are_those_of_the_command_line(workflow: Any) -> None:
     """This includes those in comments: their options and formats exist."""
-    commands = _commands(re.sub(r"^\s*# *(- )?", "", _WORKFLOW.read_text(encoding="utf-8"), flags=re.MULTILINE))
+    text = re.sub(r"^\s*# *(- )?", "", _WORKFLOW.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    text = re.sub(r'"\$\{\w+\[@\]\}"', "", text)
+    found = re.findall(r"(?:^|[`;:]|&&)\s*llmgpu ([^`>\n]+)", text, re.MULTILINE)
+    commands = [shlex.split(arguments, comments=True) for arguments in found]
     names = ["promote", "gate", "gate", *["export"] * 3, "html", *["export"] * 2]
     assert [arguments[0] for arguments in commands] == names
     for arguments in commands:

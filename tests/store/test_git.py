@@ -94,9 +94,8 @@ def test_a_commit_that_is_not_found_has_its_reason(
     git_is("exec tail -f /dev/null")
     found = commit(tmp_path, {})
     assert (found.sha, found.branch, found.dirty, found.source) == (None, None, None, None)
-    assert found.why["sha"].startswith(
-        "git did not finish within 0.1 s; none of LLMGPU_COMMIT, GITHUB_SHA, CI_COMMIT_SHA"
-    )
+    reason = "git did not finish within 0.1 s; none of LLMGPU_COMMIT, GITHUB_SHA, CI_COMMIT_SHA"
+    assert found.why["sha"].startswith(reason)
     git_is("echo \"fatal: detected dubious ownership in repository at '/home/ada/x'\" >&2; exit 128")
     assert "at '~/x'" in commit(tmp_path, {}).why["sha"]
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))

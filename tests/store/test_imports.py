@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support.report_factory import known
 from support.repository import first_commit
 
 from pytest_llmgpu.store.imports import Project
@@ -45,8 +46,7 @@ def _tree(root: Path) -> Path:
 
 def test_modules_of_the_tree_are_its_top_level_names(tmp_path: Path) -> None:
     """Neither parts of packages, nor copies of other projects, nor names of the standard library are among them."""
-    project = Project.at(_tree(tmp_path) / "members")
-    assert project is not None
+    project = known(Project.at(_tree(tmp_path) / "members"))
     assert project.root == tmp_path.resolve()
     assert project.modules == ["own_engine", "own_member", "own_script"]
     assert Project.at(tmp_path.parent) is None or Project.at(tmp_path.parent) != project
@@ -55,8 +55,7 @@ def test_modules_of_the_tree_are_its_top_level_names(tmp_path: Path) -> None:
 def test_a_module_of_another_tree_is_named_with_its_file(tmp_path: Path, imported: Callable[..., None]) -> None:
     """A module of the tree is not, and neither is one that was not imported."""
     here, there = (_tree(tmp_path / name) for name in ("here", "there"))
-    project = Project.at(here)
-    assert project is not None
+    project = known(Project.at(here))
     imported(there / "src", "own_engine")
     imported(here, "own_script")
     assert project.imported_from_elsewhere() == {"own_engine": str(there / "src/own_engine/__init__.py")}
@@ -80,6 +79,4 @@ def test_a_copy_that_was_installed_from_the_tree_is_of_the_tree(
         url = (tmp_path / of).as_uri()
         (information / "direct_url.json").write_text(json.dumps({"url": url, "dir_info": {}}))
     imported(site, "own_engine")
-    project = Project.at(here)
-    assert project is not None
-    assert bool(project.imported_from_elsewhere()) is is_named
+    assert bool(known(Project.at(here)).imported_from_elsewhere()) is is_named

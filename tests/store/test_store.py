@@ -2,14 +2,13 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
 import pytest
 from support.report_factory import known
-from support.repository import first_commit
+from support.repository import first_commit, git
 from support.verdict_factory import H200, gpus, measured
 
 from pytest_llmgpu.report import file
@@ -57,7 +56,7 @@ def test_a_time_that_is_none_is_refused() -> None:
 
 def test_a_new_store_keeps_reports_out_of_git() -> None:
     """Reports do not show in `git status`; baselines can be committed."""
-    subprocess.run(["git", "init", "-q"], check=True)
+    git(Path(), "init", "-q")
     report = save(measured(), _STORE)
     names = [save(measured(), _STORE, "baseline")]
     Path("reports").mkdir()
@@ -66,8 +65,8 @@ def test_a_new_store_keeps_reports_out_of_git() -> None:
     shutil.rmtree("reports")
     for path in (_STORE / "last.json", report.parent / ".0001.unfinished"):
         path.write_text("")
-    done = subprocess.run(["git", "status", "--porcelain", "-uall"], check=True, capture_output=True, text=True)
-    assert {line[3:].strip('"') for line in done.stdout.splitlines()} == set(map(str, names))
+    shown = git(Path(), "status", "--porcelain", "-uall").splitlines()
+    assert {line[3:].strip('"') for line in shown} == set(map(str, names))
 
 
 def test_the_next_number_follows_the_highest_one() -> None:
@@ -196,14 +195,13 @@ def test_the_list_describes_each_report_and_names_broken_files() -> None:
     damaged, foreign = save(measured(), _STORE), save(measured(), _STORE)
     damaged.write_bytes(b"{")
     foreign.write_bytes(b'{"benchmarks": [], "version": "5.3.1"}')
-    lines, broken = table(stored(_STORE))
+    lines, (first, second) = table(stored(_STORE))
     assert [" ".join(line.split()) for line in lines.splitlines()[2:]] == [
         f"0001 base 2026-01-02T03:04:05Z 3b1f09ac main {H200} mp, tp 2 1 completed, 1 oom",
         f"0002 2026-01-02T03:04:05Z cccccccc (changed) {H200} mp, tp 2 1 completed, 1 oom, run not complete",
     ]
-    assert len(broken) == 2
-    assert broken[0].startswith(f"report {damaged}: is not valid JSON: Input data was truncated")
-    assert broken[1].startswith(f"report {foreign}: is not a report of pytest-llmgpu")
+    assert first.startswith(f"report {damaged}: is not valid JSON: Input data was truncated")
+    assert second.startswith(f"report {foreign}: is not a report of pytest-llmgpu")
 
 
 def _fill_store() -> None:
@@ -318,7 +316,7 @@ def repository(tmp_path: Path) -> Path:
     dump(measured("a" * 40), folder / "baselines" / "main.json")
     first_commit(folder)
     dump(measured("b" * 40), folder / "baselines" / "main.json")
-    subprocess.run(["git", "-C", folder, "add", "."], check=True)
+    git(folder, "add", ".")
     return folder
 
 
