@@ -147,9 +147,7 @@ def _findings(
     if random and not case.generates and mp is None and case.strategy != REFERENCE_STRATEGY:
         text = f"every batch size of {case.strategy} may be wrong in the same way: there is no independent case to "
         text += f"compare its log-likelihoods with ({result.why['comparison']})"
-        step = (
-            f"If it runs the model of --llmgpu-model, add --strategy={REFERENCE_STRATEGY},{case.strategy}; compare a "
-        )
+        step = f"Add {REFERENCE_STRATEGY} to --strategy if {case.strategy} runs the model of --llmgpu-model; compare a "
         step += "model of its own with an earlier report (--llmgpu-compare)."
         return [finding("unchecked-answers", text, step)]
     return []

@@ -52,10 +52,18 @@ class ModelHook(NamedTuple):
         """Import the function and call it.
 
         Raises:
-            ValueError: It returned something: a model is changed in place.
+            ValueError: It raised an error, or returned something: a model is changed in place.
         """
+        import torch
+
         given = {"loaded": loaded, "case": case}
-        returned = getattr(self._import(), self.function)(**{name: given[name] for name in self.arguments})
+        try:
+            returned = getattr(self._import(), self.function)(**{name: given[name] for name in self.arguments})
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            text = f"{self.path}: {self.function} raised {type(error).__name__}: {error}"
+            raise ValueError(text) from error
         if returned is not None:
             raise ValueError(
                 f"{self.path}: {self.function} returned {type(returned).__name__}: change loaded.model in place and "

@@ -288,7 +288,7 @@ def resolve(reference: str, storage: Path, *, machine: str | None = None, reposi
         candidates += [
             f"{one.reference} ({', '.join(filter(None, [one.commit, one.created, one.name]))})" for one in found
         ]
-        raise ValueError(f"{reference!r} is ambiguous: it can be {listed(candidates, _SHOWN)}")
+        raise ValueError(f"{reference!r} is ambiguous: give the number of {listed(candidates, _SHOWN)}")
     if found:
         return msgspec.structs.replace(_of_path(found[0].path), stored=found[0])
     if exists or reference.endswith(_SUFFIXES):

@@ -59,7 +59,7 @@ def test_a_report_becomes_the_baseline(capsys: pytest.CaptureFixture[str]) -> No
     ("report", "reason"),
     [
         (on_h200(commit=Commit(sha="a" * 40, dirty=True)), "files were changed"),
-        (on_h200(commit=Commit()), "the report does not record its commit"),
+        (on_h200(commit=Commit()), "the report does not record its commit: commit the"),
         (on_h200(session=Session(complete=False)), "the run did not complete"),
         (on_h200(session=Session(complete=True, exit_status=1)), "the run did not complete, or tests failed"),
         (on_h200(session=Session(complete=True, exit_status=3, failed_tests=0)), "the run did not complete, or"),

@@ -34,6 +34,7 @@ def test_the_largest_batch_that_fits(
     (then,), (now,) = by_series(_series(*base)).values(), by_series(_series(*head)).values()
     row = largest_batch_row(then, now, gated=True)
     assert (row.result if row is not None else None) == verdict
+    assert row is None or not row.base or row.ratio == (row.head or 0) / row.base
     assert row is None or (row.metric, row.id, row.key) == ("largest_batch", "mp", now.result.case.series)
 
 

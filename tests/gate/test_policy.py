@@ -69,6 +69,7 @@ def test_each_metric_has_the_gate_of_the_table() -> None:
         if spec.rule and spec.name != "outcome":
             assert getattr(Policy(), spec.name).gate is spec.gate
     assert (Policy().traffic, Policy().time) == (AmountRule(threshold=0.001), TimeRule())
+    assert (Policy().memory.threshold, Policy().device_time.threshold, Policy().program.flops) == (0.005, 0.005, 0.001)
 
 
 def test_a_table_changes_the_keys_that_it_has(tmp_path: Path) -> None:

@@ -97,6 +97,9 @@ def test_a_change_of_the_program_is_stated_and_fails_by_its_price(
     timed = found["device_time"]
     assert f"{timed.verdict}{' improved' * timed.improved}" == device_time
     assert prose == f"{row.reason}\n{timed.reason}"
+    if timed.cause is not None and timed.cause.place == "kernel":
+        grown_s = known(timed.cause.after_s) - known(timed.cause.before_s)
+        assert grown_s == pytest.approx(timed.cause.parts[0].growth_s)
     assert msgspec.json.decode(msgspec.json.encode(row), type=Row) == row
 
 

@@ -171,7 +171,7 @@ def test_a_run_is_saved_under_the_next_number_and_its_name(saved: Callable[..., 
     *first, _next = recorded.whereabouts()
     assert first == ["report: report.json", f"saved: store/CPU-Xeon/{one.path.name}"]
     *_, note, _next = saved("base").whereabouts()
-    assert note.startswith("note: 'base' is ambiguous: it can be CPU-Xeon/0001 (")
+    assert note.startswith("note: 'base' is ambiguous: give the number of CPU-Xeon/0001 (")
     assert "CPU-Xeon/0002" in note
 
 

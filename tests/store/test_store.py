@@ -292,7 +292,7 @@ def test_a_path_names_its_file() -> None:
     kept = str(stored(_STORE)[0].path)
     assert resolve(kept, _STORE).report() == load(Path(kept))
     Path("report.json.gz").rename("2")
-    with pytest.raises(ValueError, match=rf"^'2' is ambiguous: it can be \./2, {H200}/0002"):
+    with pytest.raises(ValueError, match=rf"^'2' is ambiguous: give the number of \./2, {H200}/0002"):
         resolve("2", _STORE)
     assert resolve("./2", _STORE).report() == measured()
 

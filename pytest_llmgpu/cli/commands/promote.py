@@ -102,7 +102,7 @@ def _unfit(candidate: Report) -> Iterator[str]:
     """Yield why a report cannot be a baseline, whatever the present one is."""
     session = candidate.session
     if candidate.commit.sha is None:
-        yield "the report does not record its commit"
+        yield "the report does not record its commit: commit the benchmark before it is measured"
     if candidate.commit.dirty:
         yield "files were changed after the commit"
     # Items of the gate fail a run whose tests passed: its exit status is 1 then.
