@@ -101,7 +101,9 @@ def judged(
         baseline = found.baseline(reference, base)
     except git.AbsentError as error:
         if not policy.allow_no_baseline:
-            raise git.AbsentError(f"{error}; use --allow-no-baseline if this is the first run") from None
+            is_gate = hasattr(arguments, "allow_no_baseline")
+            remedy = "; use --allow-no-baseline if this is the first run" if is_gate else ""
+            raise git.AbsentError(f"{error}{remedy}") from None
     verdicts = judge.judge(base, head, policy, today=today_of(arguments), baseline=baseline, in_turn=arguments.in_turn)
     return base, verdicts
 

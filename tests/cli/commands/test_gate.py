@@ -130,7 +130,7 @@ def test_dump_policy_prints_the_policy_in_force(llmgpu: Callable[..., str]) -> N
     assert (found.time.threshold, found.strict) == (0.1, True)
 
 
-def test_an_absent_baseline_passes_only_if_it_is_allowed(llmgpu: Callable[..., str]) -> None:
+def test_an_absent_baseline_passes_only_if_allowed(llmgpu: Callable[..., str], refused: Callable[..., str]) -> None:
     """Else nothing is judged. A flag or the policy allows it; the first line shows that there is none."""
     _write()
     for reference in ("none.json", "latest"):
@@ -138,6 +138,7 @@ def test_an_absent_baseline_passes_only_if_it_is_allowed(llmgpu: Callable[..., s
         printed = llmgpu(*command, ends=3)
         assert printed.startswith("NOTHING COMPARED: there is no baseline")
         assert printed.endswith("; use --allow-no-baseline if this is the first run\n")
+        assert "--allow-no" not in refused("export", "csv", "head.json", "--baseline", reference)
         assert llmgpu(*command, "--allow-no-baseline").startswith("PASSED: there is no baseline")
         found = msgspec.json.decode(llmgpu(*command, "--allow-no-baseline", "--json", "-"), type=Verdicts)
         assert found.baseline is None
