@@ -254,7 +254,7 @@ def _end(process: subprocess.Popen[bytes], grace_s: float) -> None:
 def _reason(log: str, status: int) -> str:
     """Return the line of a log that has the cause of a failed build."""
     if status < 0:
-        return f"the build ended with signal {signal.Signals(-status).name}"
+        return f"the build ended with {processes.describe_end(status)}"
     # Lines before torch's message do not matter: on import, DeepSpeed tests compilers for other ops.
     _, failed, built = log.rpartition("Error building extension")
     errors = [line.strip() for line in built.splitlines() if _COMPILER_ERROR.search(line)] if failed else []
