@@ -25,12 +25,11 @@ from typing import Any
 
 import torch
 
-from pytest_llmgpu import strategies
 from pytest_llmgpu.inference import compiled_layers, models, scoring
 from pytest_llmgpu.inference.batching import Batch, Request, Requests
 from pytest_llmgpu.inference.cuda_graphs import GraphedDecoder
 from pytest_llmgpu.inference.generation import Generator
-from pytest_llmgpu.ranks import graph_choice
+from pytest_llmgpu.ranks import graph_choice, registered
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.strategies.protocol import Loaded, Strategy
 
@@ -46,7 +45,7 @@ def main() -> None:
         facts["gpu"] = torch.cuda.get_device_name()
     _print("settings", **facts)
     for name in arguments.strategies:
-        strategy: Strategy = strategies.make(strategies.find(name))
+        strategy: Strategy = registered.make(registered.find(name))
         began_s = time.perf_counter()
         loaded = _load(strategy, arguments)
         _print("load", strategy=name, load_s=time.perf_counter() - began_s)

@@ -370,13 +370,28 @@ def check_texts(result: CaseResult, mp: CaseResult | None) -> Checked:
     source: str | None = None
     ok: bool | None = None
     fault: Fault | None = None
-    if len(again) < len(launches):
+    of_mp = None if mp is None else generated(mp)
+    failed = any("generation" in launch.why for launch in result.launches)
+    if mp is not None and of_mp is not None and not failed and not again:
+        differences, others = zip(*(_on_prefix(one, of_mp) for one in launches), strict=True)
+        source, most = mp.id, max(others)
+        text = f"{texts} are compared with those of {mp.id}: {most:,} begin with another token"
+        if launches[0].loglikelihoods is None:
+            ok = False if 2 * most > len(of_mp.new_tokens) else None
+            text += "; the engine returns no log-likelihoods"
+        else:
+            value = _worst(differences)
+            ok = value is not None and value <= tolerance
+            text += f", and up to the first token that differs log-likelihoods {_differ(value)}"
+            text += f"; {100 * tolerance:g} % is allowed"
+        fault = "strategy" if ok is False else None
+    elif len(again) < len(launches):
         reasons = [launch.why["generation"] for launch in result.launches if "generation" in launch.why]
-        text = f"{texts} are unchecked: {next(iter(reasons), 'no reason was recorded')}"
+        text = f"{texts} are unchecked: {next(iter(reasons), 'the engine computes no log-likelihoods of texts')}"
     else:
-        of_mp = None if mp is None else generated(mp)
         foreign = _from_reference(launches, of_mp)
-        own, reference = _worst([_largest(one.loglikelihoods, right, one) for one, right in again]), _worst(foreign)
+        own = _worst([_largest(one.loglikelihoods or right, right, one) for one, right in again])
+        reference = _worst(foreign)
         value = own
         ok = own is not None and own <= tolerance
         fault = None if ok else "cache"
@@ -517,6 +532,26 @@ def _largest(loglikelihoods: str, expected: str, texts: Generation) -> float:
             return math.nan
         largest = max(largest, abs(own - other) / max(abs(other), _LEAST_PER_TOKEN * tokens))
     return largest
+
+
+def _on_prefix(own: Generation, of_mp: Generation) -> tuple[float, int]:
+    """Compare texts with those of mp up to the first token that differs, and with it: there both chose the likeliest.
+
+    Returns:
+        The largest difference of the log-likelihood of a text, as `_largest`, and how many begin with another token.
+    """
+    values, expected = decode(own.loglikelihoods), decode(of_mp.loglikelihoods)
+    largest, start, others = 0.0, 0, 0
+    for mine, theirs in zip(_texts(own), _texts(of_mp), strict=True):
+        equal = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(mine, theirs, strict=True)))
+        others += not equal
+        end = start + min(equal + 1, len(mine))
+        found, right = math.fsum(values[start:end]), math.fsum(expected[start:end])
+        if not (math.isfinite(found) and math.isfinite(right)):
+            return math.nan, others
+        largest = max(largest, abs(found - right) / max(abs(right), _LEAST_PER_TOKEN * (end - start)))
+        start += len(mine)
+    return largest, others
 
 
 def _worst(differences: Sequence[float]) -> float | None:

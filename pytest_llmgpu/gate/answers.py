@@ -453,6 +453,8 @@ def texts_row(base: CaseResult, head: CaseResult, rule: TextsRule) -> Row | str 
         result = _of_other_numbers(base, head)
     dtype = None if rule.difference is not None else head.case.dtype
     reason = _difference_in_words(difference, allowed, dtype, where, fixed=result == "IMPROVED")
+    if None in (then.loglikelihoods, *(now.loglikelihoods for now in nows)):
+        reason = "The engine returns no log-likelihoods: whether rounding explains other tokens is not known."
     if diverged:
         texts = plural(len(then.new_tokens), "text")
         first = f"{len(diverged):,} of {texts} diverge{where}, the first at token {min(diverged)}."
@@ -476,5 +478,7 @@ def _on_common_prefix(before: Generation, after: Generation) -> tuple[float, lis
         if first < end:
             diverged.append(first - start + 1)
         places += range(start, min(first + 1, end))
+    if not expected or not values:
+        return 0.0, diverged  # engines without log-likelihoods: tokens alone are compared
     typical = _typical([values[place] for place in places], [expected[place] for place in places])
     return math.nan if typical is None else typical, diverged

@@ -219,8 +219,8 @@ def _prefix(tokenizer: PreTrainedTokenizerBase) -> int | None:
     return prefix
 
 
-def plan(requests: Requests, batch_size: int, *, few_shapes: bool = False) -> Plan:
-    """Split the requests into batches: longest first, scored requests with the same input on one row.
+def plan(requests: Requests, batch_size: int, *, few_shapes: bool = False, share: bool = True) -> Plan:
+    """Split the requests into batches: longest first, scored requests with the same input on one row if they may share.
 
     The last batch may have fewer rows. Rows are padded to the longest one of their batch. With `few_shapes` some are
     padded further, so that the forwards have as few shapes as 2 % more time allow: each shape is warmed up, or recorded
@@ -228,7 +228,8 @@ def plan(requests: Requests, batch_size: int, *, few_shapes: bool = False) -> Pl
     """
     shared: dict[tuple[int, ...], list[int]] = {}
     for number, request in enumerate(requests.requests):
-        shared.setdefault((number,) if requests.new_tokens else request.tokens[:-1], []).append(number)
+        key = request.tokens[:-1] if share and not requests.new_tokens else (number,)
+        shared.setdefault(key, []).append(number)
 
     def order(row: list[int]) -> tuple[int, tuple[int, ...]]:
         # max returns the first request with the longest ending; it decides the order of rows of equal length.

@@ -19,6 +19,7 @@ from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.report.text import printable, printable_lines
 
 if TYPE_CHECKING:
+    from pytest_llmgpu.engines.function import Function
     from pytest_llmgpu.inference.tasks.protocol import Dataset, Item
     from pytest_llmgpu.profiling.profiler import Profiler
     from pytest_llmgpu.ranks.env_launcher import Peers
@@ -65,8 +66,8 @@ def session_of(config: pytest.Config) -> BenchmarkSession:
     """
     if SESSION in config.stash:
         return config.stash[SESSION]
-    from pytest_llmgpu import strategies
     from pytest_llmgpu.inference import tasks
+    from pytest_llmgpu.ranks import registered
     from pytest_llmgpu.render.terminal.live import LiveLine
     from pytest_llmgpu.session.session import BenchmarkSession
     from pytest_llmgpu.store.git import is_reference
@@ -105,7 +106,7 @@ def session_of(config: pytest.Config) -> BenchmarkSession:
             trace_path=paths.get("trace"),
             storage_path=paths["storage"],
             options=chosen,
-            known=strategies.merge(config.hook.pytest_llmgpu_strategies(config=config)),
+            known=registered.merge(config.hook.pytest_llmgpu_strategies(config=config)),
             known_tasks=known_tasks,
             live=live,
             peers=peers,
@@ -120,13 +121,21 @@ def session_of(config: pytest.Config) -> BenchmarkSession:
 class LLM:
     """The model of a test under its strategy. It is loaded at its first use and kept for the next tests."""
 
-    def __init__(self, session: BenchmarkSession, item: pytest.Item, options: Options, strategy: str) -> None:
+    def __init__(
+        self,
+        session: BenchmarkSession,
+        item: pytest.Item,
+        options: Options,
+        strategy: str,
+        function: Function | None = None,
+    ) -> None:
         self._session = session
         self._item = item
+        self._function = function
         self.options = options
         """The options of the test."""
         self.strategy = strategy
-        """The strategy as `--strategy` names it."""
+        """The strategy as `--strategy` names it; empty for an engine of the test."""
 
     def request(self, items: Dataset | Sequence[Item], batch_size: int, new_tokens: int | None = None) -> CaseRequest:
         """Return the case of these items at a batch size; fail the test if the case is not allowed."""
@@ -148,7 +157,9 @@ class LLM:
 
         from pytest_llmgpu.ranks.model_hook import ModelHook
 
-        request = self._session.planner.request(self.options, self.strategy, batch_size, items, new_tokens=new_tokens)
+        request = self._session.planner.request(
+            self.options, self.strategy, batch_size, items, new_tokens=new_tokens, function=self._function
+        )
         # In the order in which pytest would call them.
         found = []
         for one in reversed(self._item.ihook.pytest_llmgpu_model.get_hookimpls()):
@@ -160,10 +171,8 @@ class LLM:
     def score(self, items: Dataset | Sequence[Item], batch_size: int) -> Launch:
         """Score items, or generate, and record no case; return the answers and latencies of the first rank."""
         __tracebackhide__ = True
-        from pytest_llmgpu.ranks import worker
-
         request = self.request(items, batch_size)
-        launch: Launch = self._ask(request, worker.score, request.case)[0]
+        launch: Launch = self._ask(request, request.commands.score, request.case)[0]
         return launch
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
@@ -186,6 +195,8 @@ class LLM:
             reason = f"llm.run needs a function at the top level of a module and arguments that pickle: {error}"
             raise pytest.fail.Exception(printable_lines(reason), pytrace=False) from None
         planner = self._session.planner
+        if planner.is_engine(self.strategy):
+            pytest.fail(f"llm.run: {self.strategy} is an engine, which has no Loaded in this process", pytrace=False)
         task = next(iter(used(self._item, planner.known_tasks)), DEFAULT_TASK)
         return self._ask(self.request(planner.dataset(self.options, task), 1), worker.call, fn, args)
 
@@ -299,6 +310,8 @@ def _measure(request: pytest.FixtureRequest) -> Measure:
     """Measure one case and add it to the report: `measure(llm, hellaswag, batch_size)`.
 
     `measure(llm, prompts, batch_size, new_tokens=64)` generates text; without `new_tokens` the option decides.
+    `measure("package.module:name", prompts, batch_size)` measures an engine of your own in a rank, and
+    `measure(engine, prompts, batch_size)` in this process, where a crash or a time limit is no outcome.
 
     Returns the result of the case, with all its launches so far if --llmgpu-launches is above 1. Out of memory ends
     the test with the outcome OOM, which is not a failure. A timeout, a crash, an error or an accuracy below its
@@ -310,15 +323,11 @@ def _measure(request: pytest.FixtureRequest) -> Measure:
     item: pytest.Item = request.node
 
     def measure(
-        llm: LLM, items: Dataset | Sequence[Item], batch_size: int, new_tokens: int | None = None
+        llm: LLM | str | object, items: Dataset | Sequence[Item], batch_size: int, new_tokens: int | None = None
     ) -> CaseResult:
         __tracebackhide__ = True
         if not isinstance(llm, LLM):
-            pytest.fail(
-                f"measure: llm: {type(llm).__name__} is not allowed: the fixture llm of pytest-llmgpu is needed. A "
-                "fixture of that name in the test suite hides it: give that one another name.",
-                pytrace=False,
-            )
+            llm = _engine(session, item, llm)
         wanted = session.with_reference(llm.request(items, batch_size, new_tokens))
         kept: list[CaseResult] = []
 
@@ -344,6 +353,18 @@ def _measure(request: pytest.FixtureRequest) -> Measure:
         return result
 
     return measure
+
+
+def _engine(session: BenchmarkSession, item: pytest.Item, given: object) -> LLM:
+    """Return an engine of a test, given as an object or as its place; fail the test if it is none."""
+    __tracebackhide__ = True
+    from pytest_llmgpu.engines.function import Function
+
+    try:
+        return LLM(session, item, options_of(item), "", Function(given))
+    except ValueError as error:
+        hidden = ". A fixture llm of the test suite hides that of pytest-llmgpu" if used(item, ["llm"]) else ""
+        raise pytest.fail.Exception(printable_lines(f"{error}{hidden}"), pytrace=False) from None
 
 
 def _add_junit_properties(item: pytest.Item, result: CaseResult) -> None:

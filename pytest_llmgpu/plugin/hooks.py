@@ -38,9 +38,9 @@ def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
 
 def pytest_llmgpu_strategies() -> Mapping[str, str]:
     """Register the strategies that come with the package."""
-    from pytest_llmgpu import strategies
+    from pytest_llmgpu.ranks import registered
 
-    return strategies.BUILT_IN
+    return registered.BUILT_IN
 
 
 def pytest_llmgpu_tasks() -> Mapping[str, str]:
@@ -159,14 +159,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
             else:
                 item.add_marker(pytest.mark.skip(reason=_NO_WORKERS))
         return
-    from pytest_llmgpu.strategies import BUILT_IN
+    from pytest_llmgpu.ranks.registered import BUILT_IN
 
     for item in ours:
         if (error := selection.idle_marker(item)) is not None:
             _refuse(item, error)
     ours = [item for item in ours if _runs(item)]
     groups = [selection.group_of(item) for item in ours]
-    measured = {name for strategy, chosen in groups for name in (strategy, *chosen.strategy)}
+    measured = {name for strategy, chosen in groups for name in (strategy, *chosen.strategy) if name}
     workloads = {name for item in ours for name in fixtures.workloads_of(item)}
     options.check_owners(session.config, measured, BUILT_IN, workloads)
     session.items[:] = selection.run_order(session.items, _runs)

@@ -15,8 +15,12 @@ DESELECTED = pytest.StashKey[list[str]]()
 
 
 def is_ours(item: pytest.Item) -> bool:
-    """Return whether a test uses the fixture `llm` of this plugin."""
-    return isinstance(parameter(item, "llm"), StrategyName)
+    """Return whether a test uses the fixture `llm` of this plugin, or measures an engine of its own."""
+    if isinstance(parameter(item, "llm"), StrategyName):
+        return True
+    return fixtures.used(item, ["measure", "llm"]) == ["measure"] and isinstance(
+        parameter(item, "batch_size"), BatchSize
+    )
 
 
 def measures(item: pytest.Item) -> bool:
@@ -30,8 +34,11 @@ def parameter(item: pytest.Item, name: str) -> object:
 
 
 def group_of(item: pytest.Item) -> tuple[str, Options]:
-    """Return the strategy and the options of a test of ours: tests with equal ones share a loaded model."""
-    return str(parameter(item, "llm")), fixtures.options_of(item)
+    """Return the strategy and the options of a test of ours: tests with equal ones share a loaded model.
+
+    The strategy is empty for a test that measures an engine of its own.
+    """
+    return str(parameter(item, "llm") or ""), fixtures.options_of(item)
 
 
 def runs_nothing(config: pytest.Config) -> bool:

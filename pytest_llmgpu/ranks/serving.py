@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from pytest_llmgpu.inference.cuda_graphs import RecordingError
-from pytest_llmgpu.ranks import memory
+from pytest_llmgpu.ranks import engine_worker, memory
 from pytest_llmgpu.ranks.local import Answer, Event
 from pytest_llmgpu.ranks.worker import RankState
 from pytest_llmgpu.report.result import Failure, Outcome, Phase
@@ -50,6 +50,7 @@ def serve(commands: Connection, events: Connection) -> None:
         try:
             command = commands.recv_bytes()
         except EOFError:
+            engine_worker.stop(state)
             return
         try:
             fn, args = pickle.loads(command)  # noqa: S301 - written by our own parent

@@ -8,22 +8,23 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from pytest_llmgpu import strategies
 from pytest_llmgpu.inference import batching, compiled_layers, generation, models, scoring, tasks, weights
 from pytest_llmgpu.inference.batching import Plan, Requests
 from pytest_llmgpu.inference.cuda_graphs import GraphedDecoder
 from pytest_llmgpu.inference.generation import Generated, Generator, score_texts
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.inference.tasks.protocol import Item, Task
-from pytest_llmgpu.ranks import ceilings, graph_choice, host, memory, traffic, work
+from pytest_llmgpu.ranks import ceilings, graph_choice, host, memory, registered, traffic
 from pytest_llmgpu.ranks.graph_choice import Decision
 from pytest_llmgpu.ranks.local import FinishedBatch
 from pytest_llmgpu.ranks.model_hook import ModelHook
-from pytest_llmgpu.ranks.work import BatchReport, WorkReply
+from pytest_llmgpu.recording import work
+from pytest_llmgpu.recording.work import BatchReport, WorkReply
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.derived import decode_tokens, encode, encode_tokens
 from pytest_llmgpu.report.result import Collective, DeviceMemory, Generation, Launch, Phase
@@ -34,6 +35,7 @@ from pytest_llmgpu.strategies.protocol import Workspace
 if TYPE_CHECKING:
     import torch
 
+    from pytest_llmgpu.engines.protocol import Engine
     from pytest_llmgpu.strategies.protocol import Loaded, Strategy
 
 
@@ -91,13 +93,17 @@ class RankState:
         """From the warm-up of a case to its first pass that runs eagerly, this holds its CUDA graphs."""
         self.generator: Generator | None = None
         """The generator of the latest case that generates, as long as its CUDA graphs are there."""
+        self.engine: Engine | None = None
+        """The engine of a rank that has one in place of a strategy."""
+        self.engine_plan: Plan | None = None
+        """The batches of the latest case of an engine."""
         self.passes: list[WorkReply] = []
         """The work passes of the latest case in its execution; decode steps first, then the prefill."""
 
     @property
     def plan(self) -> Plan:
         """The batches of the latest case."""
-        return self.decision.plan
+        return self.decision.plan if self.engine_plan is None else self.engine_plan
 
     def memory(self, workspace: Workspace | None = None) -> list[DeviceMemory]:
         """Return the memory of each device since the case began; empty before the devices are known."""
@@ -121,7 +127,7 @@ def load(
     from pytest_llmgpu.strategies.protocol import Loaded
 
     state.phase, state.case, state.source, state.model_size = "load", case, source, None
-    state.strategy = strategy = strategies.make(place)
+    state.strategy = strategy = registered.strategy(place)
     if case.device == "cuda":
         indices = range(case.devices) if strategy.ranks(case.devices) == 1 else [int(os.environ["LOCAL_RANK"])]
         devices = [torch.device("cuda", index) for index in indices]
@@ -172,7 +178,7 @@ def build(state: RankState, case: Case, source: ModelSource, place: str) -> str 
     """
     if os.environ.get("LOCAL_RANK", "0") != "0" or os.environ.get("RANK", "0") == "0":
         return None
-    strategy = strategies.make(place)
+    strategy = registered.make(place)
     try:
         strategy.check(case, source)
         strategy.build(case, print)
@@ -218,7 +224,7 @@ def warm_up(state: RankState, case: Case, not_recorded: str | None = None) -> No
     state.passes, state.generator = [], None
     if case.generates:
         generation.check(loaded.model, loaded.config)
-    requests = _encoded(state)
+    requests = encoded(state)
     reset(state)
     began_s = time.monotonic()
     state.decision = decision = graph_choice.decide(
@@ -229,7 +235,7 @@ def warm_up(state: RankState, case: Case, not_recorded: str | None = None) -> No
         logits=case.scoring,
         not_recorded=not_recorded,
     )
-    plan, on_batch = decision.plan, _report_to(state)
+    plan, on_batch = decision.plan, report_to(state)
     # Before a recording: graphs keep the address of the workspace.
     workspace = state.strategy.prepare(loaded, max(batch.rows for batch in plan.batches), plan.tokens)
     state.workspace = workspace
@@ -271,7 +277,7 @@ def measure(state: RankState) -> Measured:
     """Score or generate the case that was warmed up; its CUDA graphs stay for `record_work`."""
     loaded, launch, plan, state.launch = state.loaded, state.launch, state.plan, None
     assert launch is not None, "the case is warmed up"
-    on_batch = _report_to(state, planned=len(plan.batches))
+    on_batch = report_to(state, planned=len(plan.batches))
     started_s, ended = time.monotonic(), host.watch()
     if state.generator is not None:
         generated = state.generator.generate(on_batch)
@@ -358,10 +364,10 @@ def record_work(state: RankState, traces: str | None = None) -> None:
     This comes right after `measure`: the CUDA graphs of the case are not recorded twice. `traces` is the begin of the
     paths of trace files; None for none.
     """
-    loaded, plan, on_batch = state.loaded, state.plan, _report_to(state)
-    trace = partial(_trace, state, traces)
+    loaded, plan, on_batch = state.loaded, state.plan, report_to(state)
+    trace = partial(trace_path, state, traces)
     if state.generator is None:
-        with work.scoring_forward(loaded, state.case.scoring) as forward:
+        with _scoring_forward(state) as forward:
             state.passes = [work.record(loaded, plan, forward, on_batch=on_batch, trace=trace("passes"))]
         return
     step, prefill = state.generator.step, state.generator.prefill
@@ -379,10 +385,13 @@ def run_eager_passes(state: RankState, traces: str | None = None) -> list[WorkRe
     """
     assert state.passes
     state.graphs.close()
-    loaded, plan, on_batch = state.loaded, state.plan, _report_to(state)
-    trace = partial(_trace, state, traces)
+    loaded, plan, on_batch = state.loaded, state.plan, report_to(state)
+    trace = partial(trace_path, state, traces)
     if not state.case.generates:
-        with work.scoring_forward(loaded, state.case.scoring) as forward, compiled_layers.suspended():
+        with (
+            work.scoring_forward(loaded.model, loaded.input_device, state.case.scoring) as forward,
+            compiled_layers.suspended(),
+        ):
             return [work.measure(loaded, plan, state.passes[0], forward, on_batch=on_batch, trace=trace("modules"))]
     steps, prefills = state.passes
     names = trace("decode-modules"), trace("prefill-modules")
@@ -395,12 +404,17 @@ def run_eager_passes(state: RankState, traces: str | None = None) -> list[WorkRe
 
 def model_size(state: RankState) -> ModelSize | str | None:
     """Return the size of the whole model, or the reason why it has none; None on every rank but the first."""
-    import torch
-
     if state.loaded.rank != 0:
         return None
     if state.loaded.config is None:
         return "the strategy's model has no config of transformers"
+    return size_of(state)
+
+
+def size_of(state: RankState) -> ModelSize | str:
+    """Return the size of the model of a case, or the reason why it has none."""
+    import torch
+
     if state.model_size is None:
         dtype: torch.dtype = getattr(torch, state.case.dtype)
         try:
@@ -424,7 +438,11 @@ def call(state: RankState, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any
         return fn(state.loaded, *args)
 
 
-def _encoded(state: RankState) -> Requests:
+def _scoring_forward(state: RankState) -> contextlib.AbstractContextManager[work.Forward]:
+    return work.scoring_forward(state.loaded.model, state.loaded.input_device, state.case.scoring)
+
+
+def encoded(state: RankState) -> Requests:
     """Return the tokenised items of a case; they are kept for the cases that follow."""
     case = state.case
     task, items = state.datasets[case.dataset_sha256]
@@ -432,7 +450,9 @@ def _encoded(state: RankState) -> Requests:
     if wanted not in state.requests:
         tokenizer = models.load_tokenizer(state.source, add_bos=case.add_bos)
         if case.prompt_tokens is None or case.new_tokens is None:
-            max_length = models.max_length(state.loaded.config)
+            # An engine reads what the config of its model allows.
+            config = state.loaded.config if state.engine is None else SimpleNamespace(**state.source.decoder)
+            max_length = models.max_length(config)
             requests = batching.encode(task, items, tokenizer, max_length, add_bos=case.add_bos)
         else:
             lengths = {"most_tokens": case.prompt_tokens, "new_tokens": case.new_tokens}
@@ -468,12 +488,13 @@ def _generation(state: RankState, generator: Generator, generated: Generated) ->
     )
 
 
-def _trace(state: RankState, begin: str | None, name: str) -> str | None:
+def trace_path(state: RankState, begin: str | None, name: str) -> str | None:
     """Return the path of a trace file of this rank; None without a begin of the path."""
-    return None if begin is None else f"{begin}-rank{state.loaded.rank}-{name}.json.gz"
+    rank = 0 if state.engine is not None else state.loaded.rank
+    return None if begin is None else f"{begin}-rank{rank}-{name}.json.gz"
 
 
-def _report_to(state: RankState, *, planned: int = 0) -> BatchReport:
+def report_to(state: RankState, *, planned: int = 0) -> BatchReport:
     """Return what passes each batch to the launcher; `planned` is 0 for batches that are no measurement."""
 
     def on_batch(latency_s: float, sequences: int, tokens: int, padded_tokens: int) -> None:

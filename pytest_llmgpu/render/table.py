@@ -466,7 +466,8 @@ def entries(cases: Sequence[CaseResult]) -> list[Entry]:
         options = [
             f"{name}={value}"
             for name, value in case.strategy_options.items()
-            if value or any(other.strategy_options.get(name, ...) != value for other in alike)
+            # An engine has the name of its function.
+            if name != "function" and (value or any(other.strategy_options.get(name, ...) != value for other in alike))
         ]
         # On a CPU devices are processes, and cases of different numbers share a table.
         processes = plural(case.devices, "process") if any(other.devices != case.devices for other in alike) else None

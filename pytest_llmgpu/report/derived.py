@@ -143,7 +143,7 @@ def _figures_of(launch: Launch, new_tokens: int | None) -> dict[str, float | Non
         "tokens": tokens,
         "acc": None if accuracy is None else accuracy.acc,
         "acc_norm": None if accuracy is None else accuracy.acc_norm,
-        "first_token_s": None if texts is None else statistics.median(texts.first_token_s),
+        "first_token_s": statistics.median(texts.first_token_s) if texts is not None and texts.first_token_s else None,
         "token_p50_s": quantile(steps_s, 0.5) if steps_s else None,
         "token_p95_s": quantile(steps_s, 0.95) if steps_s else None,
         "token_p99_s": quantile(steps_s, 0.99) if len(steps_s) >= _FEWEST_FOR_P99 else None,
@@ -195,9 +195,9 @@ def generated(result: CaseResult) -> Generation | None:
     return next((launch.generation for launch in result.launches if launch.generation is not None), None)
 
 
-def decode(loglikelihoods: str) -> array[float]:
-    """Return the numbers of a text that `encode` wrote."""
-    return array("f", binascii.a2b_base64(loglikelihoods))
+def decode(loglikelihoods: str | None) -> array[float]:
+    """Return the numbers of a text that `encode` wrote; none without a text."""
+    return array("f", binascii.a2b_base64(loglikelihoods or ""))
 
 
 def encode(loglikelihoods: Iterable[float]) -> str:

@@ -256,7 +256,8 @@ def _columns(launch: Launch) -> Iterator[tuple[str, Sequence[object] | None, int
         yield from of(accuracy, "accuracy", accuracy.items, "predictions", "predictions_norm", "labels")
     if (generation := launch.generation) is not None:
         yield from of(generation, "generation", len(generation.new_tokens), "prompt_tokens")
-        yield from of(generation, "generation", batches, "first_token_s")
+        # Not every engine reports it.
+        yield from of(generation, "generation", batches if generation.first_token_s else 0, "first_token_s")
     if (profile := launch.profile) is not None and (series := profile.series) is not None:
         yield "profile.series.devices", series.devices, len(profile.devices)
         for number, columns in enumerate(series.devices):

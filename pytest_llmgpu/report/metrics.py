@@ -1,8 +1,8 @@
 """The table of metrics: one row per metric. Verdicts, policy, terminal, page, exports and trend read it.
 
 A new exact metric is a new row here, with `amount`: the policy's keys, verdicts, columns, exports and docs follow. Its
-amounts are a list of `HostUse`, which `ranks.host` measures, or a field of `RankWork`, which `ranks.work` counts: what
-records them, their field and the row are all that it needs; a column of a table has its title in `render.table`.
+amounts are a list of `HostUse`, which `ranks.host` measures, or a field of `RankWork`, which `recording.work` counts:
+what records them, their field and the row are all that it needs; a column of a table has its title in `render.table`.
 """
 
 from __future__ import annotations
@@ -280,7 +280,7 @@ METRICS: tuple[MetricSpec, ...] = (
     ),
     MetricSpec(
         name="kv_cache",
-        figure=lambda result: _figure("bytes", float(texts.kv_cache_bytes)) if (texts := generated(result)) else None,
+        figure=lambda result: _figure("bytes", texts.kv_cache_bytes) if (texts := generated(result)) else None,
         exported=Exported(column="kv_cache_bytes"),
     ),
     MetricSpec(name="token_traffic", figure=_token_traffic, exported=Exported(column="wire_bytes_per_token")),

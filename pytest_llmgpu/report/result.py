@@ -102,7 +102,8 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     """Number of tokens generated for each prompt. End-of-sequence tokens end no text, so that all are equal."""
     first_token_s: list[Elapsed]
     """For each batch, the time from its start until the first token of each of its texts is chosen. It has the transfer
-    of the prompts to the device and the prefill. The slowest rank counts."""
+    of the prompts to the device and the prefill. The slowest rank counts. Empty for an engine that does not report
+    it."""
     step_s: list[Elapsed]
     """The time of each decode step, batch after batch: a step chooses one token for every text of its batch. A batch
     has one step less than new tokens. The slowest rank counts."""
@@ -110,15 +111,16 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     """Mean clock of the SMs in the prefill of each batch in GHz [GPUs][batches]."""
     step_clock_ghz: list[list[Amount]] | None = None
     """Mean clock of the SMs in all decode steps of each batch in GHz [GPUs][batches]."""
-    kv_cache_bytes: Count
-    """Size of the KV caches of all devices together."""
+    kv_cache_bytes: Count | None = None
+    """Size of the KV caches of all devices together; null for an engine."""
     kv_cache_formula_bytes: Count | None = None
     """Size of the KV cache by the formula: 2 x layers x KV heads x size of a head x sequences of the largest batch x
     tokens of a sequence x bytes of a number. Null if the config of the model lacks one of these."""
     tokens: str
     """Generated tokens of all prompts, prompt by prompt, as Base64 of little-endian int32."""
-    loglikelihoods: str
-    """Log-likelihood of each generated token when it was chosen, as Base64 of little-endian float32."""
+    loglikelihoods: str | None
+    """Log-likelihood of each generated token when it was chosen, as Base64 of little-endian float32. Null for an engine
+    that does not return it."""
     prefill_loglikelihoods: str | None = None
     """Log-likelihood of each generated token, computed again in a forward over prompt and text without a KV cache, as
     Base64 of little-endian float32. Null if these forwards, which follow the measurement, failed."""

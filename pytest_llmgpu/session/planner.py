@@ -11,13 +11,15 @@ from types import SimpleNamespace
 
 import msgspec
 
-from pytest_llmgpu import strategies
+from pytest_llmgpu.engines.function import OPTION, PLACE, Function
+from pytest_llmgpu.engines.protocol import Engine
 from pytest_llmgpu.inference import bundled, generation, models, tasks
 from pytest_llmgpu.inference.models import ModelSource, TokenizerError
 from pytest_llmgpu.inference.tasks.protocol import Dataset, Item, Task
 from pytest_llmgpu.profiling import nvml
 from pytest_llmgpu.profiling.machine import Machine
 from pytest_llmgpu.profiling.sampler.devices import SMALLEST_PERIOD_S
+from pytest_llmgpu.ranks import registered
 from pytest_llmgpu.report.case import DEFAULT_TASK, GENERATE, SCORE, Case
 from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.report.text import gib, plural
@@ -91,29 +93,30 @@ class Planner:
         *,
         task: str = DEFAULT_TASK,
         new_tokens: int | None = None,
+        function: Function | None = None,
     ) -> CaseRequest:
         """Return one case with everything that its measurement needs, under the options in force for its test.
 
         The strategy is one of `options.strategy`. The items are scored or continued; None is for those of `task` that
-        the options choose. `new_tokens` are generated for each item; None is for the number of the options.
+        the options choose. `new_tokens` are generated for each item; None is for the number of the options. `function`
+        is an engine of the test, in place of a strategy.
         """
-        place, strategy = self._strategy(strategy_name)
+        place, strategy = self._strategy(strategy_name) if function is None else self._function(function)
+        is_engine = isinstance(strategy, Engine)
         # Only strategies of this package have options: another one named `load` must not get `load_format`.
         prefix = f"{strategy.name}_"
-        fields = dataclasses.asdict(options) if strategy.name in strategies.BUILT_IN else {}
+        fields = dataclasses.asdict(options) if strategy.name in registered.BUILT_IN else {}
         own = {name.removeprefix(prefix): value for name, value in fields.items() if name.startswith(prefix)}
+        if function is not None:
+            own = {OPTION: function.place} | ({} if function.given is None else {"process": "pytest"})
         backend = own.pop("backend", strategy.backend)
+        _check_choices(options, strategy)
         # The base of this package has no library that loads a model.
         for library, extra in ((backend, _EXTRAS.get(backend)), ("transformers", "transformers")):
             if not library or importlib.util.find_spec(library.partition(".")[0]) is None:
                 flag = f"strategy={strategy_name}" if backend == strategy.backend else f"llmgpu-tp-backend={backend}"
                 package = f"'pytest-llmgpu[{extra}]'" if extra else library
                 raise ValueError(f"--{flag} needs {library}: pip install {package}")
-        if options.attention is not None and getattr(strategy, "own_attention", False):
-            raise ValueError(
-                f"--llmgpu-attention={options.attention}: the kernels of strategy {strategy.name} compute attention "
-                "themselves: measure it without this option"
-            )
         chosen, limit = self._items(options, items, task)
         task_place, its_task = self._task(chosen.task)
         generates = _generates(options, chosen, new_tokens)
@@ -131,7 +134,10 @@ class Planner:
         self._check_processes(strategy, options, machine)
         if machine.device == "cpu":
             # Devices are processes there, and a strategy of one process uses only one.
-            machine = msgspec.structs.replace(machine, devices=strategy.ranks(machine.devices))
+            machine = msgspec.structs.replace(machine, devices=_processes(strategy, machine.devices))
+
+        # A function may have any model: only one that was chosen is known to be that of mp.
+        model = None if function is None or options.model != Options().model else function.describe()
 
         def case_of(source: ModelSource) -> Case:
             """Return the case of a model; refuse one that the model or the strategy cannot run."""
@@ -144,16 +150,16 @@ class Planner:
                 batch_size=batch_size,
                 workload=GENERATE if generates else SCORE,
                 scoring=options.scoring,
-                model=source.name,
+                model=model or source.name,
                 revision=source.revision,
                 load_format=options.load_format,
                 dtype=options.dtype if options.dtype != "auto" else _DTYPES[machine.device],
                 device=machine.device,
                 devices=machine.devices,
-                launcher=options.launcher,
+                launcher="pytest" if function is not None and function.given is not None else options.launcher,
                 nodes=len({machine.node_of(rank) for rank in range(processes)}),
                 cuda_graphs=options.cuda_graphs,
-                execution="cuda_graphs" if recorded else "eager",
+                execution="engine" if is_engine else "cuda_graphs" if recorded else "eager",
                 gpu_memory_bytes=options.gpu_memory,
                 dataset=chosen.name,
                 dataset_sha256=chosen.sha256,
@@ -166,7 +172,7 @@ class Planner:
                 new_tokens=(new_tokens or options.new_tokens or _NEW_TOKENS) if generates else None,
             )
             if case.prompt_tokens is not None and case.new_tokens is not None:
-                _check_generation(source, case.prompt_tokens, case.new_tokens)
+                _check_generation(source, case.prompt_tokens, case.new_tokens, is_engine=is_engine)
             strategy.check(case, source)
             return case
 
@@ -187,6 +193,9 @@ class Planner:
             timeout_s=options.timeout,
             load_timeout_s=options.load_timeout,
             work=options.work == "on",
+            engine=is_engine,
+            elsewhere=isinstance(strategy, Engine) and (strategy.own_workers or strategy.elsewhere is not None),
+            given=None if function is None or function.given is None else function,
         )
 
     def _items(self, options: Options, items: Dataset | Sequence[Item] | None, task: str) -> tuple[Dataset, int | None]:
@@ -201,11 +210,25 @@ class Planner:
             return chosen, None
         return Dataset.of(whole.name, chosen.items), len(chosen)
 
-    def _strategy(self, written: str) -> tuple[str, Strategy]:
+    def is_engine(self, written: str) -> bool:
+        """Return whether what `--strategy` names is an engine."""
+        return isinstance(self._strategy(written)[1], Engine)
+
+    def _function(self, function: Function) -> tuple[str, Function]:
+        """Return the place and the object of an engine of a test, whose name must be its own."""
+        other = self._places.setdefault(function.name, function.place)
+        if function.name in self._known or other != function.place:
+            raise ValueError(
+                f"measure: engine {function.place} is named {function.name!r}, as {other}: give it a name of its own "
+                "(`name = ...` in its class)"
+            )
+        return PLACE, function
+
+    def _strategy(self, written: str) -> tuple[str, Strategy | Engine]:
         """Return the place and the object of a strategy, from a name or a place as written in `--strategy`."""
         try:
-            place = strategies.find(written, self._known)
-            strategy = strategies.make(place)
+            place = registered.find(written, self._known)
+            strategy = registered.make(place)
         except ValueError as error:
             raise ValueError(f"--strategy: {error}") from None
         if written in self._known and strategy.name != written:
@@ -262,7 +285,7 @@ class Planner:
                 "which GPUs need for an average"
             )
 
-    def _check_processes(self, strategy: Strategy, options: Options, machine: Machine) -> None:
+    def _check_processes(self, strategy: Strategy | Engine, options: Options, machine: Machine) -> None:
         """Refuse more processes, or more GPUs in one process, than were started, and processes that nothing uses."""
         needed, started = strategy.ranks(machine.devices), len(machine.nodes)
         if started and needed > started:
@@ -279,7 +302,7 @@ class Planner:
         if machine.device == "cpu" and machine.devices > 1 and (options.devices is not None or not started):
             # Devices are processes there.
             chosen = [self._strategy(name)[1] for name in options.strategy]
-            if all(one.ranks(machine.devices) == 1 for one in chosen):
+            if all(_processes(one, machine.devices) == 1 for one in chosen):
                 names = ", ".join(one.name for one in chosen)
                 raise ValueError(
                     f"--llmgpu-devices={machine.devices}: on a CPU devices are processes, and {names} has 1; allowed: 1"
@@ -317,6 +340,23 @@ class Planner:
         return self._sources[wanted]
 
 
+def _check_choices(options: Options, strategy: Strategy | Engine) -> None:
+    """Refuse options that a strategy or an engine decides itself."""
+    if options.attention is not None and getattr(strategy, "own_attention", False):
+        raise ValueError(
+            f"--llmgpu-attention={options.attention}: the kernels of strategy {strategy.name} compute attention "
+            "themselves: measure it without this option"
+        )
+    if isinstance(strategy, Engine) and (options.scoring != "lean" or options.cuda_graphs == "on"):
+        flag = f"cuda-graphs={options.cuda_graphs}" if options.scoring == "lean" else f"scoring={options.scoring}"
+        raise ValueError(f"--llmgpu-{flag}: engine {strategy.name} chooses it itself: remove the option")
+
+
+def _processes(strategy: Strategy | Engine, devices: int) -> int:
+    """Return how many processes compute on a CPU: those of a strategy, or those that an engine starts itself."""
+    return devices if getattr(strategy, "own_workers", False) else strategy.ranks(devices)
+
+
 def _generates(options: Options, dataset: Dataset, new_tokens: int | None) -> bool:
     """Return whether a dataset is continued, not scored; refuse options of the other workload."""
     is_prompts = dataset.task == tasks.PROMPTS
@@ -336,7 +376,7 @@ def _generates(options: Options, dataset: Dataset, new_tokens: int | None) -> bo
     return False
 
 
-def _check_generation(source: ModelSource, prompt_tokens: int, new_tokens: int) -> None:
+def _check_generation(source: ModelSource, prompt_tokens: int, new_tokens: int, *, is_engine: bool) -> None:
     """Refuse a model whose context is too short for the texts, or that cannot generate with a KV cache."""
     fields, tokens = source.decoder, prompt_tokens + new_tokens
     context = models.max_length(SimpleNamespace(**fields))
@@ -346,6 +386,8 @@ def _check_generation(source: ModelSource, prompt_tokens: int, new_tokens: int) 
             f"{new_tokens} new ones are {tokens}: choose --llmgpu-prompt-tokens and --llmgpu-new-tokens with a sum of "
             f"at most {context}"
         )
+    if is_engine:
+        return  # it has a cache of its own
     reason = generation.reason_against(fields, tokens)
     if reason is None and (without := models.facts(source).without) is not None:
         reason = f"takes no {without}, which decode steps with a KV cache need"

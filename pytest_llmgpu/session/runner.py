@@ -10,21 +10,25 @@ import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import msgspec
 
-from pytest_llmgpu import strategies
+from pytest_llmgpu.engines.function import Function
+from pytest_llmgpu.engines.protocol import Engine
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.inference.tasks.protocol import Item
 from pytest_llmgpu.profiling import machine
 from pytest_llmgpu.profiling.machine import Machine
 from pytest_llmgpu.profiling.profiler import NodeProfilers, Profiler
-from pytest_llmgpu.ranks import ceilings, serving, traffic, work, worker
+from pytest_llmgpu.ranks import ceilings, engine_worker, registered, serving, traffic, worker
 from pytest_llmgpu.ranks import host as hosts
 from pytest_llmgpu.ranks.group import RankGroup, slowest
+from pytest_llmgpu.ranks.in_process import InProcess
 from pytest_llmgpu.ranks.local import LocalLauncher, RankFailedError
 from pytest_llmgpu.ranks.model_hook import ModelHook
+from pytest_llmgpu.recording import work
 from pytest_llmgpu.report import derived, disturbances
 from pytest_llmgpu.report.case import Case, next_id
 from pytest_llmgpu.report.report import Gpu, Report
@@ -48,8 +52,8 @@ from pytest_llmgpu.strategies.protocol import Strategy
 Progress = Callable[[Case, int, int, float], None]
 """Called while a case runs, with the case, the finished batches, the planned batches and the elapsed seconds."""
 
-Loading = tuple[str, tuple[ModelHook, ...]]
-"""`Case.loading` and the functions that change the loaded model."""
+Loading = tuple[str, tuple[ModelHook, ...], int]
+"""`Case.loading`, the functions that change the loaded model, and the id of an engine in this process."""
 
 _BUILD_S = 1_800.0
 """Time limit of another node for the work before loading, which has limits of its own."""
@@ -81,13 +85,24 @@ class CaseRequest(msgspec.Struct, frozen=True, kw_only=True):
     """True if work passes follow the measured forwards."""
     reference: worker.ReferenceTexts | None = None
     """Texts of the reference strategy that the case scores, too; None if there are none, or if the case scores."""
+    engine: bool = False
+    """True if an engine runs the model, not a strategy."""
+    elsewhere: bool = False
+    """True if it computes in processes of its own, which are no disturbance."""
+    given: Function | None = None
+    """The engine that runs in this process; None for one of a rank."""
     model_hooks: tuple[ModelHook, ...] = ()
     """Functions of the test suite that change the loaded model, in the order of their calls."""
 
     @property
+    def commands(self) -> ModuleType:
+        """The commands of its ranks."""
+        return engine_worker if self.engine else worker
+
+    @property
     def loading(self) -> Loading:
         """What loading depends on: requests with an equal value share their processes."""
-        return self.case.loading, self.model_hooks
+        return self.case.loading, self.model_hooks, id(None if self.given is None else self.given.given)
 
 
 class Runner:
@@ -114,7 +129,7 @@ class Runner:
         """Maps modules of the project that a rank imported from outside of its working tree to their files."""
         self._traced: dict[str, str] = {}
         """Maps the key of each case to the begin of the names of its trace files. A later launch replaces them."""
-        self._group: RankGroup | None = None
+        self._group: RankGroup | InProcess | None = None
         self._loading: Loading | None = None
         self._load_s: float | None = None
         self._phase: Phase = "load"
@@ -229,7 +244,9 @@ class Runner:
         self._begin("forward", profilers)
         began, recording = time.monotonic(), (request.loading, case.workload)
         try:
-            group.ask(worker.warm_up, case, self._not_recorded.get(recording), phase="forward", timeout_s=timeout_s)
+            group.ask(
+                request.commands.warm_up, case, self._not_recorded.get(recording), phase="forward", timeout_s=timeout_s
+            )
         except RankFailedError as error:
             if error.failure.evidence != serving.NOT_RECORDED or recording in self._not_recorded:
                 raise
@@ -240,7 +257,7 @@ class Runner:
         # Time the batches. The devices are idle before and after: the difference of the counters is what they sent.
         profilers.mark(wait=True)
         replies: list[worker.Measured] = group.ask(
-            worker.measure,
+            request.commands.measure,
             phase="forward",
             timeout_s=timeout_s,
             tick=lambda done, planned: self._progress(case, done, planned, time.monotonic() - began),
@@ -271,7 +288,7 @@ class Runner:
 
     def _check_texts(self, request: CaseRequest, launch: Launch, texts: Generation) -> None:
         """Add the log-likelihoods of generated texts in a forward without a KV cache, and those of reference texts."""
-        checked: list[Generation] | str = self._ask_further(request, worker.check_texts, request.reference)
+        checked: list[Generation] | str = self._ask_further(request, request.commands.check_texts, request.reference)
         if isinstance(checked, str):
             launch.why["generation"] = f"the forwards that check the texts failed: {checked}"
             return
@@ -313,7 +330,7 @@ class Runner:
             name = self._traced.setdefault(request.case.key, next_id(self._traced.values(), request.case))
             traces = str(self._traces / name.replace("/", "-"))
         # First: the CUDA graphs of the case end where the traffic is counted.
-        recorded = self._ask_further(request, worker.record_work, traces)
+        recorded = self._ask_further(request, request.commands.record_work, traces)
         if isinstance(recorded, str):
             launch.why["work"] = f"{_WORK_FAILED}: {recorded}"
         self._count_traffic(request, result)
@@ -322,11 +339,13 @@ class Runner:
         if self._group is None:
             launch.why["work"] = "the ranks were ended when traffic was counted"
             return
-        replies: list[list[work.WorkReply]] | str = self._ask_further(request, worker.run_eager_passes, traces)
+        replies: list[list[work.WorkReply]] | str = self._ask_further(
+            request, request.commands.run_eager_passes, traces
+        )
         if isinstance(replies, str):
             launch.why["work"] = f"{_WORK_FAILED}: {replies}"
             return
-        sizes = self._ask_further(request, worker.model_size)
+        sizes = self._ask_further(request, request.commands.model_size)
         # Without the size of the model the bound alone is unknown.
         size = f"{_WORK_FAILED}: {sizes}" if isinstance(sizes, str) else sizes[0]
         launch.work, *prefill = (
@@ -355,7 +374,7 @@ class Runner:
             result.why["traffic"] = f"the ranks were ended: {result.launches[-1].why['work']}"
             return
         result.why["traffic"] = TRAFFIC_STOPPED
-        counted = self._ask_further(request, worker.account)
+        counted = self._ask_further(request, request.commands.account)
         if isinstance(counted, str):
             result.why["traffic"] = f"{TRAFFIC_FAILED}: {counted}"
             return
@@ -377,7 +396,7 @@ class Runner:
         )
         del result.why["traffic"]
 
-    def _load(self, request: CaseRequest) -> RankGroup:
+    def _load(self, request: CaseRequest) -> RankGroup | InProcess:
         """Return the ranks with the model of a case loaded; start them if others, or none, are running."""
         case = request.case
         if self._group is not None and self._loading == request.loading and self._group.alive:
@@ -386,14 +405,16 @@ class Runner:
         if (failed := self._load_errors.get(request.loading)) is not None:
             # Another batch size would fail in the same way, and after the same time.
             raise RankFailedError(failed.outcome, failed.failure)
-        strategy = strategies.make(request.strategy)
+        strategy = registered.make(request.strategy)
         nodes_of_ranks = [request.machine.node_of(rank) for rank in range(strategy.ranks(case.devices))]
         self._build(strategy, request, nodes_of_ranks)
         self._used_before = self._profilers_of(request.machine).used_bytes()
         began = time.monotonic()
-        self._group = RankGroup(
-            self.launcher, hosts.environments(request.machine, request.case.device, len(nodes_of_ranks))
-        )
+        if request.given is not None:
+            self._group = InProcess(request.given)
+        else:
+            environments = hosts.environments(request.machine, request.case.device, len(nodes_of_ranks))
+            self._group = RankGroup(self.launcher, environments)
         try:
             if any(nodes_of_ranks):
                 hashes: list[Mapping[str, str] | None] = self._group.ask(
@@ -409,7 +430,7 @@ class Runner:
                 began += time.monotonic() - started  # it is no part of loading
             wanted = case, request.source, request.strategy, request.model_hooks
             loaded: list[list[DeviceMemory]] = self._group.ask(
-                worker.load, *wanted, phase="load", timeout_s=request.load_timeout_s
+                request.commands.load, *wanted, phase="load", timeout_s=request.load_timeout_s
             )
         except RankFailedError as error:
             if error.outcome != "oom":
@@ -429,7 +450,11 @@ class Runner:
         return self._group
 
     def _build(
-        self, strategy: Strategy, request: CaseRequest, nodes_of_ranks: Sequence[int], group: RankGroup | None = None
+        self,
+        strategy: Strategy | Engine,
+        request: CaseRequest,
+        nodes_of_ranks: Sequence[int],
+        group: RankGroup | InProcess | None = None,
     ) -> None:
         """Do the work that ranks need before they load, once: on this node, with a group on the others.
 
@@ -453,7 +478,7 @@ class Runner:
             if message := self._build_errors.get(place):
                 raise RankFailedError("error", Failure(phase="load", message=message, evidence="the build failed"))
 
-    def _send_items(self, group: RankGroup, request: CaseRequest) -> None:
+    def _send_items(self, group: RankGroup | InProcess, request: CaseRequest) -> None:
         """Send the items of a case to the ranks, unless they have them."""
         sha256 = request.case.dataset_sha256
         if sha256 not in group.given:
@@ -495,7 +520,8 @@ class Runner:
         if profile.devices:
             ours = dict.fromkeys((gpu.uuid for gpu in request.machine.gpus), 1)  # one process per GPU, or one for all
             first = disturbances.clock_reference(self._profiles, profile)
-            found = disturbances.find(profile, first, ours, self._used_before)
+            seen_by_us = (ours, self._used_before) if not request.elsewhere else (None, {})
+            found = disturbances.find(profile, first, *seen_by_us)
         if launch.host is not None and (
             busy := disturbances.busy_cpu(launch.host, on_cpu=request.case.device == "cpu")
         ):
@@ -523,7 +549,7 @@ def _check_ranks_agree(ranks: Sequence[Launch], case: Case) -> None:
     assert len(answers) == len(ranks), "a case scores or generates"
     allowed, first = derived.LOGLIKELIHOOD_TOLERANCES[case.dtype], answers[0]
     for number, answer in enumerate(answers[1:], start=1):
-        numbers = derived.decode(answer.loglikelihoods), derived.decode(first.loglikelihoods)
+        numbers = derived.decode(answer.loglikelihoods or ""), derived.decode(first.loglikelihoods or "")
         if getattr(answer, "tokens", None) != getattr(first, "tokens", None):
             message = f"rank {number} chose other tokens than rank 0"
         elif (difference := derived.typical_difference(*numbers)) > allowed:
@@ -548,13 +574,14 @@ def _join(launch: Launch, ranks: Sequence[Launch]) -> None:
     launch.accuracy = first.accuracy
     texts = [rank.generation for rank in ranks if rank.generation is not None]
     if texts:
+        known = [one.kv_cache_bytes for one in texts if one.kv_cache_bytes is not None]
         launch.generation = msgspec.structs.replace(
             texts[0],
             first_token_s=list(map(max, zip(*(one.first_token_s for one in texts), strict=True))),
             step_s=list(map(max, zip(*(one.step_s for one in texts), strict=True))),
             prefill_clock_ghz=_of_gpus([one.prefill_clock_ghz for one in texts]),
             step_clock_ghz=_of_gpus([one.step_clock_ghz for one in texts]),
-            kv_cache_bytes=sum(one.kv_cache_bytes for one in texts),
+            kv_cache_bytes=sum(known) if len(known) == len(texts) else None,
         )
     launch.execution_choice = first.execution_choice
     uses = [rank.host for rank in ranks if rank.host is not None]

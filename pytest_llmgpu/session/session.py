@@ -15,6 +15,7 @@ from typing import NoReturn
 import msgspec
 
 from pytest_llmgpu.analysis import reference
+from pytest_llmgpu.engines.function import Function
 from pytest_llmgpu.inference import tasks
 from pytest_llmgpu.profiling import machine as environment
 from pytest_llmgpu.profiling.machine import Machine
@@ -35,7 +36,7 @@ from pytest_llmgpu.session.runner import CaseRequest, Runner
 from pytest_llmgpu.store.imports import Project
 
 Group = tuple[str, Options]
-"""A strategy and the options in force. The tests of one group share a loaded model."""
+"""A strategy, empty for an engine of the test, and the options in force. The tests of a group share a loaded model."""
 
 _INTERRUPTED = 2
 """pytest's exit status of a run that was interrupted."""
@@ -114,8 +115,10 @@ class BenchmarkSession:
             ValueError: The test cannot be measured.
         """
         strategy, options = group
-        requests = [self.planner.request(options, strategy, batch_size or 1, task=task) for task in scored]
-        requests = requests or [self.planner.request(options, strategy, 1)]
+        # A test that names no strategy measures an engine of its own, which is known when it runs.
+        function = Function() if not strategy else None
+        ask = partial(self.planner.request, options, strategy, function=function)
+        requests = [ask(batch_size or 1, task=task) for task in scored] or [ask(1)]
         if not may_fit_nowhere:
             self._required.add(group)
         if nodeid is not None:

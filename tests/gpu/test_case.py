@@ -14,10 +14,10 @@ from support import gpu
 from support.gpu import LAYERS
 from support.report_factory import known
 
-from pytest_llmgpu.ranks import work
 from pytest_llmgpu.ranks.group import RankGroup
 from pytest_llmgpu.ranks.local import LocalLauncher
 from pytest_llmgpu.ranks.worker import RankState
+from pytest_llmgpu.recording import work
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.work import Work

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from support import tiny_model
 
-from pytest_llmgpu import processes, strategies
+from pytest_llmgpu import processes
 from pytest_llmgpu.inference import models
 from pytest_llmgpu.inference.models import ModelFacts
 from pytest_llmgpu.profiling import nvml
 from pytest_llmgpu.profiling.machine import Machine, TorchFacts
+from pytest_llmgpu.ranks import registered
 from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.report.report import Gpu
 from pytest_llmgpu.session.planner import Planner
@@ -38,7 +39,7 @@ Ranks = _strategy("tensor", ranks=lambda _, devices: devices)  # one for each de
 
 _ALSO_MINE = f"{__name__}:AlsoMine"
 _KNOWN = {
-    **strategies.BUILT_IN,
+    **registered.BUILT_IN,
     "load": f"{__name__}:Mine",
     "wrong": _ALSO_MINE,
     "tp": f"{__name__}:Tensor",
@@ -309,7 +310,7 @@ def test_what_the_model_lacks_is_refused(plan: _Bench, monkeypatch: pytest.Monke
     with pytest.raises(ValueError, match=r"^--llmgpu-attention=sdpa: .* of tiny \(llama\): allowed: eager$"):
         plan(attention="sdpa")
     monkeypatch.setattr(KernelInjection, "backend", "accelerate")  # an installed library
-    plan.on(_machine(), strategies.BUILT_IN)
+    plan.on(_machine(), registered.BUILT_IN)
     for attention in ("sdpa", "eager"):
         with pytest.raises(ValueError, match=f"^--llmgpu-attention={attention}: the kernels of strategy iok"):
             plan("iok", attention=attention)

@@ -17,8 +17,8 @@ from pytest_llmgpu.profiling.machine import Machine, TorchFacts
 from pytest_llmgpu.profiling.profiler import Profiler
 from pytest_llmgpu.ranks import serving, worker
 from pytest_llmgpu.ranks.local import BatchListener, FinishedBatch, LocalLauncher, RankFailedError
-from pytest_llmgpu.ranks.work import NamedRow, WorkReply
 from pytest_llmgpu.ranks.worker import Measured
+from pytest_llmgpu.recording.work import NamedRow, WorkReply
 from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.report import Gpu

@@ -14,7 +14,6 @@ import torch
 from support import emulated_iok, kv_cache_faults, rank_functions
 from support.report_factory import known, make_case
 
-from pytest_llmgpu import strategies
 from pytest_llmgpu.analysis.answers import check_texts
 from pytest_llmgpu.gate.answers import texts_row
 from pytest_llmgpu.gate.policy import Policy, TextsRule
@@ -22,7 +21,7 @@ from pytest_llmgpu.inference import tasks
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.inference.tasks.hellaswag import Prompts
 from pytest_llmgpu.inference.tasks.protocol import Dataset
-from pytest_llmgpu.ranks import worker
+from pytest_llmgpu.ranks import registered, worker
 from pytest_llmgpu.ranks.group import RankGroup
 from pytest_llmgpu.ranks.worker import RankState, ReferenceTexts
 from pytest_llmgpu.report import file
@@ -130,7 +129,7 @@ def test_texts_are_those_of_mp(
 @pytest.mark.usefixtures("no_gpu")
 def test_a_run_generates_under_both_strategies(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     """One run scores and generates with one loaded model; the report has texts, times, traffic of a step and checks."""
-    monkeypatch.setitem(strategies.BUILT_IN, "tp", _TP)
+    monkeypatch.setitem(registered.BUILT_IN, "tp", _TP)
     pytester.makepyfile(
         """
         def test_score(llm, hellaswag, batch_size, measure):

@@ -16,10 +16,9 @@ from support.report_factory import known, make_case
 from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from pytest_llmgpu import strategies
 from pytest_llmgpu.inference import weights
 from pytest_llmgpu.inference.models import ModelSource
-from pytest_llmgpu.ranks import memory
+from pytest_llmgpu.ranks import memory, registered
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.derived import decode
 from pytest_llmgpu.report.result import CaseResult
@@ -264,7 +263,7 @@ def test_sequences_beyond_the_softmax_kernel_are_refused(inject: Inject) -> None
 @pytest.mark.usefixtures("no_gpu")
 def test_two_ranks_answer_as_one(pytester: pytest.Pytester, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes hold half of every layer each, and give the log-likelihoods of the plain model."""
-    monkeypatch.setitem(strategies.BUILT_IN, "iok", "support.emulated_iok:EmulatedInjection")
+    monkeypatch.setitem(registered.BUILT_IN, "iok", "support.emulated_iok:EmulatedInjection")
     tiny_model.write_model(tmp_path / "tiny")
     tiny_model.write_dataset(pytester.path / "items.jsonl")
     pytester.makepyfile(test_it=BENCHMARK)
@@ -290,7 +289,7 @@ def test_two_ranks_answer_as_one(pytester: pytest.Pytester, tmp_path: Path, monk
 @pytest.mark.usefixtures("no_gpu")
 def test_the_stock_binding_fails_a_run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     """The accuracy stays 1, but the log-likelihoods differ; the finding does not need a run of mp."""
-    monkeypatch.setitem(strategies.BUILT_IN, "iok", "support.emulated_iok:EmulatedInjection")
+    monkeypatch.setitem(registered.BUILT_IN, "iok", "support.emulated_iok:EmulatedInjection")
     pytester.makepyfile(test_it=BENCHMARK)
     result = pytester.runpytest_inprocess(
         "--strategy=iok", "--llmgpu-iok-stock", "--llmgpu-limit=10", "--llmgpu-batch-sizes=8"

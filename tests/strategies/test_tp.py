@@ -15,9 +15,8 @@ from support import tiny_model
 from support.report_factory import known, make_case
 from transformers import LlamaForCausalLM
 
-from pytest_llmgpu import strategies
 from pytest_llmgpu.inference.models import ModelSource
-from pytest_llmgpu.ranks import worker
+from pytest_llmgpu.ranks import registered, worker
 from pytest_llmgpu.ranks.group import RankGroup
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.derived import decode
@@ -96,7 +95,7 @@ def test_a_split_model_computes_the_numbers_of_the_plain_model(
 @pytest.mark.usefixtures("no_gpu")
 def test_every_item_has_the_answer_of_mp(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     """Strategy mp runs first in any order of strategies, and no item flips with transformers or DeepSpeed."""
-    monkeypatch.setitem(strategies.BUILT_IN, "tp", _PLACE)
+    monkeypatch.setitem(registered.BUILT_IN, "tp", _PLACE)
     pytester.makepyfile(
         test_it=f"""
         import pytest

@@ -16,12 +16,11 @@ from typing import Any
 import pytest
 import torch
 
-from pytest_llmgpu import strategies
 from pytest_llmgpu.inference import tasks
 from pytest_llmgpu.inference.bundled import PRESETS, save_tokenizer
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.inference.tasks.protocol import Dataset
-from pytest_llmgpu.ranks import worker
+from pytest_llmgpu.ranks import registered, worker
 from pytest_llmgpu.ranks.group import RankGroup
 from pytest_llmgpu.ranks.local import LocalLauncher
 from pytest_llmgpu.report import file
@@ -67,8 +66,8 @@ def started(folder: Path, case: Case, source: ModelSource, dataset: Dataset) -> 
     """While entered, the ranks of a case have loaded its model and have its dataset."""
     if case.backend == "deepspeed":
         need_deepspeed()
-    place = strategies.find(case.strategy)
-    strategy = strategies.make(place)
+    place = registered.find(case.strategy)
+    strategy = registered.make(place)
     if case.strategy == "iok":
         try:
             kernels.check()

@@ -10,8 +10,8 @@ import msgspec
 
 from pytest_llmgpu.gate import program
 from pytest_llmgpu.gate.program import Pair
-from pytest_llmgpu.ranks import work
-from pytest_llmgpu.ranks.work import Calls, Modules, PassKernels
+from pytest_llmgpu.recording import work
+from pytest_llmgpu.recording.work import Calls, Modules, PassKernels
 from pytest_llmgpu.report.kernel_families import family_of
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.work import CollectiveWork, HostCalls, ModelSize, RankWork, Work, WorkRow

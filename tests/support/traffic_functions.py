@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 from pytest_llmgpu.inference import scoring
 from pytest_llmgpu.inference.batching import Batch, Plan, plan
-from pytest_llmgpu.ranks import traffic, work
-from pytest_llmgpu.ranks.work import WorkReply
+from pytest_llmgpu.ranks import traffic
 from pytest_llmgpu.ranks.worker import RankState
+from pytest_llmgpu.recording import work
+from pytest_llmgpu.recording.work import WorkReply
 from pytest_llmgpu.report.result import Collective
 from pytest_llmgpu.strategies.protocol import Loaded
 from support.request_factory import make_requests
@@ -92,6 +93,6 @@ def measure_plan(
     loaded: Loaded, plan: Plan, on_batch: work.BatchReport, traces: Sequence[str | None] = (None, None)
 ) -> WorkReply:
     """Run the work passes of a plan, all of them eagerly; `traces` are the files of their two traces."""
-    with work.scoring_forward(loaded, scoring.LEAN) as forward:
+    with work.scoring_forward(loaded.model, loaded.input_device, scoring.LEAN) as forward:
         passes = work.record(loaded, plan, forward, on_batch=on_batch, trace=traces[0])
         return work.measure(loaded, plan, passes, forward, on_batch=on_batch, trace=traces[1])

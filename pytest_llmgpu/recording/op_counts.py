@@ -8,10 +8,12 @@ with the shapes of the whole model, and on the local parts. Only the second is t
 from __future__ import annotations
 
 import re
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import msgspec
 
@@ -27,6 +29,7 @@ _LIKE_FLASH_ATTENTION = (
 )
 """Ops of attention without an entry in torch's table, which take the same shapes as the flash attention of GPUs. Remove
 an entry once `torch.utils.flop_counter` of every supported release has it."""
+_OTHER_THREADS = "the program computes in threads of its own, whose calls are not counted"
 
 
 def folded(module: str, prefix: str = "") -> str:
@@ -39,11 +42,18 @@ def folded(module: str, prefix: str = "") -> str:
     return _LAYER_NUMBER.sub(".*", module.removeprefix(f"{prefix}."))
 
 
-def count_ops(forward: Callable[[], object], model: torch.nn.Module, work: RankWork) -> RankWork:
+class _Entered(threading.local):
+    """The modules that a thread is in, the outermost first."""
+
+    def __init__(self) -> None:
+        self.modules = [OTHER_MODULE]
+
+
+def count_ops(forward: Callable[[], object], model: torch.nn.Module | None, work: RankWork) -> RankWork:
     """Run `forward` once and add its ops and FLOPs to the work; ranks with collectives must run it at the same time.
 
-    Ops are counted after torch has decomposed composite ones, and only those of the calling thread. Kernels that a
-    library launches past torch's dispatcher are not seen.
+    Ops are counted after torch has decomposed composite ones: those of the calling thread and, without a model, those
+    of modules that other threads call. Kernels that a library launches past torch's dispatcher are not seen.
     """
     import torch
     from torch.distributed.tensor import DTensor
@@ -56,13 +66,16 @@ def count_ops(forward: Callable[[], object], model: torch.nn.Module, work: RankW
     formulas: dict[Any, Callable[..., Any]] = dict.fromkeys(alike, attention) | dict(flop_registry)
     ops: dict[str, Counter[str]] = defaultdict(Counter)
     flops: Counter[str] = Counter()
-    entered = [OTHER_MODULE]
+    entered, caller, others = _Entered(), threading.get_ident(), set()
 
     @contextmanager
     def inside(module: str) -> Iterator[None]:
-        entered.append(module)
-        yield
-        entered.pop()
+        thread, outermost = threading.get_ident(), len(entered.modules) == 1
+        others.update({thread} - {caller})
+        entered.modules.append(module)
+        with Counting() if outermost and thread != caller else nullcontext():  # type: ignore[no-untyped-call]
+            yield
+        entered.modules.pop()
 
     class Counting(TorchDispatchMode):
         supports_higher_order_operators = True
@@ -81,10 +94,10 @@ def count_ops(forward: Callable[[], object], model: torch.nn.Module, work: RankW
                     return answer
             answer = func(*args, **named)
             name = func._schema.name if hasattr(func, "_schema") else str(func)  # noqa: SLF001 - as torch's own modes do
-            ops[entered[-1]][name] += 1
+            ops[entered.modules[-1]][name] += 1
             formula = formulas.get(getattr(func, "_overloadpacket", func))
             if formula is not None:
-                flops[entered[-1]] += int(formula(*args, **named, out_val=answer))
+                flops[entered.modules[-1]] += int(formula(*args, **named, out_val=answer))
             return answer
 
     # torch leaves the constructor of its modes untyped.
@@ -96,30 +109,57 @@ def count_ops(forward: Callable[[], object], model: torch.nn.Module, work: RankW
         ops_by_module={module: dict(sorted(calls.items())) for module, calls in sorted(ops.items())},
         flops=flops.total(),
         flops_by_module=dict(flops.most_common()),
+        why={**work.why, "host_calls": _OTHER_THREADS} if others else work.why,
     )
 
 
 @contextmanager
-def module_hooks(model: torch.nn.Module, inside: Callable[[str], AbstractContextManager[object]]) -> Iterator[None]:
-    """While entered, each forward of a module runs in `inside(its folded name)`, which is left even if it raises."""
-    prefix = str(getattr(model, "base_model_prefix", ""))
-    opened: list[AbstractContextManager[object]] = []
+def module_hooks(
+    model: torch.nn.Module | None, inside: Callable[[str], AbstractContextManager[object]]
+) -> Iterator[None]:
+    """While entered, each forward of a module runs in `inside(its folded name)`, which is left even if it raises.
+
+    None is for the modules of a program that is not known: every module that is called, by the name that it has in the
+    outermost one.
+    """
+    from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+    opened: dict[int, list[AbstractContextManager[object]]] = defaultdict(list)  # by thread
+    of_root: WeakKeyDictionary[torch.nn.Module, dict[int, str]] = WeakKeyDictionary()
+    root: dict[int, torch.nn.Module] = {}
 
     def enter(label: str) -> None:
-        opened.append(inside(label))
-        opened[-1].__enter__()
+        of_thread = opened[threading.get_ident()]
+        of_thread.append(inside(label))
+        of_thread[-1].__enter__()
 
     def leave(*_: object) -> None:
-        opened.pop().__exit__(None, None, None)
+        opened[threading.get_ident()].pop().__exit__(None, None, None)
 
-    handles = []
-    for name, module in model.named_modules():
-        label = folded(name, prefix)
-        # Outside of all other hooks: those of a strategy compute and launch kernels, too.
-        handles.append(module.register_forward_pre_hook(lambda *_, label=label: enter(label), prepend=True))
-        handles.append(module.register_forward_hook(leave, always_call=True))
+    def enter_any(module: torch.nn.Module, _: object) -> None:
+        thread = threading.get_ident()
+        if not opened[thread]:
+            root[thread] = module
+            if module not in of_root:
+                of_root[module] = {id(one): label for label, one in _labels(module)}
+        enter(of_root[root[thread]].get(id(module), type(module).__name__))
+
+    if model is None:
+        handles = [register_module_forward_pre_hook(enter_any), register_module_forward_hook(leave, always_call=True)]
+    else:
+        handles = []
+        for label, module in _labels(model):
+            # Outside of all other hooks: those of a strategy compute and launch kernels, too.
+            handles.append(module.register_forward_pre_hook(lambda *_, label=label: enter(label), prepend=True))
+            handles.append(module.register_forward_hook(leave, always_call=True))
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _labels(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield the folded name of each module of a model, and the module."""
+    prefix = str(getattr(model, "base_model_prefix", ""))
+    return ((folded(name, prefix), module) for name, module in model.named_modules())

@@ -16,9 +16,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from pytest_llmgpu.inference import models
 from pytest_llmgpu.inference.models import ModelSource
-from pytest_llmgpu.ranks import work, worker
+from pytest_llmgpu.ranks import worker
 from pytest_llmgpu.ranks.group import RankGroup
-from pytest_llmgpu.ranks.work import RANGE_PREFIX, Calls, Modules, NamedRow, PassKernels, Record, WorkReply
+from pytest_llmgpu.recording import work
+from pytest_llmgpu.recording.work import RANGE_PREFIX, Calls, Modules, NamedRow, PassKernels, Record, WorkReply
 from pytest_llmgpu.report.kernel_families import family_of
 from pytest_llmgpu.report.work import CollectiveWork, ModelSize, RankWork, WorkRow
 from pytest_llmgpu.strategies.mp import LayerParallel

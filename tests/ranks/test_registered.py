@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_llmgpu import strategies
+from pytest_llmgpu.ranks import registered
 from pytest_llmgpu.strategies.mp import LayerParallel
 
 
@@ -38,11 +38,12 @@ class Lacking:
     name = "lacking"
 
 
-@pytest.mark.parametrize("name", list(strategies.BUILT_IN))
+@pytest.mark.parametrize("name", list(registered.BUILT_IN))
 def test_a_built_in_strategy_has_its_registered_name(name: str) -> None:
     """Each one is made in a process without torch."""
     code = (
-        f"import sys; from pytest_llmgpu import strategies; print(strategies.make(strategies.find({name!r})).name);"
+        "import sys; from pytest_llmgpu.ranks.registered import find, make;"
+        f"print(make(find({name!r})).name);"
         "print([name for name in ('torch', 'transformers', 'accelerate', 'deepspeed') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -52,9 +53,9 @@ def test_a_built_in_strategy_has_its_registered_name(name: str) -> None:
 def test_a_strategy_is_found_by_a_registered_name_or_by_its_place() -> None:
     """A registered name is looked up; a place needs no registration, and may have a class or an object."""
     known = {"own": f"{__name__}:Own"}
-    assert strategies.find("own", known) == f"{__name__}:Own"
-    assert strategies.find("somebody.else_:Place.inner", known) == "somebody.else_:Place.inner"
-    assert strategies.make(f"{__name__}:Own").name == strategies.make(f"{__name__}:made").name == "own"
+    assert registered.find("own", known) == f"{__name__}:Own"
+    assert registered.find("somebody.else_:Place.inner", known) == "somebody.else_:Place.inner"
+    assert registered.make(f"{__name__}:Own").name == registered.make(f"{__name__}:made").name == "own"
 
 
 @pytest.mark.parametrize("name", ["pp", "pp:", ":Own", "test-strategies:Own", "a.b", "a:b:c", "a/b.py:Own"])
@@ -63,7 +64,7 @@ def test_an_unknown_name_is_refused(name: str) -> None:
     guess = r" \(did you mean a:b\?\)" if name == "a.b" else ""
     message = f"^'{name}' is no strategy{guess}: allowed are mp, own, or package.module:attr"
     with pytest.raises(ValueError, match=message):
-        strategies.find(name, {"own": f"{__name__}:Own", "mp": "a:b"})
+        registered.find(name, {"own": f"{__name__}:Own", "mp": "a:b"})
 
 
 @pytest.mark.parametrize(
@@ -85,7 +86,7 @@ def test_a_bad_strategy_is_refused(place: str, complaint: str, tmp_path: Path, m
     (tmp_path / "unlucky.py").write_text("raise OSError('first line\\nsecond line')")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match=f"^strategy {place} {complaint}") as caught:
-        strategies.make(place)
+        registered.make(place)
     assert "\n" not in str(caught.value)
 
 
@@ -105,4 +106,4 @@ def test_a_bad_strategy_is_refused(place: str, complaint: str, tmp_path: Path, m
 def test_a_wrong_registration_is_refused(registrations: list[dict[str, str]], complaint: str) -> None:
     """The message has the name of the hook, since the user may have chosen no strategy."""
     with pytest.raises(ValueError, match=f"^pytest_llmgpu_strategies: {complaint}"):
-        strategies.merge(registrations)
+        registered.merge(registrations)

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, get_args
 
 import msgspec
 
@@ -33,8 +33,8 @@ from pytest_llmgpu.inference import scoring, sm_clock
 from pytest_llmgpu.inference.batching import Batch, Plan
 from pytest_llmgpu.inference.scoring import synchronize
 from pytest_llmgpu.inference.sm_clock import SmClock
-from pytest_llmgpu.ranks.host import count_calls
-from pytest_llmgpu.ranks.op_counts import count_ops, module_hooks
+from pytest_llmgpu.recording.host_calls import count_calls
+from pytest_llmgpu.recording.op_counts import count_ops, module_hooks
 from pytest_llmgpu.report.kernel_families import collective_of, family_of
 from pytest_llmgpu.report.text import first_line
 from pytest_llmgpu.report.work import (
@@ -50,9 +50,8 @@ from pytest_llmgpu.report.work import (
 )
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel
-
-    from pytest_llmgpu.strategies.protocol import Loaded
 
 _LEAST_PASSES = 4
 """Fewest profiled passes in the execution of the case."""
@@ -161,6 +160,25 @@ BatchReport = Callable[[float, int, int, int], None]
 """Called after each batch with its latency in seconds, its sequences, tokens, and tokens with padding."""
 
 
+class Program(Protocol):
+    """What a rank runs: the loaded model of a strategy, or an engine."""
+
+    @property
+    def model(self) -> torch.nn.Module | None:
+        """Its modules have the names of reports; None: those of all modules that are called."""
+        ...
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """It computes on these devices."""
+        ...
+
+    @property
+    def dispatched(self) -> bool:
+        """False if kernels are launched past torch's dispatcher, where FLOPs cannot be counted."""
+        ...
+
+
 class WorkReply(msgspec.Struct, frozen=True, kw_only=True):
     """The records of one rank's work passes: `record` makes them, and `measure` adds those of the eager passes."""
 
@@ -208,7 +226,13 @@ def passes_of(batches: int) -> int:
 
 
 def record(
-    loaded: Loaded, plan: Plan, forward: Forward, *, on_batch: BatchReport, first: bool = True, trace: str | None = None
+    program: Program,
+    plan: Plan,
+    forward: Forward,
+    *,
+    on_batch: BatchReport,
+    first: bool = True,
+    trace: str | None = None,
 ) -> WorkReply:
     """Run the passes in the execution of the case, whose CUDA graphs are still recorded, and return their figures.
 
@@ -218,7 +242,7 @@ def record(
     import torch
 
     numbers = batches_used([batch.padded_tokens for batch in plan.batches])
-    gpus = [device for device in loaded.devices if device.type == "cuda"]
+    gpus = [device for device in program.devices if device.type == "cuda"]
     uuids = [f"GPU-{torch.cuda.get_device_properties(gpu).uuid}" for gpu in gpus]
     figures = RankWork(uuids=uuids, why=dict.fromkeys(_DEVICE_FIGURES, _ON_CPU))
     reply = WorkReply(batches=numbers, eager_batches=[numbers[len(numbers) // 2]], work=figures)
@@ -227,21 +251,21 @@ def record(
     batches = [plan.batches[number] for number in numbers]
     # The first profile of a process initialises CUPTI, and its records are left out.
     with _recorded(first=first):
-        _run(loaded, [plan.batches[number] for number in reply.eager_batches], forward, on_batch)
+        _run(program.devices, [plan.batches[number] for number in reply.eager_batches], forward, on_batch)
     kernels, seconds = [], []
     why = None
     passes = passes_of(len(numbers))
-    clock = SmClock(loaded.devices, 2 * passes)
+    clock = SmClock(program.devices, 2 * passes)
     for number in range(passes):
         if number % 2:
             # Before a profile starts the GPU is idle and cools. At its power limit a pass after a forward has a clock
             # that is 3 to 5 % lower, and from passes at several clocks follows how the time depends on the clock.
-            _run(loaded, batches, forward, on_batch)
+            _run(program.devices, batches, forward, on_batch)
         with _recorded(trace=trace if number == passes - 1 else None) as recording:
             clock.stamp(2 * number)
-            pass_s = _run(loaded, batches, forward, on_batch)
+            pass_s = _run(program.devices, batches, forward, on_batch)
             clock.stamp(2 * number + 1)
-            synchronize(loaded.devices)
+            synchronize(program.devices)
         # All passes are run whatever a profiler does: ranks that stop would leave the others waiting in a collective.
         why = why or recording.why
         kernels.append(of_pass(recording.records))
@@ -269,7 +293,7 @@ def record(
 
 
 def measure(
-    loaded: Loaded,
+    program: Program,
     plan: Plan,
     reply: WorkReply,
     forward: Forward,
@@ -285,15 +309,16 @@ def measure(
     """
     import torch
 
-    batch, on_gpu = [plan.batches[number] for number in reply.eager_batches], loaded.devices[0].type == "cuda"
-    figures = count_ops(lambda: _run(loaded, batch, forward, on_batch), loaded.model, reply.work)
+    batch, on_gpu = [plan.batches[number] for number in reply.eager_batches], program.devices[0].type == "cuda"
+    figures = count_ops(lambda: _run(program.devices, batch, forward, on_batch), program.model, reply.work)
     rows, traces, why = reply.rows, reply.traces, dict(figures.why)
     unrecorded: str | None = _ON_CPU
     if on_gpu or trace is not None:
-        profiled = _recorded(kernels=on_gpu, ranges=True, last=last, trace=trace)
-        ranges = module_hooks(loaded.model, lambda name: torch.profiler.record_function(RANGE_PREFIX + name))
+        all_threads = program.model is None
+        profiled = _recorded(kernels=on_gpu, ranges=True, all_threads=all_threads, last=last, trace=trace)
+        ranges = module_hooks(program.model, lambda name: torch.profiler.record_function(RANGE_PREFIX + name))
         with profiled as recording, ranges:
-            _run(loaded, batch, forward, on_batch)
+            _run(program.devices, batch, forward, on_batch)
         traces = [*traces, *recording.traces]
         unrecorded = recording.why if on_gpu else _ON_CPU
     if unrecorded is None:
@@ -302,13 +327,14 @@ def measure(
         rows = None if rows is None else [*rows, *module_rows(found)]
     else:
         why |= dict.fromkeys(_HOST_FIGURES, unrecorded)
-    if not loaded.dispatched:
+    if not program.dispatched:
         why["flops"] = _BYPASSED
         figures = msgspec.structs.replace(figures, flops=None, flops_by_module=None)
     # The last one: what a model prepares in its first eager forwards is done.
     host_calls: list[HostCalls] = []
-    _run(loaded, batch, lambda one: host_calls.append(count_calls(partial(forward, one))), on_batch)
-    figures = msgspec.structs.replace(figures, host_calls=host_calls[0], why=why)
+    if "host_calls" not in why:
+        _run(program.devices, batch, lambda one: host_calls.append(count_calls(partial(forward, one))), on_batch)
+    figures = msgspec.structs.replace(figures, host_calls=next(iter(host_calls), None), why=why)
     return msgspec.structs.replace(reply, work=figures, rows=rows, traces=traces)
 
 
@@ -388,30 +414,30 @@ def _collectives(ranks: Sequence[Sequence[dict[str, list[float]]]]) -> list[Coll
 
 
 @contextmanager
-def scoring_forward(loaded: Loaded, logits: str) -> Iterator[Forward]:
-    """Return a context manager whose value scores a batch; `logits` is one of `scoring.SCORINGS`."""
-    with scoring.way(loaded.model, logits) as chosen:
+def scoring_forward(model: torch.nn.Module, input_device: torch.device, logits: str) -> Iterator[Forward]:
+    """Return a context manager whose value scores a batch of a strategy; `logits` is one of `scoring.SCORINGS`."""
+    with scoring.way(model, logits) as chosen:
 
         def forward(batch: Batch) -> None:
-            packed = batch.packed.to(loaded.input_device, non_blocking=True)
+            packed = batch.packed.to(input_device, non_blocking=True)
             ids, rows_N, targets_N, _ = packed.split(batch.sizes)
             chosen.log_probabilities(ids.view(batch.rows, batch.width), rows_N, targets_N)
 
         yield forward
 
 
-def _run(loaded: Loaded, batches: Sequence[Batch], forward: Forward, on_batch: BatchReport) -> float:
+def _run(devices: Sequence[torch.device], batches: Sequence[Batch], forward: Forward, on_batch: BatchReport) -> float:
     """Run batches once and return the seconds of all of them, the devices idle at both ends of each."""
     import torch
 
     total_s = 0.0
     with torch.inference_mode():
         for batch in batches:
-            synchronize(loaded.devices)
+            synchronize(devices)
             began_s = time.perf_counter()
             with torch.profiler.record_function(RANGE_PREFIX + _SCORING):
                 forward(batch)
-            synchronize(loaded.devices)
+            synchronize(devices)
             latency_s = time.perf_counter() - began_s
             on_batch(latency_s, batch.rows, batch.tokens, batch.padded_tokens)
             total_s += latency_s
@@ -420,16 +446,27 @@ def _run(loaded: Loaded, batches: Sequence[Batch], forward: Forward, on_batch: B
 
 @contextmanager
 def _recorded(
-    *, kernels: bool = True, ranges: bool = False, first: bool = False, last: bool = False, trace: str | None = None
+    *,
+    kernels: bool = True,
+    ranges: bool = False,
+    all_threads: bool = False,
+    first: bool = False,
+    last: bool = False,
+    trace: str | None = None,
 ) -> Iterator[_Recording]:
     """While entered, torch.profiler records the kernels of this process, and the ranges of modules if wanted.
 
-    CUPTI is attached at the first profile of a case and detached after the last one. `trace` is the file for the trace.
+    Ranges are those of the calling thread, or of all threads. CUPTI is attached at the first profile of a case and
+    detached after the last one. `trace` is the file for the trace.
     """
+    from torch._C._profiler import _ExperimentalConfig  # as torch documents it (`torch.profiler.profile`)
     from torch.profiler import ProfilerActivity, profile
 
     recording = _Recording()
-    profiler = profile(activities=[*[ProfilerActivity.CUDA] * kernels, *[ProfilerActivity.CPU] * ranges])
+    profiler = profile(
+        activities=[*[ProfilerActivity.CUDA] * kernels, *[ProfilerActivity.CPU] * ranges],
+        experimental_config=_ExperimentalConfig(profile_all_threads=all_threads),
+    )
     try:
         _set_detaching(wanted=first)
         profiler.start()

@@ -9,7 +9,7 @@ import torch
 from support import tiny_model
 from torch.utils.flop_counter import FlopCounterMode
 
-from pytest_llmgpu.ranks import op_counts
+from pytest_llmgpu.recording import op_counts
 from pytest_llmgpu.report.work import RankWork
 
 

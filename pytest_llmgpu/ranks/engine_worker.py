@@ -1,0 +1,300 @@
+"""The commands of the rank of an engine: those of `worker`, for something that runs the model by itself.
+
+A batch is one call of the engine. Everything around it is that of a strategy: tokens, batches, times, answers, work
+passes. Kernels, ops and calls of the host are recorded in this process, unless the engine computes in others.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from pytest_llmgpu.engines.protocol import Engine, Texts
+from pytest_llmgpu.inference import batching, scoring
+from pytest_llmgpu.inference.batching import Batch
+from pytest_llmgpu.inference.models import ModelSource
+from pytest_llmgpu.inference.sm_clock import SmClock
+from pytest_llmgpu.ranks import host, memory, registered, worker
+from pytest_llmgpu.ranks.model_hook import ModelHook
+from pytest_llmgpu.ranks.worker import Measured, RankState, ReferenceTexts
+from pytest_llmgpu.recording import work
+from pytest_llmgpu.recording.work import WorkReply
+from pytest_llmgpu.report.case import Case
+from pytest_llmgpu.report.derived import decode_tokens, encode, encode_tokens
+from pytest_llmgpu.report.result import Batches, Collective, DeviceMemory, Generation, Launch
+from pytest_llmgpu.report.text import plural
+from pytest_llmgpu.report.work import ModelSize
+
+if TYPE_CHECKING:
+    import torch
+
+_MOST_TOKEN = 2**31 - 1
+
+
+class _Program(NamedTuple):
+    """What the recorders need (see `recording.work.Program`)."""
+
+    devices: tuple[torch.device, ...]
+    model: None = None
+    dispatched: bool = True
+
+
+def load(
+    state: RankState, case: Case, source: ModelSource, place: str, hooks: Sequence[ModelHook] = ()
+) -> list[DeviceMemory]:
+    """Start the engine of a case, and return the memory of the devices.
+
+    Raises:
+        ValueError: A hook would change a loaded model, and an engine has none.
+    """
+    import torch
+
+    if hooks:
+        raise ValueError("pytest_llmgpu_model: an engine loads its model itself: change it there")
+    state.phase, state.case, state.source = "load", case, source
+    engine = state.engine or registered.engine(place)
+    on_gpu = case.device == "cuda" and engine.elsewhere is None
+    devices = [torch.device("cuda", index) for index in range(case.devices)] if on_gpu else [torch.device("cpu")]
+    state.loaded_memory = memory.hold(devices, case.gpu_memory_bytes if on_gpu else None)
+    if engine.elsewhere is not None:
+        state.loaded_memory = [
+            msgspec.structs.replace(one, why=dict.fromkeys(one.why, engine.elsewhere)) for one in state.loaded_memory
+        ]
+    state.devices, state.engine = devices, engine
+    engine.start(case, source)
+    state.loaded_memory = memory.after_loading(devices, state.loaded_memory)
+    return state.memory()
+
+
+def score(state: RankState, case: Case) -> Launch:
+    """Measure a case: `warm_up`, then `measure`."""
+    warm_up(state, case)
+    launch = measure(state).launch
+    if launch.generation is not None:
+        launch.generation = check_texts(state)
+    return launch
+
+
+def warm_up(state: RankState, case: Case, not_recorded: str | None = None) -> None:  # noqa: ARG001 - as `worker.warm_up`
+    """Prepare `measure`: run a batch of each number of rows and of each of few widths."""
+    state.case, state.phase, state.generation = case, "forward", None
+    requests = worker.encoded(state)
+    memory.reset(state.devices)
+    began_s = time.monotonic()
+    # Sequences are not padded: the few widths are for the warm-up alone.
+    state.engine_plan = plan = batching.plan(requests, case.batch_size, few_shapes=True, share=False)
+    _engine(state).prepare(max(batch.rows for batch in plan.batches), plan.tokens, requests.new_tokens)
+    on_batch = worker.report_to(state)
+    for batch in {(batch.rows, batch.width): batch for batch in plan.batches}.values():
+        _engine(state).idle()
+        started_s = time.perf_counter()
+        _run(state, batch)
+        on_batch(time.perf_counter() - started_s, batch.rows, batch.tokens, batch.padded_tokens)
+    scoring.synchronize(state.devices)
+    state.launch = Launch(warmup_s=time.monotonic() - began_s, plan_sha256=plan.sha256)
+
+
+def measure(state: RankState) -> Measured:
+    """Score or generate the case that was warmed up, one call of the engine for each batch.
+
+    Raises:
+        ValueError: The engine returned another number of sequences or tokens, or a number that is none.
+    """
+    launch, plan, state.launch = state.launch, state.plan, None
+    assert launch is not None, "the case is warmed up"
+    on_batch, columns = worker.report_to(state, planned=len(plan.batches)), Batches()
+    answers: dict[int, list[float]] = {}
+    texts: list[tuple[Batch, Texts]] = []
+    clock = SmClock(state.devices, 2 * len(plan.batches))
+    started_s, ended = time.monotonic(), host.watch()
+    for number, batch in enumerate(plan.batches):
+        _engine(state).idle()
+        clock.stamp(2 * number)
+        scoring.synchronize(state.devices)
+        began_s = time.perf_counter()
+        found = _run(state, batch)
+        scoring.synchronize(state.devices)
+        latency_s = time.perf_counter() - began_s
+        clock.stamp(2 * number + 1)
+        if isinstance(found, Texts):
+            texts.append((batch, found))
+            values: Sequence[Sequence[float]] = found.loglikelihoods or ()
+        else:
+            values = found
+            answers.update(zip(batch.requests, values, strict=True))
+        scoring.add_batch(columns, batch, latency_s, itertools.chain.from_iterable(values), of=len(plan.batches))
+        on_batch(latency_s, batch.rows, batch.tokens, batch.padded_tokens)
+    ended(launch)
+    ended_s = time.monotonic()
+    launch.batches = columns
+    if texts:
+        launch.generation = state.generation = _generation(state, texts)
+        _explain(state, launch, launch.generation)
+    else:
+        columns.clock_ghz = clock.ghz([(2 * number, 2 * number + 1) for number in range(len(plan.batches))])
+        if clock.why is not None:
+            launch.why["clock_ghz"] = clock.why
+        task, items = state.datasets[state.case.dataset_sha256]
+        sums = iter([math.fsum(answers[number]) for number in range(len(plan.requests.requests))])
+        launch.accuracy = task.score(items, [[next(sums) for _ in range(count)] for count in plan.requests.endings])
+    launch.memory = state.memory()
+    return Measured(launch, "engine", started_s, ended_s)
+
+
+def check_texts(state: RankState, reference: ReferenceTexts | None = None) -> Generation:
+    """Score the texts of the latest case, and those of a reference, by the engine's `score`, if it has one."""
+    assert state.generation is not None
+    requests, size = state.plan.requests, max(1, state.case.batch_size // 2)
+
+    def score_again(tokens: str) -> str | None:
+        numbers = iter(decode_tokens(tokens).tolist())
+        prompts = [list(request.tokens[:-1]) for request in requests.requests]
+        both = [[*prompt, *itertools.islice(numbers, requests.new_tokens)] for prompt in prompts]
+        values: list[list[float]] = []
+        for start in range(0, len(both), size):
+            some, begins = both[start : start + size], [len(prompt) for prompt in prompts[start : start + size]]
+            try:
+                values += _checked_scores(_engine(state).score(some, begins), [requests.new_tokens] * len(some))
+            except NotImplementedError:
+                return None
+        return encode(itertools.chain.from_iterable(values))
+
+    found = score_again(state.generation.tokens)
+    return msgspec.structs.replace(
+        state.generation,
+        prefill_loglikelihoods=found,
+        reference=None if reference is None else reference.key,
+        reference_loglikelihoods=None if reference is None or found is None else score_again(reference.tokens),
+    )
+
+
+def account(state: RankState) -> tuple[list[Collective], list[Collective] | None] | str:
+    """Return the traffic of the latest case: none on one device; on several the reason why it is not known."""
+    engine = _engine(state)
+    if state.case.devices == 1 and engine.elsewhere is None:
+        return [], None
+    return engine.elsewhere or f"engine {engine.name} starts its processes itself, whose traffic is not counted"
+
+
+def record_work(state: RankState, traces: str | None = None) -> None:
+    """Record the kernels of the latest case, for `run_eager_passes` (see `worker.record_work`)."""
+    forward, on_batch = partial(_run, state), worker.report_to(state)
+    trace = worker.trace_path(state, traces, "passes")
+    state.passes = [work.record(_program(state), state.plan, forward, on_batch=on_batch, trace=trace)]
+
+
+def run_eager_passes(state: RankState, traces: str | None = None) -> list[WorkReply]:
+    """Record what the latest case computes, in calls that are not measured."""
+    forward, on_batch = partial(_run, state), worker.report_to(state)
+    trace = worker.trace_path(state, traces, "modules")
+    return [work.measure(_program(state), state.plan, state.passes[0], forward, on_batch=on_batch, trace=trace)]
+
+
+def model_size(state: RankState) -> ModelSize | str:
+    """Return the size of the model, or the reason why it is not known."""
+    if not _runs_the_model(state):
+        return "the engine loads a model of its own"
+    return worker.size_of(state)
+
+
+def stop(state: RankState) -> None:
+    """End the engine."""
+    if state.engine is not None:
+        state.engine.stop()
+
+
+def _engine(state: RankState) -> Engine:
+    assert state.engine is not None, "it is started"
+    return state.engine
+
+
+def _runs_the_model(state: RankState) -> bool:
+    """Return whether the engine runs the model of the options, not one of its own."""
+    return state.case.model == state.source.name
+
+
+def _program(state: RankState) -> _Program:
+    if (why := _engine(state).elsewhere) is not None:
+        raise ValueError(why)
+    return _Program(tuple(state.devices))
+
+
+def _run(state: RankState, batch: Batch) -> Texts | list[list[float]]:
+    """Run one batch, and check what the engine returns."""
+    engine, requests = _engine(state), state.plan.requests
+    sequences = [requests.requests[number] for number in batch.requests]
+    if state.case.generates:
+        found = engine.generate([list(one.tokens[:-1]) for one in sequences], requests.new_tokens)
+        texts = found if isinstance(found, Texts) else Texts(tokens=found)
+        vocabulary = state.source.decoder.get("vocab_size") if _runs_the_model(state) else None
+        _check_tokens(texts, len(sequences), requests.new_tokens, vocabulary)
+        return texts
+    # The first tokens of a sequence that is too long are left out, and one token more than a model reads is scored.
+    kept = [list(one.tokens[-(requests.max_length + 1) :]) for one in sequences]
+    begins = [len(tokens) - one.ending for tokens, one in zip(kept, sequences, strict=True)]
+    return _checked_scores(engine.score(kept, begins), [one.ending for one in sequences])
+
+
+def _check_tokens(texts: Texts, prompts: int, new_tokens: int, vocabulary: int | None) -> None:
+    if len(texts.tokens) != prompts:
+        raise ValueError(f"generate returned {plural(len(texts.tokens), 'text')} for {plural(prompts, 'prompt')}")
+    vocabulary = vocabulary or _MOST_TOKEN
+    for number, tokens in enumerate(texts.tokens):
+        if len(tokens) != new_tokens:
+            raise ValueError(
+                f"generate returned {plural(len(tokens), 'token')} for prompt {number} of its batch, "
+                f"{new_tokens} are needed: an end-of-sequence token ends no text"
+            )
+        wrong = next((token for token in tokens if not isinstance(token, int) or not 0 <= token < vocabulary), None)
+        if wrong is not None:
+            raise ValueError(
+                f"generate returned token {wrong!r} for prompt {number}: allowed are 0 to {vocabulary - 1}"
+            )
+    if texts.loglikelihoods is not None:
+        _checked_scores(texts.loglikelihoods, [new_tokens] * prompts)
+    if texts.step_s and len(texts.step_s) != new_tokens - 1:
+        raise ValueError(f"generate returned {len(texts.step_s)} times of further tokens, {new_tokens - 1} are needed")
+
+
+def _checked_scores(found: Sequence[Sequence[float]], lengths: Sequence[int]) -> list[list[float]]:
+    if [len(values) for values in found] != [*lengths]:
+        raise ValueError(
+            f"log-likelihoods of {[len(values) for values in found]} tokens, {[*lengths]} are needed: one for each "
+            "token from the given position on"
+        )
+    return [[float(value) for value in values] for values in found]
+
+
+def _generation(state: RankState, texts: Sequence[tuple[Batch, Texts]]) -> Generation:
+    """Return the record of the texts of all batches."""
+    places = [number for batch, _ in texts for number in batch.requests]
+    in_order = [place for _, place in sorted(zip(places, range(len(places)), strict=True))]
+    tokens = [row for _, one in texts for row in one.tokens]
+    values = [row for _, one in texts for row in one.loglikelihoods or ()]
+    firsts = [one.first_token_s for _, one in texts if one.first_token_s is not None]
+    requests = state.plan.requests
+    return Generation(
+        prompt_tokens=[len(request.tokens) - 1 for request in requests.requests],
+        new_tokens=[requests.new_tokens] * len(tokens),
+        first_token_s=firsts if len(firsts) == len(texts) else [],
+        step_s=[second for _, one in texts for second in one.step_s],
+        tokens=encode_tokens(token for place in in_order for token in tokens[place]),
+        loglikelihoods=encode(value for place in in_order for value in values[place])
+        if len(values) == len(tokens)
+        else None,
+    )
+
+
+def _explain(state: RankState, launch: Launch, texts: Generation) -> None:
+    """Add the reasons for figures of a generation that the engine does not have."""
+    name = _engine(state).name
+    if not texts.first_token_s:
+        launch.why["first_token_s"] = f"engine {name} reports no time of the first token"
+    if texts.loglikelihoods is None:
+        launch.why["loglikelihoods"] = f"engine {name} returns no log-likelihoods of its tokens"
