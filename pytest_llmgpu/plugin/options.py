@@ -19,6 +19,9 @@ _OF_WORKLOAD = {
 }
 """Options that have an effect in one workload only."""
 
+_OF_ENGINE = dict.fromkeys(("server_url", "server_command"), "openai")
+"""Options of an engine to its name; those of strategies begin with it."""
+
 _INI_TYPES: dict[str | None, Any] = {"NAME[,NAME]": "args", "N[,N]": "args"}
 """Types of ini keys beside strings, by the placeholder of their value in the help."""
 if pytest.version_tuple >= (9, 2):
@@ -108,7 +111,7 @@ def check_owners(
     those of the run, and `workloads` those of all tests.
     """
     for field in _given_flags(config):
-        owner = field.name.partition("_")[0]
+        owner = _OF_ENGINE.get(field.name, field.name.partition("_")[0])
         if owner in built_in and owner not in measured:
             names = ", ".join(sorted(measured))
             raise pytest.UsageError(

@@ -57,7 +57,7 @@ class ReferenceTexts(msgspec.Struct, frozen=True, kw_only=True):
 
     key: str
     """This is the key of the case that generated them."""
-    tokens: str
+    tokens: str | None
     """These are the tokens, as in `Generation.tokens`."""
 
 
@@ -313,7 +313,7 @@ def check_texts(state: RankState, reference: ReferenceTexts | None = None) -> Ge
     case, loaded, prompts = state.case, state.loaded, state.plan.requests
     length = prompts.new_tokens
 
-    def score_again(tokens: str) -> str:
+    def score_again(tokens: str | None) -> str:
         numbers = decode_tokens(tokens).tolist()
         # Eagerly also where the layers are compiled: a fault of the compiler does not repeat itself here.
         with compiled_layers.suspended():

@@ -232,16 +232,18 @@ def record(
     *,
     on_batch: BatchReport,
     first: bool = True,
+    whole_texts: bool = False,
     trace: str | None = None,
 ) -> WorkReply:
     """Run the passes in the execution of the case, whose CUDA graphs are still recorded, and return their figures.
 
-    Every rank must do so at the same time. `first` is true for the first passes of the case. `trace` is the file for
-    the trace of the last pass.
+    Every rank must do so at the same time. `first` is true for the first passes of the case. Where a forward generates
+    `whole_texts`, one batch is run, in the fewest passes. `trace` is the file for the trace of the last pass.
     """
     import torch
 
-    numbers = batches_used([batch.padded_tokens for batch in plan.batches])
+    padded_tokens = [batch.padded_tokens for batch in plan.batches]
+    numbers = [len(padded_tokens) // 2] if whole_texts else batches_used(padded_tokens)
     gpus = [device for device in program.devices if device.type == "cuda"]
     uuids = [f"GPU-{torch.cuda.get_device_properties(gpu).uuid}" for gpu in gpus]
     figures = RankWork(uuids=uuids, why=dict.fromkeys(_DEVICE_FIGURES, _ON_CPU))
@@ -254,7 +256,7 @@ def record(
         _run(program.devices, [plan.batches[number] for number in reply.eager_batches], forward, on_batch)
     kernels, seconds = [], []
     why = None
-    passes = passes_of(len(numbers))
+    passes = _LEAST_PASSES if whole_texts else passes_of(len(numbers))
     clock = SmClock(program.devices, 2 * passes)
     for number in range(passes):
         if number % 2:

@@ -229,6 +229,9 @@ Kind = Literal["plain", "best", "wrong", "oom", "skipped", "failed", "absent"]
 _USUAL_BACKENDS = {"mp": "accelerate", "tp": "transformers", "iok": "deepspeed", "compile": "transformers"}
 """The title of a strategy names the backend only if it is not the usual one."""
 
+_PLACES = ("function", "server_url", "server_command")
+"""Options of a case that have the place of an engine."""
+
 _ENDED: dict[str, tuple[Kind, str]] = {"oom": ("oom", "OOM"), "skipped_after_oom": ("skipped", "-")}
 """The kind and the word of a cell by outcome; of another outcome than these the word is its name."""
 
@@ -466,8 +469,8 @@ def entries(cases: Sequence[CaseResult]) -> list[Entry]:
         options = [
             f"{name}={value}"
             for name, value in case.strategy_options.items()
-            # An engine has the name of its function.
-            if name != "function" and (value or any(other.strategy_options.get(name, ...) != value for other in alike))
+            # The place of an engine says no more than its name.
+            if (value and name not in _PLACES) or any(other.strategy_options.get(name, ...) != value for other in alike)
         ]
         # On a CPU devices are processes, and cases of different numbers share a table.
         processes = plural(case.devices, "process") if any(other.devices != case.devices for other in alike) else None
@@ -561,7 +564,11 @@ def _differences(result: CaseResult, comparison: Comparison) -> list[str]:
     difference = comparison.largest_difference if dummy else comparison.typical_difference
     # Each text has log-likelihoods of its own: those of the reference's texts are compared.
     name = f"log-likelihoods of {REFERENCE_STRATEGY}'s texts" if result.case.generates else "log-likelihoods"
-    if difference is None:
+    if difference is None and result.case.execution == "engine":
+        largest = comparison.largest_difference
+        known = f"differ by at most {100 * largest:.2g} %" if largest is not None else "are not known"
+        parts.append(f"log-likelihoods up to the first other token {known}")
+    elif difference is None:
         parts.append(f"not all {name} are finite")
     elif not difference:
         parts.append(f"{name} equal")

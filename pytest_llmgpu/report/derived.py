@@ -205,9 +205,9 @@ def encode(loglikelihoods: Iterable[float]) -> str:
     return base64.b64encode(array("f", loglikelihoods)).decode()
 
 
-def decode_tokens(tokens: str) -> array[int]:
-    """Return the numbers of a text that `encode_tokens` wrote."""
-    return array("i", binascii.a2b_base64(tokens))
+def decode_tokens(tokens: str | None) -> array[int]:
+    """Return the numbers of a text that `encode_tokens` wrote; none without a text."""
+    return array("i", binascii.a2b_base64(tokens or ""))
 
 
 def encode_tokens(tokens: Iterable[int]) -> str:

@@ -137,7 +137,8 @@ class Options:
     strategy: tuple[str, ...] = _option(
         "NAME[,NAME]",
         "strategies to measure: mp (layers spread over the GPUs), tp (tensor parallel), iok (tp with DeepSpeed's "
-        "kernels), compile (tp with torch.compile, also on one GPU), a registered strategy, or module:attribute",
+        "kernels), compile (tp with torch.compile, also on one GPU), an engine (transformers-cb, vllm, openai), a "
+        "registered one, or module:attribute",
         "mp",
     )
     model: str = _option(
@@ -227,6 +228,14 @@ class Options:
         "N",
         "tokens per sequence that iok's workspace must hold (default: the longest sequence; 1: DeepSpeed's own limit, "
         "with wrong answers if memory holds fewer tokens than the longest sequence has)",
+    )
+    server_url: str | None = _option(
+        "URL", "server with OpenAI's API that strategy openai measures, such as http://localhost:8000"
+    )
+    server_command: str | None = _option(
+        "COMMAND",
+        "command that starts the server of strategy openai, with {port} and {model}, such as "
+        "'vllm serve {model} --port {port}'; it is ended with the case",
     )
     launches: int = _option(
         "N",

@@ -116,8 +116,9 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_formula_bytes: Count | None = None
     """Size of the KV cache by the formula: 2 x layers x KV heads x size of a head x sequences of the largest batch x
     tokens of a sequence x bytes of a number. Null if the config of the model lacks one of these."""
-    tokens: str
-    """Generated tokens of all prompts, prompt by prompt, as Base64 of little-endian int32."""
+    tokens: str | None
+    """Generated tokens of all prompts, prompt by prompt, as Base64 of little-endian int32. Null for a server that sends
+    text alone."""
     loglikelihoods: str | None
     """Log-likelihood of each generated token when it was chosen, as Base64 of little-endian float32. Null for an engine
     that does not return it."""

@@ -8,6 +8,7 @@ import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 
@@ -35,7 +36,13 @@ _DTYPES = {"cuda": "float16", "cpu": "float32"}
 _ADD_BOS = {"auto": None, "yes": True, "no": False}
 """Value of `--llmgpu-add-bos` to that of the case."""
 
-_EXTRAS = {"accelerate": "transformers", "transformers": "transformers", "deepspeed": "deepspeed"}
+_EXTRAS = {
+    "requests": "openai",
+    "vllm": "vllm",
+    "accelerate": "transformers",
+    "transformers": "transformers",
+    "deepspeed": "deepspeed",
+}
 """Library of a strategy to the extra of this package that has it."""
 
 
@@ -107,8 +114,8 @@ class Planner:
         prefix = f"{strategy.name}_"
         fields = dataclasses.asdict(options) if strategy.name in registered.BUILT_IN else {}
         own = {name.removeprefix(prefix): value for name, value in fields.items() if name.startswith(prefix)}
-        if function is not None:
-            own = {OPTION: function.place} | ({} if function.given is None else {"process": "pytest"})
+        if isinstance(strategy, Engine):
+            own = _place_of(strategy, options)
         backend = own.pop("backend", strategy.backend)
         _check_choices(options, strategy)
         # The base of this package has no library that loads a model.
@@ -350,6 +357,13 @@ def _check_choices(options: Options, strategy: Strategy | Engine) -> None:
     if isinstance(strategy, Engine) and (options.scoring != "lean" or options.cuda_graphs == "on"):
         flag = f"cuda-graphs={options.cuda_graphs}" if options.scoring == "lean" else f"scoring={options.scoring}"
         raise ValueError(f"--llmgpu-{flag}: engine {strategy.name} chooses it itself: remove the option")
+
+
+def _place_of(engine: Engine, options: Options) -> dict[str, Any]:
+    """Return the options of a case that have the place of its engine."""
+    if isinstance(engine, Function):
+        return {OPTION: engine.place} | ({} if engine.given is None else {"process": "pytest"})
+    return {name: value for name in engine.options if (value := getattr(options, name))}
 
 
 def _processes(strategy: Strategy | Engine, devices: int) -> int:

@@ -162,7 +162,7 @@ class BenchmarkSession:
         """Return a request with the texts of the reference strategy, where the run has generated them before."""
         report = self.recorder.report
         mp = reference.find(request.case, report.cases) if report is not None and request.case.generates else None
-        if mp is None or (texts := generated(mp)) is None:
+        if mp is None or (texts := generated(mp)) is None or texts.tokens is None:
             return request
         return msgspec.structs.replace(request, reference=ReferenceTexts(key=mp.key, tokens=texts.tokens))
 
