@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pytest_llmgpu.cli import environments
 from pytest_llmgpu.cli.output import show
 from pytest_llmgpu.gate import ab
 from pytest_llmgpu.gate.policy import Policy, dump_policy, find_policy, load_policy, policy_in_words, switched
@@ -27,6 +28,9 @@ from pytest_llmgpu.report import file
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.store import git, store
 
+_OWN_SETUP = (
+    "give each commit an environment of its own, such as --setup 'python -m venv .venv && .venv/bin/pip install -e .'"
+)
 LETTERS = 8
 """Digits of a commit in the output."""
 _JSON = "--llmgpu-json"
@@ -74,16 +78,24 @@ class Worktree(NamedTuple):
     repository: Path
     """The root of the user's own working tree."""
 
-    def build(self, setup: str, kept: Path) -> None:
-        """Run the shell command that creates the environment; ValueError in one line if it fails.
+    def build(self, setup: str | None, kept: Path) -> None:
+        """Create the environment; ValueError in one line if that fails. Its log is written to the folder `kept`.
 
-        Its log is written to the folder `kept`.
+        A shell command `setup` creates it. Without one, the project is installed from the worktree if it is installed
+        in the current environment from the user's own tree; else the current environment is used.
         """
         began, log = time.monotonic(), kept / f"{self.name}-setup.log"
-        status = run(("/bin/sh", "-c", setup), self.folder, self.environment(), log)
+        if setup is not None:
+            command, what, remedy = ["/bin/sh", "-c", setup], "--setup", ""
+        elif projects := environments.installed(self.repository):
+            command = environments.create(self.root, self.repository, projects)
+            what, remedy = "pip install of this commit", f"; {_OWN_SETUP}"
+        else:
+            return
+        status = run(command, self.folder, self.environment(), log)
         show(f"{self.name}-setup  {time.monotonic() - began:.1f} s")
         if status:
-            raise ValueError(f"{self.name}: --setup ended with {describe_ending(status, log)}")
+            raise ValueError(f"{self.name}: {what} ended with {describe_ending(status, log)}{remedy}")
 
     def launch(self, command: Sequence[str], number: int, deselected: Sequence[str], kept: Path) -> Report:
         """Run one launch of the measuring command to its end and return its report, without the tests `deselected`.
@@ -100,10 +112,7 @@ class Worktree(NamedTuple):
             raise ValueError(f"{name}: {shlex.join(command)} ended{without} with {describe_ending(status, log)}")
         report = file.load(path)
         if (found := report.commit.not_measured()) is not None:
-            raise ValueError(
-                f"{name}: the report names {found}: give each commit an environment of its own, such as "
-                "--setup 'python -m venv .venv && .venv/bin/pip install -e .'"
-            )
+            raise ValueError(f"{name}: the report names {found}: {_OWN_SETUP}")
         return report
 
     def environment(self, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -135,7 +144,10 @@ def add_command(parser: argparse.ArgumentParser) -> None:
     text = "after --: the measuring command, such as pytest benchmarks; --llmgpu-json and --deselect are added"
     parser.add_argument("command", metavar="COMMAND", nargs="+", help=text)
     text = "shell command that creates the environment of each worktree, such as 'python -m venv .venv && "
-    text += ".venv/bin/pip install .'; .venv/bin then comes first in PATH"
+    text += (
+        ".venv/bin/pip install .'; .venv/bin then comes first in PATH (default: the current environment, in which a "
+    )
+    text += "project that is installed from your tree is replaced by that of the worktree)"
     parser.add_argument("--setup", metavar="CMD", help=text)
 
 
@@ -169,9 +181,8 @@ def begin(
         show(f"{tree.name}  {tree.reference}  {tree.sha[:LETTERS]}")
     if git_output(Path(), "status", "--porcelain", "--untracked-files=no"):
         show("note: your uncommitted changes are not measured")
-    if arguments.setup is not None:
-        for tree in trees:
-            tree.build(arguments.setup, kept)
+    for tree in trees:
+        tree.build(arguments.setup, kept)
     if not any(Path(tree.environment().get("VIRTUAL_ENV", "/")).is_relative_to(tree.root) for tree in trees):
         show("note: the worktrees have no .venv: all commits run in the current environment")
 

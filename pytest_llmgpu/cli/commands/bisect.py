@@ -121,7 +121,7 @@ def _searched(
 
     def measure(sha: str, number: int, deselected: Sequence[str]) -> Report:
         tree = history.tree(sha)
-        if number == 1 and arguments.setup is not None:
+        if number == 1:
             tree.build(arguments.setup, kept)
         return tree.launch(arguments.command, number, deselected, kept)
 
