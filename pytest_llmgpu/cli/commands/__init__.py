@@ -13,6 +13,7 @@ COMMANDS = {
     "export": ("reports", "write a report in the format of another tool or page"),
     "gate": ("gate", "judge a report against a baseline; the exit status is the result"),
     "html": ("reports", "write a report as one HTML page that needs no network"),
+    "init": ("init", "write a test, its options, a policy and a workflow into this repository, after showing them"),
     "list": ("reports", "list the reports of the store"),
     "plot": ("reports", "draw the charts of a report as PNG or SVG"),
     "promote": ("promote", "make a report the baseline if it is clean and complete and passes the gate"),
