@@ -154,12 +154,14 @@ def next_steps(verdicts: Verdicts, policy: Policy) -> str:
     candidate = verdicts.head
     # A regression of uncommitted changes is between no two commits.
     head = candidate.commit if candidate is not None and "dirty" not in candidate.states else None
+    command = candidate.command if candidate is not None else "pytest"
+    both = f"`llmgpu ab {base[:8]} {head[:8]} -- {command}`" if base and head and base != head else "llmgpu ab"
     parts = []
     if worst is not None and (worst.verdict != "UNDECIDED" or not worst.compared):
         if worst.worse and base and head and base != head and not worst.next_step:
             names = f"--metric {worst.metric} --case {shlex.quote(worst.id)}"
-            search = f"llmgpu bisect {base[:8]} {head[:8]} {names} -- pytest ..."
-            parts.append(f"{search} finds the commit, if several are possible.")
+            search = f"llmgpu bisect {base[:8]} {head[:8]} {names} -- {command}"
+            parts.append(f"`{search}` finds the commit, if several are possible.")
         else:
             parts.append(step_of(worst))
         if worst.trace is not None:
@@ -170,7 +172,8 @@ def next_steps(verdicts: Verdicts, policy: Policy) -> str:
         if lacks and any(row.metric in TIMES and not row.next_step for row in undecided):
             parts.append(f"Measure {reports} with --llmgpu-work=on: one launch decides device time.")
             break
-    parts += _deciding(undecided, in_turn=verdicts.in_turn)
+    way = "measure on a quieter machine" if verdicts.in_turn else f"{both} launches both in turn"
+    parts += _deciding(undecided, way)
     return f"Next: {' '.join(parts)}" if parts else ""
 
 
@@ -181,8 +184,11 @@ def step_of(row: Row, *others: Row) -> str:
     return row.next_step or _NEXT_STEPS.get(row.verdict) or spec_of(row.metric).next_step
 
 
-def _deciding(rows: Sequence[Row], *, in_turn: bool = False) -> list[str]:
-    """Return what decides undecided rows: their own next steps, and the launches that decide at least half."""
+def _deciding(rows: Sequence[Row], way: str = "llmgpu ab launches both in turn") -> list[str]:
+    """Return what decides undecided rows: their own next steps, and the launches that decide at least half.
+
+    `way` is for rows that need too many launches.
+    """
     noisy = [row for row in rows if not row.next_step]
     needed = sorted(
         row.launches_needed
@@ -194,7 +200,6 @@ def _deciding(rows: Sequence[Row], *, in_turn: bool = False) -> list[str]:
     if needed and 2 * len(needed) >= len(noisy):
         parts.append(f"--llmgpu-launches={needed[-1]} in both reports decides {len(needed):,} of {undecided}.")
     elif noisy:
-        way = "measure on a quieter machine" if in_turn else "llmgpu ab BASE HEAD -- pytest ... launches both in turn"
         parts.append(
             f"More than {PRACTICAL_LAUNCHES} launches are not practical for {undecided}: {way}. The program and "
             "traffic are decided by one launch."

@@ -30,7 +30,7 @@ from pytest_llmgpu.gate.program_row import program_row, with_slower_kernels
 from pytest_llmgpu.gate.times import Timed, comparable
 from pytest_llmgpu.report.derived import of_prefill
 from pytest_llmgpu.report.metrics import MetricName, spec_of
-from pytest_llmgpu.report.report import Report
+from pytest_llmgpu.report.report import Report, command
 from pytest_llmgpu.report.result import OUT_OF_MEMORY, CaseResult
 from pytest_llmgpu.report.verdicts import (
     ALSO_CHANGED,
@@ -154,7 +154,7 @@ def judge(
     compared.not_compared.update(f"{row.metric}: {row.verdict}" for row in rows if not row.compared)
     return Verdicts(
         baseline=baseline if base is not None else None,
-        head=Candidate(created=head.created, commit=head.commit.sha, states=list(_states(head))),
+        head=Candidate(created=head.created, commit=head.commit.sha, command=command(head), states=list(_states(head))),
         policy=dump_policy(policy),
         policy_sha256=sha256_of(policy),
         in_turn=in_turn,

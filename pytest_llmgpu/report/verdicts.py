@@ -190,6 +190,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """Time at which the candidate was created, as `created` of its report."""
     commit: str | None = None
     """Commit that was measured in the candidate."""
+    command: str = "pytest"
+    """Command that measures the same again, from the root of the repository."""
     states: list[SessionState] = []
     """Reasons to doubt the candidate as a whole; empty if its session completed, pytest passed and the tree was clean
     or not known."""

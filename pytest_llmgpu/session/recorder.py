@@ -17,6 +17,7 @@ from pytest_llmgpu.analysis.assess import assess
 from pytest_llmgpu.analysis.capacity import capacities
 from pytest_llmgpu.analysis.merging import by_launch
 from pytest_llmgpu.analysis.reference import decisive
+from pytest_llmgpu.gate import promotion
 from pytest_llmgpu.profiling import machine
 from pytest_llmgpu.profiling.machine import Machine
 from pytest_llmgpu.report import file
@@ -107,6 +108,10 @@ class Recorder:
             lines.append(f"trace: {self._shown(self._trace_path)}" if traced else none)
         if not self._saved and "store" not in self.problems:
             steps.append("--llmgpu-save=NAME (keeps the report)")
+        elif self._saved and self.report is not None and self.judge is None:
+            chosen = f"llmgpu promote {self.report.options.get(resume.SAVE) or LATEST}"
+            unfit = next(promotion.unfit(self.report), None)
+            steps.insert(0, f"{chosen} (makes it the baseline)" if unfit is None else f"no baseline: {unfit}")
         return [*lines, f"next: {', '.join(steps)}"] if steps else lines
 
     def resume(self, reference: str, devices: Machine) -> Report:

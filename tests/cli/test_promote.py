@@ -45,7 +45,8 @@ def test_a_report_becomes_the_baseline(capsys: pytest.CaptureFixture[str]) -> No
     passed = Session(complete=True, exit_status=1, failed_tests=0)
     report = on_h200([timed(), make_failed("oom", batch_size=2)], session=passed)
     assert _to_file(report) == 0
-    assert capsys.readouterr().out == f"promoted: new.json is the baseline {TARGET}\n"
+    step = f"next: pytest --llmgpu-compare={TARGET}"
+    assert capsys.readouterr().out == f"promoted: new.json is the baseline {TARGET}\n{step}\n"
     assert load(TARGET) == report
     old = resolve(str(TARGET), Path(".llmgpu")).sha256
     assert _to_file(on_h200([timed(0.9), make_failed("oom", batch_size=2)], sha="b" * 40)) == 0
@@ -107,7 +108,9 @@ def test_a_report_that_the_gate_fails_is_refused(
     capsys.readouterr()
     report = on_h200(head, sha="b" * 40, session=Session(complete=True, exit_status=0, deselected=deselected))
     assert _to_file(report) == status
-    assert f"llmgpu: new.json is not promoted: {reason}" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert f"llmgpu: new.json is not promoted: {reason}" in error
+    assert ("Next: remove the cause" in error) is reason.startswith("NOTHING")
     assert TARGET.read_bytes() == before
     assert _promote(report, "--to", str(TARGET), "--force", "wanted") == 0
 

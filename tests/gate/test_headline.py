@@ -31,7 +31,7 @@ def _slower(name: str = "tp-bs8", ratio: float = 1.041, **fields: Any) -> Row:
 
 
 def _verdicts(*rows: Row, states: Sequence[SessionState] = (), **fields: Any) -> Verdicts:
-    head = Candidate(created="2026-01-02T03:04:05Z", commit="b" * 40, states=list(states))
+    head = Candidate(created="2026-01-02T03:04:05Z", commit="b" * 40, command="pytest b.py", states=list(states))
     not_compared = {} if any(row.compared for row in rows) else {"time: why": 2}
     plain = {"head": head, "baseline": Baseline(name="base.json", commit="a" * 40), "not_compared": not_compared}
     return make_verdicts(*rows, **{**plain, **fields})
@@ -152,12 +152,12 @@ def test_points_and_reasons_are_in_words() -> None:
     ("rows", "fields", "words"),
     [
         ([_row("OK")], {}, ""),
-        ([_slower()], {}, "llmgpu bisect aaaaaaaa bbbbbbbb --metric time --case tp-bs8 "),
+        ([_slower()], {}, "llmgpu bisect aaaaaaaa bbbbbbbb --metric time --case tp-bs8 -- pytest b.py"),
         ([_slower(trace="traces/tp-bs8.json.gz")], {}, " Its trace opens in ui.perfetto.dev: traces/tp-bs8.json.gz"),
         ([_slower()], {"states": ["dirty"]}, spec_of("time").next_step),
         ([_slower(next_step="Look for a mask.")], {}, "Look for a mask."),
         ([_row("UNDECIDED", name=f"mp-bs{n}", launches_needed=n) for n in (3, 5, 40)], {}, "--llmgpu-launches=5 "),
-        ([_row("UNDECIDED")], {}, "llmgpu ab BASE HEAD "),
+        ([_row("UNDECIDED")], {}, "`llmgpu ab aaaaaaaa bbbbbbbb -- pytest b.py` "),
         ([_row("UNDECIDED")], {"in_turn": True}, "quieter machine"),
         ([_row("UNDECIDED", "outcome", base=None)], {}, "Measure again."),
         ([_row("UNDECIDED", next_step="Cool the GPUs.")], {}, "Cool the GPUs."),
