@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from pytest_llmgpu.report.text import printable_lines
@@ -16,8 +17,10 @@ def show(text: str) -> None:
 
 
 def complain(text: str) -> None:
-    """Print one line to stderr."""
-    print(f"llmgpu: {one_printable_line(text)}", file=sys.stderr)
+    """Print one line to stderr, where it can be written."""
+    if sys.stderr is not None:  # closed
+        with suppress(OSError):
+            print(f"llmgpu: {one_printable_line(text)}", file=sys.stderr, flush=True)
 
 
 def one_printable_line(text: str) -> str:

@@ -112,7 +112,7 @@ class Recorder:
             chosen = f"llmgpu promote {self.report.options.get(resume.SAVE) or LATEST}"
             unfit = next(promotion.unfit(self.report), None)
             steps.insert(0, f"{chosen} (makes it the baseline)" if unfit is None else f"no baseline: {unfit}")
-        return [*lines, f"next: {', '.join(steps)}"] if steps else lines
+        return [*lines, f"next: {'; '.join(steps)}"] if steps else lines
 
     def resume(self, reference: str, devices: Machine) -> Report:
         """Continue a broken session: the results that follow are added to those of its report that stay.

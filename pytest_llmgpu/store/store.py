@@ -11,6 +11,7 @@ import datetime
 import hashlib
 import os
 import re
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -42,6 +43,8 @@ _IGNORED = """\
 !*_baseline.json.gz
 """
 
+_LEFT = (".llmgpu-*.tmp", "*/.llmgpu-*.tmp", "*/.*.unfinished")
+_ABANDONED_S = 3600.0  # no report takes as long to write
 _SHA_LETTERS = 8
 _NO_COMMIT = "nocommit"
 _FILE = re.compile(r"(\d{4,})_([0-9a-z]+)_(\d{8}T\d{6}Z)(?:_(.+?))?\.json(?:\.gz)?")
@@ -91,12 +94,33 @@ def hardware(report: Report) -> str:
     return re.sub(r"[^A-Za-z0-9.+]+", "-", text).strip("-.")[:LONGEST_NAME].rstrip("-.")
 
 
+def find() -> Path:
+    """Return the nearest store from the working directory up to the root of its repository; without one, the default.
+
+    A command in a subfolder uses the same store in this way.
+    """
+    here = Path.cwd()
+    for folder in (here, *here.parents):
+        if folder.joinpath(DEFAULT).is_dir():
+            return Path(os.path.relpath(folder / DEFAULT, here))
+        if (folder / ".git").exists():  # in a worktree it is a file
+            break
+    return DEFAULT
+
+
 def prepare(storage: Path) -> None:
-    """Make the folder of the store. A new one gets a .gitignore; in a folder of the user it could hide other files."""
+    """Make the folder of the store, and remove what killed processes left in it.
+
+    A new one gets a .gitignore; in a folder of the user it could hide other files.
+    """
     storage.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
         storage.mkdir()
         (storage / ".gitignore").write_text(_IGNORED, encoding="utf-8")
+    for path in (path for pattern in _LEFT for path in storage.glob(pattern)):
+        with suppress(OSError):
+            if path.stat().st_mtime < time.time() - _ABANDONED_S:
+                path.unlink()
 
 
 def stored(storage: Path) -> list[Stored]:

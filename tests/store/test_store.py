@@ -14,6 +14,7 @@ from support.verdict_factory import H200, gpus, measured
 from pytest_llmgpu.report.file import dump, load
 from pytest_llmgpu.report.options import check_name, check_name_is_free
 from pytest_llmgpu.report.report import Commit, Report, Session
+from pytest_llmgpu.store import store
 from pytest_llmgpu.store.store import BASELINE, LAST, hardware, resolve, save, stored, table
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
@@ -80,6 +81,20 @@ def test_the_next_number_follows_the_highest_one() -> None:
     assert [one.number for one in stored(_STORE)] == [9999, 10000]
 
 
+def test_what_killed_writers_left_is_removed() -> None:
+    """A file of the last hour may be of a process that lives."""
+    folder = save(measured(), _STORE).parent
+    left = [_STORE / ".llmgpu-ab.tmp", folder / ".llmgpu-cd.tmp", folder / ".0007.unfinished"]
+    for path in left:
+        path.touch()
+    save(measured(), _STORE)
+    assert all(path.exists() for path in left)
+    for path in left:
+        os.utime(path, (0, 0))
+    save(measured(), _STORE)
+    assert not any(path.exists() for path in left)
+
+
 def test_threads_that_save_at_the_same_time_get_different_numbers() -> None:
     """Every report of 40 concurrent writers is in the store, and no temporary file is left."""
     reports = [measured(sha=f"{number:08x}") for number in range(40)]
@@ -94,9 +109,9 @@ def test_threads_that_save_at_the_same_time_get_different_numbers() -> None:
 def test_a_writer_that_was_overtaken_takes_the_next_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another run can save between the listing of the folder and the claim of the number; it keeps the number."""
     other = save(measured(), _STORE).with_name("0002_aaaaaaaa_20260102T030405Z.json")
-    scandir = os.scandir
+    stored_in = store._stored_in
     # The listing is made before the other report is written.
-    monkeypatch.setattr(os, "scandir", lambda folder: (list(scandir(folder)), other.write_bytes(b"{}"))[0])
+    monkeypatch.setattr(store, "_stored_in", lambda folder: (list(stored_in(folder)), other.write_bytes(b"{}"))[0])
     assert save(measured(), _STORE).name.startswith("0003_3b1f09ac")
 
 

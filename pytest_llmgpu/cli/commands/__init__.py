@@ -18,6 +18,7 @@ COMMANDS = {
     "plot": ("reports", "draw the charts of a report as PNG or SVG"),
     "promote": ("promote", "make a report the baseline if it is clean and complete and passes the gate"),
     "ray": ("ray", "run pytest on the nodes of a Ray cluster, one process for each GPU"),
+    "rm": ("reports", "remove reports of the store"),
     "schema": ("reports", "print the JSON Schema of a report"),
     "show": ("reports", "show the tables and findings of a report, or what changed between several"),
     "trend": ("reports", "show how each case changed over stored reports"),

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 
 from pytest_llmgpu.analysis.merging import merge
 from pytest_llmgpu.cli import launches
-from pytest_llmgpu.cli.arguments import add_rules, today_of
+from pytest_llmgpu.cli.arguments import add_rules, storage_of, today_of
 from pytest_llmgpu.cli.launches import LETTERS, Worktree
 from pytest_llmgpu.cli.output import show
 from pytest_llmgpu.gate import ab, judge
@@ -36,7 +36,6 @@ each commit is launched until its row is decided: once for exact metrics and mos
 the case is launched. Commits that cannot be built or measured are skipped. Reports and logs are kept in .llmgpu/bisect.
 Exit status: 0 found, 2 bad usage or GOOD or BAD cannot be measured, 3 undecided, or BAD is not worse than GOOD."""
 
-_KEPT = Path(".llmgpu") / "bisect"
 _FEWEST = 3
 """Fewest launches that are useful: one of each end and one of a commit."""
 _INDENT = " " * 4
@@ -96,7 +95,9 @@ def run_bisect(arguments: argparse.Namespace) -> int:
     looks = ab.looks(max(1, most // 4))  # the ends take at most half of the launches
     with launches.interruptible(), begun(good, bad) as history:
         with launches.checked_out(references) as trees:
-            kept, policy, in_words, measure_end = launches.begin(arguments, trees, looks, _KEPT)
+            kept, policy, in_words, measure_end = launches.begin(
+                arguments, trees, looks, storage_of(arguments) / "bisect"
+            )
             show(in_words)
 
             def judge_two(base: Report, head: Report) -> Verdicts:
@@ -107,7 +108,7 @@ def run_bisect(arguments: argparse.Namespace) -> int:
             lines = _no_difference(arguments, verdicts)
         else:
             lines = _searched(arguments, history, judge_two, ends, end, kept)
-        show("\n".join([*lines, f"reports, policy and logs: {_KEPT / kept.name}"]))
+        show("\n".join([*lines, f"reports, policy and logs: {kept}"]))
     return 0 if (kept / "first-bad.json.gz").exists() else 3
 
 
@@ -147,7 +148,7 @@ def _searched(
     if (row := _row_of(report.verdicts, end)) is not None:
         reason = textwrap.indent(row.reason, _INDENT)
         lines.append(f"{_INDENT}{end.metric} of {end.id}, compared with {before[:LETTERS]}:\n{reason}")
-    folder = _KEPT / kept.name
+    folder = kept
     return [*lines, f"next: git show {sha[:LETTERS]}; llmgpu gate {folder}/before.json.gz {folder}/first-bad.json.gz"]
 
 

@@ -186,9 +186,27 @@ def run_list(arguments: argparse.Namespace) -> int:
     return 2 if broken else 0
 
 
+def add_rm(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `llmgpu rm`."""
+    parser.add_argument("report", metavar="REPORT", nargs="+", help="a number, a name or a commit in the store")
+    add_storage(parser)
+
+
+def run_rm(arguments: argparse.Namespace) -> int:
+    """Remove reports of the store; none if one of them is not there."""
+    found = [source(name, arguments) for name in arguments.report]
+    for name, one in zip(arguments.report, found, strict=True):
+        if one.stored is None:
+            raise ValueError(f"{name}: is no report of the store {storage_of(arguments)}: see llmgpu list")
+    for one in found:
+        Path(one.name).unlink()
+        show(f"removed: {one.name}")
+    return 0
+
+
 def add_trend(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `llmgpu trend`."""
-    text = "store, or the folder of one machine in it (default: .llmgpu)"
+    text = "store, or the folder of one machine in it (default: the nearest .llmgpu)"
     parser.add_argument("folder", metavar="DIR", type=Path, nargs="?", help=text)
     parser.add_argument("--machine", metavar="NAME", help="machine to show, if the store has several")
     text = "number of newest reports to show (default: 8)"
@@ -205,7 +223,7 @@ def run_trend(arguments: argparse.Namespace) -> int:
 
     if arguments.last < 1:
         raise ValueError(f"--last {arguments.last}: a number of at least 1 is needed")
-    stored = trends.chosen(arguments.folder or store.DEFAULT, arguments.machine)
+    stored = trends.chosen(arguments.folder or store.find(), arguments.machine)
     kept = []
     for one in stored:
         try:
