@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import fcntl
 import os
 import shlex
 import shutil
@@ -17,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +26,7 @@ from pytest_llmgpu.cli import environments
 from pytest_llmgpu.cli.output import show
 from pytest_llmgpu.gate import ab
 from pytest_llmgpu.gate.policy import Policy, dump_policy, find_policy, load_policy, policy_in_words, switched
+from pytest_llmgpu.processes import die_with_parent
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.store import git, store
@@ -31,6 +34,8 @@ from pytest_llmgpu.store import git, store
 _OWN_SETUP = (
     "give each commit an environment of its own, such as --setup 'python -m venv .venv && .venv/bin/pip install -e .'"
 )
+_LOCK = "llmgpu.lock"
+"""A file beside the worktrees: folders of others have none."""
 LETTERS = 8
 """Digits of a commit in the output."""
 _JSON = "--llmgpu-json"
@@ -222,9 +227,19 @@ def place() -> tuple[str, Path]:
 def temporary() -> Iterator[Callable[[str, str], Path]]:
     """Yield a function that adds a worktree, and remove the worktrees at the end, also after an error.
 
-    The arguments of the function are the name of the worktree and the hash of its commit. It returns its root.
+    The arguments of the function are the name of the worktree and the hash of its commit. It returns its root. Those
+    of a process that was killed, whose lock nobody holds, are removed first.
     """
+    left: dict[Path, list[Path]] = {}
+    for line in git_output(Path(), "worktree", "list", "--porcelain").splitlines():
+        if line.startswith("worktree "):
+            root = Path(line.removeprefix("worktree "))
+            left.setdefault(root.parent, []).append(root)
+    for folder, roots in left.items():
+        with suppress(BlockingIOError, FileNotFoundError), _locked(folder):
+            _remove(folder, roots)
     parent = Path(tempfile.mkdtemp(prefix="llmgpu-")).resolve()
+    (parent / _LOCK).touch()
     made: list[Path] = []
 
     def add(name: str, sha: str) -> Path:
@@ -233,16 +248,33 @@ def temporary() -> Iterator[Callable[[str, str], Path]]:
         git_output(Path(), "worktree", "add", "--quiet", "--detach", str(root), sha)
         return root
 
-    try:
-        yield add
-    finally:
-        with handled(signal.SIG_IGN):  # git inherits that
-            for root in made:
-                # First, because git stops at a file that it cannot remove.
-                shutil.rmtree(root, ignore_errors=True)
-                with suppress(ValueError):  # git has no record of a worktree that it could not add
-                    git_output(Path(), "worktree", "remove", "--force", "--force", str(root))
-            shutil.rmtree(parent, ignore_errors=True)
+    with _locked(parent):
+        try:
+            yield add
+        finally:
+            with handled(signal.SIG_IGN):  # git inherits that
+                _remove(parent, made)
+
+
+def _remove(parent: Path, roots: Sequence[Path]) -> None:
+    """Remove worktrees, and the folder that `temporary` made for them."""
+    for root in roots:
+        # First, because git stops at a file that it cannot remove.
+        shutil.rmtree(root, ignore_errors=True)
+        with suppress(ValueError):  # git has no record of a worktree that it could not add
+            git_output(Path(), "worktree", "remove", "--force", "--force", str(root))
+    shutil.rmtree(parent, ignore_errors=True)
+
+
+@contextmanager
+def _locked(parent: Path) -> Iterator[None]:
+    """Hold the lock of a folder that `temporary` made; the kernel ends it with this process.
+
+    FileNotFoundError for another folder, BlockingIOError if another process has the lock.
+    """
+    with (parent / _LOCK).open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
 
 
 def sha_of(reference: str) -> str:
@@ -284,6 +316,7 @@ def run(command: Sequence[str], folder: Path, environ: Mapping[str, str], log: P
                         stdout=output,
                         stderr=subprocess.STDOUT,
                         start_new_session=True,
+                        preexec_fn=partial(die_with_parent, os.getpid()),  # noqa: PLW1509 - this process has one thread
                     )
             finally:
                 for late in received:
