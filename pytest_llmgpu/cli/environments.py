@@ -24,31 +24,28 @@ from pytest_llmgpu.store import imports
 _OURS = "zzz-llmgpu.pth"
 """The last file of its folder that Python reads: the project comes before what is installed here."""
 _DEFAULT_BACKEND = "setuptools.build_meta"
-_PROJECTS = ("pyproject.toml", "setup.py")
 
 
 class Installed(NamedTuple):
     """A project of the user's repository that is installed in this environment."""
 
     folder: Path
-    """Its folder, relative to the root of the repository."""
+    """Its folder in the worktree."""
     editable: bool
     paths: Sequence[Path]
     """The `.pth` files of the installation."""
 
 
-def installed(repository: Path) -> list[Installed]:
-    """Return the projects of a repository that are installed in this environment from it (PEP 610)."""
+def installed(root: Path, repository: Path) -> list[Installed]:
+    """Return the projects of a worktree that are installed in this environment from the repository (PEP 610)."""
     found = []
     for one in metadata.distributions():
         source = imports.source_of(one)
-        if source is None or not source.path.is_relative_to(repository):
-            continue
-        # An archive, such as dist/engine.whl, was built from the project above it.
-        folders = [folder for folder in (source.path, *source.path.parents) if folder.is_relative_to(repository)]
-        folder = next((one for one in folders if any((one / name).is_file() for name in _PROJECTS)), repository)
-        paths = [Path(str(path.locate())) for path in one.files or () if path.suffix == ".pth"]
-        found.append(Installed(folder.relative_to(repository), source.editable, paths))
+        if source is not None and source.path.is_relative_to(repository):
+            folder = root / source.path.relative_to(repository)
+            paths = [Path(str(path.locate())).resolve() for path in one.files or () if path.suffix == ".pth"]
+            if folder.is_dir():  # else it is of another repository, or ignored by git
+                found.append(Installed(folder, source.editable, paths))
     return found
 
 
@@ -70,10 +67,10 @@ def create(root: Path, repository: Path, projects: Sequence[Installed]) -> list[
                 (scripts / path.name).write_bytes(path.read_bytes().replace(here, f"{scripts}/python".encode(), 1))
                 (scripts / path.name).chmod(0o755)
     command = [str(scripts / "python"), "-m", "pip", "install", "--disable-pip-version-check", "--no-deps"]
-    if all(_has_backend(root / project.folder) for project in projects):
+    if all(_has_backend(project.folder) for project in projects):
         command.append("--no-build-isolation")
     for project in projects:
-        command += [*["-e"] * project.editable, str(root / project.folder)]
+        command += [*["-e"] * project.editable, str(project.folder)]
     return command
 
 
@@ -82,15 +79,17 @@ def _packages(root: Path, repository: Path, own: set[Path]) -> Iterator[str]:
 
     Paths in the user's own tree become those of the worktree, as in PYTHONPATH.
     """
-    folders = [Path(name) for name in (*site.getsitepackages(), site.getusersitepackages()) if name in sys.path]
+    names = [name for name in (*site.getsitepackages(), site.getusersitepackages()) if name in sys.path]
+    folders = dict.fromkeys(Path(name).resolve() for name in names)
     yield from map(str, folders)
-    for path in (path for folder in folders for path in sorted(folder.glob("*.pth")) if path not in own):
+    for path in (path for folder in folders for path in sorted(folder.glob("*.pth")) if path.resolve() not in own):
         for line in path.read_text(encoding="utf-8", errors="surrogateescape").splitlines():
             if line.startswith(("import ", "import\t")):
                 yield line
             elif line.strip() and not line.startswith("#"):
                 named = (path.parent / line.rstrip()).resolve()
-                yield str(root / named.relative_to(repository) if named.is_relative_to(repository) else named)
+                is_own = named.is_relative_to(repository) and not any(map(named.is_relative_to, folders))
+                yield str(root / named.relative_to(repository) if is_own else named)
 
 
 def _has_backend(project: Path) -> bool:

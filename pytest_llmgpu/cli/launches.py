@@ -92,7 +92,7 @@ class Worktree(NamedTuple):
         began, log = time.monotonic(), kept / f"{self.name}-setup.log"
         if setup is not None:
             command, what, remedy = ["/bin/sh", "-c", setup], "--setup", ""
-        elif projects := environments.installed(self.repository):
+        elif projects := environments.installed(self.root, self.repository):
             command = environments.create(self.root, self.repository, projects)
             what, remedy = "pip install of this commit", f"; {_OWN_SETUP}"
         else:

@@ -68,7 +68,7 @@ class Recorder:
         self.problems: dict[Literal["report", "store", "page"], str] = {}
         """A line for each file that is missing or incomplete, with the reason."""
         self._saved: list[str] = []
-        """The path in the store, and a note if other reports of this machine have the name of the saved one."""
+        """The line with the path in the store; none before the report is saved."""
         self._launch = 1
         """The number of the launch that is measured now."""
         self._counts: Counter[tuple[str, str]] = Counter()
@@ -274,12 +274,6 @@ class Recorder:
         except (OSError, ValueError) as error:  # ValueError: a name in the report that was continued
             where = self._shown(self._storage_path)
             self.problems["store"] = f"the report could not be saved in {where}: {file.one_line(error)}"
-            return
-        try:
-            if name is not None:
-                store.resolve(name, self._storage_path, machine=store.hardware(report))
-        except ValueError as error:
-            self._saved.append(f"note: {error}")
 
     def _shown(self, where: Path | str) -> str:
         """Return a path relative to the rootdir; of one outside its base name. A relative path, or text, stays."""

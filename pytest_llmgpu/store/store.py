@@ -159,7 +159,7 @@ def save(report: Report, storage: Path, name: str | None = None) -> Path:
     if earlier:
         file.write(earlier[0], data)
         return earlier[0]
-    if not report.session.complete and name in [one.name for one in _stored_in(folder)]:
+    if not (report.session.complete or report.promotion) and name in [one.name for one in _stored_in(folder)]:
         tail = f"_{'_'.join(parts[:2])}.json"
     number, claim = _claim(folder)
     target = folder / f"{number:04}{tail}"
@@ -168,11 +168,6 @@ def save(report: Report, storage: Path, name: str | None = None) -> Path:
     finally:
         claim.unlink()
     return target
-
-
-def unnamed(one: Stored) -> Path:
-    """Return the path of a report in the store without its name."""
-    return one.path.with_name(one.path.name.replace(f"_{one.name}.json", ".json"))
 
 
 def _claim(folder: Path) -> tuple[int, Path]:

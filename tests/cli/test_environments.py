@@ -16,7 +16,9 @@ def _environment(folder: Path) -> Path:
     """Make an environment with the packages of this one, in which a project can be installed; return its Python."""
     venv.create(folder, symlinks=True)
     (packages,) = folder.glob("lib/python*/site-packages")
-    (packages / "here.pth").write_text("\n".join(site.getsitepackages()))
+    (packages / "here.pth").write_text("\n".join(["relative", *site.getsitepackages()]))
+    (packages / "relative").mkdir()
+    (packages / "relative" / "dependency.py").write_text("CALLS = 64")
     return folder / "bin" / "python"
 
 
@@ -34,13 +36,13 @@ def test_an_installed_project_is_measured_at_each_commit(
     """`ab` finds the change, and the commit that cannot be installed is refused with the line that mends it."""
     package = project.root / where / "engine"
     package.mkdir(parents=True)
-    (project.root / ".gitignore").write_text(".llmgpu\n*.egg-info\nbuild\n")
-    for name, calls in (("base", 64), ("head", 65)):
-        (package / "__init__.py").write_text(f"CALLS = {calls}\n")
+    (project.root / ".gitignore").write_text(".llmgpu\n.venv\n*.egg-info\nbuild\n")
+    for name, calls in (("base", "CALLS"), ("head", "CALLS + 1")):
+        (package / "__init__.py").write_text(f"import dependency\nCALLS = dependency.{calls}\n")
         project.commit(name, _PYPROJECT.replace("WHERE", where), seconds=STEADY, installed=True)
     project.commit("broken", "[build-system]\n", seconds=STEADY, installed=True)
     project.git("checkout", "--quiet", "head")
-    python = _environment(tmp_path / "environment")
+    python = _environment(project.root / ".venv")
     _output(python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", *how, project.root)
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     command = (python, "-m", "pytest_llmgpu.cli", "ab", "base")

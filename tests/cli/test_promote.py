@@ -167,7 +167,7 @@ def test_promoting_the_baseline_again_changes_nothing(capsys: pytest.CaptureFixt
 
 
 def test_the_store_has_one_baseline_per_machine() -> None:
-    """It has the name `baseline`; the previous one keeps its number."""
+    """The newest of the name `baseline`; an interrupted report that is promoted by force is that, too."""
     store = Path(".llmgpu")
     other = on_h200(sha="c" * 40)
     other.environment.gpus = gpus("NVIDIA A100")
@@ -177,9 +177,12 @@ def test_the_store_has_one_baseline_per_machine() -> None:
     kept = [(one.machine, one.number, one.name, one.commit) for one in stored(store)]
     assert sorted(kept, key=str) == [
         ("1x-NVIDIA-A100-140GiB", 1, BASELINE, "c" * 8),
-        (H200, 1, None, "a" * 8),
+        (H200, 1, BASELINE, "a" * 8),
         (H200, 2, BASELINE, "b" * 8),
     ]
     found = resolve(BASELINE, store, machine=H200)
     assert found.report().verdicts is not None
     assert main(["gate", BASELINE, "new.json"]) == 3, "it is the file of the baseline"
+    forced = on_h200(sha="d" * 40, session=Session(complete=False))
+    assert _promote(forced, "--force", "wanted") == 0
+    assert resolve(BASELINE, store, machine=H200).report().commit.sha == "d" * 40

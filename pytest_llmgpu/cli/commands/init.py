@@ -56,12 +56,10 @@ def add_init(parser: argparse.ArgumentParser) -> None:
 
 
 def run_init(arguments: argparse.Namespace) -> int:
-    """Run the command and return its exit status: 1 if the answer was no."""
+    """Run the command and return its exit status; ValueError if the answer was no."""
     root = launches.place()[1]
     device = arguments.device or ("cuda" if nvml.inventory().gpus else "cpu")
-    project = root / "pyproject.toml"
-    before = project.read_text(encoding="utf-8") if project.exists() else ""
-    after, advice = _project(before, root, device)
+    before, after, advice = _project(root, device)
     workflow = (Path(__file__).parents[1] / "workflow.yml").read_text(encoding="utf-8")
     if device == "cpu":
         workflow = workflow.replace("[self-hosted, gpu] # the labels of your runner", "ubuntu-latest")
@@ -69,33 +67,31 @@ def run_init(arguments: argparse.Namespace) -> int:
     if re.search(r"^\[(project|build-system)\]", before, re.MULTILINE) or (root / "setup.py").exists():
         workflow = workflow.replace('"$PACKAGE[transformers]" #', '"$PACKAGE[transformers]" -e . #')
     files = {"benchmarks/test_inference.py": _TEST, ".github/workflows/llm-inference.yml": workflow}
-    kept = [name for name in files if (root / name).exists()]
-    files = {name: text for name, text in files.items() if name not in kept}
-    for name, text in files.items():
-        show(f"new file {name}\n\n{text}")
+    for name, text in list(files.items()):
+        if (root / name).exists():
+            del files[name]
+        show(f"new file {name}\n\n{text}" if name in files else f"{name} exists and is kept")
     if after != before:
         files["pyproject.toml"] = after
         lines = before.splitlines()
         show("\n".join(["added to pyproject.toml\n", *(line for line in after.splitlines() if line not in lines), ""]))
-    show(
-        "\n".join([*(f"{name} exists and is kept" for name in kept), f"the policy is for {device}: --device", *advice])
-    )
+    show("\n".join([f"the policy is for {device}: --device", *advice]))
     if not files:
         return 0
     if not arguments.yes:
-        if not sys.stdin.isatty():
-            raise ValueError("nothing is written: there is no terminal to ask at: --yes writes the files")
         show(f"write {', '.join(files)}? [y/N]")
         if sys.stdin.readline().strip().lower() not in {"y", "yes"}:
-            return 1
+            raise ValueError("nothing is written: the answer y, or --yes, writes the files")
     for name, text in files.items():
         file.save(root / name, text.encode(), "file")
     show(_STEPS.format(names=" ".join(files)))
     return 0
 
 
-def _project(before: str, root: Path, device: str) -> tuple[str, list[str]]:
-    """Return the text of pyproject.toml with options and policy, and lines on what the user has to add."""
+def _project(root: Path, device: str) -> tuple[str, str, list[str]]:
+    """Return the text of pyproject.toml, that with options and policy, and lines on what the user has to add."""
+    path = root / "pyproject.toml"
+    before = path.read_text(encoding="utf-8") if path.exists() else ""
     try:
         tool: Mapping[str, Any] = msgspec.toml.decode(before).get("tool", {})
     except (ValueError, ImportError) as error:  # ImportError: Python 3.10 without tomli
@@ -117,4 +113,4 @@ def _project(before: str, root: Path, device: str) -> tuple[str, list[str]]:
         after += f"\n[tool.pytest.ini_options]\n{options}"
     if "gate" not in tool.get("llmgpu", {}):
         after += f"\n{_POLICIES[device]}"
-    return after.lstrip("\n") if not before else after, advice
+    return before, after if before else after.lstrip("\n"), advice

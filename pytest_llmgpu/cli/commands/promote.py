@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -21,7 +20,6 @@ from pytest_llmgpu.report.options import check_name_is_free
 from pytest_llmgpu.report.report import Promotion, Report, command
 from pytest_llmgpu.report.text import listed
 from pytest_llmgpu.store import store as storage
-from pytest_llmgpu.store.store import Stored
 
 
 def add_promote(parser: argparse.ArgumentParser) -> None:
@@ -42,9 +40,8 @@ def run_promote(arguments: argparse.Namespace) -> int:
     (policy, _), store = policy_of(arguments), storage_of(arguments)
     candidate = source(arguments.report, arguments).report()
     wanted = storage.hardware(candidate), storage.BASELINE
-    kept = [one for one in storage.stored(store) if (one.machine, one.name) == wanted]
-    newest = max(kept, key=lambda one: one.number, default=None)
-    path: Path | None = arguments.to or (None if newest is None else newest.path)
+    kept = [one.path for one in storage.stored(store) if (one.machine, one.name) == wanted]
+    path: Path | None = arguments.to or (kept[-1] if kept else None)
     refused = list(promotion.unfit(candidate))
     remedy, status, verdicts, promotions = "", 1 if refused else 0, None, candidate.promotions
     if path is not None and path.exists():
@@ -72,7 +69,7 @@ def run_promote(arguments: argparse.Namespace) -> int:
     promotions = [] if refused else promotions  # a growth that was accepted by force is not stated again
     promoted = msgspec.structs.replace(candidate, verdicts=verdicts, promotion=forced, promotions=promotions)
     try:
-        written = _write(promoted, arguments.to, store, kept)
+        written = _write(promoted, arguments.to, store)
     except OSError as error:
         raise ValueError(f"baseline {arguments.to or store}: cannot be written: {file.one_line(error)}") from None
     show(f"promoted: {arguments.report} is the baseline {written}")
@@ -84,18 +81,13 @@ def run_promote(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _write(promoted: Report, path: Path | None, store: Path, before: Sequence[Stored]) -> Path:
-    """Write the baseline to a file, or to the store, where the previous one keeps its number only."""
-    if path is not None:
-        file.check_writable(path)
-        file.dump(promoted, path)
-        return path
-    check_name_is_free(storage.BASELINE)
-    written = storage.save(promoted, store, storage.BASELINE)
-    # The new file is written first: an interruption then leaves two baselines, which is refused, and never none.
-    for one in before:
-        one.path.rename(storage.unnamed(one))
-    return written
+def _write(promoted: Report, path: Path | None, store: Path) -> Path:
+    if path is None:
+        check_name_is_free(storage.BASELINE)
+        return storage.save(promoted, store, storage.BASELINE)
+    file.check_writable(path)
+    file.dump(promoted, path)
+    return path
 
 
 def _measured(report: Report) -> bytes:

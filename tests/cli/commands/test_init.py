@@ -17,11 +17,10 @@ _PYTEST = '[project]\nname = "x"\n[tool.pytest.ini_options]\nminversion = "8"\n[
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty repository in whose subfolder the command runs; nobody answers at its terminal."""
+    """An empty repository, in whose subfolder the command runs."""
     git(tmp_path, "init", "--quiet")
     (tmp_path / "sub").mkdir()
     monkeypatch.chdir(tmp_path / "sub")
-    monkeypatch.setattr("sys.stdin", io.StringIO(""))
     return tmp_path
 
 
@@ -71,15 +70,15 @@ def test_what_exists_is_kept(
     assert ("-e . #" in (root / _WORKFLOW).read_text()) is ("[project]" in text)
 
 
-def test_without_an_answer_nothing_is_written(
-    root: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A question needs a terminal; an answer other than yes is exit status 1."""
-    assert main(["init"]) == 2
-    assert "--yes writes the files" in capsys.readouterr().err
-    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
-    assert main(["init"]) == 1
-    assert not (root / _PYPROJECT).exists()
-    capsys.readouterr()
+@pytest.mark.parametrize(("answer", "status"), [("", 2), ("n\n", 2), ("y\n", 0)])
+def test_files_are_written_after_a_yes(root: Path, monkeypatch: pytest.MonkeyPatch, answer: str, status: int) -> None:
+    """Without a terminal there is no answer."""
+    monkeypatch.setattr("sys.stdin", io.StringIO(answer))
+    assert main(["init"]) == status
+    assert (root / _PYPROJECT).exists() is (status == 0)
+
+
+def test_a_file_that_is_no_toml_is_refused(root: Path, refused: Callable[..., str]) -> None:
+    """Nothing is shown then."""
     (root / _PYPROJECT).write_text("a = ")
     assert "pyproject.toml: cannot be read" in refused("init", "--yes")
