@@ -293,7 +293,7 @@ class Recorder:
             plugin_version=machine.installed_version("pytest-llmgpu"),
             options=chosen,
             environment=machine.environment(devices),
-            commit=commit(self._rootdir),
+            commit=commit(self._rootdir, needed={nodeid.partition("::")[0] for nodeid in self.expected}),
         )
         return file.encodable(started)
 

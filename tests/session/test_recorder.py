@@ -32,7 +32,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/ada")
     monkeypatch.setenv("LOGNAME", "ada")
     monkeypatch.setattr(socket, "gethostname", lambda: "node17")
-    monkeypatch.setattr(recorder, "commit", lambda _: Commit(sha="0123456789abcdef"))
+    monkeypatch.setattr(recorder, "commit", lambda *_, **__: Commit(sha="0123456789abcdef"))
     monkeypatch.setattr(machine, "fingerprint", lambda _: Environment(cpu="Xeon", python="3.11.7", platform="Linux"))
 
 
@@ -187,7 +187,7 @@ def test_the_step_after_saving_is_promote(
     saved: Callable[..., Recorder], monkeypatch: pytest.MonkeyPatch, name: str, source: Commit, step: str
 ) -> None:
     """Where promote would refuse the report, the reason comes at once."""
-    monkeypatch.setattr("pytest_llmgpu.session.recorder.commit", lambda _: source)
+    monkeypatch.setattr(recorder, "commit", lambda *_, **__: source)
     assert saved(name).whereabouts()[-1].startswith(step)
 
 
