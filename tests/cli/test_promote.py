@@ -83,7 +83,9 @@ def test_disturbed_launches_are_noted(capsys: pytest.CaptureFixture[str]) -> Non
     result = timed()
     result.launches[0].profile = make_profile(invalid=["processes of other programs: GPU 0 has 1"])
     assert _to_file(on_h200([result])) == 0
-    assert f"note: every launch of {result.id} was disturbed" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"note: every launch of {result.id} was disturbed" in out
+    assert "End the other programs on these GPUs" in out
 
 
 @pytest.mark.parametrize(

@@ -73,8 +73,10 @@ def run_promote(arguments: argparse.Namespace) -> int:
     except OSError as error:
         raise ValueError(f"baseline {arguments.to or store}: cannot be written: {file.one_line(error)}") from None
     show(f"promoted: {arguments.report} is the baseline {written}")
-    if names := [one.id for one in candidate.cases if one.launches and all(map(disturbances.untimed, one.launches))]:
-        show(f"note: every launch of {listed(names, promotion.NAMED)} was disturbed: its times cannot be compared")
+    bad = {one.id: [disturbances.untimed(launch) for launch in one.launches] for one in candidate.cases}
+    if why := {name: reasons[0] or "" for name, reasons in bad.items() if reasons and all(reasons)}:
+        text = f"note: every launch of {listed(why, promotion.NAMED)} was disturbed: its times cannot be compared. "
+        show(f"{text}{disturbances.remedy(next(iter(why.values())))}".rstrip())
     if refused:
         show(f"by force, in spite of: {'; '.join(refused)}")
     show(f"next: {command(candidate)} --llmgpu-compare={shlex.quote(str(arguments.to or storage.BASELINE))}")
