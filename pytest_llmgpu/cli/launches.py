@@ -149,10 +149,8 @@ def add_command(parser: argparse.ArgumentParser) -> None:
     text = "after --: the measuring command, such as pytest benchmarks; --llmgpu-json and --deselect are added"
     parser.add_argument("command", metavar="COMMAND", nargs="+", help=text)
     text = "shell command that creates the environment of each worktree, such as 'python -m venv .venv && "
-    text += (
-        ".venv/bin/pip install .'; .venv/bin then comes first in PATH (default: the current environment, in which a "
-    )
-    text += "project that is installed from your tree is replaced by that of the worktree)"
+    text += ".venv/bin/pip install .'; .venv/bin then comes first in PATH (default: the current environment, with the "
+    text += "project of the worktree in place of one that is installed from your tree)"
     parser.add_argument("--setup", metavar="CMD", help=text)
 
 

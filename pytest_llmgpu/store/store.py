@@ -326,12 +326,12 @@ def _find(reference: str, kept: Sequence[Stored], machine: str | None) -> list[S
     else:
         number = int(reference) if _NUMBER.fullmatch(reference) else None
         commit = reference.lower() if _SHA.fullmatch(reference.lower()) else None
-        found = [one for one in kept if one.name == reference]
-        found = list({one.machine: one for one in sorted(found, key=lambda one: one.number)}.values())
-        found += [
+        newest = {one.machine: one for one in kept if one.name == reference}  # by number
+        found = [
             one
             for one in kept
             if (number is not None and number == one.number)
+            or one == newest.get(one.machine)
             # The name of a file has the first letters of the commit only.
             or (commit and one.commit and (one.commit.startswith(commit) or commit.startswith(one.commit)))
         ]
