@@ -52,7 +52,7 @@ def installed(root: Path, repository: Path) -> list[Installed]:
 def create(root: Path, repository: Path, projects: Sequence[Installed]) -> list[str]:
     """Create `.venv` in the root of a worktree, and return the command that installs the projects there."""
     folder = root / ".venv"
-    venv.create(folder, symlinks=True, with_pip=importlib.util.find_spec("pip") is None)
+    venv.create(folder, symlinks=True)
     scripts = folder / "bin"
     variables = {"base": str(folder), "platbase": str(folder)}
     lines = _packages(root, repository, {path for project in projects for path in project.paths})
@@ -67,6 +67,8 @@ def create(root: Path, repository: Path, projects: Sequence[Installed]) -> list[
                 (scripts / path.name).write_bytes(path.read_bytes().replace(here, f"{scripts}/python".encode(), 1))
                 (scripts / path.name).chmod(0o755)
     command = [str(scripts / "python"), "-m", "pip", "install", "--disable-pip-version-check", "--no-deps"]
+    if importlib.util.find_spec("pip") is None:  # an environment that uv made
+        command = ["uv", "pip", "install", "--python", command[0], "--no-deps"]
     if all(_has_backend(project.folder) for project in projects):
         command.append("--no-build-isolation")
     for project in projects:

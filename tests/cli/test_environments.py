@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from support.measured_project import STEADY, Project
 
+from pytest_llmgpu.cli import environments
+
 _BUILD = '[build-system]\nrequires = ["setuptools"]\nbuild-backend = "setuptools.build_meta"\n'
 _PYPROJECT = f'{_BUILD}[project]\nname = "engine"\nversion = "1"\n[tool.setuptools.packages.find]\nwhere = ["WHERE"]\n'
 
@@ -26,6 +28,14 @@ def _output(*words: str | Path, status: int = 0) -> str:
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout + done.stderr
+
+
+def test_an_environment_without_pip_is_of_uv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter of the new environment is named."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    *command, python, _ = environments.create(tmp_path, tmp_path, [])[:6]
+    assert command == ["uv", "pip", "install", "--python"]
+    assert Path(python).exists()
 
 
 @pytest.mark.slow
