@@ -64,6 +64,11 @@ def session_of(config: pytest.Config) -> BenchmarkSession:
         pytest.UsageError: The options, the strategies or the tasks are not allowed.
     """
     if SESSION in config.stash:
+        if config.stash[SESSION].forked:
+            reason = (
+                "a test or a plugin (such as --forked) forked this process: only the first process of pytest measures"
+            )
+            raise pytest.fail.Exception(reason, pytrace=False)
         return config.stash[SESSION]
     from pytest_llmgpu import strategies
     from pytest_llmgpu.inference import tasks
@@ -117,6 +122,12 @@ def session_of(config: pytest.Config) -> BenchmarkSession:
     return session
 
 
+def running(config: pytest.Config) -> BenchmarkSession | None:
+    """Return the benchmark session of a run if there is one and this process is not a forked one."""
+    session = config.stash.get(SESSION, None)
+    return None if session is None or session.forked else session
+
+
 class LLM:
     """The model of a test under its strategy. It is loaded at its first use and kept for the next tests."""
 
@@ -131,6 +142,7 @@ class LLM:
     def request(self, items: Dataset | Sequence[Item], batch_size: int, new_tokens: int | None = None) -> CaseRequest:
         """Return the case of these items at a batch size; fail the test if the case is not allowed."""
         __tracebackhide__ = True
+        session_of(self._item.config)
         try:
             _check_arguments(items, batch_size, new_tokens)
             return self.planned(items, batch_size, new_tokens)

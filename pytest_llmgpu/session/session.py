@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
 import tempfile
 import threading
@@ -77,9 +79,10 @@ class BenchmarkSession:
             self.recorder.judge = self.gate.judge
         self._sample_period_s, self._profile_method = options.sample_period, options.profile_method
         self._live = live
-        self._folder = tempfile.TemporaryDirectory(prefix="llmgpu-run-", ignore_cleanup_errors=True)
+        self._process = os.getpid()
+        # No TemporaryDirectory: a process that a test forks would remove it at its end.
+        self._folder = folder = Path(tempfile.mkdtemp(prefix="llmgpu-run-"))
         self._profilers: tuple[tuple[tuple[str, ...], ...], Profiler | NodeProfilers] | None = None
-        folder = Path(self._folder.name)
         launcher = LocalLauncher(folder) if peers is None else EnvLauncher(peers, folder)
         self._project = Project.at(rootdir)
         self.runner = Runner(launcher, self.profilers_of, self._show, live.note, trace_path, self._project)
@@ -193,6 +196,11 @@ class BenchmarkSession:
             self._out_of_memory.discard(group)  # the test itself fails
         return found
 
+    @property
+    def forked(self) -> bool:
+        """True in a process that a test or a plugin forked: files and ranks are those of the first process."""
+        return os.getpid() != self._process
+
     def problems(self) -> list[str]:
         """Return why a run fails although no test failed: files, regressions without an item, groups that never fit."""
         unreported = self.gate.unreported() if self.gate is not None else []
@@ -253,7 +261,9 @@ class BenchmarkSession:
         return "\n\n".join([tables, *verdicts, "\n".join(self.recorder.whereabouts())])
 
     def close(self) -> None:
-        """End every process, delete their logs and restore the handlers of signals."""
+        """End every process, delete their logs and restore the handlers of signals; nothing in a forked process."""
+        if self.forked:
+            return
         self._end_processes()
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
@@ -263,7 +273,7 @@ class BenchmarkSession:
         self.runner.close()
         if self._profilers is not None:
             self._profilers[1].close()
-        self._folder.cleanup()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _show(self, case: Case, done: int, planned: int, elapsed_s: float) -> None:
         name = f"{case.id} ({self._launch})" if self._launch else case.id

@@ -61,3 +61,16 @@ def test_an_interrupted_write_loses_nothing(session: BenchmarkSession, monkeypat
     assert session.end(0, interrupted=False, deselected=[]) == 2
     assert written == ["store and page"]
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_forked_process_ends_nothing(session: BenchmarkSession) -> None:
+    """A test may fork, and its child may end as pytest does."""
+    assert not session.forked
+    if not (child := os.fork()):
+        status = session.forked
+        session.close()
+        os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    assert session._folder.is_dir()
+    session.close()
+    assert not session._folder.exists()
