@@ -96,9 +96,9 @@ def serve(world: World, log_directory: Path, limit_s: float = JOIN_S) -> int:
     except (EOFError, OSError):
         return 1
     finally:
+        connection.close()  # first: the end of the rank would read as a kill from outside
         supervisor.rank("close", 0.0)
         close_here()
-        connection.close()
     return 0
 
 

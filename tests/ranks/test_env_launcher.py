@@ -139,6 +139,7 @@ def test_a_lost_process_is_a_crash_of_its_node(tmp_path: Path, monkeypatch: pyte
         nodes.processes[2].terminate()
         error = _error(group, ranks.on_rank, 1, ranks.hang)
         assert (error.outcome, error.failure.rank, error.failure.message[-8:]) == ("crashed", 2, "(node 2)")
+        assert error.failure.signal is None, "the kernel's out-of-memory killer is not suspected"
         with pytest.raises(ConnectionError):
             nodes.peers.peers[1].call(os.getpid)
         with pytest.raises(RankFailedError, match=r"process of rank 2 was lost.*\(node 2\)"):
