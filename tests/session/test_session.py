@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.report_factory import make_result
 
 from pytest_llmgpu.render.terminal.live import LiveLine
 from pytest_llmgpu.report.options import Options
@@ -74,3 +75,25 @@ def test_a_forked_process_ends_nothing(session: BenchmarkSession) -> None:
     assert session._folder.is_dir()
     session.close()
     assert not session._folder.exists()
+
+
+def test_several_interrupts_in_haste_lose_no_case(session: BenchmarkSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C pressed five times is one request, while a case is written and outside of that."""
+    written: list[str] = []
+
+    def press() -> None:
+        for _ in range(5):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def add(*_: object, **__: object) -> None:
+        press()
+        written.append("the case")
+
+    monkeypatch.setattr(session.recorder, "add", add)
+    monkeypatch.setattr(session.planner, "machine", lambda _: None)
+    with pytest.raises(KeyboardInterrupt):
+        session.record(make_result(), Options(), "test_it.py::test_it")
+    assert written == ["the case"]
+    with pytest.raises(KeyboardInterrupt):
+        press()
+    press()
