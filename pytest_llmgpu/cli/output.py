@@ -7,7 +7,6 @@ import os
 import sys
 from pathlib import Path
 
-from pytest_llmgpu.report import file
 from pytest_llmgpu.report.text import printable_lines
 
 
@@ -57,6 +56,8 @@ def write_json(record: object, target: str | None) -> bool:
 
 def save(text: str, path: Path) -> None:
     """Write text to a file, whose folder is created; ValueError in one line if it cannot be written."""
+    from pytest_llmgpu.report import file
+
     try:
         if path.exists() and not path.is_file():  # a pipe, or /dev/stdout
             path.write_text(text, encoding="utf-8")
