@@ -273,8 +273,8 @@ class LocalRank(Rank):
         This works while the process is in native code: faulthandler writes from the handler of SIGUSR1 itself. Before
         a process serves it has no handler, and the signal would end it.
         """
-        size = before = self.log.stat().st_size if self.log.exists() else 0
-        if before and processes.catches(self._process.pid, signal.SIGUSR1):
+        if self.log.exists() and processes.catches(self._process.pid, signal.SIGUSR1):
+            size = before = self.log.stat().st_size
             self._process.send_signal(signal.SIGUSR1)
             deadline = time.monotonic() + _STACKS_S
             # Until it has paused: the stacks are written line by line.
