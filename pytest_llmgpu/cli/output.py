@@ -59,9 +59,13 @@ def write_json(record: object, target: str | None) -> bool:
 
 def save(text: str, path: Path) -> None:
     """Write text to a file, whose folder is created; ValueError in one line if it cannot be written."""
+    from pytest_llmgpu.report import file
+
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        if path.exists() and not path.is_file():  # a pipe, or /dev/stdout
+            path.write_text(text, encoding="utf-8")
+        else:
+            file.write(path, text.encode())
     except OSError as error:
         raise ValueError(f"{path}: cannot be written: {error.strerror or error}") from None
 

@@ -6,6 +6,7 @@ This module is loaded with the plugin in every test run. It imports other librar
 from __future__ import annotations
 
 import shutil
+import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 
 from pytest_llmgpu.plugin import options
 from pytest_llmgpu.report.options import Options
-from pytest_llmgpu.report.text import printable, printable_lines
+from pytest_llmgpu.report.text import first_line, printable, printable_lines
 
 if TYPE_CHECKING:
     from pytest_llmgpu.inference.tasks.protocol import Dataset, Item
@@ -64,6 +65,11 @@ def session_of(config: pytest.Config) -> BenchmarkSession:
         pytest.UsageError: The options, the strategies or the tasks are not allowed.
     """
     if SESSION in config.stash:
+        if config.stash[SESSION].forked:
+            reason = (
+                "a test or a plugin (such as --forked) forked this process: only the first process of pytest measures"
+            )
+            raise pytest.fail.Exception(reason, pytrace=False)
         return config.stash[SESSION]
     from pytest_llmgpu import strategies
     from pytest_llmgpu.inference import tasks
@@ -91,7 +97,7 @@ def session_of(config: pytest.Config) -> BenchmarkSession:
     try:
         if peers is not None:
             peers.wait(chosen.load_timeout)
-        known_tasks = tasks.merge(config.hook.pytest_llmgpu_tasks(config=config))
+        known_tasks = tasks.merge(_registered(config, "pytest_llmgpu_tasks"))
         if hidden := [name for name in known_tasks if name in _FIXTURES]:
             raise pytest.UsageError(
                 f"pytest_llmgpu_tasks: {hidden[0]!r} is not allowed: a fixture of pytest-llmgpu has this name; "
@@ -105,7 +111,7 @@ def session_of(config: pytest.Config) -> BenchmarkSession:
             trace_path=paths.get("trace"),
             storage_path=paths["storage"],
             options=chosen,
-            known=strategies.merge(config.hook.pytest_llmgpu_strategies(config=config)),
+            known=strategies.merge(_registered(config, "pytest_llmgpu_strategies")),
             known_tasks=known_tasks,
             live=live,
             peers=peers,
@@ -115,6 +121,23 @@ def session_of(config: pytest.Config) -> BenchmarkSession:
     config.stash[SESSION] = session
     config.add_cleanup(session.close)  # also of a run that is refused after the collection
     return session
+
+
+def _registered(config: pytest.Config, hook: str) -> list[Mapping[str, str]]:
+    """Return what the implementations of a hook return; pytest.UsageError in one line if one of them raises."""
+    try:
+        found: list[Mapping[str, str]] = getattr(config.hook, hook)(config=config)
+    except Exception as error:  # noqa: BLE001 - it is the code of a user
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        text = f"{hook} raised {type(error).__name__}: {first_line(error)} ({Path(last.filename).name}:{last.lineno})"
+        raise pytest.UsageError(printable(text)) from None
+    return found
+
+
+def running(config: pytest.Config) -> BenchmarkSession | None:
+    """Return the benchmark session of a run if there is one and this process is not a forked one."""
+    session = config.stash.get(SESSION, None)
+    return None if session is None or session.forked else session
 
 
 class LLM:
@@ -131,6 +154,7 @@ class LLM:
     def request(self, items: Dataset | Sequence[Item], batch_size: int, new_tokens: int | None = None) -> CaseRequest:
         """Return the case of these items at a batch size; fail the test if the case is not allowed."""
         __tracebackhide__ = True
+        session_of(self._item.config)
         try:
             _check_arguments(items, batch_size, new_tokens)
             return self.planned(items, batch_size, new_tokens)
@@ -245,7 +269,7 @@ class TaskFixtures:
         """Make the fixtures of a plugin's tasks. pytest also calls this for plugins that were registered before."""
         if not hasattr(plugin, "pytest_llmgpu_tasks"):
             return
-        for tasks in self._config.hook.pytest_llmgpu_tasks(config=self._config):
+        for tasks in _registered(self._config, "pytest_llmgpu_tasks"):
             for name in tasks if isinstance(tasks, Mapping) else ():
                 if isinstance(name, str) and name not in (*_FIXTURES, *self._made):
                     self._made.add(name)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from pytest_llmgpu.plugin import fixtures, hookspecs, options, selection
-from pytest_llmgpu.plugin.fixtures import KEPT, OUTCOME, PEERS, SESSION, BatchSize, session_of
+from pytest_llmgpu.plugin.fixtures import KEPT, OUTCOME, PEERS, BatchSize, running, session_of
 from pytest_llmgpu.plugin.options import NO_WORKERS
 from pytest_llmgpu.plugin.selection import DESELECTED
 from pytest_llmgpu.report.text import plural, printable, printable_lines
@@ -178,7 +178,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Begin a test, which a plugin may run again; fail one that cannot be measured, with the reason in one line."""
-    if (benchmark := item.config.stash.get(SESSION, None)) is not None:
+    if (benchmark := running(item.config)) is not None:
         benchmark.recorder.begin_test(item.nodeid)
     if (reason := item.stash.get(_REFUSED, None)) is not None:
         pytest.fail(reason, pytrace=False)
@@ -196,7 +196,7 @@ def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Add the outcome to pytest's report, where other plugins can read it, and the output of the ranks."""
-    if (benchmark := item.config.stash.get(SESSION, None)) is not None:
+    if (benchmark := running(item.config)) is not None:
         for rank, text in benchmark.runner.launcher.take_output().items():
             item.add_report_section(call.when, f"rank {rank}", printable_lines(text))
     report = yield
@@ -221,7 +221,7 @@ def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Complete the report and end every process."""
-    if (benchmark := session.config.stash.get(SESSION, None)) is not None:
+    if (benchmark := running(session.config)) is not None:
         stopped = exitstatus == pytest.ExitCode.INTERRUPTED or bool(session.shouldstop or session.shouldfail)
         deselected = session.config.stash[DESELECTED]
         session.exitstatus = benchmark.end(int(exitstatus), interrupted=stopped, deselected=deselected)
@@ -231,7 +231,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Print tables and findings."""
-    if (benchmark := config.stash.get(SESSION, None)) is None:
+    if (benchmark := running(config)) is None:
         if count := _left_out(config)[0]:
             terminalreporter.write_line(f"llmgpu: {plural(count, 'measurement')} skipped: {NO_WORKERS}", yellow=True)
         return

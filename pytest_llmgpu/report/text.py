@@ -23,7 +23,7 @@ FACTORS_FROM = 10.0
 
 _STYLE = re.compile(r"(\x1b\[(?:[0-4]|3[0-7])m)")
 """The styles of this package: colours, bold and dim. A report could hide text by others."""
-_COMMAND = re.compile(r"^(\s*)(?=::)|(?<=#)(?=#\w*\[)", re.MULTILINE)
+_COMMAND = re.compile(r"^( *)(?=::)|(?<=#)(?=#\w*\[)", re.MULTILINE)
 """Where a CI system reads a command in the output: `::error::` at the start of a line, `##[error]` anywhere."""
 
 MESSAGE_LETTERS = 2_000

@@ -218,6 +218,27 @@ def test_every_signal_that_ends_a_run_loses_no_report(runs: FakedRuns, number: s
     assert (session.complete, session.interrupted) == (False, True)
 
 
+def test_a_forked_process_measures_nothing(runs: FakedRuns) -> None:
+    """It has no threads that could talk to the ranks, and its report would replace that of the run."""
+    runs.pytester.makepyfile(
+        test_it="""
+        import os
+
+        def test_hellaswag(llm, hellaswag, batch_size, measure):
+            measure(llm, hellaswag, batch_size)
+            if not (child := os.fork()):
+                try:
+                    measure(llm, hellaswag, batch_size)
+                except BaseException as error:
+                    os._exit("only the first process of pytest measures" in str(error))
+                os._exit(9)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+        """
+    )
+    runs().assert_outcomes(passed=3)
+    assert list(runs.outcomes()) == ["mp-bs1", "mp-bs4", "mp-bs8"]
+
+
 _EXPECTING = f"import pytest\n\n@pytest.mark.llmgpu(expect_oom=True)\n{textwrap.dedent(BENCHMARK)}"
 _SKIPPING = """
 import pytest

@@ -36,6 +36,17 @@ def test_export_writes_to_stdout_or_to_a_file(llmgpu: Callable[..., str], name: 
     assert Path("out").read_text(encoding="utf-8") == expected
 
 
+def test_an_export_replaces_a_planted_link(llmgpu: Callable[..., str]) -> None:
+    """The file that the link names stays as it is; a device is written to."""
+    dump(two_strategies(), Path("report.json"))
+    Path("victim").write_text("mine")
+    Path("out.csv").symlink_to("victim")
+    assert llmgpu("export", "csv", "report.json", "--output", "out.csv") == ""
+    assert (Path("victim").read_text(), Path("out.csv").is_symlink()) == ("mine", False)
+    assert llmgpu("export", "csv", "report.json", "--output", "/dev/null") == ""
+    assert Path("/dev/null").is_char_device()
+
+
 def test_export_judges_the_report_against_a_baseline(llmgpu: Callable[..., str]) -> None:
     """The verdicts are those of the gate under the policy in force."""
     dump(two_strategies(oom=()), Path("base.json"))

@@ -168,7 +168,8 @@ def test_the_summary_begins_with_the_worst() -> None:
 
 
 def test_a_page_of_any_size_stays_below_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is left out if the whole page fits."""
+    """Nothing is left out if the whole page fits; the pages of four steps fit into the 1 MiB of GitHub."""
+    assert 4 * github.LIMIT_BYTES <= 2**20
     report = judged(two_strategies(), two_strategies(oom=()))
     whole = len(_summary(report).encode())
     for limit in range(2500, whole + 2000, 97):
