@@ -39,6 +39,7 @@ _STATES: dict[SessionState, str] = {
     "incomplete": "is incomplete",
     "failed": "has failed tests",
     "dirty": "has uncommitted changes",
+    "disturbed": "was disturbed in every case",
 }
 
 _NEXT_STEPS = {

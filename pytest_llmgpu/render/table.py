@@ -19,6 +19,7 @@ import msgspec
 
 from pytest_llmgpu.analysis.answers import written as probability
 from pytest_llmgpu.analysis.capacity import split
+from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.case import DEFAULT_TASK, REFERENCE_STRATEGY, Case
 from pytest_llmgpu.report.derived import batch_latency_s, device_busy, generated, measured, of_window
 from pytest_llmgpu.report.metrics import METRICS, Figure
@@ -219,9 +220,10 @@ LEGEND: dict[str, tuple[str, str]] = {
     "oom": ("OOM", "out of memory"),
     "skipped": ("-", "not run, a smaller batch size was out of memory"),
     "failed": ("!", "did not complete"),
+    "disturbed": ("?", "disturbed: not the time of the case alone, measure again"),
     "graphs": ("g", "run as CUDA graphs"),
 }
-"""The mark on the page and its meaning: one entry per kind of cell, and one for `graphs`."""
+"""The mark on the page and its meaning: one entry per kind of cell, `disturbed` and `graphs`."""
 
 Kind = Literal["plain", "best", "wrong", "oom", "skipped", "failed", "absent"]
 """The state that a cell is marked with."""
@@ -283,6 +285,8 @@ class Cell(NamedTuple):
     """The accuracy in percent, or the time to first token; empty if nothing was scored or the weights are random."""
     word: str = ""
     """How the case ended; empty if it completed."""
+    disturbed: bool = False
+    """True if the times are not those of the case alone."""
     graphs: bool = False
     """True if the forwards ran as CUDA graphs."""
 
@@ -417,7 +421,8 @@ def make_time_table(cases: Sequence[CaseResult]) -> TimeTable:
     best = set()  # the fastest right answers of each strategy with more than one time
     for title in columns:
         timed = [one.result for one in order if one.title == title and one.result.inference_s is not None]
-        if len(timed) > 1 and (right := [result for result in timed if not result.has_wrong_answers]):
+        right = [one for one in timed if not one.has_wrong_answers and disturbances.of_case(one) is None]
+        if len(timed) > 1 and right:
             best.add(id(min(right, key=lambda result: result.inference_s or 0.0)))
 
     def cell(result: CaseResult | None) -> Cell:
@@ -435,13 +440,15 @@ def make_time_table(cases: Sequence[CaseResult]) -> TimeTable:
             time = "done" if result.inference_s is None else f"{result.inference_s / unit:.{places}f} {unit_name}"
             second = "" if value is None or random_weights else percent(value)
         kind = "wrong" if result.has_wrong_answers else "best" if id(result) in best else "plain"
-        return Cell(result.id, kind, time, second, graphs=result.case.execution == "cuda_graphs")
+        disturbed = disturbances.of_case(result) is not None
+        return Cell(result.id, kind, time, second, disturbed=disturbed, graphs=result.case.execution == "cuda_graphs")
 
     found = {(entry.row, entry.title): entry.result for entry in order}
     rows = dict.fromkeys(entry.row for entry in sorted(order, key=lambda entry: entry.result.case.batch_size))
     body = [(row, [cell(found.get((row, title))) for title in columns]) for row in rows]
     cells = [cell for _, cells in body for cell in cells]
-    kinds = {*(cell.kind for cell in cells), *(["graphs"] if any(cell.graphs for cell in cells) else [])}
+    kinds: set[str] = {cell.kind for cell in cells}
+    kinds |= {name for name in ("disturbed", "graphs") if any(getattr(cell, name) for cell in cells)}
     return TimeTable(
         title=_table_title(cases, metric, random_weights=random_weights),
         time_title="time per token" if generates else "time",

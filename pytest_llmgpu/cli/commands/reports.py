@@ -53,8 +53,6 @@ def run_show(arguments: argparse.Namespace) -> int:
         show(logs[case] or "")
         return 0
     parts = [found.name, store.hardware(report), report.created, f"commit {store.commit(report.commit)}"]
-    if not report.session.complete:
-        parts.append("run not complete")
     show(f"{', '.join(parts)}\n\n{terminal.tables(report, color(), verbose=arguments.verbose) or 'no case'}")
     return 0
 

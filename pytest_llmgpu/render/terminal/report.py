@@ -13,7 +13,7 @@ from tabulate import tabulate
 from pytest_llmgpu.analysis.capacity import capacities, split
 from pytest_llmgpu.analysis.reference import by_series
 from pytest_llmgpu.profiling.machine import Machine
-from pytest_llmgpu.render.summary import Problem, finding_problems
+from pytest_llmgpu.render.summary import Problem, cases_in_words, finding_problems
 from pytest_llmgpu.render.table import (
     COLUMNS,
     DROPPED,
@@ -45,7 +45,7 @@ Painter = Callable[[str, str], str]
 _ANSI = re.compile(r"\x1b\[\d+m")
 
 _RED, _GREEN, _YELLOW, _BOLD = "31", "32", "33", "1"
-_MARKS = {"best": "*", "wrong": "x", "graphs": "g:", "oom": "OOM:", "skipped": "-:"}
+_MARKS = {"best": "*", "wrong": "x", "disturbed": "?", "graphs": "g:", "oom": "OOM:", "skipped": "-:"}
 """The marks of the legend. A case that failed needs none: its cell has the outcome."""
 
 _COLOURS = {"best": _GREEN, "wrong": _RED, "oom": _YELLOW, "skipped": _YELLOW, "failed": _RED}
@@ -71,8 +71,9 @@ def summary_table(cases: Sequence[CaseResult], paint: Painter, most: int | None 
     times = []
     for cell in (cells[entry.result.id] for entry in shown):
         sign = f"{_MARKS[cell.kind]} " if cell.kind in {"best", "wrong"} else ""
-        text = cell.word or f"{sign}{'g ' * cell.graphs}{cell.time}"
-        times.append(paint(text, _COLOURS[cell.kind]) if cell.kind in _COLOURS else text)
+        text = cell.word or f"{sign}{'? ' * cell.disturbed}{'g ' * cell.graphs}{cell.time}"
+        colour = _COLOURS.get(cell.kind, _YELLOW if cell.disturbed else "")
+        times.append(paint(text, colour) if colour else text)
     second = [cells[entry.result.id].second for entry in shown]
     columns: dict[str, tuple[str, Sequence[str]]] = {"time": (table.time_title, times)}
     for name in TABLES["summary"]:
@@ -297,7 +298,7 @@ def tables(report: Report, color: bool = False, *, verbose: bool = False) -> str
     """
     paint = painter(color)
     found = blocks(report.cases)
-    parts: list[str] = []
+    parts = [filled(cases_in_words(report, explained=True))] if found else []
     left, hidden = len(report.cases) if verbose else _MOST_ROWS, len(report.cases)
     for (caption, _), cases in zip(captions(found, report), found, strict=True):
         if not left:
