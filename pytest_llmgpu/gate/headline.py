@@ -51,6 +51,14 @@ _NEXT_STEPS = {
 """The next step of the verdicts without a comparison; for the others it is in the table of metrics."""
 
 
+_NO_BASELINE = "Make this report the baseline: `llmgpu promote REPORT --to FILE`, and compare with FILE."
+_NO_CASE = (
+    "Measure cases of the baseline (`llmgpu show BASELINE` lists them), or make this report the baseline: "
+    "`llmgpu promote REPORT --to FILE`."
+)
+"""The next steps where nothing was compared."""
+
+
 class Headline(NamedTuple):
     """The data of the sentence."""
 
@@ -172,6 +180,8 @@ def next_steps(verdicts: Verdicts, policy: Policy) -> str:
             parts.append(f"Measure {reports} with --llmgpu-work=on: one launch decides device time.")
             break
     parts += _deciding(undecided, in_turn=verdicts.in_turn)
+    if not parts and not any(row.compared and row.gated for row in verdicts.rows):
+        parts.append(_NO_BASELINE if verdicts.baseline is None else _NO_CASE)
     return f"Next: {' '.join(parts)}" if parts else ""
 
 

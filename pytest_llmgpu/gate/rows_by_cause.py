@@ -89,9 +89,8 @@ def title(found: Group) -> str:
 
 def lines(found: Group) -> list[str]:
     """Return the cause, the cases by metric and verdict, and the lines of the reason of the largest change."""
-    reason = found.largest.reason.splitlines()
-    if reason and reason[0].rstrip(".") in title(found):
-        del reason[0]
+    named, reason = title(found), found.largest.reason.splitlines()
+    reason = [line for line in reason if line.removeprefix(cause.PREFIX).rstrip(".") not in named]
     text = [line for line in reason if not (found.differences and line.startswith(ALSO_CHANGED))]
     parts: dict[str, list[str]] = {}
     for row in found.rows:

@@ -250,6 +250,38 @@ def cases(rows: Iterable[Row]) -> list[Row]:
     return sorted(found, key=lambda row: (_rank(row) > 0, -round(row.ratio or 0.0, 9), SEVERITY.index(row.verdict)))
 
 
+def was_and_now(verdicts: Verdicts, report: Report, baseline: Report | None) -> list[tuple[Row, Figures]]:
+    """Return every regressed row, the largest change first, then a row of each other case, with their numbers.
+
+    A row without numbers has what is worse in both reports (executions, accuracies, FLOPs), else their times.
+    """
+    results = [{result.id: result for result in (() if one is None else one.cases)} for one in (baseline, report)]
+    regressed = [row for row in worst_first(verdicts.rows) if row.verdict == "REGRESSED"]
+    named = {row.id for row in regressed}
+    rows = sorted(regressed, key=lambda row: -round(row.ratio or 0.0, 9))
+    found = []
+    for row in [*rows, *(one for one in cases(verdicts.rows) if one.id not in named)]:
+        shown = figures(row)
+        if not shown.was and not shown.now:
+            kept = row.metric in {"execution", "accuracy", "program"}
+            row = row if kept else msgspec.structs.replace(row, metric="time")  # noqa: PLW2901 - the row as it is shown
+            was, now = (_figure_of(row, of_report.get(row.id)) for of_report in results)
+            shown = shown._replace(was=was, now=now)
+        found.append((row, shown))
+    return found
+
+
+def _figure_of(row: Row, result: CaseResult | None) -> str:
+    """Return what a case has of the metric of a row as text; of the program its FLOPs."""
+    if result is None:
+        return "-"
+    if row.metric == "execution":
+        return result.case.execution.removeprefix("cuda_")  # the column is narrow
+    spec = spec_of("flops" if row.metric == "program" else row.metric)
+    figure = spec.of(result)
+    return result.outcome.replace("_", " ") if figure is None else spec.written(figure.value)
+
+
 def _rank(row: Row) -> int:
     """Return the rank of a row among those of its case."""
     if row.metric == "accuracy" and row.worse:

@@ -171,6 +171,14 @@ def test_the_next_step_is_one_line(rows: list[Row], fields: dict[str, Any], word
     assert prose == step
 
 
+@pytest.mark.parametrize(("fields", "words"), [({}, "of the baseline"), ({"baseline": None}, "this report the")])
+def test_nothing_compared_has_a_next_step(fields: dict[str, Any], words: str) -> None:
+    """A first report becomes the baseline; of cases that the baseline lacks it is one of two ways."""
+    steps = next_steps(_verdicts(_row("NEW"), **fields), Policy())
+    assert words in steps
+    assert "`llmgpu promote REPORT --to FILE`" in steps
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_an_undecided_slowdown_is_named_once(strict: bool) -> None:
     """It is the worst row where the policy fails on it, and an addition where the gate passes."""

@@ -34,7 +34,7 @@ _FIRST = (
 
 _OF_METRICS = [spec.exported.column for spec in METRICS if spec.exported]
 
-_FIGURES = [*_OF_METRICS, *TABLES["work"], *TABLES["tokens"]]
+_FIGURES = [*_OF_METRICS, *(name for name in (*TABLES["work"], *TABLES["tokens"]) if name != "speedup")]
 
 _SESSION = ("created", "commit", "machine", "gpu", "gpu_memory_bytes")
 

@@ -18,7 +18,6 @@ from pytest_llmgpu.render.charts import timelines
 from pytest_llmgpu.render.html.assets import MISSING, asset, config_and_style, content_security_policy, templates, vega
 from pytest_llmgpu.render.table import blocks, captions, entries, figure_tables, make_time_table, with_reference
 from pytest_llmgpu.report import file
-from pytest_llmgpu.report.metrics import spec_of
 from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.report.report import OptionValue, Report
 from pytest_llmgpu.report.text import GIB, gib, plural
@@ -113,33 +112,12 @@ def render(
 
 
 def _rows(verdicts: Verdicts, report: Report, baseline: Report | None) -> dict[str, Any]:
-    """Return the row of each case, the rows that are not OK and those that are with their numbers, and the reasons.
-
-    A case without numbers has the times of both reports, or what is worse: executions, accuracies.
-    """
-    results = [{result.id: result for result in (() if one is None else one.cases)} for one in (baseline, report)]
-    compared = []
-    for row in summary.cases(verdicts.rows):
-        named, shown = row, summary.figures(row)
-        if not shown.was and not shown.now:
-            named = row if row.metric in {"execution", "accuracy"} else msgspec.structs.replace(row, metric="time")
-            texts = []
-            for of_report in results:
-                if (result := of_report.get(row.id)) is None:
-                    texts.append("-")
-                elif named.metric == "execution":
-                    texts.append(result.case.execution.removeprefix("cuda_"))  # the column is narrow
-                elif named.metric == "accuracy" and result.acc_norm is not None:
-                    texts.append(spec_of("accuracy").written(result.acc_norm))
-                else:
-                    time_s = result.inference_s
-                    texts.append(spec_of("time").written(time_s) if time_s else result.outcome.replace("_", " "))
-            shown = shown._replace(was=texts[0], now=texts[1])
-        compared.append((named, shown))
+    """Return the regressed rows and one of each case, the rows that are not OK and those that are, and the reasons."""
     parts: dict[str, list[tuple[Row, summary.Figures]]] = {"Changed, undecided or missing": [], "Unchanged": []}
     for row in worst_first(verdicts.rows):
         parts["Unchanged" if row.unchanged else "Changed, undecided or missing"].append((row, summary.figures(row)))
     reasons = rows_by_cause.by_reason(row for row in verdicts.rows if not row.unchanged)
+    compared = summary.was_and_now(verdicts, report, baseline)
     return {"compared": compared, "parts": [part for part in parts.items() if part[1]], "reasons": reasons}
 
 

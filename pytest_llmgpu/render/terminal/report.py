@@ -22,6 +22,7 @@ from pytest_llmgpu.render.table import (
     Place,
     blocks,
     captions,
+    columns_of,
     dataset,
     digits,
     entries,
@@ -70,19 +71,33 @@ def summary_table(cases: Sequence[CaseResult], paint: Painter, most: int | None 
         shown = [entry for entry in shown if id(entry.result) in fastest][:most]
     times = []
     for cell in (cells[entry.result.id] for entry in shown):
-        sign = f"{_MARKS[cell.kind]} " if cell.kind in {"best", "wrong"} else ""
+        sign = (
+            f"{_MARKS[cell.kind]} "
+            if cell.kind in {"best", "wrong"} and not (cell.kind == "best" and cell.rate)
+            else ""
+        )
         text = cell.word or f"{sign}{'? ' * cell.disturbed}{'g ' * cell.graphs}{cell.time}"
         colour = _COLOURS.get(cell.kind, _YELLOW if cell.disturbed else "")
         times.append(paint(text, colour) if colour else text)
     second = [cells[entry.result.id].second for entry in shown]
     columns: dict[str, tuple[str, Sequence[str]]] = {"time": (table.time_title, times)}
-    for name in TABLES["summary"]:
-        column = COLUMNS[name]
-        values = [column.value(entry.result) for entry in shown]
-        if any(values) and not (name == "utilization_pct" and "device_busy" in columns):  # the less exact one
+    generates, on_gpu = cases[0].case.generates, cases[0].case.device == "cuda"
+    if generates and any(second):
+        columns["second"] = (table.metric, second)
+    for column in columns_of("summary", cases):
+        name, values = column.name, [column.value(entry.result) for entry in shown]
+        # The less exact one, that which the tokens have as well, and the judge on a CPU.
+        left_out = {"utilization_pct": "device_busy" in columns, "sequences_per_s": generates}
+        if any(values) and not (left_out | {"flops_per_sequence": on_gpu, "token_p95_s": not generates}).get(name):
             columns[name] = (column.title, written(values, column.unit))
-        if name == "sequences_per_s" and any(second):
+        if name == "sequences_per_s" and not generates and any(second):
             columns["second"] = (table.metric, second)
+        if name == "new_tokens_per_s" and name in columns:
+            best = [cells[entry.result.id].kind == "best" for entry in shown]
+            columns[name] = (
+                column.title,
+                [f"{'* ' * one}{text}" for one, text in zip(best, columns[name][1], strict=True)],
+            )
     text, *_ = _fitted("summary", [entry[:2] for entry in shown], columns)
     notes = [f"{_MARKS[kind]} {meaning}" for kind, (_, meaning) in table.legend.items() if kind in _MARKS]
     notes += ["#2: measured again, by another test or strategy"] * any("#" in one.row for one in shown)

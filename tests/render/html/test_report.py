@@ -158,7 +158,7 @@ def test_the_status_comes_first() -> None:
         "wrong answers",
         "Next: Use less.",
         "Batch size mp tp iok",
-        "★ most sequences/s 61.8 min / 82.8 %",
+        "★ fastest 61.8 min / 82.8 %",
         "OOM out of memory",
         "Throughput by batch size",
         "Environment and options",
