@@ -51,12 +51,10 @@ _NEXT_STEPS = {
 """The next step of the verdicts without a comparison; for the others it is in the table of metrics."""
 
 
-_NO_BASELINE = "Make this report the baseline: `llmgpu promote REPORT --to FILE`, and compare with FILE."
-_NO_CASE = (
-    "Measure cases of the baseline (`llmgpu show BASELINE` lists them), or make this report the baseline: "
-    "`llmgpu promote REPORT --to FILE`."
-)
-"""The next steps where nothing was compared."""
+SAME_ENVIRONMENT = "Measure again in the environment of the baseline, or make this report the baseline."
+"""The next step where the environment differs from that of the baseline and no other cause is known."""
+_NOTHING = "Measure a case that a baseline has, or make this report the baseline: `llmgpu promote REPORT --to FILE`."
+"""The next step where nothing was compared."""
 
 
 class Headline(NamedTuple):
@@ -165,9 +163,12 @@ def next_steps(verdicts: Verdicts, policy: Policy) -> str:
     head = candidate.commit if candidate is not None and "dirty" not in candidate.states else None
     parts = []
     if worst is not None and (worst.verdict != "UNDECIDED" or not worst.compared):
-        if worst.worse and base and head and base != head and not worst.next_step:
+        known = worst.next_step or (worst.cause is not None and cause.module_of(worst.cause))
+        if worst.worse and not known and worst.metric != "creep" and differences(verdicts):
+            parts.append(SAME_ENVIRONMENT)
+        elif worst.worse and base and head and base != head and not worst.next_step:
             names = f"--metric {worst.metric} --case {shlex.quote(worst.id)}"
-            search = f"llmgpu bisect {base[:8]} {head[:8]} {names} -- pytest ..."
+            search = f"`llmgpu bisect {base[:8]} {head[:8]} {names} -- pytest ...`"
             parts.append(f"{search} finds the commit, if several are possible.")
         else:
             parts.append(step_of(worst))
@@ -181,7 +182,7 @@ def next_steps(verdicts: Verdicts, policy: Policy) -> str:
             break
     parts += _deciding(undecided, in_turn=verdicts.in_turn)
     if not parts and not any(row.compared and row.gated for row in verdicts.rows):
-        parts.append(_NO_BASELINE if verdicts.baseline is None else _NO_CASE)
+        parts.append(_NOTHING)
     return f"Next: {' '.join(parts)}" if parts else ""
 
 
@@ -205,7 +206,7 @@ def _deciding(rows: Sequence[Row], *, in_turn: bool = False) -> list[str]:
     if needed and 2 * len(needed) >= len(noisy):
         parts.append(f"--llmgpu-launches={needed[-1]} in both reports decides {len(needed):,} of {undecided}.")
     elif noisy:
-        way = "measure on a quieter machine" if in_turn else "llmgpu ab BASE HEAD -- pytest ... launches both in turn"
+        way = "measure on a quieter machine" if in_turn else "`llmgpu ab BASE HEAD -- pytest ...` launches both in turn"
         parts.append(
             f"More than {PRACTICAL_LAUNCHES} launches are not practical for {undecided}: {way}. The program and "
             "traffic are decided by one launch."

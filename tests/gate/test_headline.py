@@ -171,12 +171,10 @@ def test_the_next_step_is_one_line(rows: list[Row], fields: dict[str, Any], word
     assert prose == step
 
 
-@pytest.mark.parametrize(("fields", "words"), [({}, "of the baseline"), ({"baseline": None}, "this report the")])
-def test_nothing_compared_has_a_next_step(fields: dict[str, Any], words: str) -> None:
+@pytest.mark.parametrize("fields", [{}, {"baseline": None}])
+def test_nothing_compared_has_a_next_step(fields: dict[str, Any]) -> None:
     """A first report becomes the baseline; of cases that the baseline lacks it is one of two ways."""
-    steps = next_steps(_verdicts(_row("NEW"), **fields), Policy())
-    assert words in steps
-    assert "`llmgpu promote REPORT --to FILE`" in steps
+    assert "`llmgpu promote REPORT --to FILE`" in next_steps(_verdicts(_row("NEW"), **fields), Policy())
 
 
 @pytest.mark.parametrize("strict", [False, True])

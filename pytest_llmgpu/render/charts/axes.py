@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -13,6 +14,7 @@ from pytest_llmgpu.render.table import entries as entries_of
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.text import significant
+from pytest_llmgpu.report.verdicts import Verdicts
 
 Spec = dict[str, Any]
 """A Vega-Lite specification, or a part of one."""
@@ -61,6 +63,8 @@ class Panel(NamedTuple):
     """Model, dtype, GPUs and dataset, for an image that stands alone."""
     before: Sequence[Entry] = ()
     """The completed results of these cases and of others of their series in the baseline."""
+    unseen: Mapping[tuple[str, str], tuple[float, float]] = MappingProxyType({})
+    """Id of a case and metric to the ends of the band of slowdowns that the gate would not have seen."""
 
     @property
     def completed(self) -> list[Entry]:
@@ -82,8 +86,8 @@ class Panel(NamedTuple):
         return [entry for entry in self.completed if entry.title == title]
 
 
-def panels(report: Report, baseline: Report | None = None) -> list[Panel]:
-    """Return the panels of a report, in the order in which their cases ran, with the results of a baseline."""
+def panels(report: Report, baseline: Report | None = None, verdicts: Verdicts | None = None) -> list[Panel]:
+    """Return the panels of a report in the order in which their cases ran, with a baseline and the verdicts on it."""
     groups = blocks(report.cases)
     several = len(groups) > 1
     # The completed results of the baseline, by the series of the case that each is compared with, or its own.
@@ -91,6 +95,12 @@ def panels(report: Report, baseline: Report | None = None) -> list[Panel]:
     for pair in [] if baseline is None else pairs(baseline.cases, report.cases):
         if pair.base is not None and pair.base.outcome == "completed" and not pair.differing:
             then.setdefault((pair.head or pair.base).case.series, []).append(pair.base)
+    # A wider band would be most of the chart.
+    unseen = {
+        (row.id, row.metric): (row.base, row.base * (1 + row.smallest_seen))
+        for row in ([] if verdicts is None else verdicts.rows)
+        if row.base and row.smallest_seen is not None and row.smallest_seen < 1
+    }
     found = []
     for number, (group, (measured, caption)) in enumerate(zip(groups, captions(groups, report), strict=True), 1):
         entries = entries_of(group)
@@ -105,6 +115,7 @@ def panels(report: Report, baseline: Report | None = None) -> list[Panel]:
                 suffix=f"-{number}" if several else "",
                 caption=caption,
                 measured=measured,
+                unseen=unseen,
                 before=[Entry(title, "", result) for one, title in curves.items() for result in then.get(one, ())],
             )
         )
@@ -194,7 +205,7 @@ def batch_sizes(sizes: Iterable[int]) -> Spec:
     return {
         "field": "b",
         "type": "quantitative",
-        "title": "batch size (sequences per forward)",
+        "title": "batch size (sequences per forward), logarithmic",
         "scale": {"type": "log", "base": 2, "nice": False, "padding": 2 * PADDING},
         "axis": {"values": _POWERS if several else known, "format": ",d", "labelOverlap": "greedy"},
     }
@@ -208,7 +219,7 @@ def levels(values: Iterable[float], title: str, *, log: bool, field: str = "v", 
     return {
         "field": field,
         "type": "quantitative",
-        "title": title,
+        "title": title if zero else f"{title}, {'logarithmic' if log else 'not from 0'}",
         "scale": {**kind, "nice": zero, "padding": 0 if zero else PADDING},
         # An expression: the `format` of a logarithmic axis has no text for ticks of a high first digit, such as 7.
         "axis": {"labelExpr": f"format(datum.value, '{_NUMBER}')", "labelOverlap": "greedy", **ticks},

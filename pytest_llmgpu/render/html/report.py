@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from pytest_llmgpu.analysis.capacity import capacities
-from pytest_llmgpu.gate import judge, rows_by_cause
+from pytest_llmgpu.gate import headline, judge, rows_by_cause
 from pytest_llmgpu.gate.policy import Policy, policy_of
 from pytest_llmgpu.render import charts, summary
 from pytest_llmgpu.render.charts import timelines
@@ -20,8 +20,9 @@ from pytest_llmgpu.render.table import blocks, captions, entries, figure_tables,
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.report.report import OptionValue, Report
-from pytest_llmgpu.report.text import GIB, gib, plural
+from pytest_llmgpu.report.text import GIB, gib, listed, plural
 from pytest_llmgpu.report.verdicts import Row, Verdicts, worst_first
+from pytest_llmgpu.store import store
 
 _MOST_CASES = 1000
 
@@ -58,7 +59,7 @@ def render(
     if verdicts is None and baseline is not None:
         today = datetime.datetime.now(datetime.timezone.utc).date()
         verdicts = judge.judge(baseline, report, policy or Policy(), today=today)
-    library, script = vega(), asset("page.js")
+    library, script, theme = vega(), asset("page.js"), asset("theme.js")
     config, colored = config_and_style()
     style = asset("page.css") + colored
     conclusion = summary.conclude(report, verdicts, policy or policy_of(verdicts))
@@ -81,14 +82,17 @@ def render(
         values = list(dict.fromkeys(key[field] for key in keys.values()))
         if len(values) > 1:
             filters.append((field, label, sorted(values, key=int) if field == "batch" else values))
-    drawn, omitted = charts.of_report(report, baseline)
+    drawn, omitted = charts.of_report(report, baseline, verdicts)
     template = templates().get_template("page.html")
     return template.render(
-        policy_header=content_security_policy([library, script], [style]),
+        policy_header=content_security_policy([library, script, theme], [style]),
         library=library,
         script=script,
+        theme=theme,
         style=style,
         name=name or "pytest-llmgpu",
+        title=_title(report, verdicts),
+        next=headline.next_steps(verdicts, policy or policy_of(verdicts)) if verdicts is not None else "",
         report=report,
         conclusion=conclusion,
         logs={result.id: log for result in report.cases if result.failure and (log := result.failure.log_tail)},
@@ -109,6 +113,14 @@ def render(
         licenses=asset("licenses.txt"),
         data=_json({"config": config}),
     )
+
+
+def _title(report: Report, verdicts: Verdicts | None) -> str:
+    """Return the models, the machine and the commits that were compared."""
+    models = listed(dict.fromkeys(result.case.model for result in report.cases), 2)
+    base = None if verdicts is None or verdicts.baseline is None else verdicts.baseline.commit
+    commits = [sha[:8] for sha in (base, report.commit.sha) if sha]
+    return ", ".join(filter(None, (models, store.hardware(report), " \N{RIGHTWARDS ARROW} ".join(commits))))
 
 
 def _rows(verdicts: Verdicts, report: Report, baseline: Report | None) -> dict[str, Any]:

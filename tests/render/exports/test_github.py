@@ -266,7 +266,7 @@ def test_a_comment_has_what_changed_the_next_step_and_the_commits_since_the_base
     report = make_report(verdicts=make_verdicts(make_row(next_step=""), **both))
     report.commit = Commit(sha=head)
     text = export("github-comment", report)
-    assert f"Next: llmgpu bisect {base[:8]} {head[:8]} --metric " in unescape(text)
+    assert f"Next: `llmgpu bisect {base[:8]} {head[:8]} --metric " in unescape(text)
     assert "<summary>2 commits since the baseline</summary>" in text
     commits = [line.split(" ", 2)[2] for line in text.splitlines() if line.startswith("- ")]
     assert commits == ["Slower", "Faster &#60;b>"]
