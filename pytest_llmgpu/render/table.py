@@ -179,17 +179,9 @@ TABLES: dict[Place, Sequence[str]] = {
         *("between_nodes_bytes_per_sequence", "device_busy", "utilization_pct", "flops_per_sequence", "threads"),
     ),
     "work": (
-        *(
-            "inference_s",
-            "speedup",
-            "compile_s",
-            "device_time_s",
-            "flops_per_sequence",
-            "bound_share",
-            "device_busy",
-            "between_nodes_bytes_per_sequence",
-        ),
-        *("energy_j_per_sequence", "energy_j_per_token", "batch_p50_s", "batch_p95_s", "batch_p99_s"),
+        *("inference_s", "speedup", "compile_s", "device_time_s", "flops_per_sequence", "bound_share", "device_busy"),
+        *("between_nodes_bytes_per_sequence", "energy_j_per_sequence", "energy_j_per_token", "batch_p50_s"),
+        *("batch_p95_s", "batch_p99_s"),
     ),
     "tokens": (
         *("token_p95_s", "token_p99_s", "kv_cache_bytes", "kv_cache_formula_bytes", "wire_bytes_per_token"),
@@ -199,7 +191,7 @@ TABLES: dict[Place, Sequence[str]] = {
         *("utilization_pct", "pcie_tx_bytes_per_s", "pcie_rx_bytes_per_s", "nvlink_tx_bytes_per_s", "sent_bytes"),
     ),
     "memory": (
-        *("weights_bytes", "activations_bytes", "workspace_bytes", "cached_bytes", "rest_bytes"),
+        *("weights_bytes", "activations_bytes", "workspace_bytes", "rest_bytes", "cached_bytes"),
         *("peak_allocated_bytes", "nvml_used_max_bytes"),
     ),
 }
@@ -208,20 +200,15 @@ TABLES: dict[Place, Sequence[str]] = {
 The summary has the memory of the fullest GPU, and means of the others. `communication` and `memory` are of each device.
 """
 
-DROPPED: dict[Place, Sequence[str]] = {
-    "summary": (
-        *("threads", "flops_per_sequence", "utilization_pct", "device_busy", "compile_s", "sent_bytes"),
-        "between_nodes_bytes_per_sequence",
-    ),
-    "work": (
-        *("batch_p99_s", "batch_p95_s", "batch_p50_s", "energy_j_per_token", "energy_j_per_sequence", "device_busy"),
-        *("compile_s", "flops_per_sequence", "between_nodes_bytes_per_sequence"),
-    ),
-    "tokens": ("token_p95_s", "kv_cache_formula_bytes"),
-    "communication": ("sent_bytes",),
-    "memory": ("cached_bytes", "peak_allocated_bytes", "rest_bytes"),
-}
-"""The columns that are dropped, one after the other, if the table is too wide; the others never are."""
+KEPT = frozenset(
+    (
+        *("inference_s", "device_time_s", "new_tokens_per_s", "sequences_per_s", "token_p99_s", "memory_bytes"),
+        *("bound_share", "prefill_bound_share", "step_bound_share", "kv_cache_bytes", "wire_bytes_per_token"),
+        *("pcie_tx_bytes_per_s", "pcie_rx_bytes_per_s", "nvlink_tx_bytes_per_s", "weights_bytes", "activations_bytes"),
+        *("workspace_bytes", "peak_allocated_bytes", "nvml_used_max_bytes"),
+    )
+)
+"""The columns that stay if a table is too wide: the others are dropped one after the other, the last one first."""
 
 MARKDOWN = {
     "inference_s": "time",
@@ -476,9 +463,8 @@ def make_time_table(cases: Sequence[CaseResult]) -> TimeTable:
         rate = f"{significant(result.tokens_per_s)} tokens/s" if generates and result.tokens_per_s else ""
         kind = "wrong" if result.has_wrong_answers else "best" if id(result) in best else "plain"
         disturbed = disturbances.of_case(result) is not None
-        return Cell(
-            result.id, kind, time, second, rate, disturbed=disturbed, graphs=result.case.execution == "cuda_graphs"
-        )
+        graphs = result.case.execution == "cuda_graphs"
+        return Cell(result.id, kind, time, second, rate, disturbed=disturbed, graphs=graphs)
 
     found = {(entry.row, entry.title): entry.result for entry in order}
     rows = dict.fromkeys(entry.row for entry in sorted(order, key=lambda entry: entry.result.case.batch_size))
@@ -545,9 +531,8 @@ def _table_title(cases: Sequence[CaseResult], metric: str, *, random_weights: bo
     title = "Time" if items is None else f"Time for {items:,} items"
     if cases[0].case.generates:
         texts = next((len(found.new_tokens) for result in cases if (found := generated(result)) is not None), None)
-        title = "Time to first token / time per token / new tokens/s" + (
-            "" if texts is None else f", {plural(texts, 'text')}"
-        )
+        of = "" if texts is None else f", {plural(texts, 'text')}"
+        title = f"Time to first token / time per token / new tokens/s{of}"
     launches = [count for result in cases if (count := sum(bool(one.batches.latency_s) for one in result.launches))]
     if max(launches, default=1) > 1:
         fewest = f"{min(launches):,} to " if min(launches) < max(launches) else ""

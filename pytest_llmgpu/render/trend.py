@@ -40,7 +40,7 @@ def tables(trends: Sequence[Trend], paint: Painter) -> str:
 
 def first_sentence(trends: Sequence[Trend]) -> str:
     """Return how many changes there are in which reports, and in how many lines of times steps were searched."""
-    changes = sum(1 for trend in trends for _ in _changes(trend))
+    changes = sum(not line.startswith("?") for trend in trends for line in _changes(trend))
     text = plural(changes, "change") if changes else "No change was found"
     tested = [line.tested for trend in trends for line in trend.lines if line.tested is not None]
     text += f" in {plural(len(trends[0].columns), 'report')}."
@@ -61,15 +61,10 @@ def page(trends: Sequence[Trend], machine: str) -> str:
         drawn = [image(chart, "svg", dark=dark, titled=False) for dark in (True, False)]
         pictures = [f"data:image/svg+xml;base64,{base64.b64encode(one).decode()}" for one in drawn]
         sections.append({"chart": chart, "pictures": pictures})
-    return template.render(
-        machine=machine,
-        style=style,
-        theme=theme,
-        policy_header=content_security_policy([theme], [style]),
-        sentence=first_sentence(trends) if trends else "No case has figures.",
-        changes=[line for trend in trends for line in _changes(trend)],
-        sections=sections,
-    )
+    sentence = first_sentence(trends) if trends else "No case has figures."
+    scripts = {"style": style, "theme": theme, "policy_header": content_security_policy([theme], [style])}
+    changes = [line for trend in trends for line in _changes(trend)]
+    return template.render(machine=machine, sentence=sentence, changes=changes, sections=sections, **scripts)
 
 
 def _cell(one: Figure | None) -> str:

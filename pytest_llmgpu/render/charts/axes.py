@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -63,8 +62,8 @@ class Panel(NamedTuple):
     """Model, dtype, GPUs and dataset, for an image that stands alone."""
     before: Sequence[Entry] = ()
     """The completed results of these cases and of others of their series in the baseline."""
-    unseen: Mapping[tuple[str, str], tuple[float, float]] = MappingProxyType({})
-    """Id of a case and metric to the ends of the band of slowdowns that the gate would not have seen."""
+    verdicts: Verdicts | None = None
+    """The verdicts on the report."""
 
     @property
     def completed(self) -> list[Entry]:
@@ -95,12 +94,6 @@ def panels(report: Report, baseline: Report | None = None, verdicts: Verdicts | 
     for pair in [] if baseline is None else pairs(baseline.cases, report.cases):
         if pair.base is not None and pair.base.outcome == "completed" and not pair.differing:
             then.setdefault((pair.head or pair.base).case.series, []).append(pair.base)
-    # A wider band would be most of the chart.
-    unseen = {
-        (row.id, row.metric): (row.base, row.base * (1 + row.smallest_seen))
-        for row in ([] if verdicts is None else verdicts.rows)
-        if row.base and row.smallest_seen is not None and row.smallest_seen < 1
-    }
     found = []
     for number, (group, (measured, caption)) in enumerate(zip(groups, captions(groups, report), strict=True), 1):
         entries = entries_of(group)
@@ -115,7 +108,7 @@ def panels(report: Report, baseline: Report | None = None, verdicts: Verdicts | 
                 suffix=f"-{number}" if several else "",
                 caption=caption,
                 measured=measured,
-                unseen=unseen,
+                verdicts=verdicts,
                 before=[Entry(title, "", result) for one, title in curves.items() for result in then.get(one, ())],
             )
         )

@@ -129,21 +129,21 @@ def _speed(panel: Panel, name: str, unit: str, field: str, best: Callable[..., P
 def _spread(panel: Panel, field: str, scale: float) -> tuple[str, list[Spec]]:
     """Return the layers of each launch and of the slowdowns that would not have been seen, and words for them."""
     launches, bands = list[Spec](), list[Spec]()
+    rows = {row.id: row for row in (panel.verdicts.rows if panel.verdicts else ()) if row.metric == _METRICS.get(field)}
     for entry in panel.completed if field in _METRICS else ():
         result, place = entry.result, {"s": entry.title, "b": entry.batch_size}
         found = [figures_of_launch(one, result.case.new_tokens)[field] for one in result.launches]
         launches += [{**place, "v": rounded(scale * value)} for value in found if value and len(found) > 1]
-        if (band := panel.unseen.get((result.id, _METRICS[field]))) is not None:
-            bands.append({**place, "v": rounded(scale * band[0]), "h": rounded(scale * band[1])})
-    channels = {"color": axes.curves(panel)}
-    high = {"field": "h", "type": "quantitative"}
+        row = rows.get(result.id)
+        # A wider band would be most of the chart.
+        if row is not None and row.base and row.smallest_seen is not None and row.smallest_seen < 1:
+            low = scale * row.base
+            bands.append({**place, "v": rounded(low), "h": rounded(low * (1 + row.smallest_seen))})
+    bar, dot = {"type": "rule", "strokeWidth": 12, "opacity": 0.25}, {"type": "point", "size": 8, "opacity": 0.6}
+    of_bar = {"color": axes.curves(panel), "y2": {"field": "h", "type": "quantitative"}}
     layers: list[Spec] = [
-        {
-            "data": {"values": bands},
-            "mark": {"type": "rule", "strokeWidth": 12, "opacity": 0.25},
-            "encoding": {**channels, "y2": high},
-        },
-        {"data": {"values": launches}, "mark": {"type": "point", "size": 8, "opacity": 0.6}, "encoding": channels},
+        {"data": {"values": bands}, "mark": bar, "encoding": of_bar},
+        {"data": {"values": launches}, "mark": dot, "encoding": {"color": axes.curves(panel)}},
     ]
     words = " Bars: slowdowns that would not have been seen." * bool(bands) + " Dots: launches." * bool(launches)
     return words, [layer for layer in layers if layer["data"]["values"]]

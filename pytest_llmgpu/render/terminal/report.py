@@ -16,7 +16,7 @@ from pytest_llmgpu.profiling.machine import Machine
 from pytest_llmgpu.render.summary import Problem, cases_in_words, finding_problems
 from pytest_llmgpu.render.table import (
     COLUMNS,
-    DROPPED,
+    KEPT,
     TABLES,
     Entry,
     Place,
@@ -71,33 +71,29 @@ def summary_table(cases: Sequence[CaseResult], paint: Painter, most: int | None 
         shown = [entry for entry in shown if id(entry.result) in fastest][:most]
     times = []
     for cell in (cells[entry.result.id] for entry in shown):
-        sign = (
-            f"{_MARKS[cell.kind]} "
-            if cell.kind in {"best", "wrong"} and not (cell.kind == "best" and cell.rate)
-            else ""
-        )
+        is_marked = cell.kind == "wrong" or (cell.kind == "best" and not cell.rate)
+        sign = f"{_MARKS[cell.kind]} " if is_marked else ""
         text = cell.word or f"{sign}{'? ' * cell.disturbed}{'g ' * cell.graphs}{cell.time}"
         colour = _COLOURS.get(cell.kind, _YELLOW if cell.disturbed else "")
         times.append(paint(text, colour) if colour else text)
     second = [cells[entry.result.id].second for entry in shown]
     columns: dict[str, tuple[str, Sequence[str]]] = {"time": (table.time_title, times)}
     generates, on_gpu = cases[0].case.generates, cases[0].case.device == "cuda"
-    if generates and any(second):
-        columns["second"] = (table.metric, second)
+    # What the tokens have as well, and on a CPU the figure that judges.
+    left_out = {"sequences_per_s"} if generates else {"token_p95_s"}
+    left_out |= {"flops_per_sequence"} if on_gpu else set()
     for column in columns_of("summary", cases):
         name, values = column.name, [column.value(entry.result) for entry in shown]
-        # The less exact one, that which the tokens have as well, and the judge on a CPU.
-        left_out = {"utilization_pct": "device_busy" in columns, "sequences_per_s": generates}
-        if any(values) and not (left_out | {"flops_per_sequence": on_gpu, "token_p95_s": not generates}).get(name):
-            columns[name] = (column.title, written(values, column.unit))
-        if name == "sequences_per_s" and not generates and any(second):
+        if name == ("token_p95_s" if generates else "speedup") and any(second):
             columns["second"] = (table.metric, second)
-        if name == "new_tokens_per_s" and name in columns:
-            best = [cells[entry.result.id].kind == "best" for entry in shown]
-            columns[name] = (
-                column.title,
-                [f"{'* ' * one}{text}" for one, text in zip(best, columns[name][1], strict=True)],
-            )
+        if not any(values) or name in left_out or (name == "utilization_pct" and "device_busy" in columns):
+            continue  # of the last two the less exact one
+        texts = written(values, column.unit)
+        if name == "new_tokens_per_s":
+            texts = [
+                f"{'* ' * (cells[one.result.id].kind == 'best')}{text}" for one, text in zip(shown, texts, strict=True)
+            ]
+        columns[name] = (column.title, texts)
     text, *_ = _fitted("summary", [entry[:2] for entry in shown], columns)
     notes = [f"{_MARKS[kind]} {meaning}" for kind, (_, meaning) in table.legend.items() if kind in _MARKS]
     notes += ["#2: measured again, by another test or strategy"] * any("#" in one.row for one in shown)
@@ -255,7 +251,7 @@ def _fitted(table: Place, places: Sequence[tuple[str, str]], columns: _Columns) 
     """Return the table of places and of the columns that fit the width, and a line with the names of the others."""
     firsts = [("" if n and places[n - 1][0] == name else name, size) for n, (name, size) in enumerate(places)]
     shown, dropped = dict(columns), list[str]()
-    candidates = [name for name in DROPPED[table] if name in columns]
+    candidates = [name for name in reversed(TABLES[table]) if name in columns and name not in KEPT]
     while True:
         headers = ["strategy", "batch\nsize", *(title for title, _ in shown.values())]
         body = [[*first, *(texts[n] for _, texts in shown.values())] for n, first in enumerate(firsts)]

@@ -260,9 +260,9 @@ def test_communication_and_memory_are_means_with_the_largest_device() -> None:
     cells = "mp 8 41.0 (44.0) 1.02 (1.10) 2.05 (2.20) 3.08 (3.30) 10.0"
     assert communication[4].split() == cells.split()
     assert held[0] == "Memory per GPU: mean over the GPUs (largest)"
-    names = ["strategy", "batch", "weights", "activations", "cached", "rest", "torch peak", "NVML peak"]
+    names = ["strategy", "batch", "weights", "activations", "rest", "cached", "torch peak", "NVML peak"]
     assert re.split(" {2,}", held[1]) == names
-    cells = "15.0 (15.0) 1.25 (2.00) 0.00 (0.00) 2.00 (2.00) 16.2 (17.0) 18.2 (19.0)"
+    cells = "15.0 (15.0) 1.25 (2.00) 2.00 (2.00) 0.00 (0.00) 16.2 (17.0) 18.2 (19.0)"
     assert held[4].split() == ["mp", "8", *cells.split()]
 
 
@@ -331,7 +331,7 @@ def test_the_path_of_each_strategy_has_one_line_per_link() -> None:
 
 @pytest.mark.parametrize(
     ("workspace", "dropped"),
-    [(GIB // 2, "cached GiB, torch peak GiB"), (None, "cached GiB"), (120 * GIB, "cached GiB")],
+    [(GIB // 2, "cached GiB, rest GiB"), (None, "cached GiB"), (120 * GIB, "cached GiB")],
 )
 def test_dropped_columns_are_named(workspace: int | None, dropped: str) -> None:
     """Weights, activations, workspace and the peak of NVML are never dropped."""
