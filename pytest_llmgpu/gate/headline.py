@@ -39,6 +39,7 @@ _STATES: dict[SessionState, str] = {
     "incomplete": "is incomplete",
     "failed": "has failed tests",
     "dirty": "has uncommitted changes",
+    "disturbed": "was disturbed in every case",
 }
 
 _NEXT_STEPS = {
@@ -48,6 +49,12 @@ _NEXT_STEPS = {
     "NEW": "Make this report the baseline: llmgpu promote.",
 }
 """The next step of the verdicts without a comparison; for the others it is in the table of metrics."""
+
+
+SAME_ENVIRONMENT = "Measure again in the environment of the baseline, or make this report the baseline."
+"""The next step where the environment differs from that of the baseline and no other cause is known."""
+_NOTHING = "Measure a case that a baseline has, or make this report the baseline: `llmgpu promote REPORT --to FILE`."
+"""The next step where nothing was compared."""
 
 
 class Headline(NamedTuple):
@@ -155,10 +162,13 @@ def next_steps(verdicts: Verdicts, policy: Policy) -> str:
     # A regression of uncommitted changes is between no two commits.
     head = candidate.commit if candidate is not None and "dirty" not in candidate.states else None
     command = candidate.command if candidate is not None else "pytest"
-    both = f"`llmgpu ab {base[:8]} {head[:8]} -- {command}`" if base and head and base != head else "llmgpu ab"
+    both = f"`llmgpu ab {base[:8]} {head[:8]} -- {command}`" if base and head and base != head else "`llmgpu ab`"
     parts = []
     if worst is not None and (worst.verdict != "UNDECIDED" or not worst.compared):
-        if worst.worse and base and head and base != head and not worst.next_step:
+        known = worst.next_step or (worst.cause is not None and cause.module_of(worst.cause))
+        if worst.worse and not known and worst.metric != "creep" and differences(verdicts):
+            parts.append(SAME_ENVIRONMENT)
+        elif worst.worse and base and head and base != head and not worst.next_step:
             names = f"--metric {worst.metric} --case {shlex.quote(worst.id)}"
             search = f"llmgpu bisect {base[:8]} {head[:8]} {names} -- {command}"
             parts.append(f"`{search}` finds the commit, if several are possible.")
@@ -174,6 +184,8 @@ def next_steps(verdicts: Verdicts, policy: Policy) -> str:
             break
     way = "measure on a quieter machine" if verdicts.in_turn else f"{both} launches both in turn"
     parts += _deciding(undecided, way)
+    if not parts and not any(row.compared and row.gated for row in verdicts.rows):
+        parts.append(_NOTHING)
     return f"Next: {' '.join(parts)}" if parts else ""
 
 
@@ -184,7 +196,7 @@ def step_of(row: Row, *others: Row) -> str:
     return row.next_step or _NEXT_STEPS.get(row.verdict) or spec_of(row.metric).next_step
 
 
-def _deciding(rows: Sequence[Row], way: str = "llmgpu ab launches both in turn") -> list[str]:
+def _deciding(rows: Sequence[Row], way: str = "`llmgpu ab` launches both in turn") -> list[str]:
     """Return what decides undecided rows: their own next steps, and the launches that decide at least half.
 
     `way` is for rows that need too many launches.

@@ -28,6 +28,7 @@ from pytest_llmgpu.gate.memory import memory_row
 from pytest_llmgpu.gate.policy import Policy, TimeRule, dump_policy, sha256_of, unmatched, with_allowed
 from pytest_llmgpu.gate.program_row import program_row, with_slower_kernels
 from pytest_llmgpu.gate.times import Timed, comparable
+from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.derived import of_prefill
 from pytest_llmgpu.report.metrics import MetricName, spec_of
 from pytest_llmgpu.report.report import Report, command
@@ -175,6 +176,8 @@ def _states(head: Report) -> Iterator[SessionState]:
         yield "failed"
     if head.commit.dirty:
         yield "dirty"
+    if head.cases and all(map(disturbances.of_case, head.cases)):
+        yield "disturbed"
 
 
 def with_unseen(rows: Sequence[Row], on_cpu: Collection[str] = ()) -> list[Row]:

@@ -241,10 +241,8 @@ def _steps(
             marks[place] = ("better" if fits else "worse", reason)
     quiet: dict[frozenset[str], list[int]] = {}
     for place in (place for place, value in values.items() if value):
-        launches = results[place].launches
-        invalid = list(filter(None, map(disturbances.untimed, launches)))
-        if invalid and 2 * len(invalid) >= len(launches):  # else the median is undisturbed
-            marks[place] = ("disturbed", f"{invalid[0]}.")
+        if (disturbed := disturbances.of_case(results[place])) is not None:
+            marks[place] = ("disturbed", f"{disturbed}.")
         else:
             quiet.setdefault(frozenset(gpu.uuid for gpu in kept[place][1].environment.gpus), []).append(place)
     for places in quiet.values():

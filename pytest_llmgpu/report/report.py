@@ -7,7 +7,7 @@ import shlex
 
 import msgspec
 
-from pytest_llmgpu.report.bounds import Amount, Count, Positive, Reasons
+from pytest_llmgpu.report.bounds import Amount, Count, Positive, Reasons, Seconds
 from pytest_llmgpu.report.options import GATE_OPTIONS, OUTPUT_OPTIONS, Options, flag_of
 from pytest_llmgpu.report.result import CaseResult, Launch
 from pytest_llmgpu.report.verdicts import Verdicts
@@ -123,6 +123,8 @@ class Session(msgspec.Struct, kw_only=True):
     record it."""
     collected: Count = 0
     """Number of tests left after deselection."""
+    duration_s: Seconds | None = None
+    """Time from the start of the session to its end, of a resumed one without the pause; null if it did not end."""
     deselected: list[str] = []
     """Node ids that `-k` or `-m` deselected, and other selections of this run: `--lf`, or tests named as arguments."""
 

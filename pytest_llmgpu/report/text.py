@@ -61,6 +61,11 @@ def slowdown(fraction: float) -> str:
     return f"{number:.2g} %" if number < 99.5 else f"{number:,.0f} %"  # noqa: PLR2004 - three digits from here on
 
 
+def duration(seconds: float) -> str:
+    """Return how long something took: 95.2 is `95 s`, 5400 is `90 min`."""
+    return f"{seconds:,.0f} s" if seconds < 600 else f"{seconds / 60:,.0f} min"  # noqa: PLR2004 - as times of tables
+
+
 def gib(size_bytes: float, digits: int = 2) -> str:
     """Return a size in GiB: 2**31 is `2.00 GiB`."""
     return f"{size_bytes / GIB:.{digits}f} GiB"

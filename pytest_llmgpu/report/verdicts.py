@@ -178,9 +178,9 @@ class Baseline(msgspec.Struct, frozen=True, kw_only=True):
     """Commit that was measured in the baseline."""
 
 
-SessionState = Literal["interrupted", "incomplete", "failed", "dirty"]
-"""A reason to doubt a report as a whole: its session was interrupted, it lacks selected tests, pytest failed, or files
-were changed after the commit."""
+SessionState = Literal["interrupted", "incomplete", "failed", "dirty", "disturbed"]
+"""A reason to doubt a report as a whole: its session was interrupted, it lacks selected tests, pytest failed, files
+were changed after the commit, or every case was disturbed."""
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
@@ -193,8 +193,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     command: str = "pytest"
     """Command that measures the same again, from the root of the repository."""
     states: list[SessionState] = []
-    """Reasons to doubt the candidate as a whole; empty if its session completed, pytest passed and the tree was clean
-    or not known."""
+    """Reasons to doubt the candidate as a whole; empty if its session completed undisturbed, pytest passed and the tree
+    was clean or not known."""
 
 
 class Verdicts(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -69,6 +70,7 @@ class Recorder:
         """A line for each file that is missing or incomplete, with the reason."""
         self._saved: list[str] = []
         """The line with the path in the store; none before the report is saved."""
+        self._began_s = time.monotonic()
         self._launch = 1
         """The number of the launch that is measured now."""
         self._counts: Counter[tuple[str, str]] = Counter()
@@ -127,6 +129,7 @@ class Recorder:
         except ValueError as error:
             raise ValueError(f"--llmgpu-resume={reference}: {error}") from None
         self.report = report
+        self._began_s -= report.session.duration_s or 0.0
         for place, result in enumerate(report.cases):
             measured = result.nodeid or "", result.key
             self._measured[measured, self._counts[measured]] = (place, by_launch(result))
@@ -240,6 +243,7 @@ class Recorder:
             failed_tests=len(self.failed_tests),
             collected=len(expected),
             deselected=list(map(valid, deselected)),
+            duration_s=round(time.monotonic() - self._began_s, 3),
         )
         self.report.capacity = capacities(self.report.cases)
         if self.judge is not None:

@@ -152,7 +152,7 @@ def test_show_prints_the_tables_of_a_run(tmp_path: Path, llmgpu: Callable[..., s
     report.session = Session(complete=False)
     path = save(report, tmp_path)
     head, rest = llmgpu("show", "1", "--storage", str(tmp_path)).split("\n\n", 1)
-    assert head == f"{path}, {H200}, 2026-01-02T03:04:05Z, commit 3b1f09ac main, run not complete"
+    assert head == f"{path}, {H200}, 2026-01-02T03:04:05Z, commit 3b1f09ac main"
     assert rest == tables(report) + "\n"
     assert "It is slow." in rest
 

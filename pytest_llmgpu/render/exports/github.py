@@ -166,7 +166,7 @@ def render_comment(report: Report) -> str:
 def _page(report: Report, first: Sequence[str], tables: Sequence[_Table], limit_bytes: int) -> str:
     verdicts = report.verdicts
     if verdicts is None:
-        counted: Counter[str] = Counter(result.outcome.replace("_", " ") for result in report.cases)
+        counted: Counter[str] = Counter(map(summary.outcome, report.cases))
         failing = sum(notice.level == "failure" for notice in notices(report))
         result = f"{_MARKS['failure']} {failing} to look at" if failing else "nothing was compared"
     else:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pytest_llmgpu.render import summary
 from pytest_llmgpu.render.exports.tools import describe
 from pytest_llmgpu.render.table import COLUMNS, MARKDOWN, TABLES
+from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.metrics import JUDGED, METRICS, spec_of
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.text import one_line
@@ -33,12 +34,12 @@ _FIRST = (
 
 _OF_METRICS = [spec.exported.column for spec in METRICS if spec.exported]
 
-_FIGURES = [*_OF_METRICS, *TABLES["work"], *TABLES["tokens"]]
+_FIGURES = [*_OF_METRICS, *(name for name in (*TABLES["work"], *TABLES["tokens"]) if name != "speedup")]
 
 _SESSION = ("created", "commit", "machine", "gpu", "gpu_memory_bytes")
 
 CSV_COLUMNS = tuple(
-    dict.fromkeys([*_FIRST, *_OF_METRICS, *(f"verdict_{name}" for name in JUDGED), *_FIGURES, *_SESSION])
+    dict.fromkeys([*_FIRST, *_OF_METRICS, *(f"verdict_{name}" for name in JUDGED), *_FIGURES, *_SESSION, "disturbed"])
 )
 """The header of the CSV table; its columns are read by name, in the order of the metrics."""
 
@@ -90,6 +91,7 @@ def render_csv(report: Report) -> str:
             "outcome": result.outcome,
             "failure": result.failure.message if result.failure is not None else "",
             "launches": len(result.launches),
+            "disturbed": disturbances.of_case(result) or "",
             "gpu_memory_bytes": result.case.gpu_memory_bytes,  # the cap; empty without one
         }
         line = {name: spreadsheet(value) if isinstance(value, str) else value for name, value in fields.items()}
@@ -127,7 +129,7 @@ def markdown_lines(report: Report) -> Iterator[str]:
     for result in report.cases:
         values = [(COLUMNS[name], COLUMNS[name].value(result)) for name in columns]
         cells = ["" if value is None else column.written(value) for column, value in values]
-        outcome = result.outcome.replace("_", " ") + (", wrong answers" if result.has_wrong_answers else "")
+        outcome = summary.outcome(result)
         if result.failure is not None:
             outcome += f": {one_line(result.failure.message, _MESSAGE)}"
         first = [code(result.id), markdown(describe(result.case)), markdown(outcome)]

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from pytest_llmgpu.analysis.capacity import capacities
 from pytest_llmgpu.render.summary import by_id
+from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.case import DEFAULT_TASK, Case
 from pytest_llmgpu.report.metrics import METRICS, Figure, MetricSpec
 from pytest_llmgpu.report.report import Report
@@ -122,6 +123,7 @@ def render_bencher(report: Report) -> str:
                 scale = 1e9 if figure.unit == "s" else 1.0  # Bencher has nanoseconds
                 ends = {"value": figure.value, "lower_value": figure.low, "upper_value": figure.high}
                 measures[spec.exported.measure] = {key: end * scale for key, end in ends.items() if end is not None}
+        measures["disturbed"] = {"value": float(disturbances.of_case(result) is not None)}
         failures = sum(finding.severity == "failure" for finding in result.findings)
         measures["completed"] = {"value": float(result.outcome == "completed")}
         measures["out-of-memory"] = {"value": float(result.outcome in OUT_OF_MEMORY)}

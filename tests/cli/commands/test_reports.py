@@ -128,6 +128,14 @@ def test_an_image_stands_alone_in_a_readme(llmgpu: Callable[..., str]) -> None:
     assert "huggyllama/llama-30b, float16, 4 x NVIDIA H200" in Path("out/timeline-power.svg").read_text("utf-8")
 
 
+@pytest.mark.usefixtures("empty_folder")
+def test_a_case_without_time_lines_is_named(llmgpu: Callable[..., str]) -> None:
+    """A case on a CPU has no samples."""
+    dump(make_report([make_result(device="cpu")]), Path("head.json"))
+    printed = llmgpu("plot", "head.json", "--output", "out", "--format", "svg", "--case", "mp-bs1")
+    assert "left out: time lines of mp-bs1: the case has no samples of a GPU" in printed
+
+
 @pytest.mark.usefixtures("_two_sizes")
 def test_without_the_extra_one_line_names_it(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no traceback and no empty folder."""
