@@ -12,7 +12,6 @@ from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.gate.program import FLOPS, SYNCS
 from pytest_llmgpu.gate.program_row import KERNEL_SEEN
 from pytest_llmgpu.gate.times import PRACTICAL_LAUNCHES
-from pytest_llmgpu.report.metrics import spec_of
 from pytest_llmgpu.report.text import FACTORS_FROM, listed, percent, plural, signed_percent, slowdown
 from pytest_llmgpu.report.verdicts import (
     DIFFERS,
@@ -119,7 +118,7 @@ def is_slower(row: Row) -> bool:
 
 def row_in_words(row: Row) -> str:
     """Return one row in a few words: `tp-bs8 device time +4.1 % (0.0672 s, was 0.0646 s): 93 % in mlp.down_proj`."""
-    spec = spec_of(row.metric)
+    spec = row.spec
     metric = "wall time" if row.metric == "time" else row.metric.replace("_", " ")
     of_prefill = " of the prefill" if row.prefill else ""
     why = f": {cause.describe(row.cause)}" if row.cause is not None else ""
@@ -178,7 +177,7 @@ def step_of(row: Row, *others: Row) -> str:
     """Return the next step for the reader of a row, the worst one, and of others with the same cause."""
     if row.verdict == "UNDECIDED" and row.compared:
         return " ".join(_deciding([row, *others]))
-    return row.next_step or _NEXT_STEPS.get(row.verdict) or spec_of(row.metric).next_step
+    return row.next_step or _NEXT_STEPS.get(row.verdict) or row.spec.next_step
 
 
 def _deciding(rows: Sequence[Row], *, in_turn: bool = False) -> list[str]:
@@ -229,7 +228,7 @@ def _of_pass(verdicts: Verdicts) -> str:
         start = f"PASSED, program changed: {cause.describe(program.cause)};"
     if verdicts.baseline is None:
         return f"{start} there is no baseline to compare with"
-    parts = [plural(len({(row.key, row.id) for row in compared if spec_of(row.metric).scope == "case"}), "case")]
+    parts = [plural(len({(row.key, row.id) for row in compared if row.spec.scope == "case"}), "case")]
     clocks = [row.clock_ratio for row in compared if row.clock_ratio is not None]
     clock_ratio = max(clocks, key=lambda one: abs(one - 1), default=1.0)
     if abs(clock_ratio - 1) > _CLOCK:

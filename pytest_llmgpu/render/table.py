@@ -21,7 +21,7 @@ from pytest_llmgpu.analysis.answers import written as probability
 from pytest_llmgpu.analysis.capacity import split
 from pytest_llmgpu.report.case import DEFAULT_TASK, REFERENCE_STRATEGY, Case
 from pytest_llmgpu.report.derived import batch_latency_s, device_busy, generated, measured, of_window
-from pytest_llmgpu.report.metrics import METRICS, Figure
+from pytest_llmgpu.report.metrics import METRICS, Figure, own_metrics
 from pytest_llmgpu.report.report import Environment, Report
 from pytest_llmgpu.report.result import CaseResult, Comparison
 from pytest_llmgpu.report.text import GIB, MIB, gib, percent, plural
@@ -159,6 +159,15 @@ COLUMNS = {
     )
 }
 """Each column by its name."""
+
+
+def own_columns(cases: Sequence[CaseResult]) -> dict[str, Column]:
+    """Return a column by name for each figure of their own that cases have."""
+    return {
+        one.name: Column(one.name, f"{one.name.replace('_', ' ')}\n{one.unit}", 1.0, one.of, written=one.written)
+        for one in own_metrics(cases)
+    }
+
 
 Place = Literal["summary", "work", "tokens", "communication", "memory"]
 """A table of figures."""
@@ -391,6 +400,7 @@ def figure_tables(cases: Sequence[CaseResult]) -> dict[Place, FigureTable]:
     }
     for place, title in titles.items():
         columns = [COLUMNS[name] for name in TABLES[place]]
+        columns += own_columns(cases).values() if place == "work" else ()
         rows = [(entry, [column.value(entry.result) for column in columns]) for entry in entries(cases)]
         rows = [(entry, values) for entry, values in rows if any(value is not None for value in values[1:])]
         if not rows:

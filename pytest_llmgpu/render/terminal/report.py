@@ -28,6 +28,7 @@ from pytest_llmgpu.render.table import (
     figure_tables,
     make_time_table,
     model,
+    own_columns,
     with_reference,
     written,
 )
@@ -75,10 +76,12 @@ def summary_table(cases: Sequence[CaseResult], paint: Painter, most: int | None 
         times.append(paint(text, _COLOURS[cell.kind]) if cell.kind in _COLOURS else text)
     second = [cells[entry.result.id].second for entry in shown]
     columns: dict[str, tuple[str, Sequence[str]]] = {"time": (table.time_title, times)}
-    for name in TABLES["summary"]:
-        column = COLUMNS[name]
+    own = own_columns(cases)
+    for name in (*TABLES["summary"], *own):
+        column = own.get(name) or COLUMNS[name]
         values = [column.value(entry.result) for entry in shown]
-        if any(values) and not (name == "utilization_pct" and "device_busy" in columns):  # the less exact one
+        less_exact = name == "utilization_pct" and "device_busy" in columns
+        if (any(values) or name in own) and not less_exact:
             columns[name] = (column.title, written(values, column.unit))
         if name == "sequences_per_s" and any(second):
             columns["second"] = (table.metric, second)
