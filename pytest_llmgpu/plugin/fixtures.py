@@ -92,6 +92,7 @@ def session_of(config: pytest.Config) -> BenchmarkSession:
     try:
         if peers is not None:
             peers.wait(chosen.load_timeout)
+        declared = figures.merge(config.hook.pytest_llmgpu_metrics(config=config))
         known_tasks = tasks.merge(config.hook.pytest_llmgpu_tasks(config=config))
         if hidden := [name for name in known_tasks if name in _FIXTURES]:
             raise pytest.UsageError(
@@ -111,7 +112,7 @@ def session_of(config: pytest.Config) -> BenchmarkSession:
             live=live,
             peers=peers,
         )
-        session.recorder.declared = figures.merge(config.hook.pytest_llmgpu_metrics(config=config))
+        session.recorder.declared = declared
     except ValueError as error:
         raise pytest.UsageError(printable(str(error))) from None
     config.stash[SESSION] = session

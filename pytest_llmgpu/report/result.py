@@ -438,7 +438,7 @@ class Declared(msgspec.Struct, frozen=True, kw_only=True):
     better: Literal["larger", "smaller"]
     """The direction of an improvement."""
     rule: Literal["exact", "time"] = "exact"
-    """Rule of the gate. exact: one launch shows a change. time: the figure varies by chance; launches are replicates."""
+    """Rule of the gate. exact: one launch shows a change. time: the figure varies, and launches are the replicates."""
     threshold: Annotated[float, Meta(ge=0, lt=1)] = 0.0
     """Change for the worse that is allowed, as a fraction of the baseline."""
 
@@ -514,6 +514,9 @@ class CaseResult(msgspec.Struct, kw_only=True, dict=True):
 
         ValueError: the name or the value is not allowed, or the launch has a figure of this name.
         """
+        __tracebackhide__ = True
+        if "recorder" not in vars(self):
+            raise ValueError(f"figure {name!r}: only a result that measure returned records figures")
         vars(self)["recorder"](self, {name: value})
 
     @property

@@ -50,6 +50,7 @@ def merge(found: Iterable[Any]) -> dict[str, Declared]:
 
 def checked(figures: Mapping[str, Any], declared: Mapping[str, Declared]) -> dict[str, float]:
     """Return figures that a test records; ValueError in one line for a name or a value that is not allowed."""
+    __tracebackhide__ = True
     for name, value in figures.items():
         _check_name(f"figure {name!r}", name)
         is_time = name in declared and declared[name].rule == "time"
@@ -61,6 +62,7 @@ def checked(figures: Mapping[str, Any], declared: Mapping[str, Declared]) -> dic
 
 
 def _check_name(where: str, name: object) -> None:
+    __tracebackhide__ = True
     if not isinstance(name, str) or not is_own(name) or name in _TAKEN:
         allowed = "a name of up to 40 of a-z, 0-9 and _ is needed that this package has for nothing else"
         raise ValueError(f"{where} is not allowed: {allowed}")

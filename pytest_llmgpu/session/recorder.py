@@ -228,6 +228,7 @@ class Recorder:
 
         ValueError as for `figures.checked`, or if the launch has a figure of one of these names.
         """
+        __tracebackhide__ = True
         known, before = checked(figures, self.declared), result.launches[-1].figures
         for name in known.keys() & before.keys():
             raise ValueError(f"figure {name!r}: this launch of {result.id} has one, {before[name]:g}: record it once")
