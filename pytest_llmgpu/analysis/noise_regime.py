@@ -87,11 +87,6 @@ def noisiest(*results: CaseResult) -> NoiseRegime:
     return max(map(of_time, results), key=REGIMES.index)
 
 
-def of_host(regime: NoiseRegime) -> NoiseRegime:
-    """Return the regime of a figure that the host measures around forwards of a regime: their graphs are not all."""
-    return max(regime, "eager_host", key=REGIMES.index)
-
-
 def prior_of_time(*results: CaseResult) -> Prior:
     """Return the prior of the wall time of one case, from its results in one report or in several.
 

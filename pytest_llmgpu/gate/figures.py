@@ -14,7 +14,7 @@ import msgspec
 
 from pytest_llmgpu.gate.policy import FigureRule, Policy, TimeRule
 from pytest_llmgpu.gate.times import Timed, comparable, wall_times
-from pytest_llmgpu.report.metrics import BY_NAME, own, recorded
+from pytest_llmgpu.report.metrics import is_own, own, recorded
 from pytest_llmgpu.report.result import CaseResult, Declared
 from pytest_llmgpu.report.text import capital, percent
 from pytest_llmgpu.report.verdicts import NEITHER, ONLY_CANDIDATE, Decided, Row
@@ -48,7 +48,7 @@ def rows(
     for name in {**base.declared, **head.declared}:
         if name in violated:
             yield name, violated[name]
-        elif name not in BY_NAME:
+        elif is_own(name):
             yield name, _compared(base, head, name, policy, same_gpus=same_gpus)
 
 
@@ -58,16 +58,14 @@ def _compared(base: CaseResult, head: CaseResult, name: str, policy: Policy, *, 
     limit = policy.figures.get(name, FigureRule()).threshold
     declared = msgspec.structs.replace(both[0], threshold=min(limits if limit is None else [*limits, limit]))
     then, now = recorded(base, name), recorded(head, name)
-
     row = functools.partial(Row.of, head, name, declared=declared)
 
     if not now:
-        words = name.replace("_", " ")
-        return row("MISSING", f"Only the baseline has {words}: the test did not record it.") if then else NEITHER
+        return row("MISSING", "Only the baseline has it: the test did not record it.") if then else NEITHER
     if not then:
         return ONLY_CANDIDATE
     if any(msgspec.structs.replace(one, threshold=declared.threshold) != declared for one in both):
-        return row("NOT_COMPARABLE", f"Declared with {_words(both[0])}; in the baseline with {_words(both[-1])}.")
+        return row("NOT_COMPARABLE", f"The baseline declares another figure: {both[-1]}, now {both[0]}.")
     if declared.rule == "exact":
         return _exact(row, name, declared, then, now)
     if min(*then, *now) <= 0:
@@ -75,10 +73,8 @@ def _compared(base: CaseResult, head: CaseResult, name: str, policy: Policy, *, 
     launches = comparable(base, head)
     if not isinstance(launches, Row):
         before, after = ([launch for launch in side if name in launch.figures] for side in launches)
-        if not (before and after):
-            launches = row("UNDECIDED", "The launches with it were disturbed (`profile.invalid`).")
-        else:
-            launches = before, after
+        disturbed = row("UNDECIDED", "The launches with it were disturbed (`profile.invalid`).")
+        launches = (before, after) if before and after else disturbed
     rule = TimeRule(threshold=declared.threshold)
     return wall_times(base, head, launches, rule, metric=name, in_turn=False, same_gpus=same_gpus, declared=declared)
 
@@ -107,7 +103,3 @@ def _exact(row: Callable[..., Row], name: str, declared: Declared, then: list[fl
         threshold=declared.threshold,
         n=min(len(then), len(now)),
     )
-
-
-def _words(declared: Declared) -> str:
-    return f"the unit {declared.unit!r}, {declared.better} is better, rule {declared.rule}"

@@ -137,9 +137,10 @@ def row_in_words(row: Row) -> str:
             seen = f"not even a slowdown by a factor of {FACTORS_FROM:g} would"
         return f"{name}: {seen} have been seen, allowed is {slowdown(LARGEST_UNSEEN)}"
     is_same = spec.points and row.base == row.head  # accuracy, where the numbers behind it are wrong
-    if is_same or not row.compared or row.base is None or row.head is None or not (spec.points or row.ratio is not None):
+    ratio = 1.0 if spec.points else row.ratio
+    if is_same or not row.compared or row.base is None or row.head is None or ratio is None:
         return f"{name}: {row.reason.splitlines()[0].rstrip('.')}" if row.reason else name
-    change = f"{100 * (row.head - row.base):+.2f} pt" if spec.points else signed_percent((row.ratio or 1.0) - 1)
+    change = f"{100 * (row.head - row.base):+.2f} pt" if spec.points else signed_percent(ratio - 1)
     return f"{name} {change} ({spec.written(row.head)}, was {spec.written(row.base)}){why}"
 
 

@@ -48,9 +48,11 @@ def merge(found: Iterable[Any]) -> dict[str, Declared]:
     return merged
 
 
-def checked(figures: Mapping[str, Any], declared: Mapping[str, Declared]) -> dict[str, float]:
+def checked(figures: Any, declared: Mapping[str, Declared]) -> dict[str, float]:
     """Return figures that a test records; ValueError in one line for a name or a value that is not allowed."""
     __tracebackhide__ = True
+    if not isinstance(figures, Mapping):
+        raise ValueError(f"figures: {figures!r} is not allowed: a dictionary of names to numbers is needed")  # noqa: TRY004 - as for the others
     for name, value in figures.items():
         _check_name(f"figure {name!r}", name)
         is_time = name in declared and declared[name].rule == "time"

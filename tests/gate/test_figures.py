@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 from support.verdict_factory import any_unseen, on_h200, timed
 
+from pytest_llmgpu.analysis.merging import merge
 from pytest_llmgpu.gate.judge import exit_status, judge
 from pytest_llmgpu.gate.policy import Policy, dump_policy, load_policy
+from pytest_llmgpu.render.table import figure_tables
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import Declared
 from pytest_llmgpu.report.verdicts import Row, Verdicts
@@ -116,6 +118,14 @@ def test_a_bound_gates_with_and_without_a_baseline(
         assert (None if row is None else row.verdict) == (verdict or usual)
         assert exit_status(verdicts, policy) == status
     assert exit_status(_judged(None, _report([value])), Policy()) == 3
+
+
+def test_merged_launches_keep_their_figures() -> None:
+    """As `ab` and `bisect` merge runs of one launch; the page has the median."""
+    (result,) = merge([_report([0.9]), _report([0.8])]).cases
+    assert [launch.figures["own"] for launch in result.launches] == [0.9, 0.8]
+    (column,) = [one for one in figure_tables([result])["work"].columns if one.name == "own"]
+    assert column.value(result) == pytest.approx(0.85)
 
 
 def test_a_policy_can_only_tighten_a_threshold(tmp_path: Path) -> None:

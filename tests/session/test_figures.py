@@ -55,3 +55,5 @@ def test_a_wrong_figure_is_refused_in_one_line(name: str, value: Any, message: s
     """The line names the figure, its value and what is allowed."""
     with pytest.raises(ValueError, match=f"^figure '{name}'.*{message}"):
         checked({name: value}, {"waiting": Declared(better="smaller", rule="time")})
+    with pytest.raises(ValueError, match=r"^figures: .* a dictionary of names to numbers is needed$"):
+        checked([(name, value)], {})
