@@ -123,8 +123,8 @@ def pytest_llmgpu_metrics(config: pytest.Config) -> Mapping[str, Mapping[str, An
         result = measure(llm, hellaswag, batch_size)
         result.record("cache_hit_rate", 0.93)
 
-    `better` is needed: `larger` or `smaller`. `unit` has at most 16 characters. `rule` is `exact` (default), where one
-    launch shows a change, or `time` for a figure above 0 that varies by chance, where launches are the replicates.
-    `threshold` is the change for the worse that is allowed, as a fraction: 0 by default, 0.04 with the rule `time`.
-    Two declarations of one name that differ are refused. An implementation may omit `config`.
+    `better` is needed: `larger` or `smaller`. `unit` is short (16 letters). `rule` is `exact` (default) or `time`, for
+    a figure above 0 that varies by chance. `threshold` is the change for the worse that is allowed, as a fraction; the
+    default is 0, and 0.04 with the rule `time`. Declarations of one name that differ are refused. `config` may be
+    omitted.
     """

@@ -29,16 +29,14 @@ def merge(found: Iterable[Any]) -> dict[str, Declared]:
     """
     merged: dict[str, Declared] = {}
     for declarations in found:
-        try:
-            given = msgspec.convert(declarations, dict[Any, dict[str, Any]])
-        except msgspec.ValidationError as error:
-            raise ValueError(f"{_HOOK}: a dictionary of names to dictionaries is needed: {error}") from None
-        for name, fields in given.items():
+        if not isinstance(declarations, Mapping) or not all(isinstance(one, Mapping) for one in declarations.values()):
+            raise ValueError(f"{_HOOK}: {declarations!r}: a dictionary of names to dictionaries is needed")
+        for name, fields in declarations.items():
             _check_name(f"{_HOOK}: {name!r}", name)
             usual = {"threshold": spec_of("time").threshold} if fields.get("rule") == "time" else {}
             try:
                 if unknown := fields.keys() - {*Declared.__struct_fields__}:
-                    raise ValueError(f"unknown key {min(unknown)!r}")  # noqa: TRY301 - worded as those of msgspec
+                    raise ValueError(f"unknown key {min(unknown, key=str)!r}")  # noqa: TRY301 - worded as those of msgspec
                 one = msgspec.convert({**usual, **fields}, Declared)
             except ValueError as error:
                 keys = "better = larger or smaller, rule = exact or time, unit (16 characters), threshold (0 to 1)"

@@ -61,6 +61,18 @@ def test_a_resumed_run_keeps_the_figures_of_its_cases(runs: FakedRuns, monkeypat
     assert [one.figures["hit_rate"] for one in runs.report().cases[0].launches] == [0.93]
 
 
+@pytest.mark.parametrize(("bound", "regressed"), [(0.94, True), (0.93, False)])
+def test_a_bound_fails_a_first_run_without_a_baseline(runs: FakedRuns, bound: float, regressed: bool) -> None:
+    """The policy lets a first run pass, and its bound holds all the same."""
+    first_commit(runs.pytester.path, "test_it.py", "conftest.py")
+    policy = f"[tool.llmgpu.gate]\nallow_no_baseline = true\n[tool.llmgpu.gate.hit_rate]\nat_least = {bound}\n"
+    (runs.pytester.path / "pyproject.toml").write_text(policy)
+    result = runs("--llmgpu-compare=git:HEAD:base.json", sizes="1")
+    assert result.ret == int(regressed)
+    line = f"REGRESSED: mp-bs1 hit rate: 0.93 is below at_least = {bound} of the policy"
+    result.stdout.fnmatch_lines([line if regressed else "PASSED: there is no baseline to compare with*"])
+
+
 @pytest.mark.parametrize(
     ("conftest", "policy", "message"),
     [

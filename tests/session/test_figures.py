@@ -21,8 +21,8 @@ def test_declarations_of_several_places_are_merged() -> None:
     ("found", "message"),
     [
         ([{"own": {"better": "larger"}}, {"own": {"better": "smaller"}}], "'own' is declared twice: .*larger.*smaller"),
-        ([["own"]], "a dictionary of names to dictionaries is needed"),
-        ([{"own": "larger"}], "a dictionary of names to dictionaries is needed"),
+        ([["own"]], ".*: a dictionary of names to dictionaries is needed"),
+        ([{"own": "larger"}], ".*: a dictionary of names to dictionaries is needed"),
         ([{"own": {}}], "'own': .* missing required field `better`; allowed are better = larger or smaller, .*"),
         ([{"own": {"better": "larger", "treshold": 1}}], "'own': unknown key 'treshold'; allowed are"),
         ([{"own": {"better": "higher"}}], "'own': Invalid enum value 'higher'"),
