@@ -12,7 +12,6 @@ from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.gate.program import FLOPS, SYNCS
 from pytest_llmgpu.gate.program_row import KERNEL_SEEN
 from pytest_llmgpu.gate.times import PRACTICAL_LAUNCHES
-from pytest_llmgpu.report.metrics import spec_of
 from pytest_llmgpu.report.text import FACTORS_FROM, listed, percent, plural, signed_percent, slowdown
 from pytest_llmgpu.report.verdicts import (
     DIFFERS,
@@ -126,7 +125,7 @@ def is_slower(row: Row) -> bool:
 
 def row_in_words(row: Row) -> str:
     """Return one row in a few words: `tp-bs8 device time +4.1 % (0.0672 s, was 0.0646 s): 93 % in mlp.down_proj`."""
-    spec = spec_of(row.metric)
+    spec = row.spec
     metric = "wall time" if row.metric == "time" else row.metric.replace("_", " ")
     of_prefill = " of the prefill" if row.prefill else ""
     why = f": {cause.describe(row.cause)}" if row.cause is not None else ""
@@ -145,9 +144,10 @@ def row_in_words(row: Row) -> str:
             seen = f"not even a slowdown by a factor of {FACTORS_FROM:g} would"
         return f"{name}: {seen} have been seen, allowed is {slowdown(LARGEST_UNSEEN)}"
     is_same = spec.points and row.base == row.head  # accuracy, where the numbers behind it are wrong
-    if is_same or not row.compared or row.base is None or row.head is None or not (spec.points or row.ratio):
+    ratio = 1.0 if spec.points else row.ratio
+    if is_same or not row.compared or row.base is None or row.head is None or ratio is None:
         return f"{name}: {row.reason.splitlines()[0].rstrip('.')}" if row.reason else name
-    change = f"{100 * (row.head - row.base):+.2f} pt" if spec.points else signed_percent((row.ratio or 1.0) - 1)
+    change = f"{100 * (row.head - row.base):+.2f} pt" if spec.points else signed_percent(ratio - 1)
     return f"{name} {change} ({spec.written(row.head)}, was {spec.written(row.base)}){why}"
 
 
@@ -193,7 +193,7 @@ def step_of(row: Row, *others: Row) -> str:
     """Return the next step for the reader of a row, the worst one, and of others with the same cause."""
     if row.verdict == "UNDECIDED" and row.compared:
         return " ".join(_deciding([row, *others]))
-    return row.next_step or _NEXT_STEPS.get(row.verdict) or spec_of(row.metric).next_step
+    return row.next_step or _NEXT_STEPS.get(row.verdict) or row.spec.next_step
 
 
 def _deciding(rows: Sequence[Row], way: str = "`llmgpu ab` launches both in turn") -> list[str]:
@@ -246,7 +246,7 @@ def _of_pass(verdicts: Verdicts) -> str:
         start = f"PASSED, program changed: {cause.describe(program.cause)};"
     if verdicts.baseline is None:
         return f"{start} there is no baseline to compare with"
-    parts = [plural(len({(row.key, row.id) for row in compared if spec_of(row.metric).scope == "case"}), "case")]
+    parts = [plural(len({(row.key, row.id) for row in compared if row.spec.scope == "case"}), "case")]
     clocks = [row.clock_ratio for row in compared if row.clock_ratio is not None]
     clock_ratio = max(clocks, key=lambda one: abs(one - 1), default=1.0)
     if abs(clock_ratio - 1) > _CLOCK:

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -35,8 +35,8 @@ OUTCOME = pytest.StashKey[str]()
 """In `item.stash`: the outcome of the case that the test measured."""
 KEPT = pytest.StashKey[bool]()
 """In `item.stash`: whether the result of the case is from the report that the run resumes."""
-_PROPERTIES = pytest.StashKey[dict[str, list[tuple[str, str]]]]()
-"""In `item.stash`: the properties in JUnit's XML of each case that the test measured, by case id."""
+_MEASURED = pytest.StashKey["dict[str, CaseResult]"]()
+"""In `item.stash`: the cases that the test measured, by case id, with all launches so far."""
 
 _FIXTURES = ("llm", "batch_size", "nvml_profiler", "measure")
 """The fixtures that no task may hide."""
@@ -74,6 +74,7 @@ def session_of(config: pytest.Config) -> BenchmarkSession:
     from pytest_llmgpu import strategies
     from pytest_llmgpu.inference import tasks
     from pytest_llmgpu.render.terminal.live import LiveLine
+    from pytest_llmgpu.session import figures
     from pytest_llmgpu.session.session import BenchmarkSession
     from pytest_llmgpu.store.git import is_reference
 
@@ -97,6 +98,7 @@ def session_of(config: pytest.Config) -> BenchmarkSession:
     try:
         if peers is not None:
             peers.wait(chosen.load_timeout)
+        declared = figures.merge(_registered(config, "pytest_llmgpu_metrics"))
         known_tasks = tasks.merge(_registered(config, "pytest_llmgpu_tasks"))
         if hidden := [name for name in known_tasks if name in _FIXTURES]:
             raise pytest.UsageError(
@@ -116,6 +118,7 @@ def session_of(config: pytest.Config) -> BenchmarkSession:
             live=live,
             peers=peers,
         )
+        session.recorder.declared = declared
     except ValueError as error:
         raise pytest.UsageError(printable(str(error))) from None
     config.stash[SESSION] = session
@@ -123,10 +126,10 @@ def session_of(config: pytest.Config) -> BenchmarkSession:
     return session
 
 
-def _registered(config: pytest.Config, hook: str) -> list[Mapping[str, str]]:
+def _registered(config: pytest.Config, hook: str) -> list[Mapping[str, Any]]:
     """Return what the implementations of a hook return; pytest.UsageError in one line if one of them raises."""
     try:
-        found: list[Mapping[str, str]] = getattr(config.hook, hook)(config=config)
+        found: list[Mapping[str, Any]] = getattr(config.hook, hook)(config=config)
     except Exception as error:  # noqa: BLE001 - it is the code of a user
         last = traceback.extract_tb(error.__traceback__)[-1]
         text = f"{hook} raised {type(error).__name__}: {first_line(error)} ({Path(last.filename).name}:{last.lineno})"
@@ -323,6 +326,7 @@ def _measure(request: pytest.FixtureRequest) -> Measure:
     """Measure one case and add it to the report: `measure(llm, hellaswag, batch_size)`.
 
     `measure(llm, prompts, batch_size, new_tokens=64)` generates text; without `new_tokens` the option decides.
+    `figures={"cache_hit_rate": 0.93}` adds figures of your own, as `record` of the result does after the measurement.
 
     Returns the result of the case, with all its launches so far if --llmgpu-launches is above 1. Out of memory ends
     the test with the outcome OOM, which is not a failure. A timeout, a crash, an error or an accuracy below its
@@ -330,11 +334,17 @@ def _measure(request: pytest.FixtureRequest) -> Measure:
     largest batch size that fits. They are in the report too, and the outcome of the test is that of its own case. With
     --llmgpu-resume, a case that the report has is not measured again: the test gets that result, and is shown as KEPT.
     """
+    from pytest_llmgpu.session.figures import checked
+
     session = session_of(request.config)
     item: pytest.Item = request.node
 
     def measure(
-        llm: LLM, items: Dataset | Sequence[Item], batch_size: int, new_tokens: int | None = None
+        llm: LLM,
+        items: Dataset | Sequence[Item],
+        batch_size: int,
+        new_tokens: int | None = None,
+        figures: Mapping[str, float] = MappingProxyType({}),
     ) -> CaseResult:
         __tracebackhide__ = True
         if not isinstance(llm, LLM):
@@ -344,13 +354,15 @@ def _measure(request: pytest.FixtureRequest) -> Measure:
                 pytrace=False,
             )
         wanted = session.with_reference(llm.request(items, batch_size, new_tokens))
+        checked(figures, session.recorder.declared)
         kept: list[CaseResult] = []
+        measured = item.stash.setdefault(_MEASURED, {})
 
         def record(result: CaseResult) -> None:
             result.markers = sorted({mark.name for mark in item.iter_markers()})
             result.line = None if item.location[1] is None else item.location[1] + 1
             kept.append(session.record(result, llm.options, item.nodeid))
-            _add_junit_properties(item, kept[-1])
+            measured[kept[-1].id] = kept[-1]
 
         result = session.recorder.kept(item.nodeid, wanted.case)
         item.stash[KEPT] = result is not None
@@ -358,7 +370,10 @@ def _measure(request: pytest.FixtureRequest) -> Measure:
             session.runner.run(wanted, record)
             result = kept[0]
         else:
-            _add_junit_properties(item, result)
+            measured[result.id] = result
+        if result.outcome == "completed":
+            for name, value in figures.items():
+                result.record(name, value)
         item.stash[OUTCOME] = result.outcome
         group = (llm.strategy, llm.options)
         session.note(group, result.outcome)
@@ -370,14 +385,15 @@ def _measure(request: pytest.FixtureRequest) -> Measure:
     return measure
 
 
-def _add_junit_properties(item: pytest.Item, result: CaseResult) -> None:
-    """Add the figures of a case to the properties of its test; they replace those of an earlier launch."""
+def add_junit_properties(item: pytest.Item) -> None:
+    """Add the figures of the cases of a test to its properties; they replace those of an earlier launch."""
+    if _MEASURED not in item.stash:
+        return
     from pytest_llmgpu.render.exports.tools import junit_properties
 
-    properties = item.stash.setdefault(_PROPERTIES, {})
-    properties[result.id] = junit_properties(result)
     others = [pair for pair in item.user_properties if not pair[0].startswith("llmgpu.")]
-    item.user_properties[:] = [*others, *(pair for pairs in properties.values() for pair in pairs)]
+    ours = (pair for result in item.stash[_MEASURED].values() for pair in junit_properties(result))
+    item.user_properties[:] = [*others, *ours]
 
 
 def _find_max_batch(

@@ -199,6 +199,7 @@ def pytest_runtest_makereport(
     if (benchmark := running(item.config)) is not None:
         for rank, text in benchmark.runner.launcher.take_output().items():
             item.add_report_section(call.when, f"rank {rank}", printable_lines(text))
+    fixtures.add_junit_properties(item)
     report = yield
     if report.when != "teardown" and OUTCOME in item.stash:
         report.llmgpu_outcome = item.stash[OUTCOME]  # type: ignore[attr-defined]  # a report takes any attribute
@@ -276,6 +277,7 @@ def _plan(items: Sequence[pytest.Item]) -> None:
     try:
         if session.gate is not None:
             session.gate.find_baseline(session.planner.machine(fixtures.options_of(items[0])))
+            session.gate.check_figures(session.recorder.declared)
         for item in items:
             size = selection.parameter(item, "batch_size")
             markers = list(item.iter_markers("llmgpu"))

@@ -185,7 +185,7 @@ class Figures(NamedTuple):
 
 def figures(row: Row) -> Figures:
     """Return the numbers of a row as text."""
-    spec = spec_of(row.metric)
+    spec = row.spec
     was, now = ("" if value is None else spec.written(value) for value in (row.base, row.head))
     if spec.points:
         change = "" if row.base is None or row.head is None else f"{100 * (row.head - row.base):+.2f} pt"
@@ -245,7 +245,7 @@ def cases(rows: Iterable[Row]) -> list[Row]:
     found = [
         min(of_case, key=_rank)
         for of_case in of_cases.values()
-        if any(spec_of(row.metric).scope == "case" for row in of_case)  # the others are of a series
+        if any(row.spec.scope == "case" for row in of_case)  # the others are of a series
     ]
     return sorted(found, key=lambda row: (_rank(row) > 0, -round(row.ratio or 0.0, 9), SEVERITY.index(row.verdict)))
 

@@ -22,7 +22,7 @@ from pytest_llmgpu.analysis.capacity import split
 from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.case import DEFAULT_TASK, REFERENCE_STRATEGY, Case
 from pytest_llmgpu.report.derived import batch_latency_s, device_busy, generated, measured, of_window
-from pytest_llmgpu.report.metrics import METRICS, Figure
+from pytest_llmgpu.report.metrics import METRICS, Figure, own_metrics
 from pytest_llmgpu.report.report import Environment, Report
 from pytest_llmgpu.report.result import CaseResult, Comparison
 from pytest_llmgpu.report.text import GIB, MIB, gib, percent, plural, significant
@@ -168,6 +168,15 @@ COLUMNS = {
     )
 }
 """Each column by its name."""
+
+
+def own_columns(cases: Sequence[CaseResult]) -> dict[str, Column]:
+    """Return a column by name for each figure of their own that cases have."""
+    return {
+        one.name: Column(one.name, f"{one.name.replace('_', ' ')}\n{one.unit}", 1.0, one.of, written=one.written)
+        for one in own_metrics(cases)
+    }
+
 
 Place = Literal["summary", "work", "tokens", "communication", "memory"]
 """A table of figures."""
@@ -424,7 +433,8 @@ def columns_of(place: Place, cases: Sequence[CaseResult]) -> list[Column]:
         base = None if result.case.strategy == REFERENCE_STRATEGY else mp.get(result.case.batch_size)
         return result.sequences_per_s / base if base and result.sequences_per_s else None
 
-    found = [COLUMNS[name] for name in TABLES[place]]
+    own = own_columns(cases).values() if place in {"summary", "work"} else ()
+    found = [*(COLUMNS[name] for name in TABLES[place]), *own]
     return [column._replace(figure=speedup) if column.name == "speedup" else column for column in found]
 
 

@@ -11,6 +11,7 @@ from pytest_llmgpu.gate.trends import FEWEST, Change, Figure, Trend
 from pytest_llmgpu.render.charts import Chart, axes, image
 from pytest_llmgpu.render.html.assets import asset, content_security_policy, templates
 from pytest_llmgpu.render.terminal.report import Painter
+from pytest_llmgpu.report.metrics import BY_NAME
 from pytest_llmgpu.report.text import capital, plural, significant
 
 _MARKS: dict[Change, tuple[str, str]] = {"worse": ("!", "31"), "better": ("*", "32"), "disturbed": ("?", "33")}
@@ -87,7 +88,7 @@ def _changes(trend: Trend) -> Iterator[str]:
 def _chart(trend: Trend) -> Chart:
     """Return one line per case over the reports, with its name at its end and a mark at each change."""
     labels = ["|".join(name) for name in trend.columns]
-    log = trend.metric not in _LINEAR
+    log = trend.metric not in _LINEAR and trend.metric in BY_NAME
     rows: list[axes.Spec] = []
     ends: dict[str, axes.Spec] = {}
     for line in trend.lines:

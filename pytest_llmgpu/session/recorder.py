@@ -26,11 +26,12 @@ from pytest_llmgpu.report.case import Case, next_id
 from pytest_llmgpu.report.options import LATEST, Options
 from pytest_llmgpu.report.privacy import anonymous, short_paths
 from pytest_llmgpu.report.report import OptionValue, Report, Session
-from pytest_llmgpu.report.result import CaseResult
+from pytest_llmgpu.report.result import CaseResult, Declared
 from pytest_llmgpu.report.text import beginning, valid
 from pytest_llmgpu.report.verdicts import Verdicts
 from pytest_llmgpu.report.work import Ceilings
 from pytest_llmgpu.session import resume
+from pytest_llmgpu.session.figures import checked
 from pytest_llmgpu.store import store
 from pytest_llmgpu.store.git import commit
 
@@ -57,6 +58,8 @@ class Recorder:
         self._rootdir = rootdir
         self._storage_path = storage_path
         self._options = options
+        self.declared: dict[str, Declared] = {}
+        """The declarations of figures of the user's own, by name."""
         self.path = path
         self.report: Report | None = None
         """The report so far; None until the first case is there."""
@@ -131,6 +134,7 @@ class Recorder:
         self.report = report
         self._began_s -= report.session.duration_s or 0.0
         for place, result in enumerate(report.cases):
+            result.declared = self.declared
             measured = result.nodeid or "", result.key
             self._measured[measured, self._counts[measured]] = (place, by_launch(result))
             self._resumed[measured, self._counts[measured]] = len(result.launches)
@@ -149,6 +153,8 @@ class Recorder:
             return None
         place, _ = self._measured[measured, number]
         self._counts[measured] += 1
+        # It has the figures of its measurement.
+        vars(self.report.cases[place])["recorder"] = lambda _, figures: checked(figures, self.declared)
         return self.report.cases[place]
 
     def start_launch(self, number: int) -> None:
@@ -190,7 +196,7 @@ class Recorder:
             environment.why["ceilings"] = _NO_CEILINGS
         elsewhere = {name: anonymous(path) for name, path in imported_from.items()}
         self.report.commit = msgspec.structs.replace(self.report.commit, imported_from=elsewhere)
-        result.nodeid = nodeid
+        result.nodeid, result.declared = nodeid, self.declared
         if result.failure is not None:
             # Findings quote it.
             failure = result.failure
@@ -220,9 +226,22 @@ class Recorder:
         earlier = [one for one in cases[:place] if decisive(one.case) == fields]
         whole = assess(launches, earlier=earlier, environment=environment, options=options)
         whole.attempts = max(one.attempts for one in launches)
+        vars(whole)["recorder"] = self.record
         cases[place : place + 1] = [whole]
         self._write()
         return whole
+
+    def record(self, result: CaseResult, figures: Mapping[str, float]) -> None:
+        """Add figures of the user's own to the last launch of a case that `add` returned, and write the report.
+
+        ValueError as for `figures.checked`, or if the launch has a figure of one of these names.
+        """
+        __tracebackhide__ = True
+        known, before = checked(figures, self.declared), result.launches[-1].figures
+        for name in known.keys() & before.keys():
+            raise ValueError(f"figure {name!r}: this launch of {result.id} has one, {before[name]:g}: record it once")
+        before |= known
+        self._write()
 
     def _text(self, text: str) -> str:
         """Return a text of a library or a rank without private folders, names and secrets."""

@@ -16,7 +16,7 @@ from pytest_llmgpu.profiling.machine import Machine, TorchFacts
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.report.report import Commit, Environment
-from pytest_llmgpu.report.result import CaseResult, Failure
+from pytest_llmgpu.report.result import CaseResult, Declared, Failure
 from pytest_llmgpu.session import recorder
 from pytest_llmgpu.session.recorder import Recorder
 from pytest_llmgpu.store import store
@@ -112,6 +112,25 @@ def test_a_case_is_compared_with_earlier_ones(recorded: Recorder, monkeypatch: p
             _add(recorded, make_result(strategy=strategy, limit=limit, **_CPU))
     once, twice = ([("mp-bs1", number), ("tp-bs1", number)] for number in (1, 2))
     assert compared == [[], [], once[:1], once, [], [], twice[:1], twice]
+
+
+def test_a_figure_reaches_the_report_launch_by_launch(recorded: Recorder, tmp_path: Path) -> None:
+    """The last attempt of a launch counts, and a name has one value in it; undeclared figures are kept as well."""
+    recorded.declared = {"hit_rate": Declared(better="larger")}
+    with pytest.raises(ValueError, match="'hit_rate': only a result that measure returned"):
+        make_result().record("hit_rate", 1)
+    for launch, values in ((1, (0.5, 0.9)), (2, (0.7,))):
+        recorded.start_launch(launch)
+        for value in values:
+            recorded.begin_test("test_it.py::test_it")
+            result = _add(recorded, make_result())
+            result.record("hit_rate", value)
+            with pytest.raises(ValueError, match=f"figure 'hit_rate': this launch of mp-bs1 has one, {value}: record"):
+                result.record("hit_rate", 1)
+    result.record("other", 3)
+    (case,) = file.load(tmp_path / "report.json").cases
+    assert [launch.figures for launch in case.launches] == [{"hit_rate": 0.9}, {"hit_rate": 0.7, "other": 3.0}]
+    assert case.declared == recorded.declared
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,9 @@ from pytest_llmgpu.cli.output import show
 from pytest_llmgpu.gate import ab, judge
 from pytest_llmgpu.gate.ab import LOOKS, Both, is_open
 from pytest_llmgpu.report import file
-from pytest_llmgpu.report.metrics import JUDGED, spec_of
+from pytest_llmgpu.report.metrics import JUDGED, is_own, spec_of
 from pytest_llmgpu.report.report import Report
-from pytest_llmgpu.report.text import plural, signed_percent
+from pytest_llmgpu.report.text import guess, plural, signed_percent
 from pytest_llmgpu.report.verdicts import SEVERITY, Row, Verdicts
 
 _EPILOG = """\
@@ -86,8 +86,9 @@ def add_bisect(parser: argparse.ArgumentParser) -> None:
 
 def run_bisect(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
-    if arguments.metric is not None and arguments.metric not in JUDGED:
-        raise ValueError(f"--metric={arguments.metric}: is no metric of the gate: allowed are {', '.join(JUDGED)}")
+    metric = arguments.metric  # a figure of the user's own is known once it is measured
+    if metric is not None and metric not in JUDGED and (not is_own(metric) or guess(metric, JUDGED)):
+        raise ValueError(f"--metric={metric}: is no metric of the gate: allowed are {', '.join(JUDGED)}")
     if (most := arguments.max_launches) < _FEWEST:
         raise ValueError(f"--max-launches={most}: at least {_FEWEST} are needed: GOOD, BAD and one commit")
     references = {"good": arguments.good_ref, "bad": arguments.bad_ref}
@@ -157,7 +158,7 @@ def _no_difference(arguments: argparse.Namespace, verdicts: Verdicts) -> list[st
     rows = _selected(verdicts, metric, case)
     known = sorted({row.id for row in verdicts.rows})
     # An exact metric that is only shown has a row only where it changed.
-    exact = metric is not None and spec_of(metric).rule != "time"
+    exact = metric in JUDGED and spec_of(metric).rule != "time"
     if not rows and not (exact and case in {None, *known}):
         wanted = " of ".join(filter(None, (metric or "a gated metric", case)))
         raise ValueError(f"the reports of GOOD and BAD have no row of {wanted}; rows are of {', '.join(known)}")
@@ -169,7 +170,7 @@ def _no_difference(arguments: argparse.Namespace, verdicts: Verdicts) -> list[st
     else:
         lines.append("NO DIFFERENCE: BAD is not worse than GOOD")
     again = f"llmgpu ab {arguments.good_ref} {arguments.bad_ref} --launches 20 -- {shlex.join(arguments.command)}"
-    if not any(spec_of(row.metric).rule == "time" for row in rows):
+    if not any(row.spec.rule == "time" for row in rows):
         again = "other commits, or another --metric: exact figures do not vary"
     return [*lines, f"next: {again}"]
 
@@ -262,7 +263,7 @@ def measure_ends(
     def again(verdicts: Verdicts) -> set[str]:
         if worst(verdicts, metric, case) is not None:
             return set()
-        times = [row for row in _selected(verdicts, metric, case) if spec_of(row.metric).rule == "time"]
+        times = [row for row in _selected(verdicts, metric, case) if row.spec.rule == "time"]
         # A row that is OK is launched again: the user saw a regression, and chance hides some.
         return {row.key for row in times if is_open(row) or row.verdict == "OK"}
 
@@ -279,7 +280,7 @@ def worst(verdicts: Verdicts, metric: str | None = None, case: str | None = None
     """
 
     def order(row: Row) -> tuple[bool, int, int, float, float]:
-        kind = 0 if spec_of(row.metric).rule != "time" else 1 if row.metric == "device_time" else 2
+        kind = 0 if row.spec.rule != "time" else 1 if row.metric == "device_time" else 2
         return row.nodeid is None, SEVERITY.index(row.verdict), kind, row.p or 0.0, -abs(math.log(row.ratio or 1.0))
 
     return min((row for row in _selected(verdicts, metric, case) if row.worse), key=order, default=None)
@@ -342,7 +343,7 @@ def mark_of(end: Row, verdicts: Verdicts, report: Report, bad: Report) -> tuple[
     if row is None:
         outcome = next((one for one in verdicts.rows if (one.key, one.metric) == (end.key, "outcome")), None)
         measured = end.key in {key for result in report.cases for key in (result.key, result.case.series)}
-        if measured and outcome is None and spec_of(end.metric).rule != "time":
+        if measured and outcome is None and end.spec.rule != "time":
             return "good", ""  # the metric has a row only where it changed
         return "skip", f"it has no {end.metric} of {end.id}" if outcome is None else outcome.reason
     if is_open(row):

@@ -204,7 +204,7 @@ def _tables(report: Report) -> Iterator[_Table]:
     for severity, sign in _MARKS.items():
         of_level = [row for row in worst_first(verdicts.rows) if level(row, policy) == severity]
         for row in of_level:
-            was, now, change, interval = summary.figures(row)
+            was, now, change, interval = map(markdown, summary.figures(row))
             mark = "" if row.verdict == "CHANGED" else sign
             allowed = [] if row.allowed is None else [f"Allowed: {row.allowed}"]
             reason = "<br>".join(map(markdown, [*row.reason.splitlines(), *allowed]))

@@ -18,7 +18,7 @@ from pytest_llmgpu.analysis.capacity import capacities
 from pytest_llmgpu.render.summary import by_id
 from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.case import DEFAULT_TASK, Case
-from pytest_llmgpu.report.metrics import METRICS, Figure, MetricSpec
+from pytest_llmgpu.report.metrics import BY_NAME, METRICS, Figure, MetricSpec, own_metrics
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import OUT_OF_MEMORY, CaseResult
 from pytest_llmgpu.report.text import GIB, one_line, plural
@@ -30,7 +30,7 @@ _IN_COMMENTS = str.maketrans({"`": "'", "|": "/"})
 
 def figures(result: CaseResult) -> list[tuple[MetricSpec, Figure]]:
     """Return the exported figures of a case with their metrics; none if it did not complete."""
-    found = [(spec, spec.of(result)) for spec in METRICS if spec.exported]
+    found = [(spec, spec.of(result)) for spec in (*METRICS, *own_metrics([result])) if spec.exported]
     return [(spec, figure) for spec, figure in found if figure is not None]
 
 
@@ -94,6 +94,7 @@ def junit_properties(result: CaseResult) -> list[tuple[str, str]]:
         unit = figure.unit.replace("/", "_per_")
         # The unit of a rate is its name: `sequences_per_s`.
         name = unit if unit.startswith(spec.name) or spec.name == "accuracy" else f"{spec.name}_{unit}"
+        name = name if spec.name in BY_NAME else spec.name
         pairs.append((f"llmgpu.{name}", repr(figure.value)))
     if result.failure is not None:
         pairs.append(("llmgpu.failure", one_line(result.failure.message)))

@@ -86,8 +86,10 @@ def summary_table(cases: Sequence[CaseResult], paint: Painter, most: int | None 
         name, values = column.name, [column.value(entry.result) for entry in shown]
         if name == ("token_p95_s" if generates else "speedup") and any(second):
             columns["second"] = (table.metric, second)
-        if not any(values) or name in left_out or (name == "utilization_pct" and "device_busy" in columns):
-            continue  # of the last two the less exact one
+        less_exact = name == "utilization_pct" and "device_busy" in columns
+        # A figure of the user's own can be 0.
+        if name in left_out or less_exact or (name in COLUMNS and not any(values)):
+            continue
         texts = written(values, column.unit)
         if name == "new_tokens_per_s":
             texts = [

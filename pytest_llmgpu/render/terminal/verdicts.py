@@ -13,7 +13,7 @@ from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.gate.rows_by_cause import by_reason
 from pytest_llmgpu.render.summary import counts, figures, mark, verdict, was_and_now
 from pytest_llmgpu.render.terminal.report import WIDTH, Painter, painter
-from pytest_llmgpu.report.metrics import METRICS, spec_of
+from pytest_llmgpu.report.metrics import place_of
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.text import listed, plural, printable
 from pytest_llmgpu.report.verdicts import UNCLEAR, Row, Verdicts, worst_first
@@ -104,7 +104,7 @@ def _by_case(rows: Sequence[Row]) -> list[list[Row]]:
     cases: dict[tuple[str, str], list[Row]] = {}
     for row in worst_first(rows):
         cases.setdefault((row.key, row.id), []).append(row)
-    return [sorted(case, key=lambda row: METRICS.index(spec_of(row.metric))) for case in cases.values()]
+    return [sorted(case, key=lambda row: place_of(row.metric)) for case in cases.values()]
 
 
 def _verdict(row: Row, paint: Painter) -> str:
