@@ -24,8 +24,11 @@ Reader = Callable[[str, "torch.nn.Parameter"], "torch.Tensor"]
 """Returns all values of a parameter on their device, by its full name and the empty parameter."""
 
 
-def skeleton(source: ModelSource, dtype: torch.dtype) -> PreTrainedModel:
-    """Build a model without weights: its parameters are on the meta device, its buffers on the CPU."""
+def skeleton(source: ModelSource, dtype: torch.dtype, *, tied: bool = True) -> PreTrainedModel:
+    """Build a model without weights: its parameters are on the meta device, its buffers on the CPU.
+
+    With `tied` false, the caller has to call `tie_weights`.
+    """
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
@@ -38,8 +41,8 @@ def skeleton(source: ModelSource, dtype: torch.dtype) -> PreTrainedModel:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config, dtype=dtype, trust_remote_code=False, attn_implementation=source.attention
         )
-    # init_empty_weights replaces parameters one by one, which unties them.
-    model.tie_weights()
+    if tied:  # init_empty_weights replaces parameters one by one, which unties them
+        model.tie_weights()
     model.eval()
     return model
 

@@ -346,7 +346,7 @@ def _check_generation(source: ModelSource, prompt_tokens: int, new_tokens: int) 
             f"{new_tokens} new ones are {tokens}: choose --llmgpu-prompt-tokens and --llmgpu-new-tokens with a sum of "
             f"at most {context}"
         )
-    reason = generation.reason_against(fields, tokens)
+    reason = generation.reason_against(fields)
     if reason is None and (without := models.facts(source).without) is not None:
         reason = f"takes no {without}, which decode steps with a KV cache need"
     if reason is not None:
