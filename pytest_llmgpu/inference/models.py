@@ -35,6 +35,10 @@ _HUB_ID = r"[A-Za-z0-9][\w.-]*/[\w.-]+"
 _HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "tokenizer*")
 _JSON_BYTES = 2**26
 """The limit of a JSON file; the largest tokenizers have 35 MB."""
+_CONFIG_BYTES = 2**22
+"""The limit of config.json, which needs some 25 times its size in memory."""
+_ATTENTION = re.compile(r"_?attn_implementation(_internal)?")
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _HEADER_BYTES = 100_000_000
 """The limit of a header in the format."""
 _BLOCK_BYTES = 4096
@@ -291,6 +295,9 @@ def _locate(model: str, revision: str | None, rootdir: Path, *, weights: bool) -
         return model, bundled.MODEL_DIRECTORY, None
     for path in (Path(model), rootdir / model):
         if path.is_dir():
+            for entry in path.iterdir():
+                if entry.is_fifo() or entry.is_socket() or entry.is_char_device() or entry.is_block_device():
+                    raise ValueError(f"{entry} is a pipe, a socket or a device: a file is needed")
             here, root = path.resolve(), rootdir.resolve()
             shown = here.relative_to(root).as_posix() if here.is_relative_to(root) else here.name
             # A folder with the name of the bundled model, a preset or a hub id must not get its baseline.
@@ -317,10 +324,10 @@ def _locate(model: str, revision: str | None, rootdir: Path, *, weights: bool) -
     return model, Path(found), Path(found).name  # the hub's cache names the folder by the commit
 
 
-def _read_json(path: Path) -> Any:
+def _read_json(path: Path, limit_bytes: int = _JSON_BYTES) -> Any:
     """Return the JSON value in a file; ValueError in one line."""
     try:
-        return parse_json(read(path, _JSON_BYTES))
+        return parse_json(read(path, limit_bytes))
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
 
@@ -336,9 +343,10 @@ def _read_directory(directory: Path, *, weights: bool) -> tuple[dict[str, Any], 
     path = directory / "config.json"
     if not path.exists():
         raise ValueError(f"model {directory} has no config.json: write one with transformers' save_pretrained")
-    fields = _read_json(path)
+    fields = _read_json(path, _CONFIG_BYTES)
     if not isinstance(fields, dict):
         raise ValueError(f"{path} is not a JSON object")  # noqa: TRY004 - the file is wrong, not the caller
+    _check_config(path, fields)
     digest = hashlib.sha256(path.read_bytes())
     if not weights:
         return fields, digest.hexdigest()
@@ -359,6 +367,19 @@ def _read_directory(directory: Path, *, weights: bool) -> tuple[dict[str, Any], 
     for path in files:
         _add_weights(digest, path)
     return fields, digest.hexdigest()
+
+
+def _check_config(path: Path, fields: dict[str, Any]) -> None:
+    """Refuse a model without layers, and an attention that transformers would load from the hub as code."""
+    parts: list[Any] = [fields]
+    for part in parts:  # the list grows
+        parts += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+        for name, value in part.items() if isinstance(part, dict) else ():
+            if _ATTENTION.fullmatch(name) and value not in (None, "eager", "sdpa"):
+                reason = "is not allowed: remove it, since --llmgpu-attention chooses (sdpa or eager)"
+                raise ValueError(f"{path}: {name}={value!r:.80} {reason}")
+            if name in _LAYERS and part in (fields, fields.get("text_config")) and isinstance(value, int) and value < 1:
+                raise ValueError(f"{path}: {name}={value}: at least 1 is needed")
 
 
 def _indexed(index: Path) -> set[str]:

@@ -30,21 +30,31 @@ def skeleton(source: ModelSource, dtype: torch.dtype, *, tied: bool = True) -> P
     With `tied` false, the caller has to call `tie_weights`.
     """
     from accelerate import init_empty_weights
-    from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+    from transformers import AutoModelForCausalLM
 
-    models.silence_transformers()
-    if source.directory is None:
-        config: PretrainedConfig = LlamaConfig(**source.config)
-    else:
-        config = AutoConfig.from_pretrained(source.directory, local_files_only=True, trust_remote_code=False)
     with init_empty_weights(include_buffers=False):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, trust_remote_code=False, attn_implementation=source.attention
+            _config(source), dtype=dtype, trust_remote_code=False, attn_implementation=source.attention
         )
     if tied:  # init_empty_weights replaces parameters one by one, which unties them
         model.tie_weights()
     model.eval()
     return model
+
+
+def _config(source: ModelSource) -> PretrainedConfig:
+    """Return the config of a model, with the attention of the options: that of config.json is not used."""
+    from transformers import AutoConfig, LlamaConfig
+
+    models.silence_transformers()
+    if source.directory is None:
+        return LlamaConfig(**source.config)
+    config: PretrainedConfig = AutoConfig.from_pretrained(
+        source.directory, local_files_only=True, trust_remote_code=False
+    )
+    # The argument of from_pretrained is ignored where it is None.
+    config._attn_implementation = source.attention  # noqa: SLF001 - no public setter
+    return config
 
 
 def checkpoint(
@@ -63,11 +73,11 @@ def checkpoint(
     """
     from transformers import AutoModelForCausalLM
 
-    models.silence_transformers()
     # With output_loading_info it returns a pair, which its annotations do not declare.
     from_pretrained: Any = AutoModelForCausalLM.from_pretrained
     model, loading = from_pretrained(
         source.directory,
+        config=_config(source),
         dtype=dtype,
         attn_implementation=source.attention,
         device_map=None if device_map is None else dict(device_map),
