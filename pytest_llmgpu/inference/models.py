@@ -66,7 +66,7 @@ class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
     directory: str | None
     """The directory of config.json and the weights; None for a preset."""
     config: dict[str, Any]
-    """The content of config.json, or the fields of `transformers.LlamaConfig` of a preset."""
+    """The content of config.json, or the fields of a preset."""
     revision: str | None
     """The commit of a hub model, the fingerprint of a directory, None for a preset."""
     load_format: str
@@ -235,27 +235,36 @@ def facts(source: ModelSource) -> ModelFacts:
     Raises:
         ValueError: transformers does not know the architecture, or the library of its quantisation is not installed.
     """
-    is_llama = source.config.get("model_type", "llama") == "llama" and not is_quantized(source.config)
-    if source.directory is None or is_llama:
+    if source.config.get("model_type", "llama") == "llama" and not is_quantized(source.config):
         return ModelFacts(has_plan=True)
-    found = _facts_of_directory(source.directory)
+    found = _facts(source.directory or json.dumps(source.config))
     if found.refusal is not None:
         raise ValueError(f"--llmgpu-model={source.name}: transformers cannot load it: {found.refusal}")
     return found
 
 
 @functools.cache
-def _facts_of_directory(directory: str) -> ModelFacts:
-    answer = processes.ask("pytest_llmgpu.inference.models", directory, library="transformers")
+def _facts(place: str) -> ModelFacts:
+    answer = processes.ask("pytest_llmgpu.inference.models", place, library="transformers")
     return msgspec.json.decode(answer, type=ModelFacts)
 
 
-def facts_here(directory: str) -> ModelFacts:
-    """Return the facts of the model in a directory. This runs in the child process."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+def config_of(place: str) -> PretrainedConfig:
+    """Return the config of transformers in a directory, or of the fields of a preset, which are JSON."""
+    from transformers import AutoConfig
+
+    if place.startswith("{"):
+        return AutoConfig.for_model(**{"model_type": "llama", **json.loads(place)})
+    config: PretrainedConfig = AutoConfig.from_pretrained(place, local_files_only=True, trust_remote_code=False)
+    return config
+
+
+def facts_here(place: str) -> ModelFacts:
+    """Return the facts of a model, whose place is that of `config_of`. This runs in the child process."""
+    from transformers import AutoModelForCausalLM
 
     try:
-        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        config = config_of(place)
         decoder = config.get_text_config(decoder=True)
         quantization = getattr(config, "quantization_config", None) or getattr(decoder, "quantization_config", None)
         if quantization is not None:

@@ -6,6 +6,7 @@ A library may convert a model while it is filled layer by layer, so that no devi
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,14 +45,8 @@ def skeleton(source: ModelSource, dtype: torch.dtype, *, tied: bool = True) -> P
 
 def _config(source: ModelSource) -> PretrainedConfig:
     """Return the config of a model, with the attention of the options: that of config.json is not used."""
-    from transformers import AutoConfig, LlamaConfig
-
     models.silence_transformers()
-    if source.directory is None:
-        return LlamaConfig(**source.config)
-    config: PretrainedConfig = AutoConfig.from_pretrained(
-        source.directory, local_files_only=True, trust_remote_code=False
-    )
+    config = models.config_of(source.directory or json.dumps(source.config))
     # The argument of from_pretrained is ignored where it is None.
     config._attn_implementation = source.attention  # noqa: SLF001 - no public setter
     return config

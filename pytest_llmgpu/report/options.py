@@ -142,8 +142,8 @@ class Options:
     )
     model: str = _option(
         "MODEL",
-        "bundled, a directory, a hub id, or a preset (llama-7b, llama-13b, llama-30b, llama-65b, llama-3-8b) with "
-        "dummy weights",
+        "bundled, a directory, a hub id, or a preset (llama-7b, llama-13b, llama-30b, llama-65b, llama-3-8b, "
+        "qwen3-8b, qwen3-30b-a3b, mixtral-8x7b, gpt-oss-20b, gemma-3-12b) with dummy weights",
         "bundled",
     )
     revision: str | None = _option("REV", "branch, tag or commit of a hub model")
