@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 _WARM_UP_TOKENS = 3
 _KINDS = ("full_attention", "sliding_attention", "linear_attention")
 """The layer types of transformers that `StaticCache` serves."""
-_ADDED_MASKS = ("eager", "flex_attention")
-"""Attention whose mask is added to the scores; the others take a mask of truth values."""
 
 
 def check(model: torch.nn.Module, config: PretrainedConfig | None) -> None:
@@ -120,8 +118,8 @@ class Generator(AbstractContextManager["Generator"]):
         shape: dict[str, Any] = {"rows": rows, "slots": plan.tokens}
         shape["devices"] = list(dict.fromkeys([*devices, input_device]))
         if not own_kv_cache:
-            added = getattr(model.config.get_text_config(), "_attn_implementation", None) in _ADDED_MASKS
-            shape |= {"config": model.config, "mask_dtype": model.dtype if added else None}
+            eager = getattr(model.config.get_text_config(), "_attn_implementation", None) == "eager"
+            shape |= {"config": model.config, "mask_dtype": model.dtype if eager else None}
         self._cache: KernelCache | StaticCache = (KernelCache if own_kv_cache else StaticCache)(**shape)
         # What a step reads and writes. The rows that a smaller batch does not have keep old values.
         self._tokens_B = torch.zeros(rows, dtype=torch.int64, device=input_device)

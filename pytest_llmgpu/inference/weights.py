@@ -44,11 +44,12 @@ def skeleton(source: ModelSource, dtype: torch.dtype, *, tied: bool = True) -> P
 
 
 def _config(source: ModelSource) -> PretrainedConfig:
-    """Return the config of a model, with the attention of the options: that of config.json is not used."""
+    """Return the config of a model, with the choices of the options: those of config.json are not used."""
     models.silence_transformers()
     config = models.config_of(source.directory or json.dumps(source.config))
-    # The argument of from_pretrained is ignored where it is None.
+    # The arguments of from_pretrained are ignored where they are None.
     config._attn_implementation = source.attention  # noqa: SLF001 - no public setter
+    config._experts_implementation = source.experts  # noqa: SLF001
     return config
 
 

@@ -31,6 +31,7 @@ import msgspec
 
 from pytest_llmgpu.inference import scoring, sm_clock
 from pytest_llmgpu.inference.batching import Batch, Plan
+from pytest_llmgpu.inference.models import EXPERTS
 from pytest_llmgpu.inference.scoring import synchronize
 from pytest_llmgpu.inference.sm_clock import SmClock
 from pytest_llmgpu.ranks.host import count_calls
@@ -68,7 +69,6 @@ _NO_RECORDS = "torch.profiler recorded no kernel: CUPTI has no permission, or an
 _BYPASSED = "kernels of this strategy are launched past torch's dispatcher, where FLOPs cannot be counted"
 _DEVICE_FIGURES = ("device_time_s", "copy_s", "idle_s", "busy", "kernels", "kernels_sha256", "rows", "clock_ghz")
 _HOST_FIGURES = ("runtime_calls", "host_syncs")
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _DETACHING = "TEARDOWN_CUPTI"
 """The environment variable by which torch.profiler detaches CUPTI."""
 _USERS_CHOICE = os.environ.get(_DETACHING)
@@ -354,7 +354,7 @@ def model_size(model: PreTrainedModel, dtype_bytes: int) -> ModelSize | str:
     It is the whole model; its weights may be on the meta device.
     """
     config = model.config.get_text_config()
-    experts = next((count for name in _EXPERTS if (count := getattr(config, name, None))), None)
+    experts = next((count for name in EXPERTS if (count := getattr(config, name, None))), None)
     active = getattr(config, "num_experts_per_tok", None)
     if experts and not active:
         return "its config has no num_experts_per_tok, the experts that a token passes through"

@@ -210,9 +210,14 @@ class Options:
         "lean",
     )
     attention: str | None = _option(
-        "{sdpa,eager}",
-        "attention of transformers (default: sdpa if the architecture has it, else eager); not for iok, whose kernels "
-        "compute it themselves",
+        "NAME",
+        "attention of transformers: sdpa, eager, flex_attention, flash_attention_2, or another one that is installed "
+        "(default: sdpa if the architecture has it, else eager); not for iok, whose kernels compute it themselves",
+    )
+    experts: str | None = _option(
+        "NAME",
+        "experts of transformers: grouped_mm, batched_mm, eager, or another one that is installed (default: grouped_mm "
+        "if torch has it for the architecture, else eager)",
     )
     work: str = _option(
         "{on,off}",
