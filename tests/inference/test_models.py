@@ -42,6 +42,28 @@ def _resolve(model: str | Path, rootdir: Path, **options: Any) -> ModelSource:
     return models.resolve(str(model), texts=TEXTS, rootdir=rootdir, **options)
 
 
+@pytest.mark.parametrize(
+    ("preset", "attention", "experts", "refusal"),
+    [
+        ("llama-7b", "sdpa", "", ""),
+        ("llama-7b", "sdpae", "", "attention=sdpae: .* is not supported: allowed here: eager,.* sdpa"),
+        ("llama-7b", "", "eager", "experts=eager: the model has no experts: allowed here: none"),
+        ("gpt-oss-20b", "sdpa", "", "attention=sdpa: .* not support .*: allowed here: eager"),
+        ("gpt-oss-20b", "", "sonicmoe", "experts=sonicmoe: the package kernels .*: allowed here: eager, batched_mm"),
+        ("gpt-oss-20b", "eager", "batched_mm", ""),
+    ],
+)
+def test_a_choice_that_cannot_run_here_is_refused(preset: str, attention: str, experts: str, refusal: str) -> None:
+    """The line names what can; what transformers makes of a preset is that of its architecture."""
+    if experts == "sonicmoe" and find_spec("kernels"):
+        pytest.skip("kernels is installed")
+    place = json.dumps(PRESETS[preset])
+    found = models.refusal_here(place, attention, experts)
+    assert re.match(f"--llmgpu-{refusal}", found) if refusal else not found
+    facts = models.facts_here(place)
+    assert facts.has_plan is facts.has_sdpa is (preset == "llama-7b")
+
+
 def test_resolving_needs_no_torch(model: Path) -> None:
     """A model is found without the libraries that run it."""
     code = (
