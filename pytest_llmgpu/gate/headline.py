@@ -52,8 +52,8 @@ _NEXT_STEPS = {
 
 SAME_ENVIRONMENT = "Measure again in the environment of the baseline, or make this report the baseline."
 """The next step where the environment differs from that of the baseline and no other cause is known."""
-_NOTHING = "Measure a case that a baseline has, or make this report the baseline: `llmgpu promote REPORT --to FILE`."
-"""The next step where nothing was compared."""
+_NOTHING = "Measure a case that a baseline has, or make this report the baseline: `llmgpu promote REPORT --to FILE"
+"""The next step where nothing was compared, up to the reason by force, which a baseline needs that it replaces."""
 
 
 class Headline(NamedTuple):
@@ -185,7 +185,7 @@ def next_steps(verdicts: Verdicts, policy: Policy) -> str:
     way = "measure on a quieter machine" if verdicts.in_turn else f"{both} launches both in turn"
     parts += _deciding(undecided, way)
     if not parts and not any(row.compared and row.gated for row in verdicts.rows):
-        parts.append(_NOTHING)
+        parts.append(f"{_NOTHING}{' --force REASON' * (verdicts.baseline is not None)}`.")
     return f"Next: {' '.join(parts)}" if parts else ""
 
 

@@ -112,7 +112,8 @@ def test_a_report_that_the_gate_fails_is_refused(
     assert _to_file(report) == status
     error = capsys.readouterr().err
     assert f"llmgpu: new.json is not promoted: {reason}" in error
-    assert ("Next: remove the cause" in error) is reason.startswith("NOTHING")
+    assert ("--to FILE --force REASON`" in error) is reason.startswith("NOTHING")
+    assert "--force REASON promotes the report as it is" in error
     assert TARGET.read_bytes() == before
     assert _promote(report, "--to", str(TARGET), "--force", "wanted") == 0
 

@@ -193,10 +193,10 @@ def test_the_next_step_is_one_line(rows: list[Row], fields: dict[str, Any], word
     assert prose == step
 
 
-@pytest.mark.parametrize("fields", [{}, {"baseline": None}])
-def test_nothing_compared_has_a_next_step(fields: dict[str, Any]) -> None:
-    """A first report becomes the baseline; of cases that the baseline lacks it is one of two ways."""
-    assert "`llmgpu promote REPORT --to FILE`" in next_steps(_verdicts(_row("NEW"), **fields), Policy())
+@pytest.mark.parametrize(("fields", "reason"), [({}, " --force REASON"), ({"baseline": None}, "")])
+def test_nothing_compared_has_a_next_step(fields: dict[str, Any], reason: str) -> None:
+    """A first report becomes the baseline; with a reason also one that has no case of the present baseline."""
+    assert f"`llmgpu promote REPORT --to FILE{reason}`" in next_steps(_verdicts(_row("NEW"), **fields), Policy())
 
 
 @pytest.mark.parametrize("strict", [False, True])

@@ -92,7 +92,7 @@ def test_a_strategy_and_a_task_beside_the_benchmarks_are_measured(pytester: pyte
     assert len({one.case.series for one in cases}) == 3
 
 
-@pytest.mark.parametrize("hook", ["pytest_llmgpu_strategies", "pytest_llmgpu_tasks"])
+@pytest.mark.parametrize("hook", ["pytest_llmgpu_strategies", "pytest_llmgpu_tasks", "pytest_llmgpu_metrics"])
 def test_a_hook_that_raises_is_refused_in_one_line(runs: FakedRuns, hook: str) -> None:
     """It is no internal error of pytest."""
     runs.pytester.makeconftest(f"def {hook}(config):\n    raise RuntimeError('it is broken')\n")

@@ -63,7 +63,8 @@ def run_promote(arguments: argparse.Namespace) -> int:
     if status and arguments.force is None:
         for text in refused:
             complain(f"{arguments.report} is not promoted: {text}")
-        complain(remedy or "Next: remove the cause and measure again, or pass --force REASON, which the baseline keeps")
+        step = remedy or "Next: Remove the cause and measure again."
+        complain(f"{step} --force REASON promotes the report as it is, and the baseline keeps the reason.")
         return status
     forced = Promotion(reason=arguments.force, refused=refused) if refused else None
     promotions = [] if refused else promotions  # a growth that was accepted by force is not stated again
