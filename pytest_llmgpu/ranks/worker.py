@@ -270,6 +270,7 @@ def warm_up(state: RankState, case: Case, not_recorded: str | None = None) -> No
         tokens_requested=None if workspace is None else workspace.tokens_requested,
         tokens_granted=None if workspace is None else workspace.tokens_granted,
         execution_choice=graph_choice.describe(decision),
+        implementations=models.implementations(loaded.config),
     )
 
 

@@ -143,8 +143,8 @@ class Options:
     )
     model: str = _option(
         "MODEL",
-        "bundled, a directory, a hub id, or a preset (llama-7b, llama-13b, llama-30b, llama-65b, llama-3-8b) with "
-        "dummy weights",
+        "bundled, a directory, a hub id, or a preset (llama-7b, llama-13b, llama-30b, llama-65b, llama-3-8b, "
+        "qwen3-8b, qwen3-30b-a3b, mixtral-8x7b, gpt-oss-20b, gemma-3-12b) with dummy weights",
         "bundled",
     )
     revision: str | None = _option("REV", "branch, tag or commit of a hub model")
@@ -211,9 +211,14 @@ class Options:
         "lean",
     )
     attention: str | None = _option(
-        "{sdpa,eager}",
-        "attention of transformers (default: sdpa if the architecture has it, else eager); not for iok, whose kernels "
-        "compute it themselves",
+        "NAME",
+        "attention of transformers: sdpa, eager, flex_attention, flash_attention_2, or another one that is installed "
+        "(default: sdpa if the architecture has it, else eager); not for iok, whose kernels compute it themselves",
+    )
+    experts: str | None = _option(
+        "NAME",
+        "experts of transformers: grouped_mm, batched_mm, eager, or another one that is installed (default: grouped_mm "
+        "if torch has it for the architecture, else eager)",
     )
     work: str = _option(
         "{on,off}",

@@ -122,6 +122,19 @@ def test_a_wrong_engine_of_the_model_of_mp_fails(pytester: pytest.Pytester) -> N
 
 
 @pytest.mark.slow
+def test_a_figure_of_ones_own_is_gated(pytester: pytest.Pytester) -> None:
+    """A cache that is too small is a regression."""
+    _write("A figure of your own", pytester.path)
+    base, report = _run(pytester, "--llmgpu-work=off", "--llmgpu-save=base")
+    base.assert_outcomes(passed=1)
+    assert report.cases[0].launches[0].figures == {"cache_hit_rate": 0.75}
+    test = pytester.path / "test_cache.py"
+    test.write_text(test.read_text().replace("maxsize=1", "maxsize=0"))
+    result, _ = _run(pytester, "--llmgpu-work=off", "--llmgpu-compare=base")
+    result.stdout.fnmatch_lines(["REGRESSED: mp-bs4 cache hit rate -100.0 % (0, was 0.75)*"])
+
+
+@pytest.mark.slow
 def test_each_folder_has_its_own_patches(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
