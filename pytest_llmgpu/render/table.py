@@ -172,10 +172,8 @@ COLUMNS = {
 
 def own_columns(cases: Sequence[CaseResult]) -> dict[str, Column]:
     """Return a column by name for each figure of their own that cases have."""
-    return {
-        one.name: Column(one.name, f"{one.name.replace('_', ' ')}\n{one.unit}", 1.0, one.of, written=one.written)
-        for one in own_metrics(cases)
-    }
+    titled = [(one, f"{one.name.replace('_', ' ')}\n{one.unit}".rstrip()) for one in own_metrics(cases)]
+    return {one.name: Column(one.name, title, 1.0, one.of, written=one.written) for one, title in titled}
 
 
 Place = Literal["summary", "work", "tokens", "communication", "memory"]

@@ -125,6 +125,7 @@ def test_merged_launches_keep_their_figures() -> None:
     (result,) = merge([_report([0.9]), _report([0.8])]).cases
     assert [launch.figures["own"] for launch in result.launches] == [0.9, 0.8]
     (column,) = [one for one in figure_tables([result])["work"].columns if one.name == "own"]
+    assert column.title == "own"
     assert column.value(result) == pytest.approx(0.85)
 
 
