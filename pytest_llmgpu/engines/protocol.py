@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
@@ -45,7 +45,10 @@ class Engine(Protocol):
     own_attention: bool = True
     """False if `--llmgpu-attention` chooses the attention."""
     own_workers: bool = False
-    """True if the devices of a CPU are processes that the engine starts; else it has one device there."""
+    """True if each of several devices, also of a CPU, has a process that the engine starts (see `workers`); else it has
+    one device on a CPU."""
+    dispatched: bool = True
+    """False if kernels are launched past torch's dispatcher, where FLOPs cannot be counted. `start` may set it."""
     elsewhere: str | None = None
     """The reason why kernels, ops and memory are not seen in the rank; None for an engine that computes in it."""
 
@@ -91,6 +94,16 @@ class Engine(Protocol):
     def score(self, token_ids: list[list[int]], from_position: list[int]) -> list[list[float]]:
         """Return the log-likelihood of each token of a sequence from a position on, given the tokens before it."""
         raise NotImplementedError
+
+    def workers(self, function: Callable[..., Any], *args: Any) -> list[Any] | None:  # noqa: ARG002 - not needed
+        """Run `function(device, *args)` in the main thread of each process that computes, by the engine's own means.
+
+        The function is found by its name, and the device is a `torch.device`. Work passes and traffic are recorded so.
+
+        Returns:
+            The answer of each process, in the order of the devices; None if the rank computes.
+        """
+        return None
 
     def stop(self) -> None:
         """End what `start` started."""

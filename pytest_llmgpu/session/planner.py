@@ -35,7 +35,7 @@ _DTYPES = {"cuda": "float16", "cpu": "float32"}
 _ADD_BOS = {"auto": None, "yes": True, "no": False}
 """Value of `--llmgpu-add-bos` to that of the case."""
 
-_EXTRAS = {"accelerate": "transformers", "transformers": "transformers", "deepspeed": "deepspeed"}
+_EXTRAS = {"accelerate": "transformers", "transformers": "transformers", "deepspeed": "deepspeed", "vllm": "vllm"}
 """Library of a strategy to the extra of this package that has it."""
 
 

@@ -1,0 +1,91 @@
+"""Work passes in a worker of an engine: those of `work`, one batch at a time (torch, in a worker).
+
+A worker runs what its engine sends it, and no function of this package can call the engine there. So the passes run in
+a thread of their own up to the place where they need a batch; then the rank lets the engine run it, in the main thread
+of every worker, and lets the passes go on.
+"""
+
+from __future__ import annotations
+
+from queue import SimpleQueue
+from threading import Thread
+from typing import TYPE_CHECKING, NamedTuple
+
+from pytest_llmgpu.inference.batching import Batch, Plan
+from pytest_llmgpu.recording import work
+from pytest_llmgpu.recording.work import WorkReply
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Engine(NamedTuple):
+    """What the recorders need of an engine, in its rank or in a worker (see `work.Program`)."""
+
+    devices: tuple[torch.device, ...]
+    dispatched: bool = True
+    model: None = None
+
+
+class _Passes:
+    """The passes of this worker."""
+
+    latest: WorkReply | None = None
+    arrived: SimpleQueue[int | WorkReply | Exception]
+    """The number of the batch that the passes wait for, or what they ended with."""
+    run: SimpleQueue[None]
+    """Something for each batch that was run."""
+
+
+def start(
+    device: torch.device, plan: Plan, trace: str | None, *, dispatched: bool = True, eager: bool = False
+) -> int | WorkReply:
+    """Start the passes of `work.record`, or then of `work.measure`; the arguments are theirs.
+
+    Returns:
+        The number of the batch that every worker must run now, or the reply.
+    """
+    import torch
+
+    passes = _Passes
+    passes.arrived, passes.run = SimpleQueue(), SimpleQueue()
+    program, numbers = Engine((device,), dispatched), {id(batch): number for number, batch in enumerate(plan.batches)}
+    trace = trace and trace.replace("-rank0-", f"-rank{torch.distributed.get_rank()}-")
+
+    def forward(batch: Batch) -> None:
+        passes.arrived.put(numbers[id(batch)])
+        passes.run.get()
+
+    def run() -> None:
+        try:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # it is one of each thread
+            if eager:
+                assert passes.latest is not None, "the passes of the case come first"
+                reply = work.measure(program, plan, passes.latest, forward, on_batch=_no_report, trace=trace)
+            else:
+                reply = work.record(program, plan, forward, on_batch=_no_report, trace=trace)
+            passes.latest = reply
+            passes.arrived.put(reply)
+        except Exception as error:  # noqa: BLE001 - the main thread raises it
+            passes.arrived.put(error)
+
+    Thread(target=run, daemon=True).start()
+    return _next()
+
+
+def go_on(device: torch.device) -> int | WorkReply:  # noqa: ARG001 - as every function for a worker
+    """Go on after a batch; returns as `start` does."""
+    _Passes.run.put(None)
+    return _next()
+
+
+def _next() -> int | WorkReply:
+    found = _Passes.arrived.get()
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def _no_report(*_: float) -> None:
+    """Report no progress: the rank does, which runs the batch."""
