@@ -96,12 +96,9 @@ class Engine(Protocol):
         raise NotImplementedError
 
     def workers(self, function: Callable[..., Any], *args: Any) -> list[Any] | None:  # noqa: ARG002 - not needed
-        """Run `function(device, *args)` in the main thread of each process that computes, by the engine's own means.
+        """Run `function(device, *args)` in the main thread of each process that computes, and return the answers.
 
-        The function is found by its name, and the device is a `torch.device`. Work passes and traffic are recorded so.
-
-        Returns:
-            The answer of each process, in the order of the devices; None if the rank computes.
+        The function is found by its name, and the device is a `torch.device`. None: the rank computes.
         """
         return None
 

@@ -48,16 +48,15 @@ class Vllm(Engine):
 
     def check(self, case: Case, source: ModelSource) -> None:
         """Refuse random weights, a count that the devices do not divide, and what only a rank that computes can do."""
-        asked = f"--llmgpu-model={source.name}"
         if case.load_format == "dummy":
             raise ValueError(
                 f"--llmgpu-load-format=dummy: {self.name} makes other random weights than mp: pass a model with weights"
             )
-        if case.dtype not in _BYTES:
-            raise ValueError(f"--llmgpu-dtype={case.dtype}: {self.name} takes {', '.join(_BYTES)}")
         heads = source.decoder.get("num_attention_heads")
         if heads and heads % case.devices:
-            raise ValueError(f"--llmgpu-devices={case.devices}: {asked} has {heads} attention heads: choose a divisor")
+            raise ValueError(
+                f"--llmgpu-devices={case.devices}: {source.name} has {heads} attention heads: choose a divisor"
+            )
         if case.devices > 1 and case.gpu_memory_bytes is not None:
             raise ValueError(f"--llmgpu-gpu-memory: {self.name} on {case.devices} GPUs takes no cap: remove the option")
 
@@ -79,10 +78,9 @@ class Vllm(Engine):
             )
         # On a CPU a compiler would run at each start, and hide the modules.
         eager = case.device == "cpu" or case.cuda_graphs == "off"
+        taken = {"model": str(source.directory), "skip_tokenizer_init": True, "dtype": case.dtype}
         self._arguments = {
-            "model": str(source.directory),
-            "skip_tokenizer_init": True,
-            "dtype": case.dtype,
+            **taken,
             "seed": case.seed,
             "tensor_parallel_size": case.devices,
             "enable_prefix_caching": False,
@@ -90,7 +88,6 @@ class Vllm(Engine):
             "gpu_memory_utilization": _UTILIZATION,
             "disable_log_stats": False,
         }
-        taken = {name: self._arguments[name] for name in ("model", "skip_tokenizer_init", "dtype")}
         try:
             model = importlib.import_module("vllm").EngineArgs(**taken).create_model_config()
         except ValueError as error:
@@ -101,13 +98,26 @@ class Vllm(Engine):
         heads = max(1, model.get_total_num_kv_heads() // case.devices)
         layers, width = model.get_total_num_hidden_layers(), model.get_head_size()
         self._token_bytes = 2 * layers * heads * width * _BYTES[case.dtype]
-        new_tokens = (case.new_tokens or 0) if case.generates else 0
-        self._load(case.batch_size, (case.prompt_tokens or 0) + new_tokens if case.generates else 0, new_tokens)
+        # A case that scores has neither.
+        self.prepare(case.batch_size, (case.prompt_tokens or 0) + (case.new_tokens or 0), case.new_tokens or 0)
 
     def prepare(self, batch_size: int, tokens: int, new_tokens: int) -> None:
         """Load the model again if the case needs a cache of another size."""
-        # Scored sequences leave the cache after a forward or two: its size follows from the tokens of a forward.
-        self._load(batch_size, tokens if new_tokens or tokens >= self._size[1] else self._size[1], new_tokens)
+        tokens = tokens if new_tokens else min(self._context, max(_SCORED_TOKENS, tokens + 1))
+        if self._size == (batch_size, tokens, new_tokens):
+            return
+        self.stop()
+        # Scored sequences leave the cache after a forward or two.
+        cached = batch_size * (tokens + _BLOCK) if new_tokens else _STEP_TOKENS + tokens + batch_size * _BLOCK
+        self._llm = importlib.import_module("vllm").LLM(
+            **self._arguments,
+            max_model_len=min(self._context, tokens + 1),  # texts are scored with a further one
+            max_num_seqs=batch_size,
+            max_num_batched_tokens=max(_STEP_TOKENS, tokens),
+            # One block holds nothing, and rounding takes another.
+            kv_cache_memory_bytes=(cached + 2 * _BLOCK) * self._token_bytes,
+        )
+        self._size = batch_size, tokens, new_tokens
 
     def generate(self, token_ids: list[list[int]], new_tokens: int) -> Texts:
         """Return the texts; vLLM has the time of the first token of each, and no time of each further one."""
@@ -130,10 +140,9 @@ class Vllm(Engine):
         Raises:
             ValueError: A sequence leaves no room for that token.
         """
-        longest, new_tokens = max(map(len, token_ids)), self._size[2]
-        if longest >= self._context:
-            if new_tokens:
-                raise NotImplementedError
+        if (longest := max(map(len, token_ids))) >= self._context:
+            if self._size[2]:
+                raise NotImplementedError  # of generated texts it is a check
             raise ValueError(
                 f"{self.name} scores sequences of up to {self._context - 1} tokens with this model, and one has "
                 f"{longest}: leave it out of the dataset"
@@ -157,22 +166,6 @@ class Vllm(Engine):
             self._llm = None
             gc.collect()
             importlib.import_module("vllm.distributed.parallel_state").cleanup_dist_env_and_memory()
-
-    def _load(self, batch_size: int, tokens: int, new_tokens: int) -> None:
-        tokens = tokens if new_tokens else min(self._context, max(_SCORED_TOKENS, tokens + 1))
-        if self._size == (batch_size, tokens, new_tokens):
-            return
-        self.stop()
-        cached = batch_size * (tokens + _BLOCK) if new_tokens else _STEP_TOKENS + tokens + batch_size * _BLOCK
-        self._llm = importlib.import_module("vllm").LLM(
-            **self._arguments,
-            max_model_len=min(self._context, tokens + 1),  # texts are scored with a further one
-            max_num_seqs=batch_size,
-            max_num_batched_tokens=max(_STEP_TOKENS, tokens),
-            # One block more holds nothing, in vLLM's own count.
-            kv_cache_memory_bytes=(cached + 2 * _BLOCK) * self._token_bytes,
-        )
-        self._size = batch_size, tokens, new_tokens
 
     def _run(self, token_ids: list[list[int]], **sampling: Any) -> list[Any]:
         vllm = importlib.import_module("vllm")

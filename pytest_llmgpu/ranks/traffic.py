@@ -301,7 +301,7 @@ def _group_of(given: Mapping[str, Any], world_size: int) -> tuple[Sequence[int],
     if group is None:
         return range(world_size), distributed.get_rank() if distributed.is_initialized() else 0
     of_vllm = getattr(sys.modules.get("vllm.distributed.parallel_state"), "_groups", {})
-    if group in of_vllm:
+    if isinstance(group, str) and group in of_vllm:
         group = of_vllm[group]().device_group  # as its ops do
     elif isinstance(group, str):
         group = _resolve_process_group(group)  # type: ignore[arg-type]  # it is a str at run time

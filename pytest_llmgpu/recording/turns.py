@@ -18,6 +18,12 @@ from pytest_llmgpu.recording.work import WorkReply
 if TYPE_CHECKING:
     import torch
 
+_LATEST: list[WorkReply] = []
+_ARRIVED: SimpleQueue[int | WorkReply | Exception] = SimpleQueue()
+"""The number of the batch that the passes wait for, or what they ended with."""
+_RUN: SimpleQueue[None] = SimpleQueue()
+"""Something for each batch that was run."""
+
 
 class Engine(NamedTuple):
     """What the recorders need of an engine, in its rank or in a worker (see `work.Program`)."""
@@ -25,16 +31,6 @@ class Engine(NamedTuple):
     devices: tuple[torch.device, ...]
     dispatched: bool = True
     model: None = None
-
-
-class _Passes:
-    """The passes of this worker."""
-
-    latest: WorkReply | None = None
-    arrived: SimpleQueue[int | WorkReply | Exception]
-    """The number of the batch that the passes wait for, or what they ended with."""
-    run: SimpleQueue[None]
-    """Something for each batch that was run."""
 
 
 def start(
@@ -47,28 +43,28 @@ def start(
     """
     import torch
 
-    passes = _Passes
-    passes.arrived, passes.run = SimpleQueue(), SimpleQueue()
     program, numbers = Engine((device,), dispatched), {id(batch): number for number, batch in enumerate(plan.batches)}
     trace = trace and trace.replace("-rank0-", f"-rank{torch.distributed.get_rank()}-")
 
     def forward(batch: Batch) -> None:
-        passes.arrived.put(numbers[id(batch)])
-        passes.run.get()
+        _ARRIVED.put(numbers[id(batch)])
+        _RUN.get()
+
+    def on_batch(*_: float) -> None:
+        """Report no progress: the rank does, which lets the engine run the batch."""
 
     def run() -> None:
         try:
             if device.type == "cuda":
                 torch.cuda.set_device(device)  # it is one of each thread
             if eager:
-                assert passes.latest is not None, "the passes of the case come first"
-                reply = work.measure(program, plan, passes.latest, forward, on_batch=_no_report, trace=trace)
+                reply = work.measure(program, plan, _LATEST.pop(), forward, on_batch=on_batch, trace=trace)
             else:
-                reply = work.record(program, plan, forward, on_batch=_no_report, trace=trace)
-            passes.latest = reply
-            passes.arrived.put(reply)
+                reply = work.record(program, plan, forward, on_batch=on_batch, trace=trace)
+                _LATEST[:] = [reply]
+            _ARRIVED.put(reply)
         except Exception as error:  # noqa: BLE001 - the main thread raises it
-            passes.arrived.put(error)
+            _ARRIVED.put(error)
 
     Thread(target=run, daemon=True).start()
     return _next()
@@ -76,16 +72,11 @@ def start(
 
 def go_on(device: torch.device) -> int | WorkReply:  # noqa: ARG001 - as every function for a worker
     """Go on after a batch; returns as `start` does."""
-    _Passes.run.put(None)
+    _RUN.put(None)
     return _next()
 
 
 def _next() -> int | WorkReply:
-    found = _Passes.arrived.get()
-    if isinstance(found, Exception):
+    if isinstance(found := _ARRIVED.get(), Exception):
         raise found
     return found
-
-
-def _no_report(*_: float) -> None:
-    """Report no progress: the rank does, which runs the batch."""

@@ -60,8 +60,7 @@ class Own(Vllm):
     ("fields", "message"),
     [
         ({"load_format": "dummy"}, "--llmgpu-load-format=dummy: vllm makes other random weights than mp"),
-        ({"dtype": "float64"}, "--llmgpu-dtype=float64: vllm takes float32, float16, bfloat16"),
-        ({"devices": 5}, "--llmgpu-devices=5: --llmgpu-model=bundled has 8 attention heads: choose a divisor"),
+        ({"devices": 5}, "--llmgpu-devices=5: bundled has 8 attention heads: choose a divisor"),
         ({"devices": 2, "gpu_memory_bytes": 2**30}, "--llmgpu-gpu-memory: vllm on 2 GPUs takes no cap"),
     ],
 )
