@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 import pytest
-import transformers
 from support.report_factory import known, make_case
+from transformers.models.openai import OpenAIGPTConfig, OpenAIGPTLMHeadModel
 
 # pytester forgets what a run inside this process has imported; a module that is here already keeps its identity.
 import pytest_llmgpu.session.session  # noqa: F401
@@ -31,7 +31,7 @@ _SCORES = """
 def test_scores(measure, llm, hellaswag, batch_size):
     measure(llm, hellaswag, batch_size)
 """
-_BOTH = f"""{_SCORES}
+_GENERATES = """
 def test_generates(measure, llm, prompts, batch_size):
     measure(llm, prompts, batch_size)
 """
@@ -44,13 +44,14 @@ def plant(device):
     from vllm.model_executor.models import llama
 
     forward = llama.LlamaMLP.forward
-    llama.LlamaMLP.forward = lambda self, x: forward(self, x) + 0
+    if forward.__name__ == "forward":
+        llama.LlamaMLP.forward = lambda self, x: forward(self, x) + 0
 
 class Own(Vllm):
     name = "vllm-own"
 
-    def start(self, case, source):
-        super().start(case, source)
+    def prepare(self, *sizes):
+        super().prepare(*sizes)  # it may have started new workers
         if PLANTED and self.workers(plant) is None:
             plant(None)
 """
@@ -82,7 +83,7 @@ def test_a_build_for_other_devices_is_refused(bundled: ModelSource, monkeypatch:
 
 
 def _run(
-    pytester: pytest.Pytester, devices: int, *flags: str, test: str = _BOTH
+    pytester: pytest.Pytester, devices: int, *flags: str, test: str = _SCORES + _GENERATES
 ) -> tuple[pytest.RunResult, list[CaseResult]]:
     pytester.makepyfile(test_engine=test)
     common = ("-p", "no:cacheprovider", "--llmgpu-device=cpu", f"--llmgpu-devices={devices}", "--llmgpu-limit=4")
@@ -93,26 +94,35 @@ def _run(
 @_with_vllm
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
-def test_answers_are_those_of_mp_and_counts_are_exact(pytester: pytest.Pytester, devices: int) -> None:
-    """Log-likelihoods within rounding, equal tokens, and in each worker the same counts in every launch."""
-    result, cases = _run(pytester, devices, "--strategy=mp,vllm", f"--llmgpu-launches={_LAUNCHES}")
-    result.assert_outcomes(passed=4)
-    mp, mp_texts, vllm, texts = cases
+def test_scores_are_those_of_mp_and_counts_are_exact(pytester: pytest.Pytester, devices: int) -> None:
+    """Log-likelihoods within rounding, and in each worker the same ops and collectives in every launch."""
+    flags = ("--strategy=mp,vllm", f"--llmgpu-launches={_LAUNCHES}")
+    result, (mp, vllm) = _run(pytester, devices, *flags, test=_SCORES)
+    result.assert_outcomes(passed=2)
     scores = [derived.decode(known(known(one.launches[0].accuracy).loglikelihoods)) for one in (mp, vllm)]
     assert math.fsum(scores[1]) == pytest.approx(math.fsum(scores[0]), rel=1e-6)
-    assert scores[1] == pytest.approx(scores[0], rel=1e-5)
-    chosen = [known(one.launches[0].generation) for one in (mp_texts, texts)]
-    assert chosen[0].tokens == chosen[1].tokens
-    assert len(chosen[1].first_token_s) == 1
-    for case in (vllm, texts):
-        assert len(case.launches) == _LAUNCHES
-        ranks = [[rank.ops_by_module for rank in known(one.work).ranks] for one in case.launches]
-        assert len(ranks[0]) == devices
-        assert all(ranks[0][0] for ranks in ranks)
-        assert ranks == ranks[:1] * _LAUNCHES
-        kinds = [[(one.collective, one.calls) for one in rank] for rank in known(case.traffic).ranks]
-        assert kinds == [kinds[0]] * devices
-        assert [kind for kind, _ in kinds[0]] == ["all_reduce", "all_gather"] * (devices - 1)
+    assert list(scores[1]) == pytest.approx(list(scores[0]), rel=1e-5)
+    ranks = [[rank.ops_by_module for rank in known(one.work).ranks] for one in vllm.launches]
+    assert all(ranks[0])
+    assert len(ranks[0]) == devices
+    assert ranks == ranks[:1] * _LAUNCHES
+    kinds = [[(one.collective, one.calls) for one in rank] for rank in known(vllm.traffic).ranks]
+    # Four batches: after the embedding, the attention and the MLP of two layers; the logits of each prompt, and of all.
+    assert kinds == [[("all_reduce", 20), ("all_gather", 20)] * (devices - 1)] * devices
+
+
+@_with_vllm
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 2])
+def test_texts_are_those_of_mp(pytester: pytest.Pytester, devices: int) -> None:
+    """Tokens are equal; of their times the first one is known."""
+    result, (mp, vllm) = _run(pytester, devices, "--strategy=mp,vllm", test=_GENERATES)
+    result.assert_outcomes(passed=2)
+    texts = [known(one.launches[0].generation) for one in (mp, vllm)]
+    assert texts[0].tokens == texts[1].tokens
+    assert (len(texts[1].first_token_s), texts[1].step_s) == (1, [])
+    assert texts[1].prefill_loglikelihoods is not None
+    assert len(known(vllm.launches[0].work).ranks) == devices
 
 
 @_with_vllm
@@ -126,7 +136,12 @@ def test_an_op_that_was_added_is_found_with_its_module(pytester: pytest.Pytester
     result.assert_outcomes(passed=2)
     own.write_text(_OWN.replace("PLANTED = False", "PLANTED = True"))
     result, _ = _run(pytester, *flags, "--llmgpu-compare=base")
-    result.stdout.fnmatch_lines(["*1 more aten::add in each model.layers.[*].mlp*"])
+    result.stdout.fnmatch_lines(
+        [
+            "PASSED, program changed: 1 more aten::add in each model.layers.[*].mlp;*",
+            "CHANGED  program: vllm-own-bs4, vllm-own-generate-bs4",
+        ]
+    )
 
 
 @_with_vllm
@@ -136,10 +151,8 @@ def test_a_model_that_vllm_does_not_have_is_an_error_of_its_case(
 ) -> None:
     """Its reason is one line, and the case of mp has run."""
     folder = pytester.path / "gpt1"
-    config = transformers.OpenAIGPTConfig(
-        vocab_size=bundled.config["vocab_size"], n_positions=1024, n_embd=8, n_layer=1, n_head=2
-    )
-    transformers.OpenAIGPTLMHeadModel(config).save_pretrained(folder)
+    config = OpenAIGPTConfig(vocab_size=bundled.config["vocab_size"], n_positions=1024, n_embd=8, n_layer=1, n_head=2)
+    OpenAIGPTLMHeadModel(config).save_pretrained(folder)
     for path in Path(bundled.tokenizer_directory).glob("tokenizer*"):
         shutil.copy(path, folder)
     result, cases = _run(pytester, 1, "--strategy=mp,vllm", "--llmgpu-model=gpt1", test=_SCORES)
