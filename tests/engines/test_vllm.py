@@ -87,7 +87,7 @@ def _run(
 ) -> tuple[pytest.RunResult, list[CaseResult]]:
     pytester.makepyfile(test_engine=test)
     common = ("-p", "no:cacheprovider", "--llmgpu-device=cpu", f"--llmgpu-devices={devices}", "--llmgpu-limit=4")
-    result = pytester.runpytest_inprocess(*common, "--llmgpu-batch-sizes=4", "--llmgpu-new-tokens=8", *flags)
+    result = pytester.runpytest_inprocess(*common, "--llmgpu-batch-sizes=4", *flags)
     return result, file.load(pytester.path / ".llmgpu" / "last.json").cases
 
 
