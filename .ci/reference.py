@@ -15,7 +15,7 @@ import msgspec
 
 from pytest_llmgpu import cli
 from pytest_llmgpu.gate import policy
-from pytest_llmgpu.report.metrics import METRICS
+from pytest_llmgpu.report.metrics import METRICS, own
 from pytest_llmgpu.report.options import RUN_OPTIONS, Options, flag_of, ini_key_of
 
 _DOCS = Path(__file__).parents[1] / "docs"
@@ -58,6 +58,8 @@ def metrics() -> str:
             ]
         )
         rows.append([f"`{spec.name}`", spec.rule, ", ".join(keys), spec.next_step])
+    keys = ", ".join(f"`{name}`" for name in policy.FigureRule.__struct_fields__)
+    rows.append(["figures of your own", "exact or time", keys, own("", None).next_step])
     return _table(
         ["metric", "rule", "keys of `[tool.llmgpu.gate.METRIC]` with their defaults, if any", "after a regression"],
         rows,

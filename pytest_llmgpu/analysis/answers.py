@@ -450,6 +450,8 @@ def compare_texts(result: CaseResult, mp: CaseResult) -> Comparison:
     diverged = [number for number, count in enumerate(equal) if count < own.new_tokens[number]]
     scored, expected = own.reference_loglikelihoods, of_mp.prefill_loglikelihoods
     largest = _worst(_from_reference([own], of_mp))
+    if scored is None and own.loglikelihoods is not None:  # an engine that scores no given texts
+        largest = _worst([_on_prefix(own, of_mp)[0]])
     return Comparison(
         reference=mp.id,
         items=len(pairs),

@@ -40,7 +40,7 @@ def bound(result: CaseResult, work: Work | None, ceilings: Ceilings | None) -> B
         return wire_s
     model, launch = work.model, result.launches[-1]
     prefills = [
-        (1, forward_flops(model, tokens, sequences), float(model.weights_bytes))
+        (1, forward_flops(model, tokens, sequences), weights_read(model, tokens))
         for tokens, sequences in zip(launch.batches.tokens, launch.batches.sequences, strict=True)
     ]
     steps = _steps(model, launch)
@@ -81,8 +81,17 @@ def _steps(model: ModelSize, launch: Launch) -> list[tuple[int, float, float]]:
     for tokens, sequences in zip(batches.tokens, batches.sequences, strict=True):
         read = tokens + sequences * new_tokens / 2  # tokens of all rows before the mean step
         flops = 2 * model.parameters * sequences + 4 * model.layers * model.attention_width * read
-        found.append((new_tokens - 1, flops, model.weights_bytes + token_bytes * read))
+        found.append((new_tokens - 1, flops, weights_read(model, sequences) + token_bytes * read))
     return found
+
+
+def weights_read(model: ModelSize, tokens: int) -> float:
+    """Return the bytes of the weights that a forward of so many tokens reads.
+
+    Of experts it is the expected number for uniform routing, which touches most of them: each token misses an expert
+    with the probability 1 - active experts / experts.
+    """
+    return model.weights_bytes - model.experts_bytes * (1 - model.active_experts) ** tokens
 
 
 def forward_flops(model: ModelSize, tokens: int, sequences: int) -> float:

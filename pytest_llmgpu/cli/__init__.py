@@ -51,6 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         each with one line on stderr. With LLMGPU_DEBUG=1 a traceback comes before that line.
     """
     words = sys.argv[1:] if argv is None else argv
+    if sys.stdout is None:
+        complain("the output cannot be written: stdout is closed")
+        return 2
     try:
         parsing = parser(words)
         chosen = parsing.parse_args(words)

@@ -26,12 +26,14 @@ _SHA_DIGITS = 8
 
 def add_storage(parser: argparse.ArgumentParser) -> None:
     """Declare `--storage DIR`."""
-    parser.add_argument("--storage", metavar="DIR", type=Path, help="folder of the store (default: .llmgpu)")
+    parser.add_argument(
+        "--storage", metavar="DIR", type=Path, help="folder of the store (default: the nearest .llmgpu)"
+    )
 
 
 def storage_of(arguments: argparse.Namespace) -> Path:
     """Return the folder of the store."""
-    folder: Path = arguments.storage or store.DEFAULT
+    folder: Path = arguments.storage or store.find()
     return folder
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import fcntl
 import os
 import shlex
 import shutil
@@ -17,16 +18,24 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pytest_llmgpu.cli import environments
 from pytest_llmgpu.cli.output import show
 from pytest_llmgpu.gate import ab
 from pytest_llmgpu.gate.policy import Policy, dump_policy, find_policy, load_policy, policy_in_words, switched
+from pytest_llmgpu.processes import die_with_parent
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.store import git, store
 
+_OWN_SETUP = (
+    "give each commit an environment of its own, such as --setup 'python -m venv .venv && .venv/bin/pip install -e .'"
+)
+_LOCK = "llmgpu.lock"
+"""A file beside the worktrees: folders of others have none."""
 LETTERS = 8
 """Digits of a commit in the output."""
 _JSON = "--llmgpu-json"
@@ -74,16 +83,24 @@ class Worktree(NamedTuple):
     repository: Path
     """The root of the user's own working tree."""
 
-    def build(self, setup: str, kept: Path) -> None:
-        """Run the shell command that creates the environment; ValueError in one line if it fails.
+    def build(self, setup: str | None, kept: Path) -> None:
+        """Create the environment; ValueError in one line if that fails. Its log is written to the folder `kept`.
 
-        Its log is written to the folder `kept`.
+        A shell command `setup` creates it. Without one, the project is installed from the worktree if it is installed
+        in the current environment from the user's own tree; else the current environment is used.
         """
         began, log = time.monotonic(), kept / f"{self.name}-setup.log"
-        status = run(("/bin/sh", "-c", setup), self.folder, self.environment(), log)
+        if setup is not None:
+            command, what, remedy = ["/bin/sh", "-c", setup], "--setup", ""
+        elif projects := environments.installed(self.root, self.repository):
+            command = environments.create(self.root, self.repository, projects)
+            what, remedy = "pip install of this commit", f"; {_OWN_SETUP}"
+        else:
+            return
+        status = run(command, self.folder, self.environment(), log)
         show(f"{self.name}-setup  {time.monotonic() - began:.1f} s")
         if status:
-            raise ValueError(f"{self.name}: --setup ended with {describe_ending(status, log)}")
+            raise ValueError(f"{self.name}: {what} ended with {describe_ending(status, log)}{remedy}")
 
     def launch(self, command: Sequence[str], number: int, deselected: Sequence[str], kept: Path) -> Report:
         """Run one launch of the measuring command to its end and return its report, without the tests `deselected`.
@@ -100,10 +117,7 @@ class Worktree(NamedTuple):
             raise ValueError(f"{name}: {shlex.join(command)} ended{without} with {describe_ending(status, log)}")
         report = file.load(path)
         if (found := report.commit.not_measured()) is not None:
-            raise ValueError(
-                f"{name}: the report names {found}: give each commit an environment of its own, such as "
-                "--setup 'python -m venv .venv && .venv/bin/pip install -e .'"
-            )
+            raise ValueError(f"{name}: the report names {found}: {_OWN_SETUP}")
         return report
 
     def environment(self, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -135,7 +149,8 @@ def add_command(parser: argparse.ArgumentParser) -> None:
     text = "after --: the measuring command, such as pytest benchmarks; --llmgpu-json and --deselect are added"
     parser.add_argument("command", metavar="COMMAND", nargs="+", help=text)
     text = "shell command that creates the environment of each worktree, such as 'python -m venv .venv && "
-    text += ".venv/bin/pip install .'; .venv/bin then comes first in PATH"
+    text += ".venv/bin/pip install .'; .venv/bin then comes first in PATH (default: the current environment, with the "
+    text += "project of the worktree in place of one that is installed from your tree)"
     parser.add_argument("--setup", metavar="CMD", help=text)
 
 
@@ -169,9 +184,8 @@ def begin(
         show(f"{tree.name}  {tree.reference}  {tree.sha[:LETTERS]}")
     if git_output(Path(), "status", "--porcelain", "--untracked-files=no"):
         show("note: your uncommitted changes are not measured")
-    if arguments.setup is not None:
-        for tree in trees:
-            tree.build(arguments.setup, kept)
+    for tree in trees:
+        tree.build(arguments.setup, kept)
     if not any(Path(tree.environment().get("VIRTUAL_ENV", "/")).is_relative_to(tree.root) for tree in trees):
         show("note: the worktrees have no .venv: all commits run in the current environment")
 
@@ -211,9 +225,19 @@ def place() -> tuple[str, Path]:
 def temporary() -> Iterator[Callable[[str, str], Path]]:
     """Yield a function that adds a worktree, and remove the worktrees at the end, also after an error.
 
-    The arguments of the function are the name of the worktree and the hash of its commit. It returns its root.
+    The arguments of the function are the name of the worktree and the hash of its commit. It returns its root. Those
+    of a process that was killed, whose lock nobody holds, are removed first.
     """
+    left: dict[Path, list[Path]] = {}
+    for line in git_output(Path(), "worktree", "list", "--porcelain").splitlines():
+        if line.startswith("worktree "):
+            root = Path(line.removeprefix("worktree "))
+            left.setdefault(root.parent, []).append(root)
+    for folder, roots in left.items():
+        with suppress(BlockingIOError, FileNotFoundError), _locked(folder):
+            _remove(folder, roots)
     parent = Path(tempfile.mkdtemp(prefix="llmgpu-")).resolve()
+    (parent / _LOCK).touch()
     made: list[Path] = []
 
     def add(name: str, sha: str) -> Path:
@@ -222,16 +246,33 @@ def temporary() -> Iterator[Callable[[str, str], Path]]:
         git_output(Path(), "worktree", "add", "--quiet", "--detach", str(root), sha)
         return root
 
-    try:
-        yield add
-    finally:
-        with handled(signal.SIG_IGN):  # git inherits that
-            for root in made:
-                # First, because git stops at a file that it cannot remove.
-                shutil.rmtree(root, ignore_errors=True)
-                with suppress(ValueError):  # git has no record of a worktree that it could not add
-                    git_output(Path(), "worktree", "remove", "--force", "--force", str(root))
-            shutil.rmtree(parent, ignore_errors=True)
+    with _locked(parent):
+        try:
+            yield add
+        finally:
+            with handled(signal.SIG_IGN):  # git inherits that
+                _remove(parent, made)
+
+
+def _remove(parent: Path, roots: Sequence[Path]) -> None:
+    """Remove worktrees, and the folder that `temporary` made for them."""
+    for root in roots:
+        # First, because git stops at a file that it cannot remove.
+        shutil.rmtree(root, ignore_errors=True)
+        with suppress(ValueError):  # git has no record of a worktree that it could not add
+            git_output(Path(), "worktree", "remove", "--force", "--force", str(root))
+    shutil.rmtree(parent, ignore_errors=True)
+
+
+@contextmanager
+def _locked(parent: Path) -> Iterator[None]:
+    """Hold the lock of a folder that `temporary` made; the kernel ends it with this process.
+
+    FileNotFoundError for another folder, BlockingIOError if another process has the lock.
+    """
+    with (parent / _LOCK).open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
 
 
 def sha_of(reference: str) -> str:
@@ -273,6 +314,7 @@ def run(command: Sequence[str], folder: Path, environ: Mapping[str, str], log: P
                         stdout=output,
                         stderr=subprocess.STDOUT,
                         start_new_session=True,
+                        preexec_fn=partial(die_with_parent, os.getpid()),  # noqa: PLW1509 - this process has one thread
                     )
             finally:
                 for late in received:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from pytest_llmgpu.report.text import printable_lines
@@ -16,8 +17,10 @@ def show(text: str) -> None:
 
 
 def complain(text: str) -> None:
-    """Print one line to stderr."""
-    print(f"llmgpu: {one_printable_line(text)}", file=sys.stderr)
+    """Print one line to stderr, where it can be written."""
+    if sys.stderr is not None:  # closed
+        with suppress(OSError):
+            print(f"llmgpu: {one_printable_line(text)}", file=sys.stderr, flush=True)
 
 
 def one_printable_line(text: str) -> str:
@@ -56,9 +59,13 @@ def write_json(record: object, target: str | None) -> bool:
 
 def save(text: str, path: Path) -> None:
     """Write text to a file, whose folder is created; ValueError in one line if it cannot be written."""
+    from pytest_llmgpu.report import file
+
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        if path.exists() and not path.is_file():  # a pipe, or /dev/stdout
+            path.write_text(text, encoding="utf-8")
+        else:
+            file.write(path, text.encode())
     except OSError as error:
         raise ValueError(f"{path}: cannot be written: {error.strerror or error}") from None
 

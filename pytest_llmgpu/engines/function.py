@@ -84,7 +84,7 @@ class Function(Engine):
         first_token_s, step_s = times
         return Texts(tokens=found, first_token_s=first_token_s, step_s=step_s)
 
-    def score(self, token_ids: list[list[int]], from_position: list[int]) -> list[list[float]]:
+    def score(self, token_ids: list[list[int]], from_position: list[int]) -> list[list[float]] | None:
         """Return its log-likelihoods.
 
         Raises:

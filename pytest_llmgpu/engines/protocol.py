@@ -19,8 +19,9 @@ from pytest_llmgpu.report.case import Case
 class Texts(msgspec.Struct, frozen=True, kw_only=True):
     """The texts that an engine generated for the prompts of one batch. Only `tokens` are needed."""
 
-    tokens: Sequence[Sequence[int]]
-    """The new tokens of each prompt [B][N], without the prompt. An end-of-sequence token ends no text."""
+    tokens: Sequence[Sequence[int]] | None
+    """The new tokens of each prompt [B][N], without the prompt. An end-of-sequence token ends no text. None where only
+    their times are known, with the right number of tokens."""
     loglikelihoods: Sequence[Sequence[float]] | None = None
     """The log-likelihood of each new token [B][N]."""
     first_token_s: float | None = None
@@ -44,6 +45,8 @@ class Engine(Protocol):
     """This library must import."""
     own_attention: bool = True
     """False if `--llmgpu-attention` chooses the attention."""
+    options: tuple[str, ...] = ()
+    """The options of pytest-llmgpu that a case of it has in `strategy_options`."""
     own_workers: bool = False
     """True if each of several devices, also of a CPU, has a process that the engine starts (see `workers`); else it has
     one device on a CPU."""
@@ -91,8 +94,11 @@ class Engine(Protocol):
         """Continue each prompt greedily by `new_tokens` tokens, past end-of-sequence tokens, in one batch."""
         raise NotImplementedError
 
-    def score(self, token_ids: list[list[int]], from_position: list[int]) -> list[list[float]]:
-        """Return the log-likelihood of each token of a sequence from a position on, given the tokens before it."""
+    def score(self, token_ids: list[list[int]], from_position: list[int]) -> list[list[float]] | None:
+        """Return the log-likelihood of each token of a sequence from a position on, given the tokens before it.
+
+        None where the sequences were read and log-likelihoods cannot be known.
+        """
         raise NotImplementedError
 
     def workers(self, function: Callable[..., Any], *args: Any) -> list[Any] | None:  # noqa: ARG002 - not needed

@@ -16,7 +16,6 @@ import msgspec
 from pytest_llmgpu.analysis.merging import extend, merge
 from pytest_llmgpu.gate.judge import ExitStatus, exit_status
 from pytest_llmgpu.gate.policy import Policy
-from pytest_llmgpu.report.metrics import spec_of
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.verdicts import Row, Verdicts
 
@@ -93,7 +92,7 @@ def undecided(verdicts: Verdicts, policy: Policy) -> set[str]:
 
 def is_open(row: Row) -> bool:
     """Return whether more launches can change the verdict of a row: those on exact metrics do not change."""
-    return row.verdict == "UNDECIDED" and spec_of(row.metric).rule == "time"
+    return row.verdict == "UNDECIDED" and row.spec.rule == "time"
 
 
 def left_out(report: Report, keys: Collection[str]) -> list[str]:

@@ -250,7 +250,8 @@ def _program_in_words(cause: Cause) -> str:
     else:
         syncs = next((one for one in cause.runtime_calls if one.name == program.SYNCS and one.growth > 0), None)
         first = more or kernel or syncs or _first_growth(cause.runtime_calls) or _first_growth(cause.host_calls)
-        text = _call_in_words(first or cause.calls[0], cause.forwards if first is kernel else 1)
+        gone_op = next((one for one in cause.ops if more and one.growth < 0 and one.module == more.module), None)
+        text = _call_in_words(first or cause.calls[0], cause.forwards if first is kernel else 1, gone_op)
         kernel = kernel if first is more else None
     number = "" if kernel is None else f"{max(1, kernel.growth // cause.forwards):,} {_short(kernel.name)}"
     amounts = ", ".join(filter(None, (number, priced)))
@@ -262,13 +263,17 @@ def _first_growth(changes: Iterable[CallsChange], pattern: re.Pattern[str] = _AN
     return next((one for one in changes if one.growth > 0 and pattern.search(one.name)), None)
 
 
-def _call_in_words(change: CallsChange, forwards: int = 1) -> str:
-    """Return how often a function is called more, or less: `1 more aten::clone in each layers.*.mlp`."""
+def _call_in_words(change: CallsChange, forwards: int = 1, gone: CallsChange | None = None) -> str:
+    """Return how often a function is called more, or less: `1 more aten::clone in each layers.*.mlp`.
+
+    `gone` was called in its place: `1 more aten::silu in place of aten::gelu in each layers.*.mlp`.
+    """
     if change.name == FLOPS:
         where = "" if change.module is None else f" in {change.module}"
         return f"{signed_percent(change.growth / max(1, change.before), 2)} FLOPs{where}"
     sign = "more" if change.growth > 0 else "fewer"
     name = f"Python calls in {change.name}" if change.name.endswith(".py") else _short(change.name)
+    name += "" if gone is None else f" in place of {_short(gone.name)}"
     if change.per_layer:
         return f"{change.per_layer:,} {sign} {name} in each {change.module}"
     where = "" if change.module is None else f" in {change.module}"

@@ -12,7 +12,6 @@ from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.gate.program import FLOPS, SYNCS
 from pytest_llmgpu.gate.program_row import KERNEL_SEEN
 from pytest_llmgpu.gate.times import PRACTICAL_LAUNCHES
-from pytest_llmgpu.report.metrics import spec_of
 from pytest_llmgpu.report.text import FACTORS_FROM, listed, percent, plural, signed_percent, slowdown
 from pytest_llmgpu.report.verdicts import (
     DIFFERS,
@@ -39,6 +38,7 @@ _STATES: dict[SessionState, str] = {
     "incomplete": "is incomplete",
     "failed": "has failed tests",
     "dirty": "has uncommitted changes",
+    "disturbed": "was disturbed in every case",
 }
 
 _NEXT_STEPS = {
@@ -48,6 +48,12 @@ _NEXT_STEPS = {
     "NEW": "Make this report the baseline: llmgpu promote.",
 }
 """The next step of the verdicts without a comparison; for the others it is in the table of metrics."""
+
+
+SAME_ENVIRONMENT = "Measure again in the environment of the baseline, or make this report the baseline."
+"""The next step where the environment differs from that of the baseline and no other cause is known."""
+_NOTHING = "Measure a case that a baseline has, or make this report the baseline: `llmgpu promote REPORT --to FILE"
+"""The next step where nothing was compared, up to the reason by force, which a baseline needs that it replaces."""
 
 
 class Headline(NamedTuple):
@@ -119,7 +125,7 @@ def is_slower(row: Row) -> bool:
 
 def row_in_words(row: Row) -> str:
     """Return one row in a few words: `tp-bs8 device time +4.1 % (0.0672 s, was 0.0646 s): 93 % in mlp.down_proj`."""
-    spec = spec_of(row.metric)
+    spec = row.spec
     metric = "wall time" if row.metric == "time" else row.metric.replace("_", " ")
     of_prefill = " of the prefill" if row.prefill else ""
     why = f": {cause.describe(row.cause)}" if row.cause is not None else ""
@@ -138,9 +144,10 @@ def row_in_words(row: Row) -> str:
             seen = f"not even a slowdown by a factor of {FACTORS_FROM:g} would"
         return f"{name}: {seen} have been seen, allowed is {slowdown(LARGEST_UNSEEN)}"
     is_same = spec.points and row.base == row.head  # accuracy, where the numbers behind it are wrong
-    if is_same or not row.compared or row.base is None or row.head is None or not (spec.points or row.ratio):
+    ratio = 1.0 if spec.points else row.ratio
+    if is_same or not row.compared or row.base is None or row.head is None or ratio is None:
         return f"{name}: {row.reason.splitlines()[0].rstrip('.')}" if row.reason else name
-    change = f"{100 * (row.head - row.base):+.2f} pt" if spec.points else signed_percent((row.ratio or 1.0) - 1)
+    change = f"{100 * (row.head - row.base):+.2f} pt" if spec.points else signed_percent(ratio - 1)
     return f"{name} {change} ({spec.written(row.head)}, was {spec.written(row.base)}){why}"
 
 
@@ -154,12 +161,17 @@ def next_steps(verdicts: Verdicts, policy: Policy) -> str:
     candidate = verdicts.head
     # A regression of uncommitted changes is between no two commits.
     head = candidate.commit if candidate is not None and "dirty" not in candidate.states else None
+    command = candidate.command if candidate is not None else "pytest"
+    both = f"`llmgpu ab {base[:8]} {head[:8]} -- {command}`" if base and head and base != head else "`llmgpu ab`"
     parts = []
     if worst is not None and (worst.verdict != "UNDECIDED" or not worst.compared):
-        if worst.worse and base and head and base != head and not worst.next_step:
+        known = worst.next_step or (worst.cause is not None and cause.module_of(worst.cause))
+        if worst.worse and not known and worst.metric != "creep" and differences(verdicts):
+            parts.append(SAME_ENVIRONMENT)
+        elif worst.worse and base and head and base != head and not worst.next_step:
             names = f"--metric {worst.metric} --case {shlex.quote(worst.id)}"
-            search = f"llmgpu bisect {base[:8]} {head[:8]} {names} -- pytest ..."
-            parts.append(f"{search} finds the commit, if several are possible.")
+            search = f"llmgpu bisect {base[:8]} {head[:8]} {names} -- {command}"
+            parts.append(f"`{search}` finds the commit, if several are possible.")
         else:
             parts.append(step_of(worst))
         if worst.trace is not None:
@@ -170,7 +182,10 @@ def next_steps(verdicts: Verdicts, policy: Policy) -> str:
         if lacks and any(row.metric in TIMES and not row.next_step for row in undecided):
             parts.append(f"Measure {reports} with --llmgpu-work=on: one launch decides device time.")
             break
-    parts += _deciding(undecided, in_turn=verdicts.in_turn)
+    way = "measure on a quieter machine" if verdicts.in_turn else f"{both} launches both in turn"
+    parts += _deciding(undecided, way)
+    if not parts and not any(row.compared and row.gated for row in verdicts.rows):
+        parts.append(f"{_NOTHING}{' --force REASON' * (verdicts.baseline is not None)}`.")
     return f"Next: {' '.join(parts)}" if parts else ""
 
 
@@ -178,11 +193,14 @@ def step_of(row: Row, *others: Row) -> str:
     """Return the next step for the reader of a row, the worst one, and of others with the same cause."""
     if row.verdict == "UNDECIDED" and row.compared:
         return " ".join(_deciding([row, *others]))
-    return row.next_step or _NEXT_STEPS.get(row.verdict) or spec_of(row.metric).next_step
+    return row.next_step or _NEXT_STEPS.get(row.verdict) or row.spec.next_step
 
 
-def _deciding(rows: Sequence[Row], *, in_turn: bool = False) -> list[str]:
-    """Return what decides undecided rows: their own next steps, and the launches that decide at least half."""
+def _deciding(rows: Sequence[Row], way: str = "`llmgpu ab` launches both in turn") -> list[str]:
+    """Return what decides undecided rows: their own next steps, and the launches that decide at least half.
+
+    `way` is for rows that need too many launches.
+    """
     noisy = [row for row in rows if not row.next_step]
     needed = sorted(
         row.launches_needed
@@ -194,7 +212,6 @@ def _deciding(rows: Sequence[Row], *, in_turn: bool = False) -> list[str]:
     if needed and 2 * len(needed) >= len(noisy):
         parts.append(f"--llmgpu-launches={needed[-1]} in both reports decides {len(needed):,} of {undecided}.")
     elif noisy:
-        way = "measure on a quieter machine" if in_turn else "llmgpu ab BASE HEAD -- pytest ... launches both in turn"
         parts.append(
             f"More than {PRACTICAL_LAUNCHES} launches are not practical for {undecided}: {way}. The program and "
             "traffic are decided by one launch."
@@ -229,7 +246,7 @@ def _of_pass(verdicts: Verdicts) -> str:
         start = f"PASSED, program changed: {cause.describe(program.cause)};"
     if verdicts.baseline is None:
         return f"{start} there is no baseline to compare with"
-    parts = [plural(len({(row.key, row.id) for row in compared if spec_of(row.metric).scope == "case"}), "case")]
+    parts = [plural(len({(row.key, row.id) for row in compared if row.spec.scope == "case"}), "case")]
     clocks = [row.clock_ratio for row in compared if row.clock_ratio is not None]
     clock_ratio = max(clocks, key=lambda one: abs(one - 1), default=1.0)
     if abs(clock_ratio - 1) > _CLOCK:

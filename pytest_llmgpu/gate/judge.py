@@ -18,20 +18,21 @@ from typing import Any
 import msgspec
 
 from pytest_llmgpu.analysis.environments import hardware_differences, software_differences
-from pytest_llmgpu.gate import answers, creep, program, times
+from pytest_llmgpu.gate import answers, creep, figures, program, times
 from pytest_llmgpu.gate.answers import Answered, below_floor
 from pytest_llmgpu.gate.cause import with_cause
 from pytest_llmgpu.gate.exact import exact_rows, execution_row, worse
 from pytest_llmgpu.gate.largest_batch import by_series, largest_batch_row, was_probed
 from pytest_llmgpu.gate.matching import apart, pairs
 from pytest_llmgpu.gate.memory import memory_row
-from pytest_llmgpu.gate.policy import Policy, TimeRule, dump_policy, sha256_of, unmatched, with_allowed
+from pytest_llmgpu.gate.policy import Policy, TimeRule, check_figures, dump_policy, sha256_of, unmatched, with_allowed
 from pytest_llmgpu.gate.program_row import program_row, with_slower_kernels
 from pytest_llmgpu.gate.times import Timed, comparable
+from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.derived import of_prefill
-from pytest_llmgpu.report.metrics import MetricName, spec_of
-from pytest_llmgpu.report.report import Report
-from pytest_llmgpu.report.result import OUT_OF_MEMORY, CaseResult
+from pytest_llmgpu.report.metrics import MetricName
+from pytest_llmgpu.report.report import Report, command
+from pytest_llmgpu.report.result import OUT_OF_MEMORY, CaseResult, declared_in
 from pytest_llmgpu.report.verdicts import (
     ALSO_CHANGED,
     DIFFERS,
@@ -141,6 +142,7 @@ def judge(
     `today` decides whether an accepted regression expired. `baseline` is where `base` came from; without it only its
     commit is named. `in_turn`: launches of both reports alternated.
     """
+    undeclared = check_figures(policy, declared_in([*([] if base is None else base.cases), *head.cases]))
     compared = Comparison(base, head, policy, in_turn=in_turn)
     rows, warnings = with_allowed(compared.rows, policy, today)
     rows = with_unseen(rows, {result.key for result in head.cases if _device(result) == "cpu"})
@@ -151,10 +153,11 @@ def judge(
         if base.promotion is not None:
             warnings.append(f"the baseline was promoted by force: {base.promotion.reason}")
         warnings = [*(f"{DIFFERS}{text}" for text in differing), *warnings]
+    warnings += undeclared
     compared.not_compared.update(f"{row.metric}: {row.verdict}" for row in rows if not row.compared)
     return Verdicts(
         baseline=baseline if base is not None else None,
-        head=Candidate(created=head.created, commit=head.commit.sha, states=list(_states(head))),
+        head=Candidate(created=head.created, commit=head.commit.sha, command=command(head), states=list(_states(head))),
         policy=dump_policy(policy),
         policy_sha256=sha256_of(policy),
         in_turn=in_turn,
@@ -175,6 +178,8 @@ def _states(head: Report) -> Iterator[SessionState]:
         yield "failed"
     if head.commit.dirty:
         yield "dirty"
+    if head.cases and all(map(disturbances.of_case, head.cases)):
+        yield "disturbed"
 
 
 def with_unseen(rows: Sequence[Row], on_cpu: Collection[str] = ()) -> list[Row]:
@@ -352,6 +357,8 @@ class Comparison:
                 base, head, sides, wall_rule, metric=metric, in_turn=self._in_turn, same_gpus=same_gpus
             )
             self._take(metric, wall)
+        for metric, own in figures.rows(base, head, self.policy, same_gpus=same_gpus):
+            self._take(metric, own)
 
     def _take(self, metric: MetricName, found: Row | Timed | str | None) -> None:
         if isinstance(found, str):
@@ -363,6 +370,7 @@ class Comparison:
         """Add why a case is not compared; its answers can be wrong by themselves."""
         self._outcome(head, verdict, reason)
         self._floor(head)
+        self._entries += figures.out_of_bounds(head, self.policy).values()
 
     def _floor(self, head: CaseResult) -> None:
         if (floor := below_floor(head, self.policy.accuracy)) is not None:
@@ -471,7 +479,7 @@ def _message(result: CaseResult) -> str:
 
 def _with_distinct_names(rows: Sequence[Row], results: Sequence[CaseResult]) -> Sequence[Row]:
     """Return the rows with the fields in which series of one strategy differ in their ids: `mp (limit=40)`."""
-    series = {(row.id, row.key) for row in rows if spec_of(row.metric).scope == "series"}
+    series = {(row.id, row.key) for row in rows if row.spec.scope == "series"}
     names: dict[str, str] = {}
     for strategy in (strategy for strategy, several in Counter(name for name, _ in series).items() if several > 1):
         cases = {result.case.series: result.case for result in results if result.case.strategy == strategy}

@@ -19,9 +19,9 @@ import msgspec
 from msgspec import Meta
 
 from pytest_llmgpu.report import file
-from pytest_llmgpu.report.bounds import Amount, Count, Fraction, Seconds
-from pytest_llmgpu.report.metrics import METRICS, MetricName, MetricSpec, spec_of
-from pytest_llmgpu.report.result import CaseResult
+from pytest_llmgpu.report.bounds import Amount, Count, Fraction, Number, Seconds
+from pytest_llmgpu.report.metrics import BY_NAME, JUDGED, METRICS, MetricName, MetricSpec, is_own, spec_of
+from pytest_llmgpu.report.result import CaseResult, Declared
 from pytest_llmgpu.report.text import MIB, guess
 from pytest_llmgpu.report.verdicts import Row, Verdicts
 from pytest_llmgpu.store import git
@@ -103,6 +103,16 @@ class MemoryRule(AmountRule, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     fraction. This includes caches and buffers of NCCL. A growth of 1 GiB is always allowed."""
 
 
+class FigureRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a policy adds to the declaration of a figure of the user's own: it can only tighten it."""
+
+    threshold: _Part | None = None
+    """The change for the worse that is allowed, at most the declared one; None: the declared one."""
+    at_least: Number | None = None
+    at_most: Number | None = None
+    """The bounds that the figure must keep, with and without a baseline; None: no bound."""
+
+
 def _rule(spec: MetricSpec) -> ExactRule:
     """Return the built-in rule of a metric."""
     if spec.rule == "time" and spec.name != "device_time":
@@ -165,11 +175,15 @@ class Policy(Rules, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """True if a run passes that could not be compared because there is no baseline."""
     allow: list[Allowed] = []  # noqa: RUF012 - msgspec copies it
     """The regressions that are accepted."""
+    figures: dict[str, FigureRule] = {}  # noqa: RUF012 - likewise
+    """The rules of figures of the user's own; in TOML each is a table beside those of the metrics."""
 
     def __post_init__(self) -> None:
         """Refuse an `up_to` that can have no effect."""
         for number, entry in enumerate(self.allow):
-            if entry.up_to is not None and not spec_of(entry.metric).grows:
+            if entry.metric not in BY_NAME and not is_own(entry.metric):
+                raise ValueError(f"allow[{number}].metric: {entry.metric!r} is no metric and no name of a figure")
+            if entry.up_to is not None and not (entry.metric in BY_NAME and spec_of(entry.metric).grows):
                 growing = ", ".join(spec.name for spec in METRICS if spec.rule and spec.grows)
                 raise ValueError(f"allow[{number}].up_to: {entry.metric} does not grow; allowed for {growing}")
 
@@ -208,13 +222,44 @@ def load_policy(path: Path | None, repository: Path = Path()) -> Policy:
     table = None if path is None else _table(path, repository)
     if table is None:
         return Policy()
-    built_in = msgspec.to_builtins(Policy())
     try:
-        # A key that a table lacks has the default of its metric, not that of the record.
-        return msgspec.convert({key: _merged(built_in.get(key), value) for key, value in table.items()}, Policy)
+        return _converted(table)
     except (AttributeError, ValueError) as error:  # AttributeError: the table is a value
         replaced = "; the table `program` replaced it" if _GONE.search(str(error)) else ""
         raise ValueError(f"policy {path}: {error}{replaced}") from None
+
+
+def _converted(table: Mapping[str, Any]) -> Policy:
+    built_in = msgspec.to_builtins(Policy())
+    # A key that a table lacks has the default of its metric, not that of the record.
+    merged = {key: _merged(built_in.get(key, {}), value) for key, value in table.items()}
+    figures = {
+        key: merged.pop(key) for key in table if key not in built_in and is_own(key) and isinstance(table[key], dict)
+    }
+    for key, one in figures.items():
+        try:
+            msgspec.convert(one, FigureRule)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"{key}: no metric{guess(key, built_in)}, and for a figure of your own: {error}") from None
+    return msgspec.convert({"figures": figures, **merged}, Policy)
+
+
+def check_figures(policy: Policy, declared: Mapping[str, Declared]) -> list[str]:
+    """Return a line for each name of the policy that is no metric and not declared.
+
+    ValueError: a threshold of the policy is larger than the declared one.
+    """
+    for name, rule in policy.figures.items():
+        if name in declared and (given := rule.threshold or 0.0) > (least := declared[name].threshold):
+            raise ValueError(
+                f"policy: {name}: threshold = {given:g} is above the declared {least:g}: a policy can only tighten it"
+            )
+    names = dict.fromkeys([*policy.figures, *(entry.metric for entry in policy.allow)])
+    return [
+        f"policy: {name}: no metric, and no figure that pytest_llmgpu_metrics declares{guess(name, JUDGED)}"
+        for name in names
+        if name not in BY_NAME and name not in declared
+    ]
 
 
 def policy_in_words(path: Path | None, repository: Path = Path()) -> str:
@@ -228,6 +273,7 @@ def dump_policy(policy: Policy) -> str:
     """Return the policy as TOML with all keys; `load_policy` reads it."""
     fields: dict[str, Any] = msgspec.to_builtins(policy, builtin_types=(datetime.date,))
     allowed = fields.pop("allow")
+    fields |= fields.pop("figures")
     tables = {key: fields.pop(key) for key in sorted(fields) if isinstance(fields[key], dict)}
     lines = _pairs(fields)
     for key, table in tables.items():
@@ -265,7 +311,7 @@ def policy_of(verdicts: Verdicts | None) -> Policy:
 def parse_policy(verdicts: Verdicts) -> Policy:
     """Return the policy of verdicts; ValueError in one line if it cannot be read."""
     try:
-        return msgspec.toml.decode(verdicts.policy, type=Policy)
+        return _converted(msgspec.toml.decode(verdicts.policy))
     except (ValueError, ImportError) as error:  # ImportError: Python 3.10 without tomli
         raise ValueError(f"the policy of these verdicts cannot be read: {file.one_line(error)}") from None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import msgspec
@@ -21,6 +22,7 @@ SLOWER_KERNEL = 0.003
 in 4,134 healthy pairs the largest was 0.29 %. A kernel that grows by half a percent of device time is found."""
 KERNEL_SEEN = 0.005
 """Growth of one kernel, as a fraction of device time, that the gate promises to find."""
+_ATTENTION = re.compile(r"_scaled_dot_product_([a-z]+)_attention")
 _ERRORS = 4.0
 """Standard errors that such a growth has to exceed: one of 40 kernels of 21 cases seldom does by chance."""
 
@@ -48,9 +50,23 @@ def program_row(
     changed = causes.of_calls(pairs)
     if changed is None:
         return worst
+    ran, runs = _implementations(base), _implementations(head)
+    switched = [f"{name}: {was} -> {runs[name]}. " for name, was in ran.items() if runs.get(name, was) != was]
+    worst = msgspec.structs.replace(worst, reason="".join(switched) + worst.reason)
     if worst.cause is not None and changed.rank is None:
         changed = worst.cause
     return causes.stated(worst, changed)
+
+
+def _implementations(result: CaseResult) -> dict[str, str]:
+    """Return the implementations that ran in the latest launch, with the kernels of torch's attention."""
+    launch = result.launches[-1]
+    ops = (launch.work.ranks[0].ops if launch.work is not None else None) or {}
+    kernels = sorted({found[1] for op in ops if (found := _ATTENTION.search(op))})
+    ran = dict(launch.implementations)
+    if ran.get("attention") == "sdpa" and ops:
+        ran["attention"] += f" ({', '.join(kernels) or 'math'})"
+    return ran
 
 
 def _of_rank(head: CaseResult, pair: Pair, rule: ProgramRule, *, gain: float, better: bool) -> Row:

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterable
 from typing import NamedTuple
 
 from pytest_llmgpu.gate import cause
-from pytest_llmgpu.gate.headline import differences, is_slower, row_in_words, step_of
+from pytest_llmgpu.gate.headline import SAME_ENVIRONMENT, differences, is_slower, row_in_words, step_of
 from pytest_llmgpu.gate.judge import RowClass, classify
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.report.text import listed, without_numbers
@@ -89,9 +89,8 @@ def title(found: Group) -> str:
 
 def lines(found: Group) -> list[str]:
     """Return the cause, the cases by metric and verdict, and the lines of the reason of the largest change."""
-    reason = found.largest.reason.splitlines()
-    if reason and reason[0].rstrip(".") in title(found):
-        del reason[0]
+    named, reason = title(found), found.largest.reason.splitlines()
+    reason = [line for line in reason if line.removeprefix(cause.PREFIX).rstrip(".") not in named]
     text = [line for line in reason if not (found.differences and line.startswith(ALSO_CHANGED))]
     parts: dict[str, list[str]] = {}
     for row in found.rows:
@@ -108,7 +107,7 @@ def lines(found: Group) -> list[str]:
 def next_step(found: Group) -> str:
     """Return the next step for the reader of the cause."""
     if found.differences:
-        return "Measure again in the environment of the baseline, or make this report the baseline."
+        return SAME_ENVIRONMENT
     return step_of(*found.rows)
 
 

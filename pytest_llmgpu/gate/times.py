@@ -32,8 +32,8 @@ from pytest_llmgpu.gate.stats import holm, t_quantile, t_tail
 from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.derived import device_passes_s, device_times_s, of_prefill
 from pytest_llmgpu.report.metrics import MetricName, spec_of
-from pytest_llmgpu.report.result import CaseResult, Launch
-from pytest_llmgpu.report.text import FACTORS_FROM, plural, signed_percent, significant, slowdown
+from pytest_llmgpu.report.result import CaseResult, Declared, Launch
+from pytest_llmgpu.report.text import FACTORS_FROM, capital, plural, signed_percent, significant, slowdown
 from pytest_llmgpu.report.verdicts import Decided, Row
 
 POWER = 0.95
@@ -93,6 +93,8 @@ def latencies(launch: Launch, metric: MetricName) -> tuple[Sequence[float], list
     """Return the times of a launch whose sum is a wall time, and the SM clocks [GPUs][batches] meanwhile."""
     if metric == "time":
         return launch.batches.latency_s, launch.batches.clock_ghz
+    if metric in launch.figures:
+        return [launch.figures[metric]], None
     if (texts := launch.generation) is None:
         return [], None
     if metric == "first_token":
@@ -203,6 +205,7 @@ class Timed(msgspec.Struct, frozen=True):
     result: CaseResult
     """The result of the candidate."""
     metric: MetricName
+    """The metric; for a figure of the user's own that should be large, the logarithms have the other sign."""
     gated: bool
     ranks: Sequence[Samples]
     """The launches of each rank; the rank that became slowest decides."""
@@ -220,6 +223,8 @@ class Timed(msgspec.Struct, frozen=True):
     """The deviation of the log time between machines of one kind; 0 where both reports are of the same GPUs."""
     left_out: str = ""
     """A sentence about launches that are not used; empty if all are."""
+    declared: Declared | None = None
+    """Declaration of a figure of the user's own."""
     prefill: bool = False
     """True if the times are of prefills; the row before is that of the decode steps of the case."""
 
@@ -263,19 +268,25 @@ def wall_times(
     metric: MetricName = "time",
     in_turn: bool,
     same_gpus: bool,
+    declared: Declared | None = None,
 ) -> Timed | Row:
-    """Return the wall times of two completed results, or why they cannot be compared.
+    """Return the wall times of two completed results, or a figure of their own, or why they cannot be compared.
 
     Those of forwards that the GPU limits are compared at a fixed clock, with the slope of device time.
     """
     if isinstance(sides, Row):
-        return msgspec.structs.replace(sides, metric=metric, gated=rule.gate)
+        return msgspec.structs.replace(sides, metric=metric, declared=declared, gated=rule.gate)
     timed = [[latencies(launch, metric) for launch in side] for side in sides]
     regime, prior = noise_regime.noisiest(base, head), noise_regime.prior_of_time(base, head)
+    if declared is not None:  # it is of the host, whatever the forwards are
+        regime = max(regime, "eager_host", key=noise_regime.REGIMES.index)
+        prior = noise_regime.PRIORS[regime]
     sums, left_out = _sums_s([[times_s for times_s, _ in side] for side in timed])
     logs = [list(map(math.log, side)) for side in sums]
     count = 1 if metric == "time" else len(timed[1][0][0])
     base_s, head_s = (_ratio(statistics.fmean(side)) / count for side in logs)
+    if declared is not None and declared.better == "larger":
+        logs = [[-one for one in side] for side in logs]
     clocks: list[list[float]] = []  # the mean logarithm of each launch in which every clock is known
     for side in timed:
         known = [[ghz for of_gpu in clocks_ghz or () for ghz in of_gpu] for _, clocks_ghz in side]
@@ -305,6 +316,7 @@ def wall_times(
         clocks_ghz=means,
         machine_sd=0.0 if same_gpus else max(OTHER_GPU_SD["device"], prior.s0),
         left_out=left_out + _left_out(base, head, sides, "`profile.invalid`"),
+        declared=declared,
     )
 
 
@@ -463,6 +475,8 @@ def _row(case: Timed, *, ps: tuple[float, float], family: int, confidence: float
             confidence=confidence,
         )
     base_s, head_s = case.seconds[case.slowest]
+    sign = -1 if case.declared is not None and case.declared.better == "larger" else 1
+    low, high = sorted((sign * (change - half), sign * (change + half)))
     row = Row.of(
         case.result,
         case.metric,
@@ -471,9 +485,10 @@ def _row(case: Timed, *, ps: tuple[float, float], family: int, confidence: float
         gated=case.gated,
         base=base_s,
         head=head_s,
-        ratio=_ratio(change),
-        low=_ratio(change - half),
-        high=_ratio(change + half),
+        declared=case.declared,
+        ratio=_ratio(sign * change),
+        low=_ratio(low),
+        high=_ratio(high),
         threshold=math.expm1(limit),
         p=slower if change >= 0 else faster,
         n=min(map(len, case.ranks[0])),
@@ -487,14 +502,14 @@ def _row(case: Timed, *, ps: tuple[float, float], family: int, confidence: float
 
 def _described(case: Timed, row: Row, family: int, note: str) -> tuple[str, str]:
     """Return the reason of a verdict in at most two lines, and the next step where more launches do not decide."""
-    (base_s, head_s), unit = case.seconds[case.slowest], spec_of(case.metric).unit
+    (base_s, head_s), unit = case.seconds[case.slowest], row.spec.unit
     ratio, low, high, threshold = row.ratio or 0.0, row.low or 0.0, row.high or 0.0, row.threshold or 0.0
     of_rank = f" of rank {case.slowest}" if len(case.ranks) > 1 else ""
     can_be_judged = not case.machine_sd or row.result == "REGRESSED" or threshold <= _LARGEST_THRESHOLD
     limit = f"{100 * threshold:.3g} %" if threshold < FACTORS_FROM else slowdown(threshold)
     limit = f", threshold {limit}" if can_be_judged else ""
     reason = (
-        f"{_NAMES[case.metric]}{of_rank} {signed_percent(ratio - 1)} "
+        f"{_NAMES.get(case.metric) or capital(case.metric.replace('_', ' '))}{of_rank} {signed_percent(ratio - 1)} "
         f"(90 % CI {100 * (low - 1):+.1f} to {100 * (high - 1):+.1f} %){limit}: "
         f"{_amount(head_s, unit)}, was {_amount(base_s, unit)}."
     )
@@ -553,7 +568,7 @@ def with_power(row: Row, base: CaseResult, head: CaseResult) -> Row:
 
 def _amount(value: float, unit: str) -> str:
     """Return an amount with four digits, as 210.0 s."""
-    return f"{f'{value:#.4g}' if round(value, 1) < _THOUSAND else significant(value)} {unit}"
+    return f"{f'{value:#.4g}' if round(value, 1) < _THOUSAND else significant(value)} {unit}".rstrip()
 
 
 def _ratio(log_ratio: float) -> float:

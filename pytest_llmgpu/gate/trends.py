@@ -19,7 +19,7 @@ from pytest_llmgpu.analysis import noise_regime
 from pytest_llmgpu.analysis.noise_regime import PRIORS, Prior
 from pytest_llmgpu.gate.stats import t_tail
 from pytest_llmgpu.report import disturbances
-from pytest_llmgpu.report.metrics import METRICS, MetricSpec
+from pytest_llmgpu.report.metrics import BY_NAME, METRICS, MetricSpec, own_metrics
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import OUT_OF_MEMORY, CaseResult
 from pytest_llmgpu.report.text import signed_percent
@@ -147,7 +147,8 @@ def trends(kept: Sequence[tuple[Stored, Report]], last: int | None = None) -> li
         differing = [f"{name} {value}" for name, value in fields if any(value != one[name] for one in alike)]
         names[identity] = " ".join([result.id, *differing])
     found = []
-    for spec in (spec for spec in METRICS if spec.trend):
+    own = own_metrics(result for _, report in kept for result in report.cases)
+    for spec in (spec for spec in (*METRICS, *own) if spec.trend):
         lines = []
         for identity, result in order:
             figures, tested = _figures(spec, kept, cases[identity], len(cases), start)
@@ -206,7 +207,7 @@ def _figures(
         marks, tested = _steps(spec, kept, results, values, cases, start)
     elif spec.rule is not None:
         for (before, was), (place, value) in itertools.pairwise(values.items()):
-            change = value - was if spec.points or not was else value / was - 1
+            change = value - was if spec.points or not was else (value - was) / abs(was)
             if abs(change) > (spec.threshold or 0.0):
                 reason = f"{spec.written(value)}, was {spec.written(was)} in report {kept[before][0].number:04}."
                 marks[place] = ("better" if (change > 0) == spec.bigger_is_better else "worse", reason)
@@ -240,19 +241,19 @@ def _steps(
             reason = f"{now.outcome}, was {was.outcome} in report {names[before]}."
             marks[place] = ("better" if fits else "worse", reason)
     quiet: dict[frozenset[str], list[int]] = {}
-    for place in (place for place, value in values.items() if value):
-        launches = results[place].launches
-        invalid = list(filter(None, map(disturbances.untimed, launches)))
-        if invalid and 2 * len(invalid) >= len(launches):  # else the median is undisturbed
-            marks[place] = ("disturbed", f"{invalid[0]}.")
+    for place in (place for place, value in values.items() if value > 0):
+        if (disturbed := disturbances.of_case(results[place])) is not None:
+            marks[place] = ("disturbed", f"{disturbed}.")
         else:
             quiet.setdefault(frozenset(gpu.uuid for gpu in kept[place][1].environment.gpus), []).append(place)
     for places in quiet.values():
         # The history itself shows how the waiting for the host varies.
         regime = noise_regime.noisiest(*(results[place] for place in places))
+        regime = regime if spec.name in BY_NAME else max(regime, "eager_host", key=noise_regime.REGIMES.index)
         prior = DEVICE_TIME if spec.name == "device_time" else PRIORS[regime]
         for step in steps([values[place] for place in places], prior, cases=cases):
             first, found = places[step.first], places[step.found]
             reason = f"Step of {signed_percent(step.change)} since report {names[first]}, found with {names[found]}."
-            marks[first if first >= start else found] = ("worse" if step.change > 0 else "better", reason)
+            change: Change = "better" if (step.change > 0) == spec.bigger_is_better else "worse"
+            marks[first if first >= start else found] = (change, reason)
     return marks, max(map(len, quiet.values()), default=0) >= FEWEST

@@ -7,7 +7,12 @@ text: every text of a case has equally many tokens, in every launch.
 The tensors of the cache are allocated once for a case, so that decode steps can be replayed as CUDA graphs. Each row
 has a position of its own, the number of its tokens so far. Prompts are padded on the right, and the slots of the
 padding are overwritten by generated tokens before any query attends to them: a token at position p is written to slot
-p, and its query attends to the slots up to p.
+p, and its query attends to the slots up to p. A layer with a sliding window has as many slots as the window: there the
+token is written to slot p modulo the window, over the one that left it. Layers with linear attention keep one state of
+all tokens, to which padding on the right would belong: for them prompts are padded on the left, with a mask.
+
+The static cache of transformers decides what each layer keeps. It cannot be used itself: its rows share one position,
+and its sliding layers count on the host, which a CUDA graph does not repeat, and move all keys at each step.
 
 Shapes: B rows of a batch, S tokens of its longest prompt, V vocabulary, N new tokens, H key and value heads of this
 rank, T slots, D size of a head.
@@ -35,7 +40,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _WARM_UP_TOKENS = 3
-_ATTENTION = ("full_attention", "sliding_attention")
+_KINDS = ("full_attention", "sliding_attention", "linear_attention")
+"""The layer types of transformers that `StaticCache` serves."""
 
 
 def check(model: torch.nn.Module, config: PretrainedConfig | None) -> None:
@@ -48,6 +54,10 @@ def check(model: torch.nn.Module, config: PretrainedConfig | None) -> None:
     lacks = [f"arguments {', '.join(missing)} of forward"] if missing else []
     lacks += ["get_output_embeddings()"] if scoring.output_head(model) is None else []
     lacks += ["Loaded.config"] if config is None else []
+    if config is not None and "linear_attention" in (getattr(config.get_text_config(), "layer_types", None) or ()):
+        from transformers.cache_utils import Cache
+
+        lacks += [] if hasattr(Cache, "get_conv_state") else ["Cache.get_conv_state in this version of transformers"]
     if lacks:
         raise ValueError(
             f"{type(model).__name__} cannot generate text, it has no {', no '.join(lacks)}: score it "
@@ -105,18 +115,23 @@ class Generator(AbstractContextManager["Generator"]):
         """The input of prefills by rows and tokens of a row."""
         rows = max(batch.rows for batch in plan.batches)
         self._head = scoring.EndingHead(model)
-        cache_class = KernelCache if own_kv_cache else StaticCache
-        self._cache: KernelCache | StaticCache = cache_class(
-            rows=rows, slots=plan.tokens, devices=list(dict.fromkeys([*devices, input_device]))
-        )
-        eager = getattr(model.config.get_text_config(), "_attn_implementation", None) == "eager"
-        self._mask_dtype = model.dtype if eager else None
+        shape: dict[str, Any] = {"rows": rows, "slots": plan.tokens}
+        shape["devices"] = list(dict.fromkeys([*devices, input_device]))
+        if not own_kv_cache:
+            eager = getattr(model.config.get_text_config(), "_attn_implementation", None) == "eager"
+            shape |= {"config": model.config, "mask_dtype": model.dtype if eager else None}
+        self._cache: KernelCache | StaticCache = (KernelCache if own_kv_cache else StaticCache)(**shape)
         # What a step reads and writes. The rows that a smaller batch does not have keep old values.
         self._tokens_B = torch.zeros(rows, dtype=torch.int64, device=input_device)
         self._rows_B = torch.arange(rows, device=input_device)
         self._number_1 = torch.zeros(1, dtype=torch.int64, device=input_device)
         self._tokens_NB = torch.zeros(self._new_tokens, rows, dtype=torch.int64, device=input_device)
         self._loglikelihoods_NB = torch.zeros(self._new_tokens, rows, device=input_device)
+
+    def __enter__(self) -> Generator:  # noqa: PYI034 - typing.Self needs Python 3.11
+        if self._recorder is None and self._cache.stateful:
+            self.prefill(self._plan.batches[0])
+        return self
 
     def __exit__(self, *_: object) -> None:
         self._graphs.clear()
@@ -253,7 +268,7 @@ class Generator(AbstractContextManager["Generator"]):
 
     def _step(self, rows: int) -> None:
         """Read the latest token of each row and choose the next one."""
-        arguments = self._cache.arguments(rows, self._device, self._mask_dtype)
+        arguments = self._cache.arguments(rows, self._device)
         logits_1BV = self._head.forward(
             self._tokens_B[:rows, None], self._rows_B[:rows], past_key_values=self._cache, **arguments
         )
@@ -327,6 +342,8 @@ def score_texts(
 class _Cache:
     """What the models of transformers ask in a prefill. Decode steps have their positions and masks as arguments."""
 
+    stateful = False
+    """True if a decode step needs the state that a prefill leaves."""
     prefilling = False
     """True while a forward reads whole prompts: its queries attend to the prompts alone."""
 
@@ -336,6 +353,10 @@ class _Cache:
 
     def clear(self) -> None:
         """Free the memory of all layers."""
+
+    def is_recording_past(self, *_: Any) -> bool:
+        """Return False: no state is kept to return to it."""
+        return False
 
     def get_seq_length(self, *_: Any) -> int:
         """Return 0, the number of tokens before a prompt."""
@@ -353,54 +374,133 @@ class _Cache:
 class LayerCache(_Cache):
     """The keys and values of one layer. All its layers look alike to torch.compile, which compiles one for all."""
 
+    columns_BT: torch.Tensor | None = None
+    """In a prefill, the column of the prompts that belongs into each slot; None where it is the slot's number."""
+
     def __init__(
-        self, keys_BHTD: torch.Tensor, values_BHTD: torch.Tensor, *, numbers: torch.Tensor, positions: torch.Tensor
+        self, keys_BHTD: torch.Tensor, values_BHTD: torch.Tensor, *, numbers: torch.Tensor, places: torch.Tensor
     ) -> None:
-        """Keep the tensors of a layer, all on its device; `numbers` are 0, 1, 2 and so on."""
+        """Keep the tensors of a layer, all on its device.
+
+        `numbers` are 0, 1, 2 and so on, and `places` the slots of the tokens of a decode step.
+        """
         self.keys, self.values = keys_BHTD, values_BHTD
-        self._numbers, self._positions = numbers, positions
+        self._numbers, self._places = numbers, places
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Everything that the layer keeps."""
+        return [self.keys, self.values]
 
     def update(
         self, key_BHSD: torch.Tensor, value_BHSD: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write keys and values and return those that their queries attend to (called by transformers)."""
         rows, tokens = key_BHSD.shape[0], key_BHSD.shape[2]
+        if self.prefilling and self.columns_BT is not None:
+            for kept, part in ((self.keys, key_BHSD), (self.values, value_BHSD)):
+                columns = self.columns_BT[:, None, :, None].expand(-1, part.shape[1], -1, part.shape[3])
+                kept[:rows, :, : columns.shape[2]].copy_(part.gather(2, columns))
+            return key_BHSD, value_BHSD
         if self.prefilling:
             self.keys[:rows, :, :tokens].copy_(key_BHSD)
             self.values[:rows, :, :tokens].copy_(value_BHSD)
             return key_BHSD, value_BHSD
         keys, values = self.keys[:rows], self.values[:rows]
-        places = self._numbers[:rows], slice(None), self._positions[:rows]
+        places = self._numbers[:rows], slice(None), self._places[:rows]
         keys[places], values[places] = key_BHSD[:, :, 0], value_BHSD[:, :, 0]
         return keys, values
 
 
+class StateCache(_Cache):
+    """The states of one layer with linear attention: of its convolution and of its recurrence."""
+
+    def __init__(self, most_rows: int) -> None:
+        self.conv: torch.Tensor | None = None
+        self.recurrent: torch.Tensor | None = None
+        self.rows, self._most_rows = 0, most_rows
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Everything that the layer keeps."""
+        return [part for part in (self.conv, self.recurrent) if part is not None]
+
+    def get_conv_state(self, *_: Any, **__: Any) -> torch.Tensor | None:
+        """Return the state that a decode step updates in place; None in a prefill (all are called by transformers)."""
+        return None if self.prefilling or self.conv is None else self.conv[: self.rows]
+
+    def get_recurrent_state(self, *_: Any, **__: Any) -> torch.Tensor | None:
+        """Return the state before a decode step; None in a prefill."""
+        return None if self.prefilling or self.recurrent is None else self.recurrent[: self.rows]
+
+    def update_conv_state(self, inputs_BCS: torch.Tensor, *_: Any, conv_kernel_size: int, **__: Any) -> torch.Tensor:
+        """Keep the last inputs of a prefill, as many as the kernel has, and return all of them."""
+        import torch
+
+        missing = conv_kernel_size - inputs_BCS.shape[-1]
+        inputs_BCS = torch.nn.functional.pad(inputs_BCS, (max(missing, 0), 0))
+        if self.conv is None:
+            self.conv = inputs_BCS.new_zeros(self._most_rows, inputs_BCS.shape[1], conv_kernel_size)
+        self.conv[: self.rows].copy_(inputs_BCS[..., -conv_kernel_size:])
+        return inputs_BCS
+
+    def update_recurrent_state(self, state: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        """Keep the state after a forward."""
+        if self.recurrent is None:
+            self.recurrent = state.new_zeros(self._most_rows, *state.shape[1:])
+        return self.recurrent[: self.rows].copy_(state)
+
+
 class StaticCache(_Cache):
-    """The keys and values of all layers, in the interface that the models of transformers call.
+    """The keys, values and states of all layers, in the interface that the models of transformers call.
 
     Each layer allocates its part at its first prefill, with the heads that this rank computes, on the layer's device.
     """
 
-    def __init__(self, *, rows: int, slots: int, devices: Sequence[torch.device]) -> None:
-        """Make a cache for the rows of the largest batch; slots are the tokens of the longest row with the new ones."""
+    def __init__(
+        self,
+        *,
+        rows: int,
+        slots: int,
+        devices: Sequence[torch.device],
+        config: PretrainedConfig,
+        mask_dtype: torch.dtype | None,
+    ) -> None:
+        """Make a cache for the rows of the largest batch; slots are the tokens of the longest row with the new ones.
+
+        With a dtype masks are added to the scores; None is for masks of truth values.
+        """
         import torch
 
-        self.layers: dict[int, LayerCache] = {}
+        self.layers: dict[int, LayerCache | StateCache] = {}
         """The part of each layer that has read a prompt."""
-        self._rows, self._slots = rows, slots
+        self._rows, self._slots, self._now, self._mask_dtype = rows, slots, rows, mask_dtype
+        kept = _kept(config, slots)
+        self._sizes = [size for _, size in kept]
+        # The models with layers of several kinds take a mask for each kind, others one mask for all.
+        self._kinds = dict(kept)
+        self.stateful = "linear_attention" in self._kinds
         # On every device: a copy from one device to another in each layer would be traffic.
         self._positions = {device: torch.zeros(rows, dtype=torch.int64, device=device) for device in devices}
         self._numbers = {device: torch.arange(max(rows, slots), device=device) for device in devices}
+        self._places = {
+            (device, size): positions if size == slots else positions.clone()
+            for device, positions in self._positions.items()
+            for size in dict.fromkeys([slots, *filter(None, self._sizes)])
+        }
+        self._columns: dict[tuple[torch.device, int], torch.Tensor] = {}
+        """What the layers with so many slots have as `columns_BT`."""
 
     @property
     def bytes(self) -> int:
-        """The size of all keys and values."""
-        return sum(part.nbytes for layer in self.layers.values() for part in (layer.keys, layer.values))
+        """The size of all keys, values and states."""
+        return sum(part.nbytes for layer in self.layers.values() for part in layer.tensors)
 
     @property
     def state(self) -> list[torch.Tensor]:
         """The tensors that a decode step changes, besides the slots that it writes."""
-        return list(self._positions.values())
+        states = [layer.tensors for layer in self.layers.values() if isinstance(layer, StateCache)]
+        return [*self._places.values(), *chain.from_iterable(states)]
 
     def prompts(
         self,
@@ -409,60 +509,125 @@ class StaticCache(_Cache):
         *,
         padded: bool,  # noqa: ARG002 - rows of any length have positions of their own
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-        """Begin a prefill; return its input ids, the row of [B * S] of each last token, and further arguments: none.
+        """Begin a prefill; return its input ids, the row of [B * S] of each last token, and further arguments.
 
-        Prompts are padded on the right; `padded` is true if they have different lengths.
+        Prompts are padded on the right; `padded` is true if they have different lengths. With linear attention they
+        are returned padded on the left, also where there is no padding: a batch of the same shape may have some.
         """
-        for cache in (self, *self.layers.values()):
-            cache.prefilling = True
         rows, width = ids_BS.shape
-        return ids_BS, self._numbers[ids_BS.device][:rows] * width + lengths_B - 1, {}
+        self._columns.clear()
+        for device, size in self._places:
+            if self.stateful or width > size:
+                # The slot of a window has the last token whose position is the slot's number modulo the window.
+                last_B1, slots_T = lengths_B.to(device)[:, None] - 1, self._numbers[device][: min(size, width)]
+                columns_BT = last_B1 - (last_B1 - slots_T).remainder(size)
+                columns_BT = columns_BT + (width - 1 - last_B1 if self.stateful else 0)
+                self._columns[device, size] = columns_BT.clamp(0, width - 1)
+        self._begin(rows, prefilling=True)
+        rows_B, columns_S = self._numbers[ids_BS.device][:rows], self._numbers[ids_BS.device][:width]
+        if not self.stateful:
+            return ids_BS, rows_B * width + lengths_B - 1, {}
+        places_BS = columns_S - (width - lengths_B)[:, None]
+        real_BS = places_BS >= 0
+        # A row of padding attends to padding: a softmax of nothing is NaN, and linear attention multiplies by 0.
+        mask_BSS = (columns_S <= columns_S[:, None]) & (real_BS[:, None] | ~real_BS[:, :, None])
+        masks = {"full_attention": self._mask(mask_BSS[:, None]), "linear_attention": real_BS}
+        arguments = {"position_ids": places_BS.clamp(min=0), "attention_mask": masks}
+        return ids_BS.gather(1, places_BS.remainder(width)), (rows_B + 1) * width - 1, arguments
 
     def start(self, lengths_B: torch.Tensor) -> None:  # noqa: D102
-        for cache in (self, *self.layers.values()):
-            cache.prefilling = False
+        self._begin(len(lengths_B), prefilling=False)
         for positions in self._positions.values():
             positions[: len(lengths_B)].copy_(lengths_B)
+        self._place()
 
     def rewind(self) -> None:
         """Move every row to the last position."""
         for positions in self._positions.values():
             positions.fill_(self._slots - 1)
+        self._place()
 
     def advance(self) -> None:
         """Move every row to its next position."""
         for positions in self._positions.values():
             positions.add_(1)
+        self._place()
 
     def clear(self) -> None:  # noqa: D102
         self.layers.clear()
 
-    def arguments(self, rows: int, device: torch.device, dtype: torch.dtype | None) -> dict[str, Any]:
-        """Return the arguments of a decode step: the position of each row and its mask.
-
-        With a dtype the mask is added to the scores; None is for a mask of truth values.
-        """
-        import torch
-
+    def arguments(self, rows: int, device: torch.device) -> dict[str, Any]:
+        """Return the arguments of a decode step: the position of each row, and its mask or those of mixed layers."""
+        self._begin(rows, prefilling=False)
         positions_B1 = self._positions[device][:rows, None]
-        mask_BT = self._numbers[device][: self._slots] <= positions_B1
-        if dtype is not None:
-            mask_BT = torch.zeros_like(mask_BT, dtype=dtype).masked_fill_(~mask_BT, torch.finfo(dtype).min)
-        return {"position_ids": positions_B1, "attention_mask": mask_BT[:, None, None]}
+        masks = {
+            kind: self._mask((self._numbers[device][:size] <= positions_B1)[:, None, None]) if size else None
+            for kind, size in self._kinds.items()
+        }
+        return {"position_ids": positions_B1, "attention_mask": masks if len(masks) > 1 else masks.popitem()[1]}
 
     def update(
         self, key_BHSD: torch.Tensor, value_BHSD: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the keys and values of a layer and return those that its queries attend to (called by transformers)."""
-        if layer_idx not in self.layers:
-            heads, device = key_BHSD.shape[1], key_BHSD.device
+        layer = self.layers.get(layer_idx)
+        if layer is None:
+            heads, device, size = key_BHSD.shape[1], key_BHSD.device, self._sizes[layer_idx]
             # A query attends to no slot that was not written, but a masked score of NaN would be NaN.
-            keys, values = (
-                part.new_zeros(self._rows, heads, self._slots, part.shape[-1]) for part in (key_BHSD, value_BHSD)
-            )
-            layer = LayerCache(keys, values, numbers=self._numbers[device], positions=self._positions[device])
-            self.layers[layer_idx], layer.prefilling = layer, self.prefilling
-        return self.layers[layer_idx].update(key_BHSD, value_BHSD)
+            keys, values = (part.new_zeros(self._rows, heads, size, part.shape[-1]) for part in (key_BHSD, value_BHSD))
+            layer = LayerCache(keys, values, numbers=self._numbers[device], places=self._places[device, size])
+            self.layers[layer_idx] = layer
+            self._begin(self._now, prefilling=self.prefilling)
+        assert isinstance(layer, LayerCache)
+        return layer.update(key_BHSD, value_BHSD)
+
+    def get_conv_state(self, layer_idx: int, *_: Any, **__: Any) -> torch.Tensor | None:
+        """Return a state of a layer with linear attention (these five are called by transformers)."""
+        return self._state(layer_idx).get_conv_state()
+
+    def get_recurrent_state(self, layer_idx: int, *_: Any, **__: Any) -> torch.Tensor | None:
+        """See `get_conv_state`."""
+        return self._state(layer_idx).get_recurrent_state()
+
+    def update_conv_state(self, inputs_BCS: torch.Tensor, layer_idx: int, **named: Any) -> torch.Tensor:
+        """See `get_conv_state`."""
+        return self._state(layer_idx).update_conv_state(inputs_BCS, **named)
+
+    def update_recurrent_state(self, state: torch.Tensor, layer_idx: int, **_: Any) -> torch.Tensor:
+        """See `get_conv_state`."""
+        return self._state(layer_idx).update_recurrent_state(state)
+
+    def _state(self, layer_idx: int) -> StateCache:
+        if layer_idx not in self.layers:
+            self.layers[layer_idx] = StateCache(self._rows)
+            self._begin(self._now, prefilling=self.prefilling)
+        layer = self.layers[layer_idx]
+        assert isinstance(layer, StateCache)
+        return layer
+
+    def _begin(self, rows: int, *, prefilling: bool) -> None:
+        """Set what the layers of a forward of this many rows do."""
+        self._now, self.prefilling = rows, prefilling
+        for layer in self.layers.values():
+            layer.prefilling = prefilling
+            if isinstance(layer, StateCache):
+                layer.rows = rows
+            elif prefilling:
+                layer.columns_BT = self._columns.get((layer.keys.device, layer.keys.shape[2]))
+
+    def _place(self) -> None:
+        """Set the slots of windows that the next step writes."""
+        for (device, size), places in self._places.items():
+            if size < self._slots:
+                places.copy_(self._positions[device].remainder(size))
+
+    def _mask(self, mask: torch.Tensor) -> torch.Tensor:
+        """Return a mask of truth values as the attention takes it."""
+        import torch
+
+        if self._mask_dtype is None:
+            return mask
+        return torch.zeros_like(mask, dtype=self._mask_dtype).masked_fill_(~mask, torch.finfo(self._mask_dtype).min)
 
 
 class KernelCache(_Cache):
@@ -505,7 +670,7 @@ class KernelCache(_Cache):
         """Let the next step begin new texts."""
         self.length, self._padding_B = 0, None
 
-    def arguments(self, rows: int, device: torch.device, dtype: torch.dtype | None) -> dict[str, Any]:  # noqa: ARG002
+    def arguments(self, rows: int, device: torch.device) -> dict[str, Any]:  # noqa: ARG002
         """Return the mask of a decode step (see `StaticCache.arguments`); none without padding."""
         return {} if self._padding_B is None else {"attention_mask": self._mask(self.length + 1)}
 
@@ -515,34 +680,55 @@ class KernelCache(_Cache):
         return (self._numbers[:columns] >= self._padding_B[:, None])[:, None, None]
 
 
+def _kept(config: PretrainedConfig, slots: int) -> list[tuple[str, int]]:
+    """Return the kind of each layer and the tokens that transformers' static cache keeps for it; 0 for a state."""
+    import transformers
+
+    layers = transformers.StaticCache(config=config, max_cache_len=slots)
+    kinds = zip(layers.is_linear, layers.is_sliding, layers.layers, strict=True)
+    return [
+        (
+            _KINDS[2] if is_linear else _KINDS[int(is_sliding)],
+            0 if is_linear else getattr(layer, "max_cache_len", slots),
+        )
+        for is_linear, is_sliding, layer in kinds
+    ]
+
+
 def formula_bytes(config: Any, *, rows: int, slots: int, number_bytes: int) -> int | None:
     """Return the size of the cache of all ranks together by the formula; None if the config lacks a part of it.
 
-    Models with latent attention have keys and values of other sizes: the formula is not theirs. The largest batch has
-    `rows`, and the longest row `slots` tokens, generated ones included.
+    The largest batch has `rows`, and the longest row `slots` tokens, generated ones included. States of linear
+    attention are in float32, those of its convolution in the dtype of the model.
     """
     text = config.get_text_config()
     layers, heads = (getattr(text, name, None) for name in ("num_hidden_layers", "num_attention_heads"))
-    if not isinstance(layers, int) or not isinstance(heads, int) or getattr(text, "kv_lora_rank", None):
+    if not isinstance(layers, int) or not isinstance(heads, int):
         return None
     size = getattr(text, "head_dim", None) or text.hidden_size // heads
     one_head = getattr(text, "multi_query", False) and not getattr(text, "new_decoder_architecture", False)
     key_value_heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_kv_heads", None) or heads
     if one_head:  # of Falcon, whose config has the other heads all the same
         key_value_heads = 1
-    total: int = 2 * layers * key_value_heads * size * rows * slots * number_bytes
-    return total
+    width = 2 * key_value_heads * size
+    if getattr(text, "kv_lora_rank", None):  # latent attention keeps what its keys and values are made of
+        width = text.kv_lora_rank + text.qk_rope_head_dim
+    kept = _kept(config, slots)
+    total: int = sum(size for _, size in kept) * width * number_bytes
+    if (states := sum(kind == "linear_attention" for kind, _ in kept)) > 0:
+        keys = text.linear_num_key_heads * text.linear_key_head_dim
+        values = text.linear_num_value_heads * text.linear_value_head_dim
+        total += states * (2 * keys + values) * text.linear_conv_kernel_dim * number_bytes
+        total += states * values * text.linear_key_head_dim * 4
+    return rows * total
 
 
-def reason_against(fields: Mapping[str, Any], slots: int) -> str | None:
+def reason_against(fields: Mapping[str, Any]) -> str | None:
     """Return why a decoder with this config cannot generate with this cache, in words that follow its name, or None."""
-    others = [name for name in fields.get("layer_types") or () if name not in _ATTENTION]
+    others = [name for name in fields.get("layer_types") or () if name not in _KINDS]
     others += [name for name in fields if name.startswith("mamba_")]
     if others:
-        return f"has layers without a KV cache ({others[0]})"
+        return f"has layers that keep neither keys and values nor a state that this package serves ({others[0]})"
     if fields.get("alibi"):
         return "computes its positions from a mask (alibi), which a static KV cache does not have"
-    window = fields.get("sliding_window") if fields.get("use_sliding_window", True) else None
-    if isinstance(window, int) and window < slots:
-        return f"attends to the last {window} tokens only, and {slots} are needed"
     return None

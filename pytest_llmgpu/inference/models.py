@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import importlib.util
 import inspect
 import json
 import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,10 @@ _HUB_ID = r"[A-Za-z0-9][\w.-]*/[\w.-]+"
 _HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "tokenizer*")
 _JSON_BYTES = 2**26
 """The limit of a JSON file; the largest tokenizers have 35 MB."""
+_CONFIG_BYTES = 2**22
+"""The limit of config.json, which needs some 25 times its size in memory."""
+_ATTENTION = re.compile(r"_?attn_implementation(_internal)?")
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _HEADER_BYTES = 100_000_000
 """The limit of a header in the format."""
 _BLOCK_BYTES = 4096
@@ -54,6 +59,12 @@ SPLIT_COUNTS = {
 """Counts of the decoder that tensor parallelism splits: the names that transformers gives them in every config."""
 
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""The names of the number of experts of a layer in configs."""
+_EXPERTS_OF_TORCH = ("eager", "batched_mm", "grouped_mm")
+"""The implementations of experts that need no kernel of the hub."""
+
+
 class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that a rank needs to load a model."""
 
@@ -62,7 +73,7 @@ class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
     directory: str | None
     """The directory of config.json and the weights; None for a preset."""
     config: dict[str, Any]
-    """The content of config.json, or the fields of `transformers.LlamaConfig` of a preset."""
+    """The content of config.json, or the fields of a preset."""
     revision: str | None
     """The commit of a hub model, the fingerprint of a directory, None for a preset."""
     load_format: str
@@ -73,6 +84,8 @@ class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
     """The hash of the tokenizer's files."""
     attention: str | None = None
     """The attention of transformers; None for the one that it chooses itself."""
+    experts: str | None = None
+    """The implementation of experts in transformers; None for the one that it chooses itself."""
 
     @property
     def decoder(self) -> dict[str, Any]:
@@ -231,27 +244,100 @@ def facts(source: ModelSource) -> ModelFacts:
     Raises:
         ValueError: transformers does not know the architecture, or the library of its quantisation is not installed.
     """
-    is_llama = source.config.get("model_type", "llama") == "llama" and not is_quantized(source.config)
-    if source.directory is None or is_llama:
+    if source.config.get("model_type", "llama") == "llama" and not is_quantized(source.config):
         return ModelFacts(has_plan=True)
-    found = _facts_of_directory(source.directory)
+    found = _facts(source.directory or json.dumps(source.config))
     if found.refusal is not None:
         raise ValueError(f"--llmgpu-model={source.name}: transformers cannot load it: {found.refusal}")
     return found
 
 
 @functools.cache
-def _facts_of_directory(directory: str) -> ModelFacts:
-    answer = processes.ask("pytest_llmgpu.inference.models", directory, library="transformers")
+def _facts(place: str) -> ModelFacts:
+    answer = processes.ask("pytest_llmgpu.inference.models", place, library="transformers")
     return msgspec.json.decode(answer, type=ModelFacts)
 
 
-def facts_here(directory: str) -> ModelFacts:
-    """Return the facts of the model in a directory. This runs in the child process."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+def implementations(config: PretrainedConfig | None) -> dict[str, str]:
+    """Return the implementations that a loaded model has chosen, by `attention` and `experts`."""
+    decoder = None if config is None else config.get_text_config()
+    has_experts = any(getattr(decoder, field, None) for field in EXPERTS)
+    names = {"attention": "_attn_implementation", **({"experts": "_experts_implementation"} if has_experts else {})}
+    return {kind: str(chosen) for kind, name in names.items() if (chosen := getattr(decoder, name, None))}
+
+
+def check_choices(source: ModelSource) -> None:
+    """Refuse an attention or an implementation of experts that cannot run here, before a rank starts.
+
+    Raises:
+        ValueError: The message has the option, the reason and the names that are possible.
+    """
+    if source.experts is None and source.attention in (None, "eager"):
+        return
+    refusal = _refusal(source.directory or json.dumps(source.config), source.attention or "", source.experts or "")
+    if refusal:
+        raise ValueError(refusal)
+
+
+@functools.cache
+def _refusal(*asked: str) -> str:
+    return str(json.loads(processes.ask("pytest_llmgpu.inference.models", *asked, library="transformers")))
+
+
+def refusal_here(place: str, attention: str, experts: str) -> str:
+    """Return why one of two choices cannot run here, empty if both can. This runs in the child process."""
+    import torch
+    from transformers import AttentionInterface, AutoModelForCausalLM
+    from transformers.integrations.moe import ExpertsInterface
+
+    silence_transformers()
+    config = config_of(place)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+
+    def set_experts(name: str) -> None:
+        if "experts" not in implementations(model.config):
+            raise ValueError("the model has no experts")
+        if name in ExpertsInterface() and name not in _EXPERTS_OF_TORCH and not importlib.util.find_spec("kernels"):
+            raise ValueError("the package kernels is not installed")
+        model.set_experts_implementation(name)
+
+    names = "eager", *(name for name in AttentionInterface() if not name.startswith("paged|"))
+    for flag, wanted, choose, known in (
+        ("attention", attention, model.set_attn_implementation, names),
+        ("experts", experts, set_experts, ("eager", *ExpertsInterface())),
+    ):
+        reason = wanted and _error_of(choose, wanted)
+        if reason:
+            allowed = ", ".join(name for name in known if not _error_of(choose, name)) or "none"
+            return f"--llmgpu-{flag}={wanted}: {reason}: allowed here: {allowed}"
+    return ""
+
+
+def _error_of(choose: Callable[[str], object], name: str) -> str:
+    try:
+        choose(name)
+    except Exception as error:  # noqa: BLE001 - a kernel of the hub may raise anything
+        return first_line(error).partition(". ")[0].rstrip(".")
+    return ""
+
+
+def config_of(place: str) -> PretrainedConfig:
+    """Return the config of transformers in a directory, or of the fields of a preset, which are JSON."""
+    from transformers import AutoConfig
+
+    if place.startswith("{"):
+        return AutoConfig.for_model(**{"model_type": "llama", **json.loads(place)})
+    config: PretrainedConfig = AutoConfig.from_pretrained(place, local_files_only=True, trust_remote_code=False)
+    return config
+
+
+def facts_here(place: str) -> ModelFacts:
+    """Return the facts of a model, whose place is that of `config_of`. This runs in the child process."""
+    from transformers import AutoModelForCausalLM
 
     try:
-        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        config = config_of(place)
         decoder = config.get_text_config(decoder=True)
         quantization = getattr(config, "quantization_config", None) or getattr(decoder, "quantization_config", None)
         if quantization is not None:
@@ -291,6 +377,9 @@ def _locate(model: str, revision: str | None, rootdir: Path, *, weights: bool) -
         return model, bundled.MODEL_DIRECTORY, None
     for path in (Path(model), rootdir / model):
         if path.is_dir():
+            for entry in path.iterdir():
+                if entry.is_fifo() or entry.is_socket() or entry.is_char_device() or entry.is_block_device():
+                    raise ValueError(f"{entry} is a pipe, a socket or a device: a file is needed")
             here, root = path.resolve(), rootdir.resolve()
             shown = here.relative_to(root).as_posix() if here.is_relative_to(root) else here.name
             # A folder with the name of the bundled model, a preset or a hub id must not get its baseline.
@@ -317,10 +406,10 @@ def _locate(model: str, revision: str | None, rootdir: Path, *, weights: bool) -
     return model, Path(found), Path(found).name  # the hub's cache names the folder by the commit
 
 
-def _read_json(path: Path) -> Any:
+def _read_json(path: Path, limit_bytes: int = _JSON_BYTES) -> Any:
     """Return the JSON value in a file; ValueError in one line."""
     try:
-        return parse_json(read(path, _JSON_BYTES))
+        return parse_json(read(path, limit_bytes))
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
 
@@ -336,9 +425,10 @@ def _read_directory(directory: Path, *, weights: bool) -> tuple[dict[str, Any], 
     path = directory / "config.json"
     if not path.exists():
         raise ValueError(f"model {directory} has no config.json: write one with transformers' save_pretrained")
-    fields = _read_json(path)
+    fields = _read_json(path, _CONFIG_BYTES)
     if not isinstance(fields, dict):
         raise ValueError(f"{path} is not a JSON object")  # noqa: TRY004 - the file is wrong, not the caller
+    _check_config(path, fields)
     digest = hashlib.sha256(path.read_bytes())
     if not weights:
         return fields, digest.hexdigest()
@@ -359,6 +449,19 @@ def _read_directory(directory: Path, *, weights: bool) -> tuple[dict[str, Any], 
     for path in files:
         _add_weights(digest, path)
     return fields, digest.hexdigest()
+
+
+def _check_config(path: Path, fields: dict[str, Any]) -> None:
+    """Refuse a model without layers, and an attention that transformers would load from the hub as code."""
+    parts: list[Any] = [fields]
+    for part in parts:  # the list grows
+        parts += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+        for name, value in part.items() if isinstance(part, dict) else ():
+            if _ATTENTION.fullmatch(name) and value not in (None, "eager", "sdpa"):
+                reason = "is not allowed: remove it, since --llmgpu-attention chooses (sdpa or eager)"
+                raise ValueError(f"{path}: {name}={value!r:.80} {reason}")
+            if name in _LAYERS and part in (fields, fields.get("text_config")) and isinstance(value, int) and value < 1:
+                raise ValueError(f"{path}: {name}={value}: at least 1 is needed")
 
 
 def _indexed(index: Path) -> set[str]:
@@ -446,4 +549,5 @@ def _preset_tokenizer(texts: Iterable[str], size: int) -> Path:
 
 
 if __name__ == "__main__":
-    print(msgspec.json.encode(facts_here(sys.argv[1])).decode())
+    asked = sys.argv[1:]
+    print(msgspec.json.encode(refusal_here(*asked) if len(asked) > 1 else facts_here(*asked)).decode())

@@ -6,6 +6,7 @@ A library may convert a model while it is filled layer by layer, so that no devi
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,24 +25,32 @@ Reader = Callable[[str, "torch.nn.Parameter"], "torch.Tensor"]
 """Returns all values of a parameter on their device, by its full name and the empty parameter."""
 
 
-def skeleton(source: ModelSource, dtype: torch.dtype) -> PreTrainedModel:
-    """Build a model without weights: its parameters are on the meta device, its buffers on the CPU."""
-    from accelerate import init_empty_weights
-    from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+def skeleton(source: ModelSource, dtype: torch.dtype, *, tied: bool = True) -> PreTrainedModel:
+    """Build a model without weights: its parameters are on the meta device, its buffers on the CPU.
 
-    models.silence_transformers()
-    if source.directory is None:
-        config: PretrainedConfig = LlamaConfig(**source.config)
-    else:
-        config = AutoConfig.from_pretrained(source.directory, local_files_only=True, trust_remote_code=False)
+    With `tied` false, the caller has to call `tie_weights`.
+    """
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+
     with init_empty_weights(include_buffers=False):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, trust_remote_code=False, attn_implementation=source.attention
+            _config(source), dtype=dtype, trust_remote_code=False, attn_implementation=source.attention
         )
-    # init_empty_weights replaces parameters one by one, which unties them.
-    model.tie_weights()
+    if tied:  # init_empty_weights replaces parameters one by one, which unties them
+        model.tie_weights()
     model.eval()
     return model
+
+
+def _config(source: ModelSource) -> PretrainedConfig:
+    """Return the config of a model, with the choices of the options: those of config.json are not used."""
+    models.silence_transformers()
+    config = models.config_of(source.directory or json.dumps(source.config))
+    # The arguments of from_pretrained are ignored where they are None.
+    config._attn_implementation = source.attention  # noqa: SLF001 - no public setter
+    config._experts_implementation = source.experts  # noqa: SLF001
+    return config
 
 
 def checkpoint(
@@ -60,11 +69,11 @@ def checkpoint(
     """
     from transformers import AutoModelForCausalLM
 
-    models.silence_transformers()
     # With output_loading_info it returns a pair, which its annotations do not declare.
     from_pretrained: Any = AutoModelForCausalLM.from_pretrained
     model, loading = from_pretrained(
         source.directory,
+        config=_config(source),
         dtype=dtype,
         attn_implementation=source.attention,
         device_map=None if device_map is None else dict(device_map),

@@ -6,17 +6,18 @@ This module is loaded with the plugin in every test run. It imports other librar
 from __future__ import annotations
 
 import shutil
+import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pytest_llmgpu.plugin import options
 from pytest_llmgpu.report.options import Options
-from pytest_llmgpu.report.text import printable, printable_lines
+from pytest_llmgpu.report.text import first_line, printable, printable_lines
 
 if TYPE_CHECKING:
     from pytest_llmgpu.engines.function import Function
@@ -35,8 +36,8 @@ OUTCOME = pytest.StashKey[str]()
 """In `item.stash`: the outcome of the case that the test measured."""
 KEPT = pytest.StashKey[bool]()
 """In `item.stash`: whether the result of the case is from the report that the run resumes."""
-_PROPERTIES = pytest.StashKey[dict[str, list[tuple[str, str]]]]()
-"""In `item.stash`: the properties in JUnit's XML of each case that the test measured, by case id."""
+_MEASURED = pytest.StashKey["dict[str, CaseResult]"]()
+"""In `item.stash`: the cases that the test measured, by case id, with all launches so far."""
 
 _FIXTURES = ("llm", "batch_size", "nvml_profiler", "measure")
 """The fixtures that no task may hide."""
@@ -65,10 +66,16 @@ def session_of(config: pytest.Config) -> BenchmarkSession:
         pytest.UsageError: The options, the strategies or the tasks are not allowed.
     """
     if SESSION in config.stash:
+        if config.stash[SESSION].forked:
+            reason = (
+                "a test or a plugin (such as --forked) forked this process: only the first process of pytest measures"
+            )
+            raise pytest.fail.Exception(reason, pytrace=False)
         return config.stash[SESSION]
     from pytest_llmgpu.inference import tasks
     from pytest_llmgpu.ranks import registered
     from pytest_llmgpu.render.terminal.live import LiveLine
+    from pytest_llmgpu.session import figures
     from pytest_llmgpu.session.session import BenchmarkSession
     from pytest_llmgpu.store.git import is_reference
 
@@ -92,7 +99,8 @@ def session_of(config: pytest.Config) -> BenchmarkSession:
     try:
         if peers is not None:
             peers.wait(chosen.load_timeout)
-        known_tasks = tasks.merge(config.hook.pytest_llmgpu_tasks(config=config))
+        declared = figures.merge(_registered(config, "pytest_llmgpu_metrics"))
+        known_tasks = tasks.merge(_registered(config, "pytest_llmgpu_tasks"))
         if hidden := [name for name in known_tasks if name in _FIXTURES]:
             raise pytest.UsageError(
                 f"pytest_llmgpu_tasks: {hidden[0]!r} is not allowed: a fixture of pytest-llmgpu has this name; "
@@ -106,16 +114,34 @@ def session_of(config: pytest.Config) -> BenchmarkSession:
             trace_path=paths.get("trace"),
             storage_path=paths["storage"],
             options=chosen,
-            known=registered.merge(config.hook.pytest_llmgpu_strategies(config=config)),
+            known=registered.merge(_registered(config, "pytest_llmgpu_strategies")),
             known_tasks=known_tasks,
             live=live,
             peers=peers,
         )
+        session.recorder.declared = declared
     except ValueError as error:
         raise pytest.UsageError(printable(str(error))) from None
     config.stash[SESSION] = session
     config.add_cleanup(session.close)  # also of a run that is refused after the collection
     return session
+
+
+def _registered(config: pytest.Config, hook: str) -> list[Mapping[str, Any]]:
+    """Return what the implementations of a hook return; pytest.UsageError in one line if one of them raises."""
+    try:
+        found: list[Mapping[str, Any]] = getattr(config.hook, hook)(config=config)
+    except Exception as error:  # noqa: BLE001 - it is the code of a user
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        text = f"{hook} raised {type(error).__name__}: {first_line(error)} ({Path(last.filename).name}:{last.lineno})"
+        raise pytest.UsageError(printable(text)) from None
+    return found
+
+
+def running(config: pytest.Config) -> BenchmarkSession | None:
+    """Return the benchmark session of a run if there is one and this process is not a forked one."""
+    session = config.stash.get(SESSION, None)
+    return None if session is None or session.forked else session
 
 
 class LLM:
@@ -140,6 +166,7 @@ class LLM:
     def request(self, items: Dataset | Sequence[Item], batch_size: int, new_tokens: int | None = None) -> CaseRequest:
         """Return the case of these items at a batch size; fail the test if the case is not allowed."""
         __tracebackhide__ = True
+        session_of(self._item.config)
         try:
             _check_arguments(items, batch_size, new_tokens)
             return self.planned(items, batch_size, new_tokens)
@@ -256,7 +283,7 @@ class TaskFixtures:
         """Make the fixtures of a plugin's tasks. pytest also calls this for plugins that were registered before."""
         if not hasattr(plugin, "pytest_llmgpu_tasks"):
             return
-        for tasks in self._config.hook.pytest_llmgpu_tasks(config=self._config):
+        for tasks in _registered(self._config, "pytest_llmgpu_tasks"):
             for name in tasks if isinstance(tasks, Mapping) else ():
                 if isinstance(name, str) and name not in (*_FIXTURES, *self._made):
                     self._made.add(name)
@@ -312,6 +339,7 @@ def _measure(request: pytest.FixtureRequest) -> Measure:
     `measure(llm, prompts, batch_size, new_tokens=64)` generates text; without `new_tokens` the option decides.
     `measure("package.module:name", prompts, batch_size)` measures an engine of your own in a rank, and
     `measure(engine, prompts, batch_size)` in this process, where a crash or a time limit is no outcome.
+    `figures={"cache_hit_rate": 0.93}` adds figures of your own, as `record` of the result does after the measurement.
 
     Returns the result of the case, with all its launches so far if --llmgpu-launches is above 1. Out of memory ends
     the test with the outcome OOM, which is not a failure. A timeout, a crash, an error or an accuracy below its
@@ -319,23 +347,31 @@ def _measure(request: pytest.FixtureRequest) -> Measure:
     largest batch size that fits. They are in the report too, and the outcome of the test is that of its own case. With
     --llmgpu-resume, a case that the report has is not measured again: the test gets that result, and is shown as KEPT.
     """
+    from pytest_llmgpu.session.figures import checked
+
     session = session_of(request.config)
     item: pytest.Item = request.node
 
     def measure(
-        llm: LLM | str | object, items: Dataset | Sequence[Item], batch_size: int, new_tokens: int | None = None
+        llm: LLM | str | object,
+        items: Dataset | Sequence[Item],
+        batch_size: int,
+        new_tokens: int | None = None,
+        figures: Mapping[str, float] = MappingProxyType({}),
     ) -> CaseResult:
         __tracebackhide__ = True
         if not isinstance(llm, LLM):
             llm = _engine(session, item, llm)
         wanted = session.with_reference(llm.request(items, batch_size, new_tokens))
+        checked(figures, session.recorder.declared)
         kept: list[CaseResult] = []
+        measured = item.stash.setdefault(_MEASURED, {})
 
         def record(result: CaseResult) -> None:
             result.markers = sorted({mark.name for mark in item.iter_markers()})
             result.line = None if item.location[1] is None else item.location[1] + 1
             kept.append(session.record(result, llm.options, item.nodeid))
-            _add_junit_properties(item, kept[-1])
+            measured[kept[-1].id] = kept[-1]
 
         result = session.recorder.kept(item.nodeid, wanted.case)
         item.stash[KEPT] = result is not None
@@ -343,7 +379,10 @@ def _measure(request: pytest.FixtureRequest) -> Measure:
             session.runner.run(wanted, record)
             result = kept[0]
         else:
-            _add_junit_properties(item, result)
+            measured[result.id] = result
+        if result.outcome == "completed":
+            for name, value in figures.items():
+                result.record(name, value)
         item.stash[OUTCOME] = result.outcome
         group = (llm.strategy, llm.options)
         session.note(group, result.outcome)
@@ -367,14 +406,15 @@ def _engine(session: BenchmarkSession, item: pytest.Item, given: object) -> LLM:
         raise pytest.fail.Exception(printable_lines(f"{error}{hidden}"), pytrace=False) from None
 
 
-def _add_junit_properties(item: pytest.Item, result: CaseResult) -> None:
-    """Add the figures of a case to the properties of its test; they replace those of an earlier launch."""
+def add_junit_properties(item: pytest.Item) -> None:
+    """Add the figures of the cases of a test to its properties; they replace those of an earlier launch."""
+    if _MEASURED not in item.stash:
+        return
     from pytest_llmgpu.render.exports.tools import junit_properties
 
-    properties = item.stash.setdefault(_PROPERTIES, {})
-    properties[result.id] = junit_properties(result)
     others = [pair for pair in item.user_properties if not pair[0].startswith("llmgpu.")]
-    item.user_properties[:] = [*others, *(pair for pairs in properties.values() for pair in pairs)]
+    ours = (pair for result in item.stash[_MEASURED].values() for pair in junit_properties(result))
+    item.user_properties[:] = [*others, *ours]
 
 
 def _find_max_batch(

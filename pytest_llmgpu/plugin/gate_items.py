@@ -103,7 +103,7 @@ def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] 
     if verdict is None:
         return None
     if report.skipped:
-        return verdict.lower().replace("_", " "), "?", verdict
+        return verdict.lower().replace("_", " "), verdict[0], verdict  # one word in letter, line and footer
     return ("failed", "F", verdict) if report.failed else ("passed", ".", verdict)
 
 

@@ -14,16 +14,16 @@ from pathlib import Path
 import pytest
 
 from pytest_llmgpu.plugin import fixtures, hookspecs, options, selection
-from pytest_llmgpu.plugin.fixtures import KEPT, OUTCOME, PEERS, SESSION, BatchSize, session_of
+from pytest_llmgpu.plugin.fixtures import KEPT, OUTCOME, PEERS, BatchSize, running, session_of
+from pytest_llmgpu.plugin.options import NO_WORKERS
 from pytest_llmgpu.plugin.selection import DESELECTED
-from pytest_llmgpu.report.text import printable, printable_lines
+from pytest_llmgpu.report.text import plural, printable, printable_lines
 
 _OUT_OF_MEMORY = ("oom", "skipped_after_oom")
 _MARKER_ERRORS = pytest.StashKey[dict[str, str]]()
 """In `config.stash`: node id of each test function whose markers are not allowed to the reason."""
 _REFUSED = pytest.StashKey[str]()
 """In `item.stash`: the reason why a test cannot be measured. It fails with it, and the other tests run."""
-_NO_WORKERS = "the workers of xdist cannot share the GPUs: run this test with -n 0"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -56,6 +56,7 @@ def pytest_load_initial_conftests(
 ) -> Generator[None, None, None]:
     """Let rank 0's process alone print the options that pytest does not know; it prints wrong values, too."""
     yield  # a conftest.py may add options
+    options.declare_short(parser)
     if _serves_rank_zero(early_config) and parser.parse_known_and_unknown_args(args)[1]:
         sys.exit(pytest.ExitCode.USAGE_ERROR)
 
@@ -155,9 +156,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if hasattr(session.config, "workerinput"):
         for item in ours:
             if options.resolve(session.config).compare is not None:
-                _refuse(item, _NO_WORKERS)  # a run that is compared must not pass without a measurement
+                _refuse(item, NO_WORKERS)  # a run that is compared must not pass without a measurement
             else:
-                item.add_marker(pytest.mark.skip(reason=_NO_WORKERS))
+                item.add_marker(pytest.mark.skip(reason=NO_WORKERS))
         return
     from pytest_llmgpu.ranks.registered import BUILT_IN
 
@@ -177,7 +178,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Begin a test, which a plugin may run again; fail one that cannot be measured, with the reason in one line."""
-    if (benchmark := item.config.stash.get(SESSION, None)) is not None:
+    if (benchmark := running(item.config)) is not None:
         benchmark.recorder.begin_test(item.nodeid)
     if (reason := item.stash.get(_REFUSED, None)) is not None:
         pytest.fail(reason, pytrace=False)
@@ -195,9 +196,10 @@ def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Add the outcome to pytest's report, where other plugins can read it, and the output of the ranks."""
-    if (benchmark := item.config.stash.get(SESSION, None)) is not None:
+    if (benchmark := running(item.config)) is not None:
         for rank, text in benchmark.runner.launcher.take_output().items():
             item.add_report_section(call.when, f"rank {rank}", printable_lines(text))
+    fixtures.add_junit_properties(item)
     report = yield
     if report.when != "teardown" and OUTCOME in item.stash:
         report.llmgpu_outcome = item.stash[OUTCOME]  # type: ignore[attr-defined]  # a report takes any attribute
@@ -220,15 +222,19 @@ def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Complete the report and end every process."""
-    if (benchmark := session.config.stash.get(SESSION, None)) is not None:
+    if (benchmark := running(session.config)) is not None:
         stopped = exitstatus == pytest.ExitCode.INTERRUPTED or bool(session.shouldstop or session.shouldfail)
         deselected = session.config.stash[DESELECTED]
         session.exitstatus = benchmark.end(int(exitstatus), interrupted=stopped, deselected=deselected)
+    elif not exitstatus and _left_out(session.config)[1]:
+        session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Print tables and findings."""
-    if (benchmark := config.stash.get(SESSION, None)) is None:
+    if (benchmark := running(config)) is None:
+        if count := _left_out(config)[0]:
+            terminalreporter.write_line(f"llmgpu: {plural(count, 'measurement')} skipped: {NO_WORKERS}", yellow=True)
         return
     for line in benchmark.problems():
         terminalreporter.write_line(printable_lines(f"FAILED {line}"), red=True)
@@ -241,6 +247,15 @@ def _serves_rank_zero(config: pytest.Config) -> bool:
     """Return whether this process was started with rank 0's, which has the same options and prints."""
     launcher = config.known_args_namespace.llmgpu_launcher or config.getini("llmgpu_launcher")
     return launcher == "env" and os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0"
+
+
+def _left_out(config: pytest.Config) -> tuple[int, bool]:
+    """Return the number of measurements that workers of xdist skipped, and whether these were all tests."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    stats = {} if reporter is None else reporter.stats
+    skipped = sum(NO_WORKERS in str(report.longrepr) for report in stats.get("skipped", []))
+    others = {"", "warnings", "deselected"}
+    return skipped, skipped > 0 and skipped == sum(len(stats[name]) for name in stats if name not in others)
 
 
 def _runs(item: pytest.Item) -> bool:
@@ -262,6 +277,7 @@ def _plan(items: Sequence[pytest.Item]) -> None:
     try:
         if session.gate is not None:
             session.gate.find_baseline(session.planner.machine(fixtures.options_of(items[0])))
+            session.gate.check_figures(session.recorder.declared)
         for item in items:
             size = selection.parameter(item, "batch_size")
             markers = list(item.iter_markers("llmgpu"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -106,4 +106,25 @@ def pytest_llmgpu_model(loaded: Loaded, case: Case) -> None:
     Args:
         loaded: The model of this rank, with its devices, number of ranks and config.
         case: The first case that is measured with it.
+    """
+
+
+@pytest.hookspec
+def pytest_llmgpu_metrics(config: pytest.Config) -> Mapping[str, Mapping[str, Any]]:  # type: ignore[empty-body]  # implemented elsewhere
+    """Declare figures of your own, which tests record: name to unit, direction and rule.
+
+    conftest.py declares a figure, so that the gate judges it as a metric of the package::
+
+        def pytest_llmgpu_metrics():
+            return {"cache_hit_rate": {"unit": "", "better": "larger", "rule": "exact", "threshold": 0.01}}
+
+    A test records it for the launch that `measure` has just measured::
+
+        result = measure(llm, hellaswag, batch_size)
+        result.record("cache_hit_rate", 0.93)
+
+    `better` is needed: `larger` or `smaller`. `unit` is short (16 letters). `rule` is `exact` (default) or `time`, for
+    a figure above 0 that varies by chance. `threshold` is the change for the worse that is allowed, as a fraction; the
+    default is 0, and 0.04 with the rule `time`. Declarations of one name that differ are refused. `config` may be
+    omitted.
     """

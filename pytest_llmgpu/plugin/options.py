@@ -13,11 +13,19 @@ from pytest_llmgpu.report.options import GATE_OPTIONS, RUN_OPTIONS, Options, che
 EXPECT_OOM = "expect_oom"
 """The only marker argument that is not an option: no batch size of the test needs to fit in memory."""
 
+NO_WORKERS = "the workers of xdist cannot share the GPUs: run this test with -n 0"
+
+LONG_STRATEGY = "--llmgpu-strategy"
+"""The name of `--strategy` in a repository that has an option of that name."""
+
 _OF_WORKLOAD = {
     "score": ("scoring", "accuracy_baseline", "accuracy_metric"),
     "generate": ("prompt_tokens", "new_tokens"),
 }
 """Options that have an effect in one workload only."""
+
+_OF_ENGINE = dict.fromkeys(("server_url", "server_command"), "openai")
+"""Options of an engine to its name; those of strategies begin with it."""
 
 _INI_TYPES: dict[str | None, Any] = {"NAME[,NAME]": "args", "N[,N]": "args"}
 """Types of ini keys beside strings, by the placeholder of their value in the help."""
@@ -37,7 +45,7 @@ def declare(parser: pytest.Parser) -> None:
         if declared["text"] is not None:
             help_text += f" (default: {declared['text']})"
         group.addoption(
-            flag_of(field),
+            flag_of(field) if field.name != "strategy" else LONG_STRATEGY,
             dest=ini_key_of(field),
             default=None,
             action="append" if field.name == "strategy" else "store" if declared["metavar"] else "store_true",
@@ -47,6 +55,18 @@ def declare(parser: pytest.Parser) -> None:
         )
         ini_type = _INI_TYPES.get(declared["metavar"], "string")
         parser.addini(ini_key_of(field), f"default of {flag_of(field)}", type=ini_type, default=None)
+
+
+def declare_short(parser: pytest.Parser) -> None:
+    """Add `--strategy`, once every conftest.py is read, unless one has an option of this name."""
+    flag = "--strategy"
+    try:
+        is_free = flag in parser.parse_known_and_unknown_args([flag])[1]
+    except pytest.UsageError:  # it needs a value
+        is_free = False
+    if is_free:
+        group, text = parser.getgroup("llmgpu"), f"the same as {LONG_STRATEGY}"
+        group.addoption(flag, dest="llmgpu_strategy", action="append", metavar="NAME[,NAME]", help=text)
 
 
 def resolve(config: pytest.Config, markers: Iterable[pytest.Mark] = ()) -> Options:
@@ -91,6 +111,8 @@ def check_run(config: pytest.Config, chosen: Options) -> None:
         raise pytest.UsageError(
             f"{flag_of(unused[0])}: the run is not compared with a baseline: --llmgpu-compare=REF is needed"
         )
+    if config.getoption("tx", None) and config.getoption("llmgpu_compare") is not None:
+        raise pytest.UsageError(f"--llmgpu-compare: {NO_WORKERS}")
     try:
         if chosen.save:
             check_name_is_free(chosen.save)
@@ -108,7 +130,7 @@ def check_owners(
     those of the run, and `workloads` those of all tests.
     """
     for field in _given_flags(config):
-        owner = field.name.partition("_")[0]
+        owner = _OF_ENGINE.get(field.name, field.name.partition("_")[0])
         if owner in built_in and owner not in measured:
             names = ", ".join(sorted(measured))
             raise pytest.UsageError(

@@ -118,7 +118,8 @@ def measure(state: RankState) -> Measured:
             values: Sequence[Sequence[float]] = found.loglikelihoods or ()
         else:
             values = found
-            answers.update(zip(batch.requests, values, strict=True))
+            if values:
+                answers.update(zip(batch.requests, values, strict=True))
         scoring.add_batch(columns, batch, latency_s, itertools.chain.from_iterable(values), of=len(plan.batches))
         on_batch(latency_s, batch.rows, batch.tokens, batch.padded_tokens)
     ended(launch)
@@ -131,6 +132,10 @@ def measure(state: RankState) -> Measured:
         columns.clock_ghz = clock.ghz([(2 * number, 2 * number + 1) for number in range(len(plan.batches))])
         if clock.why is not None:
             launch.why["clock_ghz"] = clock.why
+        if not answers:
+            launch.why["accuracy"] = f"engine {_engine(state).name} returns no log-likelihoods"
+            launch.memory = state.memory()
+            return Measured(launch, "engine", started_s, ended_s)
         task, items = state.datasets[state.case.dataset_sha256]
         sums = iter([math.fsum(answers[number]) for number in range(len(plan.requests.requests))])
         launch.accuracy = task.score(items, [[next(sums) for _ in range(count)] for count in plan.requests.endings])
@@ -143,7 +148,9 @@ def check_texts(state: RankState, reference: ReferenceTexts | None = None) -> Ge
     assert state.generation is not None
     requests, size = state.plan.requests, max(1, state.case.batch_size // 2)
 
-    def score_again(tokens: str) -> str | None:
+    def score_again(tokens: str | None) -> str | None:
+        if tokens is None:
+            return None
         numbers = iter(decode_tokens(tokens).tolist())
         prompts = [list(request.tokens[:-1]) for request in requests.requests]
         both = [[*prompt, *itertools.islice(numbers, requests.new_tokens)] for prompt in prompts]
@@ -151,16 +158,20 @@ def check_texts(state: RankState, reference: ReferenceTexts | None = None) -> Ge
         for start in range(0, len(both), size):
             some, begins = both[start : start + size], [len(prompt) for prompt in prompts[start : start + size]]
             try:
-                values += _checked_scores(_engine(state).score(some, begins), [requests.new_tokens] * len(some))
+                found = _engine(state).score(some, begins)
             except NotImplementedError:
                 return None
+            if found is None:
+                return None
+            values += _checked_scores(found, [requests.new_tokens] * len(some))
         return encode(itertools.chain.from_iterable(values))
 
     found = score_again(state.generation.tokens)
     return msgspec.structs.replace(
         state.generation,
         prefill_loglikelihoods=found,
-        reference=None if reference is None else reference.key,
+        # Without tokens there is nothing to compare.
+        reference=None if reference is None or state.generation.tokens is None else reference.key,
         reference_loglikelihoods=None if reference is None or found is None else score_again(reference.tokens),
     )
 
@@ -186,8 +197,9 @@ def record_work(state: RankState, traces: str | None = None) -> None:
     """Record the kernels of the latest case, for `run_eager_passes` (see `worker.record_work`)."""
     trace = worker.trace_path(state, traces, "passes")
     if (replies := _in_workers(state, trace, eager=False)) is None:
-        forward, on_batch = partial(_run, state), worker.report_to(state)
-        replies = [work.record(_program(state), state.plan, forward, on_batch=on_batch, trace=trace)]
+        forward, on_batch = partial(_idle_run, state), worker.report_to(state)
+        whole = {"whole_texts": state.case.generates}
+        replies = [work.record(_program(state), state.plan, forward, on_batch=on_batch, trace=trace, **whole)]
     state.passes = replies
 
 
@@ -196,18 +208,19 @@ def run_eager_passes(state: RankState, traces: str | None = None) -> list[WorkRe
     trace = worker.trace_path(state, traces, "modules")
     if (replies := _in_workers(state, trace, eager=True)) is not None:
         return replies
-    forward, on_batch = partial(_run, state), worker.report_to(state)
+    forward, on_batch = partial(_idle_run, state), worker.report_to(state)
     return [work.measure(_program(state), state.plan, state.passes[0], forward, on_batch=on_batch, trace=trace)]
 
 
 def _in_workers(state: RankState, trace: str | None, *, eager: bool) -> list[WorkReply] | None:
     """Run passes in the workers of the engine, and each batch that they wait for; None if it has no workers."""
     engine = _engine(state)
-    replies = engine.workers(partial(turns.start, dispatched=engine.dispatched, eager=eager), state.plan, trace)
+    choices = {"dispatched": engine.dispatched, "eager": eager, "whole_texts": state.case.generates}
+    replies = engine.workers(partial(turns.start, **choices), state.plan, trace)
     while replies is not None and isinstance(replies[0], int):
         if len(set(replies)) > 1:
             raise RuntimeError(f"the workers of {engine.name} wait for different batches: {replies}")
-        _run(state, state.plan.batches[replies[0]])
+        _idle_run(state, state.plan.batches[replies[0]])
         replies = engine.workers(turns.go_on)
     return replies
 
@@ -255,14 +268,21 @@ def _run(state: RankState, batch: Batch) -> Texts | list[list[float]]:
     # The first tokens of a sequence that is too long are left out, and one token more than a model reads is scored.
     kept = [list(one.tokens[-(requests.max_length + 1) :]) for one in sequences]
     begins = [len(tokens) - one.ending for tokens, one in zip(kept, sequences, strict=True)]
-    return _checked_scores(engine.score(kept, begins), [one.ending for one in sequences])
+    values = engine.score(kept, begins)
+    return [] if values is None else _checked_scores(values, [one.ending for one in sequences])
+
+
+def _idle_run(state: RankState, batch: Batch) -> object:
+    """Run one batch as soon as nothing of the one before it runs."""
+    _engine(state).idle()
+    return _run(state, batch)
 
 
 def _check_tokens(texts: Texts, prompts: int, new_tokens: int, vocabulary: int | None) -> None:
-    if len(texts.tokens) != prompts:
+    if texts.tokens is not None and len(texts.tokens) != prompts:
         raise ValueError(f"generate returned {plural(len(texts.tokens), 'text')} for {plural(prompts, 'prompt')}")
     vocabulary = vocabulary or _MOST_TOKEN
-    for number, tokens in enumerate(texts.tokens):
+    for number, tokens in enumerate(texts.tokens or ()):
         if len(tokens) != new_tokens:
             raise ValueError(
                 f"generate returned {plural(len(tokens), 'token')} for prompt {number} of its batch, "
@@ -292,18 +312,20 @@ def _generation(state: RankState, texts: Sequence[tuple[Batch, Texts]]) -> Gener
     """Return the record of the texts of all batches."""
     places = [number for batch, _ in texts for number in batch.requests]
     in_order = [place for _, place in sorted(zip(places, range(len(places)), strict=True))]
-    tokens = [row for _, one in texts for row in one.tokens]
+    tokens = [row for _, one in texts for row in one.tokens or ()]
     values = [row for _, one in texts for row in one.loglikelihoods or ()]
     firsts = [one.first_token_s for _, one in texts if one.first_token_s is not None]
     requests = state.plan.requests
     return Generation(
         prompt_tokens=[len(request.tokens) - 1 for request in requests.requests],
-        new_tokens=[requests.new_tokens] * len(tokens),
+        new_tokens=[requests.new_tokens] * len(places),
         first_token_s=firsts if len(firsts) == len(texts) else [],
         step_s=[second for _, one in texts for second in one.step_s],
-        tokens=encode_tokens(token for place in in_order for token in tokens[place]),
+        tokens=encode_tokens(token for place in in_order for token in tokens[place])
+        if len(tokens) == len(places)
+        else None,
         loglikelihoods=encode(value for place in in_order for value in values[place])
-        if len(values) == len(tokens)
+        if len(values) == len(places)
         else None,
     )
 
@@ -313,5 +335,7 @@ def _explain(state: RankState, launch: Launch, texts: Generation) -> None:
     name = _engine(state).name
     if not texts.first_token_s:
         launch.why["first_token_s"] = f"engine {name} reports no time of the first token"
+    if texts.tokens is None:
+        launch.why["tokens"] = f"engine {name} returns no token ids"
     if texts.loglikelihoods is None:
         launch.why["loglikelihoods"] = f"engine {name} returns no log-likelihoods of its tokens"

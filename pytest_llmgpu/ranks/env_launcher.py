@@ -96,9 +96,9 @@ def serve(world: World, log_directory: Path, limit_s: float = JOIN_S) -> int:
     except (EOFError, OSError):
         return 1
     finally:
+        connection.close()  # first: the end of the rank would read as a kill from outside
         supervisor.rank("close", 0.0)
         close_here()
-        connection.close()
     return 0
 
 
@@ -382,12 +382,15 @@ class Peers:
 
     def _admit(self, connected: socket.socket) -> None:
         """Let a process join if it proves itself and belongs here."""
+        connection = None
         try:
             connection = Link(connected, self.world.key, listens=True)
             version, number, *rest = connection.receive()
-        except (OSError, EOFError) as error:
+        except Exception as error:  # noqa: BLE001 - unpickling other data than a hello may raise anything
             if isinstance(error, PermissionError):  # others are scans of ports, for example
                 self._stranger = error.strerror
+            if connection is not None:
+                connection.close()
             return
         name = self.world.size_name
         with self._changed:

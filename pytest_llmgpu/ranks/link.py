@@ -33,7 +33,7 @@ PORT = "LLMGPU_PORT"
 """This variable has the port of rank 0 if another one than the default is needed."""
 JOIN_S = 300.0
 """The processes of a world start within this time: the first import from a network disk takes minutes."""
-_LEAST_KEY_BYTES = 16
+_LEAST_KEY_BYTES, _LEAST_DIFFERENT = 16, 6
 _SLURM_PORTS = range(20_000, 32_000)
 """A job of Slurm takes one of these ports by its number; programs that connect get higher ones."""
 _COUNTS, _SIZES, _PORTS = range(10**9), range(1, 10**9), range(1, 2**16)
@@ -113,11 +113,12 @@ def of_environment(environ: Mapping[str, str]) -> World:
     port, port_source = (0, "") if size == 1 else _port(environ)
     address, address_source = ("localhost", "this machine") if one_machine else _address(environ)
     key = None if one_machine else environ.get(KEY, "").encode("utf-8", "surrogateescape")
-    if key is not None and len(key) < _LEAST_KEY_BYTES:
-        found = f"has {len(key)} bytes" if key else "is not set"
+    if key is not None and (len(key) < _LEAST_KEY_BYTES or len(set(key)) < _LEAST_DIFFERENT):
+        found = f"has {len(key)} bytes, {len(set(key))} of them different" if key else "is not set"
         raise ValueError(
             f"{KEY} {found}, and the processes of several nodes need a common secret of at least {_LEAST_KEY_BYTES} "
-            f"bytes: set it to the same value on each node, such as one line of `openssl rand -hex 32`"
+            f"bytes, {_LEAST_DIFFERENT} of them different: set it to the same value on each node, such as one line of "
+            "`openssl rand -hex 32`"
         )
     return World(
         rank=rank,

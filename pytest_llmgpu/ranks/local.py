@@ -75,6 +75,8 @@ class Answer(NamedTuple):
     """True if the command returned, False if it raised an exception."""
     content: bytes
     """What it returned, or the records of the failure, pickled apart: an object of a user may not unpickle."""
+    number: int
+    """The number of the command, from 0: a process that a forward forked gives a second answer to it."""
     log_tail: str | None = None
     """The end of the log of the process if the command failed."""
 
@@ -119,6 +121,7 @@ class Rank(ABC):
         self._on_batch = on_batch
         self._node = node
         self._pending: deque[Future[Any]] = deque()
+        self._answered = 0
         self._lock = threading.Lock()
         self._ended: RankFailedError | None = None
         self.alive = True
@@ -164,6 +167,9 @@ class Rank(ABC):
             self._on_batch(self.rank, event)
         elif isinstance(event, Answer):
             with self._lock:
+                if event.number != self._answered or not self._pending:
+                    raise ValueError(f"command {event.number} was answered a second time")
+                self._answered += 1
                 future = self._pending.popleft()
             done = event.done
             try:
@@ -267,8 +273,8 @@ class LocalRank(Rank):
         This works while the process is in native code: faulthandler writes from the handler of SIGUSR1 itself. Before
         a process serves it has no handler, and the signal would end it.
         """
-        size = before = self.log.stat().st_size
-        if processes.catches(self._process.pid, signal.SIGUSR1):
+        if self.log.exists() and processes.catches(self._process.pid, signal.SIGUSR1):
+            size = before = self.log.stat().st_size
             self._process.send_signal(signal.SIGUSR1)
             deadline = time.monotonic() + _STACKS_S
             # Until it has paused: the stacks are written line by line.
@@ -359,6 +365,8 @@ class LocalLauncher:
 
     def start_rank(self, rank: int, environment: Mapping[str, str], **options: Any) -> LocalRank:
         """Start one rank; its output is kept. The options are those of `LocalRank`."""
+        with contextlib.suppress(FileExistsError):  # else a program that cleans up has removed it
+            self._log_directory.mkdir(mode=0o700, parents=True)
         log = self._log_directory / f"process{self._started}-rank{rank}.log"
         self._started += 1
         self._ranks.append(LocalRank(rank, environment, log, **options))
@@ -369,7 +377,7 @@ class LocalLauncher:
         output: dict[int, str] = {}
         started, self._ranks = self._ranks, [rank for rank in self._ranks if rank.alive]
         for one in started:
-            size_bytes = one.log.stat().st_size
+            size_bytes = one.log.stat().st_size if one.log.exists() else 0
             if text := log_tail(one.log, one.taken_bytes, most_lines=_OUTPUT_LINES):
                 output[one.rank] = "\n".join(filter(None, (output.get(one.rank), text)))
             one.taken_bytes = size_bytes

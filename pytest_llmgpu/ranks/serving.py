@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import pickle
 import sys
 import traceback
@@ -46,7 +47,7 @@ def serve(commands: Connection, events: Connection) -> None:
         events.send_bytes(pickle.dumps(event))
 
     state = RankState(send)
-    while True:
+    for number in itertools.count():
         try:
             command = commands.recv_bytes()
         except EOFError:
@@ -56,14 +57,14 @@ def serve(commands: Connection, events: Connection) -> None:
             fn, args = pickle.loads(command)  # noqa: S301 - written by our own parent
             result = fn(state, *args)
             try:
-                answer = Answer(done=True, content=pickle.dumps(result))
+                answer = Answer(done=True, content=pickle.dumps(result), number=number)
             except Exception as error:
                 raise TypeError(f"the answer does not pickle: {error}") from error
         except BaseException as error:  # noqa: BLE001 - the parent gets every error as plain records
             with contextlib.suppress(OSError):  # the disk of the log is full
                 print(beginning(traceback.format_exc(), _TRACEBACK_LETTERS), file=sys.stderr)
             records = *failure_of(error, state.phase), state.memory(), describe(error)
-            answer = Answer(done=False, content=pickle.dumps(records))
+            answer = Answer(done=False, content=pickle.dumps(records), number=number)
             # The traceback's frames keep the tensors of the failed forward alive.
             traceback.clear_frames(error.__traceback__)
             del error

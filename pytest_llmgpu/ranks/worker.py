@@ -57,7 +57,7 @@ class ReferenceTexts(msgspec.Struct, frozen=True, kw_only=True):
 
     key: str
     """This is the key of the case that generated them."""
-    tokens: str
+    tokens: str | None
     """These are the tokens, as in `Generation.tokens`."""
 
 
@@ -270,6 +270,7 @@ def warm_up(state: RankState, case: Case, not_recorded: str | None = None) -> No
         tokens_requested=None if workspace is None else workspace.tokens_requested,
         tokens_granted=None if workspace is None else workspace.tokens_granted,
         execution_choice=graph_choice.describe(decision),
+        implementations=models.implementations(loaded.config),
     )
 
 
@@ -313,7 +314,7 @@ def check_texts(state: RankState, reference: ReferenceTexts | None = None) -> Ge
     case, loaded, prompts = state.case, state.loaded, state.plan.requests
     length = prompts.new_tokens
 
-    def score_again(tokens: str) -> str:
+    def score_again(tokens: str | None) -> str:
         numbers = decode_tokens(tokens).tolist()
         # Eagerly also where the layers are compiled: a fault of the compiler does not repeat itself here.
         with compiled_layers.suspended():

@@ -34,7 +34,13 @@ class Engine(NamedTuple):
 
 
 def start(
-    device: torch.device, plan: Plan, trace: str | None, *, dispatched: bool = True, eager: bool = False
+    device: torch.device,
+    plan: Plan,
+    trace: str | None,
+    *,
+    dispatched: bool = True,
+    eager: bool = False,
+    whole_texts: bool = False,
 ) -> int | WorkReply:
     """Start the passes of `work.record`, or then of `work.measure`; the arguments are theirs.
 
@@ -60,7 +66,7 @@ def start(
             if eager:
                 reply = work.measure(program, plan, _LATEST.pop(), forward, on_batch=on_batch, trace=trace)
             else:
-                reply = work.record(program, plan, forward, on_batch=on_batch, trace=trace)
+                reply = work.record(program, plan, forward, on_batch=on_batch, whole_texts=whole_texts, trace=trace)
                 _LATEST[:] = [reply]
             _ARRIVED.put(reply)
         except Exception as error:  # noqa: BLE001 - the main thread raises it

@@ -31,6 +31,7 @@ import msgspec
 
 from pytest_llmgpu.inference import scoring, sm_clock
 from pytest_llmgpu.inference.batching import Batch, Plan
+from pytest_llmgpu.inference.models import EXPERTS
 from pytest_llmgpu.inference.scoring import synchronize
 from pytest_llmgpu.inference.sm_clock import SmClock
 from pytest_llmgpu.recording.host_calls import count_calls
@@ -67,7 +68,6 @@ _NO_RECORDS = "torch.profiler recorded no kernel: CUPTI has no permission, or an
 _BYPASSED = "kernels of this strategy are launched past torch's dispatcher, where FLOPs cannot be counted"
 _DEVICE_FIGURES = ("device_time_s", "copy_s", "idle_s", "busy", "kernels", "kernels_sha256", "rows", "clock_ghz")
 _HOST_FIGURES = ("runtime_calls", "host_syncs")
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _DETACHING = "TEARDOWN_CUPTI"
 """The environment variable by which torch.profiler detaches CUPTI."""
 _USERS_CHOICE = os.environ.get(_DETACHING)
@@ -232,16 +232,18 @@ def record(
     *,
     on_batch: BatchReport,
     first: bool = True,
+    whole_texts: bool = False,
     trace: str | None = None,
 ) -> WorkReply:
     """Run the passes in the execution of the case, whose CUDA graphs are still recorded, and return their figures.
 
-    Every rank must do so at the same time. `first` is true for the first passes of the case. `trace` is the file for
-    the trace of the last pass.
+    Every rank must do so at the same time. `first` is true for the first passes of the case. Where a forward generates
+    `whole_texts`, one batch is run, in the fewest passes. `trace` is the file for the trace of the last pass.
     """
     import torch
 
-    numbers = batches_used([batch.padded_tokens for batch in plan.batches])
+    padded_tokens = [batch.padded_tokens for batch in plan.batches]
+    numbers = [len(padded_tokens) // 2] if whole_texts else batches_used(padded_tokens)
     gpus = [device for device in program.devices if device.type == "cuda"]
     uuids = [f"GPU-{torch.cuda.get_device_properties(gpu).uuid}" for gpu in gpus]
     figures = RankWork(uuids=uuids, why=dict.fromkeys(_DEVICE_FIGURES, _ON_CPU))
@@ -254,7 +256,7 @@ def record(
         _run(program.devices, [plan.batches[number] for number in reply.eager_batches], forward, on_batch)
     kernels, seconds = [], []
     why = None
-    passes = passes_of(len(numbers))
+    passes = _LEAST_PASSES if whole_texts else passes_of(len(numbers))
     clock = SmClock(program.devices, 2 * passes)
     for number in range(passes):
         if number % 2:
@@ -380,16 +382,23 @@ def model_size(model: PreTrainedModel, dtype_bytes: int) -> ModelSize | str:
     It is the whole model; its weights may be on the meta device.
     """
     config = model.config.get_text_config()
-    if any(getattr(config, name, None) for name in _EXPERTS):
-        return "a token passes through some of the model's experts only"
+    experts = next((count for name in EXPERTS if (count := getattr(config, name, None))), None)
+    active = getattr(config, "num_experts_per_tok", None)
+    if experts and not active:
+        return "its config has no num_experts_per_tok, the experts that a token passes through"
     apart = [model.get_input_embeddings(), model.get_output_embeddings()]
     left_out = {id(parameter) for module in apart if module is not None for parameter in module.parameters()}
-    parameters = sum(part.numel() for part in model.parameters() if id(part) not in left_out)
-    heads = config.num_attention_heads
+    counts = {name: part.numel() for name, part in model.named_parameters() if id(part) not in left_out}
+    of_experts = sum(count for name, count in counts.items() if experts and ".experts." in name)
+    share = active / experts if experts else 1.0
+    heads, kinds = config.num_attention_heads, getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None) if kinds is None else None
     return ModelSize(
-        parameters=parameters,
-        weights_bytes=parameters * dtype_bytes,
-        layers=config.num_hidden_layers,
+        parameters=sum(counts.values()) - round((1 - share) * of_experts),
+        weights_bytes=sum(counts.values()) * dtype_bytes,
+        experts_bytes=of_experts * dtype_bytes,
+        active_experts=share,
+        layers=(0 if window else config.num_hidden_layers) if kinds is None else kinds.count("full_attention"),
         attention_width=heads * (getattr(config, "head_dim", None) or config.hidden_size // heads),
     )
 

@@ -12,10 +12,11 @@ from pytest_llmgpu.analysis.reference import by_series
 from pytest_llmgpu.gate import headline, rows_by_cause
 from pytest_llmgpu.gate.judge import TIMES, ExitStatus, exit_status
 from pytest_llmgpu.gate.policy import Policy, policy_of
+from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.metrics import spec_of
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import OUT_OF_MEMORY, CaseResult, Finding
-from pytest_llmgpu.report.text import plural, signed_percent, without_numbers
+from pytest_llmgpu.report.text import duration, plural, signed_percent, without_numbers
 from pytest_llmgpu.report.verdicts import NEITHER, SEVERITY, UNCLEAR, Row, Verdict, Verdicts, worst_first
 
 Status = Literal["pass", "unclear", "fail"]
@@ -71,16 +72,18 @@ def conclude(report: Report, verdicts: Verdicts | None = None, policy: Policy | 
     for step, texts in steps.items():
         found.append(Problem(severity="failure", label="nothing-fits", texts=texts, next_step=step))
     gate = ExitStatus.PASSED if verdicts is None else exit_status(verdicts, policy)
-    completed = any(result.outcome == "completed" for result in report.cases)
+    completed = [result for result in report.cases if result.outcome == "completed"]
+    disturbed = bool(completed) and all(map(disturbances.of_case, completed))
     status: Status = "pass"
     if gate is ExitStatus.REGRESSED or any(one.severity == "failure" for one in found) or session.exit_status == 1:
         status = "fail"
-    elif gate or not session.complete or session.interrupted or session.exit_status or not completed:
+    elif gate or not session.complete or session.interrupted or session.exit_status or not completed or disturbed:
         status = "unclear"
     problems = sorted([*_of_gate(verdicts, policy), *found], key=_order)
-    word = {"pass": "Completed", "unclear": "Not complete", "fail": "Failed"}[status]
+    unclear = "Disturbed" if disturbed and session.complete and not session.exit_status else "Not complete"
+    word = {"pass": "Completed", "unclear": unclear, "fail": "Failed"}[status]
     worst = next((problem for problem in problems if problem.severity == "failure"), None)
-    sentences = [_cases(report, explained=worst is not None)]
+    sentences = [cases_in_words(report, explained=worst is not None)]
     if verdicts is not None:
         decided = headline.decide(verdicts, policy)
         text = f"{headline.describe(decided)}."
@@ -109,8 +112,8 @@ def finding_problems(cases: Iterable[CaseResult], without: Sequence[Finding] = (
     return sorted(problems, key=_order)
 
 
-def _cases(report: Report, *, explained: bool) -> str:
-    """Return how many cases completed, how the others ended, and the exit status of pytest unless it is explained."""
+def cases_in_words(report: Report, *, explained: bool) -> str:
+    """Return how many cases completed in which time, what is wrong, and the exit status of pytest if not explained."""
     outcomes = collections.Counter(result.outcome for result in report.cases)
     total, completed = outcomes.total(), outcomes["completed"]
     if not total:
@@ -119,8 +122,12 @@ def _cases(report: Report, *, explained: bool) -> str:
     if completed < total:
         failed = [f"{count} {_OUTCOMES[name]}" for name, count in outcomes.items() if name != "completed"]
         text = ", ".join([f"{completed} of {total} cases completed", *failed])
+    if (seconds := report.session.duration_s) is not None:
+        text += f", after {duration(seconds)}" if completed < total else f" in {duration(seconds)}"
     if wrong := sum(result.has_wrong_answers for result in report.cases):
         text += f"; {wrong} with wrong answers"
+    if disturbed := sum(disturbances.of_case(result) is not None for result in report.cases):
+        text += f"; {disturbed} disturbed"
     if report.session.exit_status and not explained:
         text += f"; pytest ended with exit status {report.session.exit_status}"
     return f"{text}." if report.session.complete else f"{text}; the run is incomplete."
@@ -159,6 +166,12 @@ def _order(problem: Problem) -> tuple[int, bool]:
     return (_SEVERITIES.index(problem.severity), problem.verdict in UNCLEAR)
 
 
+def outcome(result: CaseResult) -> str:
+    """Return the outcome of a case, and what is wrong with a completed one: `completed, disturbed`."""
+    wrong = ["wrong answers"] * result.has_wrong_answers + ["disturbed"] * (disturbances.of_case(result) is not None)
+    return ", ".join([result.outcome.replace("_", " "), *wrong])
+
+
 class Figures(NamedTuple):
     """The numbers of a row as text; empty where it has none."""
 
@@ -172,7 +185,7 @@ class Figures(NamedTuple):
 
 def figures(row: Row) -> Figures:
     """Return the numbers of a row as text."""
-    spec = spec_of(row.metric)
+    spec = row.spec
     was, now = ("" if value is None else spec.written(value) for value in (row.base, row.head))
     if spec.points:
         change = "" if row.base is None or row.head is None else f"{100 * (row.head - row.base):+.2f} pt"
@@ -232,9 +245,41 @@ def cases(rows: Iterable[Row]) -> list[Row]:
     found = [
         min(of_case, key=_rank)
         for of_case in of_cases.values()
-        if any(spec_of(row.metric).scope == "case" for row in of_case)  # the others are of a series
+        if any(row.spec.scope == "case" for row in of_case)  # the others are of a series
     ]
     return sorted(found, key=lambda row: (_rank(row) > 0, -round(row.ratio or 0.0, 9), SEVERITY.index(row.verdict)))
+
+
+def was_and_now(verdicts: Verdicts, report: Report, baseline: Report | None) -> list[tuple[Row, Figures]]:
+    """Return every regressed row, the largest change first, then a row of each other case, with their numbers.
+
+    A row without numbers has what is worse in both reports (executions, accuracies, FLOPs), else their times.
+    """
+    results = [{result.id: result for result in (() if one is None else one.cases)} for one in (baseline, report)]
+    regressed = [row for row in worst_first(verdicts.rows) if row.verdict == "REGRESSED"]
+    named = {row.id for row in regressed}
+    rows = sorted(regressed, key=lambda row: -round(row.ratio or 0.0, 9))
+    found = []
+    for row in [*rows, *(one for one in cases(verdicts.rows) if one.id not in named)]:
+        shown = figures(row)
+        if not shown.was and not shown.now:
+            kept = row.metric in {"execution", "accuracy", "program"}
+            row = row if kept else msgspec.structs.replace(row, metric="time")  # noqa: PLW2901 - the row as it is shown
+            was, now = (_figure_of(row, of_report.get(row.id)) for of_report in results)
+            shown = shown._replace(was=was, now=now)
+        found.append((row, shown))
+    return found
+
+
+def _figure_of(row: Row, result: CaseResult | None) -> str:
+    """Return what a case has of the metric of a row as text; of the program its FLOPs."""
+    if result is None:
+        return "-"
+    if row.metric == "execution":
+        return result.case.execution.removeprefix("cuda_")  # the column is narrow
+    spec = spec_of("flops" if row.metric == "program" else row.metric)
+    figure = spec.of(result)
+    return result.outcome.replace("_", " ") if figure is None else spec.written(figure.value)
 
 
 def _rank(row: Row) -> int:

@@ -19,12 +19,13 @@ import msgspec
 
 from pytest_llmgpu.analysis.answers import written as probability
 from pytest_llmgpu.analysis.capacity import split
+from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.case import DEFAULT_TASK, REFERENCE_STRATEGY, Case
 from pytest_llmgpu.report.derived import batch_latency_s, device_busy, generated, measured, of_window
-from pytest_llmgpu.report.metrics import METRICS, Figure
+from pytest_llmgpu.report.metrics import METRICS, Figure, own_metrics
 from pytest_llmgpu.report.report import Environment, Report
 from pytest_llmgpu.report.result import CaseResult, Comparison
-from pytest_llmgpu.report.text import GIB, MIB, gib, percent, plural
+from pytest_llmgpu.report.text import GIB, MIB, gib, percent, plural, significant
 
 
 class Column(NamedTuple):
@@ -87,6 +88,11 @@ def in_use_bytes(result: CaseResult) -> list[float]:
     return used if len(used) >= len(reserved) else reserved
 
 
+def _compile_s(result: CaseResult) -> float | None:
+    """Return the longest time of torch.compile of a launch; None where nothing is compiled."""
+    return max((launch.compile_s or 0.0 for launch in result.launches), default=0.0) or None
+
+
 def _threads(result: CaseResult) -> int | None:
     """Return the threads of the rank that has the fewest; None on a GPU."""
     hosts = [launch.host for launch in result.launches if launch.host is not None and launch.host.threads]
@@ -104,9 +110,10 @@ _TITLES = {
     "inference_s": ("time\ns", 1.0),
     "device_time_s": ("device time\ns/work pass", 1.0),
     "sequences_per_s": ("sequences\n/s", 1.0),
-    "token_p95_s": ("p95\nms", 1e-3),
+    "token_p95_s": ("token p95\nms", 1e-3),
     "kv_cache_bytes": ("KV cache\nMiB", MIB),
     "wire_bytes_per_token": ("sent\nMB/token", 1e6),
+    "flops_per_sequence": ("FLOPs\nG/sequence", 1e9),
 }
 """Titles and units of metrics in tables; those without one are in CSV and Markdown only."""
 
@@ -127,7 +134,7 @@ COLUMNS = {
         Column("batch_p50_s", "batch p50\nms", 1e-3, partial(batch_latency_s, share=0.50)),
         Column("batch_p95_s", "batch p95\nms", 1e-3, partial(batch_latency_s, share=0.95)),
         Column("batch_p99_s", "batch p99\nms", 1e-3, partial(batch_latency_s, share=0.99)),
-        Column("token_p99_s", "p99\nms", 1e-3, lambda one: one.token_p99_s),
+        Column("token_p99_s", "token p99\nms", 1e-3, lambda one: one.token_p99_s),
         Column(
             "kv_cache_formula_bytes",
             "formula\nMiB",
@@ -136,6 +143,8 @@ COLUMNS = {
         ),
         Column("prefill_bound_share", "of bound\n%, prefill", 0.01, partial(_of_bound, "prefill_s", "first_token_s")),
         Column("step_bound_share", "of bound\n%, step", 0.01, partial(_of_bound, "step_s", "token_p50_s")),
+        Column("speedup", "speed-up\nover mp", 1.0),  # of a block: see `columns_of`
+        Column("compile_s", "compile\ns", 1.0, _compile_s),
         Column("memory_bytes", "memory\nGiB/GPU", GIB, lambda one: max(in_use_bytes(one), default=None)),
         Column("threads", "threads\nper rank", 1.0, _threads),
         *(
@@ -160,18 +169,28 @@ COLUMNS = {
 }
 """Each column by its name."""
 
+
+def own_columns(cases: Sequence[CaseResult]) -> dict[str, Column]:
+    """Return a column by name for each figure of their own that cases have."""
+    return {
+        one.name: Column(one.name, f"{one.name.replace('_', ' ')}\n{one.unit}", 1.0, one.of, written=one.written)
+        for one in own_metrics(cases)
+    }
+
+
 Place = Literal["summary", "work", "tokens", "communication", "memory"]
 """A table of figures."""
 
 
 TABLES: dict[Place, Sequence[str]] = {
     "summary": (
-        *("sequences_per_s", "new_tokens_per_s", "memory_bytes", "sent_bytes", "between_nodes_bytes_per_sequence"),
-        *("device_busy", "utilization_pct", "threads"),
+        *("token_p95_s", "new_tokens_per_s", "sequences_per_s", "speedup", "compile_s", "memory_bytes", "sent_bytes"),
+        *("between_nodes_bytes_per_sequence", "device_busy", "utilization_pct", "flops_per_sequence", "threads"),
     ),
     "work": (
-        *("inference_s", "device_time_s", "bound_share", "device_busy", "between_nodes_bytes_per_sequence"),
-        *("energy_j_per_sequence", "energy_j_per_token", "batch_p50_s", "batch_p95_s", "batch_p99_s"),
+        *("inference_s", "speedup", "compile_s", "device_time_s", "flops_per_sequence", "bound_share", "device_busy"),
+        *("between_nodes_bytes_per_sequence", "energy_j_per_sequence", "energy_j_per_token", "batch_p50_s"),
+        *("batch_p95_s", "batch_p99_s"),
     ),
     "tokens": (
         *("token_p95_s", "token_p99_s", "kv_cache_bytes", "kv_cache_formula_bytes", "wire_bytes_per_token"),
@@ -181,7 +200,7 @@ TABLES: dict[Place, Sequence[str]] = {
         *("utilization_pct", "pcie_tx_bytes_per_s", "pcie_rx_bytes_per_s", "nvlink_tx_bytes_per_s", "sent_bytes"),
     ),
     "memory": (
-        *("weights_bytes", "activations_bytes", "workspace_bytes", "cached_bytes", "rest_bytes"),
+        *("weights_bytes", "activations_bytes", "workspace_bytes", "rest_bytes", "cached_bytes"),
         *("peak_allocated_bytes", "nvml_used_max_bytes"),
     ),
 }
@@ -190,17 +209,15 @@ TABLES: dict[Place, Sequence[str]] = {
 The summary has the memory of the fullest GPU, and means of the others. `communication` and `memory` are of each device.
 """
 
-DROPPED: dict[Place, Sequence[str]] = {
-    "summary": ("threads", "utilization_pct", "device_busy", "sent_bytes", "between_nodes_bytes_per_sequence"),
-    "work": (
-        *("batch_p99_s", "batch_p95_s", "batch_p50_s", "energy_j_per_token", "energy_j_per_sequence", "device_busy"),
-        "between_nodes_bytes_per_sequence",
-    ),
-    "tokens": ("token_p95_s", "kv_cache_formula_bytes"),
-    "communication": ("sent_bytes",),
-    "memory": ("cached_bytes", "peak_allocated_bytes", "rest_bytes"),
-}
-"""The columns that are dropped, one after the other, if the table is too wide; the others never are."""
+KEPT = frozenset(
+    (
+        *("inference_s", "device_time_s", "new_tokens_per_s", "sequences_per_s", "token_p99_s", "memory_bytes"),
+        *("bound_share", "prefill_bound_share", "step_bound_share", "kv_cache_bytes", "wire_bytes_per_token"),
+        *("pcie_tx_bytes_per_s", "pcie_rx_bytes_per_s", "nvlink_tx_bytes_per_s", "weights_bytes", "activations_bytes"),
+        *("workspace_bytes", "peak_allocated_bytes", "nvml_used_max_bytes"),
+    )
+)
+"""The columns that stay if a table is too wide: the others are dropped one after the other, the last one first."""
 
 MARKDOWN = {
     "inference_s": "time",
@@ -214,20 +231,24 @@ MARKDOWN = {
 """The columns of the Markdown table and their titles; it has only these, so that it fits a page."""
 
 LEGEND: dict[str, tuple[str, str]] = {
-    "best": ("★", "most sequences/s of its strategy"),
+    "best": ("★", "fastest of its strategy"),
     "wrong": ("✗", "wrong answers"),
     "oom": ("OOM", "out of memory"),
     "skipped": ("-", "not run, a smaller batch size was out of memory"),
     "failed": ("!", "did not complete"),
+    "disturbed": ("?", "disturbed: not the time of the case alone, measure again"),
     "graphs": ("g", "run as CUDA graphs"),
 }
-"""The mark on the page and its meaning: one entry per kind of cell, and one for `graphs`."""
+"""The mark on the page and its meaning: one entry per kind of cell, `disturbed` and `graphs`."""
 
 Kind = Literal["plain", "best", "wrong", "oom", "skipped", "failed", "absent"]
 """The state that a cell is marked with."""
 
 _USUAL_BACKENDS = {"mp": "accelerate", "tp": "transformers", "iok": "deepspeed", "compile": "transformers"}
 """The title of a strategy names the backend only if it is not the usual one."""
+
+_PLACES = ("function", "server_url", "server_command")
+"""Options of a case that have the place of an engine."""
 
 _ENDED: dict[str, tuple[Kind, str]] = {"oom": ("oom", "OOM"), "skipped_after_oom": ("skipped", "-")}
 """The kind and the word of a cell by outcome; of another outcome than these the word is its name."""
@@ -278,11 +299,15 @@ class Cell(NamedTuple):
     kind: Kind = "absent"
     """The state of the case, with which the cell is marked."""
     time: str = ""
-    """The time with its unit, for a case that generates per token; empty if the case did not complete."""
+    """The time with its unit, of a case that generates to the first token; empty if the case did not complete."""
     second: str = ""
-    """The accuracy in percent, or the time to first token; empty if nothing was scored or the weights are random."""
+    """The accuracy in percent, or the time per token; empty if nothing was scored or the weights are random."""
+    rate: str = ""
+    """The new tokens per second of a case that generates, which `best` marks; that of another one marks its time."""
     word: str = ""
     """How the case ended; empty if it completed."""
+    disturbed: bool = False
+    """True if the times are not those of the case alone."""
     graphs: bool = False
     """True if the forwards ran as CUDA graphs."""
 
@@ -295,7 +320,7 @@ class TimeTable(NamedTuple):
     time_title: str
     """The title of the times where they have a column of their own."""
     metric: str
-    """The title of the second figure of each cell: the metric of the accuracies, or the time to first token."""
+    """The title of the second figure of each cell: the metric of the accuracies, or the time per token."""
     columns: list[str]
     """The titles of the columns, one per strategy."""
     rows: list[tuple[str, list[Cell]]]
@@ -390,7 +415,7 @@ def figure_tables(cases: Sequence[CaseResult]) -> dict[Place, FigureTable]:
         "tokens": "Decode steps, KV cache, and bytes that all ranks send",
     }
     for place, title in titles.items():
-        columns = [COLUMNS[name] for name in TABLES[place]]
+        columns = columns_of(place, cases)
         rows = [(entry, [column.value(entry.result) for column in columns]) for entry in entries(cases)]
         rows = [(entry, values) for entry, values in rows if any(value is not None for value in values[1:])]
         if not rows:
@@ -401,6 +426,19 @@ def figure_tables(cases: Sequence[CaseResult]) -> dict[Place, FigureTable]:
         body = [(entry.title, entry.row, texts) for (entry, _), texts in zip(rows, cells, strict=True)]
         found[place] = FigureTable(title, [columns[number] for number in used], body)
     return found
+
+
+def columns_of(place: Place, cases: Sequence[CaseResult]) -> list[Column]:
+    """Return the columns of a table of one block; the speed-up is that over its mp at the same batch size."""
+    mp = {one.case.batch_size: one.sequences_per_s for one in cases if one.case.strategy == REFERENCE_STRATEGY}
+
+    def speedup(result: CaseResult) -> float | None:
+        base = None if result.case.strategy == REFERENCE_STRATEGY else mp.get(result.case.batch_size)
+        return result.sequences_per_s / base if base and result.sequences_per_s else None
+
+    own = own_columns(cases).values() if place in {"summary", "work"} else ()
+    found = [*(COLUMNS[name] for name in TABLES[place]), *own]
+    return [column._replace(figure=speedup) if column.name == "speedup" else column for column in found]
 
 
 def make_time_table(cases: Sequence[CaseResult]) -> TimeTable:
@@ -417,7 +455,8 @@ def make_time_table(cases: Sequence[CaseResult]) -> TimeTable:
     best = set()  # the fastest right answers of each strategy with more than one time
     for title in columns:
         timed = [one.result for one in order if one.title == title and one.result.inference_s is not None]
-        if len(timed) > 1 and (right := [result for result in timed if not result.has_wrong_answers]):
+        right = [one for one in timed if not one.has_wrong_answers and disturbances.of_case(one) is None]
+        if len(timed) > 1 and right:
             best.add(id(min(right, key=lambda result: result.inference_s or 0.0)))
 
     def cell(result: CaseResult | None) -> Cell:
@@ -428,27 +467,32 @@ def make_time_table(cases: Sequence[CaseResult]) -> TimeTable:
             return Cell(result.id, kind, word=word)
         if generates:
             # A text of one token has no time of the next one.
-            times_s = (result.token_p50_s, result.first_token_s)
+            times_s = (result.first_token_s, result.token_p50_s)
             time, second = ("-" if one is None else f"{1000 * one:,.{digits(1000 * one)}f} ms" for one in times_s)
         else:
             value = result.acc if metric == "acc" else result.acc_norm
             time = "done" if result.inference_s is None else f"{result.inference_s / unit:.{places}f} {unit_name}"
             second = "" if value is None or random_weights else percent(value)
+        rate = f"{significant(result.tokens_per_s)} tokens/s" if generates and result.tokens_per_s else ""
         kind = "wrong" if result.has_wrong_answers else "best" if id(result) in best else "plain"
-        return Cell(result.id, kind, time, second, graphs=result.case.execution == "cuda_graphs")
+        disturbed = disturbances.of_case(result) is not None
+        graphs = result.case.execution == "cuda_graphs"
+        return Cell(result.id, kind, time, second, rate, disturbed=disturbed, graphs=graphs)
 
     found = {(entry.row, entry.title): entry.result for entry in order}
     rows = dict.fromkeys(entry.row for entry in sorted(order, key=lambda entry: entry.result.case.batch_size))
     body = [(row, [cell(found.get((row, title))) for title in columns]) for row in rows]
     cells = [cell for _, cells in body for cell in cells]
-    kinds = {*(cell.kind for cell in cells), *(["graphs"] if any(cell.graphs for cell in cells) else [])}
+    kinds: set[str] = {cell.kind for cell in cells}
+    kinds |= {name for name in ("disturbed", "graphs") if any(getattr(cell, name) for cell in cells)}
     return TimeTable(
         title=_table_title(cases, metric, random_weights=random_weights),
-        time_title="time per token" if generates else "time",
-        metric="time to first token" if generates else metric,
+        time_title="time to\nfirst token" if generates else "time",
+        metric="time\nper token" if generates else metric,
         columns=columns,
         rows=body,
-        legend={kind: entry for kind, entry in LEGEND.items() if kind in kinds},
+        legend={kind: LEGEND[kind] for kind in LEGEND if kind in kinds}
+        | ({"best": (LEGEND["best"][0], "most new tokens/s of its strategy")} if generates and best else {}),
     )
 
 
@@ -466,8 +510,8 @@ def entries(cases: Sequence[CaseResult]) -> list[Entry]:
         options = [
             f"{name}={value}"
             for name, value in case.strategy_options.items()
-            # An engine has the name of its function.
-            if name != "function" and (value or any(other.strategy_options.get(name, ...) != value for other in alike))
+            # The place of an engine says no more than its name.
+            if (value and name not in _PLACES) or any(other.strategy_options.get(name, ...) != value for other in alike)
         ]
         # On a CPU devices are processes, and cases of different numbers share a table.
         processes = plural(case.devices, "process") if any(other.devices != case.devices for other in alike) else None
@@ -501,7 +545,8 @@ def _table_title(cases: Sequence[CaseResult], metric: str, *, random_weights: bo
     title = "Time" if items is None else f"Time for {items:,} items"
     if cases[0].case.generates:
         texts = next((len(found.new_tokens) for result in cases if (found := generated(result)) is not None), None)
-        title = "Time per token / time to first token" + ("" if texts is None else f", {plural(texts, 'text')}")
+        of = "" if texts is None else f", {plural(texts, 'text')}"
+        title = f"Time to first token / time per token / new tokens/s{of}"
     launches = [count for result in cases if (count := sum(bool(one.batches.latency_s) for one in result.launches))]
     if max(launches, default=1) > 1:
         fewest = f"{min(launches):,} to " if min(launches) < max(launches) else ""
@@ -561,7 +606,11 @@ def _differences(result: CaseResult, comparison: Comparison) -> list[str]:
     difference = comparison.largest_difference if dummy else comparison.typical_difference
     # Each text has log-likelihoods of its own: those of the reference's texts are compared.
     name = f"log-likelihoods of {REFERENCE_STRATEGY}'s texts" if result.case.generates else "log-likelihoods"
-    if difference is None:
+    if difference is None and result.case.execution == "engine":
+        largest = comparison.largest_difference
+        known = f"differ by at most {100 * largest:.2g} %" if largest is not None else "are not known"
+        parts.append(f"log-likelihoods up to the first other token {known}")
+    elif difference is None:
         parts.append(f"not all {name} are finite")
     elif not difference:
         parts.append(f"{name} equal")

@@ -1,4 +1,4 @@
-"""Trends over stored reports: tables for the terminal, and a page with charts that needs no network and no script."""
+"""Trends over stored reports: tables for the terminal, and a page with charts that needs no network."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pytest_llmgpu.gate.trends import FEWEST, Change, Figure, Trend
 from pytest_llmgpu.render.charts import Chart, axes, image
 from pytest_llmgpu.render.html.assets import asset, content_security_policy, templates
 from pytest_llmgpu.render.terminal.report import Painter
+from pytest_llmgpu.report.metrics import BY_NAME
 from pytest_llmgpu.report.text import capital, plural, significant
 
 _MARKS: dict[Change, tuple[str, str]] = {"worse": ("!", "31"), "better": ("*", "32"), "disturbed": ("?", "33")}
@@ -35,29 +36,36 @@ def tables(trends: Sequence[Trend], paint: Painter) -> str:
         parts.append(f"{trend.title}\n" + tabulate(body, ["case", *head], disable_numparse=True, colalign=align))
     changes = [line for trend in trends for line in _changes(trend)]
     legend = "   ".join(f"{mark} {change}" for change, (mark, _) in _MARKS.items())
-    untested = [line for trend in trends for line in trend.lines if line.tested is False]
-    tested = sum(line.tested is True for trend in trends for line in trend.lines)
-    words = [legend, *changes] if changes else ["No change was found."]
-    if untested:
-        lines = plural(tested + len(untested), "line")
+    return "\n\n".join(filter(None, [first_sentence(trends), *parts, "\n".join([legend, *changes] if changes else [])]))
+
+
+def first_sentence(trends: Sequence[Trend]) -> str:
+    """Return how many changes there are in which reports, and in how many lines of times steps were searched."""
+    changes = sum(not line.startswith("?") for trend in trends for line in _changes(trend))
+    text = plural(changes, "change") if changes else "No change was found"
+    tested = [line.tested for trend in trends for line in trend.lines if line.tested is not None]
+    text += f" in {plural(len(trends[0].columns), 'report')}."
+    if not all(tested):
         needed = f"that needs {FEWEST} undisturbed reports of the same GPUs"
-        words.append(f"Steps were searched in {tested:,} of {lines} of times: {needed}.")
-    return "\n\n".join([*parts, "\n".join(words)])
+        text += f" Steps were searched in {sum(tested):,} of {plural(len(tested), 'line')} of times: {needed}."
+    return text
 
 
 def page(trends: Sequence[Trend], machine: str) -> str:
     """Return the page of one machine; ValueError if the extra `report` is not installed."""
     template = templates().get_template("trend.html")
-    style = asset("page.css")
+    style, theme = asset("page.css"), asset("theme.js")
     sections = []
     for trend in trends:
         chart = _chart(trend)
         # The page shows the first picture whose condition holds, and the last one has none.
         drawn = [image(chart, "svg", dark=dark, titled=False) for dark in (True, False)]
         pictures = [f"data:image/svg+xml;base64,{base64.b64encode(one).decode()}" for one in drawn]
-        sections.append({"chart": chart, "pictures": pictures, "changes": list(_changes(trend))})
-    policy = content_security_policy([], [style])
-    return template.render(machine=machine, style=style, policy_header=policy, sections=sections)
+        sections.append({"chart": chart, "pictures": pictures})
+    sentence = first_sentence(trends) if trends else "No case has figures."
+    scripts = {"style": style, "theme": theme, "policy_header": content_security_policy([theme], [style])}
+    changes = [line for trend in trends for line in _changes(trend)]
+    return template.render(machine=machine, sentence=sentence, changes=changes, sections=sections, **scripts)
 
 
 def _cell(one: Figure | None) -> str:
@@ -69,18 +77,18 @@ def _cell(one: Figure | None) -> str:
 
 
 def _changes(trend: Trend) -> Iterator[str]:
-    """Yield one line per change, with its reason."""
+    """Yield one line per change, with its report, commit and reason."""
     for line in trend.lines:
-        for (_, number, _), one in zip(trend.columns, line.figures, strict=True):
+        for (_, number, commit), one in zip(trend.columns, line.figures, strict=True):
             if one is not None and one.change is not None:
                 metric = trend.metric.replace("_", " ")
-                yield f"{_MARKS[one.change][0]} {number} {line.name} {metric}: {' '.join(one.reason.split())}"
+                yield f"{_MARKS[one.change][0]} {number} {commit} {line.name} {metric}: {' '.join(one.reason.split())}"
 
 
 def _chart(trend: Trend) -> Chart:
     """Return one line per case over the reports, with its name at its end and a mark at each change."""
     labels = ["|".join(name) for name in trend.columns]
-    log = trend.metric not in _LINEAR
+    log = trend.metric not in _LINEAR and trend.metric in BY_NAME
     rows: list[axes.Spec] = []
     ends: dict[str, axes.Spec] = {}
     for line in trend.lines:

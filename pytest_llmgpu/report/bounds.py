@@ -21,6 +21,11 @@ Positive = Annotated[int, Meta(ge=1, le=_LARGEST_INT)]
 Amount = Annotated[float, Meta(ge=0, lt=2.0**63)]
 """A quantity that is never negative, such as a rate or an energy."""
 
+LARGEST = 2.0**63
+"""Every number is below it."""
+Number = Annotated[float, Meta(gt=-LARGEST, lt=LARGEST)]
+"""A number of any sign."""
+
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 """A part of a whole."""
 

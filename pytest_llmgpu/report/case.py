@@ -87,8 +87,10 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     task: str = DEFAULT_TASK
     """Name of the task whose items are scored."""
     attention: str | None = None
-    """Attention of transformers: `eager`; null for the one that transformers itself chooses, which is `sdpa` if the
-    architecture has it. It is also null where `--llmgpu-attention` names that one."""
+    """Attention of transformers; null for the one that transformers itself chooses, which is `sdpa` if the architecture
+    has it, else `eager`. It is also null where `--llmgpu-attention` names that one."""
+    experts: str | None = None
+    """Implementation of experts in transformers; null for the one that transformers itself chooses."""
     prompt_tokens: Positive | None = None
     """Number of tokens that are kept of each prompt, the last ones; null for a case that scores."""
     new_tokens: Positive | None = None

@@ -111,7 +111,7 @@ def derive(result: CaseResult) -> None:
     launches = [launch for launch in result.launches if launch.batches.latency_s]
     if result.outcome != "completed" or not launches:
         return
-    figures = [_figures_of(launch, result.case.new_tokens) for launch in launches]
+    figures = [figures_of_launch(launch, result.case.new_tokens) for launch in launches]
     medians = {}
     result.why = {name: reason for name, reason in result.why.items() if name not in _ENERGIES}
     for name in figures[0]:
@@ -128,7 +128,7 @@ def derive(result: CaseResult) -> None:
         setattr(result, name, medians.get(name))
 
 
-def _figures_of(launch: Launch, new_tokens: int | None) -> dict[str, float | None]:
+def figures_of_launch(launch: Launch, new_tokens: int | None) -> dict[str, float | None]:
     """Return the figures of one launch by name, and what the rates count; None where one is not known."""
     batches, accuracy, texts = launch.batches, launch.accuracy, launch.generation
     steps_s = [] if texts is None else texts.step_s
@@ -205,9 +205,9 @@ def encode(loglikelihoods: Iterable[float]) -> str:
     return base64.b64encode(array("f", loglikelihoods)).decode()
 
 
-def decode_tokens(tokens: str) -> array[int]:
-    """Return the numbers of a text that `encode_tokens` wrote."""
-    return array("i", binascii.a2b_base64(tokens))
+def decode_tokens(tokens: str | None) -> array[int]:
+    """Return the numbers of a text that `encode_tokens` wrote; none without a text."""
+    return array("i", binascii.a2b_base64(tokens or ""))
 
 
 def encode_tokens(tokens: Iterable[int]) -> str:

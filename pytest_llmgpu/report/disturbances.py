@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
-from pytest_llmgpu.report.result import HostUse, Launch, Profile
+from pytest_llmgpu.report.result import CaseResult, HostUse, Launch, Profile
 from pytest_llmgpu.report.text import GIB, MIB
 
 _THROTTLED = 0.005
@@ -152,6 +152,12 @@ def untimed(launch: Launch) -> str | None:
     texts = (text.rstrip(".") for text in invalid if not is_power(text))
     no_time = bool(launch.batches.latency_s) and min(launch.batches.latency_s) <= 0
     return next(texts, "the time of a batch is 0 s" if no_time else None)
+
+
+def of_case(result: CaseResult) -> str | None:
+    """Return why the times of a case are not used: half of its launches are disturbed; else the median is not."""
+    found = list(filter(None, map(untimed, result.launches)))
+    return found[0] if found and 2 * len(found) >= len(result.launches) else None
 
 
 def clock_reference(profiles: Iterable[Profile | None], profile: Profile) -> Profile | None:

@@ -35,8 +35,15 @@ _Record = TypeVar("_Record")
 LIMIT_BYTES = 2**29
 """Default limit, after decompression: about 40 launches of all of HellaSwag in 21 cases."""
 
+_MOST_RATIO, _FREE_BYTES = 100, 2**24
+"""A report of more bytes than the second figure is decompressed to at most so many times its size: real ones to 10."""
+_MOST_FIELDS = 4_000_000
+"""Each takes 100 bytes in memory. A report of the largest size has a quarter of them."""
+
 GZIP = b"\x1f\x8b"
 """The first bytes of a gzip stream."""
+_MOST_VALUES = 5_000_000
+"""Each takes up to 80 bytes in memory. The largest tokenizers have two million."""
 _CHUNK_BYTES = 2**24
 _LEVEL = 6  # of gzip: level 9 takes four times as long for 2 % less
 _NUMBER_BYTES = 4
@@ -55,12 +62,12 @@ def check_writable(path: Path, kind: str = "report", suffixes: Sequence[str] = (
     if not path.name.endswith(tuple(suffixes)):
         raise ValueError(f"{kind} {path}: the name must end in {' or '.join(suffixes)}")
     try:
-        target = path.resolve()
+        target = path.parent.resolve() / path.name
         with suppress(FileNotFoundError, NotADirectoryError):
-            mode = target.stat().st_mode  # Path.exists hides other errors since Python 3.14
-            if not stat.S_ISREG(mode):
+            mode = target.lstat().st_mode  # Path.exists hides other errors since Python 3.14
+            if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
                 raise ValueError(f"{kind} {path}: is {'a directory' if stat.S_ISDIR(mode) else 'not a regular file'}")
-            if not os.access(target, os.W_OK):
+            if stat.S_ISREG(mode) and not os.access(target, os.W_OK):
                 raise ValueError(f"{kind} {path}: exists and is read-only")
         folder = next(parent for parent in target.parents if parent.exists())
         # Only creating a file shows quotas, read-only mounts and the rights of root. This one has no name.
@@ -76,8 +83,11 @@ def dump(report: Report, path: Path) -> None:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write a file and its folder. A reader finds the old file or the new one, never a part of it."""
-    target = path.resolve()  # a symbolic link is followed, not replaced
+    """Write a file and its folder. A reader finds the old file or the new one, never a part of it.
+
+    A link with the name of the file is replaced: a repository could have one that names a file elsewhere.
+    """
+    target = path.parent.resolve() / path.name
     target.parent.mkdir(parents=True, exist_ok=True)
     # No file of tempfile: its mode 0600 would stay on the file, and other users could not read it.
     # No process id: containers that share a volume have equal ones.
@@ -157,7 +167,10 @@ def load(path: Path) -> Report:
 def parse(data: bytes, name: str) -> Report:
     """Return the report in the bytes of a file; ValueError in one line with the name, the error and its place."""
     try:
-        text = with_present_names(unpack(data))
+        text = unpack(data)
+        if (fields := text.count(b'":')) > _MOST_FIELDS:
+            raise ValueError(f"has {fields:,} fields: at most {_MOST_FIELDS:,} are read")  # noqa: TRY301 - as below
+        text = with_present_names(text)
         try:
             version = msgspec.json.decode(text, type=_Head).schema_version
         except msgspec.ValidationError as error:
@@ -195,6 +208,7 @@ def unpack(data: bytes, limit_bytes: int | None = None) -> bytes:
     """Return gzip data decompressed and other data unchanged; ValueError if it is broken, or larger than the limit."""
     if not data.startswith(GZIP):
         return data
+    limit_bytes = min(LIMIT_BYTES if limit_bytes is None else limit_bytes, max(_FREE_BYTES, _MOST_RATIO * len(data)))
     try:
         with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
             return _limited(file, limit_bytes, "decompresses to more")
@@ -214,6 +228,8 @@ def _limited(file: IO[bytes] | gzip.GzipFile, limit_bytes: int | None, excess: s
 
 def parse_json(data: bytes) -> Any:
     """Return a JSON value, for files whose form no type describes; ValueError in one line if the data is none."""
+    if sum(map(data.count, (b",", b"[", b"{"))) > _MOST_VALUES:
+        raise ValueError(f"the JSON has more than {_MOST_VALUES:,} values")
     try:
         return json.loads(data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import msgspec
 
 from pytest_llmgpu.report.derived import counted_tokens, device_times_s, generated, inference_s, of_prefill, peaks_bytes
-from pytest_llmgpu.report.result import CaseResult, Launch
+from pytest_llmgpu.report.result import CaseResult, Declared, Launch
 from pytest_llmgpu.report.text import gib, percent, significant
 
 Rule = Literal[
@@ -113,7 +114,45 @@ class MetricSpec:
 
 def spec_of(name: str) -> MetricSpec:
     """Return the row of a metric; KeyError for a name that the table lacks."""
-    return _BY_NAME[name]
+    return BY_NAME[name]
+
+
+def own(name: str, declared: Declared | None) -> MetricSpec:
+    """Return the row of a figure of the user's own; one that is not declared is only shown."""
+    words, unit = name.replace("_", " "), declared.unit if declared else ""
+    return MetricSpec(
+        name=name,
+        rule=declared.rule if declared else None,
+        threshold=declared.threshold if declared else None,
+        bigger_is_better=declared is not None and declared.better == "larger",
+        next_step="Read `figures` of the launches in both reports.",
+        unit=unit,
+        written=lambda value: f"{significant(value)} {unit}".rstrip(),
+        figure=lambda result: _median(unit, recorded(result, name)),
+        exported=Exported(column=name, label=words if declared else None, measure=name.replace("_", "-")),
+        trend=f"{words} ({unit})" if unit else words,
+    )
+
+
+def recorded(result: CaseResult, name: str) -> list[float]:
+    """Return a figure of the user's own for each launch that has it."""
+    return [launch.figures[name] for launch in result.launches if name in launch.figures]
+
+
+def own_metrics(results: Iterable[CaseResult]) -> list[MetricSpec]:
+    """Return a row for each figure of their own that results have; of several declarations the last one counts."""
+    all_of = [(name, one.declared.get(name)) for one in results for launch in one.launches for name in launch.figures]
+    return [own(name, declared) for name, declared in dict(all_of).items() if is_own(name)]
+
+
+def is_own(name: str) -> bool:
+    """Return whether a figure of the user's own may have a name."""
+    return re.fullmatch(r"[a-z][a-z0-9_]{0,39}", name) is not None and name not in BY_NAME
+
+
+def place_of(name: str) -> int:
+    """Return the place of a metric in the table; figures of the user's own come last."""
+    return [*BY_NAME, name].index(name)
 
 
 def _figure(unit: str, value: float | None, launches: Sequence[float] = ()) -> Figure | None:
@@ -409,13 +448,11 @@ METRICS: tuple[MetricSpec, ...] = (
 )
 """Every metric, in the order in which a reader meets them: outcome before numbers."""
 
-_BY_NAME = {spec.name: spec for spec in METRICS}
+BY_NAME = {spec.name: spec for spec in METRICS}
+"""Each metric by its name."""
 
 JUDGED: tuple[str, ...] = tuple(spec.name for spec in METRICS if spec.rule)
 """Names of the metrics that the gate has verdicts on."""
 
-if TYPE_CHECKING:
-    MetricName = str
-else:
-    MetricName = Literal[tuple(_BY_NAME)]
-"""Name of a metric; stored verdicts have names that the gate judged before."""
+MetricName = str
+"""Name of a metric or of a figure of the user's own; stored verdicts have names that the gate judged before."""

@@ -137,13 +137,14 @@ class Options:
     strategy: tuple[str, ...] = _option(
         "NAME[,NAME]",
         "strategies to measure: mp (layers spread over the GPUs), tp (tensor parallel), iok (tp with DeepSpeed's "
-        "kernels), compile (tp with torch.compile, also on one GPU), a registered strategy, or module:attribute",
+        "kernels), compile (tp with torch.compile, also on one GPU), an engine (transformers-cb, vllm, openai), a "
+        "registered one, or module:attribute",
         "mp",
     )
     model: str = _option(
         "MODEL",
-        "bundled, a directory, a hub id, or a preset (llama-7b, llama-13b, llama-30b, llama-65b, llama-3-8b) with "
-        "dummy weights",
+        "bundled, a directory, a hub id, or a preset (llama-7b, llama-13b, llama-30b, llama-65b, llama-3-8b, "
+        "qwen3-8b, qwen3-30b-a3b, mixtral-8x7b, gpt-oss-20b, gemma-3-12b) with dummy weights",
         "bundled",
     )
     revision: str | None = _option("REV", "branch, tag or commit of a hub model")
@@ -210,9 +211,14 @@ class Options:
         "lean",
     )
     attention: str | None = _option(
-        "{sdpa,eager}",
-        "attention of transformers (default: sdpa if the architecture has it, else eager); not for iok, whose kernels "
-        "compute it themselves",
+        "NAME",
+        "attention of transformers: sdpa, eager, flex_attention, flash_attention_2, or another one that is installed "
+        "(default: sdpa if the architecture has it, else eager); not for iok, whose kernels compute it themselves",
+    )
+    experts: str | None = _option(
+        "NAME",
+        "experts of transformers: grouped_mm, batched_mm, eager, or another one that is installed (default: grouped_mm "
+        "if torch has it for the architecture, else eager)",
     )
     work: str = _option(
         "{on,off}",
@@ -227,6 +233,14 @@ class Options:
         "N",
         "tokens per sequence that iok's workspace must hold (default: the longest sequence; 1: DeepSpeed's own limit, "
         "with wrong answers if memory holds fewer tokens than the longest sequence has)",
+    )
+    server_url: str | None = _option(
+        "URL", "server with OpenAI's API that strategy openai measures, such as http://localhost:8000"
+    )
+    server_command: str | None = _option(
+        "COMMAND",
+        "command that starts the server of strategy openai, with {port} and {model}, such as "
+        "'vllm serve {model} --port {port}'; it is ended with the case",
     )
     launches: int = _option(
         "N",

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import shlex
+
 import msgspec
 
-from pytest_llmgpu.report.bounds import Amount, Count, Positive, Reasons
+from pytest_llmgpu.report.bounds import Amount, Count, Positive, Reasons, Seconds
+from pytest_llmgpu.report.options import GATE_OPTIONS, OUTPUT_OPTIONS, Options, flag_of
 from pytest_llmgpu.report.result import CaseResult, Launch
 from pytest_llmgpu.report.verdicts import Verdicts
 from pytest_llmgpu.report.work import Ceilings
@@ -119,6 +123,8 @@ class Session(msgspec.Struct, kw_only=True):
     record it."""
     collected: Count = 0
     """Number of tests left after deselection."""
+    duration_s: Seconds | None = None
+    """Time from the start of the session to its end, of a resumed one without the pause; null if it did not end."""
     deselected: list[str] = []
     """Node ids that `-k` or `-m` deselected, and other selections of this run: `--lf`, or tests named as arguments."""
 
@@ -216,6 +222,19 @@ class Report(msgspec.Struct, kw_only=True):
     """Promotion by force; null for other baselines, and for reports that are none."""
     promotions: list[Promoted] = []
     """The baselines before this one, since the last promotion by force, the oldest first; at most the last 50."""
+
+
+def command(report: Report) -> str:
+    """Return the command that measures the cases of a report again, in one launch and without its output options."""
+    paths = dict.fromkeys(result.nodeid.partition("::")[0] for result in report.cases if result.nodeid)
+    flags = []
+    for field in dataclasses.fields(Options):
+        value = report.options.get(flag_of(field), field.default)
+        value = tuple(value) if isinstance(value, list) else value
+        if value != field.default and field.name not in {*GATE_OPTIONS, *OUTPUT_OPTIONS, "launcher", "launches"}:
+            text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+            flags.append(flag_of(field) if value is True else f"{flag_of(field)}={text}")
+    return shlex.join(["pytest", *paths, *flags])
 
 
 def started(report: Report, launch: Launch) -> str:

@@ -7,11 +7,13 @@ figures per batch are columns.
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterable
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
-from pytest_llmgpu.report.bounds import Amount, Count, Elapsed, Fraction, Moment, Reasons, Seconds
+from pytest_llmgpu.report.bounds import Amount, Count, Elapsed, Fraction, Moment, Number, Reasons, Seconds
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.work import Bound, RankWork, Work
 
@@ -116,8 +118,9 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_formula_bytes: Count | None = None
     """Size of the KV cache by the formula: 2 x layers x KV heads x size of a head x sequences of the largest batch x
     tokens of a sequence x bytes of a number. Null if the config of the model lacks one of these."""
-    tokens: str
-    """Generated tokens of all prompts, prompt by prompt, as Base64 of little-endian int32."""
+    tokens: str | None
+    """Generated tokens of all prompts, prompt by prompt, as Base64 of little-endian int32. Null for a server that sends
+    text alone."""
     loglikelihoods: str | None
     """Log-likelihood of each generated token when it was chosen, as Base64 of little-endian float32. Null for an engine
     that does not return it."""
@@ -276,6 +279,9 @@ class Launch(msgspec.Struct, kw_only=True):
     """Number of tokens that the workspace holds. With fewer than requested its rows overlap and answers are wrong."""
     execution_choice: str | None = None
     """Reason for the value of `case.execution`, in one sentence with its figures."""
+    implementations: dict[str, str] = {}
+    """The implementations in transformers that ran, also where the options name none: of `attention`, and of `experts`
+    where the model has some. Empty in older reports and for a model without a config of transformers."""
     resumption: Count = 0
     """Number of times that the session had been resumed before this launch: the start of pytest that measured it."""
     work: Work | None = None
@@ -283,6 +289,8 @@ class Launch(msgspec.Struct, kw_only=True):
     case that generates, they are those of one decode step of each batch of `work.batches`."""
     prefill_work: Work | None = None
     """Work of the prefills of these batches; null for a case that scores, and with `work`."""
+    figures: dict[str, Number] = {}
+    """Figures that the test recorded with `CaseResult.record`, by name."""
     traces: list[str] = []
     """Trace files of the work passes of this launch; a later launch of the case replaces them. Empty without
     --llmgpu-trace."""
@@ -428,7 +436,25 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """Advice on what to do next."""
 
 
-class CaseResult(msgspec.Struct, kw_only=True):
+class Declared(msgspec.Struct, frozen=True, kw_only=True):
+    """A figure of the user's own as the hook `pytest_llmgpu_metrics` declares it."""
+
+    unit: Annotated[str, Meta(max_length=16, pattern=r"^[^\x00-\x1f\x7f]*$")] = ""
+    """Unit of the figure; empty without one."""
+    better: Literal["larger", "smaller"]
+    """The direction of an improvement."""
+    rule: Literal["exact", "time"] = "exact"
+    """Rule of the gate. exact: one launch shows a change. time: the figure varies, and launches are the replicates."""
+    threshold: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    """Change for the worse that is allowed, as a fraction of the baseline."""
+
+
+def declared_in(results: Iterable[CaseResult]) -> dict[str, Declared]:
+    """Return the declarations of results by name; of several the last one counts."""
+    return {name: one for result in results for name, one in result.declared.items()}
+
+
+class CaseResult(msgspec.Struct, kw_only=True, dict=True):
     """The result of one case."""
 
     id: str
@@ -485,7 +511,19 @@ class CaseResult(msgspec.Struct, kw_only=True):
     """Energy of all devices in joules per token, as `tokens_per_s` counts them; the median over launches."""
     findings: list[Finding] = []
     """Observations about the case."""
+    declared: dict[str, Declared] = {}
+    """Declarations of figures of the user's own in this run, by name, whether this case has them or not."""
     why: Reasons = {}
+
+    def record(self, name: str, value: float) -> None:
+        """Add a figure of your own to the launch that `measure` has just measured, and to the report.
+
+        ValueError: the name or the value is not allowed, or the launch has a figure of this name.
+        """
+        __tracebackhide__ = True
+        if "recorder" not in vars(self):
+            raise ValueError(f"figure {name!r}: only a result that measure returned records figures")
+        vars(self)["recorder"](self, {name: value})
 
     @property
     def accuracies(self) -> list[Accuracy]:

@@ -23,7 +23,7 @@ FACTORS_FROM = 10.0
 
 _STYLE = re.compile(r"(\x1b\[(?:[0-4]|3[0-7])m)")
 """The styles of this package: colours, bold and dim. A report could hide text by others."""
-_COMMAND = re.compile(r"^(\s*)(?=::)|(?<=#)(?=#\w*\[)", re.MULTILINE)
+_COMMAND = re.compile(r"^( *)(?=::)|(?<=#)(?=#\w*\[)", re.MULTILINE)
 """Where a CI system reads a command in the output: `::error::` at the start of a line, `##[error]` anywhere."""
 
 MESSAGE_LETTERS = 2_000
@@ -59,6 +59,11 @@ def slowdown(fraction: float) -> str:
         return f"a factor of {min(1 + fraction, _LARGEST_PLAIN):,.0f}{' or more' if fraction >= _LARGEST_PLAIN else ''}"
     number = 100 * fraction
     return f"{number:.2g} %" if number < 99.5 else f"{number:,.0f} %"  # noqa: PLR2004 - three digits from here on
+
+
+def duration(seconds: float) -> str:
+    """Return how long something took: 95.2 is `95 s`, 5400 is `90 min`."""
+    return f"{seconds:,.0f} s" if seconds < 600 else f"{seconds / 60:,.0f} min"  # noqa: PLR2004 - as times of tables
 
 
 def gib(size_bytes: float, digits: int = 2) -> str:

@@ -9,8 +9,8 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from pytest_llmgpu.report.cause import Cause
-from pytest_llmgpu.report.metrics import METRICS, MetricName, spec_of
-from pytest_llmgpu.report.result import CaseResult
+from pytest_llmgpu.report.metrics import BY_NAME, MetricName, MetricSpec, is_own, own, place_of, spec_of
+from pytest_llmgpu.report.result import CaseResult, Declared
 
 Verdict = Literal["REGRESSED", "MISSING", "NOT_COMPARABLE", "UNDECIDED", "CHANGED", "NEW", "OK"]
 """The verdict on one metric of one case; the worst comes first.
@@ -87,6 +87,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Explanation: the result in one line, then the cause if there is one, then other differences or the next step."""
     next_step: str = ""
     """Next step for the reader where it depends on the reason; empty if that of the verdict or the metric applies."""
+    declared: Declared | None = None
+    """Declaration of the figure of the user's own that the row is on; null for other metrics."""
     gated: bool = True
     """False if the policy only reports this metric, so that it cannot fail the gate."""
     prefill: bool = False
@@ -136,9 +138,16 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     no work passes of the same batches."""
 
     def __post_init__(self) -> None:
-        """Make a change that is not gated CHANGED."""
+        """Make a change that is not gated CHANGED; ValueError for a metric that is not known."""
+        if self.metric not in BY_NAME and (self.declared is None or not is_own(self.metric)):
+            raise ValueError(f"{self.metric!r} is no metric, and no figure that is declared")
         if not self.gated and (self.verdict == "REGRESSED" or self.improved):
             msgspec.structs.force_setattr(self, "verdict", "CHANGED")
+
+    @property
+    def spec(self) -> MetricSpec:
+        """The row of its metric in the table of metrics."""
+        return spec_of(self.metric) if self.metric in BY_NAME else own(self.metric, self.declared)
 
     @property
     def worse(self) -> bool:
@@ -178,9 +187,9 @@ class Baseline(msgspec.Struct, frozen=True, kw_only=True):
     """Commit that was measured in the baseline."""
 
 
-SessionState = Literal["interrupted", "incomplete", "failed", "dirty"]
-"""A reason to doubt a report as a whole: its session was interrupted, it lacks selected tests, pytest failed, or files
-were changed after the commit."""
+SessionState = Literal["interrupted", "incomplete", "failed", "dirty", "disturbed"]
+"""A reason to doubt a report as a whole: its session was interrupted, it lacks selected tests, pytest failed, files
+were changed after the commit, or every case was disturbed."""
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
@@ -190,9 +199,11 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """Time at which the candidate was created, as `created` of its report."""
     commit: str | None = None
     """Commit that was measured in the candidate."""
+    command: str = "pytest"
+    """Command that measures the same again, from the root of the repository."""
     states: list[SessionState] = []
-    """Reasons to doubt the candidate as a whole; empty if its session completed, pytest passed and the tree was clean
-    or not known."""
+    """Reasons to doubt the candidate as a whole; empty if its session completed undisturbed, pytest passed and the tree
+    was clean or not known."""
 
 
 class Verdicts(msgspec.Struct, frozen=True, kw_only=True):
@@ -237,12 +248,12 @@ def worst_first(rows: Iterable[Row]) -> list[Row]:
     """Return rows by severity, then by metric, then the largest change; rows that cannot fail the gate come last."""
 
     def place(row: Row) -> tuple[bool, int, bool, int, float]:
-        spec = spec_of(row.metric)
+        spec = row.spec
         change = 0.0 if row.ratio is None else row.ratio - 1
         if spec.points:
             change = 0.0 if row.base is None or row.head is None else row.head - row.base
         gain = round(change if spec.bigger_is_better else -change, 9)  # equal changes keep their order
         ungated = row.allowed is not None or not row.gated
-        return ungated, SEVERITY.index(row.verdict), not row.improved, METRICS.index(spec), gain
+        return ungated, SEVERITY.index(row.verdict), not row.improved, place_of(row.metric), gain
 
     return sorted(rows, key=place)

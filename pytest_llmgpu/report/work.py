@@ -143,11 +143,17 @@ class ModelSize(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of a model that decide how much a forward has to compute at least."""
 
     parameters: Count
-    """The number of parameters of the decoder, without the input embeddings and the output head."""
+    """The number of parameters of the decoder that a token passes through: without the input embeddings and the output
+    head, and of experts those that are active for a token."""
     weights_bytes: Count
-    """The size of these parameters in the dtype of the case."""
+    """The size of all parameters of the decoder in the dtype of the case, without input embeddings and output head."""
+    experts_bytes: Count = 0
+    """The part of `weights_bytes` that belongs to experts, of which a forward reads those that its tokens are routed
+    to."""
+    active_experts: Fraction = 1.0
+    """The experts that are active for a token, divided by the experts of a layer."""
     layers: Count
-    """The number of decoder layers."""
+    """The number of decoder layers that attend to all tokens before, without sliding windows and linear attention."""
     attention_width: Count
     """The number of query heads times the size of a head."""
 

@@ -7,20 +7,28 @@ once, since the rows of a metric are one family of tests; then every test gets t
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from pytest_llmgpu.gate import cause, headline
 from pytest_llmgpu.gate.judge import ExitStatus, exit_status, fails, judge
-from pytest_llmgpu.gate.policy import Policy, find_policy, load_policy, policy_in_words, switched, unmatched
+from pytest_llmgpu.gate.policy import (
+    Policy,
+    check_figures,
+    find_policy,
+    load_policy,
+    policy_in_words,
+    switched,
+    unmatched,
+)
 from pytest_llmgpu.profiling.machine import Machine, environment
 from pytest_llmgpu.render.terminal import verdicts as verdict_tables
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.report.report import Report
-from pytest_llmgpu.report.result import CaseResult
+from pytest_llmgpu.report.result import CaseResult, Declared, declared_in
 from pytest_llmgpu.report.verdicts import Row, Verdict, Verdicts, worst_first
 from pytest_llmgpu.store import git, store
 from pytest_llmgpu.store.store import Source
@@ -99,6 +107,12 @@ class RunGate:
                 return
             remedy = "; --llmgpu-allow-no-baseline lets a first run pass" if absent else ""
             raise ValueError(f"--llmgpu-compare: {error}{remedy}") from None
+
+    def check_figures(self, declared: Mapping[str, Declared]) -> None:
+        """Refuse a policy with figures that are looser than declared, or declared by neither report (ValueError)."""
+        before = {} if self.base is None else declared_in(self.base.cases)
+        if unknown := check_figures(self.policy, {**before, **declared}):
+            raise ValueError(unknown[0])
 
     def notes(self) -> list[str]:
         """Return a line for each name of the policy that no case of the baseline has, before anything is measured."""

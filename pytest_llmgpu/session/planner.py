@@ -8,6 +8,7 @@ import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 
@@ -35,7 +36,13 @@ _DTYPES = {"cuda": "float16", "cpu": "float32"}
 _ADD_BOS = {"auto": None, "yes": True, "no": False}
 """Value of `--llmgpu-add-bos` to that of the case."""
 
-_EXTRAS = {"accelerate": "transformers", "transformers": "transformers", "deepspeed": "deepspeed", "vllm": "vllm"}
+_EXTRAS = {
+    "requests": "openai",
+    "vllm": "vllm",
+    "accelerate": "transformers",
+    "transformers": "transformers",
+    "deepspeed": "deepspeed",
+}
 """Library of a strategy to the extra of this package that has it."""
 
 
@@ -55,7 +62,7 @@ class Planner:
         self.known_tasks = known_tasks
         """Maps the name of each task, which is the name of its fixture, to its place."""
         self.notes: list[str] = []
-        """A line for each dataset that differs from the published one."""
+        """A line for each dataset that differs from the published one, and each model whose experts are random."""
         self._known = known
         # A name in a report stands for one place, since cases of the same name are compared.
         self._places = dict(known)
@@ -107,8 +114,8 @@ class Planner:
         prefix = f"{strategy.name}_"
         fields = dataclasses.asdict(options) if strategy.name in registered.BUILT_IN else {}
         own = {name.removeprefix(prefix): value for name, value in fields.items() if name.startswith(prefix)}
-        if function is not None:
-            own = {OPTION: function.place} | ({} if function.given is None else {"process": "pytest"})
+        if isinstance(strategy, Engine):
+            own = _place_of(strategy, options)
         backend = own.pop("backend", strategy.backend)
         _check_choices(options, strategy)
         # The base of this package has no library that loads a model.
@@ -168,6 +175,7 @@ class Planner:
                 limit=limit,
                 task=chosen.task,
                 attention=source.attention,
+                experts=source.experts,
                 prompt_tokens=(options.prompt_tokens or _PROMPT_TOKENS) if generates else None,
                 new_tokens=(new_tokens or options.new_tokens or _NEW_TOKENS) if generates else None,
             )
@@ -183,6 +191,7 @@ class Planner:
                 models.facts(outline)
             case_of(outline)
         source = self._source(options, chosen)
+        self._note_routing(source)
         return CaseRequest(
             case=case_of(source),
             machine=machine,
@@ -308,9 +317,17 @@ class Planner:
                     f"--llmgpu-devices={machine.devices}: on a CPU devices are processes, and {names} has 1; allowed: 1"
                 )
 
+    def _note_routing(self, source: ModelSource) -> None:
+        if source.load_format == "dummy" and any(source.decoder.get(name) for name in models.EXPERTS):
+            note = (
+                f"note: {source.name}: random weights do not route tokens to experts as trained weights do, and the "
+                "time of small batches depends on the experts that are read"
+            )
+            self.notes += [] if note in self.notes else [note]
+
     def _source(self, options: Options, dataset: Dataset) -> ModelSource:
-        chosen = (options.model, options.revision, options.tokenizer, options.load_format, options.attention)
-        wanted = (*chosen, dataset.sha256)
+        chosen = (options.model, options.revision, options.tokenizer, options.load_format)
+        wanted = (*chosen, options.attention, options.experts, dataset.sha256)
         if wanted not in self._sources:
             try:
                 source = models.resolve(
@@ -326,16 +343,12 @@ class Planner:
                 if isinstance(error, TokenizerError) and options.tokenizer not in (None, options.model):
                     flag = f"--llmgpu-tokenizer={options.tokenizer}"
                 raise ValueError(f"{flag}: {error}") from None
-            if options.attention is not None:
-                # The one that transformers chooses anyway stays None: with the option or without, it is the same.
-                has_sdpa = models.facts(source).has_sdpa
-                if options.attention == "sdpa" and not has_sdpa:
-                    raise ValueError(
-                        "--llmgpu-attention=sdpa: transformers does not have it for the architecture of "
-                        f"{source.name} ({source.config.get('model_type')}): allowed: eager"
-                    )
-                chosen_attention = "eager" if options.attention == "eager" and has_sdpa else None
-                source = msgspec.structs.replace(source, attention=chosen_attention)
+            if options.attention is not None or options.experts is not None:
+                # The attention that transformers chooses anyway stays None: with the option or without, it is the same.
+                plain = "sdpa" if models.facts(source).has_sdpa else "eager"
+                attention = None if options.attention == plain else options.attention
+                source = msgspec.structs.replace(source, attention=attention, experts=options.experts)
+                models.check_choices(source)
             self._sources[wanted] = source
         return self._sources[wanted]
 
@@ -350,6 +363,13 @@ def _check_choices(options: Options, strategy: Strategy | Engine) -> None:
     if isinstance(strategy, Engine) and (options.scoring != "lean" or options.cuda_graphs == "on"):
         flag = f"cuda-graphs={options.cuda_graphs}" if options.scoring == "lean" else f"scoring={options.scoring}"
         raise ValueError(f"--llmgpu-{flag}: engine {strategy.name} chooses it itself: remove the option")
+
+
+def _place_of(engine: Engine, options: Options) -> dict[str, Any]:
+    """Return the options of a case that have the place of its engine."""
+    if isinstance(engine, Function):
+        return {OPTION: engine.place} | ({} if engine.given is None else {"process": "pytest"})
+    return {name: value for name in engine.options if (value := getattr(options, name))}
 
 
 def _processes(strategy: Strategy | Engine, devices: int) -> int:
@@ -388,7 +408,12 @@ def _check_generation(source: ModelSource, prompt_tokens: int, new_tokens: int, 
         )
     if is_engine:
         return  # it has a cache of its own
-    reason = generation.reason_against(fields, tokens)
+    if source.attention not in (None, "sdpa", "eager"):
+        raise ValueError(
+            f"--llmgpu-attention={source.attention}: workload generate needs a mask of truth values or numbers for "
+            "each row: allowed: sdpa, eager"
+        )
+    reason = generation.reason_against(fields)
     if reason is None and (without := models.facts(source).without) is not None:
         reason = f"takes no {without}, which decode steps with a KV cache need"
     if reason is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -17,6 +18,7 @@ from pytest_llmgpu.analysis.assess import assess
 from pytest_llmgpu.analysis.capacity import capacities
 from pytest_llmgpu.analysis.merging import by_launch
 from pytest_llmgpu.analysis.reference import decisive
+from pytest_llmgpu.gate import promotion
 from pytest_llmgpu.profiling import machine
 from pytest_llmgpu.profiling.machine import Machine
 from pytest_llmgpu.report import file
@@ -24,11 +26,12 @@ from pytest_llmgpu.report.case import Case, next_id
 from pytest_llmgpu.report.options import LATEST, Options
 from pytest_llmgpu.report.privacy import anonymous, short_paths
 from pytest_llmgpu.report.report import OptionValue, Report, Session
-from pytest_llmgpu.report.result import CaseResult
+from pytest_llmgpu.report.result import CaseResult, Declared
 from pytest_llmgpu.report.text import beginning, valid
 from pytest_llmgpu.report.verdicts import Verdicts
 from pytest_llmgpu.report.work import Ceilings
 from pytest_llmgpu.session import resume
+from pytest_llmgpu.session.figures import checked
 from pytest_llmgpu.store import store
 from pytest_llmgpu.store.git import commit
 
@@ -55,6 +58,8 @@ class Recorder:
         self._rootdir = rootdir
         self._storage_path = storage_path
         self._options = options
+        self.declared: dict[str, Declared] = {}
+        """The declarations of figures of the user's own, by name."""
         self.path = path
         self.report: Report | None = None
         """The report so far; None until the first case is there."""
@@ -67,7 +72,8 @@ class Recorder:
         self.problems: dict[Literal["report", "store", "page"], str] = {}
         """A line for each file that is missing or incomplete, with the reason."""
         self._saved: list[str] = []
-        """The path in the store, and a note if other reports of this machine have the name of the saved one."""
+        """The line with the path in the store; none before the report is saved."""
+        self._began_s = time.monotonic()
         self._launch = 1
         """The number of the launch that is measured now."""
         self._counts: Counter[tuple[str, str]] = Counter()
@@ -107,7 +113,11 @@ class Recorder:
             lines.append(f"trace: {self._shown(self._trace_path)}" if traced else none)
         if not self._saved and "store" not in self.problems:
             steps.append("--llmgpu-save=NAME (keeps the report)")
-        return [*lines, f"next: {', '.join(steps)}"] if steps else lines
+        elif self._saved and self.report is not None and self.judge is None:
+            chosen = f"llmgpu promote {self.report.options.get(resume.SAVE) or LATEST}"
+            unfit = next(promotion.unfit(self.report), None)
+            steps.insert(0, f"{chosen} (makes it the baseline)" if unfit is None else f"no baseline: {unfit}")
+        return [*lines, f"next: {'; '.join(steps)}"] if steps else lines
 
     def resume(self, reference: str, devices: Machine) -> Report:
         """Continue a broken session: the results that follow are added to those of its report that stay.
@@ -122,7 +132,9 @@ class Recorder:
         except ValueError as error:
             raise ValueError(f"--llmgpu-resume={reference}: {error}") from None
         self.report = report
+        self._began_s -= report.session.duration_s or 0.0
         for place, result in enumerate(report.cases):
+            result.declared = self.declared
             measured = result.nodeid or "", result.key
             self._measured[measured, self._counts[measured]] = (place, by_launch(result))
             self._resumed[measured, self._counts[measured]] = len(result.launches)
@@ -141,6 +153,8 @@ class Recorder:
             return None
         place, _ = self._measured[measured, number]
         self._counts[measured] += 1
+        # It has the figures of its measurement.
+        vars(self.report.cases[place])["recorder"] = lambda _, figures: checked(figures, self.declared)
         return self.report.cases[place]
 
     def start_launch(self, number: int) -> None:
@@ -182,7 +196,7 @@ class Recorder:
             environment.why["ceilings"] = _NO_CEILINGS
         elsewhere = {name: anonymous(path) for name, path in imported_from.items()}
         self.report.commit = msgspec.structs.replace(self.report.commit, imported_from=elsewhere)
-        result.nodeid = nodeid
+        result.nodeid, result.declared = nodeid, self.declared
         if result.failure is not None:
             # Findings quote it.
             failure = result.failure
@@ -212,9 +226,22 @@ class Recorder:
         earlier = [one for one in cases[:place] if decisive(one.case) == fields]
         whole = assess(launches, earlier=earlier, environment=environment, options=options)
         whole.attempts = max(one.attempts for one in launches)
+        vars(whole)["recorder"] = self.record
         cases[place : place + 1] = [whole]
         self._write()
         return whole
+
+    def record(self, result: CaseResult, figures: Mapping[str, float]) -> None:
+        """Add figures of the user's own to the last launch of a case that `add` returned, and write the report.
+
+        ValueError as for `figures.checked`, or if the launch has a figure of one of these names.
+        """
+        __tracebackhide__ = True
+        known, before = checked(figures, self.declared), result.launches[-1].figures
+        for name in known.keys() & before.keys():
+            raise ValueError(f"figure {name!r}: this launch of {result.id} has one, {before[name]:g}: record it once")
+        before |= known
+        self._write()
 
     def _text(self, text: str) -> str:
         """Return a text of a library or a rank without private folders, names and secrets."""
@@ -235,6 +262,7 @@ class Recorder:
             failed_tests=len(self.failed_tests),
             collected=len(expected),
             deselected=list(map(valid, deselected)),
+            duration_s=round(time.monotonic() - self._began_s, 3),
         )
         self.report.capacity = capacities(self.report.cases)
         if self.judge is not None:
@@ -269,12 +297,6 @@ class Recorder:
         except (OSError, ValueError) as error:  # ValueError: a name in the report that was continued
             where = self._shown(self._storage_path)
             self.problems["store"] = f"the report could not be saved in {where}: {file.one_line(error)}"
-            return
-        try:
-            if name is not None:
-                store.resolve(name, self._storage_path, machine=store.hardware(report))
-        except ValueError as error:
-            self._saved.append(f"note: {error}")
 
     def _shown(self, where: Path | str) -> str:
         """Return a path relative to the rootdir; of one outside its base name. A relative path, or text, stays."""
@@ -294,7 +316,7 @@ class Recorder:
             plugin_version=machine.installed_version("pytest-llmgpu"),
             options=chosen,
             environment=machine.environment(devices),
-            commit=commit(self._rootdir),
+            commit=commit(self._rootdir, needed={nodeid.partition("::")[0] for nodeid in self.expected}),
         )
         return file.encodable(started)
 

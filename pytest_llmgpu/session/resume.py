@@ -53,7 +53,7 @@ def continued(broken: Report, now: Report, *, name: str, sha256: str) -> Report:
         broken,
         schema_version=now.schema_version,
         options={**broken.options, SAVE: save},
-        session=Session(),
+        session=Session(duration_s=broken.session.duration_s),
         resumed=[*broken.resumed, Resumption(created=now.created, source=name, sha256=sha256, kept=len(cases))],
         cases=cases,
         verdicts=None,

@@ -7,6 +7,7 @@ they are ended, and the next case starts on clean devices.
 from __future__ import annotations
 
 import itertools
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -144,7 +145,7 @@ class Runner:
         self._build_errors: dict[tuple[str, int], str | None] = {}
         """Maps the place of a strategy and each node where its build was tried to the error; None if it succeeded."""
         self._load_errors: dict[Loading, RankFailedError] = {}
-        """Maps a loading that failed, for another reason than out of memory, to the error."""
+        """Maps a loading that failed, for another reason than out of memory or a kill, to the error."""
         self._not_recorded: dict[tuple[Loading, str], str] = {}
         """Maps a loading and a workload to the operation that no CUDA graph could record."""
         self.kernel_names: dict[str, int] = {}
@@ -437,7 +438,8 @@ class Runner:
                 request.commands.load, *wanted, phase="load", timeout_s=request.load_timeout_s
             )
         except RankFailedError as error:
-            if error.outcome != "oom":
+            # Who kills a process does not kill the next one.
+            if error.outcome != "oom" and error.failure.signal not in (signal.SIGKILL, signal.SIGTERM):
                 failure = msgspec.structs.replace(
                     error.failure, message=f"not tried: {case.id} could not be loaded: {error}", log_tail=None
                 )
@@ -588,6 +590,7 @@ def _join(launch: Launch, ranks: Sequence[Launch]) -> None:
             kv_cache_bytes=sum(known) if len(known) == len(texts) else None,
         )
     launch.execution_choice = first.execution_choice
+    launch.implementations = first.implementations
     uses = [rank.host for rank in ranks if rank.host is not None]
     of_ranks = [name for name, value in msgspec.structs.asdict(uses[0]).items() if isinstance(value, list)]
     launch.host = msgspec.structs.replace(

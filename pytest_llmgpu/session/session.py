@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import os
+import shutil
 import signal
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -43,6 +47,9 @@ _INTERRUPTED = 2
 _TERMINATION = (signal.SIGTERM, signal.SIGHUP)
 """CI systems and Slurm end a job by the first; a terminal that is closed sends the second."""
 
+_HASTE_S = 1.0
+"""A Ctrl-C within this time after another one is the same request."""
+
 
 class BenchmarkSession:
     """Owns the objects of a run and closes them; keeps track of which tests of a group completed."""
@@ -78,9 +85,10 @@ class BenchmarkSession:
             self.recorder.judge = self.gate.judge
         self._sample_period_s, self._profile_method = options.sample_period, options.profile_method
         self._live = live
-        self._folder = tempfile.TemporaryDirectory(prefix="llmgpu-run-", ignore_cleanup_errors=True)
+        self._process = os.getpid()
+        # No TemporaryDirectory: a process that a test forks would remove it at its end.
+        self._folder = folder = Path(tempfile.mkdtemp(prefix="llmgpu-run-"))
         self._profilers: tuple[tuple[tuple[str, ...], ...], Profiler | NodeProfilers] | None = None
-        folder = Path(self._folder.name)
         launcher = LocalLauncher(folder) if peers is None else EnvLauncher(peers, folder)
         self._project = Project.at(rootdir)
         self.runner = Runner(launcher, self.profilers_of, self._show, live.note, trace_path, self._project)
@@ -93,6 +101,8 @@ class BenchmarkSession:
         self._required: set[Group] = set()
         """The groups of which something should fit into memory."""
         self._launch = ""
+        self._interrupted_s = -math.inf
+        """The time of the latest Ctrl-C."""
         self._handlers: dict[signal.Signals, Callable[[int, FrameType | None], object] | int] = {}
         """The handlers before this session: the signals that end a job are handled like Ctrl-C."""
         # Outside the main thread nothing changes; a signal that is ignored stays so, as under nohup.
@@ -101,6 +111,9 @@ class BenchmarkSession:
                 if (before := signal.getsignal(number)) != signal.SIG_IGN:
                     signal.signal(number, _interrupt)
                     self._handlers[number] = signal.SIG_DFL if before is None else before
+            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+                signal.signal(signal.SIGINT, self._interrupt_again)
+                self._handlers[signal.SIGINT] = signal.default_int_handler
 
     def expect(
         self, group: Group, nodeid: str | None, batch_size: int | None, *, scored: Sequence[str], may_fit_nowhere: bool
@@ -162,25 +175,29 @@ class BenchmarkSession:
         """Return a request with the texts of the reference strategy, where the run has generated them before."""
         report = self.recorder.report
         mp = reference.find(request.case, report.cases) if report is not None and request.case.generates else None
-        if mp is None or (texts := generated(mp)) is None:
+        if mp is None or (texts := generated(mp)) is None or texts.tokens is None:
             return request
         return msgspec.structs.replace(request, reference=ReferenceTexts(key=mp.key, tokens=texts.tokens))
 
     def record(self, result: CaseResult, options: Options, nodeid: str) -> CaseResult:
         """Add a result of any outcome to the report; return its case with all launches so far."""
         self._live.clear()
-        return self.recorder.add(
-            result,
-            options,
-            nodeid,
-            self.planner.machine(options),
-            kernel_names=list(self.runner.kernel_names),
-            ceilings=self.runner.ceilings,
-            imported_from={
-                **(self._project.imported_from_elsewhere() if self._project is not None else {}),
-                **self.runner.imported_from,
-            },
-        )
+        with _deferred_interrupt() as requested:
+            whole = self.recorder.add(
+                result,
+                options,
+                nodeid,
+                self.planner.machine(options),
+                kernel_names=list(self.runner.kernel_names),
+                ceilings=self.runner.ceilings,
+                imported_from={
+                    **(self._project.imported_from_elsewhere() if self._project is not None else {}),
+                    **self.runner.imported_from,
+                },
+            )
+        if requested:
+            raise KeyboardInterrupt
+        return whole
 
     def note(self, group: Group, outcome: str) -> None:
         """Keep the outcome of a case or a call of a group."""
@@ -195,6 +212,11 @@ class BenchmarkSession:
         if found:
             self._out_of_memory.discard(group)  # the test itself fails
         return found
+
+    @property
+    def forked(self) -> bool:
+        """True in a process that a test or a plugin forked: files and ranks are those of the first process."""
+        return os.getpid() != self._process
 
     def problems(self) -> list[str]:
         """Return why a run fails although no test failed: files, regressions without an item, groups that never fit."""
@@ -256,7 +278,9 @@ class BenchmarkSession:
         return "\n\n".join([tables, *verdicts, "\n".join(self.recorder.whereabouts())])
 
     def close(self) -> None:
-        """End every process, delete their logs and restore the handlers of signals."""
+        """End every process, delete their logs and restore the handlers of signals; nothing in a forked process."""
+        if self.forked:
+            return
         self._end_processes()
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
@@ -266,7 +290,13 @@ class BenchmarkSession:
         self.runner.close()
         if self._profilers is not None:
             self._profilers[1].close()
-        self._folder.cleanup()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _interrupt_again(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - as signal calls it
+        """Take several Ctrl-C in haste for one: the second one would end the writing of what was measured."""
+        before_s, self._interrupted_s = self._interrupted_s, time.monotonic()
+        if self._interrupted_s - before_s > _HASTE_S:
+            raise KeyboardInterrupt
 
     def _show(self, case: Case, done: int, planned: int, elapsed_s: float) -> None:
         name = f"{case.id} ({self._launch})" if self._launch else case.id
@@ -280,16 +310,17 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG00
 
 
 @contextmanager
-def _deferred_interrupt() -> Iterator[list[int]]:
-    """Let a block run to its end although Ctrl-C is pressed once; the list then has the signal."""
-    received: list[int] = []
+def _deferred_interrupt() -> Iterator[list[float]]:
+    """Let a block run to its end although Ctrl-C is pressed, also in haste; the list then has the times of it."""
+    received: list[float] = []
     if threading.current_thread() is not threading.main_thread():
         yield received
         return
 
     def receive(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - as signal calls it
-        received.append(number)
-        signal.signal(number, before)  # the second one ends the block
+        received.append(time.monotonic())
+        if received[-1] - received[0] > _HASTE_S:
+            raise KeyboardInterrupt  # the user does not want to wait for the block
 
     before = signal.signal(signal.SIGINT, receive)
     try:

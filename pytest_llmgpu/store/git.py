@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from pytest_llmgpu.report.privacy import anonymous
@@ -41,8 +41,11 @@ def is_reference(name: str | Path) -> bool:
     return str(name).startswith(_REFERENCE)
 
 
-def commit(rootdir: Path, environ: Mapping[str, str] = os.environ) -> Commit:
-    """Return the commit of a working tree; without git and without variables of a CI system, the reason."""
+def commit(rootdir: Path, environ: Mapping[str, str] = os.environ, needed: Collection[str] = ()) -> Commit:
+    """Return the commit of a working tree; without git and without variables of a CI system, the reason.
+
+    A tree is changed if a tracked file is, or if git does not track one of the `needed` files, relative to `rootdir`.
+    """
 
     def first(names: Iterable[str]) -> str | None:
         return next((environ[name] for name in names if environ.get(name)), None)
@@ -60,6 +63,8 @@ def commit(rootdir: Path, environ: Mapping[str, str] = os.environ) -> Commit:
         # The store does not count: every run writes to it, and it may be kept in git.
         status = ("status", "--porcelain", "--untracked-files=no", "--", ":/", _NOT_STORED)
         changed = output(rootdir, *status, timeout_s=_STATUS_TIMEOUT_S)
+        if inside := [f":(literal){name}" for name in needed if not name.startswith("..")]:
+            changed += output(rootdir, "ls-files", "--others", "--", *inside, timeout_s=_STATUS_TIMEOUT_S)
     except ValueError as error:
         return Commit(sha=sha, branch=named, source="git", why={"dirty": anonymous(str(error))})
     return Commit(sha=sha, branch=named, dirty=bool(changed), source="git")

@@ -20,6 +20,24 @@ _NO_MODULES = {"setup", "conftest"}
 _TIMEOUT_S = 60.0
 
 
+class Source(NamedTuple):
+    """The files of this machine from which a distribution was installed."""
+
+    path: Path
+    editable: bool
+
+
+def source_of(distribution: metadata.Distribution) -> Source | None:
+    """Return what a distribution was installed from (PEP 610); None where it came from elsewhere."""
+    try:
+        found = json.loads(distribution.read_text("direct_url.json") or "{}")
+        url = urlsplit(found.get("url", ""))
+        path = Path(unquote(url.path)).resolve()
+        return Source(path, bool(found.get("dir_info", {}).get("editable"))) if url.scheme == "file" else None
+    except (ValueError, AttributeError, TypeError):  # somebody else's file
+        return None
+
+
 class Project(NamedTuple):
     """The working tree of a commit, with the modules that an import should find there."""
 
@@ -60,9 +78,6 @@ class Project(NamedTuple):
 
     def _is_installed(self, module: str) -> bool:
         """Return whether the distribution of a module was installed from the tree (PEP 610)."""
-        for name in metadata.packages_distributions().get(module, ()):
-            text = metadata.distribution(name).read_text("direct_url.json")
-            url = urlsplit(json.loads(text)["url"]) if text else None
-            if url is not None and url.scheme == "file" and Path(unquote(url.path)).resolve().is_relative_to(self.root):
-                return True
-        return False
+        names = metadata.packages_distributions().get(module, ())
+        sources = [source_of(metadata.distribution(name)) for name in names]
+        return any(source is not None and source.path.is_relative_to(self.root) for source in sources)

@@ -11,6 +11,7 @@ import datetime
 import hashlib
 import os
 import re
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -42,6 +43,8 @@ _IGNORED = """\
 !*_baseline.json.gz
 """
 
+_LEFT = (".llmgpu-*.tmp", "*/.llmgpu-*.tmp", "*/.*.unfinished")
+_ABANDONED_S = 3600.0  # no report takes as long to write
 _SHA_LETTERS = 8
 _NO_COMMIT = "nocommit"
 _FILE = re.compile(r"(\d{4,})_([0-9a-z]+)_(\d{8}T\d{6}Z)(?:_(.+?))?\.json(?:\.gz)?")
@@ -91,12 +94,33 @@ def hardware(report: Report) -> str:
     return re.sub(r"[^A-Za-z0-9.+]+", "-", text).strip("-.")[:LONGEST_NAME].rstrip("-.")
 
 
+def find() -> Path:
+    """Return the nearest store from the working directory up to the root of its repository; without one, the default.
+
+    A command in a subfolder uses the same store in this way.
+    """
+    here = Path.cwd()
+    for folder in (here, *here.parents):
+        if folder.joinpath(DEFAULT).is_dir():
+            return Path(os.path.relpath(folder / DEFAULT, here))
+        if (folder / ".git").exists():  # in a worktree it is a file
+            break
+    return DEFAULT
+
+
 def prepare(storage: Path) -> None:
-    """Make the folder of the store. A new one gets a .gitignore; in a folder of the user it could hide other files."""
+    """Make the folder of the store, and remove what killed processes left in it.
+
+    A new one gets a .gitignore; in a folder of the user it could hide other files.
+    """
     storage.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
         storage.mkdir()
         (storage / ".gitignore").write_text(_IGNORED, encoding="utf-8")
+    for path in (path for pattern in _LEFT for path in storage.glob(pattern)):
+        with suppress(OSError):
+            if path.stat().st_mtime < time.time() - _ABANDONED_S:
+                path.unlink()
 
 
 def stored(storage: Path) -> list[Stored]:
@@ -114,8 +138,8 @@ def stored(storage: Path) -> list[Stored]:
 def save(report: Report, storage: Path, name: str | None = None) -> Path:
     """Write a report to the store under the next number of its machine, and return its path.
 
-    A session that was continued replaces its earlier report of the same name, and one that did not complete loses its
-    name to a later one. The store is created if it is missing.
+    A session that was continued replaces its earlier report of the same name. One that did not complete takes no name
+    that another report has. The store is created if it is missing.
 
     Raises:
         ValueError: the name is not allowed, or a figure is not finite.
@@ -128,19 +152,15 @@ def save(report: Report, storage: Path, name: str | None = None) -> Path:
     folder = storage / hardware(report)
     # The commit may come from a variable of a CI system and contain any letter.
     sha = re.sub(r"[^0-9a-z]", "", (report.commit.sha or "").lower())[:_SHA_LETTERS] or _NO_COMMIT
-    parts = filter(None, (sha, compact_time(report), name))
-    tail = f"_{'_'.join(parts)}.json"
     folder.mkdir(parents=True, exist_ok=True)
+    parts = [sha, compact_time(report), *filter(None, [name])]
+    tail = f"_{'_'.join(parts)}.json"
     earlier = [one.path for one in _stored_in(folder) if report.resumed and one.path.name == f"{one.number:04}{tail}"]
     if earlier:
         file.write(earlier[0], data)
         return earlier[0]
-    for one in list(_stored_in(folder)) if name is not None else []:
-        # A run that did not complete loses its name, and keeps its number. A file that cannot be read keeps its name;
-        # another run may have taken the name at the same moment.
-        with suppress(ValueError, OSError):
-            if one.name == name and not file.load(one.path).session.complete:
-                one.path.rename(unnamed(one))
+    if not (report.session.complete or report.promotion) and name in [one.name for one in _stored_in(folder)]:
+        tail = f"_{'_'.join(parts[:2])}.json"
     number, claim = _claim(folder)
     target = folder / f"{number:04}{tail}"
     try:
@@ -148,11 +168,6 @@ def save(report: Report, storage: Path, name: str | None = None) -> Path:
     finally:
         claim.unlink()
     return target
-
-
-def unnamed(one: Stored) -> Path:
-    """Return the path of a report in the store without its name."""
-    return one.path.with_name(one.path.name.replace(f"_{one.name}.json", ".json"))
 
 
 def _claim(folder: Path) -> tuple[int, Path]:
@@ -263,8 +278,9 @@ def resolve(reference: str, storage: Path, *, machine: str | None = None, reposi
 
     Args:
         reference: a path, `git:REV:PATH` for a file of a commit, or a report of the store: its number, `latest`, its
-            name, or the start of its commit. `MACHINE/` in front selects one of several machines. `latest` is the
-            report that was measured last, kept or not, and not the one that was promoted last.
+            name, or the start of its commit. `MACHINE/` in front selects one of several machines. A name that several
+            reports have is that of the newest. `latest` is the report that was measured last, kept or not, and not the
+            one that was promoted last.
         storage: folder of the store.
         machine: `hardware` of the current machine, whose reports are preferred.
         repository: a folder in the working tree of git.
@@ -310,11 +326,12 @@ def _find(reference: str, kept: Sequence[Stored], machine: str | None) -> list[S
     else:
         number = int(reference) if _NUMBER.fullmatch(reference) else None
         commit = reference.lower() if _SHA.fullmatch(reference.lower()) else None
+        newest = {one.machine: one for one in kept if one.name == reference}  # by number
         found = [
             one
             for one in kept
             if (number is not None and number == one.number)
-            or reference == one.name
+            or one == newest.get(one.machine)
             # The name of a file has the first letters of the commit only.
             or (commit and one.commit and (one.commit.startswith(commit) or commit.startswith(one.commit)))
         ]

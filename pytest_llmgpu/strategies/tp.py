@@ -69,12 +69,15 @@ class TensorParallel(Strategy):
 
         device, rank, world_size = process_group.join(case)
         dtype = getattr(torch, case.dtype)
-        skeleton = weights.skeleton(source, dtype)
+        skeleton = weights.skeleton(
+            source, dtype, tied=False
+        )  # a plan names the head, which has no name while it is tied
         plan = DistributedConfig(tp_size=case.devices)
         if source.load_format == "dummy":
             # from_pretrained calls the same between building the model and reading its files.
             resolved, _, mesh = type(skeleton).prepare_distribute_model(plan)
             model: PreTrainedModel = type(skeleton).maybe_distribute_model(skeleton, resolved, mesh)
+            model.tie_weights()
             weights.materialise(model, lambda _: device, seed=case.seed, dtype=dtype)
             model.eval()
         else:

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from support.report_factory import make_generation, make_result
 
-from pytest_llmgpu.analysis.bound import bound, forward_flops
+from pytest_llmgpu.analysis.bound import bound, forward_flops, weights_read
 from pytest_llmgpu.report.derived import derive
 from pytest_llmgpu.report.result import Batches, CaseResult, Collective, Traffic
 from pytest_llmgpu.report.work import Bound, Ceilings, DeviceCeilings, ModelSize, RankWork, Work
@@ -53,6 +53,17 @@ def test_a_forward_has_two_flops_per_parameter_and_token_plus_attention() -> Non
     assert forward_flops(_MODEL, 10, 1) == 2 * 1000 * 10 + 2 * 2 * 10 * 100
     assert forward_flops(_MODEL, 10, 2) == 2 * 1000 * 10 + 2 * (2 * 2 * 10 * 25)
     assert forward_flops(_MODEL, 0, 0) == 0
+
+
+def test_a_forward_reads_the_experts_that_its_tokens_are_routed_to() -> None:
+    """One token touches its active experts, many tokens all of them."""
+    model = msgspec.structs.replace(_MODEL, experts_bytes=1600, active_experts=0.25)
+    assert [weights_read(model, tokens) for tokens in (1, 2, 1000)] == pytest.approx([800, 1100, 2000])
+    assert weights_read(_MODEL, 1) == 2000
+    result = _result([100, 1], [10, 1])
+    found = bound(result, _work(["a"], model=model), _CEILINGS)
+    assert isinstance(found, Bound)
+    assert found.memory_s == pytest.approx((2000 + 800) / 1e5)
 
 
 def test_the_slower_of_compute_and_memory_bounds_each_batch() -> None:

@@ -19,10 +19,11 @@ from pytest_llmgpu.cli import main, parser
 from pytest_llmgpu.cli.commands import COMMANDS
 from pytest_llmgpu.profiling.machine import installed_version
 from pytest_llmgpu.render.terminal.report import tables
+from pytest_llmgpu.report.file import dump
 from pytest_llmgpu.report.report import Session
 from pytest_llmgpu.report.result import Failure, Finding
 from pytest_llmgpu.report.schema import schema
-from pytest_llmgpu.store.store import DEFAULT, save
+from pytest_llmgpu.store.store import DEFAULT, save, stored
 
 
 def test_schema_and_version_print_nothing_else(llmgpu: Callable[..., str]) -> None:
@@ -81,6 +82,34 @@ def test_output_that_cannot_be_written_is_one_line_and_exit_2() -> None:
     assert done.stderr == "llmgpu: the output cannot be written: No space left on device\n"
 
 
+@pytest.mark.parametrize(
+    ("redirected", "lines"), [("list >&-", 1), ("--version >&-", 1), ("gate 2>/dev/full", 0), ("gate 2>&-", 0)]
+)
+def test_closed_output_is_exit_2_and_at_most_one_line(redirected: str, lines: int) -> None:
+    """Exit status 1 would read as a regression."""
+    command = f"{sys.executable} -m pytest_llmgpu.cli {redirected}"
+    done = subprocess.run(command, check=False, shell=True, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", lines)
+
+
+@pytest.mark.usefixtures("empty_folder")
+def test_a_report_is_removed_by_its_name(
+    llmgpu: Callable[..., str], refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store is found from a subfolder; none of several is removed if one of them is no report of the store."""
+    for name in ("one", "two"):
+        save(measured(), DEFAULT, name)
+    Path("sub").mkdir()
+    monkeypatch.chdir("sub")
+    assert "two" in llmgpu("list")
+    dump(measured(), Path("other.json"))
+    assert "other.json: is no report of the store ../.llmgpu" in refused("rm", "one", "other.json")
+    assert "_one.json" in llmgpu("rm", "one")
+    assert [one.name for one in stored(Path("..") / DEFAULT)] == ["two"]
+    Path(".git").mkdir()  # the root of another repository
+    assert "the store .llmgpu is empty" in llmgpu("list")
+
+
 def test_a_reader_that_leaves_early_does_not_change_the_exit_status(tmp_path: Path) -> None:
     """A broken report still gives exit status 2 if `head` has ended."""
     save(measured(), tmp_path)
@@ -113,7 +142,7 @@ def test_list_shows_the_store(llmgpu: Callable[..., str], capsys: pytest.Capture
     assert printed.err == f"llmgpu: report {broken}: is not valid JSON: Input data was truncated\n"
     with pytest.raises(SystemExit):
         main(["list", "--help"])
-    assert f"(default: {DEFAULT})" in capsys.readouterr().out
+    assert f"(default: the nearest {DEFAULT})" in capsys.readouterr().out
 
 
 def test_show_prints_the_tables_of_a_run(tmp_path: Path, llmgpu: Callable[..., str]) -> None:
@@ -123,7 +152,7 @@ def test_show_prints_the_tables_of_a_run(tmp_path: Path, llmgpu: Callable[..., s
     report.session = Session(complete=False)
     path = save(report, tmp_path)
     head, rest = llmgpu("show", "1", "--storage", str(tmp_path)).split("\n\n", 1)
-    assert head == f"{path}, {H200}, 2026-01-02T03:04:05Z, commit 3b1f09ac main, run not complete"
+    assert head == f"{path}, {H200}, 2026-01-02T03:04:05Z, commit 3b1f09ac main"
     assert rest == tables(report) + "\n"
     assert "It is slow." in rest
 

@@ -230,6 +230,37 @@ def test_a_command_that_ignores_ctrl_c_is_ended(tmp_path: Path, monkeypatch: pyt
     assert log.read_text().splitlines() == ["ignored 2", "ignored 15"]
 
 
+_KILLED = """
+import os, sys
+from pathlib import Path
+from pytest_llmgpu.cli.launches import checked_out, run
+with checked_out({"a": "main", "b": "main"}):
+    code = "import os, signal; print(os.getpid(), flush=True); signal.pause()"
+    run([sys.executable, "-c", code], Path(), os.environ, Path(sys.argv[1]))
+"""
+
+
+def test_what_a_killed_process_left_is_removed(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its command ends with it; worktrees of a living process and of the user stay."""
+    log = tmp_path / "log"
+    os.mkfifo(log)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    killed = subprocess.Popen([*_python(_KILLED), str(log)])
+    with log.open() as lines:
+        command = int(lines.readline())
+        killed.kill()
+        killed.wait()
+        assert ends(command)
+    assert len(git(repository, "worktree", "list").splitlines()) == 3
+    git(repository, "worktree", "add", "--quiet", str(tmp_path / "own"))
+    with checked_out({"a": "main"}) as living, checked_out({"a": "main"}):
+        assert len(git(repository, "worktree", "list").splitlines()) == 4
+        assert living[0].root.is_dir()
+    git(repository, "worktree", "remove", str(tmp_path / "own"))
+
+
 def test_children_of_a_command_are_ended(tmp_path: Path) -> None:
     """They would disturb the next measurement."""
     pid = tmp_path / "pid"

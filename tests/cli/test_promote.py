@@ -45,7 +45,8 @@ def test_a_report_becomes_the_baseline(capsys: pytest.CaptureFixture[str]) -> No
     passed = Session(complete=True, exit_status=1, failed_tests=0)
     report = on_h200([timed(), make_failed("oom", batch_size=2)], session=passed)
     assert _to_file(report) == 0
-    assert capsys.readouterr().out == f"promoted: new.json is the baseline {TARGET}\n"
+    step = f"next: pytest --llmgpu-compare={TARGET}"
+    assert capsys.readouterr().out == f"promoted: new.json is the baseline {TARGET}\n{step}\n"
     assert load(TARGET) == report
     old = resolve(str(TARGET), Path(".llmgpu")).sha256
     assert _to_file(on_h200([timed(0.9), make_failed("oom", batch_size=2)], sha="b" * 40)) == 0
@@ -82,7 +83,9 @@ def test_disturbed_launches_are_noted(capsys: pytest.CaptureFixture[str]) -> Non
     result = timed()
     result.launches[0].profile = make_profile(invalid=["processes of other programs: GPU 0 has 1"])
     assert _to_file(on_h200([result])) == 0
-    assert f"note: every launch of {result.id} was disturbed" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"note: every launch of {result.id} was disturbed" in out
+    assert "End the other programs on these GPUs" in out
 
 
 @pytest.mark.parametrize(
@@ -107,7 +110,10 @@ def test_a_report_that_the_gate_fails_is_refused(
     capsys.readouterr()
     report = on_h200(head, sha="b" * 40, session=Session(complete=True, exit_status=0, deselected=deselected))
     assert _to_file(report) == status
-    assert f"llmgpu: new.json is not promoted: {reason}" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert f"llmgpu: new.json is not promoted: {reason}" in error
+    assert ("--to FILE --force REASON`" in error) is reason.startswith("NOTHING")
+    assert "--force REASON promotes the report as it is" in error
     assert TARGET.read_bytes() == before
     assert _promote(report, "--to", str(TARGET), "--force", "wanted") == 0
 
@@ -164,7 +170,7 @@ def test_promoting_the_baseline_again_changes_nothing(capsys: pytest.CaptureFixt
 
 
 def test_the_store_has_one_baseline_per_machine() -> None:
-    """It has the name `baseline`; the previous one keeps its number."""
+    """The newest of the name `baseline`; an interrupted report that is promoted by force is that, too."""
     store = Path(".llmgpu")
     other = on_h200(sha="c" * 40)
     other.environment.gpus = gpus("NVIDIA A100")
@@ -174,9 +180,12 @@ def test_the_store_has_one_baseline_per_machine() -> None:
     kept = [(one.machine, one.number, one.name, one.commit) for one in stored(store)]
     assert sorted(kept, key=str) == [
         ("1x-NVIDIA-A100-140GiB", 1, BASELINE, "c" * 8),
-        (H200, 1, None, "a" * 8),
+        (H200, 1, BASELINE, "a" * 8),
         (H200, 2, BASELINE, "b" * 8),
     ]
     found = resolve(BASELINE, store, machine=H200)
     assert found.report().verdicts is not None
     assert main(["gate", BASELINE, "new.json"]) == 3, "it is the file of the baseline"
+    forced = on_h200(sha="d" * 40, session=Session(complete=False))
+    assert _promote(forced, "--force", "wanted") == 0
+    assert resolve(BASELINE, store, machine=H200).report().commit.sha == "d" * 40

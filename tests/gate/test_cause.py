@@ -76,6 +76,14 @@ def test_a_case_on_a_cpu_has_the_ops_that_changed() -> None:
     changed = known(found(_BASE.more(PROJECTION, "gemm", 4, 0.1, op="aten::mm")))
     assert [(one.name, one.module, one.before, one.after) for one in changed.ops] == [("aten::mm", PROJECTION, 2, 4)]
     assert found(_BASE) is None
+    for module, words in ((PROJECTION, "1 more mm in place of aten::mm in each"), (MLP, "1 more mm in each")):
+        other = {
+            **_BASE.ops,
+            PROJECTION: {},
+            module: {**({} if module == PROJECTION else _BASE.ops[module]), "own::mm": 2},
+        }
+        renamed = dataclasses.replace(_BASE, ops=other)
+        assert cause.describe(known(found(renamed))).startswith(words)
 
 
 def test_one_launch_that_differs_does_not_change_the_cause() -> None:

@@ -14,7 +14,16 @@ from pytest_llmgpu.gate.judge import ExitStatus
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.report.cause import CallsChange, Cause
 from pytest_llmgpu.report.metrics import MetricName, spec_of
-from pytest_llmgpu.report.verdicts import NEITHER, ONLY_CANDIDATE, Baseline, Candidate, Row, SessionState, Verdicts
+from pytest_llmgpu.report.verdicts import (
+    DIFFERS,
+    NEITHER,
+    ONLY_CANDIDATE,
+    Baseline,
+    Candidate,
+    Row,
+    SessionState,
+    Verdicts,
+)
 
 _CLONE = CallsChange(name="aten::clone", module="layers.*.mlp", per_layer=1, before=0, after=32)
 _COPY = CallsChange(name="Memcpy DtoD (Device -> Device)", module="layers.*.mlp", before=0, after=32)
@@ -31,7 +40,7 @@ def _slower(name: str = "tp-bs8", ratio: float = 1.041, **fields: Any) -> Row:
 
 
 def _verdicts(*rows: Row, states: Sequence[SessionState] = (), **fields: Any) -> Verdicts:
-    head = Candidate(created="2026-01-02T03:04:05Z", commit="b" * 40, states=list(states))
+    head = Candidate(created="2026-01-02T03:04:05Z", commit="b" * 40, command="pytest b.py", states=list(states))
     not_compared = {} if any(row.compared for row in rows) else {"time: why": 2}
     plain = {"head": head, "baseline": Baseline(name="base.json", commit="a" * 40), "not_compared": not_compared}
     return make_verdicts(*rows, **{**plain, **fields})
@@ -152,23 +161,42 @@ def test_points_and_reasons_are_in_words() -> None:
     ("rows", "fields", "words"),
     [
         ([_row("OK")], {}, ""),
-        ([_slower()], {}, "llmgpu bisect aaaaaaaa bbbbbbbb --metric time --case tp-bs8 "),
+        ([_slower()], {}, "llmgpu bisect aaaaaaaa bbbbbbbb --metric time --case tp-bs8 -- pytest b.py"),
         ([_slower(trace="traces/tp-bs8.json.gz")], {}, " Its trace opens in ui.perfetto.dev: traces/tp-bs8.json.gz"),
         ([_slower()], {"states": ["dirty"]}, spec_of("time").next_step),
+        ([_slower()], {"warnings": [f"{DIFFERS}torch 2.10.0 -> 2.11.0"]}, "in the environment of the baseline"),
         ([_slower(next_step="Look for a mask.")], {}, "Look for a mask."),
         ([_row("UNDECIDED", name=f"mp-bs{n}", launches_needed=n) for n in (3, 5, 40)], {}, "--llmgpu-launches=5 "),
-        ([_row("UNDECIDED")], {}, "llmgpu ab BASE HEAD "),
+        ([_row("UNDECIDED")], {}, "`llmgpu ab aaaaaaaa bbbbbbbb -- pytest b.py` "),
         ([_row("UNDECIDED")], {"in_turn": True}, "quieter machine"),
         ([_row("UNDECIDED", "outcome", base=None)], {}, "Measure again."),
         ([_row("UNDECIDED", next_step="Cool the GPUs.")], {}, "Cool the GPUs."),
     ],
-    ids=["none", "worse", "traced", "dirty", "own step", "launches", "too many", "in turn", "interrupted", "disturbed"],
+    ids=[
+        "none",
+        "worse",
+        "traced",
+        "dirty",
+        "environment",
+        "own step",
+        "launches",
+        "too many",
+        "in turn",
+        "interrupted",
+        "disturbed",
+    ],
 )
 def test_the_next_step_is_one_line(rows: list[Row], fields: dict[str, Any], words: str, prose: Prose) -> None:
     """The commit of a regression is looked for where that helps; undecided rows get the launches that decide most."""
     step = next_steps(_verdicts(*rows, **fields), Policy())
     assert words in step
     assert prose == step
+
+
+@pytest.mark.parametrize(("fields", "reason"), [({}, " --force REASON"), ({"baseline": None}, "")])
+def test_nothing_compared_has_a_next_step(fields: dict[str, Any], reason: str) -> None:
+    """A first report becomes the baseline; with a reason also one that has no case of the present baseline."""
+    assert f"`llmgpu promote REPORT --to FILE{reason}`" in next_steps(_verdicts(_row("NEW"), **fields), Policy())
 
 
 @pytest.mark.parametrize("strict", [False, True])

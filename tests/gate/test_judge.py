@@ -402,6 +402,9 @@ def test_the_verdicts_have_the_state_of_the_candidate(session: Session, dirty: b
     head.session, head.commit = session, Commit(sha="abc", dirty=dirty)
     found = judge(make_report([_full()]), head, Policy(), today=TODAY)
     assert (known(found.head).commit, known(found.head).states) == ("abc", states)
+    make_invalid(head.cases[0].launches[0], "CPU cores too busy: rank 0")
+    found = judge(make_report([_full()]), head, Policy(), today=TODAY)
+    assert known(found.head).states == [*states, "disturbed"]
 
 
 def test_the_same_reports_give_the_same_bytes() -> None:

@@ -12,6 +12,7 @@ from support.verdict_factory import gpus, keep, measured, summed
 from pytest_llmgpu.analysis.noise_regime import Prior
 from pytest_llmgpu.gate.trends import DEVICE_TIME, Line, chosen, steps, trends
 from pytest_llmgpu.report.file import load
+from pytest_llmgpu.report.result import Declared
 from pytest_llmgpu.store import store
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
@@ -32,6 +33,25 @@ def _changes(line: Line) -> list[str | None]:
 _FASTER, _SLOWER = ([factor * value for value in _FLAT] for factor in (1 / 1.05, 1.05))
 _QUIET = [1.0001, 1.0, 1.0001, 1.0, 1.0001]
 _BY_HALF_A_PERCENT = [1.005 * value for value in _QUIET]
+
+
+def test_a_figure_of_ones_own_is_followed() -> None:
+    """An exact one is marked from its threshold on, in its direction; a time has the steps of times."""
+    for day in range(1, 13):
+        result = summed(1.0, execution="cuda_graphs")
+        result.declared = {
+            "rate": Declared(better="larger", threshold=0.01),
+            "speed": Declared(better="larger", rule="time"),
+        }
+        for launch in result.launches:
+            launch.figures = {
+                "rate": 0.9 if day < 12 else 0.8,
+                "speed": 100.0 if day < 7 else 50.0,
+                "seen": -float(day),
+            }
+        keep(day, result)
+    assert [_changes(*_lines(name))[-1] for name in ("rate", "seen")] == ["worse", None]
+    assert _changes(*_lines("speed")).count("worse") == 1
 
 
 @pytest.mark.parametrize(

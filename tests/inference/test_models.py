@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import re
 import shutil
@@ -39,6 +40,28 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def _resolve(model: str | Path, rootdir: Path, **options: Any) -> ModelSource:
     return models.resolve(str(model), texts=TEXTS, rootdir=rootdir, **options)
+
+
+@pytest.mark.parametrize(
+    ("preset", "attention", "experts", "refusal"),
+    [
+        ("llama-7b", "sdpa", "", ""),
+        ("llama-7b", "sdpae", "", "attention=sdpae: .* is not supported: allowed here: eager,.* sdpa"),
+        ("llama-7b", "", "eager", "experts=eager: the model has no experts: allowed here: none"),
+        ("gpt-oss-20b", "sdpa", "", "attention=sdpa: .* not support .*: allowed here: eager"),
+        ("gpt-oss-20b", "", "sonicmoe", "experts=sonicmoe: the package kernels .*: allowed here: eager, batched_mm"),
+        ("gpt-oss-20b", "eager", "batched_mm", ""),
+    ],
+)
+def test_a_choice_that_cannot_run_here_is_refused(preset: str, attention: str, experts: str, refusal: str) -> None:
+    """The line names what can; what transformers makes of a preset is that of its architecture."""
+    if experts == "sonicmoe" and find_spec("kernels"):
+        pytest.skip("kernels is installed")
+    place = json.dumps(PRESETS[preset])
+    found = models.refusal_here(place, attention, experts)
+    assert re.match(f"--llmgpu-{refusal}", found) if refusal else not found
+    facts = models.facts_here(place)
+    assert facts.has_plan is facts.has_sdpa is (preset == "llama-7b")
 
 
 def test_resolving_needs_no_torch(model: Path) -> None:
@@ -99,6 +122,11 @@ _SECOND = "model-00002-of-00002.safetensors"
         ({_CONFIG: b"{"}, "config.json cannot be read"),
         ({_CONFIG: b"[]"}, "is not a JSON object"),
         ({_CONFIG: _DEEP}, "config.json cannot be read: the JSON is nested too deeply"),
+        ({_CONFIG: b'{"a": "' + bytes(2**22) + b'"}'}, "is larger than 4,194,304 bytes"),
+        ({_CONFIG: b'{"num_hidden_layers": -1}'}, "config.json: num_hidden_layers=-1: at least 1 is needed"),
+        ({_CONFIG: b'{"text_config": {"n_layer": 0}}'}, "config.json: n_layer=0: at least 1 is needed"),
+        ({_CONFIG: b'{"_attn_implementation": "a/kernel"}'}, "_attn_implementation='a/kernel' is not allowed: remove"),
+        ({_CONFIG: b'{"b": [{"attn_implementation": {"": "eager"}}]}'}, "attn_implementation=.* is not allowed"),
         ({_WEIGHTS: None}, "has no weights: .*safetensors are needed"),
         ({_WEIGHTS: None, "pytorch_model.bin": b""}, "has only pytorch_model.bin, which can run code"),
         ({_WEIGHTS: b"version https://git-lfs.github.com/spec/v1\n"}, "git lfs pull"),
@@ -131,6 +159,15 @@ def test_a_broken_directory_is_refused(directory: Path, files: dict[str, bytes |
     with pytest.raises(ValueError, match=message) as caught:
         _resolve(directory, directory.parent)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [_CONFIG, _WEIGHTS, _TOKENIZER, "generation_config.json"])
+def test_a_pipe_is_refused_and_not_read(directory: Path, name: str) -> None:
+    """Reading it would wait for somebody who writes to it."""
+    (directory / name).unlink(missing_ok=True)
+    os.mkfifo(directory / name)
+    with pytest.raises(ValueError, match=f"{name} is a pipe, a socket or a device: a file is needed"):
+        _resolve(directory, directory.parent)
 
 
 @pytest.mark.parametrize(

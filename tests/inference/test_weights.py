@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import weakref
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -89,6 +91,18 @@ def test_values_are_those_that_transformers_reads_in_the_dtype_of_the_model(file
     old.unlink()
     save_file({name.removeprefix("model."): value for name, value in values.items()}, file, {"format": "pt"})
     assert _equal(_values(_source(file.parent)), values)
+
+
+@pytest.mark.parametrize(("named", "option", "runs"), [("eager", None, "sdpa"), ("sdpa", "eager", "eager")])
+def test_the_config_of_a_model_does_not_choose_the_attention(
+    file: Path, named: str, option: str | None, runs: str
+) -> None:
+    """The option does: its value is part of the case."""
+    config = json.loads((file.parent / "config.json").read_text())
+    (file.parent / "config.json").write_text(json.dumps({**config, "_attn_implementation": named}))
+    source = msgspec.structs.replace(_source(file.parent), attention=option)
+    loaded = weights.checkpoint(source, torch.float32, device_map={"": "cpu"})
+    assert {model.config._attn_implementation for model in (loaded, _skeleton(source))} == {runs}
 
 
 def test_files_that_lack_a_value_are_refused(file: Path) -> None:

@@ -14,9 +14,11 @@ from support.report_factory import make_accuracy, make_result
 
 from pytest_llmgpu import cli
 from pytest_llmgpu.gate import policy
+from pytest_llmgpu.plugin.options import LONG_STRATEGY
 from pytest_llmgpu.render.terminal.report import painter, summary_table
 from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.report.result import HostUse
+from pytest_llmgpu.report.work import RankWork, Work
 
 _ROOT = Path(__file__).parents[2]
 _PAGES = [_ROOT / "README.md", *sorted((_ROOT / "docs").glob("*.md"))]
@@ -47,6 +49,8 @@ def test_the_output_in_the_readme_is_what_a_run_prints() -> None:
         for size, seconds in ((8, 3.17), (64, 3.13))
     ]
     for result in results:
+        flops = 135_000_000 * result.case.batch_size
+        result.launches[0].work = Work(batches=[0], passes=1, ranks=[RankWork(uuids=[], flops=flops)])
         result.launches[0].host = HostUse(wall_s=3.2, threads=[2], cpu_s=[6.3], waited_s=[0.0])
     text, _ = summary_table(results, painter(color=False))
     assert f"```text\n{text}\n```" in (_ROOT / "README.md").read_text("utf-8")
@@ -56,7 +60,7 @@ def test_the_output_in_the_readme_is_what_a_run_prints() -> None:
 def test_pages_name_real_flags_only(page: Path) -> None:
     """A flag of pytest that a page shows exists."""
     shown = set(re.findall(r"--llmgpu-[a-z-]*[a-z]", page.read_text("utf-8")))
-    assert shown <= {*Options().in_force()}
+    assert shown <= {*Options().in_force(), LONG_STRATEGY}
 
 
 @pytest.mark.parametrize("page", _PAGES, ids=lambda page: page.name)

@@ -75,7 +75,8 @@ def test_the_verdicts_are_those_of_the_written_report(runs: FakedRuns) -> None:
     today = datetime.datetime.now(datetime.timezone.utc).date()
     again = judge.judge(base, head, Policy(), today=today, baseline=verdicts.baseline)
     assert msgspec.structs.replace(again, head=verdicts.head) == verdicts
-    assert verdicts.head == Candidate(created=head.created, commit=head.commit.sha, states=[])
+    head_command = "pytest test_it.py --llmgpu-dataset=items.jsonl --llmgpu-batch-sizes=1,4,8"
+    assert verdicts.head == Candidate(created=head.created, commit=head.commit.sha, command=head_command)
     assert known(verdicts.baseline).name == "base.json"
     assert (head.session.exit_status, head.session.complete) == (1, True)
     assert main(["gate", "--verdicts", str(runs.pytester.path / "base.json")]) == 1

@@ -218,6 +218,27 @@ def test_every_signal_that_ends_a_run_loses_no_report(runs: FakedRuns, number: s
     assert (session.complete, session.interrupted) == (False, True)
 
 
+def test_a_forked_process_measures_nothing(runs: FakedRuns) -> None:
+    """It has no threads that could talk to the ranks, and its report would replace that of the run."""
+    runs.pytester.makepyfile(
+        test_it="""
+        import os
+
+        def test_hellaswag(llm, hellaswag, batch_size, measure):
+            measure(llm, hellaswag, batch_size)
+            if not (child := os.fork()):
+                try:
+                    measure(llm, hellaswag, batch_size)
+                except BaseException as error:
+                    os._exit("only the first process of pytest measures" in str(error))
+                os._exit(9)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+        """
+    )
+    runs().assert_outcomes(passed=3)
+    assert list(runs.outcomes()) == ["mp-bs1", "mp-bs4", "mp-bs8"]
+
+
 _EXPECTING = f"import pytest\n\n@pytest.mark.llmgpu(expect_oom=True)\n{textwrap.dedent(BENCHMARK)}"
 _SKIPPING = """
 import pytest
@@ -445,15 +466,33 @@ def test_a_run_of_chosen_tests_is_told_from_a_whole_one(runs: FakedRuns) -> None
 
 @pytest.mark.slow
 def test_workers_of_xdist_measure_nothing(pytester: pytest.Pytester) -> None:
-    """Tests that need the GPUs are skipped with the reason; they fail in a run that is compared: it must not pass."""
+    """Tests that need the GPUs are skipped with the reason; a run that is compared is refused: it must not pass."""
     pytester.makepyfile(test_it=BENCHMARK, test_others="def test_other(): pass")
     flags = ["-p", "no:cacheprovider", "-n", "1", "-rs", "--llmgpu-batch-sizes=1,2"]
     result = pytester.runpytest_subprocess(*flags)
     result.assert_outcomes(passed=1, skipped=2)
-    result.stdout.fnmatch_lines(["SKIPPED *xdist*-n 0*"])
+    result.stdout.fnmatch_lines(["llmgpu: 2 measurements skipped: *-n 0", "SKIPPED *xdist*-n 0*"])
+    assert pytester.runpytest_subprocess(*flags, "test_it.py").ret == pytest.ExitCode.NO_TESTS_COLLECTED
     result = pytester.runpytest_subprocess(*flags, "--llmgpu-compare=latest")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: --llmgpu-compare: *xdist*-n 0*"])
+    result = pytester.runpytest_subprocess(*flags, "-o", "llmgpu_compare=latest")
     result.assert_outcomes(passed=1, errors=2)
-    result.stdout.fnmatch_lines(["*test_hellaswag?mp-bs1?: *xdist*-n 0*"])
+
+
+@pytest.mark.parametrize("declared", ['choices=["a", "b"]', 'action="store_true"', None])
+def test_a_repository_can_have_an_option_strategy(pytester: pytest.Pytester, declared: str | None) -> None:
+    """Ours then has its long name only; else both names are one option."""
+    if declared is not None:
+        pytester.makeconftest(f"def pytest_addoption(parser):\n    parser.addoption('--strategy', {declared})\n")
+    pytester.makepyfile(test_it=BENCHMARK)
+    flag = {None: "--strategy=tp", 'action="store_true"': "--strategy"}.get(declared, "--strategy=b")
+    flags = ["--collect-only", "-q", "--llmgpu-batch-sizes=1", "--llmgpu-strategy=mp", flag]
+    result = pytester.runpytest_inprocess(*flags)
+    result.assert_outcomes()
+    assert [line for line in result.outlines if "[" in line] == [
+        f"test_it.py::test_hellaswag[{name}-bs1]" for name in (["mp"] if declared else ["mp", "tp"])
+    ]
 
 
 def test_an_unwritable_report_is_kept(runs: FakedRuns, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

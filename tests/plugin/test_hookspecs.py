@@ -92,6 +92,17 @@ def test_a_strategy_and_a_task_beside_the_benchmarks_are_measured(pytester: pyte
     assert len({one.case.series for one in cases}) == 3
 
 
+@pytest.mark.parametrize("hook", ["pytest_llmgpu_strategies", "pytest_llmgpu_tasks", "pytest_llmgpu_metrics"])
+def test_a_hook_that_raises_is_refused_in_one_line(runs: FakedRuns, hook: str) -> None:
+    """It is no internal error of pytest."""
+    runs.pytester.makeconftest(f"def {hook}(config):\n    raise RuntimeError('it is broken')\n")
+    result = runs(sizes="8")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    text = f"{hook} raised RuntimeError: it is broken (conftest.py:2)"
+    assert [line for line in (*result.outlines, *result.errlines) if text in line] == [f"ERROR: {text}"]
+    assert "Traceback" not in result.stdout.str()
+
+
 def test_strategies_are_chosen_by_place_and_from_packages(runs: FakedRuns, monkeypatch: pytest.MonkeyPatch) -> None:
     """A place needs no hook; a package registers a strategy by its entry point."""
     site = runs.pytester.mkdir("site")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from pytest_llmgpu.report.report import Report
 pytestmark = pytest.mark.usefixtures("no_gpu")
 
 _PAGE = Path(__file__).parents[2] / "docs" / "own-code.md"
-_FLAGS = ("-p", "no:cacheprovider", "--llmgpu-device=cpu", "--llmgpu-limit=4", "--llmgpu-batch-sizes=8")
+_FLAGS = ("-p", "no:cacheprovider", "--llmgpu-device=cpu", "--llmgpu-limit=4", "--llmgpu-batch-sizes=4")
 
 
 def _write(section: str, folder: Path) -> None:
@@ -45,7 +46,7 @@ def test_a_patched_model_is_measured_and_a_slower_patch_is_regressed(pytester: p
     slower = f"        hidden @ torch.eye(hidden.shape[-1])\n{forward}"
     patch.write_text(patch.read_text().replace(forward, slower))
     result, _ = _run(pytester, "--llmgpu-compare=base")
-    result.stdout.fnmatch_lines(["REGRESSED: mp-bs8 FLOPs +*: 1 more aten::mm in each layers.[*].input_layernorm"])
+    result.stdout.fnmatch_lines(["REGRESSED: mp-bs4 FLOPs +*: 1 more aten::mm in each layers.[*].input_layernorm"])
 
 
 @pytest.mark.slow
@@ -58,6 +59,79 @@ def test_a_module_without_transformers_is_scored(pytester: pytest.Pytester) -> N
     work = known(case.launches[0].work)
     assert work.model is None
     assert work.why["model"] == "the strategy's model has no config of transformers"
+
+
+@pytest.mark.slow
+def test_an_engine_is_measured_and_a_slower_one_is_regressed(pytester: pytest.Pytester) -> None:
+    """It is no bundled model, its ops have its modules, and one more product is found and named."""
+    _write("An engine of your own", pytester.path)
+    base, report = _run(pytester, "--llmgpu-save=base")
+    base.assert_outcomes(passed=2)
+    assert [case.case.model for case in report.cases] == ["engine MyEngine"] * 2
+    assert [case.id for case in report.cases] == ["MyEngine-generate-bs4", "MyEngine-bs4"]
+    engine = pytester.path / "my_engine.py"
+    line = "            hidden = hidden + layer"
+    engine.write_text(engine.read_text().replace(line, f"            layer(hidden)\n{line}"))
+    result, _ = _run(pytester, "--llmgpu-compare=base")
+    result.stdout.fnmatch_lines(["REGRESSED: MyEngine*-bs4 FLOPs +*: 1 more aten::addmm in each layers.[*]*"])
+
+
+@pytest.mark.slow
+def test_continuous_batching_generates_the_texts_of_mp(pytester: pytest.Pytester) -> None:
+    """Also as an object in this process, whose row says so, an engine without log-likelihoods is compared by tokens."""
+    _write("Continuous batching of transformers", pytester.path)
+    (pytester.path / "test_object.py").write_text(
+        "class Wrong:\n"
+        "    def generate(self, token_ids, new_tokens):\n"
+        "        return [[7] * new_tokens for _ in token_ids]\n\n"
+        "def test_wrong(measure, prompts, batch_size):\n"
+        "    measure(Wrong(), prompts, batch_size)\n"
+    )
+    flags = ("--strategy=mp,transformers-cb", "--llmgpu-new-tokens=8", "--llmgpu-prompt-tokens=16")
+    result, report = _run(pytester, *flags)
+    result.assert_outcomes(passed=3)
+    batching, wrong = (
+        next(one for one in report.cases if one.case.strategy == name) for name in ("transformers-cb", "Wrong")
+    )
+    comparison = known(batching.comparison)
+    assert (comparison.flipped, known(batching.accuracy_check).ok) == ([], True)
+    assert len(known(batching.launches[0].generation).step_s) == 7
+    assert known(batching.launches[0].work).ranks[0].ops_by_module
+    assert wrong.case.strategy_options["process"] == "pytest"
+    assert wrong.comparison is None, "its model is not that of mp"
+
+
+@pytest.mark.slow
+def test_a_wrong_engine_of_the_model_of_mp_fails(pytester: pytest.Pytester) -> None:
+    """A server that answers by arithmetic runs no bundled model: most texts begin with another token."""
+    _write("Continuous batching of transformers", pytester.path)
+    stub = Path(__file__).parents[1] / "support" / "openai_stub.py"
+    command = f"--llmgpu-server-command={sys.executable} {stub} {{port}} {{fault}} {{model}}"
+    flags = ("--strategy=mp,openai", "--llmgpu-new-tokens=8")
+    result, report = _run(pytester, *flags, command.replace("{fault}", "none"))
+    result.assert_outcomes(passed=1, failed=1)
+    server = report.cases[1]
+    assert known(server.accuracy_check).ok is False
+    assert len(known(server.launches[0].generation).step_s) == 7
+    assert server.launches[0].why["work"].endswith("are not recorded")
+    result, report = _run(
+        pytester, *flags[1:], "--strategy=openai", command.replace("{fault}", "never"), "--llmgpu-load-timeout=8"
+    )
+    result.assert_outcomes(failed=1)
+    assert report.cases[0].outcome == "timeout"
+
+
+@pytest.mark.slow
+def test_a_figure_of_ones_own_is_gated(pytester: pytest.Pytester) -> None:
+    """A cache that is too small is a regression."""
+    _write("A figure of your own", pytester.path)
+    base, report = _run(pytester, "--llmgpu-work=off", "--llmgpu-save=base")
+    base.assert_outcomes(passed=1)
+    assert report.cases[0].launches[0].figures == {"cache_hit_rate": 0.75}
+    test = pytester.path / "test_cache.py"
+    test.write_text(test.read_text().replace("maxsize=1", "maxsize=0"))
+    result, _ = _run(pytester, "--llmgpu-work=off", "--llmgpu-compare=base")
+    result.stdout.fnmatch_lines(["REGRESSED: mp-bs4 cache hit rate -100.0 % (0, was 0.75)*"])
 
 
 @pytest.mark.slow
@@ -81,7 +155,7 @@ def test_each_folder_has_its_own_patches(
     monkeypatch.syspath_prepend(elsewhere)
     result, report = _run(pytester, "--import-mode=importlib", "--llmgpu-work=off", "-rP")
     result.assert_outcomes(passed=1, failed=1)
-    result.stdout.fnmatch_lines(["patched 8", "note: the report names commit *, but module engine was imported from *"])
+    result.stdout.fnmatch_lines(["patched 4", "note: the report names commit *, but module engine was imported from *"])
     assert list(report.commit.imported_from) == ["engine"]
     broken, _ = report.cases
     assert "has no attribute 'no_such_part'" in known(broken.failure).message

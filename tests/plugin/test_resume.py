@@ -63,6 +63,7 @@ def test_only_the_missing_cases_are_measured(runs: FakedRuns) -> None:
     assert whole.cases[0] == broken.cases[0]
     assert [[launch.resumption for launch in case.launches] for case in whole.cases] == [[0], [1], [1]]
     assert (whole.created, whole.session.complete, whole.session.interrupted) == (broken.created, True, False)
+    assert (whole.session.duration_s or 0) > (broken.session.duration_s or 0) > 0
     (resumption,) = whole.resumed
     assert (resumption.source, resumption.sha256, resumption.kept) == (_LAST, digest, 1)
     assert "Resumed" in runs.pytester.path.joinpath("whole.html").read_text()

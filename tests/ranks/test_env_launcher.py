@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -138,6 +139,7 @@ def test_a_lost_process_is_a_crash_of_its_node(tmp_path: Path, monkeypatch: pyte
         nodes.processes[2].terminate()
         error = _error(group, ranks.on_rank, 1, ranks.hang)
         assert (error.outcome, error.failure.rank, error.failure.message[-8:]) == ("crashed", 2, "(node 2)")
+        assert error.failure.signal is None, "the kernel's out-of-memory killer is not suspected"
         with pytest.raises(ConnectionError):
             nodes.peers.peers[1].call(os.getpid)
         with pytest.raises(RankFailedError, match=r"process of rank 2 was lost.*\(node 2\)"):
@@ -281,6 +283,23 @@ def test_nobody_joins_or_ends_a_run_without_the_secret(peers: Peers, sent: bytes
         assert peers.places == [(0, 0), (1, 0)]
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", peers.world.port))
+
+
+def test_a_program_that_talks_to_the_socket_of_a_machine_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread ends with a traceback, and the run goes on."""
+    raised: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    with contextlib.closing(Peers(_world(0, per_node=2))) as peers:
+        for number in range(16):
+            with socket.socket(socket.AF_UNIX) as other:
+                other.settimeout(_LIMIT_S)
+                other.connect(link._unix_name(peers.world))
+                other.sendall((60).to_bytes(4, "big") + bytes([number]) * 60)
+                with contextlib.suppress(ConnectionError):
+                    assert other.recv(1) == b""
+        with _joined(peers):
+            peers.wait(_LIMIT_S)
+    assert not raised
 
 
 def test_strangers_that_take_all_files_do_not_end_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,6 +123,24 @@ def test_a_process_that_ends_is_a_crash_with_its_status_and_its_log(
     assert not rank.alive
 
 
+def test_a_second_answer_to_a_command_ends_the_rank(rank: Rank) -> None:
+    """A process that a forward forked gives one: the answers after it would be those of other commands."""
+    assert _ask(rank, ranks.answer, "first") == "first"
+    error = _failure(rank, ranks.add, 1, 1)
+    assert (error.outcome, "command 0 was answered a second time" in error.failure.message) == ("crashed", True)
+
+
+def test_a_folder_that_was_removed_is_made_again(launcher: LocalLauncher, rank: Rank, tmp_path: Path) -> None:
+    """A program that cleans up, or a test that empties TMPDIR, ends no run."""
+    assert _ask(rank, ranks.add, 1, 1) == 2
+    shutil.rmtree(tmp_path)
+    assert _ask(rank, ranks.add, 1, 1) == 2
+    assert (launcher.take_output(), rank.stacks()) == ({}, "")
+    (again,) = launcher.start([{}], lambda *_: None)
+    assert _ask(again, ranks.add, 1, 1) == 2
+    again.close(0)
+
+
 def test_a_crash_on_a_full_disk_names_it(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     """An exit status alone explains nothing, and the log has no room for the reason."""
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(2**20, 2**20, 0))

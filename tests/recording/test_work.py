@@ -14,7 +14,8 @@ from support import tiny_model, traffic_functions
 from support.report_factory import known, make_case
 from torch.profiler import ProfilerActivity, profile
 
-from pytest_llmgpu.inference import models
+from pytest_llmgpu.inference import models, weights
+from pytest_llmgpu.inference.bundled import PRESETS
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.ranks import worker
 from pytest_llmgpu.ranks.group import RankGroup
@@ -322,7 +323,21 @@ def test_the_size_of_a_model_leaves_embeddings_and_head_out() -> None:
     layer = 4 * 32 * 32 + 3 * 32 * 48 + 2 * 32
     assert found == ModelSize(parameters=layer + 32, weights_bytes=2 * (layer + 32), layers=1, attention_width=32)
     model.config.num_local_experts = 8
-    assert "experts" in str(work.model_size(model, 2))
+    assert "num_experts_per_tok" in str(work.model_size(model, 2))
+
+
+def test_a_token_passes_through_its_active_experts() -> None:
+    """2.95 of 30 billion parameters of Qwen3-30B-A3B are active, without embeddings; windows attend to few tokens."""
+    found = work.model_size(weights.skeleton(tiny_model.source(PRESETS["qwen3-30b-a3b"]), torch.float16), 2)
+    assert isinstance(found, ModelSize)
+    assert (found.layers, found.active_experts) == (48, 8 / 128)
+    attention = 2048 * 128 * (2 * 32 + 2 * 4) + 2 * 128
+    layer, experts = attention + 2048 * 128 + 2 * 2048, 3 * 2048 * 768
+    assert found.parameters == 48 * (layer + 8 * experts) + 2048
+    assert found.experts_bytes == 2 * 48 * 128 * experts
+    gpt_oss = work.model_size(weights.skeleton(tiny_model.source(PRESETS["gpt-oss-20b"]), torch.float16), 2)
+    assert isinstance(gpt_oss, ModelSize)
+    assert gpt_oss.layers == 12
 
 
 def test_the_first_rank_has_the_size_of_the_whole_model(tmp_path: Any) -> None:

@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+import csv
 from typing import Any
 
 import pytest
 from support.prose import Prose
-from support.report_factory import make_failed, make_finding, make_report, make_result
+from support.report_factory import make_failed, make_finding, make_profile, make_report, make_result
 from support.verdict_factory import make_row, make_verdicts
 
 from pytest_llmgpu.gate.policy import Policy, dump_policy, policy_of
+from pytest_llmgpu.render.exports import export
 from pytest_llmgpu.render.summary import conclude
+from pytest_llmgpu.render.table import make_time_table
+from pytest_llmgpu.render.terminal.report import tables
 from pytest_llmgpu.report.report import Report, Session
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.verdicts import Verdicts
@@ -31,6 +35,25 @@ def test_an_incomplete_run_is_unclear(session: dict[str, object]) -> None:
     assert conclude(_report(make_failed("oom"))).status == "unclear"
     failed = conclude(_report(exit_status=1))
     assert (failed.status, "exit status 1" in failed.sentence) == ("fail", True)
+
+
+def test_a_disturbed_case_is_marked_and_a_run_of_them_is_not_green() -> None:
+    """The mark is on its row of each table and export, and the number is in the first sentence; power is no fault."""
+    quiet, busy, *_ = cases = [make_result(batch_size=size, profile=make_profile()) for size in (1, 2, 4)]
+    for result, text in ((quiet, "throttled by power or heat: GPU 0"), (busy, "CPU cores too busy: rank 0")):
+        result.launches[0].profile = make_profile(invalid=[text])
+    busy.inference_s = 0.001
+    one = conclude(_report(*cases, duration_s=95.2))
+    assert (one.status, one.sentence) == ("pass", "All 3 cases completed in 95 s; 1 disturbed.")
+    every = conclude(_report(busy))
+    assert (every.status, every.word) == ("unclear", "Disturbed")
+    assert every.sentence.startswith("The case completed; 1 disturbed.")
+    cells = [cell for _, row in make_time_table(cases).rows for cell in row]
+    assert [(cell.disturbed, cell.kind) for cell in cells] == [(False, "best"), (True, "plain"), (False, "plain")]
+    assert ["? 0.001" in line for line in tables(_report(*cases)).splitlines()].count(True) == 1
+    kept = list(csv.DictReader(export("csv", _report(*cases)).splitlines()))
+    assert [row["disturbed"] for row in kept] == ["", "CPU cores too busy: rank 0", ""]
+    assert export("markdown", _report(*cases)).count("completed, disturbed") == 1
 
 
 def test_a_strategy_that_never_fitted_explains_the_failed_test(prose: Prose) -> None:

@@ -23,15 +23,17 @@ def test_the_command_prints_the_newest_reports_with_their_changes(capsys: pytest
     assert main(["trend", ".llmgpu", "--last", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].endswith(", 2 reports")
-    assert [line.split() for line in lines[2:6]] == [
+    assert lines[2].startswith(
+        "1 change in 2 reports. Steps were searched in 0 of 1 line of times: that needs 6 undisturbed "
+    )
+    assert [line.split() for line in lines[4:8]] == [
         ["time", "(s)"],
         ["case", "2026-01-02", "2026-01-03"],
         ["0002", "0003"],
         ["00000002", "00000003"],
     ]
-    assert lines[7].split(maxsplit=2) == ["mp-bs1", "210", "! OOM"]
-    assert lines[-2] == "! 0003 mp-bs1 time: oom, was completed in report 0002."
-    assert lines[-1].startswith("Steps were searched in 0 of 1 line of times: that needs 6 undisturbed reports of the")
+    assert lines[9].split(maxsplit=2) == ["mp-bs1", "210", "! OOM"]
+    assert lines[-1] == "! 0003 00000003 mp-bs1 time: oom, was completed in report 0002."
     assert main(["trend", "--last", "0"]) == 2
     assert main(["trend", "--last", "1"]) == 0
     assert capsys.readouterr().out.splitlines()[0].endswith(", 1 report")
@@ -44,7 +46,7 @@ def test_broken_reports_are_named_and_left_out(capsys: pytest.CaptureFixture[str
     assert main(["trend"]) == 2
     printed = capsys.readouterr()
     assert printed.out.startswith(f"{paths[0].parent.name}, 1 report\n")
-    assert "\nNo change was found.\nSteps were searched in 0 of 1 line of times: " in printed.out
+    assert "\nNo change was found in 1 report. Steps were searched in 0 of 1 line of times: " in printed.out
     assert str(paths[0]) in printed.err
 
 
@@ -66,7 +68,9 @@ def test_the_page_has_charts_and_needs_no_network(monkeypatch: pytest.MonkeyPatc
     assert "&lt;b&gt;-bs1" in page
     assert not {"<b>", "://"} & {found for found in ("<b>", "://") if found in page}
     assert page.count('<source media="screen and (prefers-color-scheme: dark)" srcset="data:image/svg+xml;base64,') == 3
-    assert "! 0003 &lt;b&gt;-bs1 traffic: " in page
+    assert "<h1>1 change in 3 reports. Steps were searched in 0 of 2 lines of times: " in page
+    assert "! 0003 00000003 &lt;b&gt;-bs1 traffic: " in page
+    assert page.count('<a href="#trend-') == 3
     assert list(drawn) == ["trend-time", "trend-sequences", "trend-traffic"]
     for chart in drawn.values():
         altair.Chart.from_dict(chart.spec)

@@ -72,16 +72,17 @@ def test_a_write_that_fails_leaves_the_old_report_and_nothing_else(monkeypatch: 
     assert [path.name for path in Path().iterdir()] == ["report.json"]
 
 
-def test_links_are_kept_and_never_overwrite_another_file() -> None:
-    """The target of a link is written; a link with the name of a temporary file is not followed."""
-    Path("real").mkdir()
-    _PATH.symlink_to("real/report.json")
+@pytest.mark.parametrize("planted", ["victim", "absent"])
+def test_planted_links_are_replaced(planted: str) -> None:
+    """A repository may have a link with the name of a report, to a file of the user."""
     Path("victim").write_text("mine")
-    Path(f".llmgpu-{os.getpid()}.tmp").symlink_to("victim")
+    for name in (_PATH, Path(f".llmgpu-{os.getpid()}.tmp")):
+        name.symlink_to(planted)
+    check_writable(_PATH)
     dump(make_full_report(), _PATH)
-    assert _PATH.is_symlink()
-    assert load(Path("real/report.json")) == make_full_report()
-    assert Path("victim").read_text() == "mine"
+    assert not _PATH.is_symlink()
+    assert load(_PATH) == make_full_report()
+    assert (Path("victim").read_text(), Path("absent").exists()) == ("mine", False)
 
 
 def test_a_report_has_the_permissions_of_any_new_file() -> None:
@@ -260,12 +261,28 @@ def test_a_bomb_is_refused_with_little_memory() -> None:
         file.unpack(bomb, limit_bytes=2**20)
     assert tracemalloc.get_traced_memory()[1] < 2**24
     tracemalloc.stop()
+    with pytest.raises(ValueError, match=f"^decompresses to more than {100 * len(bomb):,} bytes, the limit$"):
+        file.unpack(bomb)
+
+
+def test_a_report_of_too_many_fields_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names and texts of a report take many times their size in memory."""
+    fields = encode(make_full_report(), compressed=False).count(b'":')
+    dump(make_full_report(), _PATH)
+    monkeypatch.setattr(file, "_MOST_FIELDS", fields)
+    assert load(_PATH) == make_full_report()
+    monkeypatch.setattr(file, "_MOST_FIELDS", fields - 1)
+    with pytest.raises(
+        ValueError, match=rf"^report report.json: has {fields:,} fields: at most {fields - 1:,} are read$"
+    ):
+        load(_PATH)
 
 
 @pytest.mark.parametrize(
     ("data", "message"),
     [
         (b"[" * 100_000, "the JSON is nested too deeply"),
+        (b"[" + b"[]," * 2_500_001, "the JSON has more than 5,000,000 values"),
         (b"{", "not JSON (Expecting property name enclosed in double quotes, column 2)"),
         (b"{\n\n,", "not JSON (Expecting property name enclosed in double quotes, line 3, column 1)"),
         (b'"\xe9"', "byte 2 is not UTF-8: save the file as UTF-8"),
@@ -296,7 +313,7 @@ def test_a_path_that_can_be_written_leaves_no_trace_of_the_check(name: str) -> N
         ("file.txt/report.json", "cannot be written: Not a directory"),
         ("pipe.json", "is not a regular file"),
         ("x" * 300 + ".json", "cannot be written: File name too long"),
-        ("loop.json", "cannot be written"),
+        ("loop.json/report.json", "cannot be written"),
     ],
 )
 def test_a_path_that_cannot_be_written_is_refused_before_the_run(name: str, reason: str) -> None:

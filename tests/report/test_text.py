@@ -62,6 +62,12 @@ def test_values_are_written_one_way(function: Callable[..., str], given: tuple[A
     assert function(*given) == shown
 
 
+def test_blank_lines_of_a_log_are_shown_at_once() -> None:
+    """A search that grows with the square of their number would take four minutes."""
+    blank = "\n" * 100_000
+    assert text.printable_lines(f"{blank}  ::error::a") == f"{blank}  \\::error::a"
+
+
 def test_the_tail_of_a_log_has_its_last_lines(tmp_path: Path) -> None:
     """Lines are cut, and the first line counts the bytes before the part that was read."""
     log = tmp_path / "log"

@@ -257,6 +257,17 @@ def test_a_dataset_with_other_prompts_is_noted(plan: _Bench) -> None:
     assert "lm-evaluation-harness" in note
 
 
+def test_experts_with_random_weights_are_noted_once(
+    plan: _Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trained weights route tokens otherwise."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # of the tokenizer
+    for preset in ("llama-7b", "mixtral-8x7b", "mixtral-8x7b"):
+        plan(model=preset, load_format="dummy")
+    (note,) = [note for note in plan.planner.notes if "experts" in note]
+    assert note.startswith("note: mixtral-8x7b: random weights do not route tokens")
+
+
 def test_prompts_are_continued_and_other_items_where_the_option_asks(plan: _Bench) -> None:
     """The fixture or the option decides; each item is one sequence, and the same loaded model serves both workloads."""
     scored, prompts = plan().case, plan(task="prompts").case
@@ -307,7 +318,20 @@ def test_what_the_model_lacks_is_refused(plan: _Bench, monkeypatch: pytest.Monke
         plan(workload="generate")
     plan.facts = ModelFacts(has_plan=True, has_sdpa=False)
     assert plan(attention="eager").case.attention is None
-    with pytest.raises(ValueError, match=r"^--llmgpu-attention=sdpa: .* of tiny \(llama\): allowed: eager$"):
+    asked: list[tuple[str, ...]] = []
+
+    def ask(*given: str, library: str) -> str:  # noqa: ARG001 - as that of the package
+        asked.append(given[2:])
+        return '""'
+
+    monkeypatch.setattr(processes, "ask", ask)
+    kernel = plan(attention="flash_attention_2", experts="eager").case
+    assert (kernel.attention, kernel.experts) == ("flash_attention_2", "eager")
+    assert asked == [("flash_attention_2", "eager")]
+    with pytest.raises(ValueError, match=r"^--llmgpu-attention=flash_attention_2: .* each row: allowed: sdpa, eager$"):
+        plan(attention="flash_attention_2", workload="generate")
+    monkeypatch.setattr(processes, "ask", lambda *_, **__: '"--llmgpu-attention=sdpa: no: allowed here: eager"')
+    with pytest.raises(ValueError, match=r"^--llmgpu-attention=sdpa: no: allowed here: eager$"):
         plan(attention="sdpa")
     monkeypatch.setattr(KernelInjection, "backend", "accelerate")  # an installed library
     plan.on(_machine(), registered.BUILT_IN)

@@ -16,7 +16,7 @@ from pytest_llmgpu.profiling.machine import Machine, TorchFacts
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.report.report import Commit, Environment
-from pytest_llmgpu.report.result import CaseResult, Failure
+from pytest_llmgpu.report.result import CaseResult, Declared, Failure
 from pytest_llmgpu.session import recorder
 from pytest_llmgpu.session.recorder import Recorder
 from pytest_llmgpu.store import store
@@ -32,7 +32,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/ada")
     monkeypatch.setenv("LOGNAME", "ada")
     monkeypatch.setattr(socket, "gethostname", lambda: "node17")
-    monkeypatch.setattr(recorder, "commit", lambda _: Commit(sha="0123456789abcdef"))
+    monkeypatch.setattr(recorder, "commit", lambda *_, **__: Commit(sha="0123456789abcdef"))
     monkeypatch.setattr(machine, "fingerprint", lambda _: Environment(cpu="Xeon", python="3.11.7", platform="Linux"))
 
 
@@ -114,6 +114,25 @@ def test_a_case_is_compared_with_earlier_ones(recorded: Recorder, monkeypatch: p
     assert compared == [[], [], once[:1], once, [], [], twice[:1], twice]
 
 
+def test_a_figure_reaches_the_report_launch_by_launch(recorded: Recorder, tmp_path: Path) -> None:
+    """The last attempt of a launch counts, and a name has one value in it; undeclared figures are kept as well."""
+    recorded.declared = {"hit_rate": Declared(better="larger")}
+    with pytest.raises(ValueError, match="'hit_rate': only a result that measure returned"):
+        make_result().record("hit_rate", 1)
+    for launch, values in ((1, (0.5, 0.9)), (2, (0.7,))):
+        recorded.start_launch(launch)
+        for value in values:
+            recorded.begin_test("test_it.py::test_it")
+            result = _add(recorded, make_result())
+            result.record("hit_rate", value)
+            with pytest.raises(ValueError, match=f"figure 'hit_rate': this launch of mp-bs1 has one, {value}: record"):
+                result.record("hit_rate", 1)
+    result.record("other", 3)
+    (case,) = file.load(tmp_path / "report.json").cases
+    assert [launch.figures for launch in case.launches] == [{"hit_rate": 0.9}, {"hit_rate": 0.7, "other": 3.0}]
+    assert case.declared == recorded.declared
+
+
 @pytest.mark.parametrize(
     ("interrupted", "others", "complete"), [(False, [], True), (False, ["another"], False), (True, [], False)]
 )
@@ -163,16 +182,32 @@ def saved(emulated: None, tmp_path: Path) -> Callable[..., Recorder]:  # noqa: A
 
 
 def test_a_run_is_saved_under_the_next_number_and_its_name(saved: Callable[..., Recorder], tmp_path: Path) -> None:
-    """The store has the finished report, and the summary its path; a second run of the name makes it ambiguous."""
+    """The store has the finished report, and the summary its path; the name is that of the newest one."""
     recorded = saved("base")
     (one,) = store.stored(tmp_path / "store")
     assert (one.number, one.name, one.machine) == (1, "base", "CPU-Xeon")
     assert file.load(one.path) == recorded.report
     *first, _next = recorded.whereabouts()
     assert first == ["report: report.json", f"saved: store/CPU-Xeon/{one.path.name}"]
-    *_, note, _next = saved("base").whereabouts()
-    assert note.startswith("note: 'base' is ambiguous: give the number of CPU-Xeon/0001 (")
-    assert "CPU-Xeon/0002" in note
+    second = saved("base")
+    assert len(second.whereabouts()) == 3
+    assert store.resolve("base", tmp_path / "store").report() == second.report
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "step"),
+    [
+        ("base", Commit(sha="a" * 40), "next: llmgpu promote base (makes it the baseline)"),
+        ("", Commit(sha="a" * 40), "next: llmgpu promote latest (makes it the baseline)"),
+        ("base", Commit(sha="a" * 40, dirty=True), "next: no baseline: files were changed after the commit: commit"),
+    ],
+)
+def test_the_step_after_saving_is_promote(
+    saved: Callable[..., Recorder], monkeypatch: pytest.MonkeyPatch, name: str, source: Commit, step: str
+) -> None:
+    """Where promote would refuse the report, the reason comes at once."""
+    monkeypatch.setattr(recorder, "commit", lambda *_, **__: source)
+    assert saved(name).whereabouts()[-1].startswith(step)
 
 
 def test_the_summary_has_the_folder_of_traces(emulated: None, tmp_path: Path) -> None:  # noqa: ARG001
@@ -191,15 +226,15 @@ def test_the_summary_has_the_folder_of_traces(emulated: None, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("exit_status", "stopped", "name"), [(0, False, "base"), (1, False, "base"), (2, True, None)])
-def test_a_run_that_did_not_complete_loses_its_name(
+def test_a_run_that_did_not_complete_takes_no_name_of_another(
     saved: Callable[..., Recorder], tmp_path: Path, exit_status: int, stopped: bool, name: str | None
 ) -> None:
-    """It is kept, but the next run of that name gets it, or the name would be ambiguous after Ctrl-C."""
-    saved("base", exit_status, interrupted=stopped)
-    (one,) = store.stored(tmp_path / "store")
-    assert file.load(one.path).session.exit_status == exit_status
+    """It is kept by its number; after Ctrl-C the name is still that of a whole report."""
     saved("base")
-    assert [(one.number, one.name) for one in store.stored(tmp_path / "store")] == [(1, name), (2, "base")]
+    saved("base", exit_status, interrupted=stopped)
+    kept = store.stored(tmp_path / "store")
+    assert [(one.number, one.name) for one in kept] == [(1, "base"), (2, name)]
+    assert file.load(kept[1].path).session.exit_status == exit_status
 
 
 def test_a_run_that_cannot_be_saved_is_refused_or_not_green(

@@ -70,12 +70,16 @@ def test_results_stay_and_the_state_of_the_session_does_not() -> None:
     """Every outcome is a result, its environment has the rates, and options of the output may be others."""
     cases = [make_result(), make_failed("oom", batch_size=2), make_failed("crashed", batch_size=4)]
     broken = _report(*cases)
-    broken.session = Session(interrupted=True, exit_status=2)
+    broken.session = Session(interrupted=True, exit_status=2, duration_s=7.0)
     broken.options = {**broken.options, "--llmgpu-json": "other.json", "--llmgpu-html": "page.html"}
     broken.environment.ceilings = make_ceilings()
     found = _continued(broken)
     assert found.cases == cases
-    assert (found.created, found.session, found.environment) == (broken.created, Session(), broken.environment)
+    assert (found.created, found.session, found.environment) == (
+        broken.created,
+        Session(duration_s=7.0),
+        broken.environment,
+    )
     (resumption,) = found.resumed
     assert (resumption.created, resumption.source, resumption.kept) == ("2026-01-03T00:00:00Z", "a.json", 3)
 

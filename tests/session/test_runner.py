@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -413,22 +414,26 @@ def test_forwards_that_cannot_be_recorded_are_measured_eagerly() -> None:
     assert len(tried) == 7
 
 
-@pytest.mark.parametrize("outcome", ["error", "crashed", "oom"])
-def test_a_load_that_failed_is_not_tried_again(outcome: Outcome) -> None:
-    """Other batch sizes fail at once with the same outcome. Another model is loaded."""
+@pytest.mark.parametrize(
+    ("outcome", "number"), [("error", None), ("crashed", signal.SIGSEGV), ("crashed", signal.SIGKILL), ("oom", None)]
+)
+def test_a_load_that_failed_is_not_tried_again(outcome: Outcome, number: int | None) -> None:
+    """Other batch sizes fail at once with the same outcome, unless a process was killed. Another model is loaded."""
+    again = outcome == "oom" or number == signal.SIGKILL
+    failure = Failure(phase="load", message="it is broken", log_tail="Traceback", signal=number)
 
     def load(case: Case, *_: Any) -> Any:
         if case.model == "broken":
-            raise RankFailedError(outcome, Failure(phase="load", message="it is broken", log_tail="Traceback"))
+            raise RankFailedError(outcome, failure)
         return _ANSWERS["load"]
 
     bench = _Bench(load=load)
     for batch_size, model in ((4, "broken"), (2, "broken"), (4, "good")):
         bench.run(_case(batch_size, model=model))
     assert [result.outcome for result in bench.recorded] == [outcome, outcome, "completed"]
-    assert len(bench.environments) == (3 if outcome == "oom" else 2)
+    assert len(bench.environments) == (3 if again else 2)
     second = known(bench.recorded[1].failure)
-    if outcome != "oom":
+    if not again:
         assert second.message.endswith("mp-bs4 could not be loaded: it is broken")
         assert (second.phase, second.log_tail) == ("load", None)
 

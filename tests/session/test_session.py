@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.report_factory import make_result
 
 from pytest_llmgpu.render.terminal.live import LiveLine
 from pytest_llmgpu.report.options import Options
@@ -61,3 +62,38 @@ def test_an_interrupted_write_loses_nothing(session: BenchmarkSession, monkeypat
     assert session.end(0, interrupted=False, deselected=[]) == 2
     assert written == ["store and page"]
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_forked_process_ends_nothing(session: BenchmarkSession) -> None:
+    """A test may fork, and its child may end as pytest does."""
+    assert not session.forked
+    if not (child := os.fork()):
+        status = session.forked
+        session.close()
+        os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    assert session._folder.is_dir()
+    session.close()
+    assert not session._folder.exists()
+
+
+def test_several_interrupts_in_haste_lose_no_case(session: BenchmarkSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C pressed five times is one request, while a case is written and outside of that."""
+    written: list[str] = []
+
+    def press() -> None:
+        for _ in range(5):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def add(*_: object, **__: object) -> None:
+        press()
+        written.append("the case")
+
+    monkeypatch.setattr(session.recorder, "add", add)
+    monkeypatch.setattr(session.planner, "machine", lambda _: None)
+    with pytest.raises(KeyboardInterrupt):
+        session.record(make_result(), Options(), "test_it.py::test_it")
+    assert written == ["the case"]
+    with pytest.raises(KeyboardInterrupt):
+        press()
+    press()

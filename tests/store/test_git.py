@@ -38,7 +38,10 @@ def test_git_names_commit_branch_and_changes(tree: Path) -> None:
     assert found.sha == git(tree, "rev-parse", "HEAD")
     assert (found.branch, found.dirty, found.source, found.why) == ("work", False, "git", {})
     (tree / "report.json").touch()
-    assert commit(tree, {}).dirty is False
+    assert commit(tree, {}, {"a.py", "../other.py"}).dirty is False
+    (tree / "[a].py").touch()
+    assert commit(tree, {}, {"[a].py"}).dirty is True, "a benchmark that git does not track is not in the commit"
+    (tree / "[a].py").unlink()
     for folder in (tree, tree / "below"):
         last = folder / ".llmgpu" / "last.json"
         last.parent.mkdir(parents=True)

@@ -11,10 +11,10 @@ from support.report_factory import known
 from support.repository import first_commit, git
 from support.verdict_factory import H200, gpus, measured
 
-from pytest_llmgpu.report import file
 from pytest_llmgpu.report.file import dump, load
 from pytest_llmgpu.report.options import check_name, check_name_is_free
 from pytest_llmgpu.report.report import Commit, Report, Session
+from pytest_llmgpu.store import store
 from pytest_llmgpu.store.store import BASELINE, LAST, hardware, resolve, save, stored, table
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
@@ -81,6 +81,20 @@ def test_the_next_number_follows_the_highest_one() -> None:
     assert [one.number for one in stored(_STORE)] == [9999, 10000]
 
 
+def test_what_killed_writers_left_is_removed() -> None:
+    """A file of the last hour may be of a process that lives."""
+    folder = save(measured(), _STORE).parent
+    left = [_STORE / ".llmgpu-ab.tmp", folder / ".llmgpu-cd.tmp", folder / ".0007.unfinished"]
+    for path in left:
+        path.touch()
+    save(measured(), _STORE)
+    assert all(path.exists() for path in left)
+    for path in left:
+        os.utime(path, (0, 0))
+    save(measured(), _STORE)
+    assert not any(path.exists() for path in left)
+
+
 def test_threads_that_save_at_the_same_time_get_different_numbers() -> None:
     """Every report of 40 concurrent writers is in the store, and no temporary file is left."""
     reports = [measured(sha=f"{number:08x}") for number in range(40)]
@@ -95,23 +109,10 @@ def test_threads_that_save_at_the_same_time_get_different_numbers() -> None:
 def test_a_writer_that_was_overtaken_takes_the_next_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another run can save between the listing of the folder and the claim of the number; it keeps the number."""
     other = save(measured(), _STORE).with_name("0002_aaaaaaaa_20260102T030405Z.json")
-    scandir = os.scandir
+    stored_in = store._stored_in
     # The listing is made before the other report is written.
-    monkeypatch.setattr(os, "scandir", lambda folder: (list(scandir(folder)), other.write_bytes(b"{}"))[0])
+    monkeypatch.setattr(store, "_stored_in", lambda folder: (list(stored_in(folder)), other.write_bytes(b"{}"))[0])
     assert save(measured(), _STORE).name.startswith("0003_3b1f09ac")
-
-
-def test_two_runs_may_take_a_name_from_an_interrupted_one_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one that is second saves its report all the same."""
-    save(msgspec.structs.replace(measured(), session=Session(complete=False)), _STORE, "base")
-
-    def overtaken(path: Path) -> Report:
-        found = load(path)
-        path.unlink()
-        return found
-
-    monkeypatch.setattr(file, "load", overtaken)
-    assert save(measured(), _STORE, "base").name.endswith("_base.json")
 
 
 def test_a_full_disk_leaves_no_part_of_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,6 +221,7 @@ def _fill_store() -> None:
         (f"{H200}/latest", f"{H200}/0003"),
         ("CPU-AMD-EPYC/latest", "CPU-AMD-EPYC/0001"),
         ("laptop", "CPU-AMD-EPYC/0001"),
+        ("base", f"{H200}/0003"),
         ("aaaa2", f"{H200}/0002"),
         ("AAAA2222", f"{H200}/0002"),
         ("aaaa2222" * 5, f"{H200}/0002"),
@@ -242,7 +244,6 @@ def test_a_stored_report_is_found_by_number_name_and_commit(reference: str, foun
     [
         ("1", ["CPU-AMD-EPYC/0001", f"{H200}/0001"]),
         ("latest", ["CPU-AMD-EPYC/0001", f"{H200}/0003"]),
-        ("base", [f"{H200}/0001", f"{H200}/0003"]),
         ("aaaa", [f"{H200}/0001 (aaaa1111", f"{H200}/0002 (aaaa2222"]),
     ],
 )
@@ -255,9 +256,9 @@ def test_an_ambiguous_reference_is_refused_with_all_candidates(reference: str, c
         assert candidate in str(caught.value)
         assert resolve(candidate.partition(" ")[0], _STORE).stored is not None
     for _ in range(6):
-        save(measured(), _STORE, "base")
+        save(measured("aaaa1111" * 5), _STORE)
     with pytest.raises(ValueError, match=r" and 3 more$"):
-        resolve("base", _STORE)
+        resolve("aaaa", _STORE)
 
 
 def test_reports_of_the_current_machine_are_preferred() -> None:

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from pathlib import Path
 from support.report_factory import make_failed, make_report, make_result, make_traffic, make_work
 from pytest_llmgpu.store.git import commit
+from pytest_llmgpu.store.imports import Project
 from pytest_llmgpu.report.file import dump
 from pytest_llmgpu.report.report import Session
 
@@ -29,6 +30,9 @@ if given.get("interrupt"):
 if "status" in given:
     print("last line", flush=True)
     sys.exit(given["status"])
+if given.get("installed"):
+    import engine
+    given["calls"] = engine.CALLS
 number = int(path.name.split(".")[0].rpartition("-")[2])
 cases = []
 for size, seconds in given["seconds"].items():
@@ -51,7 +55,8 @@ for size, seconds in given["seconds"].items():
     if case.nodeid not in left_out:
         cases.append(case)
 found = make_report(cases)
-found.commit = replace(commit(Path()), imported_from=given.get("imported_from", {}))
+elsewhere = given.get("imported_from") or Project.at(Path()).imported_from_elsewhere()
+found.commit = replace(commit(Path()), imported_from=elsewhere)
 found.session = Session(complete=True)
 dump(found, path)
 sys.exit(given.get("ends", 0))

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-from pathlib import Path
 
 from pytest_llmgpu.cli import launches
-from pytest_llmgpu.cli.arguments import add_rules, add_switches, today_of
+from pytest_llmgpu.cli.arguments import add_rules, add_switches, storage_of, today_of
 from pytest_llmgpu.cli.output import color, show
 from pytest_llmgpu.gate import ab, judge
 from pytest_llmgpu.gate.ab import Both
@@ -23,8 +22,6 @@ regression is found; later launches measure only the cases that are not decided.
 or the file of --policy; its error rate is divided by the number of comparisons. The merged reports are kept in
 .llmgpu/ab. Exit status, as for llmgpu gate: 0 passed, 1 regressed, 2 bad usage or a launch without a report, 3 could
 not be judged. llmgpu bisect finds the commit between them."""
-
-_KEPT = Path(".llmgpu") / "ab"
 
 
 def add_ab(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +42,7 @@ def run_ab(arguments: argparse.Namespace) -> int:
     references = dict(zip(ab.SIDES, (arguments.base_ref, arguments.head_ref), strict=True))
     with launches.interruptible(), launches.checked_out(references) as trees:
         looks = ab.looks(arguments.launches)
-        kept, policy, in_words, measure = launches.begin(arguments, trees, looks, _KEPT)
+        kept, policy, in_words, measure = launches.begin(arguments, trees, looks, storage_of(arguments) / "ab")
 
         def judge_both(both: Both) -> Verdicts:
             file.dump(both.base, kept / "base.json.gz")
@@ -60,5 +57,5 @@ def run_ab(arguments: argparse.Namespace) -> int:
         _, verdicts = ab.compare(measure, judge_both, lambda found: ab.undecided(found, policy), looks)
         conclusion = verdict_tables.conclusion(verdicts, policy, color())
         show(f"\n{conclusion}\n\n{verdict_tables.table(verdicts, policy, color())}\n{in_words}")
-        show(f"reports, policy and logs: {_KEPT / kept.name}")
+        show(f"reports, policy and logs: {kept}")
     return exit_status(verdicts, policy)

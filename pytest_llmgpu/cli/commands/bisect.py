@@ -18,15 +18,15 @@ from typing import Literal, NamedTuple
 
 from pytest_llmgpu.analysis.merging import merge
 from pytest_llmgpu.cli import launches
-from pytest_llmgpu.cli.arguments import add_rules, today_of
+from pytest_llmgpu.cli.arguments import add_rules, storage_of, today_of
 from pytest_llmgpu.cli.launches import LETTERS, Worktree
 from pytest_llmgpu.cli.output import show
 from pytest_llmgpu.gate import ab, judge
 from pytest_llmgpu.gate.ab import LOOKS, Both, is_open
 from pytest_llmgpu.report import file
-from pytest_llmgpu.report.metrics import JUDGED, spec_of
+from pytest_llmgpu.report.metrics import JUDGED, is_own, spec_of
 from pytest_llmgpu.report.report import Report
-from pytest_llmgpu.report.text import plural, signed_percent
+from pytest_llmgpu.report.text import guess, plural, signed_percent
 from pytest_llmgpu.report.verdicts import SEVERITY, Row, Verdicts
 
 _EPILOG = """\
@@ -36,7 +36,6 @@ each commit is launched until its row is decided: once for exact metrics and mos
 the case is launched. Commits that cannot be built or measured are skipped. Reports and logs are kept in .llmgpu/bisect.
 Exit status: 0 found, 2 bad usage or GOOD or BAD cannot be measured, 3 undecided, or BAD is not worse than GOOD."""
 
-_KEPT = Path(".llmgpu") / "bisect"
 _FEWEST = 3
 """Fewest launches that are useful: one of each end and one of a commit."""
 _INDENT = " " * 4
@@ -87,8 +86,9 @@ def add_bisect(parser: argparse.ArgumentParser) -> None:
 
 def run_bisect(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
-    if arguments.metric is not None and arguments.metric not in JUDGED:
-        raise ValueError(f"--metric={arguments.metric}: is no metric of the gate: allowed are {', '.join(JUDGED)}")
+    metric = arguments.metric  # a figure of the user's own is known once it is measured
+    if metric is not None and metric not in JUDGED and (not is_own(metric) or guess(metric, JUDGED)):
+        raise ValueError(f"--metric={metric}: is no metric of the gate: allowed are {', '.join(JUDGED)}")
     if (most := arguments.max_launches) < _FEWEST:
         raise ValueError(f"--max-launches={most}: at least {_FEWEST} are needed: GOOD, BAD and one commit")
     references = {"good": arguments.good_ref, "bad": arguments.bad_ref}
@@ -96,7 +96,9 @@ def run_bisect(arguments: argparse.Namespace) -> int:
     looks = ab.looks(max(1, most // 4))  # the ends take at most half of the launches
     with launches.interruptible(), begun(good, bad) as history:
         with launches.checked_out(references) as trees:
-            kept, policy, in_words, measure_end = launches.begin(arguments, trees, looks, _KEPT)
+            kept, policy, in_words, measure_end = launches.begin(
+                arguments, trees, looks, storage_of(arguments) / "bisect"
+            )
             show(in_words)
 
             def judge_two(base: Report, head: Report) -> Verdicts:
@@ -107,7 +109,7 @@ def run_bisect(arguments: argparse.Namespace) -> int:
             lines = _no_difference(arguments, verdicts)
         else:
             lines = _searched(arguments, history, judge_two, ends, end, kept)
-        show("\n".join([*lines, f"reports, policy and logs: {_KEPT / kept.name}"]))
+        show("\n".join([*lines, f"reports, policy and logs: {kept}"]))
     return 0 if (kept / "first-bad.json.gz").exists() else 3
 
 
@@ -121,7 +123,7 @@ def _searched(
 
     def measure(sha: str, number: int, deselected: Sequence[str]) -> Report:
         tree = history.tree(sha)
-        if number == 1 and arguments.setup is not None:
+        if number == 1:
             tree.build(arguments.setup, kept)
         return tree.launch(arguments.command, number, deselected, kept)
 
@@ -147,7 +149,7 @@ def _searched(
     if (row := _row_of(report.verdicts, end)) is not None:
         reason = textwrap.indent(row.reason, _INDENT)
         lines.append(f"{_INDENT}{end.metric} of {end.id}, compared with {before[:LETTERS]}:\n{reason}")
-    folder = _KEPT / kept.name
+    folder = kept
     return [*lines, f"next: git show {sha[:LETTERS]}; llmgpu gate {folder}/before.json.gz {folder}/first-bad.json.gz"]
 
 
@@ -156,7 +158,7 @@ def _no_difference(arguments: argparse.Namespace, verdicts: Verdicts) -> list[st
     rows = _selected(verdicts, metric, case)
     known = sorted({row.id for row in verdicts.rows})
     # An exact metric that is only shown has a row only where it changed.
-    exact = metric is not None and spec_of(metric).rule != "time"
+    exact = metric in JUDGED and spec_of(metric).rule != "time"
     if not rows and not (exact and case in {None, *known}):
         wanted = " of ".join(filter(None, (metric or "a gated metric", case)))
         raise ValueError(f"the reports of GOOD and BAD have no row of {wanted}; rows are of {', '.join(known)}")
@@ -168,7 +170,7 @@ def _no_difference(arguments: argparse.Namespace, verdicts: Verdicts) -> list[st
     else:
         lines.append("NO DIFFERENCE: BAD is not worse than GOOD")
     again = f"llmgpu ab {arguments.good_ref} {arguments.bad_ref} --launches 20 -- {shlex.join(arguments.command)}"
-    if not any(spec_of(row.metric).rule == "time" for row in rows):
+    if not any(row.spec.rule == "time" for row in rows):
         again = "other commits, or another --metric: exact figures do not vary"
     return [*lines, f"next: {again}"]
 
@@ -261,7 +263,7 @@ def measure_ends(
     def again(verdicts: Verdicts) -> set[str]:
         if worst(verdicts, metric, case) is not None:
             return set()
-        times = [row for row in _selected(verdicts, metric, case) if spec_of(row.metric).rule == "time"]
+        times = [row for row in _selected(verdicts, metric, case) if row.spec.rule == "time"]
         # A row that is OK is launched again: the user saw a regression, and chance hides some.
         return {row.key for row in times if is_open(row) or row.verdict == "OK"}
 
@@ -278,7 +280,7 @@ def worst(verdicts: Verdicts, metric: str | None = None, case: str | None = None
     """
 
     def order(row: Row) -> tuple[bool, int, int, float, float]:
-        kind = 0 if spec_of(row.metric).rule != "time" else 1 if row.metric == "device_time" else 2
+        kind = 0 if row.spec.rule != "time" else 1 if row.metric == "device_time" else 2
         return row.nodeid is None, SEVERITY.index(row.verdict), kind, row.p or 0.0, -abs(math.log(row.ratio or 1.0))
 
     return min((row for row in _selected(verdicts, metric, case) if row.worse), key=order, default=None)
@@ -341,7 +343,7 @@ def mark_of(end: Row, verdicts: Verdicts, report: Report, bad: Report) -> tuple[
     if row is None:
         outcome = next((one for one in verdicts.rows if (one.key, one.metric) == (end.key, "outcome")), None)
         measured = end.key in {key for result in report.cases for key in (result.key, result.case.series)}
-        if measured and outcome is None and spec_of(end.metric).rule != "time":
+        if measured and outcome is None and end.spec.rule != "time":
             return "good", ""  # the metric has a row only where it changed
         return "skip", f"it has no {end.metric} of {end.id}" if outcome is None else outcome.reason
     if is_open(row):

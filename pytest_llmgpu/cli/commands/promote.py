@@ -6,24 +6,20 @@ The report keeps its verdicts against the baseline that it replaces, and the fig
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+import shlex
 from pathlib import Path
 
 import msgspec
 
 from pytest_llmgpu.cli.arguments import REFERENCE, add_rules, policy_of, source, storage_of, today_of
 from pytest_llmgpu.cli.output import complain, show
-from pytest_llmgpu.gate import creep, headline
+from pytest_llmgpu.gate import creep, headline, promotion
 from pytest_llmgpu.gate.judge import exit_status, judge
 from pytest_llmgpu.report import disturbances, file
 from pytest_llmgpu.report.options import check_name_is_free
-from pytest_llmgpu.report.report import Promotion, Report
+from pytest_llmgpu.report.report import Promotion, Report, command
 from pytest_llmgpu.report.text import listed
 from pytest_llmgpu.store import store as storage
-from pytest_llmgpu.store.store import Stored
-
-_NAMED = 3
-"""Most cases that a reason lists."""
 
 
 def add_promote(parser: argparse.ArgumentParser) -> None:
@@ -44,11 +40,10 @@ def run_promote(arguments: argparse.Namespace) -> int:
     (policy, _), store = policy_of(arguments), storage_of(arguments)
     candidate = source(arguments.report, arguments).report()
     wanted = storage.hardware(candidate), storage.BASELINE
-    kept = [one for one in storage.stored(store) if (one.machine, one.name) == wanted]
-    newest = max(kept, key=lambda one: one.number, default=None)
-    path: Path | None = arguments.to or (None if newest is None else newest.path)
-    refused = list(_unfit(candidate))
-    status, verdicts, promotions = 1 if refused else 0, None, candidate.promotions
+    kept = [one.path for one in storage.stored(store) if (one.machine, one.name) == wanted]
+    path: Path | None = arguments.to or (kept[-1] if kept else None)
+    refused = list(promotion.unfit(candidate))
+    remedy, status, verdicts, promotions = "", 1 if refused else 0, None, candidate.promotions
     if path is not None and path.exists():
         present = storage.resolve(str(path), store)
         base = present.report()
@@ -63,57 +58,39 @@ def run_promote(arguments: argparse.Namespace) -> int:
         promotions = creep.promotions(base, candidate, verdicts, policy)
         if found := exit_status(verdicts, policy):
             refused.append(headline.describe(headline.decide(verdicts, policy)))
+            remedy = headline.next_steps(verdicts, policy)
             status = status or found
     if status and arguments.force is None:
         for text in refused:
             complain(f"{arguments.report} is not promoted: {text}")
-        complain("remove the cause and measure again, or pass --force REASON, which the baseline keeps")
+        step = remedy or "Next: Remove the cause and measure again."
+        complain(f"{step} --force REASON promotes the report as it is, and the baseline keeps the reason.")
         return status
-    promotion = Promotion(reason=arguments.force, refused=refused) if refused else None
+    forced = Promotion(reason=arguments.force, refused=refused) if refused else None
     promotions = [] if refused else promotions  # a growth that was accepted by force is not stated again
-    promoted = msgspec.structs.replace(candidate, verdicts=verdicts, promotion=promotion, promotions=promotions)
+    promoted = msgspec.structs.replace(candidate, verdicts=verdicts, promotion=forced, promotions=promotions)
     try:
-        written = _write(promoted, arguments.to, store, kept)
+        written = _write(promoted, arguments.to, store)
     except OSError as error:
         raise ValueError(f"baseline {arguments.to or store}: cannot be written: {file.one_line(error)}") from None
     show(f"promoted: {arguments.report} is the baseline {written}")
-    if names := [one.id for one in candidate.cases if one.launches and all(map(disturbances.untimed, one.launches))]:
-        show(f"note: every launch of {listed(names, _NAMED)} was disturbed: times cannot be compared, measure again")
+    bad = {one.id: [disturbances.untimed(launch) for launch in one.launches] for one in candidate.cases}
+    if why := {name: reasons[0] or "" for name, reasons in bad.items() if reasons and all(reasons)}:
+        text = f"note: every launch of {listed(why, promotion.NAMED)} was disturbed: its times cannot be compared. "
+        show(f"{text}{disturbances.remedy(next(iter(why.values())))}".rstrip())
     if refused:
         show(f"by force, in spite of: {'; '.join(refused)}")
+    show(f"next: {command(candidate)} --llmgpu-compare={shlex.quote(str(arguments.to or storage.BASELINE))}")
     return 0
 
 
-def _write(promoted: Report, path: Path | None, store: Path, before: Sequence[Stored]) -> Path:
-    """Write the baseline to a file, or to the store, where the previous one keeps its number only."""
-    if path is not None:
-        file.check_writable(path)
-        file.dump(promoted, path)
-        return path
-    check_name_is_free(storage.BASELINE)
-    written = storage.save(promoted, store, storage.BASELINE)
-    # The new file is written first: an interruption then leaves two baselines, which is refused, and never none.
-    for one in before:
-        one.path.rename(storage.unnamed(one))
-    return written
-
-
-def _unfit(candidate: Report) -> Iterator[str]:
-    """Yield why a report cannot be a baseline, whatever the present one is."""
-    session = candidate.session
-    if candidate.commit.sha is None:
-        yield "the report does not record its commit: commit the benchmark before it is measured"
-    if candidate.commit.dirty:
-        yield "files were changed after the commit"
-    # Items of the gate fail a run whose tests passed: its exit status is 1 then.
-    passed = not session.exit_status or (session.exit_status, session.failed_tests) == (1, 0)
-    if not session.complete or session.interrupted or not passed:
-        yield f"the run did not complete, or tests failed (exit status {session.exit_status})"
-    bad = {"timeout", "crashed", "error", "interrupted"}
-    failed = [f"{one.id} {one.outcome}" for one in candidate.cases if one.outcome in bad]
-    failed += [f"wrong answers of {one.id}" for one in candidate.cases if one.has_wrong_answers]
-    if failed or not any(one.outcome == "completed" for one in candidate.cases):
-        yield f"failed: {listed(failed, _NAMED) or 'no case completed'}"
+def _write(promoted: Report, path: Path | None, store: Path) -> Path:
+    if path is None:
+        check_name_is_free(storage.BASELINE)
+        return storage.save(promoted, store, storage.BASELINE)
+    file.check_writable(path)
+    file.dump(promoted, path)
+    return path
 
 
 def _measured(report: Report) -> bytes:

@@ -53,8 +53,6 @@ def run_show(arguments: argparse.Namespace) -> int:
         show(logs[case] or "")
         return 0
     parts = [found.name, store.hardware(report), report.created, f"commit {store.commit(report.commit)}"]
-    if not report.session.complete:
-        parts.append("run not complete")
     show(f"{', '.join(parts)}\n\n{terminal.tables(report, color(), verbose=arguments.verbose) or 'no case'}")
     return 0
 
@@ -65,10 +63,10 @@ def _side_by_side(arguments: argparse.Namespace) -> str:
 
     (policy, in_words), most = policy_of(arguments), None if arguments.verbose else verdict_tables.MOST_CASES
     heads = [source(name, arguments).report() for name in arguments.others]
-    found = [judged(arguments, arguments.report, head, policy)[1] for head in heads]
-    conclusions = [verdict_tables.conclusion(one, policy, color()) for one in found]
+    found = [(*judged(arguments, arguments.report, head, policy), head) for head in heads]
+    conclusions = [verdict_tables.conclusion(verdicts, policy, color()) for _, verdicts, _ in found]
     if len(found) == 1:
-        table = verdict_tables.table(found[0], policy, color(), most)
+        table = verdict_tables.table(found[0][1], policy, color(), most)
     else:
         table = verdict_tables.side_by_side(found, color(), most)
         named = enumerate(zip(arguments.others, conclusions, strict=True), 1)
@@ -159,7 +157,9 @@ def run_plot(arguments: argparse.Namespace) -> int:
         if arguments.case not in by_id:
             known = ", ".join(by_id) or "none"
             raise ValueError(f"--case {arguments.case!r}: the report has no such case; its cases are {known}")
-        drawn += timelines.charts(by_id[arguments.case], report.environment)
+        lines = list(timelines.charts(by_id[arguments.case], report.environment))
+        drawn += lines
+        omitted += [] if lines else [f"time lines of {arguments.case}: the case has no samples of a GPU"]
     for path in images.write(drawn, arguments.output, chosen, dark=arguments.dark):
         show(str(path))
     for reason in omitted:
@@ -186,9 +186,27 @@ def run_list(arguments: argparse.Namespace) -> int:
     return 2 if broken else 0
 
 
+def add_rm(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `llmgpu rm`."""
+    parser.add_argument("report", metavar="REPORT", nargs="+", help="a number, a name or a commit in the store")
+    add_storage(parser)
+
+
+def run_rm(arguments: argparse.Namespace) -> int:
+    """Remove reports of the store; none if one of them is not there."""
+    found = [source(name, arguments) for name in arguments.report]
+    for name, one in zip(arguments.report, found, strict=True):
+        if one.stored is None:
+            raise ValueError(f"{name}: is no report of the store {storage_of(arguments)}: see llmgpu list")
+    for one in found:
+        Path(one.name).unlink()
+        show(f"removed: {one.name}")
+    return 0
+
+
 def add_trend(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `llmgpu trend`."""
-    text = "store, or the folder of one machine in it (default: .llmgpu)"
+    text = "store, or the folder of one machine in it (default: the nearest .llmgpu)"
     parser.add_argument("folder", metavar="DIR", type=Path, nargs="?", help=text)
     parser.add_argument("--machine", metavar="NAME", help="machine to show, if the store has several")
     text = "number of newest reports to show (default: 8)"
@@ -205,7 +223,7 @@ def run_trend(arguments: argparse.Namespace) -> int:
 
     if arguments.last < 1:
         raise ValueError(f"--last {arguments.last}: a number of at least 1 is needed")
-    stored = trends.chosen(arguments.folder or store.DEFAULT, arguments.machine)
+    stored = trends.chosen(arguments.folder or store.find(), arguments.machine)
     kept = []
     for one in stored:
         try:

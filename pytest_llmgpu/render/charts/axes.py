@@ -13,6 +13,7 @@ from pytest_llmgpu.render.table import entries as entries_of
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.text import significant
+from pytest_llmgpu.report.verdicts import Verdicts
 
 Spec = dict[str, Any]
 """A Vega-Lite specification, or a part of one."""
@@ -61,6 +62,8 @@ class Panel(NamedTuple):
     """Model, dtype, GPUs and dataset, for an image that stands alone."""
     before: Sequence[Entry] = ()
     """The completed results of these cases and of others of their series in the baseline."""
+    verdicts: Verdicts | None = None
+    """The verdicts on the report."""
 
     @property
     def completed(self) -> list[Entry]:
@@ -82,8 +85,8 @@ class Panel(NamedTuple):
         return [entry for entry in self.completed if entry.title == title]
 
 
-def panels(report: Report, baseline: Report | None = None) -> list[Panel]:
-    """Return the panels of a report, in the order in which their cases ran, with the results of a baseline."""
+def panels(report: Report, baseline: Report | None = None, verdicts: Verdicts | None = None) -> list[Panel]:
+    """Return the panels of a report in the order in which their cases ran, with a baseline and the verdicts on it."""
     groups = blocks(report.cases)
     several = len(groups) > 1
     # The completed results of the baseline, by the series of the case that each is compared with, or its own.
@@ -105,6 +108,7 @@ def panels(report: Report, baseline: Report | None = None) -> list[Panel]:
                 suffix=f"-{number}" if several else "",
                 caption=caption,
                 measured=measured,
+                verdicts=verdicts,
                 before=[Entry(title, "", result) for one, title in curves.items() for result in then.get(one, ())],
             )
         )
@@ -194,7 +198,7 @@ def batch_sizes(sizes: Iterable[int]) -> Spec:
     return {
         "field": "b",
         "type": "quantitative",
-        "title": "batch size (sequences per forward)",
+        "title": "batch size (sequences per forward), logarithmic",
         "scale": {"type": "log", "base": 2, "nice": False, "padding": 2 * PADDING},
         "axis": {"values": _POWERS if several else known, "format": ",d", "labelOverlap": "greedy"},
     }
@@ -208,7 +212,7 @@ def levels(values: Iterable[float], title: str, *, log: bool, field: str = "v", 
     return {
         "field": field,
         "type": "quantitative",
-        "title": title,
+        "title": title if zero else f"{title}, {'logarithmic' if log else 'not from 0'}",
         "scale": {**kind, "nice": zero, "padding": 0 if zero else PADDING},
         # An expression: the `format` of a logarithmic axis has no text for ticks of a high first digit, such as 7.
         "axis": {"labelExpr": f"format(datum.value, '{_NUMBER}')", "labelOverlap": "greedy", **ticks},

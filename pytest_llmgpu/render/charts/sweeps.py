@@ -10,12 +10,17 @@ from typing import NamedTuple
 from pytest_llmgpu.render.charts import axes
 from pytest_llmgpu.render.charts.axes import Chart, Panel, Spec, formatted, rounded
 from pytest_llmgpu.render.table import COLUMNS, Entry, in_use_bytes
+from pytest_llmgpu.report.derived import figures_of_launch
 from pytest_llmgpu.report.text import GIB
 
 Figure = Callable[[Entry], float | None]
 """A function that returns a case's figure in the unit of an axis; None where the case has none."""
 
 _FAR = 2.5  # a capacity above this multiple of the memory in use is not drawn: it would flatten the curves
+
+
+_METRICS = {"inference_s": "time", "first_token_s": "first_token", "token_p50_s": "token_time"}
+"""Field of the time of a launch to the metric of its verdict."""
 
 
 class Point(NamedTuple):
@@ -91,8 +96,8 @@ def row_of(entry: Entry, values: Iterable[float | None]) -> list[str]:
 def times(panel: Panel) -> Iterator[Chart | str]:
     """Yield the charts of a panel's time and throughput, or a sentence with the reason why there is none."""
     if panel.entries[0].result.case.generates:
-        yield _speed(panel, "time per token", "ms", "token_p50_s", min)
         yield _speed(panel, "time to first token", "ms", "first_token_s", min)
+        yield _speed(panel, "time per token", "ms", "token_p50_s", min)
     else:
         yield _speed(panel, "time", "s", "inference_s", min)
     yield _speed(panel, "throughput", "sequences/s", "sequences_per_s", max)
@@ -114,14 +119,43 @@ def _speed(panel: Panel, name: str, unit: str, field: str, best: Callable[..., P
                 texts.append(f"{one} {formatted(winner.value, unit, digits=3)} at batch size {winner.entry.batch_size}")
             elif of_title:
                 texts.append(f"{one} none, because all its answers are wrong")
-        return f"Best of each strategy: {', '.join(texts)}."
+        return f"Best of each strategy: {', '.join(texts)}.{words}"
 
+    words, more = _spread(panel, field, 1000 if unit == "ms" else 1)
     title = f"{name.capitalize()} by batch size"
-    return of_figure(panel, title, (name, unit), figure, summary) or f"{title}: no completed case has one."
+    return of_figure(panel, title, (name, unit), figure, summary, more) or f"{title}: no completed case has one."
+
+
+def _spread(panel: Panel, field: str, scale: float) -> tuple[str, list[Spec]]:
+    """Return the layers of each launch and of the slowdowns that would not have been seen, and words for them."""
+    launches, bands = list[Spec](), list[Spec]()
+    rows = {row.id: row for row in (panel.verdicts.rows if panel.verdicts else ()) if row.metric == _METRICS.get(field)}
+    for entry in panel.completed if field in _METRICS else ():
+        result, place = entry.result, {"s": entry.title, "b": entry.batch_size}
+        found = [figures_of_launch(one, result.case.new_tokens)[field] for one in result.launches]
+        launches += [{**place, "v": rounded(scale * value)} for value in found if value and len(found) > 1]
+        row = rows.get(result.id)
+        # A wider band would be most of the chart.
+        if row is not None and row.base and row.smallest_seen is not None and row.smallest_seen < 1:
+            low = scale * row.base
+            bands.append({**place, "v": rounded(low), "h": rounded(low * (1 + row.smallest_seen))})
+    bar, dot = {"type": "rule", "strokeWidth": 12, "opacity": 0.25}, {"type": "point", "size": 8, "opacity": 0.6}
+    of_bar = {"color": axes.curves(panel), "y2": {"field": "h", "type": "quantitative"}}
+    layers: list[Spec] = [
+        {"data": {"values": bands}, "mark": bar, "encoding": of_bar},
+        {"data": {"values": launches}, "mark": dot, "encoding": {"color": axes.curves(panel)}},
+    ]
+    words = " Bars: slowdowns that would not have been seen." * bool(bands) + " Dots: launches." * bool(launches)
+    return words, [layer for layer in layers if layer["data"]["values"]]
 
 
 def of_figure(
-    panel: Panel, title: str, axis: tuple[str, str], figure: Figure, summary: Callable[[Sequence[Point]], str]
+    panel: Panel,
+    title: str,
+    axis: tuple[str, str],
+    figure: Figure,
+    summary: Callable[[Sequence[Point]], str],
+    more: Sequence[Spec] = (),
 ) -> Chart | None:
     """Return the chart of a figure above 0, with the name and the unit of its axis; None if no case has it."""
     (name, unit), drawn = axis, [point for point in points(panel.completed, {"": figure}) if point.value > 0]
@@ -142,7 +176,7 @@ def of_figure(
         id=name.replace(" ", "-"),
         title=title,
         summary=summary(drawn),
-        spec=curves_of(panel, drawn, {"": figure}, title=f"{name} ({unit})"),
+        spec=curves_of(panel, drawn, {"": figure}, title=f"{name} ({unit})", more=more),
         headers=["batch size", *(f"{one} ({unit})" for one in panel.titles)],
         rows=[
             [str(size), *("; ".join(by_title.get(one, [])) for one in panel.titles)]

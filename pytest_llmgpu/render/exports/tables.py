@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 
 from pytest_llmgpu.render import summary
 from pytest_llmgpu.render.exports.tools import describe
-from pytest_llmgpu.render.table import COLUMNS, MARKDOWN, TABLES
+from pytest_llmgpu.render.table import COLUMNS, MARKDOWN, TABLES, Column, own_columns
+from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.metrics import JUDGED, METRICS, spec_of
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.text import one_line
@@ -33,12 +34,12 @@ _FIRST = (
 
 _OF_METRICS = [spec.exported.column for spec in METRICS if spec.exported]
 
-_FIGURES = [*_OF_METRICS, *TABLES["work"], *TABLES["tokens"]]
+_FIGURES = [*_OF_METRICS, *(name for name in (*TABLES["work"], *TABLES["tokens"]) if name != "speedup")]
 
 _SESSION = ("created", "commit", "machine", "gpu", "gpu_memory_bytes")
 
 CSV_COLUMNS = tuple(
-    dict.fromkeys([*_FIRST, *_OF_METRICS, *(f"verdict_{name}" for name in JUDGED), *_FIGURES, *_SESSION])
+    dict.fromkeys([*_FIRST, *_OF_METRICS, *(f"verdict_{name}" for name in JUDGED), *_FIGURES, *_SESSION, "disturbed"])
 )
 """The header of the CSV table; its columns are read by name, in the order of the metrics."""
 
@@ -72,9 +73,11 @@ def spreadsheet(text: str) -> str:
 
 def render_csv(report: Report) -> str:
     """Return the report as CSV."""
-    rows = summary.by_id(report.verdicts)
+    rows, own = summary.by_id(report.verdicts), own_columns(report.cases)
     text = io.StringIO()
-    writer = csv.DictWriter(text, CSV_COLUMNS, restval="", lineterminator="\n")
+    verdicts = (f"verdict_{row.metric}" for others in rows.values() for row in others)
+    header = dict.fromkeys([*CSV_COLUMNS, *own, *verdicts])
+    writer = csv.DictWriter(text, header, restval="", lineterminator="\n")
     writer.writeheader()
     session = {
         "created": report.created,
@@ -90,10 +93,12 @@ def render_csv(report: Report) -> str:
             "outcome": result.outcome,
             "failure": result.failure.message if result.failure is not None else "",
             "launches": len(result.launches),
+            "disturbed": disturbances.of_case(result) or "",
             "gpu_memory_bytes": result.case.gpu_memory_bytes,  # the cap; empty without one
         }
         line = {name: spreadsheet(value) if isinstance(value, str) else value for name, value in fields.items()}
         line |= {name: COLUMNS[name].value(result) for name in _FIGURES}
+        line |= {name: column.value(result) for name, column in own.items()}
         if (time := spec_of("time").of(result)) is not None:
             line |= {"inference_s_low": time.low, "inference_s_high": time.high}
         writer.writerow({**session, **line, **_verdicts(rows.pop(result.id, ()))})
@@ -116,7 +121,7 @@ def render_markdown(report: Report) -> str:
 
 def markdown_header(report: Report) -> tuple[str, str]:
     """Return the first two lines of the table."""
-    titles = [MARKDOWN[name] for name in _shown(report)]
+    titles = [markdown(MARKDOWN.get(name) or name.replace("_", " ")) for name in _shown(report)]
     first = markdown_line(["case", "measured", "outcome", *titles, "verdict"])
     return first, f"|---|---|---|{'---:|' * len(titles)}---|"
 
@@ -125,9 +130,9 @@ def markdown_lines(report: Report) -> Iterator[str]:
     """Yield the lines of the cases in the order of the report, then those of other ids with verdicts."""
     rows, columns = summary.by_id(report.verdicts), _shown(report)
     for result in report.cases:
-        values = [(COLUMNS[name], COLUMNS[name].value(result)) for name in columns]
-        cells = ["" if value is None else column.written(value) for column, value in values]
-        outcome = result.outcome.replace("_", " ") + (", wrong answers" if result.has_wrong_answers else "")
+        values = [(column, column.value(result)) for column in columns.values()]
+        cells = ["" if value is None else markdown(column.written(value)) for column, value in values]
+        outcome = summary.outcome(result)
         if result.failure is not None:
             outcome += f": {one_line(result.failure.message, _MESSAGE)}"
         first = [code(result.id), markdown(describe(result.case)), markdown(outcome)]
@@ -141,9 +146,10 @@ def markdown_line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _shown(report: Report) -> list[str]:
+def _shown(report: Report) -> dict[str, Column]:
     """Return the columns of the Markdown table that have a figure."""
-    return [name for name in MARKDOWN if any(COLUMNS[name].value(result) is not None for result in report.cases)]
+    columns = {name: COLUMNS[name] for name in MARKDOWN} | own_columns(report.cases)
+    return {name: one for name, one in columns.items() if any(one.value(result) is not None for result in report.cases)}
 
 
 def _worst(rows: Sequence[Row]) -> str:

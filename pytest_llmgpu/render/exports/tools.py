@@ -16,8 +16,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from pytest_llmgpu.analysis.capacity import capacities
 from pytest_llmgpu.render.summary import by_id
+from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.case import DEFAULT_TASK, Case
-from pytest_llmgpu.report.metrics import METRICS, Figure, MetricSpec
+from pytest_llmgpu.report.metrics import BY_NAME, METRICS, Figure, MetricSpec, own_metrics
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import OUT_OF_MEMORY, CaseResult
 from pytest_llmgpu.report.text import GIB, one_line, plural
@@ -29,7 +30,7 @@ _IN_COMMENTS = str.maketrans({"`": "'", "|": "/"})
 
 def figures(result: CaseResult) -> list[tuple[MetricSpec, Figure]]:
     """Return the exported figures of a case with their metrics; none if it did not complete."""
-    found = [(spec, spec.of(result)) for spec in METRICS if spec.exported]
+    found = [(spec, spec.of(result)) for spec in (*METRICS, *own_metrics([result])) if spec.exported]
     return [(spec, figure) for spec, figure in found if figure is not None]
 
 
@@ -93,6 +94,7 @@ def junit_properties(result: CaseResult) -> list[tuple[str, str]]:
         unit = figure.unit.replace("/", "_per_")
         # The unit of a rate is its name: `sequences_per_s`.
         name = unit if unit.startswith(spec.name) or spec.name == "accuracy" else f"{spec.name}_{unit}"
+        name = name if spec.name in BY_NAME else spec.name
         pairs.append((f"llmgpu.{name}", repr(figure.value)))
     if result.failure is not None:
         pairs.append(("llmgpu.failure", one_line(result.failure.message)))
@@ -122,6 +124,7 @@ def render_bencher(report: Report) -> str:
                 scale = 1e9 if figure.unit == "s" else 1.0  # Bencher has nanoseconds
                 ends = {"value": figure.value, "lower_value": figure.low, "upper_value": figure.high}
                 measures[spec.exported.measure] = {key: end * scale for key, end in ends.items() if end is not None}
+        measures["disturbed"] = {"value": float(disturbances.of_case(result) is not None)}
         failures = sum(finding.severity == "failure" for finding in result.findings)
         measures["completed"] = {"value": float(result.outcome == "completed")}
         measures["out-of-memory"] = {"value": float(result.outcome in OUT_OF_MEMORY)}

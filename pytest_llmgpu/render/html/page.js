@@ -132,18 +132,6 @@
     return drawNear();
   };
 
-  const dark = window.matchMedia("(prefers-color-scheme: dark)");
-  const button = document.getElementById("theme");
-  const isDark = () => (root.dataset.theme ? root.dataset.theme === "dark" : dark.matches);
-  const label = () => { button.textContent = isDark() ? "Light theme" : "Dark theme"; };
-  button.addEventListener("click", () => {
-    root.dataset.theme = isDark() ? "light" : "dark";
-    label();
-  });
-  dark.addEventListener("change", label);
-  button.hidden = false;
-  label();
-
   // Everything except data and logs is opened for printing, and closed again afterwards.
   let opened = [];
   window.addEventListener("beforeprint", () => {

@@ -11,18 +11,18 @@ from typing import Any
 import msgspec
 
 from pytest_llmgpu.analysis.capacity import capacities
-from pytest_llmgpu.gate import judge, rows_by_cause
+from pytest_llmgpu.gate import headline, judge, rows_by_cause
 from pytest_llmgpu.gate.policy import Policy, policy_of
 from pytest_llmgpu.render import charts, summary
 from pytest_llmgpu.render.charts import timelines
 from pytest_llmgpu.render.html.assets import MISSING, asset, config_and_style, content_security_policy, templates, vega
 from pytest_llmgpu.render.table import blocks, captions, entries, figure_tables, make_time_table, with_reference
 from pytest_llmgpu.report import file
-from pytest_llmgpu.report.metrics import spec_of
 from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.report.report import OptionValue, Report
-from pytest_llmgpu.report.text import GIB, gib, plural
+from pytest_llmgpu.report.text import GIB, gib, listed, plural
 from pytest_llmgpu.report.verdicts import Row, Verdicts, worst_first
+from pytest_llmgpu.store import store
 
 _MOST_CASES = 1000
 
@@ -59,7 +59,7 @@ def render(
     if verdicts is None and baseline is not None:
         today = datetime.datetime.now(datetime.timezone.utc).date()
         verdicts = judge.judge(baseline, report, policy or Policy(), today=today)
-    library, script = vega(), asset("page.js")
+    library, script, theme = vega(), asset("page.js"), asset("theme.js")
     config, colored = config_and_style()
     style = asset("page.css") + colored
     conclusion = summary.conclude(report, verdicts, policy or policy_of(verdicts))
@@ -82,14 +82,17 @@ def render(
         values = list(dict.fromkeys(key[field] for key in keys.values()))
         if len(values) > 1:
             filters.append((field, label, sorted(values, key=int) if field == "batch" else values))
-    drawn, omitted = charts.of_report(report, baseline)
+    drawn, omitted = charts.of_report(report, baseline, verdicts)
     template = templates().get_template("page.html")
     return template.render(
-        policy_header=content_security_policy([library, script], [style]),
+        policy_header=content_security_policy([library, script, theme], [style]),
         library=library,
         script=script,
+        theme=theme,
         style=style,
         name=name or "pytest-llmgpu",
+        title=_title(report, verdicts),
+        next=headline.next_steps(verdicts, policy or policy_of(verdicts)) if verdicts is not None else "",
         report=report,
         conclusion=conclusion,
         logs={result.id: log for result in report.cases if result.failure and (log := result.failure.log_tail)},
@@ -112,34 +115,21 @@ def render(
     )
 
 
-def _rows(verdicts: Verdicts, report: Report, baseline: Report | None) -> dict[str, Any]:
-    """Return the row of each case, the rows that are not OK and those that are with their numbers, and the reasons.
+def _title(report: Report, verdicts: Verdicts | None) -> str:
+    """Return the models, the machine and the commits that were compared."""
+    models = listed(dict.fromkeys(result.case.model for result in report.cases), 2)
+    base = None if verdicts is None or verdicts.baseline is None else verdicts.baseline.commit
+    commits = [sha[:8] for sha in (base, report.commit.sha) if sha]
+    return ", ".join(filter(None, (models, store.hardware(report), " \N{RIGHTWARDS ARROW} ".join(commits))))
 
-    A case without numbers has the times of both reports, or what is worse: executions, accuracies.
-    """
-    results = [{result.id: result for result in (() if one is None else one.cases)} for one in (baseline, report)]
-    compared = []
-    for row in summary.cases(verdicts.rows):
-        named, shown = row, summary.figures(row)
-        if not shown.was and not shown.now:
-            named = row if row.metric in {"execution", "accuracy"} else msgspec.structs.replace(row, metric="time")
-            texts = []
-            for of_report in results:
-                if (result := of_report.get(row.id)) is None:
-                    texts.append("-")
-                elif named.metric == "execution":
-                    texts.append(result.case.execution.removeprefix("cuda_"))  # the column is narrow
-                elif named.metric == "accuracy" and result.acc_norm is not None:
-                    texts.append(spec_of("accuracy").written(result.acc_norm))
-                else:
-                    time_s = result.inference_s
-                    texts.append(spec_of("time").written(time_s) if time_s else result.outcome.replace("_", " "))
-            shown = shown._replace(was=texts[0], now=texts[1])
-        compared.append((named, shown))
+
+def _rows(verdicts: Verdicts, report: Report, baseline: Report | None) -> dict[str, Any]:
+    """Return the regressed rows and one of each case, the rows that are not OK and those that are, and the reasons."""
     parts: dict[str, list[tuple[Row, summary.Figures]]] = {"Changed, undecided or missing": [], "Unchanged": []}
     for row in worst_first(verdicts.rows):
         parts["Unchanged" if row.unchanged else "Changed, undecided or missing"].append((row, summary.figures(row)))
     reasons = rows_by_cause.by_reason(row for row in verdicts.rows if not row.unchanged)
+    compared = summary.was_and_now(verdicts, report, baseline)
     return {"compared": compared, "parts": [part for part in parts.items() if part[1]], "reasons": reasons}
 
 

@@ -13,15 +13,16 @@ from tabulate import tabulate
 from pytest_llmgpu.analysis.capacity import capacities, split
 from pytest_llmgpu.analysis.reference import by_series
 from pytest_llmgpu.profiling.machine import Machine
-from pytest_llmgpu.render.summary import Problem, finding_problems
+from pytest_llmgpu.render.summary import Problem, cases_in_words, finding_problems
 from pytest_llmgpu.render.table import (
     COLUMNS,
-    DROPPED,
+    KEPT,
     TABLES,
     Entry,
     Place,
     blocks,
     captions,
+    columns_of,
     dataset,
     digits,
     entries,
@@ -45,7 +46,7 @@ Painter = Callable[[str, str], str]
 _ANSI = re.compile(r"\x1b\[\d+m")
 
 _RED, _GREEN, _YELLOW, _BOLD = "31", "32", "33", "1"
-_MARKS = {"best": "*", "wrong": "x", "graphs": "g:", "oom": "OOM:", "skipped": "-:"}
+_MARKS = {"best": "*", "wrong": "x", "disturbed": "?", "graphs": "g:", "oom": "OOM:", "skipped": "-:"}
 """The marks of the legend. A case that failed needs none: its cell has the outcome."""
 
 _COLOURS = {"best": _GREEN, "wrong": _RED, "oom": _YELLOW, "skipped": _YELLOW, "failed": _RED}
@@ -70,18 +71,31 @@ def summary_table(cases: Sequence[CaseResult], paint: Painter, most: int | None 
         shown = [entry for entry in shown if id(entry.result) in fastest][:most]
     times = []
     for cell in (cells[entry.result.id] for entry in shown):
-        sign = f"{_MARKS[cell.kind]} " if cell.kind in {"best", "wrong"} else ""
-        text = cell.word or f"{sign}{'g ' * cell.graphs}{cell.time}"
-        times.append(paint(text, _COLOURS[cell.kind]) if cell.kind in _COLOURS else text)
+        is_marked = cell.kind == "wrong" or (cell.kind == "best" and not cell.rate)
+        sign = f"{_MARKS[cell.kind]} " if is_marked else ""
+        text = cell.word or f"{sign}{'? ' * cell.disturbed}{'g ' * cell.graphs}{cell.time}"
+        colour = _COLOURS.get(cell.kind, _YELLOW if cell.disturbed else "")
+        times.append(paint(text, colour) if colour else text)
     second = [cells[entry.result.id].second for entry in shown]
     columns: dict[str, tuple[str, Sequence[str]]] = {"time": (table.time_title, times)}
-    for name in TABLES["summary"]:
-        column = COLUMNS[name]
-        values = [column.value(entry.result) for entry in shown]
-        if any(values) and not (name == "utilization_pct" and "device_busy" in columns):  # the less exact one
-            columns[name] = (column.title, written(values, column.unit))
-        if name == "sequences_per_s" and any(second):
+    generates, on_gpu = cases[0].case.generates, cases[0].case.device == "cuda"
+    # What the tokens have as well, and on a CPU the figure that judges.
+    left_out = {"sequences_per_s"} if generates else {"token_p95_s"}
+    left_out |= {"flops_per_sequence"} if on_gpu else set()
+    for column in columns_of("summary", cases):
+        name, values = column.name, [column.value(entry.result) for entry in shown]
+        if name == ("token_p95_s" if generates else "speedup") and any(second):
             columns["second"] = (table.metric, second)
+        less_exact = name == "utilization_pct" and "device_busy" in columns
+        # A figure of the user's own can be 0.
+        if name in left_out or less_exact or (name in COLUMNS and not any(values)):
+            continue
+        texts = written(values, column.unit)
+        if name == "new_tokens_per_s":
+            texts = [
+                f"{'* ' * (cells[one.result.id].kind == 'best')}{text}" for one, text in zip(shown, texts, strict=True)
+            ]
+        columns[name] = (column.title, texts)
     text, *_ = _fitted("summary", [entry[:2] for entry in shown], columns)
     notes = [f"{_MARKS[kind]} {meaning}" for kind, (_, meaning) in table.legend.items() if kind in _MARKS]
     notes += ["#2: measured again, by another test or strategy"] * any("#" in one.row for one in shown)
@@ -239,7 +253,7 @@ def _fitted(table: Place, places: Sequence[tuple[str, str]], columns: _Columns) 
     """Return the table of places and of the columns that fit the width, and a line with the names of the others."""
     firsts = [("" if n and places[n - 1][0] == name else name, size) for n, (name, size) in enumerate(places)]
     shown, dropped = dict(columns), list[str]()
-    candidates = [name for name in DROPPED[table] if name in columns]
+    candidates = [name for name in reversed(TABLES[table]) if name in columns and name not in KEPT]
     while True:
         headers = ["strategy", "batch\nsize", *(title for title, _ in shown.values())]
         body = [[*first, *(texts[n] for _, texts in shown.values())] for n, first in enumerate(firsts)]
@@ -297,7 +311,7 @@ def tables(report: Report, color: bool = False, *, verbose: bool = False) -> str
     """
     paint = painter(color)
     found = blocks(report.cases)
-    parts: list[str] = []
+    parts = [filled(cases_in_words(report, explained=True))] if found else []
     left, hidden = len(report.cases) if verbose else _MOST_ROWS, len(report.cases)
     for (caption, _), cases in zip(captions(found, report), found, strict=True):
         if not left:

@@ -11,9 +11,10 @@ from pytest_llmgpu.gate import headline
 from pytest_llmgpu.gate.judge import ExitStatus
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.gate.rows_by_cause import by_reason
-from pytest_llmgpu.render.summary import counts, figures, mark, verdict
+from pytest_llmgpu.render.summary import counts, figures, mark, verdict, was_and_now
 from pytest_llmgpu.render.terminal.report import WIDTH, Painter, painter
-from pytest_llmgpu.report.metrics import METRICS, spec_of
+from pytest_llmgpu.report.metrics import place_of
+from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.text import listed, plural, printable
 from pytest_llmgpu.report.verdicts import UNCLEAR, Row, Verdicts, worst_first
 
@@ -68,18 +69,30 @@ def table(verdicts: Verdicts, policy: Policy, color: bool = False, most: int | N
     return "\n\n".join(filter(None, parts))
 
 
-def side_by_side(compared: Sequence[Verdicts], color: bool = False, most: int | None = MOST_CASES) -> str:
-    """Return one table of several reports that were compared with one baseline: a column for each, by its number."""
+def side_by_side(
+    compared: Sequence[tuple[Report | None, Verdicts, Report]], color: bool = False, most: int | None = MOST_CASES
+) -> str:
+    """Return one table of reports that were compared with one baseline: a column for each, by its number.
+
+    It has a time of every case, and the rows that are not OK.
+    """
     paint = painter(color)
-    found = [{(row.key, row.id, row.metric): row for row in verdicts.rows} for verdicts in compared]
-    rows = [row for verdicts in compared for row in verdicts.rows if most is None or not row.unchanged]
+    found, rows = [], list[Row]()
+    for base, verdicts, report in compared:
+        shown = {(row.key, row.id, row.metric): (row, figures(row)) for row in verdicts.rows}
+        times = was_and_now(verdicts, report, base)
+        found.append(shown | {(row.key, row.id, row.metric): (row, numbers) for row, numbers in times})
+        rows += [row for row, _ in times] + [row for row in verdicts.rows if most is None or not row.unchanged]
     body = []
     cases = _by_case(rows)
     for case in cases[:most]:
         for number, row in enumerate({one.metric: one for one in case}.values()):
             alike = [of_report.get((row.key, row.id, row.metric)) for of_report in found]
-            was = next((text for one in alike if one is not None and (text := figures(one)[0])), "")
-            cells = ["" if one is None else f"{figures(one)[2]} {_verdict(one, paint)}".strip() for one in alike]
+            was = next((one[1].was for one in alike if one is not None and one[1].was), "")
+            cells = []
+            for one in alike:
+                word = "" if one is None or one[0].unchanged else _verdict(one[0], paint)
+                cells.append("" if one is None else " ".join(filter(None, [one[1].now, one[1].change, word])) or "OK")
             body.append([printable(row.id) if number == 0 else "", row.metric, was, *cells])
     left = len(cases) - len(cases[:most])
     text = tabulate(body, ["case", "metric", "was", *range(1, len(compared) + 1)], disable_numparse=True)
@@ -91,7 +104,7 @@ def _by_case(rows: Sequence[Row]) -> list[list[Row]]:
     cases: dict[tuple[str, str], list[Row]] = {}
     for row in worst_first(rows):
         cases.setdefault((row.key, row.id), []).append(row)
-    return [sorted(case, key=lambda row: METRICS.index(spec_of(row.metric))) for case in cases.values()]
+    return [sorted(case, key=lambda row: place_of(row.metric)) for case in cases.values()]
 
 
 def _verdict(row: Row, paint: Painter) -> str:

@@ -19,12 +19,14 @@ from pytest_llmgpu.cli.commands.bisect import Mark, Step, begun, find, mark_of, 
 from pytest_llmgpu.gate.ab import Both
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.report import Report
+from pytest_llmgpu.report.result import Declared
 from pytest_llmgpu.report.verdicts import Decided, Row, Verdict, Verdicts
 
 _EXACT = "[tool.llmgpu.gate.time]\ngate = false\n"
 """A policy under which one launch decides."""
 _SD = 0.001
 """Noise between launches in the fake gate."""
+_OWN = Declared(better="larger")
 
 
 def _report(seconds: float) -> Report:
@@ -138,7 +140,7 @@ def test_commits_that_cannot_be_measured_hide_no_other(project: Project) -> None
         (_row("time", ratio=1.1), _row("time", "NOT_COMPARABLE"), "skip"),
         (_row("time", ratio=1.1), _row("time", "OK", ratio=1.04), "good"),
         (_row("time", ratio=1.1), _row("time", "OK", ratio=1.06), "bad"),
-        (_row("throughput", ratio=0.9), _row("throughput", "OK", ratio=0.94), "bad"),
+        (_row("hit_rate", ratio=0.9, declared=_OWN), _row("hit_rate", "OK", ratio=0.94, declared=_OWN), "bad"),
     ],
 )
 def test_a_commit_is_marked_by_its_row(end: Row, own: Row | None, mark: Mark | None) -> None:
@@ -304,7 +306,7 @@ def test_bad_usage_is_exit_2(project: Project, capsys: pytest.CaptureFixture[str
         (("c1", "c1"), [], "are the same commit"),
         (("c2", "c0"), [], "is a descendant of BAD"),
         (("c0", "alone"), [], "have no common ancestor in this clone: fetch its history"),
-        (("c0", "c2"), ["--metric", "speed"], "--metric=speed: is no metric of the gate: allowed are outcome, "),
+        (("c0", "c2"), ["--metric", "tme"], "--metric=tme: is no metric of the gate: allowed are outcome, "),
         (("c0", "c2"), ["--max-launches", "2"], "--max-launches=2: at least 3 are needed"),
         (("c0", "c2"), ["--case", "tp-bs8"], "no row of a gated metric of tp-bs8; rows are of mp-bs1, mp-bs2"),
         (("c0", "c2"), ["--setup", "exit 9"], "good: --setup ended with status 9"),

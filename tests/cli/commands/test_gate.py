@@ -185,3 +185,5 @@ def test_several_reports_are_compared_side_by_side(llmgpu: Callable[..., str]) -
     assert [line.split(":")[:2] for line in lines[:2]] == heads
     assert lines[3].split() == ["case", "metric", "was", "1", "2"]
     assert [line.split()[-2:] for line in lines if line.strip().startswith("traffic")] == [["%", "REGRESSED"]]
+    times = [line.split() for line in lines if line.strip().startswith("time ")]
+    assert [words.count("s") for words in times] == [3, 3], "an equal time, too"

@@ -36,6 +36,17 @@ def test_export_writes_to_stdout_or_to_a_file(llmgpu: Callable[..., str], name: 
     assert Path("out").read_text(encoding="utf-8") == expected
 
 
+def test_an_export_replaces_a_planted_link(llmgpu: Callable[..., str]) -> None:
+    """The file that the link names stays as it is; a device is written to."""
+    dump(two_strategies(), Path("report.json"))
+    Path("victim").write_text("mine")
+    Path("out.csv").symlink_to("victim")
+    assert llmgpu("export", "csv", "report.json", "--output", "out.csv") == ""
+    assert (Path("victim").read_text(), Path("out.csv").is_symlink()) == ("mine", False)
+    assert llmgpu("export", "csv", "report.json", "--output", "/dev/null") == ""
+    assert Path("/dev/null").is_char_device()
+
+
 def test_export_judges_the_report_against_a_baseline(llmgpu: Callable[..., str]) -> None:
     """The verdicts are those of the gate under the policy in force."""
     dump(two_strategies(oom=()), Path("base.json"))
@@ -115,6 +126,14 @@ def test_an_image_stands_alone_in_a_readme(llmgpu: Callable[..., str]) -> None:
     assert "#ffffff" not in dark
     assert "huggyllama/llama-30b, float16, 4 x NVIDIA H200" in text
     assert "huggyllama/llama-30b, float16, 4 x NVIDIA H200" in Path("out/timeline-power.svg").read_text("utf-8")
+
+
+@pytest.mark.usefixtures("empty_folder")
+def test_a_case_without_time_lines_is_named(llmgpu: Callable[..., str]) -> None:
+    """A case on a CPU has no samples."""
+    dump(make_report([make_result(device="cpu")]), Path("head.json"))
+    printed = llmgpu("plot", "head.json", "--output", "out", "--format", "svg", "--case", "mp-bs1")
+    assert "left out: time lines of mp-bs1: the case has no samples of a GPU" in printed
 
 
 @pytest.mark.usefixtures("_two_sizes")

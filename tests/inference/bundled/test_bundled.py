@@ -47,6 +47,11 @@ def test_accuracy_is_the_registered_one_with_a_margin_that_rounding_cannot_cross
         ("llama-30b", 32.529, 2048),
         ("llama-65b", 65.286, 2048),
         ("llama-3-8b", 8.030, 8192),
+        ("qwen3-8b", 8.191, 40_960),
+        ("qwen3-30b-a3b", 30.532, 40_960),
+        ("mixtral-8x7b", 46.703, 32_768),
+        ("gpt-oss-20b", 20.915, 131_072),
+        ("gemma-3-12b", 11.766, 131_072),
     ],
 )
 def test_a_preset_is_the_architecture_of_its_name(preset: str, billions: float, tokens: int) -> None:

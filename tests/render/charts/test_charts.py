@@ -20,6 +20,7 @@ from support.report_factory import (
     make_traffic,
     paper_results,
 )
+from support.verdict_factory import make_row, make_verdicts, with_launches
 
 from pytest_llmgpu.render import charts
 from pytest_llmgpu.render.charts import Chart, timelines
@@ -45,7 +46,7 @@ def test_texts_have_the_times_of_a_token() -> None:
     for case, first_token_s in zip(cases, (0.008, 0.02), strict=True):
         case.first_token_s, case.token_p50_s = first_token_s, first_token_s / 2
     found = _by_id(make_report(cases))
-    assert [*found][:3] == ["time-per-token", "time-to-first-token", "throughput"]
+    assert [*found][:3] == ["time-to-first-token", "time-per-token", "throughput"]
     assert [row["v"] for row in values_of(found["time-per-token"].spec)] == [4, 10]
     assert found["time-to-first-token"].rows == [["1", "8"], ["8", "20"]]
     for case in cases:
@@ -241,6 +242,21 @@ def test_the_figures_of_a_baseline_are_faint() -> None:
     assert time.summary.endswith(" Faint: the baseline.")
     assert time.rows == [["1", "50 (was 60)"]]
     assert {(row["v"], row.get("o")) for row in values_of(time.spec)} == {(50, None), (60, "baseline")}
+
+
+def test_the_chart_of_times_has_launches_and_what_would_not_have_been_seen() -> None:
+    """A dot for each of several launches, a bar from the baseline up; the axes state that they are logarithmic."""
+    result = with_launches([1.0, 1.1])
+    unseen = [make_row("OK", id=result.id, base=210.0, smallest_seen=seen) for seen in (0.1, 12.0)]
+    for row, bars in zip(unseen, (1, 0), strict=True):
+        (time, throughput, *_), _ = charts.of_report(make_report([result]), None, make_verdicts(row))
+        rows = list(values_of(time.spec))
+        assert [row["h"] for row in rows if "h" in row] == [231.0] * bars, "a wider band would be most of the chart"
+        assert {210.0, 231.0} <= {row["v"] for row in rows if "h" not in row}
+        assert ("Bars: slowdowns that would not have been seen." in time.summary) is bool(bars)
+        assert "Dots: launches." in time.summary
+        assert "Dots" not in throughput.summary
+    assert time.spec["encoding"]["y"]["title"] == "time (s), logarithmic"
 
 
 def test_time_lines_show_every_gpu_in_at_most_200_points() -> None:

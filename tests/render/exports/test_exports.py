@@ -19,6 +19,7 @@ from pytest_llmgpu.render.exports import FORMATS, export
 from pytest_llmgpu.render.exports.tables import CSV_COLUMNS
 from pytest_llmgpu.render.exports.tools import junit_properties, names
 from pytest_llmgpu.report.report import Commit, Report
+from pytest_llmgpu.report.result import Declared
 
 _BENCHMARK_ACTION = {
     "type": "array",
@@ -186,6 +187,27 @@ def test_csv_has_the_session_of_each_case() -> None:
         assert row["machine"].startswith("4x-NVIDIA-H200")
     assert (first["gpu_memory_bytes"], second["gpu_memory_bytes"]) == (str(2**34), "")
     assert (first["batch_p50_s"], second["batch_p50_s"]) == ("0.9375", "")
+
+
+def test_a_figure_of_ones_own_is_exported_as_a_metric() -> None:
+    """It has a column and a verdict; a unit is text, and one without a direction is no figure to minimize."""
+    result = make_result(batch_size=8)
+    result.declared = {"hit_rate": Declared(better="larger", unit="<b>|x"), "waiting": Declared(better="smaller")}
+    result.launches[0].figures = {"hit_rate": 0.5, "seen": 7.0}
+    gone = make_row("MISSING", "waiting", result.id, declared=result.declared["waiting"])
+    report = make_report([result])
+    report.verdicts = make_verdicts(gone)
+    (line,) = _csv(report)
+    assert [line[name] for name in ("hit_rate", "seen", "verdict_waiting")] == ["0.5", "7.0", "MISSING"]
+    header, _, row = export("markdown", report).splitlines()[:3]
+    assert header.count("|") == row.count("|")
+    assert "hit rate | seen" in header
+    assert "<b>" not in row
+    assert dict(junit_properties(result))["llmgpu.hit_rate"] == "0.5"
+    bigger, smaller = (json.loads(export(f"github-action-benchmark-{name}", report)) for name in ("bigger", "smaller"))
+    assert [one["value"] for one in bigger if "hit rate" in one["name"]] == [0.5]
+    assert not any("seen" in one["name"] for one in (*bigger, *smaller))
+    assert '"hit-rate"' in export("bencher", report)
 
 
 def test_csv_runs_nothing_in_a_spreadsheet() -> None:

@@ -168,7 +168,8 @@ def test_the_summary_begins_with_the_worst() -> None:
 
 
 def test_a_page_of_any_size_stays_below_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is left out if the whole page fits."""
+    """Nothing is left out if the whole page fits; the pages of four steps fit into the 1 MiB of GitHub."""
+    assert 4 * github.LIMIT_BYTES <= 2**20
     report = judged(two_strategies(), two_strategies(oom=()))
     whole = len(_summary(report).encode())
     for limit in range(2500, whole + 2000, 97):
@@ -266,7 +267,7 @@ def test_a_comment_has_what_changed_the_next_step_and_the_commits_since_the_base
     report = make_report(verdicts=make_verdicts(make_row(next_step=""), **both))
     report.commit = Commit(sha=head)
     text = export("github-comment", report)
-    assert f"Next: llmgpu bisect {base[:8]} {head[:8]} --metric " in unescape(text)
+    assert f"Next: `llmgpu bisect {base[:8]} {head[:8]} --metric " in unescape(text)
     assert "<summary>2 commits since the baseline</summary>" in text
     commits = [line.split(" ", 2)[2] for line in text.splitlines() if line.startswith("- ")]
     assert commits == ["Slower", "Faster &#60;b>"]

@@ -16,7 +16,7 @@ from support.verdict_factory import make_verdicts
 
 from pytest_llmgpu.render.html import report as html_report
 from pytest_llmgpu.report.result import Failure
-from pytest_llmgpu.report.verdicts import Decided
+from pytest_llmgpu.report.verdicts import Baseline, Candidate, Decided
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="the browser's tests need selenium")
 By = pytest.importorskip("selenium.webdriver.common.by").By
@@ -45,7 +45,9 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> str:
     report.cases[0].failure = Failure(phase="forward", message="x", log_tail=f"OutOfMemoryError: {'a_long_line ' * 50}")
     judged: tuple[Decided, ...] = ("REGRESSED", "MISSING", "IMPROVED", "OK")
     rows = [time_row(report, number, verdict) for number, verdict in enumerate(judged)]
-    report.verdicts = make_verdicts(*rows)
+    baseline = Baseline(commit="a" * 40)
+    head = Candidate(created="", commit="b" * 40)
+    report.verdicts = make_verdicts(*rows, baseline=baseline, head=head)
     path = tmp_path_factory.mktemp("page") / "page.html"
     path.write_text(html_report.render(report, name=EVIL), encoding="utf-8")
     return path.as_uri()
@@ -196,6 +198,24 @@ def test_a_narrow_screen_needs_no_scrolling_sideways(started: Any, address: str,
     assert started.execute_script(wide) == width
     started.execute_script("document.querySelectorAll('details').forEach((details) => { details.open = true; })")
     assert started.execute_script(wide) == width
+
+
+def test_on_a_telephone_a_regression_has_its_metric_and_numbers_and_a_command_its_button(
+    started: Any, address: str
+) -> None:
+    """Case, metric and verdict are one line, was, now and change the next one; the button copies the command."""
+    show(started, address, width=400)
+    cells = started.find_elements(By.CSS_SELECTOR, ".first .changes tbody tr:first-child > *")
+    places = [(cell.rect["y"], cell.rect["x"]) for cell in cells]
+    assert len({y for y, _ in places}) == 2
+    assert [cell.text for _, cell in sorted(zip(places, cells, strict=True), key=lambda one: one[0])][1] == "time"
+    assert all(cell.is_displayed() and cell.rect["x"] + cell.rect["width"] <= 400 for cell in cells)
+    button = started.find_element(By.CSS_SELECTOR, ".next .copy")
+    button.click()
+    assert (button.text, started.execute_script("return getSelection().toString()")[:14]) == (
+        "Copied",
+        "llmgpu bisect ",
+    )
 
 
 def test_details_are_opened_for_printing(page: Any) -> None:

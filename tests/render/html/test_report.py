@@ -140,7 +140,7 @@ def test_text_of_a_report_is_never_markup() -> None:
     report.verdicts = make_verdicts(time_row(report, reason=EVIL))
     text = html_report.render(report, name=EVIL)
     page = Page(text)
-    assert len(page.inside["script"]) == 2
+    assert len(page.inside["script"]) == 3
     assert "<script>window" not in text
     assert page.text.count("<script>window.evil = 1</script>") > 6
     assert EVIL in page.cases
@@ -158,7 +158,7 @@ def test_the_status_comes_first() -> None:
         "wrong answers",
         "Next: Use less.",
         "Batch size mp tp iok",
-        "★ most sequences/s 61.8 min / 82.8 %",
+        "★ fastest 61.8 min / 82.8 %",
         "OOM out of memory",
         "Throughput by batch size",
         "Environment and options",
@@ -188,7 +188,10 @@ def test_the_page_compares_with_a_baseline() -> None:
     with any_unseen():
         page = _page(head, base, policy=Policy())
     assert f"Baseline: commit {'b' * 40}." in page.text
-    assert "REGRESSED: mp-bs1 wall time +49900.0 %" in page.text
+    assert page.text.count("mp-bs1 wall time +49900.0 %") == 1, "the cause of the sentence is stated once"
+    assert page.text.startswith(
+        "REGRESSED: huggyllama/llama-30b, 4x-NVIDIA-H200, bbbbbbbb \N{RIGHTWARDS ARROW} 3b1f09ac "
+    )
     assert re.search(r"mp-bs1 time \S+ s \S+ s \+49900.0 % REGRESSED", page.text)
     assert all(f"{result.id} " in page.text.partition("Was and now")[2] for result in head.cases)
     assert "REGRESSED time: mp-bs1 , mp-bs2 , mp-bs4 Time +49900.0 %" in page.text
@@ -207,6 +210,20 @@ def test_a_case_without_a_compared_number_has_what_changed() -> None:
     assert re.search(r"mp-bs2 time \S+ s oom REGRESSED", changes)
     assert re.search(r"mp-bs4 time - \S+ s NEW", changes)
     assert re.search(r"mp-bs8 time \S+ s - MISSING", changes)
+
+
+def test_every_regressed_metric_is_in_the_first_table() -> None:
+    """Of a case also a second one; FLOPs stand for a program without a price, and an equal case has its time."""
+    report = paper_report()
+    rows = [time_row(report, metric=name, base=1.0, head=2.0, ratio=2.0) for name in ("time", "memory")]
+    program = time_row(report, 1, metric="program", base=None, head=None, ratio=1.1)
+    report.verdicts = make_verdicts(*rows, program, time_row(report, 2, "OK", base=1.0, head=1.0, ratio=1.0))
+    page = _page(report)
+    table = page.text.partition("Was and now, the largest change first")[2].partition("Time by batch size")[0]
+    assert table.count("REGRESSED") == 3
+    assert re.search(r"mp-bs1 memory \S+ \w+ \S+ \w+ \+100.0 % REGRESSED", table)
+    assert "mp-bs2 program - completed +10.0 % REGRESSED" in table
+    assert "mp-bs4 time 1 s 1 s same OK" in table
 
 
 def test_a_verdict_has_one_colour() -> None:

@@ -155,8 +155,8 @@ def test_each_strategys_worst_batch_size_is_compared_with_mp(prose: Prose) -> No
     cases = {("mp", 1): _answers([]), ("mp", 8): _answers([])}
     cases |= {("tp", 1): _answers([0], 1e-4), ("tp", 8): _answers([0, 1, 10], 2e-3), ("iok", 1): _answers([])}
     results = [make_result(1.0, given, strategy=name, batch_size=size) for (name, size), given in cases.items()]
-    block, *_ = tables(_report(results), verbose=True).split("\n\n")
-    text = block.partition("\n* most sequences/s of its strategy\n")[2]
+    _, block, *_ = tables(_report(results), verbose=True).split("\n\n")
+    text = block.partition("\n* fastest of its strategy\n")[2]
     assert "worst at batch size 8: 3 of 200 items flipped (1 lost, 2 won, p = 1)" in text
     assert prose == text
 
@@ -194,6 +194,23 @@ def _checked(results: list[CaseResult]) -> list[CaseResult]:
 def test_each_case_is_a_row(prose: Prose) -> None:
     """Time, throughput, accuracy, memory and traffic of a case; best times, wrong answers and OOM are marked."""
     assert prose == _summary(_checked(paper_results()))
+
+
+def test_a_text_has_its_first_token_first_and_the_star_beside_tokens_per_second() -> None:
+    """Then the time per token and its 95th percentile; the speed-up is over mp at the same batch size."""
+    cases = []
+    for number, (strategy, size) in enumerate([("mp", 1), ("mp", 8), ("compile", 8)], 1):
+        result = make_result(strategy=strategy, batch_size=size, workload="generate", prompt_tokens=9, new_tokens=4)
+        result.first_token_s, result.token_p50_s, result.token_p95_s = 0.2, 0.01 * number, 0.02
+        result.inference_s, result.sequences_per_s, result.tokens_per_s = 1 / number, 10.0 * number, 40.0 * number
+        result.launches[0].compile_s = 12.0 if strategy == "compile" else None
+        cases.append(result)
+    head, _, _, *rows = summary_table(cases, painter(False))[0].splitlines()[1:]
+    assert re.findall(r"\S+(?: \S+)*", head)[:8] == [
+        *("strategy", "batch", "time to", "time", "token p95", "new tokens", "speed-up", "compile")
+    ]
+    assert "* 80" in rows[1]
+    assert rows[2].split()[:10] == [*("compile", "8", "200", "ms", "30.0", "ms", "20", "120", "1.50", "12")]
 
 
 def test_a_cpu_case_has_the_threads_of_its_ranks() -> None:
@@ -243,9 +260,9 @@ def test_communication_and_memory_are_means_with_the_largest_device() -> None:
     cells = "mp 8 41.0 (44.0) 1.02 (1.10) 2.05 (2.20) 3.08 (3.30) 10.0"
     assert communication[4].split() == cells.split()
     assert held[0] == "Memory per GPU: mean over the GPUs (largest)"
-    names = ["strategy", "batch", "weights", "activations", "cached", "rest", "torch peak", "NVML peak"]
+    names = ["strategy", "batch", "weights", "activations", "rest", "cached", "torch peak", "NVML peak"]
     assert re.split(" {2,}", held[1]) == names
-    cells = "15.0 (15.0) 1.25 (2.00) 0.00 (0.00) 2.00 (2.00) 16.2 (17.0) 18.2 (19.0)"
+    cells = "15.0 (15.0) 1.25 (2.00) 2.00 (2.00) 0.00 (0.00) 16.2 (17.0) 18.2 (19.0)"
     assert held[4].split() == ["mp", "8", *cells.split()]
 
 
@@ -314,7 +331,7 @@ def test_the_path_of_each_strategy_has_one_line_per_link() -> None:
 
 @pytest.mark.parametrize(
     ("workspace", "dropped"),
-    [(GIB // 2, "cached GiB, torch peak GiB"), (None, "cached GiB"), (120 * GIB, "cached GiB")],
+    [(GIB // 2, "cached GiB, rest GiB"), (None, "cached GiB"), (120 * GIB, "cached GiB")],
 )
 def test_dropped_columns_are_named(workspace: int | None, dropped: str) -> None:
     """Weights, activations, workspace and the peak of NVML are never dropped."""

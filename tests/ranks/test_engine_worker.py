@@ -1,0 +1,130 @@
+"""The commands of the rank of an engine: what is measured of its answers, and what is refused."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from support import report_factory, request_factory, tiny_model
+
+from pytest_llmgpu.engines.function import Function
+from pytest_llmgpu.engines.protocol import Texts
+from pytest_llmgpu.ranks import engine_worker
+from pytest_llmgpu.ranks.worker import RankState, ReferenceTexts
+from pytest_llmgpu.report.derived import decode, decode_tokens, encode_tokens
+from pytest_llmgpu.report.result import Launch
+
+_PROMPTS = [[5, 6, 7, 8], [5, 6], [9, 8, 7]]
+_NEW = 3
+
+
+class _Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden
+
+
+class _Engine:
+    """Counts up from the last token."""
+
+    def __init__(self, answer: Any = None) -> None:
+        self.answer, self.model = answer, _Model()
+
+    def generate(self, token_ids: list[list[int]], new_tokens: int) -> Any:
+        self.model(torch.ones(len(token_ids), 4))
+        right = [[ids[-1] + 1 + number for number in range(new_tokens)] for ids in token_ids]
+        return right if self.answer is None else self.answer(right)
+
+    def score(self, token_ids: list[list[int]], from_position: list[int]) -> list[list[float]]:
+        pairs = zip(token_ids, from_position, strict=True)
+        return [[-float(token) for token in ids[start:]] for ids, start in pairs]
+
+
+def _state(engine: object) -> RankState:
+    """Return the state of a rank whose engine has started, with three prompts."""
+    state = RankState(lambda _: None)
+    state.engine = Function(engine)
+    case = report_factory.make_case()
+    case = msgspec.structs.replace(
+        case,
+        workload="generate",
+        prompt_tokens=8,
+        new_tokens=_NEW,
+        batch_size=2,
+        device="cpu",
+        devices=1,
+        model="random",
+    )
+    requests = request_factory.make_prompts(_PROMPTS, max_length=8, new_tokens=_NEW)
+    state.datasets[case.dataset_sha256] = None, []  # type: ignore[assignment]  # the prompts are tokenised
+    state.requests[case.dataset_sha256, 8, _NEW] = requests
+    engine_worker.load(state, case, tiny_model.source({"vocab_size": 64}), "")
+    return state
+
+
+def _measure(engine: object) -> Launch:
+    state = _state(engine)
+    return engine_worker.score(state, state.case)
+
+
+def test_texts_are_in_the_order_of_the_dataset_and_scored_again() -> None:
+    """Batches run longest first; `score` gives the log-likelihoods of the texts, and of those of mp."""
+    state = _state(_Engine())
+    launch = engine_worker.score(state, state.case)
+    texts = launch.generation
+    assert texts is not None
+    assert decode_tokens(texts.tokens).tolist() == [9, 10, 11, 7, 8, 9, 8, 9, 10]
+    assert decode(texts.prefill_loglikelihoods).tolist() == [-9, -10, -11, -7, -8, -9, -8, -9, -10]
+    assert (texts.loglikelihoods, texts.first_token_s, texts.kv_cache_bytes) == (None, [], None)
+    assert launch.why["loglikelihoods"] == "engine _Engine returns no log-likelihoods of its tokens"
+    assert launch.batches.sequences == [2, 1]
+    again = engine_worker.check_texts(state, ReferenceTexts(key="mp", tokens=encode_tokens([1] * 9)))
+    assert decode(again.reference_loglikelihoods).tolist() == [-1.0] * 9
+
+
+def test_the_ops_of_a_call_have_the_modules_of_the_engine() -> None:
+    """The program of an engine is recorded without knowing its model, and equal in every call."""
+    state = _state(_Engine())
+    engine_worker.score(state, state.case)
+    counted = []
+    for _ in range(2):
+        engine_worker.record_work(state)
+        counted.append(engine_worker.run_eager_passes(state)[0].work)
+    ops = counted[0].ops_by_module or {}
+    assert ops["layers.*"]["aten::addmm"] == 2
+    assert counted[0].flops == 2 * (2 * 4 * 4)  # two products of the one row of the last batch
+    assert counted[0].host_calls is not None
+    assert counted[0] == counted[1]
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (lambda right: right[:-1], "generate returned 1 text for 2 prompts"),
+        (
+            lambda right: [right[0][:-1], *right[1:]],
+            "generate returned 2 tokens for prompt 0 of its batch, 3 are",
+        ),
+        (lambda right: [[*right[0][:-1], 64], *right[1:]], "generate returned token 64 for prompt 0: allowed"),
+        (lambda right: [[*right[0][:-1], 1.5], *right[1:]], "token 1.5 for prompt 0: allowed are 0 to 63"),
+        (lambda right: Texts(tokens=right, step_s=[1.0]), "1 times of further tokens, 2 are needed"),
+        (lambda right: Texts(tokens=right, loglikelihoods=[[0.0]] * len(right)), "log-likelihoods of [1, 1] tokens"),
+        (
+            lambda right: Texts(tokens=right, loglikelihoods=[[math.nan] * _NEW] * len(right)),
+            "batch 1 of 2 (2 rows of 4 tokens): log-likelihood nan",
+        ),
+    ],
+)
+def test_a_wrong_answer_is_refused_in_the_first_batch(answer: Any, message: str) -> None:
+    """The message has the number and what is needed."""
+    with pytest.raises(ValueError, match=re.escape(message)):
+        _measure(_Engine(answer))
