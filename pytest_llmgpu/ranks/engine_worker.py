@@ -215,8 +215,8 @@ def run_eager_passes(state: RankState, traces: str | None = None) -> list[WorkRe
 def _in_workers(state: RankState, trace: str | None, *, eager: bool) -> list[WorkReply] | None:
     """Run passes in the workers of the engine, and each batch that they wait for; None if it has no workers."""
     engine = _engine(state)
-    choices = {"dispatched": engine.dispatched, "eager": eager, "whole_texts": state.case.generates}
-    replies = engine.workers(partial(turns.start, **choices), state.plan, trace)
+    start = partial(turns.start, dispatched=engine.dispatched, eager=eager, whole_texts=state.case.generates)
+    replies = engine.workers(start, state.plan, trace)
     while replies is not None and isinstance(replies[0], int):
         if len(set(replies)) > 1:
             raise RuntimeError(f"the workers of {engine.name} wait for different batches: {replies}")
