@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
@@ -48,7 +48,10 @@ class Engine(Protocol):
     options: tuple[str, ...] = ()
     """The options of pytest-llmgpu that a case of it has in `strategy_options`."""
     own_workers: bool = False
-    """True if the devices of a CPU are processes that the engine starts; else it has one device there."""
+    """True if each of several devices, also of a CPU, has a process that the engine starts (see `workers`); else it has
+    one device on a CPU."""
+    dispatched: bool = True
+    """False if kernels are launched past torch's dispatcher, where FLOPs cannot be counted. `start` may set it."""
     elsewhere: str | None = None
     """The reason why kernels, ops and memory are not seen in the rank; None for an engine that computes in it."""
 
@@ -97,6 +100,13 @@ class Engine(Protocol):
         None where the sequences were read and log-likelihoods cannot be known.
         """
         raise NotImplementedError
+
+    def workers(self, function: Callable[..., Any], *args: Any) -> list[Any] | None:  # noqa: ARG002 - not needed
+        """Run `function(device, *args)` in the main thread of each process that computes, and return the answers.
+
+        The function is found by its name, and the device is a `torch.device`. None: the rank computes.
+        """
+        return None
 
     def stop(self) -> None:
         """End what `start` started."""

@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -20,10 +19,10 @@ from pytest_llmgpu.inference import batching, scoring
 from pytest_llmgpu.inference.batching import Batch
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.inference.sm_clock import SmClock
-from pytest_llmgpu.ranks import host, memory, registered, worker
+from pytest_llmgpu.ranks import host, memory, registered, traffic, worker
 from pytest_llmgpu.ranks.model_hook import ModelHook
 from pytest_llmgpu.ranks.worker import Measured, RankState, ReferenceTexts
-from pytest_llmgpu.recording import work
+from pytest_llmgpu.recording import turns, work
 from pytest_llmgpu.recording.work import WorkReply
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.derived import decode_tokens, encode, encode_tokens
@@ -31,18 +30,9 @@ from pytest_llmgpu.report.result import Batches, Collective, DeviceMemory, Gener
 from pytest_llmgpu.report.text import plural
 from pytest_llmgpu.report.work import ModelSize
 
-if TYPE_CHECKING:
-    import torch
-
 _MOST_TOKEN = 2**31 - 1
-
-
-class _Program(NamedTuple):
-    """What the recorders need (see `recording.work.Program`)."""
-
-    devices: tuple[torch.device, ...]
-    model: None = None
-    dispatched: bool = True
+_IN_WORKERS = "the engine computes in processes of its own, whose memory is not seen"
+_REPLAYED = "CUDA graphs of the engine replay its collectives past torch's dispatcher: pass --llmgpu-cuda-graphs=off"
 
 
 def load(
@@ -59,12 +49,13 @@ def load(
         raise ValueError("pytest_llmgpu_model: an engine loads its model itself: change it there")
     state.phase, state.case, state.source = "load", case, source
     engine = state.engine or registered.engine(place)
-    on_gpu = case.device == "cuda" and engine.elsewhere is None
+    elsewhere = engine.elsewhere or (_IN_WORKERS if engine.own_workers and case.devices > 1 else None)
+    on_gpu = case.device == "cuda" and elsewhere is None
     devices = [torch.device("cuda", index) for index in range(case.devices)] if on_gpu else [torch.device("cpu")]
     state.loaded_memory = memory.hold(devices, case.gpu_memory_bytes if on_gpu else None)
-    if engine.elsewhere is not None:
+    if elsewhere is not None:
         state.loaded_memory = [
-            msgspec.structs.replace(one, why=dict.fromkeys(one.why, engine.elsewhere)) for one in state.loaded_memory
+            msgspec.structs.replace(one, why=dict.fromkeys(one.why, elsewhere)) for one in state.loaded_memory
         ]
     state.devices, state.engine = devices, engine
     engine.start(case, source)
@@ -185,27 +176,53 @@ def check_texts(state: RankState, reference: ReferenceTexts | None = None) -> Ge
     )
 
 
-def account(state: RankState) -> tuple[list[Collective], list[Collective] | None] | str:
-    """Return the traffic of the latest case: none on one device; on several the reason why it is not known."""
+def account(state: RankState) -> list[tuple[list[Collective], None]] | tuple[list[Collective], None] | str:
+    """Return the traffic of the latest case: none on one device; on several that of each worker, in calls of its own.
+
+    A string is the reason why it is not known.
+    """
     engine = _engine(state)
-    if state.case.devices == 1 and engine.elsewhere is None:
-        return [], None
-    return engine.elsewhere or f"engine {engine.name} starts its processes itself, whose traffic is not counted"
+    if engine.elsewhere is not None or state.case.devices == 1:
+        return engine.elsewhere or ([], None)
+    if state.case.device == "cuda" and state.case.cuda_graphs != "off":
+        return _REPLAYED
+    if engine.workers(traffic.begin, state.case.devices) is None:
+        return f"engine {engine.name} starts its processes itself, whose traffic is not counted"
+    for batch in state.plan.batches:
+        _run(state, batch)
+    return [(found, None) for found in engine.workers(traffic.end) or ()]
 
 
 def record_work(state: RankState, traces: str | None = None) -> None:
     """Record the kernels of the latest case, for `run_eager_passes` (see `worker.record_work`)."""
-    forward, on_batch = partial(_idle_run, state), worker.report_to(state)
     trace = worker.trace_path(state, traces, "passes")
-    whole = {"whole_texts": state.case.generates}
-    state.passes = [work.record(_program(state), state.plan, forward, on_batch=on_batch, trace=trace, **whole)]
+    if (replies := _in_workers(state, trace, eager=False)) is None:
+        forward, on_batch = partial(_idle_run, state), worker.report_to(state)
+        whole = {"whole_texts": state.case.generates}
+        replies = [work.record(_program(state), state.plan, forward, on_batch=on_batch, trace=trace, **whole)]
+    state.passes = replies
 
 
 def run_eager_passes(state: RankState, traces: str | None = None) -> list[WorkReply]:
-    """Record what the latest case computes, in calls that are not measured."""
-    forward, on_batch = partial(_idle_run, state), worker.report_to(state)
+    """Record what the latest case computes, in calls that are not measured, and return the reply of each process."""
     trace = worker.trace_path(state, traces, "modules")
+    if (replies := _in_workers(state, trace, eager=True)) is not None:
+        return replies
+    forward, on_batch = partial(_idle_run, state), worker.report_to(state)
     return [work.measure(_program(state), state.plan, state.passes[0], forward, on_batch=on_batch, trace=trace)]
+
+
+def _in_workers(state: RankState, trace: str | None, *, eager: bool) -> list[WorkReply] | None:
+    """Run passes in the workers of the engine, and each batch that they wait for; None if it has no workers."""
+    engine = _engine(state)
+    start = partial(turns.start, dispatched=engine.dispatched, eager=eager, whole_texts=state.case.generates)
+    replies = engine.workers(start, state.plan, trace)
+    while replies is not None and isinstance(replies[0], int):
+        if len(set(replies)) > 1:
+            raise RuntimeError(f"the workers of {engine.name} wait for different batches: {replies}")
+        _idle_run(state, state.plan.batches[replies[0]])
+        replies = engine.workers(turns.go_on)
+    return replies
 
 
 def model_size(state: RankState) -> ModelSize | str:
@@ -231,10 +248,11 @@ def _runs_the_model(state: RankState) -> bool:
     return state.case.model == state.source.name
 
 
-def _program(state: RankState) -> _Program:
-    if (why := _engine(state).elsewhere) is not None:
-        raise ValueError(why)
-    return _Program(tuple(state.devices))
+def _program(state: RankState) -> turns.Engine:
+    engine = _engine(state)
+    if engine.elsewhere is not None:
+        raise ValueError(engine.elsewhere)
+    return turns.Engine(tuple(state.devices), engine.dispatched)
 
 
 def _run(state: RankState, batch: Batch) -> Texts | list[list[float]]:

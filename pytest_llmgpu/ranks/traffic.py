@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
@@ -70,13 +71,19 @@ _OPS: tuple[tuple[str, CollectiveKind, str], ...] = (
     ("_c10d_functional", "send", "isend"),
     ("_c10d_functional", "recv", "irecv"),
     ("_dtensor", "all_to_all", "shard_dim_alltoall"),
+    # vLLM, on GPUs and on a CPU.
+    ("vllm", "all_reduce", "all_reduce"),
+    ("vllm", "all_gather", "all_gather"),
+    ("vllm", "reduce_scatter", "reduce_scatter"),
+    ("_C", "all_reduce", "shm_allreduce"),
+    ("_C", "all_gather", "shm_all_gather"),
     # On a CPU this op uses shared memory. It counts by the ring formula, so that both forms of AutoTP count the same.
     ("deepspeed", "all_reduce", "inference_all_reduce inference_all_reduce_"),
 )
 """Namespace, kind and the ops."""
 KINDS = {f"{namespace}::{op}": kind for namespace, kind, ops in _OPS for op in ops.split()}
 """Op to its kind."""
-PAYLOADS = ("input_tensor", "input_tensors", "input_list", "inputs", "input", "tensors", "tensor", "self")
+PAYLOADS = ("input_tensor", "input_tensors", "input_list", "inputs", "input", "tensors", "tensor", "self", "data")
 """An op has its payload in the argument with one of these names."""
 _COPIES = {"aten::_to_copy": "self", "aten::to": "self", "aten::copy_": "src", "aten::copy": "src"}
 """Op that may copy between devices to its source argument. In inference mode, `to` is dispatched as itself."""
@@ -89,6 +96,8 @@ MOST_ROWS = max(rows for rows, _, _ in _SHAPES)
 """A workspace must have room for this many rows, even if the batches of the plan have fewer."""
 _Tally = dict[CollectiveKind, tuple[Fraction, ...]]
 """Kind to calls, payload bytes, wire bytes and bytes between nodes; the part of a ring need not be a whole number."""
+_COUNTING: list[tuple[Any, _Tally]] = []
+"""What `begin` entered in this process, with its tally."""
 _NOTHING = (Fraction(), Fraction(), Fraction(), Fraction())
 
 
@@ -101,6 +110,20 @@ def count(forward: Callable[[], object], *, world_size: int) -> list[Collective]
         ValueError: An op communicates, but is not in the tables of this module.
     """
     return _records(_tally(forward, world_size))
+
+
+def begin(device: torch.device, world_size: int) -> None:  # noqa: ARG001 - as every function for a worker
+    """Count, in a worker of an engine, what its main thread sends until `end`."""
+    tally: _Tally = {}
+    _COUNTING.append((_counting(tally, world_size), tally))
+    _COUNTING[-1][0].__enter__()
+
+
+def end(device: torch.device) -> list[Collective]:  # noqa: ARG001 - as every function for a worker
+    """Return the traffic of this worker by kind since `begin`."""
+    counting, tally = _COUNTING.pop()
+    counting.__exit__(None, None, None)
+    return _records(tally)
 
 
 def of_plan(loaded: Loaded, plan: Plan, *, logits: str = scoring.LEAN) -> list[Collective]:
@@ -193,10 +216,16 @@ def _combined(counted: Sequence[_Tally], batches: Iterable[Batch]) -> _Tally:
 
 
 def _tally(forward: Callable[[], object], world_size: int) -> _Tally:
+    tally: _Tally = {}
+    with _counting(tally, world_size):
+        forward()
+    return tally
+
+
+def _counting(tally: _Tally, world_size: int) -> Any:
+    """Return a context manager that adds the traffic of the calling thread to a tally."""
     from torch.distributed.tensor import DTensor
     from torch.utils._python_dispatch import TorchDispatchMode
-
-    tally: _Tally = {}
 
     class Counting(TorchDispatchMode):
         def __torch_dispatch__(
@@ -218,9 +247,7 @@ def _tally(forward: Callable[[], object], world_size: int) -> _Tally:
                 _add(tally, {kind: (Fraction(1), Fraction(payload), Fraction(wire), Fraction(between))})
             return answer
 
-    with Counting():  # type: ignore[no-untyped-call]  # the constructor has no types
-        forward()
-    return tally
+    return Counting()  # type: ignore[no-untyped-call]  # the constructor has no types
 
 
 def _moved(
@@ -273,7 +300,10 @@ def _group_of(given: Mapping[str, Any], world_size: int) -> tuple[Sequence[int],
     group = given.get("process_group", given.get("group_name"))
     if group is None:
         return range(world_size), distributed.get_rank() if distributed.is_initialized() else 0
-    if isinstance(group, str):
+    of_vllm = getattr(sys.modules.get("vllm.distributed.parallel_state"), "_groups", {})
+    if isinstance(group, str) and group in of_vllm:
+        group = of_vllm[group]().device_group  # as its ops do
+    elif isinstance(group, str):
         group = _resolve_process_group(group)  # type: ignore[arg-type]  # it is a str at run time
     elif not isinstance(group, distributed.ProcessGroup):
         group = distributed.ProcessGroup.unbox(group)

@@ -350,7 +350,9 @@ class Runner:
         # Without the size of the model the bound alone is unknown.
         size = f"{_WORK_FAILED}: {sizes}" if isinstance(sizes, str) else sizes[0]
         launch.work, *prefill = (
-            work.join(of_ranks, self.kernel_names, size) for of_ranks in zip(*replies, strict=True)
+            work.join(of_ranks, self.kernel_names, size)
+            # The rank of an engine has the replies of all processes that compute.
+            for of_ranks in (replies if request.engine else zip(*replies, strict=True))
         )
         launch.prefill_work = prefill[0] if prefill else None
         launch.traces = [path for of_rank in replies for reply in of_rank for path in reply.traces]
@@ -379,6 +381,8 @@ class Runner:
         if isinstance(counted, str):
             result.why["traffic"] = f"{TRAFFIC_FAILED}: {counted}"
             return
+        if request.engine and isinstance(counted[0], list):
+            (counted,) = counted
         if unknown := [reason for reason in counted if isinstance(reason, str)]:
             result.why["traffic"] = unknown[0]
             return
