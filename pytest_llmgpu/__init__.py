@@ -7,7 +7,8 @@ The map of the package. Imports point down; packages on one line do not import e
     render                           how people and other tools read a report: terminal, HTML, charts, exports
     gate                             did the run get worse than the baseline?
     analysis | ranks                 what one run says by itself | processes, and what one of them does
-    strategies                       how a model is spread over devices
+    strategies | engines             how a model is spread over devices | other people's code that runs it
+    recording                        kernels, ops and calls of a process
     inference | profiling | store    model, batches, tasks | the machine and NVML | which report, and where it is kept
     report                           the records and their file
     processes                        how a child process starts and ends

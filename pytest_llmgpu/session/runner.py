@@ -363,7 +363,7 @@ class Runner:
         if len(replies) > 1:
             keys["all_reduce"] = ("all_reduce", uuids)
         wanted = [kind for kind, key in keys.items() if key not in self._ceilings_measured]
-        if isinstance(sizes, str) or request.case.device != "cuda" or not wanted:
+        if isinstance(sizes, str) or request.case.device != "cuda" or request.engine or not wanted:
             return
         self._ceilings_measured.update(keys.values())
         found: list[Ceilings] | str = self._ask_further(request, worker.measure_ceilings, wanted)
