@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -32,6 +33,10 @@ URL, COMMAND = "server_url", "server_command"
 _CONNECT_S = 10.0
 _HEALTH_S = 0.25
 _END_S = 10.0
+_COUNTER = re.compile(
+    r"^(?:\w+:)?(\w*(?:cache_hits|cache_queries|preemptions|retracted)\w*)_total(?:{[^}]*})? ([\d.e+]+)$", re.MULTILINE
+)
+"""A counter of a server's cache or of its scheduler."""
 _TOKEN_ID = "token_id:"  # noqa: S105 - the name of a token in vLLM's logprobs
 
 
@@ -163,6 +168,23 @@ class Server(Engine):
             return None
         pairs = zip(found, token_ids, from_position, strict=True)
         return [_logprobs(answer)[start : len(ids)] for answer, ids, start in pairs]
+
+    def counters(self) -> dict[str, float]:
+        """Return the counters of the cache and of preemptions in the server's `/metrics`; none from one without them.
+
+        The text is that of Prometheus, `vllm:prefix_cache_hits_total{engine="0"} 5.0`; labels are summed.
+        """
+        import requests
+
+        try:
+            response = self._session.get(f"{self._url}/metrics", timeout=_CONNECT_S)
+            text = response.text if response.ok else ""
+        except requests.RequestException:  # it costs no figure of the case
+            return {}
+        found: dict[str, float] = {}
+        for name, value in _COUNTER.findall(text):
+            found[name] = found.get(name, 0.0) + float(value)
+        return found
 
     def stop(self) -> None:
         """End the server that was started, with everything that it started."""

@@ -108,6 +108,10 @@ class Engine(Protocol):
         """
         return None
 
+    def counters(self) -> dict[str, float]:
+        """Return counters of the engine, such as preemptions: what each grows by in a case is a figure of the case."""
+        return {}
+
     def stop(self) -> None:
         """End what `start` started."""
         return

@@ -103,6 +103,7 @@ def measure(state: RankState) -> Measured:
     answers: dict[int, list[float]] = {}
     texts: list[tuple[Batch, Texts]] = []
     clock = SmClock(state.devices, 2 * len(plan.batches))
+    counted = _engine(state).counters()
     started_s, ended = time.monotonic(), host.watch()
     for number, batch in enumerate(plan.batches):
         _engine(state).idle()
@@ -124,6 +125,8 @@ def measure(state: RankState) -> Measured:
         on_batch(latency_s, batch.rows, batch.tokens, batch.padded_tokens)
     ended(launch)
     ended_s = time.monotonic()
+    grown = _engine(state).counters()
+    launch.figures = {name: grown[name] - before for name, before in counted.items() if name in grown}
     launch.batches = columns
     if texts:
         launch.generation = state.generation = _generation(state, texts)

@@ -578,6 +578,7 @@ def _join(launch: Launch, ranks: Sequence[Launch]) -> None:
     launch.batches = slowest([rank.batches for rank in ranks])
     launch.batches.clock_ghz = _of_gpus([rank.batches.clock_ghz for rank in ranks])
     launch.accuracy = first.accuracy
+    launch.figures = first.figures
     texts = [rank.generation for rank in ranks if rank.generation is not None]
     if texts:
         known = [one.kv_cache_bytes for one in texts if one.kv_cache_bytes is not None]

@@ -62,6 +62,7 @@ def test_tokens_times_and_log_likelihoods_of_a_server(start: Start) -> None:
     assert len(texts.step_s) == 3
     scored = server.score(_PROMPTS, [1, 1])
     assert scored == [[openai_stub.loglikelihood(*pair) for pair in pairwise(prompt)] for prompt in _PROMPTS]
+    assert server.counters() == {"prefix_cache_hits": 2.0 * (1 + 2 + 2)}, "of two engines, with the probe"
     process = server._process
     assert process is not None
     server.stop()

@@ -114,6 +114,7 @@ def test_a_wrong_engine_of_the_model_of_mp_fails(pytester: pytest.Pytester) -> N
     assert known(server.accuracy_check).ok is False
     assert len(known(server.launches[0].generation).step_s) == 7
     assert server.launches[0].why["work"].endswith("are not recorded")
+    assert server.launches[0].figures == {"prefix_cache_hits": 2.0 * 4}, "one batch of four, seen by two engines"
     result, report = _run(
         pytester, *flags[1:], "--strategy=openai", command.replace("{fault}", "never"), "--llmgpu-load-timeout=8"
     )

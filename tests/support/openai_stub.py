@@ -28,16 +28,27 @@ def loglikelihood(before: int, token: int) -> float:
 class _Handler(BaseHTTPRequestHandler):
     fault = ""
     served = "m"
+    requests = 0
 
     def log_message(self, *_: Any) -> None:
         """Write no log."""
 
     def do_GET(self) -> None:
+        if self.path == "/metrics":
+            data = "".join(
+                f'vllm:prefix_cache_hits_total{{engine="{one}"}} {self.requests}.0\n' for one in "01"
+            ).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+            return
         self._answer(503 if self.fault == "never" else 200, {"data": [{"id": self.served}]})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         ids, probe = body["prompt"], body["prompt"] == [1, 2, 3]
+        _Handler.requests += 1
         if self.fault == "500" and not probe:
             self._answer(500, {"error": "the engine is broken"})
         elif self.fault == "dies" and not probe:
