@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from typing import NoReturn
 
 from pytest_llmgpu.cli.commands import COMMANDS
-from pytest_llmgpu.cli.output import complain, one_printable_line, show
+from pytest_llmgpu.cli.output import complain, show
 
 _INTERRUPTED = 130
 _DEBUG = "LLMGPU_DEBUG"
@@ -22,7 +22,8 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         # It has arguments, and a shell's * makes arguments of the names of any files.
-        self.exit(2, f"{self.prog}: {one_printable_line(message)}; see {self.prog} --help\n")
+        complain(f"{message}; see {self.prog} --help", self.prog)
+        self.exit(2)
 
 
 def parser(named: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:

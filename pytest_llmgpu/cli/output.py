@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 from pytest_llmgpu.report.text import printable_lines
@@ -16,11 +15,15 @@ def show(text: str) -> None:
     write_data(printable_lines(text, styled=color()))
 
 
-def complain(text: str) -> None:
+def complain(text: str, program: str = "llmgpu") -> None:
     """Print one line to stderr, where it can be written."""
-    if sys.stderr is not None:  # closed
-        with suppress(OSError):
-            print(f"llmgpu: {one_printable_line(text)}", file=sys.stderr, flush=True)
+    if sys.stderr is None:  # closed
+        return
+    try:
+        print(f"{program}: {one_printable_line(text)}", file=sys.stderr, flush=True)
+    except OSError:
+        # Python flushes it again at exit, and a failure there would replace the exit status by 120.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 def one_printable_line(text: str) -> str:

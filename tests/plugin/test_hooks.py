@@ -283,7 +283,7 @@ def test_wrong_answers_fail(runs: FakedRuns) -> None:
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
-        (["--strategy=pp"], "--strategy: 'pp' is no strategy: allowed are compile, iok, mp, tp*"),
+        (["--strategy=pp"], "--strategy: 'pp' is no strategy: allowed are compile, iok, mp, openai, tp, *"),
         (["--llmgpu-dataset=broken.jsonl"], "--llmgpu-dataset=broken.jsonl: *broken.jsonl:2: *"),
         (["--llmgpu-device=cuda"], "*torch is built without CUDA*"),
         (["--llmgpu-json=items.jsonl/report.json"], "*items.jsonl/report.json*"),
@@ -393,7 +393,7 @@ def test_a_model_of_the_suite_cannot_be_measured(pytester: pytest.Pytester, runs
     result = runs()
     result.stdout.fnmatch_lines_random(
         [
-            "measure: llm: dict is not allowed: *fixture of that name in the test suite*",
+            "measure: dict is not allowed: the fixture llm is needed*A fixture llm of the test suite hides*",
             "*llm.run needs a function at the top level of a module*",
         ]
     )

@@ -158,7 +158,7 @@ def test_a_run_generates_under_both_strategies(pytester: pytest.Pytester, monkey
     # Two all-reduces for each of two layers and one for the embeddings, of four rows of 256 numbers.
     assert (all_reduce.calls, all_reduce.payload_bytes, all_gather.calls) == (5, 5 * 4 * 256 * 4, 1)
     result.stdout.fnmatch_lines(
-        ["Time per token / time to first token, 6 texts", "tp compared with mp*6 texts diverge*"]
+        ["Time to first token / time per token*, 6 texts", "tp compared with mp*6 texts diverge*"]
     )
 
 

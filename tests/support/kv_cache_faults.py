@@ -99,7 +99,7 @@ def _padding_seen(_cache: KernelCache, *_: Any) -> dict[str, Any]:
     return {}
 
 
-def _last_token_hidden_from_kernels(cache: KernelCache, rows: int, device: Any, _dtype: Any) -> dict[str, Any]:
+def _last_token_hidden_from_kernels(cache: KernelCache, rows: int, device: Any) -> dict[str, Any]:
     """Mask the token that a decode step reads."""
     numbers = torch.arange(cache.length + 1, device=device)
     padding_B = vars(cache)["_padding_B"]
