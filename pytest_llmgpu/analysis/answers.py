@@ -371,7 +371,9 @@ def check_texts(result: CaseResult, mp: CaseResult | None) -> Checked:
     ok: bool | None = None
     fault: Fault | None = None
     of_mp = None if mp is None else generated(mp)
-    failed = any("generation" in launch.why for launch in result.launches)
+    failed = any("generation" in launch.why for launch in result.launches) or any(
+        one.tokens is None for one in launches
+    )
     if mp is not None and of_mp is not None and not failed and not again:
         differences, others = zip(*(_on_prefix(one, of_mp) for one in launches), strict=True)
         source, most = mp.id, max(others)

@@ -20,7 +20,7 @@ from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.derived import device_times_s, inference_s, of_window, predictions_of
 from pytest_llmgpu.report.result import CaseResult, Failure, Finding, Launch
 from pytest_llmgpu.report.text import GIB, gib, percent, plural, sentence
-from pytest_llmgpu.report.work import NO_WORK, TRAFFIC_FAILED, WORK_OFF
+from pytest_llmgpu.report.work import NO_WORK, TRAFFIC_FAILED, WORK_OFF, WORK_UNSEEN
 
 _SEVERITIES: dict[str, Literal["info", "warning", "failure"]] = {
     # The outcome.
@@ -252,7 +252,7 @@ def _of_passes(result: CaseResult) -> Iterator[Finding]:
     launch = result.launches[-1] if result.launches else Launch()
     if launch.work is None:
         reason = launch.why.get("work", NO_WORK)
-        if reason not in (NO_WORK, WORK_OFF):
+        if not reason.startswith((NO_WORK, WORK_OFF, WORK_UNSEEN)):
             yield finding("passes-failed", f"Kernels and FLOPs of this case are unknown: {reason}")
         return
     rank = next((rank for rank in launch.work.ranks if rank.uuids and "device_time_s" in rank.why), None)

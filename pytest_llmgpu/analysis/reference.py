@@ -60,6 +60,8 @@ def missing(result: CaseResult, earlier: Sequence[CaseResult]) -> str:
         return f"it is {REFERENCE_STRATEGY} itself"
     if not _scored(result):
         return "the case did not complete" if result.outcome != "completed" else "the case scored nothing"
+    if (texts := generated(result)) is not None and texts.tokens is None:
+        return "the engine returns no token ids"
     if _of_reference_strategy(result.case, earlier):
         return f"no case of {REFERENCE_STRATEGY} completed in this run"
     return f"{REFERENCE_STRATEGY} was not measured in this run"

@@ -36,8 +36,10 @@ class Function(Engine):
             ValueError: It is neither an engine nor the place of one.
         """
         self.given = None if isinstance(given, str) else given
+        """The object; None for a place."""
         self.place = given if isinstance(given, str) else ""
         self.name = "engine"
+        self._engine: Any = None
         if isinstance(given, str):
             self.name = _name_of_place(given)
         elif given is not None:
@@ -45,14 +47,13 @@ class Function(Engine):
             self.place = f"{kind.__module__}:{kind.__qualname__}"
             self.name = str(getattr(given, "name", kind.__name__))
             if isinstance(given, type) or not (_methods(given) or callable(given)):
-                raise ValueError(
-                    f"measure: {self.name} is not allowed: the fixture llm is needed, or an engine, which has "
-                    f"{' or '.join(_METHODS.values())}, or its place as 'package.module:name'"
-                )
+                needed = f"an engine, which has {' or '.join(_METHODS.values())}, or its place as 'package.module:name'"
+                if isinstance(given, type):
+                    needed = f"an object, {self.name}(), or the place of the class, {self.place!r}"
+                raise ValueError(f"measure: {self.name} is not allowed: the fixture llm is needed, or {needed}")
         if not re.fullmatch(r"[\w.-]+", self.name):
-            raise ValueError(
-                f"measure: the name {self.name!r} of an engine is not allowed: letters, digits, _, . and -"
-            )
+            allowed = "letters, digits, _, . and - are needed, as in the name of a def"
+            raise ValueError(f"measure: the name {self.name!r} of an engine is not allowed: {allowed}")
 
     def describe(self) -> str:
         """Return what the case has as its model."""
@@ -64,24 +65,33 @@ class Function(Engine):
         Raises:
             ValueError: It lacks what the case needs.
         """
+        self._engine = self.given
         if self.given is None:
-            self.name, made = case.strategy, pkgutil.resolve_name(str(case.strategy_options[OPTION]))
+            self.name, place = case.strategy, str(case.strategy_options[OPTION])
+            try:
+                made = pkgutil.resolve_name(place)
+            except AttributeError as error:
+                raise ValueError(f"measure: {place!r} is not allowed: {error}") from None
             # A class or a factory is called without arguments; an engine, or a function that generates, is used itself.
-            self.given = made() if isinstance(made, type) or (_is_factory(made) and not _methods(made)) else made
-        if not _methods(self.given) and callable(self.given):
-            self.given = SimpleNamespace(generate=self.given)
-        if case.workload not in _methods(self.given):
-            other = "score" if case.generates else "generate"
-            raise ValueError(f"engine {self.name} has no {_METHODS[case.workload]}: pass --llmgpu-workload={other}")
+            self._engine = made() if isinstance(made, type) or (_is_factory(made) and not _methods(made)) else made
+        if not _methods(self._engine) and callable(self._engine):
+            self._engine = SimpleNamespace(generate=self._engine)
+        if case.workload not in _methods(self._engine):
+            other = "hellaswag, whose items are scored" if case.generates else "prompts, which are continued"
+            raise ValueError(f"engine {self.name} has no {_METHODS[case.workload]}: add it, or use the fixture {other}")
 
     def generate(self, token_ids: list[list[int]], new_tokens: int) -> Texts | list[list[int]]:
         """Return its texts; `times`, if it has them, are the seconds of the first token and a list of the others."""
-        given: Any = self.given
-        found = given.generate(token_ids, new_tokens)
-        times = getattr(given, "times", None)
+        found = _returned(self._engine.generate(token_ids, new_tokens), "generate")
+        times = getattr(self._engine, "times", None)
         if times is None or isinstance(found, Texts):
             return found  # type: ignore[no-any-return]
-        first_token_s, step_s = times
+        try:
+            first_token_s, step_s = times
+        except (TypeError, ValueError):
+            raise ValueError(
+                f"times is {times!r}: the seconds of the first token and a list of those of the others are needed"
+            ) from None
         return Texts(tokens=found, first_token_s=first_token_s, step_s=step_s)
 
     def score(self, token_ids: list[list[int]], from_position: list[int]) -> list[list[float]] | None:
@@ -90,15 +100,21 @@ class Function(Engine):
         Raises:
             NotImplementedError: It has no `score`.
         """
-        given: Any = self.given
-        if not callable(getattr(given, "score", None)):
+        if not callable(getattr(self._engine, "score", None)):
             raise NotImplementedError
-        return given.score(token_ids, from_position)  # type: ignore[no-any-return]
+        return _returned(self._engine.score(token_ids, from_position), "score")  # type: ignore[no-any-return]
 
     def stop(self) -> None:
-        """Call its `stop`, if it has one."""
-        if callable(stop := getattr(self.given, "stop", None)):
+        """Call `stop` of an engine that `start` made, if it has one; an object belongs to the test."""
+        if self.given is None and callable(stop := getattr(self._engine, "stop", None)):
             stop()
+
+
+def _returned(found: Any, method: str) -> Any:
+    """Return what a method returned; refuse a forgotten `return`, which would pass as an engine without answers."""
+    if found is None:
+        raise ValueError(f"{method} returned None: {_METHODS[method]} returns a list for each sequence")
+    return found
 
 
 def _methods(given: object) -> list[str]:

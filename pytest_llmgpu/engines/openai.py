@@ -31,6 +31,7 @@ from pytest_llmgpu.report.text import beginning, first_line
 URL, COMMAND = "server_url", "server_command"
 """The options of a case that have the server."""
 _CONNECT_S = 10.0
+_NOBODY = "no server answers there"
 _HEALTH_S = 0.25
 _END_S = 10.0
 _COUNTER = re.compile(
@@ -49,6 +50,8 @@ class _Answer(NamedTuple):
     loglikelihoods: list[float]
     arrived_s: list[float]
     """The time of each token."""
+    chunked: bool
+    """The server sent the tokens one after another, in chunks of HTTP."""
 
 
 class Server(Engine):
@@ -95,6 +98,8 @@ class Server(Engine):
         from requests.adapters import HTTPAdapter
 
         self._session = requests.Session()
+        # A server of this machine needs no proxy of the environment.
+        self._session.trust_env = not case.strategy_options.get(COMMAND)
         self._session.mount("http", HTTPAdapter(pool_maxsize=max(64, case.batch_size)))
         if key := os.environ.get("OPENAI_API_KEY"):
             self._session.headers["Authorization"] = f"Bearer {key}"
@@ -145,14 +150,15 @@ class Server(Engine):
         if wrong is not None:
             raise RuntimeError(f"the server sent {wrong} tokens of a text, {new_tokens} were requested")
         firsts = [answer.arrived_s[0] for answer in answers]
-        single = all(len(answer.arrived_s) == new_tokens for answer in answers)
+        # A server that sends no chunks sends a text at once, whose tokens have no time of their own.
+        single = all(answer.chunked and len(answer.arrived_s) == new_tokens for answer in answers)
         ends_s = list(map(max, zip(*(answer.arrived_s for answer in answers), strict=True))) if single else []
         tokens = [answer.tokens for answer in answers if answer.tokens is not None]
         values = [answer.loglikelihoods for answer in answers if len(answer.loglikelihoods) == new_tokens]
         return Texts(
             tokens=tokens if len(tokens) == len(answers) else None,
             loglikelihoods=values if len(values) == len(answers) else None,
-            first_token_s=max(firsts) - began_s,
+            first_token_s=max(firsts) - began_s if all(answer.chunked for answer in answers) else None,
             step_s=[later - earlier for earlier, later in pairwise(ends_s)],
         )
 
@@ -213,7 +219,7 @@ class Server(Engine):
                     return [str(one["id"]) for one in response.json()["data"]]
                 problem = _problem(response)
             except (requests.RequestException, ValueError, LookupError, TypeError) as error:
-                problem = first_line(error)
+                problem = first_line(error) if not isinstance(error, requests.ConnectionError) else _NOBODY
             if self._process is None:
                 raise RuntimeError(f"--llmgpu-server-url: {self._url}/v1/models: {problem}")
             time.sleep(_HEALTH_S)
@@ -255,6 +261,7 @@ class Server(Engine):
         with self._post({**body, **extended, "stream_options": {"include_usage": True}}) as response:
             if not response.ok:
                 raise RuntimeError(_problem(response))
+            chunked = bool(getattr(response.raw, "chunked", False))
             for line in response.iter_lines():
                 data = line.removeprefix(b"data:").strip()
                 if not line.startswith(b"data:") or data == b"[DONE]":
@@ -274,7 +281,7 @@ class Server(Engine):
                     arrived_s += [time.perf_counter()] * arrived
         if not ended or not arrived_s:
             raise RuntimeError("the server cut the stream of a text before its end")
-        return _Answer(tokens or None, len(tokens) or used or len(arrived_s), values, arrived_s)
+        return _Answer(tokens or None, len(tokens) or used or len(arrived_s), values, arrived_s, chunked)
 
 
 def _is_id(token: str) -> bool:

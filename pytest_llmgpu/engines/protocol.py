@@ -76,6 +76,10 @@ class Engine(Protocol):
         """Load the model in the rank, in the dtype and on the devices of the case."""
         ...
 
+    def release(self) -> None:
+        """Free what depends on the case before: the peaks of memory are reset after it."""
+        return
+
     def prepare(self, batch_size: int, tokens: int, new_tokens: int) -> None:  # noqa: ARG002 - not needed
         """Reserve what depends on the case, so that it takes the same memory alone and in a sweep.
 

@@ -61,11 +61,14 @@ class ContinuousBatching(Engine):
             self._model = weights.checkpoint(source, dtype, device_map={"": str(device)})
         self._graphs = False if case.cuda_graphs == "off" else None
 
+    def release(self) -> None:
+        """Free the cache of the case before."""
+        self.stop()
+
     def prepare(self, batch_size: int, tokens: int, new_tokens: int) -> None:
         """Make a cache of the size of the case, and record CUDA graphs."""
         from transformers import ContinuousBatchingConfig, GenerationConfig
 
-        self.stop()
         self._new_tokens = new_tokens
         generation = GenerationConfig(do_sample=False, max_new_tokens=new_tokens, eos_token_id=-1, pad_token_id=0)
         batching = ContinuousBatchingConfig(

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -30,7 +32,11 @@ from pytest_llmgpu.report.result import Batches, Collective, DeviceMemory, Gener
 from pytest_llmgpu.report.text import plural
 from pytest_llmgpu.report.work import ModelSize
 
+_T = TypeVar("_T")
+
 _MOST_TOKEN = 2**31 - 1
+_MOST_LOGLIKELIHOOD = 0.01
+"""The log of a probability is at most 0, up to rounding."""
 _IN_WORKERS = "the engine computes in processes of its own, whose memory is not seen"
 _REPLAYED = "CUDA graphs of the engine replay its collectives past torch's dispatcher: pass --llmgpu-cuda-graphs=off"
 
@@ -76,11 +82,12 @@ def warm_up(state: RankState, case: Case, not_recorded: str | None = None) -> No
     """Prepare `measure`: run a batch of each number of rows and of each of few widths."""
     state.case, state.phase, state.generation = case, "forward", None
     requests = worker.encoded(state)
+    _engine(state).release()
     memory.reset(state.devices)
-    began_s = time.monotonic()
     # Sequences are not padded: the few widths are for the warm-up alone.
     state.engine_plan = plan = batching.plan(requests, case.batch_size, few_shapes=True, share=False)
     _engine(state).prepare(max(batch.rows for batch in plan.batches), plan.tokens, requests.new_tokens)
+    began_s = time.monotonic()  # vLLM has loaded the model again
     on_batch = worker.report_to(state)
     for batch in {(batch.rows, batch.width): batch for batch in plan.batches}.values():
         _engine(state).idle()
@@ -158,6 +165,7 @@ def check_texts(state: RankState, reference: ReferenceTexts | None = None) -> Ge
         prompts = [list(request.tokens[:-1]) for request in requests.requests]
         both = [[*prompt, *itertools.islice(numbers, requests.new_tokens)] for prompt in prompts]
         values: list[list[float]] = []
+        on_batch = worker.report_to(state)
         for start in range(0, len(both), size):
             some, begins = both[start : start + size], [len(prompt) for prompt in prompts[start : start + size]]
             try:
@@ -166,7 +174,8 @@ def check_texts(state: RankState, reference: ReferenceTexts | None = None) -> Ge
                 return None
             if found is None:
                 return None
-            values += _checked_scores(found, [requests.new_tokens] * len(some))
+            values += _checked_scores(found, [requests.new_tokens] * len(some), "score")
+            on_batch(0.0, len(some), sum(map(len, some)), sum(map(len, some)))  # progress, for the time limit
         return encode(itertools.chain.from_iterable(values))
 
     found = score_again(state.generation.tokens)
@@ -191,19 +200,30 @@ def account(state: RankState) -> list[tuple[list[Collective], None]] | tuple[lis
         return _REPLAYED
     if engine.workers(traffic.begin, state.case.devices) is None:
         return f"engine {engine.name} starts its processes itself, whose traffic is not counted"
+    on_batch = worker.report_to(state)
     for batch in state.plan.batches:
-        _run(state, batch)
+        _idle_run(state, batch)
+        on_batch(0.0, batch.rows, batch.tokens, batch.padded_tokens)  # progress, for the time limit
     return [(found, None) for found in engine.workers(traffic.end) or ()]
 
 
-def record_work(state: RankState, traces: str | None = None) -> None:
-    """Record the kernels of the latest case, for `run_eager_passes` (see `worker.record_work`)."""
+def record_work(state: RankState, traces: str | None = None) -> str | None:
+    """Record the kernels of the latest case, for `run_eager_passes` (see `worker.record_work`).
+
+    Returns:
+        The reason why nothing can be recorded; None if it was.
+    """
+    engine = _engine(state)
+    if engine.elsewhere is not None:
+        return engine.elsewhere
     trace = worker.trace_path(state, traces, "passes")
     if (replies := _in_workers(state, trace, eager=False)) is None:
         forward, on_batch = partial(_idle_run, state), worker.report_to(state)
         whole = {"whole_texts": state.case.generates}
-        replies = [work.record(_program(state), state.plan, forward, on_batch=on_batch, trace=trace, **whole)]
+        program = turns.Engine(tuple(state.devices), engine.dispatched)
+        replies = [work.record(program, state.plan, forward, on_batch=on_batch, trace=trace, **whole)]
     state.passes = replies
+    return None
 
 
 def run_eager_passes(state: RankState, traces: str | None = None) -> list[WorkReply]:
@@ -212,7 +232,8 @@ def run_eager_passes(state: RankState, traces: str | None = None) -> list[WorkRe
     if (replies := _in_workers(state, trace, eager=True)) is not None:
         return replies
     forward, on_batch = partial(_idle_run, state), worker.report_to(state)
-    return [work.measure(_program(state), state.plan, state.passes[0], forward, on_batch=on_batch, trace=trace)]
+    program = turns.Engine(tuple(state.devices), _engine(state).dispatched)
+    return [work.measure(program, state.plan, state.passes[0], forward, on_batch=on_batch, trace=trace)]
 
 
 def _in_workers(state: RankState, trace: str | None, *, eager: bool) -> list[WorkReply] | None:
@@ -251,13 +272,6 @@ def _runs_the_model(state: RankState) -> bool:
     return state.case.model == state.source.name
 
 
-def _program(state: RankState) -> turns.Engine:
-    engine = _engine(state)
-    if engine.elsewhere is not None:
-        raise ValueError(engine.elsewhere)
-    return turns.Engine(tuple(state.devices), engine.dispatched)
-
-
 def _run(state: RankState, batch: Batch) -> Texts | list[list[float]]:
     """Run one batch, and check what the engine returns."""
     engine, requests = _engine(state), state.plan.requests
@@ -266,13 +280,12 @@ def _run(state: RankState, batch: Batch) -> Texts | list[list[float]]:
         found = engine.generate([list(one.tokens[:-1]) for one in sequences], requests.new_tokens)
         texts = found if isinstance(found, Texts) else Texts(tokens=found)
         vocabulary = state.source.decoder.get("vocab_size") if _runs_the_model(state) else None
-        _check_tokens(texts, len(sequences), requests.new_tokens, vocabulary)
-        return texts
+        return _checked_texts(texts, len(sequences), requests.new_tokens, vocabulary)
     # The first tokens of a sequence that is too long are left out, and one token more than a model reads is scored.
     kept = [list(one.tokens[-(requests.max_length + 1) :]) for one in sequences]
     begins = [len(tokens) - one.ending for tokens, one in zip(kept, sequences, strict=True)]
     values = engine.score(kept, begins)
-    return [] if values is None else _checked_scores(values, [one.ending for one in sequences])
+    return [] if values is None else _checked_scores(values, [one.ending for one in sequences], "score")
 
 
 def _idle_run(state: RankState, batch: Batch) -> object:
@@ -281,34 +294,62 @@ def _idle_run(state: RankState, batch: Batch) -> object:
     return _run(state, batch)
 
 
-def _check_tokens(texts: Texts, prompts: int, new_tokens: int, vocabulary: int | None) -> None:
-    if texts.tokens is not None and len(texts.tokens) != prompts:
-        raise ValueError(f"generate returned {plural(len(texts.tokens), 'text')} for {plural(prompts, 'prompt')}")
-    vocabulary = vocabulary or _MOST_TOKEN
-    for number, tokens in enumerate(texts.tokens or ()):
-        if len(tokens) != new_tokens:
+def _checked_texts(texts: Texts, prompts: int, new_tokens: int, vocabulary: int | None) -> Texts:
+    """Return texts in lists of Python's numbers; refuse any that no engine can mean."""
+    tokens = None
+    if texts.tokens is not None:
+        tokens = _rows(texts.tokens, operator.index, "generate", "token ids")
+        if len(tokens) != prompts:
+            raise ValueError(f"generate returned {plural(len(tokens), 'text')} for {plural(prompts, 'prompt')}")
+        if (wrong := next((row for row in tokens if len(row) != new_tokens), None)) is not None:
             raise ValueError(
-                f"generate returned {plural(len(tokens), 'token')} for prompt {number} of its batch, "
+                f"generate returned {plural(len(wrong), 'token')} for prompt {tokens.index(wrong)} of its batch, "
                 f"{new_tokens} are needed: an end-of-sequence token ends no text"
             )
-        wrong = next((token for token in tokens if not isinstance(token, int) or not 0 <= token < vocabulary), None)
-        if wrong is not None:
-            raise ValueError(
-                f"generate returned token {wrong!r} for prompt {number}: allowed are 0 to {vocabulary - 1}"
-            )
-    if texts.loglikelihoods is not None:
-        _checked_scores(texts.loglikelihoods, [new_tokens] * prompts)
+        most = (vocabulary or _MOST_TOKEN) - 1
+        outside = next((token for row in tokens for token in row if not 0 <= token <= most), None)
+        if outside is not None:
+            raise ValueError(f"generate returned token {outside}: allowed are 0 to {most}")
+    values = texts.loglikelihoods
+    if values is not None:
+        values = _checked_scores(values, [new_tokens] * prompts, "generate")
     if texts.step_s and len(texts.step_s) != new_tokens - 1:
         raise ValueError(f"generate returned {len(texts.step_s)} times of further tokens, {new_tokens - 1} are needed")
+    (times_s,) = _rows([[texts.first_token_s or 0.0, *texts.step_s]], _number, "generate", "seconds")
+    if (wrong_s := next((second for second in times_s if not 0 <= second < math.inf), None)) is not None:
+        raise ValueError(f"generate returned a time of {wrong_s} s: at least 0 is needed")
+    return msgspec.structs.replace(texts, tokens=tokens, loglikelihoods=values)
 
 
-def _checked_scores(found: Sequence[Sequence[float]], lengths: Sequence[int]) -> list[list[float]]:
-    if [len(values) for values in found] != [*lengths]:
+def _checked_scores(found: Sequence[Sequence[float]], lengths: Sequence[int], method: str) -> list[list[float]]:
+    values = _rows(found, _number, method, "log-likelihoods")
+    if (counts := [len(row) for row in values]) != [*lengths]:
+        needed = "one for each token" if method == "generate" else "one for each token from the given position on"
+        raise ValueError(f"{method} returned log-likelihoods of {counts} tokens, {[*lengths]} are needed: {needed}")
+    wrong = next((value for row in values for value in row if not -math.inf < value <= _MOST_LOGLIKELIHOOD), None)
+    if wrong is not None:
+        raise ValueError(f"{method} returned the log-likelihood {wrong}: a finite number of at most 0 is needed")
+    return values
+
+
+def _number(value: Any) -> float:
+    return float(value + 0.0)  # no text, which float alone would read
+
+
+def _rows(found: Any, convert: Callable[[Any], _T], method: str, what: str) -> list[list[_T]]:
+    """Return a list of lists from one of Python, numpy or torch.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    try:
+        rows: Iterable[Any] = found.tolist() if hasattr(found, "tolist") else found
+        return [[convert(value) for value in row] for row in rows]
+    except (TypeError, ValueError) as error:
         raise ValueError(
-            f"log-likelihoods of {[len(values) for values in found]} tokens, {[*lengths]} are needed: one for each "
-            "token from the given position on"
-        )
-    return [[float(value) for value in values] for values in found]
+            f"{method} returned {type(found).__name__}: a list with a list of {what} for each sequence is needed "
+            f"({error})"
+        ) from None
 
 
 def _generation(state: RankState, texts: Sequence[tuple[Batch, Texts]]) -> Generation:
@@ -323,7 +364,9 @@ def _generation(state: RankState, texts: Sequence[tuple[Batch, Texts]]) -> Gener
         prompt_tokens=[len(request.tokens) - 1 for request in requests.requests],
         new_tokens=[requests.new_tokens] * len(places),
         first_token_s=firsts if len(firsts) == len(texts) else [],
-        step_s=[second for _, one in texts for second in one.step_s],
+        step_s=[second for _, one in texts for second in one.step_s]
+        if all(len(one.step_s) == requests.new_tokens - 1 for _, one in texts)
+        else [],
         tokens=encode_tokens(token for place in in_order for token in tokens[place])
         if len(tokens) == len(places)
         else None,
@@ -338,6 +381,8 @@ def _explain(state: RankState, launch: Launch, texts: Generation) -> None:
     name = _engine(state).name
     if not texts.first_token_s:
         launch.why["first_token_s"] = f"engine {name} reports no time of the first token"
+    if not texts.step_s:
+        launch.why["step_s"] = f"engine {name} does not report the time of each further token"
     if texts.tokens is None:
         launch.why["tokens"] = f"engine {name} returns no token ids"
     if texts.loglikelihoods is None:

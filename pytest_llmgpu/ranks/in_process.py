@@ -46,6 +46,7 @@ class InProcess:
         try:
             return [fn(self._state, *args)]
         except Exception as error:
+            traceback.print_exc()  # as a rank does; pytest shows it with the failed test
             outcome, failure = serving.failure_of(error, phase)
             raise RankFailedError(outcome, failure, self._state.memory(), serving.describe(error)) from error
 

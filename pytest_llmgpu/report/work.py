@@ -23,6 +23,7 @@ OTHER_MODULE = "other"
 
 WORK_OFF = "work passes are switched off for this case (--llmgpu-work=off)"
 NO_WORK = "work passes run for completed cases only"
+WORK_UNSEEN = "work cannot be recorded"
 WORK_STOPPED = "the work passes were stopped"
 """Reasons in `why` of a launch; the last one if it was interrupted after its measured forwards."""
 

@@ -225,6 +225,8 @@ class Planner:
 
     def _function(self, function: Function) -> tuple[str, Function]:
         """Return the place and the object of an engine of a test, whose name must be its own."""
+        if not function.place:
+            return PLACE, function  # of a test that has not run
         other = self._places.setdefault(function.name, function.place)
         if function.name in self._known or other != function.place:
             raise ValueError(
@@ -359,6 +361,11 @@ def _check_choices(options: Options, strategy: Strategy | Engine) -> None:
         raise ValueError(
             f"--llmgpu-attention={options.attention}: the kernels of strategy {strategy.name} compute attention "
             "themselves: measure it without this option"
+        )
+    if isinstance(strategy, Function) and strategy.given is not None and options.gpu_memory is not None:
+        raise ValueError(
+            f"--llmgpu-gpu-memory={gib(options.gpu_memory)}: engine {strategy.name} runs in pytest's process, which "
+            "takes no cap: pass its place, 'package.module:name', to measure"
         )
     if isinstance(strategy, Engine) and (options.scoring != "lean" or options.cuda_graphs == "on"):
         flag = f"cuda-graphs={options.cuda_graphs}" if options.scoring == "lean" else f"scoring={options.scoring}"

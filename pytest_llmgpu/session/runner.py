@@ -46,7 +46,15 @@ from pytest_llmgpu.report.result import (
     Traffic,
 )
 from pytest_llmgpu.report.text import listed, percent
-from pytest_llmgpu.report.work import NO_WORK, TRAFFIC_FAILED, TRAFFIC_STOPPED, WORK_OFF, WORK_STOPPED, Ceilings
+from pytest_llmgpu.report.work import (
+    NO_WORK,
+    TRAFFIC_FAILED,
+    TRAFFIC_STOPPED,
+    WORK_OFF,
+    WORK_STOPPED,
+    WORK_UNSEEN,
+    Ceilings,
+)
 from pytest_llmgpu.store.imports import Project
 from pytest_llmgpu.strategies.protocol import Strategy
 
@@ -136,6 +144,8 @@ class Runner:
         self._phase: Phase = "load"
         self._began_on_nodes_s: Sequence[float] = ()
         """The time of each node at which the phase began."""
+        self._here = False
+        """True if an engine has computed on a GPU in this process."""
         self._used_before: Mapping[str, int] = {}
         """Maps the UUID of a device to the bytes in use there before the ranks were started."""
         self._profiles: list[Profile] = []
@@ -221,10 +231,10 @@ class Runner:
 
     def close(self, *, kill: bool = False) -> None:
         """End all processes, at once with `kill`."""
-        if self._group is not None:
-            end = self._group.kill if kill else self._group.close
+        group, self._group, self._loading = self._group, None, None
+        if group is not None:
+            end = group.kill if kill else group.close
             end()
-        self._group = self._loading = None
 
     def _measure(self, request: CaseRequest, launch: Launch) -> str:
         """Measure a case and fill its launch, eagerly if its forwards cannot be recorded as CUDA graphs.
@@ -245,9 +255,10 @@ class Runner:
         self._begin("forward", profilers)
         began, recording = time.monotonic(), (request.loading, case.workload)
         try:
-            group.ask(
-                request.commands.warm_up, case, self._not_recorded.get(recording), phase="forward", timeout_s=timeout_s
-            )
+            # An engine may load its model again for another batch size.
+            limit_s = max(timeout_s, request.load_timeout_s) if request.engine else timeout_s
+            why_eager = self._not_recorded.get(recording)
+            group.ask(request.commands.warm_up, case, why_eager, phase="forward", timeout_s=limit_s)
         except RankFailedError as error:
             if error.failure.evidence != serving.NOT_RECORDED or recording in self._not_recorded:
                 raise
@@ -332,10 +343,12 @@ class Runner:
             traces = str(self._traces / name.replace("/", "-"))
         # First: the CUDA graphs of the case end where the traffic is counted.
         recorded = self._ask_further(request, request.commands.record_work, traces)
-        if isinstance(recorded, str):
-            launch.why["work"] = f"{_WORK_FAILED}: {recorded}"
+        why = f"{_WORK_FAILED}: {recorded}" if isinstance(recorded, str) else None
+        if not isinstance(recorded, str) and recorded[0] is not None:
+            why = f"{WORK_UNSEEN}: {recorded[0]}"
+        launch.why["work"] = why or WORK_STOPPED
         self._count_traffic(request, result)
-        if isinstance(recorded, str):
+        if why is not None:
             return
         if self._group is None:
             launch.why["work"] = "the ranks were ended when traffic was counted"
@@ -417,6 +430,7 @@ class Runner:
         began = time.monotonic()
         if request.given is not None:
             self._group = InProcess(request.given)
+            self._here |= request.case.device == "cuda"
         else:
             environments = hosts.environments(request.machine, request.case.device, len(nodes_of_ranks))
             self._group = RankGroup(self.launcher, environments)
@@ -526,7 +540,8 @@ class Runner:
         if profile.devices:
             ours = dict.fromkeys((gpu.uuid for gpu in request.machine.gpus), 1)  # one process per GPU, or one for all
             first = disturbances.clock_reference(self._profiles, profile)
-            seen_by_us = (ours, self._used_before) if not request.elsewhere else (None, {})
+            # The processes of an engine cannot be told from others, nor can what this process holds for one.
+            seen_by_us = (None, {}) if request.elsewhere or self._here else (ours, self._used_before)
             found = disturbances.find(profile, first, *seen_by_us)
         if launch.host is not None and (
             busy := disturbances.busy_cpu(launch.host, on_cpu=request.case.device == "cpu")

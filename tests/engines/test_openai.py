@@ -73,6 +73,10 @@ def test_a_server_without_ids_or_echo_is_measured_without_them(start: Start) -> 
     """Its texts have their times alone; prompts are read and not scored."""
     texts = start("text").generate(_PROMPTS, 4)
     assert (texts.tokens, texts.loglikelihoods, len(texts.step_s)) == (None, None, 3)
+    whole = start("whole").generate(_PROMPTS, 4)
+    assert (whole.tokens is not None, whole.first_token_s, len(whole.step_s)) == (True, None, 0), (
+        "at once, in no chunks"
+    )
     assert start("no_echo").score(_PROMPTS, [1, 1]) is None
 
 
@@ -80,7 +84,7 @@ def test_a_server_without_ids_or_echo_is_measured_without_them(start: Start) -> 
     ("fault", "message"),
     [
         ("500", 'the server answered 500: {"error": "the engine is broken"}'),
-        ("cut", "the server cut the stream of a text before its end"),
+        ("cut", "ended a request: Response ended prematurely"),
         ("short", "the server sent 3 tokens of a text, 4 were requested"),
         ("dies", "ended"),
     ],
@@ -123,7 +127,7 @@ def test_a_run_without_one_server_is_refused(options: dict[str, str], message: s
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({URL: "http://127.0.0.1:9/v1"}, "^--llmgpu-server-url: http://127.0.0.1:9/v1/models: "),
+        ({URL: "http://127.0.0.1:9/v1"}, "^--llmgpu-server-url: http://127.0.0.1:9/v1/models: no server"),
         ({COMMAND: "/no {port}"}, "/no"),
     ],
 )

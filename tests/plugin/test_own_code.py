@@ -32,6 +32,11 @@ def _run(pytester: pytest.Pytester, *flags: str) -> tuple[pytest.RunResult, Repo
     return pytester.runpytest_inprocess(*_FLAGS, *flags), file.load(pytester.path / ".llmgpu" / "last.json")
 
 
+def _run_apart(pytester: pytest.Pytester, *flags: str) -> tuple[pytest.RunResult, Report]:
+    """Run in a process of its own: an engine in the process of pytest imports torch there, which is possible once."""
+    return pytester.runpytest_subprocess(*_FLAGS, *flags), file.load(pytester.path / ".llmgpu" / "last.json")
+
+
 @pytest.mark.slow
 def test_a_patched_model_is_measured_and_a_slower_patch_is_regressed(pytester: pytest.Pytester) -> None:
     """Ops have the module of the patch, the answers hold, and one more product in it is found and named."""
@@ -88,7 +93,7 @@ def test_continuous_batching_generates_the_texts_of_mp(pytester: pytest.Pytester
         "    measure(Wrong(), prompts, batch_size)\n"
     )
     flags = ("--strategy=mp,transformers-cb", "--llmgpu-new-tokens=8", "--llmgpu-prompt-tokens=16")
-    result, report = _run(pytester, *flags)
+    result, report = _run_apart(pytester, *flags)
     result.assert_outcomes(passed=3)
     batching, wrong = (
         next(one for one in report.cases if one.case.strategy == name) for name in ("transformers-cb", "Wrong")
@@ -99,6 +104,31 @@ def test_continuous_batching_generates_the_texts_of_mp(pytester: pytest.Pytester
     assert known(batching.launches[0].work).ranks[0].ops_by_module
     assert wrong.case.strategy_options["process"] == "pytest"
     assert wrong.comparison is None, "its model is not that of mp"
+
+
+@pytest.mark.slow
+def test_an_object_is_used_in_every_launch_and_one_that_cannot_stop_harms_nobody(pytester: pytest.Pytester) -> None:
+    """A place may have the name `engine`; what an engine raises in this process has its traceback."""
+    pytester.makepyfile(
+        own="class Own:\n"
+        "    def generate(self, token_ids, new_tokens):\n"
+        "        assert not vars(self)\n"
+        "        return [[7] * new_tokens for _ in token_ids]\n\n"
+        "    def stop(self):\n"
+        "        self.stopped = True\n"
+        "        raise RuntimeError('stop failed')\n\n"
+        "def engine(token_ids, new_tokens):\n    raise LookupError('no block is left')\n",
+        test_it="import own\n"
+        "here = own.Own()\n"
+        "def test_here(measure, prompts, batch_size):\n    measure(here, prompts, batch_size)\n\n"
+        "def test_raises(measure, prompts, batch_size):\n    measure(own.engine, prompts, batch_size)\n",
+    )
+    flags = ("--llmgpu-launches=2", "--llmgpu-work=off", "--llmgpu-new-tokens=4")
+    result, report = _run_apart(pytester, *flags)
+    result.assert_outcomes(passed=1, failed=1)
+    assert [case.outcome for case in report.cases] == ["completed", "error"]
+    assert len(report.cases[0].launches) == 2
+    result.stdout.fnmatch_lines(["*own.py*line *in engine*", "*LookupError: no block is left*"])
 
 
 @pytest.mark.slow
@@ -113,7 +143,9 @@ def test_a_wrong_engine_of_the_model_of_mp_fails(pytester: pytest.Pytester) -> N
     server = report.cases[1]
     assert known(server.accuracy_check).ok is False
     assert len(known(server.launches[0].generation).step_s) == 7
-    assert server.launches[0].why["work"].endswith("are not recorded")
+    assert server.launches[0].why["work"].startswith("work cannot be recorded: the server computes")
+    assert server.why["traffic"].startswith("the server computes")
+    assert not [one for one in server.findings if one.code == "passes-failed"]
     assert server.launches[0].figures == {"prefix_cache_hits": 2.0 * 4}, "one batch of four, seen by two engines"
     result, report = _run(
         pytester, *flags[1:], "--strategy=openai", command.replace("{fault}", "never"), "--llmgpu-load-timeout=8"

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from support import report_factory, request_factory, tiny_model
@@ -106,6 +107,24 @@ def test_the_ops_of_a_call_have_the_modules_of_the_engine() -> None:
     assert counted[0] == counted[1]
 
 
+@pytest.mark.parametrize("of_library", [np.array, torch.tensor, lambda right: [np.array(row) for row in right]])
+def test_arrays_of_numpy_and_torch_are_lists_of_numbers(of_library: Any) -> None:
+    """What an engine returns of them needs no conversion."""
+    texts = _measure(_Engine(of_library)).generation
+    assert texts is not None
+    assert decode_tokens(texts.tokens).tolist() == [9, 10, 11, 7, 8, 9, 8, 9, 10]
+
+
+def test_an_engine_that_computes_elsewhere_has_no_passes() -> None:
+    """The reason is an answer, since an error would end the rank and its server."""
+    state = _state(_Engine())
+    engine_worker.score(state, state.case)
+    assert state.engine is not None
+    state.engine.elsewhere = "far away"
+    assert engine_worker.record_work(state) == "far away"
+    assert engine_worker.account(state) == "far away"
+
+
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
@@ -114,13 +133,31 @@ def test_the_ops_of_a_call_have_the_modules_of_the_engine() -> None:
             lambda right: [right[0][:-1], *right[1:]],
             "generate returned 2 tokens for prompt 0 of its batch, 3 are",
         ),
-        (lambda right: [[*right[0][:-1], 64], *right[1:]], "generate returned token 64 for prompt 0: allowed"),
-        (lambda right: [[*right[0][:-1], 1.5], *right[1:]], "token 1.5 for prompt 0: allowed are 0 to 63"),
+        (lambda right: [[*right[0][:-1], 64], *right[1:]], "generate returned token 64: allowed"),
+        (
+            lambda right: [[*right[0][:-1], 1.5], *right[1:]],
+            "a list with a list of token ids for each sequence",
+        ),
+        (lambda right: ["abc" for _ in right], "generate returned list: a list with a list of token ids"),
+        (lambda right: right[0], "('int' object is not iterable)"),
+        (
+            lambda right: Texts(tokens=right, first_token_s=-1.0),
+            "generate returned a time of -1.0 s: at least 0 is needed",
+        ),
+        (
+            lambda right: Texts(tokens=right, loglikelihoods=[[1.0] * _NEW] * len(right)),
+            "log-likelihood 1.0: a finite",
+        ),
+        (lambda right: Texts(tokens=right, loglikelihoods=["abc"] * len(right)), "a list of log-likelihoods"),  # type: ignore[list-item]
+        (lambda _: None, "generate returned None: generate(token_ids, new_tokens) returns a list for each sequence"),
         (lambda right: Texts(tokens=right, step_s=[1.0]), "1 times of further tokens, 2 are needed"),
-        (lambda right: Texts(tokens=right, loglikelihoods=[[0.0]] * len(right)), "log-likelihoods of [1, 1] tokens"),
+        (
+            lambda right: Texts(tokens=right, loglikelihoods=[[0.0]] * len(right)),
+            "log-likelihoods of [1, 1] tokens",
+        ),
         (
             lambda right: Texts(tokens=right, loglikelihoods=[[math.nan] * _NEW] * len(right)),
-            "batch 1 of 2 (2 rows of 4 tokens): log-likelihood nan",
+            "generate returned the log-likelihood nan: a finite number of at most 0 is needed",
         ),
     ],
 )

@@ -26,6 +26,7 @@ def loglikelihood(before: int, token: int) -> float:
 
 
 class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
     fault = ""
     served = "m"
     requests = 0
@@ -72,16 +73,25 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _stream(self, token: int, new_tokens: int) -> None:
         self.send_response(200)
+        if self.fault != "whole":
+            self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
         for number in range(new_tokens):
             if self.fault == "cut" and number == 2:
+                self.close_connection = True
                 return
             before, token = token, following(token)
             choice: dict[str, Any] = {"text": "x"}
             if self.fault != "text":
                 choice |= {"token_ids": [token], "logprobs": {"token_logprobs": [loglikelihood(before, token)]}}
-            self.wfile.write(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
-        self.wfile.write(b"data: [DONE]\n\n")
+            self._chunk(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
+        self._chunk(b"data: [DONE]\n\n")
+        if self.fault != "whole":
+            self.wfile.write(b"0\r\n\r\n")
+        self.close_connection = True
+
+    def _chunk(self, data: bytes) -> None:
+        self.wfile.write(data if self.fault == "whole" else b"%x\r\n%s\r\n" % (len(data), data))
 
 
 if __name__ == "__main__":
