@@ -540,7 +540,7 @@ class Runner:
         if profile.devices:
             ours = dict.fromkeys((gpu.uuid for gpu in request.machine.gpus), 1)  # one process per GPU, or one for all
             first = disturbances.clock_reference(self._profiles, profile)
-            # The processes of an engine cannot be told from others, nor can what this process holds for one.
+            # The processes of an engine cannot be distinguished from others, nor can what this process holds for one.
             seen_by_us = (None, {}) if request.elsewhere or self._here else (ours, self._used_before)
             found = disturbances.find(profile, first, *seen_by_us)
         if launch.host is not None and (
