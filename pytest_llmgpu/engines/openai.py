@@ -81,6 +81,8 @@ class Server(Engine):
             )
         if url and (urlsplit(str(url)).scheme not in ("http", "https") or not urlsplit(str(url)).hostname):
             raise ValueError(f"--llmgpu-server-url={url}: http://HOST:PORT is needed")
+        if url and urlsplit(str(url)).username is not None:
+            raise ValueError("--llmgpu-server-url: the report would have its password: set OPENAI_API_KEY, or a proxy")
         if command and "{port}" not in str(command):
             raise ValueError(
                 f"--llmgpu-server-command={command}: it has no {{port}}, which stands for a free port: write it where "

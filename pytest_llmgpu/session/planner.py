@@ -163,7 +163,7 @@ class Planner:
                 dtype=options.dtype if options.dtype != "auto" else _DTYPES[machine.device],
                 device=machine.device,
                 devices=machine.devices,
-                launcher="pytest" if function is not None and function.given is not None else options.launcher,
+                launcher=options.launcher,
                 nodes=len({machine.node_of(rank) for rank in range(processes)}),
                 cuda_graphs=options.cuda_graphs,
                 execution="engine" if is_engine else "cuda_graphs" if recorded else "eager",

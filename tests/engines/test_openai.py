@@ -115,6 +115,7 @@ def test_a_wrong_model_and_a_server_that_ends_are_refused_at_the_start(start: St
         ({}, "--llmgpu-server-url=URL or --llmgpu-server-command='vllm serve {model} --port {port}' is needed"),
         ({URL: "http://h", COMMAND: "c {port}"}, "both are given"),
         ({URL: "localhost:8000"}, "--llmgpu-server-url=localhost:8000: http://HOST:PORT is needed"),
+        ({URL: "http://me:secret@h"}, "--llmgpu-server-url: the report would have its password"),
         ({COMMAND: "vllm serve m"}, "--llmgpu-server-command=vllm serve m: it has no {port}"),
     ],
 )
