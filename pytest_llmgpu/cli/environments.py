@@ -8,6 +8,7 @@ installed from the worktree as it is installed here: editable, or as a copy.
 from __future__ import annotations
 
 import importlib.util
+import re
 import site
 import sys
 import sysconfig
@@ -24,6 +25,7 @@ from pytest_llmgpu.store import imports
 _OURS = "zzz-llmgpu.pth"
 """The last file of its folder that Python reads: the project comes before what is installed here."""
 _DEFAULT_BACKEND = "setuptools.build_meta"
+_PROJECT_FILES = ("pyproject.toml", "setup.py", "setup.cfg")
 
 
 class Installed(NamedTuple):
@@ -44,7 +46,8 @@ def installed(root: Path, repository: Path) -> list[Installed]:
         if source is not None and source.path.is_relative_to(repository):
             folder = root / source.path.relative_to(repository)
             paths = [Path(str(path.locate())).resolve() for path in one.files or () if path.suffix == ".pth"]
-            if folder.is_dir():  # else it is of another repository, or ignored by git
+            # Else it is of another repository, such as a submodule, which a worktree lacks, or ignored by git.
+            if any((folder / name).is_file() for name in _PROJECT_FILES):
                 found.append(Installed(folder, source.editable, paths))
     return found
 
@@ -79,7 +82,7 @@ def create(root: Path, repository: Path, projects: Sequence[Installed]) -> list[
 def _packages(root: Path, repository: Path, own: set[Path]) -> Iterator[str]:
     """Yield the lines of the `.pth` file: the folders of this environment, and its `.pth` files but for `own`.
 
-    Paths in the user's own tree become those of the worktree, as in PYTHONPATH.
+    Paths in the user's own tree become those of the worktree, as in PYTHONPATH, where git tracks them.
     """
     names = [name for name in (*site.getsitepackages(), site.getusersitepackages()) if name in sys.path]
     folders = dict.fromkeys(Path(name).resolve() for name in names)
@@ -91,14 +94,18 @@ def _packages(root: Path, repository: Path, own: set[Path]) -> Iterator[str]:
             elif line.strip() and not line.startswith("#"):
                 named = (path.parent / line.rstrip()).resolve()
                 is_own = named.is_relative_to(repository) and not any(map(named.is_relative_to, folders))
-                yield str(root / named.relative_to(repository) if is_own else named)
+                here = root / named.relative_to(repository) if is_own else named
+                yield str(here if here.exists() else named)
 
 
 def _has_backend(project: Path) -> bool:
     """Return whether this environment has what builds a project; else pip downloads that."""
     try:
-        text = (project / "pyproject.toml").read_bytes()
-        backend = msgspec.toml.decode(text, type=dict).get("build-system", {}).get("build-backend", _DEFAULT_BACKEND)
-        return importlib.util.find_spec(str(backend).partition(".")[0].partition(":")[0]) is not None
+        text = (project / "pyproject.toml").read_bytes() if (project / "pyproject.toml").exists() else b""
+        system = msgspec.toml.decode(text, type=dict).get("build-system", {})
+        backend = str(system.get("build-backend", _DEFAULT_BACKEND))
+        needed = [re.split(r"[^\w.-]", str(one).strip())[0] for one in system.get("requires", ())]
+        known = all(next(iter(metadata.distributions(name=name)), None) is not None for name in needed)
+        return known and importlib.util.find_spec(backend.partition(".")[0].partition(":")[0]) is not None
     except (OSError, ValueError, ImportError):  # ImportError: Python 3.10 without tomli
         return True

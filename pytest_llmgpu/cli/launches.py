@@ -234,7 +234,8 @@ def temporary() -> Iterator[Callable[[str, str], Path]]:
             root = Path(line.removeprefix("worktree "))
             left.setdefault(root.parent, []).append(root)
     for folder, roots in left.items():
-        with suppress(BlockingIOError, FileNotFoundError), _locked(folder):
+        # Held by another process, of another kind, or of another user.
+        with suppress(OSError), _locked(folder):
             _remove(folder, roots)
     parent = Path(tempfile.mkdtemp(prefix="llmgpu-")).resolve()
     (parent / _LOCK).touch()
@@ -270,7 +271,7 @@ def _locked(parent: Path) -> Iterator[None]:
 
     FileNotFoundError for another folder, BlockingIOError if another process has the lock.
     """
-    with (parent / _LOCK).open() as lock:
+    with (parent / _LOCK).open("r+") as lock:  # NFS locks no file that is open for reading alone
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
 

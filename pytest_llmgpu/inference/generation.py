@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 _WARM_UP_TOKENS = 3
 _KINDS = ("full_attention", "sliding_attention", "linear_attention")
 """The layer types of transformers that `StaticCache` serves."""
+_CHUNKED = "chunked_attention"
+"""The layer type that attends to the tokens of a chunk, served as long as there is one chunk."""
 
 
 def check(model: torch.nn.Module, config: PretrainedConfig | None) -> None:
@@ -478,7 +480,9 @@ class StaticCache(_Cache):
         kept = _kept(config, slots)
         self._sizes = [size for _, size in kept]
         # The models with layers of several kinds take a mask for each kind, others one mask for all.
-        self._kinds = dict(kept)
+        self._kinds: dict[str, int] = {}
+        for kind, size in kept:
+            self._kinds[kind] = max(size, self._kinds.get(kind, 0))
         self.stateful = "linear_attention" in self._kinds
         # On every device: a copy from one device to another in each layer would be traffic.
         self._positions = {device: torch.zeros(rows, dtype=torch.int64, device=device) for device in devices}
@@ -581,23 +585,25 @@ class StaticCache(_Cache):
         assert isinstance(layer, LayerCache)
         return layer.update(key_BHSD, value_BHSD)
 
-    def get_conv_state(self, layer_idx: int, *_: Any, **__: Any) -> torch.Tensor | None:
+    def get_conv_state(self, layer_idx: int, *_: Any, **named: Any) -> torch.Tensor | None:
         """Return a state of a layer with linear attention (these five are called by transformers)."""
-        return self._state(layer_idx).get_conv_state()
+        return self._state(layer_idx, **named).get_conv_state()
 
-    def get_recurrent_state(self, layer_idx: int, *_: Any, **__: Any) -> torch.Tensor | None:
+    def get_recurrent_state(self, layer_idx: int, *_: Any, **named: Any) -> torch.Tensor | None:
         """See `get_conv_state`."""
-        return self._state(layer_idx).get_recurrent_state()
+        return self._state(layer_idx, **named).get_recurrent_state()
 
     def update_conv_state(self, inputs_BCS: torch.Tensor, layer_idx: int, **named: Any) -> torch.Tensor:
         """See `get_conv_state`."""
-        return self._state(layer_idx).update_conv_state(inputs_BCS, **named)
+        return self._state(layer_idx, **named).update_conv_state(inputs_BCS, **named)
 
-    def update_recurrent_state(self, state: torch.Tensor, layer_idx: int, **_: Any) -> torch.Tensor:
+    def update_recurrent_state(self, state: torch.Tensor, layer_idx: int, **named: Any) -> torch.Tensor:
         """See `get_conv_state`."""
-        return self._state(layer_idx).update_recurrent_state(state)
+        return self._state(layer_idx, **named).update_recurrent_state(state)
 
-    def _state(self, layer_idx: int) -> StateCache:
+    def _state(self, layer_idx: int, state_idx: int = 0, **_: Any) -> StateCache:
+        if state_idx:
+            raise ValueError(f"layer {layer_idx} has several states, and one is served: score the model")
         if layer_idx not in self.layers:
             self.layers[layer_idx] = StateCache(self._rows)
             self._begin(self._now, prefilling=self.prefilling)
@@ -681,18 +687,30 @@ class KernelCache(_Cache):
 
 
 def _kept(config: PretrainedConfig, slots: int) -> list[tuple[str, int]]:
-    """Return the kind of each layer and the tokens that transformers' static cache keeps for it; 0 for a state."""
+    """Return the kind of each layer and the tokens that transformers' static cache keeps for it.
+
+    These are 0 for a state, and for a layer that reads the keys and values of another one.
+
+    Raises:
+        ValueError: The cache does not serve a kind of layer.
+    """
     import transformers
 
+    text = config.get_text_config()
     layers = transformers.StaticCache(config=config, max_cache_len=slots)
-    kinds = zip(layers.is_linear, layers.is_sliding, layers.layers, strict=True)
-    return [
-        (
-            _KINDS[2] if is_linear else _KINDS[int(is_sliding)],
-            0 if is_linear else getattr(layer, "max_cache_len", slots),
-        )
-        for is_linear, is_sliding, layer in kinds
-    ]
+    named = dict(enumerate(getattr(text, "layer_types", None) or ()))
+    # Up to the end of its first chunk a layer attends to all tokens.
+    served = {*_KINDS, *[_CHUNKED] * (slots <= (getattr(text, "attention_chunk_size", None) or 0))}
+    if other := next((kind for kind in named.values() if kind not in served), None):
+        raise ValueError(f"text of {slots} tokens is not generated with layers of the kind {other}: score the model")
+    kept = []
+    for number, (is_linear, is_sliding, layer) in enumerate(
+        zip(layers.is_linear, layers.is_sliding, layers.layers, strict=True)
+    ):
+        kind = _KINDS[2] if is_linear else _KINDS[int(is_sliding)]
+        kind = _CHUNKED if named.get(number) == _CHUNKED else kind
+        kept.append((kind, 0 if is_linear else getattr(layer, "max_cache_len", 0)))
+    return kept
 
 
 def formula_bytes(config: Any, *, rows: int, slots: int, number_bytes: int) -> int | None:
@@ -716,10 +734,14 @@ def formula_bytes(config: Any, *, rows: int, slots: int, number_bytes: int) -> i
     kept = _kept(config, slots)
     total: int = sum(size for _, size in kept) * width * number_bytes
     if (states := sum(kind == "linear_attention" for kind, _ in kept)) > 0:
-        keys = text.linear_num_key_heads * text.linear_key_head_dim
-        values = text.linear_num_value_heads * text.linear_value_head_dim
-        total += states * (2 * keys + values) * text.linear_conv_kernel_dim * number_bytes
-        total += states * values * text.linear_key_head_dim * 4
+        names = ("num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim", "conv_kernel_dim")
+        numbers: list[Any] = [getattr(text, f"linear_{name}", None) for name in names]
+        if None in numbers:
+            return None
+        key_heads, key_size, value_heads, value_size, kernel = numbers
+        values = value_heads * value_size
+        total += states * (2 * key_heads * key_size + values) * kernel * number_bytes
+        total += states * values * key_size * 4
     return rows * total
 
 
@@ -729,6 +751,8 @@ def reason_against(fields: Mapping[str, Any]) -> str | None:
     others += [name for name in fields if name.startswith("mamba_")]
     if others:
         return f"has layers that keep neither keys and values nor a state that this package serves ({others[0]})"
+    if fields.get("model_type") == "minimax":
+        return "has a KV cache of its own, which takes no other"
     if fields.get("alibi"):
         return "computes its positions from a mask (alibi), which a static KV cache does not have"
     return None

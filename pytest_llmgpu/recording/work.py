@@ -388,8 +388,14 @@ def model_size(model: PreTrainedModel, dtype_bytes: int) -> ModelSize | str:
         return "its config has no num_experts_per_tok, the experts that a token passes through"
     apart = [model.get_input_embeddings(), model.get_output_embeddings()]
     left_out = {id(parameter) for module in apart if module is not None for parameter in module.parameters()}
-    counts = {name: part.numel() for name, part in model.named_parameters() if id(part) not in left_out}
-    of_experts = sum(count for name, count in counts.items() if experts and ".experts." in name)
+    parts = {name: part for name, part in model.named_parameters() if id(part) not in left_out}
+    counts = {name: part.numel() for name, part in parts.items()}
+    # Some models have their experts under other names, always in one tensor.
+    of_experts = sum(
+        counts[name]
+        for name, part in parts.items()
+        if experts and (".experts." in name or (part.dim() == 3 and part.shape[0] == experts))  # noqa: PLR2004 - experts, rows, columns
+    )
     share = active / experts if experts else 1.0
     heads, kinds = config.num_attention_heads, getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None) if kinds is None else None

@@ -4,6 +4,7 @@ import site
 import subprocess
 import venv
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.measured_project import STEADY, Project
@@ -36,6 +37,22 @@ def test_an_environment_without_pip_is_of_uv(tmp_path: Path, monkeypatch: pytest
     *command, python, _ = environments.create(tmp_path, tmp_path, [])[:6]
     assert command == ["uv", "pip", "install", "--python"]
     assert Path(python).exists()
+
+
+def test_what_a_worktree_lacks_stays_that_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clone that git ignores is imported from the user's tree, and the folder of a submodule is no project."""
+    root, repository, packages = tmp_path / "root", tmp_path / "repository", tmp_path / "packages"
+    for folder in (root / "src", root / "submodule", repository / "src", repository / "ignored", packages):
+        folder.mkdir(parents=True)
+    (packages / "own.pth").write_text(f"{repository / 'src'}\n{repository / 'ignored'}\n")
+    monkeypatch.syspath_prepend(packages)
+    monkeypatch.setattr("site.getsitepackages", lambda: [str(packages)])
+    source = SimpleNamespace(path=repository / "submodule", editable=True)
+    monkeypatch.setattr("pytest_llmgpu.store.imports.source_of", lambda _: source)
+    assert environments.installed(root, repository) == []
+    environments.create(root, repository, [])
+    (written,) = root.glob(".venv/lib/python*/site-packages/zzz-llmgpu.pth")
+    assert written.read_text().splitlines()[-2:] == [str(root / "src"), str(repository / "ignored")]
 
 
 @pytest.mark.slow

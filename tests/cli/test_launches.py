@@ -255,6 +255,7 @@ def test_what_a_killed_process_left_is_removed(
         assert ends(command)
     assert len(git(repository, "worktree", "list").splitlines()) == 3
     git(repository, "worktree", "add", "--quiet", str(tmp_path / "own"))
+    (tmp_path / "llmgpu.lock").mkdir()  # no lock of ours can be taken there, as in a folder of another user
     with checked_out({"a": "main"}) as living, checked_out({"a": "main"}):
         assert len(git(repository, "worktree", "list").splitlines()) == 4
         assert living[0].root.is_dir()

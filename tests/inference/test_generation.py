@@ -101,6 +101,21 @@ def test_a_window_is_that_of_forwards_without_a_cache(batch_size: int) -> None:
         assert found.tokens[number] == _without_a_cache(model, prompt, _NEW)[0]
 
 
+def test_chunks_are_served_as_long_as_there_is_one() -> None:
+    """A longer text is refused in one line, before a token is generated."""
+    sizes = {**tiny_model.SIZES, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": _VOCABULARY}
+    torch.manual_seed(0)
+    fields = {"num_local_experts": 2, "intermediate_size_mlp": 48, "initializer_range": 0.3, "pad_token_id": 0}
+    config = AutoConfig.for_model("llama4_text", **sizes | fields, attention_chunk_size=16)
+    assert "chunked_attention" in config.layer_types
+    model = AutoModelForCausalLM.from_config(config).eval()
+    found = _generate(model, _requests(), 2)
+    for number, prompt in enumerate(_PROMPTS):
+        assert found.tokens[number] == _without_a_cache(model, prompt, _NEW)[0]
+    with pytest.raises(ValueError, match="text of 25 tokens is not generated with layers of the kind chunked_att"):
+        _generate(model, _requests(new_tokens=20), 2)
+
+
 @pytest.mark.parametrize("fault", kv_cache_faults.FAULTS)
 def test_a_fault_of_the_cache_shows_in_the_log_likelihoods(model: Any, fault: str) -> None:
     """Each fault makes a text more than 100 times as different as rounding does."""
@@ -132,6 +147,12 @@ def test_the_cache_has_the_size_of_the_formula(model: Any) -> None:
     latent = AutoConfig.for_model("deepseek_v2")
     found = generation.formula_bytes(latent, rows=1, slots=1, number_bytes=1)
     assert found == latent.num_hidden_layers * (512 + 64)
+    # Two of four layers read the keys and values of others; states of other shapes have no formula.
+    shared = AutoConfig.for_model("gemma3n_text", num_hidden_layers=4, num_kv_shared_layers=2, sliding_window=4)
+    kept = sum(4 if kind == "sliding_attention" else 26 for kind in shared.layer_types[:2])
+    heads = 2 * shared.num_key_value_heads * shared.head_dim
+    assert generation.formula_bytes(shared, rows=1, slots=26, number_bytes=1) == kept * heads
+    assert generation.formula_bytes(AutoConfig.for_model("kimi_linear"), rows=1, slots=8, number_bytes=1) is None
 
 
 def test_a_log_likelihood_that_is_not_finite_is_an_error() -> None:
@@ -150,6 +171,7 @@ def test_a_log_likelihood_that_is_not_finite_is_an_error() -> None:
         ({"num_attention_heads": 4, "layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
         ({"num_attention_heads": 4, "mamba_d_state": 16}, "mamba_d_state"),
         ({"n_head": 4, "alibi": True}, "alibi"),
+        ({"model_type": "minimax", "layer_types": ["full_attention"]}, "a KV cache of its own"),
     ],
 )
 def test_a_model_that_the_cache_cannot_serve_is_refused(fields: dict[str, Any], reason: str | None) -> None:

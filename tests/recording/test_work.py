@@ -10,9 +10,11 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from accelerate import init_empty_weights
 from support import tiny_model, traffic_functions
 from support.report_factory import known, make_case
 from torch.profiler import ProfilerActivity, profile
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from pytest_llmgpu.inference import models, weights
 from pytest_llmgpu.inference.bundled import PRESETS
@@ -335,6 +337,13 @@ def test_a_token_passes_through_its_active_experts() -> None:
     layer, experts = attention + 2048 * 128 + 2 * 2048, 3 * 2048 * 768
     assert found.parameters == 48 * (layer + 8 * experts) + 2048
     assert found.experts_bytes == 2 * 48 * 128 * experts
+    sizes = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "kv_channels": 8, "vocab_size": 64}
+    jetmoe = AutoConfig.for_model("jetmoe", **sizes, num_key_value_heads=4, num_local_experts=8, num_experts_per_tok=2)
+    with init_empty_weights():
+        other = work.model_size(AutoModelForCausalLM.from_config(jetmoe), 2)
+    assert isinstance(other, ModelSize)
+    # Its experts have other names, and a router of its attention has theirs.
+    assert other.experts_bytes == 2 * 8 * (3 * 32 * 48 + 2 * 32 * 32) + 2 * (8 * 32 + 32)
     gpt_oss = work.model_size(weights.skeleton(tiny_model.source(PRESETS["gpt-oss-20b"]), torch.float16), 2)
     assert isinstance(gpt_oss, ModelSize)
     assert gpt_oss.layers == 12
