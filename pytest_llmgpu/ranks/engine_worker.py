@@ -54,7 +54,8 @@ def load(
     if hooks:
         raise ValueError("pytest_llmgpu_model: an engine loads its model itself: change it there")
     state.phase, state.case, state.source = "load", case, source
-    engine = state.engine or registered.engine(place)
+    engine = state.engine or registered.make(place)
+    assert isinstance(engine, Engine), "strategies have a `load` of their own"
     elsewhere = engine.elsewhere or (_IN_WORKERS if engine.own_workers and case.devices > 1 else None)
     on_gpu = case.device == "cuda" and elsewhere is None
     devices = [torch.device("cuda", index) for index in range(case.devices)] if on_gpu else [torch.device("cpu")]

@@ -41,17 +41,3 @@ def make(place: str) -> Strategy | Engine:
     if lacking := [name for name in needed if not hasattr(made, name)]:
         raise ValueError(f"strategy {place} lacks {', '.join(lacking)} (see {_REGISTRY.protocol})")
     return made
-
-
-def strategy(place: str) -> Strategy:
-    """Return a new strategy of the implementation at a place."""
-    made = make(place)
-    assert not isinstance(made, Engine), "the place is that of a strategy"
-    return made
-
-
-def engine(place: str) -> Engine:
-    """Return a new engine of the implementation at a place."""
-    made = make(place)
-    assert isinstance(made, Engine), "the place is that of an engine"
-    return made
