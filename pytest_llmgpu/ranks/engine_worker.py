@@ -22,7 +22,7 @@ from pytest_llmgpu.inference.batching import Batch
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.inference.sm_clock import SmClock
 from pytest_llmgpu.ranks import host, memory, registered, traffic, worker
-from pytest_llmgpu.ranks.model_hook import ModelHook
+from pytest_llmgpu.ranks.registered import ModelHook
 from pytest_llmgpu.ranks.worker import Measured, RankState, ReferenceTexts
 from pytest_llmgpu.recording import turns, work
 from pytest_llmgpu.recording.work import WorkReply

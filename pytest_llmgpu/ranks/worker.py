@@ -23,7 +23,7 @@ from pytest_llmgpu.inference.tasks.protocol import Item, Task
 from pytest_llmgpu.ranks import ceilings, graph_choice, host, memory, registered, traffic
 from pytest_llmgpu.ranks.graph_choice import Decision
 from pytest_llmgpu.ranks.local import FinishedBatch
-from pytest_llmgpu.ranks.model_hook import ModelHook
+from pytest_llmgpu.ranks.registered import ModelHook
 from pytest_llmgpu.recording import work
 from pytest_llmgpu.recording.work import BatchReport, WorkReply
 from pytest_llmgpu.report.case import Case

@@ -27,7 +27,7 @@ from pytest_llmgpu.ranks import ceilings, engine_worker, registered, serving, tr
 from pytest_llmgpu.ranks import host as hosts
 from pytest_llmgpu.ranks.group import InProcess, RankGroup, slowest
 from pytest_llmgpu.ranks.local import LocalLauncher, RankFailedError
-from pytest_llmgpu.ranks.model_hook import ModelHook
+from pytest_llmgpu.ranks.registered import ModelHook
 from pytest_llmgpu.recording import work
 from pytest_llmgpu.report import derived, disturbances
 from pytest_llmgpu.report.case import Case, next_id
