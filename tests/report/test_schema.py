@@ -103,6 +103,7 @@ _CHANGED = {
     *("argv", "capacity.prediction", "capacity.why", "verdicts.armed", "verdicts.calibration_sha256"),
     *("verdicts.rows.alone", "verdicts.rows.known", "verdicts.rows.margin", "verdicts.rows.smallest_change"),
     *("cases.case.workload", "cases.key", "verdicts.rows.key", "verdicts.rows.verdict"),
+    "cases.launches.work.ranks.kernels_sha256",
 }
 """Fields that are no longer read, or have other names of their values."""
 
