@@ -21,12 +21,10 @@ from pytest_llmgpu.report.derived import counted_tokens, device_times_s, generat
 from pytest_llmgpu.report.result import CaseResult, Declared, Launch
 from pytest_llmgpu.report.text import gib, percent, significant
 
-Rule = Literal[
-    "outcome", "execution", "capacity", "program", "time", "answers", "exact", "traffic", "path", "memory", "creep"
-]
+Rule = Literal["outcome", "execution", "program", "time", "answers", "exact", "traffic", "path", "memory", "creep"]
 """How the gate judges a metric.
 
-outcome, execution, path: by their order. capacity: the largest batch size that fits. program: calls by name, and the
+outcome, execution, path: by their order. program: calls by name, and the
 price of their change. time: launches are the replicates. answers: item by item, or token by token. exact: equal in
 every launch, so that one launch suffices. traffic: exact, by collective. memory: exact up to the allocator's rounding.
 creep: the growth of other metrics over several promotions.
@@ -68,8 +66,6 @@ class MetricSpec:
     """Name in verdicts and in the policy."""
     rule: Rule | None = None
     """How it is judged; None for a figure that is only shown."""
-    scope: Literal["case", "series"] = "case"
-    """Scope of a verdict: one case, or a series of cases over batch sizes."""
     gate: bool = True
     """True if a verdict can fail the gate by default."""
     threshold: float | None = None
@@ -258,14 +254,7 @@ METRICS: tuple[MetricSpec, ...] = (
         rule="execution",
         next_step="Read `execution_choice` of the launch in the report: it names what could not be recorded.",
     ),
-    MetricSpec(
-        name="largest_batch",
-        rule="capacity",
-        scope="series",
-        unit="sequences",
-        bigger_is_better=True,
-        next_step="Read memory by batch size: which part of it grew.",
-    ),
+    MetricSpec(name="largest_batch", unit="sequences", bigger_is_better=True),  # of earlier verdicts
     MetricSpec(
         name="program",
         rule="program",
@@ -346,7 +335,6 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec(
         name="accuracy",
         rule="answers",
-        scope="series",
         threshold=0.005,
         points=True,
         bigger_is_better=True,

@@ -70,11 +70,9 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One metric of one case, compared with its baseline."""
 
     key: str
-    """Key of the case; for metrics of a series, such as `accuracy`, the key of the series."""
+    """Key of the case."""
     id: str
-    """Id of the case, such as `mp-bs8`; for metrics of a series the name of the strategy."""
-    cases: list[str] | None = None
-    """Ids of the cases that the verdict on a series is about, such as those that lost items; null for other metrics."""
+    """Id of the case, such as `mp-bs8`."""
     nodeid: str | None = None
     """Node id of the test that measured the case; null if no test did."""
     metric: MetricName
@@ -110,7 +108,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     p: float | None = None
     """One-sided p-value: the probability of a change at least as large if nothing changed. It tests for a loss if the
     candidate is worse, and for a gain if it is better. It is adjusted (Holm) over the gated rows of all times, where it
-    is not gated over such rows of its metric; for accuracy over the two tests of a row."""
+    is not gated over such rows of its metric, and for accuracy over the cases."""
     clock_ratio: float | None = None
     """Mean SM clock of the candidate divided by that of the baseline, where a time was compared at a fixed clock."""
     n: int | None = None
