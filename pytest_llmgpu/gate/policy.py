@@ -28,7 +28,6 @@ from pytest_llmgpu.store import git
 
 _PYPROJECT = "pyproject.toml"
 _LIMIT_BYTES = 2**20
-_GONE = re.compile(r"unknown field `(flops|host_syncs|kernels|ops|runtime_calls)`$")
 
 _Part = Annotated[float, Meta(ge=0, lt=1)]
 """A relative threshold."""
@@ -225,8 +224,7 @@ def load_policy(path: Path | None, repository: Path = Path()) -> Policy:
     try:
         return _converted(table)
     except (AttributeError, ValueError) as error:  # AttributeError: the table is a value
-        replaced = "; the table `program` replaced it" if _GONE.search(str(error)) else ""
-        raise ValueError(f"policy {path}: {error}{replaced}") from None
+        raise ValueError(f"policy {path}: {error}") from None
 
 
 def _converted(table: Mapping[str, Any]) -> Policy:

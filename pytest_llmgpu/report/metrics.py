@@ -218,9 +218,7 @@ def _sequences(launch: Launch) -> int:
 
 def _eager_batches(launch: Launch) -> list[int]:
     """Return the batches of the eager pass; none where there was no work pass."""
-    if launch.work is None:
-        return []
-    return launch.work.batches if launch.work.eager_batches is None else launch.work.eager_batches
+    return [] if launch.work is None else launch.work.eager_batches
 
 
 def _seconds(value: float) -> str:
@@ -254,7 +252,6 @@ METRICS: tuple[MetricSpec, ...] = (
         rule="execution",
         next_step="Read `execution_choice` of the launch in the report: it names what could not be recorded.",
     ),
-    MetricSpec(name="largest_batch", unit="sequences", bigger_is_better=True),  # of earlier verdicts
     MetricSpec(
         name="program",
         rule="program",
@@ -392,8 +389,6 @@ METRICS: tuple[MetricSpec, ...] = (
         exported=Exported(column="kernels_per_forward"),
         trend="kernel calls (per forward, all ranks)",
     ),
-    MetricSpec(name="ops", unit="calls", written=_counted),
-    MetricSpec(name="runtime_calls", unit="calls", written=_counted),
     MetricSpec(
         name="traffic",
         rule="traffic",
@@ -443,4 +438,4 @@ JUDGED: tuple[str, ...] = tuple(spec.name for spec in METRICS if spec.rule)
 """Names of the metrics that the gate has verdicts on."""
 
 MetricName = str
-"""Name of a metric or of a figure of the user's own; stored verdicts have names that the gate judged before."""
+"""Name of a metric or of a figure of the user's own; stored verdicts can have names that the gate judged before."""

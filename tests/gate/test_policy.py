@@ -189,7 +189,6 @@ def test_switches_take_precedence_over_the_policy() -> None:
         ("time = 3", r"Expected `object`, got `int` - at `\$\.time`"),
         ("= 3", "is not valid TOML: .*"),
         ("[tool.llmgpu.gate]\nfoo = 1", "Object contains unknown field `foo`"),
-        ("[flops]\ngate = false", "Object contains unknown field `flops`; the table `program` replaced it"),
         ("[tool.llmgpu.gate]\n[time]\nthreshold = 0.9", r"time is not allowed: allowed is \[tool\.llmgpu\.gate\]"),
         ("[tool.llmgpu.gates]\nx = 1", r"tool\.llmgpu\.gates is not allowed: allowed is \[tool\.llmgpu\.gate\]"),
         ("#" * 2**21, "is larger than 1,048,576 bytes.*"),
