@@ -95,7 +95,8 @@ def check(
 ) -> tuple[AccuracyCheck | None, list[Finding]]:
     """Check the answers of a result and return the findings on them. The worst launch counts.
 
-    The check is None for a result that did not complete or has no answers. `mp` is the result's reference.
+    The check is None for a result that did not complete or has no answers. `mp` is the result's reference, None where
+    its weights are quantised otherwise.
     """
     case, texts = result.case, [launch.generation for launch in result.launches if launch.generation is not None]
     if result.outcome != "completed" or not (texts if case.generates else result.accuracies):
@@ -146,7 +147,8 @@ def _findings(
         return [finding("unchecked-answers", text, step)]
     if random and not case.generates and mp is None and case.strategy != REFERENCE_STRATEGY:
         text = f"every batch size of {case.strategy} may be wrong in the same way: there is no independent case to "
-        text += f"compare its log-likelihoods with ({result.why['comparison']})"
+        reason = result.why.get("comparison", "quantised weights of several ranks have other scales than those of one")
+        text += f"compare its log-likelihoods with ({reason})"
         step = f"Add {REFERENCE_STRATEGY} to --strategy if {case.strategy} runs the model of --llmgpu-model; compare a "
         step += "model of its own with an earlier report (--llmgpu-compare)."
         return [finding("unchecked-answers", text, step)]
@@ -294,7 +296,8 @@ def _mismatch(result: CaseResult, mp: CaseResult | None, smallest: CaseResult | 
     """
     case, other = result.case, mp or smallest
     fault: Fault = "strategy"
-    if mp is None and case.model == case.dataset == "bundled" and case.task == DEFAULT_TASK:
+    registered = case.model == case.dataset == "bundled" and case.task == DEFAULT_TASK and case.quantization is None
+    if mp is None and registered:
         from pytest_llmgpu.inference import bundled
 
         source, expected = "registered for the bundled model", bundled.loglikelihoods()

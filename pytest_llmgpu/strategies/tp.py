@@ -30,6 +30,7 @@ class TensorParallel(Strategy):
 
     name = "tp"
     backend = "transformers"
+    quantizes = True
 
     def check(self, case: Case, source: ModelSource) -> None:
         """Refuse a single device, an uneven split, a model without a plan, and a dtype that DeepSpeed lacks."""
@@ -41,6 +42,11 @@ class TensorParallel(Strategy):
             raise ValueError(
                 f"--llmgpu-model={source.name}: transformers has no tensor-parallel plan for its architecture "
                 f"({source.config.get('model_type')}): use --llmgpu-tp-backend=deepspeed or another strategy"
+            )
+        if case.backend == "deepspeed" and case.quantization is not None:
+            raise ValueError(
+                f"--llmgpu-tp-backend=deepspeed: DeepSpeed does not split quantised weights ({case.quantization}): use "
+                "--llmgpu-tp-backend=transformers"
             )
         # DeepSpeed supports float16 on some CPUs. It is refused on all, so that the result does not depend on the CPU.
         if case.backend == "deepspeed" and case.device == "cpu" and case.dtype not in _AUTOTP_CPU_DTYPES:
@@ -78,7 +84,7 @@ class TensorParallel(Strategy):
             resolved, _, mesh = type(skeleton).prepare_distribute_model(plan)
             model: PreTrainedModel = type(skeleton).maybe_distribute_model(skeleton, resolved, mesh)
             model.tie_weights()
-            weights.materialise(model, lambda _: device, seed=case.seed, dtype=dtype)
+            weights.materialise(model, lambda _: device, seed=case.seed, dtype=dtype, quantized=source.quantization)
             model.eval()
         else:
             model = weights.checkpoint(source, dtype, distributed_config=plan)

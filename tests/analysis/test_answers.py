@@ -185,6 +185,7 @@ def test_the_bundled_model_has_registered_log_likelihoods(prose: Prose) -> None:
     assert found.ok is False
     assert prose == found.text
     assert check_of(make_result(1.0, wrong, **{**case, "model": "another"})).ok is None
+    assert check_of(make_result(1.0, wrong, **case, quantization="int8")).ok is True, "the accuracy alone is checked"
 
 
 def test_the_results_of_shin_et_al_have_their_findings(prose: Prose) -> None:

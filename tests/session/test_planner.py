@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import shutil
@@ -10,7 +11,7 @@ import pytest
 from support import tiny_model
 
 from pytest_llmgpu import processes
-from pytest_llmgpu.inference import models
+from pytest_llmgpu.inference import models, quantization
 from pytest_llmgpu.inference.models import ModelFacts
 from pytest_llmgpu.profiling import nvml
 from pytest_llmgpu.profiling.machine import Machine, TorchFacts
@@ -299,7 +300,29 @@ def test_quantised_weights_without_their_library_are_refused(plan: _Bench, monke
     plan.on(_machine("cpu", 1))
     with pytest.raises(ValueError, match=r"^--llmgpu-model=quantised: transformers cannot load it: it needs gptqmodel"):
         plan(model=str(quantised))
-    assert plan(model=str(quantised), load_format="dummy").case.load_format == "dummy"
+    dummy = plan(model=str(quantised), load_format="dummy").case
+    assert (dummy.load_format, dummy.quantization) == ("dummy", None)
+    monkeypatch.setattr(processes, "ask", lambda *_, **__: '{"has_plan": true}')
+    models._facts.cache_clear()
+    shutil.copy(plan.model / "model.safetensors", quantised)
+    assert plan(model=str(quantised)).case.id == "mp-awq-checkpoint-bs4"
+    with pytest.raises(ValueError, match=r"=int8: the weights of model quantised are .* already \(awq\): .* none$"):
+        plan(model=str(quantised), quantization=("int8",))
+
+
+def test_a_quantisation_is_another_case_and_is_loaded(plan: _Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs on the device is found out before a rank starts; one case of several is that of plain weights."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: "found")
+    monkeypatch.setattr(processes, "ask", lambda *_, **__: '{"int4": "only bfloat16"}')
+    quantization._reasons.cache_clear()
+    plain, int8 = plan(quantization=("none", "int8")), plan(quantization=("int8",))
+    assert (plain.case.id, int8.case.id) == ("mp-bs4", "mp-int8-bs4")
+    assert plain.case == plan().case
+    assert plain.case.loading != int8.case.loading
+    assert (plain.source.quantization, int8.source.quantization) == (None, "int8")
+    with pytest.raises(ValueError, match=r"=int4: only bfloat16: allowed here for float16 on cuda: none, int8, "):
+        plan(quantization=("int4",))
+    quantization._reasons.cache_clear()
 
 
 def test_the_attention_is_part_of_the_case_where_transformers_would_not_choose_it(plan: _Bench) -> None:
@@ -338,3 +361,5 @@ def test_what_the_model_lacks_is_refused(plan: _Bench, monkeypatch: pytest.Monke
     for attention in ("sdpa", "eager"):
         with pytest.raises(ValueError, match=f"^--llmgpu-attention={attention}: the kernels of strategy iok"):
             plan("iok", attention=attention)
+    with pytest.raises(ValueError, match=r"^--llmgpu-quantization=int8: iok does not quantise weights: allowed: none$"):
+        plan("iok", quantization=("int8",))
