@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 import msgspec
@@ -22,7 +21,6 @@ SLOWER_KERNEL = 0.003
 in 4,134 healthy pairs the largest was 0.29 %. A kernel that grows by half a percent of device time is found."""
 KERNEL_SEEN = 0.005
 """Growth of one kernel, as a fraction of device time, that the gate promises to find."""
-_ATTENTION = re.compile(r"_scaled_dot_product_([a-z]+)_attention")
 _ERRORS = 4.0
 """Standard errors that such a growth has to exceed: one of 40 kernels of 21 cases seldom does by chance."""
 
@@ -59,14 +57,9 @@ def program_row(
 
 
 def _implementations(result: CaseResult) -> dict[str, str]:
-    """Return the implementations that ran in the latest launch, with the kernels of torch's attention."""
+    """Return the implementations of the latest launch by kind of layer, with their kernels where they were counted."""
     launch = result.launches[-1]
-    ops = (launch.work.ranks[0].ops if launch.work is not None else None) or {}
-    kernels = sorted({found[1] for op in ops if (found := _ATTENTION.search(op))})
-    ran = dict(launch.implementations)
-    if ran.get("attention") == "sdpa" and ops:
-        ran["attention"] += f" ({', '.join(kernels) or 'math'})"
-    return ran
+    return next((rank.implementations for rank in launch.ranks if rank.implementations), launch.implementations)
 
 
 def _of_rank(head: CaseResult, pair: Pair, rule: ProgramRule, *, gain: float, better: bool) -> Row:

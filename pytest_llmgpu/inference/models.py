@@ -105,8 +105,10 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """True if transformers has attention by torch's `scaled_dot_product_attention`, which it then chooses."""
     without: str | None = None
     """An argument that decode steps with a KV cache need and the model does not take; None if it takes all of them."""
+    expert_parallel: tuple[str, ...] = ()
+    """The values of `--llmgpu-tp-expert-parallel` that this version of transformers has for the model."""
     counts: dict[str, int] = {}
-    """Those of `SPLIT_COUNTS` that the decoder has, also where its config leaves them to its class."""
+    """Those of `SPLIT_COUNTS` and `EXPERTS` that the decoder has, also where its config leaves them to its class."""
     refusal: str | None = None
     """The reason why the model cannot be loaded; None if its config is no such reason."""
 
@@ -258,9 +260,15 @@ def _facts(place: str) -> ModelFacts:
 def implementations(config: PretrainedConfig | None) -> dict[str, str]:
     """Return the implementations that a loaded model has chosen, by `attention` and `experts`."""
     decoder = None if config is None else config.get_text_config()
-    has_experts = any(getattr(decoder, field, None) for field in EXPERTS)
-    names = {"attention": "_attn_implementation", **({"experts": "_experts_implementation"} if has_experts else {})}
+    names = {"attention": "_attn_implementation", "experts": "_experts_implementation"}
+    names = names if experts_of(config) else {"attention": names["attention"]}
     return {kind: str(chosen) for kind, name in names.items() if (chosen := getattr(decoder, name, None))}
+
+
+def experts_of(config: PretrainedConfig | None) -> int:
+    """Return the number of experts of a layer, 0 for a dense model."""
+    decoder = None if config is None else config.get_text_config()
+    return int(next((count for name in EXPERTS if (count := getattr(decoder, name, None))), 0))
 
 
 def check_choices(source: ModelSource) -> None:
@@ -332,6 +340,7 @@ def config_of(place: str) -> PretrainedConfig:
 def facts_here(place: str) -> ModelFacts:
     """Return the facts of a model, whose place is that of `config_of`. This runs in the child process."""
     from transformers import AutoModelForCausalLM
+    from transformers.distributed.configuration_utils import DistributedConfig
 
     try:
         config = config_of(place)
@@ -351,11 +360,15 @@ def facts_here(place: str) -> ModelFacts:
     model_class = AutoModelForCausalLM._model_mapping.get(type(config), None)  # noqa: SLF001 - no public look-up
     forward = getattr(model_class, "forward", None)
     taken = () if forward is None else inspect.signature(forward).parameters
-    counts = {name: getattr(decoder, name, None) for name in SPLIT_COUNTS}
+    counts = {name: getattr(decoder, name, None) for name in (*SPLIT_COUNTS, *EXPERTS)}
+    fields = DistributedConfig.__dataclass_fields__
+    ways = ("all_reduce", "all_to_all") if "ep_implementation" in fields else ("all_to_all",)
+    ways = ways if "ep_size" in fields else ("all_reduce",)  # 5.23, 5.18 to 5.22, and 5.17
     return ModelFacts(
         # The plan of a class alone splits the output head and no layer.
         has_plan=bool(config.base_model_tp_plan or decoder.base_model_tp_plan),
         has_sdpa=bool(getattr(model_class, "_supports_sdpa", True)),
+        expert_parallel=ways if config.base_model_ep_plan or decoder.base_model_ep_plan else (),
         without=next((name for name in ("past_key_values", "position_ids") if taken and name not in taken), None),
         counts={name: count for name, count in counts.items() if isinstance(count, int)},
     )

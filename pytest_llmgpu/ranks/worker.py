@@ -353,11 +353,13 @@ def account(state: RankState) -> tuple[list[Collective], list[Collective] | None
     if max(batch.rows for batch in plan.batches) < traffic.MOST_ROWS:
         # The counted forwards have more rows than the workspace of this case has room for.
         state.strategy.prepare(loaded, traffic.MOST_ROWS, plan.tokens)
+    # Tokens are sent to their experts.
+    of_tokens = report_to(state) if state.case.strategy_options.get("expert_parallel") == "all_to_all" else None
     try:
         with compiled_layers.suspended():
             if state.case.generates:
-                return traffic.of_generation(loaded, plan)
-            return traffic.of_plan(loaded, plan, logits=state.case.scoring), None
+                return traffic.of_generation(loaded, plan, of_tokens=of_tokens)
+            return traffic.of_plan(loaded, plan, logits=state.case.scoring, of_tokens=of_tokens), None
     except ValueError as error:
         return str(error)
 

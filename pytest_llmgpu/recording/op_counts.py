@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary
 
 import msgspec
 
+from pytest_llmgpu.recording.layer_kinds import LayerKinds
 from pytest_llmgpu.report.work import OTHER_MODULE, HostCalls, RankWork
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ _LIKE_FLASH_ATTENTION = (
 )
 """Ops of attention without an entry in torch's table, which take the same shapes as the flash attention of GPUs. Remove
 an entry once `torch.utils.flop_counter` of every supported release has it."""
+_GROUPED = "::_grouped_mm", "::grouped_mm_fallback"
+"""Products of the rows of each group with a matrix of its own, in torch and in transformers. Neither has a formula."""
 _OTHER_THREADS = "the program computes in threads of its own, whose calls are not counted"
 
 
@@ -72,6 +75,7 @@ def count_ops(forward: Callable[[], object], model: torch.nn.Module | None, work
     formulas: dict[Any, Callable[..., Any]] = dict.fromkeys(alike, attention) | dict(flop_registry)
     ops: dict[str, Counter[str]] = defaultdict(Counter)
     flops: Counter[str] = Counter()
+    kinds = LayerKinds(model)
     entered, caller, others = _Entered(), threading.get_ident(), set()
 
     @contextmanager
@@ -101,13 +105,15 @@ def count_ops(forward: Callable[[], object], model: torch.nn.Module | None, work
             answer = func(*args, **named)
             name = func._schema.name if hasattr(func, "_schema") else str(func)  # noqa: SLF001 - as torch's own modes do
             ops[entered.modules[-1]][name] += 1
-            formula = formulas.get(getattr(func, "_overloadpacket", func))
+            kinds.add(name)
+            grouped = _grouped if name.endswith(_GROUPED) else None
+            formula: Callable[..., Any] | None = formulas.get(getattr(func, "_overloadpacket", func), grouped)
             if formula is not None:
                 flops[entered.modules[-1]] += int(formula(*args, **named, out_val=answer))
             return answer
 
     # torch leaves the constructor of its modes untyped.
-    with module_hooks(model, inside), Counting():  # type: ignore[no-untyped-call]
+    with module_hooks(model, inside), kinds, Counting():  # type: ignore[no-untyped-call]
         forward()
     return msgspec.structs.replace(
         work,
@@ -115,8 +121,15 @@ def count_ops(forward: Callable[[], object], model: torch.nn.Module | None, work
         ops_by_module={module: dict(sorted(calls.items())) for module, calls in sorted(ops.items())},
         flops=flops.total(),
         flops_by_module=dict(flops.most_common()),
+        implementations=kinds.implementations(),
+        routing=kinds.routing(),
         why={**work.why, "host_calls": _OTHER_THREADS} if others else work.why,
     )
+
+
+def _grouped(rows: torch.Tensor, matrices: torch.Tensor, offs: torch.Tensor, *_: Any, **__: Any) -> int:
+    """Return the FLOPs of [rows, K] by [groups, K, N]; rows behind the last offset belong to no group."""
+    return 2 * int(offs[-1]) * rows.shape[-1] * matrices.shape[-1]
 
 
 @contextmanager

@@ -30,9 +30,10 @@ import msgspec
 
 from pytest_llmgpu.inference import scoring, sm_clock
 from pytest_llmgpu.inference.batching import Batch, Plan
-from pytest_llmgpu.inference.models import EXPERTS
+from pytest_llmgpu.inference.models import experts_of
 from pytest_llmgpu.inference.scoring import synchronize
 from pytest_llmgpu.inference.sm_clock import SmClock
+from pytest_llmgpu.recording.layer_kinds import with_packages
 from pytest_llmgpu.recording.op_counts import count_calls, count_ops, module_hooks
 from pytest_llmgpu.report.kernel_families import collective_of, family_of
 from pytest_llmgpu.report.text import first_line
@@ -332,7 +333,9 @@ def measure(
     host_calls: list[HostCalls] = []
     if "host_calls" not in why:
         _run(program.devices, batch, lambda one: host_calls.append(count_calls(partial(forward, one))), on_batch)
-    figures = msgspec.structs.replace(figures, host_calls=next(iter(host_calls), None), why=why)
+    ran = with_packages(figures.implementations, host_calls[0].by_file if host_calls else ())
+    counted = next(iter(host_calls), None)
+    figures = msgspec.structs.replace(figures, host_calls=counted, implementations=ran, why=why)
     return msgspec.structs.replace(reply, work=figures, rows=rows, traces=traces)
 
 
@@ -381,8 +384,8 @@ def model_size(
     as `quantization.stored` returns them; None for plain ones.
     """
     config = model.config.get_text_config()
-    experts = next((count for name in EXPERTS if (count := getattr(config, name, None))), None)
-    active = getattr(config, "num_experts_per_tok", None)
+    experts = experts_of(config)
+    active: Any = getattr(config, "num_experts_per_tok", None)
     if experts and not active:
         return "its config has no num_experts_per_tok, the experts that a token passes through"
     apart = [model.get_input_embeddings(), model.get_output_embeddings()]

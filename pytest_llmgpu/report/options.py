@@ -235,6 +235,12 @@ class Options:
         "on",
     )
     tp_backend: str = _option("{transformers,deepspeed}", "library that implements tp", "transformers")
+    tp_expert_parallel: str = _option(
+        "{off,all_reduce,all_to_all}",
+        "whole experts on each rank of tp in place of a part of every expert; all_reduce: a rank runs its experts on "
+        "all tokens, and outputs are summed; all_to_all: a token is sent to the ranks of its experts",
+        "off",
+    )
     iok_stock: bool = _option(
         None, "use DeepSpeed's own binding of the kernels for iok, including its wrong residual sum", "false"
     )

@@ -62,7 +62,7 @@ class Planner:
         self.known_tasks = known_tasks
         """Maps the name of each task, which is the name of its fixture, to its place."""
         self.notes: list[str] = []
-        """A line for each dataset that differs from the published one, and each model whose experts are random."""
+        """A line for each dataset that differs from the published one."""
         self._known = known
         # A name in a report stands for one place, since cases of the same name are compared.
         self._places = dict(known)
@@ -114,6 +114,7 @@ class Planner:
         prefix = f"{strategy.name}_"
         fields = dataclasses.asdict(options) if strategy.name in registered.BUILT_IN else {}
         own = {name.removeprefix(prefix): value for name, value in fields.items() if name.startswith(prefix)}
+        own = {name: value for name, value in own.items() if value != "off"}  # the key of a case without one stays
         if isinstance(strategy, Engine):
             own = _place_of(strategy, options)
         backend = own.pop("backend", strategy.backend)
@@ -193,7 +194,6 @@ class Planner:
                 models.facts(outline)
             case_of(outline)
         source = self._source(options, chosen)
-        self._note_routing(source)
         return CaseRequest(
             case=case_of(source),
             machine=machine,
@@ -321,14 +321,6 @@ class Planner:
                     f"--llmgpu-devices={machine.devices}: on a CPU devices are processes, and {names} has 1; allowed: 1"
                 )
 
-    def _note_routing(self, source: ModelSource) -> None:
-        if source.load_format == "dummy" and any(source.decoder.get(name) for name in models.EXPERTS):
-            note = (
-                f"note: {source.name}: random weights do not route tokens to experts as trained weights do, and the "
-                "time of small batches depends on the experts that are read"
-            )
-            self.notes += [] if note in self.notes else [note]
-
     def _source(self, options: Options, dataset: Dataset) -> ModelSource:
         chosen = (options.model, options.revision, options.tokenizer, options.load_format)
         # Several are left for a test without a strategy of the options: it measures one case, if it can a plain one.
@@ -376,6 +368,11 @@ def _check_choices(options: Options, strategy: Strategy | Engine) -> None:
     if "none" not in options.quantization and not getattr(strategy, "quantizes", False):
         raise ValueError(
             f"--llmgpu-quantization={options.quantization[0]}: {strategy.name} does not quantise weights: allowed: none"
+        )
+    if options.tp_expert_parallel != "off" and "tp" not in (strategy.name, *options.strategy):
+        raise ValueError(
+            f"--llmgpu-tp-expert-parallel={options.tp_expert_parallel}: it is an option of strategy tp: add tp to "
+            f"--strategy={','.join(options.strategy)}, or remove the option"
         )
     if isinstance(strategy, Function) and strategy.given is not None and options.gpu_memory is not None:
         raise ValueError(

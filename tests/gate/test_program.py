@@ -209,14 +209,16 @@ def test_calls_that_fewer_than_all_layers_can_have_name_their_number() -> None:
 
 
 def test_another_implementation_is_named_with_the_kernels_that_ran() -> None:
-    """Attention that falls back to products and a softmax of their own, and experts that run in a loop."""
+    """Attention of one kind of layer that falls back to products of its own, and experts that run in a loop."""
     base, head = report_of(measured(_BASE)), report_of(measured(_MATH))
-    for report, experts, op in ((base, "grouped_mm", "flash"), (head, "eager", None)):
+    for report, attention, experts in ((base, "flash", "grouped_mm"), (head, "math", "eager")):
         (launch,) = report.cases[0].launches
         launch.implementations = {"attention": "sdpa", "experts": experts}
+        ran = {"sliding attention": "sdpa (flash)", "full attention": f"sdpa ({attention})", "experts": experts}
         (rank,) = known(launch.work).ranks
-        ops = {"aten::mm": 2} | ({f"aten::_scaled_dot_product_{op}_attention": 2} if op else {"aten::_softmax": 2})
-        launch.work = msgspec.structs.replace(known(launch.work), ranks=[msgspec.structs.replace(rank, ops=ops)])
+        rank = msgspec.structs.replace(rank, implementations=ran)
+        launch.work = msgspec.structs.replace(known(launch.work), ranks=[rank])
     rows = judge(base, head, Policy(), today=datetime.date(2026, 6, 1)).rows
     (row,) = [row for row in rows if row.metric == "program"]
-    assert row.reason.startswith("attention: sdpa (flash) -> sdpa (math). experts: grouped_mm -> eager. The program ")
+    names = "full attention: sdpa (flash) -> sdpa (math). experts: grouped_mm -> eager."
+    assert row.reason.startswith(f"{names} The program ")

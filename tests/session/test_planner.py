@@ -140,6 +140,12 @@ def test_a_case_holds_what_the_options_mean_on_this_machine(plan: _Bench) -> Non
         # Options that exclude each other.
         (_machine("cpu", 1), "mp", {"cuda_graphs": "on"}, "--llmgpu-cuda-graphs=on: CUDA graphs need a GPU"),
         (None, "mp", {"scoring": "harness", "cuda_graphs": "on"}, "--llmgpu-cuda-graphs=on: .*=harness keeps a KV"),
+        (
+            None,
+            "mp",
+            {"tp_expert_parallel": "all_reduce"},
+            "--llmgpu-tp-expert-parallel=all_reduce: .*: add tp to --st",
+        ),
         (None, "mp", {"gpu_memory": 40 * _GIB}, "--llmgpu-gpu-memory=40.00 GiB: .* 32.00 GiB of GPU 0"),
         (None, "mp", {"gpu_memory": 8 * _GIB}, "--llmgpu-gpu-memory=8.00 GiB: .* 9.00 GiB of GPU 1"),
         # Workloads.
@@ -198,6 +204,8 @@ def test_an_option_is_part_of_the_case(plan: _Bench, name: str, values: tuple[st
         ("mp", {}, "accelerate", {}),
         ("tp", {"iok_stock": True}, "transformers", {}),
         ("tp", {"tp_backend": "torch"}, "torch", {}),
+        ("tp", {"tp_expert_parallel": "all_reduce"}, "transformers", {"expert_parallel": "all_reduce"}),
+        ("mp", {"strategy": ("mp", "tp"), "tp_expert_parallel": "all_reduce"}, "accelerate", {}),
         ("iok", {}, "accelerate", {"stock": False, "min_tokens": None}),
         ("iok", {"iok_stock": True, "iok_min_tokens": 1}, "accelerate", {"stock": True, "min_tokens": 1}),
         ("load", {}, "accelerate", {}),
@@ -256,17 +264,6 @@ def test_a_dataset_with_other_prompts_is_noted(plan: _Bench) -> None:
     (note,) = plan.planner.notes
     assert note.startswith("note: items.jsonl: ")
     assert "lm-evaluation-harness" in note
-
-
-def test_experts_with_random_weights_are_noted_once(
-    plan: _Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Trained weights route tokens otherwise."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # of the tokenizer
-    for preset in ("llama-7b", "mixtral-8x7b", "mixtral-8x7b"):
-        plan(model=preset, load_format="dummy")
-    (note,) = [note for note in plan.planner.notes if "experts" in note]
-    assert note.startswith("note: mixtral-8x7b: random weights do not route tokens")
 
 
 def test_prompts_are_continued_and_other_items_where_the_option_asks(plan: _Bench) -> None:
