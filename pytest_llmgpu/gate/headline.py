@@ -203,9 +203,7 @@ def _deciding(rows: Sequence[Row], way: str = "`llmgpu ab` launches both in turn
     """
     noisy = [row for row in rows if not row.next_step]
     needed = sorted(
-        row.launches_needed
-        for row in noisy
-        if row.launches_needed is not None and (row.n or 0) < row.launches_needed <= PRACTICAL_LAUNCHES
+        row.launches_needed for row in noisy if row.launches_needed is not None and (row.n or 0) < row.launches_needed
     )
     parts = list(dict.fromkeys(row.next_step for row in rows if row.next_step))
     undecided = plural(len(noisy), "undecided row")

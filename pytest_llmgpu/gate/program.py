@@ -53,8 +53,8 @@ class Amount(NamedTuple):
         return Amount(self.calls + calls, self.time_s + time_s)
 
 
-Kernel = tuple[KernelFamily, str | None]
-"""Family and name; without a name, the kernels of the family that have no row of their own in an older report."""
+Kernel = tuple[KernelFamily, str]
+"""Family and name."""
 Part = tuple[str, KernelFamily]
 """Module and family."""
 
@@ -191,7 +191,7 @@ def slower_kernels(pair: Pair) -> list[Slower]:
         error = share * (1 + growth) * fitted.sd * sum(1 / len(side) for side in fitted.samples) ** 0.5
         excess, before_s = share * growth, before.time_s
         after_s = before_s + excess * total_s
-        part = TimeChange(name=name or "", family=family, before_s=before_s, after_s=after_s, share=1.0)
+        part = TimeChange(name=name, family=family, before_s=before_s, after_s=after_s, share=1.0)
         found.append(Slower(excess, error, part, _module_with_most({}, times_s, 1)))
     return sorted(found, key=lambda one: -one.excess)
 
@@ -223,7 +223,7 @@ def kernel_changes(pair: Pair) -> list[CallsChange]:
     for family, name in pair.before.kernels | pair.after.kernels if pair.is_priced else ():
         before, after = (rank.kernels.get((family, name), Amount()) for rank in pair)
         growth = round(after.calls - before.calls)
-        if not growth or name is None:
+        if not growth:
             continue
         then, now = ({module: one.calls for (module, of), one in rank.modules.items() if of == family} for rank in pair)
         module = _module_with_most(then, now, growth)
@@ -391,7 +391,7 @@ def _amounts(
     passes: dict[Kernel, list[Pass]] = {}
     for row in rank.rows or ():
         if row.module is None:
-            name = names[row.kernel] if row.kernel is not None and row.kernel < len(names) else None
+            name = names[row.kernel] if row.kernel is not None and row.kernel < len(names) else "other"
             kernels[row.family, name] = kernels[row.family, name].plus(row.calls, row.time_s)
             if found := fixed_clock.passes(rank, row.passes_s):
                 passes[row.family, name] = found

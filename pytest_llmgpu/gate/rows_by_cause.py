@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from pytest_llmgpu.gate import cause
 from pytest_llmgpu.gate.headline import SAME_ENVIRONMENT, differences, is_slower, row_in_words, step_of
-from pytest_llmgpu.gate.judge import RowClass, classify
+from pytest_llmgpu.gate.judge import fails, level
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.report.text import listed, without_numbers
 from pytest_llmgpu.report.verdicts import ALSO_CHANGED, DIFFERS, Row, Verdicts, worst_first
@@ -46,8 +46,7 @@ class Group(NamedTuple):
 def group(verdicts: Verdicts, policy: Policy) -> list[Group]:
     """Return the rows that are worse or unclear by cause; the causes that fail the gate come first."""
     differing = differences(verdicts)
-    shown = {RowClass.FAILS, RowClass.ALLOWED, RowClass.UNCLEAR}
-    rows = [row for row in worst_first(verdicts.rows) if classify(row, policy) in shown]
+    rows = [row for row in worst_first(verdicts.rows) if level(row, policy) != "info"]
     found: dict[Hashable, list[Row]] = {}
     names: dict[tuple[str, str], Hashable] = {}  # the cause of the first worse row of each case
     alone = {(row.key, row.id) for row in verdicts.rows if row.verdict == "NEW"}
@@ -66,7 +65,7 @@ def group(verdicts: Verdicts, policy: Policy) -> list[Group]:
     groups = [
         Group(
             rows=of_cause,
-            fails=any(classify(row, policy) is RowClass.FAILS for row in of_cause),
+            fails=any(fails(row, policy) for row in of_cause),
             differences=differing if name == _ENVIRONMENT else [],
         )
         for name, of_cause in _merged(found).items()

@@ -14,14 +14,13 @@ call is its module.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import statistics
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -66,7 +65,7 @@ _SCORING = "(scoring)"
 _ON_CPU = "kernels are recorded on CUDA devices only, and the case ran on a CPU"
 _NO_RECORDS = "torch.profiler recorded no kernel: CUPTI has no permission, or another profiler uses it"
 _BYPASSED = "kernels of this strategy are launched past torch's dispatcher, where FLOPs cannot be counted"
-_DEVICE_FIGURES = ("device_time_s", "copy_s", "idle_s", "busy", "kernels", "kernels_sha256", "rows", "clock_ghz")
+_DEVICE_FIGURES = ("device_time_s", "copy_s", "idle_s", "busy", "kernels", "rows", "clock_ghz")
 _HOST_FIGURES = ("runtime_calls", "host_syncs")
 _DETACHING = "TEARDOWN_CUPTI"
 """The environment variable by which torch.profiler detaches CUPTI."""
@@ -286,7 +285,6 @@ def record(
         idle_s=[max(0.0, pass_s - covered_s) for covered_s, pass_s in covered],
         busy=statistics.median(min(1.0, covered_s / pass_s) for covered_s, pass_s in covered),
         kernels=sum(calls.calls for calls in counted.values()),
-        kernels_sha256=kernels_sha256(counted),
         clock_ghz=clock_ghz,
         why={} if clock.why is None else {"clock_ghz": clock.why},
     )
@@ -614,12 +612,6 @@ def attribute(records: Sequence[Record]) -> Modules:
         host_syncs=sum(_SYNCHRONIZES.match(name) is not None for name in inside)
         + sum(record.correlation in module_of for record in to_host),
     )
-
-
-def kernels_sha256(kernels: Mapping[str, Calls]) -> str:
-    """Return the hash of the sorted names and numbers of calls: equal where two passes ran the same kernels."""
-    counts = sorted((name, calls.calls) for name, calls in kernels.items())
-    return hashlib.sha256(json.dumps(counts).encode()).hexdigest()
 
 
 def pass_rows(passes: Sequence[PassKernels]) -> list[NamedRow]:

@@ -105,8 +105,6 @@ class RankWork(msgspec.Struct, frozen=True, kw_only=True):
     makes passes longer than the timed batches: replayed forwards of LLaMA-7B at batch size 1 by 7 %."""
     kernels: Count | None = None
     """The number of kernel calls in a pass, collectives included."""
-    kernels_sha256: str | None = None
-    """The SHA-256 of the sorted names and numbers of calls of all kernels in a pass."""
     ops: dict[str, Count] | None = None
     """Name of each op of torch (`aten::mm`) to its number of calls on local tensors in an eager pass over
     `eager_batches`."""

@@ -229,7 +229,6 @@ def make_work(ranks: int = 2, **fields: Any) -> Work:
                 idle_s=[0.25, 0.26, 0.24],
                 busy=0.67,
                 kernels=1000,
-                kernels_sha256="f" * 64,
                 ops={"aten::mm": 400},
                 flops=10**12,
                 runtime_calls={"cudaLaunchKernel": 990, "cudaStreamSynchronize": 2},

@@ -13,16 +13,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from pytest_llmgpu.gate import headline, rows_by_cause
-from pytest_llmgpu.gate.judge import ExitStatus, RowClass, classify
-from pytest_llmgpu.gate.policy import Policy, policy_of
+from pytest_llmgpu.gate.judge import ExitStatus, Level, level
+from pytest_llmgpu.gate.policy import policy_of
 from pytest_llmgpu.render import summary
 from pytest_llmgpu.render.exports.tables import code, markdown, markdown_header, markdown_line, markdown_lines
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.text import one_line, plural
-from pytest_llmgpu.report.verdicts import Row, worst_first
+from pytest_llmgpu.report.verdicts import worst_first
 from pytest_llmgpu.store import git
 from pytest_llmgpu.store.store import commit, hardware
 
@@ -33,13 +33,9 @@ ANNOTATIONS = 10  # most annotations of one step
 _FOLD = "<details>"
 _NOTE_BYTES = 200  # bytes reserved for the line on the rows that are left out of a table
 
-Level = Literal["failure", "warning", "info"]
-"""The severity of a notice."""
-
 _MARKS: dict[Level, str] = {"failure": "❌", "warning": "⚠️", "info": "✅"}  # the levels, worst first, with their marks
 
 _COMMANDS: dict[Level, str] = {"failure": "error", "warning": "warning", "info": "notice"}
-_LEVELS: dict[RowClass, Level] = {RowClass.FAILS: "failure", RowClass.ALLOWED: "warning", RowClass.UNCLEAR: "warning"}
 _BROKEN = frozenset(("crashed", "timeout", "error"))
 _COLUMNS = ("", "case", "metric", "verdict", "baseline", "now", "change", "reason")
 _VERDICT_HEADER = (markdown_line(_COLUMNS), "|---|---|---|---|---:|---:|---:|---|")
@@ -92,11 +88,6 @@ def other_notices(report: Report) -> list[Notice]:
             text = result.failure.message if result.failure is not None else "The case did not complete."
             found.append(Notice(severity, title, text, result.nodeid))
     return sorted(found, key=_order)
-
-
-def level(row: Row, policy: Policy) -> Level:
-    """Return the severity of a row under a policy."""
-    return _LEVELS.get(classify(row, policy), "info")
 
 
 def _order(notice: Notice) -> int:

@@ -13,7 +13,6 @@ from support.export_reports import judged, two_strategies
 from support.report_factory import make_memory, make_profile, make_report, make_result
 from support.verdict_factory import make_row, make_verdicts
 
-from pytest_llmgpu.cli.arguments import read_verdicts
 from pytest_llmgpu.render.exports import FORMATS, export
 from pytest_llmgpu.report.file import dump
 from pytest_llmgpu.report.report import Commit
@@ -62,15 +61,6 @@ def test_export_takes_the_verdicts_of_a_gate(llmgpu: Callable[..., str]) -> None
     Path("verdicts.json").write_bytes(msgspec.json.encode(make_verdicts(make_row("REGRESSED", "outcome"))))
     printed = llmgpu("export", "github-annotations", "report.json", "--verdicts", "verdicts.json")
     assert "REGRESSED%3A mp-bs8%3A as said" in printed
-
-
-def test_verdicts_of_an_older_version_have_the_present_names() -> None:
-    """INCONCLUSIVE is read as UNDECIDED, but not within a text."""
-    verdicts = make_verdicts(make_row("UNDECIDED", reason='"verdict": "INCONCLUSIVE"'))
-    data = msgspec.json.format(msgspec.json.encode(verdicts)).replace(b'"UNDECIDED"', b'"INCONCLUSIVE"')
-    assert data.count(b': "INCONCLUSIVE"') == 1
-    Path("verdicts.json").write_bytes(data)
-    assert read_verdicts(Path("verdicts.json"), two_strategies()) == verdicts
 
 
 def test_export_refuses_the_verdicts_of_another_report(llmgpu: Callable[..., str], refused: Callable[..., str]) -> None:
