@@ -28,11 +28,7 @@ class TimeChange(msgspec.Struct, frozen=True, kw_only=True):
     after_s: Seconds
     """Time in the candidate in seconds."""
     share: float
-    """Growth of a family or a place, as a fraction of the growth of all those that grew; negative for one that became
-    faster. The share of a family is split over its modules by their growth in the eager pass."""
-    layers: Count | None = None
-    """Largest number of layers that can have the added calls, if these are fewer than the layers of the model; null for
-    a module without a layer number, and where all layers may have changed."""
+    """Growth of a place, as a fraction of the growth of all those that grew; negative for one that became faster."""
 
     @property
     def growth_s(self) -> float:
