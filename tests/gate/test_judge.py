@@ -122,7 +122,7 @@ def test_calls_of_the_host_have_a_row_where_the_policy_gates_them(calls: int | N
         ({"flops": 10**12 + 10**8}, "cpu", "CHANGED", 0),
         ({"flops": 10**12 + 2 * 10**9}, "cpu", "REGRESSED", 1),
         ({"host_syncs": 5}, "cpu", "REGRESSED", 1),
-        ({"ops": {"aten::mm": 400, "aten::clone": 1}}, "cpu", "CHANGED", 0),
+        ({"ops_by_module": {"layers.*.mlp": {"aten::mm": 400, "aten::clone": 1}}}, "cpu", "CHANGED", 0),
         (None, "cpu", "MISSING", 1),
         ({}, "cuda", "OK", 3),
     ],
@@ -442,7 +442,9 @@ def _generating(*, first_s: float = 0.02, step_s: float = 0.01, **factors: tuple
     works = []
     for flops, device_s in zip(*(factors.get(name, (1, 1)) for name in ("program", "device_time")), strict=True):
         (rank,) = make_work(1).ranks
-        rank = msgspec.structs.replace(rank, flops=round(1e6 * flops), device_time_s=[device_s] * 3, copy_s=None)
+        rank = msgspec.structs.replace(
+            rank, flops=round(1e6 * flops), device_time_s=[device_s] * 3, copy_s=None, rows=None
+        )
         works.append(msgspec.structs.replace(make_work(1), ranks=[rank]))
     result.launches = []
     for wobble in (0.999, 1.0, 1.001, 1.0):
