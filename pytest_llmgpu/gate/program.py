@@ -18,7 +18,7 @@ import msgspec
 
 from pytest_llmgpu.gate import fixed_clock
 from pytest_llmgpu.gate.fixed_clock import Fitted, Pass
-from pytest_llmgpu.report.cause import CallsChange, Cause, TimeChange
+from pytest_llmgpu.report.cause import CallsChange, Cause, SlowerKernel
 from pytest_llmgpu.report.result import CaseResult, Launch
 from pytest_llmgpu.report.work import KernelFamily, RankWork, Work
 
@@ -113,18 +113,6 @@ class Pair(NamedTuple):
         return all(bool(rank.kernels and rank.device_s) for rank in self)
 
 
-class Slower(NamedTuple):
-    """A kernel with the same calls that became slower than the others."""
-
-    excess: float
-    """Its growth beyond the factor that all unchanged kernels have in common, as a fraction of device time."""
-    error: float
-    """Standard error of `excess`."""
-    part: TimeChange
-    """Its time in a pass of the baseline, and with that growth."""
-    module: str | None
-
-
 def pairs_of(base: CaseResult, head: CaseResult, names: tuple[Sequence[str], Sequence[str]]) -> list[Pair]:
     """Return each rank in two results of the same batches; empty where their work passes cannot be compared."""
     launches = [list(filter(is_known, result.launches)) for result in (base, head)]
@@ -171,7 +159,7 @@ def price(pair: Pair) -> tuple[float, float] | None:
     return growth_s / total_s, RENAMED * share / total_s
 
 
-def slower_kernels(pair: Pair) -> list[Slower]:
+def slower_kernels(pair: Pair) -> list[SlowerKernel]:
     """Return the unchanged kernels that became slower than the factor common to all, at a fixed clock, largest first.
 
     Kernels depend on the clock by different amounts: each has a line of its own. Where most of the time became shorter
@@ -193,10 +181,10 @@ def slower_kernels(pair: Pair) -> list[Slower]:
         times_s = {module: amount.time_s for (module, of), amount in pair.after.modules.items() if of == family}
         growth, share = math.expm1(fitted.samples.change - common), before.time_s / total_s
         error = share * (1 + growth) * fitted.sd * sum(1 / len(side) for side in fitted.samples) ** 0.5
-        excess, before_s = share * growth, before.time_s
-        after_s = before_s + excess * total_s
-        part = TimeChange(name=name, family=family, before_s=before_s, after_s=after_s, share=1.0)
-        found.append(Slower(excess, error, part, _module_with_most({}, times_s, 1)))
+        module = _module_with_most({}, times_s, 1)
+        excess = share * growth
+        one = SlowerKernel(name=name, family=family, module=module, growth=growth, excess=excess, error=error)
+        found.append(one)
     return sorted(found, key=lambda one: -one.excess)
 
 

@@ -121,20 +121,11 @@ def with_slower_kernels(row: Row, pairs: Sequence[Pair]) -> Row:
     worst, number = max(slower, key=lambda one: one[0].excess, default=(None, 0))
     if worst is None or worst.excess <= max(SLOWER_KERNEL, _ERRORS * worst.error):
         return row
-    before_s = pairs[number].before.device_s or 0.0
-    cause = Cause(
-        place="kernel",
-        rank=number if len(pairs) > 1 else None,
-        before_s=before_s,
-        after_s=before_s * (1 + worst.excess),
-        parts=[worst.part],
-        modules=[] if worst.module is None else [msgspec.structs.replace(worst.part, name=worst.module)],
-    )
+    cause = Cause(place="kernel", rank=number if len(pairs) > 1 else None, kernel=worst)
     if row.result == "REGRESSED":
         return causes.stated(row, cause)
-    growth = worst.part.growth_s / worst.part.before_s
     reason = (
-        f"One kernel takes {percent(growth)} longer, relative to the others: {signed_percent(worst.excess, 2)} "
+        f"One kernel takes {percent(worst.growth)} longer, relative to the others: {signed_percent(worst.excess, 2)} "
         f"of device time, threshold {percent(SLOWER_KERNEL, 2)}. {row.reason.splitlines()[0]}"
     )
     verdict = "REGRESSED" if row.gated else "CHANGED"

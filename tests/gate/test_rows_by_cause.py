@@ -12,7 +12,7 @@ from support.verdict_factory import make_row, make_verdicts
 from pytest_llmgpu.gate.headline import row_in_words
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.gate.rows_by_cause import Group, by_reason, group, lines, next_step
-from pytest_llmgpu.report.cause import Cause, TimeChange
+from pytest_llmgpu.report.cause import Cause, SlowerKernel
 from pytest_llmgpu.report.metrics import MetricName
 from pytest_llmgpu.report.verdicts import DIFFERS, Row, Verdict
 
@@ -25,8 +25,8 @@ def _row(
 
 
 def _cause(module: str) -> Cause:
-    part = TimeChange(name=module, family="GEMM", before_s=1.0, after_s=1.1, share=1.0)
-    return Cause(place="device", before_s=1.0, after_s=1.1, parts=[part], modules=[part])
+    kernel = SlowerKernel(name="nvjet", family="GEMM", module=module, growth=0.2, excess=0.1, error=0.001)
+    return Cause(place="kernel", kernel=kernel)
 
 
 def _groups(*rows: Row, differences: Sequence[str] = ()) -> list[Group]:
