@@ -32,7 +32,7 @@ from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.derived import device_passes_s, device_times_s, of_prefill
 from pytest_llmgpu.report.metrics import MetricName, spec_of
 from pytest_llmgpu.report.result import CaseResult, Declared, Launch
-from pytest_llmgpu.report.text import FACTORS_FROM, capital, plural, signed_percent, significant, slowdown
+from pytest_llmgpu.report.text import FACTORS_FROM, capital, plural, signed_percent, slowdown
 from pytest_llmgpu.report.verdicts import Decided, Row
 
 POWER = 0.95
@@ -58,9 +58,6 @@ _ONE_SIDED = 0.95
 _POWER_QUANTILE = statistics.NormalDist().inv_cdf(POWER)
 _GPU_QUANTILE = statistics.NormalDist().inv_cdf(0.99)
 
-_LARGEST_THRESHOLD = 1.0
-"""With a larger threshold, which allows more than twice the time, a reason states that a time cannot be judged."""
-
 _SLOW, _MANY_SLOW = 2.0, 3
 """A batch is an outlier from this multiple of its time in the other launches on, and a launch has many from this number
 on: fewer of them are left out where not every launch of a report has one."""
@@ -70,16 +67,6 @@ _CLOCK = 0.01
 
 _LOWER, _LOWER_LAUNCHES = 0.005, 3
 """A program draws more power if its clock is lower by this fraction in each of at least so many launches in turn."""
-
-_THOUSAND = 1000
-
-_NAMES = {
-    "device_time": "Device time",
-    "time": "Time",
-    "first_token": "Time to first token",
-    "token_time": "Time per token",
-}
-
 
 WALL_TIMES: tuple[MetricName, ...] = ("time", "first_token", "token_time")
 """The metrics of wall time."""
@@ -479,20 +466,16 @@ def _row(case: Timed, *, ps: tuple[float, float], family: int, confidence: float
 
 def _described(case: Timed, row: Row, family: int, note: str) -> tuple[str, str]:
     """Return the reason of a verdict in at most two lines, and the next step where more launches do not decide."""
-    (base_s, head_s), unit = case.seconds[case.slowest], row.spec.unit
+    was, now = map(row.spec.written, case.seconds[case.slowest])
     ratio, low, high, threshold = row.ratio or 0.0, row.low or 0.0, row.high or 0.0, row.threshold or 0.0
     of_rank = f" of rank {case.slowest}" if len(case.ranks) > 1 else ""
-    can_be_judged = not case.machine_sd or row.result == "REGRESSED" or threshold <= _LARGEST_THRESHOLD
     limit = f"{100 * threshold:.3g} %" if threshold < FACTORS_FROM else slowdown(threshold)
-    limit = f", threshold {limit}" if can_be_judged else ""
     reason = (
-        f"{_NAMES.get(case.metric) or capital(case.metric.replace('_', ' '))}{of_rank} {signed_percent(ratio - 1)} "
-        f"(90 % CI {100 * (low - 1):+.1f} to {100 * (high - 1):+.1f} %){limit}: "
-        f"{_amount(head_s, unit)}, was {_amount(base_s, unit)}."
+        f"{capital(case.metric.replace('_', ' '))}{of_rank} {signed_percent(ratio - 1)} "
+        f"(90 % CI {100 * (low - 1):+.1f} to {100 * (high - 1):+.1f} %), threshold {limit}: {now}, was {was}."
     )
     if case.machine_sd:
-        start = "The" if can_be_judged else "Slowdowns cannot be judged: the"
-        reason += f" {start} baseline is from other GPUs (spread between GPUs: {100 * case.machine_sd:.2g} %)."
+        reason += f" The baseline is from other GPUs (spread between GPUs: {100 * case.machine_sd:.2g} %)."
     if case.clocks_ghz is not None and abs(case.clocks_ghz[1] / case.clocks_ghz[0] - 1) > _CLOCK:
         now_mhz, then_mhz = (1000 * ghz for ghz in reversed(case.clocks_ghz))
         reason += f" Compared at equal clock: the GPU ran at {now_mhz:,.0f} MHz, was {then_mhz:,.0f} MHz."
@@ -502,16 +485,9 @@ def _described(case: Timed, row: Row, family: int, note: str) -> tuple[str, str]
     if case.machine_sd:
         # An OK row has a step as well: behind so much noise that a slowdown would not have been seen, it is not OK.
         return reason, "Measure the baseline on these GPUs."
-    if row.result == "OK":
-        return reason, ""
-    chance = f" Not statistically significant among {plural(family, 'row')}."
-    needed = row.launches_needed
-    least = f"more than {PRACTICAL_LAUNCHES}" if needed is None else needed
-    return (
-        f"{reason}{chance if case.change > math.log1p(threshold) else ''}\n"
-        f"Minimum launches required in each report to detect {100 * (case.threshold + PROMISED):+.3g} %: "
-        f"{least}, now {row.n:,}."
-    ), ""
+    if row.result == "UNDECIDED" and case.change > math.log1p(threshold):
+        reason += f" Not statistically significant among {plural(family, 'row')}."
+    return reason, ""
 
 
 def with_power(row: Row, base: CaseResult, head: CaseResult) -> Row:
@@ -538,11 +514,6 @@ def with_power(row: Row, base: CaseResult, head: CaseResult) -> Row:
         f"{plural(lower, 'launch')} in turn{energy}. At an equal clock: {row.reason}"
     )
     return msgspec.structs.replace(row, verdict="CHANGED", improved=False, reason=reason)
-
-
-def _amount(value: float, unit: str) -> str:
-    """Return an amount with four digits, as 210.0 s."""
-    return f"{f'{value:#.4g}' if round(value, 1) < _THOUSAND else significant(value)} {unit}".rstrip()
 
 
 def _ratio(log_ratio: float) -> float:

@@ -95,9 +95,7 @@ def test_launches_are_decided_at_the_threshold(
     row = _judged(_wall(with_launches([1.0]), with_launches([slower]), **given))
     assert (row.result, row.n) == (verdict, 1)
     assert (row.ratio, row.threshold) == pytest.approx((slower, threshold), rel=0.01)
-    other_gpus, can_be_judged = given.get("same_gpus") is False, threshold < 1
-    assert ("threshold" in row.reason) == can_be_judged
-    assert ("Slowdowns cannot be judged: the baseline is from other GPUs" in row.reason) != can_be_judged
+    other_gpus = given.get("same_gpus") is False
     assert ("these GPUs" in row.next_step) == (other_gpus and verdict != "REGRESSED")
 
 
@@ -126,7 +124,6 @@ def test_noise_is_not_enough_data(slower: float, verdict: str) -> None:
     row = _judged(_wall(with_launches([1.0]), with_launches([slower]), noisy))
     assert row.result == verdict
     assert row.smallest_seen == pytest.approx(0.13, abs=0.04)
-    assert (f": {row.launches_needed}, now 1." in row.reason) == (verdict == "UNDECIDED")
     enough = with_launches([1.0] * (row.launches_needed or 0))
     decided = _judged(_wall(enough, enough, noisy))
     assert (decided.result, decided.n) == ("OK", row.launches_needed)
