@@ -392,7 +392,6 @@ def _measure(request: pytest.FixtureRequest) -> Measure:
         measured = item.stash.setdefault(_MEASURED, {})
 
         def record(result: CaseResult) -> None:
-            result.markers = sorted({mark.name for mark in item.iter_markers()})
             result.line = None if item.location[1] is None else item.location[1] + 1
             kept.append(session.record(result, llm.options, item.nodeid))
             measured[kept[-1].id] = kept[-1]

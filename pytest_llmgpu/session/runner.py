@@ -147,8 +147,6 @@ class Runner:
         """True if an engine has computed on a GPU in this process."""
         self._used_before: Mapping[str, int] = {}
         """Maps the UUID of a device to the bytes in use there before the ranks were started."""
-        self._profiles: list[Profile] = []
-        """Profiles of GPUs: the first one of the same devices that has their clocks is the reference for these."""
         self._out_of_memory: dict[str, int] = {}
         """Maps a series to the batch size that ran out of memory last."""
         self._built: set[tuple[str, int]] = set()
@@ -168,8 +166,6 @@ class Runner:
         """Continue a session: what its cases found holds for those that follow."""
         self.kernel_names = {name: number for number, name in enumerate(report.environment.kernel_names)}
         self.ceilings = report.environment.ceilings
-        completed = [result for result in report.cases if result.outcome == "completed"]
-        self._profiles = [profile for result in completed for profile in result.profiles]
         self._out_of_memory = {
             result.case.series: result.case.batch_size for result in report.cases if result.outcome == "oom"
         }
@@ -290,9 +286,7 @@ class Runner:
         started_s = [min(reply.started_s for reply in of_node) for of_node in in_order]
         ended_s = [max(reply.ended_s for reply in of_node) for of_node in in_order]
         devices = _by_gpu([rank.memory for rank in ranks], request.machine)
-        profile = self._add_profile(launch, profilers.slice(started_s, ended_s), devices, request)
-        if profile.devices:
-            self._profiles.append(profile)
+        self._add_profile(launch, profilers.slice(started_s, ended_s), devices, request)
         return replies[0].execution
 
     def _check_texts(self, request: CaseRequest, launch: Launch, texts: Generation) -> None:
@@ -537,10 +531,9 @@ class Runner:
         found: list[str] = []
         if profile.devices:
             ours = dict.fromkeys((gpu.uuid for gpu in request.machine.gpus), 1)  # one process per GPU, or one for all
-            first = disturbances.clock_reference(self._profiles, profile)
             # The processes of an engine cannot be distinguished from others, nor can what this process holds for one.
             seen_by_us = (None, {}) if request.elsewhere or self._here else (ours, self._used_before)
-            found = disturbances.find(profile, first, *seen_by_us)
+            found = disturbances.find(profile, *seen_by_us)
         if launch.host is not None and (
             busy := disturbances.busy_cpu(launch.host, on_cpu=request.case.device == "cpu")
         ):
