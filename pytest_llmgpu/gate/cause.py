@@ -8,6 +8,7 @@ that were added.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -125,14 +126,15 @@ def details(cause: Cause) -> list[str]:
     if cause.place != "kernel" and cause.parts and cause.before_s is not None and cause.after_s is not None:
         parts = [f"{part.name} {_ms(part.growth_s)}" for part in cause.parts if abs(part.share) > _SMALL]
         lines.append(f"Parts of {_ms(cause.after_s - cause.before_s)} in a work pass: {', '.join(parts)}.")
-    calls = [
+    calls = Counter(
         f"{_short(change.name)} {change.before:,} -> {change.after:,}"
         for changes in (cause.kernels, cause.ops, cause.runtime_calls, cause.host_calls)
         for change in changes
         if change.name != FLOPS
-    ]
+    )
     if calls:
-        lines.append(f"Calls: {listed(calls, _MOST_CALLS)}.")
+        texts = [text if count == 1 else f"{text} in {count} modules" for text, count in calls.items()]
+        lines.append(f"Calls: {listed(texts, _MOST_CALLS)}.")
     return lines
 
 

@@ -46,7 +46,7 @@ def first_sentence(trends: Sequence[Trend]) -> str:
     tested = [line.tested for trend in trends for line in trend.lines if line.tested is not None]
     text += f" in {plural(len(trends[0].columns), 'report')}."
     if not all(tested):
-        needed = f"that needs {FEWEST} undisturbed reports of the same GPUs"
+        needed = f"that needs {FEWEST} undisturbed reports of the same devices"
         text += f" Steps were searched in {sum(tested):,} of {plural(len(tested), 'line')} of times: {needed}."
     return text
 

@@ -68,7 +68,7 @@ def notices(report: Report) -> list[Notice]:
         for group in rows_by_cause.group(verdicts, policy):
             worst = group.rows[0]
             severity = min((level(row, policy) for row in group.rows), key=list(_MARKS).index)
-            title = f"{worst.verdict}: {rows_by_cause.title(group)}"
+            title = f"{worst.word}: {rows_by_cause.title(group)}"
             text = "\n".join([*rows_by_cause.lines(group), f"Next: {rows_by_cause.next_step(group)}"])
             found.append(Notice(severity, title, text, group.largest.nodeid or worst.nodeid))
     return sorted([*found, *other_notices(report)], key=_order)
@@ -171,7 +171,7 @@ def _page(report: Report, first: Sequence[str], tables: Sequence[_Table], limit_
         result = f"{_MARKS['failure']} {failing} to look at" if failing else "nothing was compared"
     else:
         policy = policy_of(verdicts)
-        counted = Counter(row.verdict for row in worst_first(verdicts.rows) if row.gated)
+        counted = Counter(row.word for row in worst_first(verdicts.rows) if row.gated)
         found = headline.decide(verdicts, policy)
         # It is green only if gated rows were compared and none is unclear.
         clear = not found.states and any(row.compared for row in verdicts.rows)

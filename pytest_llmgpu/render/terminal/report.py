@@ -138,9 +138,15 @@ def painter(color: bool) -> Painter:
     return lambda text, style: f"\x1b[{style}m{text}\x1b[0m" if color and text else text
 
 
-def filled(text: str) -> str:
-    """Return text in lines of the largest width."""
-    return textwrap.fill(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+def filled(text: str, indent: str = "  ", used: int = 0) -> str:
+    """Return text in lines of the largest width, of which `used` columns are taken.
+
+    A command between backticks stays in one line, so that it can be copied.
+    """
+    whole = re.sub("`[^`]+`", lambda found: found[0].replace(" ", "\0"), text)
+    wrapper = textwrap.TextWrapper(WIDTH, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)
+    wrapper.initial_indent = " " * used
+    return wrapper.fill(whole).replace("\0", " ")[used:]
 
 
 def _device_table(place: Place, order: Sequence[Entry], reasons: dict[str, list[str]], environment: Environment) -> str:
