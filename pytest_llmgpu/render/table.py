@@ -114,7 +114,7 @@ _TITLES = {
     "kv_cache_bytes": ("KV cache\nMiB", MIB),
     "wire_bytes_per_token": ("sent\nMB/token", 1e6),
     "flops_per_sequence": ("FLOPs\nG/sequence", 1e9),
-    "peak_resident_bytes": ("memory\nGiB/rank", GIB),
+    "peak_resident_bytes": ("peak RSS\nGiB/rank", GIB),
 }
 """Titles and units of metrics in tables; those without one are in CSV and Markdown only."""
 

@@ -222,7 +222,7 @@ def test_a_cpu_case_has_the_threads_and_the_memory_of_its_ranks() -> None:
     sizes = (GIB, 3 * GIB)
     result.launches[0].memory = [DeviceMemory(index=0, peak_resident_bytes=size) for size in sizes]
     [header, _, _, row] = _summary([result]).splitlines()[-4:]
-    assert (header.split()[-2:], row.split()[-2:]) == (["memory", "threads"], ["3", "2"])
+    assert (header.split()[-2:], row.split()[-2:]) == (["RSS", "threads"], ["3", "2"])
 
 
 @pytest.mark.parametrize(
