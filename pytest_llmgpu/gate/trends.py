@@ -42,12 +42,6 @@ _CHANCE = 3e-4
 _MOST_DEGREES = 20.0
 """Most degrees of freedom of a prior: reports of different days can differ by more than launches of one day."""
 
-_NAME = 30
-"""Most letters of a field in the name of a case: a hash has 64."""
-
-_COUNTED = {"flops", "kernels"}
-"""Exact figures that the gate judges as parts of `program`."""
-
 _FEWEST_BEFORE, _FEWEST_AFTER = 4, 2
 """Fewest reports before and after a step."""
 FEWEST = _FEWEST_BEFORE + _FEWEST_AFTER
@@ -154,7 +148,7 @@ def trends(kept: Sequence[tuple[Stored, Report]], last: int | None = None) -> li
         plain = [name for name in differing if not name.endswith("sha256")]
         if sum(all(case[name] == one[name] for name in plain) for one in alike) == 1:
             differing = plain  # no other case is equal but for a hash
-        shown = [f"{name} {case[name]}"[:_NAME] for name in differing if case[name] is not None]
+        shown = [f"{name} {case[name]}"[:30] for name in differing if case[name] is not None]  # a hash has 64 letters
         names[identity] = " ".join([result.id, *shown])
     found = []
     own = own_metrics(result for _, report in kept for result in report.cases)
@@ -215,7 +209,7 @@ def _figures(
     tested = None
     if spec.rule == "time":
         marks, tested = _steps(spec, kept, results, values, cases, start)
-    elif spec.rule is not None or spec.name in _COUNTED:
+    elif spec.rule is not None or spec.name in ("flops", "kernels"):  # exact: parts of the row `program`
         for (before, was), (place, value) in itertools.pairwise(values.items()):
             change = value - was if spec.points or not was else (value - was) / abs(was)
             if abs(change) > (spec.threshold or 0.0):

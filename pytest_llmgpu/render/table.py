@@ -114,7 +114,6 @@ _TITLES = {
     "kv_cache_bytes": ("KV cache\nMiB", MIB),
     "wire_bytes_per_token": ("sent\nMB/token", 1e6),
     "flops_per_sequence": ("FLOPs\nG/sequence", 1e9),
-    "peak_resident_bytes": ("peak RSS\nGiB/rank", GIB),
 }
 """Titles and units of metrics in tables; those without one are in CSV and Markdown only."""
 
@@ -148,6 +147,12 @@ COLUMNS = {
         Column("compile_s", "compile\ns", 1.0, _compile_s),
         Column("memory_bytes", "memory\nGiB/GPU", GIB, lambda one: max(in_use_bytes(one), default=None)),
         Column("threads", "threads\nper rank", 1.0, _threads),
+        Column(
+            "peak_resident_bytes",
+            "peak RSS\nGiB/rank",
+            GIB,
+            lambda one: max(_of_memory("peak_resident_bytes", one), default=None),
+        ),
         *(
             Column(name, title, unit, devices=partial(figure, name))
             for figure, name, title, unit in (
@@ -190,7 +195,7 @@ TABLES: dict[Place, Sequence[str]] = {
     "work": (
         *("inference_s", "speedup", "compile_s", "device_time_s", "flops_per_sequence", "bound_share", "device_busy"),
         *("between_nodes_bytes_per_sequence", "energy_j_per_sequence", "energy_j_per_token", "batch_p50_s"),
-        *("batch_p95_s", "batch_p99_s"),
+        *("batch_p95_s", "batch_p99_s", "peak_resident_bytes"),
     ),
     "tokens": (
         *("token_p95_s", "token_p99_s", "kv_cache_bytes", "kv_cache_formula_bytes", "wire_bytes_per_token"),

@@ -41,7 +41,7 @@ def tables(trends: Sequence[Trend], paint: Painter) -> str:
 
 def first_sentence(trends: Sequence[Trend]) -> str:
     """Return how many changes there are in which reports, and in how many lines of times steps were searched."""
-    changes = sum(map(_count, trends))
+    changes = sum(not line.startswith("?") for trend in trends for line in _changes(trend))
     text = plural(changes, "change") if changes else "No change was found"
     tested = [line.tested for trend in trends for line in trend.lines if line.tested is not None]
     text += f" in {plural(len(trends[0].columns), 'report')}."
@@ -74,11 +74,6 @@ def _cell(one: Figure | None) -> str:
     if one.value is not None:
         return significant(one.value)
     return {"oom": "OOM", "skipped_after_oom": "-", "completed": "done"}.get(one.outcome, one.outcome)
-
-
-def _count(trend: Trend) -> int:
-    """Return the number of changes; a disturbed time is none."""
-    return sum(not line.startswith("?") for line in _changes(trend))
 
 
 def _changes(trend: Trend) -> Iterator[str]:
@@ -136,7 +131,7 @@ def _chart(trend: Trend) -> Chart:
     return Chart(
         id=f"trend-{trend.metric.replace('_', '-')}",
         title=f"{capital(trend.title.partition(' (')[0])} by report",
-        summary=f"{of}; {plural(_count(trend), 'change')}.",
+        summary=f"{of}.",
         spec=axes.layered(layers, rows, x=x, y=y),
         headers=["case", *(label.replace("|", " ") for label in labels)],
         rows=[[line.name, *map(_cell, line.figures)] for line in trend.lines],

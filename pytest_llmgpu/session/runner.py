@@ -452,12 +452,9 @@ class Runner:
                 self._build(strategy, request, nodes_of_ranks, self._group)
                 began += time.monotonic() - started  # it is no part of loading
             wanted = case, request.source, request.strategy, request.model_hooks
+            tick = self._tick(case, "loading")
             loaded: list[list[DeviceMemory]] = self._group.ask(
-                request.commands.load,
-                *wanted,
-                phase="load",
-                timeout_s=request.load_timeout_s,
-                tick=self._tick(case, "loading"),
+                request.commands.load, *wanted, phase="load", timeout_s=request.load_timeout_s, tick=tick
             )
         except RankFailedError as error:
             # Who kills a process does not kill the next one.

@@ -41,6 +41,7 @@ _OTHERS = {"pytest.toml": "", ".pytest.toml": "", "pytest.ini": "", ".pytest.ini
 """Files that pytest reads instead of pyproject.toml, with the line that makes it do so."""
 _STEPS = """\
 next:
+    cd {root}
     git add {names} && git commit -m "Benchmark"
     {pytest} --llmgpu-save=base
     llmgpu promote base --to benchmarks/baseline.json.gz
@@ -61,7 +62,7 @@ def add_init(parser: argparse.ArgumentParser) -> None:
 
 def run_init(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status; ValueError if the answer was no."""
-    inside, root = launches.place()
+    root = launches.place()[1]
     device = arguments.device or ("cuda" if nvml.inventory().gpus else "cpu")
     before, after, advice, pytest = _project(root, device)
     workflow = (Path(__file__).parents[1] / "workflow.yml").read_text(encoding="utf-8")
@@ -90,8 +91,7 @@ def run_init(arguments: argparse.Namespace) -> int:
             raise ValueError("nothing is written: the answer y, or --yes, writes the files")
     for name, text in files.items():
         file.save(root / name, text.encode(), "file")
-    steps = _STEPS.format(names=" ".join(files), pytest=pytest)
-    show(steps.replace("next:", f"next:\n    cd {shlex.quote(str(root))}") if inside else steps)
+    show(_STEPS.format(root=shlex.quote(str(root)), names=" ".join(files), pytest=pytest))
     return 0
 
 

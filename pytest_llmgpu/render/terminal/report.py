@@ -139,13 +139,9 @@ def painter(color: bool) -> Painter:
 
 
 def filled(text: str, indent: str = "  ", used: int = 0) -> str:
-    """Return text in lines of the largest width, of which `used` columns are taken.
-
-    A command between backticks stays in one line, so that it can be copied.
-    """
+    """Return text in lines of the largest width, after `used` columns; a command in backticks stays whole."""
     whole = re.sub("`[^`]+`", lambda found: found[0].replace(" ", "\0"), text)
-    wrapper = textwrap.TextWrapper(WIDTH, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)
-    wrapper.initial_indent = " " * used
+    wrapper = textwrap.TextWrapper(WIDTH, " " * used, indent, break_on_hyphens=False, break_long_words=False)
     return wrapper.fill(whole).replace("\0", " ")[used:]
 
 
@@ -381,6 +377,5 @@ def _finding(problem: Problem, paint: Painter, *, verbose: bool) -> str:
         lines.append(f"The same finding: {listed(more, len(more) if verbose else _MOST_IDS)}.")
     if full:
         lines.append(f"-> {problem.next_step}")
-    wrapper = textwrap.TextWrapper(WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
-    text = "\n".join(map(wrapper.fill, lines))
-    return paint(problem.severity.upper().ljust(9), _STYLES[problem.severity]) + text[9:]
+    text = f"\n{indent}".join(filled(line, indent, len(indent)) for line in lines)
+    return paint(problem.severity.upper().ljust(9), _STYLES[problem.severity]) + text
