@@ -91,9 +91,8 @@ class BenchmarkSession:
         self._profilers: tuple[tuple[tuple[str, ...], ...], Profiler | NodeProfilers] | None = None
         launcher = LocalLauncher(folder) if peers is None else EnvLauncher(peers, folder)
         self._project = Project.at(rootdir)
-        self.runner = Runner(
-            launcher, self.profilers_of, self._show, partial(live.show, at_once=True), trace_path, self._project
-        )
+        note = partial(live.show, at_once=True)
+        self.runner = Runner(launcher, self.profilers_of, self._show, note, trace_path, self._project)
         self._last: dict[Group, str] = {}
         """The last test of each group that measures."""
         self._cases: list[tuple[Machine, Case, int | None]] = []
