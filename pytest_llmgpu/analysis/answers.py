@@ -46,7 +46,8 @@ Checked = tuple[AccuracyCheck, Fault | None]
 _NEXT_STEPS: dict[Fault, str] = {
     "below": "See which items flipped (`predictions` in the report), and check whether dtype, tokenizer, revision or "
     "library versions changed. --llmgpu-accuracy-baseline sets another baseline.",
-    "inputs": "Check --llmgpu-model, --llmgpu-revision and --llmgpu-tokenizer.",
+    "inputs": "Check --llmgpu-model, --llmgpu-revision and --llmgpu-tokenizer; random weights are "
+    "--llmgpu-load-format=dummy.",
     "overflow": "Try --llmgpu-dtype=bfloat16 or float32.",
     "batch_size": "Do not use this batch size. Look for a mask, padding or position that depends on the batch, or a "
     "workspace that is too small for its tokens.",

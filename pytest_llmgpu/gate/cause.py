@@ -8,6 +8,7 @@ that were added.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -113,13 +114,14 @@ def module_of(cause: Cause) -> str | None:
 
 def details(cause: Cause) -> list[str]:
     """Return a line with the calls that changed, if there are any."""
-    calls = [
+    calls = Counter(
         f"{_short(change.name)} {change.before:,} -> {change.after:,}"
         for changes in (cause.kernels, cause.ops, cause.runtime_calls, cause.host_calls)
         for change in changes
         if change.name != FLOPS
-    ]
-    return [f"Calls: {listed(calls, _MOST_CALLS)}."] if calls else []
+    )
+    texts = [text if count == 1 else f"{text} in {count} modules" for text, count in calls.items()]
+    return [f"Calls: {listed(texts, _MOST_CALLS)}."] if calls else []
 
 
 def _of_device_time(pairs: Sequence[Pair]) -> Cause | None:

@@ -210,14 +210,13 @@ def _deciding(rows: Sequence[Row], way: str = "`llmgpu ab` launches both in turn
 def _of_rows(rows: Sequence[Row]) -> str:
     """Return the worst row, and the number of cases that the others are of."""
     worst, *others = rows
-    word = worst.verdict.replace("_", " ")
     counts: dict[str, set[str]] = {}
     for row in others:
-        counts.setdefault(row.verdict.replace("_", " "), set()).update({row.id} - {worst.id})
+        counts.setdefault(row.word, set()).update({row.id} - {worst.id})
     more = [f"{plural(len(cases), 'more case')} {verdict}" for verdict, cases in counts.items() if cases]
     if worst.verdict == "UNDECIDED" and not worst.unseen and worst.metric != "outcome":
         more.append("the policy is strict")
-    return "; ".join([f"{word}: {row_in_words(worst)}", *more])
+    return "; ".join([f"{worst.word}: {row_in_words(worst)}", *more])
 
 
 def _of_pass(verdicts: Verdicts) -> str:

@@ -141,6 +141,8 @@ def session_of(config: pytest.Config) -> BenchmarkSession:
             peers=peers,
         )
         session.recorder.declared = declared
+        if config.getoption("numprocesses", None) == 0:  # of xdist, whose workers pytest would start by default
+            session.recorder.flags["-n"] = 0
     except ValueError as error:
         raise pytest.UsageError(printable(str(error))) from None
     config.stash[SESSION] = session

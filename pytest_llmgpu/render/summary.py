@@ -179,7 +179,7 @@ def figures(row: Row) -> Figures:
 def verdict(row: Row) -> str:
     """Return the verdict of a row, with a sign if the candidate is better or the change is known."""
     why = "improved" if row.improved else "allowed" if row.allowed is not None else ""
-    return f"{row.verdict} ({why})" if why else row.verdict
+    return f"{row.word} ({why})" if why else row.word
 
 
 def mark(verdict: Verdict) -> Literal["failure", "warning", "changed", "ok"]:

@@ -131,6 +131,11 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return "IMPROVED" if self.improved else self.verdict
 
     @property
+    def word(self) -> str:
+        """The verdict as it is written for people."""
+        return self.verdict.replace("_", " ")
+
+    @property
     def unchanged(self) -> bool:
         """True if the candidate is as the baseline is."""
         return self.verdict == "OK" and not self.improved

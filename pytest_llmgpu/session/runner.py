@@ -437,12 +437,9 @@ class Runner:
                 self._prepare_nodes(self._group, request, nodes_of_ranks)
                 began += time.monotonic() - started  # it is no part of loading
             wanted = case, request.source, request.strategy, request.model_hooks
+            tick = self._tick(case, "loading")
             loaded: list[list[DeviceMemory]] = self._group.ask(
-                request.commands.load,
-                *wanted,
-                phase="load",
-                timeout_s=request.load_timeout_s,
-                tick=self._tick(case, "loading"),
+                request.commands.load, *wanted, phase="load", timeout_s=request.load_timeout_s, tick=tick
             )
         except RankFailedError as error:
             # Who kills a process does not kill the next one.

@@ -22,7 +22,7 @@ from pytest_llmgpu.render import summary
 from pytest_llmgpu.render.exports.tables import code, markdown, markdown_header, markdown_line, markdown_lines
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import OUT_OF_MEMORY
-from pytest_llmgpu.report.text import one_line, plural
+from pytest_llmgpu.report.text import listed, one_line, plural
 from pytest_llmgpu.report.verdicts import worst_first
 from pytest_llmgpu.store import git
 from pytest_llmgpu.store.store import commit, hardware
@@ -160,7 +160,7 @@ def _page(report: Report, first: Sequence[str], tables: Sequence[_Table], limit_
         result = f"{_MARKS['failure']} {failing} to look at" if failing else "nothing was compared"
     else:
         policy = policy_of(verdicts)
-        counted = Counter(row.verdict for row in worst_first(verdicts.rows) if row.gated)
+        counted = Counter(row.word for row in worst_first(verdicts.rows) if row.gated)
         found = headline.decide(verdicts, policy)
         # It is green only if gated rows were compared and none is unclear.
         clear = not found.states and any(row.compared for row in verdicts.rows)
@@ -190,13 +190,16 @@ def _tables(report: Report) -> Iterator[_Table]:
     policy = policy_of(verdicts)
     folded = ["", "</details>"]
     lines: dict[bool, list[str]] = {True: [], False: []}
+    stated: set[str] = set()  # causes: they are stated once
     for severity, sign in _MARKS.items():
         of_level = [row for row in worst_first(verdicts.rows) if level(row, policy) == severity]
         for row in of_level:
             was, now, change, interval = map(markdown, summary.figures(row))
             mark = "" if row.verdict == "CHANGED" else sign
             allowed = [] if row.allowed is None else [f"Allowed: {row.allowed}"]
-            reason = "<br>".join(map(markdown, [*row.reason.splitlines(), *allowed]))
+            reasons = [text for text in row.reason.splitlines() if text not in stated]
+            stated.update(text for text in reasons if text.startswith(("Cause: ", "Calls: ")))
+            reason = "<br>".join(map(markdown, [*reasons, *allowed]))
             cells = [mark, code(row.id), row.metric.replace("_", " "), summary.verdict(row), was, now]
             line = markdown_line([*cells, f"{change} ({interval})" if interval else change, reason])
             lines[severity != "info"].append(line)
@@ -207,10 +210,14 @@ def _tables(report: Report) -> Iterator[_Table]:
 
 
 def _notice_table(found: Sequence[Notice]) -> _Table:
+    alike: dict[tuple[Level, str], list[str]] = {}
+    for notice in found:
+        titles = alike.setdefault((notice.level, notice.text), [])
+        titles.append(notice.title.partition(": ")[2] if titles else notice.title)  # the code is that of the first
     lines = [
-        f"- {_MARKS[notice.level]} **{markdown(notice.title)}**: {'<br>'.join(map(markdown, notice.text.splitlines()))}"
-        for notice in found
-        if notice.level != "info"
+        f"- {_MARKS[severity]} **{markdown(listed(titles, 3))}**: {'<br>'.join(map(markdown, text.splitlines()))}"
+        for (severity, text), titles in alike.items()
+        if severity != "info"
     ]
     return ["### Findings", ""], lines, ()
 
