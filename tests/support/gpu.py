@@ -67,7 +67,7 @@ def started(folder: Path, case: Case, source: ModelSource, dataset: Dataset) -> 
     if case.backend == "deepspeed":
         need_deepspeed()
     place = registered.find(case.strategy)
-    strategy = registered.make(place)
+    strategy = registered.strategy(place)
     if case.strategy == "iok":
         try:
             kernels.check()
