@@ -34,7 +34,6 @@ from pytest_llmgpu.report.text import beginning, first_line
 URL, COMMAND = "server_url", "server_command"
 """The options of a case that have the server."""
 _CONNECT_S = 10.0
-_NOBODY = "no server answers there"
 _HEALTH_S = 0.25
 _END_S = 10.0
 _COUNTER = re.compile(
@@ -106,7 +105,7 @@ class Server(Engine):
 
         self._session = requests.Session()
         # A server of this machine needs no proxy of the environment.
-        self._session.trust_env = not case.strategy_options.get(COMMAND)
+        self._session.trust_env = "server" in case.strategy_options
         self._session.mount("http", HTTPAdapter(pool_maxsize=max(64, case.batch_size)))
         if key := os.environ.get("OPENAI_API_KEY"):
             self._session.headers["Authorization"] = f"Bearer {key}"
@@ -116,10 +115,8 @@ class Server(Engine):
                 free.bind(("127.0.0.1", 0))
                 port = free.getsockname()[1]
             self._url = f"http://127.0.0.1:{port}"
-            replaced = {"{port}": str(port), "{model}": source.directory or source.name}
-            words = shlex.split(str(command))
-            for name, value in replaced.items():
-                words = [word.replace(name, value) for word in words]
+            model = source.directory or source.name
+            words = [one.replace("{port}", f"{port}").replace("{model}", model) for one in shlex.split(str(command))]
             try:
                 # Its output is the log of the rank.
                 self._process = subprocess.Popen(words, start_new_session=True, stdin=subprocess.DEVNULL)
@@ -138,9 +135,9 @@ class Server(Engine):
                 f"the server at {self._url} serves {', '.join(served) or 'no model'}, not {source.name}: pass its "
                 "model as --llmgpu-model, or name it so (--served-model-name of vLLM)"
             )
-        # Not every server computes log-likelihoods of a prompt.
-        response = self._post({"prompt": [1, 2, 3], "max_tokens": 1, "echo": True, "logprobs": 1})
-        self._scores = response.ok and len(_logprobs(response.json())) >= 3  # noqa: PLR2004 - the three of the prompt
+        with suppress(RuntimeError):  # not every server computes log-likelihoods of a prompt
+            scored = self._post({"prompt": [1, 2, 3], "max_tokens": 1, "echo": True, "logprobs": 1})
+            self._scores = len(_logprobs(scored.json())) >= 3  # noqa: PLR2004 - the three of the prompt
 
     def prepare(self, batch_size: int, tokens: int, new_tokens: int) -> None:  # noqa: ARG002 - the server decides
         """Make a thread for each request of a batch."""
@@ -178,7 +175,7 @@ class Server(Engine):
             RuntimeError: A request failed.
         """
         body = {"max_tokens": 1, "temperature": 0.0, **({"echo": True, "logprobs": 1} if self._scores else {})}
-        found = self._together(lambda ids: self._checked({"prompt": ids, **body}), token_ids)
+        found = self._together(lambda ids: self._post({"prompt": ids, **body}).json(), token_ids)
         if not self._scores:
             return None
         pairs = zip(found, token_ids, from_position, strict=True)
@@ -225,7 +222,8 @@ class Server(Engine):
                     return [str(one["id"]) for one in response.json()["data"]]
                 problem = _problem(response)
             except (requests.RequestException, ValueError, LookupError, TypeError) as error:
-                problem = first_line(error) if not isinstance(error, requests.ConnectionError) else _NOBODY
+                absent = isinstance(error, requests.ConnectionError)
+                problem = "no server answers there" if absent else first_line(error)
             if self._process is None:
                 raise RuntimeError(f"--llmgpu-server-url: {self._url}/v1/models: {problem}")
             time.sleep(_HEALTH_S)
@@ -247,15 +245,12 @@ class Server(Engine):
     def _post(self, body: dict[str, Any]) -> Any:
         body = {"model": self._model, **body}
         # No time limit of its own: that of the rank holds.
-        return self._session.post(
+        response = self._session.post(
             f"{self._url}/v1/completions", json=body, stream=bool(body.get("stream")), timeout=(_CONNECT_S, None)
         )
-
-    def _checked(self, body: dict[str, Any]) -> Any:
-        response = self._post(body)
         if not response.ok:
             raise RuntimeError(_problem(response))
-        return response.json()
+        return response
 
     def _stream(self, token_ids: list[int], new_tokens: int) -> _Answer:
         body = {"prompt": token_ids, "max_tokens": new_tokens, "temperature": 0.0, "stream": True}
@@ -265,8 +260,6 @@ class Server(Engine):
         arrived_s: list[tuple[int, float]] = []
         count, used, ended = 0, 0, False
         with self._post({**body, **extended, "stream_options": {"include_usage": True}}) as response:
-            if not response.ok:
-                raise RuntimeError(_problem(response))
             chunked = bool(getattr(response.raw, "chunked", False))
             for line in response.iter_lines():
                 data = line.removeprefix(b"data:").strip()
