@@ -144,7 +144,7 @@ class RunGate:
     def verdict_of(self, nodeid: str | None) -> TestVerdict:
         """Return the verdict on the cases of a test; for None, on the rows that belong to no test.
 
-        The latter, on series and missing cases, fails also if too little was compared.
+        The latter, on missing cases, fails also if too little was compared.
         """
         verdicts = self._verdicts
         if nodeid is not None:

@@ -301,9 +301,9 @@ class BenchmarkSession:
         if self._interrupted_s - before_s > _HASTE_S:
             raise KeyboardInterrupt
 
-    def _show(self, case: Case, done: int, planned: int, elapsed_s: float) -> None:
+    def _show(self, case: Case, step: str, done: int, planned: int, elapsed_s: float) -> None:
         name = f"{case.id} ({self._launch})" if self._launch else case.id
-        self._live.show(terminal.progress(name, done, planned, elapsed_s, batch_size=case.batch_size))
+        self._live.show(terminal.progress(name, step, done, planned, elapsed_s, batch_size=case.batch_size))
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001 - as signal calls it

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from pytest_llmgpu.engines.protocol import Engine
 from pytest_llmgpu.inference import tasks
 from pytest_llmgpu.inference.bundled import PRESETS, save_tokenizer
 from pytest_llmgpu.inference.models import ModelSource
@@ -67,7 +68,8 @@ def started(folder: Path, case: Case, source: ModelSource, dataset: Dataset) -> 
     if case.backend == "deepspeed":
         need_deepspeed()
     place = registered.find(case.strategy)
-    strategy = registered.strategy(place)
+    strategy = registered.make(place)
+    assert not isinstance(strategy, Engine)
     if case.strategy == "iok":
         try:
             kernels.check()
