@@ -182,6 +182,7 @@ def build(state: RankState, case: Case, source: ModelSource, place: str) -> str 
     if os.environ.get("LOCAL_RANK", "0") != "0" or os.environ.get("RANK", "0") == "0":
         return None
     strategy = registered.make(place)
+    assert not isinstance(strategy, Engine), "an engine has one rank"
     try:
         strategy.check(case, source)
         strategy.build(case, print)
