@@ -365,23 +365,13 @@ def _named(entry: Allowed) -> str:
 
 
 def with_allowed(rows: Sequence[Row], policy: Policy, today: datetime.date) -> tuple[list[Row], list[str]]:
-    """Mark the rows that the policy accepts, and return a warning for each entry that expired or is not needed.
+    """Mark the rows that the policy accepts, and return a warning for each entry that expired.
 
     An undecided row can be the accepted regression, hidden by noise.
     """
-    warnings: list[str] = []
     in_force = [entry for entry in policy.allow if entry.expires is None or entry.expires >= today]
-    for entry in policy.allow:
-        about = [row for row in rows if row.metric == entry.metric and entry.matches(row.id)]
-        grown = max((row.ratio - 1 for row in about if row.ratio is not None), default=0.0)
-        if entry not in in_force:
-            warnings.append(f"{_named(entry)} expired on {entry.expires}: it counts again")
-        elif entry.up_to is not None and grown > entry.up_to and any(row.worse for row in about):
-            text = f"grew by {100 * grown:,.3g} %, more than its up_to of {100 * entry.up_to:.3g} %: it counts"
-            warnings.append(f"{_named(entry)} {text}")
-        elif entry.expires is not None and about and all(row.verdict == "OK" for row in about):
-            warnings.append(f"{_named(entry)} was not found: remove it from the policy")
-
+    expired = [entry for entry in policy.allow if entry not in in_force]
+    warnings = [f"{_named(entry)} expired on {entry.expires}: it counts again" for entry in expired]
     marked = []
     for row in rows:
         growth = 0.0 if row.ratio is None else row.ratio - 1

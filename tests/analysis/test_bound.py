@@ -24,9 +24,8 @@ _CEILINGS = Ceilings(
 
 
 def _work(*uuids: list[str], **fields: Any) -> Work:
-    return Work(
-        **{"batches": [0], "passes": 3, "ranks": [RankWork(uuids=one) for one in uuids], "model": _MODEL, **fields}
-    )
+    ranks = [RankWork(uuids=one) for one in uuids]
+    return Work(**{"batches": [0], "eager_batches": [0], "passes": 3, "ranks": ranks, "model": _MODEL, **fields})
 
 
 def _result(

@@ -141,13 +141,12 @@ _TODAY = datetime.date(2026, 6, 1)
         ({"metric": "memory"}, {}, False, None),
         ({"expires": _TODAY}, {}, True, None),
         ({"expires": _TODAY - datetime.timedelta(days=1)}, {}, False, "expired on 2026-05-31: it counts again"),
-        ({"expires": _TODAY}, {"verdict": "OK"}, False, "was not found: remove it from the policy"),
         ({}, {"verdict": "OK"}, False, None),
         ({"expires": _TODAY}, {"verdict": "UNDECIDED"}, True, None),
         ({"expires": _TODAY}, {"verdict": "MISSING", "ratio": None}, True, None),
         ({"up_to": 0.5}, {}, True, None),
         ({"up_to": 0.3}, {"ratio": 1.25}, True, None),
-        ({"up_to": 0.1}, {}, False, "grew by 30 %, more than its up_to of 10 %: it counts"),
+        ({"up_to": 0.1}, {}, False, None),
         ({"up_to": 0.1}, {"verdict": "UNDECIDED"}, False, None),
         ({"case": "mp-bs*"}, {"id": "mp-bs16"}, True, None),
         ({"case": "mp-bs1"}, {"id": "mp-bs16"}, False, None),
@@ -156,7 +155,7 @@ _TODAY = datetime.date(2026, 6, 1)
 def test_a_regression_is_allowed_until_its_day_and_up_to_its_growth(
     fields: dict[str, Any], row: dict[str, Any], is_allowed: bool, warning: str | None
 ) -> None:
-    """The id matches; an entry that expired or is not needed warns."""
+    """The id matches; an entry that expired warns."""
     entry = Allowed(**{"case": "mp-bs1", "metric": "time", "reason": "bug 7", **fields})
     judged = make_row(**{"id": "mp-bs1", "ratio": 1.3, **row})
     ([found], warnings) = with_allowed([judged], Policy(allow=[entry]), _TODAY)
