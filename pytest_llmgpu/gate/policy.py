@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Meta
 
 from pytest_llmgpu.report import file
-from pytest_llmgpu.report.bounds import Amount, Count, Fraction, Number, Seconds
+from pytest_llmgpu.report.bounds import Amount, Count, Fraction, Number
 from pytest_llmgpu.report.metrics import BY_NAME, JUDGED, METRICS, MetricName, MetricSpec, is_own, spec_of
 from pytest_llmgpu.report.result import CaseResult, Declared
 from pytest_llmgpu.report.text import MIB, guess
@@ -53,8 +53,6 @@ class TimeRule(ExactRule, frozen=True, kw_only=True, forbid_unknown_fields=True)
     threshold: _Part | None = None
     """The relative threshold: the slowdown that is allowed, as a fraction. None: 0.04 against a stored baseline, 0.02
     where launches of both reports alternated."""
-    absolute_s: Seconds = 0.0
-    """The absolute threshold in seconds, for `time` of the whole case. The larger of both thresholds is used."""
 
 
 class ProgramRule(AmountRule, frozen=True, kw_only=True, forbid_unknown_fields=True):

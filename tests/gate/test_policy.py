@@ -35,7 +35,6 @@ strict = true
 
 [time]
 threshold = 0.03
-absolute_s = 1
 
 [accuracy]
 floor = 0.8
@@ -78,7 +77,7 @@ def test_a_table_changes_the_keys_that_it_has(tmp_path: Path) -> None:
     assert policy.device_time == AmountRule(gate=False, threshold=0.005)
     assert policy.host_calls == ExactRule()
     assert policy.program == ProgramRule(threshold=0.002, flops=0.01)
-    assert policy.time == TimeRule(threshold=0.03, absolute_s=1)
+    assert policy.time == TimeRule(threshold=0.03)
     assert (policy.accuracy.floor, policy.accuracy.threshold, policy.accuracy.metric) == (0.8, 0.005, "acc")
     reason, expires = 'the "new" kernel\\, see é', datetime.date(2027, 1, 31)
     assert policy.allow == [Allowed(case="tp-*", metric="time", reason=reason, up_to=0.05, expires=expires)]
