@@ -22,7 +22,7 @@ from pytest_llmgpu.gate import answers, creep, figures, program, times
 from pytest_llmgpu.gate.answers import Answered, below_floor
 from pytest_llmgpu.gate.cause import with_cause
 from pytest_llmgpu.gate.exact import exact_rows, execution_row, worse
-from pytest_llmgpu.gate.matching import apart, pairs
+from pytest_llmgpu.gate.matching import pairs
 from pytest_llmgpu.gate.memory import memory_row
 from pytest_llmgpu.gate.policy import Policy, TimeRule, check_figures, dump_policy, unmatched, with_allowed
 from pytest_llmgpu.gate.program_row import program_row, with_slower_kernels
@@ -213,7 +213,7 @@ class Comparison:
 
     def _compare(self) -> list[Row]:
         before = self.base.cases if self.base is not None else []
-        matched, self._apart = pairs(before, self.head.cases), apart(before, self.head.cases)
+        matched = pairs(before, self.head.cases)
         gone: list[CaseResult] = []
         both = [(pair.base.launches, pair.head.launches) for pair in matched if pair.base and pair.head]
         # A launch that failed before it was timed is equal to another one by chance.
@@ -353,9 +353,7 @@ class Comparison:
         self._entries.append(Row.of(result, "outcome", verdict, reason))
 
     def _gone(self, result: CaseResult) -> None:
-        if self._apart is not None:
-            self._outcome(result, "NOT_COMPARABLE", self._apart)
-        elif (why := self._left_out(result.nodeid)) is not None:
+        if (why := self._left_out(result.nodeid)) is not None:
             self.not_compared[why] += 1
         elif result.outcome != "completed" and result.outcome not in OUT_OF_MEMORY:
             self.not_compared["the baseline's case failed and is absent"] += 1

@@ -277,7 +277,7 @@ def wall_times(
         gated=rule.gate,
         ranks=[Samples(*logs)],
         prior=prior,
-        threshold=max(relative, rule.absolute_s / base_s),
+        threshold=relative,
         seconds=[(base_s, head_s)],
         clocks_ghz=means,
         machine_sd=0.0 if same_gpus else max(OTHER_GPU_SD["device"], prior.s0),

@@ -59,10 +59,10 @@ def _sampled(name: str, result: CaseResult) -> list[float]:
 
 
 def _of_memory(name: str, result: CaseResult) -> list[float]:
-    """Return a field of `DeviceMemory` or `MemorySplit` of each device and launch."""
+    """Return a field of `DeviceMemory`, or a part of the memory, of each device and launch."""
     memories = [memory for launch in result.launches for memory in launch.memory]
-    found = [getattr(memory if hasattr(memory, name) else split(memory), name) for memory in memories]
-    return [size for size in found if size is not None]
+    found = [getattr(memory, name) if hasattr(memory, name) else split(memory)[name] for memory in memories]
+    return [size for size in found if isinstance(size, int)]
 
 
 def _sent_bytes(_: str, result: CaseResult) -> list[float]:
@@ -594,24 +594,20 @@ def with_reference(cases: Sequence[CaseResult], *, verbose: bool) -> Iterator[li
         compared = [(result, one) for other, result, one in found if other == title and one is not None]
         if not compared:
             continue
-        result, worst = max(compared, key=lambda pair: _severity(*pair))
-        if not verbose and not any(_severity(result, worst)):
+        result, worst = max(compared, key=lambda pair: _severity(pair[1]))
+        if not verbose and not any(_severity(worst)):
             continue
         where = f" at batch size {result.case.batch_size}"
         if len(compared) > 1:
-            where = f", worst{where}" if any(_severity(result, worst)) else " at every batch size"
+            where = f", worst{where}" if any(_severity(worst)) else " at every batch size"
         first, *rest = _differences(result, worst)
         yield [f"{title} compared with {titles.get(worst.reference, REFERENCE_STRATEGY)}{where}: {first}", *rest]
 
 
-def _severity(result: CaseResult, comparison: Comparison) -> tuple[bool, int, int, float]:
-    """Return the sort key of the worst case: with random weights the numbers decide, else the predictions."""
+def _severity(comparison: Comparison) -> tuple[bool, int, int, float]:
+    """Return the sort key of the worst case."""
     difference = comparison.largest_difference
-    if result.case.generates:
-        return (difference is None, 0, len(comparison.flipped), difference or 0.0)
-    if result.case.load_format == "dummy":
-        return (difference is None, 0, 0, difference or 0.0)
-    return (difference is None, comparison.lost or 0, len(comparison.flipped), difference or 0.0)
+    return difference is None, comparison.lost or 0, len(comparison.flipped), difference or 0.0
 
 
 def _differences(result: CaseResult, comparison: Comparison) -> list[str]:

@@ -30,7 +30,7 @@ _FAST, _SLOW = (1735, 1700, 1771), (1590, 1560, 1620)
 
 
 def _wall(base: CaseResult, head: CaseResult, prior: Prior = _QUIET, **given: Any) -> Any:
-    rule = TimeRule(**{name: given.pop(name) for name in ("gate", "threshold", "absolute_s") if name in given})
+    rule = TimeRule(**{name: given.pop(name) for name in ("gate", "threshold") if name in given})
     with patch.object(noise_regime, "PRIORS", dict.fromkeys(PRIORS, prior)):
         return times.wall_times(
             base, head, times.comparable(base, head), rule, **{"in_turn": True, "same_gpus": True, **given}
@@ -82,7 +82,6 @@ def _device(base: CaseResult, head: CaseResult) -> Any:
         (0.94, {}, "IMPROVED", 0.02),
         (1.03, {"in_turn": False}, "OK", 0.04),
         (1.03, {"in_turn": False, "threshold": 0.025}, "REGRESSED", 0.025),
-        (1.03, {"absolute_s": 21}, "OK", 0.1),
         (1.022, {"same_gpus": False}, "OK", 0.0233),
         (1.025, {"same_gpus": False}, "REGRESSED", 0.0233),
         (1.3, {"same_gpus": False, "prior": PRIORS["eager_host"]}, "UNDECIDED", 2.73),

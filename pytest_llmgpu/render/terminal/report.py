@@ -179,7 +179,8 @@ def _missing(results: Sequence[CaseResult], name: str, environment: Environment,
     launches = [launch for result in results for launch in result.launches]
     profiles = [launch.profile for launch in launches if launch.profile is not None]
     for launch in launches:
-        maps = [launch.why, *(memory.why for memory in launch.memory), *(split(memory).why for memory in launch.memory)]
+        maps = [launch.why, *(memory.why for memory in launch.memory)]
+        found += [part for memory in launch.memory if isinstance(part := split(memory).get(key), str)]
         if launch.profile is not None:
             maps += [launch.profile.why, *(device.why for device in launch.profile.devices)]
         found += [why.get(key) or why.get("profile") for why in maps]
