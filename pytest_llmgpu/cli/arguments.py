@@ -12,7 +12,7 @@ from pytest_llmgpu.gate import judge
 from pytest_llmgpu.gate.policy import Policy, find_policy, load_policy, policy_in_words, switched
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.report import Report
-from pytest_llmgpu.report.verdicts import Verdicts, with_present_names
+from pytest_llmgpu.report.verdicts import Verdicts
 from pytest_llmgpu.store import git, store
 from pytest_llmgpu.store.store import Source
 
@@ -122,7 +122,7 @@ def read_verdicts(path: Path) -> Verdicts:
         if "schema_version" in msgspec.json.decode(data, type=dict[str, msgspec.Raw]):
             found = file.parse(data, str(path)).verdicts
         else:
-            found = msgspec.json.decode(with_present_names(data), type=Verdicts)
+            found = msgspec.json.decode(data, type=Verdicts)
     except (OSError, ValueError, RecursionError) as error:
         text = f"{'cannot be read: ' * isinstance(error, OSError)}{file.one_line(error)}"
         raise ValueError(f"verdicts {path}: {text.removeprefix(f'report {path}: ')}") from None

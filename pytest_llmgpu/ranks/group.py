@@ -50,8 +50,8 @@ class RankGroup:
     ) -> list[Any]:
         """Run `fn(state, *args)` on every rank, which imports it, and return the results in the order of the ranks.
 
-        The time limit is of seconds without a result or a finished batch. After the first batch `tick` is called about
-        four times a second, with finished and planned batches. A failure names the phase.
+        The time limit is of seconds without a result or a finished batch. `tick` is called about four times a second,
+        with finished and planned batches, both 0 before the first one. A failure names the phase.
 
         Raises:
             RankFailedError: A rank failed, or the time limit is over. The error has the most specific cause that the
@@ -68,7 +68,7 @@ class RankGroup:
                 # A process that died reported no phase.
                 error.failure = msgspec.structs.replace(error.failure, phase=phase)
                 raise error
-            if tick is not None and self._planned:
+            if tick is not None:
                 tick(min(len(column.latency_s) for column in self._columns), self._planned)
             if waiting and time.monotonic() - self._progress_s > timeout_s:
                 try:

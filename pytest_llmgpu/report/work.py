@@ -163,9 +163,9 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     batches: list[Count]
     """The numbers of the batches of the plan that each pass in the execution of the case ran. They are equal where
     `plan_sha256` is."""
-    eager_batches: list[Count] | None = None
+    eager_batches: list[Count]
     """The numbers of the batches that the eager passes ran, on which ops, FLOPs, calls of the CUDA runtime and rows of
-    modules are based. Null in older reports, whose eager passes ran `batches`."""
+    modules are based."""
     passes: Count
     """The number of profiled passes in the execution of the case. 0 on a CPU, where ops and FLOPs alone are counted."""
     collectives: list[CollectiveWork] | None = None

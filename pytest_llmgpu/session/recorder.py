@@ -70,8 +70,8 @@ class Recorder:
         """The report so far; None until the first case is there."""
         self.expected: list[str] = []
         """Node ids of the tests that are to measure a case."""
-        self.judge: Callable[[Report], Verdicts] | None = None
-        """Returns the verdicts on a report; None where it is not compared with another one."""
+        self.judge: Callable[[Report], Verdicts | None] | None = None
+        """Returns the verdicts on a report; None where nothing is to be judged."""
         self.failed_tests: set[str] = set()
         """Node ids of the tests of a model that failed."""
         self.problems: dict[Literal["report", "store", "page"], str] = {}
@@ -118,7 +118,7 @@ class Recorder:
             lines.append(f"trace: {self._shown(self._trace_path)}" if traced else none)
         if not self._saved and "store" not in self.problems:
             steps.append("--llmgpu-save=NAME (keeps the report)")
-        elif self._saved and self.report is not None and self.judge is None:
+        elif self._saved and self.report is not None and self.report.verdicts is None:
             chosen = f"llmgpu promote {self.report.options.get(_SAVE) or LATEST}"
             unfit = next(promotion.unfit(self.report), None)
             steps.insert(0, f"{chosen} (makes it the baseline)" if unfit is None else f"no baseline: {unfit}")

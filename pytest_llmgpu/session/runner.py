@@ -57,8 +57,8 @@ from pytest_llmgpu.report.work import (
 from pytest_llmgpu.store.imports import Project
 from pytest_llmgpu.strategies.protocol import Strategy
 
-Progress = Callable[[Case, int, int, float], None]
-"""Called while a case runs, with the case, the finished batches, the planned batches and the elapsed seconds."""
+Progress = Callable[[Case, str, int, int, float], None]
+"""Called while a case runs, with the case, its step, the finished and planned batches of it, and its seconds."""
 
 Loading = tuple[str, tuple[ModelHook, ...], int]
 """`Case.loading`, the functions that change the loaded model, and the id of an engine in this process."""
@@ -257,7 +257,8 @@ class Runner:
             # An engine may load its model again for another batch size.
             limit_s = max(timeout_s, request.load_timeout_s) if request.engine else timeout_s
             why_eager = self._not_recorded.get(recording)
-            group.ask(request.commands.warm_up, case, why_eager, phase="forward", timeout_s=limit_s)
+            tick = self._tick(case, "warm-up")
+            group.ask(request.commands.warm_up, case, why_eager, phase="forward", timeout_s=limit_s, tick=tick)
         except RankFailedError as error:
             if error.failure.evidence != serving.NOT_RECORDED or recording in self._not_recorded:
                 raise
@@ -268,10 +269,7 @@ class Runner:
         # Time the batches. The devices are idle before and after: the difference of the counters is what they sent.
         profilers.mark(wait=True)
         replies: list[worker.Measured] = group.ask(
-            request.commands.measure,
-            phase="forward",
-            timeout_s=timeout_s,
-            tick=lambda done, planned: self._progress(case, done, planned, time.monotonic() - began),
+            request.commands.measure, phase="forward", timeout_s=timeout_s, tick=self._tick(case, "first batch")
         )
         profilers.mark()  # before the answers are compared, which takes longer than a mark may wait
         launch.wall_s = time.monotonic() - began
@@ -315,10 +313,16 @@ class Runner:
         if self._group is None:
             return "the ranks were ended before"
         try:
-            return self._group.ask(command, *args, phase="forward", timeout_s=request.timeout_s)
+            tick = self._tick(request.case, "work passes")
+            return self._group.ask(command, *args, phase="forward", timeout_s=request.timeout_s, tick=tick)
         except RankFailedError as error:
             self.close(kill=True)
             return str(error)
+
+    def _tick(self, case: Case, step: str) -> Callable[[int, int], None]:
+        """Return what shows the progress of a step that begins now."""
+        began = time.monotonic()
+        return lambda done, planned: self._progress(case, step, done, planned, time.monotonic() - began)
 
     def _begin(self, phase: Phase, profilers: Profiler | NodeProfilers) -> None:
         """Begin a phase of a case: if it fails, its profile and its counters start here."""
@@ -440,7 +444,11 @@ class Runner:
                 began += time.monotonic() - started  # it is no part of loading
             wanted = case, request.source, request.strategy, request.model_hooks
             loaded: list[list[DeviceMemory]] = self._group.ask(
-                request.commands.load, *wanted, phase="load", timeout_s=request.load_timeout_s
+                request.commands.load,
+                *wanted,
+                phase="load",
+                timeout_s=request.load_timeout_s,
+                tick=self._tick(case, "loading"),
             )
         except RankFailedError as error:
             # Who kills a process does not kill the next one.

@@ -140,7 +140,10 @@ class _Bench(LocalLauncher):
         self.recorded: list[CaseResult] = []
         self.lines: list[str] = []
         self.profiler = _FakeProfiler(self.did)
-        self.runner = Runner(self, lambda _: self.profiler, lambda *_: None, self.lines.append)
+        self.steps: list[str] = []
+        """The steps whose progress was shown, in their order."""
+        progress = lambda _, step, *__: self.steps.append(step)  # noqa: E731
+        self.runner = Runner(self, lambda _: self.profiler, progress, self.lines.append)
 
     def answer(self, command: str, args: tuple[Any, ...]) -> Any:
         self.did.append(command)
@@ -215,6 +218,13 @@ def test_a_completed_case_holds_what_the_ranks_measured() -> None:
     first = bench.run(_case()).launches[0].memory[0]
     assert (first.nvml_used_max_bytes, first.nvml_used_mean_bytes) == (None, None)
     assert first.why["nvml_used_max_bytes"] == "no reading fell inside"
+
+
+def test_every_step_that_can_take_minutes_shows_its_progress() -> None:
+    """Loading, compiling and work passes are no silence."""
+    bench = _Bench()
+    bench.run(_case(), work=True)
+    assert [*dict.fromkeys(bench.steps)] == ["loading", "warm-up", "first batch", "work passes"]
 
 
 def test_counters_are_read_where_a_phase_begins_and_where_a_case_fails() -> None:

@@ -214,6 +214,7 @@ def make_work(ranks: int = 2, **fields: Any) -> Work:
     """Return what ranks that all-reduce compute, each the same, on a GPU of its own."""
     defaults: dict[str, Any] = {
         "batches": [0, 2],
+        "eager_batches": [0, 2],
         "passes": 3,
         "collectives": [
             CollectiveWork(

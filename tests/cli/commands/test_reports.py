@@ -6,13 +6,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import pytest
 from support.export_reports import two_strategies
 from support.report_factory import make_memory, make_profile, make_report, make_result
-from support.verdict_factory import make_row, make_verdicts
 
-from pytest_llmgpu.cli.arguments import read_verdicts
 from pytest_llmgpu.render.exports import FORMATS, export
 from pytest_llmgpu.report.file import dump
 from pytest_llmgpu.report.result import Series
@@ -52,15 +49,6 @@ def test_export_judges_the_report_against_a_baseline(llmgpu: Callable[..., str])
     printed = llmgpu("export", "csv", "head.json", "--baseline", str(Path("base.json").resolve()))
     rows = {row["id"]: row for row in csv.DictReader(io.StringIO(printed))}
     assert "REGRESSED" in rows["tp-bs64"]["verdict_outcome"]
-
-
-def test_verdicts_of_an_older_version_have_the_present_names() -> None:
-    """INCONCLUSIVE is read as UNDECIDED, but not within a text."""
-    verdicts = make_verdicts(make_row("UNDECIDED", reason='"verdict": "INCONCLUSIVE"'))
-    data = msgspec.json.format(msgspec.json.encode(verdicts)).replace(b'"UNDECIDED"', b'"INCONCLUSIVE"')
-    assert data.count(b': "INCONCLUSIVE"') == 1
-    Path("verdicts.json").write_bytes(data)
-    assert read_verdicts(Path("verdicts.json")) == verdicts
 
 
 @pytest.fixture
