@@ -286,7 +286,12 @@ class Recorder:
         if self.report is None:
             return
         if (chosen := self.report.options.get(_SAVE)) is not None:
-            self._save(self.report, str(chosen or "") or None)
+            try:
+                saved = store.save(self.report, self._storage_path, str(chosen or "") or None)
+                self._saved = [f"saved: {self._shown(saved)}"]
+            except (OSError, ValueError) as error:  # ValueError: a name in the report that was continued
+                where = self._shown(self._storage_path)
+                self.problems["store"] = f"the report could not be saved in {where}: {file.one_line(error)}"
         if self._page_path is not None:
             from pytest_llmgpu.render.html import report
 
@@ -295,13 +300,6 @@ class Recorder:
                 report.write(report.render(self.report, baseline, name=name), self._page_path)
             except ValueError as error:
                 self.problems["page"] = f"no page: {error}"
-
-    def _save(self, report: Report, name: str | None) -> None:
-        try:
-            self._saved = [f"saved: {self._shown(store.save(report, self._storage_path, name))}"]
-        except (OSError, ValueError) as error:  # ValueError: a name in the report that was continued
-            where = self._shown(self._storage_path)
-            self.problems["store"] = f"the report could not be saved in {where}: {file.one_line(error)}"
 
     def _shown(self, where: Path | str) -> str:
         """Return a path relative to the rootdir; of one outside its base name. A relative path, or text, stays."""
