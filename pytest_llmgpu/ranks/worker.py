@@ -407,17 +407,14 @@ def run_eager_passes(state: RankState, traces: str | None = None) -> list[WorkRe
 
 def model_size(state: RankState) -> ModelSize | str | None:
     """Return the size of the whole model, or the reason why it has none; None on every rank but the first."""
-    if state.loaded.rank != 0:
-        return None
-    if state.loaded.config is None:
-        return "the strategy's model has no config of transformers"
-    return size_of(state)
-
-
-def size_of(state: RankState) -> ModelSize | str:
-    """Return the size of the model of a case, or the reason why it has none."""
     import torch
 
+    if state.engine is not None and state.case.model != state.source.name:
+        return "the engine loads a model of its own"
+    if state.engine is None and state.loaded.rank != 0:
+        return None
+    if state.engine is None and state.loaded.config is None:
+        return "the strategy's model has no config of transformers"
     if state.model_size is None:
         dtype: torch.dtype = getattr(torch, state.case.dtype)
         try:
