@@ -110,11 +110,7 @@ def session_of(config: pytest.Config) -> BenchmarkSession:
             )
         session = BenchmarkSession(
             rootdir=config.rootpath,
-            report_path=paths.get("json"),
-            policy_path=paths.get("policy"),
-            page_path=paths.get("html"),
-            trace_path=paths.get("trace"),
-            storage_path=paths["storage"],
+            paths=paths,
             options=chosen,
             known=registered.merge(_registered(config, "pytest_llmgpu_strategies")),
             known_tasks=known_tasks,

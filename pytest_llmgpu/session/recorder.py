@@ -46,26 +46,17 @@ _NO_CEILINGS = "the ceilings are measured after the first work passes on a GPU"
 class Recorder:
     """Keeps the report of a session and writes its file as cases are added."""
 
-    def __init__(
-        self,
-        path: Path | None,
-        storage_path: Path,
-        rootdir: Path,
-        options: Options,
-        page_path: Path | None = None,
-        trace_path: Path | None = None,
-    ) -> None:
-        """Prepare a report; None is the path of no report, of no page, or of no traces.
+    def __init__(self, paths: Mapping[str, Path], rootdir: Path, options: Options) -> None:
+        """Prepare a report; the paths are those of `BenchmarkSession`.
 
         Raises:
             ValueError: The report, the store, the page or traces cannot be written.
         """
         self._rootdir = rootdir
-        self._storage_path = storage_path
         self._options = options
         self.declared: dict[str, Declared] = {}
         """The declarations of figures of the user's own, by name."""
-        self.path = path
+        self.path = path = paths.get("json")
         self.report: Report | None = None
         """The report so far; None until the first case is there."""
         self.expected: list[str] = []
@@ -87,7 +78,8 @@ class Recorder:
         """Maps node id, key and number of a measurement to its place in the report and its results, one per launch."""
         self._resumed: Counter[tuple[tuple[str, str], int]] = Counter()
         """Maps node id, key and number of a measurement to its launches before the session was resumed."""
-        self._page_path, self._trace_path = page_path, trace_path
+        self._storage_path = paths["storage"]
+        self._page_path, self._trace_path = page_path, trace_path = paths.get("html"), paths.get("trace")
         if path is not None:
             file.check_writable(path)
         if page_path is not None:
@@ -97,7 +89,7 @@ class Recorder:
         if trace_path is not None:
             file.check_writable(trace_path / "case-rank0-passes.json.gz", "trace")
         if options.save is not None:
-            file.check_writable(storage_path / "0001.json")
+            file.check_writable(self._storage_path / "0001.json")
 
     def whereabouts(self) -> list[str]:
         """Return a line for each file, its path or the reason why it is missing, and one on what to do with them."""
