@@ -30,13 +30,13 @@ from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.derived import decode_tokens, encode, encode_tokens
 from pytest_llmgpu.report.result import Batches, Collective, DeviceMemory, Generation, Launch
 from pytest_llmgpu.report.text import plural
-from pytest_llmgpu.report.work import ModelSize
 
 _T = TypeVar("_T")
 
 _MOST_TOKEN = 2**31 - 1
 _MOST_LOGLIKELIHOOD = 0.01
 """The log of a probability is at most 0, up to rounding."""
+model_size = worker.model_size
 _IN_WORKERS = "the engine computes in processes of its own, whose memory is not seen"
 _REPLAYED = "CUDA graphs of the engine replay its collectives past torch's dispatcher: pass --llmgpu-cuda-graphs=off"
 
@@ -239,13 +239,6 @@ def _in_workers(state: RankState, trace: str | None, *, eager: bool) -> list[Wor
     return replies
 
 
-def model_size(state: RankState) -> ModelSize | str:
-    """Return the size of the model, or the reason why it is not known."""
-    if not _runs_the_model(state):
-        return "the engine loads a model of its own"
-    return worker.size_of(state)
-
-
 def stop(state: RankState) -> None:
     """End the engine."""
     if state.engine is not None:
@@ -257,11 +250,6 @@ def _engine(state: RankState) -> Engine:
     return state.engine
 
 
-def _runs_the_model(state: RankState) -> bool:
-    """Return whether the engine runs the model of the options, not one of its own."""
-    return state.case.model == state.source.name
-
-
 def _run(state: RankState, batch: Batch) -> Texts | list[list[float]]:
     """Run one batch, and check what the engine returns."""
     engine, requests = _engine(state), state.plan.requests
@@ -269,7 +257,7 @@ def _run(state: RankState, batch: Batch) -> Texts | list[list[float]]:
     if state.case.generates:
         found = engine.generate([list(one.tokens[:-1]) for one in sequences], requests.new_tokens)
         texts = found if isinstance(found, Texts) else Texts(tokens=found)
-        vocabulary = state.source.decoder.get("vocab_size") if _runs_the_model(state) else None
+        vocabulary = state.source.decoder.get("vocab_size") if state.case.model == state.source.name else None
         return _checked_texts(texts, len(sequences), requests.new_tokens, vocabulary)
     # The first tokens of a sequence that is too long are left out, and one token more than a model reads is scored.
     kept = [list(one.tokens[-(requests.max_length + 1) :]) for one in sequences]

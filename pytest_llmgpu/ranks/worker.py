@@ -374,7 +374,7 @@ def record_work(state: RankState, traces: str | None = None) -> None:
     loaded, plan, on_batch = state.loaded, state.plan, report_to(state)
     trace = partial(trace_path, state, traces)
     if state.generator is None:
-        with _scoring_forward(state) as forward:
+        with work.scoring_forward(loaded.model, loaded.input_device, state.case.scoring) as forward:
             state.passes = [work.record(loaded, plan, forward, on_batch=on_batch, trace=trace("passes"))]
         return
     step, prefill = state.generator.step, state.generator.prefill
@@ -411,17 +411,14 @@ def run_eager_passes(state: RankState, traces: str | None = None) -> list[WorkRe
 
 def model_size(state: RankState) -> ModelSize | str | None:
     """Return the size of the whole model, or the reason why it has none; None on every rank but the first."""
-    if state.loaded.rank != 0:
-        return None
-    if state.loaded.config is None:
-        return "the strategy's model has no config of transformers"
-    return size_of(state)
-
-
-def size_of(state: RankState) -> ModelSize | str:
-    """Return the size of the model of a case, or the reason why it has none."""
     import torch
 
+    if state.engine is not None and state.case.model != state.source.name:
+        return "the engine loads a model of its own"
+    if state.engine is None and state.loaded.rank != 0:
+        return None
+    if state.engine is None and state.loaded.config is None:
+        return "the strategy's model has no config of transformers"
     if state.model_size is None:
         dtype: torch.dtype = getattr(torch, state.case.dtype)
         try:
@@ -456,10 +453,6 @@ def call(state: RankState, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any
     state.graphs.close()
     with compiled_layers.suspended():  # the function may run any number of shapes
         return fn(state.loaded, *args)
-
-
-def _scoring_forward(state: RankState) -> contextlib.AbstractContextManager[work.Forward]:
-    return work.scoring_forward(state.loaded.model, state.loaded.input_device, state.case.scoring)
 
 
 def encoded(state: RankState) -> Requests:
