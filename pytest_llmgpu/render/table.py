@@ -106,6 +106,13 @@ def _of_bound(bound: str, measured: str, result: CaseResult) -> float | None:
     return bound_s / seconds if bound_s is not None and seconds else None
 
 
+def _of_quantized(name: str, result: CaseResult) -> float | None:
+    """Return a field of the comparison of a case whose weights are quantised: of answers that are lists, the number."""
+    compared = None if result.case.quantization is None else result.comparison
+    found = None if compared is None else getattr(compared, name)
+    return len(found) if isinstance(found, list) else found
+
+
 _TITLES = {
     "inference_s": ("time\ns", 1.0),
     "device_time_s": ("device time\ns/work pass", 1.0),
@@ -144,6 +151,8 @@ COLUMNS = {
         Column("prefill_bound_share", "of bound\n%, prefill", 0.01, partial(_of_bound, "prefill_s", "first_token_s")),
         Column("step_bound_share", "of bound\n%, step", 0.01, partial(_of_bound, "step_s", "token_p50_s")),
         Column("speedup", "speed-up\nover mp", 1.0),  # of a block: see `columns_of`
+        Column("flipped", "answers\nflipped", 1.0, partial(_of_quantized, "flipped")),
+        Column("typical_difference", "log-likelihoods\ndiffer %", 0.01, partial(_of_quantized, "typical_difference")),
         Column("compile_s", "compile\ns", 1.0, _compile_s),
         Column("memory_bytes", "memory\nGiB/GPU", GIB, lambda one: max(in_use_bytes(one), default=None)),
         Column("threads", "threads\nper rank", 1.0, _threads),
@@ -188,12 +197,13 @@ Place = Literal["summary", "work", "tokens", "communication", "memory"]
 
 TABLES: dict[Place, Sequence[str]] = {
     "summary": (
-        *("token_p95_s", "new_tokens_per_s", "sequences_per_s", "speedup", "compile_s", "memory_bytes"),
-        *("peak_resident_bytes", "sent_bytes"),
+        *("token_p95_s", "new_tokens_per_s", "sequences_per_s", "speedup", "flipped", "typical_difference"),
+        *("compile_s", "memory_bytes", "peak_resident_bytes", "sent_bytes"),
         *("between_nodes_bytes_per_sequence", "device_busy", "utilization_pct", "flops_per_sequence", "threads"),
     ),
     "work": (
-        *("inference_s", "speedup", "compile_s", "device_time_s", "flops_per_sequence", "bound_share", "device_busy"),
+        *("inference_s", "speedup", "flipped", "typical_difference", "compile_s", "device_time_s"),
+        *("flops_per_sequence", "bound_share", "device_busy"),
         *("between_nodes_bytes_per_sequence", "energy_j_per_sequence", "energy_j_per_token", "batch_p50_s"),
         *("batch_p95_s", "batch_p99_s", "peak_resident_bytes"),
     ),
@@ -268,7 +278,7 @@ _DEFAULT_WORDS = {
 }
 """A caption leaves these defaults out. They are written where another block has another value."""
 
-_COLUMN_FIELDS = ("strategy", "backend", "strategy_options", "execution")
+_COLUMN_FIELDS = ("strategy", "backend", "strategy_options", "quantization", "execution")
 """Fields of a case that may differ within a table. `execution` is one of them: each batch size may run differently."""
 
 
@@ -435,11 +445,20 @@ def figure_tables(cases: Sequence[CaseResult]) -> dict[Place, FigureTable]:
 
 
 def columns_of(place: Place, cases: Sequence[CaseResult]) -> list[Column]:
-    """Return the columns of a table of one block; the speed-up is that over its mp at the same batch size."""
-    mp = {one.case.batch_size: one.sequences_per_s for one in cases if one.case.strategy == REFERENCE_STRATEGY}
+    """Return the columns of a table of one block; the speed-up is that over its mp at the same batch size.
+
+    It is over mp with plain weights if there is one.
+    """
+
+    def of(case: Case) -> tuple[str | None, int]:
+        return case.quantization, case.batch_size
+
+    mp = {of(one.case): one.sequences_per_s for one in cases if one.case.strategy == REFERENCE_STRATEGY}
 
     def speedup(result: CaseResult) -> float | None:
-        base = None if result.case.strategy == REFERENCE_STRATEGY else mp.get(result.case.batch_size)
+        case = result.case
+        key = (None, case.batch_size) if (None, case.batch_size) in mp else of(case)
+        base = None if case.strategy == REFERENCE_STRATEGY and key == of(case) else mp.get(key)
         return result.sequences_per_s / base if base and result.sequences_per_s else None
 
     own = own_columns(cases).values() if place in {"summary", "work"} else ()
@@ -521,7 +540,7 @@ def entries(cases: Sequence[CaseResult]) -> list[Entry]:
         ]
         # On a CPU devices are processes, and cases of different numbers share a table.
         processes = plural(case.devices, "process") if any(other.devices != case.devices for other in alike) else None
-        titles[series] = " ".join(filter(None, [case.strategy, backend, *options, processes]))
+        titles[series] = " ".join(filter(None, [case.strategy, case.quantization, backend, *options, processes]))
     numbers: Counter[tuple[str, int]] = Counter()
     found = []
     for result in sorted(cases, key=lambda result: result.case.batch_size):
@@ -570,6 +589,7 @@ def with_reference(cases: Sequence[CaseResult], *, verbose: bool) -> Iterator[li
     Strategies that do not differ are left out unless `verbose`.
     """
     found = [(one.title, one.result, one.result.comparison) for one in entries(cases)]
+    titles = {result.id: title for title, result, _ in found}
     for title in dict.fromkeys(title for title, *_ in found):
         compared = [(result, one) for other, result, one in found if other == title and one is not None]
         if not compared:
@@ -581,7 +601,7 @@ def with_reference(cases: Sequence[CaseResult], *, verbose: bool) -> Iterator[li
         if len(compared) > 1:
             where = f", worst{where}" if any(_severity(result, worst)) else " at every batch size"
         first, *rest = _differences(result, worst)
-        yield [f"{title} compared with {REFERENCE_STRATEGY}{where}: {first}", *rest]
+        yield [f"{title} compared with {titles.get(worst.reference, REFERENCE_STRATEGY)}{where}: {first}", *rest]
 
 
 def _severity(result: CaseResult, comparison: Comparison) -> tuple[bool, int, int, float]:

@@ -13,16 +13,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from pytest_llmgpu.gate import headline, rows_by_cause
-from pytest_llmgpu.gate.judge import ExitStatus, RowClass, classify
-from pytest_llmgpu.gate.policy import Policy, policy_of
+from pytest_llmgpu.gate.judge import ExitStatus, Level, level
+from pytest_llmgpu.gate.policy import policy_of
 from pytest_llmgpu.render import summary
 from pytest_llmgpu.render.exports.tables import code, markdown, markdown_header, markdown_line, markdown_lines
 from pytest_llmgpu.report.report import Report
+from pytest_llmgpu.report.result import OUT_OF_MEMORY
 from pytest_llmgpu.report.text import listed, one_line, plural
-from pytest_llmgpu.report.verdicts import Row, worst_first
+from pytest_llmgpu.report.verdicts import worst_first
 from pytest_llmgpu.store import git
 from pytest_llmgpu.store.store import commit, hardware
 
@@ -33,14 +34,9 @@ ANNOTATIONS = 10  # most annotations of one step
 _FOLD = "<details>"
 _NOTE_BYTES = 200  # bytes reserved for the line on the rows that are left out of a table
 
-Level = Literal["failure", "warning", "info"]
-"""The severity of a notice."""
-
 _MARKS: dict[Level, str] = {"failure": "❌", "warning": "⚠️", "info": "✅"}  # the levels, worst first, with their marks
 
 _COMMANDS: dict[Level, str] = {"failure": "error", "warning": "warning", "info": "notice"}
-_LEVELS: dict[RowClass, Level] = {RowClass.FAILS: "failure", RowClass.ALLOWED: "warning", RowClass.UNCLEAR: "warning"}
-_BROKEN = frozenset(("crashed", "timeout", "error"))
 _COLUMNS = ("", "case", "metric", "verdict", "baseline", "now", "change", "reason")
 _VERDICT_HEADER = (markdown_line(_COLUMNS), "|---|---|---|---|---:|---:|---:|---|")
 
@@ -68,9 +64,9 @@ def notices(report: Report) -> list[Notice]:
         for group in rows_by_cause.group(verdicts, policy):
             worst = group.rows[0]
             severity = min((level(row, policy) for row in group.rows), key=list(_MARKS).index)
-            title = f"{worst.word}: {rows_by_cause.title(group)}"
+            title = f"{worst.verdict}: {headline.row_in_words(worst)}"
             text = "\n".join([*rows_by_cause.lines(group), f"Next: {rows_by_cause.next_step(group)}"])
-            found.append(Notice(severity, title, text, group.largest.nodeid or worst.nodeid))
+            found.append(Notice(severity, title, text, worst.nodeid))
     return sorted([*found, *other_notices(report)], key=_order)
 
 
@@ -80,23 +76,16 @@ def other_notices(report: Report) -> list[Notice]:
     found = [Notice("warning", "Comparison", text) for text in warnings]
     judged = {row.id for row in rows if row.metric == "outcome"}
     for result in report.cases:
-        completed = result.outcome == "completed"
+        if result.outcome != "completed" and not result.findings and result.id not in judged:
+            # Out of memory is a result, not a failure.
+            severity: Level = "info" if result.outcome in OUT_OF_MEMORY else "failure"
+            text = result.failure.message if result.failure is not None else "The case did not complete."
+            found.append(Notice(severity, f"{result.outcome.replace('_', ' ')}: {result.id}", text, result.nodeid))
         for finding in result.findings:
-            if finding.severity != "info" and not (result.id in judged and not completed):
+            if finding.severity != "info" and (result.outcome == "completed" or result.id not in judged):
                 text = f"{finding.text}\n{finding.next_step}"
                 found.append(Notice(finding.severity, f"{finding.code}: {result.id}", text, result.nodeid))
-        if not completed and not result.findings and result.id not in judged:
-            # Out of memory is a result, not a failure.
-            severity: Level = "failure" if result.outcome in _BROKEN else "info"
-            title = f"{result.outcome.replace('_', ' ')}: {result.id}"
-            text = result.failure.message if result.failure is not None else "The case did not complete."
-            found.append(Notice(severity, title, text, result.nodeid))
     return sorted(found, key=_order)
-
-
-def level(row: Row, policy: Policy) -> Level:
-    """Return the severity of a row under a policy."""
-    return _LEVELS.get(classify(row, policy), "info")
 
 
 def _order(notice: Notice) -> int:
