@@ -259,7 +259,7 @@ METRICS: tuple[MetricSpec, ...] = (
         threshold=0.002,
         unit="s",
         written=_seconds,
-        next_step="Read what is called more often, by module, in `work` of both reports.",
+        next_step="Remove what is called more often; if it is meant, promote the report with --force REASON.",
     ),
     MetricSpec(
         name="device_time",
