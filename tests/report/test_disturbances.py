@@ -139,6 +139,16 @@ def test_a_disturbance_spoils_all_figures_or_times_only(
     assert disturbances.untimed(launch) == untimed
 
 
+@pytest.mark.parametrize(("counter", "kind"), [("ecc_uncorrected", "ecc"), ("xids", "xid")])
+def test_a_counter_of_errors_disturbs_without_a_sentence(counter: str, kind: str) -> None:
+    """A report whose `invalid` is empty has them in its counters alone; with the sentence nothing is stated twice."""
+    launch: Launch = make_result().launches[0]
+    launch.profile = _profile(counters={counter: 2.0})
+    text = f"{TITLES[kind]}: GPU 7 had 2"
+    assert disturbances.untimed(launch) == disturbances.disturbed(launch.profile) == text
+    assert disturbances.of_profile(msgspec.structs.replace(launch.profile, invalid=[text])) == [text]
+
+
 def test_the_clock_reference_is_the_first_profile_of_the_same_devices_with_all_clocks() -> None:
     """A case without a profile, one with other devices, and one that was too short are skipped."""
     alone = msgspec.structs.replace(_profile(), devices=_profile().devices[:1], series=None)
