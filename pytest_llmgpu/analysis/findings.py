@@ -289,7 +289,7 @@ def _of_disturbances(result: CaseResult) -> Iterator[Finding]:
     Under full load a GPU works at the limit of its power, which is no fault.
     """
     kinds: dict[str, list[str]] = {}
-    for text in [text for profile in result.profiles for text in profile.invalid]:
+    for text in [text for profile in result.profiles for text in disturbances.of_profile(profile)]:
         kinds.setdefault(text.partition(":")[0], []).append(text.rstrip("."))
     texts = [
         f"{found[0]} (also in {plural(len(found) - 1, 'more launch')})" if len(found) > 1 else found[0]

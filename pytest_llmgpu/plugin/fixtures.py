@@ -345,11 +345,6 @@ def measures(item: pytest.Item) -> bool:
     return is_ours(item) and bool(used(item, ["measure"]))
 
 
-def parameter(item: pytest.Item, name: str) -> object:
-    """Return a parameter of a test; None if it has none of that name."""
-    return item.callspec.params.get(name) if isinstance(item, pytest.Function) and hasattr(item, "callspec") else None
-
-
 def group_of(item: pytest.Item) -> tuple[str, Options]:
     """Return the strategy and the options of a test of ours: tests with equal ones share a loaded model.
 

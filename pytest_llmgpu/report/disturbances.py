@@ -120,17 +120,23 @@ def remedy(sentence: str) -> str:
     return next((_KINDS[kind][2] for kind, title in TITLES.items() if sentence.startswith(title)), "")
 
 
+def of_profile(profile: Profile) -> list[str]:
+    """Return the disturbances of a profile: `invalid`, and what its counters show (errors of ECC, Xid, a lost GPU)."""
+    return list(dict.fromkeys([*profile.invalid, *find(profile)]))
+
+
 def disturbed(profile: Profile) -> str | None:
     """Return the first disturbance that concerns all figures of the GPUs.
 
     A GPU under full load reaches its power limit, and a busy CPU changes times only.
     """
-    return next((text for text in profile.invalid if not is_power(text) and not text.startswith(TITLES["cpu"])), None)
+    found = of_profile(profile)
+    return next((text for text in found if not is_power(text) and not text.startswith(TITLES["cpu"])), None)
 
 
 def untimed(launch: Launch) -> str | None:
     """Return the reason why the times of a launch are not used, without a full stop; None if they are used."""
-    invalid = [] if launch.profile is None else launch.profile.invalid
+    invalid = [] if launch.profile is None else of_profile(launch.profile)
     texts = (text.rstrip(".") for text in invalid if not is_power(text))
     no_time = bool(launch.batches.latency_s) and min(launch.batches.latency_s) <= 0
     return next(texts, "the time of a batch is 0 s" if no_time else None)

@@ -125,3 +125,13 @@ def test_a_disturbance_spoils_all_figures_or_times_only(
     launch.batches.latency_s[0] = latency_s
     assert disturbances.disturbed(launch.profile) == disturbed
     assert disturbances.untimed(launch) == untimed
+
+
+@pytest.mark.parametrize(("counter", "kind"), [("ecc_uncorrected", "ecc"), ("xids", "xid")])
+def test_a_counter_of_errors_disturbs_without_a_sentence(counter: str, kind: str) -> None:
+    """A report whose `invalid` is empty has them in its counters alone; with the sentence nothing is stated twice."""
+    launch: Launch = make_result().launches[0]
+    launch.profile = _profile(counters={counter: 2.0})
+    text = f"{TITLES[kind]}: GPU 7 had 2"
+    assert disturbances.untimed(launch) == disturbances.disturbed(launch.profile) == text
+    assert disturbances.of_profile(msgspec.structs.replace(launch.profile, invalid=[text])) == [text]
