@@ -270,7 +270,6 @@ def warm_up(state: RankState, case: Case, not_recorded: str | None = None) -> No
         tokens_requested=None if workspace is None else workspace.tokens_requested,
         tokens_granted=None if workspace is None else workspace.tokens_granted,
         execution_choice=graph_choice.describe(decision),
-        implementations=models.implementations(loaded.config),
     )
 
 
@@ -370,7 +369,7 @@ def record_work(state: RankState, traces: str | None = None) -> None:
     loaded, plan, on_batch = state.loaded, state.plan, report_to(state)
     trace = partial(trace_path, state, traces)
     if state.generator is None:
-        with _scoring_forward(state) as forward:
+        with work.scoring_forward(loaded.model, loaded.input_device, state.case.scoring) as forward:
             state.passes = [work.record(loaded, plan, forward, on_batch=on_batch, trace=trace("passes"))]
         return
     step, prefill = state.generator.step, state.generator.prefill
@@ -439,10 +438,6 @@ def call(state: RankState, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any
     state.graphs.close()
     with compiled_layers.suspended():  # the function may run any number of shapes
         return fn(state.loaded, *args)
-
-
-def _scoring_forward(state: RankState) -> contextlib.AbstractContextManager[work.Forward]:
-    return work.scoring_forward(state.loaded.model, state.loaded.input_device, state.case.scoring)
 
 
 def encoded(state: RankState) -> Requests:

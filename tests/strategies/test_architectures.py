@@ -183,6 +183,10 @@ def test_tokens_are_sent_to_the_ranks_of_their_experts(source: ModelSource, pair
         wire += experts * count_bytes // 2 + (away + returned) * row_bytes
     (all_to_all,) = [one for one in found if one.collective == "all_to_all"]
     assert (all_to_all.calls, all_to_all.payload_bytes, all_to_all.wire_bytes) == (3 * len(measured), payload, wire)
+    worker.record_work(state)
+    pair(worker.record_work)
+    (alone,), (of_rank,) = worker.run_eager_passes(state), pair(worker.run_eager_passes)
+    assert known(alone.work.routing) == of_rank.work.routing
 
 
 def loop_over_experts(loaded: Loaded) -> None:
