@@ -45,7 +45,8 @@ _SEVERITIES: dict[str, Literal["info", "warning", "failure"]] = {
 """Code of a finding to its severity."""
 
 _NEXT_STEPS = {
-    "random-routing": "The time of small batches depends on the experts that are read: measure a checkpoint to know it.",
+    "random-routing": "The time of small batches depends on the experts that are read: measure a checkpoint to know "
+    "it.",
     "launches-differ": "They are not comparable. Look for what each process chooses for itself: kernels that are tuned "
     "or sum in any order, items in another order, CUDA graphs (`execution_choice` in the report), NCCL variables, "
     "another GPU.",
@@ -272,8 +273,8 @@ def _of_routing(result: CaseResult, earlier: Sequence[CaseResult]) -> Iterator[F
         yield finding(
             code,
             f"Random weights do not route as trained ones do: the busiest expert has "
-            f"{percent(max(routing.busiest) / routing.tokens)} of {plural(routing.tokens, 'token')} of a forward, and at "
-            f"least {min(routing.touched)} of {routing.experts} experts of a layer have any",
+            f"{percent(max(routing.busiest) / routing.tokens)} of {plural(routing.tokens, 'token')} of a forward, and "
+            f"at least {min(routing.touched)} of {routing.experts} experts of a layer have any",
         )
 
 

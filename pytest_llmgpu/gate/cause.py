@@ -207,11 +207,10 @@ def _alone(number: int, growth_s: Sequence[float]) -> int | None:
 
 def _place_in_words(cause: Cause, place: Place) -> str:
     """Return the calls that explain the difference in a place, else its share of the growth."""
-    if place == "program" or (place == "device" and cause.kernels and not cause.modules):
+    if place == "program" or (place == "device" and cause.kernels):
         return _program_in_words(cause)
     if place == "device":
-        of_older_report = [f"{percent(one.share, 0)} in {one.name} ({one.family})" for one in cause.modules[:1]]
-        return "".join(of_older_report) or f"{_share(cause, place)} in kernels"
+        return f"{_share(cause, place)} in kernels"
     if place == "kernel":
         part, where = cause.parts[0], f"{cause.modules[0].name} " if cause.modules else ""
         grown = signed_percent(part.growth_s / (cause.before_s or 1.0), 2)

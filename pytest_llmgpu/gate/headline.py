@@ -224,12 +224,8 @@ def _of_rows(rows: Sequence[Row]) -> str:
     worst, *others = rows
     word = worst.verdict.replace("_", " ")
     counts: dict[str, set[str]] = {}
-    limited = any(row.metric == "outcome" and row.verdict == "REGRESSED" for row in rows)
     for row in others:
-        # The largest batch size is no case: one of its series is out of memory.
-        if not (limited and row.metric == "largest_batch"):
-            cases = set(row.cases or [row.id]) - set(worst.cases or [worst.id])
-            counts.setdefault(row.verdict.replace("_", " "), set()).update(cases)
+        counts.setdefault(row.verdict.replace("_", " "), set()).update({row.id} - {worst.id})
     more = [f"{plural(len(cases), 'more case')} {verdict}" for verdict, cases in counts.items() if cases]
     if worst.verdict == "UNDECIDED" and not worst.unseen and worst.metric != "outcome":
         more.append("the policy is strict")
@@ -246,7 +242,7 @@ def _of_pass(verdicts: Verdicts) -> str:
         start = f"PASSED, program changed: {cause.describe(program.cause)};"
     if verdicts.baseline is None:
         return f"{start} there is no baseline to compare with"
-    parts = [plural(len({(row.key, row.id) for row in compared if row.spec.scope == "case"}), "case")]
+    parts = [plural(len({(row.key, row.id) for row in compared}), "case")]
     clocks = [row.clock_ratio for row in compared if row.clock_ratio is not None]
     clock_ratio = max(clocks, key=lambda one: abs(one - 1), default=1.0)
     if abs(clock_ratio - 1) > _CLOCK:

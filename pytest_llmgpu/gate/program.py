@@ -141,10 +141,7 @@ Measured = tuple[Sequence[Work], Sequence[str]]
 
 def pairs(before: Measured, after: Measured) -> list[Pair]:
     """Return each rank of both reports; empty where their passes ran other batches or ranks."""
-    shapes = {
-        (tuple(work.batches), tuple(work.eager_batches or work.batches), len(work.ranks))
-        for work in (*before[0], *after[0])
-    }
+    shapes = {(tuple(work.batches), tuple(work.eager_batches), len(work.ranks)) for work in (*before[0], *after[0])}
     if not before[0] or not after[0] or len(shapes) != 1:
         return []
     return [Pair(_figures(*before, number), _figures(*after, number)) for number in range(len(before[0][0].ranks))]
@@ -371,7 +368,7 @@ def _figures(works: Sequence[Work], names: Sequence[str], number: int) -> RankFi
         flops=_median_count(rank.flops for rank in ranks),
         flops_by_module=_median_counts([rank.flops_by_module for rank in ranks]),
         layers=min((work.model.layers for work in works if work.model is not None), default=None),
-        forwards=max(1, len(works[0].eager_batches or works[0].batches)),
+        forwards=max(1, len(works[0].eager_batches)),
         batches=max(1, len(works[0].batches)),
         complete=all(rank.is_complete for rank in ranks),
     )

@@ -117,15 +117,14 @@ def _reason(row: Row) -> Hashable:
 
 def _merged(found: dict[Hashable, list[Row]]) -> dict[Hashable, list[Row]]:
     """Return the causes; worse rows without a module belong to the first cause of which all their cases are worse."""
-
-    def ids(rows: Iterable[Row]) -> set[str]:
-        return {name for row in rows for name in (row.cases or [row.id])}
-
     merged: dict[Hashable, list[Row]] = {}
     for name, rows in found.items():
         alike = name
         if all(row.worse and row.allowed is None for row in rows) and isinstance(name, tuple):
             worse = {other: others for other, others in merged.items() if others[0].worse and others[0].allowed is None}
-            alike = next((other for other, others in worse.items() if ids(rows) <= ids(others)), name)
+            alike = next(
+                (other for other, others in worse.items() if {row.id for row in rows} <= {row.id for row in others}),
+                name,
+            )
         merged.setdefault(alike, []).extend(rows)
     return merged

@@ -3,7 +3,7 @@
 A test is reported long before the whole report can be judged, and the rows of a metric are judged together. A
 regression is therefore a failing item of its own, `llmgpu gate::<test>`, with the verdict that `llmgpu gate` gives for
 the written report. The items exist from the collection on, whatever -k or --lf leave of the tests. A failure that
-belongs to no test (a series, a missing case, a run in which nothing was compared) fails the last item,
+belongs to no test (a missing case, a run in which nothing was compared) fails the last item,
 `llmgpu gate::the whole run`. The report is judged and written before the first item runs.
 """
 

@@ -14,14 +14,13 @@ call is its module.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import statistics
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -34,9 +33,8 @@ from pytest_llmgpu.inference.batching import Batch, Plan
 from pytest_llmgpu.inference.models import experts_of
 from pytest_llmgpu.inference.scoring import synchronize
 from pytest_llmgpu.inference.sm_clock import SmClock
-from pytest_llmgpu.recording.host_calls import count_calls
 from pytest_llmgpu.recording.layer_kinds import with_packages
-from pytest_llmgpu.recording.op_counts import count_ops, module_hooks
+from pytest_llmgpu.recording.op_counts import count_calls, count_ops, module_hooks
 from pytest_llmgpu.report.kernel_families import collective_of, family_of
 from pytest_llmgpu.report.text import first_line
 from pytest_llmgpu.report.work import (
@@ -67,7 +65,7 @@ _SCORING = "(scoring)"
 _ON_CPU = "kernels are recorded on CUDA devices only, and the case ran on a CPU"
 _NO_RECORDS = "torch.profiler recorded no kernel: CUPTI has no permission, or another profiler uses it"
 _BYPASSED = "kernels of this strategy are launched past torch's dispatcher, where FLOPs cannot be counted"
-_DEVICE_FIGURES = ("device_time_s", "copy_s", "idle_s", "busy", "kernels", "kernels_sha256", "rows", "clock_ghz")
+_DEVICE_FIGURES = ("device_time_s", "copy_s", "idle_s", "busy", "kernels", "rows", "clock_ghz")
 _HOST_FIGURES = ("runtime_calls", "host_syncs")
 _DETACHING = "TEARDOWN_CUPTI"
 """The environment variable by which torch.profiler detaches CUPTI."""
@@ -278,7 +276,6 @@ def record(
         figures = msgspec.structs.replace(figures, why=dict.fromkeys(_DEVICE_FIGURES, why))
         return msgspec.structs.replace(reply, work=figures)
     clock_ghz = clock.ghz([(2 * number, 2 * number + 1) for number in range(passes)])
-    counted = {name: calls for name, calls in kernels[-1].kernels.items() if not _COPY.match(name)}
     covered = [(one.covered_s, pass_s) for one, pass_s in zip(kernels, seconds, strict=True)]
     figures = msgspec.structs.replace(
         figures,
@@ -286,8 +283,7 @@ def record(
         copy_s=[one.copy_s for one in kernels],
         idle_s=[max(0.0, pass_s - covered_s) for covered_s, pass_s in covered],
         busy=statistics.median(min(1.0, covered_s / pass_s) for covered_s, pass_s in covered),
-        kernels=sum(calls.calls for calls in counted.values()),
-        kernels_sha256=kernels_sha256(counted),
+        kernels=sum(calls.calls for name, calls in kernels[-1].kernels.items() if not _COPY.match(name)),
         clock_ghz=clock_ghz,
         why={} if clock.why is None else {"clock_ghz": clock.why},
     )
@@ -617,12 +613,6 @@ def attribute(records: Sequence[Record]) -> Modules:
         host_syncs=sum(_SYNCHRONIZES.match(name) is not None for name in inside)
         + sum(record.correlation in module_of for record in to_host),
     )
-
-
-def kernels_sha256(kernels: Mapping[str, Calls]) -> str:
-    """Return the hash of the sorted names and numbers of calls: equal where two passes ran the same kernels."""
-    counts = sorted((name, calls.calls) for name, calls in kernels.items())
-    return hashlib.sha256(json.dumps(counts).encode()).hexdigest()
 
 
 def pass_rows(passes: Sequence[PassKernels]) -> list[NamedRow]:

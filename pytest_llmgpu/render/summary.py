@@ -227,7 +227,7 @@ def counts(verdicts: Verdicts) -> str:
 
 
 def by_id(verdicts: Verdicts | None) -> dict[str, list[Row]]:
-    """Return the rows by id of their case, or by strategy for a series, worst first."""
+    """Return the rows by id of their case, worst first."""
     rows: dict[str, list[Row]] = {}
     for row in worst_first(verdicts.rows) if verdicts is not None else ():
         rows.setdefault(row.id, []).append(row)
@@ -242,11 +242,7 @@ def cases(rows: Iterable[Row]) -> list[Row]:
     of_cases: dict[tuple[str, str], list[Row]] = {}
     for row in worst_first(rows):
         of_cases.setdefault((row.key, row.id), []).append(row)
-    found = [
-        min(of_case, key=_rank)
-        for of_case in of_cases.values()
-        if any(row.spec.scope == "case" for row in of_case)  # the others are of a series
-    ]
+    found = [min(of_case, key=_rank) for of_case in of_cases.values()]
     return sorted(found, key=lambda row: (_rank(row) > 0, -round(row.ratio or 0.0, 9), SEVERITY.index(row.verdict)))
 
 

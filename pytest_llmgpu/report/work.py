@@ -118,8 +118,6 @@ class RankWork(msgspec.Struct, frozen=True, kw_only=True):
     makes passes longer than the timed batches: replayed forwards of LLaMA-7B at batch size 1 by 7 %."""
     kernels: Count | None = None
     """The number of kernel calls in a pass, collectives included."""
-    kernels_sha256: str | None = None
-    """The SHA-256 of the sorted names and numbers of calls of all kernels in a pass."""
     ops: dict[str, Count] | None = None
     """Name of each op of torch (`aten::mm`) to its number of calls on local tensors in an eager pass over
     `eager_batches`."""
@@ -184,9 +182,9 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     batches: list[Count]
     """The numbers of the batches of the plan that each pass in the execution of the case ran. They are equal where
     `plan_sha256` is."""
-    eager_batches: list[Count] | None = None
+    eager_batches: list[Count]
     """The numbers of the batches that the eager passes ran, on which ops, FLOPs, calls of the CUDA runtime and rows of
-    modules are based. Null in older reports, whose eager passes ran `batches`."""
+    modules are based."""
     passes: Count
     """The number of profiled passes in the execution of the case. 0 on a CPU, where ops and FLOPs alone are counted."""
     collectives: list[CollectiveWork] | None = None

@@ -25,7 +25,14 @@ _CEILINGS = Ceilings(
 
 def _work(*uuids: list[str], **fields: Any) -> Work:
     return Work(
-        **{"batches": [0], "passes": 3, "ranks": [RankWork(uuids=one) for one in uuids], "model": _MODEL, **fields}
+        **{
+            "batches": [0],
+            "eager_batches": [0],
+            "passes": 3,
+            "ranks": [RankWork(uuids=one) for one in uuids],
+            "model": _MODEL,
+            **fields,
+        }
     )
 
 

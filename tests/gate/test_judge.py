@@ -163,17 +163,34 @@ def test_outcome_before_numbers(base: Any, head: Any, verdict: str, status: int,
     found = _judge(then, now)
     row = found.rows[0]
     assert (row.metric, row.result) == ("outcome", verdict)
-    assert {row.metric for row in found.rows} <= {"outcome", "largest_batch"}
+    assert {row.metric for row in found.rows} == {"outcome"}
     assert prose == row.reason
     assert exit_status(found, Policy()) == status
 
 
-def test_a_lost_batch_size_shows_in_its_series(prose: Prose) -> None:
-    """The case has a row, and so has the largest batch size of its series."""
-    sizes = [_full(batch_size=size) for size in (1, 2)]
-    series = _judge(sizes, [sizes[0], make_failed(batch_size=2)]).rows[-1]
-    assert (series.metric, series.verdict) == ("largest_batch", "REGRESSED")
-    assert prose == series.reason
+@pytest.mark.parametrize(
+    ("size", "nodeid", "fails", "probed"),
+    [
+        (40, "a.py::t[64]", (64, 50), True),
+        (56, "a.py::t[64]", (64, 50), True),
+        (49, "a.py::t[64]", (64, 50), False),
+        (40, "a.py::t[40]", (64, 50), False),
+        (40, "a.py::t[64]", (), False),
+    ],
+    ids=["fits", "fails", "between", "other test", "no limit"],
+)
+def test_a_probe_for_the_largest_batch_size_needs_no_second_one(
+    size: int, nodeid: str, fails: tuple[int, ...], probed: bool
+) -> None:
+    """A size that this run has a result for in the same test: another run probes other sizes."""
+    head = [_full(batch_size=one) for one in (32, 48)] + [make_failed(batch_size=one) for one in fails]
+    base = [_full(batch_size=one) for one in (32, size)]
+    for result in (*head, *base):
+        result.nodeid = "a.py::t[64]"
+    base[1].nodeid = nodeid
+    found = _judge(base, head)
+    assert [row.id for row in found.rows if row.verdict == "MISSING"] == ([] if probed else [f"mp-bs{size}"])
+    assert found.not_compared.get("a probe for the largest batch size") == (1 if probed else None)
 
 
 _LAST_FAILED = "--lf: tests that passed last time"
@@ -350,17 +367,6 @@ def test_what_cannot_be_judged_neither_passes_nor_regresses(
     for policy in (Policy(), Policy(strict=True, allow_no_baseline=True)):
         assert exit_status(found, policy) == 3
     assert text in describe(decide(found, Policy()))
-
-
-def test_series_of_one_strategy_have_different_names() -> None:
-    """Two sets of items are two rows; an entry of the policy can have either name."""
-    limits = (40, 80)
-    base = [_full(limit=limit) for limit in limits]
-    head = [_full(limit=limit, wrong=range(30)) for limit in limits]
-    found = _judge(base, head, Policy(allow=[_allowed("mp (limit=80)", "accuracy")]))
-    rows = [(row.id, row.allowed) for row in found.rows if row.metric == "accuracy" and row.result == "REGRESSED"]
-    assert rows == [("mp (limit=40)", None), ("mp (limit=80)", "bug 7")]
-    assert found.warnings == []
 
 
 def test_other_software_is_named_where_something_changed(prose: Prose) -> None:

@@ -50,7 +50,9 @@ def test_the_output_in_the_readme_is_what_a_run_prints() -> None:
     ]
     for result in results:
         flops = 135_000_000 * result.case.batch_size
-        result.launches[0].work = Work(batches=[0], passes=1, ranks=[RankWork(uuids=[], flops=flops)])
+        result.launches[0].work = Work(
+            batches=[0], eager_batches=[0], passes=1, ranks=[RankWork(uuids=[], flops=flops)]
+        )
         result.launches[0].host = HostUse(wall_s=3.2, threads=[2], cpu_s=[6.3], waited_s=[0.0])
     text, _ = summary_table(results, painter(color=False))
     assert f"```text\n{text}\n```" in (_ROOT / "README.md").read_text("utf-8")

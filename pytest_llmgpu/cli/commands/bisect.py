@@ -292,7 +292,7 @@ def _selected(verdicts: Verdicts, metric: str | None, case: str | None) -> list[
         row
         for row in verdicts.rows
         if (row.metric == metric if metric is not None else row.gated and row.allowed is None)
-        and case in {None, row.id, *(row.cases or ())}
+        and case in {None, row.id}
     ]
 
 
@@ -342,7 +342,7 @@ def mark_of(end: Row, verdicts: Verdicts, report: Report, bad: Report) -> tuple[
     outcomes = [{result.outcome for result in one.cases if result.key == end.key} for one in (report, bad)]
     if row is None:
         outcome = next((one for one in verdicts.rows if (one.key, one.metric) == (end.key, "outcome")), None)
-        measured = end.key in {key for result in report.cases for key in (result.key, result.case.series)}
+        measured = end.key in {result.key for result in report.cases}
         if measured and outcome is None and end.spec.rule != "time":
             return "good", ""  # the metric has a row only where it changed
         return "skip", f"it has no {end.metric} of {end.id}" if outcome is None else outcome.reason

@@ -1,4 +1,4 @@
-"""CSV and Markdown: one line per case, then one per other id with verdicts: series, cases of the baseline alone.
+"""CSV and Markdown: one line per case, then one per case of the baseline alone that has a verdict.
 
 CSV has every figure in the units of the report. The Markdown table is to paste into an issue or a page.
 """
@@ -27,7 +27,7 @@ _CASE = (
 _FIRST = (
     *("id", "nodeid", *_CASE, "outcome", "failure", "launches", "inference_s", "sequences_per_s", "tokens_per_s"),
     *("accuracy", "peak_memory_bytes", "wire_bytes_per_sequence", "inference_s_low", "inference_s_high"),
-    *("verdict_outcome", "verdict_largest_batch", "verdict_time", "verdict_accuracy", "verdict_predictions"),
+    *("verdict_outcome", "verdict_time", "verdict_accuracy", "verdict_predictions"),
     *("verdict_traffic", "verdict_path", "verdict_memory", "reasons"),
 )
 """The columns of version 0.1 in their order, which must not change."""
