@@ -24,7 +24,7 @@ from pytest_llmgpu.inference.models import EXPERTS, ModelSource
 from pytest_llmgpu.inference.tasks.protocol import Dataset
 from pytest_llmgpu.ranks import worker
 from pytest_llmgpu.ranks.group import RankGroup
-from pytest_llmgpu.ranks.model_hook import ModelHook
+from pytest_llmgpu.ranks.registered import ModelHook
 from pytest_llmgpu.ranks.worker import RankState, ReferenceTexts
 from pytest_llmgpu.recording import work
 from pytest_llmgpu.report.case import Case
