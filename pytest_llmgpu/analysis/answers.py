@@ -566,7 +566,8 @@ def _on_prefix(own: Generation, of_mp: Generation) -> tuple[float, int]:
 
 
 def _tolerance(result: CaseResult) -> float:
-    random = result.case.load_format == "dummy" and any("experts" in one.implementations for one in result.launches)
+    ran = (rank.implementations for launch in result.launches for rank in launch.ranks)
+    random = result.case.load_format == "dummy" and any("experts" in one for one in ran)
     return LOGLIKELIHOOD_TOLERANCES[result.case.dtype] * (_RANDOM_ROUTING if random else 1)
 
 

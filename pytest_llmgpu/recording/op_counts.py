@@ -112,7 +112,7 @@ def count_ops(forward: Callable[[], object], model: torch.nn.Module | None, work
             return answer
 
     # torch leaves the constructor of its modes untyped.
-    with module_hooks(model, inside), kinds, Counting():  # type: ignore[no-untyped-call]
+    with module_hooks(model, inside), kinds.noted(), Counting():  # type: ignore[no-untyped-call]
         forward()
     return msgspec.structs.replace(
         work,

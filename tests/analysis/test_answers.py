@@ -18,6 +18,7 @@ from support.report_factory import (
     make_failed,
     make_generation,
     make_result,
+    make_work,
     paper_results,
 )
 
@@ -328,7 +329,8 @@ def test_random_weights_must_score_alike_at_every_batch_size(
     smallest = _dummy([-100.0, -50.0, -10.0, -1.0], dtype=dtype)
     larger = _dummy([-100.0, -50.0, -10.0, -1.0], 8, dtype=dtype)
     larger.launches += _dummy([-100.0, -50.0 * (1 - difference), -10.0, -1.0]).launches
-    larger.launches[0].implementations = experts
+    larger.launches[0].work = make_work(1)
+    larger.launches[0].ranks[0].implementations.update(experts)
     found = check_of(smallest, larger)
     assert (found.ok, found.source, found.metric) == (ok, "mp-bs1", "loglikelihood_relative_difference")
     assert found.value == pytest.approx(difference, rel=0.1)
