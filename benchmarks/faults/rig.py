@@ -254,7 +254,8 @@ def _worktrees(command: str) -> Check:
         process.communicate()
         before = len(rig.git("worktree", "list").splitlines())
         found = rig.run(*words, "false")
-        return found, f"worktrees {before} then {len(rig.git('worktree', 'list').splitlines())}"
+        after = len(rig.git("worktree", "list").splitlines())
+        return found, f"worktrees {'left' if before > 1 else 'none'} then {after}"
 
     return check
 
@@ -262,7 +263,12 @@ def _worktrees(command: str) -> Check:
 def _stranger(rig: Rig) -> tuple[Found, str]:
     """Let a program send 64 random bytes to the socket on which rank 0 waits for rank 1."""
     words = ("pytest", "-q", "-p", "no:cacheprovider", *_OPTIONS, "--llmgpu-launcher=env", "--strategy=tp")
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20000 + os.getpid() % 20000)}
+    shared = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(20000 + os.getpid() % 20000),
+    }
     ranks = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"} for rank in (0, 1)]
     before = _listening()
     first, sent, limit = rig.start(*words, variables=ranks[0]), 0, time.monotonic() + 60
@@ -307,7 +313,9 @@ FAULTS: dict[str, Fault] = {
     "sigterm": Fault(_in_run("sigterm"), 2, "completed interrupted", "SIGTERM"),
     "five-ctrl-c": Fault(_in_run("interrupts"), 2, "completed interrupted"),
     "sigkill": Fault(_in_run("killed"), -9, "completed", left="torchinductor_.*|llmgpu-run-.*"),
-    "stdout-closed": Fault(_output({"stdout": None, "preexec_fn": functools.partial(os.close, 1)}, "list"), 2),
+    "stdout-closed": Fault(
+        _output({"stderr": subprocess.PIPE, "preexec_fn": functools.partial(os.close, 1)}, "list"), 2, line="closed"
+    ),
     "stdout-full": Fault(_output({"stdout": "full", "stderr": subprocess.PIPE}, "--version"), 2, line="No space"),
     "stderr-full": Fault(_output({"stderr": "full"}, "show", "nothing"), 2),
     "quota": Fault(_quota, 1, "before 0, old report unchanged", "could not be written: File too large"),
