@@ -185,7 +185,6 @@ def rank_work(rows: int, number: int, chance: random.Random) -> Any:
         idle_s=[1e-3] * 3,
         busy=0.9,
         kernels=64 * rows,
-        kernels_sha256="f" * 64,
         ops={f"aten::op_{number}": 64 for number in range(30)},
         flops=10**12,
         runtime_calls={"cudaLaunchKernel": 1000, "cudaMemcpyAsync": 4, "cudaStreamSynchronize": 4},

@@ -165,8 +165,7 @@ def _by_batches(spec: MetricSpec, result: CaseResult) -> dict[tuple[object, ...]
     for launch in result.launches:
         conditions: list[object] = [launch.plan_sha256]
         if spec.batches != "measured" and launch.work is not None:
-            eager = launch.work.eager_batches if spec.batches == "eager" else None
-            conditions += launch.work.batches if eager is None else eager
+            conditions += launch.work.eager_batches if spec.batches == "eager" else launch.work.batches
         if spec.batches == "eager":  # Other versions of Python inline other functions.
             conditions += sorted({rank.host_calls.python_version for rank in launch.ranks if rank.host_calls})
         amounts = spec.amount(launch)

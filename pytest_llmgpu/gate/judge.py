@@ -1,31 +1,30 @@
 """Compare a report with a baseline: every metric of every case gets a verdict.
 
 Cases are paired first. The outcome comes before the numbers: a case that no longer fits in memory is a regression even
-where every number improved. Then come the metrics of a completed case, then the series.
+where every number improved. Then come the metrics of a completed case.
 """
 
 from __future__ import annotations
 
 import datetime
 import enum
-import itertools
 import math
 import textwrap
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from typing import Literal
 
 import msgspec
 
+from pytest_llmgpu.analysis.capacity import capacities
 from pytest_llmgpu.analysis.environments import hardware_differences, software_differences
 from pytest_llmgpu.gate import answers, creep, figures, program, times
 from pytest_llmgpu.gate.answers import Answered, below_floor
 from pytest_llmgpu.gate.cause import with_cause
 from pytest_llmgpu.gate.exact import exact_rows, execution_row, worse
-from pytest_llmgpu.gate.largest_batch import by_series, largest_batch_row, was_probed
 from pytest_llmgpu.gate.matching import apart, pairs
 from pytest_llmgpu.gate.memory import memory_row
-from pytest_llmgpu.gate.policy import Policy, TimeRule, check_figures, dump_policy, sha256_of, unmatched, with_allowed
+from pytest_llmgpu.gate.policy import Policy, TimeRule, check_figures, dump_policy, unmatched, with_allowed
 from pytest_llmgpu.gate.program_row import program_row, with_slower_kernels
 from pytest_llmgpu.gate.times import Timed, comparable
 from pytest_llmgpu.report import disturbances
@@ -50,9 +49,6 @@ _BROKEN = {"timeout": "exceeded its time limit", "crashed": "crashed", "error": 
 _NAMED = 3
 """Most differences that a reason names."""
 
-_NAMED_FIELDS = 2
-"""Most fields in the name of a series."""
-
 _WIDTH = 200
 """Most characters of a failure's message in a reason."""
 
@@ -63,21 +59,9 @@ LARGEST_UNSEEN = 0.5
 """The largest slowdown of a case that may stay unseen, as a fraction: else the gate does not pass."""
 
 
-class RowClass(enum.Enum):
-    """The class of a row under a policy. The values are in the order in which they are shown."""
-
-    FAILS = "fails"
-    """The row fails the gate."""
-    ALLOWED = "worse, but allowed"
-    """The candidate is worse, and the policy lets it pass: the metric is not gated, or the regression is allowed."""
-    BETTER = "better"
-    """The candidate is better."""
-    UNCLEAR = "unclear"
-    """Nothing could be compared, or not enough was measured to decide; the policy lets it pass."""
-    UNCHANGED = "unchanged"
-    """The candidate is as the baseline is."""
-    NEW = "new"
-    """The baseline has nothing to compare with."""
+Level = Literal["failure", "warning", "info"]
+"""Severity of a row: it fails the gate; it is worse or unclear, which the policy lets pass; it is unchanged, better or
+new."""
 
 
 class ExitStatus(enum.IntEnum):
@@ -92,17 +76,11 @@ class ExitStatus(enum.IntEnum):
     """The candidate could not be judged: it is undecided, not comparable, or nothing that is gated was compared."""
 
 
-def classify(row: Row, policy: Policy) -> RowClass:
-    """Return the class of a row under a policy."""
+def level(row: Row, policy: Policy) -> Level:
+    """Return the severity of a row under a policy."""
     if fails(row, policy):
-        return RowClass.FAILS
-    if row.worse:
-        return RowClass.ALLOWED
-    if row.improved:
-        return RowClass.BETTER
-    if row.verdict in UNCLEAR:
-        return RowClass.UNCLEAR
-    return RowClass.UNCHANGED if row.verdict == "OK" else RowClass.NEW
+        return "failure"
+    return "warning" if row.worse or row.verdict in UNCLEAR else "info"
 
 
 def fails(row: Row, policy: Policy) -> bool:
@@ -147,7 +125,7 @@ def judge(
     rows, warnings = with_allowed(compared.rows, policy, today)
     rows = with_unseen(rows, {result.key for result in head.cases if _device(result) == "cpu"})
     if base is not None:
-        warnings += unmatched(policy, [*base.cases, *head.cases], rows)
+        warnings += unmatched(policy, [*base.cases, *head.cases])
         baseline = baseline or Baseline(commit=base.commit.sha)
         differing = software_differences(base.environment, head.environment)
         if base.promotion is not None:
@@ -159,7 +137,6 @@ def judge(
         baseline=baseline if base is not None else None,
         head=Candidate(created=head.created, commit=head.commit.sha, command=command(head), states=list(_states(head))),
         policy=dump_policy(policy),
-        policy_sha256=sha256_of(policy),
         in_turn=in_turn,
         not_compared=dict(sorted(compared.not_compared.items())),
         warnings=warnings,
@@ -219,8 +196,7 @@ class Comparison:
         self.base, self.head, self.policy = base, head, policy
         self.not_compared: Counter[str] = Counter()
         """Reason why a case, or a metric of one, has no row, to the number of such cases."""
-        self._entries: list[Row | Timed | _Compared] = []
-        self._answered: list[Answered] = []
+        self._entries: list[Row | Timed | Answered | _Compared] = []
         before, after = (head if base is None else base).environment, head.environment
         other = (
             [] if base is None else [found for one in (base, head) if (found := one.commit.not_measured()) is not None]
@@ -233,7 +209,7 @@ class Comparison:
         self._note = f"{ALSO_CHANGED}{'; '.join(soft[:_NAMED])}{more}." if soft else ""
         self._in_turn = in_turn
         self.rows = self._compare()
-        """Every row: case by case, then the series."""
+        """Every row, case by case."""
 
     def _compare(self) -> list[Row]:
         before = self.base.cases if self.base is not None else []
@@ -244,25 +220,18 @@ class Comparison:
         timed = any(one.load_s is not None or one.batches.latency_s for then, _ in both for one in then)
         self._same_run = timed and all(then == now for then, now in both)
         self._shares = bool(both)
+        self._capacities = [{one.series: one for one in capacities(cases)} for cases in (before, self.head.cases)]
         for pair in matched:
             if pair.head is None:
                 assert pair.base is not None
                 gone.append(pair.base)
             else:
                 self._case(pair.base, pair.head, pair.differing)
-        self._entries += answers.rows(self._answered, self.policy.confidence, self._note)
-        then, now = by_series(before), by_series(self.head.cases)
         for result in gone:
-            if was_probed(result, now, self.head.cases):
+            if self._was_probed(result):
                 self.not_compared["a probe for the largest batch size"] += 1
             else:
                 self._gone(result)
-        for key, series in now.items():
-            # Else no case was judged, and the largest batch sizes alone would let the gate pass.
-            judged = self._shares and not self._same_run
-            if judged and key in then and not self._hardware[_device(series.result)]:
-                row = largest_batch_row(then[key], series, gated=self.policy.largest_batch.gate)
-                self._entries += [] if row is None else [row]
         return self._finished()
 
     def _case(self, base: CaseResult | None, head: CaseResult, differing: Sequence[str]) -> None:
@@ -285,7 +254,9 @@ class Comparison:
             self._outcome(head, "OK", "Out of memory, as in the baseline.")
         elif head.outcome in OUT_OF_MEMORY and base.outcome == "completed":
             how = "Out of memory" if head.outcome == "oom" else "Skipped, since a smaller batch size is out of memory"
-            self._outcome(head, "REGRESSED", f"{how}; in the baseline the case completed.{_message(head)}")
+            then, now = (of_report[head.case.series].largest_fit for of_report in self._capacities)
+            fits = f" The largest batch size that fits is {now}, was {then}." if now else ""
+            self._outcome(head, "REGRESSED", f"{how}; in the baseline the case completed.{fits}{_message(head)}")
         elif head.outcome in OUT_OF_MEMORY:
             self._outcome(head, "NEW", "Out of memory; the baseline's case failed.")
         elif base.outcome != "completed":
@@ -318,7 +289,7 @@ class Comparison:
         self._entries.append((base, head))
         answered = None if head.case.generates else answers.answered(base, head, rules.accuracy)
         if isinstance(answered, Answered):
-            self._answered.append(answered)
+            self._entries.append(answered)
             self._entries.append(answers.predictions_row(answered, gated=rules.predictions.gate))
         else:
             if not isinstance(answered, Row):
@@ -396,6 +367,20 @@ class Comparison:
             reason = f"The baseline has this case and the candidate does not{ended}: measure it again."
             self._outcome(result, "MISSING", reason)
 
+    def _was_probed(self, gone: CaseResult) -> bool:
+        """Return whether a case that only the baseline has was a probe for the largest batch size.
+
+        Each run probes other sizes, in the test whose own case was out of memory. This run has to have probed in the
+        same test, and to have a result for this size: at most the largest that fits, or at least the smallest that
+        does not.
+        """
+        series, size = gone.case.series, gone.case.batch_size
+        found = self._capacities[1].get(series)
+        if found is None or found.smallest_oom is None or (found.largest_fit or 0) < size < found.smallest_oom:
+            return False
+        alike = (one.nodeid for one in self.head.cases if one.case.series == series)
+        return gone.nodeid is not None and gone.nodeid in alike
+
     def _left_out(self, nodeid: str | None) -> str | None:
         """Return the reason why the user left a test out of the run; None where it ran, or should have."""
         ran = {result.nodeid for result in self.head.cases}
@@ -413,23 +398,27 @@ class Comparison:
 
     def _finished(self) -> list[Row]:
         timed = [entry for entry in self._entries if isinstance(entry, Timed)]
+        answered = [entry for entry in self._entries if isinstance(entry, Answered)]
         judged = iter(times.rows(timed, self.policy.confidence, self._note))
+        scored = iter(answers.rows(answered, self.policy.confidence, self._note))
         rows: list[Row] = []
         for entry in self._entries:
             if isinstance(entry, tuple):
                 count = sum((row.key, row.id) == (entry[1].key, entry[1].id) for row in rows)
                 rows[len(rows) - count :] = self._with_program(rows[len(rows) - count :], *entry)
                 continue
+            if isinstance(entry, Answered):
+                rows.append(next(scored))
+                continue
             row = next(judged) if isinstance(entry, Timed) else entry
             if isinstance(entry, Timed) and entry.prefill:
                 rows[-1] = worse(rows[-1], row)
             else:
                 rows.append(row)
-        named = _with_distinct_names(rows, self.head.cases)
         if self.base is None:
-            return list(named)
+            return rows
         compared = {entry[1].id: entry for entry in self._entries if isinstance(entry, tuple)}
-        rows = [with_cause(row, *compared[row.id], self._names) if row.id in compared else row for row in named]
+        rows = [with_cause(row, *compared[row.id], self._names) if row.id in compared else row for row in rows]
         for number, row in enumerate(rows):
             if row.id in compared and row.worse and row.metric in {"program", *TIMES}:
                 rows[number] = msgspec.structs.replace(row, trace=_trace(row, compared[row.id][1]))
@@ -475,26 +464,3 @@ def _message(result: CaseResult) -> str:
     """Return a failure's message as the second line of a reason, shortened."""
     text = "" if result.failure is None else result.failure.message
     return f"\n{textwrap.shorten(text, _WIDTH, placeholder=' ...')}" if text.strip() else ""
-
-
-def _with_distinct_names(rows: Sequence[Row], results: Sequence[CaseResult]) -> Sequence[Row]:
-    """Return the rows with the fields in which series of one strategy differ in their ids: `mp (limit=40)`."""
-    series = {(row.id, row.key) for row in rows if row.spec.scope == "series"}
-    names: dict[str, str] = {}
-    for strategy in (strategy for strategy, several in Counter(name for name, _ in series).items() if several > 1):
-        cases = {result.case.series: result.case for result in results if result.case.strategy == strategy}
-        fields: dict[str, dict[str, Any]] = {
-            key: {**msgspec.structs.asdict(case), **case.strategy_options, "strategy_options": None}
-            for key, case in cases.items()
-        }
-        differing = [
-            name
-            for name in dict.fromkeys(itertools.chain(*fields.values()))
-            if name not in {"batch_size", "execution"} and len({str(one.get(name)) for one in fields.values()}) > 1
-        ]
-        # A hash names nothing to the reader, unless it is all that differs.
-        shown = [name for name in differing if not name.endswith("sha256")] or differing
-        for key, one in fields.items():
-            its = [f"{name}={value}" for name in shown if (value := one.get(name)) is not None]
-            names[key] = f"{strategy} ({', '.join(its[:_NAMED_FIELDS])})" if its else strategy
-    return [msgspec.structs.replace(row, id=names[row.key]) if row.key in names else row for row in rows]

@@ -7,7 +7,6 @@ The tables of the metrics are generated from `report.metrics`.
 from __future__ import annotations
 
 import datetime
-import hashlib
 import json
 import math
 import re
@@ -28,7 +27,6 @@ from pytest_llmgpu.store import git
 
 _PYPROJECT = "pyproject.toml"
 _LIMIT_BYTES = 2**20
-_GONE = re.compile(r"unknown field `(flops|host_syncs|kernels|ops|runtime_calls)`$")
 
 _Part = Annotated[float, Meta(ge=0, lt=1)]
 """A relative threshold."""
@@ -147,7 +145,7 @@ class Allowed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """A regression that is accepted: a row of a matching case passes, undecided or missing ones too."""
 
     case: str
-    """The id of the case, such as `tp-bs8`, or the strategy of a series; `*` stands for any text."""
+    """The id of the case, such as `tp-bs8`; `*` stands for any text."""
     metric: MetricName
     """The metric."""
     reason: str
@@ -225,8 +223,7 @@ def load_policy(path: Path | None, repository: Path = Path()) -> Policy:
     try:
         return _converted(table)
     except (AttributeError, ValueError) as error:  # AttributeError: the table is a value
-        replaced = "; the table `program` replaced it" if _GONE.search(str(error)) else ""
-        raise ValueError(f"policy {path}: {error}{replaced}") from None
+        raise ValueError(f"policy {path}: {error}") from None
 
 
 def _converted(table: Mapping[str, Any]) -> Policy:
@@ -295,11 +292,6 @@ def _pairs(table: Mapping[str, Any]) -> list[str]:
     return [f"{key} = {toml(table[key])}" for key in sorted(table) if table[key] is not None]
 
 
-def sha256_of(policy: Policy) -> str:
-    """Return the SHA-256 of the policy as TOML."""
-    return hashlib.sha256(dump_policy(policy).encode()).hexdigest()
-
-
 def policy_of(verdicts: Verdicts | None) -> Policy:
     """Return the policy of verdicts; the default policy if there are none or theirs cannot be read."""
     try:
@@ -358,9 +350,9 @@ def _inner(table: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return inner if isinstance(inner, Mapping) else {}
 
 
-def unmatched(policy: Policy, cases: Sequence[CaseResult], rows: Sequence[Row] = ()) -> list[str]:
+def unmatched(policy: Policy, cases: Sequence[CaseResult]) -> list[str]:
     """Return a line for each accepted regression that matches none of the cases: its name may be misspelt."""
-    names = {name for result in cases for name in (result.id, result.case.strategy)} | {row.id for row in rows}
+    names = {result.id for result in cases}
     return [
         f"{_named(entry)}: no case of these reports has that name{guess(entry.case, names)}"
         for entry in policy.allow
@@ -375,13 +367,12 @@ def _named(entry: Allowed) -> str:
 def with_allowed(rows: Sequence[Row], policy: Policy, today: datetime.date) -> tuple[list[Row], list[str]]:
     """Mark the rows that the policy accepts, and return a warning for each entry that expired or is not needed.
 
-    An undecided row can be the accepted regression, hidden by noise. A row of a series is accepted if each of the
-    cases that it is about is.
+    An undecided row can be the accepted regression, hidden by noise.
     """
     warnings: list[str] = []
     in_force = [entry for entry in policy.allow if entry.expires is None or entry.expires >= today]
     for entry in policy.allow:
-        about = [row for row in rows if row.metric == entry.metric and any(map(entry.matches, _names(row)))]
+        about = [row for row in rows if row.metric == entry.metric and entry.matches(row.id)]
         grown = max((row.ratio - 1 for row in about if row.ratio is not None), default=0.0)
         if entry not in in_force:
             warnings.append(f"{_named(entry)} expired on {entry.expires}: it counts again")
@@ -391,23 +382,11 @@ def with_allowed(rows: Sequence[Row], policy: Policy, today: datetime.date) -> t
         elif entry.expires is not None and about and all(row.verdict == "OK" for row in about):
             warnings.append(f"{_named(entry)} was not found: remove it from the policy")
 
-    def reason(row: Row, name: str) -> str | None:
-        growth = 0.0 if row.ratio is None else row.ratio - 1
-        for entry in in_force:
-            if entry.metric == row.metric and entry.matches(name) and (entry.up_to is None or growth <= entry.up_to):
-                return entry.reason
-        return None
-
     marked = []
     for row in rows:
-        of_cases = [reason(row, name) for name in row.cases or ()]
-        of_cases = of_cases if None not in of_cases else []
-        found = next(filter(None, [reason(row, name) for name in _names(row)[:2]] + of_cases), None)
+        growth = 0.0 if row.ratio is None else row.ratio - 1
+        alike = [entry for entry in in_force if entry.metric == row.metric and entry.matches(row.id)]
+        found = next((entry.reason for entry in alike if entry.up_to is None or growth <= entry.up_to), None)
         is_open = row.worse or row.verdict in {"MISSING", "UNDECIDED"}
         marked.append(msgspec.structs.replace(row, allowed=found) if is_open else row)
     return marked, warnings
-
-
-def _names(row: Row) -> list[str]:
-    """Return the id of a row, the strategy of one of several series of it, and the cases that it is about."""
-    return [row.id, row.id.partition(" (")[0], *(row.cases or ())]

@@ -3,7 +3,7 @@
 A test is reported long before the whole report can be judged, and the rows of a metric are judged together. A
 regression is therefore a failing item of its own, `llmgpu gate::<test>`, with the verdict that `llmgpu gate` gives for
 the written report. The items exist from the collection on, whatever -k or --lf leave of the tests. A failure that
-belongs to no test (a series, a missing case, a run in which nothing was compared) fails the last item,
+belongs to no test (a missing case, a run in which nothing was compared) fails the last item,
 `llmgpu gate::the whole run`. The report is judged and written before the first item runs.
 """
 
@@ -100,10 +100,11 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
     """Show the verdict, and count items without a verdict by their own name."""
     verdict: str | None = getattr(report, "llmgpu_verdict", None)
+    verdict = verdict and verdict.replace("_", " ")
     if verdict is None:
         return None
     if report.skipped:
-        return verdict.lower().replace("_", " "), verdict[0], verdict  # one word in letter, line and footer
+        return verdict.lower(), verdict[0], verdict  # one word in letter, line and footer
     return ("failed", "F", verdict) if report.failed else ("passed", ".", verdict)
 
 

@@ -14,14 +14,13 @@ call is its module.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import statistics
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -31,11 +30,11 @@ import msgspec
 
 from pytest_llmgpu.inference import scoring, sm_clock
 from pytest_llmgpu.inference.batching import Batch, Plan
-from pytest_llmgpu.inference.models import EXPERTS
+from pytest_llmgpu.inference.models import experts_of
 from pytest_llmgpu.inference.scoring import synchronize
 from pytest_llmgpu.inference.sm_clock import SmClock
-from pytest_llmgpu.recording.host_calls import count_calls
-from pytest_llmgpu.recording.op_counts import count_ops, module_hooks
+from pytest_llmgpu.recording.layer_kinds import with_packages
+from pytest_llmgpu.recording.op_counts import count_calls, count_ops, module_hooks
 from pytest_llmgpu.report.kernel_families import collective_of, family_of
 from pytest_llmgpu.report.text import first_line
 from pytest_llmgpu.report.work import (
@@ -66,7 +65,7 @@ _SCORING = "(scoring)"
 _ON_CPU = "kernels are recorded on CUDA devices only, and the case ran on a CPU"
 _NO_RECORDS = "torch.profiler recorded no kernel: CUPTI has no permission, or another profiler uses it"
 _BYPASSED = "kernels of this strategy are launched past torch's dispatcher, where FLOPs cannot be counted"
-_DEVICE_FIGURES = ("device_time_s", "copy_s", "idle_s", "busy", "kernels", "kernels_sha256", "rows", "clock_ghz")
+_DEVICE_FIGURES = ("device_time_s", "copy_s", "idle_s", "busy", "kernels", "rows", "clock_ghz")
 _HOST_FIGURES = ("runtime_calls", "host_syncs")
 _DETACHING = "TEARDOWN_CUPTI"
 """The environment variable by which torch.profiler detaches CUPTI."""
@@ -277,7 +276,6 @@ def record(
         figures = msgspec.structs.replace(figures, why=dict.fromkeys(_DEVICE_FIGURES, why))
         return msgspec.structs.replace(reply, work=figures)
     clock_ghz = clock.ghz([(2 * number, 2 * number + 1) for number in range(passes)])
-    counted = {name: calls for name, calls in kernels[-1].kernels.items() if not _COPY.match(name)}
     covered = [(one.covered_s, pass_s) for one, pass_s in zip(kernels, seconds, strict=True)]
     figures = msgspec.structs.replace(
         figures,
@@ -285,8 +283,7 @@ def record(
         copy_s=[one.copy_s for one in kernels],
         idle_s=[max(0.0, pass_s - covered_s) for covered_s, pass_s in covered],
         busy=statistics.median(min(1.0, covered_s / pass_s) for covered_s, pass_s in covered),
-        kernels=sum(calls.calls for calls in counted.values()),
-        kernels_sha256=kernels_sha256(counted),
+        kernels=sum(calls.calls for name, calls in kernels[-1].kernels.items() if not _COPY.match(name)),
         clock_ghz=clock_ghz,
         why={} if clock.why is None else {"clock_ghz": clock.why},
     )
@@ -336,7 +333,9 @@ def measure(
     host_calls: list[HostCalls] = []
     if "host_calls" not in why:
         _run(program.devices, batch, lambda one: host_calls.append(count_calls(partial(forward, one))), on_batch)
-    figures = msgspec.structs.replace(figures, host_calls=next(iter(host_calls), None), why=why)
+    ran = with_packages(figures.implementations, host_calls[0].by_file if host_calls else ())
+    counted = next(iter(host_calls), None)
+    figures = msgspec.structs.replace(figures, host_calls=counted, implementations=ran, why=why)
     return msgspec.structs.replace(reply, work=figures, rows=rows, traces=traces)
 
 
@@ -376,14 +375,17 @@ def join(replies: Sequence[WorkReply], kernel_names: dict[str, int], model: Mode
     )
 
 
-def model_size(model: PreTrainedModel, dtype_bytes: int) -> ModelSize | str:
+def model_size(
+    model: PreTrainedModel, dtype_bytes: int, stored: dict[str, tuple[str, int]] | None = None
+) -> ModelSize | str:
     """Return what a model computes at least, or the reason why the formula does not hold for it.
 
-    It is the whole model; its weights may be on the meta device.
+    It is the whole model; its weights may be on the meta device. `stored` has the bytes of quantised weights by name,
+    as `quantization.stored` returns them; None for plain ones.
     """
     config = model.config.get_text_config()
-    experts = next((count for name in EXPERTS if (count := getattr(config, name, None))), None)
-    active = getattr(config, "num_experts_per_tok", None)
+    experts = experts_of(config)
+    active: Any = getattr(config, "num_experts_per_tok", None)
     if experts and not active:
         return "its config has no num_experts_per_tok, the experts that a token passes through"
     apart = [model.get_input_embeddings(), model.get_output_embeddings()]
@@ -391,18 +393,22 @@ def model_size(model: PreTrainedModel, dtype_bytes: int) -> ModelSize | str:
     parts = {name: part for name, part in model.named_parameters() if id(part) not in left_out}
     counts = {name: part.numel() for name, part in parts.items()}
     # Some models have their experts under other names, always in one tensor.
-    of_experts = sum(
-        counts[name]
+    names = [
+        name
         for name, part in parts.items()
         if experts and (".experts." in name or (part.dim() == 3 and part.shape[0] == experts))  # noqa: PLR2004 - experts, rows, columns
-    )
+    ]
+    of_experts = sum(counts[name] for name in names)
+    sizes = {name: count * dtype_bytes for name, count in counts.items()}
+    if stored is not None:
+        sizes = {name: size for name, (_, size) in stored.items()}
     share = active / experts if experts else 1.0
     heads, kinds = config.num_attention_heads, getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None) if kinds is None else None
     return ModelSize(
         parameters=sum(counts.values()) - round((1 - share) * of_experts),
-        weights_bytes=sum(counts.values()) * dtype_bytes,
-        experts_bytes=of_experts * dtype_bytes,
+        weights_bytes=sum(sizes.values()),
+        experts_bytes=sum(size for name, size in sizes.items() if name in names or (experts and ".experts." in name)),
         active_experts=share,
         layers=(0 if window else config.num_hidden_layers) if kinds is None else kinds.count("full_attention"),
         attention_width=heads * (getattr(config, "head_dim", None) or config.hidden_size // heads),
@@ -614,12 +620,6 @@ def attribute(records: Sequence[Record]) -> Modules:
         host_syncs=sum(_SYNCHRONIZES.match(name) is not None for name in inside)
         + sum(record.correlation in module_of for record in to_host),
     )
-
-
-def kernels_sha256(kernels: Mapping[str, Calls]) -> str:
-    """Return the hash of the sorted names and numbers of calls: equal where two passes ran the same kernels."""
-    counts = sorted((name, calls.calls) for name, calls in kernels.items())
-    return hashlib.sha256(json.dumps(counts).encode()).hexdigest()
 
 
 def pass_rows(passes: Sequence[PassKernels]) -> list[NamedRow]:

@@ -28,7 +28,6 @@ import msgspec
 from pytest_llmgpu.report.report import SCHEMA_VERSION, Report
 from pytest_llmgpu.report.result import CaseResult, Launch
 from pytest_llmgpu.report.text import valid
-from pytest_llmgpu.report.verdicts import with_present_names
 
 _Record = TypeVar("_Record")
 
@@ -170,7 +169,6 @@ def parse(data: bytes, name: str) -> Report:
         text = unpack(data)
         if (fields := text.count(b'":')) > _MOST_FIELDS:
             raise ValueError(f"has {fields:,} fields: at most {_MOST_FIELDS:,} are read")  # noqa: TRY301 - as below
-        text = with_present_names(text)
         try:
             version = msgspec.json.decode(text, type=_Head).schema_version
         except msgspec.ValidationError as error:

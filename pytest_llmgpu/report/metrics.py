@@ -21,12 +21,10 @@ from pytest_llmgpu.report.derived import counted_tokens, device_times_s, generat
 from pytest_llmgpu.report.result import CaseResult, Declared, Launch
 from pytest_llmgpu.report.text import gib, percent, significant
 
-Rule = Literal[
-    "outcome", "execution", "capacity", "program", "time", "answers", "exact", "traffic", "path", "memory", "creep"
-]
+Rule = Literal["outcome", "execution", "program", "time", "answers", "exact", "traffic", "path", "memory", "creep"]
 """How the gate judges a metric.
 
-outcome, execution, path: by their order. capacity: the largest batch size that fits. program: calls by name, and the
+outcome, execution, path: by their order. program: calls by name, and the
 price of their change. time: launches are the replicates. answers: item by item, or token by token. exact: equal in
 every launch, so that one launch suffices. traffic: exact, by collective. memory: exact up to the allocator's rounding.
 creep: the growth of other metrics over several promotions.
@@ -68,8 +66,6 @@ class MetricSpec:
     """Name in verdicts and in the policy."""
     rule: Rule | None = None
     """How it is judged; None for a figure that is only shown."""
-    scope: Literal["case", "series"] = "case"
-    """Scope of a verdict: one case, or a series of cases over batch sizes."""
     gate: bool = True
     """True if a verdict can fail the gate by default."""
     threshold: float | None = None
@@ -222,9 +218,7 @@ def _sequences(launch: Launch) -> int:
 
 def _eager_batches(launch: Launch) -> list[int]:
     """Return the batches of the eager pass; none where there was no work pass."""
-    if launch.work is None:
-        return []
-    return launch.work.batches if launch.work.eager_batches is None else launch.work.eager_batches
+    return [] if launch.work is None else launch.work.eager_batches
 
 
 def _seconds(value: float) -> str:
@@ -257,14 +251,6 @@ METRICS: tuple[MetricSpec, ...] = (
         name="execution",
         rule="execution",
         next_step="Read `execution_choice` of the launch in the report: it names what could not be recorded.",
-    ),
-    MetricSpec(
-        name="largest_batch",
-        rule="capacity",
-        scope="series",
-        unit="sequences",
-        bigger_is_better=True,
-        next_step="Read memory by batch size: which part of it grew.",
     ),
     MetricSpec(
         name="program",
@@ -346,7 +332,6 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec(
         name="accuracy",
         rule="answers",
-        scope="series",
         threshold=0.005,
         points=True,
         bigger_is_better=True,
@@ -404,8 +389,6 @@ METRICS: tuple[MetricSpec, ...] = (
         exported=Exported(column="kernels_per_forward"),
         trend="kernel calls (per forward, all ranks)",
     ),
-    MetricSpec(name="ops", unit="calls", written=_counted),
-    MetricSpec(name="runtime_calls", unit="calls", written=_counted),
     MetricSpec(
         name="traffic",
         rule="traffic",
@@ -455,4 +438,4 @@ JUDGED: tuple[str, ...] = tuple(spec.name for spec in METRICS if spec.rule)
 """Names of the metrics that the gate has verdicts on."""
 
 MetricName = str
-"""Name of a metric or of a figure of the user's own; stored verdicts have names that the gate judged before."""
+"""Name of a metric or of a figure of the user's own; stored verdicts can have names that the gate judged before."""

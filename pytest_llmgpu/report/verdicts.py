@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from typing import Any, Literal, get_args
 
 import msgspec
 
 from pytest_llmgpu.report.cause import Cause
-from pytest_llmgpu.report.metrics import BY_NAME, MetricName, MetricSpec, is_own, own, place_of, spec_of
+from pytest_llmgpu.report.metrics import BY_NAME, MetricName, MetricSpec, own, place_of, spec_of
 from pytest_llmgpu.report.result import CaseResult, Declared
 
 Verdict = Literal["REGRESSED", "MISSING", "NOT_COMPARABLE", "UNDECIDED", "CHANGED", "NEW", "OK"]
@@ -42,39 +41,13 @@ ALSO_CHANGED = "Also changed: "
 """Start of the line of a reason that lists the same differences."""
 
 
-_RENAMED = (
-    (b'"margin":', b'"threshold":'),
-    (b'"smallest_change":', b'"smallest_seen":'),
-    (b'"known":', b'"allowed":'),
-    (b'"objections":', b'"refused":'),
-)
-"""The fields of earlier reports that were renamed."""
-
-PRESENT_NAMES = {
-    "FAILED": '"REGRESSED"',
-    "CAPACITY_REGRESSED": '"REGRESSED"',
-    "INVALID": '"UNDECIDED"',
-    "NOT_ENOUGH_DATA": '"UNDECIDED"',
-    "INCONCLUSIVE": '"UNDECIDED"',
-    "NO_BASELINE": '"NEW"',
-    "CAPACITY_IMPROVED": '"OK", "improved": true',
-    "IMPROVED": '"OK", "improved": true',
-}
-"""The verdicts of earlier reports, mapped to the JSON of the present ones. REGRESSED and IMPROVED rows that are not
-gated are CHANGED."""
-
-_OLD_VERDICT = re.compile(rb'"verdict":(\s*)"(%s)"' % "|".join(PRESENT_NAMES).encode())
-
-
 class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One metric of one case, compared with its baseline."""
 
     key: str
-    """Key of the case; for metrics of a series, such as `accuracy`, the key of the series."""
+    """Key of the case."""
     id: str
-    """Id of the case, such as `mp-bs8`; for metrics of a series the name of the strategy."""
-    cases: list[str] | None = None
-    """Ids of the cases that the verdict on a series is about, such as those that lost items; null for other metrics."""
+    """Id of the case, such as `mp-bs8`."""
     nodeid: str | None = None
     """Node id of the test that measured the case; null if no test did."""
     metric: MetricName
@@ -110,7 +83,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     p: float | None = None
     """One-sided p-value: the probability of a change at least as large if nothing changed. It tests for a loss if the
     candidate is worse, and for a gain if it is better. It is adjusted (Holm) over the gated rows of all times, where it
-    is not gated over such rows of its metric; for accuracy over the two tests of a row."""
+    is not gated over such rows of its metric, and for accuracy over the cases."""
     clock_ratio: float | None = None
     """Mean SM clock of the candidate divided by that of the baseline, where a time was compared at a fixed clock."""
     n: int | None = None
@@ -120,7 +93,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     that are no time."""
     launches_needed: int | None = None
     """Minimum launches required in each report to detect a slowdown of the threshold plus 2 percentage points with 95 %
-    probability, for a time that is OK or has not enough data; null means more than 1,000."""
+    probability, for a time that is OK or has not enough data; null means more than 20."""
     lost: list[int] | None = None
     """Items that are right in the baseline and wrong in the candidate; for `predictions` all items whose answer
     changed."""
@@ -138,15 +111,13 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     no work passes of the same batches."""
 
     def __post_init__(self) -> None:
-        """Make a change that is not gated CHANGED; ValueError for a metric that is not known."""
-        if self.metric not in BY_NAME and (self.declared is None or not is_own(self.metric)):
-            raise ValueError(f"{self.metric!r} is no metric, and no figure that is declared")
+        """Make a change that is not gated CHANGED."""
         if not self.gated and (self.verdict == "REGRESSED" or self.improved):
             msgspec.structs.force_setattr(self, "verdict", "CHANGED")
 
     @property
     def spec(self) -> MetricSpec:
-        """The row of its metric in the table of metrics."""
+        """The row of its metric in the table of metrics; a metric of earlier verdicts is only shown."""
         return spec_of(self.metric) if self.metric in BY_NAME else own(self.metric, self.declared)
 
     @property
@@ -158,6 +129,11 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     def result(self) -> Decided:
         """The verdict, or IMPROVED."""
         return "IMPROVED" if self.improved else self.verdict
+
+    @property
+    def word(self) -> str:
+        """The verdict as it is written for people."""
+        return self.verdict.replace("_", " ")
 
     @property
     def unchanged(self) -> bool:
@@ -215,8 +191,6 @@ class Verdicts(msgspec.Struct, frozen=True, kw_only=True):
     """Report that was the baseline; null if there was none."""
     policy: str
     """Policy that was applied, as TOML."""
-    policy_sha256: str
-    """SHA-256 of the text of `policy`."""
     in_turn: bool = False
     """True if launches of the baseline and the candidate alternated, which lowers the threshold of wall time."""
     not_compared: dict[str, int] = {}
@@ -230,18 +204,6 @@ class Verdicts(msgspec.Struct, frozen=True, kw_only=True):
 def stated(result: Decided) -> dict[str, Any]:
     """Return the fields of a row for the result of a comparison."""
     return {"verdict": "OK" if result == "IMPROVED" else result, "improved": result == "IMPROVED"}
-
-
-def with_present_names(data: bytes) -> bytes:
-    """Return the JSON of a report or of verdicts with the present names of fields and verdicts.
-
-    Within a string of JSON these bytes have a backslash before each quote.
-    """
-    for old, new in _RENAMED:
-        data = data.replace(old, new)
-    return _OLD_VERDICT.sub(
-        lambda found: b'"verdict":%s%s' % (found[1], PRESENT_NAMES[found[2].decode()].encode()), data
-    )
 
 
 def worst_first(rows: Iterable[Row]) -> list[Row]:

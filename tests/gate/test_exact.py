@@ -95,13 +95,13 @@ def test_a_row_names_the_rank_that_changed(after: Sequence[int], words: str) -> 
 
 def test_work_of_other_batches_is_not_compared(prose: Prose) -> None:
     """Other batches of the plan, another plan, another version of Python, or other ranks."""
-    head = _result(_calling(4, 4, batches=[0, 1]))
+    head = _result(_calling(4, 4, eager_batches=[1]))
     assert prose == _found(head=head)["host_calls"]
     other = _result(_calling(4, 4))
     other.launches[0].plan_sha256 = "0" * 64
     for one in (head, other, _calling(4, 4, version="3.13"), _calling(4, 4, 4)):
         assert _rows(head=one) == {}
-    both = _result(_calling(4, 4, batches=[0, 1]), _calling(4, 8))
+    both = _result(_calling(4, 4, eager_batches=[1]), _calling(4, 8))
     assert _rows(head=both)["host_calls"].verdict == "REGRESSED", "the second launch ran the same batches"
 
 

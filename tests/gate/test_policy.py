@@ -23,7 +23,6 @@ from pytest_llmgpu.gate.policy import (
     load_policy,
     policy_in_words,
     policy_of,
-    sha256_of,
     switched,
     with_allowed,
 )
@@ -108,11 +107,9 @@ def test_a_dumped_policy_is_read_back(tmp_path: Path) -> None:
     for policy in (Policy(), load_policy(_write(tmp_path, FULL))):
         text = dump_policy(policy)
         again = load_policy(_write(tmp_path, text, "dumped.toml"))
-        assert again == policy == policy_of(Verdicts(policy=text, policy_sha256=""))
+        assert again == policy == policy_of(Verdicts(policy=text))
         assert dump_policy(again) == text
-        assert sha256_of(again) == sha256_of(policy)
-    assert sha256_of(policy) != sha256_of(Policy())
-    assert policy_of(None) == policy_of(Verdicts(policy="allow_missing = true", policy_sha256="")) == Policy()
+    assert policy_of(None) == policy_of(Verdicts(policy="allow_missing = true")) == Policy()
 
 
 @pytest.mark.parametrize(
@@ -152,30 +149,19 @@ _TODAY = datetime.date(2026, 6, 1)
         ({"up_to": 0.3}, {"ratio": 1.25}, True, None),
         ({"up_to": 0.1}, {}, False, "grew by 30 %, more than its up_to of 10 %: it counts"),
         ({"up_to": 0.1}, {"verdict": "UNDECIDED"}, False, None),
-        ({"case": "mp"}, {"id": "mp (limit=80)"}, True, None),
-        ({"case": "mp (limit=80)"}, {"id": "mp (limit=40)"}, False, None),
-        ({"case": "mp-bs*"}, {"id": "mp", "cases": ["mp-bs1", "mp-bs2"]}, True, None),
-        ({"case": "mp-bs1"}, {"id": "mp", "cases": ["mp-bs1", "mp-bs2"]}, False, None),
-        ({"case": "mp-bs4"}, {"id": "mp", "cases": ["mp-bs1", "mp-bs2"]}, False, None),
+        ({"case": "mp-bs*"}, {"id": "mp-bs16"}, True, None),
+        ({"case": "mp-bs1"}, {"id": "mp-bs16"}, False, None),
     ],
 )
 def test_a_regression_is_allowed_until_its_day_and_up_to_its_growth(
     fields: dict[str, Any], row: dict[str, Any], is_allowed: bool, warning: str | None
 ) -> None:
-    """The id, the strategy of a series or each of its cases matches; an entry that expired or is not needed warns."""
+    """The id matches; an entry that expired or is not needed warns."""
     entry = Allowed(**{"case": "mp-bs1", "metric": "time", "reason": "bug 7", **fields})
     judged = make_row(**{"id": "mp-bs1", "ratio": 1.3, **row})
     ([found], warnings) = with_allowed([judged], Policy(allow=[entry]), _TODAY)
     assert (found.allowed is not None) is is_allowed
     assert warnings == ([] if warning is None else [f"allowed {entry.case} {entry.metric} (bug 7) {warning}"])
-
-
-def test_several_entries_can_allow_the_cases_of_one_row() -> None:
-    """The row of a series is accepted if each case that it is about is."""
-    row = make_row(metric="accuracy", id="mp", cases=["mp-bs1", "mp-bs2"])
-    entries = [Allowed(case=case, metric="accuracy", reason=case) for case in row.cases or ()]
-    ([found], _) = with_allowed([row], Policy(allow=entries), _TODAY)
-    assert found.allowed == "mp-bs1"
 
 
 def test_switches_take_precedence_over_the_policy() -> None:
@@ -200,7 +186,6 @@ def test_switches_take_precedence_over_the_policy() -> None:
         ("time = 3", r"Expected `object`, got `int` - at `\$\.time`"),
         ("= 3", "is not valid TOML: .*"),
         ("[tool.llmgpu.gate]\nfoo = 1", "Object contains unknown field `foo`"),
-        ("[flops]\ngate = false", "Object contains unknown field `flops`; the table `program` replaced it"),
         ("[tool.llmgpu.gate]\n[time]\nthreshold = 0.9", r"time is not allowed: allowed is \[tool\.llmgpu\.gate\]"),
         ("[tool.llmgpu.gates]\nx = 1", r"tool\.llmgpu\.gates is not allowed: allowed is \[tool\.llmgpu\.gate\]"),
         ("#" * 2**21, "is larger than 1,048,576 bytes.*"),

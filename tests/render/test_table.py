@@ -16,7 +16,7 @@ def _worked(*, strategy: str = "tp", **fields: float) -> CaseResult:
         RankWork(uuids=["GPU-0"], device_time_s=[0.06, 0.0672, 0.07]),
         RankWork(uuids=["GPU-1"], device_time_s=[0.05] * 3),
     ]
-    result.launches[0].work = Work(batches=[0], passes=3, ranks=ranks)
+    result.launches[0].work = Work(batches=[0], eager_batches=[0], passes=3, ranks=ranks)
     result.bound = Bound(compute_s=1.0, memory_s=0.5, wire_s=0.0, bound_s=1.0, limited_by="compute", share=0.25)
     for name, value in fields.items():
         setattr(result, name, value)

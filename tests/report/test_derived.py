@@ -17,9 +17,9 @@ def test_a_gpu_is_busy_for_its_part_of_the_timed_batches(step_s: list[float] | N
     launch.batches.latency_s = [1.0, 50.0, 3.0]
     first, second = (RankWork(uuids=[f"GPU-{rank}"], device_time_s=[0.4 + 2.4 * rank]) for rank in range(2))
     unknown = msgspec.structs.replace(first, device_time_s=None)
-    launch.work = Work(batches=[0, 2], passes=1, ranks=[unknown, second])
+    launch.work = Work(batches=[0, 2], eager_batches=[0, 2], passes=1, ranks=[unknown, second])
     assert device_busy(result) is None
-    launch.work = Work(batches=[0, 2], passes=1, ranks=[first, second])
+    launch.work = Work(batches=[0, 2], eager_batches=[0, 2], passes=1, ranks=[first, second])
     if step_s is not None:
         launch.generation = make_generation([[1]], [[-1.0]], [[-1.0]], step_s=step_s)
     assert device_busy(result) == (None if busy is None else pytest.approx(busy))

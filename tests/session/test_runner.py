@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -13,7 +14,9 @@ from support import report_factory, tiny_model
 from support.prose import Prose
 from support.report_factory import GIB, known
 
+from pytest_llmgpu import processes
 from pytest_llmgpu.inference import tasks
+from pytest_llmgpu.profiling import nvml
 from pytest_llmgpu.profiling.machine import Machine, TorchFacts
 from pytest_llmgpu.profiling.profiler import Profiler
 from pytest_llmgpu.ranks import serving, worker
@@ -140,7 +143,10 @@ class _Bench(LocalLauncher):
         self.recorded: list[CaseResult] = []
         self.lines: list[str] = []
         self.profiler = _FakeProfiler(self.did)
-        self.runner = Runner(self, lambda _: self.profiler, lambda *_: None, self.lines.append)
+        self.steps: list[str] = []
+        """The steps whose progress was shown, in their order."""
+        progress = lambda _, step, *__: self.steps.append(step)  # noqa: E731
+        self.runner = Runner(self, lambda _: self.profiler, progress, self.lines.append)
 
     def answer(self, command: str, args: tuple[Any, ...]) -> Any:
         self.did.append(command)
@@ -158,7 +164,9 @@ class _Bench(LocalLauncher):
     def take_output(self) -> dict[int, str]:
         return {}
 
-    def run(self, case: Case, strategy: str = _MP, *, work: bool = False, machine: Machine = _MACHINE) -> CaseResult:
+    def run(
+        self, case: Case, strategy: str = _MP, *, work: bool = False, machine: Machine = _MACHINE, **fields: Any
+    ) -> CaseResult:
         request = CaseRequest(
             case=case,
             machine=machine,
@@ -169,6 +177,7 @@ class _Bench(LocalLauncher):
             timeout_s=60.0,
             load_timeout_s=60.0,
             work=work,
+            **fields,
         )
         return self.runner.run(request, self.recorded.append)
 
@@ -215,6 +224,50 @@ def test_a_completed_case_holds_what_the_ranks_measured() -> None:
     first = bench.run(_case()).launches[0].memory[0]
     assert (first.nvml_used_max_bytes, first.nvml_used_mean_bytes) == (None, None)
     assert first.why["nvml_used_max_bytes"] == "no reading fell inside"
+
+
+_OURS, _OTHER = os.getpid(), 4_000_000  # above the largest id of Linux
+
+
+@pytest.mark.parametrize(
+    ("fields", "listed", "found"),
+    [
+        ({}, [_OTHER], ["processes", "memory"]),
+        ({"elsewhere": True}, [_OURS, _OTHER], ["processes", "memory"]),
+        ({"elsewhere": True}, [_OURS, _OURS], ["memory"]),
+        ({"elsewhere": True}, [_OTHER, _OTHER + 1], ["memory"]),
+        ({"elsewhere": True, "server_port": 80}, [_OTHER, _OTHER], []),
+        ({"server_port": 80}, [_OURS, _OTHER], []),
+    ],
+    ids=["rank", "another", "workers", "ids of another namespace", "server", "beside a server"],
+)
+def test_processes_of_the_run_and_of_its_server_are_no_disturbance(
+    monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], listed: list[int], found: list[str]
+) -> None:
+    """Two compute on the GPU: descendants of this process, a server that the run names, or other programs."""
+    monkeypatch.setattr(nvml, "computing", lambda _: {"GPU-c": listed})
+    monkeypatch.setattr(processes, "listeners", lambda port: {_OTHER} if port else set())
+    launch = _Bench().run(_case(), **fields).launches[0]
+    assert [kind for kind in _disturbances(launch) if kind not in ("xid", "cpu")] == found
+
+
+def test_no_gpu_of_this_machine_is_watched_for_a_remote_server() -> None:
+    """The report has the reason in place of a profile, and the times that this machine disturbed."""
+    bench = _Bench()
+    bench.runner = Runner(bench, lambda _: Profiler(1.0, []), lambda *_: None, bench.lines.append)
+    remote = msgspec.structs.replace(_MACHINE, gpus=[])
+    launch = bench.run(_case(strategy_options={"server": "remote"}), elsewhere=True, machine=remote).launches[0]
+    profile = known(launch.profile)
+    assert (profile.devices, profile.why) == ([], {"profile": "the server is remote: its GPUs are not watched"})
+    assert _disturbances(launch) == ["cpu"]
+    assert {memory.why["nvml_used_max_bytes"] for memory in launch.memory} == {*profile.why.values()}
+
+
+def test_every_step_that_can_take_minutes_shows_its_progress() -> None:
+    """Loading, compiling and work passes are no silence."""
+    bench = _Bench()
+    bench.run(_case(), work=True)
+    assert [*dict.fromkeys(bench.steps)] == ["loading", "warm-up", "first batch", "work passes"]
 
 
 def test_counters_are_read_where_a_phase_begins_and_where_a_case_fails() -> None:
@@ -521,21 +574,22 @@ def builds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize("model", ["good", "broken"])
 def test_a_strategy_is_built_once_before_its_ranks_start(builds: list[str], model: str) -> None:
-    """Another model of the same strategy does not repeat it, nor a failure: its next case fails without a process."""
+    """Another model of the same strategy does not repeat it; after a failure the next case fails without a process."""
     bench, broken = _Bench(), model == "broken"
-    results = [bench.run(_case(1, model=model)), bench.run(_case(2, model="another"))]
+    results = [bench.run(_case(1, model=model)), bench.run(_case(2, model=model if broken else "another"))]
     assert (builds, bench.lines, len(bench.environments)) == ([model], ["compiling ..."], 0 if broken else 2)
     assert [result.outcome for result in results] == ["error" if broken else "completed"] * 2
-    failures = [(one.failure.phase, one.failure.message) for one in results if one.failure is not None]
-    assert failures == [("load", "error: no such header")] * 2 * broken
+    failures = [one.failure.message for one in results if one.failure is not None]
+    assert all("error: no such header" in message for message in failures)
 
 
 def test_every_node_builds_before_it_loads(builds: list[str]) -> None:
-    """A failure has the number of its node, and is not tried again where that node takes part."""
+    """A failure has the number of its node, and is not tried again for the next case."""
     errors = iter([None, None, "error: no such header"])
     bench = _Bench(build=lambda *_: next(errors))
-    failures = [bench.failure(_spread(n, model=f"model{n}"), _TP, machine=_TWO_NODES) for n in (1, 2)]
-    assert [failure.message for failure in failures] == ["node 1: error: no such header"] * 2
+    failures = [bench.failure(_spread(n), _TP, machine=_TWO_NODES) for n in (1, 2)]
+    assert failures[0].message == "node 1: error: no such header"
+    assert failures[1].message.endswith("node 1: error: no such header")
     assert (bench.did.count("build"), bench.did.count("load"), len(bench.environments)) == (3, 0, 1)
     bench.run(_case(1), _TP)
     assert (bench.did.count("build"), bench.did.count("load"), len(builds)) == (3, 2, 1), "node 0 alone can load"

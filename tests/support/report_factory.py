@@ -214,6 +214,7 @@ def make_work(ranks: int = 2, **fields: Any) -> Work:
     """Return what ranks that all-reduce compute, each the same, on a GPU of its own."""
     defaults: dict[str, Any] = {
         "batches": [0, 2],
+        "eager_batches": [0, 2],
         "passes": 3,
         "collectives": [
             CollectiveWork(
@@ -228,8 +229,8 @@ def make_work(ranks: int = 2, **fields: Any) -> Work:
                 idle_s=[0.25, 0.26, 0.24],
                 busy=0.67,
                 kernels=1000,
-                kernels_sha256="f" * 64,
                 ops={"aten::mm": 400},
+                ops_by_module={"layers.*.mlp": {"aten::mm": 400}},
                 flops=10**12,
                 runtime_calls={"cudaLaunchKernel": 990, "cudaStreamSynchronize": 2},
                 host_syncs=4,

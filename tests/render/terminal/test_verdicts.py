@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 from support.prose import Prose
-from support.report_factory import make_answers, make_failed, make_memory, make_report, make_traffic
+from support.report_factory import known, make_answers, make_failed, make_memory, make_report, make_traffic
 from support.verdict_factory import make_row, make_verdicts, noise, with_launches
 
 from pytest_llmgpu.gate import headline
@@ -61,7 +61,7 @@ def test_a_row_shows_both_figures_their_change_and_its_interval() -> None:
         *("REGRESSED", "210", "s", "220.5", "s", "+5.0", "%"),
         *("+4.9", "to", "+5.1", "%"),
     ]
-    assert _lines(text, "accuracy")[0].split()[2:] == [
+    assert _lines(text, "accuracy")[0].split()[1:] == [
         *("REGRESSED", "100.00", "%", "80.00", "%", "-20.00", "pt"),
         *("-20.00", "to", "-11.77", "pt"),
     ]
@@ -87,6 +87,16 @@ def test_the_end_counts_the_comparisons(prose: Prose) -> None:
     found, _ = _judge([with_launches([1.0] * 3)], [with_launches([1.0] * 3)])
     found = msgspec.structs.replace(found, warnings=["differs from the baseline: driver 1 -> 2"])
     assert prose == table(found, Policy()).split("\n\n")[-1]
+
+
+def test_a_command_can_be_copied() -> None:
+    """It is one line, however long; nothing breaks at a hyphen."""
+    found, policy = _judge([_full()], [_full(1.5)])
+    command = f"pytest suite --llmgpu-limit=24 {' '.join(f'--llmgpu-number-{n}={n}' for n in range(9))}"
+    head = msgspec.structs.replace(known(found.head), commit="b" * 40, command=command, states=[])
+    base = msgspec.structs.replace(known(found.baseline), commit="a" * 40)
+    text = table(msgspec.structs.replace(found, head=head, baseline=base), policy)
+    assert any(line.endswith(f"-- {command}`") for line in text.splitlines())
 
 
 def test_a_long_table_is_cut() -> None:
@@ -147,7 +157,6 @@ def test_each_case_has_one_row() -> None:
         make_row("UNDECIDED", "time", "b", ratio=3.0),
         make_row("MISSING", "outcome", "c"),
         make_row("NOT_COMPARABLE", "time", "d"),
-        make_row("REGRESSED", "accuracy", "mp"),
         make_row("NEW", "outcome", "e"),
         make_row("REGRESSED", "accuracy", "e"),
     ]
