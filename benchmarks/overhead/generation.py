@@ -2,7 +2,8 @@
 
 One line as each piece finishes, of every strategy in turn, all with the same random weights:
 - generate: `ours` is `Generator.generate` as a case runs it; `bare` replays the graphs of the same batches without the
-  loop around them (on a CPU: runs their forwards), which gives `overhead`; `peer` is `model.generate` of transformers;
+  loop around them (on a CPU: runs their forwards), which gives `overhead`; `peer` is `model.generate` of transformers,
+  and `static` the same with its static cache, which transformers compiles on a GPU (strategy mp);
 - prefill: `ours` is `scoring.score` as a case runs it; `bare` is the decoder alone, replayed; `peer` is the decoder of
   transformers, run eagerly.
 
@@ -81,6 +82,8 @@ def _generate(strategy: Strategy, loaded: Loaded, batch_size: int, arguments: ar
             "bare": lambda: [_replay(generator, batch, new_tokens) for batch in plan.batches],
             "peer": lambda: [_peer(loaded, batch, new_tokens) for batch in plan.batches],
         }
+        if loaded.compiled is None:
+            arms["static"] = lambda: [_peer(loaded, batch, new_tokens, "static") for batch in plan.batches]
         batch_ms = _interleaved(arms, loaded, arguments.repeats)
         kv_cache_bytes = generator.kv_cache_bytes
     return {
@@ -90,7 +93,11 @@ def _generate(strategy: Strategy, loaded: Loaded, batch_size: int, arguments: ar
         "kv_cache_bytes": kv_cache_bytes,
         "overhead": statistics.median(a / b for a, b in zip(batch_ms["ours"], batch_ms["bare"], strict=True)) - 1,
         **_compared(batch_ms),
-        "peer_token_ms": statistics.median(batch_ms["peer"]) / _BATCHES / new_tokens,
+        **{
+            f"{name}_token_ms": statistics.median(batch_ms[name]) / _BATCHES / new_tokens
+            for name in ("peer", "static")
+            if name in batch_ms
+        },
     }
 
 
@@ -155,12 +162,12 @@ def _replay(generator: Generator, batch: Batch, new_tokens: int) -> None:
             generator._step(batch.rows)  # noqa: SLF001 - see above
 
 
-def _peer(loaded: Loaded, batch: Batch, new_tokens: int) -> None:
-    """Generate as a user of transformers does; compiled layers run eagerly, since its cache grows."""
+def _peer(loaded: Loaded, batch: Batch, new_tokens: int, cache: str | None = None) -> None:
+    """Generate as a user of transformers does; compiled layers run eagerly, since its cache grows by default."""
     model: Any = loaded.model
     ids_BS = _ids(batch).to(loaded.input_device)
-    lengths = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
-    with compiled_layers.suspended(), torch.inference_mode():
+    lengths = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "cache_implementation": cache}
+    with contextlib.nullcontext() if cache else compiled_layers.suspended(), torch.inference_mode():
         model.generate(
             ids_BS, attention_mask=torch.ones_like(ids_BS), do_sample=False, pad_token_id=0, use_cache=True, **lengths
         ).tolist()

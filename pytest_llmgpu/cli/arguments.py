@@ -21,7 +21,6 @@ REFERENCE = (
     "or git:REV:PATH"
 )
 """The ways to name a report, for a command's help."""
-_SHA_DIGITS = 8
 
 
 def add_storage(parser: argparse.ArgumentParser) -> None:
@@ -66,15 +65,6 @@ def add_switches(parser: argparse.ArgumentParser, *, baseline: bool = True) -> N
         parser.add_argument("--allow-no-baseline", action="store_true", help=text)
 
 
-def add_baseline(parser: argparse.ArgumentParser) -> None:
-    """Declare `[BASELINE]`, `--verdicts` and the rules."""
-    text = "report to compare it with, named in the same ways"
-    parser.add_argument("baseline", metavar="BASELINE", nargs="?", help=text)
-    text = "show the verdicts in this file, which llmgpu gate --json wrote"
-    parser.add_argument("--verdicts", metavar="PATH", type=Path, help=text)
-    add_rules(parser)
-
-
 def policy_of(arguments: argparse.Namespace) -> tuple[Policy, str]:
     """Return the policy in force, and the line that names it; ValueError in one line.
 
@@ -111,25 +101,20 @@ def judged(
 
 
 def comparison(arguments: argparse.Namespace, report: Report) -> tuple[Report | None, Verdicts | None, Policy | None]:
-    """Return baseline, verdicts and policy by the arguments of `add_baseline`; all None for the report's own verdicts.
-
-    ValueError in one line if an argument has no effect.
-    """
-    if arguments.baseline is None:
-        unused = [name for name in ("policy", "today") if getattr(arguments, name) is not None]
-        if unused:
-            raise ValueError(f"--{unused[0]}: has an effect only with a baseline, which is not given")
-        return None, read_verdicts(arguments.verdicts, report) if arguments.verdicts else None, None
-    if arguments.verdicts is not None:
-        raise ValueError("--verdicts: cannot be combined with a baseline, which computes new verdicts")
-    policy, _ = policy_of(arguments)
-    return *judged(arguments, arguments.baseline, report, policy), policy
+    """Return baseline, verdicts and policy; all None without a baseline. ValueError if an argument has no effect."""
+    if arguments.baseline is not None:
+        policy, _ = policy_of(arguments)
+        return *judged(arguments, arguments.baseline, report, policy), policy
+    for name in ("policy", "today"):
+        if getattr(arguments, name) is not None:
+            raise ValueError(f"--{name}: has an effect only with a baseline, which is not given")
+    return None, None, None
 
 
-def read_verdicts(path: Path, report: Report | None = None) -> Verdicts:
+def read_verdicts(path: Path) -> Verdicts:
     """Return the verdicts in a file of `llmgpu gate --json`, or in the report of a run that pytest compared.
 
-    ValueError in one line, also if they belong to another report than the given one.
+    ValueError in one line.
     """
     found: Verdicts | None
     try:
@@ -144,11 +129,6 @@ def read_verdicts(path: Path, report: Report | None = None) -> Verdicts:
     if found is None:
         remedy = f"pass --llmgpu-compare=REF to pytest, or run llmgpu gate BASE {path}"
         raise ValueError(f"verdicts {path}: the report has none, because its run was not compared: {remedy}")
-    head = found.head
-    both = [] if report is None or head is None else [(head.created, head.commit), (report.created, report.commit.sha)]
-    if len(set(both)) > 1:
-        theirs, ours = (time if sha is None else f"{time} and commit {sha[:_SHA_DIGITS]}" for time, sha in both)
-        raise ValueError(f"verdicts {path}: belong to another report, of {theirs}; this one is of {ours}")
     return found
 
 

@@ -36,7 +36,8 @@ def out_of_bounds(head: CaseResult, policy: Policy) -> dict[str, Row]:
         if rule.at_most is not None and value > rule.at_most:
             text = f"{spec.written(value)} is above at_most = {rule.at_most:g} of the policy."
         if text:
-            found[name] = Row.of(head, name, "REGRESSED", text, declared=declared, head=value)
+            step = "Read `figures` of its launches in the report, and the bound in the policy."
+            found[name] = Row.of(head, name, "REGRESSED", text, declared=declared, head=value, next_step=step)
     return found
 
 

@@ -182,7 +182,7 @@ class LLM:
         """
         import msgspec
 
-        from pytest_llmgpu.ranks.model_hook import ModelHook
+        from pytest_llmgpu.ranks.registered import ModelHook
 
         request = self._session.planner.request(
             self.options, self.strategy, batch_size, items, new_tokens=new_tokens, function=self._function

@@ -85,7 +85,6 @@ class Profiler:
         self._marked_s = -math.inf
         self._failure: str | None = None
         self._ended = False
-        self._silent = False
         self._closing = False
 
     @property
@@ -120,24 +119,15 @@ class Profiler:
     def start(self) -> None:
         """Start the sampler, unless it runs, and wait up to 5 s for its first line.
 
-        A sampler that has ended or does not answer any more is replaced, and its stream is dropped.
+        A sampler that has ended is replaced, and its stream is dropped.
         """
         with self._changed:
             if self._uuids == []:
                 self._failure = "no GPU is visible"
                 return
-            failed = self.recording is not None and (self._ended or self._silent) and not self._closing
-            listener, process = self._listener, self._process
-        replace = False
-        if failed and listener is not None and process is not None:
-            process.kill()
-            listener.join(_END_S)
-            replace = not listener.is_alive()  # one that hangs in the driver cannot be killed, and stays
-        with self._changed:
-            if replace:
+            if self._ended and self.recording is not None and not self._closing:
                 self._listener = self._process = self.recording = self._failure = None
-                self._marks, self._marked_s = 0, -math.inf
-                self._ended = self._silent = False
+                self._marks, self._marked_s, self._ended = 0, -math.inf, False
             if self._listener is None:
                 self._listener = threading.Thread(target=self._listen, name="llmgpu sampler", daemon=True)
                 self._listener.start()
@@ -182,14 +172,13 @@ class Profiler:
             if recording is not None:
                 marks = self._marks
                 self._changed.wait_for(
-                    lambda: self._ended or (recording.settled(start_s, end_s, marks) and recording.marks >= marks),
+                    lambda: self._ended or (recording.settled(end_s, marks) and recording.marks >= marks),
                     _STREAM_S,
                 )
                 why = {}
                 if self._failure is not None:
                     why = {"sampler": self._failure}
                 elif not self._ended and recording.behind(end_s):
-                    self._silent = True
                     why = {"sampler": f"the sampler did not answer within {_STREAM_S:g} s of the window's end"}
                 held = self.held_bytes if held_bytes is None else held_bytes
                 return recording.profile(start_s, end_s, held, why)
@@ -197,7 +186,7 @@ class Profiler:
         return _without_readings(self.period_s, start_s, end_s, why_none)
 
     @contextmanager
-    def window(self, held_bytes: Mapping[str, int] | None = None) -> Iterator[Window]:
+    def window(self) -> Iterator[Window]:
         """Profile a block: `with profiler.window() as window: ...`, then `window.profile`.
 
         The block begins when the counters have been read, which takes some milliseconds per device. The profile's
@@ -211,7 +200,7 @@ class Profiler:
         finally:
             window.end_s = time.monotonic()
             self.mark()
-            profile = self.slice([window.start_s], [window.end_s], held_bytes)
+            profile = self.slice([window.start_s], [window.end_s])
             window.profile = msgspec.structs.replace(profile, invalid=disturbances.find(profile))
 
     def close(self) -> None:
@@ -273,7 +262,6 @@ class Profiler:
         if not line.endswith(b"\n"):
             return  # the sampler was killed while it wrote
         with self._changed:
-            self._silent = False
             if line.startswith(b'{"error":'):
                 self._failure = msgspec.json.decode(line, type=Refusal).error
             elif self.recording is None:

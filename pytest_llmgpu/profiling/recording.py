@@ -76,8 +76,6 @@ class Header(msgspec.Struct, frozen=True):
     """The names of the values of each device, in order."""
     devices: list[HeaderDevice]
     """The GPUs, in the order of the values of a tick."""
-    spans: bool = False
-    """True if some readings cover the time before them. A window then needs the tick after its end."""
     why: dict[str, str] = {}
     """Maps `gpu 3` to the reason why it did not answer."""
 
@@ -138,8 +136,7 @@ class Recording:
         self.header = header
         self._why = [dict(device.why) for device in header.devices]
         values = len(header.devices) * len(header.metrics)
-        reading_bytes = _READING_BYTES + (12 if header.spans else 8) * values
-        self.readings: deque[Reading] = deque(maxlen=HISTORY_BYTES // reading_bytes)
+        self.readings: deque[Reading] = deque(maxlen=HISTORY_BYTES // (_READING_BYTES + 12 * values))
         """The ticks that are stored."""
         self.kept_marks: deque[MarkRecord] = deque(maxlen=_MARKS)
         """The latest marks."""
@@ -158,17 +155,12 @@ class Recording:
         """The number of the latest mark; 0 before the first."""
         return self.kept_marks[-1].mark if self.kept_marks else 0
 
-    def settled(self, start_s: float, end_s: float, orders: int = 0) -> bool:
-        """Return whether later ticks cannot change the slice between these times.
+    def settled(self, end_s: float, orders: int = 0) -> bool:
+        """Return whether later ticks cannot change a slice with this end: readings cover the time before them.
 
         The tick after the latest of the marks requested so far, `orders`, has the readings that are made once a second.
         """
-        if self.behind(end_s):
-            return False
-        if self.header.spans:
-            return self.readings[-1].t_s > end_s and self._orders >= orders
-        # Without a reading inside, the one after the window may be nearer than the one before.
-        return self.readings[-1].t_s > end_s or any(start_s <= one.t_s <= end_s for one in reversed(self.readings))
+        return not self.behind(end_s) and self.readings[-1].t_s > end_s and self._orders >= orders
 
     def behind(self, end_s: float) -> bool:
         """Return whether the tick of the last deadline before a time is missing so far."""

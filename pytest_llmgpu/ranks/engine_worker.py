@@ -22,7 +22,7 @@ from pytest_llmgpu.inference.batching import Batch
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.inference.sm_clock import SmClock
 from pytest_llmgpu.ranks import host, memory, registered, traffic, worker
-from pytest_llmgpu.ranks.model_hook import ModelHook
+from pytest_llmgpu.ranks.registered import ModelHook
 from pytest_llmgpu.ranks.worker import Measured, RankState, ReferenceTexts
 from pytest_llmgpu.recording import turns, work
 from pytest_llmgpu.recording.work import WorkReply
@@ -54,7 +54,8 @@ def load(
     if hooks:
         raise ValueError("pytest_llmgpu_model: an engine loads its model itself: change it there")
     state.phase, state.case, state.source = "load", case, source
-    engine = state.engine or registered.engine(place)
+    engine = state.engine or registered.make(place)
+    assert isinstance(engine, Engine), "strategies have a `load` of their own"
     elsewhere = engine.elsewhere or (_IN_WORKERS if engine.own_workers and case.devices > 1 else None)
     on_gpu = case.device == "cuda" and elsewhere is None
     devices = [torch.device("cuda", index) for index in range(case.devices)] if on_gpu else [torch.device("cpu")]

@@ -208,11 +208,8 @@ class Peer:
         Raises:
             OSError: It failed, there is no answer in time, or the process is lost.
         """
-        future = self.request("call", fn, *args)
-        if not concurrent.futures.wait([future], _REPLY_S).done:
-            raise TimeoutError(f"no answer for {_REPLY_S:g} s")
         try:
-            return future.result()
+            return self.wait(self.request("call", fn, *args), _REPLY_S)
         except ValueError as error:
             raise OSError(str(error)) from None
 
@@ -512,10 +509,8 @@ def _answers(peers: Sequence[Peer], fn: Callable[..., Any], *args: Any) -> list[
     """
     found = []
     for peer, future in [(one, one.request("call", fn, *args)) for one in peers]:
-        if not concurrent.futures.wait([future], _PROBE_S).done:
-            raise ValueError(f"node {peer.node}: no answer for {_PROBE_S:g} s")
         try:
-            found.append(future.result())
+            found.append(peer.wait(future, _PROBE_S))
         except (ValueError, ConnectionError) as error:
             raise ValueError(f"node {peer.node}: {error}") from None
     return found

@@ -8,13 +8,17 @@ from __future__ import annotations
 import re
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Any
 
 import msgspec
 
+from pytest_llmgpu.engines.protocol import Engine
+from pytest_llmgpu.ranks import engine_worker, serving
 from pytest_llmgpu.ranks.local import FinishedBatch, LocalLauncher, RankFailedError
+from pytest_llmgpu.ranks.worker import RankState
 from pytest_llmgpu.report.result import Batches, Failure, Phase
 
 _TICK_S = 0.25
@@ -26,12 +30,13 @@ _LOST_PEER = re.compile(r"closed by peer|reset by peer|Broken pipe|ncclRemoteErr
 class RankGroup:
     """The ranks of one loaded model."""
 
-    def __init__(self, launcher: LocalLauncher, environments: Sequence[Mapping[str, str]]) -> None:
+    def __init__(self, launcher: LocalLauncher | None, environments: Sequence[Mapping[str, str]]) -> None:
+        """Start one rank per environment; without a launcher none is started (`InProcess`)."""
         self._lock = threading.Lock()
         self._columns: list[Batches] = [Batches() for _ in environments]
         self._planned = 0
         self._progress_s = time.monotonic()
-        self._ranks = launcher.start(environments, self._on_batch)
+        self._ranks = [] if launcher is None else launcher.start(environments, self._on_batch)
         self.given: set[str] = set()
         """SHA-256 of each dataset that the ranks have received."""
 
@@ -45,17 +50,14 @@ class RankGroup:
     ) -> list[Any]:
         """Run `fn(state, *args)` on every rank, which imports it, and return the results in the order of the ranks.
 
-        The time limit is of seconds without a result or a finished batch. After the first batch `tick` is called about
-        four times a second, with finished and planned batches. A failure names the phase.
+        The time limit is of seconds without a result or a finished batch. `tick` is called about four times a second,
+        with finished and planned batches, both 0 before the first one. A failure names the phase.
 
         Raises:
             RankFailedError: A rank failed, or the time limit is over. The error has the most specific cause that the
                 ranks reported within 2 s.
         """
-        with self._lock:
-            self._columns = [Batches() for _ in self._ranks]
-            self._planned = 0
-            self._progress_s = time.monotonic()
+        self._begin()
         futures = [rank.submit(fn, *args) for rank in self._ranks]
         waiting = set(futures)
         while waiting:
@@ -66,7 +68,7 @@ class RankGroup:
                 # A process that died reported no phase.
                 error.failure = msgspec.structs.replace(error.failure, phase=phase)
                 raise error
-            if tick is not None and self._planned:
+            if tick is not None:
                 tick(min(len(column.latency_s) for column in self._columns), self._planned)
             if waiting and time.monotonic() - self._progress_s > timeout_s:
                 try:
@@ -109,6 +111,12 @@ class RankGroup:
         with ThreadPoolExecutor(max_workers=len(self._ranks)) as pool:
             list(pool.map(lambda rank: rank.close(0.0), self._ranks))
 
+    def _begin(self) -> None:
+        """Forget the batches of the command before."""
+        with self._lock:
+            self._columns = [Batches() for _ in self._columns]
+            self._planned, self._progress_s = 0, time.monotonic()
+
     def _on_batch(self, rank: int, finished: FinishedBatch) -> None:
         with self._lock:
             self._progress_s = time.monotonic()
@@ -120,6 +128,55 @@ class RankGroup:
             column.tokens.append(finished.tokens)
             column.padded_tokens.append(finished.padded_tokens)
             self._planned = finished.planned
+
+
+class InProcess(RankGroup):
+    """The rank of an engine that was given as an object: pytest's own process.
+
+    A crash or an endless call there ends or blocks pytest itself: neither is an outcome.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(None, [{}])
+        self._state = RankState(self._finished)
+        self._state.engine = engine
+        self._tick: Callable[[int, int], None] | None = None
+
+    def ask(
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        phase: Phase,
+        timeout_s: float,  # noqa: ARG002 - nothing ends a call in this process
+        tick: Callable[[int, int], None] | None = None,
+    ) -> list[Any]:
+        """Run `fn(state, *args)` and return a list of its result.
+
+        Raises:
+            RankFailedError: It raised an exception.
+        """
+        self._begin()
+        self._tick = tick
+        try:
+            return [fn(self._state, *args)]
+        except Exception as error:
+            traceback.print_exc()  # as a rank does; pytest shows it with the failed test
+            outcome, failure = serving.failure_of(error, phase)
+            raise RankFailedError(outcome, failure, self._state.memory(), serving.describe(error)) from error
+
+    def close(self) -> None:
+        """End the engine; it is the user's, and may be started again."""
+        try:
+            engine_worker.stop(self._state)
+        except Exception:  # noqa: BLE001 - the user's, and the measured cases are complete
+            traceback.print_exc()
+
+    kill = close
+
+    def _finished(self, finished: FinishedBatch) -> None:
+        self._on_batch(0, finished)
+        if self._tick is not None and finished.planned:
+            self._tick(len(self.batches().latency_s), finished.planned)
 
 
 def slowest(ranks: Sequence[Batches]) -> Batches:

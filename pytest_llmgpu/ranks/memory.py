@@ -31,6 +31,8 @@ _OF_LOADING = ("weights_bytes", "loading_peak_bytes")
 _PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes")
 _NOT_LOADED = "the model was not loaded"
 _ON_CPU = "torch does not count memory on a CPU"
+_STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+"""VmHWM of the first is the peak of this process; a 5 in the second resets it (Linux 4.0 and newer)."""
 _NO_WORKSPACE = "the strategy reported no workspace outside torch's allocator"
 # Sources: torch's CUDACachingAllocator; the error strings of CUDA, Triton, cuBLAS, cuDNN and NCCL.
 _MESSAGES = {
@@ -118,6 +120,8 @@ def reset(devices: Sequence[torch.device]) -> None:
 
     gc.collect()
     if devices[0].type != "cuda":
+        with contextlib.suppress(OSError):  # without this file the peak is that since the start of the process
+            _CLEAR_REFS.write_text("5")
         return
     # No public call frees the workspaces of cuBLAS. After a larger batch size they are larger than this case needs.
     torch._C._cuda_clearCublasWorkspaces()  # noqa: SLF001
@@ -142,10 +146,18 @@ def since_reset(
                 peak_allocated_bytes=torch.cuda.max_memory_allocated(device) if on_gpu else None,
                 peak_reserved_bytes=torch.cuda.max_memory_reserved(device) if on_gpu else None,
                 workspace_bytes=workspace_bytes,
+                peak_resident_bytes=_resident_bytes() if why.get(_PEAKS[0]) == _ON_CPU else None,
                 why=why,
             )
         )
     return found
+
+
+def _resident_bytes() -> int | None:
+    with contextlib.suppress(OSError):
+        if match := re.search(r"^VmHWM:\s+(\d+) kB$", _STATUS.read_text(), re.MULTILINE):
+            return int(match[1]) * 1024
+    return None
 
 
 def decide_killed(return_code: int, log: str, kills_before: int | None, kills_after: int | None) -> str | None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from pytest_llmgpu.engines.protocol import Engine
 from pytest_llmgpu.inference import batching, compiled_layers, generation, models, scoring, tasks, weights
 from pytest_llmgpu.inference.batching import Plan, Requests
 from pytest_llmgpu.inference.cuda_graphs import GraphedDecoder
@@ -22,7 +23,7 @@ from pytest_llmgpu.inference.tasks.protocol import Item, Task
 from pytest_llmgpu.ranks import ceilings, graph_choice, host, memory, registered, traffic
 from pytest_llmgpu.ranks.graph_choice import Decision
 from pytest_llmgpu.ranks.local import FinishedBatch
-from pytest_llmgpu.ranks.model_hook import ModelHook
+from pytest_llmgpu.ranks.registered import ModelHook
 from pytest_llmgpu.recording import work
 from pytest_llmgpu.recording.work import BatchReport, WorkReply
 from pytest_llmgpu.report.case import Case
@@ -35,7 +36,6 @@ from pytest_llmgpu.strategies.protocol import Workspace
 if TYPE_CHECKING:
     import torch
 
-    from pytest_llmgpu.engines.protocol import Engine
     from pytest_llmgpu.strategies.protocol import Loaded, Strategy
 
 
@@ -127,7 +127,9 @@ def load(
     from pytest_llmgpu.strategies.protocol import Loaded
 
     state.phase, state.case, state.source, state.model_size = "load", case, source, None
-    state.strategy = strategy = registered.strategy(place)
+    strategy = registered.make(place)
+    assert not isinstance(strategy, Engine), "engines have a `load` of their own"
+    state.strategy = strategy
     if case.device == "cuda":
         indices = range(case.devices) if strategy.ranks(case.devices) == 1 else [int(os.environ["LOCAL_RANK"])]
         devices = [torch.device("cuda", index) for index in indices]

@@ -33,8 +33,7 @@ from pytest_llmgpu.inference.batching import Batch, Plan
 from pytest_llmgpu.inference.models import EXPERTS
 from pytest_llmgpu.inference.scoring import synchronize
 from pytest_llmgpu.inference.sm_clock import SmClock
-from pytest_llmgpu.recording.host_calls import count_calls
-from pytest_llmgpu.recording.op_counts import count_ops, module_hooks
+from pytest_llmgpu.recording.op_counts import count_calls, count_ops, module_hooks
 from pytest_llmgpu.report.kernel_families import collective_of, family_of
 from pytest_llmgpu.report.text import first_line
 from pytest_llmgpu.report.work import (
@@ -276,7 +275,6 @@ def record(
         figures = msgspec.structs.replace(figures, why=dict.fromkeys(_DEVICE_FIGURES, why))
         return msgspec.structs.replace(reply, work=figures)
     clock_ghz = clock.ghz([(2 * number, 2 * number + 1) for number in range(passes)])
-    counted = {name: calls for name, calls in kernels[-1].kernels.items() if not _COPY.match(name)}
     covered = [(one.covered_s, pass_s) for one, pass_s in zip(kernels, seconds, strict=True)]
     figures = msgspec.structs.replace(
         figures,
@@ -284,7 +282,7 @@ def record(
         copy_s=[one.copy_s for one in kernels],
         idle_s=[max(0.0, pass_s - covered_s) for covered_s, pass_s in covered],
         busy=statistics.median(min(1.0, covered_s / pass_s) for covered_s, pass_s in covered),
-        kernels=sum(calls.calls for calls in counted.values()),
+        kernels=sum(calls.calls for name, calls in kernels[-1].kernels.items() if not _COPY.match(name)),
         clock_ghz=clock_ghz,
         why={} if clock.why is None else {"clock_ghz": clock.why},
     )

@@ -114,6 +114,7 @@ _TITLES = {
     "kv_cache_bytes": ("KV cache\nMiB", MIB),
     "wire_bytes_per_token": ("sent\nMB/token", 1e6),
     "flops_per_sequence": ("FLOPs\nG/sequence", 1e9),
+    "peak_resident_bytes": ("memory\nGiB/rank", GIB),
 }
 """Titles and units of metrics in tables; those without one are in CSV and Markdown only."""
 
@@ -182,7 +183,8 @@ Place = Literal["summary", "work", "tokens", "communication", "memory"]
 
 TABLES: dict[Place, Sequence[str]] = {
     "summary": (
-        *("token_p95_s", "new_tokens_per_s", "sequences_per_s", "speedup", "compile_s", "memory_bytes", "sent_bytes"),
+        *("token_p95_s", "new_tokens_per_s", "sequences_per_s", "speedup", "compile_s", "memory_bytes"),
+        *("peak_resident_bytes", "sent_bytes"),
         *("between_nodes_bytes_per_sequence", "device_busy", "utilization_pct", "flops_per_sequence", "threads"),
     ),
     "work": (

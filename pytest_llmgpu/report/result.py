@@ -149,6 +149,8 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Largest amount of device memory that torch's allocator reserved."""
     workspace_bytes: Count | None = None
     """Workspace that a strategy allocated outside torch's allocator."""
+    peak_resident_bytes: Count | None = None
+    """Largest memory of a rank's process on a CPU since the case began, with the code of libraries; null on a GPU."""
     held_bytes: Count = 0
     """Memory that is blocked to enforce the memory cap."""
     nvml_used_max_bytes: Count | None = None

@@ -12,6 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 from pytest_llmgpu.gate import cause, headline
 from pytest_llmgpu.gate.judge import ExitStatus, exit_status, fails, judge
 from pytest_llmgpu.gate.policy import (
@@ -26,6 +28,7 @@ from pytest_llmgpu.gate.policy import (
 from pytest_llmgpu.profiling.machine import Machine, environment
 from pytest_llmgpu.render.terminal import verdicts as verdict_tables
 from pytest_llmgpu.report.case import Case
+from pytest_llmgpu.report.metrics import is_own
 from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult, Declared, declared_in
@@ -63,7 +66,6 @@ class RunGate:
         Raises:
             ValueError: The policy is invalid.
         """
-        assert options.compare is not None, "a run without `compare` is not judged"
         self._reference = options.compare
         self._rootdir = rootdir
         self._storage_path = storage_path
@@ -78,14 +80,18 @@ class RunGate:
         self._failed = False
         path = policy_path or find_policy(rootdir)
         self.policy: Policy = switched(load_policy(path, rootdir), options)
+        if self._reference is None:
+            self.policy = msgspec.structs.replace(self.policy, allow_no_baseline=True)
         self._policy_in_words = policy_in_words(path, rootdir)
 
     def find_baseline(self, machine: Machine) -> None:
-        """Read the baseline. If reports of several machines have its name, the one of this machine counts.
+        """Read the baseline, if a reference is given. Of reports of several machines, the one of this machine counts.
 
         Raises:
             ValueError: There is no baseline although one is needed, or it is no report.
         """
+        if self._reference is None:
+            return
         # A path that is not found is relative to the rootdir, as in an ini file.
         reference, in_root = self._reference, self._rootdir / self._reference
         with suppress(OSError):  # too long for a path
@@ -111,7 +117,7 @@ class RunGate:
     def check_figures(self, declared: Mapping[str, Declared]) -> None:
         """Refuse a policy with figures that are looser than declared, or declared by neither report (ValueError)."""
         before = {} if self.base is None else declared_in(self.base.cases)
-        if unknown := check_figures(self.policy, {**before, **declared}):
+        if (unknown := check_figures(self.policy, {**before, **declared})) and self._reference is not None:
             raise ValueError(unknown[0])
 
     def notes(self) -> list[str]:
@@ -123,11 +129,16 @@ class RunGate:
         """Set the tests that get a verdict of their own."""
         self._tests = frozenset(nodeids)
 
-    def judge(self, report: Report) -> Verdicts:
-        """Return the verdicts on a report: those of `llmgpu gate` on the same two files under the same policy."""
+    def judge(self, report: Report) -> Verdicts | None:
+        """Return the verdicts on a report: those of `llmgpu gate` on the same two files under the same policy.
+
+        None for a run that is not compared, and keeps the bounds of its policy.
+        """
         known = self._source is not None and self.base is not None
         baseline = self._source.baseline(self._reference, self.base) if known else None  # type: ignore[union-attr,arg-type]
-        self._verdicts = judge(self.base, report, self.policy, today=self._today, baseline=baseline)
+        verdicts = judge(self.base, report, self.policy, today=self._today, baseline=baseline)
+        if self._reference is not None or any(is_own(row.metric) and fails(row, self.policy) for row in verdicts.rows):
+            self._verdicts = verdicts
         return self._verdicts
 
     def verdict_of(self, nodeid: str | None) -> TestVerdict:

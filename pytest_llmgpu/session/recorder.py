@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import tempfile
 import time
@@ -16,25 +17,29 @@ import msgspec
 
 from pytest_llmgpu.analysis.assess import assess
 from pytest_llmgpu.analysis.capacity import capacities
-from pytest_llmgpu.analysis.merging import by_launch
+from pytest_llmgpu.analysis.environments import hardware_differences, shortened, software_differences
+from pytest_llmgpu.analysis.merging import by_launch, merge_results
 from pytest_llmgpu.analysis.reference import decisive
 from pytest_llmgpu.gate import promotion
 from pytest_llmgpu.profiling import machine
 from pytest_llmgpu.profiling.machine import Machine
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.case import Case, next_id
-from pytest_llmgpu.report.options import LATEST, Options
+from pytest_llmgpu.report.options import GATE_OPTIONS, LATEST, OUTPUT_OPTIONS, Options, flag_of
 from pytest_llmgpu.report.privacy import anonymous, short_paths
-from pytest_llmgpu.report.report import OptionValue, Report, Session
+from pytest_llmgpu.report.report import OptionValue, Report, Resumption, Session
 from pytest_llmgpu.report.result import CaseResult, Declared
-from pytest_llmgpu.report.text import beginning, valid
+from pytest_llmgpu.report.text import beginning, listed, valid
 from pytest_llmgpu.report.verdicts import Verdicts
-from pytest_llmgpu.report.work import Ceilings
-from pytest_llmgpu.session import resume
+from pytest_llmgpu.report.work import TRAFFIC_STOPPED, WORK_STOPPED, Ceilings
 from pytest_llmgpu.session.figures import checked
 from pytest_llmgpu.store import store
 from pytest_llmgpu.store.git import commit
 
+_NAMED = 3
+"""An error names at most this many differences."""
+_SAVE = "--llmgpu-save"
+"""The option whose value a session keeps when it is continued without it."""
 _NO_CEILINGS = "the ceilings are measured after the first work passes on a GPU"
 
 
@@ -65,8 +70,8 @@ class Recorder:
         """The report so far; None until the first case is there."""
         self.expected: list[str] = []
         """Node ids of the tests that are to measure a case."""
-        self.judge: Callable[[Report], Verdicts] | None = None
-        """Returns the verdicts on a report; None where it is not compared with another one."""
+        self.judge: Callable[[Report], Verdicts | None] | None = None
+        """Returns the verdicts on a report; None where nothing is to be judged."""
         self.failed_tests: set[str] = set()
         """Node ids of the tests of a model that failed."""
         self.problems: dict[Literal["report", "store", "page"], str] = {}
@@ -113,8 +118,8 @@ class Recorder:
             lines.append(f"trace: {self._shown(self._trace_path)}" if traced else none)
         if not self._saved and "store" not in self.problems:
             steps.append("--llmgpu-save=NAME (keeps the report)")
-        elif self._saved and self.report is not None and self.judge is None:
-            chosen = f"llmgpu promote {self.report.options.get(resume.SAVE) or LATEST}"
+        elif self._saved and self.report is not None and self.report.verdicts is None:
+            chosen = f"llmgpu promote {self.report.options.get(_SAVE) or LATEST}"
             unfit = next(promotion.unfit(self.report), None)
             steps.insert(0, f"{chosen} (makes it the baseline)" if unfit is None else f"no baseline: {unfit}")
         return [*lines, f"next: {'; '.join(steps)}"] if steps else lines
@@ -128,7 +133,7 @@ class Recorder:
         name = store.public(reference)
         try:
             source = store.resolve(reference, self._storage_path, repository=self._rootdir)
-            report = resume.continued(source.report(), self._start(devices), name=name, sha256=source.sha256)
+            report = continued(source.report(), self._start(devices), name=name, sha256=source.sha256)
         except ValueError as error:
             raise ValueError(f"--llmgpu-resume={reference}: {error}") from None
         self.report = report
@@ -280,7 +285,7 @@ class Recorder:
         """Save the finished report in the store, and write it as a page with its baseline, as options request it."""
         if self.report is None:
             return
-        if (chosen := self.report.options.get(resume.SAVE)) is not None:
+        if (chosen := self.report.options.get(_SAVE)) is not None:
             self._save(self.report, str(chosen or "") or None)
         if self._page_path is not None:
             from pytest_llmgpu.render.html import report
@@ -329,3 +334,54 @@ class Recorder:
         except (OSError, ValueError) as error:  # ValueError: a figure of a case is not finite
             # A full disk must not end the run: the file is written again after the next case.
             self.problems["report"] = f"{self._shown(self.path)} could not be written: {file.one_line(error)}"
+
+
+def continued(broken: Report, now: Report, *, name: str, sha256: str) -> Report:
+    """Return the report of a broken session with the results that stay, for the results that are missing.
+
+    It is saved under the name of the broken one, unless the options have another name.
+
+    Raises:
+        ValueError: The session was of another commit or machine, of uncommitted changes, or had other options.
+    """
+    for one in (broken, now):
+        if one.commit.sha is None:
+            raise ValueError(f"the commit is not known: {one.commit.why.get('sha', 'no reason was recorded')}")
+        if one.commit.dirty:
+            raise ValueError(f"files differ from commit {one.commit.sha}: only a committed state can be continued")
+    then, here = broken.environment, now.environment
+    found = [*hardware_differences(then, here, "cpu"), *hardware_differences(then, here, "cuda")]
+    found = [*dict.fromkeys(found), *software_differences(then, here)]
+    free = {flag_of(field) for field in dataclasses.fields(Options) if field.name in OUTPUT_OPTIONS + GATE_OPTIONS}
+    flags = sorted({*broken.options, *now.options} - free)
+    pairs = [
+        ("commit", broken.commit.sha, now.commit.sha),
+        ("pytest-llmgpu", broken.plugin_version, now.plugin_version),
+        *((flag, broken.options.get(flag), now.options.get(flag)) for flag in flags),
+    ]
+    found += [f"{what} {shortened(before)} -> {shortened(after)}" for what, before, after in pairs if before != after]
+    if found:
+        raise ValueError(f"it was measured in another way: {listed(found, _NAMED)}")
+    save = now.options.get(_SAVE) if now.options.get(_SAVE) is not None else broken.options.get(_SAVE)
+    cases = [whole for result in broken.cases if (whole := _whole(result)) is not None]
+    return msgspec.structs.replace(
+        broken,
+        schema_version=now.schema_version,
+        options={**broken.options, _SAVE: save},
+        session=Session(duration_s=broken.session.duration_s),
+        resumed=[*broken.resumed, Resumption(created=now.created, source=name, sha256=sha256, kept=len(cases))],
+        cases=cases,
+        verdicts=None,
+    )
+
+
+def _whole(result: CaseResult) -> CaseResult | None:
+    """Return a result without the launch that was interrupted; None if it has no other."""
+    last = result.launches[-1] if result.launches else None
+    stopped = last is not None and (
+        last.why.get("work") == WORK_STOPPED or result.why.get("traffic") == TRAFFIC_STOPPED
+    )
+    if result.outcome != "interrupted" and not stopped:
+        return result
+    before = msgspec.structs.replace(result, outcome="completed", failure=None, launches=result.launches[:-1])
+    return merge_results(by_launch(before)) if before.launches else None

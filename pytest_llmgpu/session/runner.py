@@ -25,10 +25,9 @@ from pytest_llmgpu.profiling.machine import Machine
 from pytest_llmgpu.profiling.profiler import NodeProfilers, Profiler
 from pytest_llmgpu.ranks import ceilings, engine_worker, registered, serving, traffic, worker
 from pytest_llmgpu.ranks import host as hosts
-from pytest_llmgpu.ranks.group import RankGroup, slowest
-from pytest_llmgpu.ranks.in_process import InProcess
+from pytest_llmgpu.ranks.group import InProcess, RankGroup, slowest
 from pytest_llmgpu.ranks.local import LocalLauncher, RankFailedError
-from pytest_llmgpu.ranks.model_hook import ModelHook
+from pytest_llmgpu.ranks.registered import ModelHook
 from pytest_llmgpu.recording import work
 from pytest_llmgpu.report import derived, disturbances
 from pytest_llmgpu.report.case import Case, next_id
@@ -58,8 +57,8 @@ from pytest_llmgpu.report.work import (
 from pytest_llmgpu.store.imports import Project
 from pytest_llmgpu.strategies.protocol import Strategy
 
-Progress = Callable[[Case, int, int, float], None]
-"""Called while a case runs, with the case, the finished batches, the planned batches and the elapsed seconds."""
+Progress = Callable[[Case, str, int, int, float], None]
+"""Called while a case runs, with the case, its step, the finished and planned batches of it, and its seconds."""
 
 Loading = tuple[str, tuple[ModelHook, ...], int]
 """`Case.loading`, the functions that change the loaded model, and the id of an engine in this process."""
@@ -138,7 +137,7 @@ class Runner:
         """Maps modules of the project that a rank imported from outside of its working tree to their files."""
         self._traced: dict[str, str] = {}
         """Maps the key of each case to the begin of the names of its trace files. A later launch replaces them."""
-        self._group: RankGroup | InProcess | None = None
+        self._group: RankGroup | None = None
         self._loading: Loading | None = None
         self._load_s: float | None = None
         self._phase: Phase = "load"
@@ -150,8 +149,8 @@ class Runner:
         """Maps the UUID of a device to the bytes in use there before the ranks were started."""
         self._out_of_memory: dict[str, int] = {}
         """Maps a series to the batch size that ran out of memory last."""
-        self._build_errors: dict[tuple[str, int], str | None] = {}
-        """Maps the place of a strategy and each node where its build was tried to the error; None if it succeeded."""
+        self._built: set[tuple[str, int]] = set()
+        """The place of a strategy and each node where it was built."""
         self._load_errors: dict[Loading, RankFailedError] = {}
         """Maps a loading that failed, for another reason than out of memory or a kill, to the error."""
         self._not_recorded: dict[tuple[Loading, str], str] = {}
@@ -254,7 +253,8 @@ class Runner:
             # An engine may load its model again for another batch size.
             limit_s = max(timeout_s, request.load_timeout_s) if request.engine else timeout_s
             why_eager = self._not_recorded.get(recording)
-            group.ask(request.commands.warm_up, case, why_eager, phase="forward", timeout_s=limit_s)
+            tick = self._tick(case, "warm-up")
+            group.ask(request.commands.warm_up, case, why_eager, phase="forward", timeout_s=limit_s, tick=tick)
         except RankFailedError as error:
             if error.failure.evidence != serving.NOT_RECORDED or recording in self._not_recorded:
                 raise
@@ -265,10 +265,7 @@ class Runner:
         # Time the batches. The devices are idle before and after: the difference of the counters is what they sent.
         profilers.mark(wait=True)
         replies: list[worker.Measured] = group.ask(
-            request.commands.measure,
-            phase="forward",
-            timeout_s=timeout_s,
-            tick=lambda done, planned: self._progress(case, done, planned, time.monotonic() - began),
+            request.commands.measure, phase="forward", timeout_s=timeout_s, tick=self._tick(case, "first batch")
         )
         profilers.mark()  # before the answers are compared, which takes longer than a mark may wait
         launch.wall_s = time.monotonic() - began
@@ -310,10 +307,16 @@ class Runner:
         if self._group is None:
             return "the ranks were ended before"
         try:
-            return self._group.ask(command, *args, phase="forward", timeout_s=request.timeout_s)
+            tick = self._tick(request.case, "work passes")
+            return self._group.ask(command, *args, phase="forward", timeout_s=request.timeout_s, tick=tick)
         except RankFailedError as error:
             self.close(kill=True)
             return str(error)
+
+    def _tick(self, case: Case, step: str) -> Callable[[int, int], None]:
+        """Return what shows the progress of a step that begins now."""
+        began = time.monotonic()
+        return lambda done, planned: self._progress(case, step, done, planned, time.monotonic() - began)
 
     def _begin(self, phase: Phase, profilers: Profiler | NodeProfilers) -> None:
         """Begin a phase of a case: if it fails, its profile and its counters start here."""
@@ -408,7 +411,7 @@ class Runner:
         )
         del result.why["traffic"]
 
-    def _load(self, request: CaseRequest) -> RankGroup | InProcess:
+    def _load(self, request: CaseRequest) -> RankGroup:
         """Return the ranks with the model of a case loaded; start them if others, or none, are running."""
         case = request.case
         if self._group is not None and self._loading == request.loading and self._group.alive:
@@ -419,31 +422,27 @@ class Runner:
             raise RankFailedError(failed.outcome, failed.failure)
         strategy = registered.make(request.strategy)
         nodes_of_ranks = [request.machine.node_of(rank) for rank in range(strategy.ranks(case.devices))]
-        self._build(strategy, request, nodes_of_ranks)
-        self._used_before = self._profilers_of(request.machine).used_bytes()
-        began = time.monotonic()
-        if request.given is not None:
-            self._group = InProcess(request.given)
-            self._here |= request.case.device == "cuda"
-        else:
-            environments = hosts.environments(request.machine, request.case.device, len(nodes_of_ranks))
-            self._group = RankGroup(self.launcher, environments)
         try:
+            self._build(strategy, request)
+            self._used_before = self._profilers_of(request.machine).used_bytes()
+            began = time.monotonic()
+            if request.given is not None:
+                self._group = InProcess(request.given)
+                self._here |= case.device == "cuda"
+            else:
+                environments = hosts.environments(request.machine, case.device, len(nodes_of_ranks))
+                self._group = RankGroup(self.launcher, environments)
             if any(nodes_of_ranks):
-                hashes: list[Mapping[str, str] | None] = self._group.ask(
-                    worker.file_hashes, request.source, phase="load", timeout_s=request.load_timeout_s
-                )
-                # With one GPU in sight of each process, every rank is the first one of its node.
-                by_node = {node: files for node, files in zip(nodes_of_ranks, hashes, strict=True) if files is not None}
-                if found := machine.file_differences([files for _, files in sorted(by_node.items())]):
-                    message = f"the files of {case.model} differ: {listed(found, _NAMED)}"
-                    raise RankFailedError("error", Failure(phase="load", message=message))  # noqa: TRY301
                 started = time.monotonic()
-                self._build(strategy, request, nodes_of_ranks, self._group)
+                self._prepare_nodes(self._group, request, nodes_of_ranks)
                 began += time.monotonic() - started  # it is no part of loading
             wanted = case, request.source, request.strategy, request.model_hooks
             loaded: list[list[DeviceMemory]] = self._group.ask(
-                request.commands.load, *wanted, phase="load", timeout_s=request.load_timeout_s
+                request.commands.load,
+                *wanted,
+                phase="load",
+                timeout_s=request.load_timeout_s,
+                tick=self._tick(case, "loading"),
             )
         except RankFailedError as error:
             # Who kills a process does not kill the next one.
@@ -463,36 +462,35 @@ class Runner:
         self._loading, self._load_s = request.loading, time.monotonic() - began
         return self._group
 
-    def _build(
-        self,
-        strategy: Strategy | Engine,
-        request: CaseRequest,
-        nodes_of_ranks: Sequence[int],
-        group: RankGroup | InProcess | None = None,
-    ) -> None:
-        """Do the work that ranks need before they load, once: on this node, with a group on the others.
-
-        A build that failed is not tried again for the next case: it would take as long and fail again.
-        """
-        places = [(request.strategy, node) for node in nodes_of_ranks]
-        if group is None and (here := (request.strategy, 0)) not in self._build_errors:
+    def _build(self, strategy: Strategy | Engine, request: CaseRequest) -> None:
+        """Do the work on this node that ranks need before they load, once."""
+        if (request.strategy, 0) not in self._built:
             try:
                 strategy.build(request.case, self._show_line)
-                self._build_errors[here] = None
             except RuntimeError as error:
-                self._build_errors[here] = str(error)
-        elif group is not None and not self._build_errors.keys() >= set(places):
-            errors: list[str | None] = group.ask(
-                worker.build, request.case, request.source, request.strategy, phase="load", timeout_s=_BUILD_S
-            )
-            for place, failed in zip(places, errors, strict=True):
-                found = None if failed is None else f"node {place[1]}: {failed}"
-                self._build_errors[place] = found or self._build_errors.get(place)
-        for place in places:
-            if message := self._build_errors.get(place):
-                raise RankFailedError("error", Failure(phase="load", message=message, evidence="the build failed"))
+                raise _not_built(str(error)) from None
+            self._built.add((request.strategy, 0))
 
-    def _send_items(self, group: RankGroup | InProcess, request: CaseRequest) -> None:
+    def _prepare_nodes(self, group: RankGroup, request: CaseRequest, nodes_of_ranks: Sequence[int]) -> None:
+        """Refuse nodes with other files of the model, and build on each node."""
+        hashes: list[Mapping[str, str] | None] = group.ask(
+            worker.file_hashes, request.source, phase="load", timeout_s=request.load_timeout_s
+        )
+        # With one GPU in sight of each process, every rank is the first one of its node.
+        by_node = {node: files for node, files in zip(nodes_of_ranks, hashes, strict=True) if files is not None}
+        if found := machine.file_differences([files for _, files in sorted(by_node.items())]):
+            message = f"the files of {request.case.model} differ: {listed(found, _NAMED)}"
+            raise RankFailedError("error", Failure(phase="load", message=message))
+        places = {(request.strategy, node) for node in nodes_of_ranks}
+        if not self._built >= places:
+            wanted = request.case, request.source, request.strategy
+            errors: list[str | None] = group.ask(worker.build, *wanted, phase="load", timeout_s=_BUILD_S)
+            for node, error in zip(nodes_of_ranks, errors, strict=True):
+                if error is not None:
+                    raise _not_built(f"node {node}: {error}")
+            self._built |= places
+
+    def _send_items(self, group: RankGroup, request: CaseRequest) -> None:
         """Send the items of a case to the ranks, unless they have them."""
         sha256 = request.case.dataset_sha256
         if sha256 not in group.given:
@@ -555,6 +553,10 @@ class Runner:
                 figures = {name: None if value is None else round(value) for name, value in pairs.items()}
             launch.memory.append(msgspec.structs.replace(device, index=0 if gpu is None else gpu.index, **figures))
         return launch.profile
+
+
+def _not_built(message: str) -> RankFailedError:
+    return RankFailedError("error", Failure(phase="load", message=message, evidence="the build failed"))
 
 
 def _check_ranks_agree(ranks: Sequence[Launch], case: Case) -> None:

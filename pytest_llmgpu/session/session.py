@@ -78,10 +78,13 @@ class BenchmarkSession:
         find_machine = environment.machine if self._devices is None else self._devices.machine
         self.planner = Planner(rootdir, find_machine, known, known_tasks)
         self.recorder = Recorder(report_path, storage_path, rootdir, options, page_path, trace_path)
-        self.gate: RunGate | None = None
-        """Compares the run with its baseline; None without one."""
-        if options.compare is not None:
-            self.gate = RunGate(options, rootdir=rootdir, policy_path=policy_path, storage_path=storage_path)
+        self.gate: RunGate | None = RunGate(
+            options, rootdir=rootdir, policy_path=policy_path, storage_path=storage_path
+        )
+        """Judges the run; None if it is not compared, and its policy has no bounds of figures."""
+        if options.compare is None and not self.gate.policy.figures:
+            self.gate = None
+        else:
             self.recorder.judge = self.gate.judge
         self._sample_period_s, self._profile_method = options.sample_period, options.profile_method
         self._live = live
@@ -298,9 +301,9 @@ class BenchmarkSession:
         if self._interrupted_s - before_s > _HASTE_S:
             raise KeyboardInterrupt
 
-    def _show(self, case: Case, done: int, planned: int, elapsed_s: float) -> None:
+    def _show(self, case: Case, step: str, done: int, planned: int, elapsed_s: float) -> None:
         name = f"{case.id} ({self._launch})" if self._launch else case.id
-        self._live.show(terminal.progress(name, done, planned, elapsed_s, batch_size=case.batch_size))
+        self._live.show(terminal.progress(name, step, done, planned, elapsed_s, batch_size=case.batch_size))
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001 - as signal calls it

@@ -50,7 +50,6 @@ def _files(empty_folder: None) -> None:  # noqa: ARG001
         ("ab base head --launches 0 -- pytest", "whole number from 1"),
         ("export csv report.json --policy p.toml", "--policy: has an effect only with a baseline"),
         ("export csv report.json --today 2026-01-02", "--today: has an effect only with a baseline"),
-        ("export csv report.json --baseline=a --verdicts=b", "--verdicts: cannot be combined with a baseline"),
         ("plot report.json --output out --format png,gif", "format 'gif': allowed are png, svg, separated by commas"),
         ("plot report.json --output out --case mp-bs8", "--case 'mp-bs8': the report has no such case; its cases are"),
         # Reports.
@@ -63,9 +62,9 @@ def _files(empty_folder: None) -> None:  # noqa: ARG001
         ("promote report.json --to text.json", "report text.json: is not valid JSON"),
         ("export csv report.json --baseline none.json", "report none.json: cannot be read"),
         # Verdicts and policies.
-        ("export csv report.json --verdicts none.json", "verdicts none.json: cannot be read: No such file"),
-        ("export csv report.json --verdicts text.json", "verdicts text.json: JSON is malformed"),
-        ("export csv report.json --verdicts other.json", "verdicts other.json: Object missing required field"),
+        ("gate --verdicts none.json", "verdicts none.json: cannot be read: No such file"),
+        ("gate --verdicts text.json", "verdicts text.json: JSON is malformed"),
+        ("gate --verdicts other.json", "verdicts other.json: Object missing required field"),
         ("gate --verdicts report.json", "the report has none, because its run was not compared: pass --llmgpu-compare"),
         ("gate --verdicts future.json", "verdicts future.json: schema_version 99 is newer than 2"),
         ("gate --verdicts rules.json", "the policy of these verdicts cannot be read: Object contains unknown field"),
@@ -73,7 +72,7 @@ def _files(empty_folder: None) -> None:  # noqa: ARG001
         ("gate report.json report.json --verdicts v.json", "--verdicts: cannot be combined with BASE"),
         ("gate --strict --verdicts v.json", "--verdicts: cannot be combined with --strict"),
         ("gate --allow-no-baseline --verdicts v.json", "--verdicts: cannot be combined with --allow-no-baseline"),
-        ("export csv report.json --verdicts deep.json", "verdicts deep.json: "),
+        ("gate --verdicts deep.json", "verdicts deep.json: "),
         ("promote report.json --policy none.toml", "policy none.toml: cannot be read"),
         ("gate --dump-policy --policy bad.toml", "policy bad.toml: Object contains unknown field `margn`"),
         # Output.

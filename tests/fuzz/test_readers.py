@@ -34,7 +34,7 @@ from pytest_llmgpu.report.privacy import anonymous, short_paths
 from pytest_llmgpu.report.report import Commit, Report, Resumption
 from pytest_llmgpu.report.result import Failure
 from pytest_llmgpu.report.text import printable_lines
-from pytest_llmgpu.session import resume
+from pytest_llmgpu.session.recorder import continued
 from pytest_llmgpu.store import store
 
 pytestmark = [
@@ -160,9 +160,9 @@ def _consume(data: bytes) -> None:
             assert printable_lines(printed.getvalue()) == printed.getvalue()
     assert file.load(Path("r.json")) == report
     now = msgspec.structs.replace(report, cases=[])
-    continued = _one_line(lambda: resume.continued(report, now, name="r.json", sha256="f" * 64))
-    if continued is not None:
-        file.parse(file.encode(continued, compressed=False), "continued.json")
+    resumed = _one_line(lambda: continued(report, now, name="r.json", sha256="f" * 64))
+    if resumed is not None:
+        file.parse(file.encode(resumed, compressed=False), "continued.json")
 
 
 def test_the_report_that_is_changed_can_be_read() -> None:

@@ -62,15 +62,23 @@ def test_a_resumed_run_keeps_the_figures_of_its_cases(runs: FakedRuns, monkeypat
 
 
 @pytest.mark.parametrize(("bound", "regressed"), [(0.94, True), (0.93, False)])
-def test_a_bound_fails_a_first_run_without_a_baseline(runs: FakedRuns, bound: float, regressed: bool) -> None:
-    """The policy lets a first run pass, and its bound holds all the same."""
+@pytest.mark.parametrize("flag", ["--llmgpu-compare=git:HEAD:base.json", "--llmgpu-save=first"])
+def test_a_bound_fails_a_first_run_without_a_baseline(
+    runs: FakedRuns, bound: float, regressed: bool, flag: str
+) -> None:
+    """The policy lets a first run pass, and its bound holds all the same, also in a run that is not compared."""
     first_commit(runs.pytester.path, "test_it.py", "conftest.py")
     policy = f"[tool.llmgpu.gate]\nallow_no_baseline = true\n[tool.llmgpu.gate.hit_rate]\nat_least = {bound}\n"
     (runs.pytester.path / "pyproject.toml").write_text(policy)
-    result = runs("--llmgpu-compare=git:HEAD:base.json", sizes="1")
+    result = runs(flag, sizes="1")
     assert result.ret == int(regressed)
-    line = f"REGRESSED: mp-bs1 hit rate: 0.93 is below at_least = {bound} of the policy"
-    result.stdout.fnmatch_lines([line if regressed else "PASSED: there is no baseline to compare with*"])
+    compared = "compare" in flag
+    if regressed:
+        line = f"REGRESSED: mp-bs1 hit rate: 0.93 is below at_least = {bound} of the policy"
+        result.stdout.fnmatch_lines([line, "Next: Read `figures` of its launches in the report, and the bound *"])
+    else:
+        result.stdout.fnmatch_lines(["PASSED: there is no baseline*" if compared else "next: llmgpu promote first *"])
+    assert (runs.report().verdicts is not None) == (compared or regressed)
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,27 @@ def test_a_cpu_has_no_cap_and_no_figures() -> None:
     assert set(found.why) == {*counted, "workspace_bytes"}
 
 
+def test_a_rank_on_a_cpu_has_the_peak_of_its_process_since_the_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory of a case is that of the case, in a sweep too; a server computes in another process."""
+    loaded, big = memory.hold(_CPU, None), 2**26
+
+    def peak() -> int:
+        return memory.since_reset(_CPU, loaded)[0].peak_resident_bytes or 0
+
+    memory.reset(_CPU)
+    before, content = peak(), b"x" * big
+    during = peak()
+    del content
+    assert during > before + big // 2
+    assert peak() > during - big // 2  # the kernel counts threads in steps
+    memory.reset(_CPU)
+    assert peak() < during - big // 2
+    elsewhere = [DeviceMemory(index=0, why={"peak_allocated_bytes": "the server computes"})]
+    assert memory.since_reset(_CPU, elsewhere)[0].peak_resident_bytes is None
+    monkeypatch.setattr(memory, "_STATUS", Path("/no/such/file"))
+    assert memory.since_reset(_CPU, loaded)[0].peak_resident_bytes is None
+
+
 def test_a_reset_frees_what_earlier_cases_left_before_peaks_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Garbage, workspaces of cuBLAS and cached blocks do not count: a case has the same memory alone and in a sweep."""
     did: list[str] = []

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from pytest_llmgpu.ranks.model_hook import ModelHook
+from pytest_llmgpu.ranks.registered import ModelHook
 
 
 @torch.no_grad()

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import gc
+import sys
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -60,3 +63,33 @@ def test_ops_and_flops_of_a_forward_are_counted(mode: Callable[[], Any]) -> None
     assert sum(flops_by_module.values()) == found.flops
     assert found.uuids == ["GPU-1"]
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_calls_of_a_forward_are_exact() -> None:
+    """They are equal for every number of rows above 1, and a hook is one more call of its source file."""
+    model = tiny_model.random_model()
+
+    def forward(rows: int) -> None:
+        with torch.inference_mode():
+            model(input_ids=torch.zeros(rows, 8, dtype=torch.int64), use_cache=False)
+
+    forward(2)
+    first = op_counts.count_calls(partial(forward, 2))
+    assert op_counts.count_calls(partial(forward, 4)) == first
+    assert first.python == sum(first.by_file.values()) > 100
+    assert first.c > 100
+    assert first.by_file["torch/nn/modules/linear.py"] == 8
+    assert first.python_version == f"{sys.version_info.major}.{sys.version_info.minor}"
+    handle = model.register_forward_hook(lambda *_: None)
+    more = op_counts.count_calls(partial(forward, 2))
+    handle.remove()
+    assert more.by_file["recording/test_op_counts.py"] == first.by_file["recording/test_op_counts.py"] + 1
+
+
+def test_the_profiler_and_the_garbage_collector_are_restored() -> None:
+    """Calls of C are counted without the one that ends the counting; the collector is off while they are counted."""
+    before = sys.getprofile()
+    collecting: list[bool] = []
+    found = op_counts.count_calls(lambda: collecting.append(gc.isenabled()))
+    assert (found.python, found.c, collecting) == (1, 2, [False])
+    assert (sys.getprofile(), gc.isenabled()) == (before, True)

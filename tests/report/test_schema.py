@@ -110,6 +110,7 @@ _CHANGED = {
     ),
     *("cases.markers", "cases.launches.work.ranks.kernels_sha256"),
     *("verdicts.rows.alone", "cases.case.workload", "cases.key", "verdicts.rows.key", "verdicts.rows.verdict"),
+    "cases.launches.work.ranks.kernels_sha256",
 }
 """Fields that are no longer read, or have other names of their values."""
 

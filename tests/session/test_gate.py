@@ -72,13 +72,13 @@ def test_a_name_means_the_report_of_this_machine(
         machine = msgspec.structs.replace(machine, device="cuda", gpus=gpus)
     kept, _ = (store.save(report, tmp_path / "store", "main") for report in (ours, _on("EPYC", _result())))
     sha256 = hashlib.sha256(kept.read_bytes()).hexdigest()
-    assert gate("main", on=machine).judge(ours).baseline == Baseline(name="main", sha256=sha256)
+    assert known(gate("main", on=machine).judge(ours)).baseline == Baseline(name="main", sha256=sha256)
 
 
 def test_a_path_counts_from_the_rootdir_where_it_is_not_here(tmp_path: Path, gate: _MakeGate) -> None:
     """An ini file names one path for whatever folder the run is started in; what is written names no folder."""
     file.dump(_on("Xeon", _result()), tmp_path / "kept" / "base.json")
-    baseline = gate("kept/base.json").judge(_on("Xeon", _result())).baseline
+    baseline = known(gate("kept/base.json").judge(_on("Xeon", _result()))).baseline
     assert known(baseline).name == "kept/base.json"
 
 
@@ -140,7 +140,7 @@ def test_a_missing_baseline_names_the_remedy(gate: _MakeGate, reference: str, co
     with pytest.raises(ValueError, match=rf"{complaint}.*; --llmgpu-allow-no-baseline lets a first run pass"):
         gate(reference)
     judging = gate(reference, allow_no_baseline=True)
-    assert judging.judge(_on("Xeon", _result())).baseline is None
+    assert known(judging.judge(_on("Xeon", _result()))).baseline is None
     assert judging.summary().startswith("no baseline: ")
 
 
@@ -166,5 +166,5 @@ def test_the_policy_may_be_that_of_a_commit(tmp_path: Path, gate: _MakeGate) -> 
     policy = judging.policy
     assert (policy.strict, policy.allow_no_baseline) == (True, True), "an option changes its own rule alone"
     with noise():
-        assert {row.verdict for row in judging.judge(_on("Xeon", _result())).rows} == {"OK"}
+        assert {row.verdict for row in known(judging.judge(_on("Xeon", _result()))).rows} == {"OK"}
     assert judging.summary().endswith("\npolicy: git:HEAD:pyproject.toml")

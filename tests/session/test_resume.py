@@ -10,7 +10,7 @@ from support.report_factory import make_ceilings, make_failed, make_report, make
 from pytest_llmgpu.report.report import Commit, Report, Session
 from pytest_llmgpu.report.result import CaseResult, Failure, Launch
 from pytest_llmgpu.report.work import TRAFFIC_STOPPED, WORK_STOPPED
-from pytest_llmgpu.session import resume
+from pytest_llmgpu.session.recorder import continued
 
 
 def _report(*cases: CaseResult) -> Report:
@@ -25,7 +25,7 @@ def _report(*cases: CaseResult) -> Report:
 def _continued(broken: Report) -> Report:
     now = _report()
     now.created = "2026-01-03T00:00:00Z"
-    return resume.continued(broken, now, name="a.json", sha256="f" * 64)
+    return continued(broken, now, name="a.json", sha256="f" * 64)
 
 
 def _replaced(part: str, **fields: Any) -> Callable[[Report], None]:

@@ -8,15 +8,15 @@ and `run_gate(arguments)`, which returns the exit status. All output goes throug
 from __future__ import annotations
 
 COMMANDS = {
-    "ab": ("ab", "measure two commits alternately and judge the second"),
+    "ab": ("judging", "measure two commits alternately and judge the second"),
     "bisect": ("bisect", "find the commit that made a metric worse"),
     "export": ("reports", "write a report in the format of another tool or page"),
-    "gate": ("gate", "judge a report against a baseline; the exit status is the result"),
+    "gate": ("judging", "judge a report against a baseline; the exit status is the result"),
     "html": ("reports", "write a report as one HTML page that needs no network"),
     "init": ("init", "write a test, its options, a policy and a workflow into this repository, after showing them"),
     "list": ("reports", "list the reports of the store"),
     "plot": ("reports", "draw the charts of a report as PNG or SVG"),
-    "promote": ("promote", "make a report the baseline if it is clean and complete and passes the gate"),
+    "promote": ("judging", "make a report the baseline if it is clean and complete and passes the gate"),
     "ray": ("ray", "run pytest on the nodes of a Ray cluster, one process for each GPU"),
     "rm": ("reports", "remove reports of the store"),
     "schema": ("reports", "print the JSON Schema of a report"),

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from pytest_llmgpu.cli.arguments import (
     REFERENCE,
-    add_baseline,
     add_rules,
     add_storage,
     comparison,
@@ -80,7 +79,8 @@ def add_html(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("report", metavar="REPORT", help=REFERENCE)
     text = "file to write (default: the report's name with .html in the current folder)"
     parser.add_argument("--output", metavar="PATH", type=Path, help=text)
-    add_baseline(parser)
+    parser.add_argument("baseline", metavar="BASELINE", nargs="?", help="report to judge it against")
+    add_rules(parser)
 
 
 def run_html(arguments: argparse.Namespace) -> int:
@@ -111,10 +111,7 @@ def add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("format", metavar="FORMAT", choices=FORMATS, help=", ".join(FORMATS))
     parser.add_argument("head", metavar="REPORT", help=REFERENCE)
     parser.add_argument("--output", metavar="PATH", default="-", help="file to write (default: -, stdout)")
-    text = "judge the report against this one and export the verdicts"
-    parser.add_argument("--baseline", metavar="REF", help=text)
-    text = "export the verdicts in this file, which llmgpu gate --json wrote"
-    parser.add_argument("--verdicts", metavar="PATH", type=Path, help=text)
+    parser.add_argument("--baseline", metavar="REF", help="judge the report against this one and export the verdicts")
     add_rules(parser)
 
 

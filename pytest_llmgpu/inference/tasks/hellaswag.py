@@ -71,11 +71,12 @@ class HellaSwag(MultipleChoice):
         if len(endings) <= 1:
             raise ValueError(f"{place}: there are fewer than two endings to choose from")
         cleaned = tuple(map(preprocess, endings))
+        activity = f"{_text(record, 'activity_label', place)}: " if "activity_label" in record else ""
         if "" in cleaned:
             raise ValueError(f"{place}: ending {cleaned.index('')} is empty: it has no characters to score")
         return Item(
             id=str(record.get("ind", index)),
-            context=preprocess(f"{_text(record, 'activity_label', place)}: {context}"),
+            context=preprocess(f"{activity}{context}"),
             endings=cleaned,
             label=_label(record, len(endings), place),
             task=self.name,

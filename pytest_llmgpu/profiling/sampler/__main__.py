@@ -24,9 +24,9 @@ import msgspec
 
 from pytest_llmgpu.processes import die_with_parent
 from pytest_llmgpu.profiling.nvml import NvmlMissingError, session
-from pytest_llmgpu.profiling.recording import Header, HeaderDevice, Refusal, TickRecord
+from pytest_llmgpu.profiling.recording import Header, HeaderDevice, MarkRecord, Refusal, TickRecord
 from pytest_llmgpu.profiling.sampler.devices import METRICS, Call, Device, Method, open_devices
-from pytest_llmgpu.profiling.sampler.rounds import Marking, Sampler, ticks
+from pytest_llmgpu.profiling.sampler.rounds import Sampler, ticks
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -67,21 +67,32 @@ def _stream(
     period_s: float,
     drift: bool,
 ) -> None:
-    """Write the stream until stdin closes. Between the rounds, marks are read and byte counters are polled."""
-    sampler, marking = Sampler(devices), Marking(devices, time.monotonic, write)
+    """Write the stream until stdin closes. Between the rounds, marks are made and byte counters are polled."""
+    sampler, requested = Sampler(devices), 0
+
+    def mark() -> None:
+        """Read the cumulative counters of one device after another; the tick that is due meanwhile is late."""
+        record = MarkRecord(mark=requested, t_s=[], answered_s=[], counters=[], why=[])
+        for device in devices:
+            record.t_s.append(time.monotonic())
+            counters, reasons = device.cumulative()
+            record.answered_s.append(time.monotonic())
+            record.counters.append(counters)
+            record.why.append(reasons)
+            sampler.poll()  # an energy counter may take 15 ms
+        write(record)
 
     def wait(seconds: float) -> bool:
         """Wait for the given time, or less if something must be done; return whether stdin has closed."""
+        nonlocal requested
         until_s = time.monotonic() + seconds
-        poll_s = sampler.poll()
-        while marking.step(until_s):
-            poll_s = sampler.poll()  # an energy counter may take 15 ms
-        if poll_s is not None:
+        if (poll_s := sampler.poll()) is not None:
             until_s = min(until_s, poll_s)
         readable, _, _ = select.select([0], [], [], max(0.0, until_s - time.monotonic()))
         requests = os.read(0, 4096) if readable else None
         for _ in range(requests.count(b"\n") if requests else 0):
-            marking.request()
+            requested += 1
+            mark()
         return requests == b""
 
     headers = []
@@ -91,23 +102,21 @@ def _stream(
         windows_s = [source.window_s if isinstance(source, Call) else None for source in sources]
         headers.append(HeaderDevice(device.index, device.uuid, device.why, methods, windows_s))
     written = [dict(device.why) for device in devices]
-    spans = any(device.sources for device in devices)
     t0_s = time.monotonic()
-    write(Header(t0_s, period_s, list(METRICS), headers, spans, why))
+    write(Header(t0_s, period_s, list(METRICS), headers, why))
     orders = 0
     for k, start_s in ticks(t0_s, period_s, time.monotonic, wait, drift=drift):
-        window_ended, orders = marking.requested > orders, marking.requested
+        window_ended, orders = requested > orders, requested
         values, seconds = sampler.round(start_s, window_ended=window_ended)
-        marking.ticked = True
         write(
             TickRecord(
                 k=k,
                 t_s=start_s,
                 values=values,
                 why={at: device.why for at, device in enumerate(devices) if device.why != written[at]},
-                seconds=seconds if spans else [],
+                seconds=seconds,
                 cpu_s=time.process_time(),
-                orders=orders if spans else 0,
+                orders=orders,
             )
         )
         written = [dict(device.why) for device in devices]

@@ -1,21 +1,17 @@
-"""Rounds of readings: their deadlines, the metrics of every device, and the marks between them."""
+"""Rounds of readings: their deadlines, and the metrics of every device."""
 
 from __future__ import annotations
 
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
-from pytest_llmgpu.profiling.recording import MarkRecord
 from pytest_llmgpu.profiling.sampler.devices import CALLS, METRICS, POLLED, Call, Device
 
 _GIVE_UP_S = 1.0
 """A blocking call that takes longer counts as hung. Its metric is null until it returns."""
-_DECAY = 0.8
-"""The time expected for a device falls to this fraction of itself at most, if the next reading takes less."""
 
 _Row = dict[str, tuple[float | None, float | None]]
 """Metric to its value and the seconds before the round that the value covers."""
@@ -142,45 +138,3 @@ class Sampler:
         """Poll the sources that are due; return when the next poll is due, None if no source needs it."""
         due_s = [device.poll(time.monotonic()) for device in self._devices]
         return min((each_s for each_s in due_s if each_s is not None), default=None)
-
-
-class Marking:
-    """Marks: readings of the cumulative counters on request, in the order of their requests, device by device.
-
-    A device is read between two ticks if the reading is expected to end before the next one. One device is read after
-    every tick in any case: marks are completed even if the period is shorter than a reading.
-    """
-
-    def __init__(
-        self, devices: Sequence[Device], clock: Callable[[], float], write: Callable[[MarkRecord], None]
-    ) -> None:
-        self._devices, self._clock, self._write = devices, clock, write
-        self._expected_s = 0.0
-        self._waiting: deque[MarkRecord] = deque()
-        self.requested = 0
-        """The number of marks requested so far."""
-        self.ticked = True
-        """A tick has ended since the last reading."""
-
-    def request(self) -> None:
-        """Add a request to read all counters."""
-        self.requested += 1
-        self._waiting.append(MarkRecord(mark=self.requested, t_s=[], answered_s=[], counters=[], why=[]))
-
-    def step(self, due_s: float) -> bool:
-        """Read one device, if a mark waits and there is time before the next tick; return whether a device was read."""
-        start_s = self._clock()
-        if not self._waiting or (start_s + self._expected_s > due_s and not self.ticked):
-            return False
-        self.ticked = False
-        mark = self._waiting[0]
-        counters, why = self._devices[len(mark.t_s)].cumulative()
-        answered_s = self._clock()
-        mark.t_s.append(start_s)
-        mark.answered_s.append(answered_s)
-        mark.counters.append(counters)
-        mark.why.append(why)
-        self._expected_s = max(answered_s - start_s, _DECAY * self._expected_s)
-        if len(mark.t_s) == len(self._devices):
-            self._write(self._waiting.popleft())
-        return True

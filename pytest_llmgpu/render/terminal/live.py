@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
@@ -10,25 +11,35 @@ from pytest_llmgpu.report.text import printable, printable_lines
 
 _SAVE, _RESTORE, _CLEAR_TO_END = "\x1b7", "\x1b8", "\x1b[K"
 _SMALLEST_WIDTH = 12
+_LOG_S = 60.0
 
 
 class LiveLine:
-    """Draws on the terminal; draws nothing if standard output is not a terminal."""
+    """Draws on the terminal; if standard output is not one, it gets a line a minute."""
 
-    def __init__(self, uncaptured: Callable[[], AbstractContextManager[None]], width: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        uncaptured: Callable[[], AbstractContextManager[None]],
+        width: Callable[[], int],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Prepare to draw within `uncaptured`, where standard output is the real one.
 
         There `width` returns the number of free columns in the line that pytest writes.
         """
         self._uncaptured = uncaptured
         self._width = width
+        self._clock = clock
         self._drawn = False
+        self._due_s = clock() + _LOG_S
 
     def show(self, text: str) -> None:
         """Draw `text`, cut to the free width, in place of the text before it."""
         text = printable(text)
         with self._uncaptured():
             if not sys.stdout.isatty():
+                if self._clock() >= self._due_s:
+                    self._write_line(f"llmgpu: {text}")
                 return
             width = self._width() - 1
             if width >= _SMALLEST_WIDTH:
@@ -41,7 +52,7 @@ class LiveLine:
             if sys.stdout.isatty():
                 self.show(text)
             else:
-                _write(f"\n{printable_lines(text)}\n")
+                self._write_line(printable_lines(text))
 
     def clear(self) -> None:
         """Remove the line, and put the cursor where pytest left it."""
@@ -49,6 +60,10 @@ class LiveLine:
             with self._uncaptured():
                 _write(_RESTORE + _CLEAR_TO_END)
         self._drawn = False
+
+    def _write_line(self, text: str) -> None:
+        _write(f"\n{text}\n")
+        self._due_s = self._clock() + _LOG_S
 
 
 def _write(text: str) -> None:

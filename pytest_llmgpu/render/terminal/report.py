@@ -292,8 +292,8 @@ def headline(machine: Machine, cases: Sequence[Case], batch_sizes: Iterable[int]
     return f"llmgpu: {'; '.join(parts)}"
 
 
-def progress(name: str, done: int, total: int, elapsed_s: float, *, batch_size: int) -> str:
-    """Return the live line of a case: `mp-bs8  120/502 batches  1 234 seq/s  ETA 0:41`."""
+def progress(name: str, step: str, done: int, total: int, elapsed_s: float, *, batch_size: int) -> str:
+    """Return the live line of a case: `mp-bs8  120/502 batches  1 234 seq/s  ETA 0:41`, or `mp-bs8  warm-up  0:12`."""
     shown_s, rate = elapsed_s, ""
     if done and elapsed_s > 0:
         shown_s = elapsed_s / done * (total - done)
@@ -302,7 +302,7 @@ def progress(name: str, done: int, total: int, elapsed_s: float, *, batch_size: 
     minutes, seconds = divmod(round(max(0.0, shown_s)), 60)
     hours, minutes = divmod(minutes, 60)
     clock = f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
-    return f"{name}  {done}/{total} batches  {rate}{clock}"
+    return f"{name}  {f'{done}/{total} batches' if total else step}  {rate}{clock}"
 
 
 def tables(report: Report, color: bool = False, *, verbose: bool = False) -> str:

@@ -2,20 +2,16 @@ from __future__ import annotations
 
 import csv
 import io
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import pytest
-from support.export_reports import judged, two_strategies
+from support.export_reports import two_strategies
 from support.report_factory import make_memory, make_profile, make_report, make_result
-from support.verdict_factory import make_row, make_verdicts
 
 from pytest_llmgpu.render.exports import FORMATS, export
 from pytest_llmgpu.report.file import dump
-from pytest_llmgpu.report.report import Commit
 from pytest_llmgpu.report.result import Series
 from pytest_llmgpu.store.store import DEFAULT, save
 
@@ -53,28 +49,6 @@ def test_export_judges_the_report_against_a_baseline(llmgpu: Callable[..., str])
     printed = llmgpu("export", "csv", "head.json", "--baseline", str(Path("base.json").resolve()))
     rows = {row["id"]: row for row in csv.DictReader(io.StringIO(printed))}
     assert "REGRESSED" in rows["tp-bs64"]["verdict_outcome"]
-
-
-def test_export_takes_the_verdicts_of_a_gate(llmgpu: Callable[..., str]) -> None:
-    """They replace the verdicts of the report."""
-    dump(judged(two_strategies(), two_strategies()), Path("report.json"))
-    Path("verdicts.json").write_bytes(msgspec.json.encode(make_verdicts(make_row("REGRESSED", "outcome"))))
-    printed = llmgpu("export", "github-annotations", "report.json", "--verdicts", "verdicts.json")
-    assert "REGRESSED%3A mp-bs8%3A as said" in printed
-
-
-def test_export_refuses_the_verdicts_of_another_report(llmgpu: Callable[..., str], refused: Callable[..., str]) -> None:
-    """The verdicts belong to the report that was judged, under any file name."""
-    ours, other = two_strategies(), two_strategies()
-    ours.created, other.created = "2026-01-02T03:04:05Z", "2026-01-02T03:04:06Z"
-    other.commit = Commit(sha="b" * 40)
-    for report, path in ((ours, "ours.json"), (ours, "copy.json.gz"), (other, "other.json")):
-        dump(report, Path(path))
-    llmgpu("gate", "other.json", "ours.json", "--json", "verdicts.json", ends=3)
-    for path in ("ours.json", "copy.json.gz"):
-        llmgpu("export", "csv", path, "--verdicts", "verdicts.json")
-    line = refused("export", "csv", "other.json", "--verdicts", "verdicts.json")
-    assert re.fullmatch(r"llmgpu: verdicts verdicts.json: .*03:04:05Z; .*03:04:06Z and commit b{8}\n", line)
 
 
 @pytest.fixture

@@ -29,9 +29,11 @@ def _write(tmp_path: Path, *records: Any) -> str:
 
 
 def test_a_record_becomes_prompt_endings_and_label(tmp_path: Path) -> None:
-    """The prompt is the activity, a colon and the context."""
-    item = HellaSwag().load(_write(tmp_path, RECORD), rootdir=tmp_path).items[0]
-    assert item == Item("24", "Roof shingle removal: A man is sitting on a roof. he", tuple(RECORD["endings"]), 3)
+    """The prompt is the activity, a colon and the context; without an activity the context alone."""
+    plain = {name: value for name, value in RECORD.items() if name != "activity_label"}
+    first, second = HellaSwag().load(_write(tmp_path, RECORD, plain), rootdir=tmp_path).items
+    assert first == Item("24", "Roof shingle removal: A man is sitting on a roof. he", tuple(RECORD["endings"]), 3)
+    assert second == Item("24", "A man is sitting on a roof. he", tuple(RECORD["endings"]), 3)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +54,7 @@ def test_a_record_becomes_prompt_endings_and_label(tmp_path: Path) -> None:
         ({"prompt": " ", "ctx": ..., "endings": ...}, "prompt is an empty text: text is needed"),
         ({"ctx": None}, "ctx must be text, not null"),
         ({"ctx": 3}, "ctx must be text, not int"),
-        ({"activity_label": ...}, "activity_label is missing"),
+        ({"activity_label": 3}, "activity_label must be text, not int"),
     ],
 )
 def test_a_bad_record_is_named_by_file_and_line(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

@@ -8,9 +8,8 @@ from typing import cast
 
 import pytest
 
-from pytest_llmgpu.profiling.recording import MarkRecord
 from pytest_llmgpu.profiling.sampler.devices import Device
-from pytest_llmgpu.profiling.sampler.rounds import BlockingCall, Marking, ticks
+from pytest_llmgpu.profiling.sampler.rounds import BlockingCall, ticks
 
 
 @pytest.mark.parametrize(
@@ -52,49 +51,6 @@ def test_a_wait_that_ends_early_is_continued() -> None:
     assert list(islice(ticks(100.5, 1.0, lambda: now_s, wait), 2)) == [(0, 100.5), (1, 101.5)]
     assert waits == pytest.approx([0.5, 0.0, 1.0, 0.6, 0.2, 0.0])
     assert list(ticks(100.0, 1.0, lambda: 105.0, lambda _: True)) == []
-
-
-class _Devices:
-    """Devices whose counters take the time that the test sets, on a clock that advances only then."""
-
-    def __init__(self, count: int, *, take_s: float) -> None:
-        self.now_s = 0.0
-        self.take_s = take_s
-        self.written: list[MarkRecord] = []
-        self.marking = Marking([cast("Device", self)] * count, lambda: self.now_s, self.written.append)
-
-    def cumulative(self) -> tuple[dict[str, float], dict[str, str]]:
-        self.now_s += self.take_s
-        return {"energy_j": self.now_s}, {}
-
-    def steps(self, due_s: float) -> int:
-        """Return how many devices are read before a tick that is due then, and let the tick pass."""
-        read = 0
-        while self.marking.step(due_s):
-            read += 1
-        self.now_s = max(self.now_s, due_s)
-        self.marking.ticked = True
-        return read
-
-
-def test_no_tick_waits_for_a_device_with_the_expected_time() -> None:
-    """Eight devices of 15 ms are read over two periods, and every tick begins when it is due."""
-    devices = _Devices(8, take_s=0.015)
-    devices.marking.request()
-    assert (devices.steps(0.1), devices.now_s, devices.steps(0.2)) == (6, 0.1, 2)
-    (mark,) = devices.written
-    assert mark.t_s == pytest.approx([0.0, 0.015, 0.03, 0.045, 0.06, 0.075, 0.1, 0.115])
-    assert mark.answered_s == pytest.approx([t_s + 0.015 for t_s in mark.t_s])
-    assert devices.steps(0.3) == 0
-
-
-def test_marks_are_completed_in_the_order_of_their_requests() -> None:
-    """One device is read after every tick even if the period is shorter; each mark has its number and readings."""
-    devices = _Devices(2, take_s=0.05)
-    devices.marking.request()
-    devices.marking.request()
-    assert [devices.steps(devices.now_s + 0.01) for _ in range(5)] == [1, 1, 1, 1, 0]
-    assert [(mark.mark, len(mark.counters)) for mark in devices.written] == [(1, 2), (2, 2)]
 
 
 class _GatedDevice:

@@ -34,6 +34,23 @@ def test_the_line_is_redrawn_and_removed(monkeypatch: pytest.MonkeyPatch, is_ter
     assert screen.getvalue() == drawn
 
 
+def test_a_log_gets_a_line_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A case that takes minutes is no silence; a note counts, and quick cases write nothing."""
+    log, now_s = _Terminal(is_terminal=False), [0.0]
+    monkeypatch.setattr(sys, "stdout", log)
+    line = LiveLine(contextlib.nullcontext, lambda: 40, lambda: now_s[0])
+    for second in range(0, 300, 10):
+        now_s[0] = float(second)
+        line.show(f"mp-bs8  warm-up  {second}")
+        if second == 130:
+            line.note("llmgpu: launch 2 of 2")
+    line.clear()
+    assert log.getvalue().split("\n")[1::2] == [
+        *("llmgpu: mp-bs8  warm-up  60", "llmgpu: mp-bs8  warm-up  120", "llmgpu: launch 2 of 2"),
+        *("llmgpu: mp-bs8  warm-up  190", "llmgpu: mp-bs8  warm-up  250"),
+    ]
+
+
 def test_the_width_is_read_from_the_real_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Captured standard output has no width."""
     screen = _Terminal(is_terminal=True)

@@ -82,13 +82,14 @@ def test_the_headline_names_everything_that_is_measured() -> None:
         (120, 502, 12.9, 132, "mp-bs8  120/502 batches  1 228 seq/s  ETA 0:41"),
         (0, 502, 12.4, 8, "mp-bs8  0/502 batches  0:12"),
         (0, 502, 0.0, 8, "mp-bs8  0/502 batches  0:00"),
+        (0, 0, 213.0, 8, "mp-bs8  warm-up  3:33"),
         (3, 3, 6.0, 1, "mp-bs8  3/3 batches  0.50 seq/s  ETA 0:00"),
         (1, 3601, 1.0, 8, "mp-bs8  1/3601 batches  8.00 seq/s  ETA 1:00:00"),
     ],
 )
 def test_the_live_line(done: int, total: int, elapsed_s: float, batch_size: int, line: str) -> None:
     """It has the finished batches, the rate and the remaining time; before the first batch the elapsed time."""
-    assert progress("mp-bs8", done, total, elapsed_s, batch_size=batch_size) == line
+    assert progress("mp-bs8", "warm-up", done, total, elapsed_s, batch_size=batch_size) == line
 
 
 def test_tables_come_before_findings() -> None:
@@ -213,13 +214,15 @@ def test_a_text_has_its_first_token_first_and_the_star_beside_tokens_per_second(
     assert rows[2].split()[:10] == [*("compile", "8", "200", "ms", "30.0", "ms", "20", "120", "1.50", "12")]
 
 
-def test_a_cpu_case_has_the_threads_of_its_ranks() -> None:
-    """The rank with the fewest threads counts: two ranks of one thread are slower than one of two."""
+def test_a_cpu_case_has_the_threads_and_the_memory_of_its_ranks() -> None:
+    """The rank with the fewest threads counts: two ranks of one thread are slower than one of two; and the largest."""
     result = make_result(1.0, **_CPU)
     assert "threads" not in _summary([result])
     result.launches[0].host = HostUse(wall_s=1.0, threads=[3, 2], cpu_s=[1.0, 1.0], waited_s=[0.0, None])
+    sizes = (GIB, 3 * GIB)
+    result.launches[0].memory = [DeviceMemory(index=0, peak_resident_bytes=size) for size in sizes]
     [header, _, _, row] = _summary([result]).splitlines()[-4:]
-    assert (header.split()[-1], row.split()[-1]) == ("threads", "2")
+    assert (header.split()[-2:], row.split()[-2:]) == (["memory", "threads"], ["3", "2"])
 
 
 @pytest.mark.parametrize(
