@@ -137,7 +137,7 @@ def findings(
         found += _of_passes(result)
         found += _of_routing(result, earlier)
     found += _of_disturbances(result)
-    if result.outcome == "completed" and result.case.device == "cuda":
+    if result.outcome == "completed" and result.case.device == "cuda" and "server" not in result.case.strategy_options:
         path = result.traffic.path if result.traffic is not None else None
         if path is not None and path.link not in (None, "nvlink") and path.nvlink_bytes is not None:
             found.append(finding("traffic-off-nvlink", path.text))  # NVLink is there

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from pytest_llmgpu import processes
-from pytest_llmgpu.inference import bundled
+from pytest_llmgpu.inference import bundled, quantization
 from pytest_llmgpu.report.file import parse_json, read
 from pytest_llmgpu.report.text import first_line, guess
 
@@ -86,6 +86,9 @@ class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
     """The attention of transformers; None for the one that it chooses itself."""
     experts: str | None = None
     """The implementation of experts in transformers; None for the one that it chooses itself."""
+    quantization: str | None = None
+    """The quantisation of `--llmgpu-quantization`, or that of the checkpoint, such as `fp8-checkpoint`; None for plain
+    weights."""
 
     @property
     def decoder(self) -> dict[str, Any]:
@@ -171,12 +174,6 @@ def max_length(config: PretrainedConfig | SimpleNamespace | None) -> int:
     return next((int(length) for length in lengths if length is not None), 2048)
 
 
-def is_quantized(fields: dict[str, Any]) -> bool:
-    """Return whether a config.json describes quantised weights."""
-    text = fields.get("text_config")
-    return any(isinstance(part, dict) and part.get("quantization_config") for part in (fields, text))
-
-
 def weight_files(directory: Path) -> list[Path]:
     """Return the safetensors files that transformers reads: a single file, or those of the index."""
     whole, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
@@ -246,7 +243,7 @@ def facts(source: ModelSource) -> ModelFacts:
     Raises:
         ValueError: transformers does not know the architecture, or the library of its quantisation is not installed.
     """
-    if source.config.get("model_type", "llama") == "llama" and not is_quantized(source.config):
+    if source.config.get("model_type", "llama") == "llama" and quantization.of_checkpoint(source.config) is None:
         return ModelFacts(has_plan=True)
     found = _facts(source.directory or json.dumps(source.config))
     if found.refusal is not None:
@@ -358,13 +355,13 @@ def facts_here(place: str) -> ModelFacts:
     try:
         config = config_of(place)
         decoder = config.get_text_config(decoder=True)
-        quantization = getattr(config, "quantization_config", None) or getattr(decoder, "quantization_config", None)
-        if quantization is not None:
+        described = getattr(config, "quantization_config", None) or getattr(decoder, "quantization_config", None)
+        if described is not None:
             from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig
 
             # transformers loads the models of other methods as if they were not quantised.
-            if AutoHfQuantizer.supports_quant_method(quantization):
-                settings = AutoQuantizationConfig.from_dict(quantization)
+            if AutoHfQuantizer.supports_quant_method(described):
+                settings = AutoQuantizationConfig.from_dict(described)
                 quantizer = AutoHfQuantizer.from_config(settings, pre_quantized=True)
                 with contextlib.suppress(RuntimeError, ValueError):  # on the devices, which are those of the ranks
                     quantizer.validate_environment(device_map=None)

@@ -5,6 +5,7 @@ This module is loaded with the plugin in every test run. It imports other librar
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -46,8 +47,22 @@ Measure = Callable[..., "CaseResult"]
 """`measure(llm, items, batch_size) -> CaseResult`"""
 
 
-class StrategyName(str):  # noqa: SLOT000
+class StrategyName(str):
     """The parameter of our fixture `llm`; a test suite can have another fixture of that name."""
+
+    __slots__ = ("quantization",)
+    quantization: str
+
+    def __new__(cls, name: str, quantization: str = "none") -> StrategyName:  # noqa: PYI034 - Self is of Python 3.11
+        """Return a strategy whose weights are quantised."""
+        made = super().__new__(cls, name)
+        made.quantization = quantization
+        return made
+
+    @property
+    def id(self) -> str:
+        """The part of a test's id: `mp`, or `mp-int8`."""
+        return self if self.quantization == "none" else f"{self}-{self.quantization}"
 
 
 class BatchSize(int):
@@ -55,8 +70,14 @@ class BatchSize(int):
 
 
 def options_of(item: pytest.Item) -> Options:
-    """Return the options of a test."""
-    return options.resolve(item.config, item.iter_markers("llmgpu"))
+    """Return the options of a test; it has one quantisation if it has a strategy of the options."""
+    chosen, name = options.resolve(item.config, item.iter_markers("llmgpu")), parameter(item, "llm")
+    return dataclasses.replace(chosen, quantization=(name.quantization,)) if isinstance(name, StrategyName) else chosen
+
+
+def parameter(item: pytest.Item, name: str) -> object:
+    """Return a parameter of a test; None if it has none of that name."""
+    return item.callspec.params.get(name) if isinstance(item, pytest.Function) and hasattr(item, "callspec") else None
 
 
 def session_of(config: pytest.Config) -> BenchmarkSession:
@@ -120,6 +141,8 @@ def session_of(config: pytest.Config) -> BenchmarkSession:
             peers=peers,
         )
         session.recorder.declared = declared
+        if config.getoption("numprocesses", None) == 0:  # of xdist, whose workers pytest would start by default
+            session.recorder.flags["-n"] = 0
     except ValueError as error:
         raise pytest.UsageError(printable(str(error))) from None
     config.stash[SESSION] = session
@@ -264,7 +287,10 @@ def make(chosen: Options) -> ModuleType:
 def parameters(chosen: Options) -> dict[str, dict[str, Any]]:
     """Return the parameters of each parametrised fixture, and the function that returns their part of a test's id."""
     return {
-        "llm": {"params": [StrategyName(name) for name in chosen.strategy], "ids": str},
+        "llm": {
+            "params": [StrategyName(name, other) for other in chosen.quantization for name in chosen.strategy],
+            "ids": lambda name: name.id,
+        },
         "batch_size": {"params": [BatchSize(size) for size in chosen.batch_sizes], "ids": lambda size: f"bs{size}"},
     }
 
@@ -368,7 +394,6 @@ def _measure(request: pytest.FixtureRequest) -> Measure:
         measured = item.stash.setdefault(_MEASURED, {})
 
         def record(result: CaseResult) -> None:
-            result.markers = sorted({mark.name for mark in item.iter_markers()})
             result.line = None if item.location[1] is None else item.location[1] + 1
             kept.append(session.record(result, llm.options, item.nodeid))
             measured[kept[-1].id] = kept[-1]

@@ -126,7 +126,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     except pytest.UsageError as error:
         metafunc.config.stash[_MARKER_ERRORS][metafunc.definition.nodeid] = printable(str(error))
         return
-    if any({"strategy", "batch_sizes"} & set(marker.kwargs) for marker in markers):
+    if any({"strategy", "quantization", "batch_sizes"} & set(marker.kwargs) for marker in markers):
         for name, values in fixtures.parameters(chosen).items():
             if name in metafunc.fixturenames:
                 mark = pytest.mark.parametrize(name, values["params"], ids=values["ids"], indirect=True)
@@ -279,7 +279,7 @@ def _plan(items: Sequence[pytest.Item]) -> None:
             session.gate.find_baseline(session.planner.machine(fixtures.options_of(items[0])))
             session.gate.check_figures(session.recorder.declared)
         for item in items:
-            size = selection.parameter(item, "batch_size")
+            size = fixtures.parameter(item, "batch_size")
             markers = list(item.iter_markers("llmgpu"))
             try:
                 session.expect(

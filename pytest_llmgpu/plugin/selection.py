@@ -16,10 +16,10 @@ DESELECTED = pytest.StashKey[list[str]]()
 
 def is_ours(item: pytest.Item) -> bool:
     """Return whether a test uses the fixture `llm` of this plugin, or measures an engine of its own."""
-    if isinstance(parameter(item, "llm"), StrategyName):
+    if isinstance(fixtures.parameter(item, "llm"), StrategyName):
         return True
     return fixtures.used(item, ["measure", "llm"]) == ["measure"] and isinstance(
-        parameter(item, "batch_size"), BatchSize
+        fixtures.parameter(item, "batch_size"), BatchSize
     )
 
 
@@ -28,17 +28,12 @@ def measures(item: pytest.Item) -> bool:
     return is_ours(item) and bool(fixtures.used(item, ["measure"]))
 
 
-def parameter(item: pytest.Item, name: str) -> object:
-    """Return a parameter of a test; None if it has none of that name."""
-    return item.callspec.params.get(name) if isinstance(item, pytest.Function) and hasattr(item, "callspec") else None
-
-
 def group_of(item: pytest.Item) -> tuple[str, Options]:
     """Return the strategy and the options of a test of ours: tests with equal ones share a loaded model.
 
     The strategy is empty for a test that measures an engine of its own.
     """
-    return str(parameter(item, "llm") or ""), fixtures.options_of(item)
+    return str(fixtures.parameter(item, "llm") or ""), fixtures.options_of(item)
 
 
 def runs_nothing(config: pytest.Config) -> bool:
@@ -65,21 +60,22 @@ def limits_of_selection(config: pytest.Config) -> list[str]:
 def run_order(items: Sequence[pytest.Item], runs: Callable[[pytest.Item], bool]) -> list[pytest.Item]:
     """Return the tests with ours ordered, in the places that ours have; the others stay.
 
-    Ours are run group by group, the reference strategy first, then in the order in which groups first appear, with
-    ascending batch sizes: each model is loaded once, and small batches run before large ones that may not fit. A test
-    that sets its batch size itself comes first. Tests of equal batch size keep their order. `runs` returns whether a
-    test is one of ours that is measured.
+    Ours are run group by group, the reference strategy first, plain weights before quantised ones, then in the order in
+    which groups first appear, with ascending batch sizes: each model is loaded once, and small batches run before large
+    ones that may not fit. A test that sets its batch size itself comes first. Tests of equal batch size keep their
+    order. `runs` returns whether a test is one of ours that is measured.
     """
     from pytest_llmgpu.report.case import REFERENCE_STRATEGY
 
     turns: dict[tuple[object, ...], int] = {}
-    places: dict[pytest.Item, tuple[bool, int, int]] = {}
+    places: dict[pytest.Item, tuple[bool, bool, int, int]] = {}
     for item in filter(runs, items):
-        group, size = group_of(item), parameter(item, "batch_size")
+        group, size = group_of(item), fixtures.parameter(item, "batch_size")
         # Folders whose conftest.py change the model have loadings of their own.
         changes = tuple(one.plugin_name for one in item.ihook.pytest_llmgpu_model.get_hookimpls())
         turn = turns.setdefault((*group, changes), len(turns))
-        places[item] = (group[0] != REFERENCE_STRATEGY, turn, size if isinstance(size, int) else 0)
+        quantized = group[1].quantization != ("none",)
+        places[item] = (group[0] != REFERENCE_STRATEGY, quantized, turn, size if isinstance(size, int) else 0)
     ordered = iter(sorted(places, key=places.__getitem__))
     return [next(ordered) if item in places else item for item in items]
 
@@ -91,10 +87,15 @@ def idle_marker(item: pytest.Item) -> str | None:
     markers of its function, before it looks at those of a parameter. Options of the other workload are accepted in the
     marker of a class or a module, which can have tests of both.
     """
-    chosen = fixtures.options_of(item)
-    strategy, size = parameter(item, "llm"), parameter(item, "batch_size")
-    for name, value, allowed in (("strategy", strategy, chosen.strategy), ("batch_sizes", size, chosen.batch_sizes)):
-        if isinstance(value, (StrategyName, BatchSize)) and value not in allowed:
+    chosen = options.resolve(item.config, item.iter_markers("llmgpu"))
+    strategy, size = fixtures.parameter(item, "llm"), fixtures.parameter(item, "batch_size")
+    quantization = strategy.quantization if isinstance(strategy, StrategyName) else None
+    for name, value, allowed in (
+        ("strategy", strategy if quantization else None, chosen.strategy),
+        ("quantization", quantization, chosen.quantization),
+        ("batch_sizes", size if isinstance(size, BatchSize) else None, chosen.batch_sizes),
+    ):
+        if value is not None and value not in allowed:
             return (
                 f"marker llmgpu({name}=...): a marker of a pytest.param cannot choose it, and the test would run with "
                 f"{value}: put the marker on the test function"

@@ -32,6 +32,7 @@ class TensorParallel(Strategy):
 
     name = "tp"
     backend = "transformers"
+    quantizes = True
 
     def check(self, case: Case, source: ModelSource) -> None:
         """Refuse a single device, an uneven split, a model without a plan, and a dtype that DeepSpeed lacks."""
@@ -52,6 +53,11 @@ class TensorParallel(Strategy):
             raise ValueError(
                 f"--llmgpu-model={source.name}: transformers has no tensor-parallel plan for its architecture "
                 f"({architecture}): use {', '.join(remedies)} or another strategy"
+            )
+        if case.backend == "deepspeed" and case.quantization is not None:
+            raise ValueError(
+                f"--llmgpu-tp-backend=deepspeed: DeepSpeed does not split quantised weights ({case.quantization}): use "
+                "--llmgpu-tp-backend=transformers"
             )
         names = (*(SPLIT_COUNTS if has_plan else ()), *(models.EXPERTS if spread else ()))
         check_divisible(case, source, names)
@@ -93,7 +99,7 @@ class TensorParallel(Strategy):
             resolved, _, mesh = type(skeleton).prepare_distribute_model(plan)
             model: PreTrainedModel = type(skeleton).maybe_distribute_model(skeleton, resolved, mesh)
             model.tie_weights()
-            weights.materialise(model, lambda _: device, seed=case.seed, dtype=dtype)
+            weights.materialise(model, lambda _: device, seed=case.seed, dtype=dtype, quantized=source.quantization)
             model.eval()
         else:
             model = weights.checkpoint(source, dtype, distributed_config=plan)
