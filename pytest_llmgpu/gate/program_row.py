@@ -48,12 +48,20 @@ def program_row(
     changed = causes.of_calls(pairs)
     if changed is None:
         return worst
-    ran, runs = ([rank.implementations for rank in result.launches[-1].ranks] or [{}] for result in (base, head))
-    switched = [f"{kind}: {was} -> {new}. " for kind, was in ran[0].items() if (new := runs[0].get(kind, was)) != was]
+    ran, runs = _implementations(base), _implementations(head)
+    switched = [f"{name}: {was} -> {runs[name]}. " for name, was in ran.items() if runs.get(name, was) != was]
     worst = msgspec.structs.replace(worst, reason="".join(switched) + worst.reason)
     if worst.cause is not None and changed.rank is None:
         changed = worst.cause
     return causes.stated(worst, changed)
+
+
+def _implementations(result: CaseResult) -> dict[str, str]:
+    """Return the implementations of the latest launch by kind of layer, with their kernels where they were counted."""
+    launch = result.launches[-1]
+    counted = next((rank.implementations for rank in launch.ranks if rank.implementations), {})
+    named = {*counted, *(("attention", "experts") if counted else ())}
+    return {kind: name for kind, name in launch.implementations.items() if kind not in named} | counted
 
 
 def _of_rank(head: CaseResult, pair: Pair, rule: ProgramRule, *, gain: float, better: bool) -> Row:

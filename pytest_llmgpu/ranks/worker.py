@@ -274,6 +274,7 @@ def warm_up(state: RankState, case: Case, not_recorded: str | None = None) -> No
         tokens_requested=None if workspace is None else workspace.tokens_requested,
         tokens_granted=None if workspace is None else workspace.tokens_granted,
         execution_choice=graph_choice.describe(decision),
+        implementations=models.implementations(loaded.config) | quantization.describe(stored(state)),
     )
 
 
@@ -389,16 +390,6 @@ def run_eager_passes(state: RankState, traces: str | None = None) -> list[WorkRe
     Returns:
         One reply for a case that scores; for one that generates, that of the decode steps and that of the prefill.
     """
-    weights = quantization.describe(stored(state))
-    return [
-        msgspec.structs.replace(
-            one, work=msgspec.structs.replace(one.work, implementations=one.work.implementations | weights)
-        )
-        for one in _eager_passes(state, traces)
-    ]
-
-
-def _eager_passes(state: RankState, traces: str | None) -> list[WorkReply]:
     assert state.passes
     state.graphs.close()
     loaded, plan, on_batch = state.loaded, state.plan, report_to(state)

@@ -7,8 +7,9 @@ versions: they are the ops that torch dispatches in the modules of a kind.
 from __future__ import annotations
 
 import re
+import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,11 +20,11 @@ from pytest_llmgpu.report.work import Routing
 if TYPE_CHECKING:
     import torch
 
-_EXPERTS, _TORCH = "experts", "torch"
+_EXPERTS = "experts"
 _ATTENTION_OP = re.compile(r"_scaled_dot_product_([a-z]+)_attention")
 _PRODUCT = re.compile(r"::(\w*mm\w*)$")
 _PACKAGES = ("fla", "causal_conv1d", "mamba_ssm")
-"""Packages with kernels of layers that do not attend, which transformers uses where they are installed."""
+"""Packages with kernels of layers that do not attend. A model of transformers imports those that it uses."""
 _MATRIX = 2
 
 
@@ -81,7 +82,7 @@ class LayerKinds:
             if kind == _EXPERTS:
                 name, pattern = chosen.get(_EXPERTS, ""), _PRODUCT
             elif not _is_attention(kind):
-                found[kind] = _TORCH
+                found[kind] = ", ".join(name for name in _PACKAGES if name in sys.modules) or "torch"
                 continue
             kernels = sorted({match[1] for op in ops if (match := pattern.search(op))})
             kernels = kernels or ["math"] * (name == "sdpa")
@@ -102,14 +103,10 @@ class LayerKinds:
 
 
 def _is_matrix(given: Any, *, of_numbers: bool) -> bool:
-    return getattr(given, "ndim", 0) == _MATRIX and given.dtype.is_floating_point is not of_numbers
+    if getattr(given, "ndim", 0) != _MATRIX or given.dtype.itemsize == 1:  # a mask of truth values has no numbers
+        return False
+    return given.dtype.is_floating_point is not of_numbers
 
 
 def _is_attention(kind: str) -> bool:
     return kind.endswith("attention") and not kind.startswith("linear")
-
-
-def with_packages(implementations: Mapping[str, str], files: Iterable[str]) -> dict[str, str]:
-    """Return implementations in which layers that do not attend have the packages whose files ran, else torch."""
-    packages = ", ".join(sorted({file.partition("/")[0] for file in files} & {*_PACKAGES}))
-    return {kind: packages or name if name == _TORCH else name for kind, name in implementations.items()}

@@ -33,7 +33,6 @@ from pytest_llmgpu.inference.batching import Batch, Plan
 from pytest_llmgpu.inference.models import experts_of
 from pytest_llmgpu.inference.scoring import synchronize
 from pytest_llmgpu.inference.sm_clock import SmClock
-from pytest_llmgpu.recording.layer_kinds import with_packages
 from pytest_llmgpu.recording.op_counts import count_calls, count_ops, module_hooks
 from pytest_llmgpu.report.kernel_families import collective_of, family_of
 from pytest_llmgpu.report.text import first_line
@@ -333,9 +332,7 @@ def measure(
     host_calls: list[HostCalls] = []
     if "host_calls" not in why:
         _run(program.devices, batch, lambda one: host_calls.append(count_calls(partial(forward, one))), on_batch)
-    ran = with_packages(figures.implementations, host_calls[0].by_file if host_calls else ())
-    counted = next(iter(host_calls), None)
-    figures = msgspec.structs.replace(figures, host_calls=counted, implementations=ran, why=why)
+    figures = msgspec.structs.replace(figures, host_calls=next(iter(host_calls), None), why=why)
     return msgspec.structs.replace(reply, work=figures, rows=rows, traces=traces)
 
 

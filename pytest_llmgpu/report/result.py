@@ -281,6 +281,9 @@ class Launch(msgspec.Struct, kw_only=True):
     """Number of tokens that the workspace holds. With fewer than requested its rows overlap and answers are wrong."""
     execution_choice: str | None = None
     """Reason for the value of `case.execution`, in one sentence with its figures."""
+    implementations: dict[str, str] = {}
+    """The implementations in transformers that ran, also where the options name none: of `attention`, and of `experts`
+    where the model has some. Empty in older reports and for a model without a config of transformers."""
     resumption: Count = 0
     """Number of times that the session had been resumed before this launch: the start of pytest that measured it."""
     work: Work | None = None

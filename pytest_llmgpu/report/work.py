@@ -237,10 +237,9 @@ class Bound(msgspec.Struct, frozen=True, kw_only=True):
     step_s: Seconds | None = None
     """The mean of the bound of a decode step without its collectives, in seconds; null for a case without steps."""
     experts_read: Amount | None = None
-    """The experts of a layer that had a token in the forward of the work pass, counted, the mean over layers; for a
-    case that generates, of a decode step. Null for a model without experts."""
+    """The mean over layers of the experts that had a token in the eager pass; null for a model without experts."""
     experts_expected: Amount | None = None
-    """The expected number of these experts for uniform routing, on which the bound is based."""
+    """The number that is expected for uniform routing, on which the bound is based."""
 
 
 def renumbered(work: Work, numbers: Sequence[int]) -> Work:

@@ -614,6 +614,7 @@ def _join(launch: Launch, ranks: Sequence[Launch]) -> None:
             kv_cache_bytes=sum(known) if len(known) == len(texts) else None,
         )
     launch.execution_choice = first.execution_choice
+    launch.implementations = first.implementations
     uses = [rank.host for rank in ranks if rank.host is not None]
     of_ranks = [name for name, value in msgspec.structs.asdict(uses[0]).items() if isinstance(value, list)]
     launch.host = msgspec.structs.replace(
