@@ -5,10 +5,14 @@ FLOPs that were counted play no part: a program that computes too much would rai
 
 from __future__ import annotations
 
+import statistics
 from typing import Literal
 
 from pytest_llmgpu.report.result import CaseResult, Launch
 from pytest_llmgpu.report.work import Bound, Ceilings, ModelSize, Work
+
+_PRODUCTS_OF_DTYPE = (None, "int8", "int4", "fp8-weight")
+"""Quantisations of weights alone: the products are in the dtype of the case."""
 
 _NO_PEER_CEILING = ("peer_copy", "send", "recv")
 """Traffic that is no collective over all ranks: nothing measured bounds its time, so it counts as 0."""
@@ -35,6 +39,8 @@ def bound(result: CaseResult, work: Work | None, ceilings: Ceilings | None) -> B
         return f"the ceilings for {result.case.dtype} were not measured on every GPU of the case"
     # Of all ranks together.
     flops_per_s, bytes_per_s = len(work.ranks) * min(products), len(work.ranks) * min(copies)
+    if result.case.quantization not in _PRODUCTS_OF_DTYPE:
+        flops_per_s *= 2  # the rate of products in 8 bits on every GPU that has them
     wire_s = _wire_s(result, ceilings)
     if isinstance(wire_s, str):
         return wire_s
@@ -50,6 +56,9 @@ def bound(result: CaseResult, work: Work | None, ceilings: Ceilings | None) -> B
         sum(number * max(flops / flops_per_s, size / bytes_per_s) for number, flops, size in forwards)
         for forwards in (prefills, steps)
     )
+    routing = work.ranks[0].routing
+    read = None if routing is None else statistics.fmean(routing.touched)
+    expected = None if routing is None else routing.experts * (1 - (1 - model.active_experts) ** routing.tokens)
     times: dict[Literal["compute", "memory", "wire"], float]
     times = {"compute": compute_s, "memory": memory_s, "wire": wire_s}
     bound_s, step_count = prefills_s + steps_s + wire_s, sum(number for number, *_ in steps)
@@ -62,6 +71,8 @@ def bound(result: CaseResult, work: Work | None, ceilings: Ceilings | None) -> B
         share=bound_s / result.inference_s,
         prefill_s=prefills_s / len(prefills) if result.case.generates else None,
         step_s=steps_s / step_count if step_count else None,
+        experts_read=read,
+        experts_expected=expected,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from pytest_llmgpu.report.report import Environment
 from pytest_llmgpu.report.text import gib
 
-_LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed")
+_LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed", "torchao")
 
 _WIDTH = 40
 """A value with more characters, such as a digest, is cut."""

@@ -30,6 +30,7 @@ _SEVERITIES: dict[str, Literal["info", "warning", "failure"]] = {
     "wrong-answers": "failure",
     "unchecked-answers": "warning",
     # The times.
+    "random-routing": "info",
     "launches-differ": "warning",
     "times-far-apart": "warning",
     "batching-stopped-paying": "info",
@@ -44,6 +45,8 @@ _SEVERITIES: dict[str, Literal["info", "warning", "failure"]] = {
 """Code of a finding to its severity."""
 
 _NEXT_STEPS = {
+    "random-routing": "Random weights do not route as trained ones do, and the time of small batches depends on the "
+    "experts that are read: measure a checkpoint to know it.",
     "launches-differ": "They are not comparable. Look for what each process chooses for itself: kernels that are tuned "
     "or sum in any order, items in another order, CUDA graphs (`execution_choice` in the report), NCCL variables, "
     "another GPU.",
@@ -68,6 +71,8 @@ _NEXT_STEPS = {
 
 _OF_THE_MACHINE = ("passes-failed", "incomplete-profile")
 """Their text is the same for many cases, and is stated once."""
+_OF_THE_MODEL = "random-routing"
+"""It is stated once for a model."""
 
 _LONGEST_LOG_LINE = 200
 _NO_TEXT = (" ", "Traceback", "Current thread", "Thread 0x", "Extension modules: ")
@@ -132,8 +137,10 @@ def findings(
     else:
         found += _of_throughput(result, same_series(result, earlier))
         found += _of_passes(result)
+        if not any(one.code == _OF_THE_MODEL for other in earlier for one in other.findings):
+            found += _of_routing(result)
     found += _of_disturbances(result)
-    if result.outcome == "completed" and result.case.device == "cuda":
+    if result.outcome == "completed" and result.case.device == "cuda" and "server" not in result.case.strategy_options:
         path = result.traffic.path if result.traffic is not None else None
         if path is not None and path.link not in (None, "nvlink") and path.nvlink_bytes is not None:
             found.append(finding("traffic-off-nvlink", path.text))  # NVLink is there
@@ -258,6 +265,20 @@ def _of_passes(result: CaseResult) -> Iterator[Finding]:
     rank = next((rank for rank in launch.work.ranks if rank.uuids and "device_time_s" in rank.why), None)
     if rank is not None:
         yield finding("passes-failed", f"Kernels were not recorded: {rank.why['device_time_s']}")
+
+
+def _of_routing(result: CaseResult) -> Iterator[Finding]:
+    """Yield the share of the busiest expert of any layer, for a model with random weights."""
+    ranks = result.launches[-1].ranks if result.launches else []
+    routing = ranks[0].routing if ranks else None
+    if routing is None or result.case.load_format != "dummy":
+        return
+    share, most = max(routing.busiest) / routing.tokens, max(routing.touched)
+    yield finding(
+        _OF_THE_MODEL,
+        f"The busiest expert has {percent(share)} of {plural(routing.tokens, 'token')} of a forward, and "
+        f"{min(routing.touched)} to {most} of the {routing.experts} experts of a layer have any",
+    )
 
 
 def _of_disturbances(result: CaseResult) -> Iterator[Finding]:

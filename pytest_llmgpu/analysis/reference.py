@@ -1,7 +1,8 @@
 """Which cases of a session a case is compared with: those of its series, and mp, the reference strategy.
 
 Every strategy computes the same numbers as mp, in another order. A strategy that is wrong at every batch size agrees
-with itself, so it is compared with mp, not only with its own other cases.
+with itself, so it is compared with mp, not only with its own other cases. A case of quantised weights is compared with
+mp of the same quantisation; without it, as mp itself, with plain weights, whose numbers are others.
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ _decisive = attrgetter(
 
 
 def decisive(case: Case) -> tuple[object, ...]:
-    """Return the fields of a case that decide its log-likelihoods; a GPU draws other random weights than a CPU."""
+    """Return the fields of a case that decide its log-likelihoods, without the quantisation.
+
+    A GPU draws other random weights than a CPU.
+    """
     return *_decisive(case), case.load_format == "dummy" and case.device
 
 
 def reference(result: CaseResult, earlier: Sequence[CaseResult]) -> CaseResult | None:
-    """Return the scored case of mp that computes the same numbers; None without one, and for mp itself.
+    """Return the scored case of mp with the same weights, else of plain weights; None without one.
 
     The same batch size comes first, then the largest smaller one, then the smallest larger one; at equal batch size
     the same devices come first. A case with wrong answers is taken only if there is no other.
@@ -42,8 +46,6 @@ def reference(result: CaseResult, earlier: Sequence[CaseResult]) -> CaseResult |
 
 def find(case: Case, earlier: Sequence[CaseResult]) -> CaseResult | None:
     """Return the case that `reference` chooses for a result of a case."""
-    if case.strategy == REFERENCE_STRATEGY:
-        return None
     size = case.batch_size
 
     def distance(result: CaseResult) -> tuple[bool, bool, int, bool, bool]:
@@ -51,20 +53,45 @@ def find(case: Case, earlier: Sequence[CaseResult]) -> CaseResult | None:
         moved = (other.device != case.device, other.devices != case.devices)
         return (result.has_wrong_answers, other.batch_size > size, abs(other.batch_size - size), *moved)
 
-    return min(filter(_scored, _of_reference_strategy(case, earlier)), key=distance, default=None)
+    others = [other for other in earlier if _scored(other) and decisive(other.case) == decisive(case)]
+    for wanted in _references(case):
+        found = [one for one in others if (one.case.strategy, one.case.quantization) == wanted]
+        if found:
+            return min(found, key=distance)
+    return None
+
+
+def _references(case: Case) -> list[tuple[str, str | None]]:
+    """Return the strategy and the quantisation of the cases that a case may be compared with, the first ones first."""
+    own = case.strategy, case.quantization
+    found = (REFERENCE_STRATEGY, case.quantization), (case.strategy, None), (REFERENCE_STRATEGY, None)
+    return [one for one in dict.fromkeys(found) if one != own]
+
+
+def computes_the_same(case: Case, other: Case) -> bool:
+    """Return whether rounding alone may explain that the numbers of two cases of `reference` differ.
+
+    Each rank of a tensor-parallel strategy quantises its own part of a weight, with scales of its own.
+    """
+    quantized = case.quantization is not None
+    return case.quantization == other.quantization and not (
+        quantized and case.devices > 1 and case.strategy != REFERENCE_STRATEGY
+    )
 
 
 def missing(result: CaseResult, earlier: Sequence[CaseResult]) -> str:
     """Return the reason why `reference` finds no case for a result, without a full stop."""
-    if result.case.strategy == REFERENCE_STRATEGY:
+    if not _references(result.case):
         return f"it is {REFERENCE_STRATEGY} itself"
     if not _scored(result):
         return "the case did not complete" if result.outcome != "completed" else "the case scored nothing"
     if (texts := generated(result)) is not None and texts.tokens is None:
         return "the engine returns no token ids"
-    if _of_reference_strategy(result.case, earlier):
+    fields, wanted = decisive(result.case), _references(result.case)
+    if any((one.case.strategy, one.case.quantization) in wanted and decisive(one.case) == fields for one in earlier):
         return f"no case of {REFERENCE_STRATEGY} completed in this run"
-    return f"{REFERENCE_STRATEGY} was not measured in this run"
+    weights = " with plain weights" if result.case.strategy == REFERENCE_STRATEGY else ""
+    return f"{REFERENCE_STRATEGY}{weights} was not measured in this run"
 
 
 def by_series(results: Iterable[CaseResult]) -> list[list[CaseResult]]:
@@ -79,11 +106,6 @@ def same_series(result: CaseResult, earlier: Sequence[CaseResult]) -> list[CaseR
     """Return the other results that differ from a result in their batch size at most."""
     fields = result.case.series
     return [other for other in earlier if other is not result and other.case.series == fields]
-
-
-def _of_reference_strategy(case: Case, earlier: Sequence[CaseResult]) -> list[CaseResult]:
-    fields = decisive(case)
-    return [other for other in earlier if other.case.strategy == REFERENCE_STRATEGY and decisive(other.case) == fields]
 
 
 def _scored(result: CaseResult) -> bool:

@@ -7,7 +7,6 @@ The tables of the metrics are generated from `report.metrics`.
 from __future__ import annotations
 
 import datetime
-import hashlib
 import json
 import math
 import re
@@ -291,11 +290,6 @@ def _pairs(table: Mapping[str, Any]) -> list[str]:
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
     return [f"{key} = {toml(table[key])}" for key in sorted(table) if table[key] is not None]
-
-
-def sha256_of(policy: Policy) -> str:
-    """Return the SHA-256 of the policy as TOML."""
-    return hashlib.sha256(dump_policy(policy).encode()).hexdigest()
 
 
 def policy_of(verdicts: Verdicts | None) -> Policy:

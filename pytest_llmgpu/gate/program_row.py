@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 import msgspec
@@ -22,7 +21,6 @@ SLOWER_KERNEL = 0.003
 in 4,134 healthy pairs the largest was 0.29 %. A kernel that grows by half a percent of device time is found."""
 KERNEL_SEEN = 0.005
 """Growth of one kernel, as a fraction of device time, that the gate promises to find."""
-_ATTENTION = re.compile(r"_scaled_dot_product_([a-z]+)_attention")
 _ERRORS = 4.0
 """Standard errors that such a growth has to exceed: one of 40 kernels of 21 cases seldom does by chance."""
 
@@ -42,7 +40,7 @@ def program_row(
     became better by more than its threshold.
     """
     if not pairs:
-        then, now = (any(launch.work for launch in result.launches) for result in (base, head))
+        then, now = (any(map(program.is_known, result.launches)) for result in (base, head))
         missing = absent(head, "program", then, now, gated=rule.gate)
         return missing or other_execution(base, head) or "the forwards ran other batches (plan_sha256)"
     found = [_of_rank(head, pair, rule, gain=gain, better=better) for pair in pairs]
@@ -59,30 +57,23 @@ def program_row(
 
 
 def _implementations(result: CaseResult) -> dict[str, str]:
-    """Return the implementations that ran in the latest launch, with the kernels of torch's attention."""
+    """Return the implementations of the latest launch by kind of layer, with their kernels where they were counted."""
     launch = result.launches[-1]
-    ops = (launch.work.ranks[0].ops if launch.work is not None else None) or {}
-    kernels = sorted({found[1] for op in ops if (found := _ATTENTION.search(op))})
-    ran = dict(launch.implementations)
-    if ran.get("attention") == "sdpa" and ops:
-        ran["attention"] += f" ({', '.join(kernels) or 'math'})"
-    return ran
+    return next((rank.implementations for rank in launch.ranks if rank.implementations), launch.implementations)
 
 
 def _of_rank(head: CaseResult, pair: Pair, rule: ProgramRule, *, gain: float, better: bool) -> Row:
     """Return the verdict on one rank."""
     changed = program.changes(pair)
-    known = pair.before.complete or head.case.device == "cpu"
-    old = "" if known else " The baseline does not have every kernel: promote again."
     if changed is None:
-        return Row.of(head, "program", "OK", f"The program is equal.{old}", gated=rule.gate)
+        return Row.of(head, "program", "OK", "The program is equal.", gated=rule.gate)
     result, reason, ratio = _judged(pair, changed, rule, gain=gain, better=better)
     total_s = pair.before.device_s if changed.price is not None else None
     return Row.of(
         head,
         "program",
         result,
-        f"{reason}{old}",
+        reason,
         gated=rule.gate,
         base=total_s,
         head=None if total_s is None or ratio is None else total_s * ratio,
@@ -123,20 +114,11 @@ def with_slower_kernels(row: Row, pairs: Sequence[Pair]) -> Row:
     worst, number = max(slower, key=lambda one: one[0].excess, default=(None, 0))
     if worst is None or worst.excess <= max(SLOWER_KERNEL, _ERRORS * worst.error):
         return row
-    before_s = pairs[number].before.device_s or 0.0
-    cause = Cause(
-        place="kernel",
-        rank=number if len(pairs) > 1 else None,
-        before_s=before_s,
-        after_s=before_s * (1 + worst.excess),
-        parts=[worst.part],
-        modules=[] if worst.module is None else [msgspec.structs.replace(worst.part, name=worst.module)],
-    )
+    cause = Cause(place="kernel", rank=number if len(pairs) > 1 else None, kernel=worst)
     if row.result == "REGRESSED":
         return causes.stated(row, cause)
-    growth = worst.part.growth_s / worst.part.before_s
     reason = (
-        f"One kernel takes {percent(growth)} longer, relative to the others: {signed_percent(worst.excess, 2)} "
+        f"One kernel takes {percent(worst.growth)} longer, relative to the others: {signed_percent(worst.excess, 2)} "
         f"of device time, threshold {percent(SLOWER_KERNEL, 2)}. {row.reason.splitlines()[0]}"
     )
     verdict = "REGRESSED" if row.gated else "CHANGED"

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from pytest_llmgpu import processes
-from pytest_llmgpu.inference import bundled
+from pytest_llmgpu.inference import bundled, quantization
 from pytest_llmgpu.report.file import parse_json, read
 from pytest_llmgpu.report.text import first_line, guess
 
@@ -86,6 +86,9 @@ class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
     """The attention of transformers; None for the one that it chooses itself."""
     experts: str | None = None
     """The implementation of experts in transformers; None for the one that it chooses itself."""
+    quantization: str | None = None
+    """The quantisation of `--llmgpu-quantization`, or that of the checkpoint, such as `fp8-checkpoint`; None for plain
+    weights."""
 
     @property
     def decoder(self) -> dict[str, Any]:
@@ -102,8 +105,10 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """True if transformers has attention by torch's `scaled_dot_product_attention`, which it then chooses."""
     without: str | None = None
     """An argument that decode steps with a KV cache need and the model does not take; None if it takes all of them."""
+    expert_parallel: tuple[str, ...] = ()
+    """The values of `--llmgpu-tp-expert-parallel` that this version of transformers has for the model."""
     counts: dict[str, int] = {}
-    """Those of `SPLIT_COUNTS` that the decoder has, also where its config leaves them to its class."""
+    """Those of `SPLIT_COUNTS` and `EXPERTS` that the decoder has, also where its config leaves them to its class."""
     refusal: str | None = None
     """The reason why the model cannot be loaded; None if its config is no such reason."""
 
@@ -167,12 +172,6 @@ def max_length(config: PretrainedConfig | SimpleNamespace | None) -> int:
     text = getattr(config, "text_config", None) or config
     lengths = (getattr(text, name, None) for name in ("n_positions", "max_position_embeddings", "n_ctx"))
     return next((int(length) for length in lengths if length is not None), 2048)
-
-
-def is_quantized(fields: dict[str, Any]) -> bool:
-    """Return whether a config.json describes quantised weights."""
-    text = fields.get("text_config")
-    return any(isinstance(part, dict) and part.get("quantization_config") for part in (fields, text))
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -244,7 +243,7 @@ def facts(source: ModelSource) -> ModelFacts:
     Raises:
         ValueError: transformers does not know the architecture, or the library of its quantisation is not installed.
     """
-    if source.config.get("model_type", "llama") == "llama" and not is_quantized(source.config):
+    if source.config.get("model_type", "llama") == "llama" and quantization.of_checkpoint(source.config) is None:
         return ModelFacts(has_plan=True)
     found = _facts(source.directory or json.dumps(source.config))
     if found.refusal is not None:
@@ -261,9 +260,15 @@ def _facts(place: str) -> ModelFacts:
 def implementations(config: PretrainedConfig | None) -> dict[str, str]:
     """Return the implementations that a loaded model has chosen, by `attention` and `experts`."""
     decoder = None if config is None else config.get_text_config()
-    has_experts = any(getattr(decoder, field, None) for field in EXPERTS)
-    names = {"attention": "_attn_implementation", **({"experts": "_experts_implementation"} if has_experts else {})}
+    names = {"attention": "_attn_implementation", "experts": "_experts_implementation"}
+    names = names if experts_of(config) else {"attention": names["attention"]}
     return {kind: str(chosen) for kind, name in names.items() if (chosen := getattr(decoder, name, None))}
+
+
+def experts_of(config: PretrainedConfig | None) -> int:
+    """Return the number of experts of a layer, 0 for a dense model."""
+    decoder = None if config is None else config.get_text_config()
+    return int(next((count for name in EXPERTS if (count := getattr(decoder, name, None))), 0))
 
 
 def check_choices(source: ModelSource) -> None:
@@ -335,17 +340,18 @@ def config_of(place: str) -> PretrainedConfig:
 def facts_here(place: str) -> ModelFacts:
     """Return the facts of a model, whose place is that of `config_of`. This runs in the child process."""
     from transformers import AutoModelForCausalLM
+    from transformers.distributed.configuration_utils import DistributedConfig
 
     try:
         config = config_of(place)
         decoder = config.get_text_config(decoder=True)
-        quantization = getattr(config, "quantization_config", None) or getattr(decoder, "quantization_config", None)
-        if quantization is not None:
+        described = getattr(config, "quantization_config", None) or getattr(decoder, "quantization_config", None)
+        if described is not None:
             from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig
 
             # transformers loads the models of other methods as if they were not quantised.
-            if AutoHfQuantizer.supports_quant_method(quantization):
-                settings = AutoQuantizationConfig.from_dict(quantization)
+            if AutoHfQuantizer.supports_quant_method(described):
+                settings = AutoQuantizationConfig.from_dict(described)
                 quantizer = AutoHfQuantizer.from_config(settings, pre_quantized=True)
                 with contextlib.suppress(RuntimeError, ValueError):  # on the devices, which are those of the ranks
                     quantizer.validate_environment(device_map=None)
@@ -354,11 +360,15 @@ def facts_here(place: str) -> ModelFacts:
     model_class = AutoModelForCausalLM._model_mapping.get(type(config), None)  # noqa: SLF001 - no public look-up
     forward = getattr(model_class, "forward", None)
     taken = () if forward is None else inspect.signature(forward).parameters
-    counts = {name: getattr(decoder, name, None) for name in SPLIT_COUNTS}
+    counts = {name: getattr(decoder, name, None) for name in (*SPLIT_COUNTS, *EXPERTS)}
+    fields = DistributedConfig.__dataclass_fields__
+    ways = ("all_reduce", "all_to_all") if "ep_implementation" in fields else ("all_to_all",)
+    ways = ways if "ep_size" in fields else ("all_reduce",)  # 5.23, 5.18 to 5.22, and 5.17
     return ModelFacts(
         # The plan of a class alone splits the output head and no layer.
         has_plan=bool(config.base_model_tp_plan or decoder.base_model_tp_plan),
         has_sdpa=bool(getattr(model_class, "_supports_sdpa", True)),
+        expert_parallel=ways if config.base_model_ep_plan or decoder.base_model_ep_plan else (),
         without=next((name for name in ("past_key_values", "position_ids") if taken and name not in taken), None),
         counts={name: count for name, count in counts.items() if isinstance(count, int)},
     )

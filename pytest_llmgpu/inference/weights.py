@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_llmgpu.inference import models
+from pytest_llmgpu.inference import models, quantization
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.report.text import plural
 
@@ -78,6 +78,7 @@ def checkpoint(
         attn_implementation=source.attention,
         device_map=None if device_map is None else dict(device_map),
         distributed_config=distributed_config,
+        quantization_config=quantization.settings(source.quantization),
         use_safetensors=True,
         local_files_only=True,
         trust_remote_code=False,
@@ -88,16 +89,24 @@ def checkpoint(
         raise ValueError(
             f"model {source.name}: {plural(len(missing), 'weight')} missing in its files, such as {missing[0]}"
         )
+    quantization.check_converted(model)
     return model.eval()  # type: ignore[no-any-return]
 
 
 def materialise(
-    model: PreTrainedModel, device_of: Callable[[str], torch.device], *, seed: int, dtype: torch.dtype
+    model: PreTrainedModel,
+    device_of: Callable[[str], torch.device],
+    *,
+    seed: int,
+    dtype: torch.dtype,
+    quantized: str | None = None,
 ) -> None:
     """Fill a skeleton with random weights, each made directly on its device, and move its buffers to their devices.
 
     A value depends on the seed, on the parameter's name, shape and dtype, and on the kind of device. It does not depend
-    on how the model is spread over devices: `device_of` has the device of a parameter or buffer by its full name.
+    on how the model is spread over devices: `device_of` has the device of a parameter or buffer by its full name. With
+    `quantized`, a name of `quantization`, each weight is quantised once it is made, so that no device holds all plain
+    weights.
     """
     from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -110,7 +119,9 @@ def materialise(
         # Every rank has made equal values. Without a source rank each keeps its shard of its own values.
         return distribute_tensor(values, empty.device_mesh, empty.placements, src_data_rank=None)
 
-    fill(model, "", make, device_of)
+    convert = None if quantized is None else quantization.converter(model, quantized)
+    fill(model, "", make, device_of, convert=convert)
+    quantization.check_converted(model)
 
 
 def _random(
@@ -157,10 +168,12 @@ def fill(
     read: Reader,
     device_of: Callable[[str], torch.device],
     skipped: tuple[str, ...] = (),
+    convert: Callable[[torch.nn.Module, str], bool] | None = None,
 ) -> None:
     """Fill the empty parameters of a module and its submodules, and move its buffers to their devices.
 
     The prefix is the full name of the module, empty for a model. Submodules with the skipped names stay as they are.
+    `convert` is that of `quantization.converter`.
     """
     import torch
 
@@ -175,6 +188,8 @@ def fill(
             if empty.is_meta and empty not in made:
                 made[empty] = torch.nn.Parameter(read(f"{path}.{name}", empty), requires_grad=False)
             owner.register_parameter(name, made.get(empty, empty))
+            if convert is not None and convert(owner, f"{path}.{name}"):
+                del made[empty]  # the plain values
         for name, buffer in owner.named_buffers(recurse=False):
             owner._buffers[name] = buffer.to(device_of(f"{path}.{name}"))  # noqa: SLF001 - keeps it persistent or not
 

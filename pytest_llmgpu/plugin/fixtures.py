@@ -5,6 +5,7 @@ This module is loaded with the plugin in every test run. It imports other librar
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -48,8 +49,22 @@ Measure = Callable[..., "CaseResult"]
 """`measure(llm, items, batch_size) -> CaseResult`"""
 
 
-class StrategyName(str):  # noqa: SLOT000
+class StrategyName(str):
     """The parameter of our fixture `llm`; a test suite can have another fixture of that name."""
+
+    __slots__ = ("quantization",)
+    quantization: str
+
+    def __new__(cls, name: str, quantization: str = "none") -> StrategyName:  # noqa: PYI034 - Self is of Python 3.11
+        """Return a strategy whose weights are quantised."""
+        made = super().__new__(cls, name)
+        made.quantization = quantization
+        return made
+
+    @property
+    def id(self) -> str:
+        """The part of a test's id: `mp`, or `mp-int8`."""
+        return self if self.quantization == "none" else f"{self}-{self.quantization}"
 
 
 class BatchSize(int):
@@ -57,8 +72,14 @@ class BatchSize(int):
 
 
 def options_of(item: pytest.Item) -> Options:
-    """Return the options of a test."""
-    return options.resolve(item.config, item.iter_markers("llmgpu"))
+    """Return the options of a test; it has one quantisation if it has a strategy of the options."""
+    chosen, name = options.resolve(item.config, item.iter_markers("llmgpu")), parameter(item, "llm")
+    return dataclasses.replace(chosen, quantization=(name.quantization,)) if isinstance(name, StrategyName) else chosen
+
+
+def parameter(item: pytest.Item, name: str) -> object:
+    """Return a parameter of a test; None if it has none of that name."""
+    return item.callspec.params.get(name) if isinstance(item, pytest.Function) and hasattr(item, "callspec") else None
 
 
 def session_of(config: pytest.Config) -> BenchmarkSession:
@@ -118,6 +139,8 @@ def session_of(config: pytest.Config) -> BenchmarkSession:
             peers=peers,
         )
         session.recorder.declared = declared
+        if config.getoption("numprocesses", None) == 0:  # of xdist, whose workers pytest would start by default
+            session.recorder.flags["-n"] = 0
     except ValueError as error:
         raise pytest.UsageError(printable(str(error))) from None
     config.stash[SESSION] = session
@@ -262,7 +285,10 @@ def make(chosen: Options) -> ModuleType:
 def parameters(chosen: Options) -> dict[str, dict[str, Any]]:
     """Return the parameters of each parametrised fixture, and the function that returns their part of a test's id."""
     return {
-        "llm": {"params": [StrategyName(name) for name in chosen.strategy], "ids": str},
+        "llm": {
+            "params": [StrategyName(name, other) for other in chosen.quantization for name in chosen.strategy],
+            "ids": lambda name: name.id,
+        },
         "batch_size": {"params": [BatchSize(size) for size in chosen.batch_sizes], "ids": lambda size: f"bs{size}"},
     }
 
@@ -319,11 +345,6 @@ def measures(item: pytest.Item) -> bool:
     return is_ours(item) and bool(used(item, ["measure"]))
 
 
-def parameter(item: pytest.Item, name: str) -> object:
-    """Return a parameter of a test; None if it has none of that name."""
-    return item.callspec.params.get(name) if isinstance(item, pytest.Function) and hasattr(item, "callspec") else None
-
-
 def group_of(item: pytest.Item) -> tuple[str, Options]:
     """Return the strategy and the options of a test of ours: tests with equal ones share a loaded model.
 
@@ -356,21 +377,22 @@ def limits_of_selection(config: pytest.Config) -> list[str]:
 def run_order(items: Sequence[pytest.Item], runs: Callable[[pytest.Item], bool]) -> list[pytest.Item]:
     """Return the tests with ours ordered, in the places that ours have; the others stay.
 
-    Ours are run group by group, the reference strategy first, then in the order in which groups first appear, with
-    ascending batch sizes: each model is loaded once, and small batches run before large ones that may not fit. A test
-    that sets its batch size itself comes first. Tests of equal batch size keep their order. `runs` returns whether a
-    test is one of ours that is measured.
+    Ours are run group by group, the reference strategy first, plain weights before quantised ones, then in the order in
+    which groups first appear, with ascending batch sizes: each model is loaded once, and small batches run before large
+    ones that may not fit. A test that sets its batch size itself comes first. Tests of equal batch size keep their
+    order. `runs` returns whether a test is one of ours that is measured.
     """
     from pytest_llmgpu.report.case import REFERENCE_STRATEGY
 
     turns: dict[tuple[object, ...], int] = {}
-    places: dict[pytest.Item, tuple[bool, int, int]] = {}
+    places: dict[pytest.Item, tuple[bool, bool, int, int]] = {}
     for item in filter(runs, items):
         group, size = group_of(item), parameter(item, "batch_size")
         # Folders whose conftest.py change the model have loadings of their own.
         changes = tuple(one.plugin_name for one in item.ihook.pytest_llmgpu_model.get_hookimpls())
         turn = turns.setdefault((*group, changes), len(turns))
-        places[item] = (group[0] != REFERENCE_STRATEGY, turn, size if isinstance(size, int) else 0)
+        quantized = group[1].quantization != ("none",)
+        places[item] = (group[0] != REFERENCE_STRATEGY, quantized, turn, size if isinstance(size, int) else 0)
     ordered = iter(sorted(places, key=places.__getitem__))
     return [next(ordered) if item in places else item for item in items]
 
@@ -382,10 +404,15 @@ def idle_marker(item: pytest.Item) -> str | None:
     markers of its function, before it looks at those of a parameter. Options of the other workload are accepted in the
     marker of a class or a module, which can have tests of both.
     """
-    chosen = options_of(item)
+    chosen = options.resolve(item.config, item.iter_markers("llmgpu"))
     strategy, size = parameter(item, "llm"), parameter(item, "batch_size")
-    for name, value, allowed in (("strategy", strategy, chosen.strategy), ("batch_sizes", size, chosen.batch_sizes)):
-        if isinstance(value, (StrategyName, BatchSize)) and value not in allowed:
+    quantization = strategy.quantization if isinstance(strategy, StrategyName) else None
+    for name, value, allowed in (
+        ("strategy", strategy if quantization else None, chosen.strategy),
+        ("quantization", quantization, chosen.quantization),
+        ("batch_sizes", size if isinstance(size, BatchSize) else None, chosen.batch_sizes),
+    ):
+        if value is not None and value not in allowed:
             return (
                 f"marker llmgpu({name}=...): a marker of a pytest.param cannot choose it, and the test would run with "
                 f"{value}: put the marker on the test function"
@@ -459,7 +486,6 @@ def _measure(request: pytest.FixtureRequest) -> Measure:
         measured = item.stash.setdefault(_MEASURED, {})
 
         def record(result: CaseResult) -> None:
-            result.markers = sorted({mark.name for mark in item.iter_markers()})
             result.line = None if item.location[1] is None else item.location[1] + 1
             kept.append(session.record(result, llm.options, item.nodeid))
             measured[kept[-1].id] = kept[-1]

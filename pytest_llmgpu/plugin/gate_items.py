@@ -99,10 +99,11 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
     """Show the verdict, and count items without a verdict by their own name."""
     verdict: str | None = getattr(report, "llmgpu_verdict", None)
+    verdict = verdict and verdict.replace("_", " ")
     if verdict is None:
         return None
     if report.skipped:
-        return verdict.lower().replace("_", " "), verdict[0], verdict  # one word in letter, line and footer
+        return verdict.lower(), verdict[0], verdict  # one word in letter, line and footer
     return ("failed", "F", verdict) if report.failed else ("passed", ".", verdict)
 
 

@@ -125,7 +125,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     except pytest.UsageError as error:
         metafunc.config.stash[_MARKER_ERRORS][metafunc.definition.nodeid] = printable(str(error))
         return
-    if any({"strategy", "batch_sizes"} & set(marker.kwargs) for marker in markers):
+    if any({"strategy", "quantization", "batch_sizes"} & set(marker.kwargs) for marker in markers):
         for name, values in fixtures.parameters(chosen).items():
             if name in metafunc.fixturenames:
                 mark = pytest.mark.parametrize(name, values["params"], ids=values["ids"], indirect=True)

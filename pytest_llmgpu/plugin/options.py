@@ -27,8 +27,8 @@ _OF_WORKLOAD = {
 _OF_ENGINE = dict.fromkeys(("server_url", "server_command"), "openai")
 """Options of an engine to its name; those of strategies begin with it."""
 
-_INI_TYPES: dict[str | None, Any] = {"NAME[,NAME]": "args", "N[,N]": "args"}
-"""Types of ini keys beside strings, by the placeholder of their value in the help."""
+_INI_TYPES: dict[str | None, Any] = {}
+"""Types of ini keys beside strings and lists, by the placeholder of their value in the help."""
 if pytest.version_tuple >= (9, 2):
     # Native TOML writes numbers and booleans. Strings are accepted too: ini files have no other type, and 1/6 is one.
     _INI_TYPES[None] = bool | str
@@ -53,7 +53,8 @@ def declare(parser: pytest.Parser) -> None:
             **({"metavar": declared["metavar"]} if declared["metavar"] else {}),
             **({"nargs": "?", "const": declared["bare"]} if declared["bare"] is not None else {}),
         )
-        ini_type = _INI_TYPES.get(declared["metavar"], "string")
+        is_list = (declared["metavar"] or "").endswith("]")
+        ini_type: Any = "args" if is_list else _INI_TYPES.get(declared["metavar"], "string")
         parser.addini(ini_key_of(field), f"default of {flag_of(field)}", type=ini_type, default=None)
 
 

@@ -25,11 +25,12 @@ from pytest_llmgpu.report.text import listed
 _DISTRIBUTIONS = (
     *("pytest-llmgpu", "pytest", "torch", "transformers", "accelerate", "deepspeed", "ray", "datasets"),
     *("tokenizers", "safetensors", "triton", "nvidia-ml-py"),
+    *("torchao", "bitsandbytes", "compressed-tensors", "kernels"),  # of quantised weights
 )
 _VARIABLES = re.compile(r"(NCCL|CUDA|PYTORCH)_.*|OMP_(NUM_THREADS|WAIT_POLICY)|GOMP_SPINCOUNT")
 _DEVICE_NODES = Path("/dev")
 """The folder of nvidia0, nvidia1 and so on. They show a GPU if NVML is missing."""
-_LIBRARIES = ("pytest-llmgpu", "torch", "transformers", "accelerate", "deepspeed", "triton")
+_LIBRARIES = ("pytest-llmgpu", "torch", "transformers", "accelerate", "deepspeed", "triton", "torchao")
 """Distributions that every node must have in one version: their code computes and communicates."""
 
 
@@ -81,7 +82,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
         """Return the devices in words: `4 x NVIDIA H200 (cuda)`."""
         nodes = f" on {count} nodes" if (count := len({*self.nodes[: self.devices]})) > 1 else ""
         if self.device == "cuda":
-            return f"{_count(gpu.name for gpu in self.gpus)} (cuda){nodes}"
+            return f"{_count(gpu.name for gpu in self.gpus) or 'remote server'} (cuda){nodes}"
         times = f"{self.devices} x " if self.devices > 1 else ""
         return f"{times}CPU, {len(os.sched_getaffinity(0))} cores ({_cpu()}){nodes}"
 

@@ -126,8 +126,12 @@ def end(device: torch.device) -> list[Collective]:  # noqa: ARG001 - as every fu
     return _records(tally)
 
 
-def of_plan(loaded: Loaded, plan: Plan, *, logits: str = scoring.LEAN) -> list[Collective]:
+def of_plan(
+    loaded: Loaded, plan: Plan, *, logits: str = scoring.LEAN, of_tokens: scoring.OnBatch | None = None
+) -> list[Collective]:
     """Return the traffic of this rank by kind when all batches of a plan are scored once.
+
+    Where it depends on the tokens themselves all batches are run and counted, and `of_tokens` gets each of them.
 
     Five small forwards give the traffic per padded token, per row, per token of row length and per predicted token:
     hidden states are sent per padded token, logits per predicted token, rotary tables per token of row length. The
@@ -137,18 +141,30 @@ def of_plan(loaded: Loaded, plan: Plan, *, logits: str = scoring.LEAN) -> list[C
     Raises:
         ValueError: An op is unknown, or the traffic depends on other numbers.
     """
+    if of_tokens is not None:
+        where: Any = {"input_device": loaded.input_device, "devices": loaded.devices}
+        scored = functools.partial(scoring.score, loaded.model, plan, on_batch=of_tokens, logits=logits, **where)
+        return count(scored, world_size=loaded.world_size)
     return _records(_of_prefills(loaded, plan, logits))
 
 
-def of_generation(loaded: Loaded, plan: Plan) -> tuple[list[Collective], list[Collective]]:
+def of_generation(
+    loaded: Loaded, plan: Plan, *, of_tokens: scoring.OnBatch | None = None
+) -> tuple[list[Collective], list[Collective]]:
     """Return the traffic of this rank by kind when texts are generated for all batches of a plan, and in one step.
 
     The traffic of a prefill is that of a forward without a KV cache, and `of_plan` counts it. A decode step of each
-    number of rows is run and counted: every step of a batch sends the same.
+    number of rows is run and counted: every step of a batch sends the same. With `of_tokens` all texts are generated
+    again, as in `of_plan`.
 
     Returns:
         The traffic of the plan, and that of one decode step of its largest batch.
     """
+    if of_tokens is not None:
+        largest_batch = max(plan.batches, key=lambda batch: batch.rows)
+        with graph_choice.generator(loaded, plan) as generator:
+            every = count(lambda: generator.generate(of_tokens), world_size=loaded.world_size)
+            return every, count(lambda: generator.step(largest_batch), world_size=loaded.world_size)
     total = _of_prefills(loaded, plan, scoring.LEAN)
     largest: _Tally = {}
     with graph_choice.generator(loaded, plan) as generator:

@@ -9,12 +9,12 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgspec
 
 from pytest_llmgpu.engines.protocol import Engine
-from pytest_llmgpu.inference import batching, compiled_layers, generation, models, scoring, tasks, weights
+from pytest_llmgpu.inference import batching, compiled_layers, generation, models, quantization, scoring, tasks, weights
 from pytest_llmgpu.inference.batching import Plan, Requests
 from pytest_llmgpu.inference.cuda_graphs import GraphedDecoder
 from pytest_llmgpu.inference.generation import Generated, Generator, score_texts
@@ -35,6 +35,7 @@ from pytest_llmgpu.strategies.protocol import Workspace
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedModel
 
     from pytest_llmgpu.strategies.protocol import Loaded, Strategy
 
@@ -181,6 +182,7 @@ def build(state: RankState, case: Case, source: ModelSource, place: str) -> str 
     if os.environ.get("LOCAL_RANK", "0") != "0" or os.environ.get("RANK", "0") == "0":
         return None
     strategy = registered.make(place)
+    assert not isinstance(strategy, Engine), "an engine has one rank"
     try:
         strategy.check(case, source)
         strategy.build(case, print)
@@ -272,7 +274,7 @@ def warm_up(state: RankState, case: Case, not_recorded: str | None = None) -> No
         tokens_requested=None if workspace is None else workspace.tokens_requested,
         tokens_granted=None if workspace is None else workspace.tokens_granted,
         execution_choice=graph_choice.describe(decision),
-        implementations=models.implementations(loaded.config),
+        implementations=models.implementations(loaded.config) | quantization.describe(stored(state)),
     )
 
 
@@ -352,11 +354,13 @@ def account(state: RankState) -> tuple[list[Collective], list[Collective] | None
     if max(batch.rows for batch in plan.batches) < traffic.MOST_ROWS:
         # The counted forwards have more rows than the workspace of this case has room for.
         state.strategy.prepare(loaded, traffic.MOST_ROWS, plan.tokens)
+    # Tokens are sent to their experts.
+    of_tokens = report_to(state) if state.case.strategy_options.get("expert_parallel") == "all_to_all" else None
     try:
         with compiled_layers.suspended():
             if state.case.generates:
-                return traffic.of_generation(loaded, plan)
-            return traffic.of_plan(loaded, plan, logits=state.case.scoring), None
+                return traffic.of_generation(loaded, plan, of_tokens=of_tokens)
+            return traffic.of_plan(loaded, plan, logits=state.case.scoring, of_tokens=of_tokens), None
     except ValueError as error:
         return str(error)
 
@@ -419,10 +423,23 @@ def model_size(state: RankState) -> ModelSize | str | None:
         dtype: torch.dtype = getattr(torch, state.case.dtype)
         try:
             # The loaded model holds this rank's part only.
-            state.model_size = work.model_size(weights.skeleton(state.source, dtype), dtype.itemsize)
+            state.model_size = work.model_size(weights.skeleton(state.source, dtype), dtype.itemsize, stored(state))
         except Exception as error:  # noqa: BLE001 - a model of a user can fail in any way, and costs its bound alone
             state.model_size = f"{type(error).__name__}: {error}"
     return state.model_size
+
+
+def stored(state: RankState) -> dict[str, tuple[str, int]] | None:
+    """Return kind and bytes of each quantised weight of the decoder, by name; None for a model of plain weights.
+
+    Raises:
+        ValueError: An engine quantises the weights.
+    """
+    if state.case.quantization is None:
+        return None
+    if state.case.execution == "engine":
+        raise ValueError("the engine quantises the weights, whose size is not known")
+    return quantization.stored(cast("PreTrainedModel", state.loaded.model), state.loaded.world_size)
 
 
 def measure_ceilings(state: RankState, wanted: Collection[str]) -> Ceilings:

@@ -23,18 +23,21 @@ from weakref import WeakKeyDictionary
 
 import msgspec
 
+from pytest_llmgpu.recording.layer_kinds import LayerKinds
 from pytest_llmgpu.report.work import OTHER_MODULE, HostCalls, RankWork
 
 if TYPE_CHECKING:
     import torch
 
 _LAYER_NUMBER = re.compile(r"\.\d+(?=\.|$)")
-_LIKE_FLASH_ATTENTION = (
-    "_scaled_dot_product_flash_attention_for_cpu",
+_ATTENTION = (
+    *("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"),
+    *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
     "_scaled_dot_product_fused_attention_overrideable",
 )
-"""Ops of attention without an entry in torch's table, which take the same shapes as the flash attention of GPUs. Remove
-an entry once `torch.utils.flop_counter` of every supported release has it."""
+"""Ops of attention. Torch's table lacks some, and its formula refuses fewer heads of keys than of queries in 2.11."""
+_GROUPED = "::_grouped_mm", "::grouped_mm_fallback"
+"""Products of the rows of each group with a matrix of its own, in torch and in transformers. Neither has a formula."""
 _OTHER_THREADS = "the program computes in threads of its own, whose calls are not counted"
 
 
@@ -67,11 +70,11 @@ def count_ops(forward: Callable[[], object], model: torch.nn.Module | None, work
     from torch.utils.flop_counter import flop_registry
 
     aten = torch.ops.aten
-    attention = flop_registry[aten._scaled_dot_product_flash_attention]  # noqa: SLF001 - the key of torch's table
-    alike = [getattr(aten, name) for name in _LIKE_FLASH_ATTENTION if hasattr(aten, name)]
-    formulas: dict[Any, Callable[..., Any]] = dict.fromkeys(alike, attention) | dict(flop_registry)
+    attention = [getattr(aten, name) for name in _ATTENTION if hasattr(aten, name)]
+    formulas: dict[Any, Callable[..., Any]] = dict(flop_registry) | dict.fromkeys(attention, _attention)
     ops: dict[str, Counter[str]] = defaultdict(Counter)
     flops: Counter[str] = Counter()
+    kinds = LayerKinds(model)
     entered, caller, others = _Entered(), threading.get_ident(), set()
 
     @contextmanager
@@ -101,13 +104,15 @@ def count_ops(forward: Callable[[], object], model: torch.nn.Module | None, work
             answer = func(*args, **named)
             name = func._schema.name if hasattr(func, "_schema") else str(func)  # noqa: SLF001 - as torch's own modes do
             ops[entered.modules[-1]][name] += 1
-            formula = formulas.get(getattr(func, "_overloadpacket", func))
+            kinds.add(name)
+            grouped = _grouped if name.endswith(_GROUPED) else None
+            formula: Callable[..., Any] | None = formulas.get(getattr(func, "_overloadpacket", func), grouped)
             if formula is not None:
                 flops[entered.modules[-1]] += int(formula(*args, **named, out_val=answer))
             return answer
 
     # torch leaves the constructor of its modes untyped.
-    with module_hooks(model, inside), Counting():  # type: ignore[no-untyped-call]
+    with module_hooks(model, inside), kinds, Counting():  # type: ignore[no-untyped-call]
         forward()
     return msgspec.structs.replace(
         work,
@@ -115,8 +120,20 @@ def count_ops(forward: Callable[[], object], model: torch.nn.Module | None, work
         ops_by_module={module: dict(sorted(calls.items())) for module, calls in sorted(ops.items())},
         flops=flops.total(),
         flops_by_module=dict(flops.most_common()),
+        implementations=kinds.implementations(),
+        routing=kinds.routing(),
         why={**work.why, "host_calls": _OTHER_THREADS} if others else work.why,
     )
+
+
+def _attention(query_BHSD: torch.Tensor, key_BGTD: torch.Tensor, value_BGTE: torch.Tensor, *_: Any, **__: Any) -> int:
+    """Return the FLOPs of two products for each head of the queries; torch counts a causal mask as none, too."""
+    return 2 * query_BHSD[..., 0].numel() * key_BGTD.shape[-2] * (query_BHSD.shape[-1] + value_BGTE.shape[-1])
+
+
+def _grouped(rows: torch.Tensor, matrices: torch.Tensor, offs: torch.Tensor, *_: Any, **__: Any) -> int:
+    """Return the FLOPs of [rows, K] by [groups, K, N]; rows behind the last offset belong to no group."""
+    return 2 * int(offs[-1]) * rows.shape[-1] * matrices.shape[-1]
 
 
 @contextmanager

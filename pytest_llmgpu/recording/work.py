@@ -30,9 +30,10 @@ import msgspec
 
 from pytest_llmgpu.inference import scoring, sm_clock
 from pytest_llmgpu.inference.batching import Batch, Plan
-from pytest_llmgpu.inference.models import EXPERTS
+from pytest_llmgpu.inference.models import experts_of
 from pytest_llmgpu.inference.scoring import synchronize
 from pytest_llmgpu.inference.sm_clock import SmClock
+from pytest_llmgpu.recording.layer_kinds import with_packages
 from pytest_llmgpu.recording.op_counts import count_calls, count_ops, module_hooks
 from pytest_llmgpu.report.kernel_families import collective_of, family_of
 from pytest_llmgpu.report.text import first_line
@@ -332,7 +333,9 @@ def measure(
     host_calls: list[HostCalls] = []
     if "host_calls" not in why:
         _run(program.devices, batch, lambda one: host_calls.append(count_calls(partial(forward, one))), on_batch)
-    figures = msgspec.structs.replace(figures, host_calls=next(iter(host_calls), None), why=why)
+    ran = with_packages(figures.implementations, host_calls[0].by_file if host_calls else ())
+    counted = next(iter(host_calls), None)
+    figures = msgspec.structs.replace(figures, host_calls=counted, implementations=ran, why=why)
     return msgspec.structs.replace(reply, work=figures, rows=rows, traces=traces)
 
 
@@ -372,14 +375,17 @@ def join(replies: Sequence[WorkReply], kernel_names: dict[str, int], model: Mode
     )
 
 
-def model_size(model: PreTrainedModel, dtype_bytes: int) -> ModelSize | str:
+def model_size(
+    model: PreTrainedModel, dtype_bytes: int, stored: dict[str, tuple[str, int]] | None = None
+) -> ModelSize | str:
     """Return what a model computes at least, or the reason why the formula does not hold for it.
 
-    It is the whole model; its weights may be on the meta device.
+    It is the whole model; its weights may be on the meta device. `stored` has the bytes of quantised weights by name,
+    as `quantization.stored` returns them; None for plain ones.
     """
     config = model.config.get_text_config()
-    experts = next((count for name in EXPERTS if (count := getattr(config, name, None))), None)
-    active = getattr(config, "num_experts_per_tok", None)
+    experts = experts_of(config)
+    active: Any = getattr(config, "num_experts_per_tok", None)
     if experts and not active:
         return "its config has no num_experts_per_tok, the experts that a token passes through"
     apart = [model.get_input_embeddings(), model.get_output_embeddings()]
@@ -387,18 +393,22 @@ def model_size(model: PreTrainedModel, dtype_bytes: int) -> ModelSize | str:
     parts = {name: part for name, part in model.named_parameters() if id(part) not in left_out}
     counts = {name: part.numel() for name, part in parts.items()}
     # Some models have their experts under other names, always in one tensor.
-    of_experts = sum(
-        counts[name]
+    names = [
+        name
         for name, part in parts.items()
         if experts and (".experts." in name or (part.dim() == 3 and part.shape[0] == experts))  # noqa: PLR2004 - experts, rows, columns
-    )
+    ]
+    of_experts = sum(counts[name] for name in names)
+    sizes = {name: count * dtype_bytes for name, count in counts.items()}
+    if stored is not None:
+        sizes = {name: size for name, (_, size) in stored.items()}
     share = active / experts if experts else 1.0
     heads, kinds = config.num_attention_heads, getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None) if kinds is None else None
     return ModelSize(
         parameters=sum(counts.values()) - round((1 - share) * of_experts),
-        weights_bytes=sum(counts.values()) * dtype_bytes,
-        experts_bytes=of_experts * dtype_bytes,
+        weights_bytes=sum(sizes.values()),
+        experts_bytes=sum(size for name, size in sizes.items() if name in names or (experts and ".experts." in name)),
         active_experts=share,
         layers=(0 if window else config.num_hidden_layers) if kinds is None else kinds.count("full_attention"),
         attention_width=heads * (getattr(config, "head_dim", None) or config.hidden_size // heads),

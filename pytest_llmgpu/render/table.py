@@ -106,15 +106,21 @@ def _of_bound(bound: str, measured: str, result: CaseResult) -> float | None:
     return bound_s / seconds if bound_s is not None and seconds else None
 
 
+def _of_quantized(name: str, result: CaseResult) -> float | None:
+    """Return a field of the comparison of a case whose weights are quantised: of answers that are lists, the number."""
+    compared = None if result.case.quantization is None else result.comparison
+    found = None if compared is None else getattr(compared, name)
+    return len(found) if isinstance(found, list) else found
+
+
 _TITLES = {
     "inference_s": ("time\ns", 1.0),
     "device_time_s": ("device time\ns/work pass", 1.0),
     "sequences_per_s": ("sequences\n/s", 1.0),
-    "token_p95_s": ("token p95\nms", 1e-3),
+    "token_p95_s": ("p95\nms", 1e-3),
     "kv_cache_bytes": ("KV cache\nMiB", MIB),
     "wire_bytes_per_token": ("sent\nMB/token", 1e6),
     "flops_per_sequence": ("FLOPs\nG/sequence", 1e9),
-    "peak_resident_bytes": ("memory\nGiB/rank", GIB),
 }
 """Titles and units of metrics in tables; those without one are in CSV and Markdown only."""
 
@@ -126,7 +132,7 @@ COLUMNS = {
             for one in METRICS
             if one.exported is not None
         ),
-        Column("new_tokens_per_s", "new tokens\n/s", 1.0, lambda one: one.tokens_per_s if one.case.generates else None),
+        Column("new_tokens_per_s", "tokens\n/s", 1.0, lambda one: one.tokens_per_s if one.case.generates else None),
         Column("bound_share", "of bound\n%", 0.01, lambda one: None if one.bound is None else one.bound.share),
         Column("device_busy", "computing\n%", 0.01, device_busy),
         Column("between_nodes_bytes_per_sequence", "between nodes\nMB/sequence, sum", 1e6, _between_nodes_bytes),
@@ -135,7 +141,7 @@ COLUMNS = {
         Column("batch_p50_s", "batch p50\nms", 1e-3, partial(batch_latency_s, share=0.50)),
         Column("batch_p95_s", "batch p95\nms", 1e-3, partial(batch_latency_s, share=0.95)),
         Column("batch_p99_s", "batch p99\nms", 1e-3, partial(batch_latency_s, share=0.99)),
-        Column("token_p99_s", "token p99\nms", 1e-3, lambda one: one.token_p99_s),
+        Column("token_p99_s", "p99\nms", 1e-3, lambda one: one.token_p99_s),
         Column(
             "kv_cache_formula_bytes",
             "formula\nMiB",
@@ -145,9 +151,17 @@ COLUMNS = {
         Column("prefill_bound_share", "of bound\n%, prefill", 0.01, partial(_of_bound, "prefill_s", "first_token_s")),
         Column("step_bound_share", "of bound\n%, step", 0.01, partial(_of_bound, "step_s", "token_p50_s")),
         Column("speedup", "speed-up\nover mp", 1.0),  # of a block: see `columns_of`
+        Column("flipped", "answers\nflipped", 1.0, partial(_of_quantized, "flipped")),
+        Column("typical_difference", "log-likelihoods\ndiffer %", 0.01, partial(_of_quantized, "typical_difference")),
         Column("compile_s", "compile\ns", 1.0, _compile_s),
         Column("memory_bytes", "memory\nGiB/GPU", GIB, lambda one: max(in_use_bytes(one), default=None)),
         Column("threads", "threads\nper rank", 1.0, _threads),
+        Column(
+            "peak_resident_bytes",
+            "peak RSS\nGiB/rank",
+            GIB,
+            lambda one: max(_of_memory("peak_resident_bytes", one), default=None),
+        ),
         *(
             Column(name, title, unit, devices=partial(figure, name))
             for figure, name, title, unit in (
@@ -183,14 +197,15 @@ Place = Literal["summary", "work", "tokens", "communication", "memory"]
 
 TABLES: dict[Place, Sequence[str]] = {
     "summary": (
-        *("token_p95_s", "new_tokens_per_s", "sequences_per_s", "speedup", "compile_s", "memory_bytes"),
-        *("peak_resident_bytes", "sent_bytes"),
+        *("token_p95_s", "new_tokens_per_s", "sequences_per_s", "speedup", "flipped", "typical_difference"),
+        *("compile_s", "memory_bytes", "peak_resident_bytes", "sent_bytes"),
         *("between_nodes_bytes_per_sequence", "device_busy", "utilization_pct", "flops_per_sequence", "threads"),
     ),
     "work": (
-        *("inference_s", "speedup", "compile_s", "device_time_s", "flops_per_sequence", "bound_share", "device_busy"),
+        *("inference_s", "speedup", "flipped", "typical_difference", "compile_s", "device_time_s"),
+        *("flops_per_sequence", "bound_share", "device_busy"),
         *("between_nodes_bytes_per_sequence", "energy_j_per_sequence", "energy_j_per_token", "batch_p50_s"),
-        *("batch_p95_s", "batch_p99_s"),
+        *("batch_p95_s", "batch_p99_s", "peak_resident_bytes"),
     ),
     "tokens": (
         *("token_p95_s", "token_p99_s", "kv_cache_bytes", "kv_cache_formula_bytes", "wire_bytes_per_token"),
@@ -212,6 +227,7 @@ The summary has the memory of the fullest GPU, and means of the others. `communi
 KEPT = frozenset(
     (
         *("inference_s", "device_time_s", "new_tokens_per_s", "sequences_per_s", "token_p99_s", "memory_bytes"),
+        *("speedup", "compile_s", "token_p95_s"),
         *("bound_share", "prefill_bound_share", "step_bound_share", "kv_cache_bytes", "wire_bytes_per_token"),
         *("pcie_tx_bytes_per_s", "pcie_rx_bytes_per_s", "nvlink_tx_bytes_per_s", "weights_bytes", "activations_bytes"),
         *("workspace_bytes", "peak_allocated_bytes", "nvml_used_max_bytes"),
@@ -262,7 +278,7 @@ _DEFAULT_WORDS = {
 }
 """A caption leaves these defaults out. They are written where another block has another value."""
 
-_COLUMN_FIELDS = ("strategy", "backend", "strategy_options", "execution")
+_COLUMN_FIELDS = ("strategy", "backend", "strategy_options", "quantization", "execution")
 """Fields of a case that may differ within a table. `execution` is one of them: each batch size may run differently."""
 
 
@@ -429,11 +445,20 @@ def figure_tables(cases: Sequence[CaseResult]) -> dict[Place, FigureTable]:
 
 
 def columns_of(place: Place, cases: Sequence[CaseResult]) -> list[Column]:
-    """Return the columns of a table of one block; the speed-up is that over its mp at the same batch size."""
-    mp = {one.case.batch_size: one.sequences_per_s for one in cases if one.case.strategy == REFERENCE_STRATEGY}
+    """Return the columns of a table of one block; the speed-up is that over its mp at the same batch size.
+
+    It is over mp with plain weights if there is one.
+    """
+
+    def of(case: Case) -> tuple[str | None, int]:
+        return case.quantization, case.batch_size
+
+    mp = {of(one.case): one.sequences_per_s for one in cases if one.case.strategy == REFERENCE_STRATEGY}
 
     def speedup(result: CaseResult) -> float | None:
-        base = None if result.case.strategy == REFERENCE_STRATEGY else mp.get(result.case.batch_size)
+        case = result.case
+        key = (None, case.batch_size) if (None, case.batch_size) in mp else of(case)
+        base = None if case.strategy == REFERENCE_STRATEGY and key == of(case) else mp.get(key)
         return result.sequences_per_s / base if base and result.sequences_per_s else None
 
     own = own_columns(cases).values() if place in {"summary", "work"} else ()
@@ -515,7 +540,7 @@ def entries(cases: Sequence[CaseResult]) -> list[Entry]:
         ]
         # On a CPU devices are processes, and cases of different numbers share a table.
         processes = plural(case.devices, "process") if any(other.devices != case.devices for other in alike) else None
-        titles[series] = " ".join(filter(None, [case.strategy, backend, *options, processes]))
+        titles[series] = " ".join(filter(None, [case.strategy, case.quantization, backend, *options, processes]))
     numbers: Counter[tuple[str, int]] = Counter()
     found = []
     for result in sorted(cases, key=lambda result: result.case.batch_size):
@@ -564,6 +589,7 @@ def with_reference(cases: Sequence[CaseResult], *, verbose: bool) -> Iterator[li
     Strategies that do not differ are left out unless `verbose`.
     """
     found = [(one.title, one.result, one.result.comparison) for one in entries(cases)]
+    titles = {result.id: title for title, result, _ in found}
     for title in dict.fromkeys(title for title, *_ in found):
         compared = [(result, one) for other, result, one in found if other == title and one is not None]
         if not compared:
@@ -575,7 +601,7 @@ def with_reference(cases: Sequence[CaseResult], *, verbose: bool) -> Iterator[li
         if len(compared) > 1:
             where = f", worst{where}" if any(_severity(result, worst)) else " at every batch size"
         first, *rest = _differences(result, worst)
-        yield [f"{title} compared with {REFERENCE_STRATEGY}{where}: {first}", *rest]
+        yield [f"{title} compared with {titles.get(worst.reference, REFERENCE_STRATEGY)}{where}: {first}", *rest]
 
 
 def _severity(result: CaseResult, comparison: Comparison) -> tuple[bool, int, int, float]:

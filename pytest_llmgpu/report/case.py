@@ -91,6 +91,9 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     has it, else `eager`. It is also null where `--llmgpu-attention` names that one."""
     experts: str | None = None
     """Implementation of experts in transformers; null for the one that transformers itself chooses."""
+    quantization: str | None = None
+    """Quantisation of the weights: a name of `--llmgpu-quantization`, or the method of a checkpoint that is quantised,
+    such as `fp8-checkpoint`; null for plain weights."""
     prompt_tokens: Positive | None = None
     """Number of tokens that are kept of each prompt, the last ones; null for a case that scores."""
     new_tokens: Positive | None = None
@@ -109,8 +112,9 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def id(self) -> str:
-        """Short name: `mp-bs8`, or `mp-generate-bs8` for a case that generates."""
-        return f"{self.strategy}-{GENERATE + '-' if self.generates else ''}bs{self.batch_size}"
+        """Short name: `mp-bs8`; of a case that generates with quantised weights `mp-int8-generate-bs8`."""
+        words = (self.strategy, self.quantization, GENERATE if self.generates else None, f"bs{self.batch_size}")
+        return "-".join(filter(None, words))
 
     @property
     def key(self) -> str:

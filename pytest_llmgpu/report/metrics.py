@@ -419,17 +419,6 @@ METRICS: tuple[MetricSpec, ...] = (
         trend_unit=2.0**30,
     ),
     MetricSpec(
-        name="resident_memory",
-        unit="bytes",
-        written=gib,
-        figure=lambda result: _figure(
-            "bytes",
-            max((one.peak_resident_bytes or 0 for launch in result.launches for one in launch.memory), default=0)
-            or None,
-        ),
-        exported=Exported(column="peak_resident_bytes"),
-    ),
-    MetricSpec(
         name="creep",
         rule="creep",
         next_step="Find the commits that added it with llmgpu trend, or accept it: llmgpu promote --force REASON.",

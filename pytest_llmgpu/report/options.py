@@ -86,15 +86,18 @@ None or an error if it is not allowed. The placeholder of a flag without a value
 def parse(metavar: str | None, empty: bool, text: str) -> Any:
     """Return the value of a text by the placeholder in the help; ValueError with the allowed values.
 
-    `{auto,cuda}` allows these words, NAME the name of a report, and any other a text; `empty` allows an empty one.
+    `{auto,cuda}` allows these words, `{auto,cuda}[,...]` a comma list of them, NAME the name of a report, and any other
+    a text; `empty` allows an empty one.
     """
     if metavar == "NAME" and text:
         check_name(text)
     if metavar is not None and metavar.startswith("{"):
-        words = metavar.strip("{}").split(",")
-        if text in words:
-            return text
-        raise ValueError(f"allowed are {', '.join(words)}{guess(text, words)}")
+        inside, _, several = metavar.strip("{").partition("}")
+        words, given = inside.split(","), text.split(",") if several else [text]
+        given = [one.strip() if several else one for one in given]
+        if (wrong := next((one for one in given if one not in words), None)) is not None:
+            raise ValueError(f"allowed are {', '.join(words)}{guess(wrong, words)}")
+        return tuple(dict.fromkeys(given)) if several else text
     allowed, read = _KINDS.get(metavar, ("a value is needed", lambda text: text if text.strip() or empty else None))
     with suppress(ValueError, ZeroDivisionError):
         if (value := read(text)) is not None:
@@ -161,6 +164,12 @@ class Options:
         "dtype of weights and activations (auto: float16 on GPUs, float32 on a CPU)",
         "auto",
     )
+    quantization: tuple[str, ...] = _option(
+        "{none,int8,int8-dynamic,int4,fp8-weight,fp8}[,...]",
+        "quantise the weights by torchao after loading; int8, int4, fp8-weight: weights only; int8-dynamic, fp8: "
+        "products in 8 bits too; several are measured one after the other and compared with none",
+        "none",
+    )
     device: str = _option("{auto,cuda,cpu}", "auto: every visible GPU, else the CPU", "auto")
     devices: int | None = _option("N", "number of devices (default: every visible GPU; 1 on a CPU)")
     launcher: str = _option(
@@ -226,6 +235,12 @@ class Options:
         "on",
     )
     tp_backend: str = _option("{transformers,deepspeed}", "library that implements tp", "transformers")
+    tp_expert_parallel: str = _option(
+        "{off,all_reduce,all_to_all}",
+        "whole experts on each rank of tp in place of a part of every expert; all_reduce: a rank runs its experts on "
+        "all tokens, and outputs are summed; all_to_all: a token is sent to the ranks of its experts",
+        "off",
+    )
     iok_stock: bool = _option(
         None, "use DeepSpeed's own binding of the kernels for iok, including its wrong residual sum", "false"
     )

@@ -465,8 +465,6 @@ class CaseResult(msgspec.Struct, kw_only=True, dict=True):
     """Node id of the test that measured the case; null if no test did."""
     line: Count | None = None
     """Number of the line where the test begins in its file, from 1; null if it is not known."""
-    markers: list[str] = []
-    """Names of the markers of the test. A policy can have other thresholds for a marker."""
     key: str
     """SHA-256 over the fields of `case` that differ from their defaults, except `execution` and `launcher`: results
     with an equal key are measurements of the same case. It is computed again when a report is read."""

@@ -86,6 +86,19 @@ class HostCalls(msgspec.Struct, frozen=True, kw_only=True):
     """The minor version of Python (`3.12`). Other versions inline other functions: their numbers differ."""
 
 
+class Routing(msgspec.Struct, frozen=True, kw_only=True):
+    """The experts of the tokens of one forward, padding included, with a value for each layer that has experts."""
+
+    experts: Count
+    """The number of experts of a layer."""
+    tokens: Count
+    """The number of tokens of the forward."""
+    touched: list[Count]
+    """The number of experts that have a token."""
+    busiest: list[Count]
+    """The number of tokens of the expert that has most of them."""
+
+
 class RankWork(msgspec.Struct, frozen=True, kw_only=True):
     """The work of one rank. A figure that could not be measured is null, with its reason in `why`."""
 
@@ -126,16 +139,17 @@ class RankWork(msgspec.Struct, frozen=True, kw_only=True):
     none. transformers reads one scalar in each forward, to see if a row holds several sequences."""
     host_calls: HostCalls | None = None
     """The calls of functions by the host in the third eager forward over `eager_batches`. Null in older reports."""
+    implementations: dict[str, str] = {}
+    """Kind of layer (`attention` or, where layers differ, `sliding attention`, `full attention`, `linear attention`;
+    `experts`) to its implementation in transformers and the kernels that ran in the eager pass: `sdpa (flash)`. Empty
+    without a config of transformers, and in older reports."""
+    routing: Routing | None = None
+    """The experts of the tokens of the first eager forward over `eager_batches`; null for a model without experts."""
     rows: Sequence[WorkRow] | None = None
     """A row for every kernel, copy and memset of a pass, and the at most 100 largest rows by module and kernel. The
     time of the remaining kernels of a module is summed by family, and that of the smallest of very many modules by
     family as `other`. In older reports the small kernels of a pass are summed by family too, and copies are missing."""
     why: Reasons = {}
-
-    @property
-    def is_complete(self) -> bool:
-        """True if every kernel and copy has a row; in reports of the same versions ops are counted by module."""
-        return self.ops_by_module is not None and self.rows is not None
 
 
 class ModelSize(msgspec.Struct, frozen=True, kw_only=True):
@@ -222,6 +236,11 @@ class Bound(msgspec.Struct, frozen=True, kw_only=True):
     scores."""
     step_s: Seconds | None = None
     """The mean of the bound of a decode step without its collectives, in seconds; null for a case without steps."""
+    experts_read: Amount | None = None
+    """The experts of a layer that had a token in the forward of the work pass, counted, the mean over layers; for a
+    case that generates, of a decode step. Null for a model without experts."""
+    experts_expected: Amount | None = None
+    """The expected number of these experts for uniform routing, on which the bound is based."""
 
 
 def renumbered(work: Work, numbers: Sequence[int]) -> Work:

@@ -12,9 +12,10 @@ from typing import Any
 
 import msgspec
 
+from pytest_llmgpu.engines import openai
 from pytest_llmgpu.engines.function import OPTION, PLACE, Function
 from pytest_llmgpu.engines.protocol import Engine
-from pytest_llmgpu.inference import bundled, generation, models, tasks
+from pytest_llmgpu.inference import bundled, generation, models, quantization, tasks
 from pytest_llmgpu.inference.models import ModelSource, TokenizerError
 from pytest_llmgpu.inference.tasks.protocol import Dataset, Item, Task
 from pytest_llmgpu.profiling import nvml
@@ -62,7 +63,7 @@ class Planner:
         self.known_tasks = known_tasks
         """Maps the name of each task, which is the name of its fixture, to its place."""
         self.notes: list[str] = []
-        """A line for each dataset that differs from the published one, and each model whose experts are random."""
+        """A line for each dataset that differs from the published one."""
         self._known = known
         # A name in a report stands for one place, since cases of the same name are compared.
         self._places = dict(known)
@@ -114,6 +115,7 @@ class Planner:
         prefix = f"{strategy.name}_"
         fields = dataclasses.asdict(options) if strategy.name in registered.BUILT_IN else {}
         own = {name.removeprefix(prefix): value for name, value in fields.items() if name.startswith(prefix)}
+        own = {name: value for name, value in own.items() if value != "off"}  # the key of a case without one stays
         if isinstance(strategy, Engine):
             own = _place_of(strategy, options)
         backend = own.pop("backend", strategy.backend)
@@ -176,25 +178,26 @@ class Planner:
                 task=chosen.task,
                 attention=source.attention,
                 experts=source.experts,
+                quantization=source.quantization,
                 prompt_tokens=(options.prompt_tokens or _PROMPT_TOKENS) if generates else None,
                 new_tokens=(new_tokens or options.new_tokens or _NEW_TOKENS) if generates else None,
             )
             if case.prompt_tokens is not None and case.new_tokens is not None:
                 _check_generation(source, case.prompt_tokens, case.new_tokens, is_engine=is_engine)
             strategy.check(case, source)
+            quantization.check(source.quantization, machine.device, case.dtype)
             return case
 
         if options.load_format != "dummy" and options.model not in bundled.PRESETS:
             # First with the config alone: a model that cannot work must not cost a download of weights.
             outline = self._source(dataclasses.replace(options, load_format="dummy"), chosen)
-            if models.is_quantized(outline.config):
+            if quantization.of_checkpoint(outline.config) is not None:
                 models.facts(outline)
             case_of(outline)
         source = self._source(options, chosen)
-        self._note_routing(source)
         return CaseRequest(
             case=case_of(source),
-            machine=machine,
+            machine=msgspec.structs.replace(machine, gpus=[]) if "server" in own else machine,
             source=source,
             strategy=place,
             task=task_place,
@@ -205,6 +208,7 @@ class Planner:
             engine=is_engine,
             elsewhere=isinstance(strategy, Engine) and (strategy.own_workers or strategy.elsewhere is not None),
             given=None if function is None or function.given is None else function,
+            server_port=openai.local_port(options.server_url) if options.server_url else None,
         )
 
     def _items(self, options: Options, items: Dataset | Sequence[Item] | None, task: str) -> tuple[Dataset, int | None]:
@@ -319,17 +323,11 @@ class Planner:
                     f"--llmgpu-devices={machine.devices}: on a CPU devices are processes, and {names} has 1; allowed: 1"
                 )
 
-    def _note_routing(self, source: ModelSource) -> None:
-        if source.load_format == "dummy" and any(source.decoder.get(name) for name in models.EXPERTS):
-            note = (
-                f"note: {source.name}: random weights do not route tokens to experts as trained weights do, and the "
-                "time of small batches depends on the experts that are read"
-            )
-            self.notes += [] if note in self.notes else [note]
-
     def _source(self, options: Options, dataset: Dataset) -> ModelSource:
         chosen = (options.model, options.revision, options.tokenizer, options.load_format)
-        wanted = (*chosen, options.attention, options.experts, dataset.sha256)
+        # Several are left for a test without a strategy of the options: it measures one case, if it can a plain one.
+        name = None if "none" in options.quantization else options.quantization[0]
+        wanted = (*chosen, options.attention, options.experts, name, dataset.sha256)
         if wanted not in self._sources:
             try:
                 source = models.resolve(
@@ -345,6 +343,13 @@ class Planner:
                 if isinstance(error, TokenizerError) and options.tokenizer not in (None, options.model):
                     flag = f"--llmgpu-tokenizer={options.tokenizer}"
                 raise ValueError(f"{flag}: {error}") from None
+            found = None if options.load_format == "dummy" else quantization.of_checkpoint(source.config)
+            if name is not None and found is not None:
+                raise ValueError(
+                    f"--llmgpu-quantization={name}: the weights of model {source.name} are quantised already "
+                    f"({found.removesuffix('-checkpoint')}): allowed: none"
+                )
+            source = msgspec.structs.replace(source, quantization=name or found)
             if options.attention is not None or options.experts is not None:
                 # The attention that transformers chooses anyway stays None: with the option or without, it is the same.
                 plain = "sdpa" if models.facts(source).has_sdpa else "eager"
@@ -362,6 +367,15 @@ def _check_choices(options: Options, strategy: Strategy | Engine) -> None:
             f"--llmgpu-attention={options.attention}: the kernels of strategy {strategy.name} compute attention "
             "themselves: measure it without this option"
         )
+    if "none" not in options.quantization and not getattr(strategy, "quantizes", False):
+        raise ValueError(
+            f"--llmgpu-quantization={options.quantization[0]}: {strategy.name} does not quantise weights: allowed: none"
+        )
+    if options.tp_expert_parallel != "off" and "tp" not in (strategy.name, *options.strategy):
+        raise ValueError(
+            f"--llmgpu-tp-expert-parallel={options.tp_expert_parallel}: it is an option of strategy tp: add tp to "
+            f"--strategy={','.join(options.strategy)}, or remove the option"
+        )
     if isinstance(strategy, Function) and strategy.given is not None and options.gpu_memory is not None:
         raise ValueError(
             f"--llmgpu-gpu-memory={gib(options.gpu_memory)}: engine {strategy.name} runs in pytest's process, which "
@@ -376,7 +390,8 @@ def _place_of(engine: Engine, options: Options) -> dict[str, Any]:
     """Return the options of a case that have the place of its engine."""
     if isinstance(engine, Function):
         return {OPTION: engine.place} | ({} if engine.given is None else {"process": "pytest"})
-    return {name: value for name in engine.options if (value := getattr(options, name))}
+    own = {name: value for name in engine.options if (value := getattr(options, name))}
+    return own | ({"server": "remote"} if openai.URL in own and openai.local_port(own[openai.URL]) is None else {})
 
 
 def _processes(strategy: Strategy | Engine, devices: int) -> int:

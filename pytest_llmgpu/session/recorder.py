@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import shlex
 import tempfile
 import time
 from collections import Counter
@@ -59,6 +60,8 @@ class Recorder:
         self.path = path = paths.get("json")
         self.report: Report | None = None
         """The report so far; None until the first case is there."""
+        self.flags: dict[str, OptionValue] = {}
+        """Options of other plugins without which nothing would be measured."""
         self.expected: list[str] = []
         """Node ids of the tests that are to measure a case."""
         self.judge: Callable[[Report], Verdicts | None] | None = None
@@ -111,7 +114,9 @@ class Recorder:
         if not self._saved and "store" not in self.problems:
             steps.append("--llmgpu-save=NAME (keeps the report)")
         elif self._saved and self.report is not None and self.report.verdicts is None:
-            chosen = f"llmgpu promote {self.report.options.get(_SAVE) or LATEST}"
+            tests = next((result.nodeid for result in self.report.cases if result.nodeid), "")
+            path = shlex.quote(str(Path(tests.partition("::")[0]).parent / "baseline.json.gz"))
+            chosen = f"llmgpu promote {self.report.options.get(_SAVE) or LATEST} --to {path}"
             unfit = next(promotion.unfit(self.report), None)
             steps.insert(0, f"{chosen} (makes it the baseline)" if unfit is None else f"no baseline: {unfit}")
         return [*lines, f"next: {'; '.join(steps)}"] if steps else lines
@@ -309,7 +314,7 @@ class Recorder:
         started = Report(
             created=now.isoformat(timespec="seconds").replace("+00:00", "Z"),
             plugin_version=machine.installed_version("pytest-llmgpu"),
-            options=chosen,
+            options=chosen | self.flags,
             environment=machine.environment(devices),
             commit=commit(self._rootdir, needed={nodeid.partition("::")[0] for nodeid in self.expected}),
         )

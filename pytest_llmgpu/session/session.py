@@ -93,7 +93,8 @@ class BenchmarkSession:
         self._profilers: tuple[tuple[tuple[str, ...], ...], Profiler | NodeProfilers] | None = None
         launcher = LocalLauncher(folder) if peers is None else EnvLauncher(peers, folder)
         self._project = Project.at(rootdir)
-        self.runner = Runner(launcher, self.profilers_of, self._show, live.note, paths.get("trace"), self._project)
+        note = partial(live.show, at_once=True)
+        self.runner = Runner(launcher, self.profilers_of, self._show, note, paths.get("trace"), self._project)
         self._last: dict[Group, str] = {}
         """The last test of each group that measures."""
         self._cases: list[tuple[Machine, Case, int | None]] = []
@@ -171,7 +172,7 @@ class BenchmarkSession:
         self.runner.close()
         self.recorder.start_launch(number)
         self._launch = f"launch {number} of {of}"
-        self._live.note(f"llmgpu: {self._launch}")
+        self._live.show(f"llmgpu: {self._launch}", at_once=True)
 
     def with_reference(self, request: CaseRequest) -> CaseRequest:
         """Return a request with the texts of the reference strategy, where the run has generated them before."""

@@ -6,6 +6,7 @@ On a CPU it is the plain model, the reference for the numbers of every other str
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pytest_llmgpu.inference import weights
@@ -24,6 +25,7 @@ class LayerParallel(Strategy):
 
     name = "mp"
     backend = "accelerate"
+    quantizes = True
 
     def ranks(self, devices: int) -> int:  # noqa: ARG002 - one process drives all devices
         """Return 1: one process drives every device."""
@@ -40,7 +42,9 @@ class LayerParallel(Strategy):
             model = _fill(skeleton, case, source, {"": "cpu"})
             return Loaded(model=model, config=skeleton.config, input_device=cpu, devices=(cpu,))
         devices = tuple(torch.device("cuda", index) for index in range(case.devices))
-        model = _fill(skeleton, case, source, layer_map(skeleton, devices, dtype))
+        # The map of quantised weights takes one byte for each number: those of four bits may need less.
+        stored = dtype if source.quantization is None else torch.int8
+        model = _fill(skeleton, case, source, layer_map(skeleton, devices, stored))
         head = model.get_output_embeddings().weight.device
         return Loaded(model=model, config=skeleton.config, input_device=head, devices=devices)
 
@@ -52,7 +56,8 @@ def _fill(
 
     if source.load_format != "dummy":
         return weights.checkpoint(source, skeleton.dtype, device_map=device_map)
-    weights.materialise(skeleton, lambda name: device_of(name, device_map), seed=case.seed, dtype=skeleton.dtype)
+    place = partial(device_of, device_map=device_map)
+    weights.materialise(skeleton, place, seed=case.seed, dtype=skeleton.dtype, quantized=source.quantization)
     if len(device_map) == 1:
         return skeleton
     dispatched: PreTrainedModel = dispatch_model(

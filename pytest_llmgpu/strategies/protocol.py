@@ -98,6 +98,8 @@ class Strategy(Protocol):
     """`--strategy` and reports use this name."""
     backend: str
     """This library must import; it runs the model unless an option names another one."""
+    quantizes: bool = False
+    """True if `load` quantises the weights as `source.quantization` names it; False refuses --llmgpu-quantization."""
 
     def check(self, case: Case, source: ModelSource) -> None:  # noqa: ARG002 - not needed
         """Refuse a case that cannot work, before a process starts.

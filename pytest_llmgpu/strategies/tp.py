@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pytest_llmgpu.inference import models, weights
 from pytest_llmgpu.inference.models import SPLIT_COUNTS, ModelSource
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 _AUTOTP_CPU_DTYPES = ("float32", "bfloat16")
 _CPU_SUMS = "deepspeed_shm_comm"
+_SPREAD = "expert_parallel"
+"""The option of a case whose experts are whole, with the way in which tokens reach them."""
 _MOST_DEVICES = 64
 """No node has more."""
 
@@ -30,18 +32,34 @@ class TensorParallel(Strategy):
 
     name = "tp"
     backend = "transformers"
+    quantizes = True
 
     def check(self, case: Case, source: ModelSource) -> None:
         """Refuse a single device, an uneven split, a model without a plan, and a dtype that DeepSpeed lacks."""
         if case.devices < 2:  # noqa: PLR2004 - one device has nothing to split
             where = " (on a CPU, --llmgpu-devices=2 starts two processes)" if case.device == "cpu" else ""
             raise ValueError(f"--llmgpu-devices={case.devices}: strategy tp needs at least 2 devices{where}")
-        check_divisible(case, source)
-        if case.backend != "deepspeed" and not models.facts(source).has_plan:
+        spread, architecture = case.strategy_options.get(_SPREAD), source.config.get("model_type", "llama")
+        ways = models.facts(source).expert_parallel if case.backend != "deepspeed" else ()
+        has_plan = case.backend == "deepspeed" or models.facts(source).has_plan
+        if spread is not None and spread not in ways:
+            raise ValueError(
+                f"--llmgpu-tp-expert-parallel={spread}: {case.backend} does not have it for {source.name} "
+                f"({architecture}): allowed: {', '.join(('off', *ways))}"
+            )
+        if spread is None and not has_plan:
+            others = "".join(f"--llmgpu-tp-expert-parallel={way}, " for way in ways[:1])
             raise ValueError(
                 f"--llmgpu-model={source.name}: transformers has no tensor-parallel plan for its architecture "
-                f"({source.config.get('model_type')}): use --llmgpu-tp-backend=deepspeed or another strategy"
+                f"({architecture}): use {others}--llmgpu-tp-backend=deepspeed or another strategy"
             )
+        if case.backend == "deepspeed" and case.quantization is not None:
+            raise ValueError(
+                f"--llmgpu-tp-backend=deepspeed: DeepSpeed does not split quantised weights ({case.quantization}): use "
+                "--llmgpu-tp-backend=transformers"
+            )
+        names = (*(SPLIT_COUNTS if has_plan else ()), *(models.EXPERTS if spread else ()))
+        check_divisible(case, source, names)
         # DeepSpeed supports float16 on some CPUs. It is refused on all, so that the result does not depend on the CPU.
         if case.backend == "deepspeed" and case.device == "cpu" and case.dtype not in _AUTOTP_CPU_DTYPES:
             raise ValueError(
@@ -72,17 +90,30 @@ class TensorParallel(Strategy):
         skeleton = weights.skeleton(
             source, dtype, tied=False
         )  # a plan names the head, which has no name while it is tied
-        plan = DistributedConfig(tp_size=case.devices)
+        spread: Any = case.strategy_options.get(_SPREAD)
+        plan = DistributedConfig(tp_size=case.devices, **(_spread(spread, case.devices) if spread else {}))
         if source.load_format == "dummy":
             # from_pretrained calls the same between building the model and reading its files.
             resolved, _, mesh = type(skeleton).prepare_distribute_model(plan)
             model: PreTrainedModel = type(skeleton).maybe_distribute_model(skeleton, resolved, mesh)
             model.tie_weights()
-            weights.materialise(model, lambda _: device, seed=case.seed, dtype=dtype)
+            weights.materialise(model, lambda _: device, seed=case.seed, dtype=dtype, quantized=source.quantization)
             model.eval()
         else:
             model = weights.checkpoint(source, dtype, distributed_config=plan)
-        return Loaded(model, model.config, device, (device,), rank, world_size)
+        # To send tokens the host reads the number of each rank, which a replay could not.
+        recordable = spread != "all_to_all"
+        return Loaded(model, model.config, device, (device,), rank, world_size, recordable=recordable)
+
+
+def _spread(way: str, devices: int) -> dict[str, Any]:
+    """Return the arguments of `DistributedConfig` for whole experts, which depend on the version of transformers."""
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    fields = DistributedConfig.__dataclass_fields__
+    if "ep_size" not in fields:
+        return {"enable_expert_parallel": True}
+    return {"ep_size": devices} | ({"ep_implementation": way} if "ep_implementation" in fields else {})
 
 
 def check_divisible(
@@ -105,6 +136,6 @@ def check_divisible(
     allowed = ", ".join(str(number) for number in range(least, _MOST_DEVICES + 1) if common % number == 0)
     raise ValueError(
         f"--llmgpu-devices={case.devices}: strategy {case.strategy} cannot split the {counts[uneven]} "
-        f"{SPLIT_COUNTS[uneven]} of {source.name} evenly: "
+        f"{SPLIT_COUNTS.get(uneven, 'experts')} of {source.name} evenly: "
         f"allowed: {allowed or f'no number from {least} to {_MOST_DEVICES}'}"
     )

@@ -24,7 +24,7 @@ from support.report_factory import (
 from pytest_llmgpu.analysis.findings import disagreements
 from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.result import CaseResult, DeviceMemory, Failure, Launch, Link, Metric, Outcome, Path, Profile
-from pytest_llmgpu.report.work import NO_WORK, TRAFFIC_FAILED, WORK_OFF, RankWork
+from pytest_llmgpu.report.work import NO_WORK, TRAFFIC_FAILED, WORK_OFF, RankWork, Routing
 
 _forward = partial(Failure, phase="forward", message="x")
 _load = partial(Failure, phase="load", message="x")
@@ -130,6 +130,21 @@ def test_passes_that_failed_are_a_warning() -> None:
     assert codes(*_PASSES_FAILED, _PASSES_FAILED[1]) == [["passes-failed"]] * 3 + [[]]
     quiet = [_with_work(None, work=WORK_OFF), _with_work(None, work=NO_WORK), _with_work(make_work()), _unrecorded()]
     assert codes(_with_work(None), *quiet) == [[]] * 5
+
+
+def _routed(load_format: str = "dummy") -> CaseResult:
+    work = make_work()
+    routing = Routing(experts=128, tokens=40, touched=[72, 64], busiest=[10, 14])
+    result = _with_work(msgspec.structs.replace(work, ranks=[msgspec.structs.replace(work.ranks[0], routing=routing)]))
+    result.case = msgspec.structs.replace(result.case, load_format=load_format)
+    return result
+
+
+def test_the_routing_of_random_weights_is_stated_once(prose: Prose) -> None:
+    """Trained weights route as they are used; the busiest expert of any layer counts."""
+    assert codes(_routed("auto"), _routed(), _routed()) == [[], ["random-routing"], []]
+    (found,) = assessed(_routed())[0].findings
+    assert prose == f"{found.text} {found.next_step}"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from support.report_factory import make_accuracy, make_check, make_failed, make_result
 
-from pytest_llmgpu.analysis.reference import missing, reference
+from pytest_llmgpu.analysis.reference import computes_the_same, missing, reference
 from pytest_llmgpu.report.result import CaseResult
 
 
@@ -38,6 +38,21 @@ def test_cases_that_compute_other_numbers_are_not_compared() -> None:
     assert reference(_scored("tp", **dummy), [_scored(devices=1, **dummy)]) is not None
 
 
+def test_quantised_weights_are_compared_with_mp_of_theirs_then_with_plain_ones() -> None:
+    """Plain ones are those of the strategy first. mp itself is compared with plain weights alone."""
+    plain, quantised, tp = _scored(), _scored(quantization="int8"), _scored("tp")
+    case = _scored("tp", quantization="int8")
+    assert reference(case, [plain, tp, _scored(quantization="int4"), quantised]) is quantised
+    assert reference(case, [plain, tp]) is tp
+    assert reference(case, [plain]) is plain
+    assert reference(quantised, [tp, plain, _scored(quantization="int4")]) is plain
+    assert reference(plain, [quantised]) is None
+    same = [(quantised, plain, False), (case, quantised, False), (tp, plain, True)]
+    on_one = _scored("tp", quantization="int8", devices=1)
+    for one, other, equal in (*same, (on_one, quantised, True)):
+        assert computes_the_same(one.case, other.case) is equal
+
+
 @pytest.mark.parametrize(
     "fields",
     [{"devices": 1}, {"device": "cpu"}, {"backend": "other"}, {"gpu_memory_bytes": 1}, {"execution": "cuda_graphs"}],
@@ -58,6 +73,7 @@ def test_devices_and_execution_do_not_matter(fields: dict[str, Any]) -> None:
         (make_result(1.0, strategy="tp"), [_scored()], "scored nothing"),
         (_scored("tp"), [make_failed("oom"), make_result(1.0)], "no case of mp completed"),
         (_scored("tp"), [_scored("tp"), _scored(dtype="float32")], "mp was not measured"),
+        (_scored(quantization="int8"), [_scored(quantization="fp8")], "mp with plain weights was not measured"),
     ],
 )
 def test_a_missing_reference_has_its_reason(result: CaseResult, earlier: list[CaseResult], reason: str) -> None:

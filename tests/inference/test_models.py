@@ -281,6 +281,9 @@ _no_gptqmodel = pytest.mark.skipif(find_spec("gptqmodel") is not None, reason="t
         # The decoder of a model of images and text is planned in its own config.
         (_IMAGES, "has_plan", "True"),
         (_IMAGES, "counts", r".*'num_attention_heads': 6\b.*"),
+        (_IMAGES, "expert_parallel", r"\(\)"),
+        ({"model_type": "qwen3_moe"}, "expert_parallel", ".*'all_reduce'.*"),
+        ({"model_type": "qwen3_moe"}, "counts", r".*'num_experts': 128\b.*"),
         ({"model_type": "nothing-known"}, "refusal", ".*nothing-known.*"),
         pytest.param(_AWQ, "refusal", ".*gptqmodel.*", marks=_no_gptqmodel),
     ],

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import pytest
 from support.faked_runs import FakedRuns
+
+from pytest_llmgpu.inference import quantization
 
 
 def test_batch_sizes_ascend_within_a_group_and_the_reference_runs_first(runs: FakedRuns) -> None:
@@ -24,6 +27,43 @@ def test_batch_sizes_ascend_within_a_group_and_the_reference_runs_first(runs: Fa
     ran = [str(case.nodeid).partition("::test_")[2] for case in runs.report().cases]
     each = ["own[{}]", "b[{}-bs1]", "a[{}-bs1]", "b[{}-bs8]", "a[{}-bs8]"]
     assert ran == [name.format(strategy) for strategy in ("mp", "compile") for name in each]
+
+
+def test_each_quantisation_is_a_group_of_tests_plain_weights_first(
+    runs: FakedRuns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The id of a test and of its case have it; a marker chooses for its own test, that of a parameter cannot."""
+    monkeypatch.setattr(quantization, "check", lambda *_: None)
+    runs.pytester.makepyfile(
+        test_it="""
+        import pytest
+
+        def test_a(llm, hellaswag, batch_size, measure):
+            result = measure(llm, hellaswag, batch_size)
+            assert (result.case.quantization or "none",) == llm.options.quantization
+
+        @pytest.mark.llmgpu(quantization="fp8-weight")
+        def test_own(llm, hellaswag, batch_size, measure):
+            measure(llm, hellaswag, batch_size)
+
+        @pytest.mark.parametrize("x", [pytest.param(1, marks=pytest.mark.llmgpu(quantization=["int8"]))])
+        def test_parameters(llm, hellaswag, batch_size, measure, x):
+            measure(llm, hellaswag, batch_size)
+        """
+    )
+    runs.pytester.makeini("[pytest]\nllmgpu_quantization = int8,none\n")
+    result = runs("--strategy=compile,mp", sizes="1")
+    cases = runs.report().cases
+    groups = ["mp-bs1", "mp-int8-bs1", "compile-bs1", "compile-int8-bs1"]
+    assert [case.id for case in cases if "test_a[" in str(case.nodeid)] == groups
+    assert [str(case.nodeid).partition("::")[2] for case in cases if "test_a[" in str(case.nodeid)] == [
+        f"test_a[{name}]" for name in groups
+    ]
+    assert [case.id for case in cases if "test_own[" in str(case.nodeid)] == [
+        "mp-fp8-weight-bs1",
+        "compile-fp8-weight-bs1",
+    ]
+    assert "marker llmgpu(quantization=...): a marker of a pytest.param cannot choose it" in result.stdout.str()
 
 
 def test_a_marker_chooses_for_its_own_test_alone(runs: FakedRuns) -> None:

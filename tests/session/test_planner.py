@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import shutil
@@ -10,7 +11,7 @@ import pytest
 from support import tiny_model
 
 from pytest_llmgpu import processes
-from pytest_llmgpu.inference import models
+from pytest_llmgpu.inference import models, quantization
 from pytest_llmgpu.inference.models import ModelFacts
 from pytest_llmgpu.profiling import nvml
 from pytest_llmgpu.profiling.machine import Machine, TorchFacts
@@ -139,6 +140,12 @@ def test_a_case_holds_what_the_options_mean_on_this_machine(plan: _Bench) -> Non
         # Options that exclude each other.
         (_machine("cpu", 1), "mp", {"cuda_graphs": "on"}, "--llmgpu-cuda-graphs=on: CUDA graphs need a GPU"),
         (None, "mp", {"scoring": "harness", "cuda_graphs": "on"}, "--llmgpu-cuda-graphs=on: .*=harness keeps a KV"),
+        (
+            None,
+            "mp",
+            {"tp_expert_parallel": "all_reduce"},
+            "--llmgpu-tp-expert-parallel=all_reduce: .*: add tp to --st",
+        ),
         (None, "mp", {"gpu_memory": 40 * _GIB}, "--llmgpu-gpu-memory=40.00 GiB: .* 32.00 GiB of GPU 0"),
         (None, "mp", {"gpu_memory": 8 * _GIB}, "--llmgpu-gpu-memory=8.00 GiB: .* 9.00 GiB of GPU 1"),
         # Workloads.
@@ -197,6 +204,8 @@ def test_an_option_is_part_of_the_case(plan: _Bench, name: str, values: tuple[st
         ("mp", {}, "accelerate", {}),
         ("tp", {"iok_stock": True}, "transformers", {}),
         ("tp", {"tp_backend": "torch"}, "torch", {}),
+        ("tp", {"tp_expert_parallel": "all_reduce"}, "transformers", {"expert_parallel": "all_reduce"}),
+        ("mp", {"strategy": ("mp", "tp"), "tp_expert_parallel": "all_reduce"}, "accelerate", {}),
         ("iok", {}, "accelerate", {"stock": False, "min_tokens": None}),
         ("iok", {"iok_stock": True, "iok_min_tokens": 1}, "accelerate", {"stock": True, "min_tokens": 1}),
         ("load", {}, "accelerate", {}),
@@ -211,6 +220,23 @@ def test_a_case_holds_the_options_of_its_strategy_alone(
     assert (case.strategy, case.backend, case.strategy_options) == (strategy, backend, own)
     by_place = plan(_KNOWN[strategy], **fields)
     assert (by_place.case, by_place.strategy) == (case, request.strategy)
+
+
+@pytest.mark.parametrize(
+    ("url", "port", "marked"),
+    [
+        ("http://localhost:8000", 8000, {}),
+        ("https://127.0.0.2", 443, {}),
+        ("http://192.0.2.1", None, {"server": "remote"}),
+    ],
+)
+def test_a_server_of_another_machine_is_marked(
+    plan: _Bench, url: str, port: int | None, marked: dict[str, str]
+) -> None:
+    """The row and the report have the mark; the port of one of this machine is known to all cases of the run."""
+    request, mp = (plan(name, server_url=url) for name in ("openai", "mp"))
+    assert request.case.strategy_options == {"server_url": url, **marked}
+    assert (bool(request.machine.gpus), request.server_port, mp.server_port) == (not marked, port, port)
 
 
 def test_a_cap_is_compared_with_memory_of_other_programs_only(plan: _Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,17 +283,6 @@ def test_a_dataset_with_other_prompts_is_noted(plan: _Bench) -> None:
     assert "lm-evaluation-harness" in note
 
 
-def test_experts_with_random_weights_are_noted_once(
-    plan: _Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Trained weights route tokens otherwise."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # of the tokenizer
-    for preset in ("llama-7b", "mixtral-8x7b", "mixtral-8x7b"):
-        plan(model=preset, load_format="dummy")
-    (note,) = [note for note in plan.planner.notes if "experts" in note]
-    assert note.startswith("note: mixtral-8x7b: random weights do not route tokens")
-
-
 def test_prompts_are_continued_and_other_items_where_the_option_asks(plan: _Bench) -> None:
     """The fixture or the option decides; each item is one sequence, and the same loaded model serves both workloads."""
     scored, prompts = plan().case, plan(task="prompts").case
@@ -299,7 +314,29 @@ def test_quantised_weights_without_their_library_are_refused(plan: _Bench, monke
     plan.on(_machine("cpu", 1))
     with pytest.raises(ValueError, match=r"^--llmgpu-model=quantised: transformers cannot load it: it needs gptqmodel"):
         plan(model=str(quantised))
-    assert plan(model=str(quantised), load_format="dummy").case.load_format == "dummy"
+    dummy = plan(model=str(quantised), load_format="dummy").case
+    assert (dummy.load_format, dummy.quantization) == ("dummy", None)
+    monkeypatch.setattr(processes, "ask", lambda *_, **__: '{"has_plan": true}')
+    models._facts.cache_clear()
+    shutil.copy(plan.model / "model.safetensors", quantised)
+    assert plan(model=str(quantised)).case.id == "mp-awq-checkpoint-bs4"
+    with pytest.raises(ValueError, match=r"=int8: the weights of model quantised are .* already \(awq\): .* none$"):
+        plan(model=str(quantised), quantization=("int8",))
+
+
+def test_a_quantisation_is_another_case_and_is_loaded(plan: _Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs on the device is found out before a rank starts; one case of several is that of plain weights."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: "found")
+    monkeypatch.setattr(processes, "ask", lambda *_, **__: '{"int4": "only bfloat16"}')
+    quantization._reasons.cache_clear()
+    plain, int8 = plan(quantization=("none", "int8")), plan(quantization=("int8",))
+    assert (plain.case.id, int8.case.id) == ("mp-bs4", "mp-int8-bs4")
+    assert plain.case == plan().case
+    assert plain.case.loading != int8.case.loading
+    assert (plain.source.quantization, int8.source.quantization) == (None, "int8")
+    with pytest.raises(ValueError, match=r"=int4: only bfloat16: allowed here for float16 on cuda: none, int8, "):
+        plan(quantization=("int4",))
+    quantization._reasons.cache_clear()
 
 
 def test_the_attention_is_part_of_the_case_where_transformers_would_not_choose_it(plan: _Bench) -> None:
@@ -338,3 +375,5 @@ def test_what_the_model_lacks_is_refused(plan: _Bench, monkeypatch: pytest.Monke
     for attention in ("sdpa", "eager"):
         with pytest.raises(ValueError, match=f"^--llmgpu-attention={attention}: the kernels of strategy iok"):
             plan("iok", attention=attention)
+    with pytest.raises(ValueError, match=r"^--llmgpu-quantization=int8: iok does not quantise weights: allowed: none$"):
+        plan("iok", quantization=("int8",))

@@ -173,7 +173,7 @@ def saved(emulated: None, tmp_path: Path) -> Callable[..., Recorder]:  # noqa: A
 
     def finish(name: str, exit_status: int = 0, *, interrupted: bool = False) -> Recorder:
         recorded = _recorder(tmp_path, Options(save=name))
-        _add(recorded, make_result(**_CPU))
+        recorded.add(make_result(**_CPU), Options(), "tests/test_it.py::test_it", _FACTS)
         recorded.conclude(exit_status, interrupted=interrupted, deselected=[])
         recorded.finish(None)
         return recorded
@@ -197,8 +197,8 @@ def test_a_run_is_saved_under_the_next_number_and_its_name(saved: Callable[..., 
 @pytest.mark.parametrize(
     ("name", "source", "step"),
     [
-        ("base", Commit(sha="a" * 40), "next: llmgpu promote base (makes it the baseline)"),
-        ("", Commit(sha="a" * 40), "next: llmgpu promote latest (makes it the baseline)"),
+        ("base", Commit(sha="a" * 40), "next: llmgpu promote base --to tests/baseline.json.gz (makes it the baseline)"),
+        ("", Commit(sha="a" * 40), "next: llmgpu promote latest --to tests/baseline.json.gz (makes it the baseline)"),
         ("base", Commit(sha="a" * 40, dirty=True), "next: no baseline: files were changed after the commit: commit"),
     ],
 )

@@ -15,7 +15,8 @@ from support import tiny_model
 from support.report_factory import known, make_case
 from transformers import LlamaForCausalLM
 
-from pytest_llmgpu.inference.models import ModelSource
+from pytest_llmgpu.inference import models
+from pytest_llmgpu.inference.models import ModelFacts, ModelSource
 from pytest_llmgpu.ranks import registered, worker
 from pytest_llmgpu.ranks.group import RankGroup
 from pytest_llmgpu.report import file
@@ -150,6 +151,36 @@ def test_an_impossible_case_is_refused(bundled: ModelSource, fields: dict[str, A
     refused = nullcontext() if message is None else pytest.raises(ValueError, match=re.escape(message))
     with refused:
         TensorParallel().check(msgspec.structs.replace(_CASE, **fields), bundled)
+
+
+@pytest.mark.parametrize(
+    ("spread", "fields", "message"),
+    [
+        (None, {"has_plan": True}, None),
+        (None, {}, "no tensor-parallel plan .*: use --llmgpu-tp-expert-parallel=all_reduce, --llmgpu-tp-backend=deeps"),
+        (None, {"ways": ()}, "no tensor-parallel plan .*: use --llmgpu-tp-backend=deepspeed or another strategy"),
+        ("all_reduce", {}, None),
+        (
+            "all_to_all",
+            {},
+            "expert-parallel=all_to_all: transformers does not have it for .*: allowed: off, all_reduce",
+        ),
+        ("all_reduce", {"ways": ()}, "transformers does not have it for dense .*: allowed: off$"),
+        ("all_reduce", {"backend": "deepspeed"}, "deepspeed does not have it for .*: allowed: off$"),
+        ("all_reduce", {"experts": 5}, "devices=2: .* cannot split the 5 experts of .* evenly: allowed: 5"),
+    ],
+)
+def test_whole_experts_are_refused_where_they_cannot_run(
+    monkeypatch: pytest.MonkeyPatch, spread: str | None, fields: dict[str, Any], message: str | None
+) -> None:
+    """A model without a plan of tp runs with whole experts; heads need no split there."""
+    facts = ModelFacts(has_plan=fields.get("has_plan", False), expert_parallel=fields.get("ways", ("all_reduce",)))
+    monkeypatch.setattr(models, "facts", lambda _: facts)
+    options = {"strategy_options": {"expert_parallel": spread}} if spread else {}
+    case = msgspec.structs.replace(_CASE, backend=fields.get("backend", "transformers"), **options)
+    config = {"num_experts": fields.get("experts", 4), "num_attention_heads": 4 if fields.get("has_plan") else 3}
+    with nullcontext() if message is None else pytest.raises(ValueError, match=message):
+        TensorParallel().check(case, tiny_model.source(config, name="dense"))
 
 
 _LLAMA_2_70B = {"num_attention_heads": 64, "num_key_value_heads": 8, "intermediate_size": 28_672}

@@ -18,6 +18,34 @@ ITEMS = 6
 SEQUENCES = 4 * ITEMS
 
 
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+_GROUPS = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4}
+_LINEAR = {"linear_num_value_heads": 4, "linear_num_key_heads": 2}
+_LINEAR |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "shared_expert_intermediate_size": 24}
+_MIXED = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {},
+    "phi3": {},
+    "mixtral": {"num_local_experts": 4},
+    "qwen3_moe": {"num_experts": 4, **_EXPERTS},
+    "deepseek_v3": {**_EXPERTS, **_LATENT, **_GROUPS},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, **_MIXED},
+    "gemma3_text": _MIXED,
+    "qwen3_next": {"num_experts": 4, **_EXPERTS, **_LINEAR, "layer_types": ["linear_attention", "full_attention"]},
+}
+"""The type of each model to fields of its config, of which the attention and the experts decide the tokens."""
+
+
+def architecture(model_type: str) -> dict[str, Any]:
+    """Return the config of a model of two layers, of one of `ARCHITECTURES`."""
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    own = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 2048, "initializer_range": 0.3}
+    tokens = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1, "max_position_embeddings": 256}
+    return {"model_type": model_type, **sizes, **own, **tokens, **ARCHITECTURES[model_type]}
+
+
 def write_dataset(path: Path) -> None:
     """Write six items in HellaSwag's format."""
     records = [

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import tiny_model
+
+from pytest_llmgpu import processes
+from pytest_llmgpu.inference import quantization, weights
+from pytest_llmgpu.inference.models import ModelSource
+from pytest_llmgpu.recording.work import model_size
+from pytest_llmgpu.report.options import Options
+
+_SMALL: dict[str, Any] = {**tiny_model.SIZES, "vocab_size": 300}
+_DECODER = 2 * (4 * 32 * 32 + 3 * 32 * 48)
+"""Numbers in the linear layers of the decoder."""
+_IDS = torch.arange(24).view(2, 12)
+
+
+def _loaded(source: ModelSource) -> Any:
+    """Return a model as strategy mp loads it on a CPU."""
+    if source.directory is not None:
+        return weights.checkpoint(source, torch.float32)
+    model = weights.skeleton(source, torch.float32)
+    place = torch.device("cpu")
+    weights.materialise(model, lambda _: place, seed=0, dtype=torch.float32, quantized=source.quantization)
+    return model
+
+
+@torch.inference_mode()
+def _logits(model: Any) -> torch.Tensor:
+    found: torch.Tensor = model(input_ids=_IDS).logits
+    return found
+
+
+def test_every_name_of_the_option_is_one_of_torchao_and_the_reverse() -> None:
+    """Plain weights come first."""
+    assert Options.__dataclass_fields__["quantization"].metadata["metavar"] == (
+        f"{{{','.join(['none', *quantization.CONFIGS])}}}[,...]"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "row_bytes", "error"), [("int8", 5, 2e-2), ("int8-dynamic", 5, 5e-2), ("fp8-weight", 4, 0.1)]
+)
+def test_random_weights_a_checkpoint_and_a_quantised_checkpoint_are_the_same(
+    name: str, row_bytes: int, error: float, tmp_path: Path
+) -> None:
+    """Linear layers of the decoder take a byte a number, and a scale (of int8 also a zero) a row; others are plain."""
+    pytest.importorskip("torchao")
+    plain = _loaded(tiny_model.source(_SMALL))
+    plain.save_pretrained(tmp_path / "plain")
+    quantised = _loaded(tiny_model.source(_SMALL, quantization=name))
+    quantised.save_pretrained(tmp_path / "quantised")
+    right, found = _logits(plain), _logits(quantised)
+    assert 0 < float((found - right).norm() / right.norm()) < error
+    assert torch.equal(quantised.lm_head.weight, plain.lm_head.weight)
+    right_size = _DECODER + 2 * (4 * 32 + 2 * 48 + 32) * row_bytes + (2 * 2 + 1) * 32 * 4
+    for directory, kind in ((None, name), ("plain", name), ("quantised", None)):
+        given = None if directory is None else tmp_path / directory
+        model = _loaded(tiny_model.source(_SMALL, given, quantization=kind or "torchao-checkpoint"))
+        assert torch.equal(_logits(model), found), directory
+        stored = quantization.stored(model, 1)
+        size = model_size(weights.skeleton(tiny_model.source(_SMALL), torch.float32), 4, stored)
+        assert not isinstance(size, str)
+        assert size.weights_bytes == sum(size for _, size in stored.values()) == right_size
+        (text,) = quantization.describe(stored).values()
+        assert text.startswith(f"{type(model.model.layers[0].mlp.up_proj.weight).__name__} 9")
+    fields = json.loads((tmp_path / "quantised" / "config.json").read_text())
+    assert quantization.of_checkpoint(fields) == "torchao-checkpoint"
+
+
+def test_a_layer_that_torchao_left_as_it_was_is_refused() -> None:
+    """Torchao leaves a weight whose shape does not allow the quantisation, without an error."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3))
+    quantization.check_converted(model)
+    vars(model[0])["_hf_quantized_needs_local_tp"] = True  # transformers quantises it
+    with pytest.raises(ValueError, match=r"^torchao did not quantise 0\.weight \(3 x 2\)"):
+        quantization.check_converted(model)
+
+
+@pytest.mark.parametrize(
+    ("fields", "found"),
+    [
+        ({}, None),
+        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}, "fp8-checkpoint"),
+        ({"text_config": {"quantization_config": {"quant_method": "mxfp4"}}}, "mxfp4-checkpoint"),
+        ({"quantization_config": {"load_in_4bit": True}}, "bitsandbytes-checkpoint"),
+    ],
+)
+def test_the_method_of_a_checkpoint_is_its_quantisation(fields: dict[str, Any], found: str | None) -> None:
+    """An option has no such name, so that both cannot be mistaken for one case."""
+    assert quantization.of_checkpoint(fields) == found
+
+
+def test_what_cannot_run_here_is_refused_with_what_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that is missing has its command; plain weights and those of a checkpoint need no check."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    for name in (None, "fp8-checkpoint"):
+        quantization.check(name, "cpu", "float32")
+    with pytest.raises(ValueError, match=r"=int4 needs torchao: pip install 'pytest-llmgpu\[torchao\]'$"):
+        quantization.check("int4", "cpu", "float32")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: "found")
+    monkeypatch.setattr(processes, "ask", lambda *_, **__: '{"int4": "no GPU", "fp8": "too old"}')
+    quantization._reasons.cache_clear()
+    quantization.check("int8", "cpu", "float32")
+    message = r"=fp8: too old: allowed here for float32 on cpu: none, int8, int8-dynamic, fp8-weight$"
+    with pytest.raises(ValueError, match=message):
+        quantization.check("fp8", "cpu", "float32")
+    quantization._reasons.cache_clear()
+
+
+def test_each_name_is_tried_on_the_device() -> None:
+    """A CPU computes no products in fp8, and torch's packing of four bits is for GPUs."""
+    pytest.importorskip("torchao")
+    assert sorted(quantization.reasons_here("cpu", "bfloat16")) == ["fp8", "int4"]
