@@ -218,7 +218,7 @@ def test_a_change_of_a_choice_is_found_and_named(source: ModelSource) -> None:
         worker.give(state, items.sha256, items.items, tasks.BUILT_IN["hellaswag"])
         launch = worker.score(state, case)
         worker.record_work(state)
-        launch.work = work.join(worker.run_eager_passes(state), {}, worker.model_size(state))
+        launch.work = work.join(worker.run_eager_passes(state), {}, worker.model_size(state) or "")
         return make_report(
             [msgspec.structs.replace(make_result(), id=case.id, key=case.key, case=case, launches=[launch])]
         )
