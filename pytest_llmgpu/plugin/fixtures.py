@@ -47,22 +47,10 @@ Measure = Callable[..., "CaseResult"]
 """`measure(llm, items, batch_size) -> CaseResult`"""
 
 
-class StrategyName(str):
+class StrategyName(str):  # noqa: SLOT000
     """The parameter of our fixture `llm`; a test suite can have another fixture of that name."""
 
-    __slots__ = ("quantization",)
-    quantization: str
-
-    def __new__(cls, name: str, quantization: str = "none") -> StrategyName:  # noqa: PYI034 - Self is of Python 3.11
-        """Return a strategy whose weights are quantised."""
-        made = super().__new__(cls, name)
-        made.quantization = quantization
-        return made
-
-    @property
-    def id(self) -> str:
-        """The part of a test's id: `mp`, or `mp-int8`."""
-        return self if self.quantization == "none" else f"{self}-{self.quantization}"
+    quantization = "none"
 
 
 class BatchSize(int):
@@ -284,11 +272,13 @@ def make(chosen: Options) -> ModuleType:
 
 def parameters(chosen: Options) -> dict[str, dict[str, Any]]:
     """Return the parameters of each parametrised fixture, and the function that returns their part of a test's id."""
+    # Plain weights run first: quantised ones are compared with them.
+    kinds = sorted(chosen.quantization, key="none".__ne__)
+    strategies = [StrategyName(name) for _ in kinds for name in chosen.strategy]
+    for number, strategy in enumerate(strategies):
+        strategy.quantization = kinds[number // len(chosen.strategy)]
     return {
-        "llm": {
-            "params": [StrategyName(name, other) for other in chosen.quantization for name in chosen.strategy],
-            "ids": lambda name: name.id,
-        },
+        "llm": {"params": strategies, "ids": lambda name: f"{name}-{name.quantization}".removesuffix("-none")},
         "batch_size": {"params": [BatchSize(size) for size in chosen.batch_sizes], "ids": lambda size: f"bs{size}"},
     }
 

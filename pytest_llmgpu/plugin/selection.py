@@ -60,22 +60,21 @@ def limits_of_selection(config: pytest.Config) -> list[str]:
 def run_order(items: Sequence[pytest.Item], runs: Callable[[pytest.Item], bool]) -> list[pytest.Item]:
     """Return the tests with ours ordered, in the places that ours have; the others stay.
 
-    Ours are run group by group, the reference strategy first, plain weights before quantised ones, then in the order in
-    which groups first appear, with ascending batch sizes: each model is loaded once, and small batches run before large
-    ones that may not fit. A test that sets its batch size itself comes first. Tests of equal batch size keep their
-    order. `runs` returns whether a test is one of ours that is measured.
+    Ours are run group by group, the reference strategy first, then in the order in which groups first appear, with
+    ascending batch sizes: each model is loaded once, and small batches run before large ones that may not fit. A test
+    that sets its batch size itself comes first. Tests of equal batch size keep their order. `runs` returns whether a
+    test is one of ours that is measured.
     """
     from pytest_llmgpu.report.case import REFERENCE_STRATEGY
 
     turns: dict[tuple[object, ...], int] = {}
-    places: dict[pytest.Item, tuple[bool, bool, int, int]] = {}
+    places: dict[pytest.Item, tuple[bool, int, int]] = {}
     for item in filter(runs, items):
         group, size = group_of(item), fixtures.parameter(item, "batch_size")
         # Folders whose conftest.py change the model have loadings of their own.
         changes = tuple(one.plugin_name for one in item.ihook.pytest_llmgpu_model.get_hookimpls())
         turn = turns.setdefault((*group, changes), len(turns))
-        quantized = group[1].quantization != ("none",)
-        places[item] = (group[0] != REFERENCE_STRATEGY, quantized, turn, size if isinstance(size, int) else 0)
+        places[item] = (group[0] != REFERENCE_STRATEGY, turn, size if isinstance(size, int) else 0)
     ordered = iter(sorted(places, key=places.__getitem__))
     return [next(ordered) if item in places else item for item in items]
 

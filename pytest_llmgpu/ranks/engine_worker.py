@@ -254,6 +254,8 @@ def model_size(state: RankState) -> ModelSize | str:
     """Return the size of the model, or the reason why it is not known."""
     if not _runs_the_model(state):
         return "the engine loads a model of its own"
+    if state.case.quantization is not None:
+        return "the bytes of weights that an engine quantises are not known"
     return worker.size_of(state)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -35,7 +35,6 @@ from pytest_llmgpu.strategies.protocol import Workspace
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel
 
     from pytest_llmgpu.strategies.protocol import Loaded, Strategy
 
@@ -273,7 +272,8 @@ def warm_up(state: RankState, case: Case, not_recorded: str | None = None) -> No
         tokens_requested=None if workspace is None else workspace.tokens_requested,
         tokens_granted=None if workspace is None else workspace.tokens_granted,
         execution_choice=graph_choice.describe(decision),
-        implementations=models.implementations(loaded.config) | quantization.describe(stored(state)),
+        implementations=models.implementations(loaded.config)
+        | quantization.describe(quantization.stored(loaded.model, loaded.world_size)),
     )
 
 
@@ -425,23 +425,11 @@ def size_of(state: RankState) -> ModelSize | str:
         dtype: torch.dtype = getattr(torch, state.case.dtype)
         try:
             # The loaded model holds this rank's part only.
-            state.model_size = work.model_size(weights.skeleton(state.source, dtype), dtype.itemsize, stored(state))
+            stored = quantization.stored(state.loaded.model, state.loaded.world_size)
+            state.model_size = work.model_size(weights.skeleton(state.source, dtype), dtype.itemsize, stored)
         except Exception as error:  # noqa: BLE001 - a model of a user can fail in any way, and costs its bound alone
             state.model_size = f"{type(error).__name__}: {error}"
     return state.model_size
-
-
-def stored(state: RankState) -> dict[str, tuple[str, int]] | None:
-    """Return kind and bytes of each quantised weight of the decoder, by name; None for a model of plain weights.
-
-    Raises:
-        ValueError: An engine quantises the weights.
-    """
-    if state.case.quantization is None:
-        return None
-    if state.case.execution == "engine":
-        raise ValueError("the engine quantises the weights, whose size is not known")
-    return quantization.stored(cast("PreTrainedModel", state.loaded.model), state.loaded.world_size)
 
 
 def measure_ceilings(state: RankState, wanted: Collection[str]) -> Ceilings:

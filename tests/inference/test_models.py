@@ -58,7 +58,7 @@ def test_a_choice_that_cannot_run_here_is_refused(preset: str, attention: str, e
     if experts == "sonicmoe" and find_spec("kernels"):
         pytest.skip("kernels is installed")
     place = json.dumps(PRESETS[preset])
-    found = models.refusal_here(place, attention, experts)
+    found = models.refusal_here(place, attention, experts, "", "cpu", "float32")
     assert re.match(f"--llmgpu-{refusal}", found) if refusal else not found
     facts = models.facts_here(place)
     assert facts.has_plan is facts.has_sdpa is (preset == "llama-7b")
