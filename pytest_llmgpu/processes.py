@@ -15,6 +15,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -80,6 +81,36 @@ def catches(pid: int, number: signal.Signals) -> bool:
             if line.startswith("SigCgt:"):  # proc(5): the mask of caught signals
                 return bool(int(line.split()[1], 16) >> (number - 1) & 1)
     return False
+
+
+def family(roots: Iterable[int]) -> set[int]:
+    """Return the ids of processes and of all their descendants."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            parents[int(stat.parent.name)] = int(stat.read_text("utf-8", "replace").rpartition(")")[2].split()[1])
+    found, more = set[int](), set(roots)
+    while more:
+        found |= more
+        more = {pid for pid, parent in parents.items() if parent in more} - found
+    return found
+
+
+def listeners(port: int | None) -> set[int]:
+    """Return the ids of the processes that listen on a TCP port, of those whose files this user may see."""
+    sockets = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with suppress(OSError):  # no IPv6
+            for line in Path(table).read_text().splitlines():
+                _, local, _, state, *_, inode = line.split()[:10]
+                if state == "0A" and int(local.rpartition(":")[2], 16) == port:
+                    sockets.add(f"socket:[{inode}]")
+    found = set()
+    for file in Path("/proc").glob("[0-9]*/fd/*") if sockets else ():
+        with suppress(OSError):
+            if str(file.readlink()) in sockets:
+                found.add(int(file.parts[2]))
+    return found
 
 
 def end_marked(mark: str) -> None:

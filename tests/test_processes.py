@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,26 @@ def test_a_file_in_the_working_directory_shadows_no_library(tmp_path: Path, monk
         processes.command("mine", "--flag", "a b"), cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "Queue 7 ['--flag', 'a b']"
+
+
+def test_a_listener_and_its_descendants_are_found() -> None:
+    """Also in a session of its own, and for a port of IPv6."""
+    listens = (
+        "import os, socket, sys, subprocess as s; one = socket.create_server(('::1', 0), family=socket.AF_INET6)\n"
+        "child = s.Popen(['cat'], stdin=sys.stdin, stdout=s.PIPE, start_new_session=True)\n"
+        "print(one.getsockname()[1], child.pid, flush=True); child.wait()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", listens], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        port, child = map(int, process.stdout.readline().split())
+        found = processes.listeners(port)
+        assert found == {process.pid}
+        assert processes.family(found) == {process.pid, child}
+        assert child in processes.family({os.getpid()})
+        process.communicate()
+    assert processes.listeners(port) == set()
 
 
 def test_a_process_whose_parent_has_ended_exits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

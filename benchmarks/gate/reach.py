@@ -31,6 +31,7 @@ from pytest_llmgpu.gate import fixed_clock, program
 from pytest_llmgpu.gate.judge import judge
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.report import file
+from pytest_llmgpu.report.cause import SlowerKernel
 from pytest_llmgpu.report.derived import device_passes_s
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult, Launch
@@ -128,7 +129,7 @@ def _figures(equal: Sequence[Pair], slower: Sequence[Pair]) -> dict[str, Any]:
     }
 
 
-def _kernels(base: Report, head: Report) -> list[program.Slower]:
+def _kernels(base: Report, head: Report) -> list[SlowerKernel]:
     """Return how much longer each kernel takes than the others."""
     names = base.environment.kernel_names, head.environment.kernel_names
     return program.slower_kernels(program.pairs_of(base.cases[0], head.cases[0], names)[0])

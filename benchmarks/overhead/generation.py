@@ -82,10 +82,11 @@ def _generate(strategy: Strategy, loaded: Loaded, batch_size: int, arguments: ar
             "bare": lambda: [_replay(generator, batch, new_tokens) for batch in plan.batches],
             "peer": lambda: [_peer(loaded, batch, new_tokens) for batch in plan.batches],
         }
-        if loaded.compiled is None:
-            arms["static"] = lambda: [_peer(loaded, batch, new_tokens, "static") for batch in plan.batches]
         batch_ms = _interleaved(arms, loaded, arguments.repeats)
         kv_cache_bytes = generator.kv_cache_bytes
+    if loaded.compiled is None:  # after our graphs: transformers records some itself
+        static: Arms = {"static": lambda: [_peer(loaded, batch, new_tokens, "static") for batch in plan.batches]}
+        batch_ms |= _interleaved(static, loaded, arguments.repeats)
     return {
         **_started(loaded, decision, warmed_s),
         "first_token_ms": statistics.median(first_ms),

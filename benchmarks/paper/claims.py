@@ -137,7 +137,7 @@ def _compared(series: dict[str, Cases]) -> Iterable[Claim]:
 def _ratios(series: dict[str, Cases]) -> Iterable[Claim]:
     """Yield the ratio of the traffic of tp to that of mp, by each way of counting."""
     ways = {
-        "PCIe TX": figures.seen(figures.pcie, "pcie"),
+        "PCIe TX": figures.seen(figures.pcie),
         "PCIe and NVLink TX": figures.seen(figures.links),
         "sent by the program": figures.sent,
     }

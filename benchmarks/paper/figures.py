@@ -9,7 +9,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 
-from pytest_llmgpu.render.charts.communication import LINKS, LinkName, covers_traffic
 from pytest_llmgpu.report.derived import of_window
 from pytest_llmgpu.report.result import CaseResult
 
@@ -61,14 +60,21 @@ def sent(result: CaseResult) -> float | None:
     return result.traffic.wire_bytes_per_sequence * result.sequences_per_s
 
 
-def seen(counted: Figure, *names: LinkName) -> Figure:
-    """Return a value of some links' counters that is None if most of the program's bytes took another link.
+def seen(counted: Figure) -> Figure:
+    """Return `pcie` or `links` without the cases of which less than half of the program's bytes were counted.
 
-    Args:
-        counted: The value.
-        names: The names of its links; none for all.
+    A case counts whose path is known to be these links: a sum in the NVLink switch takes fewer bytes than a ring.
     """
-    return lambda result: counted(result) if covers_traffic(result, names or LINKS) else None
+
+    def of_links(result: CaseResult) -> float | None:
+        path = result.traffic.path if result.traffic is not None else None
+        link, rate, sent_per_s = path.link if path is not None else None, counted(result), sent(result)
+        if link is not None and (counted is links or link in ("pcie", "host")):
+            return rate
+        is_missed = rate is not None and sent_per_s is not None and rate * result.case.devices < sent_per_s / 2
+        return None if is_missed else rate
+
+    return of_links
 
 
 def busy(result: CaseResult) -> float | None:

@@ -4,60 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import msgspec
-
 from pytest_llmgpu.analysis.reference import by_series
 from pytest_llmgpu.report.report import Capacity
 from pytest_llmgpu.report.result import CaseResult, DeviceMemory
 
+_PARTS = {
+    "weights_bytes": ("weights_bytes",),
+    "activations_bytes": ("peak_allocated_bytes", "weights_bytes"),
+    "cached_bytes": ("peak_reserved_bytes", "peak_allocated_bytes"),
+    "workspace_bytes": ("workspace_bytes",),
+    "rest_bytes": ("nvml_used_max_bytes", "peak_reserved_bytes", "workspace_bytes"),
+}
+"""Part of the memory of a device to the figure that it is of, and the figures that it is without.
 
-class MemorySplit(msgspec.Struct, frozen=True, kw_only=True):
-    """The parts of the memory of a device in one case; they add up to NVML's largest sample."""
-
-    weights_bytes: int | None
-    """Bytes of live tensors after loading."""
-    activations_bytes: int | None
-    """Bytes of further live tensors at the peak of the largest forward."""
-    cached_bytes: int | None
-    """Bytes that torch's allocator took beyond live tensors: rounding, fragmentation, freed tensors."""
-    workspace_bytes: int | None
-    """Bytes that the strategy keeps outside torch's allocator; None where it keeps none there."""
-    rest_bytes: int | None
-    """Bytes of everything else: the CUDA context, buffers of NCCL, other programs."""
-    why: dict[str, str] = {}
-    """Maps the name of a part that is None to the reason."""
+weights: live tensors after loading. activations: further ones at the peak of the largest forward. cached: what torch's
+allocator took beyond them. workspace: what the strategy keeps outside of the allocator. rest: the CUDA context, buffers
+of NCCL, other programs. They add up to NVML's largest sample."""
 
 
-def split(memory: DeviceMemory) -> MemorySplit:
-    """Return the parts of the memory of a device.
+def split(memory: DeviceMemory) -> dict[str, int | str]:
+    """Return the parts of the memory of a device in bytes, or the reason why one is not known.
 
-    A part that would be negative is None: its figures are then of different moments, which is its reason.
+    A part that would be negative has figures of different moments, which is its reason.
     """
-    why: dict[str, str] = {}
-
-    def part(name: str, whole: str, *others: str) -> int | None:
-        values = {field: getattr(memory, field) for field in (whole, *others)}
+    found: dict[str, int | str] = {}
+    for name, (whole, *others) in _PARTS.items():
         # A strategy without a workspace has None there; nothing is missing then.
-        missing = next((field for field in values if values[field] is None and field != "workspace_bytes"), None)
+        needed = [field for field in (whole, *others) if field != "workspace_bytes" or field == whole]
+        missing = next((field for field in needed if getattr(memory, field) is None), None)
+        left = (getattr(memory, whole) or 0) - sum(getattr(memory, field) or 0 for field in others)
         if missing is not None:
-            why[name] = memory.why.get(missing, f"{missing} is unknown")
-            return None
-        left: int = values[whole] - sum(values[field] or 0 for field in others)
-        if left < 0:
-            why[name] = f"{whole} is {-left:,} bytes less than {' and '.join(others)}: it was read at another moment"
-            return None
-        return left
-
-    if memory.workspace_bytes is None and (reason := memory.why.get("workspace_bytes")):
-        why["workspace_bytes"] = reason
-    return MemorySplit(
-        weights_bytes=part("weights_bytes", "weights_bytes"),
-        activations_bytes=part("activations_bytes", "peak_allocated_bytes", "weights_bytes"),
-        cached_bytes=part("cached_bytes", "peak_reserved_bytes", "peak_allocated_bytes"),
-        workspace_bytes=memory.workspace_bytes,
-        rest_bytes=part("rest_bytes", "nvml_used_max_bytes", "peak_reserved_bytes", "workspace_bytes"),
-        why=why,
-    )
+            found[name] = memory.why.get(missing, f"{missing} is unknown")
+        elif left < 0:
+            found[name] = f"{whole} is {-left:,} bytes less than {' and '.join(others)}: it was read at another moment"
+        else:
+            found[name] = left
+    return found
 
 
 def capacities(results: Sequence[CaseResult]) -> list[Capacity]:

@@ -30,10 +30,6 @@ _BUSY = 0.8
 _UNKNOWN_IDLE = 0.2
 """Idle fraction of a replayed pass without work passes. It was 0.02 to 0.15 for LLaMA-7B on an H200."""
 
-_SPREAD = 2.0
-_HOST_SPREAD = 3.0
-"""The host's launches have a standard deviation of up to 26 %: one run of ten launches in a hundred spreads by 2.8."""
-
 
 class Prior(msgspec.Struct, frozen=True, kw_only=True):
     """The noise between launches that is expected before a comparison."""
@@ -103,8 +99,3 @@ def prior_of_time(*results: CaseResult) -> Prior:
         busy = [rank.busy for rank in ranks if rank.busy is not None]
         shares.append(1 - min(busy) if busy else _UNKNOWN_IDLE)
     return msgspec.structs.replace(prior, s0=math.hypot(prior.s0, max(shares) * PRIORS["eager_host"].s0))
-
-
-def largest_spread(regime: NoiseRegime) -> float:
-    """Return the ratio of the slowest to the fastest launch of one report that chance can explain."""
-    return _HOST_SPREAD if regime in {"eager_host", "cpu"} else _SPREAD

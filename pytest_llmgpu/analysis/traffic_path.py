@@ -127,29 +127,17 @@ def _link(sender: _Sender, *, has_nvlink: bool) -> Link | None:
 
 
 def _describe(link: Link | None, total: _Sender, senders: Sequence[_Sender], profile: Profile) -> str:
-    """Return the bytes that the links counted and those that the program sent, in words."""
-    expected = byte_size(total.expected)
+    """Return the bytes that the program sent and those that the links counted, in words."""
+    text = f"the program sent {byte_size(total.expected)}"
+    text += "; there is no NVLink" if total.nvlink is None else f"; NVLink carried {byte_size(total.nvlink)}"
     if link == "nvlink":
         worst = max(senders, key=lambda sender: abs(sender.share - 1))
-        text = f"{byte_size(total.nvlink or 0)}, the program sent {expected} ({signed_percent(total.share - 1, 2)})"
-        if abs(worst.share - total.share) > _AGREE:
-            text += f"; {worst.name} {byte_size(worst.nvlink or 0)}, its rank sent {byte_size(worst.expected)} "
-            text += f"({signed_percent(worst.share - 1)})"
-        return text
+        text += f" ({signed_percent(total.share - 1, 2)})"
+        return text + f", of {worst.name} {signed_percent(worst.share - 1)}" * (abs(worst.share - total.share) > _AGREE)
     if total.pcie is None or total.pcie_received is None:
-        reason = _reason(profile, "pcie_")
-        if link is None:
-            nvlink = f"; NVLink carried {byte_size(total.nvlink)} of {expected}" if total.nvlink else ""
-            return f"bytes over PCIe were not counted ({reason}){nvlink}"
-        pcie = f"{_UNKNOWN} of {expected} ({reason})"
-    else:
-        pcie = f"{byte_size(total.pcie)} sent and {byte_size(total.pcie_received)} received"
-        if link is None:
-            return f"the program sent {expected}, NVLink carried {byte_size(total.nvlink or 0)}, PCIe {pcie}"
-        pcie += f", with packet headers and the host's bytes; the program sent {expected}"
-    if link == "mixed":
-        return f"NVLink carried {byte_size(total.nvlink or 0)}, PCIe {pcie}"
-    return f"{pcie}; {'there is no NVLink' if total.nvlink is None else f'NVLink carried {byte_size(total.nvlink)}'}"
+        return f"{text}; bytes over PCIe were not counted ({_reason(profile, 'pcie_')})"
+    both = f"{byte_size(total.pcie)} sent and {byte_size(total.pcie_received)} received"
+    return f"{text}; PCIe {both}, with packet headers and the host's bytes"
 
 
 def _joined(profile: Profile, environment: Environment) -> str:

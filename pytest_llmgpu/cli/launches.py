@@ -29,6 +29,7 @@ from pytest_llmgpu.gate.policy import Policy, dump_policy, find_policy, load_pol
 from pytest_llmgpu.processes import die_with_parent
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.report import Report
+from pytest_llmgpu.report.text import log_tail
 from pytest_llmgpu.store import git, store
 
 _OWN_SETUP = (
@@ -44,7 +45,6 @@ _COMPLETE = (0, 1)
 
 _MOST = 1000
 """Most launches, which is the limit of the gate's statistics."""
-_END_BYTES = 65536  # of a log, in which its last line is looked for
 _GIT_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_OBJECT_DIRECTORY", "GIT_COMMON_DIR")
 """Variables that a git hook sets for its own repository; git would use that repository in every folder."""
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -62,10 +62,7 @@ def count(text: str) -> int:
 
 def describe_ending(status: int, log: Path) -> str:
     """Return the exit status of a command, the last line of its output that is not blank, and the path of its log."""
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - _END_BYTES))
-        lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]
-    last = next((f": {line}" for line in reversed(lines) if line), "")
+    last = next((f": {line.strip()}" for line in reversed(log_tail(log).splitlines()) if line.strip()), "")
     return f"{f'signal {-status}' if status < 0 else f'status {status}'}{last}; see {log}"
 
 
@@ -168,11 +165,7 @@ def begin(
     source = find_policy(trees[0].folder) if arguments.policy is None else arguments.policy
     policy = ab.split(switched(load_policy(source), arguments), len(looks))
     commits = "_".join(tree.sha[:LETTERS] for tree in trees)
-    stem = f"{commits}_{datetime.datetime.now(datetime.timezone.utc):%Y%m%dT%H%M%SZ}"
-    path, number = parent / stem, 1
-    while path.exists():  # another run began in the same second
-        number += 1
-        path = parent / f"{stem}-{number}"
+    path = parent / f"{commits}_{datetime.datetime.now(datetime.timezone.utc):%Y%m%dT%H%M%S.%fZ}"
     try:
         store.prepare(parent.parent)
         (path / "launches").mkdir(parents=True)

@@ -20,15 +20,10 @@ def complain(text: str, program: str = "llmgpu") -> None:
     if sys.stderr is None:  # closed
         return
     try:
-        print(f"{program}: {one_printable_line(text)}", file=sys.stderr, flush=True)
+        print(f"{program}: {printable_lines(' '.join(text.split()))}", file=sys.stderr, flush=True)
     except OSError:
         # Python flushes it again at exit, and a failure there would replace the exit status by 120.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
-
-
-def one_printable_line(text: str) -> str:
-    """Return a text of any origin as one line for a terminal."""
-    return printable_lines(" ".join(text.split()))
 
 
 def write_data(text: str) -> None:

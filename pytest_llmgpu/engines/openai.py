@@ -8,6 +8,7 @@ measured without accuracy, or without its tokens; the report has the reason.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -18,6 +19,8 @@ import subprocess
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
 from itertools import pairwise
 from pathlib import PurePath
 from typing import Any, NamedTuple
@@ -31,14 +34,16 @@ from pytest_llmgpu.report.text import beginning, first_line
 URL, COMMAND = "server_url", "server_command"
 """The options of a case that have the server."""
 _CONNECT_S = 10.0
-_NOBODY = "no server answers there"
 _HEALTH_S = 0.25
 _END_S = 10.0
 _COUNTER = re.compile(
-    r"^(?:\w+:)?(\w*(?:cache_hits|cache_queries|preemptions|retracted)\w*)_total(?:{[^}]*})? ([\d.e+]+)$", re.MULTILINE
+    r"^(?:\w+:)?(prefix_cache_hits|prefix_cache_queries|cached_tokens|num_preemptions|num_retracted\w*)_total"
+    r"(?:{[^}]*})? ([\d.e+]+)$",
+    re.MULTILINE,
 )
-"""A counter of a server's cache or of its scheduler."""
-_TOKEN_ID = "token_id:"  # noqa: S105 - the name of a token in vLLM's logprobs
+"""A counter of the cache or of the scheduler of vLLM or SGLang."""
+_ID = "token_id:"
+"""Begin of the name of a token in vLLM's logprobs."""
 
 
 class _Answer(NamedTuple):
@@ -48,10 +53,8 @@ class _Answer(NamedTuple):
     """None if the server sent no ids."""
     length: int
     loglikelihoods: list[float]
-    arrived_s: list[float]
-    """The time of each token."""
-    chunked: bool
-    """The server sent the tokens one after another, in chunks of HTTP."""
+    arrived_s: list[tuple[int, float]]
+    """The number of tokens after each part of the stream, and its time; none if the server sent the text at once."""
 
 
 class Server(Engine):
@@ -67,6 +70,7 @@ class Server(Engine):
         self._model = ""
         self._scores = False
         self._process: subprocess.Popen[bytes] | None = None
+        self._guard: Any = None
         self._session: Any = None
         self._pool: ThreadPoolExecutor | None = None
 
@@ -101,7 +105,7 @@ class Server(Engine):
 
         self._session = requests.Session()
         # A server of this machine needs no proxy of the environment.
-        self._session.trust_env = not case.strategy_options.get(COMMAND)
+        self._session.trust_env = "server" in case.strategy_options
         self._session.mount("http", HTTPAdapter(pool_maxsize=max(64, case.batch_size)))
         if key := os.environ.get("OPENAI_API_KEY"):
             self._session.headers["Authorization"] = f"Bearer {key}"
@@ -111,15 +115,16 @@ class Server(Engine):
                 free.bind(("127.0.0.1", 0))
                 port = free.getsockname()[1]
             self._url = f"http://127.0.0.1:{port}"
-            replaced = {"{port}": str(port), "{model}": source.directory or source.name}
-            words = shlex.split(str(command))
-            for name, value in replaced.items():
-                words = [word.replace(name, value) for word in words]
+            model = source.directory or source.name
+            words = [one.replace("{port}", f"{port}").replace("{model}", model) for one in shlex.split(str(command))]
             try:
                 # Its output is the log of the rank.
                 self._process = subprocess.Popen(words, start_new_session=True, stdin=subprocess.DEVNULL)
             except OSError as error:
                 raise ValueError(f"--llmgpu-server-command={command}: {error}") from None
+            # At the end of its input, also where this process is killed, it ends all processes of the server.
+            guard = ["sh", "-c", 'read _; kill -KILL -"$0" 2>&-', str(self._process.pid)]
+            self._guard = subprocess.Popen(guard, start_new_session=True, stdin=subprocess.PIPE)
         else:
             self._url = str(case.strategy_options[URL]).rstrip("/").removesuffix("/v1")
         served = self._models()
@@ -130,9 +135,9 @@ class Server(Engine):
                 f"the server at {self._url} serves {', '.join(served) or 'no model'}, not {source.name}: pass its "
                 "model as --llmgpu-model, or name it so (--served-model-name of vLLM)"
             )
-        # Not every server computes log-likelihoods of a prompt.
-        response = self._post({"prompt": [1, 2, 3], "max_tokens": 1, "echo": True, "logprobs": 1})
-        self._scores = response.ok and len(_logprobs(response.json())) >= 3  # noqa: PLR2004 - the three of the prompt
+        with suppress(RuntimeError):  # not every server computes log-likelihoods of a prompt
+            scored = self._post({"prompt": [1, 2, 3], "max_tokens": 1, "echo": True, "logprobs": 1})
+            self._scores = len(_logprobs(scored.json())) >= 3  # noqa: PLR2004 - the three of the prompt
 
     def prepare(self, batch_size: int, tokens: int, new_tokens: int) -> None:  # noqa: ARG002 - the server decides
         """Make a thread for each request of a batch."""
@@ -151,16 +156,15 @@ class Server(Engine):
         wrong = next((answer.length for answer in answers if answer.length != new_tokens), None)
         if wrong is not None:
             raise RuntimeError(f"the server sent {wrong} tokens of a text, {new_tokens} were requested")
-        firsts = [answer.arrived_s[0] for answer in answers]
-        # A server that sends no chunks sends a text at once, whose tokens have no time of their own.
-        single = all(answer.chunked and len(answer.arrived_s) == new_tokens for answer in answers)
-        ends_s = list(map(max, zip(*(answer.arrived_s for answer in answers), strict=True))) if single else []
+        firsts = [answer.arrived_s[0][1] for answer in answers if answer.arrived_s]
+        times_s = [_of_tokens(answer.arrived_s, new_tokens) for answer in answers]
+        ends_s = list(map(max, zip(*times_s, strict=True))) if all(times_s) else []
         tokens = [answer.tokens for answer in answers if answer.tokens is not None]
         values = [answer.loglikelihoods for answer in answers if len(answer.loglikelihoods) == new_tokens]
         return Texts(
             tokens=tokens if len(tokens) == len(answers) else None,
             loglikelihoods=values if len(values) == len(answers) else None,
-            first_token_s=max(firsts) - began_s if all(answer.chunked for answer in answers) else None,
+            first_token_s=max(firsts) - began_s if len(firsts) == len(answers) else None,
             step_s=[later - earlier for earlier, later in pairwise(ends_s)],
         )
 
@@ -171,7 +175,7 @@ class Server(Engine):
             RuntimeError: A request failed.
         """
         body = {"max_tokens": 1, "temperature": 0.0, **({"echo": True, "logprobs": 1} if self._scores else {})}
-        found = self._together(lambda ids: self._checked({"prompt": ids, **body}), token_ids)
+        found = self._together(lambda ids: self._post({"prompt": ids, **body}).json(), token_ids)
         if not self._scores:
             return None
         pairs = zip(found, token_ids, from_position, strict=True)
@@ -200,13 +204,10 @@ class Server(Engine):
             self._pool.shutdown(wait=False, cancel_futures=True)
         if self._process is None:
             return
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            try:
-                os.killpg(self._process.pid, number)
+        for end in (partial(os.killpg, self._process.pid, signal.SIGTERM), self._guard.communicate):
+            with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                end()
                 self._process.wait(_END_S)
-                break
-            except (ProcessLookupError, subprocess.TimeoutExpired):
-                continue
         self._process = None
 
     def _models(self) -> list[str]:
@@ -221,7 +222,8 @@ class Server(Engine):
                     return [str(one["id"]) for one in response.json()["data"]]
                 problem = _problem(response)
             except (requests.RequestException, ValueError, LookupError, TypeError) as error:
-                problem = first_line(error) if not isinstance(error, requests.ConnectionError) else _NOBODY
+                absent = isinstance(error, requests.ConnectionError)
+                problem = "no server answers there" if absent else first_line(error)
             if self._process is None:
                 raise RuntimeError(f"--llmgpu-server-url: {self._url}/v1/models: {problem}")
             time.sleep(_HEALTH_S)
@@ -243,26 +245,21 @@ class Server(Engine):
     def _post(self, body: dict[str, Any]) -> Any:
         body = {"model": self._model, **body}
         # No time limit of its own: that of the rank holds.
-        return self._session.post(
+        response = self._session.post(
             f"{self._url}/v1/completions", json=body, stream=bool(body.get("stream")), timeout=(_CONNECT_S, None)
         )
-
-    def _checked(self, body: dict[str, Any]) -> Any:
-        response = self._post(body)
         if not response.ok:
             raise RuntimeError(_problem(response))
-        return response.json()
+        return response
 
     def _stream(self, token_ids: list[int], new_tokens: int) -> _Answer:
         body = {"prompt": token_ids, "max_tokens": new_tokens, "temperature": 0.0, "stream": True}
         extended = {"ignore_eos": True, "logprobs": 1, "return_token_ids": True, "return_tokens_as_token_ids": True}
         tokens: list[int] = []
         values: list[float] = []
-        arrived_s: list[float] = []
-        used, ended = 0, False
+        arrived_s: list[tuple[int, float]] = []
+        count, used, ended = 0, 0, False
         with self._post({**body, **extended, "stream_options": {"include_usage": True}}) as response:
-            if not response.ok:
-                raise RuntimeError(_problem(response))
             chunked = bool(getattr(response.raw, "chunked", False))
             for line in response.iter_lines():
                 data = line.removeprefix(b"data:").strip()
@@ -276,18 +273,41 @@ class Server(Engine):
                 for choice in part.get("choices") or ():
                     logprobs = choice.get("logprobs") or {}
                     named = logprobs.get("tokens") or ()
-                    ids = choice.get("token_ids") or [int(one[len(_TOKEN_ID) :]) for one in named if _is_id(one)]
+                    ids = choice.get("token_ids") or [int(one[len(_ID) :]) for one in named if one.startswith(_ID)]
                     tokens += ids
                     values += logprobs.get("token_logprobs") or ()
-                    arrived = len(ids) or len(named) or bool(choice.get("text"))
-                    arrived_s += [time.perf_counter()] * arrived
-        if not ended or not arrived_s:
+                    if arrived := len(ids) or len(named) or bool(choice.get("text")):
+                        count += arrived
+                        arrived_s.append((count, time.perf_counter()))
+        if not ended or not count:
             raise RuntimeError("the server cut the stream of a text before its end")
-        return _Answer(tokens or None, len(tokens) or used or len(arrived_s), values, arrived_s, chunked)
+        return _Answer(tokens or None, len(tokens) or used or count, values, arrived_s if chunked else [])
 
 
-def _is_id(token: str) -> bool:
-    return token.startswith(_TOKEN_ID)
+@functools.cache
+def local_port(url: str) -> int | None:
+    """Return the port of a URL whose host is this machine; None for another one, and for a URL that is none."""
+    parts = urlsplit(url)
+    with suppress(OSError, ValueError):
+        for family, kind, _, _, address in socket.getaddrinfo(parts.hostname, 0, type=socket.SOCK_DGRAM):
+            with suppress(OSError), socket.socket(family, kind) as own:
+                own.bind(address)  # only an address of this machine can be bound to
+                return parts.port or (443 if parts.scheme == "https" else 80)
+    return None
+
+
+def _of_tokens(arrived_s: Sequence[tuple[int, float]], tokens: int) -> list[float]:
+    """Return the time of each token of a stream; none of one whose parts lack tokens, or that has a single part.
+
+    A server that computes faster than it sends puts several tokens into a part: they share the time since the part
+    before, those of the first one the time up to the second.
+    """
+    import numpy as np
+
+    if not arrived_s or arrived_s[-1][0] != tokens or len(arrived_s) == 1 < tokens:
+        return []
+    counts, times_s = zip((1, arrived_s[0][1]), *arrived_s[1:], strict=True)
+    return list(map(float, np.interp(range(1, tokens + 1), counts, times_s)))
 
 
 def _logprobs(answer: Any) -> list[float]:

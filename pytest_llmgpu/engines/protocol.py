@@ -1,7 +1,6 @@
 """The contract of an engine: token ids in, token ids and log-likelihoods out, so that all engines get the same tokens.
 
-An engine spreads, batches and runs a model by itself. It is measured in one process of this package, a rank, and may
-start further ones.
+An engine spreads, batches and runs a model by itself, in one rank, and may start further processes.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ class Texts(msgspec.Struct, frozen=True, kw_only=True):
     """The texts that an engine generated for the prompts of one batch. Only `tokens` are needed."""
 
     tokens: Sequence[Sequence[int]] | None
-    """The new tokens of each prompt [B][N], without the prompt. An end-of-sequence token ends no text. None where only
-    their times are known, with the right number of tokens."""
+    """The new tokens of each prompt [B][N]. An end-of-sequence token ends no text. None where only times are known."""
     loglikelihoods: Sequence[Sequence[float]] | None = None
     """The log-likelihood of each new token [B][N]."""
     first_token_s: float | None = None
@@ -34,9 +32,8 @@ class Texts(msgspec.Struct, frozen=True, kw_only=True):
 class Engine(Protocol):
     """Something that scores or generates token ids.
 
-    The class must import without torch, since `check` runs in the process of pytest. There is one object in that
-    process, and one in the rank from `start` to `stop`. A class that derives from this one may leave out all but
-    `name`, `backend` and what it can do: `score`, `generate` or both.
+    The class must import without torch: there is an object in the process of pytest, for `check`, and one in the rank
+    from `start` to `stop`. A derived class needs `name`, `backend`, `start`, and `score`, `generate` or both.
     """
 
     name: str
@@ -48,27 +45,18 @@ class Engine(Protocol):
     options: tuple[str, ...] = ()
     """The options of pytest-llmgpu that a case of it has in `strategy_options`."""
     own_workers: bool = False
-    """True if each of several devices, also of a CPU, has a process that the engine starts (see `workers`); else it has
-    one device on a CPU."""
+    """True if the engine starts a process for each of several devices, also of a CPU (see `workers`)."""
     dispatched: bool = True
-    """False if kernels are launched past torch's dispatcher, where FLOPs cannot be counted. `start` may set it."""
+    """False if kernels are launched past torch's dispatcher, where FLOPs cannot be counted."""
     elsewhere: str | None = None
     """The reason why kernels, ops and memory are not seen in the rank; None for an engine that computes in it."""
 
     def ranks(self, devices: int) -> int:  # noqa: ARG002 - an engine starts its further processes itself
-        """Return the number of processes that this package starts: 1."""
+        """Return the number of processes that this package starts."""
         return 1
 
-    def build(self, case: Case, say: Callable[[str], None]) -> None:  # noqa: ARG002 - not needed
-        """Do work that is needed once, before the rank starts (see `strategies.protocol.Strategy.build`)."""
-        return
-
     def check(self, case: Case, source: ModelSource) -> None:  # noqa: ARG002 - not needed
-        """Refuse a case that cannot work, before a process starts.
-
-        Raises:
-            ValueError: The message has the wrong value and the allowed ones.
-        """
+        """Refuse a case that cannot work, before a process starts: ValueError with what is wrong and allowed."""
         return
 
     @abstractmethod
@@ -76,17 +64,10 @@ class Engine(Protocol):
         """Load the model in the rank, in the dtype and on the devices of the case."""
         ...
 
-    def release(self) -> None:
-        """Free what depends on the case before: the peaks of memory are reset after it."""
-        return
-
     def prepare(self, batch_size: int, tokens: int, new_tokens: int) -> None:  # noqa: ARG002 - not needed
-        """Reserve what depends on the case, so that it takes the same memory alone and in a sweep.
+        """Free what the case before needed, and reserve for batches of this size, so that no case depends on others.
 
-        Args:
-            batch_size: Sequences of the largest batch.
-            tokens: Tokens of the longest sequence, with those that are generated.
-            new_tokens: Tokens that are generated for each prompt; 0 for scoring.
+        `tokens` are those of the longest sequence, with the `new_tokens` of each prompt; 0 for scoring.
         """
         return
 
@@ -99,10 +80,7 @@ class Engine(Protocol):
         raise NotImplementedError
 
     def score(self, token_ids: list[list[int]], from_position: list[int]) -> list[list[float]] | None:
-        """Return the log-likelihood of each token of a sequence from a position on, given the tokens before it.
-
-        None where the sequences were read and log-likelihoods cannot be known.
-        """
+        """Return the log-likelihood of each token from a position on; None for sequences that are read only."""
         raise NotImplementedError
 
     def workers(self, function: Callable[..., Any], *args: Any) -> list[Any] | None:  # noqa: ARG002 - not needed

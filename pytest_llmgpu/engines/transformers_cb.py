@@ -34,7 +34,6 @@ class ContinuousBatching(Engine):
     def __init__(self) -> None:
         self._model: Any = None
         self._manager: Any = None
-        self._new_tokens = 1
         self._graphs: bool | None = None
 
     def check(self, case: Case, source: ModelSource) -> None:
@@ -61,15 +60,11 @@ class ContinuousBatching(Engine):
             self._model = weights.checkpoint(source, dtype, device_map={"": str(device)})
         self._graphs = False if case.cuda_graphs == "off" else None
 
-    def release(self) -> None:
-        """Free the cache of the case before."""
-        self.stop()
-
     def prepare(self, batch_size: int, tokens: int, new_tokens: int) -> None:
-        """Make a cache of the size of the case, and record CUDA graphs."""
+        """Make a cache of the size of the case in place of the one before, and record CUDA graphs."""
         from transformers import ContinuousBatchingConfig, GenerationConfig
 
-        self._new_tokens = new_tokens
+        self.stop()
         generation = GenerationConfig(do_sample=False, max_new_tokens=new_tokens, eos_token_id=-1, pad_token_id=0)
         batching = ContinuousBatchingConfig(
             num_blocks=batch_size * (-(-tokens // _BLOCK) + 1),

@@ -8,6 +8,7 @@ that were added.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -15,18 +16,18 @@ import msgspec
 from pytest_llmgpu.gate import program
 from pytest_llmgpu.gate.program import FLOPS, WAITS, Pair, RankFigures
 from pytest_llmgpu.gate.times import WALL_TIMES
-from pytest_llmgpu.report.cause import CallsChange, Cause, Place, TimeChange
+from pytest_llmgpu.report.cause import CallsChange, Cause, Place
 from pytest_llmgpu.report.derived import of_prefill
 from pytest_llmgpu.report.kernel_families import collective_of, family_of
 from pytest_llmgpu.report.metrics import MetricName
 from pytest_llmgpu.report.result import CaseResult
-from pytest_llmgpu.report.text import listed, percent, plural, signed_percent
+from pytest_llmgpu.report.text import listed, plural, signed_percent
 from pytest_llmgpu.report.verdicts import ALSO_CHANGED, Row
 
 _EXPLAINED = (*WALL_TIMES, "device_time", "traffic")
 """Metrics that work passes can explain, besides the program itself."""
-_SMALL = 0.05
-"""Parts with a smaller share of the growth are not named."""
+_WAITED_FOR = ("device", "copies", "host")
+"""Places of the own time of a rank, for which the others wait."""
 _MORE = 0.01
 """A host that launches this fraction of kernels more is slower for that reason."""
 _SHOWN = 0.3
@@ -43,13 +44,6 @@ _COPIES = re.compile(r"Mem(cpy|set)")
 
 PREFIX = "Cause: "
 """Start of the line of a reason that states the cause."""
-_NAMES: dict[Place, str] = {
-    "device": "kernels",
-    "copies": "copies",
-    "host": "idle",
-    "transfer": "transfer",
-    "waiting": "waiting",
-}
 
 
 def with_cause(row: Row, base: CaseResult, head: CaseResult, names: tuple[Sequence[str], Sequence[str]]) -> Row:
@@ -103,37 +97,31 @@ def of_calls(pairs: Sequence[Pair], *, collectives: bool = False) -> Cause | Non
 
 def describe(cause: Cause) -> str:
     """Return the cause as a clause for a headline."""
+    text = _place_in_words(cause)
     if cause.rank is None:
-        return _place_in_words(cause, cause.place)
-    if cause.place != "waiting":
-        return f"rank {cause.rank} alone: {_place_in_words(cause, cause.place)}"
-    own = [part for part in cause.parts if part.name in (_NAMES["device"], _NAMES["copies"], _NAMES["host"])]
-    largest: Place = next((place for place, name in _NAMES.items() if own and own[0].name == name), "host")
-    return f"waiting for rank {cause.rank}: {_place_in_words(cause, largest)}"
+        return text
+    return (
+        f"waiting for rank {cause.rank}: {text}" if cause.place in _WAITED_FOR else f"rank {cause.rank} alone: {text}"
+    )
 
 
 def module_of(cause: Cause) -> str | None:
     """Return the module with the largest part of a cause; None if no module is named."""
-    if cause.modules:
-        return cause.modules[0].name
+    if cause.kernel is not None:
+        return cause.kernel.module
     return next((call.module for call in (*cause.ops, *cause.kernels) if call.module is not None), None)
 
 
 def details(cause: Cause) -> list[str]:
-    """Return at most two lines: the parts of the difference, and the calls that changed."""
-    lines = []
-    if cause.place != "kernel" and cause.parts and cause.before_s is not None and cause.after_s is not None:
-        parts = [f"{part.name} {_ms(part.growth_s)}" for part in cause.parts if abs(part.share) > _SMALL]
-        lines.append(f"Parts of {_ms(cause.after_s - cause.before_s)} in a work pass: {', '.join(parts)}.")
-    calls = [
+    """Return a line with the calls that changed, if there are any."""
+    calls = Counter(
         f"{_short(change.name)} {change.before:,} -> {change.after:,}"
         for changes in (cause.kernels, cause.ops, cause.runtime_calls, cause.host_calls)
         for change in changes
         if change.name != FLOPS
-    ]
-    if calls:
-        lines.append(f"Calls: {listed(calls, _MOST_CALLS)}.")
-    return lines
+    )
+    texts = [text if count == 1 else f"{text} in {count} modules" for text, count in calls.items()]
+    return [f"Calls: {listed(texts, _MOST_CALLS)}."] if calls else []
 
 
 def _of_device_time(pairs: Sequence[Pair]) -> Cause | None:
@@ -145,7 +133,7 @@ def _of_device_time(pairs: Sequence[Pair]) -> Cause | None:
     if changed is None or not before_s or (changed.price or 0.0) <= max(0.0, _EXPLAINS * (after_s / before_s - 1)):
         return None
     rank = _alone(number, [after - before for before, after in times])
-    return msgspec.structs.replace(changed, rank=rank, before_s=before_s, after_s=after_s)
+    return msgspec.structs.replace(changed, rank=rank)
 
 
 def _of_wall_time(pairs: Sequence[Pair], ratio: float) -> Cause:
@@ -153,35 +141,14 @@ def _of_wall_time(pairs: Sequence[Pair], ratio: float) -> Cause:
     number = max(range(len(pairs)), key=lambda one: pairs[one].after.own_s - pairs[one].before.own_s)
     pair = pairs[number]
     before, after = (_parts(rank) for rank in pair)
-    growth_s = {place: after[place] - before[place] for place in before}
-    whole_s = sum(growth for growth in growth_s.values() if growth > 0)
-    calls = program.changes(pair) or Cause(place="program")
-    found = msgspec.structs.replace(
-        calls,
-        place=max(growth_s, key=growth_s.__getitem__),
-        before_s=pair.before.pass_s,
-        after_s=pair.after.pass_s,
-        parts=sorted(
-            (
-                TimeChange(
-                    name=_NAMES[place],
-                    before_s=before[place],
-                    after_s=after[place],
-                    share=growth / whole_s if whole_s else 0.0,
-                )
-                for place, growth in growth_s.items()
-                if growth
-            ),
-            key=lambda change: (-change.share, change.name),
-        ),
-    )
-    if growth_s[found.place] < _SHOWN * max(0.0, ratio - 1) * pair.before.pass_s:
+    place = max(before, key=lambda one: after[one] - before[one])
+    found = msgspec.structs.replace(program.changes(pair) or Cause(place=place), place=place)
+    if after[place] - before[place] < _SHOWN * max(0.0, ratio - 1) * pair.before.pass_s:
         # The GPU has the same work, and its passes show no growth: the rest of the time is the host's.
-        return msgspec.structs.replace(found, place="host", parts=[])
+        return msgspec.structs.replace(found, place="host")
     rank = _alone(number, [one.after.own_s - one.before.own_s for one in pairs])
-    if rank is None or found.place in ("transfer", "waiting"):
-        return found
-    return msgspec.structs.replace(found, place="waiting", rank=rank)
+    rank = None if place in ("transfer", "waiting") else rank
+    return msgspec.structs.replace(found, rank=rank, before_s=before[place], after_s=after[place])
 
 
 def _parts(rank: RankFigures) -> dict[Place, float]:
@@ -205,16 +172,15 @@ def _alone(number: int, growth_s: Sequence[float]) -> int | None:
     return number if others and growth_s[number] > 0 and max(others) <= growth_s[number] / 2 else None
 
 
-def _place_in_words(cause: Cause, place: Place) -> str:
-    """Return the calls that explain the difference in a place, else its share of the growth."""
+def _place_in_words(cause: Cause) -> str:
+    """Return the calls that explain the difference in a place, else its growth in a work pass."""
+    place, kernel = cause.place, cause.kernel
     if place == "program" or (place == "device" and cause.kernels):
         return _program_in_words(cause)
-    if place == "device":
-        return f"{_share(cause, place)} in kernels"
-    if place == "kernel":
-        part, where = cause.parts[0], f"{cause.modules[0].name} " if cause.modules else ""
-        grown = signed_percent(part.growth_s / (cause.before_s or 1.0), 2)
-        return f"{where}{part.family} kernel {_short(part.name)} {grown}, called as often as before"
+    if kernel is not None:
+        where = "" if kernel.module is None else f"{kernel.module} "
+        grown = signed_percent(kernel.excess, 2)
+        return f"{where}{kernel.family} kernel {_short(kernel.name)} {grown}, called as often as before"
     waits = _first_growth(cause.runtime_calls, WAITS)
     if waits is not None and place == "host":
         return f"{_call_in_words(waits)}: the host waits for the GPU"
@@ -226,15 +192,20 @@ def _place_in_words(cause: Cause, place: Place) -> str:
     }.get(place)
     if found is not None:
         return f"{_call_in_words(found)}{': the host launches more kernels' if place == 'host' else ''}"
-    python = _first_growth(cause.host_calls)
-    idle = f"{_share(cause, place)} in idle time of the GPU: the host launches more slowly"
-    host = idle if cause.parts else "the kernels do not explain it: the host is slower"
-    return {
-        "transfer": f"{_share(cause, place)} in collectives",
-        "waiting": f"{_share(cause, place)} in ranks that wait for each other",
-        "copies": f"{_share(cause, place)} in copies",
-        "host": f"{host} ({_call_in_words(python)})" if python is not None else host,
-    }[place]
+    python = _first_growth(cause.host_calls) if place == "host" else None
+    grown = (
+        "" if cause.before_s is None or cause.after_s is None else f" {1e3 * (cause.after_s - cause.before_s):+.3g} ms"
+    )
+    words = {
+        "device": f"kernels{grown}",
+        "transfer": f"collectives{grown}",
+        "waiting": f"ranks that wait for each other{grown}",
+        "copies": f"copies{grown}",
+        "host": f"idle time of the GPU{grown}: the host is slower"
+        if grown
+        else "the kernels do not explain it: the host is slower",
+    }
+    return words.get(place, place) + (f" ({_call_in_words(python)})" if python is not None else "")
 
 
 def _program_in_words(cause: Cause) -> str:
@@ -279,14 +250,6 @@ def _call_in_words(change: CallsChange, forwards: int = 1, gone: CallsChange | N
     if where and change.layers is not None:
         where += f" ({'at most ' if change.layers > 1 else ''}{plural(change.layers, 'layer')})"
     return f"{max(1, abs(change.growth) // forwards):,} {sign} {name}{where}"
-
-
-def _share(cause: Cause, place: Place) -> str:
-    return percent(sum(part.share for part in cause.parts if part.name == _NAMES[place]), 0)
-
-
-def _ms(growth_s: float) -> str:
-    return f"{1e3 * growth_s:+.3g} ms"
 
 
 def _short(name: str) -> str:

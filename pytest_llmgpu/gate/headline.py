@@ -98,12 +98,9 @@ def describe(headline: Headline) -> str:
         reasons = listed([f"{count:,} x {reason}" for reason, count in often], _REASONS)
         why = "there is no baseline" if verdicts.baseline is None else reasons or "the reports share no case"
         text = f"NOTHING COMPARED: {why}"
-    slower = sorted(
-        (row for row in verdicts.rows if row.compared and row.gated and is_slower(row)),
-        key=lambda row: -round(row.ratio or 0.0, 9),
-    )
-    if slower and slower[0].verdict == "UNDECIDED" and slower[0] not in worst[:1]:
-        text += f"; not enough data to decide {row_in_words(slower[0])}"
+    slower = [row for row in verdicts.rows if row.verdict == "UNDECIDED" and row.gated and (row.low or 0.0) > 1]
+    if slower and not worst:
+        text += f"; not enough data to decide {row_in_words(max(slower, key=lambda row: row.ratio or 0.0))}"
     if (slower or any(row.worse for row in worst)) and (differing := differences(verdicts)):
         text += f"; {DIFFERS}{listed(differing, _DIFFERENCES)}"
     if headline.states:
@@ -114,13 +111,6 @@ def describe(headline: Headline) -> str:
 def differences(verdicts: Verdicts) -> list[str]:
     """Return the differences between the environments of both reports."""
     return [text.removeprefix(DIFFERS) for text in verdicts.warnings if text.startswith(DIFFERS)]
-
-
-def is_slower(row: Row) -> bool:
-    """Return whether a time is longer than the baseline's, also if the threshold is larger than what was measured."""
-    if row.metric not in TIMES or row.ratio is None or row.ratio <= 1:
-        return False
-    return row.worse or (row.verdict == "UNDECIDED" and row.low is not None and row.low > 1)
 
 
 def row_in_words(row: Row) -> str:
@@ -203,9 +193,7 @@ def _deciding(rows: Sequence[Row], way: str = "`llmgpu ab` launches both in turn
     """
     noisy = [row for row in rows if not row.next_step]
     needed = sorted(
-        row.launches_needed
-        for row in noisy
-        if row.launches_needed is not None and (row.n or 0) < row.launches_needed <= PRACTICAL_LAUNCHES
+        row.launches_needed for row in noisy if row.launches_needed is not None and (row.n or 0) < row.launches_needed
     )
     parts = list(dict.fromkeys(row.next_step for row in rows if row.next_step))
     undecided = plural(len(noisy), "undecided row")
@@ -222,14 +210,13 @@ def _deciding(rows: Sequence[Row], way: str = "`llmgpu ab` launches both in turn
 def _of_rows(rows: Sequence[Row]) -> str:
     """Return the worst row, and the number of cases that the others are of."""
     worst, *others = rows
-    word = worst.verdict.replace("_", " ")
     counts: dict[str, set[str]] = {}
     for row in others:
-        counts.setdefault(row.verdict.replace("_", " "), set()).update({row.id} - {worst.id})
+        counts.setdefault(row.word, set()).update({row.id} - {worst.id})
     more = [f"{plural(len(cases), 'more case')} {verdict}" for verdict, cases in counts.items() if cases]
     if worst.verdict == "UNDECIDED" and not worst.unseen and worst.metric != "outcome":
         more.append("the policy is strict")
-    return "; ".join([f"{word}: {row_in_words(worst)}", *more])
+    return "; ".join([f"{worst.word}: {row_in_words(worst)}", *more])
 
 
 def _of_pass(verdicts: Verdicts) -> str:

@@ -12,6 +12,7 @@ import math
 import textwrap
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from typing import Literal
 
 import msgspec
 
@@ -21,9 +22,9 @@ from pytest_llmgpu.gate import answers, creep, figures, program, times
 from pytest_llmgpu.gate.answers import Answered, below_floor
 from pytest_llmgpu.gate.cause import with_cause
 from pytest_llmgpu.gate.exact import exact_rows, execution_row, worse
-from pytest_llmgpu.gate.matching import apart, pairs
+from pytest_llmgpu.gate.matching import pairs
 from pytest_llmgpu.gate.memory import memory_row
-from pytest_llmgpu.gate.policy import Policy, TimeRule, check_figures, dump_policy, sha256_of, unmatched, with_allowed
+from pytest_llmgpu.gate.policy import Policy, TimeRule, check_figures, dump_policy, unmatched, with_allowed
 from pytest_llmgpu.gate.program_row import program_row, with_slower_kernels
 from pytest_llmgpu.gate.times import Timed, comparable
 from pytest_llmgpu.report import disturbances
@@ -58,21 +59,9 @@ LARGEST_UNSEEN = 0.5
 """The largest slowdown of a case that may stay unseen, as a fraction: else the gate does not pass."""
 
 
-class RowClass(enum.Enum):
-    """The class of a row under a policy. The values are in the order in which they are shown."""
-
-    FAILS = "fails"
-    """The row fails the gate."""
-    ALLOWED = "worse, but allowed"
-    """The candidate is worse, and the policy lets it pass: the metric is not gated, or the regression is allowed."""
-    BETTER = "better"
-    """The candidate is better."""
-    UNCLEAR = "unclear"
-    """Nothing could be compared, or not enough was measured to decide; the policy lets it pass."""
-    UNCHANGED = "unchanged"
-    """The candidate is as the baseline is."""
-    NEW = "new"
-    """The baseline has nothing to compare with."""
+Level = Literal["failure", "warning", "info"]
+"""Severity of a row: it fails the gate; it is worse or unclear, which the policy lets pass; it is unchanged, better or
+new."""
 
 
 class ExitStatus(enum.IntEnum):
@@ -87,17 +76,11 @@ class ExitStatus(enum.IntEnum):
     """The candidate could not be judged: it is undecided, not comparable, or nothing that is gated was compared."""
 
 
-def classify(row: Row, policy: Policy) -> RowClass:
-    """Return the class of a row under a policy."""
+def level(row: Row, policy: Policy) -> Level:
+    """Return the severity of a row under a policy."""
     if fails(row, policy):
-        return RowClass.FAILS
-    if row.worse:
-        return RowClass.ALLOWED
-    if row.improved:
-        return RowClass.BETTER
-    if row.verdict in UNCLEAR:
-        return RowClass.UNCLEAR
-    return RowClass.UNCHANGED if row.verdict == "OK" else RowClass.NEW
+        return "failure"
+    return "warning" if row.worse or row.verdict in UNCLEAR else "info"
 
 
 def fails(row: Row, policy: Policy) -> bool:
@@ -154,7 +137,6 @@ def judge(
         baseline=baseline if base is not None else None,
         head=Candidate(created=head.created, commit=head.commit.sha, command=command(head), states=list(_states(head))),
         policy=dump_policy(policy),
-        policy_sha256=sha256_of(policy),
         in_turn=in_turn,
         not_compared=dict(sorted(compared.not_compared.items())),
         warnings=warnings,
@@ -231,7 +213,7 @@ class Comparison:
 
     def _compare(self) -> list[Row]:
         before = self.base.cases if self.base is not None else []
-        matched, self._apart = pairs(before, self.head.cases), apart(before, self.head.cases)
+        matched = pairs(before, self.head.cases)
         gone: list[CaseResult] = []
         both = [(pair.base.launches, pair.head.launches) for pair in matched if pair.base and pair.head]
         # A launch that failed before it was timed is equal to another one by chance.
@@ -371,9 +353,7 @@ class Comparison:
         self._entries.append(Row.of(result, "outcome", verdict, reason))
 
     def _gone(self, result: CaseResult) -> None:
-        if self._apart is not None:
-            self._outcome(result, "NOT_COMPARABLE", self._apart)
-        elif (why := self._left_out(result.nodeid)) is not None:
+        if (why := self._left_out(result.nodeid)) is not None:
             self.not_compared[why] += 1
         elif result.outcome != "completed" and result.outcome not in OUT_OF_MEMORY:
             self.not_compared["the baseline's case failed and is absent"] += 1

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import msgspec
 
 from pytest_llmgpu.analysis.environments import shortened
-from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.result import CaseResult
 
 
@@ -48,20 +47,6 @@ def pairs(base: Sequence[CaseResult], head: Sequence[CaseResult]) -> list[Pair]:
             differing = [f"{name} {shortened(was[name])} -> {shortened(is_now[name])}" for name in names]
         found.append(Pair(then, now, differing))
     return [*found, *(Pair(result, None, []) for result in left)]
-
-
-def apart(base: Sequence[CaseResult], head: Sequence[CaseResult]) -> str | None:
-    """Return why two reports share no case, and what to do: another device or workload; None for another reason."""
-    measured: dict[str, Callable[[Case], str]] = {
-        "--llmgpu-device": lambda case: f"ran on {case.device}",
-        "--llmgpu-workload": lambda case: "generates" if case.generates else "scores",
-    }
-    for flag, in_words in measured.items():
-        then, now = ({in_words(result.case) for result in cases} for cases in (base, head))
-        if then and now and not then & now:
-            was, is_now = (" and ".join(sorted(texts)) for texts in (then, now))
-            return f"The baseline {was} and the candidate {is_now}: measure both with the same {flag}."
-    return None
 
 
 def _numbered(results: Sequence[CaseResult], name_of: Callable[[CaseResult], Hashable]) -> list[tuple[Hashable, int]]:

@@ -7,7 +7,6 @@ The tables of the metrics are generated from `report.metrics`.
 from __future__ import annotations
 
 import datetime
-import hashlib
 import json
 import math
 import re
@@ -19,7 +18,7 @@ import msgspec
 from msgspec import Meta
 
 from pytest_llmgpu.report import file
-from pytest_llmgpu.report.bounds import Amount, Count, Fraction, Number, Seconds
+from pytest_llmgpu.report.bounds import Amount, Count, Fraction, Number
 from pytest_llmgpu.report.metrics import BY_NAME, JUDGED, METRICS, MetricName, MetricSpec, is_own, spec_of
 from pytest_llmgpu.report.result import CaseResult, Declared
 from pytest_llmgpu.report.text import MIB, guess
@@ -54,8 +53,6 @@ class TimeRule(ExactRule, frozen=True, kw_only=True, forbid_unknown_fields=True)
     threshold: _Part | None = None
     """The relative threshold: the slowdown that is allowed, as a fraction. None: 0.04 against a stored baseline, 0.02
     where launches of both reports alternated."""
-    absolute_s: Seconds = 0.0
-    """The absolute threshold in seconds, for `time` of the whole case. The larger of both thresholds is used."""
 
 
 class ProgramRule(AmountRule, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -293,11 +290,6 @@ def _pairs(table: Mapping[str, Any]) -> list[str]:
     return [f"{key} = {toml(table[key])}" for key in sorted(table) if table[key] is not None]
 
 
-def sha256_of(policy: Policy) -> str:
-    """Return the SHA-256 of the policy as TOML."""
-    return hashlib.sha256(dump_policy(policy).encode()).hexdigest()
-
-
 def policy_of(verdicts: Verdicts | None) -> Policy:
     """Return the policy of verdicts; the default policy if there are none or theirs cannot be read."""
     try:
@@ -371,23 +363,13 @@ def _named(entry: Allowed) -> str:
 
 
 def with_allowed(rows: Sequence[Row], policy: Policy, today: datetime.date) -> tuple[list[Row], list[str]]:
-    """Mark the rows that the policy accepts, and return a warning for each entry that expired or is not needed.
+    """Mark the rows that the policy accepts, and return a warning for each entry that expired.
 
     An undecided row can be the accepted regression, hidden by noise.
     """
-    warnings: list[str] = []
     in_force = [entry for entry in policy.allow if entry.expires is None or entry.expires >= today]
-    for entry in policy.allow:
-        about = [row for row in rows if row.metric == entry.metric and entry.matches(row.id)]
-        grown = max((row.ratio - 1 for row in about if row.ratio is not None), default=0.0)
-        if entry not in in_force:
-            warnings.append(f"{_named(entry)} expired on {entry.expires}: it counts again")
-        elif entry.up_to is not None and grown > entry.up_to and any(row.worse for row in about):
-            text = f"grew by {100 * grown:,.3g} %, more than its up_to of {100 * entry.up_to:.3g} %: it counts"
-            warnings.append(f"{_named(entry)} {text}")
-        elif entry.expires is not None and about and all(row.verdict == "OK" for row in about):
-            warnings.append(f"{_named(entry)} was not found: remove it from the policy")
-
+    expired = [entry for entry in policy.allow if entry not in in_force]
+    warnings = [f"{_named(entry)} expired on {entry.expires}: it counts again" for entry in expired]
     marked = []
     for row in rows:
         growth = 0.0 if row.ratio is None else row.ratio - 1

@@ -18,8 +18,8 @@ import msgspec
 
 from pytest_llmgpu.gate import fixed_clock
 from pytest_llmgpu.gate.fixed_clock import Fitted, Pass
-from pytest_llmgpu.report.cause import CallsChange, Cause, TimeChange
-from pytest_llmgpu.report.result import CaseResult
+from pytest_llmgpu.report.cause import CallsChange, Cause, SlowerKernel
+from pytest_llmgpu.report.result import CaseResult, Launch
 from pytest_llmgpu.report.work import KernelFamily, RankWork, Work
 
 _K = TypeVar("_K")
@@ -53,8 +53,8 @@ class Amount(NamedTuple):
         return Amount(self.calls + calls, self.time_s + time_s)
 
 
-Kernel = tuple[KernelFamily, str | None]
-"""Family and name; without a name, the kernels of the family that have no row of their own in an older report."""
+Kernel = tuple[KernelFamily, str]
+"""Family and name."""
 Part = tuple[str, KernelFamily]
 """Module and family."""
 
@@ -75,7 +75,7 @@ class RankFigures(NamedTuple):
     modules: dict[Part, Amount]
     runtime_calls: dict[str, int]
     ops: dict[tuple[str, str], int]
-    """Module and op; the module is empty in older reports."""
+    """Module and op."""
     host_calls: dict[str, int]
     """Source file to calls of Python functions, with `C functions`."""
     python_versions: frozenset[str]
@@ -89,8 +89,6 @@ class RankFigures(NamedTuple):
     """The forwards of the eager pass."""
     batches: int
     """The forwards of a pass."""
-    complete: bool
-    """True if every kernel and copy has a row."""
 
     @property
     def own_s(self) -> float:
@@ -112,27 +110,21 @@ class Pair(NamedTuple):
     @property
     def is_priced(self) -> bool:
         """True if the times of all kernels are known in both reports."""
-        return all(rank.complete and bool(rank.device_s) for rank in self)
-
-
-class Slower(NamedTuple):
-    """A kernel with the same calls that became slower than the others."""
-
-    excess: float
-    """Its growth beyond the factor that all unchanged kernels have in common, as a fraction of device time."""
-    error: float
-    """Standard error of `excess`."""
-    part: TimeChange
-    """Its time in a pass of the baseline, and with that growth."""
-    module: str | None
+        return all(bool(rank.kernels and rank.device_s) for rank in self)
 
 
 def pairs_of(base: CaseResult, head: CaseResult, names: tuple[Sequence[str], Sequence[str]]) -> list[Pair]:
     """Return each rank in two results of the same batches; empty where their work passes cannot be compared."""
-    works = [[launch.work for launch in result.launches if launch.work is not None] for result in (base, head)]
-    if len({one.plan_sha256 for result in (base, head) for one in result.launches if one.work is not None}) != 1:
+    launches = [list(filter(is_known, result.launches)) for result in (base, head)]
+    if len({one.plan_sha256 for side in launches for one in side}) != 1:
         return []
-    return pairs((works[0], names[0]), (works[1], names[1]))
+    before, after = ([one.work for one in side if one.work is not None] for side in launches)
+    return pairs((before, names[0]), (after, names[1]))
+
+
+def is_known(launch: Launch) -> bool:
+    """Return whether the program of a launch is known: earlier reports lack the modules of ops, and most kernels."""
+    return bool(launch.ranks) and all(rank.ops_by_module is not None for rank in launch.ranks)
 
 
 Measured = tuple[Sequence[Work], Sequence[str]]
@@ -167,7 +159,7 @@ def price(pair: Pair) -> tuple[float, float] | None:
     return growth_s / total_s, RENAMED * share / total_s
 
 
-def slower_kernels(pair: Pair) -> list[Slower]:
+def slower_kernels(pair: Pair) -> list[SlowerKernel]:
     """Return the unchanged kernels that became slower than the factor common to all, at a fixed clock, largest first.
 
     Kernels depend on the clock by different amounts: each has a line of its own. Where most of the time became shorter
@@ -189,10 +181,10 @@ def slower_kernels(pair: Pair) -> list[Slower]:
         times_s = {module: amount.time_s for (module, of), amount in pair.after.modules.items() if of == family}
         growth, share = math.expm1(fitted.samples.change - common), before.time_s / total_s
         error = share * (1 + growth) * fitted.sd * sum(1 / len(side) for side in fitted.samples) ** 0.5
-        excess, before_s = share * growth, before.time_s
-        after_s = before_s + excess * total_s
-        part = TimeChange(name=name or "", family=family, before_s=before_s, after_s=after_s, share=1.0)
-        found.append(Slower(excess, error, part, _module_with_most({}, times_s, 1)))
+        module = _module_with_most({}, times_s, 1)
+        excess = share * growth
+        one = SlowerKernel(name=name, family=family, module=module, growth=growth, excess=excess, error=error)
+        found.append(one)
     return sorted(found, key=lambda one: -one.excess)
 
 
@@ -223,7 +215,7 @@ def kernel_changes(pair: Pair) -> list[CallsChange]:
     for family, name in pair.before.kernels | pair.after.kernels if pair.is_priced else ():
         before, after = (rank.kernels.get((family, name), Amount()) for rank in pair)
         growth = round(after.calls - before.calls)
-        if not growth or name is None:
+        if not growth:
             continue
         then, now = ({module: one.calls for (module, of), one in rank.modules.items() if of == family} for rank in pair)
         module = _module_with_most(then, now, growth)
@@ -246,8 +238,6 @@ def op_changes(pair: Pair) -> list[CallsChange]:
     Products of other sizes have equal calls: the module that computes other FLOPs is then named alone.
     """
     before, after = pair.before.ops, pair.after.ops
-    if not all(rank.complete for rank in pair) and any(not module for module, _ in {**before, **after}):
-        before, after = _totals(before), _totals(after)
     found = []
     if before and after:
         layers = (pair.after.layers or 0) * pair.after.forwards
@@ -256,7 +246,7 @@ def op_changes(pair: Pair) -> list[CallsChange]:
             if growth:
                 change = CallsChange(
                     name=op,
-                    module=module or None,
+                    module=module,
                     layers=_layers(pair, module, abs(growth)),
                     # The calls that every layer has more, or fewer; None where layers can differ.
                     per_layer=abs(growth) // layers if _FOLDED in module and layers and not growth % layers else None,
@@ -264,13 +254,10 @@ def op_changes(pair: Pair) -> list[CallsChange]:
                     after=after.get((module, op), 0),
                 )
                 found.append(change)
-    flops = pair.before.flops_by_module, pair.after.flops_by_module
-    if not any(_PRODUCES.search(change.name) for change in found):
-        by_module = all(flops)
-        then, now = map(sum, (one.values() for one in flops)) if by_module else (pair.before.flops, pair.after.flops)
-        if then is not None and now is not None and then != now:
-            most = _module_with_most(*flops, now - then) if by_module else None
-            found.append(CallsChange(name=FLOPS, module=most, before=then, after=now))
+    then, now = pair.before.flops, pair.after.flops
+    if None not in (then, now) and then != now and not any(_PRODUCES.search(change.name) for change in found):
+        most = _module_with_most(pair.before.flops_by_module, pair.after.flops_by_module, (now or 0) - (then or 0))
+        found.append(CallsChange(name=FLOPS, module=most, before=then or 0, after=now or 0))
 
     def order(change: CallsChange) -> tuple[bool, bool, bool, int, str]:  # views launch no kernel
         nothing = COMPUTES_NOTHING.search(change.name) is not None
@@ -358,8 +345,7 @@ def _figures(works: Sequence[Work], names: Sequence[str], number: int) -> RankFi
         ops=_median_counts(
             [
                 {(module, name): calls for module, ops in by_module.items() for name, calls in ops.items()}
-                # An older report has no modules.
-                for by_module in (rank.ops_by_module or {"": rank.ops or {}} for rank in ranks)
+                for by_module in (rank.ops_by_module or {} for rank in ranks)
             ]
         ),
         host_calls=_median_counts([{**one.by_file, _C: one.c} for one in host_calls]),
@@ -370,16 +356,7 @@ def _figures(works: Sequence[Work], names: Sequence[str], number: int) -> RankFi
         layers=min((work.model.layers for work in works if work.model is not None), default=None),
         forwards=max(1, len(works[0].eager_batches)),
         batches=max(1, len(works[0].batches)),
-        complete=all(rank.is_complete for rank in ranks),
     )
-
-
-def _totals(ops: Mapping[tuple[str, str], int]) -> dict[tuple[str, str], int]:
-    """Return the calls of each op over all modules."""
-    found: dict[tuple[str, str], int] = defaultdict(int)
-    for (_, name), calls in ops.items():
-        found["", name] += calls
-    return found
 
 
 def _amounts(
@@ -391,7 +368,7 @@ def _amounts(
     passes: dict[Kernel, list[Pass]] = {}
     for row in rank.rows or ():
         if row.module is None:
-            name = names[row.kernel] if row.kernel is not None and row.kernel < len(names) else None
+            name = names[row.kernel] if row.kernel is not None and row.kernel < len(names) else "other"
             kernels[row.family, name] = kernels[row.family, name].plus(row.calls, row.time_s)
             if found := fixed_clock.passes(rank, row.passes_s):
                 passes[row.family, name] = found

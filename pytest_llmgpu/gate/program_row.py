@@ -40,7 +40,7 @@ def program_row(
     became better by more than its threshold.
     """
     if not pairs:
-        then, now = (any(launch.work for launch in result.launches) for result in (base, head))
+        then, now = (any(map(program.is_known, result.launches)) for result in (base, head))
         missing = absent(head, "program", then, now, gated=rule.gate)
         return missing or other_execution(base, head) or "the forwards ran other batches (plan_sha256)"
     found = [_of_rank(head, pair, rule, gain=gain, better=better) for pair in pairs]
@@ -48,34 +48,26 @@ def program_row(
     changed = causes.of_calls(pairs)
     if changed is None:
         return worst
-    ran, runs = _implementations(base), _implementations(head)
-    switched = [f"{name}: {was} -> {runs[name]}. " for name, was in ran.items() if runs.get(name, was) != was]
+    ran, runs = ([rank.implementations for rank in result.launches[-1].ranks] or [{}] for result in (base, head))
+    switched = [f"{kind}: {was} -> {new}. " for kind, was in ran[0].items() if (new := runs[0].get(kind, was)) != was]
     worst = msgspec.structs.replace(worst, reason="".join(switched) + worst.reason)
     if worst.cause is not None and changed.rank is None:
         changed = worst.cause
     return causes.stated(worst, changed)
 
 
-def _implementations(result: CaseResult) -> dict[str, str]:
-    """Return the implementations of the latest launch by kind of layer, with their kernels where they were counted."""
-    launch = result.launches[-1]
-    return next((rank.implementations for rank in launch.ranks if rank.implementations), launch.implementations)
-
-
 def _of_rank(head: CaseResult, pair: Pair, rule: ProgramRule, *, gain: float, better: bool) -> Row:
     """Return the verdict on one rank."""
     changed = program.changes(pair)
-    known = pair.before.complete or head.case.device == "cpu"
-    old = "" if known else " The baseline does not have every kernel: promote again."
     if changed is None:
-        return Row.of(head, "program", "OK", f"The program is equal.{old}", gated=rule.gate)
+        return Row.of(head, "program", "OK", "The program is equal.", gated=rule.gate)
     result, reason, ratio = _judged(pair, changed, rule, gain=gain, better=better)
     total_s = pair.before.device_s if changed.price is not None else None
     return Row.of(
         head,
         "program",
         result,
-        f"{reason}{old}",
+        reason,
         gated=rule.gate,
         base=total_s,
         head=None if total_s is None or ratio is None else total_s * ratio,
@@ -116,20 +108,11 @@ def with_slower_kernels(row: Row, pairs: Sequence[Pair]) -> Row:
     worst, number = max(slower, key=lambda one: one[0].excess, default=(None, 0))
     if worst is None or worst.excess <= max(SLOWER_KERNEL, _ERRORS * worst.error):
         return row
-    before_s = pairs[number].before.device_s or 0.0
-    cause = Cause(
-        place="kernel",
-        rank=number if len(pairs) > 1 else None,
-        before_s=before_s,
-        after_s=before_s * (1 + worst.excess),
-        parts=[worst.part],
-        modules=[] if worst.module is None else [msgspec.structs.replace(worst.part, name=worst.module)],
-    )
+    cause = Cause(place="kernel", rank=number if len(pairs) > 1 else None, kernel=worst)
     if row.result == "REGRESSED":
         return causes.stated(row, cause)
-    growth = worst.part.growth_s / worst.part.before_s
     reason = (
-        f"One kernel takes {percent(growth)} longer, relative to the others: {signed_percent(worst.excess, 2)} "
+        f"One kernel takes {percent(worst.growth)} longer, relative to the others: {signed_percent(worst.excess, 2)} "
         f"of device time, threshold {percent(SLOWER_KERNEL, 2)}. {row.reason.splitlines()[0]}"
     )
     verdict = "REGRESSED" if row.gated else "CHANGED"

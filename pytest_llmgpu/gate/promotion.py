@@ -15,7 +15,7 @@ def unfit(candidate: Report) -> Iterator[str]:
     """Yield the reasons, each with its remedy; none for a report that can be one."""
     session = candidate.session
     if candidate.commit.sha is None:
-        yield "the report does not record its commit: commit the benchmark before it is measured"
+        yield "the report does not record its commit: commit the benchmark (git init, git add, git commit) and measure"
     if candidate.commit.dirty:
         yield "files were changed after the commit: commit them (git status), and measure again"
     # Items of the gate fail a run whose tests passed: its exit status is 1 then.

@@ -1,8 +1,8 @@
-"""The verdicts of a comparison by cause: `group` returns the data, `title`, `lines` and `next_step` word them.
+"""The verdicts of a comparison by cause: `group` returns the data, `lines` and `next_step` word them.
 
-Rows that are worse have one cause if the work passes name the same module for them, else if the environment differs
-from the baseline and they were compared with it. Without either, rows of the same cases have one cause, and rows whose
-reasons differ in their numbers alone.
+Rows that are worse have one cause if the work passes name the same module for them; the other worse rows of these cases
+belong to it. Without a module they have one cause if the environment differs from the baseline and they were compared
+with it, else if their reasons differ in their numbers alone.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Hashable, Iterable
 from typing import NamedTuple
 
 from pytest_llmgpu.gate import cause
-from pytest_llmgpu.gate.headline import SAME_ENVIRONMENT, differences, is_slower, row_in_words, step_of
-from pytest_llmgpu.gate.judge import RowClass, classify
+from pytest_llmgpu.gate.headline import SAME_ENVIRONMENT, differences, row_in_words, step_of
+from pytest_llmgpu.gate.judge import fails, level
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.report.text import listed, without_numbers
 from pytest_llmgpu.report.verdicts import ALSO_CHANGED, DIFFERS, Row, Verdicts, worst_first
@@ -25,51 +25,37 @@ class Group(NamedTuple):
     """Rows with one cause."""
 
     rows: list[Row]
-    """The rows, the worst first; those without a comparison last."""
+    """The rows, the worst first."""
     fails: bool
     """True if one of them fails the gate."""
     differences: list[str]
     """The differences of the environment that may be the cause; empty if another cause is known, or none."""
 
-    @property
-    def largest(self) -> Row:
-        """The row of the largest slowdown with the worst verdict; the worst row if none of these is slower."""
-        slower = [row for row in self.rows if is_slower(row) and row.verdict == self.rows[0].verdict]
-        return max(slower, key=lambda row: round(row.ratio or 0.0, 9), default=self.rows[0])
-
-    @property
-    def allowed(self) -> str | None:
-        """The reason of the policy's `allow` entry that accepts the rows; None if there is none."""
-        return self.rows[0].allowed
-
 
 def group(verdicts: Verdicts, policy: Policy) -> list[Group]:
     """Return the rows that are worse or unclear by cause; the causes that fail the gate come first."""
     differing = differences(verdicts)
-    shown = {RowClass.FAILS, RowClass.ALLOWED, RowClass.UNCLEAR}
-    rows = [row for row in worst_first(verdicts.rows) if classify(row, policy) in shown]
+    rows = [row for row in worst_first(verdicts.rows) if level(row, policy) != "info"]
+    new = {row.id for row in verdicts.rows if row.verdict == "NEW"}
     found: dict[Hashable, list[Row]] = {}
-    names: dict[tuple[str, str], Hashable] = {}  # the cause of the first worse row of each case
-    alone = {(row.key, row.id) for row in verdicts.rows if row.verdict == "NEW"}
-    for row in rows:
+    of_case: dict[str, Hashable] = {}  # the cause of the first worse row of each case
+    with_module = [(row, None if row.cause is None else cause.module_of(row.cause)) for row in rows]
+    for row, module in sorted(with_module, key=lambda one: one[1] is None):
         name = _reason(row)
-        if row.allowed is None and (row.worse or is_slower(row)):
-            module = None if row.cause is None else cause.module_of(row.cause)
-            explained = differing and (row.key, row.id) not in alone
-            # The environment differs from the baseline's, and the growth is since an earlier one.
-            name = module or (_ENVIRONMENT if explained and row.metric != "creep" else name)
         if row.worse and row.allowed is None:
-            names.setdefault((row.key, row.id), name)
-        if row.verdict == "NOT_COMPARABLE":
-            name = names.get((row.key, row.id), name)  # what made the case worse also prevents the comparison
+            environment = _ENVIRONMENT if differing and row.id not in new else None
+            name = of_case.setdefault(row.id, module or environment or name)
+            name = module or name
+        elif row.verdict == "NOT_COMPARABLE":  # what made the case worse also prevents the comparison
+            name = of_case.get(row.id, name)
         found.setdefault(name, []).append(row)
     groups = [
         Group(
-            rows=of_cause,
-            fails=any(classify(row, policy) is RowClass.FAILS for row in of_cause),
+            rows=worst_first(of_cause),
+            fails=any(fails(row, policy) for row in of_cause),
             differences=differing if name == _ENVIRONMENT else [],
         )
-        for name, of_cause in _merged(found).items()
+        for name, of_cause in found.items()
     ]
     return sorted(groups, key=lambda one: not one.fails)
 
@@ -82,14 +68,10 @@ def by_reason(rows: Iterable[Row]) -> list[list[Row]]:
     return list(found.values())
 
 
-def title(found: Group) -> str:
-    """Return a cause in a few words, with its largest change: `iok-bs64 wall time +207.9 % (1.473 s, was 0.4652 s)`."""
-    return row_in_words(found.largest)
-
-
 def lines(found: Group) -> list[str]:
-    """Return the cause, the cases by metric and verdict, and the lines of the reason of the largest change."""
-    named, reason = title(found), found.largest.reason.splitlines()
+    """Return the cause, the cases by metric and verdict, and the lines of the reason of the worst row."""
+    worst = found.rows[0]
+    named, reason = row_in_words(worst), worst.reason.splitlines()
     reason = [line for line in reason if line.removeprefix(cause.PREFIX).rstrip(".") not in named]
     text = [line for line in reason if not (found.differences and line.startswith(ALSO_CHANGED))]
     parts: dict[str, list[str]] = {}
@@ -97,8 +79,8 @@ def lines(found: Group) -> list[str]:
         parts.setdefault(f"{row.metric.replace('_', ' ')} {row.verdict}", []).append(row.id)
     if found.differences:
         text.insert(0, f"{DIFFERS.capitalize()}{'; '.join(found.differences)}.")
-    if found.allowed is not None:
-        text.append(f"Allowed: {found.allowed}")
+    if worst.allowed is not None:
+        text.append(f"Allowed: {worst.allowed}")
     if len(found.rows) > 1:
         text += [f"{name}: {listed(ids, _MOST_NAMES)}." for name, ids in parts.items()]
     return text
@@ -113,18 +95,3 @@ def next_step(found: Group) -> str:
 
 def _reason(row: Row) -> Hashable:
     return row.verdict, row.metric, without_numbers(row.reason), row.allowed
-
-
-def _merged(found: dict[Hashable, list[Row]]) -> dict[Hashable, list[Row]]:
-    """Return the causes; worse rows without a module belong to the first cause of which all their cases are worse."""
-    merged: dict[Hashable, list[Row]] = {}
-    for name, rows in found.items():
-        alike = name
-        if all(row.worse and row.allowed is None for row in rows) and isinstance(name, tuple):
-            worse = {other: others for other, others in merged.items() if others[0].worse and others[0].allowed is None}
-            alike = next(
-                (other for other, others in worse.items() if {row.id for row in rows} <= {row.id for row in others}),
-                name,
-            )
-        merged.setdefault(alike, []).extend(rows)
-    return merged

@@ -13,7 +13,6 @@ and `rows` judges all of them.
 
 from __future__ import annotations
 
-import bisect
 import math
 import operator
 import statistics
@@ -33,7 +32,7 @@ from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.derived import device_passes_s, device_times_s, of_prefill
 from pytest_llmgpu.report.metrics import MetricName, spec_of
 from pytest_llmgpu.report.result import CaseResult, Declared, Launch
-from pytest_llmgpu.report.text import FACTORS_FROM, capital, plural, signed_percent, significant, slowdown
+from pytest_llmgpu.report.text import FACTORS_FROM, capital, plural, signed_percent, slowdown
 from pytest_llmgpu.report.verdicts import Decided, Row
 
 POWER = 0.95
@@ -49,9 +48,6 @@ two H200 differed by 0.02 to 0.5 %, five H200 by up to 2 % else."""
 PRACTICAL_LAUNCHES = 20
 """Largest number of launches that is recommended."""
 
-_MOST_LAUNCHES = 1000
-"""Largest number of launches that is computed."""
-
 _IN_TURN = 0.02
 """Threshold of wall time where launches of both reports alternated. A host drifts by 1 % from day to day: against a
 stored baseline one comparison in eleven had a false alarm with this threshold, one in 200 with 4 %."""
@@ -62,9 +58,6 @@ _ONE_SIDED = 0.95
 _POWER_QUANTILE = statistics.NormalDist().inv_cdf(POWER)
 _GPU_QUANTILE = statistics.NormalDist().inv_cdf(0.99)
 
-_LARGEST_THRESHOLD = 1.0
-"""With a larger threshold, which allows more than twice the time, a reason states that a time cannot be judged."""
-
 _SLOW, _MANY_SLOW = 2.0, 3
 """A batch is an outlier from this multiple of its time in the other launches on, and a launch has many from this number
 on: fewer of them are left out where not every launch of a report has one."""
@@ -74,16 +67,6 @@ _CLOCK = 0.01
 
 _LOWER, _LOWER_LAUNCHES = 0.005, 3
 """A program draws more power if its clock is lower by this fraction in each of at least so many launches in turn."""
-
-_THOUSAND = 1000
-
-_NAMES = {
-    "device_time": "Device time",
-    "time": "Time",
-    "first_token": "Time to first token",
-    "token_time": "Time per token",
-}
-
 
 WALL_TIMES: tuple[MetricName, ...] = ("time", "first_token", "token_time")
 """The metrics of wall time."""
@@ -117,33 +100,24 @@ def smallest_seen(
 ) -> float:
     """Return the smallest true slowdown that launches with the noise of a prior show, as a fraction.
 
-    The arguments are those of `launches_needed`; `n_base` and `n_head` are the launches of each report.
+    `n_base` and `n_head` are the launches of each report. `family` is the number of gated rows of times, times the
+    number of ranks of this row.
     """
     error = prior.s0 * math.sqrt(1 / n_base + 1 / n_head)
     shown = critical_t(prior.df0 + n_base + n_head - 2, family, confidence) * error
     return smallest_slowdown(threshold, shown, error)
 
 
-def launches_needed(
-    prior: Prior, *, slowdown: float, threshold: float, family: float = 1, confidence: float = 0.99
-) -> int | None:
-    """Return how many launches in each report show a true slowdown with probability `POWER`; None above 1,000.
-
-    A slowdown up to the threshold is never seen. `family` is the number of gated rows of times, times the number of
-    ranks of this row.
-    """
-    unit = 10.0 ** (math.floor(math.log10(prior.s0)) - 1)  # Rounded up to two digits: a plan needs no more.
-    prior = msgspec.structs.replace(prior, s0=math.ceil(prior.s0 / unit - 1e-9) * unit, df0=round(prior.df0, 1))
-
-    def seen(launches: int) -> bool:
-        least = smallest_seen(
-            prior, n_base=launches, n_head=launches, threshold=threshold, family=family, confidence=confidence
-        )
-        return least <= slowdown
-
-    if slowdown <= threshold or not seen(_MOST_LAUNCHES):
-        return None
-    return 1 + bisect.bisect_left(range(1, _MOST_LAUNCHES), True, key=seen)
+def launches_needed(prior: Prior, *, threshold: float, family: float = 1, confidence: float = 0.99) -> int | None:
+    """Return how many launches in each report show a slowdown of the threshold plus `PROMISED`; None above 20."""
+    for launches in range(1, PRACTICAL_LAUNCHES + 1):
+        both = {"n_base": launches, "n_head": launches}
+        if (
+            smallest_seen(prior, **both, threshold=threshold, family=family, confidence=confidence)
+            <= threshold + PROMISED
+        ):
+            return launches
+    return None
 
 
 Sides = tuple[list[Launch], list[Launch]]
@@ -213,8 +187,6 @@ class Timed(msgspec.Struct, frozen=True):
     """The noise that is expected."""
     threshold: float
     """The slowdown that is allowed, as a fraction."""
-    spread: float
-    """The ratio of the slowest to the fastest launch of one report above which the row is never OK."""
     seconds: Sequence[tuple[float, ...]]
     """The time of the baseline and of the candidate that is shown, for each rank."""
     clocks_ghz: tuple[float, float] | None = None
@@ -247,11 +219,6 @@ class Timed(msgspec.Struct, frozen=True):
     def error(self) -> float:
         """The standard error of the change, without differences between GPUs."""
         return self.noise.s0 * math.sqrt(sum(1 / len(side) for side in self.ranks[self.slowest]))
-
-    @property
-    def scatter(self) -> float:
-        """The largest difference between two launches of one report, as a logarithm."""
-        return max(max(side) - min(side) for rank in self.ranks for side in rank)
 
     def p(self, sign: int) -> float:
         """Return the one-sided p of a change in a direction if the true change is 0, times the number of ranks."""
@@ -310,8 +277,7 @@ def wall_times(
         gated=rule.gate,
         ranks=[Samples(*logs)],
         prior=prior,
-        threshold=max(relative, rule.absolute_s / base_s),
-        spread=noise_regime.largest_spread(regime),
+        threshold=relative,
         seconds=[(base_s, head_s)],
         clocks_ghz=means,
         machine_sd=0.0 if same_gpus else max(OTHER_GPU_SD["device"], prior.s0),
@@ -386,7 +352,6 @@ def device_times(base: CaseResult, head: CaseResult, sides: Sides | Row, rule: A
         ranks=ranks,
         prior=prior,
         threshold=rule.threshold,
-        spread=noise_regime.largest_spread(regime),
         seconds=[tuple(_ratio(statistics.fmean(side)) for side in rank) for rank in ranks],
         clocks_ghz=(clocks[0], clocks[1]) if clocks else None,
         machine_sd=0.0 if same else OTHER_GPU_SD[regime],
@@ -463,13 +428,12 @@ def _row(case: Timed, *, ps: tuple[float, float], family: int, confidence: float
         result = "REGRESSED"
     elif faster <= 1 - confidence and change < -limit:
         result = "IMPROVED"
-    elif change + half < math.log(math.exp(allowed) + PROMISED) and case.scatter < math.log(case.spread):
+    elif change + half < math.log(math.exp(allowed) + PROMISED):
         result = "OK"
     needed = None
     if result in {"OK", "UNDECIDED"} and not case.machine_sd:
         needed = launches_needed(
             msgspec.structs.replace(case.prior, s0=noise.s0),
-            slowdown=case.threshold + PROMISED,
             threshold=case.threshold,
             family=tests,
             confidence=confidence,
@@ -502,42 +466,28 @@ def _row(case: Timed, *, ps: tuple[float, float], family: int, confidence: float
 
 def _described(case: Timed, row: Row, family: int, note: str) -> tuple[str, str]:
     """Return the reason of a verdict in at most two lines, and the next step where more launches do not decide."""
-    (base_s, head_s), unit = case.seconds[case.slowest], row.spec.unit
+    was, now = map(row.spec.written, case.seconds[case.slowest])
     ratio, low, high, threshold = row.ratio or 0.0, row.low or 0.0, row.high or 0.0, row.threshold or 0.0
     of_rank = f" of rank {case.slowest}" if len(case.ranks) > 1 else ""
-    can_be_judged = not case.machine_sd or row.result == "REGRESSED" or threshold <= _LARGEST_THRESHOLD
     limit = f"{100 * threshold:.3g} %" if threshold < FACTORS_FROM else slowdown(threshold)
-    limit = f", threshold {limit}" if can_be_judged else ""
     reason = (
-        f"{_NAMES.get(case.metric) or capital(case.metric.replace('_', ' '))}{of_rank} {signed_percent(ratio - 1)} "
-        f"(90 % CI {100 * (low - 1):+.1f} to {100 * (high - 1):+.1f} %){limit}: "
-        f"{_amount(head_s, unit)}, was {_amount(base_s, unit)}."
+        f"{capital(case.metric.replace('_', ' '))}{of_rank} {signed_percent(ratio - 1)} "
+        f"(90 % CI {100 * (low - 1):+.1f} to {100 * (high - 1):+.1f} %), threshold {limit}: {now}, was {was}."
     )
     if case.machine_sd:
-        start = "The" if can_be_judged else "Slowdowns cannot be judged: the"
-        reason += f" {start} baseline is from other GPUs (spread between GPUs: {100 * case.machine_sd:.2g} %)."
+        reason += f" The baseline is from other GPUs (spread between GPUs: {100 * case.machine_sd:.2g} %)."
     if case.clocks_ghz is not None and abs(case.clocks_ghz[1] / case.clocks_ghz[0] - 1) > _CLOCK:
         now_mhz, then_mhz = (1000 * ghz for ghz in reversed(case.clocks_ghz))
         reason += f" Compared at equal clock: the GPU ran at {now_mhz:,.0f} MHz, was {then_mhz:,.0f} MHz."
     reason += case.left_out
     if row.result in {"REGRESSED", "IMPROVED"}:
         return "\n".join(filter(None, (reason, note))), ""
-    if case.scatter >= math.log(case.spread):
-        step = "Look for other users of the machine (nvidia-smi, top), then measure again."
-        return f"{reason}\nLaunches of one report differ by a factor of {_ratio(case.scatter):.1f}.", step
     if case.machine_sd:
         # An OK row has a step as well: behind so much noise that a slowdown would not have been seen, it is not OK.
         return reason, "Measure the baseline on these GPUs."
-    if row.result == "OK":
-        return reason, ""
-    chance = f" Not statistically significant among {plural(family, 'row')}."
-    needed = row.launches_needed
-    least = f"more than {PRACTICAL_LAUNCHES}" if needed is None or needed > PRACTICAL_LAUNCHES else needed
-    return (
-        f"{reason}{chance if case.change > math.log1p(threshold) else ''}\n"
-        f"Minimum launches required in each report to detect {100 * (case.threshold + PROMISED):+.3g} %: "
-        f"{least}, now {row.n:,}."
-    ), ""
+    if row.result == "UNDECIDED" and case.change > math.log1p(threshold):
+        reason += f" Not statistically significant among {plural(family, 'row')}."
+    return reason, ""
 
 
 def with_power(row: Row, base: CaseResult, head: CaseResult) -> Row:
@@ -564,11 +514,6 @@ def with_power(row: Row, base: CaseResult, head: CaseResult) -> Row:
         f"{plural(lower, 'launch')} in turn{energy}. At an equal clock: {row.reason}"
     )
     return msgspec.structs.replace(row, verdict="CHANGED", improved=False, reason=reason)
-
-
-def _amount(value: float, unit: str) -> str:
-    """Return an amount with four digits, as 210.0 s."""
-    return f"{f'{value:#.4g}' if round(value, 1) < _THOUSAND else significant(value)} {unit}".rstrip()
 
 
 def _ratio(log_ratio: float) -> float:

@@ -143,9 +143,13 @@ def trends(kept: Sequence[tuple[Stored, Report]], last: int | None = None) -> li
     names: dict[tuple[str, str], str] = {}  # the id, and the fields that differ where other cases have the same id
     for identity, result in newest.items():
         alike = [msgspec.to_builtins(other.case) for (_, name), other in newest.items() if name == result.id]
-        fields = msgspec.to_builtins(result.case).items()
-        differing = [f"{name} {value}" for name, value in fields if any(value != one[name] for one in alike)]
-        names[identity] = " ".join([result.id, *differing])
+        case = msgspec.to_builtins(result.case)
+        differing = [name for name in case if any(case[name] != one[name] for one in alike)]
+        plain = [name for name in differing if not name.endswith("sha256")]
+        if sum(all(case[name] == one[name] for name in plain) for one in alike) == 1:
+            differing = plain  # no other case is equal but for a hash
+        shown = [f"{name} {case[name]}"[:30] for name in differing if case[name] is not None]  # a hash has 64 letters
+        names[identity] = " ".join([result.id, *shown])
     found = []
     own = own_metrics(result for _, report in kept for result in report.cases)
     for spec in (spec for spec in (*METRICS, *own) if spec.trend):
@@ -205,7 +209,7 @@ def _figures(
     tested = None
     if spec.rule == "time":
         marks, tested = _steps(spec, kept, results, values, cases, start)
-    elif spec.rule is not None:
+    elif spec.rule is not None or spec.name in ("flops", "kernels"):  # exact: parts of the row `program`
         for (before, was), (place, value) in itertools.pairwise(values.items()):
             change = value - was if spec.points or not was else (value - was) / abs(was)
             if abs(change) > (spec.threshold or 0.0):

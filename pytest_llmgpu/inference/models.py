@@ -260,9 +260,8 @@ def _facts(place: str) -> ModelFacts:
 def implementations(config: PretrainedConfig | None) -> dict[str, str]:
     """Return the implementations that a loaded model has chosen, by `attention` and `experts`."""
     decoder = None if config is None else config.get_text_config()
-    names = {"attention": "_attn_implementation"} | (
-        {"experts": "_experts_implementation"} if experts_of(config) else {}
-    )
+    names = {"attention": "_attn_implementation"}
+    names |= {"experts": "_experts_implementation"} if experts_of(config) else {}
     return {kind: str(chosen) for kind, name in names.items() if (chosen := getattr(decoder, name, None))}
 
 
@@ -298,9 +297,19 @@ def refusal_here(place: str, attention: str, experts: str, quantized: str, devic
     from transformers.integrations.moe import ExpertsInterface
 
     silence_transformers()
-    config = config_of(place)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config_of(place))
+    except Exception as error:  # noqa: BLE001 - classes of models check their configs in their own ways
+        return f"--llmgpu-model: transformers cannot build it: {first_line(error)}"
+
+    def set_attention(name: str) -> None:
+        if name.startswith("paged|"):
+            raise ValueError("only transformers-cb has a cache of pages, and chooses it itself")
+        before = implementations(model.config)
+        model.set_attn_implementation(name)
+        if name not in before.values() and implementations(model.config) == before:
+            raise ValueError("the attention of the model is its own")
 
     def set_experts(name: str) -> None:
         if "experts" not in implementations(model.config):
@@ -309,9 +318,9 @@ def refusal_here(place: str, attention: str, experts: str, quantized: str, devic
             raise ValueError("the package kernels is not installed")
         model.set_experts_implementation(name)
 
-    names = "eager", *(name for name in AttentionInterface() if not name.startswith("paged|"))
+    names = "eager", *AttentionInterface()
     for flag, wanted, choose, known in (
-        ("attention", attention, model.set_attn_implementation, names),
+        ("attention", attention, set_attention, names),
         ("experts", experts, set_experts, ("eager", *ExpertsInterface())),
         ("quantization", quantized, functools.partial(quantization.attempt, device, dtype), quantization.CONFIGS),
     ):
@@ -358,7 +367,7 @@ def facts_here(place: str) -> ModelFacts:
                 quantizer = AutoHfQuantizer.from_config(settings, pre_quantized=True)
                 with contextlib.suppress(RuntimeError, ValueError):  # on the devices, which are those of the ranks
                     quantizer.validate_environment(device_map=None)
-    except (ImportError, OSError, ValueError) as error:
+    except Exception as error:  # noqa: BLE001 - configs check themselves in their own ways
         return ModelFacts(has_plan=False, refusal=" ".join(str(error).split())[:500])
     model_class = AutoModelForCausalLM._model_mapping.get(type(config), None)  # noqa: SLF001 - no public look-up
     forward = getattr(model_class, "forward", None)

@@ -127,7 +127,7 @@ def stored(model: Any, world_size: int) -> dict[str, tuple[str, int]] | None:
 
 def _bytes(tensor: torch.Tensor) -> int:
     """Return the real size of a tensor: `nbytes` of torchao's tensors is that of the plain one."""
-    parts = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()  # type: ignore[attr-defined]
+    parts = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
     return sum(_bytes(getattr(tensor, part)) for part in parts) or tensor.numel() * tensor.element_size()
 
 

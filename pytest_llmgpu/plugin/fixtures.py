@@ -1,4 +1,4 @@
-"""The fixtures: llm, batch_size, nvml_profiler, measure, and one per task, such as hellaswag.
+"""The fixtures: llm, batch_size, nvml_profiler, measure, and one per task, such as hellaswag; the tests that use them.
 
 This module is loaded with the plugin in every test run. It imports other libraries than pytest where they are used.
 """
@@ -40,6 +40,8 @@ KEPT = pytest.StashKey[bool]()
 _MEASURED = pytest.StashKey["dict[str, CaseResult]"]()
 """In `item.stash`: the cases that the test measured, by case id, with all launches so far."""
 
+DESELECTED = pytest.StashKey[list[str]]()
+"""In `config.stash`: the limits of the selection (see `limits_of_selection`), then the ids of our deselected tests."""
 _FIXTURES = ("llm", "batch_size", "nvml_profiler", "measure")
 """The fixtures that no task may hide."""
 
@@ -117,11 +119,7 @@ def session_of(config: pytest.Config) -> BenchmarkSession:
             )
         session = BenchmarkSession(
             rootdir=config.rootpath,
-            report_path=paths.get("json"),
-            policy_path=paths.get("policy"),
-            page_path=paths.get("html"),
-            trace_path=paths.get("trace"),
-            storage_path=paths["storage"],
+            paths=paths,
             options=chosen,
             known=registered.merge(_registered(config, "pytest_llmgpu_strategies")),
             known_tasks=known_tasks,
@@ -129,6 +127,8 @@ def session_of(config: pytest.Config) -> BenchmarkSession:
             peers=peers,
         )
         session.recorder.declared = declared
+        if config.getoption("numprocesses", None) == 0:  # of xdist, whose workers pytest would start by default
+            session.recorder.flags["-n"] = 0
     except ValueError as error:
         raise pytest.UsageError(printable(str(error))) from None
     config.stash[SESSION] = session
@@ -323,6 +323,99 @@ def workloads_of(item: pytest.Item) -> set[str]:
     return found or {"score", "generate"}
 
 
+def is_ours(item: pytest.Item) -> bool:
+    """Return whether a test uses the fixture `llm` of this plugin, or measures an engine of its own."""
+    if isinstance(parameter(item, "llm"), StrategyName):
+        return True
+    return used(item, ["measure", "llm"]) == ["measure"] and isinstance(parameter(item, "batch_size"), BatchSize)
+
+
+def measures(item: pytest.Item) -> bool:
+    """Return whether a test of ours uses the fixture `measure`."""
+    return is_ours(item) and bool(used(item, ["measure"]))
+
+
+def group_of(item: pytest.Item) -> tuple[str, Options]:
+    """Return the strategy and the options of a test of ours: tests with equal ones share a loaded model.
+
+    The strategy is empty for a test that measures an engine of its own.
+    """
+    return str(parameter(item, "llm") or ""), options_of(item)
+
+
+def runs_nothing(config: pytest.Config) -> bool:
+    """Return whether pytest only lists tests or"""
+    listing = ("collectonly", "showfixtures", "show_fixtures_per_test", "setupplan")
+    return any(config.getoption(name, default=False) for name in listing)
+
+
+def limits_of_selection(config: pytest.Config) -> list[str]:
+    """Return the options that take out tests which pytest does not collect and therefore cannot name.
+
+    The report lists them with the deselected tests, so that its reader does not take the run for a complete one.
+    """
+    cache = getattr(config, "cache", None)
+    failed = cache is not None and cache.get("cache/lastfailed", {})
+    found = ["--lf: tests that passed last time"] if failed and config.getoption("lf", default=False) else []
+    if any("::" in argument for argument in config.args):
+        found.append("tests not named on the command line")
+    if any("[" in argument.rpartition("::")[2] for argument in config.args if "::" in argument):
+        found.append("parameters not named on the command line")
+    return found
+
+
+def run_order(items: Sequence[pytest.Item], runs: Callable[[pytest.Item], bool]) -> list[pytest.Item]:
+    """Return the tests with ours ordered, in the places that ours have; the others stay.
+
+    Ours are run group by group, the reference strategy first, then in the order in which groups first appear, with
+    ascending batch sizes: each model is loaded once, and small batches run before large ones that may not fit. A test
+    that sets its batch size itself comes first. Tests of equal batch size keep their order. `runs` returns whether a
+    test is one of ours that is measured.
+    """
+    from pytest_llmgpu.report.case import REFERENCE_STRATEGY
+
+    turns: dict[tuple[object, ...], int] = {}
+    places: dict[pytest.Item, tuple[bool, int, int]] = {}
+    for item in filter(runs, items):
+        group, size = group_of(item), parameter(item, "batch_size")
+        # Folders whose conftest.py change the model have loadings of their own.
+        changes = tuple(one.plugin_name for one in item.ihook.pytest_llmgpu_model.get_hookimpls())
+        turn = turns.setdefault((*group, changes), len(turns))
+        places[item] = (group[0] != REFERENCE_STRATEGY, turn, size if isinstance(size, int) else 0)
+    ordered = iter(sorted(places, key=places.__getitem__))
+    return [next(ordered) if item in places else item for item in items]
+
+
+def idle_marker(item: pytest.Item) -> str | None:
+    """Return an error if a marker of a test has no effect.
+
+    In a `pytest.param` it cannot choose strategies or batch sizes: pytest makes the parameters of a test from the
+    markers of its function, before it looks at those of a parameter. Options of the other workload are accepted in the
+    marker of a class or a module, which can have tests of both.
+    """
+    chosen = options.resolve(item.config, item.iter_markers("llmgpu"))
+    strategy, size = parameter(item, "llm"), parameter(item, "batch_size")
+    quantization = strategy.quantization if isinstance(strategy, StrategyName) else None
+    for name, value, allowed in (
+        ("strategy", strategy if quantization else None, chosen.strategy),
+        ("quantization", quantization, chosen.quantization),
+        ("batch_sizes", size if isinstance(size, BatchSize) else None, chosen.batch_sizes),
+    ):
+        if value is not None and value not in allowed:
+            return (
+                f"marker llmgpu({name}=...): a marker of a pytest.param cannot choose it, and the test would run with "
+                f"{value}: put the marker on the test function"
+            )
+    workloads = workloads_of(item)
+    for name in (name for marker in item.own_markers if marker.name == "llmgpu" for name in marker.kwargs):
+        if owner := options.other_workload(name, workloads):
+            return (
+                f"marker llmgpu({name}=...): this is an option of workload {owner}, and the test has workload "
+                f"{', '.join(sorted(workloads))}: remove it, or add workload={owner!r}"
+            )
+    return None
+
+
 def _items(request: pytest.FixtureRequest) -> Dataset:
     """The items of the task of this name in --llmgpu-dataset, such as `len(hellaswag)`, `hellaswag[:8]`."""
     task: str = request.fixturename or ""
@@ -382,7 +475,6 @@ def _measure(request: pytest.FixtureRequest) -> Measure:
         measured = item.stash.setdefault(_MEASURED, {})
 
         def record(result: CaseResult) -> None:
-            result.markers = sorted({mark.name for mark in item.iter_markers()})
             result.line = None if item.location[1] is None else item.location[1] + 1
             kept.append(session.record(result, llm.options, item.nodeid))
             measured[kept[-1].id] = kept[-1]

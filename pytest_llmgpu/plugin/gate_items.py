@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 
-from pytest_llmgpu.plugin import selection
-from pytest_llmgpu.plugin.fixtures import session_of
-from pytest_llmgpu.plugin.selection import DESELECTED
+from pytest_llmgpu.plugin import fixtures
+from pytest_llmgpu.plugin.fixtures import DESELECTED, session_of
 from pytest_llmgpu.render.exports.tools import junit_verdicts
 from pytest_llmgpu.report.text import printable_lines
 
@@ -72,9 +71,9 @@ class GateItem(pytest.Item):
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Add the items after the plugin has ordered the tests."""
     config = session.config
-    if hasattr(config, "workerinput") or selection.runs_nothing(config):
+    if hasattr(config, "workerinput") or fixtures.runs_nothing(config):
         return
-    tests = [item.nodeid for item in session.items if selection.measures(item)]
+    tests = [item.nodeid for item in session.items if fixtures.measures(item)]
     # With the flag, a run without a test that measures fails too.
     if tests or config.getoption("llmgpu_compare") is not None:
         gate = session_of(config).gate
@@ -100,10 +99,11 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
     """Show the verdict, and count items without a verdict by their own name."""
     verdict: str | None = getattr(report, "llmgpu_verdict", None)
+    verdict = verdict and verdict.replace("_", " ")
     if verdict is None:
         return None
     if report.skipped:
-        return verdict.lower().replace("_", " "), verdict[0], verdict  # one word in letter, line and footer
+        return verdict.lower(), verdict[0], verdict  # one word in letter, line and footer
     return ("failed", "F", verdict) if report.failed else ("passed", ".", verdict)
 
 

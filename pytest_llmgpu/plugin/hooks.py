@@ -13,10 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from pytest_llmgpu.plugin import fixtures, hookspecs, options, selection
-from pytest_llmgpu.plugin.fixtures import KEPT, OUTCOME, PEERS, BatchSize, running, session_of
+from pytest_llmgpu.plugin import fixtures, hookspecs, options
+from pytest_llmgpu.plugin.fixtures import DESELECTED, KEPT, OUTCOME, PEERS, BatchSize, running, session_of
 from pytest_llmgpu.plugin.options import NO_WORKERS
-from pytest_llmgpu.plugin.selection import DESELECTED
 from pytest_llmgpu.report.text import plural, printable, printable_lines
 
 _OUT_OF_MEMORY = ("oom", "skipped_after_oom")
@@ -97,7 +96,7 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     chosen = options.resolve(config)
     options.check_run(config, chosen)
-    config.stash[DESELECTED] = selection.limits_of_selection(config)
+    config.stash[DESELECTED] = fixtures.limits_of_selection(config)
     config.stash[_MARKER_ERRORS] = {}
     config.pluginmanager.register(fixtures.make(chosen), "llmgpu-fixtures")
     config.pluginmanager.register(fixtures.TaskFixtures(config), "llmgpu-task-fixtures")
@@ -136,7 +135,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_deselected(items: Sequence[pytest.Item]) -> None:
     """Keep the ids of deselected tests for the report, where a missing case then differs from a deselected one."""
     for item in items:
-        if selection.is_ours(item):
+        if fixtures.is_ours(item):
             item.config.stash[DESELECTED].append(item.nodeid)
 
 
@@ -163,15 +162,15 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     from pytest_llmgpu.ranks.registered import BUILT_IN
 
     for item in ours:
-        if (error := selection.idle_marker(item)) is not None:
+        if (error := fixtures.idle_marker(item)) is not None:
             _refuse(item, error)
     ours = [item for item in ours if _runs(item)]
-    groups = [selection.group_of(item) for item in ours]
+    groups = [fixtures.group_of(item) for item in ours]
     measured = {name for strategy, chosen in groups for name in (strategy, *chosen.strategy) if name}
     workloads = {name for item in ours for name in fixtures.workloads_of(item)}
     options.check_owners(session.config, measured, BUILT_IN, workloads)
-    session.items[:] = selection.run_order(session.items, _runs)
-    if not selection.runs_nothing(session.config):
+    session.items[:] = fixtures.run_order(session.items, _runs)
+    if not fixtures.runs_nothing(session.config):
         _plan([item for item in session.items if _runs(item)])
 
 
@@ -186,7 +185,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 def pytest_report_collectionfinish(config: pytest.Config, items: Sequence[pytest.Item]) -> list[str]:
     """Print devices, model and dataset before the tests run."""
-    if selection.runs_nothing(config) or hasattr(config, "workerinput") or not any(map(_runs, items)):
+    if fixtures.runs_nothing(config) or hasattr(config, "workerinput") or not any(map(_runs, items)):
         return []
     return list(map(printable, session_of(config).headlines()))
 
@@ -204,7 +203,7 @@ def pytest_runtest_makereport(
     if report.when != "teardown" and OUTCOME in item.stash:
         report.llmgpu_outcome = item.stash[OUTCOME]  # type: ignore[attr-defined]  # a report takes any attribute
         report.llmgpu_kept = item.stash.get(KEPT, False)  # type: ignore[attr-defined]
-    if benchmark is not None and report.failed and selection.is_ours(item):
+    if benchmark is not None and report.failed and fixtures.is_ours(item):
         benchmark.recorder.failed_tests.add(item.nodeid)
     return report
 
@@ -259,7 +258,7 @@ def _left_out(config: pytest.Config) -> tuple[int, bool]:
 
 
 def _runs(item: pytest.Item) -> bool:
-    return selection.is_ours(item) and _REFUSED not in item.stash
+    return fixtures.is_ours(item) and _REFUSED not in item.stash
 
 
 def _refuse(item: pytest.Item, error: object) -> None:
@@ -283,8 +282,8 @@ def _plan(items: Sequence[pytest.Item]) -> None:
             markers = list(item.iter_markers("llmgpu"))
             try:
                 session.expect(
-                    selection.group_of(item),
-                    item.nodeid if selection.measures(item) else None,
+                    fixtures.group_of(item),
+                    item.nodeid if fixtures.measures(item) else None,
                     int(size) if isinstance(size, BatchSize) else None,
                     scored=fixtures.used(item, session.planner.known_tasks),
                     may_fit_nowhere=any(mark.kwargs.get(options.EXPECT_OOM) for mark in markers),

@@ -15,7 +15,7 @@ import pytest
 # Private, and imported by pytest-rerunfailures too: pytest has no public way to run a test and keep its reports.
 from _pytest.runner import runtestprotocol
 
-from pytest_llmgpu.plugin import options, selection
+from pytest_llmgpu.plugin import fixtures, options
 from pytest_llmgpu.plugin.fixtures import session_of
 
 _ENDED = pytest.StashKey[set[str]]()
@@ -26,9 +26,9 @@ _ENDED = pytest.StashKey[set[str]]()
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
     """Run the tests that measure once per launch, and all other tests in the last launch."""
     config = session.config
-    repeated = [item for item in session.items if selection.measures(item)]
+    repeated = [item for item in session.items if fixtures.measures(item)]
     uncollected = session.testsfailed and not config.getoption("continue_on_collection_errors")
-    if not repeated or uncollected or selection.runs_nothing(config):
+    if not repeated or uncollected or fixtures.runs_nothing(config):
         return None
     benchmark, launches = session_of(config), options.resolve(config).launches
     ended: set[str] = set()

@@ -82,7 +82,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
         """Return the devices in words: `4 x NVIDIA H200 (cuda)`."""
         nodes = f" on {count} nodes" if (count := len({*self.nodes[: self.devices]})) > 1 else ""
         if self.device == "cuda":
-            return f"{_count(gpu.name for gpu in self.gpus)} (cuda){nodes}"
+            return f"{_count(gpu.name for gpu in self.gpus) or 'remote server'} (cuda){nodes}"
         times = f"{self.devices} x " if self.devices > 1 else ""
         return f"{times}CPU, {len(os.sched_getaffinity(0))} cores ({_cpu()}){nodes}"
 

@@ -116,15 +116,23 @@ def inventory() -> Inventory:
 
 def used_bytes(uuids: Sequence[str]) -> dict[str, int]:
     """Return the memory in use now, by any process, for each UUID that can be read; an empty map without NVML."""
-    found: dict[str, int] = {}
+    return {uuid: int(memory.used) for uuid, memory in _of_each(uuids, memory_v2)}
+
+
+def computing(uuids: Sequence[str]) -> dict[str, list[int]]:
+    """Return the ids of the processes that compute on each GPU now, in the namespace of the driver."""
+    found = _of_each(uuids, lambda nvml, handle: nvml.nvmlDeviceGetComputeRunningProcesses_v3(handle))
+    return {uuid: [one.pid for one in listed] for uuid, listed in found}
+
+
+def _of_each(uuids: Sequence[str], read: Callable[[Any, Any], Any]) -> Iterator[tuple[str, Any]]:
     with suppress(NvmlMissingError), session() as nvml:
         query = Query(nvml)
         for uuid in uuids:
             handle = query(uuid, nvml.nvmlDeviceGetHandleByUUID, uuid)
-            memory = None if handle is None else query(uuid, memory_v2, nvml, handle)
-            if memory is not None:
-                found[uuid] = int(memory.used)
-    return found
+            found = None if handle is None else query(uuid, read, nvml, handle)
+            if found is not None:
+                yield uuid, found
 
 
 def memory_v2(nvml: Any, handle: Any) -> Any:

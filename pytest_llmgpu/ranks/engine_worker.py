@@ -30,13 +30,13 @@ from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.derived import decode_tokens, encode, encode_tokens
 from pytest_llmgpu.report.result import Batches, Collective, DeviceMemory, Generation, Launch
 from pytest_llmgpu.report.text import plural
-from pytest_llmgpu.report.work import ModelSize
 
 _T = TypeVar("_T")
 
 _MOST_TOKEN = 2**31 - 1
 _MOST_LOGLIKELIHOOD = 0.01
 """The log of a probability is at most 0, up to rounding."""
+model_size = worker.model_size
 _IN_WORKERS = "the engine computes in processes of its own, whose memory is not seen"
 _REPLAYED = "CUDA graphs of the engine replay its collectives past torch's dispatcher: pass --llmgpu-cuda-graphs=off"
 
@@ -70,24 +70,14 @@ def load(
     return state.memory()
 
 
-def score(state: RankState, case: Case) -> Launch:
-    """Measure a case: `warm_up`, then `measure`."""
-    warm_up(state, case)
-    launch = measure(state).launch
-    if launch.generation is not None:
-        launch.generation = check_texts(state)
-    return launch
-
-
 def warm_up(state: RankState, case: Case, not_recorded: str | None = None) -> None:  # noqa: ARG001 - as `worker.warm_up`
     """Prepare `measure`: run a batch of each number of rows and of each of few widths."""
     state.case, state.phase, state.generation = case, "forward", None
     requests = worker.encoded(state)
-    _engine(state).release()
-    memory.reset(state.devices)
     # Sequences are not padded: the few widths are for the warm-up alone.
     state.engine_plan = plan = batching.plan(requests, case.batch_size, few_shapes=True, share=False)
     _engine(state).prepare(max(batch.rows for batch in plan.batches), plan.tokens, requests.new_tokens)
+    memory.reset(state.devices, recorded=True)  # what the case before needed is free now
     began_s = time.monotonic()  # vLLM has loaded the model again
     on_batch = worker.report_to(state)
     for batch in {(batch.rows, batch.width): batch for batch in plan.batches}.values():
@@ -143,13 +133,12 @@ def measure(state: RankState) -> Measured:
         columns.clock_ghz = clock.ghz([(2 * number, 2 * number + 1) for number in range(len(plan.batches))])
         if clock.why is not None:
             launch.why["clock_ghz"] = clock.why
-        if not answers:
+        if answers:
+            task, items = state.datasets[state.case.dataset_sha256]
+            sums = iter([math.fsum(answers[number]) for number in range(len(plan.requests.requests))])
+            launch.accuracy = task.score(items, [[next(sums) for _ in range(count)] for count in plan.requests.endings])
+        else:
             launch.why["accuracy"] = f"engine {_engine(state).name} returns no log-likelihoods"
-            launch.memory = state.memory()
-            return Measured(launch, "engine", started_s, ended_s)
-        task, items = state.datasets[state.case.dataset_sha256]
-        sums = iter([math.fsum(answers[number]) for number in range(len(plan.requests.requests))])
-        launch.accuracy = task.score(items, [[next(sums) for _ in range(count)] for count in plan.requests.endings])
     launch.memory = state.memory()
     return Measured(launch, "engine", started_s, ended_s)
 
@@ -250,15 +239,6 @@ def _in_workers(state: RankState, trace: str | None, *, eager: bool) -> list[Wor
     return replies
 
 
-def model_size(state: RankState) -> ModelSize | str:
-    """Return the size of the model, or the reason why it is not known."""
-    if not _runs_the_model(state):
-        return "the engine loads a model of its own"
-    if state.case.quantization is not None:
-        return "the bytes of weights that an engine quantises are not known"
-    return worker.size_of(state)
-
-
 def stop(state: RankState) -> None:
     """End the engine."""
     if state.engine is not None:
@@ -270,11 +250,6 @@ def _engine(state: RankState) -> Engine:
     return state.engine
 
 
-def _runs_the_model(state: RankState) -> bool:
-    """Return whether the engine runs the model of the options, not one of its own."""
-    return state.case.model == state.source.name
-
-
 def _run(state: RankState, batch: Batch) -> Texts | list[list[float]]:
     """Run one batch, and check what the engine returns."""
     engine, requests = _engine(state), state.plan.requests
@@ -282,7 +257,7 @@ def _run(state: RankState, batch: Batch) -> Texts | list[list[float]]:
     if state.case.generates:
         found = engine.generate([list(one.tokens[:-1]) for one in sequences], requests.new_tokens)
         texts = found if isinstance(found, Texts) else Texts(tokens=found)
-        vocabulary = state.source.decoder.get("vocab_size") if _runs_the_model(state) else None
+        vocabulary = state.source.decoder.get("vocab_size") if state.case.model == state.source.name else None
         return _checked_texts(texts, len(sequences), requests.new_tokens, vocabulary)
     # The first tokens of a sequence that is too long are left out, and one token more than a model reads is scored.
     kept = [list(one.tokens[-(requests.max_length + 1) :]) for one in sequences]
@@ -381,12 +356,11 @@ def _generation(state: RankState, texts: Sequence[tuple[Batch, Texts]]) -> Gener
 
 def _explain(state: RankState, launch: Launch, texts: Generation) -> None:
     """Add the reasons for figures of a generation that the engine does not have."""
+    reasons = {
+        "first_token_s": "reports no time of the first token",
+        "step_s": "does not report the time of each further token",
+        "tokens": "returns no token ids",
+        "loglikelihoods": "returns no log-likelihoods of its tokens",
+    }
     name = _engine(state).name
-    if not texts.first_token_s:
-        launch.why["first_token_s"] = f"engine {name} reports no time of the first token"
-    if not texts.step_s:
-        launch.why["step_s"] = f"engine {name} does not report the time of each further token"
-    if texts.tokens is None:
-        launch.why["tokens"] = f"engine {name} returns no token ids"
-    if texts.loglikelihoods is None:
-        launch.why["loglikelihoods"] = f"engine {name} returns no log-likelihoods of its tokens"
+    launch.why |= {field: f"engine {name} {why}" for field, why in reasons.items() if not getattr(texts, field)}

@@ -45,9 +45,8 @@ _LATE_S = 5.0
 """A run that ends at once waits for processes that are about to join: without a goodbye they would look for it."""
 
 
-_Request = tuple[int | None, str, tuple[Any, ...]]
-"""A message of rank 0's process: the number of the reply, None for none, then a method of `Supervisor` and its
-arguments. None instead of it ends the run."""
+_Request = tuple[int, str, tuple[Any, ...]]
+"""A message of rank 0's process: its number, a method of `Supervisor`, arguments. None instead of it ends the run."""
 
 
 class Reply(NamedTuple):
@@ -91,8 +90,7 @@ def serve(world: World, log_directory: Path, limit_s: float = JOIN_S) -> int:
                 content = getattr(supervisor, method)(*arguments)
             except Exception as error:  # noqa: BLE001 - rank 0's process gets every error as text
                 done, content = False, str(error) or type(error).__name__
-            if number is not None:
-                connection.send(Reply(number, done, content))
+            connection.send(Reply(number, done, content))
     except (EOFError, OSError):
         return 1
     finally:
@@ -121,7 +119,7 @@ class Supervisor:
         sys.path += [folder for folder in path if folder not in sys.path]
         ours = {}
         if "GLOO_SOCKET_IFNAME" not in {*os.environ, *environment}:
-            ours = link.interface_of(self._link.local_address)
+            ours = link.interface_of(str(self._link.socket.getsockname()[0]))
         try:
             self._rank = self._launcher.start_rank(rank, {**ours, **environment}, listener=send)
         except OSError as error:
@@ -170,24 +168,23 @@ class Peer:
         with self._lock:
             number, rank = next(self._numbers), RemoteRank(self, on_batch)
             self._started = number, rank
-        self.post("start", number, self.number, dict(environment), list(sys.path))
+        self.request("start", number, self.number, dict(environment), list(sys.path))
         if self.lost is not None:
             rank.lose(self.lost)
         return rank
 
-    def post(self, method: str, *arguments: Any, number: int | None = None) -> None:
-        """Let the process call a method of `Supervisor`; this does not wait for it."""
-        self._outbox.put((number, method, arguments))
-
     def request(self, method: str, *arguments: Any) -> Future[Any]:
-        """Do the same and return a future, which raises ValueError if it fails there, or ConnectionError."""
+        """Let the process call a method of `Supervisor`.
+
+        The future raises ValueError if it fails there, or ConnectionError.
+        """
         future: Future[Any] = Future()
         with self._lock:
             number, lost = next(self._numbers), self.lost
             if lost is None:
                 self._requests[number] = future
         if lost is None:
-            self.post(method, *arguments, number=number)
+            self._outbox.put((number, method, arguments))
         else:
             future.set_exception(ConnectionError(lost))
         return future
@@ -269,7 +266,7 @@ class RemoteRank(Rank):
 
     def send(self, command: bytes) -> None:
         """Send a pickled command."""
-        self._peer.post("rank", "send", command)
+        self._peer.request("rank", "send", command)
 
     def lose(self, reason: str) -> None:
         """End the rank because its process was lost."""

@@ -184,7 +184,7 @@ class Link:
             EOFError: It closed the connection.
         """
         connected.settimeout(None)
-        self._socket = connected
+        self.socket = connected
         self._connection = Connection(os.dup(connected.fileno()))
         self._lock = threading.Lock()
         late = threading.Event()
@@ -234,11 +234,6 @@ class Link:
         if listens:
             self._connection.send_bytes(mine)
 
-    @property
-    def local_address(self) -> str:
-        """The address of this end."""
-        return str(self._socket.getsockname()[0])
-
     def send(self, message: object) -> None:
         """Send a message; this waits while the other end does not read.
 
@@ -260,8 +255,8 @@ class Link:
     def close(self) -> None:
         """Close the connection; a thread that waits for a message gets EOFError."""
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+            self.socket.shutdown(socket.SHUT_RDWR)
+        self.socket.close()
 
 
 def _unix_name(world: World) -> str:

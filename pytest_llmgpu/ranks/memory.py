@@ -114,8 +114,11 @@ def after_loading(devices: Sequence[torch.device], held: Sequence[DeviceMemory])
     ]
 
 
-def reset(devices: Sequence[torch.device]) -> None:
-    """Empty caches and reset peaks, so that the memory of a case is the same alone and in a sweep."""
+def reset(devices: Sequence[torch.device], *, recorded: bool = False) -> None:
+    """Empty caches and reset peaks, so that the memory of a case is the same alone and in a sweep.
+
+    `recorded`: CUDA graphs of the case may use the workspaces of cuBLAS, which stay.
+    """
     import torch
 
     gc.collect()
@@ -124,7 +127,8 @@ def reset(devices: Sequence[torch.device]) -> None:
             _CLEAR_REFS.write_text("5")
         return
     # No public call frees the workspaces of cuBLAS. After a larger batch size they are larger than this case needs.
-    torch._C._cuda_clearCublasWorkspaces()  # noqa: SLF001
+    if not recorded:
+        torch._C._cuda_clearCublasWorkspaces()  # noqa: SLF001
     torch.cuda.empty_cache()
     for device in devices:
         torch.cuda.reset_peak_memory_stats(device)

@@ -39,7 +39,7 @@ _REGISTRY: Registry[Strategy | Engine] = Registry(
     built_in=BUILT_IN,
     hook="pytest_llmgpu_strategies",
     protocol="pytest_llmgpu.strategies.protocol, or pytest_llmgpu.engines.protocol",
-    members=("name", "backend", "check", "ranks", "build"),
+    members=("name", "backend", "check", "ranks"),
     is_name=lambda text: re.fullmatch(r"[\w.-]+", text) is not None,
     allowed_names="letters, digits, _, . and - are needed",
 )
@@ -54,7 +54,7 @@ def make(place: str) -> Strategy | Engine:
         ValueError: It cannot be imported or made, lacks a member, or has a name that is not allowed.
     """
     made = _REGISTRY.make(place)
-    needed = () if isinstance(made, Engine) else ("load", "prepare")
+    needed = () if isinstance(made, Engine) else ("build", "load", "prepare")
     if lacking := [name for name in needed if not hasattr(made, name)]:
         raise ValueError(f"strategy {place} lacks {', '.join(lacking)} (see {_REGISTRY.protocol})")
     return made

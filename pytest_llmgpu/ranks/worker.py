@@ -152,6 +152,7 @@ def load(
             f"{name}: Loaded.world_size is {loaded.world_size}, but the number of ranks is {started}: return the "
             "number of ranks as Loaded.world_size"
         )
+    quantization.stored(model, started)  # refuses weights that stayed plain
     for hook in hooks:
         hook(loaded, case)
     scoring.check(model)
@@ -181,6 +182,7 @@ def build(state: RankState, case: Case, source: ModelSource, place: str) -> str 
     if os.environ.get("LOCAL_RANK", "0") != "0" or os.environ.get("RANK", "0") == "0":
         return None
     strategy = registered.make(place)
+    assert not isinstance(strategy, Engine), "an engine has one rank"
     try:
         strategy.check(case, source)
         strategy.build(case, print)
@@ -272,8 +274,6 @@ def warm_up(state: RankState, case: Case, not_recorded: str | None = None) -> No
         tokens_requested=None if workspace is None else workspace.tokens_requested,
         tokens_granted=None if workspace is None else workspace.tokens_granted,
         execution_choice=graph_choice.describe(decision),
-        implementations=models.implementations(loaded.config)
-        | quantization.describe(quantization.stored(loaded.model, loaded.world_size)),
     )
 
 
@@ -373,7 +373,7 @@ def record_work(state: RankState, traces: str | None = None) -> None:
     loaded, plan, on_batch = state.loaded, state.plan, report_to(state)
     trace = partial(trace_path, state, traces)
     if state.generator is None:
-        with _scoring_forward(state) as forward:
+        with work.scoring_forward(loaded.model, loaded.input_device, state.case.scoring) as forward:
             state.passes = [work.record(loaded, plan, forward, on_batch=on_batch, trace=trace("passes"))]
         return
     step, prefill = state.generator.step, state.generator.prefill
@@ -389,6 +389,16 @@ def run_eager_passes(state: RankState, traces: str | None = None) -> list[WorkRe
     Returns:
         One reply for a case that scores; for one that generates, that of the decode steps and that of the prefill.
     """
+    weights = quantization.describe(quantization.stored(state.loaded.model, state.loaded.world_size))
+    return [
+        msgspec.structs.replace(
+            one, work=msgspec.structs.replace(one.work, implementations=one.work.implementations | weights)
+        )
+        for one in _eager_passes(state, traces)
+    ]
+
+
+def _eager_passes(state: RankState, traces: str | None) -> list[WorkReply]:
     assert state.passes
     state.graphs.close()
     loaded, plan, on_batch = state.loaded, state.plan, report_to(state)
@@ -410,17 +420,16 @@ def run_eager_passes(state: RankState, traces: str | None = None) -> list[WorkRe
 
 def model_size(state: RankState) -> ModelSize | str | None:
     """Return the size of the whole model, or the reason why it has none; None on every rank but the first."""
-    if state.loaded.rank != 0:
-        return None
-    if state.loaded.config is None:
-        return "the strategy's model has no config of transformers"
-    return size_of(state)
-
-
-def size_of(state: RankState) -> ModelSize | str:
-    """Return the size of the model of a case, or the reason why it has none."""
     import torch
 
+    if state.engine is not None and state.case.model != state.source.name:
+        return "the engine loads a model of its own"
+    if state.engine is not None and state.case.quantization is not None:
+        return "the bytes of weights that an engine quantises are not known"
+    if state.engine is None and state.loaded.rank != 0:
+        return None
+    if state.engine is None and state.loaded.config is None:
+        return "the strategy's model has no config of transformers"
     if state.model_size is None:
         dtype: torch.dtype = getattr(torch, state.case.dtype)
         try:
@@ -443,10 +452,6 @@ def call(state: RankState, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any
     state.graphs.close()
     with compiled_layers.suspended():  # the function may run any number of shapes
         return fn(state.loaded, *args)
-
-
-def _scoring_forward(state: RankState) -> contextlib.AbstractContextManager[work.Forward]:
-    return work.scoring_forward(state.loaded.model, state.loaded.input_device, state.case.scoring)
 
 
 def encoded(state: RankState) -> Requests:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pytest_llmgpu.inference import models
@@ -26,52 +28,42 @@ _MATRIX = 2
 
 
 class LayerKinds:
-    """A context manager around a forward, whose hooks note the kind of layer that runs, and the experts of its tokens.
-
-    The hooks compute nothing, so that ops can be counted meanwhile.
-    """
+    """Notes the kind of layer that runs, and the experts of its tokens, by hooks that compute nothing."""
 
     def __init__(self, model: torch.nn.Module | None) -> None:
-        self._model, config = model, getattr(model, "config", None)
-        self._config: Any = config if hasattr(config, "get_text_config") else None
+        config = getattr(model, "config", None)
+        self._model, self._config = model, config if hasattr(config, "get_text_config") else None
+        self._experts = models.experts_of(self._config)
         self._ops: dict[str, set[str]] = defaultdict(set)
         self._entered: list[str] = []
         self._routes: list[torch.Tensor] = []
-        self._handles: list[Any] = []
-        self._experts = models.experts_of(self._config)
 
-    def __enter__(self) -> LayerKinds:  # noqa: PYI034 - typing.Self needs Python 3.11
-        if self._config is None or self._model is None:
-            return self
-        types = dict(enumerate(getattr(self._config.get_text_config(), "layer_types", None) or ()))
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """While entered, the layers of the model have hooks."""
+        types = dict(enumerate(getattr(self._config and self._config.get_text_config(), "layer_types", None) or ()))
         alike = len({kind for kind in types.values() if _is_attention(kind)}) <= 1
-        for module in self._model.modules():
-            number, kind = getattr(module, "layer_idx", None), None
-            if isinstance(number, int):
-                kind = types.get(number, "attention").replace("_", " ")
-                kind = "attention" if alike and _is_attention(kind) else kind
-            if kind is not None or (self._experts and hasattr(module, "num_experts")):
-                self._handles.append(module.register_forward_pre_hook(self._enter(kind), with_kwargs=True))
-                self._handles.append(module.register_forward_hook(lambda *_: self._leave(), always_call=True))
-        return self
+        with ExitStack() as hooks:
+            for module in self._model.modules() if self._model is not None and self._config is not None else ():
+                number, kind = getattr(module, "layer_idx", None), None
+                if isinstance(number, int):
+                    kind = types.get(number, "attention").replace("_", " ")
+                    kind = "attention" if alike and _is_attention(kind) else kind
+                if kind is not None or (self._experts and hasattr(module, "num_experts")):
+                    before, after = partial(self._enter, kind), lambda *_: self._leave()
+                    hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
+                    hooks.enter_context(module.register_forward_hook(after, always_call=True))
+            yield
 
-    def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def _enter(self, kind: str | None) -> Any:
-        def enter(module: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-            # Experts are called with the hidden states, and the numbers of the experts of each token [T, K].
-            given: list[Any] = [*arguments, *named.values(), None, None]
-            hidden, chosen = given[:2]
-            are_experts = kind is None and _is_matrix(chosen, of_numbers=True) and _is_matrix(hidden, of_numbers=False)
-            # In transformers 5.17 whole experts of tp are called with their numbers on this rank.
-            of_model = hasattr(module, "_is_expert_parallel") or getattr(module, "num_experts", None) == self._experts
-            self._routes += [chosen] * (are_experts and of_model)
-            outer = self._entered[-1] if self._entered else ""
-            self._entered.append(_EXPERTS if are_experts else kind or outer)  # a router has experts, too
-
-        return enter
+    def _enter(self, kind: str | None, module: torch.nn.Module, arguments: tuple[Any, ...], named: Any) -> None:
+        # Experts are called with the hidden states, and the numbers of the experts of each token [T, K].
+        given: list[Any] = [*arguments, *named.values(), None, None]
+        are_experts = kind is None and _is_matrix(given[0], of_numbers=False) and _is_matrix(given[1], of_numbers=True)
+        # In transformers 5.17 whole experts of tp are called with their numbers on this rank.
+        of_model = hasattr(module, "_is_expert_parallel") or getattr(module, "num_experts", None) == self._experts
+        self._routes += given[1:2] * (are_experts and of_model)
+        outer = self._entered[-1] if self._entered else ""
+        self._entered.append(_EXPERTS if are_experts else kind or outer)  # a router has experts, too
 
     def _leave(self) -> None:
         self._entered.pop()

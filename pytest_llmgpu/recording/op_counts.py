@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     import torch
 
 _LAYER_NUMBER = re.compile(r"\.\d+(?=\.|$)")
-_LIKE_FLASH_ATTENTION = (
-    "_scaled_dot_product_flash_attention_for_cpu",
+_ATTENTION = (
+    *("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"),
+    *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
     "_scaled_dot_product_fused_attention_overrideable",
 )
-"""Ops of attention without an entry in torch's table, which take the same shapes as the flash attention of GPUs. Remove
-an entry once `torch.utils.flop_counter` of every supported release has it."""
+"""Ops of attention. Torch's table lacks some, and its formula refuses fewer heads of keys than of queries in 2.11."""
 _GROUPED = "::_grouped_mm", "::grouped_mm_fallback"
 """Products of the rows of each group with a matrix of its own, in torch and in transformers. Neither has a formula."""
 _OTHER_THREADS = "the program computes in threads of its own, whose calls are not counted"
@@ -70,9 +70,8 @@ def count_ops(forward: Callable[[], object], model: torch.nn.Module | None, work
     from torch.utils.flop_counter import flop_registry
 
     aten = torch.ops.aten
-    attention = flop_registry[aten._scaled_dot_product_flash_attention]  # noqa: SLF001 - the key of torch's table
-    alike = [getattr(aten, name) for name in _LIKE_FLASH_ATTENTION if hasattr(aten, name)]
-    formulas: dict[Any, Callable[..., Any]] = dict.fromkeys(alike, attention) | dict(flop_registry)
+    attention = [getattr(aten, name) for name in _ATTENTION if hasattr(aten, name)]
+    formulas: dict[Any, Callable[..., Any]] = dict(flop_registry) | dict.fromkeys(attention, _attention)
     ops: dict[str, Counter[str]] = defaultdict(Counter)
     flops: Counter[str] = Counter()
     kinds = LayerKinds(model)
@@ -113,7 +112,7 @@ def count_ops(forward: Callable[[], object], model: torch.nn.Module | None, work
             return answer
 
     # torch leaves the constructor of its modes untyped.
-    with module_hooks(model, inside), kinds, Counting():  # type: ignore[no-untyped-call]
+    with module_hooks(model, inside), kinds.noted(), Counting():  # type: ignore[no-untyped-call]
         forward()
     return msgspec.structs.replace(
         work,
@@ -125,6 +124,11 @@ def count_ops(forward: Callable[[], object], model: torch.nn.Module | None, work
         routing=kinds.routing(),
         why={**work.why, "host_calls": _OTHER_THREADS} if others else work.why,
     )
+
+
+def _attention(query_BHSD: torch.Tensor, key_BGTD: torch.Tensor, value_BGTE: torch.Tensor, *_: Any, **__: Any) -> int:
+    """Return the FLOPs of two products for each head of the queries; torch counts a causal mask as none, too."""
+    return 2 * query_BHSD[..., 0].numel() * key_BGTD.shape[-2] * (query_BHSD.shape[-1] + value_BGTE.shape[-1])
 
 
 def _grouped(rows: torch.Tensor, matrices: torch.Tensor, offs: torch.Tensor, *_: Any, **__: Any) -> int:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 import msgspec
 
-from pytest_llmgpu.analysis.reference import by_series
 from pytest_llmgpu.gate import headline, rows_by_cause
 from pytest_llmgpu.gate.judge import TIMES, ExitStatus, exit_status
 from pytest_llmgpu.gate.policy import Policy, policy_of
 from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.metrics import spec_of
 from pytest_llmgpu.report.report import Report
-from pytest_llmgpu.report.result import OUT_OF_MEMORY, CaseResult, Finding
+from pytest_llmgpu.report.result import CaseResult, Finding
 from pytest_llmgpu.report.text import duration, plural, signed_percent, without_numbers
 from pytest_llmgpu.report.verdicts import NEITHER, SEVERITY, UNCLEAR, Row, Verdict, Verdicts, worst_first
 
@@ -63,14 +62,7 @@ def conclude(report: Report, verdicts: Verdicts | None = None, policy: Policy | 
     """Return the conclusion of a report and the verdicts on it, by the policy given or that of the verdicts."""
     policy = policy or policy_of(verdicts)
     session = report.session
-    # A test that expects that nothing fits does not fail.
-    unfit = _unfit(report) if session.exit_status == 1 else {}
-    found = finding_problems(report.cases, [finding for finding, _ in unfit.values()])
-    steps: dict[str, list[tuple[str, str]]] = {}
-    for finding, name in unfit.values():
-        steps.setdefault(finding.next_step, []).append((name, finding.text))
-    for step, texts in steps.items():
-        found.append(Problem(severity="failure", label="nothing-fits", texts=texts, next_step=step))
+    found = finding_problems(report.cases)
     gate = ExitStatus.PASSED if verdicts is None else exit_status(verdicts, policy)
     completed = [result for result in report.cases if result.outcome == "completed"]
     disturbed = bool(completed) and all(map(disturbances.of_case, completed))
@@ -79,7 +71,19 @@ def conclude(report: Report, verdicts: Verdicts | None = None, policy: Policy | 
         status = "fail"
     elif gate or not session.complete or session.interrupted or session.exit_status or not completed or disturbed:
         status = "unclear"
-    problems = sorted([*_of_gate(verdicts, policy), *found], key=_order)
+    groups = [] if verdicts is None else rows_by_cause.group(verdicts, policy)
+    of_gate = [
+        Problem(
+            severity="failure",
+            verdict=group.rows[0].verdict,
+            label=headline.row_in_words(group.rows[0]),
+            texts=[(group.rows[0].id, "\n".join(rows_by_cause.lines(group)))],
+            next_step=rows_by_cause.next_step(group),
+        )
+        for group in groups
+        if group.fails
+    ]
+    problems = sorted([*of_gate, *found], key=_order)
     unclear = "Disturbed" if disturbed and session.complete and not session.exit_status else "Not complete"
     word = {"pass": "Completed", "unclear": unclear, "fail": "Failed"}[status]
     worst = next((problem for problem in problems if problem.severity == "failure"), None)
@@ -96,15 +100,14 @@ def conclude(report: Report, verdicts: Verdicts | None = None, policy: Policy | 
     return Conclusion(status, word, " ".join(sentences), problems)
 
 
-def finding_problems(cases: Iterable[CaseResult], without: Sequence[Finding] = ()) -> list[Problem]:
+def finding_problems(cases: Iterable[CaseResult]) -> list[Problem]:
     """Return the findings of cases as problems, worst first: one per kind, next step and message of a failure."""
     kinds: dict[tuple[str, str, str, str], list[tuple[str, Finding]]] = {}
     for result in cases:
         for finding in result.findings:
-            if not any(finding is other for other in without):
-                text = without_numbers(finding.text) if finding.severity == "failure" else ""
-                kind = (finding.severity, finding.code, finding.next_step, text)
-                kinds.setdefault(kind, []).append((result.id, finding))
+            text = without_numbers(finding.text) if finding.severity == "failure" else ""
+            kind = (finding.severity, finding.code, finding.next_step, text)
+            kinds.setdefault(kind, []).append((result.id, finding))
     problems = []
     for found in kinds.values():
         first, texts = found[0][1], [(name, finding.text) for name, finding in found]
@@ -131,34 +134,6 @@ def cases_in_words(report: Report, *, explained: bool) -> str:
     if report.session.exit_status and not explained:
         text += f"; pytest ended with exit status {report.session.exit_status}"
     return f"{text}." if report.session.complete else f"{text}; the run is incomplete."
-
-
-def _unfit(report: Report) -> dict[str, tuple[Finding, str]]:
-    """Return the finding about memory of each series that never fitted, and its case; a new one if it has none."""
-    unfit: dict[str, tuple[Finding, str]] = {}
-    for series in by_series(report.cases):
-        if not {result.outcome for result in series} <= OUT_OF_MEMORY:
-            continue
-        of_memory = [(one, result.id) for result in series for one in result.findings if one.code == "out-of-memory"]
-        smaller = "smaller batch sizes, " if min(result.case.batch_size for result in series) > 1 else ""
-        text = f"No selected batch size of {series[0].case.strategy} fits."
-        step = f"Use {smaller}more GPUs or a smaller model."
-        new = Finding(code="out-of-memory", severity="info", text=text, next_step=step)
-        unfit[series[0].case.series] = of_memory[0] if of_memory else (new, series[0].id)
-    return unfit
-
-
-def _of_gate(verdicts: Verdicts | None, policy: Policy) -> Iterator[Problem]:
-    """Yield the causes that fail the gate, and gated slowdowns with not enough data, which the headline names."""
-    for group in [] if verdicts is None else rows_by_cause.group(verdicts, policy):
-        if group.fails or any(row.gated and row.verdict in UNCLEAR and headline.is_slower(row) for row in group.rows):
-            yield Problem(
-                severity="failure" if group.fails else "warning",
-                verdict=group.rows[0].verdict,
-                label=rows_by_cause.title(group),
-                texts=[(group.largest.id, "\n".join(rows_by_cause.lines(group)))],
-                next_step=rows_by_cause.next_step(group),
-            )
 
 
 def _order(problem: Problem) -> tuple[int, bool]:
@@ -204,7 +179,7 @@ def figures(row: Row) -> Figures:
 def verdict(row: Row) -> str:
     """Return the verdict of a row, with a sign if the candidate is better or the change is known."""
     why = "improved" if row.improved else "allowed" if row.allowed is not None else ""
-    return f"{row.verdict} ({why})" if why else row.verdict
+    return f"{row.word} ({why})" if why else row.word
 
 
 def mark(verdict: Verdict) -> Literal["failure", "warning", "changed", "ok"]:

@@ -59,10 +59,10 @@ def _sampled(name: str, result: CaseResult) -> list[float]:
 
 
 def _of_memory(name: str, result: CaseResult) -> list[float]:
-    """Return a field of `DeviceMemory` or `MemorySplit` of each device and launch."""
+    """Return a field of `DeviceMemory`, or a part of the memory, of each device and launch."""
     memories = [memory for launch in result.launches for memory in launch.memory]
-    found = [getattr(memory if hasattr(memory, name) else split(memory), name) for memory in memories]
-    return [size for size in found if size is not None]
+    found = [getattr(memory, name) if hasattr(memory, name) else split(memory)[name] for memory in memories]
+    return [size for size in found if isinstance(size, int)]
 
 
 def _sent_bytes(_: str, result: CaseResult) -> list[float]:
@@ -117,11 +117,10 @@ _TITLES = {
     "inference_s": ("time\ns", 1.0),
     "device_time_s": ("device time\ns/work pass", 1.0),
     "sequences_per_s": ("sequences\n/s", 1.0),
-    "token_p95_s": ("token p95\nms", 1e-3),
+    "token_p95_s": ("p95\nms", 1e-3),
     "kv_cache_bytes": ("KV cache\nMiB", MIB),
     "wire_bytes_per_token": ("sent\nMB/token", 1e6),
     "flops_per_sequence": ("FLOPs\nG/sequence", 1e9),
-    "peak_resident_bytes": ("memory\nGiB/rank", GIB),
 }
 """Titles and units of metrics in tables; those without one are in CSV and Markdown only."""
 
@@ -133,7 +132,7 @@ COLUMNS = {
             for one in METRICS
             if one.exported is not None
         ),
-        Column("new_tokens_per_s", "new tokens\n/s", 1.0, lambda one: one.tokens_per_s if one.case.generates else None),
+        Column("new_tokens_per_s", "tokens\n/s", 1.0, lambda one: one.tokens_per_s if one.case.generates else None),
         Column("bound_share", "of bound\n%", 0.01, lambda one: None if one.bound is None else one.bound.share),
         Column("device_busy", "computing\n%", 0.01, device_busy),
         Column("between_nodes_bytes_per_sequence", "between nodes\nMB/sequence, sum", 1e6, _between_nodes_bytes),
@@ -142,7 +141,7 @@ COLUMNS = {
         Column("batch_p50_s", "batch p50\nms", 1e-3, partial(batch_latency_s, share=0.50)),
         Column("batch_p95_s", "batch p95\nms", 1e-3, partial(batch_latency_s, share=0.95)),
         Column("batch_p99_s", "batch p99\nms", 1e-3, partial(batch_latency_s, share=0.99)),
-        Column("token_p99_s", "token p99\nms", 1e-3, lambda one: one.token_p99_s),
+        Column("token_p99_s", "p99\nms", 1e-3, lambda one: one.token_p99_s),
         Column(
             "kv_cache_formula_bytes",
             "formula\nMiB",
@@ -157,6 +156,12 @@ COLUMNS = {
         Column("compile_s", "compile\ns", 1.0, _compile_s),
         Column("memory_bytes", "memory\nGiB/GPU", GIB, lambda one: max(in_use_bytes(one), default=None)),
         Column("threads", "threads\nper rank", 1.0, _threads),
+        Column(
+            "peak_resident_bytes",
+            "peak RSS\nGiB/rank",
+            GIB,
+            lambda one: max(_of_memory("peak_resident_bytes", one), default=None),
+        ),
         *(
             Column(name, title, unit, devices=partial(figure, name))
             for figure, name, title, unit in (
@@ -200,7 +205,7 @@ TABLES: dict[Place, Sequence[str]] = {
         *("inference_s", "speedup", "flipped", "typical_difference", "compile_s", "device_time_s"),
         *("flops_per_sequence", "bound_share", "device_busy"),
         *("between_nodes_bytes_per_sequence", "energy_j_per_sequence", "energy_j_per_token", "batch_p50_s"),
-        *("batch_p95_s", "batch_p99_s"),
+        *("batch_p95_s", "batch_p99_s", "peak_resident_bytes"),
     ),
     "tokens": (
         *("token_p95_s", "token_p99_s", "kv_cache_bytes", "kv_cache_formula_bytes", "wire_bytes_per_token"),
@@ -222,6 +227,7 @@ The summary has the memory of the fullest GPU, and means of the others. `communi
 KEPT = frozenset(
     (
         *("inference_s", "device_time_s", "new_tokens_per_s", "sequences_per_s", "token_p99_s", "memory_bytes"),
+        *("speedup", "compile_s", "token_p95_s"),
         *("bound_share", "prefill_bound_share", "step_bound_share", "kv_cache_bytes", "wire_bytes_per_token"),
         *("pcie_tx_bytes_per_s", "pcie_rx_bytes_per_s", "nvlink_tx_bytes_per_s", "weights_bytes", "activations_bytes"),
         *("workspace_bytes", "peak_allocated_bytes", "nvml_used_max_bytes"),
@@ -583,24 +589,20 @@ def with_reference(cases: Sequence[CaseResult], *, verbose: bool) -> Iterator[li
         compared = [(result, one) for other, result, one in found if other == title and one is not None]
         if not compared:
             continue
-        result, worst = max(compared, key=lambda pair: _severity(*pair))
-        if not verbose and not any(_severity(result, worst)):
+        result, worst = max(compared, key=lambda pair: _severity(pair[1]))
+        if not verbose and not any(_severity(worst)):
             continue
         where = f" at batch size {result.case.batch_size}"
         if len(compared) > 1:
-            where = f", worst{where}" if any(_severity(result, worst)) else " at every batch size"
+            where = f", worst{where}" if any(_severity(worst)) else " at every batch size"
         first, *rest = _differences(result, worst)
         yield [f"{title} compared with {titles.get(worst.reference, REFERENCE_STRATEGY)}{where}: {first}", *rest]
 
 
-def _severity(result: CaseResult, comparison: Comparison) -> tuple[bool, int, int, float]:
-    """Return the sort key of the worst case: with random weights the numbers decide, else the predictions."""
+def _severity(comparison: Comparison) -> tuple[bool, int, int, float]:
+    """Return the sort key of the worst case."""
     difference = comparison.largest_difference
-    if result.case.generates:
-        return (difference is None, 0, len(comparison.flipped), difference or 0.0)
-    if result.case.load_format == "dummy":
-        return (difference is None, 0, 0, difference or 0.0)
-    return (difference is None, comparison.lost or 0, len(comparison.flipped), difference or 0.0)
+    return difference is None, comparison.lost or 0, len(comparison.flipped), difference or 0.0
 
 
 def _differences(result: CaseResult, comparison: Comparison) -> list[str]:

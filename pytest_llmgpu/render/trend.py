@@ -46,7 +46,7 @@ def first_sentence(trends: Sequence[Trend]) -> str:
     tested = [line.tested for trend in trends for line in trend.lines if line.tested is not None]
     text += f" in {plural(len(trends[0].columns), 'report')}."
     if not all(tested):
-        needed = f"that needs {FEWEST} undisturbed reports of the same GPUs"
+        needed = f"that needs {FEWEST} undisturbed reports of the same devices"
         text += f" Steps were searched in {sum(tested):,} of {plural(len(tested), 'line')} of times: {needed}."
     return text
 
@@ -131,7 +131,7 @@ def _chart(trend: Trend) -> Chart:
     return Chart(
         id=f"trend-{trend.metric.replace('_', '-')}",
         title=f"{capital(trend.title.partition(' (')[0])} by report",
-        summary=f"{of}; {plural(sum(1 for _ in _changes(trend)), 'change')}.",
+        summary=f"{of}.",
         spec=axes.layered(layers, rows, x=x, y=y),
         headers=["case", *(label.replace("|", " ") for label in labels)],
         rows=[[line.name, *map(_cell, line.figures)] for line in trend.lines],

@@ -16,28 +16,21 @@ waiting: collectives of ranks that wait for another one. copies: copies and mems
 the host. program: the number of ops, kernels or runtime calls changed, and no time was compared."""
 
 
-class TimeChange(msgspec.Struct, frozen=True, kw_only=True):
-    """The time of one part of the program in a work pass, in both reports."""
+class SlowerKernel(msgspec.Struct, frozen=True, kw_only=True):
+    """A kernel that is called as often as before, and became slower than the others."""
 
     name: str
-    """Name of the part: a family of kernels, a module with layer numbers folded, or a `Place` that is no kernel."""
-    family: KernelFamily | None = None
-    """Family of the kernels; null for a part that is no kernel of the program itself."""
-    before_s: Seconds
-    """Time in the baseline in seconds."""
-    after_s: Seconds
-    """Time in the candidate in seconds."""
-    share: float
-    """Growth of a family or a place, as a fraction of the growth of all those that grew; negative for one that became
-    faster. The share of a family is split over its modules by their growth in the eager pass."""
-    layers: Count | None = None
-    """Largest number of layers that can have the added calls, if these are fewer than the layers of the model; null for
-    a module without a layer number, and where all layers may have changed."""
-
-    @property
-    def growth_s(self) -> float:
-        """The time in the candidate less that in the baseline."""
-        return self.after_s - self.before_s
+    """Name of the kernel."""
+    family: KernelFamily
+    """Family of the kernel."""
+    module: str | None
+    """Module that has most of the time of its family; null if none has half of it."""
+    growth: float
+    """Growth of its time beyond the factor that all unchanged kernels have in common, as a fraction of it."""
+    excess: float
+    """The same growth as a fraction of device time."""
+    error: float
+    """Standard error of `excess`."""
 
 
 class CallsChange(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,17 +64,12 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
     rank: Count | None = None
     """The one rank that became slower, so that the other ranks wait for it; null if all ranks changed alike."""
     before_s: Seconds | None = None
-    """Time of one work pass in the baseline to which the parts add up: device time, or the time of the whole pass for a
-    verdict on wall time. Null for a verdict on a number."""
+    """Time of the place in one work pass of the baseline; null for a verdict on a number, and where no part of a pass
+    grew as wall time did."""
     after_s: Seconds | None = None
     """The same time in the candidate."""
-    parts: list[TimeChange] = []
-    """Parts that changed, the largest growth first: families of kernels in the execution of the case, and for wall time
-    also the collectives, the copies, and the idle time of the GPU. They add up to the difference. The list is empty if
-    the work passes do not show the change of wall time."""
-    modules: list[TimeChange] = []
-    """Modules with a share of more than 10 % of the growth, by family, the largest share first. Their times are those
-    of the eager pass. The family grew in the execution of the case too."""
+    kernel: SlowerKernel | None = None
+    """The kernel of the place `kernel`; null for other places."""
     kernels: list[CallsChange] = []
     """Kernels with another number of calls, the largest change first."""
     runtime_calls: list[CallsChange] = []

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 
 from pytest_llmgpu.report.result import CaseResult, HostUse, Launch, Profile
@@ -13,12 +12,6 @@ _THROTTLED = 0.005
 """Throttling up to this fraction of a window is ignored. NVML also counts the milliseconds of power capping with which
 many steps from idle to busy begin, and a time changes by no more than this fraction, a quarter of the 2 % by which
 launches differ."""
-
-_CLOCK = 0.05
-"""A relative difference of the SM clock above this makes times incomparable."""
-
-_LEAST_READINGS = 3
-"""Fewer readings of a clock than this have no median."""
 
 _IDLE_BYTES = 64 * MIB
 """An idle GPU uses a few MiB besides the memory that the driver reserves; a CUDA context needs over 100 MiB."""
@@ -38,11 +31,6 @@ _FREE = "End the other programs on this machine (top lists them), or lower OMP_N
 _KINDS: dict[str, tuple[str, str, str]] = {
     "lost": ("GPU no longer reachable", "GPU {index} ({value})", _BROKEN),
     "throttled": ("throttled by power or heat", "GPU {index} for {value:.1f} % of the time", _COOLER),
-    "clock": (
-        f"SM clock differs by more than {100 * _CLOCK:.0f} % from the session's first case",
-        "GPU {index} ran at {value:,.0f} instead of {expected:,.0f} MHz",
-        _COOLER,
-    ),
     "processes": (
         "processes of other programs",
         "GPU {index} has {value:.0f} besides {expected:.0f} of this run",
@@ -61,7 +49,6 @@ TITLES = {kind: title for kind, (title, _, _) in _KINDS.items()}
 
 def find(
     profile: Profile,
-    first: Profile | None = None,
     ranks_per_device: Mapping[str, int] | None = None,
     used_before: Mapping[str, int] = MappingProxyType({}),
 ) -> list[str]:
@@ -71,12 +58,10 @@ def find(
 
     Args:
         profile: profile of the case.
-        first: profile of the session's first case on these devices; None if there is none.
         ranks_per_device: UUID to the number of this run's processes on that device; devices without one are missing.
             None if it is not known.
         used_before: UUID to the bytes in use before any rank was started, if known.
     """
-    clocks, first_clocks = clocks_mhz(profile), {} if first is None else clocks_mhz(first)
     found: dict[str, list[str]] = {}
     for device in profile.devices:
 
@@ -90,9 +75,6 @@ def find(
         if (throttled_s := device.throttled_s or 0.0) > _THROTTLED * profile.duration_s:
             # Power and heat are counted separately and can overlap; the counters are read just outside the window.
             add("throttled", 100 * min(1.0, throttled_s / profile.duration_s) if profile.duration_s else 100)
-        mhz, first_mhz = clocks.get(device.uuid), first_clocks.get(device.uuid)
-        if mhz is not None and first_mhz is not None and abs(mhz - first_mhz) > _CLOCK * first_mhz:
-            add("clock", mhz, first_mhz)
         # Not compared by id: process ids in a container are of another namespace.
         ours, processes = (ranks_per_device or {}).get(device.uuid, 0), device.counters.get("compute_processes", 0)
         if ranks_per_device is not None and processes > ours:
@@ -130,7 +112,7 @@ def busy_cpu(host: HostUse, *, on_cpu: bool) -> str | None:
 
 def is_power(sentence: str) -> bool:
     """Return whether a sentence of `find` is about the power and heat limits of a GPU."""
-    return sentence.startswith(("throttled by power", "SM clock"))
+    return sentence.startswith(("throttled by power", "SM clock"))  # the second one in earlier reports
 
 
 def remedy(sentence: str) -> str:
@@ -138,17 +120,23 @@ def remedy(sentence: str) -> str:
     return next((_KINDS[kind][2] for kind, title in TITLES.items() if sentence.startswith(title)), "")
 
 
+def of_profile(profile: Profile) -> list[str]:
+    """Return the disturbances of a profile: `invalid`, and what its counters show (errors of ECC, Xid, a lost GPU)."""
+    return list(dict.fromkeys([*profile.invalid, *find(profile)]))
+
+
 def disturbed(profile: Profile) -> str | None:
     """Return the first disturbance that concerns all figures of the GPUs.
 
     A GPU under full load reaches its power limit, and a busy CPU changes times only.
     """
-    return next((text for text in profile.invalid if not is_power(text) and not text.startswith(TITLES["cpu"])), None)
+    found = of_profile(profile)
+    return next((text for text in found if not is_power(text) and not text.startswith(TITLES["cpu"])), None)
 
 
 def untimed(launch: Launch) -> str | None:
     """Return the reason why the times of a launch are not used, without a full stop; None if they are used."""
-    invalid = [] if launch.profile is None else launch.profile.invalid
+    invalid = [] if launch.profile is None else of_profile(launch.profile)
     texts = (text.rstrip(".") for text in invalid if not is_power(text))
     no_time = bool(launch.batches.latency_s) and min(launch.batches.latency_s) <= 0
     return next(texts, "the time of a batch is 0 s" if no_time else None)
@@ -158,23 +146,3 @@ def of_case(result: CaseResult) -> str | None:
     """Return why the times of a case are not used: half of its launches are disturbed; else the median is not."""
     found = list(filter(None, map(untimed, result.launches)))
     return found[0] if found and 2 * len(found) >= len(result.launches) else None
-
-
-def clock_reference(profiles: Iterable[Profile | None], profile: Profile) -> Profile | None:
-    """Return the first profile of the same devices that has all their clocks; None if there is none."""
-    uuids = {device.uuid for device in profile.devices}
-    known = (other for other in profiles if other is not None and set(clocks_mhz(other)) == uuids)
-    return next((other for other in known if {device.uuid for device in other.devices} == uuids), None)
-
-
-def clocks_mhz(profile: Profile) -> dict[str, float]:
-    """Return UUID to the median SM clock, for devices with enough readings."""
-    if profile.series is None or profile.samples < _LEAST_READINGS:
-        return {}
-    columns = (column.get("sm_clock_mhz", []) for column in profile.series.devices)
-    readings = [[mhz for mhz in column if mhz is not None] for column in columns]
-    return {
-        device.uuid: statistics.median(of_device)
-        for device, of_device in zip(profile.devices, readings, strict=True)
-        if len(of_device) >= _LEAST_READINGS
-    }

@@ -259,7 +259,7 @@ METRICS: tuple[MetricSpec, ...] = (
         threshold=0.002,
         unit="s",
         written=_seconds,
-        next_step="Read what is called more often, by module, in `work` of both reports.",
+        next_step="Remove what is called more often; if it is meant, promote the report with --force REASON.",
     ),
     MetricSpec(
         name="device_time",
@@ -417,17 +417,6 @@ METRICS: tuple[MetricSpec, ...] = (
         exported=Exported(column="peak_memory_bytes", label="peak memory", measure="peak-memory-bytes"),
         trend="peak of the fullest GPU (GiB)",
         trend_unit=2.0**30,
-    ),
-    MetricSpec(
-        name="resident_memory",
-        unit="bytes",
-        written=gib,
-        figure=lambda result: _figure(
-            "bytes",
-            max((one.peak_resident_bytes or 0 for launch in result.launches for one in launch.memory), default=0)
-            or None,
-        ),
-        exported=Exported(column="peak_resident_bytes"),
     ),
     MetricSpec(
         name="creep",

@@ -281,9 +281,6 @@ class Launch(msgspec.Struct, kw_only=True):
     """Number of tokens that the workspace holds. With fewer than requested its rows overlap and answers are wrong."""
     execution_choice: str | None = None
     """Reason for the value of `case.execution`, in one sentence with its figures."""
-    implementations: dict[str, str] = {}
-    """The implementations in transformers that ran, also where the options name none: of `attention`, and of `experts`
-    where the model has some. Empty in older reports and for a model without a config of transformers."""
     resumption: Count = 0
     """Number of times that the session had been resumed before this launch: the start of pytest that measured it."""
     work: Work | None = None
@@ -465,8 +462,6 @@ class CaseResult(msgspec.Struct, kw_only=True, dict=True):
     """Node id of the test that measured the case; null if no test did."""
     line: Count | None = None
     """Number of the line where the test begins in its file, from 1; null if it is not known."""
-    markers: list[str] = []
-    """Names of the markers of the test. A policy can have other thresholds for a marker."""
     key: str
     """SHA-256 over the fields of `case` that differ from their defaults, except `execution` and `launcher`: results
     with an equal key are measurements of the same case. It is computed again when a report is read."""

@@ -93,7 +93,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     that are no time."""
     launches_needed: int | None = None
     """Minimum launches required in each report to detect a slowdown of the threshold plus 2 percentage points with 95 %
-    probability, for a time that is OK or has not enough data; null means more than 1,000."""
+    probability, for a time that is OK or has not enough data; null means more than 20."""
     lost: list[int] | None = None
     """Items that are right in the baseline and wrong in the candidate; for `predictions` all items whose answer
     changed."""
@@ -129,6 +129,11 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     def result(self) -> Decided:
         """The verdict, or IMPROVED."""
         return "IMPROVED" if self.improved else self.verdict
+
+    @property
+    def word(self) -> str:
+        """The verdict as it is written for people."""
+        return self.verdict.replace("_", " ")
 
     @property
     def unchanged(self) -> bool:
@@ -186,8 +191,6 @@ class Verdicts(msgspec.Struct, frozen=True, kw_only=True):
     """Report that was the baseline; null if there was none."""
     policy: str
     """Policy that was applied, as TOML."""
-    policy_sha256: str
-    """SHA-256 of the text of `policy`."""
     in_turn: bool = False
     """True if launches of the baseline and the candidate alternated, which lowers the threshold of wall time."""
     not_compared: dict[str, int] = {}

@@ -151,11 +151,6 @@ class RankWork(msgspec.Struct, frozen=True, kw_only=True):
     family as `other`. In older reports the small kernels of a pass are summed by family too, and copies are missing."""
     why: Reasons = {}
 
-    @property
-    def is_complete(self) -> bool:
-        """True if every kernel and copy has a row; in reports of the same versions ops are counted by module."""
-        return self.ops_by_module is not None and self.rows is not None
-
 
 class ModelSize(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of a model that decide how much a forward has to compute at least."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from pytest_llmgpu.engines import openai
 from pytest_llmgpu.engines.function import OPTION, PLACE, Function
 from pytest_llmgpu.engines.protocol import Engine
 from pytest_llmgpu.inference import bundled, generation, models, quantization, tasks
@@ -190,7 +191,7 @@ class Planner:
         source = self._source(options, chosen)
         return CaseRequest(
             case=case_of(source),
-            machine=machine,
+            machine=msgspec.structs.replace(machine, gpus=[]) if "server" in own else machine,
             source=source,
             strategy=place,
             task=task_place,
@@ -201,6 +202,7 @@ class Planner:
             engine=is_engine,
             elsewhere=isinstance(strategy, Engine) and (strategy.own_workers or strategy.elsewhere is not None),
             given=None if function is None or function.given is None else function,
+            server_port=openai.local_port(options.server_url) if options.server_url else None,
         )
 
     def _items(self, options: Options, items: Dataset | Sequence[Item] | None, task: str) -> tuple[Dataset, int | None]:
@@ -388,7 +390,8 @@ def _place_of(engine: Engine, options: Options) -> dict[str, Any]:
     """Return the options of a case that have the place of its engine."""
     if isinstance(engine, Function):
         return {OPTION: engine.place} | ({} if engine.given is None else {"process": "pytest"})
-    return {name: value for name in engine.options if (value := getattr(options, name))}
+    own = {name: value for name in engine.options if (value := getattr(options, name))}
+    return own | ({"server": "remote"} if openai.URL in own and openai.local_port(own[openai.URL]) is None else {})
 
 
 def _processes(strategy: Strategy | Engine, devices: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import shlex
 import tempfile
 import time
 from collections import Counter
@@ -46,28 +47,21 @@ _NO_CEILINGS = "the ceilings are measured after the first work passes on a GPU"
 class Recorder:
     """Keeps the report of a session and writes its file as cases are added."""
 
-    def __init__(
-        self,
-        path: Path | None,
-        storage_path: Path,
-        rootdir: Path,
-        options: Options,
-        page_path: Path | None = None,
-        trace_path: Path | None = None,
-    ) -> None:
-        """Prepare a report; None is the path of no report, of no page, or of no traces.
+    def __init__(self, paths: Mapping[str, Path], rootdir: Path, options: Options) -> None:
+        """Prepare a report; the paths are those of `BenchmarkSession`.
 
         Raises:
             ValueError: The report, the store, the page or traces cannot be written.
         """
         self._rootdir = rootdir
-        self._storage_path = storage_path
         self._options = options
         self.declared: dict[str, Declared] = {}
         """The declarations of figures of the user's own, by name."""
-        self.path = path
+        self.path = path = paths.get("json")
         self.report: Report | None = None
         """The report so far; None until the first case is there."""
+        self.flags: dict[str, OptionValue] = {}
+        """Options of other plugins without which nothing would be measured."""
         self.expected: list[str] = []
         """Node ids of the tests that are to measure a case."""
         self.judge: Callable[[Report], Verdicts | None] | None = None
@@ -87,7 +81,8 @@ class Recorder:
         """Maps node id, key and number of a measurement to its place in the report and its results, one per launch."""
         self._resumed: Counter[tuple[tuple[str, str], int]] = Counter()
         """Maps node id, key and number of a measurement to its launches before the session was resumed."""
-        self._page_path, self._trace_path = page_path, trace_path
+        self._storage_path = paths["storage"]
+        self._page_path, self._trace_path = page_path, trace_path = paths.get("html"), paths.get("trace")
         if path is not None:
             file.check_writable(path)
         if page_path is not None:
@@ -97,7 +92,7 @@ class Recorder:
         if trace_path is not None:
             file.check_writable(trace_path / "case-rank0-passes.json.gz", "trace")
         if options.save is not None:
-            file.check_writable(storage_path / "0001.json")
+            file.check_writable(self._storage_path / "0001.json")
 
     def whereabouts(self) -> list[str]:
         """Return a line for each file, its path or the reason why it is missing, and one on what to do with them."""
@@ -119,7 +114,9 @@ class Recorder:
         if not self._saved and "store" not in self.problems:
             steps.append("--llmgpu-save=NAME (keeps the report)")
         elif self._saved and self.report is not None and self.report.verdicts is None:
-            chosen = f"llmgpu promote {self.report.options.get(_SAVE) or LATEST}"
+            tests = next((result.nodeid for result in self.report.cases if result.nodeid), "")
+            path = shlex.quote(str(Path(tests.partition("::")[0]).parent / "baseline.json.gz"))
+            chosen = f"llmgpu promote {self.report.options.get(_SAVE) or LATEST} --to {path}"
             unfit = next(promotion.unfit(self.report), None)
             steps.insert(0, f"{chosen} (makes it the baseline)" if unfit is None else f"no baseline: {unfit}")
         return [*lines, f"next: {'; '.join(steps)}"] if steps else lines
@@ -286,7 +283,12 @@ class Recorder:
         if self.report is None:
             return
         if (chosen := self.report.options.get(_SAVE)) is not None:
-            self._save(self.report, str(chosen or "") or None)
+            try:
+                saved = store.save(self.report, self._storage_path, str(chosen or "") or None)
+                self._saved = [f"saved: {self._shown(saved)}"]
+            except (OSError, ValueError) as error:  # ValueError: a name in the report that was continued
+                where = self._shown(self._storage_path)
+                self.problems["store"] = f"the report could not be saved in {where}: {file.one_line(error)}"
         if self._page_path is not None:
             from pytest_llmgpu.render.html import report
 
@@ -295,13 +297,6 @@ class Recorder:
                 report.write(report.render(self.report, baseline, name=name), self._page_path)
             except ValueError as error:
                 self.problems["page"] = f"no page: {error}"
-
-    def _save(self, report: Report, name: str | None) -> None:
-        try:
-            self._saved = [f"saved: {self._shown(store.save(report, self._storage_path, name))}"]
-        except (OSError, ValueError) as error:  # ValueError: a name in the report that was continued
-            where = self._shown(self._storage_path)
-            self.problems["store"] = f"the report could not be saved in {where}: {file.one_line(error)}"
 
     def _shown(self, where: Path | str) -> str:
         """Return a path relative to the rootdir; of one outside its base name. A relative path, or text, stays."""
@@ -319,7 +314,7 @@ class Recorder:
         started = Report(
             created=now.isoformat(timespec="seconds").replace("+00:00", "Z"),
             plugin_version=machine.installed_version("pytest-llmgpu"),
-            options=chosen,
+            options=chosen | self.flags,
             environment=machine.environment(devices),
             commit=commit(self._rootdir, needed={nodeid.partition("::")[0] for nodeid in self.expected}),
         )

@@ -7,6 +7,7 @@ they are ended, and the next case starts on clean devices.
 from __future__ import annotations
 
 import itertools
+import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,11 +17,12 @@ from typing import Any
 
 import msgspec
 
+from pytest_llmgpu import processes
 from pytest_llmgpu.engines.function import Function
 from pytest_llmgpu.engines.protocol import Engine
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.inference.tasks.protocol import Item
-from pytest_llmgpu.profiling import machine
+from pytest_llmgpu.profiling import machine, nvml
 from pytest_llmgpu.profiling.machine import Machine
 from pytest_llmgpu.profiling.profiler import NodeProfilers, Profiler
 from pytest_llmgpu.ranks import ceilings, engine_worker, registered, serving, traffic, worker
@@ -67,6 +69,7 @@ _BUILD_S = 1_800.0
 """Time limit of another node for the work before loading, which has limits of its own."""
 _NAMED = 3
 """A message names at most this many files that differ."""
+_REMOTE = "the server is remote: its GPUs are not watched"
 _WORK_FAILED = "the work passes failed"
 _NO_TRAFFIC = "traffic is counted for completed cases only"
 
@@ -76,7 +79,7 @@ class CaseRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     case: Case
     machine: Machine
-    """The devices to run on."""
+    """The devices to run on; no GPU is watched for a server of another machine."""
     source: ModelSource
     """The model and its tokenizer."""
     strategy: str
@@ -96,7 +99,9 @@ class CaseRequest(msgspec.Struct, frozen=True, kw_only=True):
     engine: bool = False
     """True if an engine runs the model, not a strategy."""
     elsewhere: bool = False
-    """True if it computes in processes of its own, which are no disturbance."""
+    """True if it computes in processes of its own."""
+    server_port: int | None = None
+    """The port of a server of this machine that other programs have started; its processes are no disturbance."""
     given: Function | None = None
     """The engine that runs in this process; None for one of a rank."""
     model_hooks: tuple[ModelHook, ...] = ()
@@ -147,8 +152,6 @@ class Runner:
         """True if an engine has computed on a GPU in this process."""
         self._used_before: Mapping[str, int] = {}
         """Maps the UUID of a device to the bytes in use there before the ranks were started."""
-        self._profiles: list[Profile] = []
-        """Profiles of GPUs: the first one of the same devices that has their clocks is the reference for these."""
         self._out_of_memory: dict[str, int] = {}
         """Maps a series to the batch size that ran out of memory last."""
         self._built: set[tuple[str, int]] = set()
@@ -168,8 +171,6 @@ class Runner:
         """Continue a session: what its cases found holds for those that follow."""
         self.kernel_names = {name: number for number, name in enumerate(report.environment.kernel_names)}
         self.ceilings = report.environment.ceilings
-        completed = [result for result in report.cases if result.outcome == "completed"]
-        self._profiles = [profile for result in completed for profile in result.profiles]
         self._out_of_memory = {
             result.case.series: result.case.batch_size for result in report.cases if result.outcome == "oom"
         }
@@ -290,9 +291,7 @@ class Runner:
         started_s = [min(reply.started_s for reply in of_node) for of_node in in_order]
         ended_s = [max(reply.ended_s for reply in of_node) for of_node in in_order]
         devices = _by_gpu([rank.memory for rank in ranks], request.machine)
-        profile = self._add_profile(launch, profilers.slice(started_s, ended_s), devices, request)
-        if profile.devices:
-            self._profiles.append(profile)
+        self._add_profile(launch, profilers.slice(started_s, ended_s), devices, request)
         return replies[0].execution
 
     def _check_texts(self, request: CaseRequest, launch: Launch, texts: Generation) -> None:
@@ -443,12 +442,9 @@ class Runner:
                 self._prepare_nodes(self._group, request, nodes_of_ranks)
                 began += time.monotonic() - started  # it is no part of loading
             wanted = case, request.source, request.strategy, request.model_hooks
+            tick = self._tick(case, "loading")
             loaded: list[list[DeviceMemory]] = self._group.ask(
-                request.commands.load,
-                *wanted,
-                phase="load",
-                timeout_s=request.load_timeout_s,
-                tick=self._tick(case, "loading"),
+                request.commands.load, *wanted, phase="load", timeout_s=request.load_timeout_s, tick=tick
             )
         except RankFailedError as error:
             # Who kills a process does not kill the next one.
@@ -470,7 +466,7 @@ class Runner:
 
     def _build(self, strategy: Strategy | Engine, request: CaseRequest) -> None:
         """Do the work on this node that ranks need before they load, once."""
-        if (request.strategy, 0) not in self._built:
+        if not isinstance(strategy, Engine) and (request.strategy, 0) not in self._built:
             try:
                 strategy.build(request.case, self._show_line)
             except RuntimeError as error:
@@ -536,14 +532,13 @@ class Runner:
         """
         found: list[str] = []
         if profile.devices:
-            ours = dict.fromkeys((gpu.uuid for gpu in request.machine.gpus), 1)  # one process per GPU, or one for all
-            first = disturbances.clock_reference(self._profiles, profile)
-            # The processes of an engine cannot be distinguished from others, nor can what this process holds for one.
-            seen_by_us = (None, {}) if request.elsewhere or self._here else (ours, self._used_before)
-            found = disturbances.find(profile, first, *seen_by_us)
-        if launch.host is not None and (
-            busy := disturbances.busy_cpu(launch.host, on_cpu=request.case.device == "cpu")
-        ):
+            # What this process holds for an engine, or a server, was in use before, too.
+            before = {} if self._here or request.server_port else self._used_before
+            found = disturbances.find(profile, self._ours(request), before)
+        elif "server" in request.case.strategy_options:
+            profile = msgspec.structs.replace(profile, why={"profile": _REMOTE})
+        on_cpu = request.case.device == "cpu" and not request.elsewhere
+        if launch.host is not None and (busy := disturbances.busy_cpu(launch.host, on_cpu=on_cpu)):
             found.append(busy)
         launch.profile = msgspec.structs.replace(profile, invalid=found)
         launch.memory = []
@@ -560,6 +555,17 @@ class Runner:
                 figures = {name: None if value is None else round(value) for name, value in pairs.items()}
             launch.memory.append(msgspec.structs.replace(device, index=0 if gpu is None else gpu.index, **figures))
         return launch.profile
+
+    def _ours(self, request: CaseRequest) -> Mapping[str, int] | None:
+        """Return UUID to the number of processes of this run and of its server there; None if it is not known."""
+        uuids = [gpu.uuid for gpu in request.machine.gpus]
+        family = processes.family({os.getpid(), *processes.listeners(request.server_port)})
+        ours = {uuid: sum(pid in family for pid in pids) for uuid, pids in nvml.computing(uuids).items()}
+        if request.elsewhere or self._here:
+            # In a container NVML may have ids of another namespace.
+            return ours if any(ours.values()) else None
+        # One process on each GPU, or one for all.
+        return dict.fromkeys(uuids, 1) | {uuid: count for uuid, count in ours.items() if count}
 
 
 def _not_built(message: str) -> RankFailedError:
@@ -608,7 +614,6 @@ def _join(launch: Launch, ranks: Sequence[Launch]) -> None:
             kv_cache_bytes=sum(known) if len(known) == len(texts) else None,
         )
     launch.execution_choice = first.execution_choice
-    launch.implementations = first.implementations
     uses = [rank.host for rank in ranks if rank.host is not None]
     of_ranks = [name for name, value in msgspec.structs.asdict(uses[0]).items() if isinstance(value, list)]
     launch.host = msgspec.structs.replace(

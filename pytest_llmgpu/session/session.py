@@ -58,18 +58,17 @@ class BenchmarkSession:
         self,
         *,
         rootdir: Path,
-        report_path: Path | None,
-        storage_path: Path,
-        policy_path: Path | None,
-        page_path: Path | None,
-        trace_path: Path | None = None,
+        paths: Mapping[str, Path],
         options: Options,
         known: Mapping[str, str],
         known_tasks: Mapping[str, str] = tasks.BUILT_IN,
         live: LiveLine,
         peers: Peers | None = None,
     ) -> None:
-        """Make the session of a pytest run; no process starts. `peers` is None if ranks run on this machine only.
+        """Make the session of a pytest run; no process starts.
+
+        `paths` has the path of `storage` and, of `json`, `policy`, `html` and `trace`, of those that are chosen.
+        `peers` is None if ranks run on this machine only.
 
         Raises:
             ValueError: The report, the page, traces or the store cannot be written, or the policy is invalid.
@@ -77,9 +76,9 @@ class BenchmarkSession:
         self._devices = None if peers is None else Devices(peers)
         find_machine = environment.machine if self._devices is None else self._devices.machine
         self.planner = Planner(rootdir, find_machine, known, known_tasks)
-        self.recorder = Recorder(report_path, storage_path, rootdir, options, page_path, trace_path)
+        self.recorder = Recorder(paths, rootdir, options)
         self.gate: RunGate | None = RunGate(
-            options, rootdir=rootdir, policy_path=policy_path, storage_path=storage_path
+            options, rootdir=rootdir, policy_path=paths.get("policy"), storage_path=paths["storage"]
         )
         """Judges the run; None if it is not compared, and its policy has no bounds of figures."""
         if options.compare is None and not self.gate.policy.figures:
@@ -94,7 +93,8 @@ class BenchmarkSession:
         self._profilers: tuple[tuple[tuple[str, ...], ...], Profiler | NodeProfilers] | None = None
         launcher = LocalLauncher(folder) if peers is None else EnvLauncher(peers, folder)
         self._project = Project.at(rootdir)
-        self.runner = Runner(launcher, self.profilers_of, self._show, live.note, trace_path, self._project)
+        note = partial(live.show, at_once=True)
+        self.runner = Runner(launcher, self.profilers_of, self._show, note, paths.get("trace"), self._project)
         self._last: dict[Group, str] = {}
         """The last test of each group that measures."""
         self._cases: list[tuple[Machine, Case, int | None]] = []
@@ -172,7 +172,7 @@ class BenchmarkSession:
         self.runner.close()
         self.recorder.start_launch(number)
         self._launch = f"launch {number} of {of}"
-        self._live.note(f"llmgpu: {self._launch}")
+        self._live.show(f"llmgpu: {self._launch}", at_once=True)
 
     def with_reference(self, request: CaseRequest) -> CaseRequest:
         """Return a request with the texts of the reference strategy, where the run has generated them before."""

@@ -33,6 +33,8 @@ class Compiled(TensorParallel):
                 "--llmgpu-scoring=harness: it keeps a KV cache that grows, which strategy compile would have to "
                 "compile for each layer: use --llmgpu-scoring=lean"
             )
+        if source.experts == "eager":
+            raise ValueError("--llmgpu-experts=eager: its loop cannot be compiled whole: use grouped_mm or batched_mm")
         if case.devices > 1:
             super().check(case, source)
 

@@ -48,10 +48,11 @@ class TensorParallel(Strategy):
                 f"({architecture}): allowed: {', '.join(('off', *ways))}"
             )
         if spread is None and not has_plan:
-            others = "".join(f"--llmgpu-tp-expert-parallel={way}, " for way in ways[:1])
+            options = [*(f"--llmgpu-tp-expert-parallel={way}" for way in ways[:1]), "--llmgpu-tp-backend=deepspeed"]
+            remedies = options if case.strategy == "tp" else ["--llmgpu-devices=1"]
             raise ValueError(
                 f"--llmgpu-model={source.name}: transformers has no tensor-parallel plan for its architecture "
-                f"({architecture}): use {others}--llmgpu-tp-backend=deepspeed or another strategy"
+                f"({architecture}): use {', '.join(remedies)} or another strategy"
             )
         if case.backend == "deepspeed" and case.quantization is not None:
             raise ValueError(
@@ -86,10 +87,12 @@ class TensorParallel(Strategy):
 
         device, rank, world_size = process_group.join(case)
         dtype = getattr(torch, case.dtype)
-        # A plan names the head, which has no name while it is tied.
-        skeleton = weights.skeleton(source, dtype, tied=False)
+        skeleton = weights.skeleton(source, dtype, tied=False)  # a plan names the head, which has no name while tied
         spread: Any = case.strategy_options.get(_SPREAD)
-        plan = DistributedConfig(tp_size=case.devices, **(_spread(spread, case.devices) if spread else {}))
+        whole = {"enable_expert_parallel": True, "ep_size": case.devices, "ep_implementation": spread} if spread else {}
+        # transformers 5.17 has the first of them alone, and 5.18 to 5.22 lack the last.
+        whole = {name: value for name, value in whole.items() if name in DistributedConfig.__dataclass_fields__}
+        plan = DistributedConfig(tp_size=case.devices, **whole)
         if source.load_format == "dummy":
             # from_pretrained calls the same between building the model and reading its files.
             resolved, _, mesh = type(skeleton).prepare_distribute_model(plan)
@@ -102,16 +105,6 @@ class TensorParallel(Strategy):
         # To send tokens the host reads the number of each rank, which a replay could not.
         recordable = spread != "all_to_all"
         return Loaded(model, model.config, device, (device,), rank, world_size, recordable=recordable)
-
-
-def _spread(way: str, devices: int) -> dict[str, Any]:
-    """Return the arguments of `DistributedConfig` for whole experts, which depend on the version of transformers."""
-    from transformers.distributed.configuration_utils import DistributedConfig
-
-    fields = DistributedConfig.__dataclass_fields__
-    if "ep_size" not in fields:
-        return {"enable_expert_parallel": True}
-    return {"ep_size": devices} | ({"ep_implementation": way} if "ep_implementation" in fields else {})
 
 
 def check_divisible(

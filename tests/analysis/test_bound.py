@@ -9,7 +9,7 @@ from support.report_factory import make_generation, make_result
 from pytest_llmgpu.analysis.bound import bound, forward_flops, weights_read
 from pytest_llmgpu.report.derived import derive
 from pytest_llmgpu.report.result import Batches, CaseResult, Collective, Traffic
-from pytest_llmgpu.report.work import Bound, Ceilings, DeviceCeilings, ModelSize, RankWork, Routing, Work
+from pytest_llmgpu.report.work import Bound, Ceilings, DeviceCeilings, ModelSize, RankWork, Work
 
 _NATS = [[-1.0] * 3] * 5
 _MODEL = ModelSize(parameters=1000, weights_bytes=2000, layers=2, attention_width=10)
@@ -24,16 +24,8 @@ _CEILINGS = Ceilings(
 
 
 def _work(*uuids: list[str], **fields: Any) -> Work:
-    return Work(
-        **{
-            "batches": [0],
-            "eager_batches": [0],
-            "passes": 3,
-            "ranks": [RankWork(uuids=one) for one in uuids],
-            "model": _MODEL,
-            **fields,
-        }
-    )
+    ranks = [RankWork(uuids=one) for one in uuids]
+    return Work(**{"batches": [0], "eager_batches": [0], "passes": 3, "ranks": ranks, "model": _MODEL, **fields})
 
 
 def _result(
@@ -71,11 +63,6 @@ def test_a_forward_reads_the_experts_that_its_tokens_are_routed_to() -> None:
     found = bound(result, _work(["a"], model=model), _CEILINGS)
     assert isinstance(found, Bound)
     assert found.memory_s == pytest.approx((2000 + 800) / 1e5)
-    assert found.experts_read is None
-    routing = Routing(experts=8, tokens=2, touched=[3, 2], busiest=[1, 2])
-    found = bound(result, _work(model=model, ranks=[RankWork(uuids=["a"], routing=routing)]), _CEILINGS)
-    assert isinstance(found, Bound)
-    assert (found.experts_read, found.experts_expected) == (2.5, 8 * (1 - 0.75**2))
 
 
 def test_the_slower_of_compute_and_memory_bounds_each_batch() -> None:

@@ -11,5 +11,5 @@ _BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 @pytest.fixture(autouse=True)
 def _scripts(monkeypatch: pytest.MonkeyPatch) -> None:
-    for folder in ("gate", "overhead", "paper"):
+    for folder in ("faults", "gate", "overhead", "paper"):
         monkeypatch.syspath_prepend(_BENCHMARKS / folder)

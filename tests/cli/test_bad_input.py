@@ -23,7 +23,7 @@ def _files(empty_folder: None) -> None:  # noqa: ARG001
     Path("deep.json").write_bytes(b'{"x":' + b"[" * 100_000)
     Path("cut.json.gz").write_bytes(b"\x1f\x8b\x08\x00")
     Path("future.json").write_text('{"schema_version": 99, "cases": []}')
-    Path("rules.json").write_text('{"policy": "margn = 1", "policy_sha256": "", "rows": []}')
+    Path("rules.json").write_text('{"policy": "margn = 1", "rows": []}')
     Path("bad.toml").write_text("margn = 1\n")
     Path("baseline").mkdir()
 

@@ -49,15 +49,6 @@ def test_a_cause_is_worded(fault: str, prose: Prose) -> None:
     assert prose == "\n".join([cause.describe(found), *lines])
 
 
-def test_the_parts_add_up_to_the_difference() -> None:
-    """Kernels, copies, collectives and the idle time of the GPU, the largest growth first."""
-    after = dataclasses.replace(_BASE.slower("", 1.1), idle_s=0.012)
-    found = known(cause.find("time", pairs(_BASE, after), ratio=1.05))
-    assert sum(part.growth_s for part in found.parts) == pytest.approx((found.after_s or 0) - (found.before_s or 0))
-    assert sum(part.share for part in found.parts) == pytest.approx(1.0)
-    assert [part.name for part in found.parts][:2] == ["kernels", "idle"]
-
-
 @pytest.mark.parametrize("metric", ["device_time", "traffic"])
 def test_nothing_is_named_where_nothing_changed(metric: MetricName) -> None:
     """Equal programs have no cause, nor has the device time of an equal program."""

@@ -3,11 +3,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.prose import Prose
 from support.report_factory import make_report, make_result
 
-from pytest_llmgpu.gate.matching import apart, pairs
-from pytest_llmgpu.report.case import GENERATE
+from pytest_llmgpu.gate.matching import pairs
 from pytest_llmgpu.report.file import encode, parse
 from pytest_llmgpu.report.result import CaseResult
 
@@ -59,21 +57,3 @@ def test_two_tests_of_one_case_are_each_compared_with_their_own() -> None:
     assert [(pair.base, pair.head) for pair in pairs(base, head)] == [(base[1], head[0]), (base[0], None)]
     head[0].nodeid = "test_renamed"
     assert [(pair.base, pair.head) for pair in pairs(base, head)] == [(base[0], head[0]), (base[1], None)]
-
-
-@pytest.mark.parametrize(
-    ("was", "is_now"),
-    [
-        ({"device": "cpu"}, {"device": "cuda"}),
-        ({}, {"workload": GENERATE, "new_tokens": 8}),
-        ({}, {"strategy": "tp"}),
-    ],
-    ids=["device", "workload", "strategy"],
-)
-def test_reports_without_a_common_device_or_workload_are_apart(
-    was: dict[str, Any], is_now: dict[str, Any], prose: Prose
-) -> None:
-    """The reason is what to do; a case of both is enough."""
-    base, head = make_result(**was), make_result(**is_now)
-    assert prose == str(apart([base], [head]))
-    assert apart([base, head], [head]) is apart([base], []) is None

@@ -23,7 +23,6 @@ from pytest_llmgpu.gate.policy import (
     load_policy,
     policy_in_words,
     policy_of,
-    sha256_of,
     switched,
     with_allowed,
 )
@@ -36,7 +35,6 @@ strict = true
 
 [time]
 threshold = 0.03
-absolute_s = 1
 
 [accuracy]
 floor = 0.8
@@ -79,7 +77,7 @@ def test_a_table_changes_the_keys_that_it_has(tmp_path: Path) -> None:
     assert policy.device_time == AmountRule(gate=False, threshold=0.005)
     assert policy.host_calls == ExactRule()
     assert policy.program == ProgramRule(threshold=0.002, flops=0.01)
-    assert policy.time == TimeRule(threshold=0.03, absolute_s=1)
+    assert policy.time == TimeRule(threshold=0.03)
     assert (policy.accuracy.floor, policy.accuracy.threshold, policy.accuracy.metric) == (0.8, 0.005, "acc")
     reason, expires = 'the "new" kernel\\, see é', datetime.date(2027, 1, 31)
     assert policy.allow == [Allowed(case="tp-*", metric="time", reason=reason, up_to=0.05, expires=expires)]
@@ -108,11 +106,9 @@ def test_a_dumped_policy_is_read_back(tmp_path: Path) -> None:
     for policy in (Policy(), load_policy(_write(tmp_path, FULL))):
         text = dump_policy(policy)
         again = load_policy(_write(tmp_path, text, "dumped.toml"))
-        assert again == policy == policy_of(Verdicts(policy=text, policy_sha256=""))
+        assert again == policy == policy_of(Verdicts(policy=text))
         assert dump_policy(again) == text
-        assert sha256_of(again) == sha256_of(policy)
-    assert sha256_of(policy) != sha256_of(Policy())
-    assert policy_of(None) == policy_of(Verdicts(policy="allow_missing = true", policy_sha256="")) == Policy()
+    assert policy_of(None) == policy_of(Verdicts(policy="allow_missing = true")) == Policy()
 
 
 @pytest.mark.parametrize(
@@ -144,13 +140,12 @@ _TODAY = datetime.date(2026, 6, 1)
         ({"metric": "memory"}, {}, False, None),
         ({"expires": _TODAY}, {}, True, None),
         ({"expires": _TODAY - datetime.timedelta(days=1)}, {}, False, "expired on 2026-05-31: it counts again"),
-        ({"expires": _TODAY}, {"verdict": "OK"}, False, "was not found: remove it from the policy"),
         ({}, {"verdict": "OK"}, False, None),
         ({"expires": _TODAY}, {"verdict": "UNDECIDED"}, True, None),
         ({"expires": _TODAY}, {"verdict": "MISSING", "ratio": None}, True, None),
         ({"up_to": 0.5}, {}, True, None),
         ({"up_to": 0.3}, {"ratio": 1.25}, True, None),
-        ({"up_to": 0.1}, {}, False, "grew by 30 %, more than its up_to of 10 %: it counts"),
+        ({"up_to": 0.1}, {}, False, None),
         ({"up_to": 0.1}, {"verdict": "UNDECIDED"}, False, None),
         ({"case": "mp-bs*"}, {"id": "mp-bs16"}, True, None),
         ({"case": "mp-bs1"}, {"id": "mp-bs16"}, False, None),
@@ -159,7 +154,7 @@ _TODAY = datetime.date(2026, 6, 1)
 def test_a_regression_is_allowed_until_its_day_and_up_to_its_growth(
     fields: dict[str, Any], row: dict[str, Any], is_allowed: bool, warning: str | None
 ) -> None:
-    """The id matches; an entry that expired or is not needed warns."""
+    """The id matches; an entry that expired warns."""
     entry = Allowed(**{"case": "mp-bs1", "metric": "time", "reason": "bug 7", **fields})
     judged = make_row(**{"id": "mp-bs1", "ratio": 1.3, **row})
     ([found], warnings) = with_allowed([judged], Policy(allow=[entry]), _TODAY)

@@ -53,7 +53,7 @@ def test_one_kernel_that_became_slower_than_the_others_is_found_at_every_clock(e
     after = _BASE.slower(FLASH, 1 + excess * _DEVICE_S / 0.004)
     for clock_ghz in (1.7, 1.6):
         first, *others = program.slower_kernels(pairs(_BASE, after, clock_ghz=clock_ghz)[0])
-        assert (first.part.name, first.module) == (FLASH, "layers.*.self_attn")
+        assert (first.name, first.module) == (FLASH, "layers.*.self_attn")
         assert first.excess == pytest.approx(excess, rel=0.03)
         assert max(one.excess for one in others) < 1e-3
     assert max(one.excess for one in program.slower_kernels(pairs(_BASE, _BASE.slower("", 1.2))[0])) < 1e-9
@@ -97,9 +97,8 @@ def test_a_change_of_the_program_is_stated_and_fails_by_its_price(
     timed = found["device_time"]
     assert f"{timed.verdict}{' improved' * timed.improved}" == device_time
     assert prose == f"{row.reason}\n{timed.reason}"
-    if timed.cause is not None and timed.cause.place == "kernel":
-        grown_s = known(timed.cause.after_s) - known(timed.cause.before_s)
-        assert grown_s == pytest.approx(timed.cause.parts[0].growth_s)
+    if timed.cause is not None and timed.cause.kernel is not None:
+        assert timed.cause.kernel.growth > timed.cause.kernel.excess > 0.003
     assert msgspec.json.decode(msgspec.json.encode(row), type=Row) == row
 
 
@@ -166,16 +165,13 @@ def test_other_versions_of_python_make_other_calls() -> None:
     assert _rows(measured(_BASE, on_cpu=True), after)["program"].verdict == "OK"
 
 
-def test_an_older_baseline_without_every_kernel_is_named() -> None:
-    """It has no ops by module: names of kernels are not compared, numbers of ops are."""
+def test_an_earlier_baseline_without_every_kernel_is_not_compared() -> None:
+    """It has no ops by module either."""
     before = measured(_BASE)
     (rank,) = before.works[0].ranks
-    before.works[0].ranks[0] = msgspec.structs.replace(rank, ops_by_module=None, clock_ghz=None, host_calls=None)
-    found = _rows(before, measured(_CLONES))
-    assert found["program"].verdict == "CHANGED"
-    assert "promote again" in found["program"].reason
-    assert "2 more aten::clone" in found["program"].reason
-    assert "promote again" in _rows(before, measured(_BASE))["program"].reason
+    before.works[0].ranks[0] = msgspec.structs.replace(rank, ops_by_module=None)
+    assert "program" not in _rows(before, measured(_CLONES))
+    assert _rows(measured(_CLONES), before)["program"].verdict == "MISSING"
 
 
 def test_the_rank_whose_change_costs_most_decides() -> None:
@@ -213,7 +209,6 @@ def test_another_implementation_is_named_with_the_kernels_that_ran() -> None:
     base, head = report_of(measured(_BASE)), report_of(measured(_MATH))
     for report, attention, experts in ((base, "flash", "grouped_mm"), (head, "math", "eager")):
         (launch,) = report.cases[0].launches
-        launch.implementations = {"attention": "sdpa", "experts": experts}
         ran = {"sliding attention": "sdpa (flash)", "full attention": f"sdpa ({attention})", "experts": experts}
         (rank,) = known(launch.work).ranks
         rank = msgspec.structs.replace(rank, implementations=ran)

@@ -30,7 +30,7 @@ _FAST, _SLOW = (1735, 1700, 1771), (1590, 1560, 1620)
 
 
 def _wall(base: CaseResult, head: CaseResult, prior: Prior = _QUIET, **given: Any) -> Any:
-    rule = TimeRule(**{name: given.pop(name) for name in ("gate", "threshold", "absolute_s") if name in given})
+    rule = TimeRule(**{name: given.pop(name) for name in ("gate", "threshold") if name in given})
     with patch.object(noise_regime, "PRIORS", dict.fromkeys(PRIORS, prior)):
         return times.wall_times(
             base, head, times.comparable(base, head), rule, **{"in_turn": True, "same_gpus": True, **given}
@@ -82,7 +82,6 @@ def _device(base: CaseResult, head: CaseResult) -> Any:
         (0.94, {}, "IMPROVED", 0.02),
         (1.03, {"in_turn": False}, "OK", 0.04),
         (1.03, {"in_turn": False, "threshold": 0.025}, "REGRESSED", 0.025),
-        (1.03, {"absolute_s": 21}, "OK", 0.1),
         (1.022, {"same_gpus": False}, "OK", 0.0233),
         (1.025, {"same_gpus": False}, "REGRESSED", 0.0233),
         (1.3, {"same_gpus": False, "prior": PRIORS["eager_host"]}, "UNDECIDED", 2.73),
@@ -95,9 +94,7 @@ def test_launches_are_decided_at_the_threshold(
     row = _judged(_wall(with_launches([1.0]), with_launches([slower]), **given))
     assert (row.result, row.n) == (verdict, 1)
     assert (row.ratio, row.threshold) == pytest.approx((slower, threshold), rel=0.01)
-    other_gpus, can_be_judged = given.get("same_gpus") is False, threshold < 1
-    assert ("threshold" in row.reason) == can_be_judged
-    assert ("Slowdowns cannot be judged: the baseline is from other GPUs" in row.reason) != can_be_judged
+    other_gpus = given.get("same_gpus") is False
     assert ("these GPUs" in row.next_step) == (other_gpus and verdict != "REGRESSED")
 
 
@@ -126,7 +123,6 @@ def test_noise_is_not_enough_data(slower: float, verdict: str) -> None:
     row = _judged(_wall(with_launches([1.0]), with_launches([slower]), noisy))
     assert row.result == verdict
     assert row.smallest_seen == pytest.approx(0.13, abs=0.04)
-    assert (f": {row.launches_needed}, now 1." in row.reason) == (verdict == "UNDECIDED")
     enough = with_launches([1.0] * (row.launches_needed or 0))
     decided = _judged(_wall(enough, enough, noisy))
     assert (decided.result, decided.n) == ("OK", row.launches_needed)
@@ -141,17 +137,10 @@ def test_a_regression_reads_in_two_lines(prose: Prose) -> None:
 
 
 def test_launches_that_scatter_are_never_ok() -> None:
-    """One of two launches is two or three times as slow; eager forwards that wait for the host scatter by nature."""
-    precise = Prior(s0=1e-4, df0=1e6)
-    for levels, execution, verdict in (
-        ([1.0, 3.0], "eager", "UNDECIDED"),
-        ([1.0, 2.5], "cuda_graphs", "UNDECIDED"),
-        ([1.0, 2.5], "eager", "OK"),
-    ):
-        spread = with_launches(levels, execution=execution)
-        row = _judged(_wall(spread, spread, precise, threshold=0.9))
-        assert row.verdict == verdict
-        assert ("factor of" in row.reason) == (verdict != "OK")
+    """One of two launches is much slower: their own deviation makes the interval wide, whatever was expected."""
+    for execution in ("eager", "cuda_graphs"):
+        spread = with_launches([1.0, 2.5], execution=execution)
+        assert _judged(_wall(spread, spread, noise_regime.prior_of_time(spread))).verdict == "UNDECIDED"
 
 
 def test_disturbed_launches_are_left_out() -> None:
@@ -296,7 +285,6 @@ def _timed(base: Sequence[float], head: Sequence[float], **fields: Any) -> Timed
         "seconds": [(1.0, 1.0)],
         "prior": _QUIET,
         "threshold": 0.01,
-        "spread": 2.0,
     }
     return Timed(**{**defaults, **fields})
 
@@ -322,7 +310,7 @@ def _simulated(
     for change in changes:
         noise = sd or prior.s0 * math.sqrt(prior.df0 / chance.gammavariate(prior.df0 / 2, 2.0))
         samples = ([chance.gauss(0, noise) for _ in range(n)], [chance.gauss(change, noise) for _ in range(n)])
-        cases.append(_timed(*samples, prior=prior, threshold=0.02, spread=1e9))
+        cases.append(_timed(*samples, prior=prior, threshold=0.02))
     return times.rows(cases, 0.99, "")
 
 
@@ -402,14 +390,13 @@ def test_the_next_step_follows_the_disturbance(kinds: Sequence[str], step: str) 
 
 
 def test_the_launches_needed_are_the_fewest_that_show_a_slowdown() -> None:
-    """One launch fewer does not show it, and one up to the threshold is never shown; t is that of scipy."""
+    """One launch fewer does not show it, more than 20 are not needed but useless; t is that of scipy."""
     assert times.critical_t(10, 21, 0.99) == pytest.approx(4.618766)
     eager = PRIORS["eager_device"]
-    needed = times.launches_needed(eager, slowdown=0.05, threshold=0.04, family=21) or 0
+    needed = times.launches_needed(eager, threshold=0.04, family=2) or 0
     fewer, enough = (
-        times.smallest_seen(eager, n_base=n, n_head=n, threshold=0.04, family=21) for n in (needed - 1, needed)
+        times.smallest_seen(eager, n_base=n, n_head=n, threshold=0.04, family=2) for n in (needed - 1, needed)
     )
-    assert enough <= 0.05 < fewer
-    assert times.launches_needed(_QUIET, slowdown=0.02, threshold=0.01, family=21) == 1
-    assert times.launches_needed(_QUIET, slowdown=0.01, threshold=0.01) is None
-    assert times.launches_needed(Prior(s0=1.0, df0=2.0), slowdown=0.05, threshold=0.04) is None
+    assert enough <= 0.06 < fewer
+    assert times.launches_needed(_QUIET, threshold=0.01, family=21) == 1
+    assert times.launches_needed(Prior(s0=1.0, df0=2.0), threshold=0.04) is None

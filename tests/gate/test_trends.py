@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.report_factory import known, make_answers, make_failed, make_profile, make_result, make_traffic
+from support.report_factory import known, make_answers, make_failed, make_profile, make_result, make_traffic, make_work
 from support.verdict_factory import gpus, keep, measured, summed
 
 from pytest_llmgpu.analysis.noise_regime import Prior
@@ -149,8 +149,29 @@ def test_cases_of_one_id_are_named_by_what_differs() -> None:
     keep(1, summed(1.0), summed(1.0, strategy="tp"))
     keep(2, summed(1.0, gpu_memory_bytes=16 << 30))
     names = [line.name for line in _lines()]
-    assert names == ["mp-bs1 gpu_memory_bytes None", "mp-bs1 gpu_memory_bytes 17179869184", "tp-bs1"]
+    assert names == ["mp-bs1", "mp-bs1 gpu_memory_bytes 17179869184", "tp-bs1"]
     assert not any(any(one.change for one in line.figures if one) for line in _lines("sequences"))
+
+
+def test_another_dataset_is_named_by_its_limit_and_by_its_hash_only_where_nothing_else_differs() -> None:
+    """A hash of 64 letters hides the case; two files without a limit differ in nothing else."""
+    keep(1, summed(1.0))
+    keep(2, summed(1.0, dataset_sha256="b" * 64, limit=24))
+    assert [line.name for line in _lines()] == ["mp-bs1", "mp-bs1 limit 24"]
+    keep(3, summed(1.0, dataset_sha256="c" * 64))
+    (second,) = [line.name for line in _lines() if "sha256 ccc" in line.name]
+    assert len(second) < len("mp-bs1 dataset_sha256 ") + 20
+
+
+def test_a_change_of_flops_is_a_change() -> None:
+    """On a CPU it is all that shows a slower program."""
+    for day, flops in enumerate((10**12, 10**12, 2 * 10**12), start=1):
+        result, work = summed(1.0), make_work(1, batches=[0])
+        ranks = [msgspec.structs.replace(work.ranks[0], flops=flops)]
+        result.launches[0].work = msgspec.structs.replace(work, ranks=ranks)
+        keep(day, result)
+    (line,) = _lines("flops")
+    assert _changes(line) == [None, None, "worse"]
 
 
 def test_a_trend_is_of_one_machine_in_the_order_of_measurement() -> None:

@@ -51,6 +51,7 @@ def _resolve(model: str | Path, rootdir: Path, **options: Any) -> ModelSource:
         ("gpt-oss-20b", "sdpa", "", "attention=sdpa: .* not support .*: allowed here: eager"),
         ("gpt-oss-20b", "", "sonicmoe", "experts=sonicmoe: the package kernels .*: allowed here: eager, batched_mm"),
         ("gpt-oss-20b", "eager", "batched_mm", ""),
+        ("llama-7b", "paged|sdpa", "", r"attention=paged\|sdpa: only transformers-cb .*: allowed here: eager,.* sdpa$"),
     ],
 )
 def test_a_choice_that_cannot_run_here_is_refused(preset: str, attention: str, experts: str, refusal: str) -> None:
@@ -62,6 +63,18 @@ def test_a_choice_that_cannot_run_here_is_refused(preset: str, attention: str, e
     assert re.match(f"--llmgpu-{refusal}", found) if refusal else not found
     facts = models.facts_here(place)
     assert facts.has_plan is facts.has_sdpa is (preset == "llama-7b")
+
+
+@pytest.mark.parametrize(
+    ("config", "refusal"),
+    [
+        ({"model_type": "bloom"}, "--llmgpu-attention=nonsense: the attention of the model is its own: .*: eager$"),
+        ({"model_type": "lfm2_moe", "num_hidden_layers": 2, "layer_types": []}, "--llmgpu-model: .* cannot build it: "),
+    ],
+)
+def test_a_model_that_takes_no_choice_is_refused(config: dict[str, Any], refusal: str) -> None:
+    """Transformers ignores an attention that the code of a model does not look up."""
+    assert re.match(refusal, models.refusal_here(json.dumps(config), "nonsense", "", "", "cpu", "float32"))
 
 
 def test_resolving_needs_no_torch(model: Path) -> None:
@@ -285,6 +298,7 @@ _no_gptqmodel = pytest.mark.skipif(find_spec("gptqmodel") is not None, reason="t
         ({"model_type": "qwen3_moe"}, "expert_parallel", ".*'all_reduce'.*"),
         ({"model_type": "qwen3_moe"}, "counts", r".*'num_experts': 128\b.*"),
         ({"model_type": "nothing-known"}, "refusal", ".*nothing-known.*"),
+        ({"model_type": "mamba2", "hidden_size": 32}, "refusal", ".*Inconsistent configuration: .*"),
         pytest.param(_AWQ, "refusal", ".*gptqmodel.*", marks=_no_gptqmodel),
     ],
 )

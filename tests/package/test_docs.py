@@ -17,7 +17,7 @@ from pytest_llmgpu.gate import policy
 from pytest_llmgpu.plugin.options import LONG_STRATEGY
 from pytest_llmgpu.render.terminal.report import painter, summary_table
 from pytest_llmgpu.report.options import Options
-from pytest_llmgpu.report.result import HostUse
+from pytest_llmgpu.report.result import DeviceMemory, HostUse
 from pytest_llmgpu.report.work import RankWork, Work
 
 _ROOT = Path(__file__).parents[2]
@@ -54,6 +54,8 @@ def test_the_output_in_the_readme_is_what_a_run_prints() -> None:
             batches=[0], eager_batches=[0], passes=1, ranks=[RankWork(uuids=[], flops=flops)]
         )
         result.launches[0].host = HostUse(wall_s=3.2, threads=[2], cpu_s=[6.3], waited_s=[0.0])
+        size = {8: 458, 64: 510}[result.case.batch_size] << 20
+        result.launches[0].memory = [DeviceMemory(index=0, peak_resident_bytes=size)]
     text, _ = summary_table(results, painter(color=False))
     assert f"```text\n{text}\n```" in (_ROOT / "README.md").read_text("utf-8")
 

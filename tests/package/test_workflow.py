@@ -152,7 +152,7 @@ def test_the_workflow_s_commands_are_those_of_the_command_line(workflow: Any) ->
     text = re.sub(r"^\s*# *(- )?", "", _WORKFLOW.read_text(encoding="utf-8"), flags=re.MULTILINE)
     found = re.findall(r"(?:^|[`;:]|&&)\s*llmgpu ([^`>\n]+)", text, re.MULTILINE)
     commands = [shlex.split(arguments, comments=True) for arguments in found]
-    names = ["gate", "promote", "gate", *["export"] * 3, "html", *["export"] * 2]
+    names = ["init", "gate", "promote", "gate", *["export"] * 3, "html", *["export"] * 2]
     assert [arguments[0] for arguments in commands] == names
     for arguments in commands:
         assert callable(parser().parse_args(arguments).run)

@@ -23,6 +23,7 @@ from support.worlds import hurry
 
 from pytest_llmgpu.profiling import machine
 from pytest_llmgpu.report import file
+from pytest_llmgpu.report.report import command
 
 _MISBEHAVING = """
     import os, signal
@@ -478,6 +479,13 @@ def test_workers_of_xdist_measure_nothing(pytester: pytest.Pytester) -> None:
     result.stderr.fnmatch_lines(["ERROR: --llmgpu-compare: *xdist*-n 0*"])
     result = pytester.runpytest_subprocess(*flags, "-o", "llmgpu_compare=latest")
     result.assert_outcomes(passed=1, errors=2)
+
+
+def test_a_suggested_command_measures_where_pytest_starts_workers(runs: FakedRuns) -> None:
+    """A report that was measured with -n 0 is measured again with it."""
+    for flags, begin in ((["-n", "0"], "pytest -n 0 test_it.py"), ([], "pytest test_it.py")):
+        runs(*flags)
+        assert command(runs.report()).startswith(begin)
 
 
 @pytest.mark.parametrize("declared", ['choices=["a", "b"]', 'action="store_true"', None])

@@ -72,15 +72,21 @@ def _state(engine: object) -> RankState:
     return state
 
 
+def _score(state: RankState) -> Launch:
+    engine_worker.warm_up(state, state.case)
+    launch = engine_worker.measure(state).launch
+    launch.generation = engine_worker.check_texts(state)
+    return launch
+
+
 def _measure(engine: object) -> Launch:
-    state = _state(engine)
-    return engine_worker.score(state, state.case)
+    return _score(_state(engine))
 
 
 def test_texts_are_in_the_order_of_the_dataset_and_scored_again() -> None:
     """Batches run longest first; `score` gives the log-likelihoods of the texts, and of those of mp."""
     state = _state(_Engine())
-    launch = engine_worker.score(state, state.case)
+    launch = _score(state)
     texts = launch.generation
     assert texts is not None
     assert decode_tokens(texts.tokens).tolist() == [9, 10, 11, 7, 8, 9, 8, 9, 10]
@@ -95,7 +101,7 @@ def test_texts_are_in_the_order_of_the_dataset_and_scored_again() -> None:
 def test_the_ops_of_a_call_have_the_modules_of_the_engine() -> None:
     """The program of an engine is recorded without knowing its model, and equal in every call."""
     state = _state(_Engine())
-    engine_worker.score(state, state.case)
+    _score(state)
     counted = []
     for _ in range(2):
         engine_worker.record_work(state)
@@ -118,7 +124,7 @@ def test_arrays_of_numpy_and_torch_are_lists_of_numbers(of_library: Any) -> None
 def test_an_engine_that_computes_elsewhere_has_no_passes() -> None:
     """The reason is an answer, since an error would end the rank and its server."""
     state = _state(_Engine())
-    engine_worker.score(state, state.case)
+    _score(state)
     assert state.engine is not None
     state.engine.elsewhere = "far away"
     assert engine_worker.record_work(state) == "far away"

@@ -65,6 +65,18 @@ def test_ops_and_flops_of_a_forward_are_counted(mode: Callable[[], Any]) -> None
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
+def test_attention_with_fewer_heads_of_keys_has_the_flops_of_all_queries() -> None:
+    """Each head of the queries has products of its own, whatever it shares."""
+    query, key = torch.zeros(2, 4, 5, 8), torch.zeros(2, 2, 7, 8)
+
+    def attend() -> None:
+        torch.nn.functional.scaled_dot_product_attention(query, key, key, enable_gqa=True)
+
+    with torch.inference_mode():
+        found = op_counts.count_ops(attend, None, RankWork(uuids=[]))
+    assert found.flops == 2 * 2 * (2 * 4) * 5 * 7 * 8
+
+
 def test_calls_of_a_forward_are_exact() -> None:
     """They are equal for every number of rows above 1, and a hook is one more call of its source file."""
     model = tiny_model.random_model()

@@ -56,30 +56,6 @@ def test_a_disturbed_case_is_marked_and_a_run_of_them_is_not_green() -> None:
     assert export("markdown", _report(*cases)).count("completed, disturbed") == 1
 
 
-def test_a_strategy_that_never_fitted_explains_the_failed_test(prose: Prose) -> None:
-    """Its test fails unless it expects that. If a smaller batch size completed, out of memory is a limit."""
-    cases = [make_result(), make_failed("oom", batch_size=2), make_failed("oom", strategy="tp")]
-    conclusion = conclude(_report(*cases, exit_status=1))
-    [problem] = conclusion.problems
-    assert (problem.label, [name for name, _ in problem.texts]) == ("nothing-fits", ["tp-bs1"])
-    assert prose == conclusion.sentence
-    assert conclude(_report(*cases)).problems == []
-
-
-def test_the_next_step_about_memory_is_that_of_the_finding() -> None:
-    """Without a finding the next step names smaller batch sizes only if there are any."""
-    case = make_failed("oom", strategy="tp")
-    text, step = "Out of memory at batch size 1; no smaller one completed.", "Spread it over more GPUs."
-    case.findings = [make_finding("info", "out-of-memory", text, step)]
-    (problem,) = conclude(_report(make_result(), case, exit_status=1)).problems
-    assert (problem.severity, problem.label, problem.texts) == ("failure", "nothing-fits", [("tp-bs1", text)])
-    assert problem.next_step == step
-    assert [problem.label for problem in conclude(_report(make_result(), case)).problems] == ["out-of-memory"]
-    for size in (1, 2):
-        (problem,) = conclude(_report(make_failed("oom", batch_size=size), exit_status=1)).problems
-        assert ("smaller batch sizes" in problem.next_step) is (size > 1)
-
-
 def test_an_allowed_regression_is_no_problem(prose: Prose) -> None:
     """It is neither better nor a failure."""
     rows = [make_row(gated=False, id="a"), make_row("OK", "traffic", "c")]
@@ -115,21 +91,6 @@ def test_failures_with_other_messages_are_other_problems() -> None:
     problems = conclude(_report(*results)).problems
     found = [[name for name, _ in problem.texts] for problem in problems]
     assert found == [["tp-bs1", "tp-bs8"], ["slow-bs1", "slow-bs8"]]
-
-
-def test_an_undecided_slowdown_is_a_problem_that_does_not_fail() -> None:
-    """The headline names it; a time that is not gated, or became no longer, is none."""
-    slower: dict[str, Any] = {"base": 1.0, "head": 1.3, "ratio": 1.3, "low": 1.1}
-    rows = [
-        make_row("UNDECIDED", id="mp-bs1", **slower),
-        make_row("UNDECIDED", id="mp-bs2", **slower, gated=False),
-        make_row("UNDECIDED", id="mp-bs4", base=1.0, head=1.0, ratio=1.0, low=0.9),
-    ]
-    conclusion = conclude(_report(), make_verdicts(*rows))
-    assert [(one.severity, one.texts[0][0]) for one in conclusion.problems] == [("warning", "mp-bs1")]
-    assert conclusion.status == "pass"
-    alone = conclude(_report(), make_verdicts(*rows[1:]))
-    assert "not enough data" not in alone.sentence
 
 
 def test_a_regression_comes_before_a_missing_comparison(prose: Prose) -> None:

@@ -74,7 +74,7 @@ def test_the_page_has_charts_and_needs_no_network(monkeypatch: pytest.MonkeyPatc
     assert list(drawn) == ["trend-time", "trend-sequences", "trend-traffic"]
     for chart in drawn.values():
         altair.Chart.from_dict(chart.spec)
-    assert drawn["trend-traffic"].summary == "1 case over 3 reports of one machine, oldest first; 1 change."
+    assert drawn["trend-traffic"].summary == "1 case over 3 reports of one machine, oldest first."
     rows = drawn["trend-time"].spec["data"]["values"]
     assert [row["p"] for row in rows if row["s"] == "mp"] == [0, 1]
     marked = [row for row in drawn["trend-traffic"].spec["data"]["values"] if "k" in row]

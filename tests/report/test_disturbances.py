@@ -8,39 +8,32 @@ from support.prose import Prose
 from support.report_factory import make_profile, make_result
 
 from pytest_llmgpu.report import disturbances
-from pytest_llmgpu.report.disturbances import TITLES, busy_cpu, clock_reference, find
-from pytest_llmgpu.report.result import DeviceProfile, HostUse, Launch, Profile, Series
+from pytest_llmgpu.report.disturbances import TITLES, busy_cpu, find
+from pytest_llmgpu.report.result import DeviceProfile, HostUse, Launch, Profile
 from pytest_llmgpu.report.text import GIB, MIB
 
 RANKS = {"GPU-0": 1, "GPU-1": 1}
 
 
-def _profile(clock_mhz: float | list[float | None] = 1980.0, samples: int = 5, **fields: Any) -> Profile:
-    """Return a profile of 100 s of two devices; `fields` and the clock are those of the second device, GPU 7."""
-    clocks: list[float | None] = clock_mhz if isinstance(clock_mhz, list) else [clock_mhz] * samples
+def _profile(**fields: Any) -> Profile:
+    """Return a profile of 100 s of two devices; `fields` are those of the second device, GPU 7."""
     counters = {"ecc_uncorrected": 0.0, "xids": 0.0, "compute_processes": 1.0, **fields.pop("counters", {})}
     return make_profile(
         duration_s=100.0,
-        samples=samples,
         devices=[
             DeviceProfile(index=4, uuid="GPU-0", throttled_s=0.0),
             DeviceProfile(index=7, uuid="GPU-1", counters=counters, **{"throttled_s": 0.0, **fields}),
         ],
-        series=Series(
-            t_s=[float(t) for t in range(samples)],
-            devices=[{"sm_clock_mhz": [1980.0 for _ in range(samples)]}, {"sm_clock_mhz": clocks}],
-        ),
     )
 
 
 def test_an_undisturbed_profile_has_no_disturbances() -> None:
     """An empty list means that the figures are those of the case; values that could not be read are none."""
-    assert find(_profile(), _profile(), RANKS, {"GPU-0": 0, "GPU-1": 4 * MIB}) == []
+    assert find(_profile(), RANKS, {"GPU-0": 0, "GPU-1": 4 * MIB}) == []
     bare = [DeviceProfile(index=0, uuid="GPU-0"), DeviceProfile(index=1, uuid="GPU-1")]
-    assert find(msgspec.structs.replace(_profile(), devices=bare, series=None), _profile(), RANKS) == []
+    assert find(msgspec.structs.replace(_profile(), devices=bare), RANKS) == []
 
 
-_FIRST = _profile()
 _LOST = "nvmlDeviceGetPowerUsage: GPU is lost"
 
 
@@ -51,10 +44,6 @@ _LOST = "nvmlDeviceGetPowerUsage: GPU is lost"
         *((_profile(throttled_s=seconds), RANKS, None) for seconds in (None, 0.5)),
         (_profile(throttled_s=0.53125), RANKS, "throttled: GPU 7 for 0.5 % of the time"),
         (_profile(throttled_s=150.0), RANKS, "throttled: GPU 7 for 100.0 % of the time"),
-        # The clock is the median, of three readings or more, and differs from the first case by more than 5 %.
-        *((_profile(mhz), RANKS, None) for mhz in (1881.5, 2078.0, [1980.0, 300.0, None, 1980.0, 1980.0])),
-        *((_profile(mhz), RANKS, f"clock: GPU 7 ran at {mhz:,.0f} instead of 1,980 MHz") for mhz in (1880.0, 2080.0)),
-        *((few, RANKS, None) for few in (_profile(300.0, samples=2), _profile([300.0, None, None, None, 300.0]))),
         # More processes than ranks belong to other programs. Process ids in a container mean nothing outside it.
         (_profile(counters={"compute_processes": 2.0}), {"GPU-1": 1}, "processes: GPU 7 has 1 besides 1 of this run"),
         (_profile(counters={"compute_processes": 2.0}), {"GPU-1": 4}, None),
@@ -69,25 +58,24 @@ _LOST = "nvmlDeviceGetPowerUsage: GPU is lost"
 def test_a_disturbance_is_found(profile: Profile, ranks: dict[str, int] | None, expected: str | None) -> None:
     """A disturbed figure is not that of the case alone."""
     kind, _, text = (expected or "").partition(":")
-    assert find(profile, _FIRST, ranks) == ([f"{TITLES[kind]}:{text}"] if expected else [])
+    assert find(profile, ranks) == ([f"{TITLES[kind]}:{text}"] if expected else [])
 
 
 def test_memory_in_use_before_the_start_belongs_to_other_programs() -> None:
     """The few MiB of an idle GPU do not count, nor does a device of another case."""
     used = {"GPU-0": 64 * MIB, "GPU-1": 3 * GIB // 2, "GPU-of-another-case": 9 * GIB}
-    assert find(_profile(), None, RANKS, used) == ["memory in use before the start: GPU 7 had 1.50 GiB"]
+    assert find(_profile(), RANKS, used) == ["memory in use before the start: GPU 7 had 1.50 GiB"]
 
 
 def test_each_kind_of_disturbance_is_one_sentence_with_its_devices(prose: Prose) -> None:
     """Eight GPUs do not fill a screen."""
     profile = _profile(
-        1000.0,
         throttled_s=10.0,
         counters={"xids": 1.0, "ecc_uncorrected": 2.0, "compute_processes": 3.0},
         why={"power_w": "nvmlDeviceGetPowerUsage: GPU is lost"},
     )
     profile.devices[0] = msgspec.structs.replace(profile.devices[0], throttled_s=20.0)
-    found = find(profile, _profile(), RANKS, {"GPU-1": 3 * GIB})
+    found = find(profile, RANKS, {"GPU-1": 3 * GIB})
     assert prose == "\n".join(found)
 
 
@@ -122,7 +110,7 @@ _CPU = "CPU cores too busy: rank 1 waited for a core for 15 % of the time"
     ("invalid", "latency_s", "disturbed", "untimed"),
     [
         ([], 0.5, None, None),
-        ([_POWER, f"{TITLES['clock']}: GPU 1 ran at 1,000 instead of 1,980 MHz"], 0.5, None, None),
+        ([_POWER, "SM clock differs: GPU 1 ran at 1,000 MHz"], 0.5, None, None),
         ([_POWER, "another: GPU 0."], 0.5, "another: GPU 0.", "another: GPU 0"),
         ([_CPU], 0.5, None, _CPU),
         ([], 0.0, None, "the time of a batch is 0 s"),
@@ -139,9 +127,11 @@ def test_a_disturbance_spoils_all_figures_or_times_only(
     assert disturbances.untimed(launch) == untimed
 
 
-def test_the_clock_reference_is_the_first_profile_of_the_same_devices_with_all_clocks() -> None:
-    """A case without a profile, one with other devices, and one that was too short are skipped."""
-    alone = msgspec.structs.replace(_profile(), devices=_profile().devices[:1], series=None)
-    short, first, second = _profile(samples=2), _profile(1900.0), _profile(1800.0)
-    assert clock_reference([None, alone, short, first, second], second) is first
-    assert clock_reference([None, alone, short], second) is None
+@pytest.mark.parametrize(("counter", "kind"), [("ecc_uncorrected", "ecc"), ("xids", "xid")])
+def test_a_counter_of_errors_disturbs_without_a_sentence(counter: str, kind: str) -> None:
+    """A report whose `invalid` is empty has them in its counters alone; with the sentence nothing is stated twice."""
+    launch: Launch = make_result().launches[0]
+    launch.profile = _profile(counters={counter: 2.0})
+    text = f"{TITLES[kind]}: GPU 7 had 2"
+    assert disturbances.untimed(launch) == disturbances.disturbed(launch.profile) == text
+    assert disturbances.of_profile(msgspec.structs.replace(launch.profile, invalid=[text])) == [text]

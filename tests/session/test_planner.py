@@ -222,6 +222,23 @@ def test_a_case_holds_the_options_of_its_strategy_alone(
     assert (by_place.case, by_place.strategy) == (case, request.strategy)
 
 
+@pytest.mark.parametrize(
+    ("url", "port", "marked"),
+    [
+        ("http://localhost:8000", 8000, {}),
+        ("https://127.0.0.2", 443, {}),
+        ("http://192.0.2.1", None, {"server": "remote"}),
+    ],
+)
+def test_a_server_of_another_machine_is_marked(
+    plan: _Bench, url: str, port: int | None, marked: dict[str, str]
+) -> None:
+    """The row and the report have the mark; the port of one of this machine is known to all cases of the run."""
+    request, mp = (plan(name, server_url=url) for name in ("openai", "mp"))
+    assert request.case.strategy_options == {"server_url": url, **marked}
+    assert (bool(request.machine.gpus), request.server_port, mp.server_port) == (not marked, port, port)
+
+
 def test_a_cap_is_compared_with_memory_of_other_programs_only(plan: _Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory of our own ranks does not refuse the next case."""
     used = {"GPU-0": 0, "GPU-1": 0}

@@ -43,7 +43,7 @@ def recorded(emulated: None, tmp_path: Path) -> Recorder:  # noqa: ARG001
 
 
 def _recorder(tmp_path: Path, options: Options) -> Recorder:
-    return Recorder(tmp_path / "report.json", tmp_path / "store", tmp_path, options)
+    return Recorder({"json": tmp_path / "report.json", "storage": tmp_path / "store"}, tmp_path, options)
 
 
 def _add(recorded: Recorder, result: CaseResult) -> CaseResult:
@@ -173,7 +173,7 @@ def saved(emulated: None, tmp_path: Path) -> Callable[..., Recorder]:  # noqa: A
 
     def finish(name: str, exit_status: int = 0, *, interrupted: bool = False) -> Recorder:
         recorded = _recorder(tmp_path, Options(save=name))
-        _add(recorded, make_result(**_CPU))
+        recorded.add(make_result(**_CPU), Options(), "tests/test_it.py::test_it", _FACTS)
         recorded.conclude(exit_status, interrupted=interrupted, deselected=[])
         recorded.finish(None)
         return recorded
@@ -197,8 +197,8 @@ def test_a_run_is_saved_under_the_next_number_and_its_name(saved: Callable[..., 
 @pytest.mark.parametrize(
     ("name", "source", "step"),
     [
-        ("base", Commit(sha="a" * 40), "next: llmgpu promote base (makes it the baseline)"),
-        ("", Commit(sha="a" * 40), "next: llmgpu promote latest (makes it the baseline)"),
+        ("base", Commit(sha="a" * 40), "next: llmgpu promote base --to tests/baseline.json.gz (makes it the baseline)"),
+        ("", Commit(sha="a" * 40), "next: llmgpu promote latest --to tests/baseline.json.gz (makes it the baseline)"),
         ("base", Commit(sha="a" * 40, dirty=True), "next: no baseline: files were changed after the commit: commit"),
     ],
 )
@@ -213,7 +213,7 @@ def test_the_step_after_saving_is_promote(
 def test_the_summary_has_the_folder_of_traces(emulated: None, tmp_path: Path) -> None:  # noqa: ARG001
     """The report names the files without private folders; a folder that cannot be made is refused at the start."""
     for path, shown in ((tmp_path / "out", "out/a.gz"), (Path("/home/ada/out"), "a.gz")):
-        recorded = Recorder(None, tmp_path / "store", tmp_path, Options(), None, tmp_path / "out")
+        recorded = Recorder({"storage": tmp_path / "store", "trace": tmp_path / "out"}, tmp_path, Options())
         result = make_result()
         _add(recorded, result)
         assert recorded.whereabouts()[1].startswith("no trace was written: ")
@@ -222,7 +222,7 @@ def test_the_summary_has_the_folder_of_traces(emulated: None, tmp_path: Path) ->
         assert recorded.whereabouts()[1] == "trace: out"
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"trace .*cannot be written"):
-        Recorder(None, tmp_path / "store", tmp_path, Options(), None, tmp_path / "file")
+        Recorder({"storage": tmp_path / "store", "trace": tmp_path / "file"}, tmp_path, Options())
 
 
 @pytest.mark.parametrize(("exit_status", "stopped", "name"), [(0, False, "base"), (1, False, "base"), (2, True, None)])
@@ -250,7 +250,8 @@ def test_a_run_that_cannot_be_saved_is_refused_or_not_green(
     problem = "the report could not be saved in store: No space left on device"
     assert list(recorded.problems.values()) == [problem]
     assert recorded.whereabouts()[:2] == ["report: report.json", problem]
-    (tmp_path / "taken").write_text("a file")
+    paths = {"json": tmp_path / "report.json", "storage": tmp_path / "taken"}
+    paths["storage"].write_text("a file")
     with pytest.raises(ValueError, match="cannot be written"):
-        Recorder(tmp_path / "report.json", tmp_path / "taken", tmp_path, Options(save=""))
-    Recorder(tmp_path / "report.json", tmp_path / "taken", tmp_path, Options())
+        Recorder(paths, tmp_path, Options(save=""))
+    Recorder(paths, tmp_path, Options())

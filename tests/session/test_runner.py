@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -13,7 +14,9 @@ from support import report_factory, tiny_model
 from support.prose import Prose
 from support.report_factory import GIB, known
 
+from pytest_llmgpu import processes
 from pytest_llmgpu.inference import tasks
+from pytest_llmgpu.profiling import nvml
 from pytest_llmgpu.profiling.machine import Machine, TorchFacts
 from pytest_llmgpu.profiling.profiler import Profiler
 from pytest_llmgpu.ranks import serving, worker
@@ -161,7 +164,9 @@ class _Bench(LocalLauncher):
     def take_output(self) -> dict[int, str]:
         return {}
 
-    def run(self, case: Case, strategy: str = _MP, *, work: bool = False, machine: Machine = _MACHINE) -> CaseResult:
+    def run(
+        self, case: Case, strategy: str = _MP, *, work: bool = False, machine: Machine = _MACHINE, **fields: Any
+    ) -> CaseResult:
         request = CaseRequest(
             case=case,
             machine=machine,
@@ -172,6 +177,7 @@ class _Bench(LocalLauncher):
             timeout_s=60.0,
             load_timeout_s=60.0,
             work=work,
+            **fields,
         )
         return self.runner.run(request, self.recorded.append)
 
@@ -218,6 +224,43 @@ def test_a_completed_case_holds_what_the_ranks_measured() -> None:
     first = bench.run(_case()).launches[0].memory[0]
     assert (first.nvml_used_max_bytes, first.nvml_used_mean_bytes) == (None, None)
     assert first.why["nvml_used_max_bytes"] == "no reading fell inside"
+
+
+_OURS, _OTHER = os.getpid(), 4_000_000  # above the largest id of Linux
+
+
+@pytest.mark.parametrize(
+    ("fields", "listed", "found"),
+    [
+        ({}, [_OTHER], ["processes", "memory"]),
+        ({"elsewhere": True}, [_OURS, _OTHER], ["processes", "memory"]),
+        ({"elsewhere": True}, [_OURS, _OURS], ["memory"]),
+        ({"elsewhere": True}, [_OTHER, _OTHER + 1], ["memory"]),
+        ({"elsewhere": True, "server_port": 80}, [_OTHER, _OTHER], []),
+        ({"server_port": 80}, [_OURS, _OTHER], []),
+    ],
+    ids=["rank", "another", "workers", "ids of another namespace", "server", "beside a server"],
+)
+def test_processes_of_the_run_and_of_its_server_are_no_disturbance(
+    monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], listed: list[int], found: list[str]
+) -> None:
+    """Two compute on the GPU: descendants of this process, a server that the run names, or other programs."""
+    monkeypatch.setattr(nvml, "computing", lambda _: {"GPU-c": listed})
+    monkeypatch.setattr(processes, "listeners", lambda port: {_OTHER} if port else set())
+    launch = _Bench().run(_case(), **fields).launches[0]
+    assert [kind for kind in _disturbances(launch) if kind not in ("xid", "cpu")] == found
+
+
+def test_no_gpu_of_this_machine_is_watched_for_a_remote_server() -> None:
+    """The report has the reason in place of a profile, and the times that this machine disturbed."""
+    bench = _Bench()
+    bench.runner = Runner(bench, lambda _: Profiler(1.0, []), lambda *_: None, bench.lines.append)
+    remote = msgspec.structs.replace(_MACHINE, gpus=[])
+    launch = bench.run(_case(strategy_options={"server": "remote"}), elsewhere=True, machine=remote).launches[0]
+    profile = known(launch.profile)
+    assert (profile.devices, profile.why) == ([], {"profile": "the server is remote: its GPUs are not watched"})
+    assert _disturbances(launch) == ["cpu"]
+    assert {memory.why["nvml_used_max_bytes"] for memory in launch.memory} == {*profile.why.values()}
 
 
 def test_every_step_that_can_take_minutes_shows_its_progress() -> None:

@@ -20,10 +20,7 @@ def session(tmp_path: Path) -> Iterator[BenchmarkSession]:
     """A session without a case."""
     made = BenchmarkSession(
         rootdir=tmp_path,
-        report_path=tmp_path / "report.json",
-        storage_path=tmp_path / "store",
-        policy_path=None,
-        page_path=None,
+        paths={"json": tmp_path / "report.json", "storage": tmp_path / "store"},
         options=Options(),
         live=LiveLine(nullcontext, lambda: 80),
         known={},

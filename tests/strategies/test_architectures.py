@@ -183,6 +183,10 @@ def test_tokens_are_sent_to_the_ranks_of_their_experts(source: ModelSource, pair
         wire += experts * count_bytes // 2 + (away + returned) * row_bytes
     (all_to_all,) = [one for one in found if one.collective == "all_to_all"]
     assert (all_to_all.calls, all_to_all.payload_bytes, all_to_all.wire_bytes) == (3 * len(measured), payload, wire)
+    worker.record_work(state)
+    pair(worker.record_work)
+    (alone,), (of_rank,) = worker.run_eager_passes(state), pair(worker.run_eager_passes)
+    assert known(alone.work.routing) == of_rank.work.routing
 
 
 def loop_over_experts(loaded: Loaded) -> None:
@@ -218,7 +222,7 @@ def test_a_change_of_a_choice_is_found_and_named(source: ModelSource) -> None:
         worker.give(state, items.sha256, items.items, tasks.BUILT_IN["hellaswag"])
         launch = worker.score(state, case)
         worker.record_work(state)
-        launch.work = work.join(worker.run_eager_passes(state), {}, worker.size_of(state))
+        launch.work = work.join(worker.run_eager_passes(state), {}, worker.model_size(state) or "")
         return make_report(
             [msgspec.structs.replace(make_result(), id=case.id, key=case.key, case=case, launches=[launch])]
         )

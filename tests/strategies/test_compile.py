@@ -17,8 +17,8 @@ from support import rank_functions as ranks
 from support.report_factory import known, make_case
 
 from pytest_llmgpu.analysis.answers import check_texts
-from pytest_llmgpu.inference import scoring, tasks
-from pytest_llmgpu.inference.models import ModelSource
+from pytest_llmgpu.inference import models, scoring, tasks
+from pytest_llmgpu.inference.models import ModelFacts, ModelSource
 from pytest_llmgpu.inference.tasks.protocol import Dataset
 from pytest_llmgpu.ranks import worker
 from pytest_llmgpu.ranks.worker import RankState, ReferenceTexts
@@ -85,6 +85,15 @@ def test_another_users_cache_is_refused(bundled: ModelSource, tmp_path: Path, mo
     monkeypatch.setattr(os, "getuid", lambda: 2**31 - 1)
     with pytest.raises(ValueError, match=r"torchinductor_.* is of another user"):
         Compiled().load(_case(_items("hellaswag")), bundled)
+
+
+def test_what_cannot_be_compiled_or_split_is_refused(bundled: ModelSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The options of tp are no remedy here."""
+    with pytest.raises(ValueError, match=r"^--llmgpu-experts=eager: its loop"):
+        Compiled().check(_case(_items("hellaswag")), msgspec.structs.replace(bundled, experts="eager"))
+    monkeypatch.setattr(models, "facts", lambda _: ModelFacts(has_plan=False, expert_parallel=("all_reduce",)))
+    with pytest.raises(ValueError, match=r": use --llmgpu-devices=1 or another strategy$"):
+        Compiled().check(_case(_items("hellaswag"), devices=2), bundled)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from pytest_llmgpu.engines.protocol import Engine
 from pytest_llmgpu.inference import tasks
 from pytest_llmgpu.inference.bundled import PRESETS, save_tokenizer
 from pytest_llmgpu.inference.models import ModelSource
@@ -68,6 +69,7 @@ def started(folder: Path, case: Case, source: ModelSource, dataset: Dataset) -> 
         need_deepspeed()
     place = registered.find(case.strategy)
     strategy = registered.make(place)
+    assert not isinstance(strategy, Engine)
     if case.strategy == "iok":
         try:
             kernels.check()

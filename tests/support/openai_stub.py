@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
@@ -84,7 +85,11 @@ class _Handler(BaseHTTPRequestHandler):
             choice: dict[str, Any] = {"text": "x"}
             if self.fault != "text":
                 choice |= {"token_ids": [token], "logprobs": {"token_logprobs": [loglikelihood(before, token)]}}
-            self._chunk(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
+            if self.fault == "pairs" and number % 2:
+                choice["token_ids"].insert(0, before)
+                choice["logprobs"]["token_logprobs"] *= 2  # that of each token after the one before it is equal
+            if self.fault != "pairs" or number % 2:
+                self._chunk(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
         self._chunk(b"data: [DONE]\n\n")
         if self.fault != "whole":
             self.wfile.write(b"0\r\n\r\n")
@@ -97,6 +102,8 @@ class _Handler(BaseHTTPRequestHandler):
 if __name__ == "__main__":
     _Handler.fault, *names = sys.argv[2:]
     _Handler.served = names[0] if names else "m"
+    if _Handler.fault == "child":
+        subprocess.Popen(["sh", "-c", "trap '' TERM; sleep 600"])
     if _Handler.fault == "exits":
         sys.exit("no GPU was found")
     ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), _Handler).serve_forever()

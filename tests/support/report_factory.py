@@ -230,6 +230,7 @@ def make_work(ranks: int = 2, **fields: Any) -> Work:
                 busy=0.67,
                 kernels=1000,
                 ops={"aten::mm": 400},
+                ops_by_module={"layers.*.mlp": {"aten::mm": 400}},
                 flops=10**12,
                 runtime_calls={"cudaLaunchKernel": 990, "cudaStreamSynchronize": 2},
                 host_syncs=4,

@@ -62,7 +62,7 @@ def make_row(
 
 def make_verdicts(*rows: Row, **fields: Any) -> Verdicts:
     """Return these rows as the verdicts of a comparison with `base.json`."""
-    plain = {"baseline": Baseline(name="base.json"), "policy": "", "policy_sha256": ""}
+    plain = {"baseline": Baseline(name="base.json"), "policy": ""}
     return Verdicts(**{**plain, "rows": list(rows), **fields})
 
 

@@ -118,7 +118,7 @@ def _searched(
 ) -> list[str]:
     """Search the first bad commit, keep its report and that of the commit before it, and return the closing lines."""
     commits = len(history.remaining())
-    show(f"{end.metric} of {end.id}  {end.verdict}\n{textwrap.indent(end.reason, _INDENT)}")
+    show(f"{end.metric} of {end.id}  {end.word}\n{textwrap.indent(end.reason, _INDENT)}")
     show(f"{plural(commits, 'commit')} to search, about {plural(math.ceil(math.log2(commits)), 'step')}")
 
     def measure(sha: str, number: int, deselected: Sequence[str]) -> Report:
@@ -164,7 +164,7 @@ def _no_difference(arguments: argparse.Namespace, verdicts: Verdicts) -> list[st
         raise ValueError(f"the reports of GOOD and BAD have no row of {wanted}; rows are of {', '.join(known)}")
     unknown = [row for row in rows if is_open(row)]
     shown = rows if metric is not None or case is not None else unknown
-    lines = [f"{row.metric} of {row.id}  {row.verdict}\n{textwrap.indent(row.reason, _INDENT)}" for row in shown]
+    lines = [f"{row.metric} of {row.id}  {row.word}\n{textwrap.indent(row.reason, _INDENT)}" for row in shown]
     if unknown:
         lines.append(f"UNDECIDED: BAD and GOOD do not differ significantly in {plural(len(unknown), 'row')}")
     else:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,11 +41,15 @@ _OTHERS = {"pytest.toml": "", ".pytest.toml": "", "pytest.ini": "", ".pytest.ini
 """Files that pytest reads instead of pyproject.toml, with the line that makes it do so."""
 _STEPS = """\
 next:
+    cd {root}
     git add {names} && git commit -m "Benchmark"
-    pytest benchmarks --llmgpu-save=base
+    {pytest} --llmgpu-save=base
     llmgpu promote base --to benchmarks/baseline.json.gz
     git add benchmarks/baseline.json.gz && git commit -m "Baseline"
-    pytest benchmarks --llmgpu-compare=benchmarks/baseline.json.gz"""
+    {pytest} --llmgpu-compare=benchmarks/baseline.json.gz
+The workflow needs a baseline of its own runner: the head of the file has the commands."""
+_XDIST = re.compile(r"(?<![\w-])(-n|--numprocesses|--dist)\b")
+"""Options with which pytest would measure nothing: the workers of xdist cannot share the GPUs."""
 
 
 def add_init(parser: argparse.ArgumentParser) -> None:
@@ -59,14 +64,16 @@ def run_init(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status; ValueError if the answer was no."""
     root = launches.place()[1]
     device = arguments.device or ("cuda" if nvml.inventory().gpus else "cpu")
-    before, after, advice = _project(root, device)
+    before, after, advice, pytest = _project(root, device)
     workflow = (Path(__file__).parents[1] / "workflow.yml").read_text(encoding="utf-8")
+    workflow = workflow.replace("pytest benchmarks", pytest)
     if device == "cpu":
         workflow = workflow.replace("[self-hosted, gpu] # the labels of your runner", "ubuntu-latest")
         workflow = workflow.replace(" --llmgpu-launches=5", "")
     if re.search(r"^\[(project|build-system)\]", before, re.MULTILINE) or (root / "setup.py").exists():
         workflow = workflow.replace('"$PACKAGE[transformers]" #', '"$PACKAGE[transformers]" -e . #')
-    files = {"benchmarks/test_inference.py": _TEST, ".github/workflows/llm-inference.yml": workflow}
+    # The options come last: they are what the user looks at, and the workflow is long.
+    files = {".github/workflows/llm-inference.yml": workflow, "benchmarks/test_inference.py": _TEST}
     for name, text in list(files.items()):
         if (root / name).exists():
             del files[name]
@@ -75,7 +82,7 @@ def run_init(arguments: argparse.Namespace) -> int:
         files["pyproject.toml"] = after
         lines = before.splitlines()
         show("\n".join(["added to pyproject.toml\n", *(line for line in after.splitlines() if line not in lines), ""]))
-    show("\n".join([f"the policy is for {device}: --device", *advice]))
+    show("\n".join([f"options and policy are for --device {device}", *advice]))
     if not files:
         return 0
     if not arguments.yes:
@@ -84,12 +91,12 @@ def run_init(arguments: argparse.Namespace) -> int:
             raise ValueError("nothing is written: the answer y, or --yes, writes the files")
     for name, text in files.items():
         file.save(root / name, text.encode(), "file")
-    show(_STEPS.format(names=" ".join(files)))
+    show(_STEPS.format(root=shlex.quote(str(root)), names=" ".join(files), pytest=pytest))
     return 0
 
 
-def _project(root: Path, device: str) -> tuple[str, str, list[str]]:
-    """Return the text of pyproject.toml, that with options and policy, and lines on what the user has to add."""
+def _project(root: Path, device: str) -> tuple[str, str, list[str], str]:
+    """Return the text of pyproject.toml, that with options and policy, what the user has to add, and what measures."""
     path = root / "pyproject.toml"
     before = path.read_text(encoding="utf-8") if path.exists() else ""
     try:
@@ -100,8 +107,9 @@ def _project(root: Path, device: str) -> tuple[str, str, list[str]]:
     pytests = tool.get("pytest", {})
     paths = [root / name for name in _OTHERS if (root / name).exists()]
     found = [path for path in paths if _OTHERS[path.name] in path.read_text(encoding="utf-8")]
+    chosen = found[0].read_text(encoding="utf-8") if found else str(pytests)
     after = before if not before or before.endswith("\n") else f"{before}\n"
-    if "llmgpu_" in str(pytests) or (found and "llmgpu_" in found[0].read_text(encoding="utf-8")):
+    if "llmgpu_" in f"{chosen}{pytests}":
         advice = ["options that exist are kept"]
     elif found or (pytests and not _TABLE.search(before)):
         where = found[0].name if found else "the table [tool.pytest] of pyproject.toml"
@@ -113,4 +121,5 @@ def _project(root: Path, device: str) -> tuple[str, str, list[str]]:
         after += f"\n[tool.pytest.ini_options]\n{options}"
     if "gate" not in tool.get("llmgpu", {}):
         after += f"\n{_POLICIES[device]}"
-    return before, after if before else after.lstrip("\n"), advice
+    measures = "pytest benchmarks" + " -n 0" * (_XDIST.search(chosen) is not None)
+    return before, after if before else after.lstrip("\n"), advice, measures

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from pytest_llmgpu.profiling.sampler.devices import CALLS, METRICS, POLLED, Call, Device
 
@@ -44,47 +42,6 @@ def ticks(
             due_s = t0_s + k * period_s
 
 
-class BlockingCall:
-    """A call that blocks, in a thread of its own that lives as long as the process."""
-
-    def __init__(self, device: Device, metric: str) -> None:
-        self.device = device
-        self.metric = metric
-        self._requests: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[float | None] = queue.SimpleQueue()
-        self._busy = False
-        self._hung = False
-
-        def serve() -> None:
-            while True:
-                self._requests.get()
-                self._results.put(device.read(metric))
-
-        threading.Thread(target=serve, name=f"{metric} {device.index}", daemon=True).start()
-
-    def start(self) -> None:
-        """Start the call, unless the call before has still not returned."""
-        with suppress(queue.Empty):
-            self._results.get_nowait()  # the late result of a call that was given up belongs to no tick
-            self._busy = self._hung = False
-        if not self._busy:
-            self._busy = True
-            self._requests.put(None)
-
-    def result(self, timeout_s: float) -> float | None:
-        """Return the value of the call; None, with the device's reason, if it has not returned within the time."""
-        if self._hung:
-            return None
-        try:
-            value = self._results.get(timeout=timeout_s)
-        except queue.Empty:
-            self._hung = True
-            self.device.why[self.metric] = f"{CALLS[self.metric].method}: did not return within {_GIVE_UP_S:g} s"
-            return None
-        self._busy = False
-        return value
-
-
 class Sampler:
     """Reads devices that have chosen their sources: blocking calls all at once in threads, the rest in this thread."""
 
@@ -92,7 +49,9 @@ class Sampler:
         """Make every call once. A call that a device does not have is not made again."""
         self._devices = devices
         self._called: list[list[str]] = []
-        self._threads: dict[tuple[int, str], BlockingCall] = {}
+        self._threads: dict[tuple[int, str], ThreadPoolExecutor] = {}
+        """Device and metric of each call that blocks to its thread."""
+        self._latest: dict[tuple[int, str], Future[float | None]] = {}
         for number, device in enumerate(devices):
             # The method polling makes its calls one after another, in the order of Shin et al. 2024.
             serial = device.method == "polling"
@@ -100,7 +59,7 @@ class Sampler:
             self._called.append([metric for metric in (POLLED if serial else METRICS) if metric in calls])
             for metric in self._called[-1]:
                 if CALLS[metric].window_s is not None and not serial:
-                    self._threads[number, metric] = BlockingCall(device, metric)
+                    self._threads[number, metric] = ThreadPoolExecutor(1)
         self.round()
         for called, device in zip(self._called, devices, strict=True):
             called[:] = [metric for metric in called if metric not in device.lacking]
@@ -117,10 +76,11 @@ class Sampler:
             [device, metric] The value, and its seconds. None for a reading that failed or is too early; None for the
             seconds of a value at one moment or over a time after it.
         """
-        blocking = {at: call for at, call in self._threads.items() if at[1] in self._called[at[0]]}
-        give_up_s = time.monotonic() + _GIVE_UP_S
-        for call in blocking.values():
-            call.start()
+        blocking = {at: thread for at, thread in self._threads.items() if at[1] in self._called[at[0]]}
+        give_up_s, started = time.monotonic() + _GIVE_UP_S, {}
+        for at, thread in blocking.items():
+            if at not in self._latest or self._latest[at].done():  # else it hangs, and its result belongs to no tick
+                self._latest[at] = started[at] = thread.submit(self._devices[at[0]].read, at[1])
         rows: list[_Row] = []
         for number, device in enumerate(self._devices):
             called = [metric for metric in self._called[number] if (number, metric) not in blocking]
@@ -129,8 +89,12 @@ class Sampler:
                 row.update(device.averages(now_s, window_ended=window_ended))
                 self.poll()  # the counters of the other devices must not wrap meanwhile
             rows.append(row)
-        for (number, metric), call in blocking.items():
-            rows[number][metric] = (call.result(max(0.0, give_up_s - time.monotonic())), None)
+        for (number, metric), call in started.items():
+            if wait([call], max(0.0, give_up_s - time.monotonic())).done:
+                rows[number][metric] = (call.result(), None)
+            else:
+                reason = f"{CALLS[metric].method}: did not return within {_GIVE_UP_S:g} s"
+                self._devices[number].why[metric] = reason
         cells = [[row.get(metric, (None, None)) for metric in METRICS] for row in rows]
         return [[value for value, _ in row] for row in cells], [[covered_s for _, covered_s in row] for row in cells]
 

@@ -12,21 +12,18 @@ from pytest_llmgpu.render.charts import communication, sweeps
 from pytest_llmgpu.render.charts.axes import Chart, panels
 from pytest_llmgpu.render.charts.images import Format, image, theme
 from pytest_llmgpu.report.report import Report
-from pytest_llmgpu.report.verdicts import Verdicts
 
 __all__ = ["Chart", "Format", "image", "of_report", "theme"]
 
 
-def of_report(
-    report: Report, baseline: Report | None = None, verdicts: Verdicts | None = None
-) -> tuple[list[Chart], list[str]]:
-    """Return every chart of a report, with a baseline and the verdicts on it, and the reasons for those that it lacks.
+def of_report(report: Report, baseline: Report | None = None) -> tuple[list[Chart], list[str]]:
+    """Return every chart of a report, with a baseline, and the reasons for those that it lacks.
 
     Cases that differ in more than strategy and batch size get their own charts, whose ids end in `-1`, `-2`.
     """
     drawn: list[Chart] = []
     omitted: list[str] = []
-    for panel in panels(report, baseline, verdicts):
+    for panel in panels(report, baseline):
         for charts in (sweeps.times, communication.charts, sweeps.memory):
             for one in charts(panel):
                 if isinstance(one, str):

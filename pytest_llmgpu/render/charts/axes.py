@@ -13,7 +13,6 @@ from pytest_llmgpu.render.table import entries as entries_of
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.text import significant
-from pytest_llmgpu.report.verdicts import Verdicts
 
 Spec = dict[str, Any]
 """A Vega-Lite specification, or a part of one."""
@@ -62,8 +61,6 @@ class Panel(NamedTuple):
     """Model, dtype, GPUs and dataset, for an image that stands alone."""
     before: Sequence[Entry] = ()
     """The completed results of these cases and of others of their series in the baseline."""
-    verdicts: Verdicts | None = None
-    """The verdicts on the report."""
 
     @property
     def completed(self) -> list[Entry]:
@@ -85,8 +82,8 @@ class Panel(NamedTuple):
         return [entry for entry in self.completed if entry.title == title]
 
 
-def panels(report: Report, baseline: Report | None = None, verdicts: Verdicts | None = None) -> list[Panel]:
-    """Return the panels of a report in the order in which their cases ran, with a baseline and the verdicts on it."""
+def panels(report: Report, baseline: Report | None = None) -> list[Panel]:
+    """Return the panels of a report in the order in which their cases ran, with a baseline."""
     groups = blocks(report.cases)
     several = len(groups) > 1
     # The completed results of the baseline, by the series of the case that each is compared with, or its own.
@@ -108,7 +105,6 @@ def panels(report: Report, baseline: Report | None = None, verdicts: Verdicts | 
                 suffix=f"-{number}" if several else "",
                 caption=caption,
                 measured=measured,
-                verdicts=verdicts,
                 before=[Entry(title, "", result) for one, title in curves.items() for result in then.get(one, ())],
             )
         )

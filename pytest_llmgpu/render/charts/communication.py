@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Literal, get_args
 
 from pytest_llmgpu.render.charts import axes
 from pytest_llmgpu.render.charts.axes import Chart, Panel, Spec, formatted, rounded, value_range
@@ -16,12 +15,6 @@ from pytest_llmgpu.report.result import CaseResult
 _GB = 1e9
 _MB = 1e6
 _HEIGHT = 220  # pixels of a chart of one strategy
-LinkName = Literal["nvlink", "pcie"]
-"""The name of a link whose bytes NVML counts."""
-
-LINKS: tuple[LinkName, ...] = get_args(LinkName)
-
-_COVERED = 0.5  # counters below this share of what the program sent: its traffic took links that were not counted
 
 
 def charts(panel: Panel) -> Iterator[Chart | str]:
@@ -53,7 +46,6 @@ def _rates(panel: Panel, link: str, name: str) -> Chart | str:
         paths = [(one, found.path.link) for one, found in traffic if found is not None and found.path is not None]
         took = dict.fromkeys(one for one, link in paths if link in {"nvlink", "mixed"})
         summary += f"; not included, because it took NVLink: GPU-to-GPU traffic of {', '.join(took)}" if took else ""
-        summary += "".join(_not_counted(panel, one) for one in panel.titles)
     devices = ("mean over the GPUs", "largest GPU")
     columns: list[Figure] = [*figures.values(), *(partial(_rate, name, max) for name in columns_of.values())]
     return Chart(
@@ -64,18 +56,6 @@ def _rates(panel: Panel, link: str, name: str) -> Chart | str:
         headers=["strategy", "batch size", *(f"{way}, {which} (GB/s)" for which in devices for way in figures)],
         rows=[row_of(entry, (figure(entry) for figure in columns)) for entry in panel.completed],
     )
-
-
-def _not_counted(panel: Panel, title: str) -> str:
-    """Return the end of a sentence with the batch sizes whose traffic was mostly not counted; empty for none."""
-    entries = panel.of(title)
-    sizes = [entry.batch_size for entry in entries if not covers_traffic(entry.result)]
-    if not sizes:
-        return ""
-    *others, last = map(str, dict.fromkeys(sizes))
-    several = f"s {', '.join(others)} and" if others else ""
-    where = "" if len(sizes) == len(entries) else f" at batch size{several} {last}"
-    return f"; the counters cover less than half of the bytes that {title} sent{where}: it took a link without counters"
 
 
 def _sent(panel: Panel) -> Chart | str:
@@ -102,7 +82,7 @@ def _by_utilization(panel: Panel) -> Iterator[Chart | str]:
 
     def utilized(entries: Iterable[Entry]) -> list[tuple[Entry, float, float]]:
         """Return the cases with the utilisation of their GPUs in percent and what a GPU sent in GB/s."""
-        both = [(entry, busy_of(entry.result), sent_bytes_per_s(entry.result)) for entry in entries]
+        both = [(entry, busy_of(entry.result), _sent_bytes_per_s(entry.result)) for entry in entries]
         return [(entry, busy, sent / _GB) for entry, busy, sent in both if busy is not None and sent]
 
     busy_of = COLUMNS["utilization_pct"].value
@@ -142,7 +122,7 @@ def _by_utilization(panel: Panel) -> Iterator[Chart | str]:
         yield Chart(
             id=f"traffic-utilization-{place}",
             title=f"{title}: {strategy}",
-            summary=f"Mean over the GPUs, in order of batch size: {' to '.join(ends)}{_not_counted(panel, strategy)}.",
+            summary=f"Mean over the GPUs, in order of batch size: {' to '.join(ends)}.",
             spec=axes.layered(layers, drawn, height=_HEIGHT, x=x, y=y, color=colour),
             headers=["strategy", "batch size", "GPU utilisation (%)", sent],
             rows=[row_of(entry, (busy, rate)) for entry, busy, rate in rows],
@@ -154,24 +134,8 @@ def _rate(name: str, of_devices: Callable[[Sequence[float]], float], entry: Entr
     return of_devices(found) / _GB if found else None
 
 
-def sent_bytes_per_s(result: CaseResult, links: Sequence[LinkName] = LINKS) -> float | None:
+def _sent_bytes_per_s(result: CaseResult) -> float | None:
     """Return the bytes that a GPU sends per second, summed over those of the links that were counted."""
-    rates = [COLUMNS[f"{link}_tx_bytes_per_s"].value(result) for link in links]
+    rates = [COLUMNS[f"{link}_tx_bytes_per_s"].value(result) for link in ("nvlink", "pcie")]
     known = [rate for rate in rates if rate is not None]
     return sum(known) if known else None
-
-
-def covers_traffic(result: CaseResult, links: Sequence[LinkName] = LINKS) -> bool:
-    """Return whether the counters of these links include at least half of what the program sent from GPU to GPU.
-
-    True also where nothing contradicts it: no counter was read, the program's traffic is not known, or the links are
-    known to have carried it, whatever the sum (a reduction in the NVLink switch moves fewer bytes than a ring).
-    """
-    traffic, rate, sent = result.traffic, result.sequences_per_s, sent_bytes_per_s(result, links)
-    if traffic is None or rate is None or sent is None:
-        return True
-    if traffic.path is not None and traffic.path.link is not None:
-        carriers = {"mixed": LINKS, "nvlink": ("nvlink",)}.get(traffic.path.link, ("pcie",))
-        if set(carriers) <= set(links):
-            return True
-    return sent * result.case.devices >= _COVERED * traffic.wire_bytes_per_sequence * rate

@@ -19,8 +19,8 @@ Figure = Callable[[Entry], float | None]
 _FAR = 2.5  # a capacity above this multiple of the memory in use is not drawn: it would flatten the curves
 
 
-_METRICS = {"inference_s": "time", "first_token_s": "first_token", "token_p50_s": "token_time"}
-"""Field of the time of a launch to the metric of its verdict."""
+_OF_LAUNCHES = ("inference_s", "first_token_s", "token_p50_s")
+"""Fields of which each launch has a value."""
 
 
 class Point(NamedTuple):
@@ -119,34 +119,17 @@ def _speed(panel: Panel, name: str, unit: str, field: str, best: Callable[..., P
                 texts.append(f"{one} {formatted(winner.value, unit, digits=3)} at batch size {winner.entry.batch_size}")
             elif of_title:
                 texts.append(f"{one} none, because all its answers are wrong")
-        return f"Best of each strategy: {', '.join(texts)}.{words}"
+        return f"Best of each strategy: {', '.join(texts)}.{' Dots: launches.' * bool(launches)}"
 
-    words, more = _spread(panel, field, 1000 if unit == "ms" else 1)
+    launches = list[Spec]()
+    for entry in panel.completed if field in _OF_LAUNCHES else ():
+        found = [figures_of_launch(one, entry.result.case.new_tokens)[field] for one in entry.result.launches]
+        at, scale = {"s": entry.title, "b": entry.batch_size}, 1000 if unit == "ms" else 1
+        launches += [{**at, "v": rounded(scale * value)} for value in found if value and len(found) > 1]
+    dot = {"type": "point", "size": 8, "opacity": 0.6}
+    dots = [{"data": {"values": launches}, "mark": dot, "encoding": {"color": axes.curves(panel)}}] if launches else []
     title = f"{name.capitalize()} by batch size"
-    return of_figure(panel, title, (name, unit), figure, summary, more) or f"{title}: no completed case has one."
-
-
-def _spread(panel: Panel, field: str, scale: float) -> tuple[str, list[Spec]]:
-    """Return the layers of each launch and of the slowdowns that would not have been seen, and words for them."""
-    launches, bands = list[Spec](), list[Spec]()
-    rows = {row.id: row for row in (panel.verdicts.rows if panel.verdicts else ()) if row.metric == _METRICS.get(field)}
-    for entry in panel.completed if field in _METRICS else ():
-        result, place = entry.result, {"s": entry.title, "b": entry.batch_size}
-        found = [figures_of_launch(one, result.case.new_tokens)[field] for one in result.launches]
-        launches += [{**place, "v": rounded(scale * value)} for value in found if value and len(found) > 1]
-        row = rows.get(result.id)
-        # A wider band would be most of the chart.
-        if row is not None and row.base and row.smallest_seen is not None and row.smallest_seen < 1:
-            low = scale * row.base
-            bands.append({**place, "v": rounded(low), "h": rounded(low * (1 + row.smallest_seen))})
-    bar, dot = {"type": "rule", "strokeWidth": 12, "opacity": 0.25}, {"type": "point", "size": 8, "opacity": 0.6}
-    of_bar = {"color": axes.curves(panel), "y2": {"field": "h", "type": "quantitative"}}
-    layers: list[Spec] = [
-        {"data": {"values": bands}, "mark": bar, "encoding": of_bar},
-        {"data": {"values": launches}, "mark": dot, "encoding": {"color": axes.curves(panel)}},
-    ]
-    words = " Bars: slowdowns that would not have been seen." * bool(bands) + " Dots: launches." * bool(launches)
-    return words, [layer for layer in layers if layer["data"]["values"]]
+    return of_figure(panel, title, (name, unit), figure, summary, dots) or f"{title}: no completed case has one."
 
 
 def of_figure(

@@ -13,16 +13,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from pytest_llmgpu.gate import headline, rows_by_cause
-from pytest_llmgpu.gate.judge import ExitStatus, RowClass, classify
-from pytest_llmgpu.gate.policy import Policy, policy_of
+from pytest_llmgpu.gate.judge import ExitStatus, Level, level
+from pytest_llmgpu.gate.policy import policy_of
 from pytest_llmgpu.render import summary
 from pytest_llmgpu.render.exports.tables import code, markdown, markdown_header, markdown_line, markdown_lines
 from pytest_llmgpu.report.report import Report
-from pytest_llmgpu.report.text import one_line, plural
-from pytest_llmgpu.report.verdicts import Row, worst_first
+from pytest_llmgpu.report.result import OUT_OF_MEMORY
+from pytest_llmgpu.report.text import listed, one_line, plural
+from pytest_llmgpu.report.verdicts import worst_first
 from pytest_llmgpu.store import git
 from pytest_llmgpu.store.store import commit, hardware
 
@@ -33,14 +34,9 @@ ANNOTATIONS = 10  # most annotations of one step
 _FOLD = "<details>"
 _NOTE_BYTES = 200  # bytes reserved for the line on the rows that are left out of a table
 
-Level = Literal["failure", "warning", "info"]
-"""The severity of a notice."""
-
 _MARKS: dict[Level, str] = {"failure": "❌", "warning": "⚠️", "info": "✅"}  # the levels, worst first, with their marks
 
 _COMMANDS: dict[Level, str] = {"failure": "error", "warning": "warning", "info": "notice"}
-_LEVELS: dict[RowClass, Level] = {RowClass.FAILS: "failure", RowClass.ALLOWED: "warning", RowClass.UNCLEAR: "warning"}
-_BROKEN = frozenset(("crashed", "timeout", "error"))
 _COLUMNS = ("", "case", "metric", "verdict", "baseline", "now", "change", "reason")
 _VERDICT_HEADER = (markdown_line(_COLUMNS), "|---|---|---|---|---:|---:|---:|---|")
 
@@ -68,9 +64,9 @@ def notices(report: Report) -> list[Notice]:
         for group in rows_by_cause.group(verdicts, policy):
             worst = group.rows[0]
             severity = min((level(row, policy) for row in group.rows), key=list(_MARKS).index)
-            title = f"{worst.verdict}: {rows_by_cause.title(group)}"
+            title = f"{worst.verdict}: {headline.row_in_words(worst)}"
             text = "\n".join([*rows_by_cause.lines(group), f"Next: {rows_by_cause.next_step(group)}"])
-            found.append(Notice(severity, title, text, group.largest.nodeid or worst.nodeid))
+            found.append(Notice(severity, title, text, worst.nodeid))
     return sorted([*found, *other_notices(report)], key=_order)
 
 
@@ -80,23 +76,16 @@ def other_notices(report: Report) -> list[Notice]:
     found = [Notice("warning", "Comparison", text) for text in warnings]
     judged = {row.id for row in rows if row.metric == "outcome"}
     for result in report.cases:
-        completed = result.outcome == "completed"
+        if result.outcome != "completed" and not result.findings and result.id not in judged:
+            # Out of memory is a result, not a failure.
+            severity: Level = "info" if result.outcome in OUT_OF_MEMORY else "failure"
+            text = result.failure.message if result.failure is not None else "The case did not complete."
+            found.append(Notice(severity, f"{result.outcome.replace('_', ' ')}: {result.id}", text, result.nodeid))
         for finding in result.findings:
-            if finding.severity != "info" and not (result.id in judged and not completed):
+            if finding.severity != "info" and (result.outcome == "completed" or result.id not in judged):
                 text = f"{finding.text}\n{finding.next_step}"
                 found.append(Notice(finding.severity, f"{finding.code}: {result.id}", text, result.nodeid))
-        if not completed and not result.findings and result.id not in judged:
-            # Out of memory is a result, not a failure.
-            severity: Level = "failure" if result.outcome in _BROKEN else "info"
-            title = f"{result.outcome.replace('_', ' ')}: {result.id}"
-            text = result.failure.message if result.failure is not None else "The case did not complete."
-            found.append(Notice(severity, title, text, result.nodeid))
     return sorted(found, key=_order)
-
-
-def level(row: Row, policy: Policy) -> Level:
-    """Return the severity of a row under a policy."""
-    return _LEVELS.get(classify(row, policy), "info")
 
 
 def _order(notice: Notice) -> int:
@@ -171,7 +160,7 @@ def _page(report: Report, first: Sequence[str], tables: Sequence[_Table], limit_
         result = f"{_MARKS['failure']} {failing} to look at" if failing else "nothing was compared"
     else:
         policy = policy_of(verdicts)
-        counted = Counter(row.verdict for row in worst_first(verdicts.rows) if row.gated)
+        counted = Counter(row.word for row in worst_first(verdicts.rows) if row.gated)
         found = headline.decide(verdicts, policy)
         # It is green only if gated rows were compared and none is unclear.
         clear = not found.states and any(row.compared for row in verdicts.rows)
@@ -201,13 +190,16 @@ def _tables(report: Report) -> Iterator[_Table]:
     policy = policy_of(verdicts)
     folded = ["", "</details>"]
     lines: dict[bool, list[str]] = {True: [], False: []}
+    stated: set[str] = set()  # causes: they are stated once
     for severity, sign in _MARKS.items():
         of_level = [row for row in worst_first(verdicts.rows) if level(row, policy) == severity]
         for row in of_level:
             was, now, change, interval = map(markdown, summary.figures(row))
             mark = "" if row.verdict == "CHANGED" else sign
             allowed = [] if row.allowed is None else [f"Allowed: {row.allowed}"]
-            reason = "<br>".join(map(markdown, [*row.reason.splitlines(), *allowed]))
+            reasons = [text for text in row.reason.splitlines() if text not in stated]
+            stated.update(text for text in reasons if text.startswith(("Cause: ", "Calls: ")))
+            reason = "<br>".join(map(markdown, [*reasons, *allowed]))
             cells = [mark, code(row.id), row.metric.replace("_", " "), summary.verdict(row), was, now]
             line = markdown_line([*cells, f"{change} ({interval})" if interval else change, reason])
             lines[severity != "info"].append(line)
@@ -218,10 +210,14 @@ def _tables(report: Report) -> Iterator[_Table]:
 
 
 def _notice_table(found: Sequence[Notice]) -> _Table:
+    alike: dict[tuple[Level, str], list[str]] = {}
+    for notice in found:
+        titles = alike.setdefault((notice.level, notice.text), [])
+        titles.append(notice.title.partition(": ")[2] if titles else notice.title)  # the code is that of the first
     lines = [
-        f"- {_MARKS[notice.level]} **{markdown(notice.title)}**: {'<br>'.join(map(markdown, notice.text.splitlines()))}"
-        for notice in found
-        if notice.level != "info"
+        f"- {_MARKS[severity]} **{markdown(listed(titles, 3))}**: {'<br>'.join(map(markdown, text.splitlines()))}"
+        for (severity, text), titles in alike.items()
+        if severity != "info"
     ]
     return ["### Findings", ""], lines, ()
 

@@ -24,14 +24,6 @@ _CASE = (
     *("strategy", "batch_size", "model", "load_format", "dtype", "device", "devices", "dataset", "limit"),
     "execution",
 )
-_FIRST = (
-    *("id", "nodeid", *_CASE, "outcome", "failure", "launches", "inference_s", "sequences_per_s", "tokens_per_s"),
-    *("accuracy", "peak_memory_bytes", "wire_bytes_per_sequence", "inference_s_low", "inference_s_high"),
-    *("verdict_outcome", "verdict_time", "verdict_accuracy", "verdict_predictions"),
-    *("verdict_traffic", "verdict_path", "verdict_memory", "reasons"),
-)
-"""The columns of version 0.1 in their order, which must not change."""
-
 _OF_METRICS = [spec.exported.column for spec in METRICS if spec.exported]
 
 _FIGURES = [*_OF_METRICS, *(name for name in (*TABLES["work"], *TABLES["tokens"]) if name != "speedup")]
@@ -39,7 +31,13 @@ _FIGURES = [*_OF_METRICS, *(name for name in (*TABLES["work"], *TABLES["tokens"]
 _SESSION = ("created", "commit", "machine", "gpu", "gpu_memory_bytes")
 
 CSV_COLUMNS = tuple(
-    dict.fromkeys([*_FIRST, *_OF_METRICS, *(f"verdict_{name}" for name in JUDGED), *_FIGURES, *_SESSION, "disturbed"])
+    dict.fromkeys(
+        [
+            *("id", "nodeid", *_CASE, "outcome", "failure", "launches", "disturbed", "inference_s"),
+            *("inference_s_low", "inference_s_high", *_FIGURES, *(f"verdict_{name}" for name in JUDGED), "reasons"),
+            *_SESSION,
+        ]
+    )
 )
 """The header of the CSV table; its columns are read by name, in the order of the metrics."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,7 @@ def render(
         values = list(dict.fromkeys(key[field] for key in keys.values()))
         if len(values) > 1:
             filters.append((field, label, sorted(values, key=int) if field == "batch" else values))
-    drawn, omitted = charts.of_report(report, baseline, verdicts)
+    drawn, omitted = charts.of_report(report, baseline)
     template = templates().get_template("page.html")
     return template.render(
         policy_header=content_security_policy([library, script, theme], [style]),
@@ -107,9 +107,9 @@ def render(
         counts=summary.counts,
         keys=keys,
         filters=filters,
-        machine=compared_facts(machine, report, baseline),
-        libraries=compared_facts(libraries, report, baseline),
-        options=compared_facts(options, report, baseline, absent="default"),
+        machine=machine(report),
+        libraries=libraries(report),
+        options=options(report),
         licenses=asset("licenses.txt"),
         data=_json({"config": config}),
     )
@@ -155,19 +155,6 @@ def _json(value: Any) -> str:
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
-
-
-def compared_facts(
-    facts_of: Callable[[Report], Mapping[str, str]], report: Report, baseline: Report | None, *, absent: str = "-"
-) -> list[tuple[str, str, str | None]]:
-    """Return the name and the value of facts of a report, and the value in its baseline if it is another one.
-
-    `absent` stands for a fact that one of them lacks.
-    """
-    own = facts_of(report)
-    before = own if baseline is None else facts_of(baseline)
-    values = [(name, own.get(name, absent), before.get(name, absent)) for name in dict.fromkeys([*own, *before])]
-    return [(name, value, None if then == value else then) for name, value, then in values]
 
 
 def libraries(report: Report) -> dict[str, str]:

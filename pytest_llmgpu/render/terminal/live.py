@@ -17,42 +17,28 @@ _LOG_S = 60.0
 class LiveLine:
     """Draws on the terminal; if standard output is not one, it gets a line a minute."""
 
-    def __init__(
-        self,
-        uncaptured: Callable[[], AbstractContextManager[None]],
-        width: Callable[[], int],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, uncaptured: Callable[[], AbstractContextManager[None]], width: Callable[[], int]) -> None:
         """Prepare to draw within `uncaptured`, where standard output is the real one.
 
         There `width` returns the number of free columns in the line that pytest writes.
         """
         self._uncaptured = uncaptured
         self._width = width
-        self._clock = clock
         self._drawn = False
-        self._due_s = clock() + _LOG_S
+        self._due_s = time.monotonic() + _LOG_S
 
-    def show(self, text: str) -> None:
-        """Draw `text`, cut to the free width, in place of the text before it."""
-        text = printable(text)
+    def show(self, text: str, *, at_once: bool = False) -> None:
+        """Draw `text`, cut to the free width, in place of the text before it; a log gets it once a minute, or now."""
         with self._uncaptured():
             if not sys.stdout.isatty():
-                if self._clock() >= self._due_s:
-                    self._write_line(f"llmgpu: {text}")
+                if at_once or time.monotonic() >= self._due_s:
+                    _write(f"\n{printable_lines(text)}\n")
+                    self._due_s = time.monotonic() + _LOG_S
                 return
             width = self._width() - 1
             if width >= _SMALLEST_WIDTH:
-                _write((_RESTORE if self._drawn else _SAVE) + _CLEAR_TO_END + text[:width])
+                _write((_RESTORE if self._drawn else _SAVE) + _CLEAR_TO_END + printable(text)[:width])
                 self._drawn = True
-
-    def note(self, text: str) -> None:
-        """Show a slow step before a case runs; without a terminal the text is written as a line."""
-        with self._uncaptured():
-            if sys.stdout.isatty():
-                self.show(text)
-            else:
-                self._write_line(printable_lines(text))
 
     def clear(self) -> None:
         """Remove the line, and put the cursor where pytest left it."""
@@ -60,10 +46,6 @@ class LiveLine:
             with self._uncaptured():
                 _write(_RESTORE + _CLEAR_TO_END)
         self._drawn = False
-
-    def _write_line(self, text: str) -> None:
-        _write(f"\n{text}\n")
-        self._due_s = self._clock() + _LOG_S
 
 
 def _write(text: str) -> None:

@@ -138,9 +138,11 @@ def painter(color: bool) -> Painter:
     return lambda text, style: f"\x1b[{style}m{text}\x1b[0m" if color and text else text
 
 
-def filled(text: str) -> str:
-    """Return text in lines of the largest width."""
-    return textwrap.fill(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+def filled(text: str, indent: str = "  ", used: int = 0) -> str:
+    """Return text in lines of the largest width, after `used` columns; a command in backticks stays whole."""
+    whole = re.sub("`[^`]+`", lambda found: found[0].replace(" ", "\0"), text)
+    wrapper = textwrap.TextWrapper(WIDTH, " " * used, indent, break_on_hyphens=False, break_long_words=False)
+    return wrapper.fill(whole).replace("\0", " ")[used:]
 
 
 def _device_table(place: Place, order: Sequence[Entry], reasons: dict[str, list[str]], environment: Environment) -> str:
@@ -177,7 +179,8 @@ def _missing(results: Sequence[CaseResult], name: str, environment: Environment,
     launches = [launch for result in results for launch in result.launches]
     profiles = [launch.profile for launch in launches if launch.profile is not None]
     for launch in launches:
-        maps = [launch.why, *(memory.why for memory in launch.memory), *(split(memory).why for memory in launch.memory)]
+        maps = [launch.why, *(memory.why for memory in launch.memory)]
+        found += [part for memory in launch.memory if isinstance(part := split(memory).get(key), str)]
         if launch.profile is not None:
             maps += [launch.profile.why, *(device.why for device in launch.profile.devices)]
         found += [why.get(key) or why.get("profile") for why in maps]
@@ -375,6 +378,5 @@ def _finding(problem: Problem, paint: Painter, *, verbose: bool) -> str:
         lines.append(f"The same finding: {listed(more, len(more) if verbose else _MOST_IDS)}.")
     if full:
         lines.append(f"-> {problem.next_step}")
-    wrapper = textwrap.TextWrapper(WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
-    text = "\n".join(map(wrapper.fill, lines))
-    return paint(problem.severity.upper().ljust(9), _STYLES[problem.severity]) + text[9:]
+    text = f"\n{indent}".join(filled(line, indent, len(indent)) for line in lines)
+    return paint(problem.severity.upper().ljust(9), _STYLES[problem.severity]) + text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator, Sequence
 
 from tabulate import tabulate
@@ -12,7 +11,7 @@ from pytest_llmgpu.gate.judge import ExitStatus
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.gate.rows_by_cause import by_reason
 from pytest_llmgpu.render.summary import counts, figures, mark, verdict, was_and_now
-from pytest_llmgpu.render.terminal.report import WIDTH, Painter, painter
+from pytest_llmgpu.render.terminal.report import Painter, filled, painter
 from pytest_llmgpu.report.metrics import place_of
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.text import listed, plural, printable
@@ -58,14 +57,14 @@ def table(verdicts: Verdicts, policy: Policy, color: bool = False, most: int | N
     cells = [[line[n] for n in used] for line in body]
     parts = [tabulate(cells, [titles[n] for n in used], colalign=align, disable_numparse=True)] if body else []
     if left := cases[len(cases[:most]) :]:
-        parts.append(f"and {plural(len(left), 'more case')}; their worst verdict is {left[0][0].verdict}")
+        parts.append(f"and {plural(len(left), 'more case')}; their worst verdict is {left[0][0].word}")
     parts.append("\n".join(_reasons(verdicts.rows if most is None else rows, paint, most)))
     ends = [headline.next_steps(verdicts, policy), printable(counts(verdicts))]
     if undecided and not any(row.verdict == "UNDECIDED" for row in rows):
         metrics = ", ".join(dict.fromkeys(row.metric.replace("_", " ") for row in undecided))
         ends.insert(0, f"{plural(len(undecided), 'row')} UNDECIDED ({metrics}): --all lists them.")
     ends += [f"note: {printable(note)}" for note in verdicts.warnings]
-    parts.append("\n".join(textwrap.fill(line, WIDTH, subsequent_indent=_INDENT) for line in ends if line))
+    parts.append("\n".join(filled(line, _INDENT) for line in ends if line))
     return "\n\n".join(filter(None, parts))
 
 
@@ -109,7 +108,7 @@ def _by_case(rows: Sequence[Row]) -> list[list[Row]]:
 
 def _verdict(row: Row, paint: Painter) -> str:
     word = verdict(row)
-    return word.replace(row.verdict, paint(row.verdict, _STYLES[mark(row.verdict)]))
+    return word.replace(row.word, paint(row.word, _STYLES[mark(row.verdict)]))
 
 
 def _reasons(rows: Sequence[Row], paint: Painter, most: int | None) -> Iterator[str]:
@@ -121,7 +120,7 @@ def _reasons(rows: Sequence[Row], paint: Painter, most: int | None) -> Iterator[
             return
         worst = group[0]
         ids = listed(map(printable, dict.fromkeys(row.id for row in group)), _MOST_NAMES)
-        yield f"{paint(worst.verdict, _STYLES[mark(worst.verdict)])}  {worst.metric}: {ids}"
+        yield f"{paint(worst.word, _STYLES[mark(worst.verdict)])}  {worst.metric}: {ids}"
         allowed = [f"Allowed: {worst.allowed}"] if worst.allowed is not None else []
         for line in [*worst.reason.splitlines(), *allowed]:
-            yield textwrap.fill(printable(line), WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT)
+            yield f"{_INDENT}{filled(printable(line), _INDENT, len(_INDENT))}"

@@ -16,7 +16,7 @@ from support.verdict_factory import any_unseen, noise, on_h200, timed
 
 from pytest_llmgpu.gate import judge as gate
 from pytest_llmgpu.gate.judge import judge
-from pytest_llmgpu.gate.policy import Policy, load_policy, sha256_of
+from pytest_llmgpu.gate.policy import Policy, dump_policy, load_policy
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.file import dump
 from pytest_llmgpu.report.report import Report
@@ -65,7 +65,7 @@ def test_json_has_the_verdicts(llmgpu: Callable[..., str]) -> None:
     assert found.rows == judge(base, head, Policy(), today=datetime.date(2026, 1, 1)).rows
     baseline = known(found.baseline)
     assert (baseline.name, baseline.commit) == ("base.json", "a" * 40)
-    assert found.policy_sha256 == sha256_of(Policy())
+    assert found.policy == dump_policy(Policy())
     assert found.head == Candidate(created=head.created, commit="a" * 40)
     assert msgspec.json.decode(llmgpu(*_GATE, "--json", "-", ends=1), type=Verdicts) == found
 

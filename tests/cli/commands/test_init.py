@@ -70,6 +70,24 @@ def test_what_exists_is_kept(
     assert ("-e . #" in (root / _WORKFLOW).read_text()) is ("[project]" in text)
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "alone"),
+    [
+        (_PYPROJECT, '[tool.pytest.ini_options]\naddopts = "-n 2 --reruns 1"\n', True),
+        (_PYPROJECT, '[tool.pytest.ini_options]\naddopts = ["--numprocesses=2"]\n', True),
+        (_PYPROJECT, '[tool.pytest.ini_options]\naddopts = "--no-header -ra"\n', False),
+        ("tox.ini", "[pytest]\naddopts = -n auto\n", True),
+    ],
+)
+def test_commands_work_as_printed(root: Path, llmgpu: Callable[..., str], name: str, text: str, alone: bool) -> None:
+    """They are of the root of the repository, and without workers of xdist, in which nothing is measured."""
+    (root / name).write_text(text)
+    _, _, steps = llmgpu("init", "--yes").partition("next:\n")
+    assert steps.splitlines()[0].strip() == f"cd {root}"
+    assert ("pytest benchmarks -n 0 --llmgpu-save=base" in steps) is alone
+    assert ("pytest benchmarks -n 0 " in (root / _WORKFLOW).read_text()) is alone
+
+
 @pytest.mark.parametrize(("answer", "status"), [("", 2), ("n\n", 2), ("y\n", 0)])
 def test_files_are_written_after_a_yes(root: Path, monkeypatch: pytest.MonkeyPatch, answer: str, status: int) -> None:
     """Without a terminal there is no answer."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 from itertools import islice
-from typing import cast
+from typing import ClassVar, cast
 
 import pytest
 
-from pytest_llmgpu.profiling.sampler.devices import Device
-from pytest_llmgpu.profiling.sampler.rounds import BlockingCall, ticks
+from pytest_llmgpu.profiling.sampler import rounds
+from pytest_llmgpu.profiling.sampler.devices import CALLS, METRICS, Device
+from pytest_llmgpu.profiling.sampler.rounds import Sampler, ticks
+
+_TX = "pcie_tx_bytes_per_s"
 
 
 @pytest.mark.parametrize(
@@ -56,31 +59,40 @@ def test_a_wait_that_ends_early_is_continued() -> None:
 class _GatedDevice:
     """A device whose blocking call returns when the test says so."""
 
+    index, method = 0, "auto"
+    chosen: ClassVar = {_TX: CALLS[_TX]}
+    lacking: ClassVar[set[str]] = set()
+
     def __init__(self) -> None:
-        self.index = 0
         self.why: dict[str, str] = {}
-        self.gate = threading.Semaphore(0)
+        self.gate = threading.Semaphore(1)
         self.calls = 0
 
     def read(self, metric: str) -> float:
-        assert metric == "pcie_tx_bytes_per_s"
+        assert metric == _TX
         self.calls += 1
         assert self.gate.acquire(timeout=300)
         return float(self.calls)
 
+    def averages(self, now_s: float, *, window_ended: bool) -> dict[str, tuple[float, float]]:  # noqa: ARG002
+        return {}
 
-def test_a_hung_call_gives_none_until_it_returns() -> None:
+    def poll(self, now_s: float) -> None:
+        """Poll nothing."""
+
+
+def test_a_hung_call_gives_none_until_it_returns(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that was given up is not repeated while it hangs, and its late result belongs to no tick."""
     device = _GatedDevice()
-    call = BlockingCall(cast("Device", device), "pcie_tx_bytes_per_s")
-    call.start()
-    assert call.result(timeout_s=0) is None
-    assert device.why == {"pcie_tx_bytes_per_s": "nvmlDeviceGetPcieThroughput: did not return within 1 s"}
-    call.start()
-    device.gate.release()
-    call._results.put(call._results.get(timeout=300))  # wait for the late result
-    assert call.result(timeout_s=300) is None
-    device.gate.release()
-    call.start()
-    assert call.result(timeout_s=300) == 2.0
-    assert device.calls == 2
+    sampler = Sampler([cast("Device", device)])
+
+    def read() -> float | None:
+        return sampler.round(1.0)[0][0][METRICS.index(_TX)]
+
+    monkeypatch.setattr(rounds, "_GIVE_UP_S", 0.0)
+    assert (read(), read()) == (None, None)
+    assert device.why == {_TX: "nvmlDeviceGetPcieThroughput: did not return within 0 s"}
+    device.gate.release(2)
+    monkeypatch.setattr(rounds, "_GIVE_UP_S", 300.0)
+    assert sampler._latest[0, _TX].result(300) == 2.0
+    assert (read(), device.calls) == (3.0, 3)

@@ -271,6 +271,18 @@ def test_a_comment_has_what_changed_the_next_step_and_the_commits_since_the_base
     assert commits == ["Slower", "Faster &#60;b>"]
 
 
+def test_a_cause_is_stated_once() -> None:
+    """Rows and cases that share it name themselves alone."""
+    reason = "FLOPs +{} %.\nCause: 1 more aten::mm."
+    rows = [make_row(id=f"mp-bs{n}", metric="program", reason=reason.format(n)) for n in (1, 2)]
+    report = make_report([make_result(batch_size=n) for n in (1, 2)], verdicts=make_verdicts(*rows))
+    for result in report.cases:
+        result.findings = [make_finding()]
+    text = unescape(export("github-comment", report))
+    assert [text.count(words) for words in ("Cause: 1 more", "It is slow.")] == [1, 1]
+    assert "**slow: mp-bs1, mp-bs2**" in text
+
+
 def test_a_comment_fits_the_limit_of_comments() -> None:
     """The last lines of its tables are left out."""
     report = judged(two_strategies(), two_strategies())

@@ -6,7 +6,6 @@ import html.parser
 import json
 import re
 import sys
-from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -179,7 +178,7 @@ def test_every_chart_has_its_table(whole: str) -> None:
 
 
 def test_the_page_compares_with_a_baseline() -> None:
-    """The worst change comes first, each case has both times, and the environment the values of the baseline."""
+    """The worst change comes first, each case has both times, and differences of the environment are notes."""
     head, base = paper_report(), paper_report()
     for launch in (launch for result in head.cases[:3] for launch in result.launches):
         launch.batches.latency_s = [500 * value for value in launch.batches.latency_s]
@@ -195,7 +194,7 @@ def test_the_page_compares_with_a_baseline() -> None:
     assert re.search(r"mp-bs1 time \S+ s \S+ s \+49900.0 % REGRESSED", page.text)
     assert all(f"{result.id} " in page.text.partition("Was and now")[2] for result in head.cases)
     assert "REGRESSED time: mp-bs1 , mp-bs2 , mp-bs4 Time +49900.0 %" in page.text
-    assert "2.11.0 baseline: 2.10.0" in page.text
+    assert "torch 2.10.0 \N{RIGHTWARDS ARROW} 2.11.0" in page.text
     assert page.text.startswith("REGRESSED")
 
 
@@ -414,40 +413,21 @@ def test_colours_of_charts_are_variables() -> None:
     assert system == dark
 
 
-def _facts(facts: Callable[[Report], dict[str, str]], *reports: Report | None, **absent: str) -> dict[str, Any]:
-    """Return the value of each fact, and that of the other report where it differs."""
-    found = html_report.compared_facts(facts, *reports, **absent)  # type: ignore[arg-type]
-    return {name: (value, before) for name, value, before in found}
-
-
 def test_options_are_shown_if_they_are_not_the_defaults() -> None:
-    """The other report has the value `default`; a limit in bytes has six digits, because nearly equal limits differ."""
-    own = {"--strategy": ["mp", "tp"], "--llmgpu-limit": None, "--llmgpu-scoring": "harness"}
-    other = {"--strategy": ["mp"], "--llmgpu-limit": 60, "--llmgpu-scoring": "harness"}
-    reports = (
-        make_report(options={**own, "--llmgpu-gpu-memory": 34037615821}),
-        make_report(options={**other, "--llmgpu-gpu-memory": 34034679808}),
-    )
-    assert _facts(html_report.options, *reports, absent="default") == {
-        "--strategy": ("mp,tp", "default"),
-        "--llmgpu-scoring": ("harness", None),
-        "--llmgpu-limit": ("default", "60"),
-        "--llmgpu-gpu-memory": ("31.7 GiB", "31.6973 GiB"),
-    }
+    """A limit in bytes has six digits, because nearly equal limits differ."""
+    own = {"--strategy": ["mp", "tp"], "--llmgpu-limit": None, "--llmgpu-gpu-memory": 34034679808}
+    found = html_report.options(make_report(options=own))
+    assert found == {"--strategy": "mp,tp", "--llmgpu-gpu-memory": "31.6973 GiB"}
 
 
-def test_facts_have_the_value_of_the_baseline_if_it_differs() -> None:
-    """A fact that one report lacks is `-` there; without a baseline no fact has a second value."""
+def test_facts_are_in_words() -> None:
+    """A library that is not installed, and a fact that is not known, are left out."""
     own = make_report(commit=Commit(sha="a" * 40, branch="main", dirty=True))
-    other = make_report(commit=Commit(sha="b" * 40))
     board = {"memory_bytes": 2**35, "pcie_gen": 3, "pcie_width": 8}
-    for one in (own, other):
-        one.environment.gpus = [msgspec.structs.replace(gpu, **board) for gpu in one.environment.gpus]
-    own.environment.versions = {"torch": "2.11.0", "triton": "3.6.0", "ray": None}
-    other.environment.versions = {"torch": "2.10.0", "triton": "3.6.0", "deepspeed": "0.19.8"}
-    libraries = _facts(html_report.libraries, own, other)
-    assert libraries == {"torch": ("2.11.0", "2.10.0"), "triton": ("3.6.0", None), "deepspeed": ("-", "0.19.8")}
-    machine = _facts(html_report.machine, own, other)
-    assert machine["Commit"] == (f"{'a' * 40} (main) with uncommitted changes", "b" * 40)
-    assert machine["GPUs"] == ("4 x NVIDIA H200, 32 GiB, PCIe 3.0 x8", None)
-    assert all(baseline is None for _, baseline in _facts(html_report.machine, own, None).values())
+    own.environment.gpus = [msgspec.structs.replace(gpu, **board) for gpu in own.environment.gpus]
+    own.environment.versions = {"torch": "2.11.0", "ray": None}
+    assert html_report.libraries(own) == {"torch": "2.11.0"}
+    machine = html_report.machine(own)
+    assert machine["Commit"] == f"{'a' * 40} (main) with uncommitted changes"
+    assert machine["GPUs"] == "4 x NVIDIA H200, 32 GiB, PCIe 3.0 x8"
+    assert "Resumed" not in machine

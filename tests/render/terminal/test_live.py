@@ -38,12 +38,13 @@ def test_a_log_gets_a_line_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     """A case that takes minutes is no silence; a note counts, and quick cases write nothing."""
     log, now_s = _Terminal(is_terminal=False), [0.0]
     monkeypatch.setattr(sys, "stdout", log)
-    line = LiveLine(contextlib.nullcontext, lambda: 40, lambda: now_s[0])
+    monkeypatch.setattr("time.monotonic", lambda: now_s[0])
+    line = LiveLine(contextlib.nullcontext, lambda: 40)
     for second in range(0, 300, 10):
         now_s[0] = float(second)
-        line.show(f"mp-bs8  warm-up  {second}")
+        line.show(f"llmgpu: mp-bs8  warm-up  {second}")
         if second == 130:
-            line.note("llmgpu: launch 2 of 2")
+            line.show("llmgpu: launch 2 of 2", at_once=True)
     line.clear()
     assert log.getvalue().split("\n")[1::2] == [
         *("llmgpu: mp-bs8  warm-up  60", "llmgpu: mp-bs8  warm-up  120", "llmgpu: launch 2 of 2"),

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 from support.prose import Prose
-from support.report_factory import make_answers, make_failed, make_memory, make_report, make_traffic
+from support.report_factory import known, make_answers, make_failed, make_memory, make_report, make_traffic
 from support.verdict_factory import make_row, make_verdicts, noise, with_launches
 
 from pytest_llmgpu.gate import headline
@@ -87,6 +87,16 @@ def test_the_end_counts_the_comparisons(prose: Prose) -> None:
     found, _ = _judge([with_launches([1.0] * 3)], [with_launches([1.0] * 3)])
     found = msgspec.structs.replace(found, warnings=["differs from the baseline: driver 1 -> 2"])
     assert prose == table(found, Policy()).split("\n\n")[-1]
+
+
+def test_a_command_can_be_copied() -> None:
+    """It is one line, however long; nothing breaks at a hyphen."""
+    found, policy = _judge([_full()], [_full(1.5)])
+    command = f"pytest suite --llmgpu-limit=24 {' '.join(f'--llmgpu-number-{n}={n}' for n in range(9))}"
+    head = msgspec.structs.replace(known(found.head), commit="b" * 40, command=command, states=[])
+    base = msgspec.structs.replace(known(found.baseline), commit="a" * 40)
+    text = table(msgspec.structs.replace(found, head=head, baseline=base), policy)
+    assert any(line.endswith(f"-- {command}`") for line in text.splitlines())
 
 
 def test_a_long_table_is_cut() -> None:
