@@ -121,7 +121,7 @@ def stored(model: Any, world_size: int) -> dict[str, tuple[str, int]] | None:
             kind = str(tensor.dtype).removeprefix("torch.") if is_plain else type(tensor).__name__
             # A rank has a part of each quantised weight, and such a part is no DTensor, which has the size of all.
             parts = world_size if split and not isinstance(tensor, DTensor) else 1
-            found[name] = kind, parts * _bytes(tensor)
+            found[name] = kind, parts * (tensor.numel() * tensor.element_size() if is_plain else _bytes(tensor))
     return found
 
 
