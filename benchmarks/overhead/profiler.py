@@ -108,7 +108,7 @@ def workload(arguments: argparse.Namespace) -> Iterator[Callable[[], object]]:
     source = models.resolve(arguments.model, load_format=load_format, texts=dataset.texts(), rootdir=Path.cwd())
     if load_format == "dummy":
         model = weights.skeleton(source, dtype)
-        weights.materialise(model, lambda _: device, seed=0, dtype=dtype)
+        weights.materialise(model, lambda _: device, seed=0)
     else:
         model = weights.checkpoint(source, dtype, device_map={"": arguments.device})
     requests = batching.encode(

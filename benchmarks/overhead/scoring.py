@@ -42,7 +42,7 @@ def main() -> None:
     if arguments.model == "random":
         source = msgspec.structs.replace(source, name="random", config={**source.config, **RANDOM})
     model = weights.skeleton(source, dtype)
-    weights.materialise(model, lambda _: device, seed=0, dtype=dtype)
+    weights.materialise(model, lambda _: device, seed=0)
     tokenizer = models.load_tokenizer(source)
     requests = batching.encode(HellaSwag(), dataset.items, tokenizer, models.max_length(model.config))
     rows = {}

@@ -99,9 +99,10 @@ def check(
 ) -> tuple[AccuracyCheck | None, list[Finding]]:
     """Check the answers of a result and return the findings on them. The worst launch counts.
 
-    The check is None for a result that did not complete or has no answers. `mp` is the result's reference, None where
-    its weights are quantised otherwise.
+    The check is None for a result that did not complete or has no answers. `mp` is the result's reference; one of other
+    weights is not used.
     """
+    mp = None if mp is None or allowed_difference(result.case, mp, 0.0, "largest") is None else mp
     case, texts = result.case, [launch.generation for launch in result.launches if launch.generation is not None]
     if result.outcome != "completed" or not (texts if case.generates else result.accuracies):
         return None, []
@@ -115,6 +116,25 @@ def check(
     else:
         found, fault = check_accuracy(result, mp, smallest, options)
     return found, _findings(result, (found, fault), mp, smallest)
+
+
+def allowed_difference(
+    case: Case, mp: CaseResult | None, rounding: float, kind: Literal["largest", "typical"]
+) -> float | None:
+    """Return the difference from mp up to which log-likelihoods are right; None where mp cannot show whether they are.
+
+    Each of several ranks quantises its part of a weight with scales of its own, none of which is larger than that of
+    the whole weight: the numbers are about as far from those of plain weights as mp's are, and so, beside rounding, at
+    most twice as far from mp's.
+    """
+    if mp is None or case.quantization is None:
+        return rounding
+    if mp.case.quantization != case.quantization:
+        return None
+    if case.devices == 1 or case.quantization.endswith("-checkpoint"):
+        return rounding
+    from_plain = None if mp.comparison is None else getattr(mp.comparison, f"{kind}_difference")
+    return None if from_plain is None else rounding + 2 * from_plain
 
 
 def _findings(
@@ -151,10 +171,12 @@ def _findings(
         return [finding("unchecked-answers", text, step)]
     if random and not case.generates and mp is None and case.strategy != REFERENCE_STRATEGY:
         text = f"every batch size of {case.strategy} may be wrong in the same way: there is no independent case to "
-        reason = result.why.get("comparison", "quantised weights of several ranks have other scales than those of one")
-        text += f"compare its log-likelihoods with ({reason})"
+        needed = f"{REFERENCE_STRATEGY} was not measured with both {case.quantization} and plain weights"
+        text += f"compare its log-likelihoods with ({result.why.get('comparison', needed)})"
         step = f"Add {REFERENCE_STRATEGY} to --strategy if {case.strategy} runs the model of --llmgpu-model; compare a "
         step += "model of its own with an earlier report (--llmgpu-compare)."
+        if "comparison" not in result.why:
+            step = f"Add {REFERENCE_STRATEGY} to --strategy, and pass --llmgpu-quantization=none,{case.quantization}."
         return [finding("unchecked-answers", text, step)]
     return []
 
@@ -310,7 +332,8 @@ def _mismatch(result: CaseResult, mp: CaseResult | None, smallest: CaseResult | 
         fault = "batch_size" if mp is None else "strategy"
     else:
         return None
-    allowed = explained(case.dtype)
+    rounding = explained(case.dtype)
+    allowed = allowed_difference(case, mp, rounding, "typical") or rounding
     for accuracy in result.accuracies:
         values = decode(accuracy.loglikelihoods)
         if len(values) > len(expected):
@@ -330,7 +353,8 @@ def check_random_weights(result: CaseResult, mp: CaseResult | None, smallest: Ca
     Batch sizes that are wrong in the same way agree with each other.
     """
     case, other = result.case, mp or smallest
-    tolerance, subject = _tolerance(result), "log-likelihoods of dummy weights"
+    subject = "log-likelihoods of dummy weights"
+    tolerance = allowed_difference(case, mp, _tolerance(result), "largest") or _tolerance(result)
     columns = [decode(accuracy.loglikelihoods) for accuracy in result.accuracies]
     broken = next((values for values in columns if not all(map(math.isfinite, values))), None)
     value: float | None = None
@@ -350,7 +374,7 @@ def check_random_weights(result: CaseResult, mp: CaseResult | None, smallest: Ca
             ok = value <= tolerance
             difference = percent(value) if value >= _PLAIN else f"{100 * value:.1g} %"
             text = f"{subject} differ by up to {difference} from those of {other.id}; {case.dtype} allows "
-            text += f"{100 * tolerance:g} %"
+            text += f"{100 * tolerance:.3g} %"
             if ok and mp is None and case.strategy != REFERENCE_STRATEGY:
                 ok, text = None, f"{text}, but both may be wrong in the same way"
     found = AccuracyCheck(
@@ -406,10 +430,11 @@ def check_texts(result: CaseResult, mp: CaseResult | None) -> Checked:
         fault = None if ok else "cache"
         text = f"log-likelihoods of {texts} {_differ(own)} between decode steps and a forward without a KV cache"
         text += f"; {100 * tolerance:g} % is allowed"
+        allowed = allowed_difference(result.case, mp, tolerance, "largest") or tolerance
         if mp is not None and foreign:
             value, source = None if own is None or reference is None else max(own, reference), mp.id
             text += f"; over the texts of {mp.id} they {_differ(reference)} from its own"
-            if ok and (reference is None or reference > tolerance):
+            if ok and (reference is None or reference > allowed):
                 ok, fault = False, "strategy"
         elif result.case.strategy != REFERENCE_STRATEGY:
             ok = None if ok else False
@@ -566,8 +591,7 @@ def _on_prefix(own: Generation, of_mp: Generation) -> tuple[float, int]:
 
 
 def _tolerance(result: CaseResult) -> float:
-    ran = (rank.implementations for launch in result.launches for rank in launch.ranks)
-    random = result.case.load_format == "dummy" and any("experts" in one for one in ran)
+    random = result.case.load_format == "dummy" and any("experts" in one.implementations for one in result.launches)
     return LOGLIKELIHOOD_TOLERANCES[result.case.dtype] * (_RANDOM_ROUTING if random else 1)
 
 

@@ -58,8 +58,7 @@ def assess(
         result.why["bound"] = shortest
     if mp is None:
         result.why["comparison"] = reference.missing(result, earlier)
-    alike = mp if mp is not None and reference.computes_the_same(result.case, mp.case) else None
-    result.accuracy_check, wrong = answers.check(result, alike, earlier, options)
+    result.accuracy_check, wrong = answers.check(result, mp, earlier, options)
     others = findings.findings(result, earlier, located, searching=options.find_max_batch)
     result.findings = [*wrong, *others]
     return result

@@ -11,9 +11,6 @@ from typing import Literal
 from pytest_llmgpu.report.result import CaseResult, Launch
 from pytest_llmgpu.report.work import Bound, Ceilings, ModelSize, Work
 
-_PRODUCTS_OF_DTYPE = (None, "int8", "int4", "fp8-weight")
-"""Quantisations of weights alone: the products are in the dtype of the case."""
-
 _NO_PEER_CEILING = ("peer_copy", "send", "recv")
 """Traffic that is no collective over all ranks: nothing measured bounds its time, so it counts as 0."""
 
@@ -39,7 +36,7 @@ def bound(result: CaseResult, work: Work | None, ceilings: Ceilings | None) -> B
         return f"the ceilings for {result.case.dtype} were not measured on every GPU of the case"
     # Of all ranks together.
     flops_per_s, bytes_per_s = len(work.ranks) * min(products), len(work.ranks) * min(copies)
-    if result.case.quantization not in _PRODUCTS_OF_DTYPE:
+    if result.case.quantization not in (None, "int8", "int4", "fp8-weight"):  # those have products of the dtype
         flops_per_s *= 2  # the rate of products in 8 bits on every GPU that has them
     wire_s = _wire_s(result, ceilings)
     if isinstance(wire_s, str):

@@ -2,7 +2,7 @@
 
 Every strategy computes the same numbers as mp, in another order. A strategy that is wrong at every batch size agrees
 with itself, so it is compared with mp, not only with its own other cases. A case of quantised weights is compared with
-mp of the same quantisation; without it, as mp itself, with plain weights, whose numbers are others.
+mp of the same quantisation; without it, as mp itself, with mp of plain weights, whose numbers are others.
 """
 
 from __future__ import annotations
@@ -48,49 +48,27 @@ def find(case: Case, earlier: Sequence[CaseResult]) -> CaseResult | None:
     """Return the case that `reference` chooses for a result of a case."""
     size = case.batch_size
 
-    def distance(result: CaseResult) -> tuple[bool, bool, int, bool, bool]:
+    def distance(result: CaseResult) -> tuple[bool, bool, bool, int, bool, bool]:
         other = result.case
+        kind = (other.quantization != case.quantization, result.has_wrong_answers)
         moved = (other.device != case.device, other.devices != case.devices)
-        return (result.has_wrong_answers, other.batch_size > size, abs(other.batch_size - size), *moved)
+        return (*kind, other.batch_size > size, abs(other.batch_size - size), *moved)
 
-    others = [other for other in earlier if _scored(other) and decisive(other.case) == decisive(case)]
-    for wanted in _references(case):
-        found = [one for one in others if (one.case.strategy, one.case.quantization) == wanted]
-        if found:
-            return min(found, key=distance)
-    return None
-
-
-def _references(case: Case) -> list[tuple[str, str | None]]:
-    """Return the strategy and the quantisation of the cases that a case may be compared with, the first ones first."""
-    own = case.strategy, case.quantization
-    found = (REFERENCE_STRATEGY, case.quantization), (case.strategy, None), (REFERENCE_STRATEGY, None)
-    return [one for one in dict.fromkeys(found) if one != own]
-
-
-def computes_the_same(case: Case, other: Case) -> bool:
-    """Return whether rounding alone may explain that the numbers of two cases of `reference` differ.
-
-    Each rank of a tensor-parallel strategy quantises its own part of a weight, with scales of its own.
-    """
-    quantized = case.quantization is not None
-    return case.quantization == other.quantization and not (
-        quantized and case.devices > 1 and case.strategy != REFERENCE_STRATEGY
-    )
+    return min(filter(_scored, _of_reference_strategy(case, earlier)), key=distance, default=None)
 
 
 def missing(result: CaseResult, earlier: Sequence[CaseResult]) -> str:
     """Return the reason why `reference` finds no case for a result, without a full stop."""
-    if not _references(result.case):
+    case = result.case
+    if case.strategy == REFERENCE_STRATEGY and case.quantization is None:
         return f"it is {REFERENCE_STRATEGY} itself"
     if not _scored(result):
         return "the case did not complete" if result.outcome != "completed" else "the case scored nothing"
     if (texts := generated(result)) is not None and texts.tokens is None:
         return "the engine returns no token ids"
-    fields, wanted = decisive(result.case), _references(result.case)
-    if any((one.case.strategy, one.case.quantization) in wanted and decisive(one.case) == fields for one in earlier):
+    if _of_reference_strategy(case, earlier):
         return f"no case of {REFERENCE_STRATEGY} completed in this run"
-    weights = " with plain weights" if result.case.strategy == REFERENCE_STRATEGY else ""
+    weights = " with plain weights" if case.strategy == REFERENCE_STRATEGY else ""
     return f"{REFERENCE_STRATEGY}{weights} was not measured in this run"
 
 
@@ -106,6 +84,14 @@ def same_series(result: CaseResult, earlier: Sequence[CaseResult]) -> list[CaseR
     """Return the other results that differ from a result in their batch size at most."""
     fields = result.case.series
     return [other for other in earlier if other is not result and other.case.series == fields]
+
+
+def _of_reference_strategy(case: Case, earlier: Sequence[CaseResult]) -> list[CaseResult]:
+    """Return the cases of mp with the weights of a case, else with plain ones; none for mp with plain weights."""
+    fields, weights = decisive(case), {case.quantization, None}
+    weights -= {case.quantization} if case.strategy == REFERENCE_STRATEGY else set()
+    of_mp = [other for other in earlier if other.case.strategy == REFERENCE_STRATEGY]
+    return [other for other in of_mp if other.case.quantization in weights and decisive(other.case) == fields]
 
 
 def _scored(result: CaseResult) -> bool:

@@ -54,7 +54,7 @@ class ContinuousBatching(Engine):
         device = torch.device("cuda", 0) if case.device == "cuda" else torch.device("cpu")
         if source.load_format == "dummy":
             self._model = weights.skeleton(source, dtype)
-            weights.materialise(self._model, lambda _: device, seed=case.seed, dtype=dtype)
+            weights.materialise(self._model, lambda _: device, seed=case.seed)
             self._model.eval()
         else:
             self._model = weights.checkpoint(source, dtype, device_map={"": str(device)})

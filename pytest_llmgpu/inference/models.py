@@ -271,16 +271,17 @@ def experts_of(config: PretrainedConfig | None) -> int:
     return int(next((count for name in EXPERTS if (count := getattr(decoder, name, None))), 0))
 
 
-def check_choices(source: ModelSource) -> None:
-    """Refuse an attention or an implementation of experts that cannot run here, before a rank starts.
+def check_choices(source: ModelSource, device: str, dtype: str) -> None:
+    """Refuse an attention, an implementation of experts or a quantisation that cannot run here, before a rank starts.
 
     Raises:
         ValueError: The message has the option, the reason and the names that are possible.
     """
-    if source.experts is None and source.attention in (None, "eager"):
+    quantized = source.quantization if source.quantization in quantization.CONFIGS else None
+    if source.experts is None and source.attention in (None, "eager") and quantized is None:
         return
-    refusal = _refusal(source.directory or json.dumps(source.config), source.attention or "", source.experts or "")
-    if refusal:
+    asked = [name or "" for name in (source.attention, source.experts, quantized)]
+    if refusal := _refusal(source.directory or json.dumps(source.config), *asked, device, dtype):
         raise ValueError(refusal)
 
 
@@ -289,8 +290,8 @@ def _refusal(*asked: str) -> str:
     return str(json.loads(processes.ask("pytest_llmgpu.inference.models", *asked, library="transformers")))
 
 
-def refusal_here(place: str, attention: str, experts: str) -> str:
-    """Return why one of two choices cannot run here, empty if both can. This runs in the child process."""
+def refusal_here(place: str, attention: str, experts: str, quantized: str, device: str, dtype: str) -> str:
+    """Return why one of the choices cannot run here, empty if all can. This runs in the child process."""
     import torch
     from transformers import AttentionInterface, AutoModelForCausalLM
     from transformers.integrations.moe import ExpertsInterface
@@ -321,6 +322,7 @@ def refusal_here(place: str, attention: str, experts: str) -> str:
     for flag, wanted, choose, known in (
         ("attention", attention, set_attention, names),
         ("experts", experts, set_experts, ("eager", *ExpertsInterface())),
+        ("quantization", quantized, functools.partial(quantization.attempt, device, dtype), quantization.CONFIGS),
     ):
         reason = wanted and _error_of(choose, wanted)
         if reason:

@@ -2,38 +2,31 @@
 
 transformers quantises a checkpoint while it is loaded, by torchao; random weights are quantised by the same calls. Its
 rules decide what is quantised: the weights of linear layers, not the embeddings, the output head and experts in one
-tensor. `python -m pytest_llmgpu.inference.quantization` is the child process that tries the names on a device.
+tensor.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-import json
-import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
-
-from pytest_llmgpu import processes
-from pytest_llmgpu.report.text import first_line
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, TorchAoConfig
 
-CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "int8": ("Int8WeightOnlyConfig", {}),
-    "int8-dynamic": ("Int8DynamicActivationInt8WeightConfig", {}),
+CONFIGS: dict[str, Callable[[Any], Any]] = {
+    "none": lambda _: None,
+    "int8": lambda ao: ao.Int8WeightOnlyConfig(),
+    "int8-dynamic": lambda ao: ao.Int8DynamicActivationInt8WeightConfig(),
     # The default packing needs a library more; this one needs torch alone.
-    "int4": ("Int4WeightOnlyConfig", {"group_size": 128, "int4_packing_format": "tile_packed_to_4d"}),
-    "fp8-weight": ("Float8WeightOnlyConfig", {}),
+    "int4": lambda ao: ao.Int4WeightOnlyConfig(group_size=128, int4_packing_format="tile_packed_to_4d"),
+    "fp8-weight": lambda ao: ao.Float8WeightOnlyConfig(),
     # One scale for each token: with one for all of a batch, the answers would depend on the batch.
-    "fp8": ("Float8DynamicActivationFloat8WeightConfig", {"granularity": "PerRow"}),
+    "fp8": lambda ao: ao.Float8DynamicActivationFloat8WeightConfig(granularity=ao.PerRow()),
 }
-"""Name to a class of torchao.quantization and its arguments."""
+"""Name to what returns the settings; its argument is torchao.quantization."""
 
-_IN_CHECKPOINT = "-checkpoint"
 _TRIED = "_hf_quantized_needs_local_tp"
 """transformers sets it on each module whose weights are quantised, since tensor parallelism needs it."""
 
@@ -45,150 +38,103 @@ def of_checkpoint(fields: dict[str, Any]) -> str | None:
         if found:
             # Old files of bitsandbytes name no method.
             method = found.get("quant_method") if isinstance(found, dict) else None
-            return f"{method or 'bitsandbytes'}{_IN_CHECKPOINT}"
+            return f"{method or 'bitsandbytes'}-checkpoint"
     return None
-
-
-def check(name: str | None, device: str, dtype: str) -> None:
-    """Refuse a quantisation of the option whose library is missing or that cannot run on this device in this dtype.
-
-    Raises:
-        ValueError: The message has the reason, and the names that are possible or the command that installs.
-    """
-    if name not in CONFIGS:
-        return
-    if importlib.util.find_spec("torchao") is None:
-        raise ValueError(f"--llmgpu-quantization={name} needs torchao: pip install 'pytest-llmgpu[torchao]'")
-    reasons = _reasons(device, dtype)
-    if name in reasons:
-        allowed = ", ".join(["none", *(other for other in CONFIGS if other not in reasons)])
-        raise ValueError(
-            f"--llmgpu-quantization={name}: {reasons[name]}: allowed here for {dtype} on {device}: {allowed}"
-        )
-
-
-@functools.cache
-def _reasons(device: str, dtype: str) -> dict[str, str]:
-    answer = processes.ask("pytest_llmgpu.inference.quantization", device, dtype, library="torchao")
-    return dict(json.loads(answer))
-
-
-def reasons_here(device: str, dtype: str) -> dict[str, str]:
-    """Return why quantisations cannot run here, by name; those that can are left out. This runs in the child process.
-
-    Each quantises a small layer and runs it.
-    """
-    import torch
-    from torchao.quantization import quantize_
-
-    found = {}
-    for name in CONFIGS:
-        try:
-            layer = torch.nn.Linear(256, 256, bias=False, dtype=getattr(torch, dtype), device=device)
-            quantize_(layer, _config(name))
-            with torch.inference_mode():
-                layer(torch.ones(32, 256, dtype=getattr(torch, dtype), device=device))
-        except Exception as error:  # noqa: BLE001 - whatever torchao or a kernel raises
-            found[name] = first_line(error).rstrip(".")
-    return found
 
 
 def settings(name: str | None) -> TorchAoConfig | None:
     """Return what `from_pretrained` of transformers takes; None for plain weights and for those of a checkpoint."""
+    if name not in CONFIGS:
+        return None
+    import torchao.quantization
     from transformers import TorchAoConfig
 
-    return TorchAoConfig(_config(name)) if name in CONFIGS else None
+    return TorchAoConfig(CONFIGS[name](torchao.quantization))
 
 
-def _config(name: str) -> Any:
+def attempt(device: str, dtype: str, name: str) -> None:
+    """Quantise a small layer and run it. It raises whatever torchao or a kernel raises."""
+    import torch
     import torchao.quantization
 
-    kind, given = CONFIGS[name]
-    if "granularity" in given:
-        given = {**given, "granularity": getattr(torchao.quantization, given["granularity"])()}
-    return getattr(torchao.quantization, kind)(**given)
+    layer = torch.nn.Linear(256, 256, bias=False, dtype=getattr(torch, dtype), device=device)
+    if (config := CONFIGS[name](torchao.quantization)) is not None:
+        torchao.quantization.quantize_(layer, config)
+    with torch.inference_mode():
+        layer(torch.ones(32, 256, dtype=getattr(torch, dtype), device=device))
 
 
-def converter(model: PreTrainedModel, name: str) -> Callable[[torch.nn.Module, str], bool]:
-    """Prepare a model without weights; return what quantises a parameter of a module, by its full name, once it is set.
-
-    It returns whether the parameter is one that is quantised. These are the calls of transformers' `from_pretrained`.
-    """
-    from torch.distributed.tensor import DTensor
-    from transformers import TorchAoConfig
+def prepare(model: PreTrainedModel, name: str | None) -> None:
+    """Let `convert` quantise a model without weights, by the calls of transformers' `from_pretrained`."""
+    chosen = settings(name)
+    if chosen is None:
+        return
     from transformers.quantizers.auto import AutoHfQuantizer
 
-    quantizer: Any = AutoHfQuantizer.from_config(TorchAoConfig(_config(name)), pre_quantized=False)
+    quantizer: Any = AutoHfQuantizer.from_config(chosen, pre_quantized=False)
     quantizer.validate_environment(device_map=None)
     quantizer.preprocess_model(model)
     quantizer.postprocess_model(model)
     model.hf_quantizer = quantizer
 
-    def convert(owner: torch.nn.Module, parameter: str) -> bool:
-        if not quantizer.param_needs_quantization(model, parameter):
-            return False
-        values: Any = owner.get_parameter(parameter.rpartition(".")[2]).data
-        if isinstance(values, DTensor):  # each rank quantises its own part
-            values = values.to_local()
-        quantizer.get_quantize_ops().convert(
-            {parameter: values}, model=model, full_layer_name=parameter, missing_keys=set()
-        )
-        return True
 
-    return convert
+def convert(model: torch.nn.Module, name: str) -> bool:
+    """Quantise a parameter of a prepared model once it is set; return whether it is one that is quantised."""
+    from torch.distributed.tensor import DTensor
+
+    quantizer: Any = getattr(model, "hf_quantizer", None)
+    if quantizer is None or not quantizer.param_needs_quantization(model, name):
+        return False
+    values: Any = model.get_parameter(name).data
+    if isinstance(values, DTensor):  # each rank quantises its own part
+        values = values.to_local()
+    quantizer.get_quantize_ops().convert({name: values}, model=model, full_layer_name=name, missing_keys=set())
+    return True
 
 
-def check_converted(model: torch.nn.Module) -> None:
-    """Refuse a model that keeps plain weights where they should be quantised, which torchao does without an error.
+def stored(model: Any, world_size: int) -> dict[str, tuple[str, int]] | None:
+    """Return name to kind and bytes of each tensor of a quantised decoder; None for a model of plain weights.
+
+    They are those that a checkpoint would have, also scales that are no parameters, of all ranks together, without
+    input embeddings and output head. A kind is the class of a quantised tensor, or a dtype.
 
     Raises:
-        ValueError: The shape of a weight does not allow the quantisation.
-    """
-    for name, module in model.named_modules():
-        weight = getattr(module, "weight", None)
-        if getattr(module, _TRIED, False) and not hasattr(weight, "__tensor_flatten__"):
-            shape = " x ".join(map(str, () if weight is None else weight.shape))
-            raise ValueError(f"torchao did not quantise {name}.weight ({shape}): choose another --llmgpu-quantization")
-
-
-def stored(model: PreTrainedModel, world_size: int) -> dict[str, tuple[str, int]]:
-    """Return name to kind and bytes of each tensor of the decoder, without input embeddings and output head.
-
-    They are those of all ranks together. A kind is the class of a quantised tensor, or a dtype.
+        ValueError: Weights are plain that should be quantised: torchao leaves those whose shape does not allow it.
     """
     from torch.distributed.tensor import DTensor
 
+    if getattr(model, "hf_quantizer", None) is None:
+        return None
     apart = {id(part) for part in (model.get_input_embeddings(), model.get_output_embeddings())}
     found = {}
     for path, module in model.named_modules():
-        # A rank has a part of each quantised weight, and such a part is no DTensor.
-        parts = world_size if getattr(module, _TRIED, False) else 1
-        for name, tensor in () if id(module) in apart else module.named_parameters(recurse=False):
+        tensors: dict[str, Any] = {}
+        if id(module) not in apart:
+            # bitsandbytes adds its scales, which are attributes of its weights.
+            module._save_to_state_dict(tensors, f"{path}.", keep_vars=True)  # noqa: SLF001 - not those of submodules
+        for name, tensor in tensors.items():
             is_plain = isinstance(tensor, DTensor) or not hasattr(tensor, "__tensor_flatten__")
+            split = getattr(module, _TRIED, False)
+            if split and is_plain and name == f"{path}.weight" and tensor.is_floating_point() and tensor.itemsize > 1:
+                shape = " x ".join(map(str, tensor.shape))
+                raise ValueError(f"{name} ({shape}) was not quantised: choose another --llmgpu-quantization")
             kind = str(tensor.dtype).removeprefix("torch.") if is_plain else type(tensor).__name__
-            whole = tensor.numel() * tensor.element_size()  # of all ranks, for a DTensor
-            found[f"{path}.{name}"] = kind, whole if isinstance(tensor, DTensor) else stored_bytes(tensor) * parts
+            # A rank has a part of each quantised weight, and such a part is no DTensor, which has the size of all.
+            parts = world_size if split and not isinstance(tensor, DTensor) else 1
+            found[name] = kind, parts * (tensor.numel() * tensor.element_size() if is_plain else _bytes(tensor))
     return found
 
 
-def describe(stored: dict[str, tuple[str, int]] | None) -> dict[str, str]:
-    """Return how much of the decoder's bytes each kind of weight has, `quantization: Int8Tensor 99 %, bfloat16 1 %`.
+def _bytes(tensor: torch.Tensor) -> int:
+    """Return the real size of a tensor: `nbytes` of torchao's tensors is that of the plain one."""
+    parts = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
+    return sum(_bytes(getattr(tensor, part)) for part in parts) or tensor.numel() * tensor.element_size()
 
-    The argument is what `stored` returns; nothing is returned for None.
-    """
+
+def describe(stored: dict[str, tuple[str, int]] | None) -> dict[str, str]:
+    """Return how much of the bytes of `stored` each kind has, `quantization: Int8Tensor 99 %, bfloat16 1 %`."""
     sizes: Counter[str] = Counter()
     for kind, size in (stored or {}).values():
         sizes[kind] += size
     shares = [f"{kind} {100 * size / sizes.total():.0f} %" for kind, size in sizes.most_common()]
     return {"quantization": ", ".join(shares)} if shares else {}
-
-
-def stored_bytes(tensor: torch.Tensor) -> int:
-    """Return the real size of a tensor: `nbytes` of torchao's tensors is that of the plain one."""
-    if hasattr(tensor, "__tensor_flatten__"):
-        return sum(stored_bytes(getattr(tensor, part)) for part in tensor.__tensor_flatten__()[0])
-    return tensor.numel() * tensor.element_size()
-
-
-if __name__ == "__main__":
-    print(json.dumps(reasons_here(*sys.argv[1:])))

@@ -39,6 +39,7 @@ def skeleton(source: ModelSource, dtype: torch.dtype, *, tied: bool = True) -> P
         )
     if tied:  # init_empty_weights replaces parameters one by one, which unties them
         model.tie_weights()
+    quantization.prepare(model, source.quantization)
     model.eval()
     return model
 
@@ -89,28 +90,18 @@ def checkpoint(
         raise ValueError(
             f"model {source.name}: {plural(len(missing), 'weight')} missing in its files, such as {missing[0]}"
         )
-    quantization.check_converted(model)
     return model.eval()  # type: ignore[no-any-return]
 
 
-def materialise(
-    model: PreTrainedModel,
-    device_of: Callable[[str], torch.device],
-    *,
-    seed: int,
-    dtype: torch.dtype,
-    quantized: str | None = None,
-) -> None:
+def materialise(model: PreTrainedModel, device_of: Callable[[str], torch.device], *, seed: int) -> None:
     """Fill a skeleton with random weights, each made directly on its device, and move its buffers to their devices.
 
     A value depends on the seed, on the parameter's name, shape and dtype, and on the kind of device. It does not depend
-    on how the model is spread over devices: `device_of` has the device of a parameter or buffer by its full name. With
-    `quantized`, a name of `quantization`, each weight is quantised once it is made, so that no device holds all plain
-    weights.
+    on how the model is spread over devices: `device_of` has the device of a parameter or buffer by its full name.
     """
     from torch.distributed.tensor import DTensor, distribute_tensor
 
-    read = _random(model, device_of, seed=seed, dtype=dtype)
+    read = _random(model, device_of, seed=seed)
 
     def make(name: str, empty: torch.nn.Parameter) -> torch.Tensor:
         values = read(name, empty)
@@ -119,18 +110,14 @@ def materialise(
         # Every rank has made equal values. Without a source rank each keeps its shard of its own values.
         return distribute_tensor(values, empty.device_mesh, empty.placements, src_data_rank=None)
 
-    convert = None if quantized is None else quantization.converter(model, quantized)
-    fill(model, "", make, device_of, convert=convert)
-    quantization.check_converted(model)
+    fill(model, "", make, device_of)
 
 
-def _random(
-    model: PreTrainedModel, device_of: Callable[[str], torch.device], *, seed: int, dtype: torch.dtype
-) -> Reader:
+def _random(model: PreTrainedModel, device_of: Callable[[str], torch.device], *, seed: int) -> Reader:
     """Return what makes values: 0 for biases, 1 for weights of norms, else a normal distribution around 0."""
     import torch
 
-    std = float(getattr(model.config.get_text_config(), "initializer_range", 0.02))
+    dtype, std = model.dtype, float(getattr(model.config.get_text_config(), "initializer_range", 0.02))
 
     def make(name: str, empty: torch.nn.Parameter) -> torch.Tensor:
         shape, device = empty.shape, device_of(name)
@@ -151,7 +138,7 @@ def reader(model: PreTrainedModel, source: ModelSource, device: torch.device, *,
 
     dtype = model.dtype
     if source.load_format == "dummy":
-        return _random(model, lambda _: device, seed=seed, dtype=dtype)
+        return _random(model, lambda _: device, seed=seed)
     assert source.directory is not None
     files = [safe_open(path, "pt", device=str(device)) for path in models.weight_files(Path(source.directory))]
     holder = {name: file for file in files for name in file.keys()}  # type: ignore[no-untyped-call]  # noqa: SIM118 - no mapping
@@ -168,12 +155,11 @@ def fill(
     read: Reader,
     device_of: Callable[[str], torch.device],
     skipped: tuple[str, ...] = (),
-    convert: Callable[[torch.nn.Module, str], bool] | None = None,
 ) -> None:
     """Fill the empty parameters of a module and its submodules, and move its buffers to their devices.
 
     The prefix is the full name of the module, empty for a model. Submodules with the skipped names stay as they are.
-    `convert` is that of `quantization.converter`.
+    Each weight is quantised once it is made, as `skeleton` has prepared it: no device holds all plain weights.
     """
     import torch
 
@@ -188,7 +174,7 @@ def fill(
             if empty.is_meta and empty not in made:
                 made[empty] = torch.nn.Parameter(read(f"{path}.{name}", empty), requires_grad=False)
             owner.register_parameter(name, made.get(empty, empty))
-            if convert is not None and convert(owner, f"{path}.{name}"):
+            if quantization.convert(module, f"{inner}.{name}"):
                 del made[empty]  # the plain values
         for name, buffer in owner.named_buffers(recurse=False):
             owner._buffers[name] = buffer.to(device_of(f"{path}.{name}"))  # noqa: SLF001 - keeps it persistent or not

@@ -49,22 +49,10 @@ Measure = Callable[..., "CaseResult"]
 """`measure(llm, items, batch_size) -> CaseResult`"""
 
 
-class StrategyName(str):
+class StrategyName(str):  # noqa: SLOT000
     """The parameter of our fixture `llm`; a test suite can have another fixture of that name."""
 
-    __slots__ = ("quantization",)
-    quantization: str
-
-    def __new__(cls, name: str, quantization: str = "none") -> StrategyName:  # noqa: PYI034 - Self is of Python 3.11
-        """Return a strategy whose weights are quantised."""
-        made = super().__new__(cls, name)
-        made.quantization = quantization
-        return made
-
-    @property
-    def id(self) -> str:
-        """The part of a test's id: `mp`, or `mp-int8`."""
-        return self if self.quantization == "none" else f"{self}-{self.quantization}"
+    quantization = "none"
 
 
 class BatchSize(int):
@@ -284,11 +272,13 @@ def make(chosen: Options) -> ModuleType:
 
 def parameters(chosen: Options) -> dict[str, dict[str, Any]]:
     """Return the parameters of each parametrised fixture, and the function that returns their part of a test's id."""
+    # Plain weights run first: quantised ones are compared with them.
+    kinds = sorted(chosen.quantization, key="none".__ne__)
+    strategies = [StrategyName(name) for _ in kinds for name in chosen.strategy]
+    for number, strategy in enumerate(strategies):
+        strategy.quantization = kinds[number // len(chosen.strategy)]
     return {
-        "llm": {
-            "params": [StrategyName(name, other) for other in chosen.quantization for name in chosen.strategy],
-            "ids": lambda name: name.id,
-        },
+        "llm": {"params": strategies, "ids": lambda name: f"{name}-{name.quantization}".removesuffix("-none")},
         "batch_size": {"params": [BatchSize(size) for size in chosen.batch_sizes], "ids": lambda size: f"bs{size}"},
     }
 
@@ -377,22 +367,21 @@ def limits_of_selection(config: pytest.Config) -> list[str]:
 def run_order(items: Sequence[pytest.Item], runs: Callable[[pytest.Item], bool]) -> list[pytest.Item]:
     """Return the tests with ours ordered, in the places that ours have; the others stay.
 
-    Ours are run group by group, the reference strategy first, plain weights before quantised ones, then in the order in
-    which groups first appear, with ascending batch sizes: each model is loaded once, and small batches run before large
-    ones that may not fit. A test that sets its batch size itself comes first. Tests of equal batch size keep their
-    order. `runs` returns whether a test is one of ours that is measured.
+    Ours are run group by group, the reference strategy first, then in the order in which groups first appear, with
+    ascending batch sizes: each model is loaded once, and small batches run before large ones that may not fit. A test
+    that sets its batch size itself comes first. Tests of equal batch size keep their order. `runs` returns whether a
+    test is one of ours that is measured.
     """
     from pytest_llmgpu.report.case import REFERENCE_STRATEGY
 
     turns: dict[tuple[object, ...], int] = {}
-    places: dict[pytest.Item, tuple[bool, bool, int, int]] = {}
+    places: dict[pytest.Item, tuple[bool, int, int]] = {}
     for item in filter(runs, items):
         group, size = group_of(item), parameter(item, "batch_size")
         # Folders whose conftest.py change the model have loadings of their own.
         changes = tuple(one.plugin_name for one in item.ihook.pytest_llmgpu_model.get_hookimpls())
         turn = turns.setdefault((*group, changes), len(turns))
-        quantized = group[1].quantization != ("none",)
-        places[item] = (group[0] != REFERENCE_STRATEGY, quantized, turn, size if isinstance(size, int) else 0)
+        places[item] = (group[0] != REFERENCE_STRATEGY, turn, size if isinstance(size, int) else 0)
     ordered = iter(sorted(places, key=places.__getitem__))
     return [next(ordered) if item in places else item for item in items]
 

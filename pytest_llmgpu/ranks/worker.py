@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -35,7 +35,6 @@ from pytest_llmgpu.strategies.protocol import Workspace
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel
 
     from pytest_llmgpu.strategies.protocol import Loaded, Strategy
 
@@ -153,6 +152,7 @@ def load(
             f"{name}: Loaded.world_size is {loaded.world_size}, but the number of ranks is {started}: return the "
             "number of ranks as Loaded.world_size"
         )
+    quantization.stored(model, started)  # refuses weights that stayed plain
     for hook in hooks:
         hook(loaded, case)
     scoring.check(model)
@@ -274,7 +274,8 @@ def warm_up(state: RankState, case: Case, not_recorded: str | None = None) -> No
         tokens_requested=None if workspace is None else workspace.tokens_requested,
         tokens_granted=None if workspace is None else workspace.tokens_granted,
         execution_choice=graph_choice.describe(decision),
-        implementations=models.implementations(loaded.config) | quantization.describe(stored(state)),
+        implementations=models.implementations(loaded.config)
+        | quantization.describe(quantization.stored(loaded.model, loaded.world_size)),
     )
 
 
@@ -415,6 +416,8 @@ def model_size(state: RankState) -> ModelSize | str | None:
 
     if state.engine is not None and state.case.model != state.source.name:
         return "the engine loads a model of its own"
+    if state.engine is not None and state.case.quantization is not None:
+        return "the bytes of weights that an engine quantises are not known"
     if state.engine is None and state.loaded.rank != 0:
         return None
     if state.engine is None and state.loaded.config is None:
@@ -423,23 +426,11 @@ def model_size(state: RankState) -> ModelSize | str | None:
         dtype: torch.dtype = getattr(torch, state.case.dtype)
         try:
             # The loaded model holds this rank's part only.
-            state.model_size = work.model_size(weights.skeleton(state.source, dtype), dtype.itemsize, stored(state))
+            stored = quantization.stored(state.loaded.model, state.loaded.world_size)
+            state.model_size = work.model_size(weights.skeleton(state.source, dtype), dtype.itemsize, stored)
         except Exception as error:  # noqa: BLE001 - a model of a user can fail in any way, and costs its bound alone
             state.model_size = f"{type(error).__name__}: {error}"
     return state.model_size
-
-
-def stored(state: RankState) -> dict[str, tuple[str, int]] | None:
-    """Return kind and bytes of each quantised weight of the decoder, by name; None for a model of plain weights.
-
-    Raises:
-        ValueError: An engine quantises the weights.
-    """
-    if state.case.quantization is None:
-        return None
-    if state.case.execution == "engine":
-        raise ValueError("the engine quantises the weights, whose size is not known")
-    return quantization.stored(cast("PreTrainedModel", state.loaded.model), state.loaded.world_size)
 
 
 def measure_ceilings(state: RankState, wanted: Collection[str]) -> Ceilings:

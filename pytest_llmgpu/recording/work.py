@@ -390,15 +390,17 @@ def model_size(
     parts = {name: part for name, part in model.named_parameters() if id(part) not in left_out}
     counts = {name: part.numel() for name, part in parts.items()}
     # Some models have their experts under other names, always in one tensor.
-    names = [
+    names = {
         name
         for name, part in parts.items()
         if experts and (".experts." in name or (part.dim() == 3 and part.shape[0] == experts))  # noqa: PLR2004 - experts, rows, columns
-    ]
+    }
     of_experts = sum(counts[name] for name in names)
     sizes = {name: count * dtype_bytes for name, count in counts.items()}
     if stored is not None:
         sizes = {name: size for name, (_, size) in stored.items()}
+        if 4 * sum(sizes.values()) < sum(counts.values()):
+            return f"its quantised weights are not in the model: {sum(sizes.values()):,} bytes are too few for them"
     share = active / experts if experts else 1.0
     heads, kinds = config.num_attention_heads, getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None) if kinds is None else None

@@ -449,17 +449,12 @@ def columns_of(place: Place, cases: Sequence[CaseResult]) -> list[Column]:
 
     It is over mp with plain weights if there is one.
     """
-
-    def of(case: Case) -> tuple[str | None, int]:
-        return case.quantization, case.batch_size
-
-    mp = {of(one.case): one.sequences_per_s for one in cases if one.case.strategy == REFERENCE_STRATEGY}
+    mp = {(one.case.quantization, one.case.batch_size): one for one in cases if one.case.strategy == REFERENCE_STRATEGY}
 
     def speedup(result: CaseResult) -> float | None:
-        case = result.case
-        key = (None, case.batch_size) if (None, case.batch_size) in mp else of(case)
-        base = None if case.strategy == REFERENCE_STRATEGY and key == of(case) else mp.get(key)
-        return result.sequences_per_s / base if base and result.sequences_per_s else None
+        base = mp.get((None, result.case.batch_size)) or mp.get((result.case.quantization, result.case.batch_size))
+        rate = None if base is None or base is result else base.sequences_per_s
+        return result.sequences_per_s / rate if rate and result.sequences_per_s else None
 
     own = own_columns(cases).values() if place in {"summary", "work"} else ()
     found = [*(COLUMNS[name] for name in TABLES[place]), *own]

@@ -37,14 +37,9 @@ _DTYPES = {"cuda": "float16", "cpu": "float32"}
 _ADD_BOS = {"auto": None, "yes": True, "no": False}
 """Value of `--llmgpu-add-bos` to that of the case."""
 
-_EXTRAS = {
-    "requests": "openai",
-    "vllm": "vllm",
-    "accelerate": "transformers",
-    "transformers": "transformers",
-    "deepspeed": "deepspeed",
-}
-"""Library of a strategy to the extra of this package that has it."""
+_EXTRAS = {"requests": "openai", "accelerate": "transformers"}
+_EXTRAS |= {name: name for name in ("deepspeed", "torchao", "transformers", "vllm")}
+"""Library of a strategy or a quantisation to the extra of this package that has it."""
 
 
 class Planner:
@@ -120,12 +115,11 @@ class Planner:
             own = _place_of(strategy, options)
         backend = own.pop("backend", strategy.backend)
         _check_choices(options, strategy)
-        # The base of this package has no library that loads a model.
-        for library, extra in ((backend, _EXTRAS.get(backend)), ("transformers", "transformers")):
-            if not library or importlib.util.find_spec(library.partition(".")[0]) is None:
-                flag = f"strategy={strategy_name}" if backend == strategy.backend else f"llmgpu-tp-backend={backend}"
-                package = f"'pytest-llmgpu[{extra}]'" if extra else library
-                raise ValueError(f"--{flag} needs {library}: pip install {package}")
+        flag = f"strategy={strategy_name}" if backend == strategy.backend else f"llmgpu-tp-backend={backend}"
+        quantized = (
+            {} if "none" in options.quantization else {"torchao": f"llmgpu-quantization={options.quantization[0]}"}
+        )
+        _check_libraries({backend: flag, "transformers": flag, **quantized})
         chosen, limit = self._items(options, items, task)
         task_place, its_task = self._task(chosen.task)
         generates = _generates(options, chosen, new_tokens)
@@ -185,7 +179,7 @@ class Planner:
             if case.prompt_tokens is not None and case.new_tokens is not None:
                 _check_generation(source, case.prompt_tokens, case.new_tokens, is_engine=is_engine)
             strategy.check(case, source)
-            quantization.check(source.quantization, machine.device, case.dtype)
+            models.check_choices(source, machine.device, case.dtype)
             return case
 
         if options.load_format != "dummy" and options.model not in bundled.PRESETS:
@@ -346,8 +340,7 @@ class Planner:
             found = None if options.load_format == "dummy" else quantization.of_checkpoint(source.config)
             if name is not None and found is not None:
                 raise ValueError(
-                    f"--llmgpu-quantization={name}: the weights of model {source.name} are quantised already "
-                    f"({found.removesuffix('-checkpoint')}): allowed: none"
+                    f"--llmgpu-quantization={name}: model {source.name} has quantised weights ({found}): allowed: none"
                 )
             source = msgspec.structs.replace(source, quantization=name or found)
             if options.attention is not None or options.experts is not None:
@@ -355,9 +348,16 @@ class Planner:
                 plain = "sdpa" if models.facts(source).has_sdpa else "eager"
                 attention = None if options.attention == plain else options.attention
                 source = msgspec.structs.replace(source, attention=attention, experts=options.experts)
-                models.check_choices(source)
             self._sources[wanted] = source
         return self._sources[wanted]
+
+
+def _check_libraries(flags: Mapping[str, str]) -> None:
+    """Refuse the flags whose libraries are missing: the base of this package has none that loads a model."""
+    for library, flag in flags.items():
+        if not library or importlib.util.find_spec(library.partition(".")[0]) is None:
+            package = f"'pytest-llmgpu[{_EXTRAS[library]}]'" if library in _EXTRAS else library
+            raise ValueError(f"--{flag} needs {library}: pip install {package}")
 
 
 def _check_choices(options: Options, strategy: Strategy | Engine) -> None:

@@ -6,7 +6,6 @@ On a CPU it is the plain model, the reference for the numbers of every other str
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import TYPE_CHECKING
 
 from pytest_llmgpu.inference import weights
@@ -43,8 +42,8 @@ class LayerParallel(Strategy):
             return Loaded(model=model, config=skeleton.config, input_device=cpu, devices=(cpu,))
         devices = tuple(torch.device("cuda", index) for index in range(case.devices))
         # The map of quantised weights takes one byte for each number: those of four bits may need less.
-        stored = dtype if source.quantization is None else torch.int8
-        model = _fill(skeleton, case, source, layer_map(skeleton, devices, stored))
+        size = dtype if source.quantization is None else torch.int8
+        model = _fill(skeleton, case, source, layer_map(skeleton, devices, size))
         head = model.get_output_embeddings().weight.device
         return Loaded(model=model, config=skeleton.config, input_device=head, devices=devices)
 
@@ -56,8 +55,7 @@ def _fill(
 
     if source.load_format != "dummy":
         return weights.checkpoint(source, skeleton.dtype, device_map=device_map)
-    place = partial(device_of, device_map=device_map)
-    weights.materialise(skeleton, place, seed=case.seed, dtype=skeleton.dtype, quantized=source.quantization)
+    weights.materialise(skeleton, lambda name: device_of(name, device_map), seed=case.seed)
     if len(device_map) == 1:
         return skeleton
     dispatched: PreTrainedModel = dispatch_model(

@@ -56,8 +56,7 @@ class TensorParallel(Strategy):
             )
         if case.backend == "deepspeed" and case.quantization is not None:
             raise ValueError(
-                f"--llmgpu-tp-backend=deepspeed: DeepSpeed does not split quantised weights ({case.quantization}): use "
-                "--llmgpu-tp-backend=transformers"
+                f"--llmgpu-tp-backend=deepspeed: it does not split {case.quantization} weights: use transformers"
             )
         names = (*(SPLIT_COUNTS if has_plan else ()), *(models.EXPERTS if spread else ()))
         check_divisible(case, source, names)
@@ -99,7 +98,7 @@ class TensorParallel(Strategy):
             resolved, _, mesh = type(skeleton).prepare_distribute_model(plan)
             model: PreTrainedModel = type(skeleton).maybe_distribute_model(skeleton, resolved, mesh)
             model.tie_weights()
-            weights.materialise(model, lambda _: device, seed=case.seed, dtype=dtype, quantized=source.quantization)
+            weights.materialise(model, lambda _: device, seed=case.seed)
             model.eval()
         else:
             model = weights.checkpoint(source, dtype, distributed_config=plan)

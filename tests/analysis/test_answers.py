@@ -18,7 +18,6 @@ from support.report_factory import (
     make_failed,
     make_generation,
     make_result,
-    make_work,
     paper_results,
 )
 
@@ -329,8 +328,7 @@ def test_random_weights_must_score_alike_at_every_batch_size(
     smallest = _dummy([-100.0, -50.0, -10.0, -1.0], dtype=dtype)
     larger = _dummy([-100.0, -50.0, -10.0, -1.0], 8, dtype=dtype)
     larger.launches += _dummy([-100.0, -50.0 * (1 - difference), -10.0, -1.0]).launches
-    larger.launches[0].work = make_work(1)
-    larger.launches[0].ranks[0].implementations.update(experts)
+    larger.launches[0].implementations = experts
     found = check_of(smallest, larger)
     assert (found.ok, found.source, found.metric) == (ok, "mp-bs1", "loglikelihood_relative_difference")
     assert found.value == pytest.approx(difference, rel=0.1)
@@ -381,6 +379,29 @@ def test_random_weights_agree_with_mp_not_with_themselves() -> None:
     assert finding_of(*wrong).next_step.startswith("Add mp to --strategy if iok runs the model of")
     assert check_of(wrong[0], _dummy(size=8, strategy="iok")).ok is False
     assert codes(_dummy(_WRONG), _dummy(_WRONG, strategy="tp")) == [[], []]
+
+
+@pytest.mark.parametrize(("off", "ok"), [(0.09, True), (0.12, False)])
+def test_ranks_that_quantise_their_parts_may_differ_from_mp_twice_as_far_as_mp_from_plain_weights(
+    off: float, ok: bool
+) -> None:
+    """Without mp of plain weights the case is unchecked; one rank, and a checkpoint, have the scales of mp."""
+    two: dict[str, Any] = {"devices": 2, "quantization": "int8"}
+    plain, mp, tp = (
+        _dummy([-1.0 - far, *_RIGHT[1:]], strategy=name, **fields)
+        for far, name, fields in ((0, "mp", {}), (0.05, "mp", {"quantization": "int8"}), (0.05 + off, "tp", two))
+    )
+    assert check_of(plain, mp, tp).ok is ok
+    assert check_of(plain, mp, tp).tolerance == pytest.approx(0.005 + 2 * 0.05)
+    for others in ((mp,), (plain,)):
+        found = finding_of(*others, tp)
+        assert (found.code, check_of(*others, tp).ok) == ("unchecked-answers", None)
+        assert found.next_step == "Add mp to --strategy, and pass --llmgpu-quantization=none,int8."
+    same = {**two, "quantization": "torchao-checkpoint"}
+    assert (
+        check_of(_dummy(quantization=same["quantization"]), _dummy([-1.02, *_RIGHT[1:]], strategy="tp", **same)).ok
+        is False
+    )
 
 
 def test_a_workspace_that_is_too_small_is_the_cause() -> None:

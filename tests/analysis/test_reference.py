@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from support.report_factory import make_accuracy, make_check, make_failed, make_result
 
-from pytest_llmgpu.analysis.reference import computes_the_same, missing, reference
+from pytest_llmgpu.analysis.reference import missing, reference
 from pytest_llmgpu.report.result import CaseResult
 
 
@@ -39,18 +39,13 @@ def test_cases_that_compute_other_numbers_are_not_compared() -> None:
 
 
 def test_quantised_weights_are_compared_with_mp_of_theirs_then_with_plain_ones() -> None:
-    """Plain ones are those of the strategy first. mp itself is compared with plain weights alone."""
+    """A case of mp itself is compared with plain weights alone."""
     plain, quantised, tp = _scored(), _scored(quantization="int8"), _scored("tp")
     case = _scored("tp", quantization="int8")
     assert reference(case, [plain, tp, _scored(quantization="int4"), quantised]) is quantised
-    assert reference(case, [plain, tp]) is tp
-    assert reference(case, [plain]) is plain
+    assert reference(case, [tp, plain]) is plain
     assert reference(quantised, [tp, plain, _scored(quantization="int4")]) is plain
     assert reference(plain, [quantised]) is None
-    same = [(quantised, plain, False), (case, quantised, False), (tp, plain, True)]
-    on_one = _scored("tp", quantization="int8", devices=1)
-    for one, other, equal in (*same, (on_one, quantised, True)):
-        assert computes_the_same(one.case, other.case) is equal
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def test_a_choice_that_cannot_run_here_is_refused(preset: str, attention: str, e
     if experts == "sonicmoe" and find_spec("kernels"):
         pytest.skip("kernels is installed")
     place = json.dumps(PRESETS[preset])
-    found = models.refusal_here(place, attention, experts)
+    found = models.refusal_here(place, attention, experts, "", "cpu", "float32")
     assert re.match(f"--llmgpu-{refusal}", found) if refusal else not found
     facts = models.facts_here(place)
     assert facts.has_plan is facts.has_sdpa is (preset == "llama-7b")
@@ -74,7 +74,7 @@ def test_a_choice_that_cannot_run_here_is_refused(preset: str, attention: str, e
 )
 def test_a_model_that_takes_no_choice_is_refused(config: dict[str, Any], refusal: str) -> None:
     """Transformers ignores an attention that the code of a model does not look up."""
-    assert re.match(refusal, models.refusal_here(json.dumps(config), "nonsense", ""))
+    assert re.match(refusal, models.refusal_here(json.dumps(config), "nonsense", "", "", "cpu", "float32"))
 
 
 def test_resolving_needs_no_torch(model: Path) -> None:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-import importlib.util
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +9,7 @@ import pytest
 import torch
 from support import tiny_model
 
-from pytest_llmgpu import processes
-from pytest_llmgpu.inference import quantization, weights
+from pytest_llmgpu.inference import models, quantization, weights
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.recording.work import model_size
 from pytest_llmgpu.report.options import Options
@@ -27,7 +26,7 @@ def _loaded(source: ModelSource) -> Any:
         return weights.checkpoint(source, torch.float32)
     model = weights.skeleton(source, torch.float32)
     place = torch.device("cpu")
-    weights.materialise(model, lambda _: place, seed=0, dtype=torch.float32, quantized=source.quantization)
+    weights.materialise(model, lambda _: place, seed=0)
     return model
 
 
@@ -39,9 +38,8 @@ def _logits(model: Any) -> torch.Tensor:
 
 def test_every_name_of_the_option_is_one_of_torchao_and_the_reverse() -> None:
     """Plain weights come first."""
-    assert Options.__dataclass_fields__["quantization"].metadata["metavar"] == (
-        f"{{{','.join(['none', *quantization.CONFIGS])}}}[,...]"
-    )
+    names = ",".join(quantization.CONFIGS)
+    assert Options.__dataclass_fields__["quantization"].metadata["metavar"] == f"{{{names}}}[,...]"
 
 
 @pytest.mark.parametrize(
@@ -65,6 +63,7 @@ def test_random_weights_a_checkpoint_and_a_quantised_checkpoint_are_the_same(
         model = _loaded(tiny_model.source(_SMALL, given, quantization=kind or "torchao-checkpoint"))
         assert torch.equal(_logits(model), found), directory
         stored = quantization.stored(model, 1)
+        assert stored is not None
         size = model_size(weights.skeleton(tiny_model.source(_SMALL), torch.float32), 4, stored)
         assert not isinstance(size, str)
         assert size.weights_bytes == sum(size for _, size in stored.values()) == right_size
@@ -72,15 +71,6 @@ def test_random_weights_a_checkpoint_and_a_quantised_checkpoint_are_the_same(
         assert text.startswith(f"{type(model.model.layers[0].mlp.up_proj.weight).__name__} 9")
     fields = json.loads((tmp_path / "quantised" / "config.json").read_text())
     assert quantization.of_checkpoint(fields) == "torchao-checkpoint"
-
-
-def test_a_layer_that_torchao_left_as_it_was_is_refused() -> None:
-    """Torchao leaves a weight whose shape does not allow the quantisation, without an error."""
-    model = torch.nn.Sequential(torch.nn.Linear(2, 3))
-    quantization.check_converted(model)
-    vars(model[0])["_hf_quantized_needs_local_tp"] = True  # transformers quantises it
-    with pytest.raises(ValueError, match=r"^torchao did not quantise 0\.weight \(3 x 2\)"):
-        quantization.check_converted(model)
 
 
 @pytest.mark.parametrize(
@@ -97,24 +87,50 @@ def test_the_method_of_a_checkpoint_is_its_quantisation(fields: dict[str, Any], 
     assert quantization.of_checkpoint(fields) == found
 
 
-def test_what_cannot_run_here_is_refused_with_what_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library that is missing has its command; plain weights and those of a checkpoint need no check."""
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    for name in (None, "fp8-checkpoint"):
-        quantization.check(name, "cpu", "float32")
-    with pytest.raises(ValueError, match=r"=int4 needs torchao: pip install 'pytest-llmgpu\[torchao\]'$"):
-        quantization.check("int4", "cpu", "float32")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: "found")
-    monkeypatch.setattr(processes, "ask", lambda *_, **__: '{"int4": "no GPU", "fp8": "too old"}')
-    quantization._reasons.cache_clear()
-    quantization.check("int8", "cpu", "float32")
-    message = r"=fp8: too old: allowed here for float32 on cpu: none, int8, int8-dynamic, fp8-weight$"
-    with pytest.raises(ValueError, match=message):
-        quantization.check("fp8", "cpu", "float32")
-    quantization._reasons.cache_clear()
-
-
 def test_each_name_is_tried_on_the_device() -> None:
     """A CPU computes no products in fp8, and torch's packing of four bits is for GPUs."""
     pytest.importorskip("torchao")
-    assert sorted(quantization.reasons_here("cpu", "bfloat16")) == ["fp8", "int4"]
+    place = json.dumps(_SMALL)
+    for name, kept in (("int4", ", int8, int8-dynamic, fp8-weight$"), ("int8", None)):
+        found = models.refusal_here(place, "", "", name, "cpu", "bfloat16")
+        assert (
+            found == ""
+            if kept is None
+            else re.match(f"--llmgpu-quantization=int4: .*: allowed here: none{kept}", found)
+        )
+
+
+def test_weights_that_stayed_plain_are_refused() -> None:
+    """Torchao leaves a weight whose shape does not allow the quantisation, without an error."""
+    model = _loaded(tiny_model.source(_SMALL))
+    assert quantization.stored(model, 1) is None
+    model.hf_quantizer = "of transformers"
+    vars(model.model.layers[1].mlp.up_proj)["_hf_quantized_needs_local_tp"] = True  # transformers quantises it
+    with pytest.raises(
+        ValueError, match=r"^model\.layers\.1\.mlp\.up_proj\.weight \(48 x 32\) was not quantised: choose"
+    ):
+        quantization.stored(model, 1)
+
+
+class _WithScales(torch.nn.Linear):
+    """A layer whose scales are an attribute of its weights and are saved with them, as those of bitsandbytes."""
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight.absmax"] = torch.ones(48)
+
+
+def test_scales_beside_the_parameters_are_counted() -> None:
+    """Buffers that are saved are those of GPTQ; weights that are in no tensor of the model have no size."""
+    source = tiny_model.source(_SMALL)
+    model, right = _loaded(source), weights.skeleton(source, torch.float32)
+    model.hf_quantizer = "of transformers"
+    plain = sum(size for _, size in (quantization.stored(model, 1) or {}).values())
+    mlp = model.model.layers[0].mlp
+    mlp.up_proj = _WithScales(32, 48, bias=False)
+    mlp.down_proj.register_buffer("qzeros", torch.zeros(10, dtype=torch.int32))
+    found = quantization.stored(model, 1) or {}
+    assert sum(size for _, size in found.values()) == plain + 4 * (48 + 10)
+    few = model_size(right, 4, {"x.weight": ("uint8", _DECODER // 5)})
+    assert isinstance(few, str), "less than two bits a weight"
+    assert "too few" in few

@@ -36,7 +36,7 @@ def _skeleton(source: ModelSource) -> Any:
 
 def _filled(source: ModelSource, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
     model = weights.skeleton(source, dtype)
-    weights.materialise(model, lambda _: _CPU, seed=seed, dtype=dtype)
+    weights.materialise(model, lambda _: _CPU, seed=seed)
     return model
 
 

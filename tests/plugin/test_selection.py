@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from support.faked_runs import FakedRuns
 
-from pytest_llmgpu.inference import quantization
+from pytest_llmgpu.inference import models
 
 
 def test_batch_sizes_ascend_within_a_group_and_the_reference_runs_first(runs: FakedRuns) -> None:
@@ -33,7 +33,8 @@ def test_each_quantisation_is_a_group_of_tests_plain_weights_first(
     runs: FakedRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The id of a test and of its case have it; a marker chooses for its own test, that of a parameter cannot."""
-    monkeypatch.setattr(quantization, "check", lambda *_: None)
+    pytest.importorskip("torchao")
+    monkeypatch.setattr(models, "check_choices", lambda *_: None)
     runs.pytester.makepyfile(
         test_it="""
         import pytest

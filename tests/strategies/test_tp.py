@@ -139,6 +139,11 @@ def test_every_item_has_the_answer_of_mp(pytester: pytest.Pytester, monkeypatch:
         ({"backend": "deepspeed", "dtype": "float16"}, "--llmgpu-dtype=float16: "),
         ({"devices": 3}, "--llmgpu-devices=3: strategy tp cannot split the 8 attention heads of bundled"),
         ({}, None),
+        (
+            {"backend": "deepspeed", "quantization": "int8"},
+            "deepspeed: it does not split int8 weights: use transformers",
+        ),
+        ({"quantization": "int8"}, None),
         ({"backend": "deepspeed"}, None),
         ({"backend": "deepspeed", "dtype": "bfloat16"}, None),
         ({"dtype": "float16"}, None),
