@@ -10,6 +10,7 @@ import functools
 import inspect
 import operator
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -33,6 +34,9 @@ _REMEDIES = {
 }
 """Name of an error of torch to what helps against it."""
 
+
+_IN_PLACE = {operator.iadd, operator.isub, operator.imul, operator.itruediv}
+"""Operators that change their first argument, as methods whose names end with an underscore do."""
 
 _SUSPENDED = ContextVar("_SUSPENDED", default=False)
 """True while `suspended` is entered: a layer runs once there, since its ops and collectives are counted."""
@@ -231,29 +235,60 @@ def _join_products(graph: Any) -> None:
     import torch
 
     linear = torch.nn.functional.linear
+    changed: Counter[Any] = Counter()  # an input that is changed in place between two products is another one
     found: dict[Any, dict[int, Any]] = {}
     for node in graph.nodes:
-        if node.target is linear and getattr(node.args[-1], "target", None) is operator.getitem:  # without a bias
-            given, (joint, rows) = node.args[0], node.args[-1].args
-            several = given.meta["example_value"].numel() > given.meta["example_value"].shape[-1]
-            if several and isinstance(rows, slice) and None not in (rows.start, rows.stop):
-                found.setdefault((given, joint), {})[rows.start] = node
-    for (given, joint), nodes in found.items():
+        if node.target in _IN_PLACE or (node.op == "call_method" and node.target.endswith("_")):
+            changed[node.args[0]] += 1
+        if (rows := _rows_of_joint(node)) is not None:
+            given, joint = node.args[0], node.args[1].args[0]
+            if given.meta["example_value"].numel() > given.meta["example_value"].shape[-1]:
+                found.setdefault((given, changed[given], joint), {})[rows.start] = node
+    for (given, _, joint), nodes in found.items():
         parts = [nodes[start] for start in sorted(nodes)]
-        rows = [part.args[1].args[1] for part in parts]
-        if len(parts) == 1 or any(before.stop != after.start for before, after in pairwise(rows)):
+        rows_of_parts = [part.args[1].args[1] for part in parts]
+        first, last = rows_of_parts[0].start, rows_of_parts[-1].stop
+        whole = torch.cat([part.meta["example_value"] for part in parts], dim=-1)
+        places = [(..., slice(rows.start - first, rows.stop - first)) for rows in rows_of_parts]
+        apart = any(before.stop != after.start for before, after in pairwise(rows_of_parts))
+        fit = all(_can_be(whole[place], part) for place, part in zip(places, parts, strict=True))
+        if len(parts) == 1 or apart or not fit:
             continue
         with graph.inserting_before(next(node for node in graph.nodes if node in parts)):
-            weight = graph.call_function(operator.getitem, (joint, slice(rows[0].start, rows[-1].stop)))
+            weight = graph.call_function(operator.getitem, (joint, slice(first, last)))
             product = graph.call_function(linear, (given, weight))
-            product.meta["example_value"] = torch.cat([part.meta["example_value"] for part in parts], dim=-1)
-            for part, of in zip(parts, rows, strict=True):
-                place = slice(of.start - rows[0].start, of.stop - rows[0].start)
-                piece = graph.call_function(operator.getitem, (product, (..., place)))
-                piece.meta = dict(part.meta)
+            product.meta["example_value"] = whole
+            for part, place in zip(parts, places, strict=True):
+                piece = graph.call_function(operator.getitem, (product, place))
+                piece.meta = {**part.meta, "example_value": whole[place]}
                 part.replace_all_uses_with(piece)
         for part in parts:
             graph.erase_node(part)
+
+
+def _rows_of_joint(node: Any) -> slice | None:
+    """Return which rows of a matrix are the weight of a product without a bias; None for any other node."""
+    import torch
+
+    if node.target is not torch.nn.functional.linear or len(node.args) != 2 or node.kwargs:  # noqa: PLR2004 - input, weight
+        return None
+    weight = node.args[1]
+    if weight.target is not operator.getitem or not isinstance(rows := weight.args[1], slice) or rows.step is not None:
+        return None
+    joint = weight.args[0].meta["example_value"]
+    known = isinstance(rows.start, int) and isinstance(rows.stop, int)
+    return rows if known and joint.dim() == 2 and 0 <= rows.start < rows.stop <= len(joint) else None  # noqa: PLR2004
+
+
+def _can_be(piece: torch.Tensor, part: Any) -> bool:
+    """Return whether a piece of a wider product, whose rows are apart in memory, can be viewed as the product is."""
+    for user in part.users:
+        if user.op == "call_method" and user.target == "view":
+            try:
+                piece.view(user.meta["example_value"].shape)
+            except (RuntimeError, ValueError):  # a ValueError while torch traces
+                return False
+    return True
 
 
 def _forward(layers: CompiledLayers, layer: torch.nn.Module, index: int, compiled: Callable[..., Any]) -> Any:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from support import tiny_model
 from support.request_factory import make_prompts
+from torch.nn.functional import linear
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pytest_llmgpu.inference import compiled_layers
@@ -163,6 +164,61 @@ def test_products_of_one_row_are_sums_and_others_of_one_input_are_joined() -> No
             graphs.clear()
             torch.testing.assert_close(model(input_ids=one, use_cache=False).logits, logits, atol=1e-5, rtol=1e-5)
             assert {*graphs} == {4 if one.numel() > 1 else 1}
+
+
+class _Packed(torch.nn.Module):
+    """A layer that multiplies by parts of one matrix, in ways that differ from those of joined linear layers."""
+
+    def __init__(self, multiply: Callable[[_Packed, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.weight, self.bias = torch.nn.Parameter(torch.randn(32, 16)), torch.nn.Parameter(torch.randn(32))
+        self.q, self.k = (torch.nn.Linear(16, 16, bias=False) for _ in range(2))
+        self.multiply = multiply
+
+    def forward(self, hidden_BTH: torch.Tensor) -> torch.Tensor:
+        return self.multiply(self, hidden_BTH)
+
+
+def _with_bias(one: _Packed, hidden: torch.Tensor) -> torch.Tensor:
+    halves = [linear(hidden, one.weight[rows], bias=one.bias[rows]) for rows in (slice(0, 16), slice(16, 32))]
+    product: torch.Tensor = halves[0] * halves[1]
+    return product
+
+
+def _by_name(one: _Packed, hidden: torch.Tensor) -> torch.Tensor:
+    return linear(input=hidden, weight=one.weight)
+
+
+def _every_second(one: _Packed, hidden: torch.Tensor) -> torch.Tensor:
+    return linear(hidden, one.weight[0:16:2]).repeat(1, 1, 2) + linear(hidden, one.weight[16:32])
+
+
+def _flat(one: _Packed, hidden: torch.Tensor) -> torch.Tensor:
+    product: torch.Tensor = one.q(hidden).view(-1, 8) * one.k(hidden).view(-1, 8)
+    return product
+
+
+def _in_place(one: _Packed, hidden: torch.Tensor) -> torch.Tensor:
+    doubled = 2 * hidden
+    first = one.q(doubled)
+    doubled += 1
+    second = one.k(doubled)
+    total: torch.Tensor = first + second + one.q(doubled.add_(1)) + one.k(doubled)
+    return total
+
+
+@pytest.mark.parametrize("multiply", [_with_bias, _by_name, _every_second, _flat, _in_place])
+def test_products_that_cannot_be_joined_stay(multiply: Callable[[_Packed, torch.Tensor], torch.Tensor]) -> None:
+    """Those with a bias, of other rows, of an input that changes between them, or whose rows are viewed as one."""
+    model = torch.nn.Module()
+    decoder = torch.nn.Module()
+    decoder.layers = torch.nn.ModuleList(_Packed(multiply) for _ in range(2))
+    model.get_decoder = lambda: decoder  # type: ignore[assignment]
+    hidden = torch.randn(2, 3, 16)
+    with torch.inference_mode():
+        expected = decoder.layers[0](hidden)
+        _compiled(model)
+        torch.testing.assert_close(decoder.layers[0](hidden), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_weights_that_a_test_suite_changed_are_joined_again() -> None:
