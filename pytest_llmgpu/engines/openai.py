@@ -302,12 +302,12 @@ def _of_tokens(arrived_s: Sequence[tuple[int, float]], tokens: int) -> list[floa
     A server that computes faster than it sends puts several tokens into a part: they share the time since the part
     before, those of the first one the time up to the second.
     """
-    import numpy as np
-
     if not arrived_s or arrived_s[-1][0] != tokens or len(arrived_s) == 1 < tokens:
         return []
-    counts, times_s = zip((1, arrived_s[0][1]), *arrived_s[1:], strict=True)
-    return list(map(float, np.interp(range(1, tokens + 1), counts, times_s)))
+    times_s: list[float] = []
+    for (before, from_s), (count, to_s) in pairwise([(1, arrived_s[0][1]), *arrived_s[1:]]):
+        times_s += [from_s + (to_s - from_s) * number / (count - before) for number in range(count - before)]
+    return [*times_s, arrived_s[-1][1]]
 
 
 def _logprobs(answer: Any) -> list[float]:

@@ -188,12 +188,12 @@ def _joined_linear() -> Any:
     class JoinedLinear(torch.nn.Linear):
         joint: torch.Tensor
         rows: slice
+        bias: Any
 
         def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
-            if not torch.compiler.is_compiling():
+            if self.bias is not None or not torch.compiler.is_compiling():
                 return super().forward(input)
-            result = torch.nn.functional.linear(input, self.joint[self.rows])
-            return result if self.bias is None else result + self.bias
+            return torch.nn.functional.linear(input, self.joint[self.rows])
 
     return JoinedLinear
 
@@ -205,10 +205,16 @@ def _join_weights(layer: torch.nn.Module) -> None:
     joined = _joined_linear()
     for parent in layer.modules():
         groups: dict[Any, list[Any]] = {}
+        child: Any
         for child in parent.children():
-            # Neither quantised weights nor modules that a strategy or a test suite replaced.
-            if type(child) in (torch.nn.Linear, joined) and type(child.weight) is torch.nn.Parameter:
-                weight: Any = child.weight
+            # Neither modules that a strategy or a test suite replaced, nor those with a bias, which is added before the
+            # product is rounded, nor quantised weights.
+            if (
+                type(child) in (torch.nn.Linear, joined)
+                and child.bias is None
+                and type(child.weight) is torch.nn.Parameter
+            ):
+                weight = child.weight
                 groups.setdefault((weight.shape[1], weight.dtype, weight.device), []).append(child)
         for children in groups.values():
             kept = all(
