@@ -17,10 +17,10 @@ from pytest_llmgpu.report.result import HostUse, Launch
 
 _TASKS = Path("/proc/self/task")
 _PRESSURE = Path("/proc/pressure/cpu")
-_SPINS = "1000"
-"""How often a thread of a rank on a CPU looks for the end of an operation before it sleeps: as libgomp does where it
-sees more threads than cores. It does not see other programs: with two of them on two cores its default of 300,000 made
-forwards of the bundled model 6 to 60 times slower."""
+_SPINS = "3000"
+"""How often a thread of a rank on a CPU looks for the end of an operation before it sleeps. libgomp does not see other
+programs: with two of them on two cores its default of 300,000 made forwards of the bundled model 21 times slower, this
+value 2.3 times; alone it takes 15 to 20 % more (`benchmarks/first-hour.md`)."""
 
 
 def watch() -> Callable[[Launch], None]:

@@ -72,10 +72,10 @@ def test_a_rank_has_the_devices_of_its_node() -> None:
 @pytest.mark.parametrize(
     ("chosen", "spins", "threads"),
     [
-        (None, "1000", "3"),
+        (None, "3000", "3"),
         ("OMP_WAIT_POLICY", None, "3"),
         ("GOMP_SPINCOUNT", None, "3"),
-        ("OMP_NUM_THREADS", "1000", "5"),
+        ("OMP_NUM_THREADS", "3000", "5"),
     ],
 )
 def test_ranks_on_a_cpu_split_its_cores_and_do_not_spin_for_long(
