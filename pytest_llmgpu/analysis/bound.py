@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 from typing import Literal
 
+from pytest_llmgpu.report.case import PLAIN_INPUTS
 from pytest_llmgpu.report.result import CaseResult, Launch
 from pytest_llmgpu.report.work import Bound, Ceilings, ModelSize, Work
 
@@ -36,17 +37,17 @@ def bound(result: CaseResult, work: Work | None, ceilings: Ceilings | None) -> B
         return f"the ceilings for {result.case.dtype} were not measured on every GPU of the case"
     # Of all ranks together.
     flops_per_s, bytes_per_s = len(work.ranks) * min(products), len(work.ranks) * min(copies)
-    if result.case.quantization not in (None, "int8", "int4", "fp8-weight"):  # those have products of the dtype
+    if result.case.quantization not in PLAIN_INPUTS:
         flops_per_s *= 2  # the rate of products in 8 bits on every GPU that has them
     wire_s = _wire_s(result, ceilings)
     if isinstance(wire_s, str):
         return wire_s
     model, launch = work.model, result.launches[-1]
     prefills = [
-        (1, forward_flops(model, tokens, sequences), weights_read(model, tokens))
+        (1, forward_flops(model, tokens, sequences), weights_read(model, tokens, _touched(launch.prefill_work or work)))
         for tokens, sequences in zip(launch.batches.tokens, launch.batches.sequences, strict=True)
     ]
-    steps = _steps(model, launch)
+    steps = _steps(model, launch, _touched(work))
     compute_s = sum(number * flops for number, flops, _ in prefills + steps) / flops_per_s
     memory_s = sum(number * read_bytes for number, _, read_bytes in prefills + steps) / bytes_per_s
     prefills_s, steps_s = (
@@ -73,7 +74,7 @@ def bound(result: CaseResult, work: Work | None, ceilings: Ceilings | None) -> B
     )
 
 
-def _steps(model: ModelSize, launch: Launch) -> list[tuple[int, float, float]]:
+def _steps(model: ModelSize, launch: Launch, touched: float) -> list[tuple[int, float, float]]:
     """Return the number of decode steps of each batch, and FLOPs and bytes of the mean step; none for scoring.
 
     A step reads the weights, and the keys and values of all tokens before it, once.
@@ -89,17 +90,23 @@ def _steps(model: ModelSize, launch: Launch) -> list[tuple[int, float, float]]:
     for tokens, sequences in zip(batches.tokens, batches.sequences, strict=True):
         read = tokens + sequences * new_tokens / 2  # tokens of all rows before the mean step
         flops = 2 * model.parameters * sequences + 4 * model.layers * model.attention_width * read
-        found.append((new_tokens - 1, flops, weights_read(model, sequences) + token_bytes * read))
+        found.append((new_tokens - 1, flops, weights_read(model, sequences, touched) + token_bytes * read))
     return found
 
 
-def weights_read(model: ModelSize, tokens: int) -> float:
+def _touched(work: Work) -> float:
+    """Return the share of the experts that a work pass read, 1.0 where none were counted."""
+    routing = work.ranks[0].routing
+    return 1.0 if routing is None else statistics.fmean(routing.touched) / routing.experts
+
+
+def weights_read(model: ModelSize, tokens: int, touched: float = 1.0) -> float:
     """Return the bytes of the weights that a forward of so many tokens reads.
 
-    Of experts it is the expected number for uniform routing, which touches most of them: each token misses an expert
-    with the probability 1 - active experts / experts.
+    Experts are those that were counted, or the expected number for uniform routing where that is less: each token
+    misses an expert with the probability 1 - active experts / experts.
     """
-    return model.weights_bytes - model.experts_bytes * (1 - model.active_experts) ** tokens
+    return model.weights_bytes - model.experts_bytes * max((1 - model.active_experts) ** tokens, 1 - touched)
 
 
 def forward_flops(model: ModelSize, tokens: int, sequences: int) -> float:

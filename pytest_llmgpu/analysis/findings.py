@@ -18,7 +18,7 @@ from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.derived import device_times_s, inference_s, of_window, predictions_of
 from pytest_llmgpu.report.result import CaseResult, Failure, Finding, Launch
 from pytest_llmgpu.report.text import GIB, gib, percent, plural, sentence
-from pytest_llmgpu.report.work import NO_WORK, TRAFFIC_FAILED, WORK_OFF, WORK_UNSEEN
+from pytest_llmgpu.report.work import NO_WORK, TRAFFIC_FAILED, WORK_OFF, WORK_STOPPED, WORK_UNSEEN
 
 _SEVERITIES: dict[str, Literal["info", "warning", "failure"]] = {
     # The outcome.
@@ -69,6 +69,8 @@ _NEXT_STEPS = {
 
 _OF_THE_MACHINE = ("passes-failed", "incomplete-profile")
 """Their text is the same for many cases, and is stated once."""
+
+_RESUME = "Continue it with the same options and --llmgpu-resume=REPORT, its path or latest."
 
 _LONGEST_LOG_LINE = 200
 _NO_TEXT = (" ", "Traceback", "Current thread", "Thread 0x", "Extension modules: ")
@@ -205,7 +207,7 @@ def _of_failure(result: CaseResult) -> Finding:
     elif result.outcome == "interrupted":
         finished = any(launch.batches.latency_s for launch in result.launches)
         more = " The report has the batches that finished." if finished else ""
-        advice = f"Continue it with the same options and --llmgpu-resume=REPORT, its path or latest.{more}"
+        advice = f"{_RESUME}{more}"
     elif failure.signal == signal.SIGKILL:
         advice = "Look for what killed it: the host's out-of-memory killer (kernel log, dmesg) or a limit of the job."
     elif failure.signal == signal.SIGTERM:
@@ -259,7 +261,8 @@ def _of_passes(result: CaseResult) -> Iterator[Finding]:
     if launch.work is None:
         reason = launch.why.get("work", NO_WORK)
         if not reason.startswith((NO_WORK, WORK_OFF, WORK_UNSEEN)):
-            yield finding("passes-failed", f"Kernels and FLOPs of this case are unknown: {reason}")
+            advice = f"The times are complete. {_RESUME}" if reason == WORK_STOPPED else ""
+            yield finding("passes-failed", f"Kernels and FLOPs of this case are unknown: {reason}", advice)
         return
     rank = next((rank for rank in launch.work.ranks if rank.uuids and "device_time_s" in rank.why), None)
     if rank is not None:

@@ -15,15 +15,19 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, TorchAoConfig
 
+# By default torchao turns on inductor's search by coordinate descent for the whole process: under `compile` LLaMA-7B in
+# fp8 did not warm up within 90 s on an H200.
+_PLAIN: dict[str, Any] = {"set_inductor_config": False}
+
 CONFIGS: dict[str, Callable[[Any], Any]] = {
     "none": lambda _: None,
-    "int8": lambda ao: ao.Int8WeightOnlyConfig(),
-    "int8-dynamic": lambda ao: ao.Int8DynamicActivationInt8WeightConfig(),
+    "int8": lambda ao: ao.Int8WeightOnlyConfig(**_PLAIN),
+    "int8-dynamic": lambda ao: ao.Int8DynamicActivationInt8WeightConfig(**_PLAIN),
     # The default packing needs a library more; this one needs torch alone.
-    "int4": lambda ao: ao.Int4WeightOnlyConfig(group_size=128, int4_packing_format="tile_packed_to_4d"),
-    "fp8-weight": lambda ao: ao.Float8WeightOnlyConfig(),
+    "int4": lambda ao: ao.Int4WeightOnlyConfig(group_size=128, int4_packing_format="tile_packed_to_4d", **_PLAIN),
+    "fp8-weight": lambda ao: ao.Float8WeightOnlyConfig(**_PLAIN),
     # One scale for each token: with one for all of a batch, the answers would depend on the batch.
-    "fp8": lambda ao: ao.Float8DynamicActivationFloat8WeightConfig(granularity=ao.PerRow()),
+    "fp8": lambda ao: ao.Float8DynamicActivationFloat8WeightConfig(granularity=ao.PerRow(), **_PLAIN),
 }
 """Name to what returns the settings; its argument is torchao.quantization."""
 

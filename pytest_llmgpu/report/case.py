@@ -25,6 +25,9 @@ SCORE, GENERATE = "score", "generate"
 _SCORINGS = {"loglikelihood": "lean", "loglikelihood_full_logits": "harness"}
 """The scoring of a workload that has the name of stored reports."""
 
+PLAIN_INPUTS = (None, "int8", "int4", "fp8-weight")
+"""Values of `Case.quantization` whose products have inputs of the case's dtype; others quantise them, too."""
+
 DEFAULT_TASK = "hellaswag"
 """Task of a case or an item that names none."""
 

@@ -309,28 +309,31 @@ def test_checks_of_random_weights_read_as(prose: Prose) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "difference", "ok", "experts"),
+    ("dtype", "difference", "ok", "experts", "quantization"),
     [
-        ("float32", 0.9e-5, True, {}),
-        ("float32", 2e-5, False, {}),
-        ("float16", 4.9e-3, True, {}),
-        ("float16", 5.1e-3, False, {}),
-        ("bfloat16", 3.9e-2, True, {}),
-        ("bfloat16", 4.1e-2, False, {}),
-        ("bfloat16", 0.11, True, {"experts": "eager"}),
-        ("bfloat16", 0.13, False, {"experts": "eager"}),
+        ("float32", 0.9e-5, True, {}, None),
+        ("float32", 2e-5, False, {}, None),
+        ("float16", 4.9e-3, True, {}, None),
+        ("float16", 5.1e-3, False, {}, None),
+        ("bfloat16", 3.9e-2, True, {}, None),
+        ("bfloat16", 4.1e-2, False, {}, None),
+        ("bfloat16", 0.11, True, {"experts": "eager"}, None),
+        ("bfloat16", 0.13, False, {"experts": "eager"}, None),
+        ("bfloat16", 0.11, True, {}, "fp8"),
+        ("bfloat16", 0.13, False, {}, "fp8"),
+        ("bfloat16", 4.1e-2, False, {}, "int4"),
     ],
 )
 def test_random_weights_must_score_alike_at_every_batch_size(
-    dtype: str, difference: float, ok: bool, experts: dict[str, str]
+    dtype: str, difference: float, ok: bool, experts: dict[str, str], quantization: str | None
 ) -> None:
     """Only the rounding of the dtype is allowed, relative to the value; the worst launch counts."""
-    smallest = _dummy([-100.0, -50.0, -10.0, -1.0], dtype=dtype)
-    larger = _dummy([-100.0, -50.0, -10.0, -1.0], 8, dtype=dtype)
+    smallest = _dummy([-100.0, -50.0, -10.0, -1.0], dtype=dtype, quantization=quantization)
+    larger = _dummy([-100.0, -50.0, -10.0, -1.0], 8, dtype=dtype, quantization=quantization)
     larger.launches += _dummy([-100.0, -50.0 * (1 - difference), -10.0, -1.0]).launches
     larger.launches[0].implementations = experts
     found = check_of(smallest, larger)
-    assert (found.ok, found.source, found.metric) == (ok, "mp-bs1", "loglikelihood_relative_difference")
+    assert (found.ok, found.source, found.metric) == (ok, smallest.id, "loglikelihood_relative_difference")
     assert found.value == pytest.approx(difference, rel=0.1)
     wrong = assessed(smallest, larger)[1].findings
     assert [(one.code, "on the batch" in one.next_step) for one in wrong] == [("wrong-answers", True)] * (not ok)

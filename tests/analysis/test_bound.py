@@ -58,6 +58,8 @@ def test_a_forward_reads_the_experts_that_its_tokens_are_routed_to() -> None:
     """One token touches its active experts, many tokens all of them."""
     model = msgspec.structs.replace(_MODEL, experts_bytes=1600, active_experts=0.25)
     assert [weights_read(model, tokens) for tokens in (1, 2, 1000)] == pytest.approx([800, 1100, 2000])
+    # Trained weights may touch fewer than uniform routing would: 60 % in place of 1 - 0.75 ** 10.
+    assert weights_read(model, 10, touched=0.6) == pytest.approx(400 + 0.6 * 1600)
     assert weights_read(_MODEL, 1) == 2000
     result = _result([100, 1], [10, 1])
     found = bound(result, _work(["a"], model=model), _CEILINGS)

@@ -24,7 +24,7 @@ from support.report_factory import (
 from pytest_llmgpu.analysis.findings import disagreements
 from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.result import CaseResult, DeviceMemory, Failure, Launch, Link, Metric, Outcome, Path, Profile
-from pytest_llmgpu.report.work import NO_WORK, TRAFFIC_FAILED, WORK_OFF, RankWork, Routing
+from pytest_llmgpu.report.work import NO_WORK, TRAFFIC_FAILED, WORK_OFF, WORK_STOPPED, RankWork, Routing
 
 _forward = partial(Failure, phase="forward", message="x")
 _load = partial(Failure, phase="load", message="x")
@@ -128,6 +128,8 @@ _PASSES_FAILED = (
 def test_passes_that_failed_are_a_warning() -> None:
     """The cause is the machine, not the case, so that one case has the finding. A CPU has no kernels to record."""
     assert codes(*_PASSES_FAILED, _PASSES_FAILED[1]) == [["passes-failed"]] * 3 + [[]]
+    stopped = assessed(_with_work(None, work=WORK_STOPPED))[0].findings
+    assert ["--llmgpu-resume" in one.next_step for one in stopped] == [True]
     quiet = [_with_work(None, work=WORK_OFF), _with_work(None, work=NO_WORK), _with_work(make_work()), _unrecorded()]
     assert codes(_with_work(None), *quiet) == [[]] * 5
 
