@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import msgspec
 import pytest
-from support import gpu, kv_cache_faults
+import torch
+from support import gpu, kv_cache_faults, tiny_model
 from support.gpu import Ranks
 from support.report_factory import known, make_case
+from support.request_factory import make_prompts
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from pytest_llmgpu.analysis.answers import check_texts
-from pytest_llmgpu.inference import models
+from pytest_llmgpu.inference import compiled_layers, models
+from pytest_llmgpu.inference.batching import plan
+from pytest_llmgpu.inference.generation import Generator
 from pytest_llmgpu.inference.tasks.hellaswag import Prompts
 from pytest_llmgpu.inference.tasks.protocol import Dataset
 from pytest_llmgpu.ranks.worker import ReferenceTexts
@@ -138,3 +144,27 @@ def _assert_alike(eager: Generation, replayed: Generation) -> None:
     assert len(same) > _PROMPTS * _NEW // 2
     found, expected = zip(*same, strict=True)
     assert typical_difference(found, expected) < LOGLIKELIHOOD_TOLERANCES["float16"]
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma3_text"])
+def test_decode_steps_of_many_rows_have_an_attention_of_one_query(
+    model_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its log-likelihoods are those of torch's attention, for prompts of unequal length and windows."""
+    device, plain = torch.device("cuda", 0), compiled_layers.attention_of_one_query
+    calls: list[torch.device] = []
+    monkeypatch.setattr(compiled_layers, "attention_of_one_query", lambda device: calls.append(device) or plain(device))
+    prompts = make_prompts([range(2, 5 + row % 13) for row in range(128)], max_length=16, new_tokens=8)
+
+    def generate(model: Any) -> torch.Tensor:
+        with Generator(model, plan(prompts, 128, few_shapes=True), input_device=device, devices=[device]) as generator:
+            generator.warm_up()
+            return torch.tensor(generator.generate().loglikelihoods)
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**tiny_model.architecture(model_type)))
+    model = model.to(device).eval()
+    expected = generate(model)
+    compiled_layers.CompiledLayers(model)
+    torch.testing.assert_close(generate(model), expected, atol=1e-3, rtol=1e-3)
+    assert calls.called
