@@ -285,7 +285,8 @@ class Recorder:
         if (chosen := self.report.options.get(_SAVE)) is not None:
             try:
                 saved = store.save(self.report, self._storage_path, str(chosen or "") or None)
-                self._saved = [f"saved: {self._shown(saved)}"]
+                note = "" if self.report.session.complete else " (a run that did not complete takes no name)"
+                self._saved = [f"saved: {self._shown(saved)}{note}"]
             except (OSError, ValueError) as error:  # ValueError: a name in the report that was continued
                 where = self._shown(self._storage_path)
                 self.problems["store"] = f"the report could not be saved in {where}: {file.one_line(error)}"
