@@ -210,6 +210,16 @@ def test_the_step_after_saving_is_promote(
     assert saved(name).whereabouts()[-1].startswith(step)
 
 
+@pytest.mark.parametrize("dirty", [False, True])
+def test_the_step_after_an_interrupted_run_is_to_continue_it(
+    saved: Callable[..., Recorder], monkeypatch: pytest.MonkeyPatch, dirty: bool
+) -> None:
+    """Only a committed state can be continued."""
+    monkeypatch.setattr(recorder, "commit", lambda *_, **__: Commit(sha="a" * 40, dirty=dirty))
+    step = saved("base", 2, interrupted=True).whereabouts()[-1]
+    assert step.startswith("next: --llmgpu-resume=report.json (measures what is missing); ") != dirty
+
+
 def test_the_summary_has_the_folder_of_traces(emulated: None, tmp_path: Path) -> None:  # noqa: ARG001
     """The report names the files without private folders; a folder that cannot be made is refused at the start."""
     for path, shown in ((tmp_path / "out", "out/a.gz"), (Path("/home/ada/out"), "a.gz")):
