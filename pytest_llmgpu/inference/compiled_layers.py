@@ -87,8 +87,9 @@ class CompiledLayers:
                 del module.forward
         self._forwards.clear()
         compiled: dict[type, Callable[..., Any]] = {}
+        uses = Counter(weight for _, weight in self._model.named_parameters(remove_duplicate=False))
         for index, layer in enumerate(self._layers()):
-            _join_weights(layer)
+            _join_weights(layer, uses)
             kind = type(layer)
             if "forward" in vars(layer):
                 raise ValueError(
@@ -198,7 +199,7 @@ def _joined_linear() -> Any:
     return JoinedLinear
 
 
-def _join_weights(layer: torch.nn.Module) -> None:
+def _join_weights(layer: torch.nn.Module, uses: Counter[Any]) -> None:
     """Put the weights of neighbouring linear layers of one width into one tensor, for `_join_products`."""
     import torch
 
@@ -207,22 +208,21 @@ def _join_weights(layer: torch.nn.Module) -> None:
         groups: dict[Any, list[Any]] = {}
         child: Any
         for child in parent.children():
+            if type(child) is joined and child.weight.data_ptr() != child.joint[child.rows].data_ptr():
+                child.__class__ = torch.nn.Linear  # it got another weight
+                del child.joint
             # Neither modules that a strategy or a test suite replaced, nor those with a bias, which is added before the
-            # product is rounded, nor quantised weights.
+            # product is rounded, nor quantised weights, nor those of several layers, which would be stored for each.
             if (
                 type(child) in (torch.nn.Linear, joined)
                 and child.bias is None
                 and type(child.weight) is torch.nn.Parameter
+                and uses[child.weight] <= 1
             ):
-                weight = child.weight
-                groups.setdefault((weight.shape[1], weight.dtype, weight.device), []).append(child)
+                groups.setdefault((child.weight.shape[1], child.weight.dtype, child.weight.device), []).append(child)
         for children in groups.values():
-            kept = all(
-                type(child) is joined and child.weight.data_ptr() == child.joint[child.rows].data_ptr()
-                for child in children
-            )
-            if kept or len({child.weight for child in children}) < max(2, len(children)):
-                continue  # joined before, one alone, or one weight in several
+            if len(children) == 1 or all(type(child) is joined for child in children):
+                continue
             with torch.no_grad():
                 joint = torch.cat([child.weight for child in children])
             start = 0
