@@ -55,8 +55,7 @@ _NEXT_STEPS = {
     "imbalance": "If each GPU has layers of its own, give this one fewer of them. If not, see its power limit, its "
     "cooling and what else runs there (nvidia-smi -q -d PERFORMANCE,POWER,TEMPERATURE).",
     "passes-failed": "The times are complete. End other profilers on these GPUs, allow the user to read GPU "
-    "performance counters, and read the log of the rank (`llmgpu show REPORT --log CASE`). --llmgpu-work=off leaves "
-    "work passes out.",
+    "performance counters, and read the output of the rank (pytest -rP). --llmgpu-work=off leaves work passes out.",
     "traffic-off-nvlink": "If NVLinks join these GPUs (nvidia-smi topo -m), check NCCL_P2P_DISABLE and NCCL_P2P_LEVEL, "
     "and whether the container allows access from one GPU to another.",
     "incomplete-profile": "Make NVML usable (in a container: the `utility` driver capability), leave a CPU core to the "
@@ -203,7 +202,8 @@ def _of_failure(result: CaseResult) -> Finding:
 
     if result.outcome == "timeout":
         option = "--llmgpu-load-timeout" if failure.phase == "load" else "--llmgpu-timeout"
-        advice = f"Raise {option} if the case is slow. If it hung, `llmgpu show REPORT --log CASE` shows where."
+        hung = " If it hung, `llmgpu show REPORT --log CASE` shows where." if failure.log_tail else ""
+        advice = f"Raise {option} if the case is slow.{hung}"
     elif result.outcome == "interrupted":
         finished = any(launch.batches.latency_s for launch in result.launches)
         more = " The report has the batches that finished." if finished else ""

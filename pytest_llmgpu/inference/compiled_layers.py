@@ -91,8 +91,9 @@ class CompiledLayers:
                 del module.forward
         self._forwards.clear()
         compiled: dict[type, Callable[..., Any]] = {}
+        uses = Counter(weight for _, weight in self._model.named_parameters(remove_duplicate=False))
         for index, layer in enumerate(self._layers()):
-            _join_weights(layer)
+            _join_weights(layer, uses)
             kind = type(layer)
             if "forward" in vars(layer):
                 raise ValueError(
@@ -195,24 +196,22 @@ def attention_of_one_query(device: torch.device) -> Any:
 
 
 def _replace_attention(node: Any) -> None:
-    """Replace an attention of one query in each row and head, whose mask hides keys of rows."""
-    options: dict[str, Any] = dict(zip(("attn_mask", "dropout_p", "is_causal"), node.args[3:], strict=False))
-    options |= node.kwargs
-    mask: Any = options.get("attn_mask")
-    query, key, value = (one.meta["example_value"] for one in node.args[:3])
-    fits = mask is not None and not options.get("dropout_p") and query.shape[2] == 1 and key.dim() == 4  # noqa: PLR2004
-    fits = fits and key.shape == value.shape and math.prod(query.shape[:2]) >= _LEAST_QUERIES
-    if not fits or (attention := attention_of_one_query(query.device)) is None:
+    """Replace an attention of one query in each row and head, with a mask for each row."""
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
+    given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | node.kwargs
+    if given.get("attn_mask") is None or given.get("dropout_p"):
         return
-    hidden = mask.meta["example_value"]
-    rows, slots = len(query), key.shape[2]
-    if str(hidden.dtype) != "torch.bool" or hidden.shape != (rows, 1, 1, slots):
+    query, key, value, mask = (given[name].meta["example_value"] for name in names[:4])
+    fits = query.dim() == key.dim() == 4 and key.shape == value.shape and query.shape[2] == 1  # noqa: PLR2004
+    fits = fits and mask.shape == (len(query), 1, 1, key.shape[2]) and not mask.is_floating_point()
+    if not fits or math.prod(query.shape[:2]) < _LEAST_QUERIES or key.stride(3) * value.stride(3) != 1:
         return
-    scale = options.get("scale")
-    with node.graph.inserting_before(node):
-        keys, values = (_of_groups(part) for part in node.args[1:3])
-    node.target, node.kwargs = attention, {}
-    node.args = node.args[0], keys, values, mask, query.shape[-1] ** -0.5 if scale is None else scale
+    if (attention := attention_of_one_query(query.device)) is not None:
+        scale = given.get("scale")
+        with node.graph.inserting_before(node):
+            keys, values = (_of_groups(given[name]) for name in names[1:3])
+        node.target, node.kwargs = attention, {}
+        node.args = given["query"], keys, values, given["attn_mask"], scale or query.shape[-1] ** -0.5
 
 
 def _of_groups(node: Any) -> Any:
@@ -245,7 +244,7 @@ def _joined_linear() -> Any:
     return JoinedLinear
 
 
-def _join_weights(layer: torch.nn.Module) -> None:
+def _join_weights(layer: torch.nn.Module, uses: Counter[Any]) -> None:
     """Put the weights of neighbouring linear layers of one width into one tensor, for `_join_products`."""
     import torch
 
@@ -254,22 +253,21 @@ def _join_weights(layer: torch.nn.Module) -> None:
         groups: dict[Any, list[Any]] = {}
         child: Any
         for child in parent.children():
+            if type(child) is joined and child.weight.data_ptr() != child.joint[child.rows].data_ptr():
+                child.__class__ = torch.nn.Linear  # it got another weight
+                del child.joint
             # Neither modules that a strategy or a test suite replaced, nor those with a bias, which is added before the
-            # product is rounded, nor quantised weights.
+            # product is rounded, nor quantised weights, nor those of several layers, which would be stored for each.
             if (
                 type(child) in (torch.nn.Linear, joined)
                 and child.bias is None
                 and type(child.weight) is torch.nn.Parameter
+                and uses[child.weight] <= 1
             ):
-                weight = child.weight
-                groups.setdefault((weight.shape[1], weight.dtype, weight.device), []).append(child)
+                groups.setdefault((child.weight.shape[1], child.weight.dtype, child.weight.device), []).append(child)
         for children in groups.values():
-            kept = all(
-                type(child) is joined and child.weight.data_ptr() == child.joint[child.rows].data_ptr()
-                for child in children
-            )
-            if kept or len({child.weight for child in children}) < max(2, len(children)):
-                continue  # joined before, one alone, or one weight in several
+            if len(children) == 1 or all(type(child) is joined for child in children):
+                continue
             with torch.no_grad():
                 joint = torch.cat([child.weight for child in children])
             start = 0

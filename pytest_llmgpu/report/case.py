@@ -93,7 +93,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     """Attention of transformers; null for the one that transformers itself chooses, which is `sdpa` if the architecture
     has it, else `eager`. It is also null where `--llmgpu-attention` names that one."""
     experts: str | None = None
-    """Implementation of experts in transformers; null for the one that transformers itself chooses."""
+    """Implementation of experts in transformers; null for its own choice, also where the option names `grouped_mm`."""
     quantization: str | None = None
     """Quantisation of the weights: a name of `--llmgpu-quantization`, or the method of a checkpoint that is quantised,
     such as `fp8-checkpoint`; null for plain weights."""

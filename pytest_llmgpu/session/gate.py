@@ -75,6 +75,7 @@ class RunGate:
         self._source: Source | None = None
         self._why: str | None = None
         """The reason why there is no baseline, where the policy allows that."""
+        self._undeclared: list[str] = []
         self._verdicts: Verdicts | None = None
         self._tests: frozenset[str] = frozenset()
         self._failed = False
@@ -117,13 +118,14 @@ class RunGate:
     def check_figures(self, declared: Mapping[str, Declared]) -> None:
         """Refuse a policy with figures that are looser than declared, or declared by neither report (ValueError)."""
         before = {} if self.base is None else declared_in(self.base.cases)
-        if (unknown := check_figures(self.policy, {**before, **declared})) and self._reference is not None:
-            raise ValueError(unknown[0])
+        self._undeclared = check_figures(self.policy, {**before, **declared})
+        if self._undeclared and self._reference is not None:
+            raise ValueError(self._undeclared[0])
 
     def notes(self) -> list[str]:
-        """Return a line for each name of the policy that no case of the baseline has, before anything is measured."""
-        found = [] if self.base is None else unmatched(self.policy, self.base.cases)
-        return [f"llmgpu: note: {text}" for text in found]
+        """Return a line for each name of the policy that nothing declares or no case of the baseline has."""
+        unknown = [] if self.base is None else unmatched(self.policy, self.base.cases)
+        return [f"llmgpu: note: {text}" for text in [*self._undeclared, *unknown]]
 
     def expect(self, nodeids: Sequence[str]) -> None:
         """Set the tests that get a verdict of their own."""

@@ -171,7 +171,7 @@ class Planner:
                 limit=limit,
                 task=chosen.task,
                 attention=source.attention,
-                experts=source.experts,
+                experts=None if source.experts == "grouped_mm" else source.experts,  # which runs wherever torch has it
                 quantization=source.quantization,
                 prompt_tokens=(options.prompt_tokens or _PROMPT_TOKENS) if generates else None,
                 new_tokens=(new_tokens or options.new_tokens or _NEW_TOKENS) if generates else None,

@@ -96,29 +96,33 @@ class Recorder:
 
     def whereabouts(self) -> list[str]:
         """Return a line for each file, its path or the reason why it is missing, and one on what to do with them."""
+        report, steps, name = self.report, [], ""
+        assert report is not None, "a case was measured"
         written = "no report was written (--llmgpu-json=)" if self.path is None else f"report: {self._shown(self.path)}"
         lines = [self.problems.get("report", written), *self._saved, *filter(None, [self.problems.get("store")])]
-        if self.report is not None and (found := self.report.commit.not_measured()) is not None:
+        if (found := report.commit.not_measured()) is not None:
             lines.append(f"note: the report names {found}: install this working tree (pip install -e .)")
-        steps = []
-        if self._page_path is not None:
-            lines.append(self.problems.get("page", f"page: {self._shown(self._page_path)}"))
-        elif self.path is not None and "report" not in self.problems:
+        if self.path is not None and "report" not in self.problems:
             last = self._storage_path / store.LAST
             name = LATEST if self.path.absolute() == last.absolute() else self._shown(self.path)
+        if name and not report.session.complete and report.commit.sha is not None and not report.commit.dirty:
+            steps.append(f"--llmgpu-resume={name} (measures what is missing)")
+        elif self._saved and report.verdicts is None:
+            tests = next((result.nodeid for result in report.cases if result.nodeid), "")
+            path = shlex.quote(str(Path(tests.partition("::")[0]).parent / "baseline.json.gz"))
+            chosen = f"llmgpu promote {report.options.get(_SAVE) or LATEST} --to {path}"
+            unfit = next(promotion.unfit(report), None)
+            steps.append(f"{chosen} (makes it the baseline)" if unfit is None else f"no baseline: {unfit}")
+        if self._page_path is not None:
+            lines.append(self.problems.get("page", f"page: {self._shown(self._page_path)}"))
+        elif name:
             steps.append(f"llmgpu html {name} (one page with charts)")
-        if self._trace_path is not None and self.report is not None:
-            traced = any(launch.traces for result in self.report.cases for launch in result.launches)
+        if self._trace_path is not None:
+            traced = any(launch.traces for result in report.cases for launch in result.launches)
             none = "no trace was written: traces are of work passes that completed (--llmgpu-work=on)"
             lines.append(f"trace: {self._shown(self._trace_path)}" if traced else none)
         if not self._saved and "store" not in self.problems:
             steps.append("--llmgpu-save=NAME (keeps the report)")
-        elif self._saved and self.report is not None and self.report.verdicts is None:
-            tests = next((result.nodeid for result in self.report.cases if result.nodeid), "")
-            path = shlex.quote(str(Path(tests.partition("::")[0]).parent / "baseline.json.gz"))
-            chosen = f"llmgpu promote {self.report.options.get(_SAVE) or LATEST} --to {path}"
-            unfit = next(promotion.unfit(self.report), None)
-            steps.insert(0, f"{chosen} (makes it the baseline)" if unfit is None else f"no baseline: {unfit}")
         return [*lines, f"next: {'; '.join(steps)}"] if steps else lines
 
     def resume(self, reference: str, devices: Machine) -> Report:
@@ -285,7 +289,8 @@ class Recorder:
         if (chosen := self.report.options.get(_SAVE)) is not None:
             try:
                 saved = store.save(self.report, self._storage_path, str(chosen or "") or None)
-                self._saved = [f"saved: {self._shown(saved)}"]
+                note = "" if self.report.session.complete else " (a run that did not complete takes no name)"
+                self._saved = [f"saved: {self._shown(saved)}{note}"]
             except (OSError, ValueError) as error:  # ValueError: a name in the report that was continued
                 where = self._shown(self._storage_path)
                 self.problems["store"] = f"the report could not be saved in {where}: {file.one_line(error)}"

@@ -138,8 +138,8 @@ def stored(storage: Path) -> list[Stored]:
 def save(report: Report, storage: Path, name: str | None = None) -> Path:
     """Write a report to the store under the next number of its machine, and return its path.
 
-    A session that was continued replaces its earlier report of the same name. One that did not complete takes no name
-    that another report has. The store is created if it is missing.
+    A run that did not complete takes no name: the name stays that of a whole report. A session that was continued
+    replaces its earlier report without a name, or with this one. The store is created if it is missing.
 
     Raises:
         ValueError: the name is not allowed, or a figure is not finite.
@@ -153,14 +153,12 @@ def save(report: Report, storage: Path, name: str | None = None) -> Path:
     # The commit may come from a variable of a CI system and contain any letter.
     sha = re.sub(r"[^0-9a-z]", "", (report.commit.sha or "").lower())[:_SHA_LETTERS] or _NO_COMMIT
     folder.mkdir(parents=True, exist_ok=True)
-    parts = [sha, compact_time(report), *filter(None, [name])]
-    tail = f"_{'_'.join(parts)}.json"
-    earlier = [one.path for one in _stored_in(folder) if report.resumed and one.path.name == f"{one.number:04}{tail}"]
-    if earlier:
-        file.write(earlier[0], data)
-        return earlier[0]
-    if not (report.session.complete or report.promotion) and name in [one.name for one in _stored_in(folder)]:
-        tail = f"_{'_'.join(parts[:2])}.json"
+    created, chosen = compact_time(report), name if report.session.complete or report.promotion else None
+    tail = f"_{'_'.join(filter(None, [sha, created, chosen]))}.json"
+    for one in list(_stored_in(folder)) if report.resumed else ():
+        if (one.commit or _NO_COMMIT, one.created) == (sha, created) and one.name in (None, chosen):
+            file.write(one.path, data)
+            return one.path.rename(folder / f"{one.number:04}{tail}")
     number, claim = _claim(folder)
     target = folder / f"{number:04}{tail}"
     try:

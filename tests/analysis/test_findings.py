@@ -302,6 +302,7 @@ def test_findings_read_as(prose: Prose) -> None:
         ("oom", _load(), {"gpu_memory_bytes": 18 * GIB}),
         ("oom", _load(), {"dtype": "float32"}),
         ("timeout", _forward(), {}),
+        ("timeout", _forward(log_tail="File a.py"), {}),
         ("timeout", _load(), {}),
         ("crashed", _forward(rank=2, signal=signal.SIGKILL), {}),
         ("crashed", _forward(signal=signal.SIGTERM), {}),

@@ -151,9 +151,8 @@ def test_decode_steps_of_many_rows_have_an_attention_of_one_query(
     model_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its log-likelihoods are those of torch's attention, for prompts of unequal length and windows."""
-    device, plain = torch.device("cuda", 0), compiled_layers.attention_of_one_query
-    calls: list[torch.device] = []
-    monkeypatch.setattr(compiled_layers, "attention_of_one_query", lambda device: calls.append(device) or plain(device))
+    device, calls = torch.device("cuda", 0), Mock(wraps=compiled_layers.attention_of_one_query)
+    monkeypatch.setattr(compiled_layers, "attention_of_one_query", calls)
     prompts = make_prompts([range(2, 5 + row % 13) for row in range(128)], max_length=16, new_tokens=8)
 
     def generate(model: Any) -> torch.Tensor:

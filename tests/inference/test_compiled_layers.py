@@ -259,6 +259,23 @@ def test_weights_that_a_test_suite_changed_are_joined_again() -> None:
     torch.testing.assert_close(_score(model), expected, atol=1e-5, rtol=1e-5)
 
 
+def test_a_weight_of_two_layers_stays_one() -> None:
+    """It is in no joint tensor, which each of the layers would have; nor is one that a test suite ties later."""
+    model = _model()
+    first, second = model.model.layers
+    second.mlp.gate_proj.weight = first.mlp.gate_proj.weight
+    layers = _compiled(model)
+    second.self_attn.q_proj.weight = first.self_attn.q_proj.weight
+    layers.reset()
+    given = torch.randn(2, 3, model.config.hidden_size)
+    for layer in (first, second):
+        for module in (layer.mlp.gate_proj, layer.self_attn.q_proj, layer.self_attn.k_proj):
+            compiled: Any = torch.compile(module, backend="eager", fullgraph=True)
+            assert torch.equal(compiled(given), linear(given, module.weight))
+            joint = getattr(module, "joint", module.weight)
+            assert joint.untyped_storage().data_ptr() == module.weight.untyped_storage().data_ptr()
+
+
 def test_layers_of_suspended_texts_run_once() -> None:
     """Ops, FLOPs and traffic are counted in such forwards, with a KV cache that is new."""
     model = _model()

@@ -106,6 +106,14 @@ def test_a_wrong_declaration_or_policy_ends_the_run_before_it_measures(
     assert (result.ret, runs.measured) == (pytest.ExitCode.USAGE_ERROR, [])
 
 
+def test_an_undeclared_figure_of_the_policy_is_noted_in_a_run_without_a_baseline(runs: FakedRuns) -> None:
+    """Its bound holds for nothing; a run that is compared refuses it."""
+    (runs.pytester.path / "pyproject.toml").write_text("[tool.llmgpu.gate.hit_rat]\nat_least = 0.9\n")
+    result = runs(sizes="1")
+    result.stdout.fnmatch_lines(["llmgpu: note: policy: hit_rat: no metric, and no figure that *"])
+    assert result.ret == 0
+
+
 def test_a_test_that_fails_by_its_figure_in_the_first_launch_is_reported(
     runs: FakedRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,21 +69,23 @@ def test_only_the_missing_cases_are_measured(runs: FakedRuns) -> None:
     assert "Resumed" in runs.pytester.path.joinpath("whole.html").read_text()
 
 
-def test_a_continued_session_keeps_its_name_in_the_store(runs: FakedRuns) -> None:
-    """The whole report replaces the one of the interrupted run, which stays where another name is chosen."""
+def test_a_continued_session_takes_its_name_in_the_store(runs: FakedRuns) -> None:
+    """The whole report replaces the one of the interrupted run; under another name it is a report more."""
+    assert runs("--llmgpu-save=before").ret == 0
     _break_off(runs, 2, "--llmgpu-save=base")
     storage = runs.pytester.path / ".llmgpu"
-    (first,) = stored(storage)
-    _break_off(runs, 2, "--llmgpu-resume=base", "--llmgpu-save=other")
+    _break_off(runs, 2, _RESUME, "--llmgpu-save=other")
+    assert [(one.number, one.name) for one in stored(storage)] == [(1, "before"), (2, None)]
     assert runs(_RESUME).ret == 0, "without the option the newer name is kept"
-    assert [one.name for one in stored(storage)] == ["base", "other"]
-    assert runs("--llmgpu-resume=base").ret == 0
-    assert [one.name for one in stored(storage)] == ["base", "other"]
-    assert file.load(first.path) == runs.report()
+    _, whole = stored(storage)
+    assert (whole.number, whole.name) == (2, "other")
+    assert file.load(whole.path) == runs.report()
     assert runs.report().session.complete
+    assert runs("--llmgpu-resume=other", "--llmgpu-save=base").ret == 0
+    assert [(one.number, one.name) for one in stored(storage)] == [(1, "before"), (2, "other"), (3, "base")]
     # A whole session is judged again: nothing is measured, and the options of the gate may be others.
     runs.did.clear()
-    result = runs(_RESUME, "--llmgpu-compare=other", "--llmgpu-json=judged.json")
+    result = runs(_RESUME, "--llmgpu-compare=before", "--llmgpu-json=judged.json")
     assert (result.ret, runs.measured) == (0, [])
     assert runs.report("judged.json").verdicts is not None
 

@@ -33,7 +33,7 @@ def _result() -> CaseResult:
 
 def _on(cpu: str, *results: CaseResult) -> Report:
     found = make_report(results, gpus=0)
-    found.environment.cpu = cpu
+    found.environment.cpu, found.session.complete = cpu, True
     return found
 
 
@@ -67,6 +67,7 @@ def test_a_name_means_the_report_of_this_machine(
     if on_gpus:
         gpus = [Gpu(index=0, uuid="GPU-0", name="NVIDIA H200", memory_bytes=140 * 2**30)]
         ours = make_report([make_result()])
+        ours.session.complete = True
         ours.environment = Environment(cpu="Xeon", python="3.11.7", platform="Linux", gpus=gpus)
         monkeypatch.setattr(environment, "fingerprint", lambda _: ours.environment)
         machine = msgspec.structs.replace(machine, device="cuda", gpus=gpus)

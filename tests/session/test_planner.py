@@ -367,6 +367,9 @@ def test_what_the_model_lacks_is_refused(plan: _Bench, monkeypatch: pytest.Monke
     kernel = plan(attention="flash_attention_2", experts="eager").case
     assert (kernel.attention, kernel.experts) == ("flash_attention_2", "eager")
     assert asked == [("flash_attention_2", "eager", "", "cuda", "float16")]
+    chosen = plan(experts="grouped_mm")
+    assert (chosen.case.experts, chosen.case.key) == (None, plan(attention="eager").case.key), "as without the option"
+    assert asked[1][1] == chosen.source.experts == "grouped_mm", "a dense model refuses it all the same"
     with pytest.raises(ValueError, match=r"^--llmgpu-attention=flash_attention_2: .* each row: allowed: sdpa, eager$"):
         plan(attention="flash_attention_2", workload="generate")
     monkeypatch.setattr(processes, "ask", lambda *_, **__: '"--llmgpu-attention=sdpa: no: allowed here: eager"')

@@ -210,6 +210,16 @@ def test_the_step_after_saving_is_promote(
     assert saved(name).whereabouts()[-1].startswith(step)
 
 
+@pytest.mark.parametrize("dirty", [False, True])
+def test_the_step_after_an_interrupted_run_is_to_continue_it(
+    saved: Callable[..., Recorder], monkeypatch: pytest.MonkeyPatch, dirty: bool
+) -> None:
+    """Only a committed state can be continued."""
+    monkeypatch.setattr(recorder, "commit", lambda *_, **__: Commit(sha="a" * 40, dirty=dirty))
+    step = saved("base", 2, interrupted=True).whereabouts()[-1]
+    assert step.startswith("next: --llmgpu-resume=report.json (measures what is missing); ") != dirty
+
+
 def test_the_summary_has_the_folder_of_traces(emulated: None, tmp_path: Path) -> None:  # noqa: ARG001
     """The report names the files without private folders; a folder that cannot be made is refused at the start."""
     for path, shown in ((tmp_path / "out", "out/a.gz"), (Path("/home/ada/out"), "a.gz")):
@@ -226,15 +236,16 @@ def test_the_summary_has_the_folder_of_traces(emulated: None, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("exit_status", "stopped", "name"), [(0, False, "base"), (1, False, "base"), (2, True, None)])
-def test_a_run_that_did_not_complete_takes_no_name_of_another(
+def test_a_run_that_did_not_complete_takes_no_name(
     saved: Callable[..., Recorder], tmp_path: Path, exit_status: int, stopped: bool, name: str | None
 ) -> None:
-    """It is kept by its number; after Ctrl-C the name is still that of a whole report."""
+    """It is kept by its number, and the name is free for a whole report."""
+    lines = saved("base", exit_status, interrupted=stopped).whereabouts()
+    assert ("takes no name" in lines[1]) == stopped
     saved("base")
-    saved("base", exit_status, interrupted=stopped)
     kept = store.stored(tmp_path / "store")
-    assert [(one.number, one.name) for one in kept] == [(1, "base"), (2, name)]
-    assert file.load(kept[1].path).session.exit_status == exit_status
+    assert [(one.number, one.name) for one in kept] == [(1, name), (2, "base")]
+    assert file.load(kept[0].path).session.exit_status == exit_status
 
 
 def test_a_run_that_cannot_be_saved_is_refused_or_not_green(
