@@ -144,14 +144,13 @@ class Generator(AbstractContextManager["Generator"]):
         """The size of the KV cache of this rank."""
         return self._cache.bytes
 
-    def warm_up(self, on_batch: OnBatch | None = None) -> None:
+    def warm_up(self, on_batch: OnBatch = lambda *_: None) -> None:
         """Run the prefill and the first steps of a batch of every shape."""
         for batch in {(batch.rows, batch.width): batch for batch in self._plan.batches}.values():
             latency_s, *_ = self._run(batch, min(_WARM_UP_TOKENS, self._new_tokens))
-            if on_batch is not None:
-                on_batch(latency_s, batch.rows, batch.tokens, batch.padded_tokens)
+            on_batch(latency_s, batch.rows, batch.tokens, batch.padded_tokens)
 
-    def generate(self, on_batch: OnBatch | None = None) -> Generated:
+    def generate(self, on_batch: OnBatch = lambda *_: None) -> Generated:
         """Generate the texts of all prompts.
 
         Raises:
@@ -171,8 +170,7 @@ class Generator(AbstractContextManager["Generator"]):
             texts.update(zip(batch.requests, zip(tokens, loglikelihoods, strict=True), strict=True))
             first_token_s.append(times_s[0])
             step_s += times_s[1:]
-            if on_batch is not None:
-                on_batch(latency_s, batch.rows, batch.tokens, batch.padded_tokens)
+            on_batch(latency_s, batch.rows, batch.tokens, batch.padded_tokens)
         scoring.synchronize(self._devices)
         in_order = [texts[number] for number in sorted(texts)]
         return Generated(

@@ -142,9 +142,8 @@ def of_plan(
         ValueError: An op is unknown, or the traffic depends on other numbers.
     """
     if of_tokens is not None:
-        where: Any = {"input_device": loaded.input_device, "devices": loaded.devices}
-        scored = functools.partial(scoring.score, loaded.model, plan, on_batch=of_tokens, logits=logits, **where)
-        return count(scored, world_size=loaded.world_size)
+        options: Any = {"on_batch": of_tokens, "logits": logits, **loaded.placed}
+        return count(lambda: scoring.score(loaded.model, plan, **options), world_size=loaded.world_size)
     return _records(_of_prefills(loaded, plan, logits))
 
 

@@ -25,7 +25,7 @@ from pytest_llmgpu.ranks.graph_choice import Decision
 from pytest_llmgpu.ranks.local import FinishedBatch
 from pytest_llmgpu.ranks.registered import ModelHook
 from pytest_llmgpu.recording import work
-from pytest_llmgpu.recording.work import BatchReport, WorkReply
+from pytest_llmgpu.recording.work import WorkReply
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.derived import decode_tokens, encode, encode_tokens
 from pytest_llmgpu.report.result import Collective, DeviceMemory, Generation, Launch, Phase
@@ -252,14 +252,7 @@ def warm_up(state: RankState, case: Case, not_recorded: str | None = None) -> No
         else:
             recorded = decision.execution == "cuda_graphs"
             decoder = graphs.enter_context(GraphedDecoder(loaded.model, loaded.devices[0])) if recorded else None
-            scoring.warm_up(
-                loaded.model,
-                plan,
-                on_batch=on_batch,
-                input_device=loaded.input_device,
-                devices=loaded.devices,
-                logits=case.scoring,
-            )
+            scoring.warm_up(loaded.model, plan, on_batch=on_batch, logits=case.scoring, **loaded.placed)
             if decoder is not None:
                 graph_choice.check_answers(loaded, plan, decoder, case.dtype)
         state.graphs = graphs.pop_all()
@@ -290,14 +283,7 @@ def measure(state: RankState) -> Measured:
         launch.batches = generated.batches
         why_no_clock = generated.why_no_clock
     else:
-        scores = scoring.score(
-            loaded.model,
-            plan,
-            on_batch=on_batch,
-            input_device=loaded.input_device,
-            devices=loaded.devices,
-            logits=state.case.scoring,
-        )
+        scores = scoring.score(loaded.model, plan, on_batch=on_batch, logits=state.case.scoring, **loaded.placed)
         launch.batches = scores.batches
         why_no_clock = scores.why_no_clock
     ended(launch)
@@ -321,16 +307,10 @@ def check_texts(state: RankState, reference: ReferenceTexts | None = None) -> Ge
 
     def score_again(tokens: str | None) -> str:
         numbers = decode_tokens(tokens).tolist()
+        texts = [numbers[start : start + length] for start in range(0, len(numbers), length)]
         # Eagerly also where the layers are compiled: a fault of the compiler does not repeat itself here.
         with compiled_layers.suspended():
-            values = score_texts(
-                loaded.model,
-                prompts,
-                [numbers[start : start + length] for start in range(0, len(numbers), length)],
-                case.batch_size,
-                input_device=loaded.input_device,
-                devices=loaded.devices,
-            )
+            values = score_texts(loaded.model, prompts, texts, case.batch_size, **loaded.placed)
         return encode(value for row in values for value in row)
 
     return msgspec.structs.replace(
@@ -498,10 +478,6 @@ def trace_path(state: RankState, begin: str | None, name: str) -> str | None:
     return None if begin is None else f"{begin}-rank{rank}-{name}.json.gz"
 
 
-def report_to(state: RankState, *, planned: int = 0) -> BatchReport:
+def report_to(state: RankState, *, planned: int = 0) -> scoring.OnBatch:
     """Return what passes each batch to the launcher; `planned` is 0 for batches that are no measurement."""
-
-    def on_batch(latency_s: float, sequences: int, tokens: int, padded_tokens: int) -> None:
-        state.on_batch(FinishedBatch(latency_s, sequences, tokens, padded_tokens, planned))
-
-    return on_batch
+    return lambda *batch: state.on_batch(FinishedBatch(*batch, planned))
