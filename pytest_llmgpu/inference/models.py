@@ -245,16 +245,16 @@ def facts(source: ModelSource) -> ModelFacts:
     """
     if source.config.get("model_type", "llama") == "llama" and quantization.of_checkpoint(source.config) is None:
         return ModelFacts(has_plan=True)
-    found = _facts(source.directory or json.dumps(source.config))
+    found = msgspec.json.decode(_asked(source.directory or json.dumps(source.config)), type=ModelFacts)
     if found.refusal is not None:
         raise ValueError(f"--llmgpu-model={source.name}: transformers cannot load it: {found.refusal}")
     return found
 
 
 @functools.cache
-def _facts(place: str) -> ModelFacts:
-    answer = processes.ask("pytest_llmgpu.inference.models", place, library="transformers")
-    return msgspec.json.decode(answer, type=ModelFacts)
+def _asked(*arguments: str) -> str:
+    """Return the JSON that this module prints in a child process."""
+    return processes.ask("pytest_llmgpu.inference.models", *arguments, library="transformers")
 
 
 def implementations(config: PretrainedConfig | None) -> dict[str, str]:
@@ -281,13 +281,8 @@ def check_choices(source: ModelSource, device: str, dtype: str) -> None:
     if source.experts is None and source.attention in (None, "eager") and quantized is None:
         return
     asked = [name or "" for name in (source.attention, source.experts, quantized)]
-    if refusal := _refusal(source.directory or json.dumps(source.config), *asked, device, dtype):
+    if refusal := json.loads(_asked(source.directory or json.dumps(source.config), *asked, device, dtype)):
         raise ValueError(refusal)
-
-
-@functools.cache
-def _refusal(*asked: str) -> str:
-    return str(json.loads(processes.ask("pytest_llmgpu.inference.models", *asked, library="transformers")))
 
 
 def refusal_here(place: str, attention: str, experts: str, quantized: str, device: str, dtype: str) -> str:
