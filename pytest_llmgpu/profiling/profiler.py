@@ -380,7 +380,7 @@ def joined(profiles: Sequence[Profile], indices: Mapping[str, int]) -> Profile:
 
     Figures of a device are those of its node; `indices` has its index among those of all nodes by UUID. For the whole,
     the node with the fewest samples counts. The series of the other nodes are read at the times of the first one: each
-    value is that of the nearest sample since the start of the window.
+    value is that of the latest sample, or of the first one.
     """
     lateness = [one.lateness_p99_s for one in profiles if one.lateness_p99_s is not None]
     cpu = [one.sampler_cpu_s for one in profiles if one.sampler_cpu_s is not None]
@@ -392,11 +392,7 @@ def joined(profiles: Sequence[Profile], indices: Mapping[str, int]) -> Profile:
     known = [one for one in series if one is not None]
     columns = []
     for each in known:
-        places = []
-        for moment_s in known[0].t_s:
-            after = bisect.bisect_left(each.t_s, moment_s)
-            near = range(max(0, after - 1), min(len(each.t_s), after + 1))
-            places.append(min(near, key=lambda place: abs(each.t_s[place] - moment_s)))
+        places = [max(0, bisect.bisect(each.t_s, moment_s) - 1) for moment_s in known[0].t_s]
         columns += [{name: [values[place] for place in places] for name, values in row.items()} for row in each.devices]
     return Profile(
         period_s=profiles[0].period_s,
