@@ -26,18 +26,11 @@ NEITHER = {
 }
 """The reasons of a device without NVLink and GPM."""
 
-_MAIN = """
-import sys
-from pytest_llmgpu.profiling.sampler import __main__, rounds
-rounds._GIVE_UP_S = 300.0
-sys.exit(__main__.main())
-"""
-
 
 @contextmanager
 def sampler(environment: dict[str, str], *arguments: str, period_s: float = 0.025) -> Iterator[subprocess.Popen[str]]:
-    """Run the sampler with a period of 25 ms; a busy machine may make a call that blocks last long."""
-    command = [sys.executable, "-c", _MAIN, "--period", str(period_s), *arguments]
+    """Run the sampler with a period of 25 ms."""
+    command = [sys.executable, "-m", "pytest_llmgpu.profiling.sampler", "--period", str(period_s), *arguments]
     process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     rescue = threading.Timer(300, process.kill)  # a stream without output must fail the test
     rescue.start()
