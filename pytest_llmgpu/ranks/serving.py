@@ -1,10 +1,16 @@
-"""The command loop of a rank, and how its exceptions reach pytest's process: as plain data."""
+"""The command loop of a rank, and how its exceptions reach pytest's process: as plain data.
+
+A launcher runs this module. Its arguments are the id of the process that is served, then the file descriptors of the
+pipes for commands and answers.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import itertools
 import pickle
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -13,6 +19,7 @@ from multiprocessing.connection import Connection
 import msgspec
 
 from pytest_llmgpu.inference.cuda_graphs import RecordingError
+from pytest_llmgpu.processes import die_with_parent
 from pytest_llmgpu.ranks import engine_worker, memory
 from pytest_llmgpu.ranks.local import Answer, Event
 from pytest_llmgpu.ranks.worker import RankState
@@ -95,3 +102,13 @@ def rebuild(pickled: Sequence[bytes]) -> Exception | None:
                 if isinstance(made, Exception) and str(made) == text:
                     return made
     return None
+
+
+if __name__ == "__main__":
+    parent, commands, events = map(int, sys.argv[1:])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with_parent(parent)
+    # The stacks of all threads would fill the part of the log that a failure keeps, after the reason of an abort.
+    faulthandler.enable(all_threads=False)
+    faulthandler.register(signal.SIGUSR1)
+    serve(Connection(commands, writable=False), Connection(events, readable=False))
