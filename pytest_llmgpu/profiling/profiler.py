@@ -98,12 +98,6 @@ class Profiler:
             return "the sampler was closed before it answered" if self._ended else "the sampler has not answered yet"
 
     @property
-    def pid(self) -> int | None:
-        """The process id of the sampler; None before it runs."""
-        with self._changed:
-            return None if self._process is None else self._process.pid
-
-    @property
     def here(self) -> Profiler:
         """The profiler of the node of this process."""
         return self
