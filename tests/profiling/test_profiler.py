@@ -257,7 +257,7 @@ from pytest_llmgpu.profiling import profiler as module
 module._HEADER_S = 300
 profiler = module.Profiler(0.025)
 profiler.start()
-print(profiler.pid, profiler.why, flush=True)
+print(profiler._process.pid, profiler.why, flush=True)
 sys.stdin.read()
 """
 
