@@ -217,10 +217,8 @@ class Profiler:
 
         The sampler is started in this thread because the kernel binds a child to the thread that started it.
         """
-        command = processes.command("pytest_llmgpu.profiling.sampler")
-        command += ["--period", repr(self.period_s), "--method", self._method, "--parent", str(os.getpid())]
-        if self._uuids is not None:
-            command += ["--uuids", ",".join(self._uuids)]
+        arguments = repr(self.period_s), self._method, str(os.getpid()), *(self._uuids or ())
+        command = processes.command("pytest_llmgpu.profiling.sampler", *arguments)
         with tempfile.TemporaryFile() as errors:
             try:
                 process = subprocess.Popen(
