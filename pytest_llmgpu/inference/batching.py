@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -264,26 +264,34 @@ def cost(shapes: Iterable[tuple[int, int]]) -> int:
 def _fewest_groups(counts: Sequence[tuple[int, int]], most: int) -> list[list[int]]:
     """Split widths into as few groups as possible, each padded to its first width, by at most `most` tokens in all.
 
-    Among splits into equally many groups, the one with the fewest tokens is chosen. This is an exact dynamic programme.
-    The best begin of the last group moves only forwards with the widths that are covered. `counts` has the number of
-    batches of each width, in descending order.
+    Among splits into equally many groups, the one with the fewest tokens is chosen. This is an exact dynamic programme:
+    each group more takes one pass over the widths. `counts` has the number of batches of each width, in descending
+    order.
     """
     numbers = list(accumulate((count for _, count in counts), initial=0))
     tokens = list(accumulate((width * count for width, count in counts), initial=0))
 
-    def added(begin: int, end: int) -> int:
-        """Return the tokens that are added where the widths from `begin` to before `end` are one group."""
-        return counts[begin][0] * (numbers[end] - numbers[begin]) - (tokens[end] - tokens[begin])
+    def padded(begin: int, end: int) -> int:
+        """Return the tokens of the widths before `end` where those from `begin` on are the last group."""
+        return least[begin] + counts[begin][0] * (numbers[end] - numbers[begin])
 
-    least = [0] + [added(0, end) for end in range(1, len(counts) + 1)]
+    def last_win(one: int, later: int) -> int:
+        """Return the most batches at the end for which a begin needs no more tokens than a later one."""
+        return (padded(later, 0) - padded(one, 0)) // (counts[one][0] - counts[later][0])
+
+    # The fewest tokens of the widths before each end, in so many groups as `begins` has lists.
+    least = [counts[0][0] * number for number in numbers]
     begins = [[0] * (len(counts) + 1)]
-    while least[-1] > most:
-        fewest = len(begins)
+    while least[-1] - tokens[-1] > most:
         longer, begin_of = least[:], begins[-1][:]
-        begin = fewest
-        for end in range(fewest + 1, len(counts) + 1):
-            begin = min(range(begin, end), key=lambda at: least[at] + added(at, end))
-            longer[end], begin_of[end] = least[begin] + added(begin, end), begin
+        best: deque[int] = deque()  # begins of the last group, each of which is the best one for some ends from here on
+        for end in range(len(begins) + 1, len(counts) + 1):
+            while len(best) > 1 and last_win(best[-2], best[-1]) >= last_win(best[-1], end - 1):
+                best.pop()
+            best.append(end - 1)
+            while len(best) > 1 and padded(best[1], end) < padded(best[0], end):
+                best.popleft()
+            longer[end], begin_of[end] = padded(best[0], end), best[0]
         least = longer
         begins.append(begin_of)
     groups, end = [], len(counts)

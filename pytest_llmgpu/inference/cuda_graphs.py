@@ -100,7 +100,8 @@ class GraphedDecoder:
         self._decoder = model.get_decoder()
         self._device = device
         self._recorder = Recorder(device)
-        self._graphs: dict[tuple[int, int], _Graph] = {}
+        self.graphs: dict[tuple[int, int], _Graph] = {}
+        """Rows and tokens per row to the graph of this shape."""
         self._ids = torch.empty(0, dtype=torch.int64, device=device)
         self._hidden: torch.Tensor | None = None
 
@@ -111,13 +112,8 @@ class GraphedDecoder:
 
     def __exit__(self, *_: object) -> None:
         self._decoder.forward = self._eager
-        self._graphs.clear()
+        self.graphs.clear()
         self._hidden = None
-
-    @property
-    def shapes(self) -> list[tuple[int, int]]:
-        """The shapes that have a graph: rows and tokens per row."""
-        return list(self._graphs)
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -135,9 +131,9 @@ class GraphedDecoder:
         if input_ids is None or other_arguments or others.get("use_cache") or torch.cuda.is_current_stream_capturing():
             return self._eager(input_ids=input_ids, **others)
         shape = (input_ids.shape[0], input_ids.shape[1])
-        if shape not in self._graphs:
-            self._graphs[shape] = self._record(input_ids, others)
-        graph, ids_BS, hidden_BSH = self._graphs[shape]
+        if shape not in self.graphs:
+            self.graphs[shape] = self._record(input_ids, others)
+        graph, ids_BS, hidden_BSH = self.graphs[shape]
         ids_BS.copy_(input_ids)
         graph.replay()
         from transformers.modeling_outputs import BaseModelOutputWithPast

@@ -33,7 +33,8 @@ from pytest_llmgpu.inference.batching import Batch, Plan, Request, Requests, pla
 from pytest_llmgpu.inference.cuda_graphs import Recorder
 from pytest_llmgpu.inference.scoring import OnBatch
 from pytest_llmgpu.inference.sm_clock import SmClock
-from pytest_llmgpu.report.result import Batches
+from pytest_llmgpu.report.derived import encode, encode_tokens
+from pytest_llmgpu.report.result import Batches, Generation
 
 if TYPE_CHECKING:
     import torch
@@ -65,24 +66,6 @@ def check(model: torch.nn.Module, config: PretrainedConfig | None) -> None:
             f"{type(model).__name__} cannot generate text, it has no {', no '.join(lacks)}: score it "
             "(--llmgpu-workload=score), or use a causal language model of transformers"
         )
-
-
-class Generated(scoring.Scores, frozen=True, kw_only=True):
-    """The results of all batches of a plan.
-
-    There is no clock in `batches`, and `loglikelihoods` are those of each new token when it was chosen [prompts][N].
-    """
-
-    first_token_s: list[float]
-    """The time to the first token of each batch."""
-    step_s: list[float]
-    """The time of each decode step, batch after batch."""
-    prefill_clock_ghz: list[list[float]] | None
-    """[GPUs][batches] The mean SM clock of the prefills; None with its reason in `why_no_clock`."""
-    step_clock_ghz: list[list[float]] | None
-    """[GPUs][batches] The mean SM clock of the decode steps."""
-    tokens: list[list[int]]
-    """The new tokens [prompts][N], in the order of the dataset."""
 
 
 class Generator(AbstractContextManager["Generator"]):
@@ -139,20 +122,17 @@ class Generator(AbstractContextManager["Generator"]):
         self._graphs.clear()
         self._cache.clear()
 
-    @property
-    def kv_cache_bytes(self) -> int:
-        """The size of the KV cache of this rank."""
-        return self._cache.bytes
-
-    def warm_up(self, on_batch: OnBatch | None = None) -> None:
+    def warm_up(self, on_batch: OnBatch = lambda *_: None) -> None:
         """Run the prefill and the first steps of a batch of every shape."""
         for batch in {(batch.rows, batch.width): batch for batch in self._plan.batches}.values():
             latency_s, *_ = self._run(batch, min(_WARM_UP_TOKENS, self._new_tokens))
-            if on_batch is not None:
-                on_batch(latency_s, batch.rows, batch.tokens, batch.padded_tokens)
+            on_batch(latency_s, batch.rows, batch.tokens, batch.padded_tokens)
 
-    def generate(self, on_batch: OnBatch | None = None) -> Generated:
+    def generate(self, on_batch: OnBatch = lambda *_: None) -> tuple[Batches, Generation, str | None]:
         """Generate the texts of all prompts.
+
+        Returns:
+            The batches, without a clock; the texts in the order of the dataset; the reason why there is no clock.
 
         Raises:
             ValueError: A log-likelihood is not finite.
@@ -171,20 +151,21 @@ class Generator(AbstractContextManager["Generator"]):
             texts.update(zip(batch.requests, zip(tokens, loglikelihoods, strict=True), strict=True))
             first_token_s.append(times_s[0])
             step_s += times_s[1:]
-            if on_batch is not None:
-                on_batch(latency_s, batch.rows, batch.tokens, batch.padded_tokens)
+            on_batch(latency_s, batch.rows, batch.tokens, batch.padded_tokens)
         scoring.synchronize(self._devices)
         in_order = [texts[number] for number in sorted(texts)]
-        return Generated(
-            batches=columns,
+        found = Generation(
+            prompt_tokens=[len(request.tokens) - 1 for request in self._plan.requests.requests],
+            new_tokens=[len(tokens) for tokens, _ in in_order],
             first_token_s=first_token_s,
             step_s=step_s,
             prefill_clock_ghz=clock.ghz([(first, first + 1) for first in firsts]),
             step_clock_ghz=clock.ghz([(first + 1, first + 2) for first in firsts]),
-            why_no_clock=clock.why,
-            tokens=[tokens for tokens, _ in in_order],
-            loglikelihoods=[values for _, values in in_order],
+            kv_cache_bytes=self._cache.bytes,
+            tokens=encode_tokens(chain.from_iterable(tokens for tokens, _ in in_order)),
+            loglikelihoods=encode(chain.from_iterable(values for _, values in in_order)),
         )
+        return columns, found, clock.why
 
     def prefill(self, batch: Batch) -> None:
         """Launch the prefill of a batch of the plan."""
@@ -364,9 +345,8 @@ class _Cache:
         """Return 0, the number of tokens before a prompt."""
         return 0
 
-    def get_query_offset(self, *_: Any) -> int:
-        """Return 0, the position of the first token of a prompt."""
-        return 0
+    get_query_offset = get_seq_length
+    """The position of the first token of a prompt."""
 
     def get_mask_sizes(self, query_length: int | torch.Tensor, *_: Any) -> tuple[int, int]:
         """Return the number of keys of a prefill and the position of the first one."""

@@ -241,7 +241,7 @@ def score(
     model: torch.nn.Module,
     plan: Plan,
     *,
-    on_batch: OnBatch | None = None,
+    on_batch: OnBatch = lambda *_: None,
     input_device: torch.device,
     devices: Sequence[torch.device] = (),
     logits: str = LEAN,
@@ -274,7 +274,7 @@ def run(
     model: torch.nn.Module,
     batches: Sequence[Batch],
     *,
-    on_batch: OnBatch | None = None,
+    on_batch: OnBatch = lambda *_: None,
     input_device: torch.device,
     devices: Sequence[torch.device] = (),
     logits: str = LEAN,
@@ -300,8 +300,7 @@ def run(
             clock.stamp(2 * number + 1)
             add_batch(columns, batch, latency_s, values, of=len(batches))
             answers.update(zip(batch.requests, values, strict=True))
-            if on_batch is not None:
-                on_batch(latency_s, batch.rows, batch.tokens, batch.padded_tokens)
+            on_batch(latency_s, batch.rows, batch.tokens, batch.padded_tokens)
         synchronize(devices)
     return columns, answers
 

@@ -168,8 +168,7 @@ def _torch_facts() -> TorchFacts:
 def fingerprint(facts: TorchFacts) -> Environment:
     """Return the machine and its libraries, without names of hosts or users and without secrets."""
     inventory = nvml.inventory()
-    # NVML has the CUDA version of the driver.
-    why = {name: reason for name, reason in inventory.why.items() if name != "cuda"}
+    why = dict(inventory.why)
     if facts.cuda is None:
         why |= dict.fromkeys(("cuda", "nccl"), f"torch {facts.version} is built without CUDA")
     elif facts.nccl is None:

@@ -38,8 +38,6 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True):
     """[gpu, gpu] The nearest path in the words of `nvidia-smi topo -m`: X, NV18, PIX, PXB, PHB, NODE, SYS."""
     driver: str | None = None
     """The version of the driver."""
-    cuda: str | None = None
-    """The newest CUDA version that the driver supports, such as `13.0`."""
     why: dict[str, str] = {}
     """Maps a field to the reason why it is None; `nvml` if NVML is missing, `gpu 3` for a GPU that does not answer."""
 
@@ -93,7 +91,6 @@ def inventory() -> Inventory:
         with session() as nvml:
             why: dict[str, str] = {}
             query = Query(nvml, why)
-            version = query("cuda", nvml.nvmlSystemGetCudaDriverVersion_v2)
             gpus: list[Gpu] = []
             handles: list[Any] = []
             for index in range(query("nvml", nvml.nvmlDeviceGetCount) or 0):
@@ -107,11 +104,10 @@ def inventory() -> Inventory:
                 gpus=gpus,
                 topology=_topology(nvml, handles, query),
                 driver=query("driver", nvml.nvmlSystemGetDriverVersion),
-                cuda=None if version is None else f"{version // 1000}.{version % 1000 // 10}",
                 why=why,
             )
     except NvmlMissingError as error:
-        return Inventory(why=dict.fromkeys(("nvml", "topology", "driver", "cuda"), str(error)))
+        return Inventory(why=dict.fromkeys(("nvml", "topology", "driver"), str(error)))
 
 
 def used_bytes(uuids: Sequence[str]) -> dict[str, int]:

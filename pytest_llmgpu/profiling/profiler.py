@@ -98,12 +98,6 @@ class Profiler:
             return "the sampler was closed before it answered" if self._ended else "the sampler has not answered yet"
 
     @property
-    def pid(self) -> int | None:
-        """The process id of the sampler; None before it runs."""
-        with self._changed:
-            return None if self._process is None else self._process.pid
-
-    @property
     def here(self) -> Profiler:
         """The profiler of the node of this process."""
         return self
@@ -223,10 +217,8 @@ class Profiler:
 
         The sampler is started in this thread because the kernel binds a child to the thread that started it.
         """
-        command = processes.command("pytest_llmgpu.profiling.sampler")
-        command += ["--period", repr(self.period_s), "--method", self._method, "--parent", str(os.getpid())]
-        if self._uuids is not None:
-            command += ["--uuids", ",".join(self._uuids)]
+        arguments = repr(self.period_s), self._method, str(os.getpid()), *(self._uuids or ())
+        command = processes.command("pytest_llmgpu.profiling.sampler", *arguments)
         with tempfile.TemporaryFile() as errors:
             try:
                 process = subprocess.Popen(
@@ -380,7 +372,7 @@ def joined(profiles: Sequence[Profile], indices: Mapping[str, int]) -> Profile:
 
     Figures of a device are those of its node; `indices` has its index among those of all nodes by UUID. For the whole,
     the node with the fewest samples counts. The series of the other nodes are read at the times of the first one: each
-    value is that of the nearest sample since the start of the window.
+    value is that of the latest sample, or of the first one.
     """
     lateness = [one.lateness_p99_s for one in profiles if one.lateness_p99_s is not None]
     cpu = [one.sampler_cpu_s for one in profiles if one.sampler_cpu_s is not None]
@@ -392,11 +384,7 @@ def joined(profiles: Sequence[Profile], indices: Mapping[str, int]) -> Profile:
     known = [one for one in series if one is not None]
     columns = []
     for each in known:
-        places = []
-        for moment_s in known[0].t_s:
-            after = bisect.bisect_left(each.t_s, moment_s)
-            near = range(max(0, after - 1), min(len(each.t_s), after + 1))
-            places.append(min(near, key=lambda place: abs(each.t_s[place] - moment_s)))
+        places = [max(0, bisect.bisect(each.t_s, moment_s) - 1) for moment_s in known[0].t_s]
         columns += [{name: [values[place] for place in places] for name, values in row.items()} for row in each.devices]
     return Profile(
         period_s=profiles[0].period_s,

@@ -100,12 +100,7 @@ def decide(
 def generator(loaded: Loaded, plan: Plan, *, recorded_tokens: int = 0) -> Generator:
     """Return the generator of texts of a loaded model; the arguments are those of `Generator`."""
     return Generator(
-        loaded.model,
-        plan,
-        input_device=loaded.input_device,
-        devices=loaded.devices,
-        recorded_tokens=recorded_tokens,
-        own_kv_cache=loaded.own_kv_cache,
+        loaded.model, plan, recorded_tokens=recorded_tokens, own_kv_cache=loaded.own_kv_cache, **loaded.placed
     )
 
 
@@ -158,5 +153,5 @@ def _largest_forward(plan: Plan) -> int:
 
 
 def _answers(loaded: Loaded, batch: Batch) -> list[float]:
-    _, answers = scoring.run(loaded.model, [batch], input_device=loaded.input_device, devices=loaded.devices)
+    _, answers = scoring.run(loaded.model, [batch], **loaded.placed)
     return [answers[number] for number in sorted(answers)]

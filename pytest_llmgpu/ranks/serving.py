@@ -1,21 +1,25 @@
-"""The command loop of a rank, and how its exceptions reach pytest's process: as plain data."""
+"""The command loop of a rank, and how its exceptions reach pytest's process: as plain data.
+
+A launcher runs this module. Its arguments are the id of the process that is served, then the file descriptors of the
+pipes for commands and answers.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import functools
+import faulthandler
 import itertools
 import pickle
+import signal
 import sys
 import traceback
-from itertools import product
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from types import NoneType
-from typing import Any, NamedTuple
 
 import msgspec
 
 from pytest_llmgpu.inference.cuda_graphs import RecordingError
+from pytest_llmgpu.processes import die_with_parent
 from pytest_llmgpu.ranks import engine_worker, memory
 from pytest_llmgpu.ranks.local import Answer, Event
 from pytest_llmgpu.ranks.worker import RankState
@@ -25,19 +29,7 @@ from pytest_llmgpu.report.text import beginning
 NOT_RECORDED = "a forward could not be recorded as a CUDA graph"
 """Evidence of a failure. The message is the operation with its error, and the case can be measured eagerly."""
 _TRACEBACK_LETTERS = 2**15
-_PLAIN = (NoneType, bool, int, float, str, bytes)
 _MOST_LETTERS = 2**16
-
-
-class Raised(NamedTuple):
-    """What pytest's process needs to raise an exception of a rank again. It arrives also if the exception cannot."""
-
-    classes: tuple[tuple[str, str], ...]
-    """Module and name of the class, then of each class that it derives from, in the order of their resolution."""
-    args: tuple[Any, ...]
-    """The arguments of the exception if all are plain values; else its text alone."""
-    text: str
-    """The text of the exception."""
 
 
 def serve(commands: Connection, events: Connection) -> None:
@@ -88,37 +80,35 @@ def failure_of(error: BaseException, phase: Phase) -> tuple[Outcome, Failure]:
     return "error", Failure(phase=phase, message=message, evidence=f"{name} was raised")
 
 
-def describe(error: BaseException) -> Raised:
-    """Return an exception as plain data."""
-    text = str(error)
-    args = error.args if len(text) <= _MOST_LETTERS and _is_plain(error.args) else ()
-    text = beginning(text, _MOST_LETTERS)
-    classes = tuple((cls.__module__, cls.__qualname__) for cls in type(error).__mro__)
-    return Raised(classes=classes, args=args or (text,) * bool(text), text=text)
+def describe(error: BaseException) -> list[bytes]:
+    """Return an exception pickled: class and arguments, then each class that it derives from with the text alone."""
+    text = beginning(str(error), _MOST_LETTERS)
+    found = []
+    for cls, args in ((type(error), error.args), *((cls, (text,)) for cls in type(error).__mro__)):
+        with contextlib.suppress(Exception):  # what a user made may not pickle
+            content = pickle.dumps((cls, args, text))
+            found += [content] * (b"torch._utils" not in content)  # a tensor would be made on its GPU
+    return found
 
 
-def rebuild(raised: Raised) -> Exception | None:
-    """Return an exception of the first class that is imported here and can be made with the same text.
-
-    Nothing is imported: a test that names a class, such as `pytest.raises(torch.OutOfMemoryError)`, has imported it.
-
-    Returns:
-        The exception; None for one that is no `Exception`, such as SystemExit.
-    """
-    for module, name in raised.classes:
-        cls: Any = sys.modules.get(module)
-        for part in name.split("."):
-            cls = getattr(cls, part, None)
-        if not (isinstance(cls, type) and issubclass(cls, Exception)):
-            continue
-        # Then without the constructor, which may take other arguments than it passes on.
-        for args, make in product((raised.args, (raised.text,)), (cls, functools.partial(cls.__new__, cls))):
+def rebuild(pickled: Sequence[bytes]) -> Exception | None:
+    """Return the first exception that can be made with the same text; None for no `Exception`, such as SystemExit."""
+    for content in pickled:
+        # The second time without the constructor, which may take other arguments than it passes on.
+        for plain in (False, True):
             with contextlib.suppress(Exception):  # the class of a user may raise anything
-                made = make(*args)
-                if isinstance(made, cls) and str(made) == raised.text:
+                cls, args, text = pickle.loads(content)  # noqa: S301 - written by our own rank
+                made = cls.__new__(cls, *args) if plain else cls(*args)
+                if isinstance(made, Exception) and str(made) == text:
                     return made
     return None
 
 
-def _is_plain(value: Any) -> bool:
-    return type(value) in _PLAIN or (type(value) in (tuple, list) and all(map(_is_plain, value)))
+if __name__ == "__main__":
+    parent, commands, events = map(int, sys.argv[1:])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with_parent(parent)
+    # The stacks of all threads would fill the part of the log that a failure keeps, after the reason of an abort.
+    faulthandler.enable(all_threads=False)
+    faulthandler.register(signal.SIGUSR1)
+    serve(Connection(commands, writable=False), Connection(events, readable=False))

@@ -87,9 +87,7 @@ PAYLOADS = ("input_tensor", "input_tensors", "input_list", "inputs", "input", "t
 """An op has its payload in the argument with one of these names."""
 _COPIES = {"aten::_to_copy": "self", "aten::to": "self", "aten::copy_": "src", "aten::copy": "src"}
 """Op that may copy between devices to its source argument. In inference mode, `to` is dispatched as itself."""
-_BATCHED_P2P = "_c10d_functional::batch_p2p_ops"
-"""This op has several sends and receives."""
-_COUNTED = {*KINDS, *_COPIES, _BATCHED_P2P}
+_COUNTED = {*KINDS, *_COPIES}
 _SHAPES = ((2, 4, 2), (3, 4, 2), (2, 5, 2), (3, 5, 2), (2, 4, 3))
 """Rows, tokens per row and predicted tokens of the counted forwards. None is 1, which may be a special case."""
 MOST_ROWS = max(rows for rows, _, _ in _SHAPES)
@@ -142,9 +140,8 @@ def of_plan(
         ValueError: An op is unknown, or the traffic depends on other numbers.
     """
     if of_tokens is not None:
-        where: Any = {"input_device": loaded.input_device, "devices": loaded.devices}
-        scored = functools.partial(scoring.score, loaded.model, plan, on_batch=of_tokens, logits=logits, **where)
-        return count(scored, world_size=loaded.world_size)
+        options: Any = {"on_batch": of_tokens, "logits": logits, **loaded.placed}
+        return count(lambda: scoring.score(loaded.model, plan, **options), world_size=loaded.world_size)
     return _records(_of_prefills(loaded, plan, logits))
 
 
@@ -279,11 +276,6 @@ def _moved(
     ranks, rank = _group_of(given, world_size)
     nodes = os.environ.get(NODES, "").split(",")
     away = [len(nodes) > 1 and nodes[other] != nodes[ranks[rank]] for other in ranks]
-    if op == _BATCHED_P2P:
-        for way, peer, tensor in zip(given["op_list"], given["peer_list"], given["tensors"], strict=True):
-            size = _bytes(tensor)
-            yield ("send", size, size, size * away[peer]) if way == "isend" else ("recv", size, size, 0)
-        return
     kind, payload = KINDS[op], next(given[name] for name in PAYLOADS if name in given)
     size = _bytes(payload)
     if kind == "all_to_all":

@@ -17,7 +17,7 @@ from pytest_llmgpu.engines.protocol import Engine
 from pytest_llmgpu.inference import batching, compiled_layers, generation, models, quantization, scoring, tasks, weights
 from pytest_llmgpu.inference.batching import Plan, Requests
 from pytest_llmgpu.inference.cuda_graphs import GraphedDecoder
-from pytest_llmgpu.inference.generation import Generated, Generator, score_texts
+from pytest_llmgpu.inference.generation import Generator, score_texts
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.inference.tasks.protocol import Item, Task
 from pytest_llmgpu.ranks import ceilings, graph_choice, host, memory, registered, traffic
@@ -25,9 +25,9 @@ from pytest_llmgpu.ranks.graph_choice import Decision
 from pytest_llmgpu.ranks.local import FinishedBatch
 from pytest_llmgpu.ranks.registered import ModelHook
 from pytest_llmgpu.recording import work
-from pytest_llmgpu.recording.work import BatchReport, WorkReply
+from pytest_llmgpu.recording.work import WorkReply
 from pytest_llmgpu.report.case import Case
-from pytest_llmgpu.report.derived import decode_tokens, encode, encode_tokens
+from pytest_llmgpu.report.derived import decode_tokens, encode
 from pytest_llmgpu.report.result import Collective, DeviceMemory, Generation, Launch, Phase
 from pytest_llmgpu.report.work import Ceilings, ModelSize
 from pytest_llmgpu.store.imports import Project
@@ -252,14 +252,7 @@ def warm_up(state: RankState, case: Case, not_recorded: str | None = None) -> No
         else:
             recorded = decision.execution == "cuda_graphs"
             decoder = graphs.enter_context(GraphedDecoder(loaded.model, loaded.devices[0])) if recorded else None
-            scoring.warm_up(
-                loaded.model,
-                plan,
-                on_batch=on_batch,
-                input_device=loaded.input_device,
-                devices=loaded.devices,
-                logits=case.scoring,
-            )
+            scoring.warm_up(loaded.model, plan, on_batch=on_batch, logits=case.scoring, **loaded.placed)
             if decoder is not None:
                 graph_choice.check_answers(loaded, plan, decoder, case.dtype)
         state.graphs = graphs.pop_all()
@@ -281,31 +274,33 @@ def warm_up(state: RankState, case: Case, not_recorded: str | None = None) -> No
 
 def measure(state: RankState) -> Measured:
     """Score or generate the case that was warmed up; its CUDA graphs stay for `record_work`."""
+    import torch
+
     loaded, launch, plan, state.launch = state.loaded, state.launch, state.plan, None
     assert launch is not None, "the case is warmed up"
     on_batch = report_to(state, planned=len(plan.batches))
     started_s, ended = time.monotonic(), host.watch()
     if state.generator is not None:
-        generated = state.generator.generate(on_batch)
-        launch.batches = generated.batches
-        why_no_clock = generated.why_no_clock
+        launch.batches, texts, why_no_clock = state.generator.generate(on_batch)
     else:
-        scores = scoring.score(
-            loaded.model,
-            plan,
-            on_batch=on_batch,
-            input_device=loaded.input_device,
-            devices=loaded.devices,
-            logits=state.case.scoring,
-        )
-        launch.batches = scores.batches
-        why_no_clock = scores.why_no_clock
+        scores = scoring.score(loaded.model, plan, on_batch=on_batch, logits=state.case.scoring, **loaded.placed)
+        launch.batches, why_no_clock = scores.batches, scores.why_no_clock
     ended(launch)
     ended_s = time.monotonic()
     if why_no_clock is not None:
         launch.why["clock_ghz"] = why_no_clock
     if state.generator is not None:
-        launch.generation = state.generation = _generation(state, state.generator, generated)
+        assert loaded.config is not None, "`generation.check` refuses a model without one"
+        own = None if state.workspace is None else state.workspace.kv_cache_bytes
+        dtype: torch.dtype = getattr(torch, state.case.dtype)
+        rows = max(batch.rows for batch in plan.batches)
+        launch.generation = state.generation = msgspec.structs.replace(
+            texts,
+            kv_cache_bytes=texts.kv_cache_bytes if own is None else own,
+            kv_cache_formula_bytes=generation.formula_bytes(
+                loaded.config, rows=rows, slots=plan.tokens, number_bytes=dtype.itemsize
+            ),
+        )
     else:
         task, items = state.datasets[state.case.dataset_sha256]
         launch.accuracy = task.score(items, scores.loglikelihoods)
@@ -321,16 +316,10 @@ def check_texts(state: RankState, reference: ReferenceTexts | None = None) -> Ge
 
     def score_again(tokens: str | None) -> str:
         numbers = decode_tokens(tokens).tolist()
+        texts = [numbers[start : start + length] for start in range(0, len(numbers), length)]
         # Eagerly also where the layers are compiled: a fault of the compiler does not repeat itself here.
         with compiled_layers.suspended():
-            values = score_texts(
-                loaded.model,
-                prompts,
-                [numbers[start : start + length] for start in range(0, len(numbers), length)],
-                case.batch_size,
-                input_device=loaded.input_device,
-                devices=loaded.devices,
-            )
+            values = score_texts(loaded.model, prompts, texts, case.batch_size, **loaded.placed)
         return encode(value for row in values for value in row)
 
     return msgspec.structs.replace(
@@ -465,43 +454,12 @@ def encoded(state: RankState) -> Requests:
     return state.requests[wanted]
 
 
-def _generation(state: RankState, generator: Generator, generated: Generated) -> Generation:
-    """Return the record of generated texts, without the log-likelihoods of forwards that have no KV cache."""
-    import torch
-
-    plan, workspace, config = state.plan, state.workspace, state.loaded.config
-    assert config is not None, "`generation.check` refuses a model without one"
-    own = None if workspace is None else workspace.kv_cache_bytes
-    dtype: torch.dtype = getattr(torch, state.case.dtype)
-    return Generation(
-        prompt_tokens=[len(request.tokens) - 1 for request in plan.requests.requests],
-        new_tokens=list(map(len, generated.tokens)),
-        first_token_s=generated.first_token_s,
-        step_s=generated.step_s,
-        prefill_clock_ghz=generated.prefill_clock_ghz,
-        step_clock_ghz=generated.step_clock_ghz,
-        kv_cache_bytes=generator.kv_cache_bytes if own is None else own,
-        kv_cache_formula_bytes=generation.formula_bytes(
-            config,
-            rows=max(batch.rows for batch in plan.batches),
-            slots=plan.tokens,
-            number_bytes=dtype.itemsize,
-        ),
-        tokens=encode_tokens(token for text in generated.tokens for token in text),
-        loglikelihoods=encode(value for row in generated.loglikelihoods for value in row),
-    )
-
-
 def trace_path(state: RankState, begin: str | None, name: str) -> str | None:
     """Return the path of a trace file of this rank; None without a begin of the path."""
     rank = 0 if state.engine is not None else state.loaded.rank
     return None if begin is None else f"{begin}-rank{rank}-{name}.json.gz"
 
 
-def report_to(state: RankState, *, planned: int = 0) -> BatchReport:
+def report_to(state: RankState, *, planned: int = 0) -> scoring.OnBatch:
     """Return what passes each batch to the launcher; `planned` is 0 for batches that are no measurement."""
-
-    def on_batch(latency_s: float, sequences: int, tokens: int, padded_tokens: int) -> None:
-        state.on_batch(FinishedBatch(latency_s, sequences, tokens, padded_tokens, planned))
-
-    return on_batch
+    return lambda *batch: state.on_batch(FinishedBatch._make((*batch, planned)))

@@ -218,18 +218,13 @@ def count_calls(run: Callable[[], object]) -> HostCalls:
             gc.enable()
     by_file: Counter[str] = Counter()
     for path, calls in python.items():
-        by_file[source_name(path)] += calls
+        # Below the folder that it was imported from: `torch/nn/modules/module.py`.
+        roots = [root for root in map(os.path.abspath, filter(None, sys.path)) if path.startswith(f"{root}{os.sep}")]
+        name = os.path.relpath(path, max(roots, key=len)) if roots else path if path[:1] == "<" else Path(path).name
+        by_file[name] += calls
     return HostCalls(
         python=python.total(),
         c=c_calls - 1,  # The call that ends the counting is one of C.
         by_file=dict(sorted(by_file.items())),
         python_version=".".join(platform.python_version_tuple()[:2]),
     )
-
-
-def source_name(path: str) -> str:
-    """Return the name of a source file below the folder that it was imported from: `torch/nn/modules/module.py`."""
-    roots = [folder for folder in map(os.path.abspath, filter(None, sys.path)) if path.startswith(f"{folder}{os.sep}")]
-    if roots:
-        return os.path.relpath(path, max(roots, key=len))
-    return path if path.startswith("<") else Path(path).name

@@ -31,7 +31,7 @@ import msgspec
 from pytest_llmgpu.inference import scoring, sm_clock
 from pytest_llmgpu.inference.batching import Batch, Plan
 from pytest_llmgpu.inference.models import experts_of
-from pytest_llmgpu.inference.scoring import synchronize
+from pytest_llmgpu.inference.scoring import OnBatch, synchronize
 from pytest_llmgpu.inference.sm_clock import SmClock
 from pytest_llmgpu.recording.op_counts import count_calls, count_ops, module_hooks
 from pytest_llmgpu.report.kernel_families import collective_of, family_of
@@ -154,8 +154,6 @@ class NamedRow(NamedTuple):
 
 Forward = Callable[[Batch], object]
 """Launches the work of one batch."""
-BatchReport = Callable[[float, int, int, int], None]
-"""Called after each batch with its latency in seconds, its sequences, tokens, and tokens with padding."""
 
 
 class Program(Protocol):
@@ -228,7 +226,7 @@ def record(
     plan: Plan,
     forward: Forward,
     *,
-    on_batch: BatchReport,
+    on_batch: OnBatch,
     first: bool = True,
     whole_texts: bool = False,
     trace: str | None = None,
@@ -296,7 +294,7 @@ def measure(
     reply: WorkReply,
     forward: Forward,
     *,
-    on_batch: BatchReport,
+    on_batch: OnBatch,
     last: bool = True,
     trace: str | None = None,
 ) -> WorkReply:
@@ -353,10 +351,7 @@ def join(replies: Sequence[WorkReply], kernel_names: dict[str, int], model: Mode
                 # The answer of each rank has the names of the modules again, in strings of its own.
                 module=row.module and sys.intern(row.module),
                 kernel=None if row.kernel is None else kernel_names.setdefault(row.kernel, len(kernel_names)),
-                family=row.family,
-                calls=row.calls,
-                time_s=row.time_s,
-                passes_s=row.passes_s,
+                **{name: getattr(row, name) for name in NamedRow._fields[2:]},
             )
             for row in reply.rows or ()
         ]
@@ -446,7 +441,7 @@ def scoring_forward(model: torch.nn.Module, input_device: torch.device, logits: 
         yield forward
 
 
-def _run(devices: Sequence[torch.device], batches: Sequence[Batch], forward: Forward, on_batch: BatchReport) -> float:
+def _run(devices: Sequence[torch.device], batches: Sequence[Batch], forward: Forward, on_batch: OnBatch) -> float:
     """Run batches once and return the seconds of all of them, the devices idle at both ends of each."""
     import torch
 

@@ -88,11 +88,6 @@ def in_use_bytes(result: CaseResult) -> list[float]:
     return used if len(used) >= len(reserved) else reserved
 
 
-def _compile_s(result: CaseResult) -> float | None:
-    """Return the longest time of torch.compile of a launch; None where nothing is compiled."""
-    return max((launch.compile_s or 0.0 for launch in result.launches), default=0.0) or None
-
-
 def _threads(result: CaseResult) -> int | None:
     """Return the threads of the rank that has the fewest; None on a GPU."""
     hosts = [launch.host for launch in result.launches if launch.host is not None and launch.host.threads]
@@ -153,7 +148,12 @@ COLUMNS = {
         Column("speedup", "speed-up\nover mp", 1.0),  # of a block: see `columns_of`
         Column("flipped", "answers\nflipped", 1.0, partial(_of_quantized, "flipped")),
         Column("typical_difference", "log-likelihoods\ndiffer %", 0.01, partial(_of_quantized, "typical_difference")),
-        Column("compile_s", "compile\ns", 1.0, _compile_s),
+        Column(
+            "compile_s",
+            "compile\ns",
+            1.0,
+            lambda one: max(filter(None, (launch.compile_s for launch in one.launches)), default=None),
+        ),
         Column("memory_bytes", "memory\nGiB/GPU", GIB, lambda one: max(in_use_bytes(one), default=None)),
         Column("threads", "threads\nper rank", 1.0, _threads),
         Column(

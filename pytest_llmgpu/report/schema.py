@@ -38,10 +38,7 @@ def _docstrings(record: type) -> dict[str, str]:
     """Return field name to docstring. Python keeps the docstrings of fields in the source only."""
     base = record.__base__
     found = {} if base is None or base is msgspec.Struct else _docstrings(base)
-    try:
-        [definition] = ast.parse(inspect.getsource(record)).body
-    except OSError:  # installed without sources: the schema lacks the descriptions of fields only
-        return {}
+    [definition] = ast.parse(inspect.getsource(record)).body
     assert isinstance(definition, ast.ClassDef)
     for field, below in itertools.pairwise(definition.body):
         match field, below:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -67,6 +67,11 @@ class Loaded:
     compiled: CompiledLayers | None = None
     """These layers are compiled at the first forward of each shape; None if nothing is. Batches are then padded to few
     shapes. Only the forwards of a case are compiled: passes that count, and functions of the user, run eagerly."""
+
+    @property
+    def placed(self) -> dict[str, Any]:
+        """The devices, as functions that run batches take them."""
+        return {"input_device": self.input_device, "devices": self.devices}
 
 
 class DeviceMapSpillError(RuntimeError):

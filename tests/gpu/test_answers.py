@@ -108,7 +108,7 @@ def _replay(state: RankState) -> list[_Replay]:
             difference = float((found - right).abs().max() / largest)
             moved = float((before[shape] - right).abs().max() / largest) if shape in before else float("inf")
             before[shape] = right
-            replays.append(_Replay(tuple(found.shape), difference, moved, len(decoder.shapes)))
+            replays.append(_Replay(tuple(found.shape), difference, moved, len(decoder.graphs)))
     return replays
 
 

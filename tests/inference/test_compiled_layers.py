@@ -11,13 +11,14 @@ import pytest
 import torch
 from support import tiny_model
 from support.request_factory import make_prompts
+from support.texts import Texts, generated
 from torch.nn.functional import linear, scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pytest_llmgpu.inference import compiled_layers
 from pytest_llmgpu.inference.batching import plan
 from pytest_llmgpu.inference.compiled_layers import CompiledLayers, CompileError
-from pytest_llmgpu.inference.generation import Generated, Generator
+from pytest_llmgpu.inference.generation import Generator
 
 _CPU = torch.device("cpu")
 _GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": 300}
@@ -52,12 +53,12 @@ def _score(model: Any, rows: int = 2) -> torch.Tensor:
         return logits
 
 
-def _generate(model: Any, after_warm_up: Callable[[], None] = lambda: None) -> Generated:
+def _generate(model: Any, after_warm_up: Callable[[], None] = lambda: None) -> Texts:
     prompts = make_prompts([(8, 7, 11), (7, 7), (6, 7, 11), (5, 7)], max_length=9, new_tokens=4)
     with Generator(model, plan(prompts, 2, few_shapes=True), input_device=_CPU, devices=[_CPU]) as generator:
         generator.warm_up()
         after_warm_up()
-        return generator.generate()
+        return generated(generator)
 
 
 @pytest.mark.parametrize(
@@ -80,9 +81,9 @@ def test_one_graph_serves_all_layers(config: Any) -> None:
         torch.testing.assert_close(_score(model), expected, atol=1e-5, rtol=1e-5)
         assert layers.graphs == 1
     assert layers.compile_s > 0
-    generated = _generate(model, after_warm_up=layers.check)
-    assert generated.tokens == texts.tokens
-    assert generated.loglikelihoods == [pytest.approx(values, abs=5e-5) for values in texts.loglikelihoods]
+    again = _generate(model, after_warm_up=layers.check)
+    assert again.tokens == texts.tokens
+    assert again.loglikelihoods == [pytest.approx(values, abs=5e-5) for values in texts.loglikelihoods]
     assert layers.graphs == 3, "two batches of one shape: a prefill and a decode step"
 
 

@@ -90,7 +90,7 @@ def test_each_shape_is_recorded_once_and_replayed_with_the_ids_of_the_batch(mode
     expected = [_logits(model, ids_BS) for ids_BS in batches]
     with GraphedDecoder(model, CPU) as decoder:
         found = [_logits(model, ids_BS) for ids_BS in batches]
-        assert decoder.shapes == [(2, 16), (1, 16), (3, 16)]
+        assert list(decoder.graphs) == [(2, 16), (1, 16), (3, 16)]
     assert len(recorded) == 3
     for one, right in zip(found, expected, strict=True):
         torch.testing.assert_close(one, right, atol=0, rtol=0)
@@ -128,7 +128,7 @@ def test_suspended_or_left_it_runs_eagerly(model: Any, recorded: list[Any], monk
         _logits(model, _ids(1, 4))
         raise KeyError
     _logits(model, _ids(2, 4))
-    assert (len(recorded), decoder.shapes) == (1, [])
+    assert (len(recorded), list(decoder.graphs)) == (1, [])
 
 
 _CAPTURED = "operation not permitted when stream is capturing"

@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import kv_cache_faults, tiny_model
 from support.request_factory import make_prompts
+from support.texts import Texts, generated
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pytest_llmgpu.inference import generation
 from pytest_llmgpu.inference.batching import Requests, plan
-from pytest_llmgpu.inference.generation import Generated, Generator, score_texts
+from pytest_llmgpu.inference.generation import Generator, score_texts
 
 _CPU = torch.device("cpu")
 _VOCABULARY = 40  # of `tiny_model.random_model`
@@ -36,11 +37,11 @@ def _requests(prompts: list[list[int]] = _PROMPTS, new_tokens: int = _NEW) -> Re
     return make_prompts(prompts, max_length=8, new_tokens=new_tokens)
 
 
-def _generate(model: Any, requests: Requests, batch_size: int, *, few_shapes: bool = False) -> Generated:
+def _generate(model: Any, requests: Requests, batch_size: int, *, few_shapes: bool = False) -> Texts:
     batches = plan(requests, batch_size, few_shapes=few_shapes)
     with Generator(model, batches, input_device=_CPU, devices=(_CPU,)) as generator:
         generator.warm_up()
-        return generator.generate()
+        return generated(generator)
 
 
 @torch.inference_mode()
@@ -64,8 +65,8 @@ def test_texts_are_those_of_forwards_without_a_cache(batch_size: int, attention:
         assert found.tokens[number] == tokens
         assert found.loglikelihoods[number] == pytest.approx(loglikelihoods, abs=1e-4)
     assert sum(found.batches.sequences) == len(_PROMPTS), "equal prompts have rows of their own"
-    assert len(found.first_token_s) == math.ceil(len(_PROMPTS) / batch_size)
-    assert len(found.step_s) == len(found.first_token_s) * (_NEW - 1)
+    assert len(found.record.first_token_s) == math.ceil(len(_PROMPTS) / batch_size)
+    assert len(found.record.step_s) == len(found.record.first_token_s) * (_NEW - 1)
 
 
 @pytest.mark.slow
@@ -132,9 +133,8 @@ def test_the_cache_has_the_size_of_the_formula(model: Any) -> None:
     size = 2 * 2 * 2 * 8 * 4 * 2 * (5 + _NEW)
     assert generation.formula_bytes(model.config, rows=2, slots=5 + _NEW, number_bytes=4) == size
     with Generator(model, plan(_requests(), 2), input_device=_CPU, devices=(_CPU,)) as generator:
-        generator.warm_up()
-        assert generator.kv_cache_bytes == size
-    assert generator.kv_cache_bytes == 0, "it is freed at the end"
+        assert generated(generator).record.kv_cache_bytes == size
+    assert generator._cache.bytes == 0, "it is freed at the end"
     # Falcon's config has the heads elsewhere; latent attention keeps 512 numbers and a rotated key of 64.
     falcons: list[tuple[dict[str, Any], int]] = [
         ({"multi_query": True}, 1),

@@ -26,7 +26,7 @@ def _gpus(letters: str, **fields: Any) -> list[Gpu]:
 
 _CUDA_TORCH = TorchFacts(version="2.13.0", cuda="13.0", nccl="2.29.1", devices=_gpus("dcba", memory_bytes=10**11))
 _BLIND_TORCH = TorchFacts(version="2.13.0", cuda="13.0", why="No CUDA GPUs are available")
-_FOUR_GPUS = Inventory(gpus=_gpus("abcd", nvlinks=18), driver="580.1", cuda="13.0")
+_FOUR_GPUS = Inventory(gpus=_gpus("abcd", nvlinks=18), driver="580.1")
 _NO_NVML = Inventory(why={"nvml": "nvmlInit: NVML Shared Library Not Found"})
 
 

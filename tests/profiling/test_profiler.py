@@ -143,7 +143,7 @@ def test_a_sampler_that_ended_is_replaced_and_a_refused_one_is_not(
     monkeypatch.setattr(module, "_STREAM_S", 0.05)
     with profiler(nvml_stub(hang="nvmlDeviceGetPowerUsage:3", hanging=hanging)) as nvml:
         hanging.read_bytes()
-        first, process = nvml.pid, known(nvml._process)
+        first, process = known(nvml._process).pid, known(nvml._process)
         profile = nvml.slice([0.0], [time.monotonic() + 10 * PERIOD_S])
         assert "did not answer within" in profile.why["sampler"]
         assert profile.samples <= 2
@@ -151,20 +151,20 @@ def test_a_sampler_that_ended_is_replaced_and_a_refused_one_is_not(
         process.kill()
         wait_for_end(nvml)
         nvml.start()
-        assert nvml.pid != first
-        last, process, listener = nvml.pid, known(nvml._process), known(nvml._listener)
+        assert known(nvml._process).pid != first
+        last, process, listener = known(nvml._process).pid, known(nvml._process), known(nvml._listener)
         hanging.read_bytes()
         monkeypatch.setattr(module, "_END_S", 0.05)
         nvml.close()
         nvml.start()
-        assert nvml.pid == last
+        assert known(nvml._process).pid == last
         listener.join(300)
         assert process.returncode == -signal.SIGKILL, "close kills one that hangs"
     with profiler(nvml_stub(init=9)) as nvml:
         wait_for_end(nvml)
-        first = nvml.pid
+        first = known(nvml._process).pid
         nvml.start()
-        assert nvml.pid == first
+        assert known(nvml._process).pid == first
 
 
 def test_a_window_gets_its_profile_when_the_block_raises(nvml_stub: StubEnvironment) -> None:
@@ -179,7 +179,7 @@ def test_a_window_gets_its_profile_when_the_block_raises(nvml_stub: StubEnvironm
 def test_a_closed_profiler_leaves_no_process_and_keeps_its_readings(nvml_stub: StubEnvironment) -> None:
     """Close ends the sampler, which Ctrl-C does not, may be called twice, and slices are still possible."""
     with profiler(nvml_stub()) as nvml:
-        os.kill(known(nvml.pid), signal.SIGINT)
+        os.kill(known(nvml._process).pid, signal.SIGINT)
         start_s = time.monotonic()
         wait_for_ticks(nvml, 2)
         end_s = time.monotonic()
@@ -236,7 +236,7 @@ def test_a_killed_sampler_leaves_its_readings(nvml_stub: StubEnvironment, number
     with profiler(nvml_stub()) as nvml:
         start_s = time.monotonic()
         wait_for_ticks(nvml, 2)
-        os.kill(known(nvml.pid), number)
+        os.kill(known(nvml._process).pid, number)
         nvml.mark()
         wait_for_end(nvml)
         nvml.mark()
@@ -257,7 +257,7 @@ from pytest_llmgpu.profiling import profiler as module
 module._HEADER_S = 300
 profiler = module.Profiler(0.025)
 profiler.start()
-print(profiler.pid, profiler.why, flush=True)
+print(profiler._process.pid, profiler.why, flush=True)
 sys.stdin.read()
 """
 

@@ -80,16 +80,6 @@ def test_every_record_and_field_is_described_in_full_sentences() -> None:
     assert [place for place, text in described.items() if _AVOIDED.search(text)] == []
 
 
-def test_without_sources_the_schema_lacks_only_descriptions_of_fields(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The docstrings under fields are in the source only, which an installation of bytecode does not have."""
-
-    def missing(_: object) -> str:
-        raise OSError("could not get source code")
-
-    monkeypatch.setattr("inspect.getsource", missing)
-    jsonschema.validate(make_document(make_full_report()), schema())
-
-
 _REPORTS = Path(__file__).parents[1] / "data" / "reports"
 
 _SHA256 = {

@@ -317,7 +317,7 @@ def test_quantised_weights_without_their_library_are_refused(plan: _Bench, monke
     dummy = plan(model=str(quantised), load_format="dummy").case
     assert (dummy.load_format, dummy.quantization) == ("dummy", None)
     monkeypatch.setattr(processes, "ask", lambda *_, **__: '{"has_plan": true}')
-    models._facts.cache_clear()
+    models._asked.cache_clear()
     shutil.copy(plan.model / "model.safetensors", quantised)
     assert plan(model=str(quantised)).case.id == "mp-awq-checkpoint-bs4"
     monkeypatch.setattr(processes, "ask", lambda *_, **__: '""')

@@ -90,7 +90,7 @@ def measure(loaded: Loaded) -> WorkReply:
 
 
 def measure_plan(
-    loaded: Loaded, plan: Plan, on_batch: work.BatchReport, traces: Sequence[str | None] = (None, None)
+    loaded: Loaded, plan: Plan, on_batch: scoring.OnBatch, traces: Sequence[str | None] = (None, None)
 ) -> WorkReply:
     """Run the work passes of a plan, all of them eagerly; `traces` are the files of their two traces."""
     with work.scoring_forward(loaded.model, loaded.input_device, scoring.LEAN) as forward:

@@ -109,18 +109,11 @@ def _text(record: dict[str, Any], field: str, place: str) -> str:
 
 def _label(record: dict[str, Any], endings: int, place: str) -> int:
     label = record.get("label")
-    needed = f"0 to {endings - 1}, the index of the right ending, is needed"
-    if label is None:
-        raise ValueError(f"{place}: label is missing: {needed}")
-    if label == "":
-        raise ValueError(
-            f"{place}: label is empty: {needed} (HellaSwag's test split has no labels, its validation split has)"
-        )
-    if not re.fullmatch("-?[0-9]+", str(label)):
-        raise ValueError(f"{place}: label {label!r} is not a whole number: {needed}")
-    if not 0 <= int(label) < endings:
-        raise ValueError(f"{place}: label {label!r} is out of range 0 to {endings - 1}: the index of the right ending")
-    return int(label)
+    if re.fullmatch("[0-9]+", str(label)) and int(str(label)) < endings:
+        return int(str(label))
+    found = "is missing" if label is None else f"{label!r} is not allowed"
+    split = " (HellaSwag's test split has no labels, its validation split has)" if label == "" else ""
+    raise ValueError(f"{place}: label {found}: 0 to {endings - 1}, the index of the right ending, is needed{split}")
 
 
 def preprocess(text: str) -> str:

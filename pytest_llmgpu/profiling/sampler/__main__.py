@@ -1,4 +1,4 @@
-"""The child process that reads NVML in a fixed period: `python -m pytest_llmgpu.profiling.sampler --period 0.1667`.
+"""The child process that reads NVML in a fixed period; its arguments are those of `main`.
 
 It writes one line of JSON to stdout at each deadline t0 + k * period of CLOCK_MONOTONIC. `recording` has the
 records: first a header, or a refusal and the end; then ticks. A line `mark` on stdin requests a reading of the
@@ -10,7 +10,6 @@ when its stdin closes or its parent ends. If nobody reads its stdout, it misses 
 
 from __future__ import annotations
 
-import argparse
 import os
 import select
 import signal
@@ -18,28 +17,21 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import get_args
+from typing import Any
 
 import msgspec
 
 from pytest_llmgpu.processes import die_with_parent
 from pytest_llmgpu.profiling.nvml import NvmlMissingError, session
 from pytest_llmgpu.profiling.recording import Header, HeaderDevice, MarkRecord, Refusal, TickRecord
-from pytest_llmgpu.profiling.sampler.devices import METRICS, Call, Device, Method, open_devices
+from pytest_llmgpu.profiling.sampler.devices import METRICS, Call, Device, open_devices
 from pytest_llmgpu.profiling.sampler.rounds import Sampler, ticks
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Sample until stdin closes; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m pytest_llmgpu.profiling.sampler", description=__doc__)
-    parser.add_argument("--period", type=float, default=1 / 6, help="seconds between readings")
-    parser.add_argument("--uuids", type=lambda text: text.split(","), help="GPUs to read, in this order (default: all)")
-    parser.add_argument("--method", choices=get_args(Method), default="auto", help="see --llmgpu-profile-method")
-    parser.add_argument("--parent", type=int, help="process id of the parent, with which this process ends")
-    options = parser.parse_args(arguments)
+def main(period_s: float, method: Any, parent: int, uuids: list[str]) -> None:
+    """Sample these GPUs, or all, until stdin closes or the process with the id `parent` ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if options.parent is not None:
-        die_with_parent(options.parent)
+    die_with_parent(parent)
     # Descriptor 1 is for what libraries print: text between the records would end the stream.
     output = os.dup(1)
     os.dup2(2, 1)
@@ -52,11 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with suppress(BrokenPipeError):
         try:
             with session() as nvml:
-                devices, why = open_devices(nvml, options.uuids, options.method)
-                _stream(devices, why, write, period_s=options.period, drift=options.method == "polling")
+                devices, why = open_devices(nvml, uuids or None, method)
+                _stream(devices, why, write, period_s=period_s, drift=method == "polling")
         except NvmlMissingError as error:
             write(Refusal(error=str(error)))
-    return 0
 
 
 def _stream(
@@ -123,4 +114,4 @@ def _stream(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(float(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4:])

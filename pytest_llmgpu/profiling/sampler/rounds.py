@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 
 from pytest_llmgpu.profiling.sampler.devices import CALLS, METRICS, POLLED, Call, Device
-
-_GIVE_UP_S = 1.0
-"""A blocking call that takes longer counts as hung. Its metric is null until it returns."""
 
 _Row = dict[str, tuple[float | None, float | None]]
 """Metric to its value and the seconds before the round that the value covers."""
@@ -51,7 +48,6 @@ class Sampler:
         self._called: list[list[str]] = []
         self._threads: dict[tuple[int, str], ThreadPoolExecutor] = {}
         """Device and metric of each call that blocks to its thread."""
-        self._latest: dict[tuple[int, str], Future[float | None]] = {}
         for number, device in enumerate(devices):
             # The method polling makes its calls one after another, in the order of Shin et al. 2024.
             serial = device.method == "polling"
@@ -76,11 +72,11 @@ class Sampler:
             [device, metric] The value, and its seconds. None for a reading that failed or is too early; None for the
             seconds of a value at one moment or over a time after it.
         """
-        blocking = {at: thread for at, thread in self._threads.items() if at[1] in self._called[at[0]]}
-        give_up_s, started = time.monotonic() + _GIVE_UP_S, {}
-        for at, thread in blocking.items():
-            if at not in self._latest or self._latest[at].done():  # else it hangs, and its result belongs to no tick
-                self._latest[at] = started[at] = thread.submit(self._devices[at[0]].read, at[1])
+        blocking = {
+            (number, metric): thread.submit(self._devices[number].read, metric)
+            for (number, metric), thread in self._threads.items()
+            if metric in self._called[number]
+        }
         rows: list[_Row] = []
         for number, device in enumerate(self._devices):
             called = [metric for metric in self._called[number] if (number, metric) not in blocking]
@@ -89,12 +85,8 @@ class Sampler:
                 row.update(device.averages(now_s, window_ended=window_ended))
                 self.poll()  # the counters of the other devices must not wrap meanwhile
             rows.append(row)
-        for (number, metric), call in started.items():
-            if wait([call], max(0.0, give_up_s - time.monotonic())).done:
-                rows[number][metric] = (call.result(), None)
-            else:
-                reason = f"{CALLS[metric].method}: did not return within {_GIVE_UP_S:g} s"
-                self._devices[number].why[metric] = reason
+        for (number, metric), call in blocking.items():
+            rows[number][metric] = (call.result(), None)
         cells = [[row.get(metric, (None, None)) for metric in METRICS] for row in rows]
         return [[value for value, _ in row] for row in cells], [[covered_s for _, covered_s in row] for row in cells]
 

@@ -10,7 +10,6 @@ from pytest_llmgpu.render.charts import axes
 from pytest_llmgpu.render.charts.axes import Chart, Panel, Spec, formatted, rounded, value_range
 from pytest_llmgpu.render.charts.sweeps import Figure, Point, curves_of, of_figure, points, row_of
 from pytest_llmgpu.render.table import COLUMNS, Entry
-from pytest_llmgpu.report.result import CaseResult
 
 _GB = 1e9
 _MB = 1e6
@@ -82,7 +81,9 @@ def _by_utilization(panel: Panel) -> Iterator[Chart | str]:
 
     def utilized(entries: Iterable[Entry]) -> list[tuple[Entry, float, float]]:
         """Return the cases with the utilisation of their GPUs in percent and what a GPU sent in GB/s."""
-        both = [(entry, busy_of(entry.result), _sent_bytes_per_s(entry.result)) for entry in entries]
+        ways = [COLUMNS[f"{link}_tx_bytes_per_s"] for link in ("nvlink", "pcie")]
+        sums = ((entry, sum(way.value(entry.result) or 0.0 for way in ways)) for entry in entries)
+        both = [(entry, busy_of(entry.result), sent) for entry, sent in sums]
         return [(entry, busy, sent / _GB) for entry, busy, sent in both if busy is not None and sent]
 
     busy_of = COLUMNS["utilization_pct"].value
@@ -132,10 +133,3 @@ def _by_utilization(panel: Panel) -> Iterator[Chart | str]:
 def _rate(name: str, of_devices: Callable[[Sequence[float]], float], entry: Entry) -> float | None:
     found = COLUMNS[name].devices(entry.result)
     return of_devices(found) / _GB if found else None
-
-
-def _sent_bytes_per_s(result: CaseResult) -> float | None:
-    """Return the bytes that a GPU sends per second, summed over those of the links that were counted."""
-    rates = [COLUMNS[f"{link}_tx_bytes_per_s"].value(result) for link in ("nvlink", "pcie")]
-    known = [rate for rate in rates if rate is not None]
-    return sum(known) if known else None

@@ -24,8 +24,6 @@ from pytest_llmgpu.report.text import GIB, gib, listed, plural
 from pytest_llmgpu.report.verdicts import Row, Verdicts, worst_first
 from pytest_llmgpu.store import store
 
-_MOST_CASES = 1000
-
 
 def check(path: Path) -> None:
     """Raise ValueError before a run of hours if its page cannot be made or written; leave no file behind."""
@@ -50,11 +48,8 @@ def render(
 ) -> str:
     """Return the page of a report with its verdicts, or new ones against the baseline by the policy.
 
-    ValueError if a library of the page is not installed, or there are too many cases.
+    ValueError if a library of the page is not installed.
     """
-    if len(report.cases) > _MOST_CASES:
-        counts = f"the report has {len(report.cases):,} cases, allowed are {_MOST_CASES:,}"
-        raise ValueError(f"page: {counts}; llmgpu export csv writes all of them as a table")
     verdicts = verdicts or report.verdicts
     if verdicts is None and baseline is not None:
         today = datetime.datetime.now(datetime.timezone.utc).date()

@@ -12,13 +12,14 @@ A build of the same extension by another program at the same moment is not detec
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import fcntl
 import importlib
 import importlib.util
 import os
 import re
+import runpy
+import secrets
 import shlex
 import shutil
 import signal
@@ -43,6 +44,8 @@ _PROGRESS_EVERY_S = 15.0
 _TICK_S = 0.5
 _GRACE_S = 5.0
 _OUR_LOCK, _TORCHS_LOCK = "llmgpu.lock", "lock"
+_MARK = "LLMGPU_BUILD_OF"
+"""This variable of the build is inherited by every process that it starts."""
 
 _COMPILER_ERROR = re.compile(r"\b(?:error|fatal) *:|cannot find -l")
 _PYTHON_ERROR = re.compile(r"[\w.]*(?:Error|Exception)(?::|$)")
@@ -129,48 +132,41 @@ def build(
     if not is_compiled(_OP, environ):
         show(f"compiling DeepSpeed's {_OP} (once; about a minute) ...")
 
-    with _child(environ, grace_s) as (process, log):
-        began_s, shown = clock(), 0
-        while not _has_ended(process, tick_s):
-            elapsed_s = clock() - began_s
-            if elapsed_s > timeout_s:
-                break
-            if elapsed_s // _PROGRESS_EVERY_S > shown:
-                shown = int(elapsed_s // _PROGRESS_EVERY_S)
-                show(f"compiling DeepSpeed's {_OP} ... {elapsed_s:.0f} s")
-        if process.returncode is None:
-            raise RuntimeError(f"DeepSpeed's {_OP} was not compiled within {timeout_s:g} s (log: {log})")
-        if process.returncode != 0:
-            reason = _reason(log_tail(log, most_lines=2**16, most_bytes=2**24), process.returncode)
-            raise RuntimeError(f"DeepSpeed's {_OP} did not compile: {reason} (log: {log})")
-
-
-@contextlib.contextmanager
-def _child(environ: Mapping[str, str], grace_s: float) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
-    """Start the build and return its process and its log; end all its processes on leaving. A failure keeps the log."""
-    descriptor, name = tempfile.mkstemp(prefix=f"llmgpu-{_OP}-", suffix=".log")
-    with os.fdopen(descriptor, "wb") as log:
+    mark = secrets.token_hex(16)
+    with tempfile.NamedTemporaryFile(prefix=f"llmgpu-{_OP}-", suffix=".log", delete=False) as file:
         process = subprocess.Popen(
             processes.command("pytest_llmgpu.strategies.deepspeed.kernels"),
-            env=dict(environ),
+            env={**environ, _MARK: mark},
             stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
+            stdout=file,
+            stderr=file,
             start_new_session=True,  # Ctrl-C reaches only this process, which then ends the build.
         )
-    failed = False
+    log, failure = Path(file.name), ""
     try:
-        yield process, Path(name)
-    except RuntimeError:
-        failed = True
-        raise
+        began_s, shown = clock(), 0
+        while not failure and not _has_ended(process, tick_s):
+            elapsed_s = clock() - began_s
+            if elapsed_s > timeout_s:
+                failure = f"was not compiled within {timeout_s:g} s"
+            elif elapsed_s // _PROGRESS_EVERY_S > shown:
+                shown = int(elapsed_s // _PROGRESS_EVERY_S)
+                show(f"compiling DeepSpeed's {_OP} ... {elapsed_s:.0f} s")
+        if process.returncode:
+            reason = _reason(log_tail(log, most_lines=2**16, most_bytes=2**24), process.returncode)
+            failure = f"did not compile: {reason}"
     finally:
-        try:
-            if process.returncode != 0:
-                _end(process, grace_s)
-        finally:
-            if not failed:
-                Path(name).unlink()
+        if process.returncode != 0:
+            # ninja puts each compiler into a process group of its own, and ends it on SIGTERM.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+            _has_ended(process, grace_s)
+            processes.end_marked(f"{_MARK}={mark}")
+            process.wait()
+        if not failure:
+            log.unlink()
+    if failure:
+        raise RuntimeError(f"DeepSpeed's {_OP} {failure} (log: {log})")
 
 
 @contextlib.contextmanager
@@ -191,7 +187,7 @@ def shared_lock(folder: Path) -> Iterator[None]:
 
 def _is_prebuilt() -> bool:
     """Return whether DeepSpeed was installed with the compiled op, so that loading only imports it."""
-    installed = _literals("deepspeed", "git_version_info_installed.py")
+    installed = _variables("deepspeed", "git_version_info_installed.py")
     ops = installed.get("installed_ops")
     return isinstance(ops, dict) and bool(ops.get(_OP)) and installed.get("accelerator_name") == "cuda"
 
@@ -202,53 +198,25 @@ def _build_folder(environ: Mapping[str, str]) -> Path:
     if root is None:
         home = environ.get("HOME") or str(Path.home())
         cache = environ.get("XDG_CACHE_HOME", f"{home}/.cache")
-        cuda = _literals("torch", "version.py").get("cuda")
+        cuda = _variables("torch", "version.py").get("cuda")
         built_for = f"cu{cuda.replace('.', '')}" if isinstance(cuda, str) else "cpu"
         python = f"py{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}"
         root = os.path.realpath(f"{cache}/torch_extensions/{python}_{built_for}")
     return Path(root, _OP)
 
 
-def _literals(package: str, name: str) -> dict[str, object]:
-    """Return the literals that a file of a package assigns to names, without importing it."""
-    spec = importlib.util.find_spec(package)
-    folders = (spec.submodule_search_locations if spec else None) or ()
-    path = next((Path(folder, name) for folder in folders if Path(folder, name).is_file()), None)
-    found: dict[str, object] = {}
-    with contextlib.suppress(OSError, SyntaxError, ValueError):
-        for node in ast.parse(path.read_bytes() if path else b"").body:
-            target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
-            if isinstance(target, ast.Name) and isinstance(node, ast.Assign | ast.AnnAssign) and node.value:
-                with contextlib.suppress(ValueError):
-                    found[target.id] = ast.literal_eval(node.value)
-    return found
+def _variables(package: str, name: str) -> dict[str, Any]:
+    """Return the variables of a small file of a package, without importing the package; none without the file."""
+    with contextlib.suppress(Exception):  # it is not installed, or broken
+        spec: Any = importlib.util.find_spec(package)
+        return runpy.run_path(str(Path(spec.submodule_search_locations[0], name)))
+    return {}
 
 
 def _has_ended(process: subprocess.Popen[bytes], within_s: float) -> bool:
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(within_s)
     return process.returncode is not None
-
-
-def _end(process: subprocess.Popen[bytes], grace_s: float) -> None:
-    """End a build with all its processes.
-
-    ninja puts each compiler into a process group of its own and ends it on SIGTERM. Compilers that are left after a
-    grace time are found by their session.
-    """
-    try:
-        if process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGTERM)
-            _has_ended(process, grace_s)
-    finally:
-        for stat in Path("/proc").glob("[0-9]*/stat"):
-            with contextlib.suppress(OSError):  # it has ended
-                # After the name, which may have any characters: state, parent, group, session.
-                fields = stat.read_text("utf-8", "replace").rpartition(")")[2].split()
-                if int(fields[3]) == process.pid:
-                    os.kill(int(stat.parent.name), signal.SIGKILL)
-        process.wait()
 
 
 def _reason(log: str, status: int) -> str:

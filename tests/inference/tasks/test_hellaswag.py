@@ -39,12 +39,12 @@ def test_a_record_becomes_prompt_endings_and_label(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"label": ""}, "label is empty: 0 to 3.*validation split"),
+        ({"label": ""}, "label '' is not allowed: 0 to 3.*validation split"),
         ({"label": ...}, "label is missing: 0 to 3"),
-        ({"label": 4}, "label 4 is out of range 0 to 3"),
-        ({"label": -1}, "label -1 is out of range"),
-        ({"label": True}, "label True is not a whole number"),
-        ({"label": "x"}, "label 'x' is not a whole number: 0 to 3"),
+        ({"label": 4}, "label 4 is not allowed: 0 to 3"),
+        ({"label": -1}, "label -1 is not allowed"),
+        ({"label": True}, "label True is not allowed"),
+        ({"label": "x"}, "label 'x' is not allowed: 0 to 3"),
         ({"endings": ["only one"], "label": "0"}, "fewer than two endings"),
         ({"endings": "a string"}, "endings must be a list of strings"),
         ({"endings": ["a", 2]}, "endings must be a list of strings"),

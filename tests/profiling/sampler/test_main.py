@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -26,18 +27,13 @@ NEITHER = {
 }
 """The reasons of a device without NVLink and GPM."""
 
-_MAIN = """
-import sys
-from pytest_llmgpu.profiling.sampler import __main__, rounds
-rounds._GIVE_UP_S = 300.0
-sys.exit(__main__.main())
-"""
-
 
 @contextmanager
-def sampler(environment: dict[str, str], *arguments: str, period_s: float = 0.025) -> Iterator[subprocess.Popen[str]]:
-    """Run the sampler with a period of 25 ms; a busy machine may make a call that blocks last long."""
-    command = [sys.executable, "-c", _MAIN, "--period", str(period_s), *arguments]
+def sampler(
+    environment: dict[str, str], method: str = "auto", period_s: float = 0.025
+) -> Iterator[subprocess.Popen[str]]:
+    """Run the sampler with a period of 25 ms."""
+    command = [sys.executable, "-m", "pytest_llmgpu.profiling.sampler", str(period_s), method, str(os.getpid())]
     process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     rescue = threading.Timer(300, process.kill)  # a stream without output must fail the test
     rescue.start()
@@ -196,7 +192,7 @@ def test_a_gpu_lost_under_gpm_and_counters_is_null_with_its_reasons(nvml_stub: S
 def test_polling_makes_its_calls_one_after_another(nvml_stub: StubEnvironment, tmp_path: Path) -> None:
     """Utilisation, memory, PCIe out and in, device by device in one thread, and no other call after the start."""
     log = tmp_path / "calls"
-    with sampler(nvml_stub(gpus=2, gpm=1, fields="138", ring=50, log=log), "--method", "polling") as process:
+    with sampler(nvml_stub(gpus=2, gpm=1, fields="138", ring=50, log=log), "polling") as process:
         header, *stream = records(process, 4)
     calls = [line.split() for line in log.read_text().splitlines()]
     first = next(number for number, call in enumerate(calls) if call[4] == "nvmlDeviceGetUtilizationRates")

@@ -243,13 +243,6 @@ def test_a_verdict_has_one_colour() -> None:
     ]
 
 
-def test_a_report_of_too_many_cases_is_refused() -> None:
-    """The error is one line that names the export with all of them."""
-    report = make_report([make_result()] * 1001)
-    with pytest.raises(ValueError, match=r"^page: the report has 1,001 cases, allowed are 1,000; .*export csv.*$"):
-        html_report.render(report)
-
-
 def test_the_filters_have_what_differs_between_cases() -> None:
     """Each case, column, row and chart can be hidden; a report of one model has no filter of models."""
     page = _page(paper_report())
