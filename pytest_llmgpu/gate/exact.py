@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -27,22 +27,25 @@ from pytest_llmgpu.report.work import WORK_OFF, WORK_ON
 _NAMED = 3
 """Most changes that a reason names, since it has two lines."""
 
+_ROUNDING = 1 + 1e-9
+"""Factor that keeps a change of exactly the threshold within it."""
+
 _EXECUTIONS = {"cuda_graphs": "as CUDA graphs", "eager": "eagerly", "compile": "compiled"}
 
 
 class Amounts(NamedTuple):
-    """One amount in the launches of both reports."""
+    """One amount in the launches of both reports; less is better."""
 
-    then: Sequence[int]
-    now: Sequence[int]
+    then: Sequence[float]
+    now: Sequence[float]
 
     @property
-    def before(self) -> int:
+    def before(self) -> float:
         """The amount of a launch in the middle of the baseline."""
         return statistics.median_low(self.then)
 
     @property
-    def after(self) -> int:
+    def after(self) -> float:
         """The amount of a launch in the middle of the candidate."""
         return statistics.median_low(self.now)
 
@@ -53,12 +56,12 @@ class Amounts(NamedTuple):
 
     def result(self, threshold: float) -> Decided:
         """Return the verdict. Where launches differ, their whole range has to lie beyond the threshold."""
-        least, most = min(self.then), max(self.then)
-        if min(self.now) - most > threshold * most:
+        least, most, threshold = min(self.then), max(self.then), threshold * _ROUNDING
+        if min(self.now) - most > threshold * abs(most):
             return "REGRESSED"
-        if least - max(self.now) > threshold * least:
+        if least - max(self.now) > threshold * abs(least):
             return "IMPROVED"
-        return "UNDECIDED" if max(self.now) - least > threshold * least else "OK"
+        return "UNDECIDED" if max(self.now) - least > threshold * abs(least) else "OK"
 
 
 def exact_rows(base: CaseResult, head: CaseResult, rules: Rules) -> Iterator[tuple[MetricName, Row | str]]:
@@ -143,7 +146,11 @@ def _exact_row(spec: MetricSpec, base: CaseResult, head: CaseResult, *, gated: b
     else:
         reason = f"{spec.noun}{where}: {spec.written(rank.after)}{of_batches}, were {spec.written(rank.before)}."
     if result != "OK":
-        reason += _changed_calls(*(dict(enumerate(spec.explain(side[common][0]))).get(number) for side in (then, now)))
+        calls, more = (dict(enumerate(spec.explain(side[common][0]))).get(number) or {} for side in (then, now))
+        pairs = [(name, calls.get(name, 0), more.get(name, 0)) for name in calls.keys() | more.keys()]
+        pairs.sort(key=lambda one: (-abs(one[2] - one[1]), one[0]))
+        shown = [f"{name} {before:,} -> {after:,}" for name, before, after in pairs if before != after]
+        reason += f"\nCalls: {listed(shown, _NAMED)}." if shown else ""
     return Row.of(
         head,
         spec.name,
@@ -172,16 +179,6 @@ def _by_batches(spec: MetricSpec, result: CaseResult) -> dict[tuple[object, ...]
         if amounts and None not in amounts:
             found.setdefault(tuple(conditions), []).append(launch)
     return found
-
-
-def _changed_calls(before: Mapping[str, int] | None, after: Mapping[str, int] | None) -> str:
-    """Return the calls of a rank that changed most as a second line; empty where none did or is known."""
-    then, now = before or {}, after or {}
-    names = sorted(then.keys() | now.keys(), key=lambda name: (-abs(now.get(name, 0) - then.get(name, 0)), name))
-    shown = [
-        f"{name} {then.get(name, 0):,} -> {now.get(name, 0):,}" for name in names if then.get(name) != now.get(name)
-    ]
-    return f"\nCalls: {listed(shown, _NAMED)}." if shown else ""
 
 
 def traffic_row(base: CaseResult, head: CaseResult, rule: AmountRule) -> Row | str | None:
