@@ -154,10 +154,10 @@ class RunGate:
             found = TestVerdict("MISSING", fails=True, text="no case was measured: nothing was compared.")
         else:
             found = self._of_rows([row for row in verdicts.rows if row.nodeid not in self._tests])
-            decided = headline.decide(verdicts, self.policy)
+            decided = headline.headline(verdicts, self.policy)
             if not found.fails and decided.status is ExitStatus.NOT_JUDGED and not decided.worst:
                 verdict: Verdict = "NEW" if verdicts.baseline is None else "NOT_COMPARABLE"
-                found = TestVerdict(verdict, fails=True, text=headline.describe(decided))
+                found = TestVerdict(verdict, fails=True, text=decided.text)
         self._failed |= found.fails
         return found
 

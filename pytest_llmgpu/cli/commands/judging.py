@@ -167,7 +167,7 @@ def run_promote(arguments: argparse.Namespace) -> int:
         verdicts = judge(base, whole, policy, today=today_of(arguments), baseline=baseline)
         promotions = creep.promotions(base, candidate, verdicts, policy)
         if found := exit_status(verdicts, policy):
-            refused.append(headline.describe(headline.decide(verdicts, policy)))
+            refused.append(headline.headline(verdicts, policy).text)
             remedy = headline.next_steps(verdicts, policy)
             status = status or found
     if status and arguments.force is None:
