@@ -23,7 +23,6 @@ from pytest_llmgpu.gate.answers import Answered, below_floor
 from pytest_llmgpu.gate.cause import with_cause
 from pytest_llmgpu.gate.exact import exact_rows, execution_row, worse
 from pytest_llmgpu.gate.matching import pairs
-from pytest_llmgpu.gate.memory import memory_row
 from pytest_llmgpu.gate.policy import Policy, TimeRule, check_figures, dump_policy, unmatched, with_allowed
 from pytest_llmgpu.gate.program_row import program_row, with_slower_kernels
 from pytest_llmgpu.gate.times import Timed, comparable
@@ -294,8 +293,7 @@ class Comparison:
                 self._floor(head)  # Texts have no accuracy: they are right or wrong by themselves.
             self._take("accuracy", answered)
         self._take("texts", answers.texts_row(base, head, rules.texts))
-        memory: tuple[MetricName, Row | str] = "memory", memory_row(base, head, rules.memory)
-        for metric, found in (*exact_rows(base, head, rules), memory):
+        for metric, found in exact_rows(base, head, rules):
             # A metric that is not gated has a row only where it changed; the program has the calls of the host already.
             changed = isinstance(found, Row) and found.result not in {"OK", "MISSING"} and metric != "host_calls"
             if changed or getattr(rules, metric).gate:
