@@ -18,7 +18,7 @@ import msgspec
 
 from pytest_llmgpu.analysis.capacity import capacities
 from pytest_llmgpu.analysis.environments import hardware_differences, software_differences
-from pytest_llmgpu.gate import answers, creep, figures, program, times
+from pytest_llmgpu.gate import answers, figures, program, promotion, times
 from pytest_llmgpu.gate.answers import Answered, below_floor
 from pytest_llmgpu.gate.cause import with_cause
 from pytest_llmgpu.gate.exact import exact_rows, execution_row, worse
@@ -406,7 +406,7 @@ class Comparison:
                 compared.append(head)
                 found = [self._explained(row, base, head) for row in found]
             rows += found
-        return rows if self.base is None else rows + creep.rows(self.base, compared, rows, self.policy)
+        return rows if self.base is None else rows + promotion.rows(self.base, compared, rows, self.policy)
 
     def _with_program(self, rows: Sequence[Row], base: CaseResult, head: CaseResult) -> list[Row]:
         """Return the rows of the times of a case with their causes, and the row on its program."""

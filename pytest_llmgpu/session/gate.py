@@ -17,12 +17,8 @@ import msgspec
 from pytest_llmgpu.gate import cause, headline
 from pytest_llmgpu.gate.judge import ExitStatus, exit_status, fails, judge
 from pytest_llmgpu.gate.policy import (
-    Policy,
     check_figures,
-    find_policy,
-    load_policy,
-    policy_in_words,
-    switched,
+    in_force,
     unmatched,
 )
 from pytest_llmgpu.profiling.machine import Machine, environment
@@ -78,11 +74,9 @@ class RunGate:
         self._verdicts: Verdicts | None = None
         self._tests: frozenset[str] = frozenset()
         self._failed = False
-        path = policy_path or find_policy(rootdir)
-        self.policy: Policy = switched(load_policy(path, rootdir), options)
+        self.policy, self._policy_in_words = in_force(policy_path, options, rootdir)
         if self._reference is None:
             self.policy = msgspec.structs.replace(self.policy, allow_no_baseline=True)
-        self._policy_in_words = policy_in_words(path, rootdir)
 
     def find_baseline(self, machine: Machine) -> None:
         """Read the baseline, if a reference is given. Of reports of several machines, the one of this machine counts.
