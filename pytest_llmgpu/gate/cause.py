@@ -76,7 +76,14 @@ def find(metric: MetricName, pairs: Sequence[Pair], *, ratio: float | None = Non
     if not pairs or (metric != "traffic" and not timed):
         return of_calls(pairs) if metric in WALL_TIMES else None
     if metric == "device_time":
-        return _of_device_time(pairs)
+        # What the rank whose device time grew by the largest ratio calls more, if its price explains the growth.
+        times = [(pair.before.device_s or 0.0, pair.after.device_s or 0.0) for pair in pairs]
+        number = max(range(len(pairs)), key=lambda one: times[one][1] / times[one][0] if times[one][0] else 0.0)
+        before_s, after_s = times[number]
+        changed = program.changes(pairs[number])
+        if changed is None or not before_s or (changed.price or 0.0) <= max(0.0, _EXPLAINS * (after_s / before_s - 1)):
+            return None
+        return msgspec.structs.replace(changed, rank=_alone(number, [after - before for before, after in times]))
     if metric in WALL_TIMES:
         return _of_wall_time(pairs, ratio or 1.0)
     return of_calls(pairs, collectives=True)
@@ -114,18 +121,6 @@ def module_of(cause: Cause) -> str | None:
     if cause.kernel is not None:
         return cause.kernel.module
     return next((call.module for call in (*cause.ops, *cause.kernels) if call.module is not None), None)
-
-
-def _of_device_time(pairs: Sequence[Pair]) -> Cause | None:
-    """Return what the rank whose device time grew by the largest ratio calls more, if its price explains the growth."""
-    times = [(pair.before.device_s or 0.0, pair.after.device_s or 0.0) for pair in pairs]
-    number = max(range(len(pairs)), key=lambda one: times[one][1] / times[one][0] if times[one][0] else 0.0)
-    before_s, after_s = times[number]
-    changed = program.changes(pairs[number])
-    if changed is None or not before_s or (changed.price or 0.0) <= max(0.0, _EXPLAINS * (after_s / before_s - 1)):
-        return None
-    rank = _alone(number, [after - before for before, after in times])
-    return msgspec.structs.replace(changed, rank=rank)
 
 
 def _of_wall_time(pairs: Sequence[Pair], ratio: float) -> Cause:
