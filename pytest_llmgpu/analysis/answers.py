@@ -43,6 +43,9 @@ batch size, a strategy, the KV cache."""
 Checked = tuple[AccuracyCheck, Fault | None]
 """The check of the answers of a case, and why it fails; None where it does not."""
 
+Others = Sequence[tuple[CaseResult, Comparison]]
+"""The cases that a case is compared with: mp, then the smallest batch size of its series, as far as they are there."""
+
 _NEXT_STEPS: dict[Fault, str] = {
     "below": "See which items flipped (`predictions` in the report), and check whether dtype, tokenizer, revision or "
     "library versions changed. --llmgpu-accuracy-baseline sets another baseline.",
@@ -110,13 +113,16 @@ def check(
     series = [other for other in same_series(result, earlier) if other.outcome == "completed" and measured(other)]
     smaller = [other for other in series if other.case.batch_size <= case.batch_size]
     smallest = min(smaller, key=lambda other: other.case.batch_size, default=None)
+    others = [] if mp is None or result.comparison is None else [(mp, result.comparison)]
+    if smallest is not None and not case.generates:
+        others.append((smallest, compare(result, smallest, options.accuracy_metric)))
     if case.generates:
-        found, fault = check_texts(result, mp)
+        checked = check_texts(result, mp)
     elif case.load_format == "dummy":
-        found, fault = check_random_weights(result, mp, smallest)
+        checked = check_random_weights(result, mp, others)
     else:
-        found, fault = check_accuracy(result, mp, smallest, options)
-    return found, _findings(result, (found, fault), mp, smallest)
+        checked = check_accuracy(result, mp, others, options)
+    return checked[0], _findings(result, checked, mp, [other for other, _ in reversed(others)])
 
 
 def allowed_difference(
@@ -139,7 +145,7 @@ def allowed_difference(
 
 
 def _findings(
-    result: CaseResult, checked: Checked, mp: CaseResult | None, smallest: CaseResult | None
+    result: CaseResult, checked: Checked, mp: CaseResult | None, others: Sequence[CaseResult]
 ) -> list[Finding]:
     """Return the findings on answers.
 
@@ -148,7 +154,6 @@ def _findings(
     case, (found, fault), text = result.case, checked, checked[0].text
     random = case.load_format == "dummy"
     trained = not (random or case.generates)
-    others = [one for one in (smallest, mp) if one is not None]
     workspace = None if case.generates else _small_workspace(result)
     guessing = _guessing(result, found, others, clamped=workspace is not None) if trained else None
     compared = result.comparison if trained and (fault is not None or guessing is not None) else None
@@ -247,7 +252,7 @@ def baseline(case: Case, *, given: float | None, metric: str) -> tuple[float, st
     return None
 
 
-def check_accuracy(result: CaseResult, mp: CaseResult | None, smallest: CaseResult | None, options: Options) -> Checked:
+def check_accuracy(result: CaseResult, mp: CaseResult | None, others: Others, options: Options) -> Checked:
     """Compare the accuracy of trained weights with its baseline, else with mp and with the smallest batch size.
 
     On the whole dataset the value may be the tolerance below the baseline. On the first items of a dataset it may also
@@ -258,14 +263,13 @@ def check_accuracy(result: CaseResult, mp: CaseResult | None, smallest: CaseResu
     worst = min(result.accuracies, key=lambda accuracy: value_of(accuracy, metric))
     value = value_of(worst, metric)
     known = baseline(case, given=options.accuracy_baseline, metric=metric)
-    others = [other for other in (mp, smallest) if other is not None]
     text = f"accuracy ({metric}) is {percent(value)}"
     ok: bool | None = None
     expected: float | None = None
     source: str | None = None
     if known is None and others:
-        worse = [other for other in others if _has_lost(worst, other, metric)]
-        other = (worse or others)[0]
+        worse = [other for other, compared in others if _has_lost(worst, other, compared, metric)]
+        other = worse[0] if worse else others[0][0]
         expected, source, ok = _value(other, metric), other.id, False if worse else None
         text += f"; {other.id} has {percent(expected)}"
     else:
@@ -280,7 +284,7 @@ def check_accuracy(result: CaseResult, mp: CaseResult | None, smallest: CaseResu
             text += "; the baseline is" if ok else f", {100 * (expected - value):.1f} points below the baseline of"
             text += f" {percent(expected)} ({source}, tolerance {_TOLERANCE:g})"
     fault: Fault | None = "below" if ok is False else None
-    if (mismatch := _mismatch(result, mp, smallest)) is not None:
+    if (mismatch := _mismatch(result, mp, others)) is not None:
         difference, fault = mismatch
         ok, text = False, text if ok is False else f"{difference}, although {text}"
     found = AccuracyCheck(
@@ -289,21 +293,18 @@ def check_accuracy(result: CaseResult, mp: CaseResult | None, smallest: CaseResu
     return found, fault
 
 
-def _has_lost(accuracy: Accuracy, other: CaseResult, metric: str) -> bool:
+def _has_lost(accuracy: Accuracy, other: CaseResult, compared: Comparison, metric: str) -> bool:
     """Return whether more than the tolerance is lost compared with another case, and chance does not explain it.
 
     The exact sign test on the items that were lost or won is one-sided, at 1 %. Without labels every item counts whose
     prediction differs.
     """
-    before = measured(other)
-    assert before is not None, "only a scored result is compared with"
-    loss = value_of(before, metric) - value_of(accuracy, metric)
-    exact = lost_and_won(accuracy, before, metric)
-    if exact is None:
+    loss, lost, won = _value(other, metric) - value_of(accuracy, metric), compared.lost, compared.won
+    if lost is None or won is None:
         net = round(loss * accuracy.items)
-        differ = max(abs(net), len(differing(predictions_of(before, metric), predictions_of(accuracy, metric))))
-        exact = (differ + net + 1) // 2, (differ - net) // 2
-    return loss > _TOLERANCE + _ROUNDING and by_chance(*exact) < _BY_CHANCE
+        differ = max(abs(net), len(compared.flipped))
+        lost, won = (differ + net + 1) // 2, (differ - net) // 2
+    return loss > _TOLERANCE + _ROUNDING and by_chance(lost, won) < _BY_CHANCE
 
 
 def _value(result: CaseResult, metric: str) -> float:
@@ -312,7 +313,7 @@ def _value(result: CaseResult, metric: str) -> float:
     return value_of(accuracy, metric)
 
 
-def _mismatch(result: CaseResult, mp: CaseResult | None, smallest: CaseResult | None) -> tuple[str, Fault] | None:
+def _mismatch(result: CaseResult, mp: CaseResult | None, others: Others) -> tuple[str, Fault] | None:
     """Compare log-likelihoods with those of mp, else with those of the bundled model, else of the smallest batch size.
 
     The bundled model keeps its answers with DeepSpeed's residual added twice, which changes its log-likelihoods by
@@ -321,63 +322,61 @@ def _mismatch(result: CaseResult, mp: CaseResult | None, smallest: CaseResult | 
     Returns:
         The difference in words, and its cause; None where rounding explains it or there is nothing to compare with.
     """
-    case, other = result.case, mp or smallest
+    case, columns = result.case, [decode(accuracy.loglikelihoods) for accuracy in result.accuracies]
+    finite = all(math.isfinite(value) for values in columns for value in values)
     fault: Fault = "strategy"
+    typical: float | None = None
     registered = case.model == case.dataset == "bundled" and case.task == DEFAULT_TASK and case.quantization is None
     if mp is None and registered:
         from pytest_llmgpu.inference import bundled
 
         source, expected = "registered for the bundled model", bundled.loglikelihoods()
-    elif other is not None and (before := measured(other)) is not None:
-        source, expected = f"of {other.id}", decode(before.loglikelihoods)
+        if any(len(values) > len(expected) for values in columns):
+            return None  # another file than the bundled one is named `bundled`
+        if finite:
+            typical = max(typical_difference(values, expected[: len(values)]) for values in columns)
+    elif others:
+        source, typical = f"of {others[0][0].id}", others[0][1].typical_difference
         fault = "batch_size" if mp is None else "strategy"
     else:
         return None
+    if not finite:
+        return "log-likelihoods are not finite", fault
     rounding = explained(case.dtype)
     allowed = allowed_difference(case, mp, rounding, "typical") or rounding
-    for accuracy in result.accuracies:
-        values = decode(accuracy.loglikelihoods)
-        if len(values) > len(expected):
-            return None  # another file than the bundled one is named `bundled`
-        if not all(map(math.isfinite, values)):
-            return "log-likelihoods are not finite", fault
-        typical = typical_difference(values, expected[: len(values)])
-        if typical > allowed:
-            differ = f"log-likelihoods typically differ by {percent(typical)} from those {source}"
-            return f"{differ}; {case.dtype} allows {percent(allowed)}", fault
-    return None
+    if typical is None or typical <= allowed:
+        return None
+    differ = f"log-likelihoods typically differ by {percent(typical)} from those {source}"
+    return f"{differ}; {case.dtype} allows {percent(allowed)}", fault
 
 
-def check_random_weights(result: CaseResult, mp: CaseResult | None, smallest: CaseResult | None) -> Checked:
+def check_random_weights(result: CaseResult, mp: CaseResult | None, others: Others) -> Checked:
     """Compare log-likelihoods of random weights with those of mp, else of the smallest batch size.
 
     Batch sizes that are wrong in the same way agree with each other.
     """
-    case, other = result.case, mp or smallest
+    case, (other, compared) = result.case, others[0] if others else (None, None)
     subject = "log-likelihoods of dummy weights"
     tolerance = allowed_difference(case, mp, _tolerance(result), "largest") or _tolerance(result)
     columns = [decode(accuracy.loglikelihoods) for accuracy in result.accuracies]
     broken = next((values for values in columns if not all(map(math.isfinite, values))), None)
-    value: float | None = None
+    value = None if compared is None else compared.largest_difference
     ok: bool | None = False
     fault: Fault = "batch_size" if mp is None else "strategy"
     if broken is not None:
         fault = "overflow"
         text = f"{sum(not math.isfinite(one) for one in broken):,} of {len(broken):,} {subject} are not finite"
-    elif other is None or (before := measured(other)) is None:
+    elif other is None:
         ok, text = None, "dummy weights: larger batch sizes are compared with the log-likelihoods of this case"
+    elif value is None:
+        text = f"{subject} cannot be compared: those of {other.id} are not all finite"
     else:
-        differences = [largest_difference(one.loglikelihoods, before.loglikelihoods) for one in result.accuracies]
-        value = max((difference for difference in differences if difference is not None), default=None)
-        if value is None:
-            text = f"{subject} cannot be compared: those of {other.id} are not all finite"
-        else:
-            ok = value <= tolerance
-            difference = percent(value) if value >= _PLAIN else f"{100 * value:.1g} %"
-            text = f"{subject} differ by up to {difference} from those of {other.id}; {case.dtype} allows "
-            text += f"{100 * tolerance:.3g} %"
-            if ok and mp is None and case.strategy != REFERENCE_STRATEGY:
-                ok, text = None, f"{text}, but both may be wrong in the same way"
+        ok = value <= tolerance
+        difference = percent(value) if value >= _PLAIN else f"{100 * value:.1g} %"
+        text = f"{subject} differ by up to {difference} from those of {other.id}; {case.dtype} allows "
+        text += f"{100 * tolerance:.3g} %"
+        if ok and mp is None and case.strategy != REFERENCE_STRATEGY:
+            ok, text = None, f"{text}, but both may be wrong in the same way"
     found = AccuracyCheck(
         metric=DIFFERENCE,
         value=value,
@@ -402,19 +401,18 @@ def check_texts(result: CaseResult, mp: CaseResult | None) -> Checked:
     source: str | None = None
     ok: bool | None = None
     fault: Fault | None = None
-    of_mp = None if mp is None else generated(mp)
+    compared, of_mp = (None, None) if mp is None else (result.comparison, generated(mp))
     failed = any("generation" in launch.why for launch in result.launches) or any(
         one.tokens is None for one in launches
     )
-    if mp is not None and of_mp is not None and not failed and not again:
-        differences, others = zip(*(_on_prefix(one, of_mp) for one in launches), strict=True)
-        source, most = mp.id, max(others)
-        text = f"{texts} are compared with those of {mp.id}: {most:,} begin with another token"
+    if compared is not None and of_mp is not None and not failed and not again:
+        source, most = compared.reference, max(_equal(one, of_mp).count(0) for one in launches)
+        text = f"{texts} are compared with those of {source}: {most:,} begin with another token"
         if launches[0].loglikelihoods is None:
             ok = False if 2 * most > len(of_mp.new_tokens) else None
             text += "; the engine returns no log-likelihoods"
         else:
-            value = _worst(differences)
+            value = compared.largest_difference
             ok = value is not None and value <= tolerance
             text += f", and up to the first token that differs log-likelihoods {_differ(value)}"
             text += f"; {100 * tolerance:g} % is allowed"
@@ -423,18 +421,17 @@ def check_texts(result: CaseResult, mp: CaseResult | None) -> Checked:
         reasons = [launch.why["generation"] for launch in result.launches if "generation" in launch.why]
         text = f"{texts} are unchecked: {next(iter(reasons), 'the engine computes no log-likelihoods of texts')}"
     else:
-        foreign = _from_reference(launches, of_mp)
-        own = _worst([_largest(one.loglikelihoods or right, right, one) for one, right in again])
-        reference = _worst(foreign)
-        value = own
+        value = own = _worst([_largest(one.loglikelihoods or right, right, one.new_tokens) for one, right in again])
         ok = own is not None and own <= tolerance
         fault = None if ok else "cache"
         text = f"log-likelihoods of {texts} {_differ(own)} between decode steps and a forward without a KV cache"
         text += f"; {100 * tolerance:g} % is allowed"
         allowed = allowed_difference(result.case, mp, tolerance, "largest") or tolerance
-        if mp is not None and foreign:
-            value, source = None if own is None or reference is None else max(own, reference), mp.id
-            text += f"; over the texts of {mp.id} they {_differ(reference)} from its own"
+        scored = any(one.reference_loglikelihoods is not None for one in launches)
+        if compared is not None and scored and of_mp is not None and of_mp.prefill_loglikelihoods is not None:
+            source, reference = compared.reference, compared.largest_difference
+            value = None if own is None or reference is None else max(own, reference)
+            text += f"; over the texts of {source} they {_differ(reference)} from its own"
             if ok and (reference is None or reference > allowed):
                 ok, fault = False, "strategy"
         elif result.case.strategy != REFERENCE_STRATEGY:
@@ -477,28 +474,32 @@ def compare(result: CaseResult, mp: CaseResult, metric: str) -> Comparison:
 
 def compare_texts(result: CaseResult, mp: CaseResult) -> Comparison:
     """Compare the texts of a result with those of mp, and its log-likelihoods of mp's texts with mp's own."""
-    own, of_mp = generated(result), generated(mp)
-    assert own is not None, "only generated texts are compared"
+    launches = [launch.generation for launch in result.launches if launch.generation is not None]
+    own, of_mp = launches[0], generated(mp)
     assert of_mp is not None, "only generated texts are compared with"
-    pairs = list(zip(_texts(own), _texts(of_mp), strict=True))
-    equal = [sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*pair, strict=True))) for pair in pairs]
+    equal, expected = _equal(own, of_mp), of_mp.prefill_loglikelihoods
     diverged = [number for number, count in enumerate(equal) if count < own.new_tokens[number]]
-    scored, expected = own.reference_loglikelihoods, of_mp.prefill_loglikelihoods
-    largest = _worst(_from_reference([own], of_mp))
-    if scored is None and own.loglikelihoods is not None:  # an engine that scores no given texts
-        largest = _worst([_on_prefix(own, of_mp)[0]])
+    scored = [one.reference_loglikelihoods for one in launches if one.reference_loglikelihoods is not None]
+    largest = typical = None
+    if scored and expected is not None:
+        largest = _worst([_largest(values, expected, of_mp.new_tokens) for values in scored])
+        if largest is not None:
+            typical = max(typical_difference(decode(values), decode(expected)) for values in scored)
+    elif not scored and own.loglikelihoods is not None:  # an engine that scores no given texts
+        # Up to the first token that differs, and with it, both chose the likeliest.
+        alike = [(one, [count + 1 for count in _equal(one, of_mp)]) for one in launches]
+        both = [(one.loglikelihoods, of_mp.loglikelihoods, one.new_tokens, counted) for one, counted in alike]
+        largest = _worst([_largest(*one) for one in both])
     return Comparison(
         reference=mp.id,
-        items=len(pairs),
+        items=len(equal),
         flipped=diverged,
         first_difference=min((equal[number] for number in diverged), default=None),
         lost=None,
         won=None,
         mcnemar_p=None,
         largest_difference=largest,
-        typical_difference=None
-        if scored is None or expected is None or largest is None
-        else typical_difference(decode(scored), decode(expected)),
+        typical_difference=typical,
     )
 
 
@@ -551,44 +552,22 @@ def written(probability: float) -> str:
     return "p < 1e-06" if probability < 1e-6 else f"p = {probability:.2g}"  # noqa: PLR2004 - no test shows less
 
 
-def _from_reference(generations: Sequence[Generation], of_mp: Generation | None) -> list[float]:
-    """Return the largest difference over the texts of mp of each launch that scored them."""
-    expected = None if of_mp is None else of_mp.prefill_loglikelihoods
-    if of_mp is None or expected is None:
-        return []
-    scored = [one.reference_loglikelihoods for one in generations if one.reference_loglikelihoods is not None]
-    return [_largest(values, expected, of_mp) for values in scored]
+def _largest(
+    loglikelihoods: str | None, expected: str | None, lengths: Sequence[int], counted: Sequence[int] | None = None
+) -> float:
+    """Return the largest difference of the log-likelihood of a text, as a fraction; NaN where one is not finite.
 
-
-def _largest(loglikelihoods: str, expected: str, texts: Generation) -> float:
-    """Return the largest difference of the log-likelihood of a text, as a fraction; NaN where one is not finite."""
-    found, right, largest = iter(decode(loglikelihoods)), iter(decode(expected)), 0.0
-    for tokens in texts.new_tokens:
-        own, other = math.fsum(islice(found, tokens)), math.fsum(islice(right, tokens))
+    Texts have these lengths, of which `counted` tokens at most count; None: all.
+    """
+    found, right, largest, start = decode(loglikelihoods), decode(expected), 0.0, 0
+    for length, most in zip(lengths, counted or lengths, strict=True):
+        end = start + min(length, most)
+        own, other = math.fsum(found[start:end]), math.fsum(right[start:end])
         if not (math.isfinite(own) and math.isfinite(other)):
             return math.nan
-        largest = max(largest, abs(own - other) / max(abs(other), _LEAST_PER_TOKEN * tokens))
+        largest = max(largest, abs(own - other) / max(abs(other), _LEAST_PER_TOKEN * (end - start)))
+        start += length
     return largest
-
-
-def _on_prefix(own: Generation, of_mp: Generation) -> tuple[float, int]:
-    """Compare texts with those of mp up to the first token that differs, and with it: there both chose the likeliest.
-
-    Returns:
-        The largest difference of the log-likelihood of a text, as `_largest`, and how many begin with another token.
-    """
-    values, expected = decode(own.loglikelihoods), decode(of_mp.loglikelihoods)
-    largest, start, others = 0.0, 0, 0
-    for mine, theirs in zip(_texts(own), _texts(of_mp), strict=True):
-        equal = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(mine, theirs, strict=True)))
-        others += not equal
-        end = start + min(equal + 1, len(mine))
-        found, right = math.fsum(values[start:end]), math.fsum(expected[start:end])
-        if not (math.isfinite(found) and math.isfinite(right)):
-            return math.nan, others
-        largest = max(largest, abs(found - right) / max(abs(right), _LEAST_PER_TOKEN * (end - start)))
-        start += len(mine)
-    return largest, others
 
 
 def _tolerance(result: CaseResult) -> float:
@@ -602,9 +581,11 @@ def _worst(differences: Sequence[float]) -> float | None:
     return max(differences) if differences and all(map(math.isfinite, differences)) else None
 
 
-def _texts(generation: Generation) -> list[list[int]]:
-    tokens = iter(decode_tokens(generation.tokens))
-    return [list(islice(tokens, count)) for count in generation.new_tokens]
+def _equal(own: Generation, of_mp: Generation) -> list[int]:
+    """Return how many tokens at the beginning of each text are those of mp."""
+    tokens = iter(zip(decode_tokens(own.tokens), decode_tokens(of_mp.tokens), strict=True))
+    texts = [list(islice(tokens, count)) for count in own.new_tokens]
+    return [sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], text)) for text in texts]
 
 
 def _differ(difference: float | None) -> str:

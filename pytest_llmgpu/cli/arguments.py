@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from pytest_llmgpu.gate import judge
-from pytest_llmgpu.gate.policy import Policy, find_policy, load_policy, policy_in_words, switched
+from pytest_llmgpu.gate.policy import Policy, in_force
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.verdicts import Verdicts
@@ -66,12 +66,8 @@ def add_switches(parser: argparse.ArgumentParser, *, baseline: bool = True) -> N
 
 
 def policy_of(arguments: argparse.Namespace) -> tuple[Policy, str]:
-    """Return the policy in force, and the line that names it; ValueError in one line.
-
-    It is that of the file, overridden by the command line.
-    """
-    path: Path | None = find_policy(Path()) if arguments.policy is None else arguments.policy
-    return switched(load_policy(path), arguments), policy_in_words(path)
+    """Return the policy in force, and the line that names it; ValueError in one line."""
+    return in_force(arguments.policy, arguments)
 
 
 def today_of(arguments: argparse.Namespace) -> datetime.date:

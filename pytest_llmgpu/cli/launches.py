@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from pytest_llmgpu.cli import environments
 from pytest_llmgpu.cli.output import show
 from pytest_llmgpu.gate import ab
-from pytest_llmgpu.gate.policy import Policy, dump_policy, find_policy, load_policy, policy_in_words, switched
+from pytest_llmgpu.gate.policy import Policy, dump_policy, in_force
 from pytest_llmgpu.processes import die_with_parent
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.report import Report
@@ -162,8 +162,8 @@ def begin(
     """
     if any(part == _JSON or part.startswith(f"{_JSON}=") for part in arguments.command):
         raise ValueError(f"{_JSON}: each launch sets its own; remove it from COMMAND")
-    source = find_policy(trees[0].folder) if arguments.policy is None else arguments.policy
-    policy = ab.split(switched(load_policy(source), arguments), len(looks))
+    policy, in_words = in_force(arguments.policy, arguments, Path() if arguments.policy else trees[0].folder)
+    policy = ab.split(policy, len(looks))
     commits = "_".join(tree.sha[:LETTERS] for tree in trees)
     path = parent / f"{commits}_{datetime.datetime.now(datetime.timezone.utc):%Y%m%dT%H%M%S.%fZ}"
     try:
@@ -185,7 +185,7 @@ def begin(
     def measure(side: ab.Side, number: int, deselected: Sequence[str]) -> Report:
         return trees[ab.SIDES.index(side)].launch(arguments.command, number, deselected, kept)
 
-    return kept, policy, policy_in_words(source), measure
+    return kept, policy, in_words, measure
 
 
 @contextmanager

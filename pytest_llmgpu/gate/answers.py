@@ -26,7 +26,7 @@ from pytest_llmgpu.report.derived import (
     typical_difference,
     value_of,
 )
-from pytest_llmgpu.report.result import Accuracy, CaseResult, Generation
+from pytest_llmgpu.report.result import CaseResult, Generation
 from pytest_llmgpu.report.text import listed, percent, plural
 from pytest_llmgpu.report.verdicts import NEITHER, ONLY_CANDIDATE, Decided, Row
 
@@ -72,15 +72,10 @@ class Answered(msgspec.Struct, frozen=True):
         return explained(self.result.case.dtype) if self.rule.difference is None else self.rule.difference
 
     @property
-    def typically_differs(self) -> bool:
-        """True if log-likelihoods typically differ by more than rounding explains."""
-        return self.difference is not None and self.difference > self.allowed
-
-    @property
     def numbers(self) -> Decided | None:
         """The verdict on log-likelihoods that differ by more than rounding explains; None where they do not."""
         # Rounding can move one log-likelihood of both reports.
-        if not self.typically_differs and (self.largest or 0.0) <= 2 * self.allowed:
+        if (self.difference or 0.0) <= self.allowed and (self.largest or 0.0) <= 2 * self.allowed:
             return None
         return _of_other_numbers(self.before, self.result)
 
@@ -118,7 +113,12 @@ def answered(base: CaseResult, head: CaseResult, rule: AccuracyRule) -> Answered
         reason = f"The numbers of scored items differ: {len(after):,}, were {len(before):,}."
         return Row.of(head, "accuracy", "NOT_COMPARABLE", reason, gated=rule.gate)
     flips = differing(before, after) if labels else []
-    differences = [_differences(then, one, largest=head.case.load_format == "dummy") for one in nows]
+    numbers = then.loglikelihoods
+    typical = [_typical(decode(one.loglikelihoods), decode(numbers)) for one in nows]
+    largest: list[float | None] = []
+    if head.case.load_format == "dummy":
+        comparable = [one for one in nows if numbers and len(one.loglikelihoods) == len(numbers)]
+        largest = [largest_difference(one.loglikelihoods, numbers) for one in comparable]
     return Answered(
         before=base,
         result=head,
@@ -128,8 +128,8 @@ def answered(base: CaseResult, head: CaseResult, rule: AccuracyRule) -> Answered
         head=value_of(now, rule.metric),
         lost=[number for number in flips if before[number] == labels[number]],
         won=[number for number in flips if after[number] == labels[number]],
-        difference=max((typical for typical, _ in differences if typical is not None), default=None),
-        largest=max((largest for _, largest in differences if largest is not None), default=None),
+        difference=max((one for one in typical if one is not None), default=None),
+        largest=max((one for one in largest if one is not None), default=None),
         changed=max(len(differing(before, one)) for one in afters),
         launch=None if all(one == after for one in afters) else nows.index(now) + 1,
         launches=len(nows),
@@ -186,20 +186,20 @@ def predictions_row(case: Answered, *, gated: bool) -> Row:
 
 def _decided(case: Answered, loss: float, gain: float, confidence: float) -> Decided:
     """Return the verdict on a case; answers of random weights do not count."""
-    random, alpha = case.random_weights, 1 - confidence
-    worse, better = (not random and p <= alpha for p in (loss, gain))
-    if below_floor(case.result, case.rule) is not None or case.numbers == "REGRESSED" or worse:
+    random, numbers = case.random_weights, case.numbers
+    worse, better = (not random and p <= 1 - confidence for p in (loss, gain))
+    if below_floor(case.result, case.rule) is not None or numbers == "REGRESSED" or worse:
         return "REGRESSED"
-    if case.numbers is not None or better:
+    if numbers is not None or better:
         return "IMPROVED"
     is_open = case.difference is None if random else case.interval(confidence)[1] > case.rule.threshold
     return "UNDECIDED" if is_open else "OK"
 
 
 def _row(case: Answered, loss: float, gain: float, confidence: float, note: str) -> Row:
-    rule, result = case.rule, _decided(case, loss, gain, confidence)
+    rule, floor, numbers, random = case.rule, below_floor(case.result, case.rule), case.numbers, case.random_weights
+    result = _decided(case, loss, gain, confidence)
     launch = "" if case.launch is None else f" in launch {case.launch} of {case.launches}"
-    floor, numbers, random = below_floor(case.result, rule), case.numbers, case.random_weights
     chance = gain if result == "IMPROVED" or len(case.won) > len(case.lost) else loss
     change = f"Accuracy ({rule.metric}) {percent(case.head, 2)}{launch}, was {percent(case.base, 2)}"
     flips = f"{plural(len(case.lost), 'item')} lost, {len(case.won):,} won of {case.items:,} ({written(chance)})"
@@ -208,7 +208,13 @@ def _row(case: Answered, loss: float, gain: float, confidence: float, note: str)
         reason, more = floor, f"Compared with the baseline: {flips}."
         more = "The baseline has the same answers." if not case.changed else more
     elif numbers is not None:
-        reason, more = _reason_of_numbers(case, launch), f"{change}: {flips}."
+        difference, allowed, how = case.difference or 0.0, case.allowed, "typically differ by"
+        if difference <= allowed:
+            difference, allowed, how = case.largest or 0.0, 2 * allowed, "differ by up to"
+        dtype = None if rule.difference is not None else case.result.case.dtype
+        fixed = numbers == "IMPROVED"
+        reason = _difference_in_words(difference, allowed, dtype, launch, fixed=fixed, how=how)
+        more = f"{change}: {flips}."
     elif random and case.difference is None:
         reason = f"The baseline has no log-likelihoods to compare with{launch}."
     elif random:
@@ -230,14 +236,6 @@ def _row(case: Answered, loss: float, gain: float, confidence: float, note: str)
     return Row.of(case.result, "accuracy", result, "\n".join(filter(None, (reason, more))), gated=rule.gate, **figures)
 
 
-def _reason_of_numbers(case: Answered, where: str) -> str:
-    dtype, fixed = None if case.rule.difference is not None else case.result.case.dtype, case.numbers == "IMPROVED"
-    if case.typically_differs:
-        return _difference_in_words(case.difference or 0.0, case.allowed, dtype, where, fixed=fixed)
-    how = "differ by up to"
-    return _difference_in_words(case.largest or 0.0, 2 * case.allowed, dtype, where, fixed=fixed, how=how)
-
-
 def _difference_in_words(
     difference: float, allowed: float, dtype: str | None, where: str, *, fixed: bool, how: str = "typically differ by"
 ) -> str:
@@ -257,23 +255,9 @@ def _of_other_numbers(before: CaseResult, after: CaseResult) -> Decided:
     return "IMPROVED" if before.has_wrong_answers and not after.has_wrong_answers else "REGRESSED"
 
 
-def _differences(before: Accuracy, after: Accuracy, *, largest: bool) -> tuple[float | None, float | None]:
-    """Return the typical difference of log-likelihoods, and the largest one of them if asked for.
-
-    The typical one is infinite where only the later ones are not finite. None: they cannot be compared.
-    """
-    if before.loglikelihoods == after.loglikelihoods:  # most launches: nothing to decode
-        return (0.0, 0.0 if largest else None) if before.loglikelihoods else (None, None)
-    expected, values = decode(before.loglikelihoods), decode(after.loglikelihoods)
-    if not expected or len(expected) != len(values):
-        return None, None
-    one = largest_difference(after.loglikelihoods, before.loglikelihoods) if largest else None
-    return _typical(values, expected), one
-
-
 def _typical(values: Sequence[float], expected: Sequence[float]) -> float | None:
-    """Return the typical difference, infinite where only the values are not finite; None: the expected ones are not."""
-    if not math.isfinite(sum(expected)):
+    """Return the typical difference, infinite where only the values are not finite; None: they cannot be compared."""
+    if not expected or len(expected) != len(values) or not math.isfinite(sum(expected)):
         return None
     typical = typical_difference(values, expected)
     return math.inf if math.isnan(typical) else typical

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from pytest_llmgpu.gate import program
-from pytest_llmgpu.gate.program import FLOPS, WAITS, Pair, RankFigures
+from pytest_llmgpu.gate.program import FLOPS, OWN, WAITS, Pair
 from pytest_llmgpu.gate.times import WALL_TIMES
-from pytest_llmgpu.report.cause import CallsChange, Cause, Place
+from pytest_llmgpu.report.cause import CallsChange, Cause
 from pytest_llmgpu.report.derived import of_prefill
 from pytest_llmgpu.report.kernel_families import collective_of, family_of
 from pytest_llmgpu.report.metrics import MetricName
@@ -26,8 +26,6 @@ from pytest_llmgpu.report.verdicts import ALSO_CHANGED, Row
 
 _EXPLAINED = (*WALL_TIMES, "device_time", "traffic")
 """Metrics that work passes can explain, besides the program itself."""
-_WAITED_FOR = ("device", "copies", "host")
-"""Places of the own time of a rank, for which the others wait."""
 _MORE = 0.01
 """A host that launches this fraction of kernels more is slower for that reason."""
 _SHOWN = 0.3
@@ -60,8 +58,16 @@ def stated(row: Row, found: Cause) -> Row:
     """Return a row with a cause, which its reason states after its first line."""
     lines = [line for line in row.reason.splitlines() if not line.startswith(ALSO_CHANGED)]
     also = [line for line in row.reason.splitlines() if line.startswith(ALSO_CHANGED)]
-    text = "\n".join([*lines, f"{PREFIX}{describe(found)}.", *details(found), *also])
-    return msgspec.structs.replace(row, cause=found, reason=text)
+    calls = Counter(
+        f"{_short(change.name)} {change.before:,} -> {change.after:,}"
+        for changes in (found.kernels, found.ops, found.runtime_calls, found.host_calls)
+        for change in changes
+        if change.name != FLOPS
+    )
+    texts = [text if count == 1 else f"{text} in {count} modules" for text, count in calls.items()]
+    details = [f"Calls: {listed(texts, _MOST_CALLS)}."] if calls else []
+    reason = "\n".join([*lines, f"{PREFIX}{describe(found)}.", *details, *also])
+    return msgspec.structs.replace(row, cause=found, reason=reason)
 
 
 def find(metric: MetricName, pairs: Sequence[Pair], *, ratio: float | None = None) -> Cause | None:
@@ -70,7 +76,14 @@ def find(metric: MetricName, pairs: Sequence[Pair], *, ratio: float | None = Non
     if not pairs or (metric != "traffic" and not timed):
         return of_calls(pairs) if metric in WALL_TIMES else None
     if metric == "device_time":
-        return _of_device_time(pairs)
+        # What the rank whose device time grew by the largest ratio calls more, if its price explains the growth.
+        times = [(pair.before.device_s or 0.0, pair.after.device_s or 0.0) for pair in pairs]
+        number = max(range(len(pairs)), key=lambda one: times[one][1] / times[one][0] if times[one][0] else 0.0)
+        before_s, after_s = times[number]
+        changed = program.changes(pairs[number])
+        if changed is None or not before_s or (changed.price or 0.0) <= max(0.0, _EXPLAINS * (after_s / before_s - 1)):
+            return None
+        return msgspec.structs.replace(changed, rank=_alone(number, [after - before for before, after in times]))
     if metric in WALL_TIMES:
         return _of_wall_time(pairs, ratio or 1.0)
     return of_calls(pairs, collectives=True)
@@ -100,9 +113,7 @@ def describe(cause: Cause) -> str:
     text = _place_in_words(cause)
     if cause.rank is None:
         return text
-    return (
-        f"waiting for rank {cause.rank}: {text}" if cause.place in _WAITED_FOR else f"rank {cause.rank} alone: {text}"
-    )
+    return f"waiting for rank {cause.rank}: {text}" if cause.place in OWN else f"rank {cause.rank} alone: {text}"
 
 
 def module_of(cause: Cause) -> str | None:
@@ -112,54 +123,19 @@ def module_of(cause: Cause) -> str | None:
     return next((call.module for call in (*cause.ops, *cause.kernels) if call.module is not None), None)
 
 
-def details(cause: Cause) -> list[str]:
-    """Return a line with the calls that changed, if there are any."""
-    calls = Counter(
-        f"{_short(change.name)} {change.before:,} -> {change.after:,}"
-        for changes in (cause.kernels, cause.ops, cause.runtime_calls, cause.host_calls)
-        for change in changes
-        if change.name != FLOPS
-    )
-    texts = [text if count == 1 else f"{text} in {count} modules" for text, count in calls.items()]
-    return [f"Calls: {listed(texts, _MOST_CALLS)}."] if calls else []
-
-
-def _of_device_time(pairs: Sequence[Pair]) -> Cause | None:
-    """Return what the rank whose device time grew by the largest ratio calls more, if its price explains the growth."""
-    times = [(pair.before.device_s or 0.0, pair.after.device_s or 0.0) for pair in pairs]
-    number = max(range(len(pairs)), key=lambda one: times[one][1] / times[one][0] if times[one][0] else 0.0)
-    before_s, after_s = times[number]
-    changed = program.changes(pairs[number])
-    if changed is None or not before_s or (changed.price or 0.0) <= max(0.0, _EXPLAINS * (after_s / before_s - 1)):
-        return None
-    rank = _alone(number, [after - before for before, after in times])
-    return msgspec.structs.replace(changed, rank=rank)
-
-
 def _of_wall_time(pairs: Sequence[Pair], ratio: float) -> Cause:
     """Return the part of a pass that grew most, of the rank whose own time grew most: the others wait for it."""
     number = max(range(len(pairs)), key=lambda one: pairs[one].after.own_s - pairs[one].before.own_s)
     pair = pairs[number]
-    before, after = (_parts(rank) for rank in pair)
+    before, after = pair.before.parts_s, pair.after.parts_s
     place = max(before, key=lambda one: after[one] - before[one])
     found = msgspec.structs.replace(program.changes(pair) or Cause(place=place), place=place)
-    if after[place] - before[place] < _SHOWN * max(0.0, ratio - 1) * pair.before.pass_s:
+    if after[place] - before[place] < _SHOWN * max(0.0, ratio - 1) * sum(before.values()):
         # The GPU has the same work, and its passes show no growth: the rest of the time is the host's.
         return msgspec.structs.replace(found, place="host")
     rank = _alone(number, [one.after.own_s - one.before.own_s for one in pairs])
     rank = None if place in ("transfer", "waiting") else rank
     return msgspec.structs.replace(found, rank=rank, before_s=before[place], after_s=after[place])
-
-
-def _parts(rank: RankFigures) -> dict[Place, float]:
-    """Return the seconds of a pass by place."""
-    return {
-        "device": (rank.device_s or 0.0) - rank.copy_s,
-        "copies": rank.copy_s,
-        "host": rank.idle_s,
-        "transfer": rank.transfer_s,
-        "waiting": rank.wait_s,
-    }
 
 
 def _collectives(kernels: Iterable[CallsChange]) -> list[CallsChange]:

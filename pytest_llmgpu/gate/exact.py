@@ -1,4 +1,4 @@
-"""Metrics that do not vary by chance: calls of the host, traffic, its path and the execution.
+"""Metrics that do not vary by chance: calls of the host, traffic, its path, memory and the execution.
 
 The amounts of a metric with the rule `exact` are equal in every launch of an equal program, so that one launch
 suffices. They are compared rank by rank, because the slowest rank decides the time of a case, and only where the
@@ -10,39 +10,47 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from pytest_llmgpu.analysis.traffic_path import FASTEST_FIRST, NAMES, describe_move
-from pytest_llmgpu.gate.policy import AmountRule, Rules
-from pytest_llmgpu.report.derived import of_prefill
+from pytest_llmgpu.gate.policy import AmountRule, MemoryRule, Rules
+from pytest_llmgpu.report import disturbances
+from pytest_llmgpu.report.derived import of_prefill, peaks_bytes
 from pytest_llmgpu.report.metrics import METRICS, MetricName, MetricSpec, spec_of
 from pytest_llmgpu.report.result import CaseResult, Launch, Traffic
-from pytest_llmgpu.report.text import listed, percent
+from pytest_llmgpu.report.text import gib, listed, percent, signed_percent
 from pytest_llmgpu.report.verdicts import NEITHER, ONLY_CANDIDATE, WORST_FIRST, Decided, Row
 from pytest_llmgpu.report.work import WORK_OFF, WORK_ON
 
 _NAMED = 3
 """Most changes that a reason names, since it has two lines."""
 
+_ROUNDING = 1 + 1e-9
+"""Factor that keeps a change of exactly the threshold within it."""
+
 _EXECUTIONS = {"cuda_graphs": "as CUDA graphs", "eager": "eagerly", "compile": "compiled"}
 
 
-class Amounts(NamedTuple):
-    """One amount in the launches of both reports."""
+_USED_BYTES = 2**30
+"""Growth of memory outside live tensors that is always allowed: a new version of a library can take as much."""
 
-    then: Sequence[int]
-    now: Sequence[int]
+
+class Amounts(NamedTuple):
+    """One amount in the launches of both reports; less is better."""
+
+    then: Sequence[float]
+    now: Sequence[float]
 
     @property
-    def before(self) -> int:
+    def before(self) -> float:
         """The amount of a launch in the middle of the baseline."""
         return statistics.median_low(self.then)
 
     @property
-    def after(self) -> int:
+    def after(self) -> float:
         """The amount of a launch in the middle of the candidate."""
         return statistics.median_low(self.now)
 
@@ -53,12 +61,12 @@ class Amounts(NamedTuple):
 
     def result(self, threshold: float) -> Decided:
         """Return the verdict. Where launches differ, their whole range has to lie beyond the threshold."""
-        least, most = min(self.then), max(self.then)
-        if min(self.now) - most > threshold * most:
+        least, most, threshold = min(self.then), max(self.then), threshold * _ROUNDING
+        if min(self.now) - most > threshold * abs(most):
             return "REGRESSED"
-        if least - max(self.now) > threshold * least:
+        if least - max(self.now) > threshold * abs(least):
             return "IMPROVED"
-        return "UNDECIDED" if max(self.now) - least > threshold * least else "OK"
+        return "UNDECIDED" if max(self.now) - least > threshold * abs(least) else "OK"
 
 
 def exact_rows(base: CaseResult, head: CaseResult, rules: Rules) -> Iterator[tuple[MetricName, Row | str]]:
@@ -75,6 +83,8 @@ def exact_rows(base: CaseResult, head: CaseResult, rules: Rules) -> Iterator[tup
             row = traffic_row(base, head, rules.traffic)
         elif spec.rule == "path":
             row = path_row(base, head, gated=rules.path.gate)
+        elif spec.name == "memory":
+            row = memory_row(base, head, rules.memory)
         if row is not None:
             yield spec.name, row
 
@@ -143,7 +153,11 @@ def _exact_row(spec: MetricSpec, base: CaseResult, head: CaseResult, *, gated: b
     else:
         reason = f"{spec.noun}{where}: {spec.written(rank.after)}{of_batches}, were {spec.written(rank.before)}."
     if result != "OK":
-        reason += _changed_calls(*(dict(enumerate(spec.explain(side[common][0]))).get(number) for side in (then, now)))
+        calls, more = (dict(enumerate(spec.explain(side[common][0]))).get(number) or {} for side in (then, now))
+        pairs = [(name, calls.get(name, 0), more.get(name, 0)) for name in calls.keys() | more.keys()]
+        pairs.sort(key=lambda one: (-abs(one[2] - one[1]), one[0]))
+        shown = [f"{name} {before:,} -> {after:,}" for name, before, after in pairs if before != after]
+        reason += f"\nCalls: {listed(shown, _NAMED)}." if shown else ""
     return Row.of(
         head,
         spec.name,
@@ -172,16 +186,6 @@ def _by_batches(spec: MetricSpec, result: CaseResult) -> dict[tuple[object, ...]
         if amounts and None not in amounts:
             found.setdefault(tuple(conditions), []).append(launch)
     return found
-
-
-def _changed_calls(before: Mapping[str, int] | None, after: Mapping[str, int] | None) -> str:
-    """Return the calls of a rank that changed most as a second line; empty where none did or is known."""
-    then, now = before or {}, after or {}
-    names = sorted(then.keys() | now.keys(), key=lambda name: (-abs(now.get(name, 0) - then.get(name, 0)), name))
-    shown = [
-        f"{name} {then.get(name, 0):,} -> {now.get(name, 0):,}" for name in names if then.get(name) != now.get(name)
-    ]
-    return f"\nCalls: {listed(shown, _NAMED)}." if shown else ""
 
 
 def traffic_row(base: CaseResult, head: CaseResult, rule: AmountRule) -> Row | str | None:
@@ -245,6 +249,105 @@ def path_row(base: CaseResult, head: CaseResult, *, gated: bool) -> Row | str | 
         return Row.of(head, "path", "OK", f"Traffic goes over {NAMES[after]} as before.", gated=gated)
     result: Decided = "REGRESSED" if FASTEST_FIRST.index(after) > FASTEST_FIRST.index(before) else "IMPROVED"
     return Row.of(head, "path", result, f"Traffic {describe_move(then, now)}.", gated=gated)
+
+
+_Figures = list[int | None]
+"""A figure of each device of a launch; devices correspond by their order."""
+
+
+def memory_row(base: CaseResult, head: CaseResult, rule: MemoryRule) -> Row | str:
+    """Compare the peak of live tensors and of the workspace outside torch's allocator, on each device.
+
+    The fullest device decides what fits. Another device that grew counts as well where the fullest one did not fall:
+    memory that only moved to emptier devices is no regression. Equal runs have equal peaks except for the allocator's
+    rounding, which the threshold covers. What torch reserved and what NVML reports in use, which is sampled, have a
+    threshold of their own: memory outside live tensors takes the space of the next batch as well. Recorded graphs hold
+    memory of their own: a change between forwards of another execution is NOT_COMPARABLE.
+    """
+    then, now = peaks_bytes(base), peaks_bytes(head)
+    if (missing := absent(head, "memory", then, now, gated=rule.gate)) is not None:
+        return missing
+
+    def allowed(amounts: Amounts) -> float:
+        return max(rule.threshold, rule.absolute_bytes / amounts.before)
+
+    where, amounts = "the fullest device", Amounts(then, now)
+    if amounts.result(allowed(amounts)) in {"OK", "UNDECIDED"}:
+        peaks = [
+            (where, amounts),
+            *_changed_peaks(base, head, lambda one: [device.peak_bytes for device in one.memory]),
+        ]
+        where, amounts = min(peaks, key=lambda one: WORST_FIRST.index(one[1].result(allowed(one[1]))))
+    noun, threshold = "Memory", allowed(amounts)
+    result = amounts.result(threshold)
+    more = "The launches differ by more than the threshold." if result == "UNDECIDED" else None
+    if result != "REGRESSED":
+        for figures, name, grew in _OUTSIDE_TENSORS:
+            grown = [
+                (place, one, limit)
+                for place, one in _changed_peaks(base, head, figures)
+                if one.result(limit := max(rule.used_threshold, _USED_BYTES / max(one.then))) == "REGRESSED"
+            ]
+            if grown:
+                more = f"{grew} grew. Live tensors: {gib(amounts.after)}, was {gib(amounts.before)}."
+                where, amounts, threshold = max(grown, key=lambda one: one[1].after - one[1].before)
+                noun, result = name, "REGRESSED"
+                break
+    if result != "OK" and (other := other_execution(base, head)) is not None:
+        result, more = "NOT_COMPARABLE", other
+    change = f"{noun} {signed_percent(amounts.growth)}" if amounts.growth else f"{noun} is equal"
+    return Row.of(
+        head,
+        "memory",
+        result,
+        f"{change}, threshold {percent(threshold)}: {gib(amounts.after)} on {where}, was {gib(amounts.before)}."
+        + (f"\n{more}" if more else ""),
+        gated=rule.gate,
+        base=amounts.before,
+        head=amounts.after,
+        ratio=amounts.after / amounts.before,
+        low=min(amounts.now) / max(amounts.then),
+        high=max(amounts.now) / min(amounts.then),
+        threshold=threshold,
+        n=min(map(len, amounts)),
+    )
+
+
+def _changed_peaks(
+    base: CaseResult, head: CaseResult, figures: Callable[[Launch], _Figures]
+) -> list[tuple[str, Amounts]]:
+    """Return name and figure of each device that every launch of both reports has, where the launches differ."""
+    sides = [[found for one in result.launches if any(found := figures(one))] for result in (base, head)]
+    if not all(sides) or len(set(map(len, [*sides[0], *sides[1]]))) > 1:
+        return []
+    return [
+        (
+            f"device {head.launches[-1].memory[place].index}",
+            Amounts(*([launch[place] or 0 for launch in side] for side in sides)),
+        )
+        for place, of_launches in enumerate(zip(*sides[0], *sides[1], strict=True))
+        if all(of_launches) and len(set(of_launches)) > 1
+    ]
+
+
+def _reserved_bytes(launch: Launch) -> _Figures:
+    return [
+        device.peak_reserved_bytes + (device.workspace_bytes or 0) if device.peak_reserved_bytes else None
+        for device in launch.memory
+    ]
+
+
+def _used_bytes(launch: Launch) -> _Figures:
+    """Return the most that NVML reported in use on each device; empty where other programs disturbed the launch."""
+    disturbed = launch.profile is not None and disturbances.disturbed(launch.profile) is not None
+    return [] if disturbed else [device.nvml_used_max_bytes for device in launch.memory]
+
+
+_OUTSIDE_TENSORS = (
+    (_reserved_bytes, "Memory reserved by torch", "The allocator's cache or its fragmentation"),
+    (_used_bytes, "Memory in use (NVML)", "Caches, CUDA contexts or NCCL's buffers"),
+)
+"""Figures of memory outside live tensors, their names, and what can have grown."""
 
 
 def execution_row(base: CaseResult, head: CaseResult, *, gated: bool) -> Row | None:

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import functools
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import msgspec
 
+from pytest_llmgpu.gate.exact import Amounts
 from pytest_llmgpu.gate.policy import FigureRule, Policy, TimeRule
 from pytest_llmgpu.gate.times import Timed, comparable, wall_times
 from pytest_llmgpu.report.metrics import is_own, own, recorded
-from pytest_llmgpu.report.result import CaseResult, Declared
+from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.text import capital, percent
-from pytest_llmgpu.report.verdicts import NEITHER, ONLY_CANDIDATE, Decided, Row
-
-_ROUNDING = 1 + 1e-9
-"""Factor that keeps a change of exactly the threshold within it."""
+from pytest_llmgpu.report.verdicts import NEITHER, ONLY_CANDIDATE, Row
 
 
 def out_of_bounds(head: CaseResult, policy: Policy) -> dict[str, Row]:
@@ -68,39 +66,26 @@ def _compared(base: CaseResult, head: CaseResult, name: str, policy: Policy, *, 
     if any(msgspec.structs.replace(one, threshold=declared.threshold) != declared for one in both):
         return row("NOT_COMPARABLE", f"The baseline declares another figure: {both[-1]}, now {both[0]}.")
     if declared.rule == "exact":
-        return _exact(row, name, declared, then, now)
+        sign, before, after = -1 if declared.better == "larger" else 1, statistics.median(then), statistics.median(now)
+        result = Amounts(*([sign * one for one in side] for side in (then, now))).result(declared.threshold)
+        written = own(name, declared).written
+        ends = [" to ".join(dict.fromkeys(map(written, (min(side), max(side))))) for side in (now, then)]
+        return row(
+            result,
+            f"{capital(name.replace('_', ' '))} {ends[0]}, was {ends[1]}, threshold {percent(declared.threshold)}.",
+            next_step="Declare it with the rule time, whose launches may differ." if result == "UNDECIDED" else "",
+            base=before,
+            head=after,
+            ratio=after / before if before > 0 else None,
+            threshold=declared.threshold,
+            n=min(len(then), len(now)),
+        )
     if min(*then, *now) <= 0:
         return row("UNDECIDED", "A figure with the rule time has to be above 0.")
     launches = comparable(base, head)
     if not isinstance(launches, Row):
-        before, after = ([launch for launch in side if name in launch.figures] for side in launches)
+        with_it = [[launch for launch in side if name in launch.figures] for side in launches]
         disturbed = row("UNDECIDED", "The launches with it were disturbed (`profile.invalid`).")
-        launches = (before, after) if before and after else disturbed
+        launches = (with_it[0], with_it[1]) if all(with_it) else disturbed
     rule = TimeRule(threshold=declared.threshold)
     return wall_times(base, head, launches, rule, metric=name, in_turn=False, same_gpus=same_gpus, declared=declared)
-
-
-def _exact(row: Callable[..., Row], name: str, declared: Declared, then: list[float], now: list[float]) -> Row:
-    """Return the verdict on launches that do not vary by chance: their whole range has to exceed the threshold."""
-    sign = -1 if declared.better == "larger" else 1
-    before, after = statistics.median(then), statistics.median(now)
-    costs, limit = [[sign * one for one in side] for side in (then, now)], declared.threshold * abs(before) * _ROUNDING
-    result: Decided = "OK"
-    if min(costs[1]) - max(costs[0]) > limit:
-        result = "REGRESSED"
-    elif min(costs[0]) - max(costs[1]) > limit:
-        result = "IMPROVED"
-    elif max(costs[1]) - min(costs[0]) > limit:
-        result = "UNDECIDED"
-    spec = own(name, declared)
-    ends = [" to ".join(dict.fromkeys(map(spec.written, (min(side), max(side))))) for side in (now, then)]
-    return row(
-        result,
-        f"{capital(name.replace('_', ' '))} {ends[0]}, was {ends[1]}, threshold {percent(declared.threshold)}.",
-        next_step="Declare it with the rule time, whose launches may differ." if result == "UNDECIDED" else "",
-        base=before,
-        head=after,
-        ratio=after / before if before > 0 else None,
-        threshold=declared.threshold,
-        n=min(len(then), len(now)),
-    )

@@ -1,4 +1,4 @@
-"""The result of the gate in one sentence: `decide` returns the data, `describe` words them; then the next step."""
+"""The result of the gate in one sentence, and the next step."""
 
 from __future__ import annotations
 
@@ -57,19 +57,20 @@ _NOTHING = "Measure a case that a baseline has, or make this report the baseline
 
 
 class Headline(NamedTuple):
-    """The data of the sentence."""
+    """The result of the gate."""
 
-    verdicts: Verdicts
     status: ExitStatus
     """The exit status of the gate."""
     worst: Sequence[Row]
     """The rows that decide the status, the worst first; empty if no row does."""
     states: Sequence[SessionState]
     """What is wrong with the candidate's session or source."""
+    text: str
+    """One sentence that begins with the word for the exit status."""
 
 
-def decide(verdicts: Verdicts, policy: Policy) -> Headline:
-    """Return the data of the headline."""
+def headline(verdicts: Verdicts, policy: Policy) -> Headline:
+    """Return the result of the gate."""
     status = exit_status(verdicts, policy)
     failing = worst_first(row for row in verdicts.rows if fails(row, policy))
     deciding = {
@@ -80,18 +81,13 @@ def decide(verdicts: Verdicts, policy: Policy) -> Headline:
         ),
         ExitStatus.NOT_JUDGED: [row for row in failing if row.verdict == "NOT_COMPARABLE"] or failing,
     }
+    worst = deciding.get(status, [])
     states = verdicts.head.states if verdicts.head is not None else []
     # Items of the gate fail tests themselves: where the gate fails, failed tests state nothing new.
     states = [state for state in states if state != "failed" or status is ExitStatus.PASSED]
-    return Headline(verdicts, status, deciding.get(status, []), states)
-
-
-def describe(headline: Headline) -> str:
-    """Return the headline: one sentence that begins with the word for the exit status."""
-    verdicts, worst = headline.verdicts, headline.worst
     if worst:
         text = _of_rows(worst)
-    elif headline.status is ExitStatus.PASSED:
+    elif status is ExitStatus.PASSED:
         text = _of_pass(verdicts)
     else:
         often = sorted(verdicts.not_compared.items(), key=lambda pair: -pair[1])
@@ -103,9 +99,9 @@ def describe(headline: Headline) -> str:
         text += f"; not enough data to decide {row_in_words(max(slower, key=lambda row: row.ratio or 0.0))}"
     if (slower or any(row.worse for row in worst)) and (differing := differences(verdicts)):
         text += f"; {DIFFERS}{listed(differing, _DIFFERENCES)}"
-    if headline.states:
-        text += f"; the candidate {' and '.join(_STATES[state] for state in headline.states)}"
-    return text
+    if states:
+        text += f"; the candidate {' and '.join(_STATES[state] for state in states)}"
+    return Headline(status, worst, states, text)
 
 
 def differences(verdicts: Verdicts) -> list[str]:

@@ -18,12 +18,11 @@ import msgspec
 
 from pytest_llmgpu.analysis.capacity import capacities
 from pytest_llmgpu.analysis.environments import hardware_differences, software_differences
-from pytest_llmgpu.gate import answers, creep, figures, program, times
+from pytest_llmgpu.gate import answers, figures, program, promotion, times
 from pytest_llmgpu.gate.answers import Answered, below_floor
 from pytest_llmgpu.gate.cause import with_cause
 from pytest_llmgpu.gate.exact import exact_rows, execution_row, worse
 from pytest_llmgpu.gate.matching import pairs
-from pytest_llmgpu.gate.memory import memory_row
 from pytest_llmgpu.gate.policy import Policy, TimeRule, check_figures, dump_policy, unmatched, with_allowed
 from pytest_llmgpu.gate.program_row import program_row, with_slower_kernels
 from pytest_llmgpu.gate.times import Timed, comparable
@@ -184,8 +183,9 @@ def with_unseen(rows: Sequence[Row], on_cpu: Collection[str] = ()) -> list[Row]:
     return marked
 
 
-_Compared = tuple[CaseResult, CaseResult]
-"""Two completed results whose times come before in the list of rows."""
+_Entry = Row | Timed | Answered | tuple[CaseResult, CaseResult]
+"""A row of a case, what one is judged from once all cases are known, or the two completed results where the row of
+their program comes."""
 
 
 class Comparison:
@@ -196,7 +196,9 @@ class Comparison:
         self.base, self.head, self.policy = base, head, policy
         self.not_compared: Counter[str] = Counter()
         """Reason why a case, or a metric of one, has no row, to the number of such cases."""
-        self._entries: list[Row | Timed | Answered | _Compared] = []
+        self._cases: list[list[_Entry]] = []
+        self._entries: list[_Entry] = []
+        """The entries of the latest case."""
         before, after = (head if base is None else base).environment, head.environment
         other = (
             [] if base is None else [found for one in (base, head) if (found := one.commit.not_measured()) is not None]
@@ -214,7 +216,6 @@ class Comparison:
     def _compare(self) -> list[Row]:
         before = self.base.cases if self.base is not None else []
         matched = pairs(before, self.head.cases)
-        gone: list[CaseResult] = []
         both = [(pair.base.launches, pair.head.launches) for pair in matched if pair.base and pair.head]
         # A launch that failed before it was timed is equal to another one by chance.
         timed = any(one.load_s is not None or one.batches.latency_s for then, _ in both for one in then)
@@ -222,16 +223,12 @@ class Comparison:
         self._shares = bool(both)
         self._capacities = [{one.series: one for one in capacities(cases)} for cases in (before, self.head.cases)]
         for pair in matched:
-            if pair.head is None:
-                assert pair.base is not None
-                gone.append(pair.base)
-            else:
+            self._entries = []
+            self._cases.append(self._entries)
+            if pair.head is not None:
                 self._case(pair.base, pair.head, pair.differing)
-        for result in gone:
-            if self._was_probed(result):
-                self.not_compared["a probe for the largest batch size"] += 1
-            else:
-                self._gone(result)
+            elif pair.base is not None:
+                self._gone(pair.base)
         return self._finished()
 
     def _case(self, base: CaseResult | None, head: CaseResult, differing: Sequence[str]) -> None:
@@ -296,8 +293,7 @@ class Comparison:
                 self._floor(head)  # Texts have no accuracy: they are right or wrong by themselves.
             self._take("accuracy", answered)
         self._take("texts", answers.texts_row(base, head, rules.texts))
-        memory: tuple[MetricName, Row | str] = "memory", memory_row(base, head, rules.memory)
-        for metric, found in (*exact_rows(base, head, rules), memory):
+        for metric, found in exact_rows(base, head, rules):
             # A metric that is not gated has a row only where it changed; the program has the calls of the host already.
             changed = isinstance(found, Row) and found.result not in {"OK", "MISSING"} and metric != "host_calls"
             if changed or getattr(rules, metric).gate:
@@ -353,76 +349,64 @@ class Comparison:
         self._entries.append(Row.of(result, "outcome", verdict, reason))
 
     def _gone(self, result: CaseResult) -> None:
-        if (why := self._left_out(result.nodeid)) is not None:
+        """Add a case that only the baseline has: it is missing, unless there is a reason for its absence."""
+        why = self._why_absent(result)
+        if why is not None:
             self.not_compared[why] += 1
-        elif result.outcome != "completed" and result.outcome not in OUT_OF_MEMORY:
-            self.not_compared["the baseline's case failed and is absent"] += 1
-        elif not self._shares:
-            none = "none of the baseline's cases" if self.head.cases else "no case"
-            self.not_compared[f"the candidate has {none}"] += 1
-        else:
-            ended = "; the run was interrupted" if self.head.session.interrupted else ""
-            reason = f"The baseline has this case and the candidate does not{ended}: measure it again."
-            self._outcome(result, "MISSING", reason)
+            return
+        ended = "; the run was interrupted" if self.head.session.interrupted else ""
+        reason = f"The baseline has this case and the candidate does not{ended}: measure it again."
+        self._outcome(result, "MISSING", reason)
 
-    def _was_probed(self, gone: CaseResult) -> bool:
-        """Return whether a case that only the baseline has was a probe for the largest batch size.
-
-        Each run probes other sizes, in the test whose own case was out of memory. This run has to have probed in the
-        same test, and to have a result for this size: at most the largest that fits, or at least the smallest that
-        does not.
-        """
-        series, size = gone.case.series, gone.case.batch_size
+    def _why_absent(self, gone: CaseResult) -> str | None:
+        # Each run probes other sizes for the largest that fits, in the test whose own case was out of memory. This run
+        # has to have a result for the size: at most the largest that fits, or at least the smallest that does not.
+        series, nodeid = gone.case.series, gone.nodeid
         found = self._capacities[1].get(series)
-        if found is None or found.smallest_oom is None or (found.largest_fit or 0) < size < found.smallest_oom:
-            return False
-        alike = (one.nodeid for one in self.head.cases if one.case.series == series)
-        return gone.nodeid is not None and gone.nodeid in alike
-
-    def _left_out(self, nodeid: str | None) -> str | None:
-        """Return the reason why the user left a test out of the run; None where it ran, or should have."""
-        ran = {result.nodeid for result in self.head.cases}
-        deselected = self.head.session.deselected
-        if nodeid is not None and nodeid in deselected:
+        fit, oom = (0, None) if found is None else (found.largest_fit or 0, found.smallest_oom)
+        known = oom is not None and not fit < gone.case.batch_size < oom
+        if known and nodeid in {one.nodeid for one in self.head.cases if one.case.series == series} - {None}:
+            return "a probe for the largest batch size"
+        ran, deselected = {result.nodeid for result in self.head.cases}, self.head.session.deselected
+        if nodeid in deselected:
             return "deselected in this run"
-        if nodeid is None or nodeid in ran:
-            return None
-        # An entry without `::` is no node id: it narrowed the run without a name for each test.
-        entries = [entry for entry in deselected if "::" not in entry]
-        if nodeid.partition("[")[0] in {(name or "").partition("[")[0] for name in ran}:
-            # The function was named as a whole: only a named parameter, or --lf, leaves others out.
-            entries = [entry for entry in entries if not entry.startswith("tests not named")]
-        return next((f"left out: {entry}" for entry in entries), None)
+        if nodeid is not None and nodeid not in ran:
+            # An entry without `::` is no node id: it narrowed the run without a name for each test. Where the function
+            # was named as a whole, only a named parameter, or --lf, leaves others out.
+            same_function = nodeid.partition("[")[0] in {(name or "").partition("[")[0] for name in ran}
+            for entry in deselected:
+                if "::" not in entry and not (same_function and entry.startswith("tests not named")):
+                    return f"left out: {entry}"
+        if gone.outcome != "completed" and gone.outcome not in OUT_OF_MEMORY:
+            return "the baseline's case failed and is absent"
+        if not self._shares:
+            none = "none of the baseline's cases" if self.head.cases else "no case"
+            return f"the candidate has {none}"
+        return None
 
     def _finished(self) -> list[Row]:
-        timed = [entry for entry in self._entries if isinstance(entry, Timed)]
-        answered = [entry for entry in self._entries if isinstance(entry, Answered)]
+        entries = [entry for of_case in self._cases for entry in of_case]
+        timed = [entry for entry in entries if isinstance(entry, Timed)]
+        answered = [entry for entry in entries if isinstance(entry, Answered)]
         judged = iter(times.rows(timed, self.policy.confidence, self._note))
         scored = iter(answers.rows(answered, self.policy.confidence, self._note))
         rows: list[Row] = []
-        for entry in self._entries:
-            if isinstance(entry, tuple):
-                count = sum((row.key, row.id) == (entry[1].key, entry[1].id) for row in rows)
-                rows[len(rows) - count :] = self._with_program(rows[len(rows) - count :], *entry)
-                continue
-            if isinstance(entry, Answered):
-                rows.append(next(scored))
-                continue
-            row = next(judged) if isinstance(entry, Timed) else entry
-            if isinstance(entry, Timed) and entry.prefill:
-                rows[-1] = worse(rows[-1], row)
-            else:
-                rows.append(row)
-        if self.base is None:
-            return rows
-        compared = {entry[1].id: entry for entry in self._entries if isinstance(entry, tuple)}
-        rows = [with_cause(row, *compared[row.id], self._names) if row.id in compared else row for row in rows]
-        for number, row in enumerate(rows):
-            if row.id in compared and row.worse and row.metric in {"program", *TIMES}:
-                rows[number] = msgspec.structs.replace(row, trace=_trace(row, compared[row.id][1]))
-        if self._in_turn:
-            rows = [times.with_power(row, *compared[row.id]) if row.id in compared else row for row in rows]
-        return rows + creep.rows(self.base, [head for _, head in compared.values()], rows, self.policy)
+        compared: list[CaseResult] = []
+        for of_case in self._cases:
+            found: list[Row] = []
+            for entry in of_case:
+                if isinstance(entry, tuple):
+                    found = self._with_program(found, *entry)
+                elif isinstance(entry, Timed) and entry.prefill:
+                    found[-1] = worse(found[-1], next(judged))
+                else:
+                    pending = judged if isinstance(entry, Timed) else scored
+                    found.append(entry if isinstance(entry, Row) else next(pending))
+            for base, head in (entry for entry in of_case if isinstance(entry, tuple)):
+                compared.append(head)
+                found = [self._explained(row, base, head) for row in found]
+            rows += found
+        return rows if self.base is None else rows + promotion.rows(self.base, compared, rows, self.policy)
 
     def _with_program(self, rows: Sequence[Row], base: CaseResult, head: CaseResult) -> list[Row]:
         """Return the rows of the times of a case with their causes, and the row on its program."""
@@ -443,15 +427,19 @@ class Comparison:
         with_kernels = [device if row.metric == "device_time" and device is not None else row for row in rows]
         return with_kernels if found is None else [*with_kernels, found]
 
-
-def _trace(row: Row, head: CaseResult) -> str | None:
-    """Return the trace of the passes and of the rank that a row is about."""
-    phase = ""
-    if head.case.generates:
-        phase = "prefill-" if row.prefill or row.metric == "first_token" else "decode-"
-    rank = row.cause.rank if row.cause is not None and row.cause.rank is not None else 0
-    names = [f"-rank{rank}-{phase}{passes}." for passes in ("passes", "modules")]  # the second where there is no GPU
-    return next((path for name in names for path in head.launches[-1].traces if name in path), None)
+    def _explained(self, row: Row, base: CaseResult, head: CaseResult) -> Row:
+        """Return a row with its cause, and with the trace of the passes and of the rank that it is about."""
+        row = with_cause(row, base, head, self._names)
+        if row.worse and row.metric in {"program", *TIMES}:
+            phase = ""
+            if head.case.generates:
+                phase = "prefill-" if row.prefill or row.metric == "first_token" else "decode-"
+            rank = 0 if row.cause is None else row.cause.rank or 0
+            # The second where there is no GPU.
+            names = [f"-rank{rank}-{phase}{passes}." for passes in ("passes", "modules")]
+            traces = (path for name in names for path in head.launches[-1].traces if name in path)
+            row = msgspec.structs.replace(row, trace=next(traces, None))
+        return times.with_power(row, base, head) if self._in_turn else row
 
 
 def _device(result: CaseResult) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -31,11 +30,14 @@ def pairs(base: Sequence[CaseResult], head: Sequence[CaseResult]) -> list[Pair]:
     left = list(base)
     matched: dict[int, CaseResult] = {}
     for name_of in (attrgetter("key", "nodeid"), attrgetter("key"), attrgetter("id")):
-        waiting = [number for number in range(len(head)) if number not in matched]
-        there = dict(zip(_numbered(left, name_of), left, strict=True))
-        numbered = zip(waiting, _numbered([head[number] for number in waiting], name_of), strict=True)
-        matched |= {number: there.pop(name) for number, name in numbered if name in there}
-        left = list(there.values())
+        there: dict[Hashable, list[CaseResult]] = {}
+        for result in left:
+            there.setdefault(name_of(result), []).append(result)
+        for number, now in enumerate(head):
+            if number not in matched and (alike := there.get(name_of(now))):
+                matched[number] = alike.pop(0)
+        used = set(map(id, matched.values()))
+        left = [result for result in left if id(result) not in used]
     found = []
     for number, now in enumerate(head):
         then = matched.get(number)
@@ -47,13 +49,3 @@ def pairs(base: Sequence[CaseResult], head: Sequence[CaseResult]) -> list[Pair]:
             differing = [f"{name} {shortened(was[name])} -> {shortened(is_now[name])}" for name in names]
         found.append(Pair(then, now, differing))
     return [*found, *(Pair(result, None, []) for result in left)]
-
-
-def _numbered(results: Sequence[CaseResult], name_of: Callable[[CaseResult], Hashable]) -> list[tuple[Hashable, int]]:
-    """Return each result's name with the number of earlier results of that name."""
-    counts: Counter[Hashable] = Counter()
-    numbered = []
-    for name in map(name_of, results):
-        numbered.append((name, counts[name]))
-        counts[name] += 1
-    return numbered

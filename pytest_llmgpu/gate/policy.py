@@ -184,10 +184,18 @@ class Policy(Rules, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 raise ValueError(f"allow[{number}].up_to: {entry.metric} does not grow; allowed for {growing}")
 
 
-def switched(policy: Policy, given: object) -> Policy:
-    """Return the policy with the switches that are set among the attributes of `given`, such as parsed arguments."""
-    changed = {name: True for name in ("strict", "allow_no_baseline") if getattr(given, name, None)}
-    return msgspec.structs.replace(policy, **changed)
+def in_force(given: Path | None, switches: object, folder: Path = Path()) -> tuple[Policy, str]:
+    """Return the policy of a file, else that of `find_policy` in a folder, and a line that names it.
+
+    Switches that are set among the attributes of `switches`, such as parsed arguments, override it. The line is
+    published, so it contains no folder. ValueError as for `load_policy`.
+    """
+    path = find_policy(folder) if given is None else given
+    switched = {name: True for name in ("strict", "allow_no_baseline") if getattr(switches, name, None)}
+    policy = msgspec.structs.replace(load_policy(path, folder), **switched)
+    if path is None or _table(path, folder) is None:
+        return policy, "policy: built-in"
+    return policy, f"policy: {path if git.is_reference(path) else path.name}"
 
 
 def find_policy(folder: Path) -> Path | None:
@@ -255,13 +263,6 @@ def check_figures(policy: Policy, declared: Mapping[str, Declared]) -> list[str]
         for name in names
         if name not in BY_NAME and name not in declared
     ]
-
-
-def policy_in_words(path: Path | None, repository: Path = Path()) -> str:
-    """Describe the policy that `load_policy` reads. The line is published, so it contains no folder."""
-    if path is None or _table(path, repository) is None:
-        return "policy: built-in"
-    return f"policy: {path if git.is_reference(path) else path.name}"
 
 
 def dump_policy(policy: Policy) -> str:

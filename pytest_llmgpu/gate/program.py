@@ -18,7 +18,7 @@ import msgspec
 
 from pytest_llmgpu.gate import fixed_clock
 from pytest_llmgpu.gate.fixed_clock import Fitted, Pass
-from pytest_llmgpu.report.cause import CallsChange, Cause, SlowerKernel
+from pytest_llmgpu.report.cause import CallsChange, Cause, Place, SlowerKernel
 from pytest_llmgpu.report.result import CaseResult, Launch
 from pytest_llmgpu.report.work import KernelFamily, RankWork, Work
 
@@ -40,6 +40,10 @@ COMPUTES_NOTHING = re.compile(
     r"view|reshape|permute|transpose|::t\b|expand|slice|select|split|squeeze|alias|empty|detach"
 )
 """Ops that only describe memory in another way, and launch no kernel."""
+
+
+OWN: tuple[Place, ...] = ("device", "copies", "host")
+"""Places of the own time of a rank, for which the others wait."""
 
 
 class Amount(NamedTuple):
@@ -64,11 +68,8 @@ class RankFigures(NamedTuple):
 
     device_s: float | None
     """The time of kernels that are no collective, and of copies."""
-    copy_s: float
-    idle_s: float
-    """Without copies."""
-    transfer_s: float
-    wait_s: float
+    parts_s: dict[Place, float]
+    """The time of a pass by place."""
     kernels: dict[Kernel, Amount]
     passes: dict[Kernel, list[list[Pass]]]
     """The passes of each launch, for kernels whose passes and clock are known."""
@@ -93,12 +94,7 @@ class RankFigures(NamedTuple):
     @property
     def own_s(self) -> float:
         """The time of a pass in which the rank does not wait for another one."""
-        return (self.device_s or 0.0) + self.idle_s
-
-    @property
-    def pass_s(self) -> float:
-        """The time of a pass."""
-        return self.own_s + self.transfer_s + self.wait_s
+        return sum(self.parts_s[place] for place in OWN)
 
 
 class Pair(NamedTuple):
@@ -334,10 +330,13 @@ def _figures(works: Sequence[Work], names: Sequence[str], number: int) -> RankFi
     host_calls = [rank.host_calls for rank in ranks if rank.host_calls is not None]
     return RankFigures(
         device_s=None if kernels_s is None else kernels_s + copy_s,
-        copy_s=copy_s,
-        idle_s=max(0.0, (_median(rank.idle_s for rank in ranks) or 0.0) - copy_s),
-        transfer_s=transfer_s,
-        wait_s=collective_s - transfer_s,
+        parts_s={
+            "device": kernels_s or 0.0,
+            "copies": copy_s,
+            "host": max(0.0, (_median(rank.idle_s for rank in ranks) or 0.0) - copy_s),
+            "transfer": transfer_s,
+            "waiting": collective_s - transfer_s,
+        },
         kernels=kernels,
         passes={kernel: [one[kernel] for one in of_passes if kernel in one] for one in of_passes for kernel in one},
         modules=_median_amounts(of_modules),

@@ -69,8 +69,29 @@ def _of_rank(head: CaseResult, pair: Pair, rule: ProgramRule, *, gain: float, be
     changed = program.changes(pair)
     if changed is None:
         return Row.of(head, "program", "OK", "The program is equal.", gated=rule.gate)
-    result, reason, ratio = _judged(pair, changed, rule, gain=gain, better=better)
-    total_s = pair.before.device_s if changed.price is not None else None
+    limit, before, after = max(rule.threshold, changed.price_error or 0.0), pair.before, pair.after
+    ratio = None if changed.price is None else 1 + changed.price
+    result: Decided = "CHANGED"
+    reason = "The program changed; its kernels are the same, or their time is not known."
+    syncs = (after.host_syncs or 0) - (before.host_syncs or 0)
+    if syncs > 0 and None not in (before.host_syncs, after.host_syncs) and not better:
+        result, reason = "REGRESSED", f"{plural(syncs, 'host synchronization')} more in a forward, threshold 0."
+    elif changed.price is not None:
+        reason = (
+            f"The program changed by {signed_percent(changed.price, 2)} of device time, threshold {percent(limit, 2)}"
+        )
+        won = changed.price > limit and gain > limit
+        reason += f"; device time became {percent(gain, 2)} shorter." if won else "."
+        result = "REGRESSED" if changed.price > limit and not won else "CHANGED"
+    elif (
+        before.flops
+        and after.flops not in (None, 0, before.flops)
+        and not (pair.is_priced or (before.device_s and better))
+    ):
+        ratio = (after.flops or 0) / before.flops
+        reason = f"FLOPs {signed_percent(ratio - 1, 2)}, threshold {percent(rule.flops)}."
+        result = "REGRESSED" if ratio - 1 > rule.flops else "CHANGED"
+    total_s = before.device_s if changed.price is not None else None
     return Row.of(
         head,
         "program",
@@ -83,29 +104,6 @@ def _of_rank(head: CaseResult, pair: Pair, rule: ProgramRule, *, gain: float, be
         threshold=rule.threshold,
         cause=changed,
     )
-
-
-def _judged(
-    pair: Pair, changed: Cause, rule: ProgramRule, *, gain: float, better: bool
-) -> tuple[Decided, str, float | None]:
-    """Return the verdict on a changed program, its reason, and the ratio that it is about."""
-    priced, error = changed.price, changed.price_error or 0.0
-    limit = max(rule.threshold, error)
-    syncs = (pair.after.host_syncs or 0) - (pair.before.host_syncs or 0)
-    if syncs > 0 and None not in (pair.before.host_syncs, pair.after.host_syncs) and not better:
-        more = f"{plural(syncs, 'host synchronization')} more in a forward, threshold 0."
-        return "REGRESSED", more, None if priced is None else 1 + priced
-    if priced is not None:
-        text = f"The program changed by {signed_percent(priced, 2)} of device time, threshold {percent(limit, 2)}"
-        if priced > limit and gain > limit:
-            return "CHANGED", f"{text}; device time became {percent(gain, 2)} shorter.", 1 + priced
-        return "REGRESSED" if priced > limit else "CHANGED", f"{text}.", 1 + priced
-    before, after = pair.before.flops, pair.after.flops
-    if before and after and after != before and not (pair.is_priced or (pair.before.device_s and better)):
-        growth = after / before - 1
-        text = f"FLOPs {signed_percent(growth, 2)}, threshold {percent(rule.flops)}."
-        return "REGRESSED" if growth > rule.flops else "CHANGED", text, 1 + growth
-    return "CHANGED", "The program changed; its kernels are the same, or their time is not known.", None
 
 
 def with_slower_kernels(row: Row, pairs: Sequence[Pair]) -> Row:

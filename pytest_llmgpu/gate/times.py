@@ -96,28 +96,21 @@ def smallest_slowdown(threshold: float, shown: float, error: float) -> float:
 
 
 def smallest_seen(
-    prior: Prior, *, n_base: int, n_head: int, threshold: float, family: float = 1, confidence: float = 0.99
+    prior: Prior, launches: int, *, threshold: float, family: float = 1, confidence: float = 0.99
 ) -> float:
-    """Return the smallest true slowdown that launches with the noise of a prior show, as a fraction.
+    """Return the smallest true slowdown that launches of each report with the noise of a prior show, as a fraction.
 
-    `n_base` and `n_head` are the launches of each report. `family` is the number of gated rows of times, times the
-    number of ranks of this row.
+    `family` is the number of gated rows of times, times the number of ranks of this row.
     """
-    error = prior.s0 * math.sqrt(1 / n_base + 1 / n_head)
-    shown = critical_t(prior.df0 + n_base + n_head - 2, family, confidence) * error
+    error = prior.s0 * math.sqrt(2 / launches)
+    shown = critical_t(prior.df0 + 2 * launches - 2, family, confidence) * error
     return smallest_slowdown(threshold, shown, error)
 
 
-def launches_needed(prior: Prior, *, threshold: float, family: float = 1, confidence: float = 0.99) -> int | None:
+def launches_needed(prior: Prior, *, threshold: float, **rule: float) -> int | None:
     """Return how many launches in each report show a slowdown of the threshold plus `PROMISED`; None above 20."""
-    for launches in range(1, PRACTICAL_LAUNCHES + 1):
-        both = {"n_base": launches, "n_head": launches}
-        if (
-            smallest_seen(prior, **both, threshold=threshold, family=family, confidence=confidence)
-            <= threshold + PROMISED
-        ):
-            return launches
-    return None
+    numbers, most = range(1, PRACTICAL_LAUNCHES + 1), threshold + PROMISED
+    return next((one for one in numbers if smallest_seen(prior, one, threshold=threshold, **rule) <= most), None)
 
 
 Sides = tuple[list[Launch], list[Launch]]
@@ -146,31 +139,24 @@ def comparable(base: CaseResult, head: CaseResult) -> Sides | Row:
             step = f"{remedy} Then measure the {name} again." if remedy else step
             return Row.of(head, "time", "UNDECIDED", reason, next_step=step)
         sides.append(valid)
-    then, now = sides
-    if (unpaired := _unpaired(then, now, on_cpu=head.case.device == "cpu")) is not None:
+    (then, now), unpaired = sides, ""
+    plans = {launch.plan_sha256 for launch in (*then, *now)}
+    counts = {len(launch.batches.latency_s) for launch in (*then, *now)}
+    threads = [{tuple(launch.host.threads) for launch in side if launch.host} for side in sides]
+    if head.case.device == "cpu" and all(threads) and threads[0] != threads[1]:
+        words = [" or ".join(", ".join(map(str, ranks)) for ranks in sorted(found)) for found in threads]
+        unpaired = f"The number of threads of each rank changed: {words[0]} in the baseline, {words[1]} in the "
+        unpaired += "candidate. Set OMP_NUM_THREADS to the same value in both runs."
+    elif None in plans:
+        unpaired = "The batches cannot be paired: a launch does not record them (plan_sha256)."
+    elif len(plans) > 1:
+        unpaired = "The batches cannot be paired: they differ (plan_sha256)."
+    elif len(counts) > 1:
+        unpaired = f"The batches cannot be paired: one launch has {min(counts)}, another {max(counts)}."
+    if unpaired:
         reason = "\n".join(filter(None, (unpaired, other_execution(base, head))))
         return Row.of(head, "time", "NOT_COMPARABLE", reason)
     return then, now
-
-
-def _unpaired(base: list[Launch], head: list[Launch], *, on_cpu: bool) -> str | None:
-    """Return the reason why batches cannot be compared one by one; None if they can."""
-    then, now = ({tuple(launch.host.threads) for launch in side if launch.host} for side in (base, head))
-    if on_cpu and then and now and then != now:
-        words = [" or ".join(", ".join(map(str, threads)) for threads in sorted(found)) for found in (then, now)]
-        return (
-            f"The number of threads of each rank changed: {words[0]} in the baseline, {words[1]} in the candidate. Set "
-            "OMP_NUM_THREADS to the same value in both runs."
-        )
-    plans = {launch.plan_sha256 for launch in (*base, *head)}
-    counts = {len(launch.batches.latency_s) for launch in (*base, *head)}
-    if None in plans:
-        return "The batches cannot be paired: a launch does not record them (plan_sha256)."
-    if len(plans) > 1:
-        return "The batches cannot be paired: they differ (plan_sha256)."
-    if len(counts) > 1:
-        return f"The batches cannot be paired: one launch has {min(counts)}, another {max(counts)}."
-    return None
 
 
 class Timed(msgspec.Struct, frozen=True):
@@ -311,8 +297,8 @@ def _sums_s(sides: Sequence[Sequence[Sequence[float]]]) -> tuple[list[list[float
 def device_times(base: CaseResult, head: CaseResult, sides: Sides | Row, rule: AmountRule) -> Timed | Row | str | None:
     """Return the device times of two completed results, or why they cannot be compared; None for a CPU.
 
-    They are those at a fixed clock where it is known. Ranks with equal GPUs are compared; where the GPUs are others of
-    the same kind, ranks of equal number. The arguments are those of `wall_times`.
+    They are those at a fixed clock where it is known. Ranks of equal number are compared; their GPUs can be others of
+    the same kind. The arguments are those of `wall_times`.
     """
     if head.case.device == "cpu":
         return None
@@ -332,8 +318,7 @@ def device_times(base: CaseResult, head: CaseResult, sides: Sides | Row, rule: A
         reason = "The work passes ran other batches or ranks than the baseline's."
         return Row.of(head, "device_time", "NOT_COMPARABLE", reason, gated=rule.gate)
     gpus = [[tuple(rank.uuids) for rank in launch.ranks] for launch in launches]
-    same = all(sorted(one) == sorted(gpus[-1]) for one in gpus)
-    used = [[_with_order(launch, gpus[-1], same=same) for launch in side] for side in used]
+    same = all(one == gpus[-1] for one in gpus)
     fits = _fitted(used)
     if fits:
         regime: NoiseRegime = "fixed_clock"
@@ -357,15 +342,6 @@ def device_times(base: CaseResult, head: CaseResult, sides: Sides | Row, rule: A
         machine_sd=0.0 if same else OTHER_GPU_SD[regime],
         left_out=_left_out(base, head, used, "`work` or `profile.invalid`"),
     )
-
-
-def _with_order(launch: Launch, gpus: Sequence[tuple[str, ...]], *, same: bool) -> Launch:
-    """Return a launch with its ranks in the order of their GPUs, where these are the same."""
-    own = [tuple(rank.uuids) for rank in launch.ranks]
-    if launch.work is None or not same or len(set(own)) < len(own):
-        return launch
-    ranks = [launch.ranks[own.index(uuids)] for uuids in gpus]
-    return msgspec.structs.replace(launch, work=msgspec.structs.replace(launch.work, ranks=ranks))
 
 
 def _fitted(sides: Sequence[Sequence[Launch]]) -> list[Fitted]:

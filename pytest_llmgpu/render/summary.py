@@ -89,8 +89,8 @@ def conclude(report: Report, verdicts: Verdicts | None = None, policy: Policy | 
     worst = next((problem for problem in problems if problem.severity == "failure"), None)
     sentences = [cases_in_words(report, explained=worst is not None)]
     if verdicts is not None:
-        decided = headline.decide(verdicts, policy)
-        text = f"{headline.describe(decided)}."
+        decided = headline.headline(verdicts, policy)
+        text = f"{decided.text}."
         if decided.status is not ExitStatus.PASSED or status == "pass":
             word, _, text = text.partition(": ")  # the gate decides
         sentences.insert(0, text)

@@ -17,12 +17,8 @@ import msgspec
 from pytest_llmgpu.gate import cause, headline
 from pytest_llmgpu.gate.judge import ExitStatus, exit_status, fails, judge
 from pytest_llmgpu.gate.policy import (
-    Policy,
     check_figures,
-    find_policy,
-    load_policy,
-    policy_in_words,
-    switched,
+    in_force,
     unmatched,
 )
 from pytest_llmgpu.profiling.machine import Machine, environment
@@ -79,11 +75,9 @@ class RunGate:
         self._verdicts: Verdicts | None = None
         self._tests: frozenset[str] = frozenset()
         self._failed = False
-        path = policy_path or find_policy(rootdir)
-        self.policy: Policy = switched(load_policy(path, rootdir), options)
+        self.policy, self._policy_in_words = in_force(policy_path, options, rootdir)
         if self._reference is None:
             self.policy = msgspec.structs.replace(self.policy, allow_no_baseline=True)
-        self._policy_in_words = policy_in_words(path, rootdir)
 
     def find_baseline(self, machine: Machine) -> None:
         """Read the baseline, if a reference is given. Of reports of several machines, the one of this machine counts.
@@ -156,10 +150,10 @@ class RunGate:
             found = TestVerdict("MISSING", fails=True, text="no case was measured: nothing was compared.")
         else:
             found = self._of_rows([row for row in verdicts.rows if row.nodeid not in self._tests])
-            decided = headline.decide(verdicts, self.policy)
+            decided = headline.headline(verdicts, self.policy)
             if not found.fails and decided.status is ExitStatus.NOT_JUDGED and not decided.worst:
                 verdict: Verdict = "NEW" if verdicts.baseline is None else "NOT_COMPARABLE"
-                found = TestVerdict(verdict, fails=True, text=headline.describe(decided))
+                found = TestVerdict(verdict, fails=True, text=decided.text)
         self._failed |= found.fails
         return found
 

@@ -11,6 +11,7 @@ import pytest
 from support.program_factory import ADD, MLP, PROJECTION, REDUCED, Program, measured, pairs, report_of
 from support.prose import Prose
 from support.report_factory import known
+from support.verdict_factory import make_row
 
 from pytest_llmgpu.gate import cause, program
 from pytest_llmgpu.report.cause import Cause
@@ -44,7 +45,8 @@ def test_a_cause_is_worded(fault: str, prose: Prose) -> None:
     """A clause for the headline, with the rank that alone became slower, and at most two lines of details."""
     metric, after = _FAULTS[fault]
     found = known(cause.find(metric, pairs(_BASE, *after), ratio=1.1))
-    lines = cause.details(found)
+    _, words, *lines = cause.stated(make_row("REGRESSED", reason="x."), found).reason.splitlines()
+    assert words == f"Cause: {cause.describe(found)}."
     assert len(lines) <= 2
     assert prose == "\n".join([cause.describe(found), *lines])
 
@@ -115,7 +117,8 @@ def test_a_row_that_is_worse_has_a_cause(metric: MetricName, verdict: Verdict, p
     first, *middle, last = row.reason.splitlines()
     assert (first, last) == ("Time +100 %.", "Also changed: torch.")
     if found is not None:
-        assert middle == ([f"Cause: {cause.describe(found)}.", *cause.details(found)] if is_caused else [])
+        _, *stated = cause.stated(make_row("REGRESSED", reason="x."), found).reason.splitlines()
+        assert middle == (stated if is_caused else [])
     assert msgspec.json.decode(msgspec.json.encode(row), type=Row) == row
 
 

@@ -9,7 +9,7 @@ import pytest
 from support.prose import Prose
 from support.verdict_factory import make_row, make_verdicts
 
-from pytest_llmgpu.gate.headline import decide, describe, next_steps, row_in_words
+from pytest_llmgpu.gate.headline import headline, next_steps, row_in_words
 from pytest_llmgpu.gate.judge import ExitStatus
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.report.cause import CallsChange, Cause
@@ -47,7 +47,7 @@ def _verdicts(*rows: Row, states: Sequence[SessionState] = (), **fields: Any) ->
 
 
 def _headline(*rows: Row, policy: Policy | None = None, **fields: Any) -> str:
-    return describe(decide(_verdicts(*rows, **fields), policy or Policy()))
+    return headline(_verdicts(*rows, **fields), policy or Policy()).text
 
 
 @pytest.mark.parametrize(
@@ -68,10 +68,10 @@ def test_the_first_word_is_that_of_the_exit_status(
     rows: list[Row], status: ExitStatus, word: str, prose: Prose
 ) -> None:
     """Failed and missing cases are named as such."""
-    found = decide(_verdicts(*rows), Policy())
+    found = headline(_verdicts(*rows), Policy())
     assert found.status is status
-    assert describe(found).startswith(word)
-    assert prose == describe(found)
+    assert found.text.startswith(word)
+    assert prose == found.text
 
 
 def test_the_worst_change_comes_first_with_its_cause(prose: Prose) -> None:

@@ -21,7 +21,7 @@ from support.report_factory import (
 )
 from support.verdict_factory import make_invalid, make_row, noise, with_launches
 
-from pytest_llmgpu.gate.headline import decide, describe
+from pytest_llmgpu.gate.headline import headline
 from pytest_llmgpu.gate.judge import Level, exit_status, fails, judge, level, with_unseen
 from pytest_llmgpu.gate.policy import Allowed, ExactRule, Policy, TextsRule, TimeRule, dump_policy
 from pytest_llmgpu.report.case import GENERATE
@@ -366,7 +366,7 @@ def test_what_cannot_be_judged_neither_passes_nor_regresses(
     assert {row.metric for row in found.rows if row.verdict == "UNDECIDED"} <= {"outcome"}
     for policy in (Policy(), Policy(strict=True, allow_no_baseline=True)):
         assert exit_status(found, policy) == 3
-    assert text in describe(decide(found, Policy()))
+    assert text in headline(found, Policy()).text
 
 
 def test_other_software_is_named_where_something_changed(prose: Prose) -> None:

@@ -9,7 +9,7 @@ from support.prose import Prose
 from support.report_factory import GIB, make_memory, make_result
 from support.verdict_factory import make_invalid
 
-from pytest_llmgpu.gate.memory import memory_row
+from pytest_llmgpu.gate.exact import memory_row
 from pytest_llmgpu.gate.policy import MemoryRule
 from pytest_llmgpu.report.result import CaseResult
 

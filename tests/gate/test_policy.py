@@ -20,10 +20,9 @@ from pytest_llmgpu.gate.policy import (
     TimeRule,
     dump_policy,
     find_policy,
+    in_force,
     load_policy,
-    policy_in_words,
     policy_of,
-    switched,
     with_allowed,
 )
 from pytest_llmgpu.report.metrics import METRICS
@@ -162,10 +161,11 @@ def test_a_regression_is_allowed_until_its_day_and_up_to_its_growth(
     assert warnings == ([] if warning is None else [f"allowed {entry.case} {entry.metric} (bug 7) {warning}"])
 
 
-def test_switches_take_precedence_over_the_policy() -> None:
+def test_switches_take_precedence_over_the_policy(tmp_path: Path) -> None:
     """A switch that is not given changes nothing."""
     given = argparse.Namespace(strict=True, allow_no_baseline=None, verbose=True)
-    assert switched(Policy(allow_no_baseline=True), given) == Policy(allow_no_baseline=True, strict=True)
+    path = _write(tmp_path, "allow_no_baseline = true\n")
+    assert in_force(path, given)[0] == Policy(allow_no_baseline=True, strict=True)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_a_policy_can_be_read_from_a_commit(tmp_path: Path) -> None:
     assert load_policy(reference, tmp_path).time.threshold == 0.04
     assert load_policy(Path("git:HEAD:gate.toml"), tmp_path).time.threshold == 0.05
     assert load_policy(Path("git:HEAD:sub/pyproject.toml"), tmp_path) == Policy(), "a commit without a policy"
-    words = [policy_in_words(one, tmp_path) for one in (None, reference, path)]
+    words = [in_force(one, None, tmp_path)[1] for one in (Path("git:HEAD:sub/pyproject.toml"), reference, path)]
     assert words == ["policy: built-in", "policy: git:HEAD:pyproject.toml", "policy: gate.toml"]
     for absent, message in (
         (Path("git:HEAD:other.toml"), "policy git:HEAD:other.toml: 'HEAD' has no file 'other.toml'"),

@@ -22,7 +22,7 @@ from pytest_llmgpu.cli.arguments import (
     today_of,
 )
 from pytest_llmgpu.cli.output import color, complain, show, write_json
-from pytest_llmgpu.gate import ab, creep, headline, promotion
+from pytest_llmgpu.gate import ab, headline, promotion
 from pytest_llmgpu.gate.ab import Both
 from pytest_llmgpu.gate.judge import exit_status, judge
 from pytest_llmgpu.gate.policy import dump_policy, parse_policy
@@ -165,9 +165,9 @@ def run_promote(arguments: argparse.Namespace) -> int:
         whole = msgspec.structs.replace(candidate, session=session)
         baseline = present.baseline(present.name, base)
         verdicts = judge(base, whole, policy, today=today_of(arguments), baseline=baseline)
-        promotions = creep.promotions(base, candidate, verdicts, policy)
+        promotions = promotion.promotions(base, candidate, verdicts, policy)
         if found := exit_status(verdicts, policy):
-            refused.append(headline.describe(headline.decide(verdicts, policy)))
+            refused.append(headline.headline(verdicts, policy).text)
             remedy = headline.next_steps(verdicts, policy)
             status = status or found
     if status and arguments.force is None:

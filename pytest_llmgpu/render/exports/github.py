@@ -58,9 +58,9 @@ def notices(report: Report) -> list[Notice]:
     found = []
     if (verdicts := report.verdicts) is not None:
         policy = policy_of(verdicts)
-        decided = headline.decide(verdicts, policy)
+        decided = headline.headline(verdicts, policy)
         if decided.status is ExitStatus.NOT_JUDGED and not decided.worst:
-            found.append(Notice("failure", "Gate", headline.describe(decided)))
+            found.append(Notice("failure", "Gate", decided.text))
         for group in rows_by_cause.group(verdicts, policy):
             worst = group.rows[0]
             severity = min((level(row, policy) for row in group.rows), key=list(_MARKS).index)
@@ -161,12 +161,12 @@ def _page(report: Report, first: Sequence[str], tables: Sequence[_Table], limit_
     else:
         policy = policy_of(verdicts)
         counted = Counter(row.word for row in worst_first(verdicts.rows) if row.gated)
-        found = headline.decide(verdicts, policy)
+        found = headline.headline(verdicts, policy)
         # It is green only if gated rows were compared and none is unclear.
         clear = not found.states and any(row.compared for row in verdicts.rows)
         clear = clear and all(level(row, policy) != "warning" for row in verdicts.rows)
         mark = _MARKS["failure" if found.status != ExitStatus.PASSED else "info" if clear else "warning"]
-        result = f"{mark} {markdown(headline.describe(found))}"
+        result = f"{mark} {markdown(found.text)}"
     counts = ", ".join(f"{number:,} {word}" for word, number in counted.items())
     parts = [f"Commit {code(commit(report.commit))} on {markdown(hardware(report))}, {markdown(report.created)}."]
     if not report.session.complete:

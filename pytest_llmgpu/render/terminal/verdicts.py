@@ -28,10 +28,10 @@ _MOST_NAMES = 3  # cases that a note names
 
 def conclusion(verdicts: Verdicts, policy: Policy, color: bool = False) -> str:
     """Return the headline of the gate, with its colour."""
-    found = headline.decide(verdicts, policy)
+    found = headline.headline(verdicts, policy)
     unclear = any(row.gated and row.verdict in UNCLEAR for row in verdicts.rows)
     style = _RED if found.status else _YELLOW if unclear or found.states else _GREEN
-    return painter(color)(printable(headline.describe(found)), style)
+    return painter(color)(printable(found.text), style)
 
 
 def table(verdicts: Verdicts, policy: Policy, color: bool = False, most: int | None = MOST_CASES) -> str:
@@ -43,7 +43,7 @@ def table(verdicts: Verdicts, policy: Policy, color: bool = False, most: int | N
     paint = painter(color)
     rows = [row for row in verdicts.rows if most is None or not row.unchanged]
     undecided = [row for row in rows if row.verdict == "UNDECIDED"]
-    if most is not None and headline.decide(verdicts, policy).status is ExitStatus.PASSED:
+    if most is not None and headline.headline(verdicts, policy).status is ExitStatus.PASSED:
         rows = [row for row in rows if row.verdict != "UNDECIDED"]
     cases = _by_case(rows)
     body = []

@@ -144,7 +144,7 @@ def test_text_of_a_report_cannot_drive_the_terminal() -> None:
 def test_the_conclusion_is_the_headline_in_the_colour_of_the_status(rows: list[Row], style: str) -> None:
     """It is green only if the gate passes and every gated row is decided."""
     verdicts, policy = make_verdicts(*rows), Policy()
-    text = headline.describe(headline.decide(verdicts, policy))
+    text = headline.headline(verdicts, policy).text
     assert conclusion(verdicts, policy) == text
     assert conclusion(verdicts, policy, color=True) == f"\x1b[{style}m{text}\x1b[0m"
 

@@ -10,7 +10,7 @@ from support.prose import Prose
 from support.report_factory import GIB, make_memory, make_traffic, make_work
 from support.verdict_factory import noise, on_h200, timed
 
-from pytest_llmgpu.gate import creep
+from pytest_llmgpu.gate import promotion
 from pytest_llmgpu.gate.judge import ExitStatus, exit_status, judge
 from pytest_llmgpu.gate.policy import Allowed, AmountRule, ExactRule, Policy
 from pytest_llmgpu.report.file import encode, parse
@@ -59,7 +59,7 @@ def _chain(reports: Sequence[Report], policy: Policy = _POLICY) -> Report:
     """Return the last report with the baselines before it, as if each was promoted without force."""
     base, *later = reports
     for head in later:
-        promotions = creep.promotions(base, head, _judged(base, head, policy), policy)
+        promotions = promotion.promotions(base, head, _judged(base, head, policy), policy)
         base = msgspec.structs.replace(head, promotions=promotions)
     return base
 
