@@ -13,6 +13,7 @@ from support import gpu, kv_cache_faults, tiny_model
 from support.gpu import Ranks
 from support.report_factory import known, make_case
 from support.request_factory import make_prompts
+from support.texts import generated
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pytest_llmgpu.analysis.answers import check_texts
@@ -158,7 +159,7 @@ def test_decode_steps_of_many_rows_have_an_attention_of_one_query(
     def generate(model: Any) -> torch.Tensor:
         with Generator(model, plan(prompts, 128, few_shapes=True), input_device=device, devices=[device]) as generator:
             generator.warm_up()
-            return torch.tensor(generator.generate().loglikelihoods)
+            return torch.tensor(generated(generator).loglikelihoods)
 
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**tiny_model.architecture(model_type)))
