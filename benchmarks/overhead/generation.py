@@ -73,9 +73,9 @@ def _generate(strategy: Strategy, loaded: Loaded, batch_size: int, arguments: ar
         warmed_s = time.perf_counter() - began_s
 
         def ours() -> None:
-            generated = generator.generate()
-            steps_ms.extend(1e3 * step_s for step_s in generated.step_s)
-            first_ms.extend(1e3 * first_s for first_s in generated.first_token_s)
+            _, texts, _ = generator.generate()
+            steps_ms.extend(1e3 * step_s for step_s in texts.step_s)
+            first_ms.extend(1e3 * first_s for first_s in texts.first_token_s)
 
         arms: Arms = {
             "ours": ours,
