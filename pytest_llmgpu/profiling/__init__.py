@@ -2,6 +2,5 @@
 
 `profiler` starts one child process per session and node, the `sampler`. It reads NVML in a fixed period and writes the
 readings to its stdout. `recording` keeps them and cuts a profile out of them for every window of time. In the sampler,
-`devices` has the sources of each metric and the choice, and `rounds` has the readings, their deadlines and the marks
-between them.
+`devices` has the sources of each metric and the choice.
 """

@@ -210,7 +210,7 @@ def record_work(state: RankState, traces: str | None = None) -> str | None:
     if (replies := _in_workers(state, trace, eager=False)) is None:
         forward, on_batch = partial(_idle_run, state), worker.report_to(state)
         whole = {"whole_texts": state.case.generates}
-        program = turns.Engine(tuple(state.devices), engine.dispatched)
+        program = work.Program(tuple(state.devices), engine.dispatched)
         replies = [work.record(program, state.plan, forward, on_batch=on_batch, trace=trace, **whole)]
     state.passes = replies
     return None
@@ -222,7 +222,7 @@ def run_eager_passes(state: RankState, traces: str | None = None) -> list[WorkRe
     if (replies := _in_workers(state, trace, eager=True)) is not None:
         return replies
     forward, on_batch = partial(_idle_run, state), worker.report_to(state)
-    program = turns.Engine(tuple(state.devices), _engine(state).dispatched)
+    program = work.Program(tuple(state.devices), _engine(state).dispatched)
     return [work.measure(program, state.plan, state.passes[0], forward, on_batch=on_batch, trace=trace)]
 
 

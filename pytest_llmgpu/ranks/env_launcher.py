@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -47,17 +47,9 @@ _LATE_S = 5.0
 
 _Request = tuple[int, str, tuple[Any, ...]]
 """A message of rank 0's process: its number, a method of `Supervisor`, arguments. None instead of it ends the run."""
-
-
-class Reply(NamedTuple):
-    """The reply to a request, or an `Event` of the rank that a request has started."""
-
-    number: int
-    """The number of the request."""
-    done: bool
-    """False if the request raised an exception."""
-    content: Any
-    """The result, the event, or the message of the exception."""
+_Reply = tuple[int, bool, Any]
+"""The number of a request, False if it raised an exception, and its result, the message of the exception, or an `Event`
+of the rank that it has started."""
 
 
 def hello(world: World) -> tuple[str, int, int, int, int]:
@@ -90,7 +82,7 @@ def serve(world: World, log_directory: Path, limit_s: float = JOIN_S) -> int:
                 content = getattr(supervisor, method)(*arguments)
             except Exception as error:  # noqa: BLE001 - rank 0's process gets every error as text
                 done, content = False, str(error) or type(error).__name__
-            connection.send(Reply(number, done, content))
+            connection.send((number, done, content))
     except (EOFError, OSError):
         return 1
     finally:
@@ -113,7 +105,7 @@ class Supervisor:
 
         def send(event: Event) -> None:
             with contextlib.suppress(OSError):  # the main thread notices it, too, and ends the rank
-                self._link.send(Reply(number, done=True, content=event))
+                self._link.send((number, True, event))
 
         # Tests that pytest collected there may be imported by the rank.
         sys.path += [folder for folder in path if folder not in sys.path]
@@ -243,16 +235,17 @@ class Peer:
     def _receive(self) -> None:
         try:
             while True:
-                message: Reply = self._link.receive()
-                if self._started is not None and self._started[0] == message.number:
-                    self._started[1].take(message.content)
+                reply: _Reply = self._link.receive()
+                number, done, content = reply
+                if self._started is not None and self._started[0] == number:
+                    self._started[1].take(content)
                     continue
                 with self._lock:
-                    future = self._requests.pop(message.number, None)  # None: of a rank that was started before
-                if future is not None and message.done:
-                    future.set_result(message.content)
+                    future = self._requests.pop(number, None)  # None: of a rank that was started before
+                if future is not None and done:
+                    future.set_result(content)
                 elif future is not None:
-                    future.set_exception(ValueError(message.content))
+                    future.set_exception(ValueError(content))
         except Exception as error:  # noqa: BLE001 - whatever ends this thread ends the connection
             self.lose("it ended" if isinstance(error, EOFError) else str(error))
 

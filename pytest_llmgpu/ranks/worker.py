@@ -363,14 +363,15 @@ def record_work(state: RankState, traces: str | None = None) -> None:
     """
     loaded, plan, on_batch = state.loaded, state.plan, report_to(state)
     trace = partial(trace_path, state, traces)
+    program = work.Program(loaded.devices, loaded.dispatched, loaded.model)
     if state.generator is None:
         with work.scoring_forward(loaded.model, loaded.input_device, state.case.scoring) as forward:
-            state.passes = [work.record(loaded, plan, forward, on_batch=on_batch, trace=trace("passes"))]
+            state.passes = [work.record(program, plan, forward, on_batch=on_batch, trace=trace("passes"))]
         return
     step, prefill = state.generator.step, state.generator.prefill
     state.passes = [
-        work.record(loaded, plan, step, on_batch=on_batch, trace=trace("decode-passes")),
-        work.record(loaded, plan, prefill, on_batch=on_batch, first=False, trace=trace("prefill-passes")),
+        work.record(program, plan, step, on_batch=on_batch, trace=trace("decode-passes")),
+        work.record(program, plan, prefill, on_batch=on_batch, first=False, trace=trace("prefill-passes")),
     ]
 
 
@@ -384,18 +385,19 @@ def run_eager_passes(state: RankState, traces: str | None = None) -> list[WorkRe
     state.graphs.close()
     loaded, plan, on_batch = state.loaded, state.plan, report_to(state)
     trace = partial(trace_path, state, traces)
+    program = work.Program(loaded.devices, loaded.dispatched, loaded.model)
     if not state.case.generates:
         with (
             work.scoring_forward(loaded.model, loaded.input_device, state.case.scoring) as forward,
             compiled_layers.suspended(),
         ):
-            return [work.measure(loaded, plan, state.passes[0], forward, on_batch=on_batch, trace=trace("modules"))]
+            return [work.measure(program, plan, state.passes[0], forward, on_batch=on_batch, trace=trace("modules"))]
     steps, prefills = state.passes
     names = trace("decode-modules"), trace("prefill-modules")
     with graph_choice.generator(loaded, plan) as generator, compiled_layers.suspended():
         return [
-            work.measure(loaded, plan, steps, generator.step, on_batch=on_batch, last=False, trace=names[0]),
-            work.measure(loaded, plan, prefills, generator.prefill, on_batch=on_batch, trace=names[1]),
+            work.measure(program, plan, steps, generator.step, on_batch=on_batch, last=False, trace=names[0]),
+            work.measure(program, plan, prefills, generator.prefill, on_batch=on_batch, trace=names[1]),
         ]
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from queue import SimpleQueue
 from threading import Thread
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from pytest_llmgpu.inference.batching import Batch, Plan
 from pytest_llmgpu.recording import work
-from pytest_llmgpu.recording.work import WorkReply
+from pytest_llmgpu.recording.work import Program, WorkReply
 
 if TYPE_CHECKING:
     import torch
@@ -23,14 +23,6 @@ _ARRIVED: SimpleQueue[int | WorkReply | Exception] = SimpleQueue()
 """The number of the batch that the passes wait for, or what they ended with."""
 _RUN: SimpleQueue[None] = SimpleQueue()
 """Something for each batch that was run."""
-
-
-class Engine(NamedTuple):
-    """What the recorders need of an engine, in its rank or in a worker (see `work.Program`)."""
-
-    devices: tuple[torch.device, ...]
-    dispatched: bool = True
-    model: None = None
 
 
 def start(
@@ -49,7 +41,7 @@ def start(
     """
     import torch
 
-    program, numbers = Engine((device,), dispatched), {id(batch): number for number, batch in enumerate(plan.batches)}
+    program, numbers = Program((device,), dispatched), {id(batch): number for number, batch in enumerate(plan.batches)}
     trace = trace and trace.replace("-rank0-", f"-rank{torch.distributed.get_rank()}-")
 
     def forward(batch: Batch) -> None:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import msgspec
 
@@ -156,23 +156,15 @@ Forward = Callable[[Batch], object]
 """Launches the work of one batch."""
 
 
-class Program(Protocol):
+class Program(NamedTuple):
     """What a rank runs: the loaded model of a strategy, or an engine."""
 
-    @property
-    def model(self) -> torch.nn.Module | None:
-        """Its modules have the names of reports; None: those of all modules that are called."""
-        ...
-
-    @property
-    def devices(self) -> tuple[torch.device, ...]:
-        """It computes on these devices."""
-        ...
-
-    @property
-    def dispatched(self) -> bool:
-        """False if kernels are launched past torch's dispatcher, where FLOPs cannot be counted."""
-        ...
+    devices: tuple[torch.device, ...]
+    """It computes on these devices."""
+    dispatched: bool
+    """False if kernels are launched past torch's dispatcher, where FLOPs cannot be counted."""
+    model: torch.nn.Module | None = None
+    """Its modules have the names of reports; None: those of all modules that are called."""
 
 
 class WorkReply(msgspec.Struct, frozen=True, kw_only=True):

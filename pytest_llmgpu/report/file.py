@@ -26,7 +26,7 @@ import msgspec
 
 from pytest_llmgpu.report.report import SCHEMA_VERSION, Report
 from pytest_llmgpu.report.result import CaseResult, Launch
-from pytest_llmgpu.report.text import valid
+from pytest_llmgpu.report.text import valid, with_texts
 
 _Record = TypeVar("_Record")
 
@@ -124,18 +124,10 @@ def encode(report: Report, *, compressed: bool) -> bytes:
 
 def encodable(record: _Record) -> _Record:
     """Return a record in which every text is valid UTF-8 (see `text.valid`); the same record if it is already."""
-
-    def with_valid_texts(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {valid(key): with_valid_texts(item) for key, item in value.items()}
-        if isinstance(value, list):
-            return [with_valid_texts(item) for item in value]
-        return valid(value) if isinstance(value, str) else value
-
     try:
         msgspec.json.encode(record)
     except UnicodeEncodeError:
-        return msgspec.convert(with_valid_texts(msgspec.to_builtins(record)), type(record))
+        return msgspec.convert(with_texts(msgspec.to_builtins(record), valid), type(record))
     return record
 
 

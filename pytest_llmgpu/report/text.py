@@ -6,8 +6,9 @@ Of a long text a report keeps a part: a library may write gigabytes, or raise a 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 MIB, GIB = 2**20, 2**30
 """Bytes in a mebibyte and in a gibibyte."""
@@ -121,6 +122,15 @@ def first_line(error: BaseException) -> str:
 def valid(text: str) -> str:
     r"""Return text that UTF-8 can encode. A byte of a path that is not UTF-8 is shown by its code: `caf\udce9`."""
     return text.encode("utf-8", "backslashreplace").decode()
+
+
+def with_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """Return a value of JSON in which every text, names of fields among them, is changed."""
+    if isinstance(value, dict):
+        return {change(name): with_texts(item, change) for name, item in value.items()}
+    if isinstance(value, list):
+        return [with_texts(item, change) for item in value]
+    return change(value) if isinstance(value, str) else value
 
 
 def without_numbers(text: str) -> str:

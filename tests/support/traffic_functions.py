@@ -94,5 +94,6 @@ def measure_plan(
 ) -> WorkReply:
     """Run the work passes of a plan, all of them eagerly; `traces` are the files of their two traces."""
     with work.scoring_forward(loaded.model, loaded.input_device, scoring.LEAN) as forward:
-        passes = work.record(loaded, plan, forward, on_batch=on_batch, trace=traces[0])
-        return work.measure(loaded, plan, passes, forward, on_batch=on_batch, trace=traces[1])
+        program = work.Program(loaded.devices, loaded.dispatched, loaded.model)
+        passes = work.record(program, plan, forward, on_batch=on_batch, trace=traces[0])
+        return work.measure(program, plan, passes, forward, on_batch=on_batch, trace=traces[1])

@@ -15,7 +15,8 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -24,8 +25,94 @@ import msgspec
 from pytest_llmgpu.processes import die_with_parent
 from pytest_llmgpu.profiling.nvml import NvmlMissingError, session
 from pytest_llmgpu.profiling.recording import Header, HeaderDevice, MarkRecord, Refusal, TickRecord
-from pytest_llmgpu.profiling.sampler.devices import METRICS, Call, Device, open_devices
-from pytest_llmgpu.profiling.sampler.rounds import Sampler, ticks
+from pytest_llmgpu.profiling.sampler.devices import CALLS, METRICS, POLLED, Call, Device, open_devices
+
+_Row = dict[str, tuple[float | None, float | None]]
+"""Metric to its value and the seconds before the round that the value covers."""
+
+
+def ticks(
+    t0_s: float, period_s: float, clock: Callable[[], float], wait: Callable[[float], bool], *, drift: bool = False
+) -> Iterator[tuple[int, float]]:
+    """Yield the number and the begin of a round at each deadline t0 + k * period; one that has passed is skipped.
+
+    `wait` waits for the given seconds (0 included) or less, and returns true when sampling is to end. With `drift` each
+    round begins one period after the begin of the round before, as Shin et al. 2024 do: a delay is never made up, and
+    each round counts as the deadline that it has reached.
+    """
+    k, due_s = 0, t0_s
+    while True:
+        remaining_s = due_s - clock()
+        if wait(max(0.0, remaining_s)):
+            return
+        if remaining_s > 0:
+            continue
+        start_s = clock()
+        if drift:
+            k = max(k, int((start_s - t0_s) // period_s))
+        yield k, start_s
+        if drift:
+            k, due_s = k + 1, start_s + period_s
+        else:
+            k = max(k + 1, int((clock() - t0_s) // period_s))
+            due_s = t0_s + k * period_s
+
+
+class Sampler:
+    """Reads devices that have chosen their sources: blocking calls all at once in threads, the rest in this thread."""
+
+    def __init__(self, devices: Sequence[Device]) -> None:
+        """Make every call once. A call that a device does not have is not made again."""
+        self._devices = devices
+        self._called: list[list[str]] = []
+        self._threads: dict[tuple[int, str], ThreadPoolExecutor] = {}
+        """Device and metric of each call that blocks to its thread."""
+        for number, device in enumerate(devices):
+            # The method polling makes its calls one after another, in the order of Shin et al. 2024.
+            serial = device.method == "polling"
+            calls = {metric for metric, source in device.chosen.items() if isinstance(source, Call)} - device.lacking
+            self._called.append([metric for metric in (POLLED if serial else METRICS) if metric in calls])
+            for metric in self._called[-1]:
+                if CALLS[metric].window_s is not None and not serial:
+                    self._threads[number, metric] = ThreadPoolExecutor(1)
+        self.round()
+        for called, device in zip(self._called, devices, strict=True):
+            called[:] = [metric for metric in called if metric not in device.lacking]
+
+    def round(
+        self, now_s: float | None = None, *, window_ended: bool = False
+    ) -> tuple[list[list[float | None]], list[list[float | None]]]:
+        """Return the readings of the tick that begins now, and the seconds before it that they cover.
+
+        Without a time the calls are made, and no source is read. If a window has ended since the last round, the
+        sources that are read once a second are read too.
+
+        Returns:
+            [device, metric] The value, and its seconds. None for a reading that failed or is too early; None for the
+            seconds of a value at one moment or over a time after it.
+        """
+        blocking = {
+            (number, metric): thread.submit(self._devices[number].read, metric)
+            for (number, metric), thread in self._threads.items()
+            if metric in self._called[number]
+        }
+        rows: list[_Row] = []
+        for number, device in enumerate(self._devices):
+            called = [metric for metric in self._called[number] if (number, metric) not in blocking]
+            row: _Row = {metric: (device.read(metric), None) for metric in called}
+            if now_s is not None:
+                row.update(device.averages(now_s, window_ended=window_ended))
+                self.poll()  # the counters of the other devices must not wrap meanwhile
+            rows.append(row)
+        for (number, metric), call in blocking.items():
+            rows[number][metric] = (call.result(), None)
+        cells = [[row.get(metric, (None, None)) for metric in METRICS] for row in rows]
+        return [[value for value, _ in row] for row in cells], [[covered_s for _, covered_s in row] for row in cells]
+
+    def poll(self) -> float | None:
+        """Poll the sources that are due; return when the next poll is due, None if no source needs it."""
+        due_s = [device.poll(time.monotonic()) for device in self._devices]
+        return min((each_s for each_s in due_s if each_s is not None), default=None)
 
 
 def main(period_s: float, method: Any, parent: int, uuids: list[str]) -> None:

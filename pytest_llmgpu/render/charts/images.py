@@ -5,11 +5,11 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Literal, cast, get_args
 
 from pytest_llmgpu.render.charts.axes import Chart, Spec
 from pytest_llmgpu.report import file
-from pytest_llmgpu.report.text import printable
+from pytest_llmgpu.report.text import printable, with_texts
 
 # Strategies differ in shape as well as in colour (WCAG 2.2, 1.4.1).
 _SHAPES = ["circle", "square", "triangle-up", "diamond", "cross", "triangle-down", "triangle-right", "triangle-left"]
@@ -81,20 +81,12 @@ def image(chart: Chart, format: Format, *, dark: bool = False, titled: bool = Tr
     if titled:
         lines = [line for text in (chart.measured, chart.summary) for line in textwrap.wrap(text, _CAPTION_LETTERS)]
         spec["title"] = {"text": chart.title, "subtitle": lines}
-    spec, config = _printable(spec), theme(dark=dark)
+    # vl-convert ends the process on some control characters.
+    spec, config = with_texts(spec, printable), theme(dark=dark)
     if format == "svg":
         config["legend"]["titlePadding"] = _LEGEND_PADDING_PX
         return vl_convert.vegalite_to_svg(spec, config=config, allowed_base_urls=[]).encode()
     return vl_convert.vegalite_to_png(spec, config=config, allowed_base_urls=[], scale=_SCALE)
-
-
-def _printable(value: Any) -> Any:
-    """Return a specification without control characters: vl-convert ends the process on some of them."""
-    if isinstance(value, dict):
-        return {_printable(key): _printable(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_printable(item) for item in value]
-    return printable(value) if isinstance(value, str) else value
 
 
 def formats(text: str) -> list[Format]:

@@ -11,6 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from pytest_llmgpu.profiling.sampler.__main__ import Sampler
 from pytest_llmgpu.profiling.sampler.devices import (
     CALLS,
     METRICS,
@@ -21,7 +22,6 @@ from pytest_llmgpu.profiling.sampler.devices import (
     NvLink,
     SampleRing,
 )
-from pytest_llmgpu.profiling.sampler.rounds import Sampler
 
 GIB = 1 << 30
 WRAP = 1 << 32
