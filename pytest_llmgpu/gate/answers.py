@@ -151,7 +151,7 @@ def below_floor(result: CaseResult, rule: AccuracyRule) -> str | None:
     return f"{check.text}." if check is not None and check.ok is False else None
 
 
-def rows(cases: Sequence[Answered], confidence: float, note: str) -> list[Row]:
+def rows(cases: Sequence[Answered], confidence: float) -> list[Row]:
     """Judge the answers of all cases by McNemar's exact one-sided test on the items that were lost and won.
 
     p is adjusted over the cases by Holm's method: the gated cases are one family, the others another. The verdict is
@@ -164,7 +164,7 @@ def rows(cases: Sequence[Answered], confidence: float, note: str) -> list[Row]:
     # The answers of random weights are chance, and no test of a family.
     families = [(one.random_weights, one.rule.gate) for one in cases]
     losses, gains = (holm([one.chance(sign) for one in cases], families) for sign in (1, -1))
-    return [_row(case, loss, gain, confidence, note) for case, loss, gain in zip(cases, losses, gains, strict=True)]
+    return [_row(case, loss, gain, confidence) for case, loss, gain in zip(cases, losses, gains, strict=True)]
 
 
 def predictions_row(case: Answered, *, gated: bool) -> Row:
@@ -196,7 +196,7 @@ def _decided(case: Answered, loss: float, gain: float, confidence: float) -> Dec
     return "UNDECIDED" if is_open else "OK"
 
 
-def _row(case: Answered, loss: float, gain: float, confidence: float, note: str) -> Row:
+def _row(case: Answered, loss: float, gain: float, confidence: float) -> Row:
     rule, floor, numbers, random = case.rule, below_floor(case.result, case.rule), case.numbers, case.random_weights
     result = _decided(case, loss, gain, confidence)
     launch = "" if case.launch is None else f" in launch {case.launch} of {case.launches}"
@@ -205,8 +205,8 @@ def _row(case: Answered, loss: float, gain: float, confidence: float, note: str)
     flips = f"{plural(len(case.lost), 'item')} lost, {len(case.won):,} won of {case.items:,} ({written(chance)})"
     more = ""
     if floor is not None:
-        reason, more = floor, f"Compared with the baseline: {flips}."
-        more = "The baseline has the same answers." if not case.changed else more
+        reason = floor
+        more = f"Compared with the baseline: {flips}." if case.changed else "The baseline has the same answers."
     elif numbers is not None:
         difference, allowed, how = case.difference or 0.0, case.allowed, "typically differ by"
         if difference <= allowed:
@@ -225,15 +225,13 @@ def _row(case: Answered, loss: float, gain: float, confidence: float, note: str)
             more = f"Items lost: {listed(case.lost)}."
         elif result == "UNDECIDED":
             more = f"A loss of {100 * rule.threshold:.2g} points is not ruled out: score more items."
-    more = "" if random else more
-    if not more and result in {"REGRESSED", "IMPROVED"}:
-        more = note
     figures: dict[str, Any] = {}
     if not random:
         low, high = case.interval(confidence)
         figures = {"base": case.base, "head": case.head, "low": low, "high": high, "threshold": rule.threshold}
         figures |= {"p": chance, "lost": case.lost, "won": case.won}
-    return Row.of(case.result, "accuracy", result, "\n".join(filter(None, (reason, more))), gated=rule.gate, **figures)
+    reason = f"{reason}\n{more}" if more and not random else reason
+    return Row.of(case.result, "accuracy", result, reason, gated=rule.gate, **figures)
 
 
 def _difference_in_words(

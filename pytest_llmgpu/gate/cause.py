@@ -22,7 +22,7 @@ from pytest_llmgpu.report.kernel_families import collective_of, family_of
 from pytest_llmgpu.report.metrics import MetricName
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.text import listed, plural, signed_percent
-from pytest_llmgpu.report.verdicts import ALSO_CHANGED, Row
+from pytest_llmgpu.report.verdicts import Row
 
 _EXPLAINED = (*WALL_TIMES, "device_time", "traffic")
 """Metrics that work passes can explain, besides the program itself."""
@@ -55,9 +55,7 @@ def with_cause(row: Row, base: CaseResult, head: CaseResult, names: tuple[Sequen
 
 
 def stated(row: Row, found: Cause) -> Row:
-    """Return a row with a cause, which its reason states after its first line."""
-    lines = [line for line in row.reason.splitlines() if not line.startswith(ALSO_CHANGED)]
-    also = [line for line in row.reason.splitlines() if line.startswith(ALSO_CHANGED)]
+    """Return a row with a cause, which its reason states at its end."""
     calls = Counter(
         f"{_short(change.name)} {change.before:,} -> {change.after:,}"
         for changes in (found.kernels, found.ops, found.runtime_calls, found.host_calls)
@@ -66,7 +64,7 @@ def stated(row: Row, found: Cause) -> Row:
     )
     texts = [text if count == 1 else f"{text} in {count} modules" for text, count in calls.items()]
     details = [f"Calls: {listed(texts, _MOST_CALLS)}."] if calls else []
-    reason = "\n".join([*lines, f"{PREFIX}{describe(found)}.", *details, *also])
+    reason = "\n".join([row.reason, f"{PREFIX}{describe(found)}.", *details])
     return msgspec.structs.replace(row, cause=found, reason=reason)
 
 

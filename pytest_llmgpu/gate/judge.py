@@ -32,7 +32,6 @@ from pytest_llmgpu.report.metrics import MetricName
 from pytest_llmgpu.report.report import Report, command
 from pytest_llmgpu.report.result import OUT_OF_MEMORY, CaseResult, declared_in
 from pytest_llmgpu.report.verdicts import (
-    ALSO_CHANGED,
     DIFFERS,
     UNCLEAR,
     Baseline,
@@ -206,9 +205,6 @@ class Comparison:
         self._hardware = {device: [*other, *hardware_differences(before, after, device)] for device in ("cpu", "cuda")}
         self._same_gpus = {gpu.uuid for gpu in before.gpus} == {gpu.uuid for gpu in after.gpus}
         self._names = before.kernel_names, after.kernel_names
-        soft = software_differences(before, after)
-        more = f" and {len(soft) - _NAMED} more" if len(soft) > _NAMED else ""
-        self._note = f"{ALSO_CHANGED}{'; '.join(soft[:_NAMED])}{more}." if soft else ""
         self._in_turn = in_turn
         self.rows = self._compare()
         """Every row, case by case."""
@@ -388,8 +384,8 @@ class Comparison:
         entries = [entry for of_case in self._cases for entry in of_case]
         timed = [entry for entry in entries if isinstance(entry, Timed)]
         answered = [entry for entry in entries if isinstance(entry, Answered)]
-        judged = iter(times.rows(timed, self.policy.confidence, self._note))
-        scored = iter(answers.rows(answered, self.policy.confidence, self._note))
+        judged = iter(times.rows(timed, self.policy.confidence))
+        scored = iter(answers.rows(answered, self.policy.confidence))
         rows: list[Row] = []
         compared: list[CaseResult] = []
         for of_case in self._cases:

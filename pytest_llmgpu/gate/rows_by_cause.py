@@ -15,7 +15,7 @@ from pytest_llmgpu.gate.headline import SAME_ENVIRONMENT, differences, row_in_wo
 from pytest_llmgpu.gate.judge import fails, level
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.report.text import listed, without_numbers
-from pytest_llmgpu.report.verdicts import ALSO_CHANGED, DIFFERS, Row, Verdicts, worst_first
+from pytest_llmgpu.report.verdicts import DIFFERS, Row, Verdicts, worst_first
 
 _MOST_NAMES = 4
 _ENVIRONMENT = ("environment",)
@@ -72,8 +72,7 @@ def lines(found: Group) -> list[str]:
     """Return the cause, the cases by metric and verdict, and the lines of the reason of the worst row."""
     worst = found.rows[0]
     named, reason = row_in_words(worst), worst.reason.splitlines()
-    reason = [line for line in reason if line.removeprefix(cause.PREFIX).rstrip(".") not in named]
-    text = [line for line in reason if not (found.differences and line.startswith(ALSO_CHANGED))]
+    text = [line for line in reason if line.removeprefix(cause.PREFIX).rstrip(".") not in named]
     parts: dict[str, list[str]] = {}
     for row in found.rows:
         parts.setdefault(f"{row.metric.replace('_', ' ')} {row.verdict}", []).append(row.id)

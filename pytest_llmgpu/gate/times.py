@@ -370,18 +370,18 @@ def _left_out(base: CaseResult, head: CaseResult, used: Sequence[Sequence[object
     return f" {' and '.join(found)} ({fields})." if found else ""
 
 
-def rows(cases: Sequence[Timed], confidence: float, note: str) -> list[Row]:
+def rows(cases: Sequence[Timed], confidence: float) -> list[Row]:
     """Judge times. All gated rows are one family of tests, the other rows of each metric are another."""
     families = [case.gated or case.metric for case in cases]
     members = Counter(families)
     slower, faster = (holm([case.p(sign) for case in cases], families) for sign in (1, -1))
     return [
-        _row(case, ps=ps, family=members[family], confidence=confidence, note=note)
+        _row(case, ps=ps, family=members[family], confidence=confidence)
         for case, ps, family in zip(cases, zip(slower, faster, strict=True), families, strict=True)
     ]
 
 
-def _row(case: Timed, *, ps: tuple[float, float], family: int, confidence: float, note: str) -> Row:
+def _row(case: Timed, *, ps: tuple[float, float], family: int, confidence: float) -> Row:
     """Return the verdict on one row.
 
     REGRESSED: the change is statistically significant and exceeds the threshold. IMPROVED: the same in the other
@@ -436,12 +436,12 @@ def _row(case: Timed, *, ps: tuple[float, float], family: int, confidence: float
         smallest_seen=smallest_slowdown(math.expm1(limit), shown, error),
         launches_needed=needed,
     )
-    reason, step = _described(case, row, family, note)
+    reason, step = _described(case, row, family)
     return msgspec.structs.replace(row, reason=reason, next_step=step)
 
 
-def _described(case: Timed, row: Row, family: int, note: str) -> tuple[str, str]:
-    """Return the reason of a verdict in at most two lines, and the next step where more launches do not decide."""
+def _described(case: Timed, row: Row, family: int) -> tuple[str, str]:
+    """Return the reason of a verdict in one line, and the next step where more launches do not decide."""
     was, now = map(row.spec.written, case.seconds[case.slowest])
     ratio, low, high, threshold = row.ratio or 0.0, row.low or 0.0, row.high or 0.0, row.threshold or 0.0
     of_rank = f" of rank {case.slowest}" if len(case.ranks) > 1 else ""
@@ -457,7 +457,7 @@ def _described(case: Timed, row: Row, family: int, note: str) -> tuple[str, str]
         reason += f" Compared at equal clock: the GPU ran at {now_mhz:,.0f} MHz, was {then_mhz:,.0f} MHz."
     reason += case.left_out
     if row.result in {"REGRESSED", "IMPROVED"}:
-        return "\n".join(filter(None, (reason, note))), ""
+        return reason, ""
     if case.machine_sd:
         # An OK row has a step as well: behind so much noise that a slowdown would not have been seen, it is not OK.
         return reason, "Measure the baseline on these GPUs."

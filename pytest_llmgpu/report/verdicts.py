@@ -37,9 +37,6 @@ DIFFERS = "differs from the baseline: "
 NEITHER, ONLY_CANDIDATE = "neither report has it", "only the candidate has it"
 """Reasons why a metric was not compared."""
 
-ALSO_CHANGED = "Also changed: "
-"""Start of the line of a reason that lists the same differences."""
-
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One metric of one case, compared with its baseline."""
@@ -57,7 +54,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     improved: bool = False
     """True if the candidate is better by more than the threshold; its verdict is OK, or CHANGED if it is not gated."""
     reason: str
-    """Explanation: the result in one line, then the cause if there is one, then other differences or the next step."""
+    """Explanation: the result in one line, then details, then the cause if there is one."""
     next_step: str = ""
     """Next step for the reader where it depends on the reason; empty if that of the verdict or the metric applies."""
     declared: Declared | None = None

@@ -370,13 +370,12 @@ def test_what_cannot_be_judged_neither_passes_nor_regresses(
 
 
 def test_other_software_is_named_where_something_changed(prose: Prose) -> None:
-    """In the warnings once, and as the second line of what it may explain."""
+    """In the warnings and the headline."""
     base, head = make_report([_full()]), make_report([_full(1.5)])
     base.environment = msgspec.structs.replace(base.environment, driver="570")
     found = _judge_reports(base, head)
     assert prose == "\n".join(found.warnings)
-    changed = [row.metric for row in found.rows if row.reason.endswith("\nAlso changed: driver 570 -> none.")]
-    assert changed == ["time"]
+    assert "differs from the baseline: driver 570 -> none" in headline(found, Policy()).text
 
 
 def test_the_verdicts_have_the_policy_and_the_baseline() -> None:
