@@ -83,7 +83,7 @@ def _generate(strategy: Strategy, loaded: Loaded, batch_size: int, arguments: ar
             "peer": lambda: [_peer(loaded, batch, new_tokens) for batch in plan.batches],
         }
         batch_ms = _interleaved(arms, loaded, arguments.repeats)
-        kv_cache_bytes = generator.kv_cache_bytes
+        kv_cache_bytes = generator.generate()[1].kv_cache_bytes
     if loaded.compiled is None:  # after our graphs: transformers records some itself
         static: Arms = {"static": lambda: [_peer(loaded, batch, new_tokens, "static") for batch in plan.batches]}
         batch_ms |= _interleaved(static, loaded, arguments.repeats)
