@@ -52,10 +52,6 @@ class Amount(NamedTuple):
     calls: float = 0
     time_s: float = 0.0
 
-    def plus(self, calls: float, time_s: float) -> Amount:
-        """Return the sum."""
-        return Amount(self.calls + calls, self.time_s + time_s)
-
 
 Kernel = tuple[KernelFamily, str]
 """Family and name."""
@@ -366,13 +362,15 @@ def _amounts(
     modules: dict[Part, Amount] = defaultdict(Amount)
     passes: dict[Kernel, list[Pass]] = {}
     for row in rank.rows or ():
-        if row.module is None:
-            name = names[row.kernel] if row.kernel is not None and row.kernel < len(names) else "other"
-            kernels[row.family, name] = kernels[row.family, name].plus(row.calls, row.time_s)
-            if found := fixed_clock.passes(rank, row.passes_s):
-                passes[row.family, name] = found
-        else:
-            modules[row.module, row.family] = modules[row.module, row.family].plus(row.calls, row.time_s)
+        name = names[row.kernel] if row.kernel is not None and row.kernel < len(names) else "other"
+        if row.module is not None:
+            before = modules[row.module, row.family]
+            modules[row.module, row.family] = Amount(before.calls + row.calls, before.time_s + row.time_s)
+            continue
+        before = kernels[row.family, name]
+        kernels[row.family, name] = Amount(before.calls + row.calls, before.time_s + row.time_s)
+        if found := fixed_clock.passes(rank, row.passes_s):
+            passes[row.family, name] = found
     return kernels, modules, passes
 
 
