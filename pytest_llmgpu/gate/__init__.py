@@ -1,8 +1,8 @@
 """Did the run get worse than the baseline?
 
 `judge` compares two reports: `matching` pairs their results, and the rows of each pair follow the rules in `times`,
-`program_row` (also of one slower kernel), `exact`, `memory`, `answers` and `creep`; it has the class
-of a row and the exit status as well. `fixed_clock` and `stats` are for times, `program` compares calls. `policy` has
-the thresholds. `cause` names what changed in the program, `rows_by_cause` groups rows that have one cause, and
-`headline` says it in one sentence. `ab` launches until a row is decided, `trends` looks over many reports.
+`cause` (the program, also one slower kernel), `exact` (also memory), `answers`, `figures` and `promotion` (creep); it
+has the exit status as well. `fixed_clock` and `stats` are for times, `program` compares calls. `policy` has the
+thresholds. `cause` names what changed in the program, `rows_by_cause` groups rows that have one cause, and `headline`
+has it in one sentence. `ab` launches until a row is decided, `trends` looks over many reports.
 """

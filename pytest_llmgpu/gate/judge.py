@@ -20,11 +20,10 @@ from pytest_llmgpu.analysis.capacity import capacities
 from pytest_llmgpu.analysis.environments import hardware_differences, software_differences
 from pytest_llmgpu.gate import answers, figures, program, promotion, times
 from pytest_llmgpu.gate.answers import Answered, below_floor
-from pytest_llmgpu.gate.cause import with_cause
+from pytest_llmgpu.gate.cause import program_row, with_cause, with_slower_kernels
 from pytest_llmgpu.gate.exact import exact_rows, execution_row, worse
 from pytest_llmgpu.gate.matching import pairs
 from pytest_llmgpu.gate.policy import Policy, TimeRule, check_figures, dump_policy, unmatched, with_allowed
-from pytest_llmgpu.gate.program_row import program_row, with_slower_kernels
 from pytest_llmgpu.gate.times import Timed, comparable
 from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.derived import of_prefill

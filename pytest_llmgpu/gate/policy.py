@@ -234,8 +234,14 @@ def load_policy(path: Path | None, repository: Path = Path()) -> Policy:
 
 def _converted(table: Mapping[str, Any]) -> Policy:
     built_in = msgspec.to_builtins(Policy())
-    # A key that a table lacks has the default of its metric, not that of the record.
-    merged = {key: _merged(built_in.get(key, {}), value) for key, value in table.items()}
+    merged = dict(table)
+    for key, given in table.items():
+        if isinstance(given, dict) and isinstance(known := built_in.get(key, {}), dict):
+            # A number that is not finite would compare with nothing.
+            for name in (name for name, one in given.items() if isinstance(one, float) and not math.isfinite(one)):
+                raise ValueError(f"{name} = {given[name]}: a finite number is needed")
+            # A key that a table lacks has the default of its metric, not that of the record.
+            merged[key] = {**known, **given}
     figures = {
         key: merged.pop(key) for key in table if key not in built_in and is_own(key) and isinstance(table[key], dict)
     }
@@ -333,15 +339,6 @@ def _table(path: Path, repository: Path) -> Any:
     if wrong:
         raise ValueError(f"policy {path}: {wrong[0]} is not allowed: allowed is [tool.llmgpu.gate]")
     return ours.get("gate")
-
-
-def _merged(built_in: Any, value: Any) -> Any:
-    """Return the keys of a table over the built-in ones; a number that is not finite would compare with nothing."""
-    if not (isinstance(built_in, dict) and isinstance(value, dict)):
-        return value
-    if wrong := [key for key, one in value.items() if isinstance(one, float) and not math.isfinite(one)]:
-        raise ValueError(f"{wrong[0]} = {value[wrong[0]]}: a finite number is needed")
-    return {**built_in, **value}
 
 
 def _inner(table: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -52,10 +52,6 @@ class Amount(NamedTuple):
     calls: float = 0
     time_s: float = 0.0
 
-    def plus(self, calls: float, time_s: float) -> Amount:
-        """Return the sum."""
-        return Amount(self.calls + calls, self.time_s + time_s)
-
 
 Kernel = tuple[KernelFamily, str]
 """Family and name."""
@@ -114,25 +110,17 @@ def pairs_of(base: CaseResult, head: CaseResult, names: tuple[Sequence[str], Seq
     launches = [list(filter(is_known, result.launches)) for result in (base, head)]
     if len({one.plan_sha256 for side in launches for one in side}) != 1:
         return []
-    before, after = ([one.work for one in side if one.work is not None] for side in launches)
-    return pairs((before, names[0]), (after, names[1]))
+    works = [[one.work for one in side if one.work is not None] for side in launches]
+    shapes = {(tuple(one.batches), tuple(one.eager_batches), len(one.ranks)) for side in works for one in side}
+    if not all(works) or len(shapes) != 1:
+        return []
+    ranks = range(len(works[0][0].ranks))
+    return [Pair(*(_figures(*side, number) for side in zip(works, names, strict=True))) for number in ranks]
 
 
 def is_known(launch: Launch) -> bool:
     """Return whether the program of a launch is known: earlier reports lack the modules of ops, and most kernels."""
     return bool(launch.ranks) and all(rank.ops_by_module is not None for rank in launch.ranks)
-
-
-Measured = tuple[Sequence[Work], Sequence[str]]
-"""The work passes of one report, a record for each launch of the same batches, and the names that they refer to."""
-
-
-def pairs(before: Measured, after: Measured) -> list[Pair]:
-    """Return each rank of both reports; empty where their passes ran other batches or ranks."""
-    shapes = {(tuple(work.batches), tuple(work.eager_batches), len(work.ranks)) for work in (*before[0], *after[0])}
-    if not before[0] or not after[0] or len(shapes) != 1:
-        return []
-    return [Pair(_figures(*before, number), _figures(*after, number)) for number in range(len(before[0][0].ranks))]
 
 
 def price(pair: Pair) -> tuple[float, float] | None:
@@ -366,13 +354,15 @@ def _amounts(
     modules: dict[Part, Amount] = defaultdict(Amount)
     passes: dict[Kernel, list[Pass]] = {}
     for row in rank.rows or ():
-        if row.module is None:
-            name = names[row.kernel] if row.kernel is not None and row.kernel < len(names) else "other"
-            kernels[row.family, name] = kernels[row.family, name].plus(row.calls, row.time_s)
-            if found := fixed_clock.passes(rank, row.passes_s):
-                passes[row.family, name] = found
-        else:
-            modules[row.module, row.family] = modules[row.module, row.family].plus(row.calls, row.time_s)
+        name = names[row.kernel] if row.kernel is not None and row.kernel < len(names) else "other"
+        if row.module is not None:
+            before = modules[row.module, row.family]
+            modules[row.module, row.family] = Amount(before.calls + row.calls, before.time_s + row.time_s)
+            continue
+        before = kernels[row.family, name]
+        kernels[row.family, name] = Amount(before.calls + row.calls, before.time_s + row.time_s)
+        if found := fixed_clock.passes(rank, row.passes_s):
+            passes[row.family, name] = found
     return kernels, modules, passes
 
 

@@ -94,11 +94,24 @@ def rows(base: Report, results: Sequence[CaseResult], judged: Sequence[Row], pol
     found = []
     for result in {one.key: one for one in reversed(results)}.values():  # of two with one key, the first was recorded
         grown = [one for one in growths(base.promotions, result, policy) if (result.id, one.metric) not in stated]
-        if grown:
-            figures = {"ratio": grown[0].now / grown[0].then, "threshold": _STEPS * grown[0].threshold}
-            step = spec_of("creep").next_step  # in place of bisect, whose reports have no promotions
-            reason, gated = describe(grown), policy.creep.gate
-            found.append(Row.of(result, "creep", "REGRESSED", reason, gated=gated, next_step=step, **figures))
+        if not grown:
+            continue
+        names = [spec_of(one.metric).noun or capital(one.metric.replace("_", " ")) for one in grown]
+        also = [f"{name} {signed_percent(one.now / one.then - 1, 2)}" for name, one in zip(names, grown, strict=True)]
+        worst, change, limit = grown[0], also[0], f"{100 * grown[0].threshold:.3g} %"
+        was, now = map(spec_of(worst.metric).written, (worst.then, worst.now))
+        if worst.metric == "memory":
+            change = f"Memory {(worst.now - worst.then) / MIB:+,.0f} MiB ({signed_percent(worst.now / worst.then - 1)})"
+            limit = f"{worst.threshold * worst.then / MIB:,.0f} MiB"
+        elif worst.metric == "traffic":
+            now += " per sequence"
+        since = f"{(worst.since.commit or 'unknown')[:8]} of {worst.since.created[:10]}, {worst.ago} promotions ago"
+        reason = f"{change} since {since}, threshold {_STEPS} x {limit}: {now}, was {was}."
+        reason += f"\nAlso: {', '.join(also[1:])}." if also[1:] else ""
+        figures = {"ratio": worst.now / worst.then, "threshold": _STEPS * worst.threshold}
+        step = spec_of("creep").next_step  # in place of bisect, whose reports have no promotions
+        row = Row.of(result, "creep", "REGRESSED", reason, gated=policy.creep.gate, next_step=step, **figures)
+        found.append(row)
     return found[::-1]
 
 
@@ -122,21 +135,6 @@ def growths(earlier: Sequence[Promoted], result: CaseResult, policy: Policy) -> 
         if rule.gate and was and value - was > _STEPS * threshold * was:
             found.append(Growth(metric, was, value, threshold, earlier[place], len(earlier) - place + 1))
     return sorted(found, key=lambda one: (1 - one.now / one.then) / max(one.threshold, 1e-9))
-
-
-def describe(grown: Sequence[Growth]) -> str:
-    """Return the worst growth in one sentence, and the others in a second line."""
-    names = [spec_of(one.metric).noun or capital(one.metric.replace("_", " ")) for one in grown]
-    changes = [f"{name} {signed_percent(one.now / one.then - 1, 2)}" for name, one in zip(names, grown, strict=True)]
-    worst, limit = grown[0], f"{100 * grown[0].threshold:.3g} %"
-    if worst.metric == "memory":
-        changes[0] = f"Memory {(worst.now - worst.then) / MIB:+,.0f} MiB ({signed_percent(worst.now / worst.then - 1)})"
-        limit = f"{worst.threshold * worst.then / MIB:,.0f} MiB"
-    since = f"{(worst.since.commit or 'unknown')[:8]} of {worst.since.created[:10]}, {worst.ago} promotions ago"
-    was, now = map(spec_of(worst.metric).written, (worst.then, worst.now))
-    now += " per sequence" if worst.metric == "traffic" else ""
-    also = f"\nAlso: {', '.join(changes[1:])}." if changes[1:] else ""
-    return f"{changes[0]} since {since}, threshold {_STEPS} x {limit}: {now}, was {was}.{also}"
 
 
 def _promoted(result: CaseResult) -> PromotedCase:

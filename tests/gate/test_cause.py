@@ -8,12 +8,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.program_factory import ADD, MLP, PROJECTION, REDUCED, Program, measured, pairs, report_of
+from support.program_factory import ADD, MLP, PROJECTION, REDUCED, Program, between, measured, pairs, report_of
 from support.prose import Prose
 from support.report_factory import known
 from support.verdict_factory import make_row
 
-from pytest_llmgpu.gate import cause, program
+from pytest_llmgpu.gate import cause
 from pytest_llmgpu.report.cause import Cause
 from pytest_llmgpu.report.metrics import MetricName
 from pytest_llmgpu.report.report import Report
@@ -63,7 +63,7 @@ def test_a_case_on_a_cpu_has_the_ops_that_changed() -> None:
     """Without kernels there are no times to split."""
 
     def found(after: Program) -> Cause | None:
-        both = program.pairs(measured(_BASE, on_cpu=True), measured(after, on_cpu=True))
+        both = between(measured(_BASE, on_cpu=True), measured(after, on_cpu=True))
         return cause.find("time", both, ratio=1.5)
 
     changed = known(found(_BASE.more(PROJECTION, "gemm", 4, 0.1, op="aten::mm")))
@@ -84,7 +84,7 @@ def test_one_launch_that_differs_does_not_change_the_cause() -> None:
     programs = (_BASE, _BASE.more(MLP, ADD, 64, 0.01, op="aten::mul"), _BASE.more(MLP, ADD, 999, 9.0))
     before, after, odd = map(measured, programs)
     several = after._replace(works=[*after.works, *odd.works, *after.works])
-    first, second = (cause.find("device_time", program.pairs(before, one)) for one in (several, after))
+    first, second = (cause.find("device_time", between(before, one)) for one in (several, after))
     assert first == second
 
 

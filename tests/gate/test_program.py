@@ -9,7 +9,19 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.program_factory import ADD, CLONE, FLASH, MLP, PROJECTION, REDUCED, Program, measured, pairs, report_of
+from support.program_factory import (
+    ADD,
+    CLONE,
+    FLASH,
+    MLP,
+    PROJECTION,
+    REDUCED,
+    Program,
+    between,
+    measured,
+    pairs,
+    report_of,
+)
 from support.prose import Prose
 from support.report_factory import known
 
@@ -189,8 +201,8 @@ def test_passes_of_other_batches_are_not_compared() -> None:
     others: list[dict[str, list[Any]]] = [{"batches": [1]}, {"eager_batches": [1]}, {"ranks": []}]
     for changed in others:
         other = healthy._replace(works=[msgspec.structs.replace(healthy.works[0], **changed)])
-        assert program.pairs(healthy, other) == []
-    assert program.pairs(healthy, healthy._replace(works=[])) == []
+        assert between(healthy, other) == []
+    assert between(healthy, healthy._replace(works=[])) == []
 
 
 def test_calls_that_fewer_than_all_layers_can_have_name_their_number() -> None:

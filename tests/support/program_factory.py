@@ -134,13 +134,20 @@ def measured(*ranks: Program, clock_ghz: float = CLOCK_GHZ, on_cpu: bool = False
 
 def pairs(before: Program, *after: Program, **fields: Any) -> list[Pair]:
     """Return each rank in both reports; in the baseline all of them run one program."""
-    return program.pairs(measured(*[before] * len(after)), measured(*after, **fields))
+    return between(measured(*[before] * len(after)), measured(*after, **fields))
+
+
+def between(before: Measured, after: Measured) -> list[Pair]:
+    """Return each rank in both reports."""
+    (base,), (head,) = (report_of(one).cases for one in (before, after))
+    return program.pairs_of(base, head, (before.kernel_names, after.kernel_names))
 
 
 def report_of(found: Measured, *, seconds: float = 1.0, **case: Any) -> Report:
-    """Return a report of one launch with these work passes, whose batches take so many times 210 s."""
-    result = with_launches([seconds], **case)
-    (result.launches[0].work,) = found.works
+    """Return a report with a launch for each of these work passes, whose batches take so many times 210 s."""
+    result = with_launches([seconds] * len(found.works), **case)
+    for launch, passes in zip(result.launches, found.works, strict=True):
+        launch.work = passes
     report = make_report([result])
     report.environment = msgspec.structs.replace(report.environment, kernel_names=found.kernel_names)
     return report
