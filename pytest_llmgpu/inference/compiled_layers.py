@@ -92,7 +92,10 @@ class CompiledLayers:
         self._forwards.clear()
         compiled: dict[type, Callable[..., Any]] = {}
         uses = Counter(weight for _, weight in self._model.named_parameters(remove_duplicate=False))
-        for index, layer in enumerate(self._layers()):
+        stacks = [tuple(stack.children()) for _, stack in weights.layer_stacks(self._model.get_decoder())]
+        if not stacks:
+            raise ValueError(f"{type(self._model).__name__} has no list of layers, which strategy compile needs")
+        for index, layer in enumerate(max(stacks, key=len)):  # the longest list
             _join_weights(layer, uses)
             kind = type(layer)
             if "forward" in vars(layer):
@@ -105,13 +108,6 @@ class CompiledLayers:
             layer.forward = _forward(self, layer, index, compiled[kind])
             self._forwards.append(layer.forward)
         self.compile_s, self.graphs, self._warmed_up = 0.0, 0, False
-
-    def _layers(self) -> tuple[Any, ...]:
-        """Return the layers of the decoder: the longest list of them."""
-        stacks = [tuple(stack.children()) for _, stack in weights.layer_stacks(self._model.get_decoder())]
-        if not stacks:
-            raise ValueError(f"{type(self._model).__name__} has no list of layers, which strategy compile needs")
-        return max(stacks, key=len)
 
     def check(self) -> None:
         """Refuse a warm-up in which nothing was compiled; until the next `reset`, compiling is an error.

@@ -191,7 +191,7 @@ class Generator(AbstractContextManager["Generator"]):
             self._launch((batch.rows, 0), batch.rows, lambda: self._step(batch.rows))
 
     def _run(
-        self, batch: Batch, new_tokens: int, sm_clock: SmClock | None = None, first: int = 0
+        self, batch: Batch, new_tokens: int, clock: SmClock | None = None, first: int = 0
     ) -> tuple[float, list[float], list[list[int]], list[list[float]]]:
         """Generate the texts of one batch; the devices are idle at both ends.
 
@@ -202,26 +202,33 @@ class Generator(AbstractContextManager["Generator"]):
         """
         import torch
 
-        sm_clock = sm_clock or SmClock((), 0)
+        clock, marks, on_gpu = clock or SmClock((), 0), list[Any](), self._device.type == "cuda"
+
+        def mark() -> None:
+            """Take the time at which everything that was launched is done, without making the host wait."""
+            marks.append(torch.cuda.Event(enable_timing=True) if on_gpu else time.perf_counter())
+            if on_gpu:
+                marks[-1].record(torch.cuda.current_stream(self._device))
+
         with torch.inference_mode():
-            sm_clock.stamp(first)
+            clock.stamp(first)
             scoring.synchronize(self._devices)
             began_s = time.perf_counter()
-            clock = _Clock(self._device)
-            clock.mark()
+            mark()
             self.prefill(batch)
-            clock.mark()
-            sm_clock.stamp(first + 1)
+            mark()
+            clock.stamp(first + 1)
             with self._head:
                 for _ in range(new_tokens - 1):
                     self._launch((batch.rows, 0), batch.rows, lambda: self._step(batch.rows))
-                    clock.mark()
+                    mark()
             tokens = self._tokens_NB[:new_tokens, : batch.rows].t().tolist()
             loglikelihoods = self._loglikelihoods_NB[:new_tokens, : batch.rows].t().tolist()
             scoring.synchronize(self._devices)
             latency_s = time.perf_counter() - began_s
-            sm_clock.stamp(first + 2)
-        return latency_s, clock.times_s(), tokens, loglikelihoods
+            clock.stamp(first + 2)
+        times_s = [begin.elapsed_time(end) / 1000 if on_gpu else end - begin for begin, end in pairwise(marks)]
+        return latency_s, times_s, tokens, loglikelihoods
 
     def _launch(self, key: tuple[int, int], tokens: int, run: Callable[[], None]) -> None:
         """Run a forward of this many tokens, or replay it."""
@@ -267,31 +274,6 @@ class Generator(AbstractContextManager["Generator"]):
         self._tokens_NB[:, :rows].index_copy_(0, self._number_1, tokens_B[None])
         self._loglikelihoods_NB[:, :rows].index_copy_(0, self._number_1, loglikelihoods_B[None])
         self._number_1.add_(1)
-
-
-class _Clock:
-    """Takes times without making the host wait: on a GPU by events, on a CPU by the host's clock."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._marks: list[Any] = []
-
-    def mark(self) -> None:
-        """Take the time at which the device has done everything that was launched before."""
-        import torch
-
-        if self._device.type != "cuda":
-            self._marks.append(time.perf_counter())
-            return
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        self._marks.append(event)
-
-    def times_s(self) -> list[float]:
-        """Return the seconds between the marks; the device must be idle."""
-        if self._device.type != "cuda":
-            return [later - earlier for earlier, later in pairwise(self._marks)]
-        return [earlier.elapsed_time(later) / 1000 for earlier, later in pairwise(self._marks)]
 
 
 def score_texts(

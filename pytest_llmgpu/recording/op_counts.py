@@ -51,13 +51,6 @@ def folded(module: str, prefix: str = "") -> str:
     return _LAYER_NUMBER.sub(".*", module.removeprefix(f"{prefix}."))
 
 
-class _Entered(threading.local):
-    """The modules that a thread is in, the outermost first."""
-
-    def __init__(self) -> None:
-        self.modules = [OTHER_MODULE]
-
-
 def count_ops(forward: Callable[[], object], model: torch.nn.Module | None, work: RankWork) -> RankWork:
     """Run `forward` once and add its ops and FLOPs to the work; ranks with collectives must run it at the same time.
 
@@ -75,16 +68,18 @@ def count_ops(forward: Callable[[], object], model: torch.nn.Module | None, work
     ops: dict[str, Counter[str]] = defaultdict(Counter)
     flops: Counter[str] = Counter()
     kinds = LayerKinds(model)
-    entered, caller, others = _Entered(), threading.get_ident(), set()
+    entered: dict[int, list[str]] = defaultdict(lambda: [OTHER_MODULE])  # by thread, the outermost module first
+    caller, others = threading.get_ident(), set()
 
     @contextmanager
     def inside(module: str) -> Iterator[None]:
-        thread, outermost = threading.get_ident(), len(entered.modules) == 1
+        thread = threading.get_ident()
+        outermost = len(entered[thread]) == 1
         others.update({thread} - {caller})
-        entered.modules.append(module)
+        entered[thread].append(module)
         with Counting() if outermost and thread != caller else nullcontext():  # type: ignore[no-untyped-call]
             yield
-        entered.modules.pop()
+        entered[thread].pop()
 
     class Counting(TorchDispatchMode):
         supports_higher_order_operators = True
@@ -102,13 +97,14 @@ def count_ops(forward: Callable[[], object], model: torch.nn.Module | None, work
                 if answer is not NotImplemented:
                     return answer
             answer = func(*args, **named)
+            module = entered[threading.get_ident()][-1]
             name = func._schema.name if hasattr(func, "_schema") else str(func)  # noqa: SLF001 - as torch's own modes do
-            ops[entered.modules[-1]][name] += 1
+            ops[module][name] += 1
             kinds.add(name)
             grouped = _grouped if name.endswith(_GROUPED) else None
             formula: Callable[..., Any] | None = formulas.get(getattr(func, "_overloadpacket", func), grouped)
             if formula is not None:
-                flops[entered.modules[-1]] += int(formula(*args, **named, out_val=answer))
+                flops[module] += int(formula(*args, **named, out_val=answer))
             return answer
 
     # torch leaves the constructor of its modes untyped.

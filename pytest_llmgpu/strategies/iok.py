@@ -9,6 +9,7 @@ Source: DeepSpeed 0.19.8, `csrc/transformer/inference`.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable
 from types import MethodType
@@ -139,19 +140,23 @@ class KernelInjection(Strategy):
         # If fewer tokens than necessary are allowed, the workspace has the default size of DeepSpeed.
         most = max(tokens, _DEFAULT_MAX_OUT_TOKENS) if least < tokens else tokens
         self._allocated = (batch_size, tokens)
-        layers = list(_layers(loaded))
+        layers: list[Any] = list(_layers(loaded))
         try:
             granted = engine.allocate_workspace(layers, batch_size, tokens, least=least, most=most)
         except RuntimeError as error:
             if "Workspace" not in str(error):
                 raise
-            raise WorkspaceError(tokens, engine.grantable_tokens(layers, batch_size, tokens, most=most)) from error
-        cache_bytes = engine.cache_bytes(layers, batch_size, granted)
+            granted = 0
+            with contextlib.suppress(RuntimeError):
+                granted = min(engine.allocate_workspace(layers, batch_size, tokens, least=1, most=most), tokens - 1)
+                layers[0].workspace.release_workspace()
+            raise WorkspaceError(tokens, granted) from error
+        cache_bytes, other_bytes = engine.workspace_bytes(layers, batch_size, granted, most)
         BaseOp.inference_module.reset_cache()
         return Workspace(
             tokens_requested=tokens,
             tokens_granted=min(granted, tokens),
-            workspace_bytes=cache_bytes + engine.other_bytes(layers, batch_size, granted, most),
+            workspace_bytes=cache_bytes + other_bytes,
             kv_cache_bytes=cache_bytes,
         )
 

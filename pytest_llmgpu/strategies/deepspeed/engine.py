@@ -108,32 +108,12 @@ def allocate_workspace(layers: Sequence[Any], rows: int, tokens: int, *, least: 
     return int(keys.stride(1)) // int(keys.shape[-1])
 
 
-def grantable_tokens(layers: Sequence[Any], rows: int, tokens: int, *, most: int) -> int:
-    """Return how many tokens a workspace would hold; 0 if none can be allocated."""
-    try:
-        granted = allocate_workspace(layers, rows, tokens, least=1, most=most)
-    except RuntimeError:
-        return 0
-    layers[0].workspace.release_workspace()
-    return min(granted, tokens - 1)
-
-
-def other_bytes(layers: Sequence[Any], rows: int, granted: int, most: int) -> int:
-    """Return the bytes of a workspace that are not for keys and values (`InferenceContext::GenWorkSpace`)."""
+def workspace_bytes(layers: Sequence[Any], rows: int, granted: int, most: int) -> tuple[int, int]:
+    """Return the bytes of a workspace for keys and values, and the others (`InferenceContext::GenWorkSpace`)."""
     config = layers[0].config
-    activations = 10 * config.heads * _padded_head_dim(config) * rows
-    softmax = rows * (config.heads // config.mp_size) * most
-    size: int = (activations + softmax) * granted * config.dtype.itemsize
-    return size
-
-
-def cache_bytes(layers: Sequence[Any], rows: int, granted: int) -> int:
-    """Return the bytes of a workspace that are for keys and values."""
-    config = layers[0].config
-    numbers: int = len(layers) * rows * (config.heads * _padded_head_dim(config) // config.mp_size) * 2
-    return numbers * granted * int(config.dtype.itemsize)
-
-
-def _padded_head_dim(config: Any) -> int:
     head_dim: int = config.hidden_size // config.heads
-    return next((size for size in (32, 64, 128) if head_dim <= size), head_dim)
+    width = config.heads * next((size for size in (32, 64, 128) if head_dim <= size), head_dim)
+    keys_and_values = len(layers) * rows * (width // config.mp_size) * 2
+    softmax = rows * (config.heads // config.mp_size) * most
+    scale = granted * int(config.dtype.itemsize)
+    return keys_and_values * scale, (10 * width * rows + softmax) * scale
