@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _AUTOTP_CPU_DTYPES = ("float32", "bfloat16")
+_UNSPLIT = {f"{method}-checkpoint" for method in ("bitsandbytes", "compressed-tensors", "nvfp4", "torchao")}
+"""What transformers 5.23 cannot split; an entry goes once a version can."""
 _CPU_SUMS = "deepspeed_shm_comm"
 _SPREAD = "expert_parallel"
 """The option of a case whose experts are whole, with the way in which tokens reach them."""
@@ -54,6 +56,8 @@ class TensorParallel(Strategy):
                 f"--llmgpu-model={source.name}: transformers has no tensor-parallel plan for its architecture "
                 f"({architecture}): use {', '.join(remedies)} or another strategy"
             )
+        if case.quantization in _UNSPLIT:
+            raise ValueError(f"--llmgpu-model={source.name}: {case.strategy} splits no {case.quantization}: use mp")
         if case.backend == "deepspeed" and case.quantization is not None:
             raise ValueError(
                 f"--llmgpu-tp-backend=deepspeed: it does not split {case.quantization} weights: use transformers"

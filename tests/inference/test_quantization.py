@@ -5,12 +5,16 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
-from support import tiny_model
+from support import rank_functions, tiny_model
+from support.report_factory import known, make_case
 
 from pytest_llmgpu.inference import models, quantization, weights
 from pytest_llmgpu.inference.models import ModelSource
+from pytest_llmgpu.ranks import worker
+from pytest_llmgpu.ranks.group import RankGroup
 from pytest_llmgpu.recording.work import model_size
 from pytest_llmgpu.report.options import Options
 
@@ -98,6 +102,25 @@ def test_each_name_is_tried_on_the_device() -> None:
             if kept is None
             else re.match(f"--llmgpu-quantization=int4: .*: allowed here: none{kept}", found)
         )
+
+
+@pytest.mark.parametrize(("name", "row_bytes"), [("int8", 5), ("int8-dynamic", 5), ("fp8-weight", 4)])
+def test_two_ranks_have_the_bytes_of_both(
+    gloo_pair: RankGroup, bundled: ModelSource, name: str, row_bytes: int
+) -> None:
+    """Each quantises its part; where columns are split, a row has a scale on each rank. Norms are on both, once."""
+    pytest.importorskip("torchao")
+    source = msgspec.structs.replace(bundled, load_format="dummy", quantization=name)
+    case = make_case(strategy="tp", backend="transformers", model="bundled", dtype="float32", device="cpu", devices=2)
+    case = msgspec.structs.replace(case, load_format="dummy", quantization=name)
+    gloo_pair.ask(worker.load, case, source, "pytest_llmgpu.strategies.tp:TensorParallel", phase="load", timeout_s=300)
+    right = known(quantization.stored(_loaded(source), 1))
+    rows = source.config["hidden_size"]
+    for found in gloo_pair.ask(worker.call, rank_functions.quantised, (), phase="forward", timeout_s=300):
+        added = {one: size - right[one][1] for one, (_, size) in found.items()}
+        assert {one: kind for one, (kind, _) in found.items()} == {one: kind for one, (kind, _) in right.items()}
+        ends = ("o_proj.weight", "down_proj.weight")
+        assert added == {one: rows * row_bytes if one.endswith(ends) else 0 for one in right}
 
 
 def test_weights_that_stayed_plain_are_refused() -> None:

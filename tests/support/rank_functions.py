@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from pytest_llmgpu.inference import quantization
 from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.ranks.local import Answer, FinishedBatch
 from pytest_llmgpu.ranks.worker import RankState
@@ -200,6 +201,11 @@ def parts(loaded: Loaded) -> dict[str, tuple[int, ...]]:
 
     named = loaded.model.named_parameters()
     return {name: tuple((part.to_local() if isinstance(part, DTensor) else part).shape) for name, part in named}
+
+
+def quantised(loaded: Loaded) -> dict[str, tuple[str, int]] | None:
+    """Return the kind and the bytes of each quantised weight of the model."""
+    return quantization.stored(loaded.model, loaded.world_size)
 
 
 def logits(loaded: Loaded, ids_BS: torch.Tensor) -> torch.Tensor:
