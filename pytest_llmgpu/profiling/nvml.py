@@ -119,10 +119,10 @@ def used_bytes(uuids: Sequence[str]) -> dict[str, int]:
     return {uuid: int(memory.used) for uuid, memory in _of_each(uuids, memory_v2)}
 
 
-def computing(uuids: Sequence[str]) -> dict[str, list[int]]:
-    """Return the ids of the processes that compute on each GPU now, in the namespace of the driver."""
+def computing(uuids: Sequence[str]) -> dict[str, dict[int, int]]:
+    """Return the processes that compute on each GPU now: their ids in the namespace of the driver, and their bytes."""
     found = _of_each(uuids, lambda nvml, handle: nvml.nvmlDeviceGetComputeRunningProcesses_v3(handle))
-    return {uuid: [one.pid for one in listed] for uuid, listed in found}
+    return {uuid: {one.pid: one.usedGpuMemory or 0 for one in listed} for uuid, listed in found}
 
 
 def _of_each(uuids: Sequence[str], read: Callable[[Any, Any], Any]) -> Iterator[tuple[str, Any]]:

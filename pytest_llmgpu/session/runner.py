@@ -430,6 +430,12 @@ class Runner:
         try:
             self._build(strategy, request)
             self._used_before = self._profilers_of(request.machine).used_bytes()
+            if request.server_port:  # what a server holds was in use before, too
+                family = processes.family(processes.listeners(request.server_port))
+                found = nvml.computing([gpu.uuid for gpu in request.machine.gpus])
+                held = {uuid: sum(pids[pid] for pid in family & pids.keys()) for uuid, pids in found.items()}
+                known = self._used_before if any(held.values()) else {}
+                self._used_before = {uuid: size - held.get(uuid, 0) for uuid, size in known.items()}
             began = time.monotonic()
             if request.given is not None:
                 self._group = InProcess(request.given)
@@ -532,9 +538,8 @@ class Runner:
         """
         found: list[str] = []
         if profile.devices:
-            # What this process holds for an engine, or a server, was in use before, too.
-            before = {} if self._here or request.server_port else self._used_before
-            found = disturbances.find(profile, self._ours(request), before)
+            # What this process holds for an engine was in use before, too.
+            found = disturbances.find(profile, self._ours(request), {} if self._here else self._used_before)
         elif "server" in request.case.strategy_options:
             profile = msgspec.structs.replace(profile, why={"profile": _REMOTE})
         on_cpu = request.case.device == "cpu" and not request.elsewhere

@@ -109,10 +109,10 @@ def test_used_bytes_are_those_of_nvidia_smi(nvml_stub: StubEnvironment) -> None:
     assert evaluate(nvml_stub(lost="0:0"), f"nvml.used_bytes([{uuid(0)!r}])") == {}
 
 
-def test_the_processes_of_each_gpu_are_known_by_their_ids(nvml_stub: StubEnvironment) -> None:
+def test_the_processes_of_each_gpu_are_known_by_their_ids_and_bytes(nvml_stub: StubEnvironment) -> None:
     """A GPU that cannot be read is left out."""
     answer = evaluate(nvml_stub(gpus=2, processes="2@0"), f"nvml.computing([{uuid(0)!r}, {uuid(1)!r}, 'GPU-none'])")
-    assert answer == {uuid(0): [4_000_000, 4_000_001], uuid(1): [4_000_000]}
+    assert answer == {uuid(0): {"4000000": 1000, "4000001": 1001}, uuid(1): {"4000000": 1000}}
 
 
 def test_used_bytes_survive_gpustat() -> None:

@@ -226,27 +226,30 @@ def test_a_completed_case_holds_what_the_ranks_measured() -> None:
     assert first.why["nvml_used_max_bytes"] == "no reading fell inside"
 
 
-_OURS, _OTHER = os.getpid(), 4_000_000  # above the largest id of Linux
+_OURS, _CHILD, _OTHER = os.getpid(), 3_999_999, 4_000_000  # about the largest id of Linux
 
 
 @pytest.mark.parametrize(
     ("fields", "listed", "found"),
     [
-        ({}, [_OTHER], ["processes", "memory"]),
-        ({"elsewhere": True}, [_OURS, _OTHER], ["processes", "memory"]),
-        ({"elsewhere": True}, [_OURS, _OURS], ["memory"]),
-        ({"elsewhere": True}, [_OTHER, _OTHER + 1], ["memory"]),
-        ({"elsewhere": True, "server_port": 80}, [_OTHER, _OTHER], []),
-        ({"server_port": 80}, [_OURS, _OTHER], []),
+        ({}, {_OTHER: 0}, ["processes", "memory"]),
+        ({"elsewhere": True}, {_OURS: 0, _OTHER: 0}, ["processes", "memory"]),
+        ({"elsewhere": True}, {_OURS: 0, _CHILD: 0}, ["memory"]),
+        ({"elsewhere": True}, {_OTHER: 0, _OTHER + 1: 0}, ["memory"]),
+        ({"elsewhere": True, "server_port": 80}, {_OTHER: 0, _OTHER + 1: 0}, []),
+        ({"server_port": 80}, {_OURS: 0, _OTHER: 0}, []),
+        ({"server_port": 80}, {_OURS: 0, _OTHER: GIB // 2}, ["memory"]),
+        ({"server_port": 80}, {_OURS: 0, _OTHER: 2 * GIB - 2**20}, []),
     ],
-    ids=["rank", "another", "workers", "ids of another namespace", "server", "beside a server"],
+    ids=["rank", "another", "workers", "other ids", "server", "beside", "memory of others", "memory of the server"],
 )
 def test_processes_of_the_run_and_of_its_server_are_no_disturbance(
-    monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], listed: list[int], found: list[str]
+    monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], listed: dict[int, int], found: list[str]
 ) -> None:
     """Two compute on the GPU: descendants of this process, a server that the run names, or other programs."""
     monkeypatch.setattr(nvml, "computing", lambda _: {"GPU-c": listed})
-    monkeypatch.setattr(processes, "listeners", lambda port: {_OTHER} if port else set())
+    monkeypatch.setattr(processes, "listeners", lambda port: {_OTHER, _OTHER + 1} if port else set())
+    monkeypatch.setattr(processes, "family", lambda roots: {*roots, *([_CHILD] if _OURS in roots else [])})
     launch = _Bench().run(_case(), **fields).launches[0]
     assert [kind for kind in _disturbances(launch) if kind not in ("xid", "cpu")] == found
 

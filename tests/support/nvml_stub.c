@@ -335,7 +335,7 @@ int nvmlDeviceGetComputeRunningProcesses_v3(Device device, unsigned *count, Proc
         if (listed_number("NVML_STUB_PROCESSES", some, device)) { running = some; break; }
     *count = running;
     if (room < running) return INSUFFICIENT_SIZE;
-    for (unsigned i = 0; i < running; i++) processes[i] = (Process){.pid = 4000000 + i};
+    for (unsigned i = 0; i < running; i++) processes[i] = (Process){.pid = 4000000 + i, .used = 1000 + i};
     return SUCCESS;
 }
 
