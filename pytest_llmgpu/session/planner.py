@@ -342,12 +342,10 @@ class Planner:
                 raise ValueError(
                     f"--llmgpu-quantization={name}: model {source.name} has quantised weights ({found}): allowed: none"
                 )
-            source = msgspec.structs.replace(source, quantization=name or found)
-            if options.attention is not None or options.experts is not None:
-                # The attention that transformers chooses anyway stays None: with the option or without, it is the same.
-                plain = "sdpa" if models.facts(source).has_sdpa else "eager"
-                attention = None if options.attention == plain else options.attention
-                source = msgspec.structs.replace(source, attention=attention, experts=options.experts)
+            source = msgspec.structs.replace(source, quantization=name or found, experts=options.experts)
+            # The attention that transformers chooses anyway stays None: with the option or without, it is the same.
+            if options.attention and options.attention != ("sdpa" if models.facts(source).has_sdpa else "eager"):
+                source = msgspec.structs.replace(source, attention=options.attention)
             self._sources[wanted] = source
         return self._sources[wanted]
 

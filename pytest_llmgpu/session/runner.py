@@ -531,7 +531,7 @@ class Runner:
         profile: Profile,
         devices: Sequence[tuple[Gpu | None, DeviceMemory]],
         request: CaseRequest,
-    ) -> Profile:
+    ) -> None:
         """Fill a launch with its profile and the disturbances of its window, and with the memory of its devices.
 
         The memory has what NVML reports about it, and the index of its own device.
@@ -559,7 +559,6 @@ class Runner:
                 pairs = {"nvml_used_max_bytes": used.max, "nvml_used_mean_bytes": used.mean}
                 figures = {name: None if value is None else round(value) for name, value in pairs.items()}
             launch.memory.append(msgspec.structs.replace(device, index=0 if gpu is None else gpu.index, **figures))
-        return launch.profile
 
     def _ours(self, request: CaseRequest) -> Mapping[str, int] | None:
         """Return UUID to the number of processes of this run and of its server there; None if it is not known."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import re
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -62,6 +63,19 @@ def test_a_regression_is_a_failing_item_with_a_reason(runs: FakedRuns) -> None:
     assert "REGRESSED: mp-bs4 wall time +" in junit
     assert '<property name="llmgpu.verdict.time" value="REGRESSED: Time +' in junit
     assert '<property name="llmgpu.verdict.accuracy" value="OK: ' in junit
+
+
+def test_junit_is_valid_for_jenkins(runs: FakedRuns) -> None:
+    """Properties of a test are not in the schema of its xunit plugin, which is MIT: pytest writes them so."""
+    etree = pytest.importorskip("lxml.etree")
+    runs.seconds, runs.outcome = _slower, lambda size: "crashed" if size == 8 else "completed"
+    runs("-rA", _COMPARE, "--junitxml=out.xml", "-o", "junit_logging=all")
+    found = etree.parse(runs.pytester.path / "out.xml")
+    assert {one.tag for one in found.iter()} >= {"failure", "properties", "system-out"}
+    for one in found.findall(".//testcase/properties"):
+        one.getparent().remove(one)
+    schema = etree.XMLSchema(etree.parse(Path(__file__).parents[1] / "data" / "junit-10.xsd"))
+    assert schema.validate(found), schema.error_log
 
 
 def test_the_verdicts_are_those_of_the_written_report(runs: FakedRuns) -> None:

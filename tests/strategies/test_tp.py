@@ -144,10 +144,7 @@ def test_every_item_has_the_answer_of_mp(pytester: pytest.Pytester, monkeypatch:
             "deepspeed: it does not split int8 weights: use transformers",
         ),
         ({"quantization": "int8"}, None),
-        (
-            {"quantization": "torchao-checkpoint"},
-            "--llmgpu-model=bundled: tp splits no torchao-checkpoint: use --strategy=mp",
-        ),
+        ({"quantization": "torchao-checkpoint"}, "--llmgpu-model=bundled: tp splits no torchao-checkpoint: use mp"),
         ({"quantization": "mxfp4-checkpoint"}, None),
         ({"backend": "deepspeed"}, None),
         ({"backend": "deepspeed", "dtype": "bfloat16"}, None),
