@@ -36,6 +36,8 @@ _HUB_ID = r"[A-Za-z0-9][\w.-]*/[\w.-]+"
 _HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "tokenizer*")
 _JSON_BYTES = 2**26
 """The limit of a JSON file; the largest tokenizers have 35 MB."""
+_CONFIG_BYTES = 2**22
+"""The limit of config.json, which needs some 25 times its size in memory."""
 _ATTENTION = re.compile(r"_?attn_implementation(_internal)?")
 _HEADER_BYTES = 100_000_000
 """The limit of a header in the format."""
@@ -417,10 +419,10 @@ def _locate(model: str, revision: str | None, rootdir: Path, *, weights: bool) -
     return model, Path(found), Path(found).name  # the hub's cache names the folder by the commit
 
 
-def _read_json(path: Path) -> Any:
+def _read_json(path: Path, limit_bytes: int = _JSON_BYTES) -> Any:
     """Return the JSON value in a file; ValueError in one line."""
     try:
-        return parse_json(read(path, _JSON_BYTES))
+        return parse_json(read(path, limit_bytes))
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
 
@@ -436,7 +438,7 @@ def _read_directory(directory: Path, *, weights: bool) -> tuple[dict[str, Any], 
     path = directory / "config.json"
     if not path.exists():
         raise ValueError(f"model {directory} has no config.json: write one with transformers' save_pretrained")
-    fields = _read_json(path)
+    fields = _read_json(path, _CONFIG_BYTES)
     if not isinstance(fields, dict):
         raise ValueError(f"{path} is not a JSON object")  # noqa: TRY004 - the file is wrong, not the caller
     _check_config(path, fields)

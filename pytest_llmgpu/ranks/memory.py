@@ -52,6 +52,8 @@ _CLASSES: dict[type[BaseException], str] = {
 }
 """Class of an exception to its rule."""
 _LAST_LINES = 3
+_TEXT_LETTERS = 2**16
+"""A message is searched up to here; those of torch have some hundred letters."""
 _CUBLAS_BYTES = 64 * MIB
 """The handle and the workspace of cuBLAS take tens of MiB."""
 _BYTES = {"B": 1, "bytes": 1, "KiB": 2**10, "MiB": MIB, "GiB": GIB, "TiB": 2**40}
@@ -186,7 +188,7 @@ def decide_out_of_memory(failure: BaseException) -> Failure | None:
     link: BaseException | None = failure
     while link is not None and id(link) not in seen:
         seen.add(id(link))
-        text = str(link)
+        text = str(link)[:_TEXT_LETTERS]
         if (rule := _rule(link, text)) is not None:
             return Failure(
                 phase="forward",

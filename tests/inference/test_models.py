@@ -134,7 +134,7 @@ _SECOND = "model-00002-of-00002.safetensors"
         ({_CONFIG: b"{"}, "config.json cannot be read"),
         ({_CONFIG: b"[]"}, "is not a JSON object"),
         ({_CONFIG: _DEEP}, "config.json cannot be read: the JSON is nested too deeply"),
-        ({_CONFIG: b'{"a": "' + bytes(2**26) + b'"}'}, "is larger than 67,108,864 bytes"),
+        ({_CONFIG: b'{"a": "' + bytes(2**22) + b'"}'}, "is larger than 4,194,304 bytes"),
         ({_CONFIG: b'{"_attn_implementation": "a/kernel"}'}, "_attn_implementation='a/kernel' is not allowed: remove"),
         ({_CONFIG: b'{"b": [{"attn_implementation": {"": "eager"}}]}'}, "attn_implementation=.* is not allowed"),
         ({_WEIGHTS: None}, "has no weights: .*safetensors are needed"),

@@ -237,6 +237,7 @@ def test_a_layer_that_was_not_replaced_is_an_error(inject: Inject, monkeypatch: 
         ({"attention_bias": True}, "float32", "attention_bias is true"),
         ({"hidden_act": "gelu"}, "float32", "'gelu' as silu"),
         ({"quantization_config": {"bits": 4}}, "float32", "quantized weights"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "float32", "rotate whole heads"),
         ({"mlp_bias": True}, "float32", "mlp_bias is true"),
         ({"hidden_size": 128, "num_attention_heads": 4, "head_dim": 16}, "float32", "4 heads of 16 are not 128"),
         ({"hidden_size": 128, "num_attention_heads": 8}, "float16", "--llmgpu-dtype=float16: .* 32 .* has 16"),

@@ -17,6 +17,8 @@ from pytest_llmgpu.report.file import GZIP, parse_json, read, unpack
 from pytest_llmgpu.report.result import Accuracy
 from pytest_llmgpu.report.text import guess
 
+_LINE_BYTES = 2**24
+
 
 class MultipleChoice:
     """Reads records, and chooses the ending with the largest log-likelihood; the first wins a tie."""
@@ -115,7 +117,11 @@ def read_json_lines(path: Path) -> Iterable[tuple[str, Any]]:
                     file = io.BytesIO(unpack(read(path)))  # decompressed in memory
                 except ValueError as error:
                     raise ValueError(f"dataset {path} {error}") from None
-            for number, line in enumerate(file, 1):
+            number = 0
+            while line := file.readline(_LINE_BYTES + 1):
+                number += 1
+                if len(line) > _LINE_BYTES:
+                    raise ValueError(f"{path}:{number}: the line has more than {_LINE_BYTES:,} bytes, the limit")
                 if not line.strip():
                     continue
                 try:

@@ -186,3 +186,12 @@ def test_brackets_that_do_not_close_take_linear_time() -> None:
     """An ending of several megabytes is read at once."""
     assert preprocess("[a" * 2_000_000) == "[a" * 2_000_000
     assert preprocess("[a" * 1_000_000 + "]" + "[a" * 1_000_000) == "[a" * 1_000_000
+
+
+def test_a_line_of_many_megabytes_is_refused(tmp_path: Path) -> None:
+    """A file without line breaks is not read completely."""
+    path = tmp_path / "items.jsonl"
+    with path.open("wb") as file:
+        file.truncate(2**33)
+    with pytest.raises(ValueError, match=r"items.jsonl:1: the line has more than 16,777,216 bytes"):
+        HellaSwag().load(str(path), rootdir=tmp_path)
