@@ -57,13 +57,7 @@ class TensorParallel(Strategy):
                 f"({architecture}): use {', '.join(remedies)} or another strategy"
             )
         if case.quantization in _UNSPLIT:
-<<<<<<< HEAD
-            raise ValueError(
-                f"--llmgpu-model={source.name}: {case.strategy} splits no {case.quantization}: use --strategy=mp"
-            )
-=======
             raise ValueError(f"--llmgpu-model={source.name}: {case.strategy} splits no {case.quantization}: use mp")
->>>>>>> wt-mend
         if case.backend == "deepspeed" and case.quantization is not None:
             raise ValueError(
                 f"--llmgpu-tp-backend=deepspeed: it does not split {case.quantization} weights: use transformers"
