@@ -92,12 +92,11 @@ class CompiledLayers:
         self._forwards.clear()
         compiled: dict[type, Callable[..., Any]] = {}
         uses = Counter(weight for _, weight in self._model.named_parameters(remove_duplicate=False))
-        stacks: list[tuple[Any, ...]] = [
-            tuple(stack.children()) for _, stack in weights.layer_stacks(self._model.get_decoder())
-        ]
+        stacks = [tuple(stack.children()) for _, stack in weights.layer_stacks(self._model.get_decoder())]
         if not stacks:
             raise ValueError(f"{type(self._model).__name__} has no list of layers, which strategy compile needs")
-        for index, layer in enumerate(max(stacks, key=len)):  # the longest list
+        longest: tuple[Any, ...] = max(stacks, key=len)
+        for index, layer in enumerate(longest):
             _join_weights(layer, uses)
             kind = type(layer)
             if "forward" in vars(layer):
