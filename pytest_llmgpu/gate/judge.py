@@ -275,14 +275,12 @@ class Comparison:
 
     def _metrics(self, base: CaseResult, head: CaseResult) -> None:
         rules = self.policy
-        if (execution := execution_row(base, head, gated=rules.execution.gate)) is not None:
-            self._entries.append(execution)
+        self._take("execution", execution_row(base, head, gated=rules.execution.gate))
         self._times(base, head)
         self._entries.append((base, head))
         answered = None if head.case.generates else answers.answered(base, head, rules.accuracy)
         if isinstance(answered, Answered):
-            self._entries.append(answered)
-            self._entries.append(answers.predictions_row(answered, gated=rules.predictions.gate))
+            self._entries += [answered, answers.predictions_row(answered, gated=rules.predictions.gate)]
         else:
             if not isinstance(answered, Row):
                 self._floor(head)  # Texts have no accuracy: they are right or wrong by themselves.

@@ -120,23 +120,19 @@ Sides = tuple[list[Launch], list[Launch]]
 def comparable(base: CaseResult, head: CaseResult) -> Sides | Row:
     """Return the launches of two completed results whose times can be compared, or a row of `time` if there are none.
 
-    They ran the same batches, undisturbed. Launches that power or heat throttled count: times are compared at a fixed
-    clock, and without clocks the prior has the noise of GPUs at their limit.
+    They ran the same batches, undisturbed; both results have a launch with batches. Launches that power or heat
+    throttled count: times are compared at a fixed clock, and without clocks the prior has the noise of GPUs at their
+    limit.
     """
     sides = []
     for name, result in (("baseline", base), ("candidate", head)):
         timed = [launch for launch in result.launches if launch.batches.latency_s]
         valid = [launch for launch in timed if disturbances.untimed(launch) is None]
-        if not timed and result is head:
-            return Row.of(head, "time", "MISSING", "No batch was timed.")
-        step = f"Measure the {name} again."
-        if not timed:
-            return Row.of(head, "time", "UNDECIDED", "No batch of the baseline was timed.", next_step=step)
         if not valid:
             disturbance = disturbances.untimed(timed[0]) or ""
             reason = f"The launches of the {name} were disturbed: {disturbance}."
             remedy = disturbances.remedy(disturbance)
-            step = f"{remedy} Then measure the {name} again." if remedy else step
+            step = f"{remedy} Then measure the {name} again." if remedy else f"Measure the {name} again."
             return Row.of(head, "time", "UNDECIDED", reason, next_step=step)
         sides.append(valid)
     (then, now), unpaired = sides, ""

@@ -484,3 +484,25 @@ def test_the_first_position_at_which_texts_diverge_is_found() -> None:
     assert found.largest_difference == pytest.approx(0.001, rel=1e-3)
     same = compare(_texts("tp", _generation(reference=_MP.key, reference_values=_VALUES)), _MP, "acc")
     assert (same.flipped, same.first_difference, same.typical_difference) == ([], None, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "values", "ok", "words"),
+    [
+        ([[1, 2, 9], [4, 5, 6]], _VALUES, True, "0 begin with another token, and up to the first token that differs"),
+        ([[9, 2, 3], [4, 5, 6]], _changed(0, 0.5), False, "1 begin with another token"),
+        # The engine returns no numbers: most texts have to begin alike.
+        ([[9, 2, 3], [4, 5, 6]], None, None, "the engine returns no log-likelihoods"),
+        ([[9, 2, 3], [9, 5, 6]], None, False, "2 begin with another token"),
+    ],
+)
+def test_texts_of_an_engine_that_scores_none_are_compared_up_to_the_first_other_token(
+    tokens: list[list[int]], values: list[list[float]] | None, ok: bool | None, words: str
+) -> None:
+    """Up to it, and with it, both chose the likeliest of the same texts. What follows does not count."""
+    own = make_generation(tokens, values or _VALUES, _VALUES, reference=_MP.key, reference_values=None)
+    own = msgspec.structs.replace(own, prefill_loglikelihoods=None)
+    own = msgspec.structs.replace(own, loglikelihoods=None) if values is None else own
+    found = check_of(_MP, _texts("engine", own))
+    assert (found.ok, found.source) == (ok, _MP.id)
+    assert words in found.text
