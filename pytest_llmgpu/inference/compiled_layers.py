@@ -90,7 +90,8 @@ class CompiledLayers:
         stacks = [tuple(stack.children()) for _, stack in weights.layer_stacks(self._model.get_decoder())]
         if not stacks:
             raise ValueError(f"{type(self._model).__name__} has no list of layers, which strategy compile needs")
-        for index, layer in enumerate(max(stacks, key=len)):  # the longest list
+        layers: tuple[Any, ...] = max(stacks, key=len)
+        for index, layer in enumerate(layers):
             _join_weights(layer)
             kind = type(layer)
             if "forward" in vars(layer):
