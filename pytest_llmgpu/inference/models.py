@@ -39,6 +39,7 @@ _JSON_BYTES = 2**26
 _CONFIG_BYTES = 2**22
 """The limit of config.json, which needs some 25 times its size in memory."""
 _ATTENTION = re.compile(r"_?attn_implementation(_internal)?")
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _HEADER_BYTES = 100_000_000
 """The limit of a header in the format."""
 _BLOCK_BYTES = 4096
@@ -393,6 +394,9 @@ def _locate(model: str, revision: str | None, rootdir: Path, *, weights: bool) -
         return model, bundled.MODEL_DIRECTORY, None
     for path in (Path(model), rootdir / model):
         if path.is_dir():
+            for entry in path.iterdir():
+                if entry.is_fifo() or entry.is_socket() or entry.is_char_device() or entry.is_block_device():
+                    raise ValueError(f"{entry} is a pipe, a socket or a device: a file is needed")
             here, root = path.resolve(), rootdir.resolve()
             shown = here.relative_to(root).as_posix() if here.is_relative_to(root) else here.name
             # A folder with the name of the bundled model, a preset or a hub id must not get its baseline.
@@ -465,7 +469,7 @@ def _read_directory(directory: Path, *, weights: bool) -> tuple[dict[str, Any], 
 
 
 def _check_config(path: Path, fields: dict[str, Any]) -> None:
-    """Refuse an attention that transformers would load from the hub as code."""
+    """Refuse a model without layers, and an attention that transformers would load from the hub as code."""
     parts: list[Any] = [fields]
     for part in parts:  # the list grows
         parts += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
@@ -473,6 +477,8 @@ def _check_config(path: Path, fields: dict[str, Any]) -> None:
             if _ATTENTION.fullmatch(name) and value not in (None, "eager", "sdpa"):
                 reason = "is not allowed: remove it, since --llmgpu-attention chooses (sdpa or eager)"
                 raise ValueError(f"{path}: {name}={value!r:.80} {reason}")
+            if name in _LAYERS and part in (fields, fields.get("text_config")) and isinstance(value, int) and value < 1:
+                raise ValueError(f"{path}: {name}={value}: at least 1 is needed")
 
 
 def _indexed(index: Path) -> set[str]:

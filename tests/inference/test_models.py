@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import re
 import shutil
@@ -135,6 +136,8 @@ _SECOND = "model-00002-of-00002.safetensors"
         ({_CONFIG: b"[]"}, "is not a JSON object"),
         ({_CONFIG: _DEEP}, "config.json cannot be read: the JSON is nested too deeply"),
         ({_CONFIG: b'{"a": "' + bytes(2**22) + b'"}'}, "is larger than 4,194,304 bytes"),
+        ({_CONFIG: b'{"num_hidden_layers": -1}'}, "config.json: num_hidden_layers=-1: at least 1 is needed"),
+        ({_CONFIG: b'{"text_config": {"n_layer": 0}}'}, "config.json: n_layer=0: at least 1 is needed"),
         ({_CONFIG: b'{"_attn_implementation": "a/kernel"}'}, "_attn_implementation='a/kernel' is not allowed: remove"),
         ({_CONFIG: b'{"b": [{"attn_implementation": {"": "eager"}}]}'}, "attn_implementation=.* is not allowed"),
         ({_WEIGHTS: None}, "has no weights: .*safetensors are needed"),
@@ -169,6 +172,15 @@ def test_a_broken_directory_is_refused(directory: Path, files: dict[str, bytes |
     with pytest.raises(ValueError, match=message) as caught:
         _resolve(directory, directory.parent)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [_CONFIG, _WEIGHTS, _TOKENIZER, "generation_config.json"])
+def test_a_pipe_is_refused_and_not_read(directory: Path, name: str) -> None:
+    """Reading it would wait for somebody who writes to it."""
+    (directory / name).unlink(missing_ok=True)
+    os.mkfifo(directory / name)
+    with pytest.raises(ValueError, match=f"{name} is a pipe, a socket or a device: a file is needed"):
+        _resolve(directory, directory.parent)
 
 
 @pytest.mark.parametrize(
