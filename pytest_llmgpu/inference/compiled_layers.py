@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 import operator
 import time
 from collections import Counter
@@ -35,9 +34,6 @@ _REMEDIES = {
 }
 """Name of an error of torch to what helps against it."""
 
-
-_LEAST_QUERIES = 512
-"""Fewer rows x heads have too few programs for a GPU: cuDNN is as fast."""
 
 _IN_PLACE = {operator.iadd, operator.isub, operator.imul, operator.itruediv}
 """Operators that change their first argument, as methods whose names end with an underscore do."""
@@ -152,75 +148,34 @@ class CompiledLayers:
         return result
 
     def _compile(self, graph: Any, inputs: Any) -> Any:
-        """Compile a graph, in which products are joined, and those of one row are sums that inductor tunes.
+        """Compile a graph, in which products are joined, and those of one row are sums that inductor fuses.
 
-        Batch size 1 has one row in decode steps. LLaMA-7B takes 4.0 ms a token instead of 5.0 on an H200: cuBLAS
-        reaches 60 % of the memory's bandwidth there, sums in inductor's first choice of sizes 80 %.
+        Batch size 1 has one row in decode steps. LLaMA-7B takes 4.3 ms a token instead of 5.0 on an H200: cuBLAS
+        reaches 60 % of the memory's bandwidth there. A product that is wider in than out stays, since inductor would
+        compute its input again for each output.
         """
         import torch
         from torch._dynamo import lookup_backend
 
         self.graphs += 1
         _join_products(graph.graph)
-        one_row = False
         for node in graph.graph.nodes:
             if node.target is torch.nn.functional.linear:
-                result = node.meta["example_value"]
-                if result.numel() == result.shape[-1]:
-                    node.target, one_row = _product_of_vector, True
-            elif node.target is torch.nn.functional.scaled_dot_product_attention:
-                _replace_attention(node)
+                operands = (*node.args, node.kwargs.get("input"))
+                given, result = (one.meta["example_value"] for one in (operands[0], node))
+                if result.numel() == result.shape[-1] >= given.shape[-1]:
+                    node.target = _product_of_vector
         graph.recompile()
-        with torch._inductor.config.patch(max_autotune_pointwise=one_row):  # noqa: SLF001 - the place of the setting
-            return lookup_backend(self._compiler)(graph, inputs)
+        return lookup_backend(self._compiler)(graph, inputs)
 
 
 def _product_of_vector(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:  # noqa: A002 - torch's name
-    # Inductor stores what is given as strides. Otherwise it computes the norm before the product again for each output:
-    # 49 us for two products of an MLP of LLaMA-7B, instead of 45 and 1 for the norm.
-    input = input.as_strided(input.shape, input.stride())  # noqa: A001 - torch's name
+    if len(weight) > input.shape[-1]:
+        # Inductor stores what is given as strides. Otherwise it computes the norm before the product again for each
+        # output: 49 us for two products of an MLP of LLaMA-7B, instead of 45 and 1 for the norm.
+        input = input.as_strided(input.shape, input.stride())  # noqa: A001 - torch's name
     result = (input.float().unsqueeze(-2) * weight.float()).sum(dim=-1).to(input.dtype)
     return result if bias is None else result + bias
-
-
-def attention_of_one_query(device: torch.device) -> Any:
-    """Return the attention of decode steps on this device; None for torch's own."""
-    if device.type != "cuda":
-        return None
-    from pytest_llmgpu.inference import one_query
-
-    return one_query.attention
-
-
-def _replace_attention(node: Any) -> None:
-    """Replace an attention of one query in each row and head, with a mask for each row."""
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
-    given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | node.kwargs
-    if given.get("attn_mask") is None or given.get("dropout_p"):
-        return
-    query, key, value, mask = (given[name].meta["example_value"] for name in names[:4])
-    fits = query.dim() == key.dim() == 4 and key.shape == value.shape and query.shape[2] == 1  # noqa: PLR2004
-    fits = fits and mask.shape == (len(query), 1, 1, key.shape[2]) and not mask.is_floating_point()
-    if not fits or math.prod(query.shape[:2]) < _LEAST_QUERIES or key.stride(3) * value.stride(3) != 1:
-        return
-    if (attention := attention_of_one_query(query.device)) is not None:
-        scale = given.get("scale")
-        with node.graph.inserting_before(node):
-            keys, values = (_of_groups(given[name]) for name in names[1:3])
-        node.target, node.kwargs = attention, {}
-        node.args = given["query"], keys, values, given["attn_mask"], scale or query.shape[-1] ** -0.5
-
-
-def _of_groups(node: Any) -> Any:
-    """Return the keys or values [B, G, T, D] that transformers repeated for query heads; the node itself without it."""
-    expanded: Any = node.args[0] if node.target == "reshape" else None
-    if getattr(expanded, "target", None) != "expand":
-        return node
-    source = expanded.args[0]
-    whole, repeated, one = (each.meta["example_value"] for each in (node, expanded, source))
-    if repeated.dim() != 5 or one.shape[2:3] != (1,) or repeated.flatten(1, 2).shape != whole.shape:  # noqa: PLR2004
-        return node
-    return node.graph.call_method("squeeze", (source, 2))
 
 
 @functools.cache

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
-from unittest.mock import Mock
+from typing import NamedTuple
 
 import msgspec
 import pytest
-import torch
-from support import gpu, kv_cache_faults, tiny_model
+from support import gpu, kv_cache_faults
 from support.gpu import Ranks
 from support.report_factory import known, make_case
-from support.request_factory import make_prompts
-from support.texts import generated
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from pytest_llmgpu.analysis.answers import check_texts
-from pytest_llmgpu.inference import compiled_layers, models
-from pytest_llmgpu.inference.batching import plan
-from pytest_llmgpu.inference.generation import Generator
+from pytest_llmgpu.inference import models
 from pytest_llmgpu.inference.tasks.hellaswag import Prompts
 from pytest_llmgpu.inference.tasks.protocol import Dataset
 from pytest_llmgpu.ranks.worker import ReferenceTexts
@@ -120,11 +112,11 @@ def test_texts_are_right_eagerly_and_as_cuda_graphs(
         assert ("CUDA graphs" in sentence.partition(":")[0]) == graphed, sentence
         assert sentence.startswith("compiled") == (strategy == "compile"), sentence
         assert (launch.compile_s is not None) == (strategy == "compile")
-        check, _ = check_texts(found.results[cuda_graphs], None if alone else mp.results["on"])
+        check, _ = kv_cache_faults.check(found.results[cuda_graphs], None if alone else mp.results["on"])
         print(strategy, devices, backend, sentence, check.text)
         assert check.ok, check.text
     for injected, result in found.broken.items():
-        check, fault = check_texts(result, None)
+        check, fault = kv_cache_faults.check(result, None)
         assert fault == "cache", (injected, check.text)
     eager, replayed, again = (known(one.launches[0].generation) for one in (*found.results.values(), found.again))
     assert (again.tokens, again.loglikelihoods) == (replayed.tokens, replayed.loglikelihoods), "it is repeatable"
@@ -145,26 +137,3 @@ def _assert_alike(eager: Generation, replayed: Generation) -> None:
     assert len(same) > _PROMPTS * _NEW // 2
     found, expected = zip(*same, strict=True)
     assert typical_difference(found, expected) < LOGLIKELIHOOD_TOLERANCES["float16"]
-
-
-@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma3_text"])
-def test_decode_steps_of_many_rows_have_an_attention_of_one_query(
-    model_type: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its log-likelihoods are those of torch's attention, for prompts of unequal length and windows."""
-    device, calls = torch.device("cuda", 0), Mock(wraps=compiled_layers.attention_of_one_query)
-    monkeypatch.setattr(compiled_layers, "attention_of_one_query", calls)
-    prompts = make_prompts([range(2, 5 + row % 13) for row in range(128)], max_length=16, new_tokens=8)
-
-    def generate(model: Any) -> torch.Tensor:
-        with Generator(model, plan(prompts, 128, few_shapes=True), input_device=device, devices=[device]) as generator:
-            generator.warm_up()
-            return torch.tensor(generated(generator).loglikelihoods)
-
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**tiny_model.architecture(model_type)))
-    model = model.to(device).eval()
-    expected = generate(model)
-    compiled_layers.CompiledLayers(model)
-    torch.testing.assert_close(generate(model), expected, atol=1e-3, rtol=1e-3)
-    assert calls.called

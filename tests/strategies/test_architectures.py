@@ -16,7 +16,6 @@ from support import kv_cache_faults, tiny_model
 from support.report_factory import known, make_case, make_report, make_result
 from support.tiny_model import ARCHITECTURES
 
-from pytest_llmgpu.analysis.answers import check_texts
 from pytest_llmgpu.gate.judge import judge
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.inference import tasks
@@ -96,7 +95,7 @@ def _measured(
     launch = ask(worker.score, scored)
     texts = None if mp is None else ReferenceTexts(key=mp.key, tokens=known(mp.launches[0].generation).tokens)
     result = kv_cache_faults.result(generated, ask(kv_cache_faults.generate, generated, None, texts))
-    check, _ = check_texts(result, mp)
+    check, _ = kv_cache_faults.check(result, mp)
     assert check.ok is True, check.text
     return launch, result
 

@@ -16,7 +16,6 @@ from support import kv_cache_faults
 from support import rank_functions as ranks
 from support.report_factory import known, make_case
 
-from pytest_llmgpu.analysis.answers import check_texts
 from pytest_llmgpu.inference import models, scoring, tasks
 from pytest_llmgpu.inference.models import ModelFacts, ModelSource
 from pytest_llmgpu.inference.tasks.protocol import Dataset
@@ -66,7 +65,9 @@ def test_compiled_layers_compute_the_numbers_of_mp(
     assert typical_difference(*loglikelihoods) < LOGLIKELIHOOD_TOLERANCES["float32"]
     case, state = _case(prompts), states[-1]
     mp, texts = generated_by_mp(case, prompts)
-    check, _ = check_texts(kv_cache_faults.result(case, kv_cache_faults.generate(state, case, None, texts)), mp)
+    check, _ = kv_cache_faults.check(
+        kv_cache_faults.result(case, kv_cache_faults.generate(state, case, None, texts)), mp
+    )
     assert check.ok is True, check.text
     assert ranks.graphs(state) == 2, "a prefill and a decode step"
     worker.record_work(state)

@@ -14,7 +14,6 @@ import torch
 from support import emulated_iok, kv_cache_faults, rank_functions
 from support.report_factory import known, make_case
 
-from pytest_llmgpu.analysis.answers import check_texts
 from pytest_llmgpu.gate.answers import texts_row
 from pytest_llmgpu.gate.policy import Policy, TextsRule
 from pytest_llmgpu.inference import tasks
@@ -56,7 +55,7 @@ def _case(items: Dataset, **fields: Any) -> Case:
 
 def _fault(result: CaseResult, reference: CaseResult | None) -> str | None:
     """Return the fault that the check of the texts finds; None if they are those of the reference."""
-    check, fault = check_texts(result, reference)
+    check, fault = kv_cache_faults.check(result, reference)
     assert check.ok is (fault is None), check.text
     assert fault or reference is None or check.source == reference.id
     return fault

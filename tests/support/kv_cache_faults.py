@@ -10,6 +10,7 @@ from unittest.mock import patch
 import msgspec
 import torch
 
+from pytest_llmgpu.analysis.answers import Checked, check_texts, compare_texts
 from pytest_llmgpu.inference.generation import KernelCache, LayerCache, StaticCache
 from pytest_llmgpu.ranks import worker
 from pytest_llmgpu.ranks.worker import RankState
@@ -122,3 +123,10 @@ def result(case: Case, reply: Launch) -> CaseResult:
     """Return the result of a case that generated."""
     launch = Launch(generation=reply.generation)
     return msgspec.structs.replace(make_result(), id=case.id, key=case.key, case=case, launches=[launch])
+
+
+def check(result: CaseResult, mp: CaseResult | None) -> Checked:
+    """Check the texts of a result as a run does, which compares them with those of mp first."""
+    if mp is not None:
+        result.comparison = compare_texts(result, mp)
+    return check_texts(result, mp)
