@@ -251,7 +251,7 @@ class LLM:
             self._session.note((self.strategy, self.options), outcome)
             pytest.skip(printable_lines(f"out of memory: {failure.message}"))
         in_function = fn is worker.call and failure.phase == "forward"
-        if in_function and (again := rebuild(raised)) is not None:
+        if in_function and raised is not None and (again := rebuild(raised)) is not None:
             raise again
         pytest.fail(printable_lines(f"{outcome}: {failure.message}"), pytrace=False)
 

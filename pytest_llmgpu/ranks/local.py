@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -31,6 +31,9 @@ from pytest_llmgpu import processes
 from pytest_llmgpu.ranks import link, memory
 from pytest_llmgpu.report.result import DeviceMemory, Failure, Outcome
 from pytest_llmgpu.report.text import beginning, log_tail
+
+if TYPE_CHECKING:
+    from pytest_llmgpu.ranks.serving import Raised
 
 _NOT_INHERITED = re.compile(
     r"RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE)_(RANK|WORLD_SIZE)|(PMI|PMIX|OMPI_COMM_WORLD|MV2_COMM_WORLD|TORCHELASTIC)_.*"
@@ -98,7 +101,7 @@ class RankFailedError(Exception):
     """A command failed on a rank; the error holds plain records, never the exception of the rank."""
 
     def __init__(
-        self, outcome: Outcome, failure: Failure, memory: Sequence[DeviceMemory] = (), raised: Sequence[bytes] = ()
+        self, outcome: Outcome, failure: Failure, memory: Sequence[DeviceMemory] = (), raised: Raised | None = None
     ) -> None:
         super().__init__(failure.message)
         self.outcome: Outcome = outcome
@@ -106,7 +109,7 @@ class RankFailedError(Exception):
         self.memory = memory
         """The memory of the devices of the rank; empty if it did not report it."""
         self.raised = raised
-        """The exception of the rank for `serving.rebuild`; empty if the rank itself ended."""
+        """The exception of the rank; None if the rank itself ended."""
 
 
 class Rank(ABC):
@@ -173,7 +176,7 @@ class Rank(ABC):
                 content = pickle.loads(event.content)  # noqa: S301 - written by our own rank
             except Exception as error:  # noqa: BLE001 - a user's object may raise anything while it is unpickled
                 message = f"the answer does not unpickle: {beginning(str(error))}"
-                done, content = False, ("error", Failure(phase="forward", message=message), [], [])
+                done, content = False, ("error", Failure(phase="forward", message=message), [], None)
             if done:
                 future.set_result(content)
             else:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import itertools
 import pickle
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from itertools import product
 from multiprocessing.connection import Connection
+from types import NoneType
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -29,7 +32,19 @@ from pytest_llmgpu.report.text import beginning
 NOT_RECORDED = "a forward could not be recorded as a CUDA graph"
 """Evidence of a failure. The message is the operation with its error, and the case can be measured eagerly."""
 _TRACEBACK_LETTERS = 2**15
+_PLAIN = (NoneType, bool, int, float, str, bytes)
 _MOST_LETTERS = 2**16
+
+
+class Raised(NamedTuple):
+    """What pytest's process needs to raise an exception of a rank again. It arrives also if the exception cannot."""
+
+    classes: tuple[tuple[str, str], ...]
+    """Module and name of the class, then of each class that it derives from, in the order of their resolution."""
+    args: tuple[Any, ...]
+    """The arguments of the exception if all are plain values; else its text alone."""
+    text: str
+    """The text of the exception."""
 
 
 def serve(commands: Connection, events: Connection) -> None:
@@ -80,28 +95,40 @@ def failure_of(error: BaseException, phase: Phase) -> tuple[Outcome, Failure]:
     return "error", Failure(phase=phase, message=message, evidence=f"{name} was raised")
 
 
-def describe(error: BaseException) -> list[bytes]:
-    """Return an exception pickled: class and arguments, then each class that it derives from with the text alone."""
-    text = beginning(str(error), _MOST_LETTERS)
-    found = []
-    for cls, args in ((type(error), error.args), *((cls, (text,)) for cls in type(error).__mro__)):
-        with contextlib.suppress(Exception):  # what a user made may not pickle
-            content = pickle.dumps((cls, args, text))
-            found += [content] * (b"torch._utils" not in content)  # a tensor would be made on its GPU
-    return found
+def describe(error: BaseException) -> Raised:
+    """Return an exception as plain data."""
+    text = str(error)
+    args = error.args if len(text) <= _MOST_LETTERS and _is_plain(error.args) else ()
+    text = beginning(text, _MOST_LETTERS)
+    classes = tuple((cls.__module__, cls.__qualname__) for cls in type(error).__mro__)
+    return Raised(classes=classes, args=args or (text,) * bool(text), text=text)
 
 
-def rebuild(pickled: Sequence[bytes]) -> Exception | None:
-    """Return the first exception that can be made with the same text; None for no `Exception`, such as SystemExit."""
-    for content in pickled:
-        # The second time without the constructor, which may take other arguments than it passes on.
-        for plain in (False, True):
+def rebuild(raised: Raised) -> Exception | None:
+    """Return an exception of the first class that is imported here and can be made with the same text.
+
+    Nothing is imported: a test that names a class, such as `pytest.raises(torch.OutOfMemoryError)`, has imported it.
+
+    Returns:
+        The exception; None for one that is no `Exception`, such as SystemExit.
+    """
+    for module, name in raised.classes:
+        cls: Any = sys.modules.get(module)
+        for part in name.split("."):
+            cls = getattr(cls, part, None)
+        if not (isinstance(cls, type) and issubclass(cls, Exception)):
+            continue
+        # Then without the constructor, which may take other arguments than it passes on.
+        for args, make in product((raised.args, (raised.text,)), (cls, functools.partial(cls.__new__, cls))):
             with contextlib.suppress(Exception):  # the class of a user may raise anything
-                cls, args, text = pickle.loads(content)  # noqa: S301 - written by our own rank
-                made = cls.__new__(cls, *args) if plain else cls(*args)
-                if isinstance(made, Exception) and str(made) == text:
+                made = make(*args)
+                if isinstance(made, cls) and str(made) == raised.text:
                     return made
     return None
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in _PLAIN or (type(value) in (tuple, list) and all(map(_is_plain, value)))
 
 
 if __name__ == "__main__":
