@@ -198,7 +198,7 @@ def test_calls_that_fewer_than_all_layers_can_have_name_their_number() -> None:
     one = _BASE.more(MLP, ADD, 2, 1e-5, op="aten::mul").more(MLP, ADD, 0, 0.0, op="")
     (op,) = known(program.changes(pairs(_BASE, one)[0])).ops
     assert (op.name, op.module, op.layers, op.per_layer) == ("aten::mul", MLP, 1, None)
-    ops = {MLP: {"aten::view": 96, "aten::mul": 32, "aten::mm": 1}}
+    ops = {MLP: {"aten::view": 96, "aten::mul": 32, "aten::mm": 3}}
     cause = known(program.changes(pairs(_BASE, dataclasses.replace(_BASE, ops=ops))[0]))
     growing = [change.name for change in cause.ops if change.growth > 0]
     assert growing == ["aten::mm", "aten::mul", "aten::view"]
@@ -217,3 +217,25 @@ def test_another_implementation_is_named_with_the_kernels_that_ran() -> None:
     (row,) = [row for row in rows if row.metric == "program"]
     names = "full attention: sdpa (flash) -> sdpa (math). experts: grouped_mm -> eager."
     assert row.reason.startswith(f"{names} The program ")
+
+
+def _wrapped(calls: int) -> Program:
+    """Return the program whose MLP is in a wrapper that calls it once or twice, and adds where it does so twice."""
+    ops: dict[str, dict[str, int]] = {module: {} for module in _OPS if module.startswith(MLP)}
+    for module in list(ops):
+        ops[module.replace(MLP, f"{MLP}.mlp")] = {op: calls * count for op, count in _OPS[module].items()}
+    return dataclasses.replace(_MLP, ops={**_OPS, **ops}, files={**_BASE.files, "own/wrapper.py": 2})
+
+
+_OPS = {**_BASE.ops, f"{MLP}.up_proj": {"aten::mm": 2}}
+_MLP = dataclasses.replace(_BASE, ops=_OPS)
+
+
+def test_ops_that_moved_to_another_module_are_none_more() -> None:
+    """A wrapper moves the ops of a module to other names; where it calls the module twice, the net growth is stated."""
+    once = _rows(measured(_MLP, on_cpu=True), measured(_wrapped(1), on_cpu=True))["program"]
+    assert once.reason.splitlines()[1] == "Cause: ops moved from layers.*.mlp to layers.*.mlp.mlp."
+    assert "aten" not in once.reason
+    twice = _rows(measured(_MLP, on_cpu=True), measured(_wrapped(2), on_cpu=True))["program"]
+    assert "Cause: 1 more aten::mm in each of 2 modules of layers.*.mlp.mlp." in twice.reason
+    assert "Calls: aten::mm 2 -> 4 in 2 modules, aten::add 2 -> 4, aten::view 2 -> 4" in twice.reason
