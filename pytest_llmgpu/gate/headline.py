@@ -43,7 +43,7 @@ _STATES: dict[SessionState, str] = {
 
 _NEXT_STEPS = {
     "MISSING": "Measure it again; if it was removed on purpose, promote this report or allow it in the policy.",
-    "NOT_COMPARABLE": "Measure both with the same settings, or make this report the baseline.",
+    "NOT_COMPARABLE": "Measure both with the same settings and files, or make this report the baseline.",
     "UNDECIDED": "Measure again.",
     "NEW": "Make this report the baseline: llmgpu promote.",
 }

@@ -31,6 +31,7 @@ from pytest_llmgpu.report.derived import of_prefill
 from pytest_llmgpu.report.metrics import MetricName
 from pytest_llmgpu.report.report import Report, command
 from pytest_llmgpu.report.result import OUT_OF_MEMORY, CaseResult, declared_in
+from pytest_llmgpu.report.text import sentence
 from pytest_llmgpu.report.verdicts import (
     DIFFERS,
     UNCLEAR,
@@ -240,7 +241,7 @@ class Comparison:
             self._alone(head, "NEW", reason)
         elif differing or hardware:
             text = "; ".join([*dict.fromkeys([*differing, *hardware])][:_NAMED])
-            self._alone(head, "NOT_COMPARABLE", f"The measurements differ from the baseline's: {text}.")
+            self._alone(head, "NOT_COMPARABLE", sentence(f"The measurements differ from the baseline's: {text}"))
         elif base.outcome in OUT_OF_MEMORY and head.outcome == "completed":
             self._alone(head, "IMPROVED", "The batch size fits in memory; in the baseline it did not.")
         elif base.outcome in OUT_OF_MEMORY:

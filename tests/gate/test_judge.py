@@ -280,6 +280,8 @@ def test_another_case_or_machine_is_not_comparable(prose: Prose) -> None:
     assert _said(found) == {"outcome": "NOT_COMPARABLE"}
     assert prose == found.rows[0].reason
     assert exit_status(found, Policy()) == 3
+    items = _judge([_full()], [_full(dataset_sha256="a" * 64)]).rows[0].reason
+    assert items.endswith("-> aaaaaaaaaaaa."), "one dot"
     base = make_report([_full()], gpus=4)
     for head in (_full(slower=2.0), make_failed()):
         moved = _judge_reports(base, make_report([head], gpus=8))
