@@ -16,6 +16,7 @@ from pytest_llmgpu.report.text import FACTORS_FROM, listed, percent, plural, sig
 from pytest_llmgpu.report.verdicts import (
     DIFFERS,
     NEITHER,
+    NO_COMMON,
     ONLY_CANDIDATE,
     SEVERITY,
     Row,
@@ -52,8 +53,8 @@ _NEXT_STEPS = {
 
 SAME_ENVIRONMENT = "Measure again in the environment of the baseline, or make this report the baseline."
 """The next step where the environment differs from that of the baseline and no other cause is known."""
-_NOTHING = "Measure a case that a baseline has, or make this report the baseline: `llmgpu promote REPORT --to FILE"
-"""The next step where nothing was compared, up to the reason by force, which a baseline needs that it replaces."""
+_NOTHING = "Make this report the baseline: `llmgpu promote REPORT --to FILE`."
+"""The next step where there is no baseline."""
 
 
 class Headline(NamedTuple):
@@ -92,6 +93,7 @@ def headline(verdicts: Verdicts, policy: Policy) -> Headline:
     else:
         often = sorted(verdicts.not_compared.items(), key=lambda pair: -pair[1])
         reasons = listed([f"{count:,} x {reason}" for reason, count in often], _REASONS)
+        reasons = next((reason for reason in verdicts.not_compared if reason.startswith(NO_COMMON)), reasons)
         why = "there is no baseline" if verdicts.baseline is None else reasons or "the reports share no case"
         text = f"NOTHING COMPARED: {why}"
     slower = [row for row in verdicts.rows if row.verdict == "UNDECIDED" and row.gated and (row.low or 0.0) > 1]
@@ -171,7 +173,7 @@ def next_steps(verdicts: Verdicts, policy: Policy) -> str:
     way = "measure on a quieter machine" if verdicts.in_turn else f"{both} launches both in turn"
     parts += _deciding(undecided, way)
     if not parts and not any(row.compared and row.gated for row in verdicts.rows):
-        parts.append(f"{_NOTHING}{' --force REASON' * (verdicts.baseline is not None)}`.")
+        parts.append(_NOTHING if verdicts.baseline is None else "Measure a case that the baseline has.")
     return f"Next: {' '.join(parts)}" if parts else ""
 
 

@@ -31,9 +31,10 @@ from pytest_llmgpu.report.derived import of_prefill
 from pytest_llmgpu.report.metrics import MetricName
 from pytest_llmgpu.report.report import Report, command
 from pytest_llmgpu.report.result import OUT_OF_MEMORY, CaseResult, declared_in
-from pytest_llmgpu.report.text import sentence
+from pytest_llmgpu.report.text import listed, sentence
 from pytest_llmgpu.report.verdicts import (
     DIFFERS,
+    NO_COMMON,
     UNCLEAR,
     Baseline,
     Candidate,
@@ -377,8 +378,9 @@ class Comparison:
         if gone.outcome != "completed" and gone.outcome not in OUT_OF_MEMORY:
             return "the baseline's case failed and is absent"
         if not self._shares:
-            none = "none of the baseline's cases" if self.head.cases else "no case"
-            return f"the candidate has {none}"
+            reports = (self.base, self.head) if self.base is not None and self.head.cases else ()
+            ids = (listed([result.id for result in report.cases], _NAMED) for report in reports)
+            return f"{NO_COMMON}: {'; '.join(ids)}" if reports else "the candidate has no case"
         return None
 
     def _finished(self) -> list[Row]:

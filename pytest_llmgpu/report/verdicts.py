@@ -37,6 +37,9 @@ DIFFERS = "differs from the baseline: "
 NEITHER, ONLY_CANDIDATE = "neither report has it", "only the candidate has it"
 """Reasons why a metric was not compared."""
 
+NO_COMMON = "no case in common"
+"""Start of the reason why cases were not compared of which neither is in the other report; it ends with their ids."""
+
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One metric of one case, compared with its baseline."""

@@ -98,9 +98,9 @@ def test_disturbed_launches_are_noted(capsys: pytest.CaptureFixture[str]) -> Non
         ([timed(1.1)], [], 1, "REGRESSED: mp-bs1 wall time"),
         ([make_failed("oom"), timed(batch_size=2)], [], 1, "REGRESSED: mp-bs1: "),
         ([timed(dtype="float32")], [], 3, "NOT COMPARABLE: mp-bs1"),
-        ([timed(batch_size=2)], [], 3, "NOTHING COMPARED: 1 x outcome: NEW"),
+        ([timed(batch_size=2)], [], 3, "NOTHING COMPARED: no case in common: mp-bs1; mp-bs2"),
         # The gate leaves it out; a baseline without it would hide later regressions.
-        ([timed(batch_size=2)], ["test_a.py::test_b[1]"], 3, "NOTHING COMPARED: 1 x outcome: NEW"),
+        ([timed(batch_size=2)], ["test_a.py::test_b[1]"], 3, "NOTHING COMPARED: no case in common: mp-bs1; mp-bs2"),
     ],
 )
 def test_a_report_that_the_gate_fails_is_refused(
@@ -116,7 +116,7 @@ def test_a_report_that_the_gate_fails_is_refused(
     assert _to_file(report) == status
     error = capsys.readouterr().err
     assert f"llmgpu: new.json is not promoted: {reason}" in error
-    assert ("--to FILE --force REASON`" in error) is reason.startswith("NOTHING")
+    assert ("Next: Measure a case that the baseline has." in error) is reason.startswith("NOTHING")
     assert "--force REASON promotes the report as it is" in error
     assert TARGET.read_bytes() == before
     assert _promote(report, "--to", str(TARGET), "--force", "wanted") == 0

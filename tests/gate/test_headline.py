@@ -186,10 +186,11 @@ def test_the_next_step_is_one_line(rows: list[Row], fields: dict[str, Any], word
     assert prose == step
 
 
-@pytest.mark.parametrize(("fields", "reason"), [({}, " --force REASON"), ({"baseline": None}, "")])
-def test_nothing_compared_has_a_next_step(fields: dict[str, Any], reason: str) -> None:
-    """A first report becomes the baseline; with a reason also one that has no case of the present baseline."""
-    assert f"`llmgpu promote REPORT --to FILE{reason}`" in next_steps(_verdicts(_row("NEW"), **fields), Policy())
+def test_nothing_compared_has_a_next_step() -> None:
+    """A first report becomes the baseline; one that has no case of the present baseline does not replace it."""
+    step = next_steps(_verdicts(_row("NEW"), baseline=None), Policy())
+    assert "`llmgpu promote REPORT --to FILE`" in step
+    assert next_steps(_verdicts(_row("NEW")), Policy()) == "Next: Measure a case that the baseline has."
 
 
 @pytest.mark.parametrize("strict", [False, True])
