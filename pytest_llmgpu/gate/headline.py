@@ -88,6 +88,11 @@ def headline(verdicts: Verdicts, policy: Policy) -> Headline:
     states = [state for state in states if state != "failed" or status is ExitStatus.PASSED]
     if worst:
         text = _of_rows(worst)
+        changed = [
+            row.cause for row in verdicts.rows if row.metric == "program" and row.id == worst[0].id and row.cause
+        ]
+        if worst[0].metric in {"accuracy", "texts"} and changed:
+            text += f"; program changed: {cause.describe(changed[0])}"
     elif status is ExitStatus.PASSED:
         text = _of_pass(verdicts)
     else:
@@ -181,6 +186,8 @@ def step_of(row: Row, *others: Row) -> str:
     """Return the next step for the reader of a row, the worst one, and of others with the same cause."""
     if row.verdict == "UNDECIDED" and row.compared:
         return " ".join(_deciding([row, *others]))
+    if row.metric == "accuracy" and not row.next_step and row.worse and not row.lost:
+        return "No item was lost: look for the op, the kernel or the weights that changed the log-likelihoods."
     return row.next_step or _NEXT_STEPS.get(row.verdict) or row.spec.next_step
 
 

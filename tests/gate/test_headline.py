@@ -9,7 +9,7 @@ import pytest
 from support.prose import Prose
 from support.verdict_factory import make_row, make_verdicts
 
-from pytest_llmgpu.gate.headline import headline, next_steps, row_in_words
+from pytest_llmgpu.gate.headline import headline, next_steps, row_in_words, step_of
 from pytest_llmgpu.gate.judge import ExitStatus
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.report.cause import CallsChange, Cause
@@ -184,6 +184,22 @@ def test_the_next_step_is_one_line(rows: list[Row], fields: dict[str, Any], word
     step = next_steps(_verdicts(*rows, **fields), Policy())
     assert words in step
     assert prose == step
+
+
+def test_answers_that_changed_with_the_program_have_its_cause() -> None:
+    """Of the same case; where no item was lost, the next step is no list of items."""
+    relu, gelu = (
+        CallsChange(name=f"aten::{name}", module="layers.*.mlp", per_layer=1, before=before, after=32 - before)
+        for name, before in (("relu", 0), ("gelu", 32))
+    )
+    wrong = _row("REGRESSED", "accuracy", reason="Log-likelihoods differ.", lost=[], won=[])
+    changed = _row("CHANGED", "program", cause=Cause(place="program", ops=[relu, gelu]))
+    cause = "; program changed: 1 more aten::relu in place of aten::gelu in each layers.*.mlp"
+    assert cause in _headline(wrong, changed)
+    assert "program" not in _headline(wrong, _row("CHANGED", "program", "mp-bs1", cause=_CAUSE))
+    assert "program" not in _headline(wrong, _row("OK", "program"))
+    assert "`lost`" not in step_of(wrong)
+    assert "`lost`" in step_of(_row("REGRESSED", "accuracy", lost=[3], won=[]))
 
 
 def test_nothing_compared_has_a_next_step() -> None:
