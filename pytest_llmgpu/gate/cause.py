@@ -40,6 +40,8 @@ _EXPLAINS = 0.5
 _ANY = re.compile("")
 _LAUNCHES = re.compile(r"Launch")
 _COPIES = re.compile(r"Mem(cpy|set)")
+_OUTSIDE = re.compile(r"(?:in |\b(from |to ))(?:other|\(outside\))(?!\S)")
+"""Names that recorded ops (`other`) and kernels have outside of modules, as a place in a sentence."""
 
 PREFIX = "Cause: "
 """Start of the line of a reason that states the cause."""
@@ -111,7 +113,7 @@ def of_calls(pairs: Sequence[Pair], *, collectives: bool = False) -> Cause | Non
 
 def describe(cause: Cause) -> str:
     """Return the cause as a clause for a headline."""
-    text = _place_in_words(cause)
+    text = _OUTSIDE.sub(r"\1outside modules", _place_in_words(cause))
     if cause.rank is None:
         return text
     return f"waiting for rank {cause.rank}: {text}" if cause.place in OWN else f"rank {cause.rank} alone: {text}"
