@@ -235,12 +235,12 @@ def _of_pass(verdicts: Verdicts) -> str:
     if verdicts.baseline is None:
         return f"{start} there is no baseline to compare with"
     parts = [plural(len({(row.key, row.id) for row in compared}), "case")]
-    clocks = [row.clock_ratio for row in compared if row.clock_ratio is not None]
-    clock_ratio = max(clocks, key=lambda one: abs(one - 1), default=1.0)
+    clocks = [(row.clock_ratio, row.clock_limited) for row in compared if row.clock_ratio is not None]
+    clock_ratio, is_limited = max(clocks, key=lambda one: abs(one[0] - 1), default=(1.0, False))
     if abs(clock_ratio - 1) > _CLOCK:
-        word = "slower" if clock_ratio < 1 else "faster"
-        change = f"{100 * abs(clock_ratio - 1):.2g} % {word}"
-        parts.append(f"the GPU ran {change} than in the baseline: times compared at equal clock")
+        why = " (limit of power or heat)" * is_limited
+        than = f"slower{why} than in the baseline" if clock_ratio < 1 else f"faster than in the baseline{why}"
+        parts.append(f"the GPU ran {100 * abs(clock_ratio - 1):.2g} % {than}: times compared at equal clock")
     timed = [row for row in compared if row.gated and row.smallest_seen is not None and row.allowed is None]
     least = max(
         (row for row in timed if row.metric == "device_time"), key=lambda row: row.smallest_seen or 0.0, default=None

@@ -429,6 +429,10 @@ class Comparison:
     def _explained(self, row: Row, base: CaseResult, head: CaseResult) -> Row:
         """Return a row with its cause, and with the trace of the passes and of the rank that it is about."""
         row = with_cause(row, base, head, self._names)
+        if row.clock_ratio is not None:
+            slower = [disturbances.of_profile(profile) for profile in (head if row.clock_ratio < 1 else base).profiles]
+            is_limited = bool(slower) and all(any(map(disturbances.is_power, texts)) for texts in slower)
+            row = msgspec.structs.replace(row, clock_limited=is_limited)
         if row.worse and row.metric in {"program", *TIMES}:
             phase = ""
             if head.case.generates:

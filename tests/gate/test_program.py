@@ -11,10 +11,11 @@ import msgspec
 import pytest
 from support.program_factory import ADD, CLONE, FLASH, MLP, PROJECTION, REDUCED, Program, measured, pairs, report_of
 from support.prose import Prose
-from support.report_factory import known
+from support.report_factory import known, make_profile
 
 from pytest_llmgpu.analysis.merging import merge
 from pytest_llmgpu.gate import program
+from pytest_llmgpu.gate.headline import headline
 from pytest_llmgpu.gate.judge import judge
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.report.verdicts import Row
@@ -107,6 +108,25 @@ def test_a_gpu_at_a_lower_clock_is_no_regression() -> None:
     found = _rows(measured(_BASE), measured(_BASE, clock_ghz=1.7 / 1.1))
     assert (found["program"].verdict, found["device_time"].verdict) == ("OK", "OK")
     assert found["device_time"].clock_ratio == pytest.approx(1 / 1.1)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "limited", "words"),
+    [
+        (0.9, (True, True), "10 % slower (limit of power or heat) than in the baseline: times"),
+        (0.9, (True, False), "10 % slower than in the baseline: times"),
+        (1.1, (True, False), "10 % faster than in the baseline (limit of power or heat): times"),
+        (1.1, (False, True), "10 % faster than in the baseline: times"),
+    ],
+)
+def test_a_lower_clock_at_the_limit_of_power_is_stated(ratio: float, limited: tuple[bool, bool], words: str) -> None:
+    """The report with the lower clock counts: `limited` are baseline and candidate."""
+    both = [report_of(measured(_BASE)), report_of(measured(_BASE, clock_ghz=1.7 * ratio))]
+    for report, is_limited in zip(both, limited, strict=True):
+        texts = ["throttled by power or heat: GPU 0 for 9.0 % of the time"] * is_limited
+        report.cases[0].launches[0].profile = make_profile(invalid=texts)
+    verdicts = judge(both[0], both[1], Policy(), today=datetime.date(2026, 6, 1))
+    assert f"the GPU ran {words}" in headline(verdicts, Policy()).text
 
 
 @pytest.mark.parametrize(
