@@ -9,6 +9,7 @@ that were added.
 
 from __future__ import annotations
 
+import os.path
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -51,6 +52,8 @@ _ERRORS = 4.0
 _ANY = re.compile("")
 _LAUNCHES = re.compile(r"Launch")
 _COPIES = re.compile(r"Mem(cpy|set)")
+_OUTSIDE = re.compile(r"(?:in |\b(from |to ))(?:other|\(outside\))(?!\S)")
+"""Names that recorded ops (`other`) and kernels have outside of modules, as a place in a sentence."""
 
 PREFIX = "Cause: "
 """Start of the line of a reason that states the cause."""
@@ -210,17 +213,19 @@ def of_calls(pairs: Sequence[Pair], *, collectives: bool = False) -> Cause | Non
             continue
         if collectives:
             changed = Cause(place="program", kernels=_collectives(changed.kernels), forwards=changed.forwards)
-        if changed.calls:
+        if changed.calls or changed.moved:
             found[number] = changed
     if not found:
         return None
-    number = max(found, key=lambda one: (found[one].price or 0.0, max(call.growth for call in found[one].calls)))
+    number = max(
+        found, key=lambda one: (found[one].price or 0.0, max([0, *(call.growth for call in found[one].calls)]))
+    )
     return msgspec.structs.replace(found[number], rank=number if len(found) == 1 < len(pairs) else None)
 
 
 def describe(cause: Cause) -> str:
     """Return the cause as a clause for a headline."""
-    text = _place_in_words(cause)
+    text = _OUTSIDE.sub(r"\1outside modules", _place_in_words(cause))
     if cause.rank is None:
         return text
     return f"waiting for rank {cause.rank}: {text}" if cause.place in OWN else f"rank {cause.rank} alone: {text}"
@@ -298,6 +303,8 @@ def _program_in_words(cause: Cause) -> str:
     """Return what is called more, first what computes something, with the kernel that costs most and the price."""
     more = _first_growth([one for one in cause.ops if not program.COMPUTES_NOTHING.search(one.name)])
     kernel = _first_growth(cause.kernels)
+    if cause.moved and not cause.ops and not cause.kernels:
+        return f"ops moved from {cause.moved}"
     gone = next((one for one in cause.kernels if one.growth < 0), None)
     priced = "" if cause.price is None else signed_percent(cause.price, 2)
     if more is None and kernel is not None and gone is not None:
@@ -307,7 +314,8 @@ def _program_in_words(cause: Cause) -> str:
         syncs = next((one for one in cause.runtime_calls if one.name == program.SYNCS and one.growth > 0), None)
         first = more or kernel or syncs or _first_growth(cause.runtime_calls) or _first_growth(cause.host_calls)
         gone_op = next((one for one in cause.ops if more and one.growth < 0 and one.module == more.module), None)
-        text = _call_in_words(first or cause.calls[0], cause.forwards if first is kernel else 1, gone_op)
+        alike = [one.module or "" for one in cause.ops if more and (one.name, one.growth) == (more.name, more.growth)]
+        text = _call_in_words(first or cause.calls[0], cause.forwards if first is kernel else 1, gone_op, alike)
         kernel = kernel if first is more else None
     number = "" if kernel is None else f"{max(1, kernel.growth // cause.forwards):,} {_short(kernel.name)}"
     amounts = ", ".join(filter(None, (number, priced)))
@@ -319,10 +327,13 @@ def _first_growth(changes: Iterable[CallsChange], pattern: re.Pattern[str] = _AN
     return next((one for one in changes if one.growth > 0 and pattern.search(one.name)), None)
 
 
-def _call_in_words(change: CallsChange, forwards: int = 1, gone: CallsChange | None = None) -> str:
+def _call_in_words(
+    change: CallsChange, forwards: int = 1, gone: CallsChange | None = None, alike: Sequence[str] = ()
+) -> str:
     """Return how often a function is called more, or less: `1 more aten::clone in each layers.*.mlp`.
 
-    `gone` was called in its place: `1 more aten::silu in place of aten::gelu in each layers.*.mlp`.
+    `gone` was called in its place: `1 more aten::silu in place of aten::gelu in each layers.*.mlp`. Modules that
+    changed alike are counted: `1 more aten::mm in each of 3 modules of layers.*.mlp`.
     """
     if change.name == FLOPS:
         where = "" if change.module is None else f" in {change.module}"
@@ -330,6 +341,10 @@ def _call_in_words(change: CallsChange, forwards: int = 1, gone: CallsChange | N
     sign = "more" if change.growth > 0 else "fewer"
     name = f"Python calls in {change.name}" if change.name.endswith(".py") else _short(change.name)
     name += "" if gone is None else f" in place of {_short(gone.name)}"
+    if len(alike) > 1:
+        common = os.path.commonpath([module.replace(".", "/") for module in alike]).replace("/", ".")
+        calls = change.per_layer or max(1, abs(change.growth) // forwards)
+        return f"{calls:,} {sign} {name} in each of {len(alike)} modules{f' of {common}' if common else ''}"
     if change.per_layer:
         return f"{change.per_layer:,} {sign} {name} in each {change.module}"
     where = "" if change.module is None else f" in {change.module}"

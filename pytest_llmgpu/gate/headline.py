@@ -16,6 +16,7 @@ from pytest_llmgpu.report.text import FACTORS_FROM, listed, percent, plural, sig
 from pytest_llmgpu.report.verdicts import (
     DIFFERS,
     NEITHER,
+    NO_COMMON,
     ONLY_CANDIDATE,
     SEVERITY,
     Row,
@@ -43,7 +44,7 @@ _STATES: dict[SessionState, str] = {
 
 _NEXT_STEPS = {
     "MISSING": "Measure it again; if it was removed on purpose, promote this report or allow it in the policy.",
-    "NOT_COMPARABLE": "Measure both with the same settings, or make this report the baseline.",
+    "NOT_COMPARABLE": "Measure both with the same settings and files, or make this report the baseline.",
     "UNDECIDED": "Measure again.",
     "NEW": "Make this report the baseline: llmgpu promote.",
 }
@@ -52,8 +53,8 @@ _NEXT_STEPS = {
 
 SAME_ENVIRONMENT = "Measure again in the environment of the baseline, or make this report the baseline."
 """The next step where the environment differs from that of the baseline and no other cause is known."""
-_NOTHING = "Measure a case that a baseline has, or make this report the baseline: `llmgpu promote REPORT --to FILE"
-"""The next step where nothing was compared, up to the reason by force, which a baseline needs that it replaces."""
+_NOTHING = "Make this report the baseline: `llmgpu promote REPORT --to FILE`."
+"""The next step where there is no baseline."""
 
 
 class Headline(NamedTuple):
@@ -87,11 +88,17 @@ def headline(verdicts: Verdicts, policy: Policy) -> Headline:
     states = [state for state in states if state != "failed" or status is ExitStatus.PASSED]
     if worst:
         text = _of_rows(worst)
+        changed = [
+            row.cause for row in verdicts.rows if row.metric == "program" and row.id == worst[0].id and row.cause
+        ]
+        if worst[0].metric in {"accuracy", "texts"} and changed:
+            text += f"; program changed: {cause.describe(changed[0])}"
     elif status is ExitStatus.PASSED:
         text = _of_pass(verdicts)
     else:
         often = sorted(verdicts.not_compared.items(), key=lambda pair: -pair[1])
         reasons = listed([f"{count:,} x {reason}" for reason, count in often], _REASONS)
+        reasons = next((reason for reason in verdicts.not_compared if reason.startswith(NO_COMMON)), reasons)
         why = "there is no baseline" if verdicts.baseline is None else reasons or "the reports share no case"
         text = f"NOTHING COMPARED: {why}"
     slower = [row for row in verdicts.rows if row.verdict == "UNDECIDED" and row.gated and (row.low or 0.0) > 1]
@@ -171,7 +178,7 @@ def next_steps(verdicts: Verdicts, policy: Policy) -> str:
     way = "measure on a quieter machine" if verdicts.in_turn else f"{both} launches both in turn"
     parts += _deciding(undecided, way)
     if not parts and not any(row.compared and row.gated for row in verdicts.rows):
-        parts.append(f"{_NOTHING}{' --force REASON' * (verdicts.baseline is not None)}`.")
+        parts.append(_NOTHING if verdicts.baseline is None else "Measure a case that the baseline has.")
     return f"Next: {' '.join(parts)}" if parts else ""
 
 
@@ -179,6 +186,8 @@ def step_of(row: Row, *others: Row) -> str:
     """Return the next step for the reader of a row, the worst one, and of others with the same cause."""
     if row.verdict == "UNDECIDED" and row.compared:
         return " ".join(_deciding([row, *others]))
+    if row.metric == "accuracy" and not row.next_step and row.worse and not row.lost:
+        return "No item was lost: look for the op, the kernel or the weights that changed the log-likelihoods."
     return row.next_step or _NEXT_STEPS.get(row.verdict) or row.spec.next_step
 
 
@@ -226,12 +235,12 @@ def _of_pass(verdicts: Verdicts) -> str:
     if verdicts.baseline is None:
         return f"{start} there is no baseline to compare with"
     parts = [plural(len({(row.key, row.id) for row in compared}), "case")]
-    clocks = [row.clock_ratio for row in compared if row.clock_ratio is not None]
-    clock_ratio = max(clocks, key=lambda one: abs(one - 1), default=1.0)
+    clocks = [(row.clock_ratio, row.clock_limited) for row in compared if row.clock_ratio is not None]
+    clock_ratio, is_limited = max(clocks, key=lambda one: abs(one[0] - 1), default=(1.0, False))
     if abs(clock_ratio - 1) > _CLOCK:
-        word = "slower" if clock_ratio < 1 else "faster"
-        change = f"{100 * abs(clock_ratio - 1):.2g} % {word}"
-        parts.append(f"the GPU ran {change} than in the baseline: times compared at equal clock")
+        why = " (limit of power or heat)" * is_limited
+        than = f"slower{why} than in the baseline" if clock_ratio < 1 else f"faster than in the baseline{why}"
+        parts.append(f"the GPU ran {100 * abs(clock_ratio - 1):.2g} % {than}: times compared at equal clock")
     timed = [row for row in compared if row.gated and row.smallest_seen is not None and row.allowed is None]
     least = max(
         (row for row in timed if row.metric == "device_time"), key=lambda row: row.smallest_seen or 0.0, default=None

@@ -30,8 +30,10 @@ from pytest_llmgpu.report.derived import of_prefill
 from pytest_llmgpu.report.metrics import MetricName
 from pytest_llmgpu.report.report import Report, command
 from pytest_llmgpu.report.result import OUT_OF_MEMORY, CaseResult, declared_in
+from pytest_llmgpu.report.text import listed, sentence
 from pytest_llmgpu.report.verdicts import (
     DIFFERS,
+    NO_COMMON,
     UNCLEAR,
     Baseline,
     Candidate,
@@ -239,7 +241,7 @@ class Comparison:
             self._alone(head, "NEW", reason)
         elif differing or hardware:
             text = "; ".join([*dict.fromkeys([*differing, *hardware])][:_NAMED])
-            self._alone(head, "NOT_COMPARABLE", f"The measurements differ from the baseline's: {text}.")
+            self._alone(head, "NOT_COMPARABLE", sentence(f"The measurements differ from the baseline's: {text}"))
         elif base.outcome in OUT_OF_MEMORY and head.outcome == "completed":
             self._alone(head, "IMPROVED", "The batch size fits in memory; in the baseline it did not.")
         elif base.outcome in OUT_OF_MEMORY:
@@ -373,8 +375,9 @@ class Comparison:
         if gone.outcome != "completed" and gone.outcome not in OUT_OF_MEMORY:
             return "the baseline's case failed and is absent"
         if not self._shares:
-            none = "none of the baseline's cases" if self.head.cases else "no case"
-            return f"the candidate has {none}"
+            reports = (self.base, self.head) if self.base is not None and self.head.cases else ()
+            ids = (listed([result.id for result in report.cases], _NAMED) for report in reports)
+            return f"{NO_COMMON}: {'; '.join(ids)}" if reports else "the candidate has no case"
         return None
 
     def _finished(self) -> list[Row]:
@@ -423,6 +426,10 @@ class Comparison:
     def _explained(self, row: Row, base: CaseResult, head: CaseResult) -> Row:
         """Return a row with its cause, and with the trace of the passes and of the rank that it is about."""
         row = with_cause(row, base, head, self._names)
+        if row.clock_ratio is not None:
+            slower = [disturbances.of_profile(profile) for profile in (head if row.clock_ratio < 1 else base).profiles]
+            is_limited = bool(slower) and all(any(map(disturbances.is_power, texts)) for texts in slower)
+            row = msgspec.structs.replace(row, clock_limited=is_limited)
         if row.worse and row.metric in {"program", *TIMES}:
             phase = ""
             if head.case.generates:

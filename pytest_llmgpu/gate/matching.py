@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Sequence
 from operator import attrgetter
 from typing import NamedTuple
@@ -46,6 +47,9 @@ def pairs(base: Sequence[CaseResult], head: Sequence[CaseResult]) -> list[Pair]:
             was, is_now = msgspec.structs.asdict(then.case), msgspec.structs.asdict(now.case)
             # `execution` is no part of the key.
             names = [name for name in was if was[name] != is_now[name] and name != "execution"]
-            differing = [f"{name} {shortened(was[name])} -> {shortened(is_now[name])}" for name in names]
+            texts = [f"{name} {shortened(was[name])} -> {shortened(is_now[name])}" for name in names]
+            # Digests come last. That of a folder is a fingerprint of its files; the commit of a hub model is not cut.
+            texts = [re.sub(r"^revision .*\.\.\.", r"files of the model folder (\g<0>)", text) for text in texts]
+            differing = sorted(texts, key=lambda text: "..." in text)
         found.append(Pair(then, now, differing))
     return [*found, *(Pair(result, None, []) for result in left)]

@@ -7,6 +7,7 @@ the factor that the times of all unchanged kernels have in common: the clock cha
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 import statistics
@@ -23,6 +24,7 @@ from pytest_llmgpu.report.result import CaseResult, Launch
 from pytest_llmgpu.report.work import KernelFamily, RankWork, Work
 
 _K = TypeVar("_K")
+_N = TypeVar("_N", int, float)
 
 RENAMED = 0.015
 """Error of the price of kernels that were only renamed, as a fraction of their own time: it was 1.6 % at most."""
@@ -178,11 +180,13 @@ def changes(pair: Pair) -> Cause | None:
     runtime_calls = _counts(before.runtime_calls, after.runtime_calls, WAITS)
     if before.host_syncs is not None and after.host_syncs is not None and before.host_syncs != after.host_syncs:
         runtime_calls.insert(0, CallsChange(name=SYNCS, before=before.host_syncs, after=after.host_syncs))
+    ops, moved = op_changes(pair)
     found = Cause(
         place="program",
         kernels=kernel_changes(pair),
         runtime_calls=runtime_calls,
-        ops=op_changes(pair),
+        ops=ops,
+        moved=moved,
         host_calls=_counts(before.host_calls, after.host_calls, _PYTHON)
         if before.python_versions == after.python_versions
         else [],
@@ -190,7 +194,7 @@ def changes(pair: Pair) -> Cause | None:
     )
     if (priced := price(pair)) is not None and found.kernels:
         found = msgspec.structs.replace(found, price=priced[0], price_error=priced[1])
-    return found if any((found.kernels, found.runtime_calls, found.ops, found.host_calls)) else None
+    return found if found.calls or found.moved else None
 
 
 def kernel_changes(pair: Pair) -> list[CallsChange]:
@@ -203,7 +207,7 @@ def kernel_changes(pair: Pair) -> list[CallsChange]:
             continue
         then, now = ({module: one.calls for (module, of), one in rank.modules.items() if of == family} for rank in pair)
         module = _module_with_most(then, now, growth)
-        added = now.get(module or "", 0) - then.get(module or "", 0)
+        added = _net(then, now)[0].get(module or "", 0)
         change = CallsChange(
             name=name,
             module=module,
@@ -216,17 +220,21 @@ def kernel_changes(pair: Pair) -> list[CallsChange]:
     return [change for _, change in ordered[:_MOST]]
 
 
-def op_changes(pair: Pair) -> list[CallsChange]:
-    """Return the ops whose number of calls changed, with their module; products and what computes something first.
+def op_changes(pair: Pair) -> tuple[list[CallsChange], str | None]:
+    """Return the ops whose number of calls changed, with their module, and the shortest names between which ops moved.
 
-    Products of other sizes have equal calls: the module that computes other FLOPs is then named alone.
+    Products and what computes something come first. Calls that left one module and are in another one cancel. Products
+    of other sizes have equal calls: the module that computes other FLOPs is then named alone.
     """
     before, after = pair.before.ops, pair.after.ops
-    found = []
-    if before and after:
-        layers = (pair.after.layers or 0) * pair.after.forwards
-        for module, op in {**before, **after}:
-            growth = after.get((module, op), 0) - before.get((module, op), 0)
+    layers = (pair.after.layers or 0) * pair.after.forwards
+    found: list[CallsChange] = []
+    moves: list[str] = []
+    for op in {name: None for _, name in (*before, *after)} if before and after else ():
+        ran, runs = ({module: calls for (module, name), calls in ops.items() if name == op} for ops in (before, after))
+        growths, moved = _net(ran, runs)
+        moves += moved
+        for module, growth in growths.items():
             if growth:
                 change = CallsChange(
                     name=op,
@@ -234,8 +242,8 @@ def op_changes(pair: Pair) -> list[CallsChange]:
                     layers=_layers(pair, module, abs(growth)),
                     # The calls that every layer has more, or fewer; None where layers can differ.
                     per_layer=abs(growth) // layers if _FOLDED in module and layers and not growth % layers else None,
-                    before=before.get((module, op), 0),
-                    after=after.get((module, op), 0),
+                    before=runs.get(module, 0) - growth,
+                    after=runs.get(module, 0),
                 )
                 found.append(change)
     then, now = pair.before.flops, pair.after.flops
@@ -248,7 +256,7 @@ def op_changes(pair: Pair) -> list[CallsChange]:
         product = _PRODUCES.search(change.name) is not None or change.name == FLOPS
         return change.growth < 0, nothing, not product, -abs(change.growth), change.name
 
-    return sorted(found, key=order)[:_MOST]
+    return sorted(found, key=order)[:_MOST], min(moves, key=len, default=None)
 
 
 def _split(pair: Pair) -> tuple[list[tuple[Kernel, Amount, Amount]], list[tuple[Kernel, Amount, Amount]]]:
@@ -282,10 +290,26 @@ def _layers(pair: Pair, module: str | None, growth: float) -> int | None:
 
 def _module_with_most(before: Mapping[str, float], after: Mapping[str, float], growth: int) -> str | None:
     """Return the module with at least half of the changes in the direction of `growth`; None if no module has."""
-    changed = {module: after.get(module, 0) - before.get(module, 0) for module in {**before, **after}}
-    found = {module: abs(change) for module, change in changed.items() if change * growth > 0}
+    found = {module: abs(change) for module, change in _net(before, after)[0].items() if change * growth > 0}
     best = max(sorted(found), key=lambda module: found[module], default=None)
     return best if best is not None and found[best] >= sum(found.values()) / 2 else None
+
+
+def _net(before: Mapping[str, _N], after: Mapping[str, _N]) -> tuple[dict[str, _N], list[str]]:
+    """Return the growth by module, in which what left one module and is in another one cancels, and such moves.
+
+    Of several modules that have more, the one with the most similar name is meant: a wrapped or renamed one.
+    """
+    growths = {module: after.get(module, 0) - before.get(module, 0) for module in {**before, **after}}
+    moves = []
+    for module in sorted(growths):
+        while growths[module] < 0 and (more := [other for other, growth in growths.items() if growth > 0]):
+            (to,) = difflib.get_close_matches(module, more, 1, 0.0)
+            calls = min(growths[to], -growths[module])
+            growths[module] += calls
+            growths[to] -= calls
+            moves.append(f"{module} to {to}")
+    return growths, moves
 
 
 def _counts(before: Mapping[str, int], after: Mapping[str, int], first: re.Pattern[str]) -> list[CallsChange]:

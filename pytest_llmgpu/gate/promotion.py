@@ -7,6 +7,7 @@ baselines before it, and the gate compares the candidate with the oldest of them
 from __future__ import annotations
 
 import copy
+import datetime
 import hashlib
 import itertools
 import statistics
@@ -15,7 +16,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from pytest_llmgpu.gate.policy import Policy
+from pytest_llmgpu.gate.policy import Policy, with_allowed
 from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.metrics import MetricName, spec_of
 from pytest_llmgpu.report.report import Promoted, PromotedCase, Report
@@ -69,6 +70,19 @@ def unfit(candidate: Report) -> Iterator[str]:
     failed += [f"wrong answers of {one.id}" for one in candidate.cases if one.has_wrong_answers]
     if failed or not any(one.outcome == "completed" for one in candidate.cases):
         yield f"failed: {listed(failed, NAMED) or 'no case completed'}"
+
+
+def judged(candidate: Report, present: Verdicts | None, policy: Policy, today: datetime.date) -> list[Verdicts]:
+    """Return the verdicts that a promotion needs to pass: against the present baseline, and those of the run itself.
+
+    The run was not compared, or with the present baseline: then its own verdicts add nothing.
+    """
+    own, found = candidate.verdicts, [present] if present is not None else []
+    if own is not None and own.baseline is not None:
+        again = present is not None and present.baseline is not None and present.baseline.sha256 == own.baseline.sha256
+        rows, _ = with_allowed(own.rows, policy, today)
+        found += [] if again else [msgspec.structs.replace(own, rows=rows)]
+    return found
 
 
 def promotions(base: Report, head: Report, verdicts: Verdicts, policy: Policy) -> list[Promoted]:

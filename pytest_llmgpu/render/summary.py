@@ -190,10 +190,12 @@ def mark(verdict: Verdict) -> Literal["failure", "warning", "changed", "ok"]:
 
 
 def counts(verdicts: Verdicts) -> str:
-    """Return how many rows were compared, how many are OK, and why the others were not compared."""
+    """Return how many rows were compared, their verdicts, and why the others were not compared."""
     compared = [row for row in verdicts.rows if row.compared]
-    ok = sum(row.verdict == "OK" for row in verdicts.rows)
-    text = f"{plural(len(compared), 'row')} compared, {sum(row.gated for row in compared):,} gated, {ok:,} OK"
+    found = [f"{count:,} {word}" for word, count in collections.Counter(map(verdict, compared)).most_common()]
+    text = f"{plural(len(compared), 'row')} compared"
+    if compared:
+        text += f": {', '.join(found)}; {sum(row.gated for row in compared):,} of them gated"
     missing = [
         f"{reason.removesuffix(NEITHER)}{'not recorded' if reason.endswith(NEITHER) else ''} ({plural(count, 'case')})"
         for reason, count in verdicts.not_compared.items()

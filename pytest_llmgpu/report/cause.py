@@ -76,6 +76,8 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
     """Functions of the CUDA runtime with another number of calls; those that make the host wait come first."""
     ops: list[CallsChange] = []
     """Ops of torch with another number of calls, the largest change first."""
+    moved: str | None = None
+    """A module that ops left, and the one that has them: `layers.*.mlp to layers.*.mlp.mlp`; null if none moved."""
     host_calls: list[CallsChange] = []
     """Source files of Python functions with another number of calls in a forward, the largest change first."""
     price: float | None = None

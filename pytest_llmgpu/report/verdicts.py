@@ -37,6 +37,9 @@ DIFFERS = "differs from the baseline: "
 NEITHER, ONLY_CANDIDATE = "neither report has it", "only the candidate has it"
 """Reasons why a metric was not compared."""
 
+NO_COMMON = "no case in common"
+"""Start of the reason why cases were not compared of which neither is in the other report; it ends with their ids."""
+
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One metric of one case, compared with its baseline."""
@@ -83,6 +86,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     is not gated over such rows of its metric, and for accuracy over the cases."""
     clock_ratio: float | None = None
     """Mean SM clock of the candidate divided by that of the baseline, where a time was compared at a fixed clock."""
+    clock_limited: bool = False
+    """True if power or heat limited every launch of the report with the lower clock."""
     n: int | None = None
     """Number of launches in each report; the smaller number if they differ."""
     smallest_seen: float | None = None

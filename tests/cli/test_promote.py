@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import datetime
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,10 +9,13 @@ from support.report_factory import GIB, known, make_check, make_failed, make_mem
 from support.verdict_factory import H200, gpus, noise, on_h200, timed
 
 from pytest_llmgpu.cli import main
+from pytest_llmgpu.gate.judge import judge
+from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.report.file import dump, load
 from pytest_llmgpu.report.report import Commit, Report, Session
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.text import MIB
+from pytest_llmgpu.report.verdicts import Baseline
 from pytest_llmgpu.store.store import BASELINE, resolve, save, stored
 
 TARGET = Path("benchmarks/baseline.json.gz")
@@ -94,9 +98,9 @@ def test_disturbed_launches_are_noted(capsys: pytest.CaptureFixture[str]) -> Non
         ([timed(1.1)], [], 1, "REGRESSED: mp-bs1 wall time"),
         ([make_failed("oom"), timed(batch_size=2)], [], 1, "REGRESSED: mp-bs1: "),
         ([timed(dtype="float32")], [], 3, "NOT COMPARABLE: mp-bs1"),
-        ([timed(batch_size=2)], [], 3, "NOTHING COMPARED: 1 x outcome: NEW"),
+        ([timed(batch_size=2)], [], 3, "NOTHING COMPARED: no case in common: mp-bs1; mp-bs2"),
         # The gate leaves it out; a baseline without it would hide later regressions.
-        ([timed(batch_size=2)], ["test_a.py::test_b[1]"], 3, "NOTHING COMPARED: 1 x outcome: NEW"),
+        ([timed(batch_size=2)], ["test_a.py::test_b[1]"], 3, "NOTHING COMPARED: no case in common: mp-bs1; mp-bs2"),
     ],
 )
 def test_a_report_that_the_gate_fails_is_refused(
@@ -112,10 +116,34 @@ def test_a_report_that_the_gate_fails_is_refused(
     assert _to_file(report) == status
     error = capsys.readouterr().err
     assert f"llmgpu: new.json is not promoted: {reason}" in error
-    assert ("--to FILE --force REASON`" in error) is reason.startswith("NOTHING")
+    assert ("Next: Measure a case that the baseline has." in error) is reason.startswith("NOTHING")
     assert "--force REASON promotes the report as it is" in error
     assert TARGET.read_bytes() == before
     assert _promote(report, "--to", str(TARGET), "--force", "wanted") == 0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "batch_size", "status", "reason"),
+    [(1.1, 1, 1, "REGRESSED: mp-bs1 wall time"), (1.0, 2, 3, "NOTHING COMPARED"), (1.0, 1, 0, "")],
+)
+@pytest.mark.parametrize("target", ["new", "another baseline", "the same"])
+def test_a_run_that_failed_against_its_own_baseline_is_refused(
+    seconds: float, batch_size: int, status: int, reason: str, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where there is no baseline at the target yet, or another one; those against the same one are made again."""
+    base, report = on_h200([timed()]), on_h200([timed(seconds, batch_size=batch_size)], sha="b" * 40)
+    sha256 = "1" * 64
+    if target != "new":
+        _to_file(base if target == "the same" else on_h200([timed(1.001 * seconds, batch_size=batch_size)]))
+    if target == "the same":
+        sha256 = known(resolve(str(TARGET), Path(".llmgpu")).sha256)
+    baseline = Baseline(name="own.json", sha256=sha256)
+    report.verdicts = judge(base, report, Policy(), today=datetime.date(2026, 6, 1), baseline=baseline)
+    capsys.readouterr()
+    assert _to_file(report) == status
+    assert capsys.readouterr().err.count(f"not promoted: {reason}") == bool(status)
+    assert _promote(report, "--to", str(TARGET), "--force", "wanted") == 0
+    assert (load(TARGET).promotion is None) == (not status)
 
 
 def test_a_refused_report_can_be_promoted_with_a_reason(capsys: pytest.CaptureFixture[str]) -> None:

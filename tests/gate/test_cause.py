@@ -13,8 +13,8 @@ from support.prose import Prose
 from support.report_factory import known
 from support.verdict_factory import make_row
 
-from pytest_llmgpu.gate import cause
-from pytest_llmgpu.report.cause import Cause
+from pytest_llmgpu.gate import cause, program
+from pytest_llmgpu.report.cause import CallsChange, Cause
 from pytest_llmgpu.report.metrics import MetricName
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.verdicts import Row, Verdict
@@ -77,6 +77,17 @@ def test_a_case_on_a_cpu_has_the_ops_that_changed() -> None:
         }
         renamed = dataclasses.replace(_BASE, ops=other)
         assert cause.describe(known(found(renamed))).startswith(words)
+
+
+@pytest.mark.parametrize("module", ["other", "(outside)"])
+def test_calls_outside_of_modules_are_named_as_such(module: str) -> None:
+    """A recorded program has short names for them."""
+    added = CallsChange(name="aten::cat", module=module, before=1, after=2)
+    assert cause.describe(Cause(place="program", ops=[added])) == "1 more aten::cat outside modules"
+    moved = cause.describe(Cause(place="program", moved=f"{module} to layers.*.mlp"))
+    assert moved == "ops moved from outside modules to layers.*.mlp"
+    named = CallsChange(name="aten::cat", module=f"{module}.mlp", before=1, after=2)
+    assert cause.describe(Cause(place="program", ops=[named])) == f"1 more aten::cat in {module}.mlp"
 
 
 def test_one_launch_that_differs_does_not_change_the_cause() -> None:

@@ -9,7 +9,7 @@ import pytest
 from support.prose import Prose
 from support.verdict_factory import make_row, make_verdicts
 
-from pytest_llmgpu.gate.headline import headline, next_steps, row_in_words
+from pytest_llmgpu.gate.headline import headline, next_steps, row_in_words, step_of
 from pytest_llmgpu.gate.judge import ExitStatus
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.report.cause import CallsChange, Cause
@@ -186,10 +186,27 @@ def test_the_next_step_is_one_line(rows: list[Row], fields: dict[str, Any], word
     assert prose == step
 
 
-@pytest.mark.parametrize(("fields", "reason"), [({}, " --force REASON"), ({"baseline": None}, "")])
-def test_nothing_compared_has_a_next_step(fields: dict[str, Any], reason: str) -> None:
-    """A first report becomes the baseline; with a reason also one that has no case of the present baseline."""
-    assert f"`llmgpu promote REPORT --to FILE{reason}`" in next_steps(_verdicts(_row("NEW"), **fields), Policy())
+def test_answers_that_changed_with_the_program_have_its_cause() -> None:
+    """Of the same case; where no item was lost, the next step is no list of items."""
+    relu, gelu = (
+        CallsChange(name=f"aten::{name}", module="layers.*.mlp", per_layer=1, before=before, after=32 - before)
+        for name, before in (("relu", 0), ("gelu", 32))
+    )
+    wrong = _row("REGRESSED", "accuracy", reason="Log-likelihoods differ.", lost=[], won=[])
+    changed = _row("CHANGED", "program", cause=Cause(place="program", ops=[relu, gelu]))
+    cause = "; program changed: 1 more aten::relu in place of aten::gelu in each layers.*.mlp"
+    assert cause in _headline(wrong, changed)
+    assert "program" not in _headline(wrong, _row("CHANGED", "program", "mp-bs1", cause=_CAUSE))
+    assert "program" not in _headline(wrong, _row("OK", "program"))
+    assert "`lost`" not in step_of(wrong)
+    assert "`lost`" in step_of(_row("REGRESSED", "accuracy", lost=[3], won=[]))
+
+
+def test_nothing_compared_has_a_next_step() -> None:
+    """A first report becomes the baseline; one that has no case of the present baseline does not replace it."""
+    step = next_steps(_verdicts(_row("NEW"), baseline=None), Policy())
+    assert "`llmgpu promote REPORT --to FILE`" in step
+    assert next_steps(_verdicts(_row("NEW")), Policy()) == "Next: Measure a case that the baseline has."
 
 
 @pytest.mark.parametrize("strict", [False, True])

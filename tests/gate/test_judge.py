@@ -280,6 +280,8 @@ def test_another_case_or_machine_is_not_comparable(prose: Prose) -> None:
     assert _said(found) == {"outcome": "NOT_COMPARABLE"}
     assert prose == found.rows[0].reason
     assert exit_status(found, Policy()) == 3
+    items = _judge([_full()], [_full(dataset_sha256="a" * 64)]).rows[0].reason
+    assert items.endswith("-> aaaaaaaaaaaa."), "one dot"
     base = make_report([_full()], gpus=4)
     for head in (_full(slower=2.0), make_failed()):
         moved = _judge_reports(base, make_report([head], gpus=8))
@@ -346,7 +348,7 @@ _COPY = msgspec.json.decode(msgspec.json.encode(_RUN), type=list[CaseResult])
         ([], [_full()], {"NEW"}, "NOTHING COMPARED: 1 x outcome: NEW"),
         ([], [], set(), "NOTHING COMPARED: the reports share no case"),
         (None, [], set(), "NOTHING COMPARED: there is no baseline"),
-        ([_full()], [_full(batch_size=2)], {"NEW"}, "1 x the candidate has none of the baseline's cases"),
+        ([_full()], [_full(batch_size=2)], {"NEW"}, "NOTHING COMPARED: no case in common: mp-bs1; mp-bs2"),
         # A case that both have, without a time.
         ([_full()], [_empty()], {"UNDECIDED"}, "The candidate measured no batch"),
         ([_full()], [_empty(launches=False)], {"UNDECIDED"}, "The candidate measured no batch"),

@@ -33,6 +33,18 @@ def test_one_id_and_another_case_differ_by_name() -> None:
     assert pair.differing == ["dtype float16 -> bfloat16", "dataset_sha256 aaaaaaaaaaaa... -> bbbbbbbbbbbb..."]
 
 
+def test_what_a_person_can_read_comes_before_digests() -> None:
+    """The fingerprint of a folder is named as its files; the commit of a hub model is a revision."""
+    base = _named("mp-bs1", revision="a" * 64, dataset_sha256="a" * 64, limit=None)
+    head = _named("mp-bs1", revision="b" * 64, dataset_sha256="b" * 64, limit=16)
+    (pair,) = pairs([base], [head])
+    files = "files of the model folder (revision aaaaaaaaaaaa... -> bbbbbbbbbbbb...)"
+    assert pair.differing[0] == "limit none -> 16"
+    assert files in pair.differing
+    (pair,) = pairs([_named("mp-bs1", revision="a" * 40)], [_named("mp-bs1", revision="b" * 40)])
+    assert pair.differing == [f"revision {'a' * 40} -> {'b' * 40}"]
+
+
 @pytest.mark.parametrize(("field", "value"), [("limit", 100), ("dataset_sha256", "b" * 64)])
 def test_other_items_under_a_stored_key_that_is_equal_differ(field: str, value: Any) -> None:
     """A key is computed when a report is read; the stored one does not count."""

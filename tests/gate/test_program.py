@@ -23,10 +23,11 @@ from support.program_factory import (
     report_of,
 )
 from support.prose import Prose
-from support.report_factory import known
+from support.report_factory import known, make_profile
 
 from pytest_llmgpu.analysis.merging import merge
 from pytest_llmgpu.gate import program
+from pytest_llmgpu.gate.headline import headline
 from pytest_llmgpu.gate.judge import judge
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.report.verdicts import Row
@@ -122,6 +123,25 @@ def test_a_gpu_at_a_lower_clock_is_no_regression() -> None:
 
 
 @pytest.mark.parametrize(
+    ("ratio", "limited", "words"),
+    [
+        (0.9, (True, True), "10 % slower (limit of power or heat) than in the baseline: times"),
+        (0.9, (True, False), "10 % slower than in the baseline: times"),
+        (1.1, (True, False), "10 % faster than in the baseline (limit of power or heat): times"),
+        (1.1, (False, True), "10 % faster than in the baseline: times"),
+    ],
+)
+def test_a_lower_clock_at_the_limit_of_power_is_stated(ratio: float, limited: tuple[bool, bool], words: str) -> None:
+    """The report with the lower clock counts: `limited` are baseline and candidate."""
+    both = [report_of(measured(_BASE)), report_of(measured(_BASE, clock_ghz=1.7 * ratio))]
+    for report, is_limited in zip(both, limited, strict=True):
+        texts = ["throttled by power or heat: GPU 0 for 9.0 % of the time"] * is_limited
+        report.cases[0].launches[0].profile = make_profile(invalid=texts)
+    verdicts = judge(both[0], both[1], Policy(), today=datetime.date(2026, 6, 1))
+    assert f"the GPU ran {words}" in headline(verdicts, Policy()).text
+
+
+@pytest.mark.parametrize(
     ("clocks_ghz", "in_turn", "verdict"),
     [
         ((1.65, 1.65, 1.65), True, "CHANGED"),
@@ -210,7 +230,7 @@ def test_calls_that_fewer_than_all_layers_can_have_name_their_number() -> None:
     one = _BASE.more(MLP, ADD, 2, 1e-5, op="aten::mul").more(MLP, ADD, 0, 0.0, op="")
     (op,) = known(program.changes(pairs(_BASE, one)[0])).ops
     assert (op.name, op.module, op.layers, op.per_layer) == ("aten::mul", MLP, 1, None)
-    ops = {MLP: {"aten::view": 96, "aten::mul": 32, "aten::mm": 1}}
+    ops = {MLP: {"aten::view": 96, "aten::mul": 32, "aten::mm": 3}}
     cause = known(program.changes(pairs(_BASE, dataclasses.replace(_BASE, ops=ops))[0]))
     growing = [change.name for change in cause.ops if change.growth > 0]
     assert growing == ["aten::mm", "aten::mul", "aten::view"]
@@ -229,3 +249,25 @@ def test_another_implementation_is_named_with_the_kernels_that_ran() -> None:
     (row,) = [row for row in rows if row.metric == "program"]
     names = "full attention: sdpa (flash) -> sdpa (math). experts: grouped_mm -> eager."
     assert row.reason.startswith(f"{names} The program ")
+
+
+def _wrapped(calls: int) -> Program:
+    """Return the program whose MLP is in a wrapper that calls it once or twice, and adds where it does so twice."""
+    ops: dict[str, dict[str, int]] = {module: {} for module in _OPS if module.startswith(MLP)}
+    for module in list(ops):
+        ops[module.replace(MLP, f"{MLP}.mlp")] = {op: calls * count for op, count in _OPS[module].items()}
+    return dataclasses.replace(_MLP, ops={**_OPS, **ops}, files={**_BASE.files, "own/wrapper.py": 2})
+
+
+_OPS = {**_BASE.ops, f"{MLP}.up_proj": {"aten::mm": 2}}
+_MLP = dataclasses.replace(_BASE, ops=_OPS)
+
+
+def test_ops_that_moved_to_another_module_are_none_more() -> None:
+    """A wrapper moves the ops of a module to other names; where it calls the module twice, the net growth is stated."""
+    once = _rows(measured(_MLP, on_cpu=True), measured(_wrapped(1), on_cpu=True))["program"]
+    assert once.reason.splitlines()[1] == "Cause: ops moved from layers.*.mlp to layers.*.mlp.mlp."
+    assert "aten" not in once.reason
+    twice = _rows(measured(_MLP, on_cpu=True), measured(_wrapped(2), on_cpu=True))["program"]
+    assert "Cause: 1 more aten::mm in each of 2 modules of layers.*.mlp.mlp." in twice.reason
+    assert "Calls: aten::mm 2 -> 4 in 2 modules, aten::add 2 -> 4, aten::view 2 -> 4" in twice.reason

@@ -166,9 +166,10 @@ def run_promote(arguments: argparse.Namespace) -> int:
         baseline = present.baseline(present.name, base)
         verdicts = judge(base, whole, policy, today=today_of(arguments), baseline=baseline)
         promotions = promotion.promotions(base, candidate, verdicts, policy)
-        if found := exit_status(verdicts, policy):
-            refused.append(headline.headline(verdicts, policy).text)
-            remedy = headline.next_steps(verdicts, policy)
+    for one in promotion.judged(candidate, verdicts, policy, today_of(arguments)):
+        if found := exit_status(one, policy):
+            refused.append(headline.headline(one, policy).text)
+            remedy = remedy or headline.next_steps(one, policy)
             status = status or found
     if status and arguments.force is None:
         for text in refused:
@@ -179,10 +180,7 @@ def run_promote(arguments: argparse.Namespace) -> int:
     forced = Promotion(reason=arguments.force, refused=refused) if refused else None
     promotions = [] if refused else promotions  # a growth that was accepted by force is not stated again
     promoted = msgspec.structs.replace(candidate, verdicts=verdicts, promotion=forced, promotions=promotions)
-    try:
-        written = _write(promoted, arguments.to, store)
-    except OSError as error:
-        raise ValueError(f"baseline {arguments.to or store}: cannot be written: {file.one_line(error)}") from None
+    written = _write(promoted, arguments.to, store)
     show(f"promoted: {arguments.report} is the baseline {written}")
     bad = {one.id: [disturbances.untimed(launch) for launch in one.launches] for one in candidate.cases}
     if why := {name: reasons[0] or "" for name, reasons in bad.items() if reasons and all(reasons)}:
@@ -195,11 +193,14 @@ def run_promote(arguments: argparse.Namespace) -> int:
 
 
 def _write(promoted: Report, path: Path | None, store: Path) -> Path:
-    if path is None:
-        check_name_is_free(storage.BASELINE)
-        return storage.save(promoted, store, storage.BASELINE)
-    file.check_writable(path)
-    file.dump(promoted, path)
+    try:
+        if path is None:
+            check_name_is_free(storage.BASELINE)
+            return storage.save(promoted, store, storage.BASELINE)
+        file.check_writable(path)
+        file.dump(promoted, path)
+    except OSError as error:
+        raise ValueError(f"baseline {path or store}: cannot be written: {file.one_line(error)}") from None
     return path
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import re
+from collections import Counter
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -163,7 +164,9 @@ def test_the_summary_begins_with_the_worst() -> None:
     places = [page.index(text) for text in parts]
     assert places == sorted(places)
     assert page.count("<details>") == page.count("</details>") == 2
-    assert f"{sum(row.compared for row in verdicts.rows)} rows compared" in page
+    words = Counter(row.verdict for row in verdicts.rows if row.compared)
+    assert f"{words.total()} rows compared: {words['OK']} OK, " in page
+    assert f"{words['REGRESSED']} REGRESSED" in page
 
 
 def test_a_page_of_any_size_stays_below_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
