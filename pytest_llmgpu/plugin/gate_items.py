@@ -27,8 +27,6 @@ _LAST_FAILED = "cache/lastfailed"
 """The entry of pytest's cache with the ids of failed tests, for --lf."""
 _VERDICT = pytest.StashKey[str]()
 """In `item.stash`: the verdict of the item."""
-_CONCLUDED = pytest.StashKey[bool]()
-"""In `config.stash`: whether the report was judged."""
 
 
 class _Gate(pytest.File):
@@ -51,10 +49,9 @@ class GateItem(pytest.Item):
         __tracebackhide__ = True
         benchmark = session_of(self.config)
         assert benchmark.gate is not None, "the items exist with --llmgpu-compare only"
-        if not self.config.stash.get(_CONCLUDED, False):
+        if benchmark.gate.verdicts is None:
             deselected = self.config.stash[DESELECTED]
             benchmark.recorder.conclude(None, interrupted=False, deselected=deselected)
-            self.config.stash[_CONCLUDED] = True
         found = benchmark.gate.verdict_of(self._judged)
         self.stash[_VERDICT] = found.verdict
         self.user_properties += junit_verdicts(found.rows)

@@ -223,6 +223,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Complete the report and end every process."""
     if (benchmark := running(session.config)) is not None:
         stopped = exitstatus == pytest.ExitCode.INTERRUPTED or bool(session.shouldstop or session.shouldfail)
+        # With verdicts every test has run, and only items of the gate are left, as after -x.
+        stopped &= benchmark.gate is None or benchmark.gate.verdicts is None
         deselected = session.config.stash[DESELECTED]
         session.exitstatus = benchmark.end(int(exitstatus), interrupted=stopped, deselected=deselected)
     elif not exitstatus and _left_out(session.config)[1]:

@@ -129,11 +129,14 @@ def test_the_last_failed_run_again_are_those_that_regressed(runs: FakedRuns) -> 
     ("outcome", "metric", "last"), [("completed", "time", "UNDECIDED"), ("error", "outcome", "MISSING")]
 )
 def test_a_run_that_stops_early_is_judged(runs: FakedRuns, outcome: Outcome, metric: MetricName, last: Verdict) -> None:
-    """With -x at a failed item or test, the report has all verdicts and the run fails."""
+    """With -x the report has all verdicts and the run fails. It is whole after a failed item, not after a test."""
     runs.seconds = _slower
     runs.outcome = lambda size: outcome if size == 4 else "completed"
     assert runs("-x", _COMPARE).ret == 1
-    found = {(row.id, row.metric): row.verdict for row in known(runs.report().verdicts).rows}
+    session, verdicts = runs.report().session, known(runs.report().verdicts)
+    assert (session.complete, session.interrupted) == ((True, False) if outcome == "completed" else (False, True))
+    assert ("interrupted" in known(verdicts.head).states) is session.interrupted
+    found = {(row.id, row.metric): row.verdict for row in verdicts.rows}
     assert (found["mp-bs4", metric], found["mp-bs8", metric]) == ("REGRESSED", last)
 
 
