@@ -77,6 +77,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         assert gate is not None, "this plugin is registered with --llmgpu-compare only"
         gate.expect(tests)
         parent = _Gate.from_parent(session, path=config.rootpath / NAME)
+        if config.pluginmanager.hasplugin("rerunfailures"):
+            parent.add_marker(pytest.mark.flaky(reruns=0))  # --reruns: a verdict stays as it is
         judged = [*((test, test) for test in tests), (WHOLE_RUN, None)]
         # With the path of the rootdir, the hooks of its conftest.py apply to the items.
         session.items += [

@@ -158,6 +158,25 @@ def test_a_gate_without_its_items_fails_the_run(runs: FakedRuns) -> None:
     assert runs.report().session.exit_status == 1
 
 
+def test_no_item_is_run_again(runs: FakedRuns) -> None:
+    """A stand-in for pytest-rerunfailures with --reruns=2, which reads the number at the closest marker."""
+    runs.pytester.makeconftest(
+        """
+        def pytest_configure(config):
+            config.addinivalue_line("markers", "flaky(reruns)")
+            config.pluginmanager.register(object(), "rerunfailures")
+
+        def pytest_runtest_protocol(item):
+            marker = item.get_closest_marker("flaky")
+            print("reruns", 2 if marker is None else marker.kwargs["reruns"], item.nodeid)
+        """
+    )
+    result = runs("-s", "--strict-markers", _COMPARE, sizes="1")
+    reruns = re.findall(r"reruns (\d) (.*)", result.stdout.str())
+    test = "test_it.py::test_hellaswag[mp-bs1]"
+    assert reruns == [("2", test), ("0", f"llmgpu gate::{test}"), ("0", "llmgpu gate::the whole run")]
+
+
 def test_a_first_run_may_do_without_a_baseline(runs: FakedRuns) -> None:
     """A run without a baseline passes where that is allowed, and names the reason."""
     result = runs("--llmgpu-compare=nowhere.json", "--llmgpu-allow-no-baseline")
