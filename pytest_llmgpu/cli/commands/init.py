@@ -48,6 +48,9 @@ next:
     git add benchmarks/baseline.json.gz && git commit -m "Baseline"
     {pytest} --llmgpu-compare=benchmarks/baseline.json.gz
 The workflow needs a baseline of its own runner: the head of the file has the commands."""
+_INSTALL = """
+Its step Install lacks the plugins that addopts need ({}), and packages that your tests import: add them."""
+_ADDOPTS = re.compile(r"""\baddopts'?\s*[=:]\s*(\[[^\]]*\]|(['"]).*?\2|.*(?:\n[ \t]+.+)*)""")
 _XDIST = re.compile(r"(?<![\w-])(-n|--numprocesses|--dist)\b")
 """Options with which pytest would measure nothing: the workers of xdist cannot share the GPUs."""
 
@@ -64,7 +67,8 @@ def run_init(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status; ValueError if the answer was no."""
     root = launches.place()[1]
     device = arguments.device or ("cuda" if nvml.inventory().gpus else "cpu")
-    before, after, advice, pytest = _project(root, device)
+    before, after, advice, addopts = _project(root, device)
+    pytest = "pytest benchmarks" + " -n 0" * (_XDIST.search(addopts) is not None)
     workflow = (Path(__file__).parents[1] / "workflow.yml").read_text(encoding="utf-8")
     workflow = workflow.replace("pytest benchmarks", pytest)
     if device == "cpu":
@@ -91,12 +95,13 @@ def run_init(arguments: argparse.Namespace) -> int:
             raise ValueError("nothing is written: the answer y, or --yes, writes the files")
     for name, text in files.items():
         file.save(root / name, text.encode(), "file")
-    show(_STEPS.format(root=shlex.quote(str(root)), names=" ".join(files), pytest=pytest))
+    steps = _STEPS.format(root=shlex.quote(str(root)), names=" ".join(files), pytest=pytest)
+    show(steps + (_INSTALL.format(addopts) if addopts else ""))
     return 0
 
 
 def _project(root: Path, device: str) -> tuple[str, str, list[str], str]:
-    """Return the text of pyproject.toml, that with options and policy, what the user has to add, and what measures."""
+    """Return the text of pyproject.toml, that with options and policy, what the user has to add, and addopts."""
     path = root / "pyproject.toml"
     before = path.read_text(encoding="utf-8") if path.exists() else ""
     try:
@@ -121,5 +126,6 @@ def _project(root: Path, device: str) -> tuple[str, str, list[str], str]:
         after += f"\n[tool.pytest.ini_options]\n{options}"
     if "gate" not in tool.get("llmgpu", {}):
         after += f"\n{_POLICIES[device]}"
-    measures = "pytest benchmarks" + " -n 0" * (_XDIST.search(chosen) is not None)
-    return before, after if before else after.lstrip("\n"), advice, measures
+    given = _ADDOPTS.search(chosen)
+    addopts = " ".join(re.sub(r"""["',\[\]]""", " ", given[1] if given else "").split())
+    return before, after if before else after.lstrip("\n"), advice, addopts

@@ -71,20 +71,28 @@ def test_what_exists_is_kept(
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "alone"),
+    ("name", "text", "alone", "addopts"),
     [
-        (_PYPROJECT, '[tool.pytest.ini_options]\naddopts = "-n 2 --reruns 1"\n', True),
-        (_PYPROJECT, '[tool.pytest.ini_options]\naddopts = ["--numprocesses=2"]\n', True),
-        (_PYPROJECT, '[tool.pytest.ini_options]\naddopts = "--no-header -ra"\n', False),
-        ("tox.ini", "[pytest]\naddopts = -n auto\n", True),
+        (_PYPROJECT, '[tool.pytest.ini_options]\naddopts = "-n 2 --reruns 1"\n', True, "-n 2 --reruns 1"),
+        (_PYPROJECT, '[tool.pytest.ini_options]\naddopts = ["--numprocesses=2",\n"-q"]\n', True, "--numprocesses=2 -q"),
+        (_PYPROJECT, '[tool.pytest.ini_options]\naddopts = "--no-header -ra"\n', False, "--no-header -ra"),
+        (_PYPROJECT, _PYTEST, False, None),
+        ("tox.ini", "[pytest]\naddopts = -n auto\n  --reruns=1\nminversion = 8\n", True, "-n auto --reruns=1"),
     ],
 )
-def test_commands_work_as_printed(root: Path, llmgpu: Callable[..., str], name: str, text: str, alone: bool) -> None:
-    """They are of the root of the repository, and without workers of xdist, in which nothing is measured."""
+def test_commands_work_as_printed(
+    root: Path, llmgpu: Callable[..., str], name: str, text: str, alone: bool, addopts: str | None
+) -> None:
+    """They are of the root of the repository, and without workers of xdist, in which nothing is measured.
+
+    The workflow does not install the plugins that addopts need, which is stated.
+    """
     (root / name).write_text(text)
     _, _, steps = llmgpu("init", "--yes").partition("next:\n")
     assert steps.splitlines()[0].strip() == f"cd {root}"
     assert ("pytest benchmarks -n 0 --llmgpu-save=base" in steps) is alone
+    assert f"addopts need ({addopts})" in steps or addopts is None
+    assert ("addopts" in steps) is (addopts is not None)
     assert ("pytest benchmarks -n 0 " in (root / _WORKFLOW).read_text()) is alone
 
 
