@@ -40,6 +40,7 @@ _TABLE = re.compile(r"^\[tool\.pytest(\.ini_options)?\][^\S\n]*(#.*)?\n", re.MUL
 _OTHERS = {"pytest.toml": "", ".pytest.toml": "", "pytest.ini": "", ".pytest.ini": "", "tox.ini": "[pytest]"}
 """Files that pytest reads instead of pyproject.toml, with the line that makes it do so."""
 _STEPS = """\
+This measures llmgpu_model, the bundled model at first; for your own layers, modules or functions see docs/own-code.md.
 next:
     cd {root}
     git add {names} && git commit -m "Benchmark"

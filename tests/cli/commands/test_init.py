@@ -85,10 +85,11 @@ def test_commands_work_as_printed(
 ) -> None:
     """They are of the root of the repository, and without workers of xdist, in which nothing is measured.
 
-    The workflow does not install the plugins that addopts need, which is stated.
+    The workflow does not install the plugins that addopts need, which is stated, as is where own code is measured.
     """
     (root / name).write_text(text)
-    _, _, steps = llmgpu("init", "--yes").partition("next:\n")
+    before, _, steps = llmgpu("init", "--yes").partition("next:\n")
+    assert before.endswith("see docs/own-code.md.\n")
     assert steps.splitlines()[0].strip() == f"cd {root}"
     assert ("pytest benchmarks -n 0 --llmgpu-save=base" in steps) is alone
     assert f"addopts need ({addopts})" in steps or addopts is None
