@@ -17,6 +17,7 @@ from pytest_llmgpu.cli.arguments import (
     storage_of,
 )
 from pytest_llmgpu.cli.output import color, complain, save, show, write_data
+from pytest_llmgpu.report.options import LATEST
 from pytest_llmgpu.report.text import listed, plural
 from pytest_llmgpu.store import store
 from pytest_llmgpu.store.store import public
@@ -193,8 +194,9 @@ def run_rm(arguments: argparse.Namespace) -> int:
     """Remove reports of the store; none if one of them is not there."""
     found = [source(name, arguments) for name in arguments.report]
     for name, one in zip(arguments.report, found, strict=True):
-        if one.stored is None:
-            raise ValueError(f"{name}: is no report of the store {storage_of(arguments)}: see llmgpu list")
+        if one.stored is None or name.rpartition("/")[2] == LATEST:  # which of them that is depends on the last run
+            allowed = "allowed are a number, a name or a commit of llmgpu list"
+            raise ValueError(f"{name}: names no report of the store {storage_of(arguments)}: {allowed}")
     for one in found:
         Path(one.name).unlink()
         show(f"removed: {one.name}")
