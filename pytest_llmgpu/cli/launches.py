@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pytest_llmgpu.cli import environments
-from pytest_llmgpu.cli.output import show
+from pytest_llmgpu.cli.output import complain, show
 from pytest_llmgpu.gate import ab
 from pytest_llmgpu.gate.policy import Policy, dump_policy, in_force
 from pytest_llmgpu.processes import die_with_parent
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.report import Report
-from pytest_llmgpu.report.text import log_tail
+from pytest_llmgpu.report.text import log_tail, plural
 from pytest_llmgpu.store import git, store
 
 _OWN_SETUP = (
@@ -183,7 +183,12 @@ def begin(
         show("note: the worktrees have no .venv: all commits run in the current environment")
 
     def measure(side: ab.Side, number: int, deselected: Sequence[str]) -> Report:
-        return trees[ab.SIDES.index(side)].launch(arguments.command, number, deselected, kept)
+        try:
+            return trees[ab.SIDES.index(side)].launch(arguments.command, number, deselected, kept)
+        except KeyboardInterrupt:
+            if found := list((kept / "launches").glob("*.json.gz")):
+                complain(f"interrupted: {plural(len(found), 'report')} kept in {kept / 'launches'}")
+            raise
 
     return kept, policy, in_words, measure
 
