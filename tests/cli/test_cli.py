@@ -131,6 +131,8 @@ def test_list_shows_the_store(llmgpu: Callable[..., str], capsys: pytest.Capture
     """Each report is one line; a broken one is named, and the exit status shows that the list is incomplete."""
     empty = f"the store {DEFAULT} is empty; pytest --llmgpu-save keeps the report of a run in it\n"
     assert llmgpu("list") == empty
+    assert main(["trend"]) == 2
+    assert capsys.readouterr().err == f"llmgpu: {empty}"
     save(measured(), DEFAULT, "base")
     heads, _, line = llmgpu("list").splitlines()
     assert heads.split() == ["number", "name", "when", "commit", "machine", "strategies", "cases", "outcomes"]

@@ -22,6 +22,8 @@ from pytest_llmgpu.report.text import listed, plural
 from pytest_llmgpu.store import store
 from pytest_llmgpu.store.store import public
 
+_EMPTY = "the store {} is empty; pytest --llmgpu-save keeps the report of a run in it"
+
 
 def add_show(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `llmgpu show`."""
@@ -178,7 +180,7 @@ def run_list(arguments: argparse.Namespace) -> int:
     kept = store.stored(folder)
     table, broken = store.table(kept)
     if table or not kept:
-        show(table or f"the store {folder} is empty; pytest --llmgpu-save keeps the report of a run in it")
+        show(table or _EMPTY.format(folder))
     for line in broken:
         complain(line)
     return 2 if broken else 0
@@ -222,6 +224,8 @@ def run_trend(arguments: argparse.Namespace) -> int:
 
     if arguments.last < 1:
         raise ValueError(f"--last {arguments.last}: a number of at least 1 is needed")
+    if arguments.folder is None and not store.stored(store.find()):
+        raise ValueError(_EMPTY.format(store.find()))
     stored = trends.chosen(arguments.folder or store.find(), arguments.machine)
     kept = []
     for one in stored:
