@@ -58,7 +58,7 @@ _XDIST = re.compile(r"(?<![\w-])(-n|--numprocesses|--dist)\b")
 
 def add_init(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
-    parser.epilog = "Files and tables that exist are kept. Each file is shown before it is written."
+    parser.epilog = "Files and tables that exist are kept. Each file is shown before it is written, except with --yes."
     text = "what is measured and judged: on a CPU exact figures are gated, and times are shown (default: a GPU if any)"
     parser.add_argument("--device", choices=tuple(_POLICIES), help=text)
     parser.add_argument("--yes", action="store_true", help="write the files without a question")
@@ -79,21 +79,20 @@ def run_init(arguments: argparse.Namespace) -> int:
         workflow = workflow.replace('"$PACKAGE[transformers]" #', '"$PACKAGE[transformers]" -e . #')
     # The options come last: they are what the user looks at, and the workflow is long.
     files = {".github/workflows/llm-inference.yml": workflow, "benchmarks/test_inference.py": _TEST}
-    for name, text in list(files.items()):
-        if (root / name).exists():
-            del files[name]
-        show(f"new file {name}\n\n{text}" if name in files else f"{name} exists and is kept")
+    for name in [name for name in files if (root / name).exists()]:
+        del files[name]
+        show(f"{name} exists and is kept")
+    shown = [f"new file {name}\n\n{text}" for name, text in files.items()]
     if after != before:
         files["pyproject.toml"] = after
-        lines = before.splitlines()
-        show("\n".join(["added to pyproject.toml\n", *(line for line in after.splitlines() if line not in lines), ""]))
-    show("\n".join([f"options and policy are for --device {device}", *advice]))
+        added = [line for line in after.splitlines() if line not in before.splitlines()]
+        shown.append("\n".join(["added to pyproject.toml\n", *added, ""]))
+    show("\n".join([*shown * (not arguments.yes), f"options and policy are for --device {device}", *advice]))
     if not files:
         return 0
-    if not arguments.yes:
-        show(f"write {', '.join(files)}? [y/N]")
-        if sys.stdin.readline().strip().lower() not in {"y", "yes"}:
-            raise ValueError("nothing is written: the answer y, or --yes, writes the files")
+    show(f"write {', '.join(files)}" + "? [y/N]" * (not arguments.yes))
+    if not arguments.yes and sys.stdin.readline().strip().lower() not in {"y", "yes"}:
+        raise ValueError("nothing is written: the answer y, or --yes, writes the files")
     for name, text in files.items():
         file.save(root / name, text.encode(), "file")
     steps = _STEPS.format(root=shlex.quote(str(root)), names=" ".join(files), pytest=pytest)
