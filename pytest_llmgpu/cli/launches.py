@@ -107,7 +107,11 @@ class Worktree(NamedTuple):
         name, began = f"{self.name}-{number}", time.monotonic()
         path, log = kept / "launches" / f"{name}.json.gz", kept / "launches" / f"{name}.log"
         whole = [*command, f"{_JSON}={path}", *(f"--deselect={nodeid}" for nodeid in deselected)]
-        status = run(whole, self.folder, self.environment(), log)
+        try:
+            status = run(whole, self.folder, self.environment(), log)
+        except KeyboardInterrupt:
+            complain(f"interrupted: {plural(len(list(log.parent.glob('*.json.gz'))), 'report')} kept in {log.parent}")
+            raise
         show(f"{name}  {time.monotonic() - began:.1f} s")
         if status not in _COMPLETE or not path.exists():
             without = "" if path.exists() else " without a report"
@@ -183,12 +187,7 @@ def begin(
         show("note: the worktrees have no .venv: all commits run in the current environment")
 
     def measure(side: ab.Side, number: int, deselected: Sequence[str]) -> Report:
-        try:
-            return trees[ab.SIDES.index(side)].launch(arguments.command, number, deselected, kept)
-        except KeyboardInterrupt:
-            if found := list((kept / "launches").glob("*.json.gz")):
-                complain(f"interrupted: {plural(len(found), 'report')} kept in {kept / 'launches'}")
-            raise
+        return trees[ab.SIDES.index(side)].launch(arguments.command, number, deselected, kept)
 
     return kept, policy, in_words, measure
 
