@@ -145,9 +145,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
     This is not done in pytest_collection_modifyitems, because other plugins reorder after its last implementation.
     """
-    errors = session.config.stash[_MARKER_ERRORS]
     for item in session.items:
-        if (error := errors.get(item.nodeid.partition("[")[0])) is not None:
+        if (error := session.config.stash[_MARKER_ERRORS].get(item.nodeid.partition("[")[0])) is not None:
             _refuse(item, error)
     ours = [item for item in session.items if _runs(item)]
     if not ours:

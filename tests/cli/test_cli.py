@@ -104,7 +104,7 @@ def test_a_report_is_removed_by_its_name(
     assert "two" in llmgpu("list")
     dump(measured(), Path("other.json"))
     for other in ("other.json", "latest"):
-        assert f"{other}: names no report of the store ../.llmgpu: allowed are a number" in refused("rm", "one", other)
+        assert f"{other}: names no report of ../.llmgpu: give a number" in refused("rm", "one", other)
     assert "_one.json" in llmgpu("rm", "one")
     assert [one.name for one in stored(Path("..") / DEFAULT)] == ["two"]
     Path(".git").mkdir()  # the root of another repository

@@ -126,6 +126,5 @@ def _project(root: Path, device: str) -> tuple[str, str, list[str], str]:
         after += f"\n[tool.pytest.ini_options]\n{options}"
     if "gate" not in tool.get("llmgpu", {}):
         after += f"\n{_POLICIES[device]}"
-    given = _ADDOPTS.search(chosen)
-    addopts = " ".join(re.sub(r"""["',\[\]]""", " ", given[1] if given else "").split())
+    addopts = " ".join(re.sub(r"""["',\[\]]""", " ", given[1]).split()) if (given := _ADDOPTS.search(chosen)) else ""
     return before, after if before else after.lstrip("\n"), advice, addopts

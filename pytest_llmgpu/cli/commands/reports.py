@@ -150,7 +150,7 @@ def run_plot(arguments: argparse.Namespace) -> int:
 
     chosen = images.formats(arguments.format)
     report = source(arguments.report, arguments).report()
-    base = arguments.baseline and source(arguments.baseline, arguments, same_machine_as=report).report()
+    base = arguments.baseline and source(arguments.baseline, arguments, machine=store.hardware(report)).report()
     drawn, omitted = charts.of_report(report, base)
     if arguments.case is not None:
         by_id = {result.id: result for result in report.cases}
@@ -197,8 +197,7 @@ def run_rm(arguments: argparse.Namespace) -> int:
     found = [source(name, arguments) for name in arguments.report]
     for name, one in zip(arguments.report, found, strict=True):
         if one.stored is None or name.rpartition("/")[2] == LATEST:  # which of them that is depends on the last run
-            allowed = "allowed are a number, a name or a commit of llmgpu list"
-            raise ValueError(f"{name}: names no report of the store {storage_of(arguments)}: {allowed}")
+            raise ValueError(f"{name}: names no report of {storage_of(arguments)}: give a number, a name or a commit")
     for one in found:
         Path(one.name).unlink()
         show(f"removed: {one.name}")
