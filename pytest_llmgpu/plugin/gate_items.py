@@ -50,7 +50,7 @@ class GateItem(pytest.Item):
         benchmark = session_of(self.config)
         assert benchmark.gate is not None, "the items exist with --llmgpu-compare only"
         if benchmark.gate.verdicts is None:
-            benchmark.recorder.conclude(None, interrupted=False, deselected=self.config.stash[DESELECTED])
+            benchmark.recorder.conclude(None, interrupted=False, deselected=[*self.config.stash[DESELECTED]])
         found = benchmark.gate.verdict_of(self._judged)
         self.stash[_VERDICT] = found.verdict
         self.user_properties += junit_verdicts(found.rows)
