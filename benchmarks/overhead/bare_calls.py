@@ -21,8 +21,8 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from pytest_llmgpu.profiling.nvml import session
+from pytest_llmgpu.profiling.sampler.__main__ import Sampler, ticks
 from pytest_llmgpu.profiling.sampler.devices import open_devices
-from pytest_llmgpu.profiling.sampler.rounds import Sampler, ticks
 
 NEAR_S = 0.001
 """A call that is due within this time is made at once, as in a round."""

@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             show(f"llmgpu {installed_version('pytest-llmgpu') or '(not installed)'}")
             return 0
-        status: int = chosen.run(chosen)
+        return int(chosen.run(chosen))
     except (ValueError, ArithmeticError, OSError) as error:
         if os.environ.get(_DEBUG, "0") not in {"", "0"}:
             traceback.print_exc()
@@ -75,4 +75,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return _INTERRUPTED
-    return status

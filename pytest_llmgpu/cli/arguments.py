@@ -25,9 +25,8 @@ REFERENCE = (
 
 def add_storage(parser: argparse.ArgumentParser) -> None:
     """Declare `--storage DIR`."""
-    parser.add_argument(
-        "--storage", metavar="DIR", type=Path, help="folder of the store (default: the nearest .llmgpu)"
-    )
+    text = "folder of the store (default: the nearest .llmgpu)"
+    parser.add_argument("--storage", metavar="DIR", type=Path, help=text)
 
 
 def storage_of(arguments: argparse.Namespace) -> Path:
@@ -36,12 +35,8 @@ def storage_of(arguments: argparse.Namespace) -> Path:
     return folder
 
 
-def source(reference: str, arguments: argparse.Namespace, *, same_machine_as: Report | None = None) -> Source:
-    """Return the report that a reference names; ValueError in one line if none or several have that name.
-
-    If several machines have a report of that name, it is the one of the machine of `same_machine_as`.
-    """
-    machine = None if same_machine_as is None else store.hardware(same_machine_as)
+def source(reference: str, arguments: argparse.Namespace, *, machine: str | None = None) -> Source:
+    """Return the report that a reference names, that of `machine` if several have one; ValueError in one line."""
     return store.resolve(reference, storage_of(arguments), machine=machine)
 
 
@@ -84,7 +79,7 @@ def judged(
     """
     base = baseline = None
     try:
-        found = source(reference, arguments, same_machine_as=head)
+        found = source(reference, arguments, machine=store.hardware(head))
         base = found.report()
         baseline = found.baseline(reference, base)
     except git.AbsentError as error:

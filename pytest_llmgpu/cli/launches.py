@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pytest_llmgpu.cli import environments
-from pytest_llmgpu.cli.output import show
+from pytest_llmgpu.cli.output import complain, show
 from pytest_llmgpu.gate import ab
 from pytest_llmgpu.gate.policy import Policy, dump_policy, in_force
 from pytest_llmgpu.processes import die_with_parent
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.report import Report
-from pytest_llmgpu.report.text import log_tail
+from pytest_llmgpu.report.text import log_tail, plural
 from pytest_llmgpu.store import git, store
 
 _OWN_SETUP = (
@@ -107,7 +107,11 @@ class Worktree(NamedTuple):
         name, began = f"{self.name}-{number}", time.monotonic()
         path, log = kept / "launches" / f"{name}.json.gz", kept / "launches" / f"{name}.log"
         whole = [*command, f"{_JSON}={path}", *(f"--deselect={nodeid}" for nodeid in deselected)]
-        status = run(whole, self.folder, self.environment(), log)
+        try:
+            status = run(whole, self.folder, self.environment(), log)
+        except KeyboardInterrupt:
+            complain(f"interrupted: {plural(len(list(log.parent.glob('*.json.gz'))), 'report')} kept in {log.parent}")
+            raise
         show(f"{name}  {time.monotonic() - began:.1f} s")
         if status not in _COMPLETE or not path.exists():
             without = "" if path.exists() else " without a report"

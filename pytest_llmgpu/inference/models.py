@@ -149,10 +149,10 @@ def resolve(
         raise ValueError(f"revision {revision!r} is not allowed: {model} is not a model of the hub{own}")
     try:
         if tokenizer is not None:
-            tokenizer_directory = _locate(tokenizer, None, rootdir, weights=False)[1]
+            called, tokenizer_directory, _ = _locate(tokenizer, None, rootdir, weights=False)
         else:
-            tokenizer_directory = directory or _preset_tokenizer(texts, fields["vocab_size"])
-        _check_vocabulary(tokenizer_directory, fields, name)
+            called, tokenizer_directory = name, directory or _preset_tokenizer(texts, fields["vocab_size"])
+        _check_vocabulary(tokenizer_directory, fields, called, f"{name}/config.json" if directory else name)
         sha256 = tokenizer_sha256(tokenizer_directory)
     except ValueError as error:
         raise TokenizerError(str(error)) from error
@@ -205,9 +205,8 @@ def tokenizer_sha256(directory: Path) -> str:
     """
     files = [directory / name for name in _TOKENIZER_FILES if (directory / name).is_file()]
     if not any(path.name in _TOKENIZER_FILES[:4] for path in files):
-        raise ValueError(
-            f"{directory} has no tokenizer ({', '.join(_TOKENIZER_FILES[:4])}): pass one with the tokenizer option"
-        )
+        names = ", ".join(_TOKENIZER_FILES[:4])
+        raise ValueError(f"{directory} has no tokenizer ({names}): pass one with --llmgpu-tokenizer=DIR")
     digest = hashlib.sha256()
     for path in files:
         digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
@@ -521,7 +520,7 @@ def _add_weights(digest: hashlib._Hash, path: Path) -> None:
             digest.update(file.read(_BLOCK_BYTES))
 
 
-def _check_vocabulary(directory: Path, config: dict[str, Any], model: str) -> None:
+def _check_vocabulary(directory: Path, config: dict[str, Any], name: str, model: str) -> None:
     """Refuse a tokenizer with ids outside the model's vocabulary: on a GPU such an id crashes the process."""
     path = directory / "tokenizer.json"
     if not path.is_file():
@@ -538,8 +537,8 @@ def _check_vocabulary(directory: Path, config: dict[str, Any], model: str) -> No
     size = config.get("vocab_size", text.get("vocab_size") if isinstance(text, dict) else None)
     if isinstance(size, int) and largest >= size:  # without a size the default of its class applies
         raise ValueError(
-            f"tokenizer {directory.name} has token {largest}, and model {model} has a vocabulary of {size}: "
-            "choose the tokenizer of this model"
+            f"the tokenizer {name} has token {largest}, and {model} a vocab_size of {size}: choose the "
+            "tokenizer of this model by --llmgpu-tokenizer=DIR"
         )
 
 

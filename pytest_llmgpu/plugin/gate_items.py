@@ -27,8 +27,6 @@ _LAST_FAILED = "cache/lastfailed"
 """The entry of pytest's cache with the ids of failed tests, for --lf."""
 _VERDICT = pytest.StashKey[str]()
 """In `item.stash`: the verdict of the item."""
-_CONCLUDED = pytest.StashKey[bool]()
-"""In `config.stash`: whether the report was judged."""
 
 
 class _Gate(pytest.File):
@@ -51,10 +49,8 @@ class GateItem(pytest.Item):
         __tracebackhide__ = True
         benchmark = session_of(self.config)
         assert benchmark.gate is not None, "the items exist with --llmgpu-compare only"
-        if not self.config.stash.get(_CONCLUDED, False):
-            deselected = self.config.stash[DESELECTED]
-            benchmark.recorder.conclude(None, interrupted=False, deselected=deselected)
-            self.config.stash[_CONCLUDED] = True
+        if benchmark.gate.verdicts is None:
+            benchmark.recorder.conclude(None, interrupted=False, deselected=[*self.config.stash[DESELECTED]])
         found = benchmark.gate.verdict_of(self._judged)
         self.stash[_VERDICT] = found.verdict
         self.user_properties += junit_verdicts(found.rows)
@@ -80,6 +76,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         assert gate is not None, "this plugin is registered with --llmgpu-compare only"
         gate.expect(tests)
         parent = _Gate.from_parent(session, path=config.rootpath / NAME)
+        if config.pluginmanager.hasplugin("rerunfailures"):
+            parent.add_marker(pytest.mark.flaky(reruns=0))  # --reruns: a verdict stays as it is
         judged = [*((test, test) for test in tests), (WHOLE_RUN, None)]
         # With the path of the rootdir, the hooks of its conftest.py apply to the items.
         session.items += [

@@ -145,9 +145,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
     This is not done in pytest_collection_modifyitems, because other plugins reorder after its last implementation.
     """
-    errors = session.config.stash[_MARKER_ERRORS]
     for item in session.items:
-        if (error := errors.get(item.nodeid.partition("[")[0])) is not None:
+        if (error := session.config.stash[_MARKER_ERRORS].get(item.nodeid.partition("[")[0])) is not None:
             _refuse(item, error)
     ours = [item for item in session.items if _runs(item)]
     if not ours:
@@ -223,6 +222,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Complete the report and end every process."""
     if (benchmark := running(session.config)) is not None:
         stopped = exitstatus == pytest.ExitCode.INTERRUPTED or bool(session.shouldstop or session.shouldfail)
+        # With verdicts every test has run, and only items of the gate are left, as after -x.
+        stopped &= benchmark.gate is None or benchmark.gate.verdicts is None
         deselected = session.config.stash[DESELECTED]
         session.exitstatus = benchmark.end(int(exitstatus), interrupted=stopped, deselected=deselected)
     elif not exitstatus and _left_out(session.config)[1]:

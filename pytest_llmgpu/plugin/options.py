@@ -44,8 +44,9 @@ def declare(parser: pytest.Parser) -> None:
         help_text = declared["help"].replace("%", "%%")
         if declared["text"] is not None:
             help_text += f" (default: {declared['text']})"
+        flag = flag_of(field) if field.name != "strategy" else LONG_STRATEGY
         group.addoption(
-            flag_of(field) if field.name != "strategy" else LONG_STRATEGY,
+            flag,
             dest=ini_key_of(field),
             default=None,
             action="append" if field.name == "strategy" else "store" if declared["metavar"] else "store_true",
@@ -55,7 +56,7 @@ def declare(parser: pytest.Parser) -> None:
         )
         is_list = (declared["metavar"] or "").endswith("]")
         ini_type: Any = "args" if is_list else _INI_TYPES.get(declared["metavar"], "string")
-        parser.addini(ini_key_of(field), f"default of {flag_of(field)}", type=ini_type, default=None)
+        parser.addini(ini_key_of(field), f"default of {flag}", type=ini_type, default=None)
 
 
 def declare_short(parser: pytest.Parser) -> None:
@@ -136,7 +137,7 @@ def check_owners(
             names = ", ".join(sorted(measured))
             raise pytest.UsageError(
                 f"{flag_of(field)}: this is an option of strategy {owner}, and the run measures {names}: "
-                f"remove the flag or add --strategy={owner}"
+                f"remove the flag or add {LONG_STRATEGY}={owner}"
             )
         if workload := other_workload(field.name, workloads):
             raise pytest.UsageError(

@@ -151,7 +151,7 @@ class Options:
         "bundled",
     )
     revision: str | None = _option("REV", "branch, tag or commit of a hub model")
-    tokenizer: str | None = _option("DIR", "directory or hub id of the tokenizer (default: the model's)")
+    tokenizer: str | None = _option("DIR", "bundled, a directory or a hub id (default: the tokenizer of the model)")
     add_bos: str = _option(
         "{auto,yes,no}",
         "begin texts with the beginning-of-sequence token, as add_bos_token in lm-evaluation-harness; auto: as the "

@@ -72,7 +72,8 @@ class RunGate:
         self._why: str | None = None
         """The reason why there is no baseline, where the policy allows that."""
         self._undeclared: list[str] = []
-        self._verdicts: Verdicts | None = None
+        self.verdicts: Verdicts | None = None
+        """Those of the latest judgement; None before the first one."""
         self._tests: frozenset[str] = frozenset()
         self._failed = False
         self.policy, self._policy_in_words = in_force(policy_path, options, rootdir)
@@ -134,15 +135,15 @@ class RunGate:
         baseline = self._source.baseline(self._reference, self.base) if known else None  # type: ignore[union-attr,arg-type]
         verdicts = judge(self.base, report, self.policy, today=self._today, baseline=baseline)
         if self._reference is not None or any(is_own(row.metric) and fails(row, self.policy) for row in verdicts.rows):
-            self._verdicts = verdicts
-        return self._verdicts
+            self.verdicts = verdicts
+        return self.verdicts
 
     def verdict_of(self, nodeid: str | None) -> TestVerdict:
         """Return the verdict on the cases of a test; for None, on the rows that belong to no test.
 
         The latter, on missing cases, fails also if too little was compared.
         """
-        verdicts = self._verdicts
+        verdicts = self.verdicts
         if nodeid is not None:
             rows = [row for row in verdicts.rows if row.nodeid == nodeid] if verdicts is not None else []
             found = self._of_rows(rows) if rows else TestVerdict("MISSING", False, "the test measured no case")
@@ -159,17 +160,17 @@ class RunGate:
 
     def unreported(self) -> list[str]:
         """Return one line on why the gate fails, if no test failed: their verdicts may not have been requested."""
-        if self._verdicts is None or self._failed or not exit_status(self._verdicts, self.policy):
+        if self.verdicts is None or self._failed or not exit_status(self.verdicts, self.policy):
             return []
-        return [f"llmgpu gate: {verdict_tables.conclusion(self._verdicts, self.policy)}"]
+        return [f"llmgpu gate: {verdict_tables.conclusion(self.verdicts, self.policy)}"]
 
     def summary(self) -> str:
         """Return the verdicts as text for the terminal."""
         lines = [] if self._why is None else [f"no baseline: {self._why}"]
-        if self._verdicts is not None:
-            lines.append(verdict_tables.conclusion(self._verdicts, self.policy))
-            lines.append(verdict_tables.table(self._verdicts, self.policy))
-            lines += [self._policy_in_words] if self._verdicts.baseline is not None else []
+        if self.verdicts is not None:
+            lines.append(verdict_tables.conclusion(self.verdicts, self.policy))
+            lines.append(verdict_tables.table(self.verdicts, self.policy))
+            lines += [self._policy_in_words] if self.verdicts.baseline is not None else []
         return "\n\n".join(lines)
 
     def _of_rows(self, rows: Sequence[Row]) -> TestVerdict:

@@ -239,14 +239,12 @@ class Planner:
             place = registered.find(written, self._known)
             strategy = registered.make(place)
         except ValueError as error:
-            raise ValueError(f"--strategy: {error}") from None
+            raise ValueError(f"--llmgpu-strategy: {error}") from None
         if written in self._known and strategy.name != written:
-            raise ValueError(f"--strategy: {place} is registered as {written!r}, but its name is {strategy.name!r}")
+            raise ValueError(f"--llmgpu-strategy: {place} is registered as {written!r} and named {strategy.name!r}")
         other = self._places.setdefault(strategy.name, place)
         if other != place:
-            raise ValueError(
-                f"--strategy: {place} and {other} are both named {strategy.name!r}; give each a name of its own"
-            )
+            raise ValueError(f"--llmgpu-strategy: {place} and {other} are both named {strategy.name!r}; rename one")
         return place, strategy
 
     def _task(self, name: str) -> tuple[str, Task]:

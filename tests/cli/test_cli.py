@@ -103,7 +103,8 @@ def test_a_report_is_removed_by_its_name(
     monkeypatch.chdir("sub")
     assert "two" in llmgpu("list")
     dump(measured(), Path("other.json"))
-    assert "other.json: is no report of the store ../.llmgpu" in refused("rm", "one", "other.json")
+    for other in ("other.json", "latest"):
+        assert f"{other}: names no report of ../.llmgpu: give a number" in refused("rm", "one", other)
     assert "_one.json" in llmgpu("rm", "one")
     assert [one.name for one in stored(Path("..") / DEFAULT)] == ["two"]
     Path(".git").mkdir()  # the root of another repository
@@ -130,6 +131,8 @@ def test_list_shows_the_store(llmgpu: Callable[..., str], capsys: pytest.Capture
     """Each report is one line; a broken one is named, and the exit status shows that the list is incomplete."""
     empty = f"the store {DEFAULT} is empty; pytest --llmgpu-save keeps the report of a run in it\n"
     assert llmgpu("list") == empty
+    assert main(["trend"]) == 2
+    assert capsys.readouterr().err == f"llmgpu: {empty}"
     save(measured(), DEFAULT, "base")
     heads, _, line = llmgpu("list").splitlines()
     assert heads.split() == ["number", "name", "when", "commit", "machine", "strategies", "cases", "outcomes"]

@@ -13,7 +13,7 @@ from support.prose import Prose
 from support.report_factory import known
 from support.verdict_factory import make_row
 
-from pytest_llmgpu.gate import cause, program
+from pytest_llmgpu.gate import cause
 from pytest_llmgpu.report.cause import CallsChange, Cause
 from pytest_llmgpu.report.metrics import MetricName
 from pytest_llmgpu.report.report import Report

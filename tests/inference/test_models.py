@@ -154,13 +154,16 @@ _SECOND = "model-00002-of-00002.safetensors"
         ({_INDEX: b'{"weight_map": {"a": 1}}'}, "index.json: 1 in weight_map is not the name of a file"),
         ({_INDEX: b'{"weight_map": {"a": "\\n::error::x"}}'}, "error::x' in weight_map is not the name of a file"),
         ({_INDEX: b'{"weight_map": {"a": "../b"}}'}, "'../b' in weight_map is not the name of a file"),
-        ({_TOKENIZER: None}, "has no tokenizer"),
+        ({_TOKENIZER: None}, r"has no tokenizer \(.*\): pass one with --llmgpu-tokenizer=DIR"),
         ({_TOKENIZER: b'{"model": {}}'}, "is not a tokenizer"),
         ({_TOKENIZER: b'{"model": {"vocab": {"a": Infinity}}}'}, "is not a tokenizer"),
         # A token id outside the vocabulary would crash a GPU process.
-        ({_TOKENIZER: b'{"model": {"vocab": {"a": 300}}}'}, "tokenizer tiny has token 300, .* a vocabulary of 300"),
+        (
+            {_TOKENIZER: b'{"model": {"vocab": {"a": 300}}}'},
+            "the tokenizer tiny has token 300, and tiny/config.json a vocab_size of 300",
+        ),
         ({_TOKENIZER: b'{"model": {"vocab": [["a", 0]]}, "added_tokens": [{"id": 300}]}'}, "has token 300"),
-        ({_CONFIG: b'{"text_config": {"vocab_size": 260}}'}, "model tiny has a vocabulary of 260"),
+        ({_CONFIG: b'{"text_config": {"vocab_size": 260}}'}, "tiny/config.json a vocab_size of 260"),
     ],
 )
 def test_a_broken_directory_is_refused(directory: Path, files: dict[str, bytes | None], message: str) -> None:
@@ -181,6 +184,14 @@ def test_a_pipe_is_refused_and_not_read(directory: Path, name: str) -> None:
     os.mkfifo(directory / name)
     with pytest.raises(ValueError, match=f"{name} is a pipe, a socket or a device: a file is needed"):
         _resolve(directory, directory.parent)
+
+
+def test_a_tokenizer_is_named_as_it_was_chosen(directory: Path) -> None:
+    """The folder of the bundled one is `model`."""
+    with pytest.raises(
+        ValueError, match=r"the tokenizer bundled has token \d+, and tiny/config.json a vocab_size of 300:"
+    ):
+        _resolve(directory, directory.parent, tokenizer="bundled")
 
 
 @pytest.mark.parametrize(

@@ -143,11 +143,14 @@ def test_the_last_failed_run_again_are_those_that_regressed(runs: FakedRuns) -> 
     ("outcome", "metric", "last"), [("completed", "time", "UNDECIDED"), ("error", "outcome", "MISSING")]
 )
 def test_a_run_that_stops_early_is_judged(runs: FakedRuns, outcome: Outcome, metric: MetricName, last: Verdict) -> None:
-    """With -x at a failed item or test, the report has all verdicts and the run fails."""
+    """With -x the report has all verdicts and the run fails. It is whole after a failed item, not after a test."""
     runs.seconds = _slower
     runs.outcome = lambda size: outcome if size == 4 else "completed"
     assert runs("-x", _COMPARE).ret == 1
-    found = {(row.id, row.metric): row.verdict for row in known(runs.report().verdicts).rows}
+    session, verdicts = runs.report().session, known(runs.report().verdicts)
+    assert (session.complete, session.interrupted) == ((True, False) if outcome == "completed" else (False, True))
+    assert ("interrupted" in known(verdicts.head).states) is session.interrupted
+    found = {(row.id, row.metric): row.verdict for row in verdicts.rows}
     assert (found["mp-bs4", metric], found["mp-bs8", metric]) == ("REGRESSED", last)
 
 
@@ -167,6 +170,25 @@ def test_a_gate_without_its_items_fails_the_run(runs: FakedRuns) -> None:
     assert result.ret == 1
     result.stdout.fnmatch_lines(["FAILED llmgpu gate: REGRESSED: mp-bs4 wall time +300.0 % (160 s, *)", "*3 passed*"])
     assert runs.report().session.exit_status == 1
+
+
+def test_no_item_is_run_again(runs: FakedRuns) -> None:
+    """A stand-in for pytest-rerunfailures with --reruns=2, which reads the number at the closest marker."""
+    runs.pytester.makeconftest(
+        """
+        def pytest_configure(config):
+            config.addinivalue_line("markers", "flaky(reruns)")
+            config.pluginmanager.register(object(), "rerunfailures")
+
+        def pytest_runtest_protocol(item):
+            marker = item.get_closest_marker("flaky")
+            print("reruns", 2 if marker is None else marker.kwargs["reruns"], item.nodeid)
+        """
+    )
+    result = runs("-s", "--strict-markers", _COMPARE, sizes="1")
+    reruns = re.findall(r"reruns (\d) (.*)", result.stdout.str())
+    test = "test_it.py::test_hellaswag[mp-bs1]"
+    assert reruns == [("2", test), ("0", f"llmgpu gate::{test}"), ("0", "llmgpu gate::the whole run")]
 
 
 def test_a_first_run_may_do_without_a_baseline(runs: FakedRuns) -> None:

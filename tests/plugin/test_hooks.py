@@ -284,7 +284,7 @@ def test_wrong_answers_fail(runs: FakedRuns) -> None:
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
-        (["--strategy=pp"], "--strategy: 'pp' is no strategy: allowed are compile, iok, mp, openai, tp, *"),
+        (["--strategy=pp"], "--llmgpu-strategy: 'pp' is no strategy: allowed are compile, iok, mp, openai, tp, *"),
         (["--llmgpu-dataset=broken.jsonl"], "--llmgpu-dataset=broken.jsonl: *broken.jsonl:2: *"),
         (["--llmgpu-device=cuda"], "*torch is built without CUDA*"),
         (["--llmgpu-json=items.jsonl/report.json"], "*items.jsonl/report.json*"),
@@ -501,6 +501,7 @@ def test_a_repository_can_have_an_option_strategy(pytester: pytest.Pytester, dec
     assert [line for line in result.outlines if "[" in line] == [
         f"test_it.py::test_hellaswag[{name}-bs1]" for name in (["mp"] if declared else ["mp", "tp"])
     ]
+    assert "default of --strategy" not in pytester.runpytest_inprocess("--help").stdout.str()
 
 
 def test_an_unwritable_report_is_kept(runs: FakedRuns, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

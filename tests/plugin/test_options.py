@@ -177,8 +177,8 @@ _MARKED = "import pytest\n\n@pytest.mark.llmgpu(strategy='{}')\n" + _SCORES
 @pytest.mark.parametrize(
     ("flag", "remedy", "without", "owning"),
     [
-        ("--llmgpu-iok-stock", "--strategy=iok", _SCORES, _MARKED.format("iok")),
-        ("--llmgpu-tp-backend=deepspeed", "--strategy=tp", _SCORES, _MARKED.format("tp")),
+        ("--llmgpu-iok-stock", "--llmgpu-strategy=iok", _SCORES, _MARKED.format("iok")),
+        ("--llmgpu-tp-backend=deepspeed", "--llmgpu-strategy=tp", _SCORES, _MARKED.format("tp")),
         ("--llmgpu-new-tokens=8", "--llmgpu-workload=generate", _SCORES, _GENERATES),
         ("--llmgpu-scoring=harness", "--llmgpu-workload=score", _GENERATES, _SCORES),
     ],

@@ -82,6 +82,25 @@ def test_an_engine_is_measured_and_a_slower_one_is_regressed(pytester: pytest.Py
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "after", "found"),
+    [
+        ("    return torch.relu", "    x @ up\n    return torch.relu", "FLOPs +50.00 %: 1 more aten::mm in other"),
+        ("relu", "sigmoid", "accuracy*"),
+    ],
+)
+def test_a_function_alone_is_gated(pytester: pytest.Pytester, before: str, after: str, found: str) -> None:
+    """One more product in it is named, and other answers fail."""
+    _write("A function or a kernel alone", pytester.path)
+    base, _ = _run(pytester, "--llmgpu-save=base")
+    base.assert_outcomes(passed=1)
+    kernel = pytester.path / "my_kernel.py"
+    kernel.write_text(kernel.read_text().replace(before, after))
+    result, _ = _run(pytester, "--llmgpu-compare=base")
+    result.stdout.fnmatch_lines([f"REGRESSED: Mlp-bs4 {found}"])
+
+
+@pytest.mark.slow
 def test_continuous_batching_generates_the_texts_of_mp(pytester: pytest.Pytester) -> None:
     """Also as an object in this process, whose row says so, an engine without log-likelihoods is compared by tokens."""
     _write("Continuous batching of transformers", pytester.path)

@@ -127,10 +127,10 @@ def test_a_case_holds_what_the_options_mean_on_this_machine(plan: _Bench) -> Non
         (_machine(nodes=[0, 0], one_gpu_each=True), "mp", {}, "--llmgpu-devices=2: mp .* of node 0: pass at most 1"),
         (_machine("cpu"), "mp", {"strategy": ("mp",)}, "--llmgpu-devices=2: on a CPU .*, and mp has 1; allowed: 1"),
         # Strategies: measurements of two under one name would be compared.
-        (None, "wrong", {}, f"--strategy: {_ALSO_MINE} is registered as 'wrong', but its name is 'load'$"),
-        (None, _ALSO_MINE, {}, f"--strategy: {_ALSO_MINE} and {__name__}:Mine are both named 'load'"),
-        (None, f"{__name__}:Missing", {}, f"--strategy: strategy {__name__}:Missing cannot be imported: Attribute"),
-        (None, "pp", {}, "--strategy: 'pp' is no strategy: allowed are "),
+        (None, "wrong", {}, f"--llmgpu-strategy: {_ALSO_MINE} is registered as 'wrong' and named 'load'$"),
+        (None, _ALSO_MINE, {}, f"--llmgpu-strategy: {_ALSO_MINE} and {__name__}:Mine are both named 'load'"),
+        (None, f"{__name__}:Missing", {}, f"--llmgpu-strategy: strategy {__name__}:Missing cannot be imported: A"),
+        (None, "pp", {}, "--llmgpu-strategy: 'pp' is no strategy: allowed are "),
         # Values that name nothing: the message begins with the flag.
         (None, "mp", {"model": "lama-7b"}, "--llmgpu-model=lama-7b: model 'lama-7b' is unknown"),
         (None, "mp", {"dataset": "no.jsonl"}, r"--llmgpu-dataset=no\.jsonl: dataset 'no\.jsonl' is unknown"),

@@ -96,15 +96,13 @@ def run_bisect(arguments: argparse.Namespace) -> int:
     looks = ab.looks(max(1, most // 4))  # the ends take at most half of the launches
     with launches.interruptible(), begun(good, bad) as history:
         with launches.checked_out(references) as trees:
-            kept, policy, in_words, measure_end = launches.begin(
-                arguments, trees, looks, storage_of(arguments) / "bisect"
-            )
+            kept, policy, in_words, measure = launches.begin(arguments, trees, looks, storage_of(arguments) / "bisect")
             show(in_words)
 
             def judge_two(base: Report, head: Report) -> Verdicts:
                 return judge.judge(base, head, policy, today=today_of(arguments), in_turn=True)
 
-            ends, verdicts = measure_ends(measure_end, judge_two, looks, arguments.metric, arguments.case)
+            ends, verdicts = measure_ends(measure, judge_two, looks, arguments.metric, arguments.case)
         if (end := worst(verdicts, arguments.metric, arguments.case)) is None:
             lines = _no_difference(arguments, verdicts)
         else:
@@ -149,8 +147,7 @@ def _searched(
     if (row := _row_of(report.verdicts, end)) is not None:
         reason = textwrap.indent(row.reason, _INDENT)
         lines.append(f"{_INDENT}{end.metric} of {end.id}, compared with {before[:LETTERS]}:\n{reason}")
-    folder = kept
-    return [*lines, f"next: git show {sha[:LETTERS]}; llmgpu gate {folder}/before.json.gz {folder}/first-bad.json.gz"]
+    return [*lines, f"next: git show {sha[:LETTERS]}; llmgpu gate {kept}/before.json.gz {kept}/first-bad.json.gz"]
 
 
 def _no_difference(arguments: argparse.Namespace, verdicts: Verdicts) -> list[str]:
@@ -243,8 +240,7 @@ def begun(good: str, bad: str) -> Iterator[Bisection]:
     try:
         fork = launches.git_output(Path(), "merge-base", good, bad).strip()
     except ValueError:
-        missing = f"GOOD {good} and BAD {bad} have no common ancestor in this clone: fetch its history"
-        raise ValueError(missing) from None
+        raise ValueError(f"GOOD {good} and BAD {bad} have no common ancestor here: fetch the history") from None
     if fork == bad:
         raise ValueError(f"GOOD {good} is a descendant of BAD {bad}: exchange them")
     if fork != good:

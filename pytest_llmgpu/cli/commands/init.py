@@ -40,6 +40,7 @@ _TABLE = re.compile(r"^\[tool\.pytest(\.ini_options)?\][^\S\n]*(#.*)?\n", re.MUL
 _OTHERS = {"pytest.toml": "", ".pytest.toml": "", "pytest.ini": "", ".pytest.ini": "", "tox.ini": "[pytest]"}
 """Files that pytest reads instead of pyproject.toml, with the line that makes it do so."""
 _STEPS = """\
+This measures llmgpu_model, the bundled model at first; for your own layers, modules or functions see docs/own-code.md.
 next:
     cd {root}
     git add {names} && git commit -m "Benchmark"
@@ -48,13 +49,16 @@ next:
     git add benchmarks/baseline.json.gz && git commit -m "Baseline"
     {pytest} --llmgpu-compare=benchmarks/baseline.json.gz
 The workflow needs a baseline of its own runner: the head of the file has the commands."""
+_INSTALL = """
+Its step Install lacks the plugins that addopts need ({}), and packages that your tests import: add them."""
+_ADDOPTS = re.compile(r"""\baddopts'?\s*[=:]\s*(\[[^\]]*\]|(['"]).*?\2|.*(?:\n[ \t]+.+)*)""")
 _XDIST = re.compile(r"(?<![\w-])(-n|--numprocesses|--dist)\b")
 """Options with which pytest would measure nothing: the workers of xdist cannot share the GPUs."""
 
 
 def add_init(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
-    parser.epilog = "Files and tables that exist are kept. Each file is shown before it is written."
+    parser.epilog = "Files and tables that exist are kept. Each file is shown before it is written, except with --yes."
     text = "what is measured and judged: on a CPU exact figures are gated, and times are shown (default: a GPU if any)"
     parser.add_argument("--device", choices=tuple(_POLICIES), help=text)
     parser.add_argument("--yes", action="store_true", help="write the files without a question")
@@ -64,7 +68,8 @@ def run_init(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status; ValueError if the answer was no."""
     root = launches.place()[1]
     device = arguments.device or ("cuda" if nvml.inventory().gpus else "cpu")
-    before, after, advice, pytest = _project(root, device)
+    before, after, advice, addopts = _project(root, device)
+    pytest = "pytest benchmarks" + " -n 0" * (_XDIST.search(addopts) is not None)
     workflow = (Path(__file__).parents[1] / "workflow.yml").read_text(encoding="utf-8")
     workflow = workflow.replace("pytest benchmarks", pytest)
     if device == "cpu":
@@ -74,29 +79,29 @@ def run_init(arguments: argparse.Namespace) -> int:
         workflow = workflow.replace('"$PACKAGE[transformers]" #', '"$PACKAGE[transformers]" -e . #')
     # The options come last: they are what the user looks at, and the workflow is long.
     files = {".github/workflows/llm-inference.yml": workflow, "benchmarks/test_inference.py": _TEST}
-    for name, text in list(files.items()):
-        if (root / name).exists():
-            del files[name]
-        show(f"new file {name}\n\n{text}" if name in files else f"{name} exists and is kept")
+    for name in [name for name in files if (root / name).exists()]:
+        del files[name]
+        show(f"{name} exists and is kept")
+    shown = [f"new file {name}\n\n{text}" for name, text in files.items()]
     if after != before:
         files["pyproject.toml"] = after
-        lines = before.splitlines()
-        show("\n".join(["added to pyproject.toml\n", *(line for line in after.splitlines() if line not in lines), ""]))
-    show("\n".join([f"options and policy are for --device {device}", *advice]))
+        added = [line for line in after.splitlines() if line not in before.splitlines()]
+        shown.append("\n".join(["added to pyproject.toml\n", *added, ""]))
+    show("\n".join([*shown * (not arguments.yes), f"options and policy are for --device {device}", *advice]))
     if not files:
         return 0
-    if not arguments.yes:
-        show(f"write {', '.join(files)}? [y/N]")
-        if sys.stdin.readline().strip().lower() not in {"y", "yes"}:
-            raise ValueError("nothing is written: the answer y, or --yes, writes the files")
+    show(f"write {', '.join(files)}" + "? [y/N]" * (not arguments.yes))
+    if not arguments.yes and sys.stdin.readline().strip().lower() not in {"y", "yes"}:
+        raise ValueError("nothing is written: the answer y, or --yes, writes the files")
     for name, text in files.items():
         file.save(root / name, text.encode(), "file")
-    show(_STEPS.format(root=shlex.quote(str(root)), names=" ".join(files), pytest=pytest))
+    steps = _STEPS.format(root=shlex.quote(str(root)), names=" ".join(files), pytest=pytest)
+    show(steps + (_INSTALL.format(addopts) if addopts else ""))
     return 0
 
 
 def _project(root: Path, device: str) -> tuple[str, str, list[str], str]:
-    """Return the text of pyproject.toml, that with options and policy, what the user has to add, and what measures."""
+    """Return the text of pyproject.toml, that with options and policy, what the user has to add, and addopts."""
     path = root / "pyproject.toml"
     before = path.read_text(encoding="utf-8") if path.exists() else ""
     try:
@@ -121,5 +126,5 @@ def _project(root: Path, device: str) -> tuple[str, str, list[str], str]:
         after += f"\n[tool.pytest.ini_options]\n{options}"
     if "gate" not in tool.get("llmgpu", {}):
         after += f"\n{_POLICIES[device]}"
-    measures = "pytest benchmarks" + " -n 0" * (_XDIST.search(chosen) is not None)
-    return before, after if before else after.lstrip("\n"), advice, measures
+    addopts = " ".join(re.sub(r"""["',\[\]]""", " ", given[1]).split()) if (given := _ADDOPTS.search(chosen)) else ""
+    return before, after if before else after.lstrip("\n"), advice, addopts

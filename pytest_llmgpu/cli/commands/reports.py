@@ -17,9 +17,12 @@ from pytest_llmgpu.cli.arguments import (
     storage_of,
 )
 from pytest_llmgpu.cli.output import color, complain, save, show, write_data
+from pytest_llmgpu.report.options import LATEST
 from pytest_llmgpu.report.text import listed, plural
 from pytest_llmgpu.store import store
 from pytest_llmgpu.store.store import public
+
+_EMPTY = "the store {} is empty; pytest --llmgpu-save keeps the report of a run in it"
 
 
 def add_show(parser: argparse.ArgumentParser) -> None:
@@ -147,7 +150,7 @@ def run_plot(arguments: argparse.Namespace) -> int:
 
     chosen = images.formats(arguments.format)
     report = source(arguments.report, arguments).report()
-    base = arguments.baseline and source(arguments.baseline, arguments, same_machine_as=report).report()
+    base = arguments.baseline and source(arguments.baseline, arguments, machine=store.hardware(report)).report()
     drawn, omitted = charts.of_report(report, base)
     if arguments.case is not None:
         by_id = {result.id: result for result in report.cases}
@@ -177,7 +180,7 @@ def run_list(arguments: argparse.Namespace) -> int:
     kept = store.stored(folder)
     table, broken = store.table(kept)
     if table or not kept:
-        show(table or f"the store {folder} is empty; pytest --llmgpu-save keeps the report of a run in it")
+        show(table or _EMPTY.format(folder))
     for line in broken:
         complain(line)
     return 2 if broken else 0
@@ -193,8 +196,8 @@ def run_rm(arguments: argparse.Namespace) -> int:
     """Remove reports of the store; none if one of them is not there."""
     found = [source(name, arguments) for name in arguments.report]
     for name, one in zip(arguments.report, found, strict=True):
-        if one.stored is None:
-            raise ValueError(f"{name}: is no report of the store {storage_of(arguments)}: see llmgpu list")
+        if one.stored is None or name.rpartition("/")[2] == LATEST:  # which of them that is depends on the last run
+            raise ValueError(f"{name}: names no report of {storage_of(arguments)}: give a number, a name or a commit")
     for one in found:
         Path(one.name).unlink()
         show(f"removed: {one.name}")
@@ -220,6 +223,8 @@ def run_trend(arguments: argparse.Namespace) -> int:
 
     if arguments.last < 1:
         raise ValueError(f"--last {arguments.last}: a number of at least 1 is needed")
+    if arguments.folder is None and not store.stored(store.find()):
+        raise ValueError(_EMPTY.format(store.find()))
     stored = trends.chosen(arguments.folder or store.find(), arguments.machine)
     kept = []
     for one in stored:

@@ -136,11 +136,12 @@ def test_a_launch_without_a_complete_report_is_exit_2(
     project.untouched()
 
 
-def test_ctrl_c_leaves_nothing(project: Project) -> None:
-    """The current launch is ended and the worktrees are removed; the exit status is 130."""
+def test_ctrl_c_leaves_nothing(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    """The current launch is ended and the worktrees are removed; the exit status is 130, and kept reports are named."""
     project.commit("base", seconds=STEADY)
     project.commit("head", interrupt=True)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert main([*_AB, "--launches", "1", "--", *_MEASURE]) == 130
+    assert capsys.readouterr().err == f"llmgpu: interrupted: 1 report kept in {project.kept.resolve() / 'launches'}\n"
     assert project.launches() == ["base-1", "head-1"]
     project.untouched()
