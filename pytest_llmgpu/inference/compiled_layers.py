@@ -156,14 +156,18 @@ class CompiledLayers:
         """
         import torch
         from torch._dynamo import lookup_backend
+        from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
         self.graphs += 1
         _join_products(graph.graph)
         for node in graph.graph.nodes:
             if node.target is torch.nn.functional.linear:
-                operands = (*node.args, node.kwargs.get("input"))
-                given, result = (one.meta["example_value"] for one in (operands[0], node))
-                if result.numel() == result.shape[-1] >= given.shape[-1]:
+                operands = dict(zip(("input", "weight"), node.args, strict=False)) | node.kwargs
+                result, given, weight = (
+                    one.meta["example_value"] for one in (node, operands["input"], operands["weight"])
+                )
+                is_narrow = result.numel() == result.shape[-1] >= given.shape[-1]
+                if is_narrow and not is_traceable_wrapper_subclass(weight):  # quantised weights have no such sums
                     node.target = _product_of_vector
         graph.recompile()
         return lookup_backend(self._compiler)(graph, inputs)

@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import Any
 
@@ -26,6 +26,9 @@ from pytest_llmgpu.processes import die_with_parent
 from pytest_llmgpu.profiling.nvml import NvmlMissingError, session
 from pytest_llmgpu.profiling.recording import Header, HeaderDevice, MarkRecord, Refusal, TickRecord
 from pytest_llmgpu.profiling.sampler.devices import CALLS, METRICS, POLLED, Call, Device, open_devices
+
+_GIVE_UP_S = 1.0
+"""A blocking call that takes longer counts as hung. Its metric is null until it returns."""
 
 _Row = dict[str, tuple[float | None, float | None]]
 """Metric to its value and the seconds before the round that the value covers."""
@@ -67,6 +70,7 @@ class Sampler:
         self._called: list[list[str]] = []
         self._threads: dict[tuple[int, str], ThreadPoolExecutor] = {}
         """Device and metric of each call that blocks to its thread."""
+        self._latest: dict[tuple[int, str], Future[float | None]] = {}
         for number, device in enumerate(devices):
             # The method polling makes its calls one after another, in the order of Shin et al. 2024.
             serial = device.method == "polling"
@@ -91,11 +95,11 @@ class Sampler:
             [device, metric] The value, and its seconds. None for a reading that failed or is too early; None for the
             seconds of a value at one moment or over a time after it.
         """
-        blocking = {
-            (number, metric): thread.submit(self._devices[number].read, metric)
-            for (number, metric), thread in self._threads.items()
-            if metric in self._called[number]
-        }
+        blocking = {at: thread for at, thread in self._threads.items() if at[1] in self._called[at[0]]}
+        give_up_s, started = time.monotonic() + _GIVE_UP_S, {}
+        for at, thread in blocking.items():
+            if at not in self._latest or self._latest[at].done():  # else it hangs, and its result belongs to no tick
+                self._latest[at] = started[at] = thread.submit(self._devices[at[0]].read, at[1])
         rows: list[_Row] = []
         for number, device in enumerate(self._devices):
             called = [metric for metric in self._called[number] if (number, metric) not in blocking]
@@ -104,8 +108,12 @@ class Sampler:
                 row.update(device.averages(now_s, window_ended=window_ended))
                 self.poll()  # the counters of the other devices must not wrap meanwhile
             rows.append(row)
-        for (number, metric), call in blocking.items():
-            rows[number][metric] = (call.result(), None)
+        for (number, metric), call in started.items():
+            if wait([call], max(0.0, give_up_s - time.monotonic())).done:
+                rows[number][metric] = (call.result(), None)
+            else:
+                reason = f"{CALLS[metric].method}: did not return within {_GIVE_UP_S:g} s"
+                self._devices[number].why[metric] = reason
         cells = [[row.get(metric, (None, None)) for metric in METRICS] for row in rows]
         return [[value for value, _ in row] for row in cells], [[covered_s for _, covered_s in row] for row in cells]
 
@@ -160,7 +168,7 @@ def _stream(
             sampler.poll()  # an energy counter may take 15 ms
         write(record)
 
-    def wait(seconds: float) -> bool:
+    def idle(seconds: float) -> bool:
         """Wait for the given time, or less if something must be done; return whether stdin has closed."""
         nonlocal requested
         until_s = time.monotonic() + seconds
@@ -183,7 +191,7 @@ def _stream(
     t0_s = time.monotonic()
     write(Header(t0_s, period_s, list(METRICS), headers, why))
     orders = 0
-    for k, start_s in ticks(t0_s, period_s, time.monotonic, wait, drift=drift):
+    for k, start_s in ticks(t0_s, period_s, time.monotonic, idle, drift=drift):
         window_ended, orders = requested > orders, requested
         values, seconds = sampler.round(start_s, window_ended=window_ended)
         write(
