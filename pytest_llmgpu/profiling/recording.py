@@ -6,19 +6,20 @@ Each line of the stream is a JSON record: a header, then ticks and marks; or a r
 from __future__ import annotations
 
 import math
+from array import array
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from pytest_llmgpu.profiling.sampler.devices import THROTTLED, Cumulative
 from pytest_llmgpu.report.result import DeviceProfile, Metric, Profile, Series
 
-HISTORY_BYTES = 256 << 20
-"""The oldest ticks beyond this size are dropped. It holds 1.8 hours of 8 GPUs."""
-_VALUE_BYTES = 76
-"""The size of a value in a stored tick, with its seconds and its share of the rest."""
+HISTORY_BYTES = 64 << 20
+"""The oldest readings beyond this size are dropped. It holds 2 hours of 8 GPUs."""
+_READING_BYTES = 200
+"""The size of a stored tick without its values."""
 SERIES_POINTS = 2000
 """The most points of a series."""
 _MARKS = 1000
@@ -88,10 +89,10 @@ class TickRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """The CLOCK_MONOTONIC time at which the readings began."""
     values: list[list[float | None]]
     """[device, metric] The reading; None if it failed or if it is too early for one."""
-    seconds: list[list[float | None]]
-    """[device, metric] The seconds before the tick that a value covers; None for a moment or a time after it."""
     why: dict[int, dict[str, str]] = {}
     """Maps a device's place in the header to the reasons by metric, if they have changed."""
+    seconds: list[list[float | None]] = []
+    """[device, metric] The seconds before the tick that a value covers; None for a moment or a time after it."""
     cpu_s: float | None = None
     """The CPU seconds that the sampler has used so far."""
     orders: int = 0
@@ -113,6 +114,21 @@ class MarkRecord(msgspec.Struct, frozen=True):
     """[device] Maps a name to the reason why it has no count."""
 
 
+class Reading(NamedTuple):
+    """A stored tick. Values take 8 bytes each, because sessions are long."""
+
+    k: int
+    """The number of the deadline."""
+    t_s: float
+    """The CLOCK_MONOTONIC time at which the readings began."""
+    values: array[float]
+    """[device * metric] NaN for None."""
+    seconds: array[float] | None
+    """[device * metric] NaN for None; None if no value covers a time."""
+    cpu_s: float | None
+    """The CPU seconds of the sampler so far."""
+
+
 class Recording:
     """The stream of one sampler. It is not thread-safe: its owner locks."""
 
@@ -120,14 +136,17 @@ class Recording:
         self.header = header
         self._why = [dict(device.why) for device in header.devices]
         values = len(header.devices) * len(header.metrics)
-        self.readings: deque[TickRecord] = deque(maxlen=HISTORY_BYTES // (_VALUE_BYTES * values))
+        self.readings: deque[Reading] = deque(maxlen=HISTORY_BYTES // (_READING_BYTES + 12 * values))
         """The ticks that are stored."""
         self.kept_marks: deque[MarkRecord] = deque(maxlen=_MARKS)
         """The latest marks."""
+        self._orders = 0
 
     def add(self, tick: TickRecord) -> None:
         """Store a tick; the oldest one beyond the limit is dropped."""
-        self.readings.append(tick)
+        seconds = _flat("f", tick.seconds) if tick.seconds else None
+        self.readings.append(Reading(tick.k, tick.t_s, _flat("d", tick.values), seconds, tick.cpu_s))
+        self._orders = tick.orders
         for place, reasons in tick.why.items():
             self._why[place].update(reasons)
 
@@ -141,7 +160,7 @@ class Recording:
 
         The tick after the latest of the marks requested so far, `orders`, has the readings that are made once a second.
         """
-        return not self.behind(end_s) and self.readings[-1].t_s > end_s and self.readings[-1].orders >= orders
+        return not self.behind(end_s) and self.readings[-1].t_s > end_s and self._orders >= orders
 
     def behind(self, end_s: float) -> bool:
         """Return whether the tick of the last deadline before a time is missing so far."""
@@ -169,11 +188,11 @@ class Recording:
         columns: list[_Columns] = []
         for place, device in enumerate(self.header.devices):
             columns.append({})
-            for number, metric in enumerate(self.header.metrics):
+            for at, metric in enumerate(self.header.metrics, place * len(self.header.metrics)):
                 held = held_bytes.get(device.uuid, 0) if metric == "memory_used_bytes" else 0
-                values = (reading.values[place][number] for reading in readings)
+                values = (reading.values[at] for reading in readings)
                 # A reading from before the bytes were held must not fall below zero.
-                columns[-1][metric] = [None if value is None else max(0.0, value - held) for value in values]
+                columns[-1][metric] = [None if math.isnan(value) else max(0.0, value - held) for value in values]
         first = max(0, math.ceil((start_s - self.header.t0_s) / self.header.period_s))
         if full:
             first = max(first, self.readings[0].k)
@@ -203,7 +222,7 @@ class Recording:
         return math.floor((end_s - self.header.t0_s) / self.header.period_s)
 
     def _device(
-        self, place: int, readings: Sequence[TickRecord], columns: _Columns, start_s: float, end_s: float
+        self, place: int, readings: Sequence[Reading], columns: _Columns, start_s: float, end_s: float
     ) -> DeviceProfile:
         device = self.header.devices[place]
         metrics: dict[str, Metric] = {}
@@ -212,11 +231,11 @@ class Recording:
         for number, (metric, column) in enumerate(columns.items()):
             method = device.methods[number]
             known = [(reading.t_s, value) for reading, value in zip(readings, column, strict=True) if value is not None]
+            at = place * len(columns) + number
             spans = [
-                (value, reading.t_s - seconds, reading.t_s)
+                (reading.values[at], reading.t_s - reading.seconds[at], reading.t_s)
                 for reading in reaching
-                for value, seconds in [(reading.values[place][number], reading.seconds[place][number])]
-                if value is not None and seconds is not None
+                if reading.seconds is not None and not math.isnan(reading.seconds[at])
             ]
             figures = _figures(spans, known, device.windows_s[number], method, start_s, end_s)
             complete = (figures.coverage or 0.0) >= _FULL if spans else bool(readings) and None not in column
@@ -267,7 +286,7 @@ def _figures(
     return Metric(mean=mean, max=max(values), method=method, coverage=coverage if known else None)
 
 
-def _series(readings: Sequence[TickRecord], columns: Sequence[_Columns], start_s: float) -> Series | None:
+def _series(readings: Sequence[Reading], columns: Sequence[_Columns], start_s: float) -> Series | None:
     """Return up to 2,000 points: evenly spaced ones, and the smallest and largest of every column."""
     if not readings:
         return None
@@ -284,6 +303,10 @@ def _series(readings: Sequence[TickRecord], columns: Sequence[_Columns], start_s
     t_s = [round(readings[point].t_s - start_s, 6) for point in points]
     devices = [{name: [values[point] for point in points] for name, values in column.items()} for column in columns]
     return Series(t_s=t_s, devices=devices)
+
+
+def _flat(kind: str, rows: Sequence[Sequence[float | None]]) -> array[float]:
+    return array(kind, (math.nan if value is None else value for row in rows for value in row))
 
 
 def _window_counts(

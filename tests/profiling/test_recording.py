@@ -31,8 +31,7 @@ def fill(stream: Recording, ks: list[int], late_s: float = 0.0) -> Recording:
     """Add a tick for each k with power 10 k, memory 1000 + k, PCIe 5 k."""
     for k in ks:
         row: list[float | None] = [10.0 * k, 1000.0 + k, 5.0 * k]
-        devices = len(stream.header.devices)
-        stream.add(TickRecord(k, 100.0 + k + late_s, [row] * devices, [[None] * 3] * devices))
+        stream.add(TickRecord(k, 100.0 + k + late_s, [row for _ in stream.header.devices]))
     return stream
 
 
@@ -97,8 +96,7 @@ def test_a_window_between_two_ticks_gets_the_nearest_reading(start_s: float, end
 def test_a_failed_reading_does_not_count() -> None:
     """It is None in the series, does not enter the mean, and the reason is kept."""
     stream = fill(recording(), [0])
-    lost = dict.fromkeys(("power_w", "pcie_tx_bytes_per_s"), "lost")
-    stream.add(TickRecord(1, 101.0, [[None, 7.0, None]], [[None] * 3], {0: lost}))
+    stream.add(TickRecord(1, 101.0, [[None, 7.0, None]], {0: {"power_w": "lost", "pcie_tx_bytes_per_s": "lost"}}))
     fill(stream, [2])
     profile = cut(stream, 100.0, 102.5)
     assert profile.devices[0].metrics["power_w"].mean == 10.0
@@ -113,7 +111,7 @@ def test_the_series_is_thinned_and_keeps_extremes() -> None:
     stream = recording()
     for k in range(10_000):
         power = {1234: 900.0, 5678: 1.0}.get(k, 300.0)
-        stream.add(TickRecord(k, 100.0 + k, [[power, 0.0, 0.0]], [[None] * 3]))
+        stream.add(TickRecord(k, 100.0 + k, [[power, 0.0, 0.0]]))
     profile = cut(stream, 100.0, 10_099.0)
     series = known(profile.series)
     assert 1000 < len(series.t_s) <= 2000
@@ -126,7 +124,7 @@ def test_the_series_is_thinned_and_keeps_extremes() -> None:
 
 def test_memory_stays_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Old ticks are dropped with a reason and do not count as missed."""
-    monkeypatch.setattr(module, "HISTORY_BYTES", 5 * 76 * 3)
+    monkeypatch.setattr(module, "HISTORY_BYTES", 5 * (200 + 12 * 3))
     stream = fill(recording(), list(range(20)))
     profile = cut(stream, 100.0, 119.5)
     assert (profile.samples, profile.missed) == (5, 0)
@@ -141,7 +139,7 @@ def spanning(ks: list[int], orders: int = 0) -> Recording:
     for k in ks:
         # The ring is read at every second tick only.
         ring = (10.0 * k, 2.0) if k % 2 == 0 else (None, None)
-        stream.add(TickRecord(k, 100.0 + k, [[10.0 * k, ring[0]]], [[1.0, ring[1]]], cpu_s=0.25 * k, orders=orders))
+        stream.add(TickRecord(k, 100.0 + k, [[10.0 * k, ring[0]]], {}, [[1.0, ring[1]]], cpu_s=0.25 * k, orders=orders))
     return stream
 
 
@@ -286,7 +284,7 @@ def test_a_mark_of_many_devices_counts_for_each_of_them() -> None:
     for number, t_s in enumerate(([101.75, 101.95], [105.05, 105.25]), 1):
         counts = {"energy_j": 10.0 * number, "nvlink_tx_bytes": 330.0 * number}
         stream.kept_marks.append(MarkRecord(number, t_s, t_s, [counts, counts], [{}, {}]))
-    stream.add(TickRecord(6, 106.0, [[1.0], [1.0]], [[1.0], [1.0]]))
+    stream.add(TickRecord(6, 106.0, [[1.0], [1.0]], {}, [[1.0], [1.0]]))
     for device in cut(stream, 102.0, 105.0).devices:
         assert device.energy_j == 10.0
         assert device.metrics["nvlink_tx_bytes_per_s"].mean == pytest.approx(110.0)
@@ -319,7 +317,7 @@ def test_missing_counts_of_bytes_have_a_reason_with_nvlink() -> None:
     assert with_nvlink.why["nvlink_tx_bytes"] == "the counter was not read at the window's start"
     device = HeaderDevice(0, "GPU-0", {"nvlink_tx_bytes_per_s": "Not Supported"}, [""], [None])
     without = Recording(Header(100.0, 1.0, ["nvlink_tx_bytes_per_s"], [device]))
-    without.add(TickRecord(0, 100.0, [[None]], [[None]]))
+    without.add(TickRecord(0, 100.0, [[None]]))
     assert cut(without, 100.0, 102.0).devices[0].why == {**UNMARKED, "nvlink_tx_bytes_per_s": "Not Supported"}
 
 
