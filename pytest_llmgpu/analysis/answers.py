@@ -487,7 +487,8 @@ def compare_texts(result: CaseResult, mp: CaseResult) -> Comparison:
             typical = max(typical_difference(decode(values), decode(expected)) for values in scored)
     elif not scored and own.loglikelihoods is not None:  # an engine that scores no given texts
         # Up to the first token that differs, and with it, both chose the likeliest.
-        alike = [(one, [count + 1 for count in _equal(one, of_mp)]) for one in launches]
+        known = [one for one in launches if one.loglikelihoods is not None and one.tokens is not None]
+        alike = [(one, [count + 1 for count in _equal(one, of_mp)]) for one in known]
         both = [(one.loglikelihoods, of_mp.loglikelihoods, one.new_tokens, counted) for one, counted in alike]
         largest = _worst([_largest(*one) for one in both])
     return Comparison(

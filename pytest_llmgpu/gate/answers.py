@@ -216,7 +216,7 @@ def _row(case: Answered, loss: float, gain: float, confidence: float) -> Row:
         reason = _difference_in_words(difference, allowed, dtype, launch, fixed=fixed, how=how)
         more = f"{change}: {flips}."
     elif random and case.difference is None:
-        reason = f"The baseline has no log-likelihoods to compare with{launch}."
+        reason = f"Log-likelihoods are missing, or not finite{launch}."
     elif random:
         reason = f"Log-likelihoods of random weights typically differ by {case.difference:.1e} from the baseline's."
     else:

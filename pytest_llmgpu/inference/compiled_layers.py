@@ -163,11 +163,9 @@ class CompiledLayers:
         for node in graph.graph.nodes:
             if node.target is torch.nn.functional.linear:
                 operands = dict(zip(("input", "weight"), node.args, strict=False)) | node.kwargs
-                result, given, weight = (
-                    one.meta["example_value"] for one in (node, operands["input"], operands["weight"])
-                )
-                is_narrow = result.numel() == result.shape[-1] >= given.shape[-1]
-                if is_narrow and not is_traceable_wrapper_subclass(weight):  # quantised weights have no such sums
+                given, result = (one.meta["example_value"] for one in (operands["input"], node))
+                one_row = result.numel() == result.shape[-1] >= given.shape[-1]
+                if one_row and not is_traceable_wrapper_subclass(operands["weight"].meta["example_value"]):
                     node.target = _product_of_vector
         graph.recompile()
         return lookup_backend(self._compiler)(graph, inputs)

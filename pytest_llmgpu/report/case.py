@@ -25,7 +25,8 @@ SCORE, GENERATE = "score", "generate"
 _SCORINGS = {"loglikelihood": "lean", "loglikelihood_full_logits": "harness"}
 """The scoring of a workload that has the name of stored reports."""
 
-PLAIN_INPUTS = (None, "int8", "int4", "fp8-weight")
+_WEIGHTS_ALONE = [f"{method}-checkpoint" for method in ("awq", "bitsandbytes", "gptq", "mxfp4")]
+PLAIN_INPUTS = (None, "int8", "int4", "fp8-weight", *_WEIGHTS_ALONE)
 """Values of `Case.quantization` whose products have inputs of the case's dtype; others quantise them, too."""
 
 DEFAULT_TASK = "hellaswag"

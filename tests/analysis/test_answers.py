@@ -322,6 +322,7 @@ def test_checks_of_random_weights_read_as(prose: Prose) -> None:
         ("bfloat16", 0.11, True, {}, "fp8"),
         ("bfloat16", 0.13, False, {}, "fp8"),
         ("bfloat16", 4.1e-2, False, {}, "int4"),
+        ("bfloat16", 4.1e-2, False, {}, "mxfp4-checkpoint"),
     ],
 )
 def test_random_weights_must_score_alike_at_every_batch_size(

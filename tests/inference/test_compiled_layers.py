@@ -167,6 +167,17 @@ def test_products_of_one_row_are_sums_and_others_of_one_input_are_joined() -> No
             assert {*graphs} == {4 if one.numel() > 1 else 1}
 
 
+def test_quantised_products_of_one_row_stay() -> None:
+    """Their tensors have no sums of products."""
+    torchao = pytest.importorskip("torchao.quantization")
+    model = _model(intermediate_size=512)
+    torchao.quantize_(model, torchao.Int8WeightOnlyConfig(set_inductor_config=False))
+    with torch.inference_mode():
+        expected = model(input_ids=_ids(1, 1), use_cache=False).logits
+        _compiled(model)
+        torch.testing.assert_close(model(input_ids=_ids(1, 1), use_cache=False).logits, expected, atol=1e-5, rtol=1e-5)
+
+
 class _Packed(torch.nn.Module):
     """A layer that multiplies by parts of one matrix, in ways that differ from those of joined linear layers."""
 

@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import pytest
 
-from pytest_llmgpu.profiling.sampler.__main__ import ticks
-from pytest_llmgpu.profiling.sampler.devices import METRICS, Cumulative
+from pytest_llmgpu.profiling.sampler import __main__ as sampling
+from pytest_llmgpu.profiling.sampler.__main__ import Sampler, ticks
+from pytest_llmgpu.profiling.sampler.devices import CALLS, METRICS, Cumulative, Device
 
 GIB = 1 << 30
 StubEnvironment = Callable[..., dict[str, str]]
@@ -30,12 +31,20 @@ NEITHER = {
 """The reasons of a device without NVLink and GPM."""
 
 
+_MAIN = """
+import sys
+from pytest_llmgpu.profiling.sampler import __main__
+__main__._GIVE_UP_S = 300.0
+__main__.main(float(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4:])
+"""
+
+
 @contextmanager
 def sampler(
     environment: dict[str, str], method: str = "auto", period_s: float = 0.025
 ) -> Iterator[subprocess.Popen[str]]:
-    """Run the sampler with a period of 25 ms."""
-    command = [sys.executable, "-m", "pytest_llmgpu.profiling.sampler", str(period_s), method, str(os.getpid())]
+    """Run the sampler with a period of 25 ms; a busy machine may make a call that blocks last long."""
+    command = [sys.executable, "-c", _MAIN, str(period_s), method, str(os.getpid())]
     process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     rescue = threading.Timer(300, process.kill)  # a stream without output must fail the test
     rescue.start()
@@ -253,3 +262,48 @@ def test_a_wait_that_ends_early_is_continued() -> None:
     assert list(islice(ticks(100.5, 1.0, lambda: now_s, wait), 2)) == [(0, 100.5), (1, 101.5)]
     assert waits == pytest.approx([0.5, 0.0, 1.0, 0.6, 0.2, 0.0])
     assert list(ticks(100.0, 1.0, lambda: 105.0, lambda _: True)) == []
+
+
+_TX = "pcie_tx_bytes_per_s"
+
+
+class _GatedDevice:
+    """A device whose blocking call returns when the test says so."""
+
+    index, method = 0, "auto"
+    chosen: ClassVar = {_TX: CALLS[_TX]}
+    lacking: ClassVar[set[str]] = set()
+
+    def __init__(self) -> None:
+        self.why: dict[str, str] = {}
+        self.gate = threading.Semaphore(1)
+        self.calls = 0
+
+    def read(self, metric: str) -> float:
+        assert metric == _TX
+        self.calls += 1
+        assert self.gate.acquire(timeout=300)
+        return float(self.calls)
+
+    def averages(self, now_s: float, *, window_ended: bool) -> dict[str, tuple[float, float]]:  # noqa: ARG002
+        return {}
+
+    def poll(self, now_s: float) -> None:
+        """Poll nothing."""
+
+
+def test_a_hung_call_gives_none_until_it_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that was given up is not repeated while it hangs, and its late result belongs to no tick."""
+    device = _GatedDevice()
+    sampler = Sampler([cast("Device", device)])
+
+    def read() -> float | None:
+        return sampler.round(1.0)[0][0][METRICS.index(_TX)]
+
+    monkeypatch.setattr(sampling, "_GIVE_UP_S", 0.0)
+    assert (read(), read()) == (None, None)
+    assert device.why == {_TX: "nvmlDeviceGetPcieThroughput: did not return within 0 s"}
+    device.gate.release(2)
+    monkeypatch.setattr(sampling, "_GIVE_UP_S", 300.0)
+    assert sampler._latest[0, _TX].result(300) == 2.0
+    assert (read(), device.calls) == (3.0, 3)
