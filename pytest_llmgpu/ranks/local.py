@@ -231,7 +231,7 @@ class LocalRank(Rank):
         inherited_variables = {name: text for name, text in os.environ.items() if not _NOT_INHERITED.fullmatch(name)}
         with log.open("wb") as log_file:
             self._process = subprocess.Popen(
-                processes.command("pytest_llmgpu.ranks.serving", *map(str, (os.getpid(), command_in, event_out))),
+                processes.command("pytest_llmgpu.ranks", *map(str, (os.getpid(), command_in, event_out))),
                 env={**inherited_variables, **environment, "PYTHONUNBUFFERED": "1", _MARK: self._mark},
                 stdin=subprocess.DEVNULL,
                 stdout=log_file,

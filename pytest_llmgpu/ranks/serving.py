@@ -1,17 +1,11 @@
-"""The command loop of a rank, and how its exceptions reach pytest's process: as plain data.
-
-A launcher runs this module. Its arguments are the id of the process that is served, then the file descriptors of the
-pipes for commands and answers.
-"""
+"""The command loop of a rank, and how its exceptions reach pytest's process: as plain data."""
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import functools
 import itertools
 import pickle
-import signal
 import sys
 import traceback
 from itertools import product
@@ -22,7 +16,6 @@ from typing import Any, NamedTuple
 import msgspec
 
 from pytest_llmgpu.inference.cuda_graphs import RecordingError
-from pytest_llmgpu.processes import die_with_parent
 from pytest_llmgpu.ranks import engine_worker, memory
 from pytest_llmgpu.ranks.local import Answer, Event
 from pytest_llmgpu.ranks.worker import RankState
@@ -129,13 +122,3 @@ def rebuild(raised: Raised) -> Exception | None:
 
 def _is_plain(value: Any) -> bool:
     return type(value) in _PLAIN or (type(value) in (tuple, list) and all(map(_is_plain, value)))
-
-
-if __name__ == "__main__":
-    parent, commands, events = map(int, sys.argv[1:])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    die_with_parent(parent)
-    # The stacks of all threads would fill the part of the log that a failure keeps, after the reason of an abort.
-    faulthandler.enable(all_threads=False)
-    faulthandler.register(signal.SIGUSR1)
-    serve(Connection(commands, writable=False), Connection(events, readable=False))
