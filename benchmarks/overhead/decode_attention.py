@@ -28,7 +28,7 @@ def _attention_of_one_query(
     query_row, query_head, key_row, key_head, key_slot, value_row, value_head, value_slot, mask_row, mask_slot,
     heads: tl.constexpr, repeats: tl.constexpr, size: tl.constexpr, padded: tl.constexpr, keys: tl.constexpr,
 ):  # fmt: skip
-    row, head = tl.program_id(0) // heads, tl.program_id(0) % heads
+    row, head = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
     place_D = tl.arange(0, padded)
     is_place_D = place_D < size
     query_D = tl.load(query + row * query_row + head * query_head + place_D, mask=is_place_D, other=0).to(tl.float32)
