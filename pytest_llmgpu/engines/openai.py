@@ -188,11 +188,12 @@ class Server(Engine):
         """
         import requests
 
-        try:
-            response = self._session.get(f"{self._url}/metrics", timeout=_CONNECT_S)
-            text = response.text if response.ok else ""
-        except requests.RequestException:  # it costs no figure of the case
-            return {}
+        text = ""
+        for _ in range(2):  # a connection that was kept may be closed meanwhile
+            with suppress(requests.RequestException):  # it costs no figure of the case
+                response = self._session.get(f"{self._url}/metrics", timeout=_CONNECT_S)
+                text = response.text if response.ok else ""
+                break
         found: dict[str, float] = {}
         for name, value in _COUNTER.findall(text):
             found[name] = found.get(name, 0.0) + float(value)

@@ -303,7 +303,8 @@ def _program_in_words(cause: Cause) -> str:
     """Return what is called more, first what computes something, with the kernel that costs most and the price."""
     more = _first_growth([one for one in cause.ops if not program.COMPUTES_NOTHING.search(one.name)])
     kernel = _first_growth(cause.kernels)
-    if cause.moved and not cause.ops and not cause.kernels:
+    waits = any(one.growth > 0 and one.name == program.SYNCS for one in cause.runtime_calls)
+    if cause.moved and not (cause.ops or cause.kernels or waits):
         return f"ops moved from {cause.moved}"
     gone = next((one for one in cause.kernels if one.growth < 0), None)
     priced = "" if cause.price is None else signed_percent(cause.price, 2)

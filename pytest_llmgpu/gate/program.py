@@ -7,12 +7,13 @@ the factor that the times of all unchanged kernels have in common: the clock cha
 
 from __future__ import annotations
 
-import difflib
+import functools
 import math
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import takewhile
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -167,7 +168,7 @@ def slower_kernels(pair: Pair) -> list[SlowerKernel]:
         times_s = {module: amount.time_s for (module, of), amount in pair.after.modules.items() if of == family}
         growth, share = math.expm1(fitted.samples.change - common), before.time_s / total_s
         error = share * (1 + growth) * fitted.sd * sum(1 / len(side) for side in fitted.samples) ** 0.5
-        module = _module_with_most({}, times_s, 1)
+        module = _module_with_most({}, times_s, 1, ())
         excess = share * growth
         one = SlowerKernel(name=name, family=family, module=module, growth=growth, excess=excess, error=error)
         found.append(one)
@@ -200,14 +201,15 @@ def changes(pair: Pair) -> Cause | None:
 def kernel_changes(pair: Pair) -> list[CallsChange]:
     """Return kernels whose number of calls changed, growth before decline, the largest change of time first."""
     found: list[tuple[float, CallsChange]] = []
+    known = {module for module, _ in pair.before.modules}
     for family, name in pair.before.kernels | pair.after.kernels if pair.is_priced else ():
         before, after = (rank.kernels.get((family, name), Amount()) for rank in pair)
         growth = round(after.calls - before.calls)
         if not growth:
             continue
         then, now = ({module: one.calls for (module, of), one in rank.modules.items() if of == family} for rank in pair)
-        module = _module_with_most(then, now, growth)
-        added = _net(then, now)[0].get(module or "", 0)
+        module = _module_with_most(then, now, growth, known)
+        added = _net(then, now, known)[0].get(module or "", 0)
         change = CallsChange(
             name=name,
             module=module,
@@ -230,9 +232,10 @@ def op_changes(pair: Pair) -> tuple[list[CallsChange], str | None]:
     layers = (pair.after.layers or 0) * pair.after.forwards
     found: list[CallsChange] = []
     moves: list[str] = []
+    known = {module for module, _ in before}
     for op in {name: None for _, name in (*before, *after)} if before and after else ():
         ran, runs = ({module: calls for (module, name), calls in ops.items() if name == op} for ops in (before, after))
-        growths, moved = _net(ran, runs)
+        growths, moved = _net(ran, runs, known)
         moves += moved
         for module, growth in growths.items():
             if growth:
@@ -248,7 +251,12 @@ def op_changes(pair: Pair) -> tuple[list[CallsChange], str | None]:
                 found.append(change)
     then, now = pair.before.flops, pair.after.flops
     if None not in (then, now) and then != now and not any(_PRODUCES.search(change.name) for change in found):
-        most = _module_with_most(pair.before.flops_by_module, pair.after.flops_by_module, (now or 0) - (then or 0))
+        most = _module_with_most(
+            pair.before.flops_by_module,
+            pair.after.flops_by_module,
+            (now or 0) - (then or 0),
+            pair.before.flops_by_module,
+        )
         found.append(CallsChange(name=FLOPS, module=most, before=then or 0, after=now or 0))
 
     def order(change: CallsChange) -> tuple[bool, bool, bool, int, str]:  # views launch no kernel
@@ -288,14 +296,22 @@ def _layers(pair: Pair, module: str | None, growth: float) -> int | None:
     return int(most) if module is not None and _FOLDED in module and total is not None and 0 < most < total else None
 
 
-def _module_with_most(before: Mapping[str, float], after: Mapping[str, float], growth: int) -> str | None:
+def _module_with_most(
+    before: Mapping[str, float], after: Mapping[str, float], growth: int, known: Collection[str]
+) -> str | None:
     """Return the module with at least half of the changes in the direction of `growth`; None if no module has."""
-    found = {module: abs(change) for module, change in _net(before, after)[0].items() if change * growth > 0}
+    found = {module: abs(change) for module, change in _net(before, after, known)[0].items() if change * growth > 0}
     best = max(sorted(found), key=lambda module: found[module], default=None)
     return best if best is not None and found[best] >= sum(found.values()) / 2 else None
 
 
-def _net(before: Mapping[str, _N], after: Mapping[str, _N]) -> tuple[dict[str, _N], list[str]]:
+def _alike(name: str, other: str) -> int:
+    """Return how many letters at the begin and at the end are equal."""
+    pairs = (name, other), (name[::-1], other[::-1])
+    return sum(sum(1 for _ in takewhile(lambda two: two[0] == two[1], zip(*pair, strict=False))) for pair in pairs)
+
+
+def _net(before: Mapping[str, _N], after: Mapping[str, _N], known: Collection[str]) -> tuple[dict[str, _N], list[str]]:
     """Return the growth by module, in which what left one module and is in another one cancels, and such moves.
 
     Of several modules that have more, the one with the most similar name is meant: a wrapped or renamed one.
@@ -303,8 +319,11 @@ def _net(before: Mapping[str, _N], after: Mapping[str, _N]) -> tuple[dict[str, _
     growths = {module: after.get(module, 0) - before.get(module, 0) for module in {**before, **after}}
     moves = []
     for module in sorted(growths):
-        while growths[module] < 0 and (more := [other for other, growth in growths.items() if growth > 0]):
-            (to,) = difflib.get_close_matches(module, more, 1, 0.0)
+        # A wrapper's module is new, or that of a wrapper went: an op that moved between others is a change of both.
+        new = [name for name in growths if name not in known]
+        more = new or [name for name in growths if module.startswith(f"{name}.")]
+        while growths[module] < 0 and (more := [name for name in more if growths[name] > 0]):
+            to = max(more, key=functools.partial(_alike, module))
             calls = min(growths[to], -growths[module])
             growths[module] += calls
             growths[to] -= calls

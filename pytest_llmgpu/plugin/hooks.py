@@ -221,9 +221,10 @@ def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Complete the report and end every process."""
     if (benchmark := running(session.config)) is not None:
-        stopped = exitstatus == pytest.ExitCode.INTERRUPTED or bool(session.shouldstop or session.shouldfail)
         # With verdicts every test has run, and only items of the gate are left, as after -x.
-        stopped &= benchmark.gate is None or benchmark.gate.verdicts is None
+        judged = benchmark.gate is not None and benchmark.gate.verdicts is not None
+        stopped = bool(session.shouldstop or session.shouldfail) and not judged
+        stopped |= exitstatus == pytest.ExitCode.INTERRUPTED
         deselected = session.config.stash[DESELECTED]
         session.exitstatus = benchmark.end(int(exitstatus), interrupted=stopped, deselected=deselected)
     elif not exitstatus and _left_out(session.config)[1]:

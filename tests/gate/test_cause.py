@@ -13,7 +13,7 @@ from support.prose import Prose
 from support.report_factory import known
 from support.verdict_factory import make_row
 
-from pytest_llmgpu.gate import cause
+from pytest_llmgpu.gate import cause, program
 from pytest_llmgpu.report.cause import CallsChange, Cause
 from pytest_llmgpu.report.metrics import MetricName
 from pytest_llmgpu.report.report import Report
@@ -145,3 +145,11 @@ def test_a_slower_token_has_the_cause_of_its_forwards(metric: MetricName, passes
     found = _caused(base, head, metric).cause
     module = PROJECTION if (metric == "first_token") is (passes == "prefill_work") else None
     assert (None if found is None else cause.module_of(found)) == module
+
+
+def test_synchronisations_beside_ops_that_moved_are_the_cause() -> None:
+    """A module that is wrapped costs nothing, a host that waits does."""
+    waits = CallsChange(name=program.SYNCS, before=0, after=32)
+    found = Cause(place="program", moved="layers.*.mlp to layers.*.mlp.mlp", runtime_calls=[waits])
+    assert "synchroni" in cause.describe(found)
+    assert "moved" not in cause.describe(found)

@@ -271,3 +271,14 @@ def test_ops_that_moved_to_another_module_are_none_more() -> None:
     twice = _rows(measured(_MLP, on_cpu=True), measured(_wrapped(2), on_cpu=True))["program"]
     assert "Cause: 1 more aten::mm in each of 2 modules of layers.*.mlp.mlp." in twice.reason
     assert "Calls: aten::mm 2 -> 4 in 2 modules, aten::add 2 -> 4, aten::view 2 -> 4" in twice.reason
+
+
+def test_an_op_that_is_called_elsewhere_is_more_there() -> None:
+    """Both modules were there before: nothing was wrapped."""
+    first, second = list(_OPS)[:2]
+    before = dataclasses.replace(_MLP, ops={**_OPS, first: {**_OPS[first], "aten::clone": 16}})
+    after = dataclasses.replace(_MLP, ops={**_OPS, second: {**_OPS[second], "aten::clone": 8}})
+    reason = _rows(measured(before, on_cpu=True), measured(after, on_cpu=True))["program"].reason
+    assert "more aten::clone" in reason
+    assert second in reason
+    assert "moved" not in reason

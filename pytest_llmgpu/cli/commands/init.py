@@ -50,7 +50,7 @@ next:
     {pytest} --llmgpu-compare=benchmarks/baseline.json.gz
 The workflow needs a baseline of its own runner: the head of the file has the commands."""
 _INSTALL = """
-Its step Install lacks the plugins that addopts need ({}), and packages that your tests import: add them."""
+Add to its step Install what addopts ({}) and your tests need: plugins and packages."""
 _ADDOPTS = re.compile(r"""\baddopts'?\s*[=:]\s*(\[[^\]]*\]|(['"]).*?\2|.*(?:\n[ \t]+.+)*)""")
 _XDIST = re.compile(r"(?<![\w-])(-n|--numprocesses|--dist)\b")
 """Options with which pytest would measure nothing: the workers of xdist cannot share the GPUs."""
@@ -68,8 +68,8 @@ def run_init(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status; ValueError if the answer was no."""
     root = launches.place()[1]
     device = arguments.device or ("cuda" if nvml.inventory().gpus else "cpu")
-    before, after, advice, addopts = _project(root, device)
-    pytest = "pytest benchmarks" + " -n 0" * (_XDIST.search(addopts) is not None)
+    before, after, advice, addopts, has_workers = _project(root, device)
+    pytest = "pytest benchmarks" + " -n 0" * has_workers
     workflow = (Path(__file__).parents[1] / "workflow.yml").read_text(encoding="utf-8")
     workflow = workflow.replace("pytest benchmarks", pytest)
     if device == "cpu":
@@ -100,8 +100,8 @@ def run_init(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _project(root: Path, device: str) -> tuple[str, str, list[str], str]:
-    """Return the text of pyproject.toml, that with options and policy, what the user has to add, and addopts."""
+def _project(root: Path, device: str) -> tuple[str, str, list[str], str, bool]:
+    """Return the text of pyproject.toml, that with options and policy, what is to be added, addopts, use of xdist."""
     path = root / "pyproject.toml"
     before = path.read_text(encoding="utf-8") if path.exists() else ""
     try:
@@ -127,4 +127,4 @@ def _project(root: Path, device: str) -> tuple[str, str, list[str], str]:
     if "gate" not in tool.get("llmgpu", {}):
         after += f"\n{_POLICIES[device]}"
     addopts = " ".join(re.sub(r"""["',\[\]]""", " ", given[1]).split()) if (given := _ADDOPTS.search(chosen)) else ""
-    return before, after if before else after.lstrip("\n"), advice, addopts
+    return before, after if before else after.lstrip("\n"), advice, addopts, _XDIST.search(chosen) is not None

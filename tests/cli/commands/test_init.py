@@ -93,7 +93,7 @@ def test_commands_work_as_printed(
     assert before.endswith("see docs/own-code.md.\n")
     assert steps.splitlines()[0].strip() == f"cd {root}"
     assert ("pytest benchmarks -n 0 --llmgpu-save=base" in steps) is alone
-    assert f"addopts need ({addopts})" in steps or addopts is None
+    assert f"what addopts ({addopts}) and" in steps or addopts is None
     assert ("addopts" in steps) is (addopts is not None)
     assert ("pytest benchmarks -n 0 " in (root / _WORKFLOW).read_text()) is alone
 
