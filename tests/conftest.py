@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import shutil
 import signal
 import subprocess
-import warnings
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
@@ -28,11 +26,6 @@ from pytest_llmgpu.ranks.local import LocalLauncher
 # imported by the summary of every run of pytest, and pytester would drop it after each.
 settings.register_profile("package", deadline=None, derandomize=True)
 settings.load_profile("package")
-
-# Inductor needs setuptools, which replaces distutils: not in a test, where a warning is an error.
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    importlib.import_module("setuptools")
 
 # One thread here and in the ranks, before torch is imported: tests run side by side, and threads of one operation wait
 # for each other in a loop, which takes up to ten times the work where cores are fewer than threads.

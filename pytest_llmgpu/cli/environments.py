@@ -70,7 +70,7 @@ def create(root: Path, repository: Path, projects: Sequence[Installed]) -> list[
                 (scripts / path.name).write_bytes(path.read_bytes().replace(here, f"{scripts}/python".encode(), 1))
                 (scripts / path.name).chmod(0o755)
     command = [str(scripts / "python"), "-m", "pip", "install", "--disable-pip-version-check", "--no-deps"]
-    if importlib.util.find_spec("pip") is None:  # an environment that uv made
+    if not any(metadata.distributions(name="pip")):  # an environment that uv made
         command = ["uv", "pip", "install", "--python", command[0], "--no-deps"]
     if all(_has_backend(project.folder) for project in projects):
         command.append("--no-build-isolation")
