@@ -33,6 +33,7 @@ def _output(*words: str | Path, status: int = 0) -> str:
 
 def test_an_environment_without_pip_is_of_uv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter of the new environment is named."""
+    monkeypatch.setattr("pytest_llmgpu.cli.environments.metadata.distributions", lambda **_: iter(()))
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     *command, python, _ = environments.create(tmp_path, tmp_path, [])[:6]
     assert command == ["uv", "pip", "install", "--python"]
