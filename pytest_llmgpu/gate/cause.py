@@ -9,10 +9,10 @@ that were added.
 
 from __future__ import annotations
 
-import os.path
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 
 import msgspec
 
@@ -315,7 +315,8 @@ def _program_in_words(cause: Cause) -> str:
         syncs = next((one for one in cause.runtime_calls if one.name == program.SYNCS and one.growth > 0), None)
         first = more or kernel or syncs or _first_growth(cause.runtime_calls) or _first_growth(cause.host_calls)
         gone_op = next((one for one in cause.ops if more and one.growth < 0 and one.module == more.module), None)
-        alike = [one.module or "" for one in cause.ops if more and (one.name, one.growth) == (more.name, more.growth)]
+        what = more and (more.name, more.growth, more.per_layer)
+        alike = [one.module or "" for one in cause.ops if (one.name, one.growth, one.per_layer) == what]
         text = _call_in_words(first or cause.calls[0], cause.forwards if first is kernel else 1, gone_op, alike)
         kernel = kernel if first is more else None
     number = "" if kernel is None else f"{max(1, kernel.growth // cause.forwards):,} {_short(kernel.name)}"
@@ -343,7 +344,8 @@ def _call_in_words(
     name = f"Python calls in {change.name}" if change.name.endswith(".py") else _short(change.name)
     name += "" if gone is None else f" in place of {_short(gone.name)}"
     if len(alike) > 1:
-        common = os.path.commonpath([module.replace(".", "/") for module in alike]).replace("/", ".")
+        same = takewhile(lambda names: len({*names}) == 1, zip(*(module.split(".") for module in alike), strict=False))
+        common = ".".join(names[0] for names in same)
         calls = change.per_layer or max(1, abs(change.growth) // forwards)
         return f"{calls:,} {sign} {name} in each of {len(alike)} modules{f' of {common}' if common else ''}"
     if change.per_layer:

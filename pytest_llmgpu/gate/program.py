@@ -251,12 +251,8 @@ def op_changes(pair: Pair) -> tuple[list[CallsChange], str | None]:
                 found.append(change)
     then, now = pair.before.flops, pair.after.flops
     if None not in (then, now) and then != now and not any(_PRODUCES.search(change.name) for change in found):
-        most = _module_with_most(
-            pair.before.flops_by_module,
-            pair.after.flops_by_module,
-            (now or 0) - (then or 0),
-            pair.before.flops_by_module,
-        )
+        growth, ran_by = (now or 0) - (then or 0), pair.before.flops_by_module
+        most = _module_with_most(ran_by, pair.after.flops_by_module, growth, ran_by)
         found.append(CallsChange(name=FLOPS, module=most, before=then or 0, after=now or 0))
 
     def order(change: CallsChange) -> tuple[bool, bool, bool, int, str]:  # views launch no kernel

@@ -153,3 +153,13 @@ def test_synchronisations_beside_ops_that_moved_are_the_cause() -> None:
     found = Cause(place="program", moved="layers.*.mlp to layers.*.mlp.mlp", runtime_calls=[waits])
     assert "synchroni" in cause.describe(found)
     assert "moved" not in cause.describe(found)
+
+
+@pytest.mark.parametrize(
+    ("modules", "where"),
+    [(["layers.*.mlp.up", "layers.*.mlp.down"], " of layers.*.mlp"), (["mlp", "head"], ""), ([".x", "/y"], "")],
+)
+def test_modules_that_changed_alike_are_counted(modules: list[str], where: str) -> None:
+    """A stored name may have any letters."""
+    ops = [CallsChange(name="aten::mm", module=module, before=1, after=2) for module in modules]
+    assert cause.describe(Cause(place="program", ops=ops)) == f"1 more aten::mm in each of 2 modules{where}"
