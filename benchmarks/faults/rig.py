@@ -291,7 +291,7 @@ def _listening() -> set[str]:
 
 
 def _ray(rig: Rig) -> tuple[Found, str]:
-    words = ("llmgpu", "ray", "-n", "1", "--", sys.executable, "-m", "pytest", "-q", *_OPTIONS, "--strategy=tp")
+    words = ("llmgpu", "ray", "-n", "2", "--", sys.executable, "-m", "pytest", "-q", *_OPTIONS, "--strategy=tp")
     found = rig.run(*words, fault="killed")
     return found, rig.outcomes()
 
@@ -342,7 +342,8 @@ FAULTS: dict[str, Fault] = {
     "ab-killed": Fault(_worktrees("ab"), 2, "worktrees left then 1"),
     "bisect-killed": Fault(_worktrees("bisect"), 2, "worktrees left then 1"),
     "stranger-at-the-socket": Fault(_stranger, 0, f"sent 64; {_DONE}"),
-    "ray-run-killed": Fault(_ray, 247, "completed", left="torchinductor_.*|llmgpu-run-.*"),
+    # Ray keeps the logs of each of its sessions.
+    "ray-run-killed": Fault(_ray, 247, "completed", left="torchinductor_.*|llmgpu-run-.*|ray"),
 }
 
 
