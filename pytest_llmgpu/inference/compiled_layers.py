@@ -7,7 +7,9 @@ measured as if it were compiled.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
+import math
 import operator
 import time
 from collections import Counter
@@ -34,6 +36,9 @@ _REMEDIES = {
 }
 """Name of an error of torch to what helps against it."""
 
+
+_LEAST_QUERIES = 512
+"""Rows x heads of a decode step from which its attention is replaced: fewer have too few programs for a GPU."""
 
 _IN_PLACE = {operator.iadd, operator.isub, operator.imul, operator.itruediv}
 """Operators that change their first argument, as methods whose names end with an underscore do."""
@@ -148,36 +153,81 @@ class CompiledLayers:
         return result
 
     def _compile(self, graph: Any, inputs: Any) -> Any:
-        """Compile a graph, in which products are joined, and those of one row are sums that inductor fuses.
+        """Compile a graph, in which products of one input are joined, and decode steps have kernels of their own.
 
-        Batch size 1 has one row in decode steps. LLaMA-7B takes 4.3 ms a token instead of 5.0 on an H200: cuBLAS
-        reaches 60 % of the memory's bandwidth there. A product that is wider in than out stays, since inductor would
-        compute its input again for each output.
+        LLaMA-7B takes 4.0 ms a token instead of 5.0 on an H200 at batch size 1, where cuBLAS reaches 60 % of the
+        memory's bandwidth, and 5.5 instead of 6.4 ms at 64, where the attention of cuDNN reads a tile for one query.
         """
         import torch
         from torch._dynamo import lookup_backend
-        from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
         self.graphs += 1
         _join_products(graph.graph)
         for node in graph.graph.nodes:
             if node.target is torch.nn.functional.linear:
-                operands = dict(zip(("input", "weight"), node.args, strict=False)) | node.kwargs
-                given, result = (one.meta["example_value"] for one in (operands["input"], node))
-                one_row = result.numel() == result.shape[-1] >= given.shape[-1]
-                if one_row and not is_traceable_wrapper_subclass(operands["weight"].meta["example_value"]):
-                    node.target = _product_of_vector
+                _replace_product(node)
+            elif node.target is torch.nn.functional.scaled_dot_product_attention:
+                _replace_attention(node)
         graph.recompile()
         return lookup_backend(self._compiler)(graph, inputs)
 
 
-def _product_of_vector(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:  # noqa: A002 - torch's name
-    if len(weight) > input.shape[-1]:
-        # Inductor stores what is given as strides. Otherwise it computes the norm before the product again for each
-        # output: 49 us for two products of an MLP of LLaMA-7B, instead of 45 and 1 for the norm.
-        input = input.as_strided(input.shape, input.stride())  # noqa: A001 - torch's name
-    result = (input.float().unsqueeze(-2) * weight.float()).sum(dim=-1).to(input.dtype)
-    return result if bias is None else result + bias
+def kernels_of(device: torch.device) -> Any:
+    """Return the module of kernels of decode steps on this device; None for those of torch."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return None
+    return importlib.import_module("pytest_llmgpu.inference.decode_kernels")
+
+
+def _replace_product(node: Any) -> None:
+    """Replace a product of one row, whose weight is no quantised one."""
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    operands = dict(zip(("input", "weight"), node.args, strict=False)) | node.kwargs
+    given, weight, result = (one.meta["example_value"] for one in (operands["input"], operands["weight"], node))
+    if is_traceable_wrapper_subclass(weight) or weight.dim() != 2 or weight.stride(1) != 1:  # noqa: PLR2004
+        return
+    one_row = result.numel() == result.shape[-1] and given.dtype == weight.dtype
+    if one_row and (kernels := kernels_of(weight.device)):
+        node.target = kernels.linear
+
+
+def _replace_attention(node: Any) -> None:
+    """Replace an attention of one query in each row and head, with a mask of keys for each row."""
+    import torch
+
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    operands: dict[str, Any] = dict(zip(names, node.args, strict=False)) | node.kwargs
+    if (mask := operands.get("attn_mask")) is None or operands.get("dropout_p"):
+        return
+    with node.graph.inserting_before(node):
+        shared = [_of_groups(operands[name]) for name in ("key", "value")]
+    if None in shared:
+        shared = [operands["key"], operands["value"]]
+    query, key, value, hidden = (one.meta["example_value"] for one in (operands["query"], *shared, mask))
+    one_query = query.dim() == key.dim() == 4 and query.shape[2] == 1 and math.prod(query.shape[:2]) >= _LEAST_QUERIES  # noqa: PLR2004
+    fits = one_query and key.shape == value.shape and (key.shape[0], key.shape[3]) == (query.shape[0], query.shape[3])
+    fits = fits and query.shape[1] % key.shape[1] == 0 and all(one.stride(3) == 1 for one in (query, key, value))
+    fits = fits and hidden.dtype == torch.bool and hidden.shape == (len(query), 1, 1, key.shape[2])
+    if fits and (kernels := kernels_of(query.device)):
+        scale = operands.get("scale")
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        node.target, node.args, node.kwargs = kernels.attention, (operands["query"], *shared, mask, scale), {}
+
+
+def _of_groups(node: Any) -> Any:
+    """Return the keys or values [B, G, T, D] that transformers repeated for query heads; None where it did not."""
+    expanded: Any = node.args[0] if node.target == "reshape" else None
+    if getattr(expanded, "target", None) != "expand":
+        return None
+    source = expanded.args[0]
+    whole, repeated, one = (each.meta["example_value"] for each in (node, expanded, source))
+    fits = repeated.dim() == one.dim() == 5 and repeated.flatten(1, 2).shape == whole.shape  # noqa: PLR2004
+    if not fits or (*one.shape[:2], 1, *one.shape[3:]) != (*repeated.shape[:2], 1, *repeated.shape[3:]):
+        return None
+    shared = node.graph.call_method("squeeze", (source, 2))
+    shared.meta["example_value"] = one.squeeze(2)
+    return shared
 
 
 @functools.cache
@@ -232,10 +282,10 @@ def _join_weights(layer: torch.nn.Module, uses: Counter[Any]) -> None:
 
 
 def _join_products(graph: Any) -> None:
-    """Replace the products of several rows by neighbouring parts of one tensor by one product.
+    """Replace the products by neighbouring parts of one tensor by one product.
 
     The products for queries, keys and values of LLaMA-7B at batch size 64 take 29 us as one and 35 us as three on an
-    H200. Those of one row are better apart: inductor computes all of them, and what follows, in one kernel.
+    H200.
     """
     import torch
 
@@ -247,8 +297,7 @@ def _join_products(graph: Any) -> None:
             changed[node.args[0]] += 1
         if (rows := _rows_of_joint(node)) is not None:
             given, joint = node.args[0], node.args[1].args[0]
-            if given.meta["example_value"].numel() > given.meta["example_value"].shape[-1]:
-                found.setdefault((given, changed[given], joint), {})[rows.start] = node
+            found.setdefault((given, changed[given], joint), {})[rows.start] = node
     for (given, _, joint), nodes in found.items():
         parts = [nodes[start] for start in sorted(nodes)]
         rows_of_parts = [part.args[1].args[1] for part in parts]
@@ -261,6 +310,7 @@ def _join_products(graph: Any) -> None:
             continue
         with graph.inserting_before(next(node for node in graph.nodes if node in parts)):
             weight = graph.call_function(operator.getitem, (joint, slice(first, last)))
+            weight.meta["example_value"] = joint.meta["example_value"][first:last]
             product = graph.call_function(linear, (given, weight))
             product.meta["example_value"] = whole
             for part, place in zip(parts, places, strict=True):

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import msgspec
 import pytest
-from support import gpu, kv_cache_faults
+import torch
+from support import gpu, kv_cache_faults, tiny_model
 from support.gpu import Ranks
 from support.report_factory import known, make_case
+from support.request_factory import make_prompts
+from support.texts import generated
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from pytest_llmgpu.inference import models
+from pytest_llmgpu.inference import compiled_layers, models
+from pytest_llmgpu.inference.batching import plan
+from pytest_llmgpu.inference.compiled_layers import CompiledLayers
+from pytest_llmgpu.inference.generation import Generator
 from pytest_llmgpu.inference.tasks.hellaswag import Prompts
 from pytest_llmgpu.inference.tasks.protocol import Dataset
 from pytest_llmgpu.ranks.worker import ReferenceTexts
@@ -137,3 +145,27 @@ def _assert_alike(eager: Generation, replayed: Generation) -> None:
     assert len(same) > _PROMPTS * _NEW // 2
     found, expected = zip(*same, strict=True)
     assert typical_difference(found, expected) < LOGLIKELIHOOD_TOLERANCES["float16"]
+
+
+@pytest.mark.parametrize("rows", [1, 128])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma3_text"])
+def test_kernels_of_decode_steps_give_the_numbers_of_torch(
+    model_type: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Products of one row, and the attention of many rows of unequal length, with groups of heads and windows."""
+    device, kernels_of = torch.device("cuda", 0), Mock(wraps=compiled_layers.kernels_of)
+    monkeypatch.setattr(compiled_layers, "kernels_of", kernels_of)
+    prompts = make_prompts([range(2, 5 + row % 13) for row in range(rows)], max_length=16, new_tokens=8)
+
+    def generate(model: Any) -> torch.Tensor:
+        with Generator(model, plan(prompts, rows, few_shapes=True), input_device=device, devices=[device]) as generator:
+            generator.warm_up()
+            return torch.tensor(generated(generator).loglikelihoods)
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**tiny_model.architecture(model_type)))
+    model = model.to(device).eval()
+    expected = generate(model)
+    CompiledLayers(model)
+    torch.testing.assert_close(generate(model), expected, atol=1e-3, rtol=1e-3)
+    assert kernels_of.called

@@ -12,7 +12,7 @@ import torch
 from support import tiny_model
 from support.request_factory import make_prompts
 from support.texts import Texts, generated
-from torch.nn.functional import linear
+from torch.nn.functional import linear, scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pytest_llmgpu.inference import compiled_layers
@@ -147,28 +147,122 @@ def test_a_forward_of_one_layer_is_refused() -> None:
         layers.reset()
 
 
-def test_products_of_one_row_are_sums_and_others_of_one_input_are_joined() -> None:
-    """Both for the first layer, whose bias gives it a graph of its own. The second product of an MLP stays as it is."""
-    graphs = []
+class _Kernels:
+    """Kernels of decode steps as torch computes them, and the shapes that they get."""
 
-    def keep(graph: Any, _: Any) -> Any:
-        graphs.append([node.target for node in graph.graph.nodes].count(torch.nn.functional.linear))
-        return graph
+    def __init__(self) -> None:
+        self.products: list[tuple[int, ...]] = []
+        self.heads: list[tuple[int, ...]] = []
 
+    def linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:  # noqa: A002 - torch's name
+        self.products.append((*weight.shape,))
+        return linear(input, weight, bias)
+
+    def attention(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        self.heads.append(tuple(one.shape[1] for one in (query, key, value, mask)))
+        return scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=True)
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> _Kernels:
+    """What takes the place of kernels for a GPU."""
+    found = _Kernels()
+    monkeypatch.setattr(compiled_layers, "kernels_of", lambda _: found)
+    return found
+
+
+def test_products_of_one_input_are_joined_and_those_of_one_row_have_a_kernel(kernels: _Kernels) -> None:
+    """The first layer, whose bias gives it a graph of its own, and the others."""
     model = _model(intermediate_size=512)
-    model.model.layers[0].self_attn.o_proj.bias = torch.nn.Parameter(torch.randn(model.config.hidden_size))
+    model.model.layers[0].self_attn.o_proj.bias = torch.nn.Parameter(torch.randn(width := model.config.hidden_size))
     ids = [_ids(rows, tokens) for rows, tokens in ((1, 9), (2, 1), (1, 1))]
+    keys = 2 * model.config.num_key_value_heads * width // model.config.num_attention_heads
     with torch.inference_mode():
         expected = [model(input_ids=one, use_cache=False).logits for one in ids]
-        CompiledLayers(model, keep)
+        _compiled(model)
         for one, logits in zip(ids, expected, strict=True):
-            graphs.clear()
+            assert not kernels.products
             torch.testing.assert_close(model(input_ids=one, use_cache=False).logits, logits, atol=1e-5, rtol=1e-5)
-            assert {*graphs} == {4 if one.numel() > 1 else 1}
+    assert kernels.products == 2 * [(width + keys, width), (width, width), (1024, width), (width, 512)]
 
 
-def test_quantised_products_of_one_row_stay() -> None:
-    """Their tensors have no sums of products."""
+@pytest.mark.parametrize("groups", [8, 2], ids=["all heads", "groups"])
+def test_decode_steps_have_an_attention_of_one_query(
+    kernels: _Kernels, groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gets the keys and values that the cache keeps, not those that are repeated for each query head."""
+    model = _model(num_attention_heads=8, num_key_value_heads=groups)
+    expected = _generate(model)
+    layers = _compiled(model)
+    assert _generate(model).tokens == expected.tokens
+    assert not kernels.heads, "few rows x heads"
+    monkeypatch.setattr(compiled_layers, "_LEAST_QUERIES", 16)
+    layers.reset()
+    assert _generate(model).tokens == expected.tokens
+    assert {*kernels.heads} == {(8, groups, groups, 1)}
+
+
+class _Attention(torch.nn.Module):
+    """A layer whose attention the kernel cannot compute, or computes with other arguments."""
+
+    def __init__(self, attend: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.attend = attend
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.attend(query, key, value, mask)
+
+
+def _repeated(part: torch.Tensor) -> torch.Tensor:
+    rows, groups, slots, size = part.shape
+    return part[:, :, None].expand(rows, groups, 2, slots, size).reshape(rows, 2 * groups, slots, size)
+
+
+def _across(part: torch.Tensor) -> torch.Tensor:
+    return part.transpose(2, 3).contiguous().transpose(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("attend", "replaced"),
+    [
+        (lambda q, k, v, m: scaled_dot_product_attention(q, _repeated(k), _repeated(v), m), True),
+        (lambda q, k, v, m: scaled_dot_product_attention(q, _repeated(k), _repeated(v), m, 0.0, False), True),
+        (lambda q, k, v, m: scaled_dot_product_attention(q, _repeated(k), _repeated(v), m, scale=0.0), True),
+        (lambda q, k, v, m: scaled_dot_product_attention(q, k, v, m, enable_gqa=True), True),
+        (lambda q, k, v, m: scaled_dot_product_attention(query=q, key=k, value=v, attn_mask=m, enable_gqa=True), True),
+        (lambda q, k, v, m: scaled_dot_product_attention(q, _repeated(k), torch.cat([v, v], 1), m), True),
+        (lambda q, k, v, _: scaled_dot_product_attention(q, _repeated(k), _repeated(v)), False),
+        (lambda q, k, v, m: scaled_dot_product_attention(q, _repeated(k), _repeated(v), m.float()), False),
+        (lambda q, k, v, m: scaled_dot_product_attention(q, _repeated(k), _repeated(v), m[:1]), False),
+        (lambda q, k, v, m: scaled_dot_product_attention(q, _across(_repeated(k)), _repeated(v), m), False),
+        (lambda q, k, v, m: scaled_dot_product_attention(q, _repeated(k), _repeated(v)[..., :4], m), False),
+        (lambda q, k, v, m: scaled_dot_product_attention(q[:, :1], k[:1, :1], v[:1, :1], m), False),
+        (lambda q, k, v, m: scaled_dot_product_attention(q.repeat(1, 1, 3, 1), _repeated(k), _repeated(v), m), False),
+    ],
+)
+def test_an_attention_that_the_kernel_cannot_compute_stays(
+    kernels: _Kernels, attend: Callable[..., torch.Tensor], replaced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One whose mask is not one of keys for each row, or whose parts differ in shape or layout."""
+    monkeypatch.setattr(compiled_layers, "_LEAST_QUERIES", 1)
+    model = torch.nn.Module()
+    decoder = torch.nn.Module()
+    decoder.layers = torch.nn.ModuleList(_Attention(attend) for _ in range(2))
+    model.get_decoder = lambda: decoder  # type: ignore[assignment]
+    query, key, value = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)
+    mask = (torch.arange(5) < torch.tensor([[3], [5]]))[:, None, None]
+    with torch.inference_mode():
+        expected = decoder.layers[0](query, key, value, mask)
+        _compiled(model)
+        found = decoder.layers[0](query, key, value, mask)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert bool(kernels.heads) == replaced
+
+
+def test_quantised_products_of_one_row_stay(kernels: _Kernels) -> None:
+    """A kernel would read other numbers than those of the weight."""
     torchao = pytest.importorskip("torchao.quantization")
     model = _model(intermediate_size=512)
     torchao.quantize_(model, torchao.Int8WeightOnlyConfig(set_inductor_config=False))
@@ -176,6 +270,7 @@ def test_quantised_products_of_one_row_stay() -> None:
         expected = model(input_ids=_ids(1, 1), use_cache=False).logits
         _compiled(model)
         torch.testing.assert_close(model(input_ids=_ids(1, 1), use_cache=False).logits, expected, atol=1e-5, rtol=1e-5)
+    assert not kernels.products
 
 
 class _Packed(torch.nn.Module):
