@@ -11,7 +11,7 @@ import triton.language as tl
 _KEYS = 16
 """Keys that a program of the attention reads at a time; with more it is no faster."""
 
-_WEIGHTS, _WIDTH, _WARPS = 4, 512, 4
+_WEIGHTS, _WIDTH, _WARPS = 2, 2048, 2
 """Rows of a weight of a program of the product, numbers of each that it reads at a time, and warps."""
 
 
@@ -24,8 +24,8 @@ def _attention_of_one_query(  # type: ignore[no-untyped-def]
     row, head = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
     place_D = tl.arange(0, padded)
     is_place_D = place_D < size
-    query_D = tl.load(query + row * query_row + head * query_head + place_D, mask=is_place_D, other=0).to(tl.float32)
-    query_D *= scale
+    query_D = tl.load(query + row * query_row + head * query_head + place_D, mask=is_place_D, other=0)
+    query_D = (query_D.to(tl.float32) * scale).to(tl.float32)  # inductor gives the scale as a number of 64 bits
     key += row * key_row + head // repeats * key_head
     value += row * value_row + head // repeats * value_head
     # A softmax in one pass: the largest score so far, the sum of the exponentials, and the sum of the values.
