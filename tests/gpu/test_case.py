@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
+import json
+import re
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +17,8 @@ from support import gpu
 from support.gpu import LAYERS
 from support.report_factory import known
 
+from pytest_llmgpu.gate.judge import judge
+from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.ranks.group import RankGroup
 from pytest_llmgpu.ranks.local import LocalLauncher
 from pytest_llmgpu.ranks.worker import RankState
@@ -72,6 +77,47 @@ class Syncing(Reading, LayerParallel):
 class SyncingTp(Reading, TensorParallel):
     name = "syncing-tp"
 """
+_CHOICES = """
+import own
+import pytest
+
+@pytest.mark.llmgpu(batch_sizes=[8])
+@pytest.mark.parametrize("change", own.CHANGES)
+def test_hellaswag(llm, hellaswag, batch_size, measure, change):
+    llm.run(own.choose, change)
+    measure(llm, hellaswag, batch_size)
+"""
+_CHOOSE = """
+import torch
+
+CHANGES = ["none", "experts", "attention", "mask"]
+
+def choose(loaded, change):
+    loaded.model.set_experts_implementation("eager" if change == "experts" else "grouped_mm")
+    loaded.model.set_attn_implementation("eager" if change == "attention" else "sdpa")
+    for layer in loaded.model.model.layers if change == "mask" else []:
+        layer.self_attn.register_forward_pre_hook(lambda *given: ((), build(given[2])), with_kwargs=True)
+
+def build(named):
+    hidden = named["hidden_states"]
+    mask = torch.ones(hidden.shape[1], hidden.shape[1], device=hidden.device).tril().bool()
+    return named | {"attention_mask": mask[None, None]}
+"""
+_EXPERTS = {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "moe_intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "vocab_size": 300,
+}
+"""The config of a mixture of experts."""
 
 
 @pytest.fixture(scope="module")
@@ -290,6 +336,29 @@ def _records(_state: RankState) -> list[work.Record]:
             product.sum().item()
     results: Any = recorded.profiler
     return work.read_records(results.kineto_results.events())
+
+
+def test_a_change_of_a_choice_is_found_and_named(tmp_path: Path) -> None:
+    """A hook of the test suite changes the experts, the attention, or where the mask is built."""
+    folder = tmp_path / "experts"
+    gpu.write_narrow_model(folder, ["A person counts to ten and says the number."], vocabulary=300)
+    (folder / "config.json").write_text(json.dumps(_EXPERTS))
+    given = [f"--llmgpu-model={folder}", "--llmgpu-load-format=dummy", "--llmgpu-dtype=bfloat16", "--llmgpu-limit=16"]
+    _, report = gpu.run_pytest(tmp_path / "run", _CHOICES, *given, "--llmgpu-devices=1", strategies=_CHOOSE)
+    cases = [msgspec.structs.replace(case, id=case.case.id) for case in report.cases]
+    base, *changed = (msgspec.structs.replace(report, cases=[case]) for case in cases)
+    found = []
+    for head in changed:
+        rows = judge(base, head, Policy(), today=datetime.date(2026, 6, 1)).rows
+        (row,) = (row for row in rows if row.metric == "program")
+        assert row.verdict in {"CHANGED", "REGRESSED"}
+        print(row.verdict, row.reason)
+        found.append(row)
+    experts, attention, mask = found
+    assert re.search(r"experts: grouped_mm \(\S.*\) -> eager", experts.reason)
+    assert re.search(r"attention: sdpa \(\S.*\) -> eager", attention.reason)
+    changes = {change.name: change for change in known(mask.cause).ops}
+    assert (changes["aten::tril"].module, changes["aten::tril"].per_layer) == ("layers.*.self_attn", 1)
 
 
 def test_fakes_are_like_the_records_of_this_torch(tmp_path: Path) -> None:
