@@ -82,6 +82,8 @@ _CALL = re.compile(r"^(cuda|cu)[A-Z]")
 _POLLS = re.compile(r"(Event|Stream)Query|GetLastError|PeekAtLastError|IsCapturing|GetCaptureInfo")
 """Calls without effect, some of them by other threads such as NCCL's watchdog: their number differs between passes."""
 _SYNCHRONIZES = re.compile(r"^cuda(Stream|Device|Event)Synchronize|^cu(Stream|Ctx|Event)Synchronize")
+_ONE_QUERY = "_attention_of_one_query"
+"""The kernel of `inference.decode_kernels`."""
 _COPY = re.compile(r"^Mem(cpy|set)\b")
 _COPY_TO_HOST = "Memcpy DtoH"
 _FAMILIES = get_args(KernelFamily)
@@ -347,7 +349,12 @@ def join(replies: Sequence[WorkReply], kernel_names: dict[str, int], model: Mode
             )
             for row in reply.rows or ()
         ]
-        ranks.append(msgspec.structs.replace(reply.work, rows=None if reply.rows is None else rows))
+        ran = reply.work.implementations
+        if any(row.kernel == _ONE_QUERY for row in reply.rows or ()):  # compiled layers, which the eager pass is not
+            ran = {kind: "sdpa (one query)" if name.startswith("sdpa") else name for kind, name in ran.items()}
+        ranks.append(
+            msgspec.structs.replace(reply.work, rows=None if reply.rows is None else rows, implementations=ran)
+        )
     return Work(
         batches=replies[0].batches,
         eager_batches=replies[0].eager_batches,

@@ -141,8 +141,9 @@ class RankWork(msgspec.Struct, frozen=True, kw_only=True):
     """The calls of functions by the host in the third eager forward over `eager_batches`. Null in older reports."""
     implementations: dict[str, str] = {}
     """Kind of layer (`attention` or, where layers differ, `sliding attention`, `full attention`, `linear attention`;
-    `experts`) to its implementation in transformers and the kernels that ran in the eager pass: `sdpa (flash)`. Empty
-    without a config of transformers, and in older reports."""
+    `experts`) to its implementation in transformers and the kernels of the eager pass: `sdpa (flash)`. Compiled decode
+    steps have `sdpa (one query)`, the kernel of this package. Empty without a config of transformers, and in older
+    reports."""
     routing: Routing | None = None
     """The experts of the tokens of the first eager forward over `eager_batches`; null for a model without experts."""
     rows: Sequence[WorkRow] | None = None

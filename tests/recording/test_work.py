@@ -318,6 +318,16 @@ def test_names_of_kernels_stand_once_in_a_report() -> None:
     assert [row.kernel for row in found.ranks[1].rows or []] == [1]
 
 
+def test_an_attention_that_compiled_layers_replaced_is_named() -> None:
+    """The eager pass, which counts ops, runs that of torch."""
+    kinds = {"attention": "sdpa (cudnn)", "linear attention": "torch", "experts": "grouped_mm (_grouped_mm)"}
+    row = NamedRow(None, "_attention_of_one_query", "attention", 2, 1.0)
+    for rows, expected in (((), kinds), ((row,), {**kinds, "attention": "sdpa (one query)"})):
+        reply = _reply({}, rows=rows)
+        reply = msgspec.structs.replace(reply, work=msgspec.structs.replace(reply.work, implementations=kinds))
+        assert work.join([reply], {}, _SIZE).ranks[0].implementations == expected
+
+
 def test_the_size_of_a_model_leaves_embeddings_and_head_out() -> None:
     """They are looked up, and computed for the predicted tokens only; a token does not meet all experts."""
     model = tiny_model.random_model()
