@@ -1,0 +1,116 @@
+"""How often the gate finds a slower wall time on recorded launches; prints JSON.
+
+    cd benchmarks/reports
+    python ../gate/wall.py --eager launches-gpu-*.json.gz \
+        --replayed clock-7b-gpu-*.json.gz own-kernel-7b-gpu-*.json.gz > ../gate/results/wall.json
+
+`eager`: ten launches are drawn from a recording, five for each report, whose batches take longer by 0, 5 and 6 % in the
+candidate, with the built-in threshold of 4 % and that of launches in turn, 2 %. These recordings have no work passes: at
+batch size 32 the case is taken as one that the GPU limits, as it is with work passes. `replayed`: each launch against
+every other one of the same GPU, 0, 2 and 3 % slower, with thresholds of 4, 2 and 1 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import json
+import math
+import random
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import msgspec
+
+from pytest_llmgpu.analysis import noise_regime
+from pytest_llmgpu.gate.judge import judge
+from pytest_llmgpu.gate.policy import Policy, TimeRule
+from pytest_llmgpu.report import file
+from pytest_llmgpu.report.report import Report
+from pytest_llmgpu.report.result import CaseResult, Launch
+
+_LAUNCHES, _DRAWS, _LIMITED_FROM = 5, 200, 32
+Sides = tuple[Sequence[Launch], Sequence[Launch]]
+
+
+def main() -> int:
+    """Print the share of each verdict on wall time."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--eager", type=Path, nargs="*", default=[], help="recordings of eager forwards")
+    parser.add_argument("--replayed", type=Path, nargs="*", default=[], help="recordings of CUDA graphs with clocks")
+    given = parser.parse_args()
+    chance = random.Random(0)  # noqa: S311 - trials, repeated with the same numbers
+    answer: dict[str, Any] = {"eager": {}, "replayed": {}}
+    for path in given.eager:
+        report = file.load(path)
+        for case in report.cases:
+            limited = case.case.batch_size >= _LIMITED_FROM
+            draws = [chance.sample(case.launches, 2 * _LAUNCHES) for _ in range(_DRAWS)]
+            sides: list[Sides] = [(one[::2], one[1::2]) for one in draws]
+            with mock.patch.object(noise_regime, "of_time", lambda _, limited=limited: _regime(limited=limited)):
+                answer["eager"][f"{path.name} {case.id}"] = {
+                    "scatter_pct": 100 * statistics.stdev(map(_log_s, case.launches)),
+                    **_found(report, case, sides, slower=(1.0, 1.05, 1.06), thresholds=(0.04, 0.02)),
+                }
+    for path in given.replayed:
+        report = file.load(path)
+        for case in report.cases:
+            pairs: list[Sides] = [([one], [other]) for one, other in itertools.permutations(case.launches, 2)]
+            if pairs:
+                answer["replayed"][f"{path.name} {case.id}"] = _found(
+                    report, case, pairs, slower=(1.0, 1.02, 1.03), thresholds=(0.04, 0.02, 0.01)
+                )
+    json.dump(answer, sys.stdout, indent=1)
+    print()
+    return 0
+
+
+def _regime(*, limited: bool) -> noise_regime.NoiseRegime:
+    return "eager_device" if limited else "eager_host"
+
+
+def _found(
+    report: Report, case: CaseResult, sides: Sequence[Sides], *, slower: Iterable[float], thresholds: Iterable[float]
+) -> dict[str, Any]:
+    """Return the share of each verdict by threshold and slowdown."""
+    shares: dict[str, Any] = {"pairs": len(sides)}
+    for threshold, factor in itertools.product(thresholds, slower):
+        policy = Policy(time=TimeRule(threshold=threshold))
+        verdicts: Counter[str] = Counter()
+        for base, head in sides:
+            rows = judge(
+                _of(report, case, base, 1.0), _of(report, case, head, factor), policy, today=datetime.date(2026, 1, 1)
+            ).rows
+            verdicts.update(row.verdict for row in rows if row.metric == "time")
+        shares[f"threshold {threshold:.0%}, {factor - 1:+.0%}"] = {
+            verdict: round(number / len(sides), 3) for verdict, number in verdicts.most_common()
+        }
+    return shares
+
+
+def _of(report: Report, case: CaseResult, launches: Sequence[Launch], factor: float) -> Report:
+    """Return a report of some launches of one case, each of whose batches takes a multiple of its time."""
+    found = [
+        msgspec.structs.replace(
+            launch,
+            batches=msgspec.structs.replace(
+                launch.batches, latency_s=[factor * one for one in launch.batches.latency_s]
+            ),
+        )
+        for launch in launches
+    ]
+    return msgspec.structs.replace(report, cases=[msgspec.structs.replace(case, launches=found)])
+
+
+def _log_s(launch: Launch) -> float:
+    return math.log(math.fsum(launch.batches.latency_s))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
