@@ -21,7 +21,7 @@ from pytest_llmgpu.analysis.answers import written as probability
 from pytest_llmgpu.analysis.capacity import split
 from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.case import DEFAULT_TASK, REFERENCE_STRATEGY, Case
-from pytest_llmgpu.report.derived import batch_latency_s, device_busy, generated, measured, of_window
+from pytest_llmgpu.report.derived import device_busy, generated, measured, of_window
 from pytest_llmgpu.report.metrics import METRICS, Figure, own_metrics
 from pytest_llmgpu.report.report import Environment, Report
 from pytest_llmgpu.report.result import CaseResult, Comparison
@@ -133,9 +133,6 @@ COLUMNS = {
         Column("between_nodes_bytes_per_sequence", "between nodes\nMB/sequence, sum", 1e6, _between_nodes_bytes),
         Column("energy_j_per_sequence", "energy\nJ/sequence", 1.0, lambda one: one.energy_j_per_sequence),
         Column("energy_j_per_token", "energy\nJ/token", 1.0, lambda one: one.energy_j_per_token),
-        Column("batch_p50_s", "batch p50\nms", 1e-3, partial(batch_latency_s, share=0.50)),
-        Column("batch_p95_s", "batch p95\nms", 1e-3, partial(batch_latency_s, share=0.95)),
-        Column("batch_p99_s", "batch p99\nms", 1e-3, partial(batch_latency_s, share=0.99)),
         Column("token_p99_s", "p99\nms", 1e-3, lambda one: one.token_p99_s),
         Column(
             "kv_cache_formula_bytes",
@@ -204,8 +201,7 @@ TABLES: dict[Place, Sequence[str]] = {
     "work": (
         *("inference_s", "speedup", "flipped", "typical_difference", "compile_s", "device_time_s"),
         *("flops_per_sequence", "bound_share", "device_busy"),
-        *("between_nodes_bytes_per_sequence", "energy_j_per_sequence", "energy_j_per_token", "batch_p50_s"),
-        *("batch_p95_s", "batch_p99_s", "peak_resident_bytes"),
+        *("between_nodes_bytes_per_sequence", "energy_j_per_sequence", "energy_j_per_token", "peak_resident_bytes"),
     ),
     "tokens": (
         *("token_p95_s", "token_p99_s", "kv_cache_bytes", "kv_cache_formula_bytes", "wire_bytes_per_token"),

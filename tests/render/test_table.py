@@ -5,7 +5,7 @@ import pytest
 from support.report_factory import make_check, make_failed, make_generation, make_result, paper_results
 
 from pytest_llmgpu.render.table import COLUMNS, Cell, TimeTable, figure_tables, make_time_table
-from pytest_llmgpu.report.derived import batch_latency_s, derive
+from pytest_llmgpu.report.derived import derive
 from pytest_llmgpu.report.result import Batches, CaseResult, Collective, Outcome, Traffic
 from pytest_llmgpu.report.work import Bound, RankWork, Work
 
@@ -29,10 +29,9 @@ def test_a_case_has_device_time_share_of_the_bound_and_energy() -> None:
     assert [column.name for column in table.columns][1:] == [
         *("device_time_s", "bound_share", "device_busy"),
         *("energy_j_per_sequence", "energy_j_per_token"),
-        *("batch_p50_s", "batch_p95_s"),
     ]
     [(title, size, cells)] = table.rows
-    assert (title, size, list(cells)[1:]) == ("tp", "1", ["0.067", "25", "6.25", "12.5", "0.125", "938", "938"])
+    assert (title, size, list(cells)[1:]) == ("tp", "1", ["0.067", "25", "6.25", "12.5", "0.125"])
 
 
 def test_bytes_between_nodes_are_a_column_on_several_nodes() -> None:
@@ -66,17 +65,6 @@ def test_a_case_that_generates_has_a_table_of_its_tokens() -> None:
     assert list(cells) == ["29.0", "3", "1", "1"]
     assert list(figure_tables([_worked()])) == ["work"]
     assert figure_tables([make_failed()]) == {}
-
-
-@pytest.mark.parametrize(("batches", "has_p99"), [(99, False), (100, True)])
-def test_the_99th_percentile_needs_100_batches(batches: int, *, has_p99: bool) -> None:
-    """With fewer it would be the largest one."""
-    result = make_result(sequences=batches)
-    result.launches[0].batches.latency_s = [float(number + 1) for number in range(batches)]
-    assert batch_latency_s(result, 0.5) == (batches + 1) / 2
-    assert (batch_latency_s(result, 0.99) is not None) is has_p99
-    result.outcome = "error"
-    assert batch_latency_s(result, 0.5) is None
 
 
 def _cells(table: TimeTable) -> dict[str, Cell]:
