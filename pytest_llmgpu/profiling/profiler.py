@@ -375,7 +375,6 @@ def joined(profiles: Sequence[Profile], indices: Mapping[str, int]) -> Profile:
     value is that of the latest sample, or of the first one.
     """
     lateness = [one.lateness_p99_s for one in profiles if one.lateness_p99_s is not None]
-    cpu = [one.sampler_cpu_s for one in profiles if one.sampler_cpu_s is not None]
     why: dict[str, str] = {}
     for node, one in enumerate(profiles):
         for name, reason in one.why.items():
@@ -397,7 +396,6 @@ def joined(profiles: Sequence[Profile], indices: Mapping[str, int]) -> Profile:
             for one in profiles
             for device in one.devices
         ],
-        sampler_cpu_s=sum(cpu) if cpu else None,
         series=Series(t_s=known[0].t_s, devices=columns) if known and len(known) == len(series) else None,
         why=why,
     )

@@ -224,8 +224,6 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """The 99th percentile of the delay between a sampling deadline and its sample."""
     devices: list[DeviceProfile] = []
     """Figures of each device."""
-    sampler_cpu_s: Seconds | None = None
-    """CPU time that the sampler used in the window; null with fewer than two samples."""
     series: Series | None = None
     """Samples over time; null if they were not kept."""
     invalid: list[str] = []
