@@ -35,8 +35,7 @@ _GUESSES = make_answers([True, False, False, False] * 50)
     [
         ({"model": "huggyllama/llama-7b"}, (0.761, "published for LLaMA 7B")),
         ({"model": "huggyllama/llama-65b"}, (0.842, "published for LLaMA 65B")),
-        ({"model": "decapoda-research/llama-30b-hf"}, (0.828, "published for LLaMA 33B")),
-        ({"model": "baffo32/decapoda-research-llama-7B-hf"}, (0.761, "published for LLaMA 7B")),
+        ({"model": "huggyllama/LLaMA-30b"}, (0.828, "published for LLaMA 33B")),
         ({"model": "meta-llama/Llama-2-7b-hf"}, None),
         ({"model": "yahma/llama-65b-hf"}, None),
         ({"metric": "acc"}, None),
