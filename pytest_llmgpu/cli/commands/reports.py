@@ -135,7 +135,6 @@ def run_export(arguments: argparse.Namespace) -> int:
 def add_plot(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `llmgpu plot`."""
     parser.add_argument("report", metavar="REPORT", help=REFERENCE)
-    parser.add_argument("baseline", metavar="BASELINE", nargs="?", help="report whose figures are drawn faint")
     parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="folder of the images")
     parser.add_argument("--format", metavar="LIST", default="png", help="png, svg or both: png,svg (default: png)")
     parser.add_argument("--dark", action="store_true", help="draw for a dark background; file names end in -dark")
@@ -150,8 +149,7 @@ def run_plot(arguments: argparse.Namespace) -> int:
 
     chosen = images.formats(arguments.format)
     report = source(arguments.report, arguments).report()
-    base = arguments.baseline and source(arguments.baseline, arguments, machine=store.hardware(report)).report()
-    drawn, omitted = charts.of_report(report, base)
+    drawn, omitted = charts.of_report(report)
     if arguments.case is not None:
         by_id = {result.id: result for result in report.cases}
         if arguments.case not in by_id:

@@ -76,7 +76,7 @@ def render(
         values = list(dict.fromkeys(key[field] for key in keys.values()))
         if len(values) > 1:
             filters.append((field, label, sorted(values, key=int) if field == "batch" else values))
-    drawn, omitted = charts.of_report(report, baseline)
+    drawn, omitted = charts.of_report(report)
     template = templates().get_template("page.html")
     return template.render(
         policy_header=content_security_policy([library, script, theme], [style]),

@@ -208,14 +208,6 @@ def test_each_model_has_its_own_charts() -> None:
     assert all(line.startswith(("small: ", "large: ")) for line in omitted)
 
 
-def test_the_figures_of_a_baseline_are_faint() -> None:
-    """They are marks of their own, and stand beside those of the report in the table."""
-    (time, *_), _ = charts.of_report(make_report([make_result(50.0)]), make_report([make_result(60.0)]))
-    assert time.summary.endswith(" Faint: the baseline.")
-    assert time.rows == [["1", "50 (was 60)"]]
-    assert {(row["v"], row.get("o")) for row in values_of(time.spec)} == {(50, None), (60, "baseline")}
-
-
 def test_the_chart_of_times_has_launches() -> None:
     """A dot for each of several launches; the axes state that they are logarithmic."""
     (time, throughput, *_), _ = charts.of_report(make_report([with_launches([1.0, 1.1])]))
