@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from pytest_llmgpu.render.charts import axes
 from pytest_llmgpu.render.charts.axes import Chart, Panel, Spec, formatted, rounded
+from pytest_llmgpu.render.summary import outcome
 from pytest_llmgpu.render.table import COLUMNS, Entry, in_use_bytes
 from pytest_llmgpu.report.derived import figures_of_launch
 from pytest_llmgpu.report.text import GIB
@@ -132,24 +133,13 @@ def of_figure(
     (name, unit), drawn = axis, [point for point in points(panel.completed, {"": figure}) if point.value > 0]
     if not drawn:
         return None
-    cells: dict[int, dict[str, list[str]]] = {}
-    for entry in panel.entries:
-        value = figure(entry) if entry.result.outcome == "completed" else None
-        ended = {"completed": "-", "oom": "OOM", "skipped_after_oom": "not run"}
-        text = formatted(value) if value is not None else ended.get(entry.result.outcome, entry.result.outcome)
-        if entry.result.has_wrong_answers:
-            text += " (wrong answers)"
-        cells.setdefault(entry.batch_size, {}).setdefault(entry.title, []).append(text)
     return Chart(
         id=name.replace(" ", "-"),
         title=title,
         summary=summary(drawn),
         spec=curves_of(panel, drawn, title=f"{name} ({unit})", more=more),
-        headers=["batch size", *(f"{one} ({unit})" for one in panel.titles)],
-        rows=[
-            [str(size), *("; ".join(by_title.get(one, [])) for one in panel.titles)]
-            for size, by_title in sorted(cells.items())
-        ],
+        headers=["strategy", "batch size", f"{name} ({unit})", "outcome"],
+        rows=[[*row_of(entry, [figure(entry)]), outcome(entry.result)] for entry in panel.entries],
     )
 
 
@@ -190,7 +180,7 @@ def memory(panel: Panel) -> Iterator[Chart | str]:
         spec=curves_of(panel, drawn, title=axis, log=False, more=layers),
         headers=["strategy", "batch size", *(f"{name} (GiB)" for name in figures), "capacity per GPU (GiB)", "outcome"],
         rows=[
-            [*row_of(entry, [*(figure(entry) for figure in figures.values()), capacity]), entry.result.outcome]
+            [*row_of(entry, [*(figure(entry) for figure in figures.values()), capacity]), outcome(entry.result)]
             for entry in panel.entries
         ],
     )
