@@ -574,8 +574,8 @@ def _table_title(cases: Sequence[CaseResult], metric: str, *, random_weights: bo
     return title if items is None else f"{title} / {metric}"
 
 
-def with_reference(cases: Sequence[CaseResult], *, verbose: bool) -> Iterator[list[str]]:
-    """Yield how much each strategy differs from mp, at the batch size with the largest difference: the parts of a line.
+def with_reference(cases: Sequence[CaseResult], *, verbose: bool) -> Iterator[str]:
+    """Yield how much each strategy differs from mp, at the batch size with the largest difference.
 
     Strategies that do not differ are left out unless `verbose`.
     """
@@ -591,8 +591,8 @@ def with_reference(cases: Sequence[CaseResult], *, verbose: bool) -> Iterator[li
         where = f" at batch size {result.case.batch_size}"
         if len(compared) > 1:
             where = f", worst{where}" if any(_severity(worst)) else " at every batch size"
-        first, *rest = _differences(result, worst)
-        yield [f"{title} compared with {titles.get(worst.reference, REFERENCE_STRATEGY)}{where}: {first}", *rest]
+        other = titles.get(worst.reference, REFERENCE_STRATEGY)
+        yield f"{title} compared with {other}{where}: {', '.join(_differences(result, worst))}"
 
 
 def _severity(comparison: Comparison) -> tuple[bool, int, int, float]:

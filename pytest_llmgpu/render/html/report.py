@@ -138,7 +138,7 @@ def _tables(report: Report) -> Iterator[dict[str, Any]]:
             "model": cases[0].case.model,
             "table": make_time_table(cases),
             "works": list(figure_tables(cases).values()),
-            "notes": [*map(", ".join, with_reference(cases, verbose=True)), *largest],
+            "notes": [*with_reference(cases, verbose=True), *largest],
         }
 
 

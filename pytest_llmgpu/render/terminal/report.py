@@ -321,14 +321,11 @@ def tables(report: Report, color: bool = False, *, verbose: bool = False) -> str
             break
         table, rows = summary_table(cases, paint, left)
         left, hidden = left - rows, hidden - rows
-        lines = []
-        for differences in with_reference(cases, verbose=verbose):
-            line = ", ".join(differences)
-            lines.append(line if len(line) <= WIDTH else ",\n  ".join(differences))
+        lines = list(map(filled, with_reference(cases, verbose=verbose)))
         if not verbose and len(lines) > _MOST_LINES:
             more = plural(len(lines) - _MOST_LINES, "more comparison")
             lines = [*lines[:_MOST_LINES], f"and {more} with mp"]
-        lines += _largest(cases, report, verbose=verbose)
+        lines += _largest(cases, report)
         parts.append("\n".join([paint(caption, _BOLD), table, *lines]))
         if verbose:
             parts += [work_table(cases), device_tables(cases, report.environment)]
@@ -349,20 +346,12 @@ def resumptions(report: Report) -> list[str]:
     return [f"resumed {one.created} from {one.source}, with {plural(one.kept, 'case')}" for one in report.resumed]
 
 
-def _largest(cases: Sequence[CaseResult], report: Report, *, verbose: bool) -> list[str]:
+def _largest(cases: Sequence[CaseResult], report: Report) -> list[str]:
     """Return the largest batch size of each series, if it was searched or limited by memory."""
     searched = report.options.get("--llmgpu-find-max-batch") is True
     series = {result.case.series for result in cases}
     found = [one for one in capacities(report.cases) if one.series in series]
-    found = [one for one in found if searched or one.smallest_oom is not None]
-    if verbose:
-        return [filled(f"{one.strategy}: {one.text}") for one in found]
-    texts = []
-    for capacity in found:
-        oom = capacity.smallest_oom
-        ending = " or more" if oom is None else f" ({oom} is out of memory)"
-        texts.append(f"{capacity.strategy} {capacity.largest_fit or 'none'}{ending}")
-    return [filled(f"Largest batch size: {listed(texts, _MOST_LINES)}")] if found else []
+    return [filled(f"{one.strategy}: {one.text}") for one in found if searched or one.smallest_oom is not None]
 
 
 def _finding(problem: Problem, paint: Painter, *, verbose: bool) -> str:
