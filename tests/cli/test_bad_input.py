@@ -40,7 +40,6 @@ def _files(empty_folder: None) -> None:  # noqa: ARG001
         ("show", "REPORT"),
         ("list --storage", "--storage"),
         (f"list --storage {'x' * 5000}", "File name too long"),
-        ("gate a b --today yesterday", "2026-01-31"),
         ("gate report.json", "BASE and HEAD are needed"),
         ("promote", "REF"),
         ("promote report.json --force ' '", "--force: a reason is needed"),
@@ -49,7 +48,6 @@ def _files(empty_folder: None) -> None:  # noqa: ARG001
         ("ab base head", "COMMAND"),
         ("ab base head --launches 0 -- pytest", "whole number from 1"),
         ("export csv report.json --policy p.toml", "--policy: has an effect only with a baseline"),
-        ("export csv report.json --today 2026-01-02", "--today: has an effect only with a baseline"),
         ("plot report.json --output out --format png,gif", "format 'gif': allowed are png, svg, separated by commas"),
         ("plot report.json --output out --case mp-bs8", "--case 'mp-bs8': the report has no such case; its cases are"),
         # Reports.

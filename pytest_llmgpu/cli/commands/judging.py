@@ -19,7 +19,7 @@ from pytest_llmgpu.cli.arguments import (
     read_verdicts,
     source,
     storage_of,
-    today_of,
+    today,
 )
 from pytest_llmgpu.cli.output import color, complain, show, write_json
 from pytest_llmgpu.gate import ab, headline, promotion
@@ -35,7 +35,7 @@ from pytest_llmgpu.report.verdicts import Baseline, Verdicts
 from pytest_llmgpu.store import git
 from pytest_llmgpu.store import store as storage
 
-_OF_JUDGING = ("BASE", "HEAD", "--policy", "--today", "--in-turn", "--strict", "--allow-no-baseline", "--dump-policy")
+_OF_JUDGING = ("BASE", "HEAD", "--policy", "--in-turn", "--strict", "--allow-no-baseline", "--dump-policy")
 """The arguments that have no effect on verdicts that exist."""
 _EPILOG = """\
 Each commit is checked out into a git worktree under TMPDIR; your working tree is not changed. Launches alternate: base,
@@ -85,7 +85,7 @@ def run_gate(arguments: argparse.Namespace) -> int:
             base, verdicts = judged(arguments, arguments.base, candidate, policy)
             line = in_words if base is not None else ""
         except git.AbsentError as error:
-            verdicts, line = judge(None, candidate, policy, today=today_of(arguments)), str(error)
+            verdicts, line = judge(None, candidate, policy, today=today()), str(error)
     # Before the table is printed, because its reader may close the pipe early.
     if not write_json(verdicts, arguments.json):
         most = None if arguments.all else verdict_tables.MOST_CASES
@@ -119,8 +119,7 @@ def run_ab(arguments: argparse.Namespace) -> int:
             file.dump(both.base, kept / "base.json.gz")
             sha256 = hashlib.sha256(file.encode(both.base, compressed=True)).hexdigest()
             baseline = Baseline(name=trees[0].reference, sha256=sha256, commit=trees[0].sha)
-            today = today_of(arguments)
-            verdicts = judge(both.base, both.head, policy, today=today, baseline=baseline, in_turn=True)
+            verdicts = judge(both.base, both.head, policy, today=today(), baseline=baseline, in_turn=True)
             both.head.verdicts = verdicts
             file.dump(both.head, kept / "head.json.gz")
             return verdicts
@@ -164,9 +163,9 @@ def run_promote(arguments: argparse.Namespace) -> int:
         session = msgspec.structs.replace(candidate.session, deselected=[])
         whole = msgspec.structs.replace(candidate, session=session)
         baseline = present.baseline(present.name, base)
-        verdicts = judge(base, whole, policy, today=today_of(arguments), baseline=baseline)
+        verdicts = judge(base, whole, policy, today=today(), baseline=baseline)
         promotions = promotion.promotions(base, candidate, verdicts, policy)
-    for one in promotion.judged(candidate, verdicts, policy, today_of(arguments)):
+    for one in promotion.judged(candidate, verdicts, policy, today()):
         if found := exit_status(one, policy):
             refused.append(headline.headline(one, policy).text)
             remedy = remedy or headline.next_steps(one, policy)
