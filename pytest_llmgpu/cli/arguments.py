@@ -6,11 +6,8 @@ import argparse
 import datetime
 from pathlib import Path
 
-import msgspec
-
 from pytest_llmgpu.gate import judge
 from pytest_llmgpu.gate.policy import Policy, in_force
-from pytest_llmgpu.report import file
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.verdicts import Verdicts
 from pytest_llmgpu.store import git, store
@@ -97,24 +94,3 @@ def comparison(arguments: argparse.Namespace, report: Report) -> tuple[Report | 
     if arguments.policy is not None:
         raise ValueError("--policy: has an effect only with a baseline, which is not given")
     return None, None, None
-
-
-def read_verdicts(path: Path) -> Verdicts:
-    """Return the verdicts in a file of `llmgpu gate --json`, or in the report of a run that pytest compared.
-
-    ValueError in one line.
-    """
-    found: Verdicts | None
-    try:
-        data = file.unpack(file.read(path))
-        if "schema_version" in msgspec.json.decode(data, type=dict[str, msgspec.Raw]):
-            found = file.parse(data, str(path)).verdicts
-        else:
-            found = msgspec.json.decode(data, type=Verdicts)
-    except (OSError, ValueError, RecursionError) as error:
-        text = f"{'cannot be read: ' * isinstance(error, OSError)}{file.one_line(error)}"
-        raise ValueError(f"verdicts {path}: {text.removeprefix(f'report {path}: ')}") from None
-    if found is None:
-        remedy = f"pass --llmgpu-compare=REF to pytest, or run llmgpu gate BASE {path}"
-        raise ValueError(f"verdicts {path}: the report has none, because its run was not compared: {remedy}")
-    return found

@@ -16,7 +16,6 @@ from pytest_llmgpu.cli.arguments import (
     add_switches,
     judged,
     policy_of,
-    read_verdicts,
     source,
     storage_of,
     today,
@@ -57,8 +56,8 @@ def add_gate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("head", metavar="HEAD", nargs="?", help="the candidate, named in the same ways")
     add_rules(parser)
     add_switches(parser)
-    text = "show the verdicts of this file, a report that pytest compared or what --json wrote, and return their result"
-    parser.add_argument("--verdicts", metavar="FILE", type=Path, help=text)
+    text = "show the verdicts of this report, which pytest compared, and return their result"
+    parser.add_argument("--verdicts", metavar="REPORT", help=text)
     parser.add_argument("--json", metavar="PATH", help="write the verdicts as JSON; - prints them instead of the table")
     parser.add_argument("--all", action="store_true", help="show all cases")
     parser.add_argument("--dump-policy", action="store_true", help="print the policy in force as TOML and exit")
@@ -71,7 +70,9 @@ def run_gate(arguments: argparse.Namespace) -> int:
         for word in _OF_JUDGING:
             if getattr(arguments, word.strip("-").replace("-", "_").lower()):
                 raise ValueError(f"--verdicts: cannot be combined with {word}: nothing is judged again")
-        verdicts = read_verdicts(arguments.verdicts)
+        if (verdicts := source(arguments.verdicts, arguments).report().verdicts) is None:
+            remedy = f"pass --llmgpu-compare=REF to pytest, or run llmgpu gate BASE {arguments.verdicts}"
+            raise ValueError(f"{arguments.verdicts}: has no verdicts, because its run was not compared: {remedy}")
         policy = parse_policy(verdicts)
     else:
         policy, in_words = policy_of(arguments)
