@@ -51,7 +51,7 @@ def _files(empty_folder: None) -> None:  # noqa: ARG001
         ("ab base head", "COMMAND"),
         ("ab base head --launches 0 -- pytest", "whole number from 1"),
         ("export csv report.json --policy p.toml", "--policy: has an effect only with a baseline"),
-        ("plot report.json --output out --format png,gif", "format 'gif': allowed are png, svg, separated by commas"),
+        ("plot report.json --output out --format gif", "argument --format: invalid choice: 'gif'"),
         ("plot report.json --output out --case mp-bs8", "--case 'mp-bs8': the report has no such case; its cases are"),
         # Reports.
         ("export csv nope", "'nope'"),

@@ -66,7 +66,7 @@ def _two_sizes(empty_folder: None) -> None:  # noqa: ARG001
 @pytest.mark.usefixtures("_two_sizes")
 def test_plot_writes_each_chart_in_each_format(llmgpu: Callable[..., str]) -> None:
     """The output lists the files, and the charts that are left out with the reason."""
-    printed = llmgpu("plot", "head.json", "--output", "out", "--format", "png,svg").splitlines()
+    printed = llmgpu("plot", "head.json", "--output", "out", "--format", "png", "--format", "svg").splitlines()
     written = sorted(str(file) for file in Path("out").iterdir())
     assert sorted(line for line in printed if not line.startswith("left out")) == written
     assert {"out/time.png", "out/time.svg", "out/memory.png"} <= set(written)
