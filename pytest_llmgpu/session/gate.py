@@ -88,7 +88,8 @@ class RunGate:
         with suppress(OSError):  # too long for a path
             if not Path(reference).exists() and in_root.is_file():
                 reference = str(in_root)
-        name = store.hardware_of(environment(machine), on_gpu=machine.device == "cuda")
+        here = Report(created="", plugin_version=None, environment=environment(machine))
+        name = store.hardware(here, on_gpu=machine.device == "cuda")
         try:
             self._source = store.resolve(reference, self._storage_path, machine=name, repository=self._rootdir)
             self.base = self._source.report()

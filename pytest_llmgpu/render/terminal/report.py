@@ -321,11 +321,10 @@ def tables(report: Report, color: bool = False, *, verbose: bool = False) -> str
             break
         table, rows = summary_table(cases, paint, left)
         left, hidden = left - rows, hidden - rows
-        lines = list(map(filled, with_reference(cases, verbose=verbose)))
-        if not verbose and len(lines) > _MOST_LINES:
-            more = plural(len(lines) - _MOST_LINES, "more comparison")
-            lines = [*lines[:_MOST_LINES], f"and {more} with mp"]
-        lines += _largest(cases, report)
+        lines = []
+        for notes in (list(map(filled, with_reference(cases, verbose=verbose))), _largest(cases, report)):
+            more = 0 if verbose else len(notes) - _MOST_LINES
+            lines += notes if more <= 0 else [*notes[:_MOST_LINES], f"and {more} more (-v shows all)"]
         parts.append("\n".join([paint(caption, _BOLD), table, *lines]))
         if verbose:
             parts += [work_table(cases), device_tables(cases, report.environment)]
