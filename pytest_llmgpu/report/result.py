@@ -348,9 +348,6 @@ class Path(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes that all devices together sent over PCIe, to the host and to each other; null if they were not counted."""
     expected_bytes: Count
     """Bytes that all ranks together sent inside their nodes, computed from the operations of the program."""
-    nvlink_shares: list[Amount] = []
-    """Bytes over NVLink divided by the bytes expected, for the device of each rank that sends. It is one value for all
-    devices if a process has several, and empty if NVLink was not counted."""
     text: str
     """Path in one sentence, with the size of and the reason for a difference to `expected_bytes`."""
 
