@@ -48,7 +48,7 @@ def test_bytes_between_nodes_are_a_column_on_several_nodes() -> None:
 
 
 def test_a_case_that_generates_has_a_table_of_its_tokens() -> None:
-    """The KV cache is beside its formula, the bytes of a token are those of all ranks; a score has no such table."""
+    """The bytes of a token are those of all ranks; a score has no such table."""
     result = make_result(strategy="tp", workload="generate", prompt_tokens=9, new_tokens=3)
     texts = make_generation([[1] * 3], [[-1.0] * 3], [[-1.0] * 3], step_s=[0.01, 0.03], kv_cache_bytes=3 << 20)
     result.launches[0] = msgspec.structs.replace(
@@ -58,11 +58,9 @@ def test_a_case_that_generates_has_a_table_of_its_tokens() -> None:
     result.traffic = Traffic(ranks=[[sent]] * 2, wire_bytes_per_sequence=1.0, step=[[sent]] * 2)
     derive(result)
     tokens = figure_tables([result])["tokens"]
-    assert [column.name for column in tokens.columns] == [
-        *("token_p95_s", "kv_cache_bytes", "kv_cache_formula_bytes", "wire_bytes_per_token")
-    ]
+    assert [column.name for column in tokens.columns] == [*("token_p95_s", "kv_cache_bytes", "wire_bytes_per_token")]
     [(_, _, cells)] = tokens.rows
-    assert list(cells) == ["29.0", "3", "1", "1"]
+    assert list(cells) == ["29.0", "3", "1"]
     assert list(figure_tables([_worked()])) == ["work"]
     assert figure_tables([make_failed()]) == {}
 

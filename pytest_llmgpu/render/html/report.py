@@ -10,13 +10,12 @@ from typing import Any
 
 import msgspec
 
-from pytest_llmgpu.analysis.capacity import capacities
 from pytest_llmgpu.gate import headline, judge, rows_by_cause
 from pytest_llmgpu.gate.policy import Policy, policy_of
 from pytest_llmgpu.render import charts, summary
 from pytest_llmgpu.render.charts import timelines
 from pytest_llmgpu.render.html.assets import MISSING, asset, config_and_style, content_security_policy, templates, vega
-from pytest_llmgpu.render.table import blocks, captions, entries, figure_tables, make_time_table, with_reference
+from pytest_llmgpu.render.table import blocks, captions, entries, figure_tables, limits, make_time_table, with_reference
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.report import Report, command
 from pytest_llmgpu.report.text import gib, listed, plural
@@ -129,16 +128,13 @@ def _rows(verdicts: Verdicts, report: Report, baseline: Report | None) -> dict[s
 def _tables(report: Report) -> Iterator[dict[str, Any]]:
     """Yield the table of each block of cases, with its caption, the comparison with mp and the largest batch sizes."""
     found = blocks(report.cases)
-    known = [one for one in capacities(report.cases) if one.smallest_oom is not None]
     for (caption, _), cases in zip(captions(found, report), found, strict=True):
-        series = {result.case.series for result in cases}
-        largest = [f"{one.strategy}: {one.text}" for one in known if one.series in series]
         yield {
             "caption": caption,
             "model": cases[0].case.model,
             "table": make_time_table(cases),
             "works": list(figure_tables(cases).values()),
-            "notes": [*with_reference(cases, verbose=True), *largest],
+            "notes": [*with_reference(cases, verbose=True), *limits(cases, report)],
         }
 
 

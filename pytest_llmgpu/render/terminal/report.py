@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from tabulate import tabulate
 
-from pytest_llmgpu.analysis.capacity import capacities, split
+from pytest_llmgpu.analysis.capacity import split
 from pytest_llmgpu.analysis.reference import by_series
 from pytest_llmgpu.profiling.machine import Machine
 from pytest_llmgpu.render.summary import Problem, cases_in_words, finding_problems
@@ -27,6 +27,7 @@ from pytest_llmgpu.render.table import (
     digits,
     entries,
     figure_tables,
+    limits,
     make_time_table,
     model,
     with_reference,
@@ -322,7 +323,8 @@ def tables(report: Report, color: bool = False, *, verbose: bool = False) -> str
         table, rows = summary_table(cases, paint, left)
         left, hidden = left - rows, hidden - rows
         lines = []
-        for notes in (list(map(filled, with_reference(cases, verbose=verbose))), _largest(cases, report)):
+        for texts in (with_reference(cases, verbose=verbose), limits(cases, report)):
+            notes = list(map(filled, texts))
             more = 0 if verbose else len(notes) - _MOST_LINES
             lines += notes if more <= 0 else [*notes[:_MOST_LINES], f"and {more} more (-v shows all)"]
         parts.append("\n".join([paint(caption, _BOLD), table, *lines]))
@@ -343,14 +345,6 @@ def tables(report: Report, color: bool = False, *, verbose: bool = False) -> str
 def resumptions(report: Report) -> list[str]:
     """Return a line for each time that the session was resumed."""
     return [f"resumed {one.created} from {one.source}, with {plural(one.kept, 'case')}" for one in report.resumed]
-
-
-def _largest(cases: Sequence[CaseResult], report: Report) -> list[str]:
-    """Return the largest batch size of each series, if it was searched or limited by memory."""
-    searched = report.options.get("--llmgpu-find-max-batch") is True
-    series = {result.case.series for result in cases}
-    found = [one for one in capacities(report.cases) if one.series in series]
-    return [filled(f"{one.strategy}: {one.text}") for one in found if searched or one.smallest_oom is not None]
 
 
 def _finding(problem: Problem, paint: Painter, *, verbose: bool) -> str:
