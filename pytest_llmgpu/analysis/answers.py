@@ -60,19 +60,14 @@ _NEXT_STEPS: dict[Fault, str] = {
     "one, a mask that hides a token.",
 }
 
-_PUBLISHED = {"7b": ("7B", 0.761), "13b": ("13B", 0.792), "30b": ("33B", 0.828), "65b": ("65B", 0.842)}
-"""Size in hub ids to the name and the HellaSwag accuracy in table 3 of "LLaMA: Open and Efficient Foundation Language
-Models", zero-shot, normalised by length. 33B was named 30b when its weights came out."""
-
-_HUB_IDS = {
-    "huggyllama/llama-{}": ("7b", "13b", "30b", "65b"),
-    "decapoda-research/llama-{}-hf": ("7b", "13b", "30b", "65b"),
-    "elinas/llama-{}-hf-transformers-4.29": ("7b", "13b", "30b", "65b"),
-    "yahma/llama-{}-hf": ("7b", "13b"),
-    "baffo32/decapoda-research-llama-{}-hf": ("7b",),
-    "luodian/llama-{}-hf": ("7b",),
+_PUBLISHED = {
+    "huggyllama/llama-7b": ("7B", 0.761),
+    "huggyllama/llama-13b": ("13B", 0.792),
+    "huggyllama/llama-30b": ("33B", 0.828),
+    "huggyllama/llama-65b": ("65B", 0.842),
 }
-_SIZE_BY_HUB_ID = {hub_id.format(size): size for hub_id, sizes in _HUB_IDS.items() for size in sizes}
+"""Hub id to the name and the HellaSwag accuracy in table 3 of "LLaMA: Open and Efficient Foundation Language Models",
+zero-shot, normalised by length. 33B was named 30b when its weights came out."""
 
 _TOLERANCE = 0.01
 """The difference below the baseline that is allowed, as a fraction of the items."""
@@ -245,10 +240,9 @@ def baseline(case: Case, *, given: float | None, metric: str) -> tuple[float, st
         from pytest_llmgpu.inference.bundled import ACCURACY
 
         return ACCURACY[metric], "registered for the bundled model"
-    size = _SIZE_BY_HUB_ID.get(case.model.lower())
-    if size and metric == "acc_norm" and case.dataset == "hellaswag" and case.limit is None:
-        name, value = _PUBLISHED[size]
-        return value, f"published for LLaMA {name}"
+    known = _PUBLISHED.get(case.model.lower())
+    if known and metric == "acc_norm" and case.dataset == "hellaswag" and case.limit is None:
+        return known[1], f"published for LLaMA {known[0]}"
     return None
 
 

@@ -17,7 +17,7 @@ from pytest_llmgpu.analysis.traffic_path import FASTEST_FIRST, NAMES
 from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.derived import device_times_s, inference_s, of_window, predictions_of
 from pytest_llmgpu.report.result import CaseResult, Failure, Finding, Launch
-from pytest_llmgpu.report.text import GIB, gib, percent, plural, sentence
+from pytest_llmgpu.report.text import GIB, gib, percent, plural, sentence, significant
 from pytest_llmgpu.report.work import NO_WORK, TRAFFIC_FAILED, WORK_OFF, WORK_STOPPED, WORK_UNSEEN
 
 _SEVERITIES: dict[str, Literal["info", "warning", "failure"]] = {
@@ -31,7 +31,6 @@ _SEVERITIES: dict[str, Literal["info", "warning", "failure"]] = {
     "random-routing": "info",
     "launches-differ": "warning",
     "times-far-apart": "warning",
-    "batching-stopped-paying": "info",
     "imbalance": "info",
     # What was recorded.
     "passes-failed": "warning",
@@ -51,7 +50,6 @@ _NEXT_STEPS = {
     "times-far-apart": "Look for other programs on the machine (`profile.invalid` and `launches[].host` in the report, "
     "nvidia-smi, top), and measure again. If there is none, run more launches (--llmgpu-launches): they show the "
     "typical time.",
-    "batching-stopped-paying": "Serve with the smaller batch size: larger ones cost memory and time.",
     "imbalance": "If each GPU has layers of its own, give this one fewer of them. If not, see its power limit, its "
     "cooling and what else runs there (nvidia-smi -q -d PERFORMANCE,POWER,TEMPERATURE).",
     "passes-failed": "The times are complete. End other profilers on these GPUs, allow the user to read GPU "
@@ -82,7 +80,6 @@ _SPREAD = 3.0
 """Launches of one case differ by less than this factor by chance. Where the host limits them their deviation is up to
 26 %: one run of ten launches in a hundred spreads by 2.8."""
 
-_SLOWER = 0.98  # launches differ by 2 %: a batch size within 2 % of the best is as fast
 _MISSED_SAMPLES = 0.05  # a profile that misses more of its samples than this is incomplete
 
 _ABOVE = 1.2
@@ -219,11 +216,10 @@ def _of_failure(result: CaseResult) -> Finding:
 
 
 def _of_throughput(result: CaseResult, series: Sequence[CaseResult]) -> Iterator[Finding]:
-    """Yield what is unusual about the throughput of a case compared with that of smaller batch sizes of its series.
+    """Yield a throughput that is far from that of the next smaller batch size of the series.
 
     A larger batch shares each weight among more sequences: its throughput grows at most by the ratio of the sizes. Only
-    cases that ran in the same execution are compared: CUDA graphs do not pay off for a few large batches, which is no
-    limit of the batch size. Other programs share a CPU: its times are no basis for advice.
+    cases that ran in the same execution are compared.
     """
     size, now = result.case.batch_size, result.sequences_per_s
     smaller = {
@@ -233,24 +229,14 @@ def _of_throughput(result: CaseResult, series: Sequence[CaseResult]) -> Iterator
     }
     if not smaller or not now:
         return
-    neighbour, best = max(smaller), max(smaller, key=smaller.__getitem__)
+    neighbour = max(smaller)
     if not 1 / _FAR <= now / smaller[neighbour] <= _FAR * size / neighbour:
         (less, slow), (more, fast) = sorted([(now, size), (smaller[neighbour], neighbour)])
         yield finding(
             "times-far-apart",
-            f"Batch size {fast} has {more / less:.0f} times the throughput of batch size {slow}: {_rate(more)} and "
-            f"{_rate(less)} sequences/s",
+            f"Batch size {fast} has {more / less:.0f} times the throughput of batch size {slow}: "
+            f"{significant(more, 3)} and {significant(less, 3)} sequences/s",
         )
-    elif now < _SLOWER * smaller[best] and result.case.device == "cuda" and not result.has_wrong_answers:
-        yield finding(
-            "batching-stopped-paying",
-            f"Throughput fell by {percent(1 - now / smaller[best], 0)} compared with batch size {best}: {_rate(now)} "
-            f"sequences/s, {_rate(smaller[best])} there",
-        )
-
-
-def _rate(per_s: float) -> str:
-    return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"  # noqa: PLR2004 - three significant digits
 
 
 def _of_passes(result: CaseResult) -> Iterator[Finding]:

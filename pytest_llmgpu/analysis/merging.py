@@ -39,10 +39,8 @@ def merge(reports: Sequence[Report], names: Sequence[str] | None = None) -> Repo
         names: The names of the reports in messages; None for `launch 1`, `launch 2` and so on.
 
     Raises:
-        ValueError: There is no report, or the reports differ in their cases, their commit or their machine.
+        ValueError: The reports differ in their cases, their commit or their machine.
     """
-    if not reports:
-        raise ValueError("no report was given: at least one report is needed to merge launches")
     called = names or [f"launch {number + 1}" for number in range(len(reports))]
     reports = _with_common_kernel_names(reports)
     named = [_by_name(report) for report in reports]

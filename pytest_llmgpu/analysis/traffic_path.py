@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import NamedTuple, get_args
 
@@ -92,14 +91,13 @@ def of_case(traffic: Traffic, profile: Profile, environment: Environment) -> Pat
     elif link is None and total.nvlink is None and has_nvlink:
         text = f"Not known: bytes over NVLink were not counted ({_reason(profile, 'nvlink_tx')})"
     else:
-        where = "Not known" if link is None else f"Over {NAMES[link]}{_joined(profile, environment)}"
+        where = "Not known" if link is None else f"Over {NAMES[link]}"
         text = f"{where}: {_describe(link, total, senders, profile)}"
     return Path(
         link=link,
         nvlink_bytes=total.nvlink,
         pcie_bytes=total.pcie,
         expected_bytes=total.expected,
-        nvlink_shares=[] if total.nvlink is None else [round(sender.share, 6) for sender in senders],
         text=f"{text}.",
     )
 
@@ -138,16 +136,6 @@ def _describe(link: Link | None, total: _Sender, senders: Sequence[_Sender], pro
         return f"{text}; bytes over PCIe were not counted ({_reason(profile, 'pcie_')})"
     both = f"{byte_size(total.pcie)} sent and {byte_size(total.pcie_received)} received"
     return f"{text}; PCIe {both}, with packet headers and the host's bytes"
-
-
-def _joined(profile: Profile, environment: Environment) -> str:
-    """Return how the devices are joined: ` (NV18)`, each kind once; an empty text where that is unknown."""
-    places = {gpu.uuid: place for place, gpu in enumerate(environment.gpus)}
-    ours = [places[device.uuid] for device in profile.devices if device.uuid in places]
-    if environment.topology is None or len(ours) < len(profile.devices):
-        return ""
-    kinds = {environment.topology[a][b] for a, b in itertools.combinations(ours, 2)}
-    return f" ({', '.join(sorted(kinds))})" if kinds else ""
 
 
 def _reason(profile: Profile, name: str) -> str:

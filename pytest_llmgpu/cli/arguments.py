@@ -6,11 +6,8 @@ import argparse
 import datetime
 from pathlib import Path
 
-import msgspec
-
 from pytest_llmgpu.gate import judge
 from pytest_llmgpu.gate.policy import Policy, in_force
-from pytest_llmgpu.report import file
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.verdicts import Verdicts
 from pytest_llmgpu.store import git, store
@@ -41,12 +38,10 @@ def source(reference: str, arguments: argparse.Namespace, *, machine: str | None
 
 
 def add_rules(parser: argparse.ArgumentParser) -> None:
-    """Declare the policy, the day and the store, on which verdicts depend."""
+    """Declare the policy and the store, on which verdicts depend."""
     text = "TOML file of the policy, or git:REV:PATH (default: [tool.llmgpu.gate] in the nearest pyproject.toml that "
     text += "has this table, up to the root of the repository; without one, the built-in policy)"
     parser.add_argument("--policy", metavar="FILE", type=Path, help=text)
-    text = "day for the expiry of allowed regressions (default: today, UTC)"
-    parser.add_argument("--today", metavar="DATE", type=_date, help=text)
     text = "launches of the two reports alternated, as in llmgpu ab: the threshold of wall time is 2 %%, not 4 %%"
     parser.add_argument("--in-turn", action="store_true", help=text)
     add_storage(parser)
@@ -65,9 +60,9 @@ def policy_of(arguments: argparse.Namespace) -> tuple[Policy, str]:
     return in_force(arguments.policy, arguments)
 
 
-def today_of(arguments: argparse.Namespace) -> datetime.date:
-    """Return the day to judge at."""
-    return arguments.today or datetime.datetime.now(datetime.timezone.utc).date()
+def today() -> datetime.date:
+    """Return the day to judge at, by UTC."""
+    return datetime.datetime.now(datetime.timezone.utc).date()
 
 
 def judged(
@@ -87,7 +82,7 @@ def judged(
             is_gate = hasattr(arguments, "allow_no_baseline")
             remedy = "; use --allow-no-baseline if this is the first run" if is_gate else ""
             raise git.AbsentError(f"{error}{remedy}") from None
-    verdicts = judge.judge(base, head, policy, today=today_of(arguments), baseline=baseline, in_turn=arguments.in_turn)
+    verdicts = judge.judge(base, head, policy, today=today(), baseline=baseline, in_turn=arguments.in_turn)
     return base, verdicts
 
 
@@ -96,35 +91,6 @@ def comparison(arguments: argparse.Namespace, report: Report) -> tuple[Report | 
     if arguments.baseline is not None:
         policy, _ = policy_of(arguments)
         return *judged(arguments, arguments.baseline, report, policy), policy
-    for name in ("policy", "today"):
-        if getattr(arguments, name) is not None:
-            raise ValueError(f"--{name}: has an effect only with a baseline, which is not given")
+    if arguments.policy is not None:
+        raise ValueError("--policy: has an effect only with a baseline, which is not given")
     return None, None, None
-
-
-def read_verdicts(path: Path) -> Verdicts:
-    """Return the verdicts in a file of `llmgpu gate --json`, or in the report of a run that pytest compared.
-
-    ValueError in one line.
-    """
-    found: Verdicts | None
-    try:
-        data = file.unpack(file.read(path))
-        if "schema_version" in msgspec.json.decode(data, type=dict[str, msgspec.Raw]):
-            found = file.parse(data, str(path)).verdicts
-        else:
-            found = msgspec.json.decode(data, type=Verdicts)
-    except (OSError, ValueError, RecursionError) as error:
-        text = f"{'cannot be read: ' * isinstance(error, OSError)}{file.one_line(error)}"
-        raise ValueError(f"verdicts {path}: {text.removeprefix(f'report {path}: ')}") from None
-    if found is None:
-        remedy = f"pass --llmgpu-compare=REF to pytest, or run llmgpu gate BASE {path}"
-        raise ValueError(f"verdicts {path}: the report has none, because its run was not compared: {remedy}")
-    return found
-
-
-def _date(text: str) -> datetime.date:
-    try:
-        return datetime.date.fromisoformat(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a date such as 2026-01-31") from None

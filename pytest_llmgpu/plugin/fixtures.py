@@ -344,7 +344,7 @@ def group_of(item: pytest.Item) -> tuple[str, Options]:
 
 
 def runs_nothing(config: pytest.Config) -> bool:
-    """Return whether pytest only lists tests or"""
+    """Return whether pytest only lists tests, fixtures or the steps of a plan."""
     listing = ("collectonly", "showfixtures", "show_fixtures_per_test", "setupplan")
     return any(config.getoption(name, default=False) for name in listing)
 

@@ -92,16 +92,12 @@ def machine(device: str, devices: int | None) -> Machine:
 
     Args:
         device: `cuda`, `cpu`, or `auto`: every GPU that CUDA may use, or else the CPU.
-        devices: The number of devices; None for all GPUs, or for 1 on a CPU.
+        devices: The number of devices, at least 1; None for all GPUs, or for 1 on a CPU.
 
     Raises:
         ValueError: There are fewer devices, or torch cannot use a GPU that is present. A build of torch without CUDA
             must not result in a passed run on the CPU.
     """
-    if device not in ("auto", "cuda", "cpu"):
-        raise ValueError(f"device {device!r}: allowed are auto, cuda, cpu")
-    if devices is not None and devices < 1:
-        raise ValueError(f"devices {devices}: at least 1 is needed")
     facts = probe()
     if device == "cpu":
         return Machine(device="cpu", devices=devices or 1, gpus=[], facts=facts)

@@ -64,13 +64,9 @@ class Profiler:
     def __init__(self, period_s: float, uuids: Sequence[str] | None = None, method: Method = "auto") -> None:
         """Prepare to read these GPUs in this order; None for all in NVML's order. Nothing runs before `start`.
 
-        `method` is `auto` for the best source of each metric, `polling` for the calls of Shin et al. 2024.
-
-        Raises:
-            ValueError: The period is not a positive number of seconds.
+        The period is above 0. `method` is `auto` for the best source of each metric, `polling` for the calls of Shin et
+        al. 2024.
         """
-        if not (math.isfinite(period_s) and period_s > 0):
-            raise ValueError(f"sampling period is {period_s!r}; allowed are positive numbers of seconds")
         self.period_s = period_s
         self.held_bytes: Mapping[str, int] = {}
         """UUID to the bytes that are subtracted from memory_used_bytes, unless a slice is given others."""
@@ -375,7 +371,6 @@ def joined(profiles: Sequence[Profile], indices: Mapping[str, int]) -> Profile:
     value is that of the latest sample, or of the first one.
     """
     lateness = [one.lateness_p99_s for one in profiles if one.lateness_p99_s is not None]
-    cpu = [one.sampler_cpu_s for one in profiles if one.sampler_cpu_s is not None]
     why: dict[str, str] = {}
     for node, one in enumerate(profiles):
         for name, reason in one.why.items():
@@ -397,7 +392,6 @@ def joined(profiles: Sequence[Profile], indices: Mapping[str, int]) -> Profile:
             for one in profiles
             for device in one.devices
         ],
-        sampler_cpu_s=sum(cpu) if cpu else None,
         series=Series(t_s=known[0].t_s, devices=columns) if known and len(known) == len(series) else None,
         why=why,
     )

@@ -125,8 +125,6 @@ class Reading(NamedTuple):
     """[device * metric] NaN for None."""
     seconds: array[float] | None
     """[device * metric] NaN for None; None if no value covers a time."""
-    cpu_s: float | None
-    """The CPU seconds of the sampler so far."""
 
 
 class Recording:
@@ -145,7 +143,7 @@ class Recording:
     def add(self, tick: TickRecord) -> None:
         """Store a tick; the oldest one beyond the limit is dropped."""
         seconds = _flat("f", tick.seconds) if tick.seconds else None
-        self.readings.append(Reading(tick.k, tick.t_s, _flat("d", tick.values), seconds, tick.cpu_s))
+        self.readings.append(Reading(tick.k, tick.t_s, _flat("d", tick.values), seconds))
         self._orders = tick.orders
         for place, reasons in tick.why.items():
             self._why[place].update(reasons)
@@ -198,10 +196,6 @@ class Recording:
             first = max(first, self.readings[0].k)
         last = self._last_deadline(end_s)
         ticked = sum(first <= reading.k <= last for reading in self.readings)
-        cpu_s = [(reading.t_s, reading.cpu_s) for reading in inside if reading.cpu_s is not None]
-        used_s = None
-        if len(cpu_s) > 1:
-            used_s = (cpu_s[-1][1] - cpu_s[0][1]) / (cpu_s[-1][0] - cpu_s[0][0]) * (end_s - start_s)
         late_s = sorted(reading.t_s - (self.header.t0_s + reading.k * self.header.period_s) for reading in inside)
         return Profile(
             period_s=self.header.period_s,
@@ -213,7 +207,6 @@ class Recording:
                 self._device(place, readings, columns[place], start_s, end_s)
                 for place in range(len(self.header.devices))
             ],
-            sampler_cpu_s=used_s,
             series=_series(readings, columns, start_s),
             why=reasons,
         )

@@ -18,10 +18,10 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from pytest_llmgpu.analysis.answers import written as probability
-from pytest_llmgpu.analysis.capacity import split
+from pytest_llmgpu.analysis.capacity import capacities, split
 from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.case import DEFAULT_TASK, REFERENCE_STRATEGY, Case
-from pytest_llmgpu.report.derived import batch_latency_s, device_busy, generated, measured, of_window
+from pytest_llmgpu.report.derived import device_busy, generated, measured, of_window
 from pytest_llmgpu.report.metrics import METRICS, Figure, own_metrics
 from pytest_llmgpu.report.report import Environment, Report
 from pytest_llmgpu.report.result import CaseResult, Comparison
@@ -133,16 +133,7 @@ COLUMNS = {
         Column("between_nodes_bytes_per_sequence", "between nodes\nMB/sequence, sum", 1e6, _between_nodes_bytes),
         Column("energy_j_per_sequence", "energy\nJ/sequence", 1.0, lambda one: one.energy_j_per_sequence),
         Column("energy_j_per_token", "energy\nJ/token", 1.0, lambda one: one.energy_j_per_token),
-        Column("batch_p50_s", "batch p50\nms", 1e-3, partial(batch_latency_s, share=0.50)),
-        Column("batch_p95_s", "batch p95\nms", 1e-3, partial(batch_latency_s, share=0.95)),
-        Column("batch_p99_s", "batch p99\nms", 1e-3, partial(batch_latency_s, share=0.99)),
         Column("token_p99_s", "p99\nms", 1e-3, lambda one: one.token_p99_s),
-        Column(
-            "kv_cache_formula_bytes",
-            "formula\nMiB",
-            MIB,
-            lambda one: getattr(generated(one), "kv_cache_formula_bytes", None),
-        ),
         Column("prefill_bound_share", "of bound\n%, prefill", 0.01, partial(_of_bound, "prefill_s", "first_token_s")),
         Column("step_bound_share", "of bound\n%, step", 0.01, partial(_of_bound, "step_s", "token_p50_s")),
         Column("speedup", "speed-up\nover mp", 1.0),  # of a block: see `columns_of`
@@ -204,11 +195,10 @@ TABLES: dict[Place, Sequence[str]] = {
     "work": (
         *("inference_s", "speedup", "flipped", "typical_difference", "compile_s", "device_time_s"),
         *("flops_per_sequence", "bound_share", "device_busy"),
-        *("between_nodes_bytes_per_sequence", "energy_j_per_sequence", "energy_j_per_token", "batch_p50_s"),
-        *("batch_p95_s", "batch_p99_s", "peak_resident_bytes"),
+        *("between_nodes_bytes_per_sequence", "energy_j_per_sequence", "energy_j_per_token", "peak_resident_bytes"),
     ),
     "tokens": (
-        *("token_p95_s", "token_p99_s", "kv_cache_bytes", "kv_cache_formula_bytes", "wire_bytes_per_token"),
+        *("token_p95_s", "token_p99_s", "kv_cache_bytes", "wire_bytes_per_token"),
         *("prefill_bound_share", "step_bound_share"),
     ),
     "communication": (
@@ -578,8 +568,8 @@ def _table_title(cases: Sequence[CaseResult], metric: str, *, random_weights: bo
     return title if items is None else f"{title} / {metric}"
 
 
-def with_reference(cases: Sequence[CaseResult], *, verbose: bool) -> Iterator[list[str]]:
-    """Yield how much each strategy differs from mp, at the batch size with the largest difference: the parts of a line.
+def with_reference(cases: Sequence[CaseResult], *, verbose: bool) -> Iterator[str]:
+    """Yield how much each strategy differs from mp, at the batch size with the largest difference.
 
     Strategies that do not differ are left out unless `verbose`.
     """
@@ -595,8 +585,16 @@ def with_reference(cases: Sequence[CaseResult], *, verbose: bool) -> Iterator[li
         where = f" at batch size {result.case.batch_size}"
         if len(compared) > 1:
             where = f", worst{where}" if any(_severity(worst)) else " at every batch size"
-        first, *rest = _differences(result, worst)
-        yield [f"{title} compared with {titles.get(worst.reference, REFERENCE_STRATEGY)}{where}: {first}", *rest]
+        other = titles.get(worst.reference, REFERENCE_STRATEGY)
+        yield f"{title} compared with {other}{where}: {', '.join(_differences(result, worst))}"
+
+
+def limits(cases: Sequence[CaseResult], report: Report) -> list[str]:
+    """Return the largest batch size of each series of a block, if it was searched or limited by memory."""
+    searched = report.options.get("--llmgpu-find-max-batch") is True
+    series = {result.case.series for result in cases}
+    found = [one for one in capacities(report.cases) if one.series in series]
+    return [f"{one.strategy}: {one.text}" for one in found if searched or one.smallest_oom is not None]
 
 
 def _severity(comparison: Comparison) -> tuple[bool, int, int, float]:

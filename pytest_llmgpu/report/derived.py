@@ -34,7 +34,7 @@ _LEAST_ENERGY_WINDOW_S = 1.0
 """NVML updates the energy counter of a GPU every 20 to 100 ms: shorter windows would miss a large part."""
 
 _FEWEST_FOR_P99 = 100
-"""With fewer decode steps or batches, the 99th percentile would be the largest one."""
+"""With fewer decode steps, the 99th percentile would be the largest one."""
 
 _ENERGIES = "energy_j_per_sequence", "energy_j_per_token"
 _FIGURES = (
@@ -155,13 +155,6 @@ def figures_of_launch(launch: Launch, new_tokens: int | None) -> dict[str, float
 def counted_tokens(batches: Batches, new_tokens: int | None) -> int:
     """Return the tokens that throughput and energy count: input tokens, or those that were generated."""
     return sum(batches.tokens) if new_tokens is None else new_tokens * sum(batches.sequences)
-
-
-def batch_latency_s(result: CaseResult, share: float) -> float | None:
-    """Return a quantile of the batch latencies of a completed case; None without batches, and too few for the 99th."""
-    latencies = [latency for launch in result.launches for latency in launch.batches.latency_s]
-    fewest = _FEWEST_FOR_P99 if share > 0.95 else 1  # noqa: PLR2004 - of the 95th percentile
-    return quantile(latencies, share) if result.outcome == "completed" and len(latencies) >= fewest else None
 
 
 def quantile(values: Sequence[float], share: float) -> float:

@@ -178,14 +178,14 @@ def parse(data: bytes, name: str) -> Report:
 def read(path: Path, limit_bytes: int | None = None) -> bytes:
     """Return the bytes of a file or a pipe; ValueError if they are more than the limit, None for `LIMIT_BYTES`."""
     with path.open("rb") as file:
-        return _limited(file, limit_bytes, "is larger")
+        return _limited(file, LIMIT_BYTES if limit_bytes is None else limit_bytes, "is larger")
 
 
-def unpack(data: bytes, limit_bytes: int | None = None) -> bytes:
+def unpack(data: bytes) -> bytes:
     """Return gzip data decompressed and other data unchanged; ValueError if it is broken, or larger than the limit."""
     if not data.startswith(GZIP):
         return data
-    limit_bytes = min(LIMIT_BYTES if limit_bytes is None else limit_bytes, max(_FREE_BYTES, _MOST_RATIO * len(data)))
+    limit_bytes = min(LIMIT_BYTES, max(_FREE_BYTES, _MOST_RATIO * len(data)))
     try:
         with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
             return _limited(file, limit_bytes, "decompresses to more")
@@ -193,8 +193,7 @@ def unpack(data: bytes, limit_bytes: int | None = None) -> bytes:
         raise ValueError(f"cannot be decompressed: {error}") from None
 
 
-def _limited(file: IO[bytes] | gzip.GzipFile, limit_bytes: int | None, excess: str) -> bytes:
-    limit_bytes = LIMIT_BYTES if limit_bytes is None else limit_bytes
+def _limited(file: IO[bytes] | gzip.GzipFile, limit_bytes: int, excess: str) -> bytes:
     data = bytearray()
     while part := file.read(min(_CHUNK_BYTES, limit_bytes + 1 - len(data))):
         data += part

@@ -224,8 +224,6 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """The 99th percentile of the delay between a sampling deadline and its sample."""
     devices: list[DeviceProfile] = []
     """Figures of each device."""
-    sampler_cpu_s: Seconds | None = None
-    """CPU time that the sampler used in the window; null with fewer than two samples."""
     series: Series | None = None
     """Samples over time; null if they were not kept."""
     invalid: list[str] = []
@@ -350,9 +348,6 @@ class Path(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes that all devices together sent over PCIe, to the host and to each other; null if they were not counted."""
     expected_bytes: Count
     """Bytes that all ranks together sent inside their nodes, computed from the operations of the program."""
-    nvlink_shares: list[Amount] = []
-    """Bytes over NVLink divided by the bytes expected, for the device of each rank that sends. It is one value for all
-    devices if a process has several, and empty if NVLink was not counted."""
     text: str
     """Path in one sentence, with the size of and the reason for a difference to `expected_bytes`."""
 

@@ -16,18 +16,13 @@ import msgspec
 
 from pytest_llmgpu.gate import cause, headline
 from pytest_llmgpu.gate.judge import ExitStatus, exit_status, fails, judge
-from pytest_llmgpu.gate.policy import (
-    check_figures,
-    in_force,
-    unmatched,
-)
+from pytest_llmgpu.gate.policy import check_figures, in_force, unmatched
 from pytest_llmgpu.profiling.machine import Machine, environment
 from pytest_llmgpu.render.terminal import verdicts as verdict_tables
-from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.metrics import is_own
 from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.report.report import Report
-from pytest_llmgpu.report.result import CaseResult, Declared, declared_in
+from pytest_llmgpu.report.result import Declared, declared_in
 from pytest_llmgpu.report.verdicts import Row, Verdict, Verdicts, worst_first
 from pytest_llmgpu.store import git, store
 from pytest_llmgpu.store.store import Source
@@ -93,12 +88,8 @@ class RunGate:
         with suppress(OSError):  # too long for a path
             if not Path(reference).exists() and in_root.is_file():
                 reference = str(in_root)
-        # The store names machines by their reports.
-        nothing = dict.fromkeys(("strategy", "model", "dtype", "dataset", "dataset_sha256", "tokenizer_sha256"), "")
-        case = Case(batch_size=1, device=machine.device, devices=machine.devices, **nothing)  # type: ignore[arg-type]
-        result = CaseResult(id="", key="", case=case, outcome="completed")
-        here = Report(created="", plugin_version=None, environment=environment(machine), cases=[result])
-        name = store.hardware(here)
+        here = Report(created="", plugin_version=None, environment=environment(machine))
+        name = store.hardware(here, on_gpu=machine.device == "cuda")
         try:
             self._source = store.resolve(reference, self._storage_path, machine=name, repository=self._rootdir)
             self.base = self._source.report()

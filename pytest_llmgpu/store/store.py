@@ -78,14 +78,14 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.machine}/{self.number:04}"
 
 
-def hardware(report: Report) -> str:
+def hardware(report: Report, *, on_gpu: bool = False) -> str:
     """Return the hardware that a report was measured on, as the name of a folder: `4x-NVIDIA-H200-140GiB`.
 
-    It names all GPUs of the node if any case ran on a GPU, else the model of the CPU. It has neither host nor driver:
-    machines with equal hardware share a folder.
+    It names all GPUs of the node if any case ran on a GPU, or will run, else the model of the CPU. It has neither host
+    nor driver: machines with equal hardware share a folder.
     """
     environment = report.environment
-    if environment.gpus and any(result.case.device == "cuda" for result in report.cases):
+    if environment.gpus and (on_gpu or any(result.case.device == "cuda" for result in report.cases)):
         kinds = collections.Counter((gpu.name, gpu.memory_bytes) for gpu in environment.gpus)
         sizes = {size: "" if size is None else f"-{size / GIB:.0f}GiB" for _, size in kinds}
         text = "+".join(f"{count}x-{name}{sizes[size]}" for (name, size), count in kinds.items())

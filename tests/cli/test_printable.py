@@ -79,7 +79,7 @@ def test_control_codes_are_not_printed(evil: Report, arguments: list[str], capsy
 def test_charts_are_drawn_from_any_text(evil: Report, tmp_path: Path) -> None:
     """The library that draws ends the process on some control characters."""
     file.dump(evil, tmp_path / "evil.json")
-    command = ["plot", "evil.json", "--output", "charts", "--format", "png,svg"]
+    command = ["plot", "evil.json", "--output", "charts", "--format", "png", "--format", "svg"]
     whole = [sys.executable, "-m", "pytest_llmgpu.cli", *command]
     ran = subprocess.run(whole, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr

@@ -92,8 +92,6 @@ _BLIND = {"facts": _BLIND_TORCH}
     [
         ("cuda", {"devices": 8}, "devices 8: CUDA lists 4; allowed are 1 to 4$"),
         ("cuda", {"devices": 8, "visible": "0,1"}, "devices 8: CUDA lists 4 with CUDA_VISIBLE_DEVICES=0,1; allowed"),
-        ("gpu", {}, "device 'gpu': allowed are auto, cuda, cpu$"),
-        ("cpu", {"devices": 0}, "devices 0: at least 1 is needed$"),
         ("auto cuda", {"facts": _CPU_TORCH, "nodes": 4}, "4 x NVIDIA H200 found.*not compiled with CUDA.*install a"),
         ("auto cuda", {"facts": _CPU_TORCH, "inventory": _NO_NVML, "nodes": 2}, r"2 x /dev/nvidia\* found.*install a"),
         ("auto cuda", {**_BLIND, "visible": "7"}, "4 x NVIDIA H200 found.*CUDA_VISIBLE_DEVICES='7' names a GPU"),

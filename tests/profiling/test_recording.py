@@ -139,7 +139,7 @@ def spanning(ks: list[int], orders: int = 0) -> Recording:
     for k in ks:
         # The ring is read at every second tick only.
         ring = (10.0 * k, 2.0) if k % 2 == 0 else (None, None)
-        stream.add(TickRecord(k, 100.0 + k, [[10.0 * k, ring[0]]], {}, [[1.0, ring[1]]], cpu_s=0.25 * k, orders=orders))
+        stream.add(TickRecord(k, 100.0 + k, [[10.0 * k, ring[0]]], {}, [[1.0, ring[1]]], orders=orders))
     return stream
 
 
@@ -319,10 +319,3 @@ def test_missing_counts_of_bytes_have_a_reason_with_nvlink() -> None:
     without = Recording(Header(100.0, 1.0, ["nvlink_tx_bytes_per_s"], [device]))
     without.add(TickRecord(0, 100.0, [[None]]))
     assert cut(without, 100.0, 102.0).devices[0].why == {**UNMARKED, "nvlink_tx_bytes_per_s": "Not Supported"}
-
-
-def test_the_samplers_own_cpu_seconds_are_those_of_the_window() -> None:
-    """They come from the ticks inside, and are None with fewer than two."""
-    stream = spanning(list(range(10)))
-    assert cut(stream, 102.0, 106.0).sampler_cpu_s == pytest.approx(1.0)
-    assert cut(stream, 102.5, 103.5).sampler_cpu_s is None

@@ -5,7 +5,7 @@ import pytest
 from support.report_factory import make_check, make_failed, make_generation, make_result, paper_results
 
 from pytest_llmgpu.render.table import COLUMNS, Cell, TimeTable, figure_tables, make_time_table
-from pytest_llmgpu.report.derived import batch_latency_s, derive
+from pytest_llmgpu.report.derived import derive
 from pytest_llmgpu.report.result import Batches, CaseResult, Collective, Outcome, Traffic
 from pytest_llmgpu.report.work import Bound, RankWork, Work
 
@@ -29,10 +29,9 @@ def test_a_case_has_device_time_share_of_the_bound_and_energy() -> None:
     assert [column.name for column in table.columns][1:] == [
         *("device_time_s", "bound_share", "device_busy"),
         *("energy_j_per_sequence", "energy_j_per_token"),
-        *("batch_p50_s", "batch_p95_s"),
     ]
     [(title, size, cells)] = table.rows
-    assert (title, size, list(cells)[1:]) == ("tp", "1", ["0.067", "25", "6.25", "12.5", "0.125", "938", "938"])
+    assert (title, size, list(cells)[1:]) == ("tp", "1", ["0.067", "25", "6.25", "12.5", "0.125"])
 
 
 def test_bytes_between_nodes_are_a_column_on_several_nodes() -> None:
@@ -49,7 +48,7 @@ def test_bytes_between_nodes_are_a_column_on_several_nodes() -> None:
 
 
 def test_a_case_that_generates_has_a_table_of_its_tokens() -> None:
-    """The KV cache is beside its formula, the bytes of a token are those of all ranks; a score has no such table."""
+    """The bytes of a token are those of all ranks; a score has no such table."""
     result = make_result(strategy="tp", workload="generate", prompt_tokens=9, new_tokens=3)
     texts = make_generation([[1] * 3], [[-1.0] * 3], [[-1.0] * 3], step_s=[0.01, 0.03], kv_cache_bytes=3 << 20)
     result.launches[0] = msgspec.structs.replace(
@@ -59,24 +58,11 @@ def test_a_case_that_generates_has_a_table_of_its_tokens() -> None:
     result.traffic = Traffic(ranks=[[sent]] * 2, wire_bytes_per_sequence=1.0, step=[[sent]] * 2)
     derive(result)
     tokens = figure_tables([result])["tokens"]
-    assert [column.name for column in tokens.columns] == [
-        *("token_p95_s", "kv_cache_bytes", "kv_cache_formula_bytes", "wire_bytes_per_token")
-    ]
+    assert [column.name for column in tokens.columns] == [*("token_p95_s", "kv_cache_bytes", "wire_bytes_per_token")]
     [(_, _, cells)] = tokens.rows
-    assert list(cells) == ["29.0", "3", "1", "1"]
+    assert list(cells) == ["29.0", "3", "1"]
     assert list(figure_tables([_worked()])) == ["work"]
     assert figure_tables([make_failed()]) == {}
-
-
-@pytest.mark.parametrize(("batches", "has_p99"), [(99, False), (100, True)])
-def test_the_99th_percentile_needs_100_batches(batches: int, *, has_p99: bool) -> None:
-    """With fewer it would be the largest one."""
-    result = make_result(sequences=batches)
-    result.launches[0].batches.latency_s = [float(number + 1) for number in range(batches)]
-    assert batch_latency_s(result, 0.5) == (batches + 1) / 2
-    assert (batch_latency_s(result, 0.99) is not None) is has_p99
-    result.outcome = "error"
-    assert batch_latency_s(result, 0.5) is None
 
 
 def _cells(table: TimeTable) -> dict[str, Cell]:

@@ -25,6 +25,17 @@ def test_a_gpu_is_busy_for_its_part_of_the_timed_batches(step_s: list[float] | N
     assert device_busy(result) == (None if busy is None else pytest.approx(busy))
 
 
+@pytest.mark.parametrize(("steps", "has_p99"), [(99, False), (100, True)])
+def test_the_99th_percentile_needs_100_decode_steps(steps: int, *, has_p99: bool) -> None:
+    """With fewer it would be the largest one."""
+    result = make_result(workload="generate", prompt_tokens=9, new_tokens=steps + 1)
+    step_s = [float(number + 1) for number in range(steps)]
+    result.launches[0].generation = make_generation([[1]], [[-1.0]], [[-1.0]], step_s=step_s)
+    derive(result)
+    assert result.token_p50_s == (steps + 1) / 2
+    assert (result.token_p99_s is not None) is has_p99
+
+
 def test_figures_of_several_launches_are_medians_and_rates_those_of_the_median_time() -> None:
     """One slow launch does not move the figure; time and throughput agree where launches scatter."""
     result = make_result(2.0, make_accuracy(0.8, items=10))

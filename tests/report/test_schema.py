@@ -98,7 +98,7 @@ _CHANGED = {
         "verdicts.calibration_sha256",
         "verdicts.policy_sha256",
     ),
-    *("cases.markers", "cases.launches.work.ranks.kernels_sha256"),
+    *("cases.markers", "cases.launches.profile.sampler_cpu_s", "cases.traffic.path.nvlink_shares"),
     *("verdicts.rows.alone", "cases.case.workload", "cases.key", "verdicts.rows.key", "verdicts.rows.verdict"),
     "cases.launches.work.ranks.kernels_sha256",
 }

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 
 from pytest_llmgpu.analysis.merging import merge
 from pytest_llmgpu.cli import launches
-from pytest_llmgpu.cli.arguments import add_rules, storage_of, today_of
+from pytest_llmgpu.cli.arguments import add_rules, storage_of, today
 from pytest_llmgpu.cli.launches import LETTERS, Worktree
 from pytest_llmgpu.cli.output import show
 from pytest_llmgpu.gate import ab, judge
@@ -100,7 +100,7 @@ def run_bisect(arguments: argparse.Namespace) -> int:
             show(in_words)
 
             def judge_two(base: Report, head: Report) -> Verdicts:
-                return judge.judge(base, head, policy, today=today_of(arguments), in_turn=True)
+                return judge.judge(base, head, policy, today=today(), in_turn=True)
 
             ends, verdicts = measure_ends(measure, judge_two, looks, arguments.metric, arguments.case)
         if (end := worst(verdicts, arguments.metric, arguments.case)) is None:

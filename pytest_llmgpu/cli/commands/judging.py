@@ -16,10 +16,9 @@ from pytest_llmgpu.cli.arguments import (
     add_switches,
     judged,
     policy_of,
-    read_verdicts,
     source,
     storage_of,
-    today_of,
+    today,
 )
 from pytest_llmgpu.cli.output import color, complain, show, write_json
 from pytest_llmgpu.gate import ab, headline, promotion
@@ -35,7 +34,7 @@ from pytest_llmgpu.report.verdicts import Baseline, Verdicts
 from pytest_llmgpu.store import git
 from pytest_llmgpu.store import store as storage
 
-_OF_JUDGING = ("BASE", "HEAD", "--policy", "--today", "--in-turn", "--strict", "--allow-no-baseline", "--dump-policy")
+_OF_JUDGING = ("BASE", "HEAD", "--policy", "--in-turn", "--strict", "--allow-no-baseline", "--dump-policy")
 """The arguments that have no effect on verdicts that exist."""
 _EPILOG = """\
 Each commit is checked out into a git worktree under TMPDIR; your working tree is not changed. Launches alternate: base,
@@ -57,8 +56,8 @@ def add_gate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("head", metavar="HEAD", nargs="?", help="the candidate, named in the same ways")
     add_rules(parser)
     add_switches(parser)
-    text = "show the verdicts of this file, a report that pytest compared or what --json wrote, and return their result"
-    parser.add_argument("--verdicts", metavar="FILE", type=Path, help=text)
+    text = "show the verdicts of this report, which pytest compared, and return their result"
+    parser.add_argument("--verdicts", metavar="REPORT", help=text)
     parser.add_argument("--json", metavar="PATH", help="write the verdicts as JSON; - prints them instead of the table")
     parser.add_argument("--all", action="store_true", help="show all cases")
     parser.add_argument("--dump-policy", action="store_true", help="print the policy in force as TOML and exit")
@@ -71,7 +70,9 @@ def run_gate(arguments: argparse.Namespace) -> int:
         for word in _OF_JUDGING:
             if getattr(arguments, word.strip("-").replace("-", "_").lower()):
                 raise ValueError(f"--verdicts: cannot be combined with {word}: nothing is judged again")
-        verdicts = read_verdicts(arguments.verdicts)
+        if (verdicts := source(arguments.verdicts, arguments).report().verdicts) is None:
+            remedy = f"pass --llmgpu-compare=REF to pytest, or run llmgpu gate BASE {arguments.verdicts}"
+            raise ValueError(f"{arguments.verdicts}: has no verdicts, because its run was not compared: {remedy}")
         policy = parse_policy(verdicts)
     else:
         policy, in_words = policy_of(arguments)
@@ -85,7 +86,7 @@ def run_gate(arguments: argparse.Namespace) -> int:
             base, verdicts = judged(arguments, arguments.base, candidate, policy)
             line = in_words if base is not None else ""
         except git.AbsentError as error:
-            verdicts, line = judge(None, candidate, policy, today=today_of(arguments)), str(error)
+            verdicts, line = judge(None, candidate, policy, today=today()), str(error)
     # Before the table is printed, because its reader may close the pipe early.
     if not write_json(verdicts, arguments.json):
         most = None if arguments.all else verdict_tables.MOST_CASES
@@ -119,8 +120,7 @@ def run_ab(arguments: argparse.Namespace) -> int:
             file.dump(both.base, kept / "base.json.gz")
             sha256 = hashlib.sha256(file.encode(both.base, compressed=True)).hexdigest()
             baseline = Baseline(name=trees[0].reference, sha256=sha256, commit=trees[0].sha)
-            today = today_of(arguments)
-            verdicts = judge(both.base, both.head, policy, today=today, baseline=baseline, in_turn=True)
+            verdicts = judge(both.base, both.head, policy, today=today(), baseline=baseline, in_turn=True)
             both.head.verdicts = verdicts
             file.dump(both.head, kept / "head.json.gz")
             return verdicts
@@ -164,9 +164,9 @@ def run_promote(arguments: argparse.Namespace) -> int:
         session = msgspec.structs.replace(candidate.session, deselected=[])
         whole = msgspec.structs.replace(candidate, session=session)
         baseline = present.baseline(present.name, base)
-        verdicts = judge(base, whole, policy, today=today_of(arguments), baseline=baseline)
+        verdicts = judge(base, whole, policy, today=today(), baseline=baseline)
         promotions = promotion.promotions(base, candidate, verdicts, policy)
-    for one in promotion.judged(candidate, verdicts, policy, today_of(arguments)):
+    for one in promotion.judged(candidate, verdicts, policy, today()):
         if found := exit_status(one, policy):
             refused.append(headline.headline(one, policy).text)
             remedy = remedy or headline.next_steps(one, policy)

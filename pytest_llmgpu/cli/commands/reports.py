@@ -135,9 +135,9 @@ def run_export(arguments: argparse.Namespace) -> int:
 def add_plot(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `llmgpu plot`."""
     parser.add_argument("report", metavar="REPORT", help=REFERENCE)
-    parser.add_argument("baseline", metavar="BASELINE", nargs="?", help="report whose figures are drawn faint")
     parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="folder of the images")
-    parser.add_argument("--format", metavar="LIST", default="png", help="png, svg or both: png,svg (default: png)")
+    text = "given twice, it draws both (default: png)"
+    parser.add_argument("--format", choices=("png", "svg"), action="append", help=text)
     parser.add_argument("--dark", action="store_true", help="draw for a dark background; file names end in -dark")
     parser.add_argument("--case", metavar="ID", help="also draw the time lines of this case, such as tp-bs8")
     add_storage(parser)
@@ -148,10 +148,8 @@ def run_plot(arguments: argparse.Namespace) -> int:
     from pytest_llmgpu.render import charts
     from pytest_llmgpu.render.charts import images, timelines
 
-    chosen = images.formats(arguments.format)
     report = source(arguments.report, arguments).report()
-    base = arguments.baseline and source(arguments.baseline, arguments, machine=store.hardware(report)).report()
-    drawn, omitted = charts.of_report(report, base)
+    drawn, omitted = charts.of_report(report)
     if arguments.case is not None:
         by_id = {result.id: result for result in report.cases}
         if arguments.case not in by_id:
@@ -160,7 +158,7 @@ def run_plot(arguments: argparse.Namespace) -> int:
         lines = list(timelines.charts(by_id[arguments.case], report.environment))
         drawn += lines
         omitted += [] if lines else [f"time lines of {arguments.case}: the case has no samples of a GPU"]
-    for path in images.write(drawn, arguments.output, chosen, dark=arguments.dark):
+    for path in images.write(drawn, arguments.output, arguments.format or ["png"], dark=arguments.dark):
         show(str(path))
     for reason in omitted:
         show(f"left out: {reason}")

@@ -35,30 +35,21 @@ _Row = dict[str, tuple[float | None, float | None]]
 
 
 def ticks(
-    t0_s: float, period_s: float, clock: Callable[[], float], wait: Callable[[float], bool], *, drift: bool = False
+    t0_s: float, period_s: float, clock: Callable[[], float], wait: Callable[[float], bool]
 ) -> Iterator[tuple[int, float]]:
     """Yield the number and the begin of a round at each deadline t0 + k * period; one that has passed is skipped.
 
-    `wait` waits for the given seconds (0 included) or less, and returns true when sampling is to end. With `drift` each
-    round begins one period after the begin of the round before, as Shin et al. 2024 do: a delay is never made up, and
-    each round counts as the deadline that it has reached.
+    `wait` waits for the given seconds (0 included) or less, and returns true when sampling is to end.
     """
-    k, due_s = 0, t0_s
+    k = 0
     while True:
-        remaining_s = due_s - clock()
+        remaining_s = t0_s + k * period_s - clock()
         if wait(max(0.0, remaining_s)):
             return
         if remaining_s > 0:
             continue
-        start_s = clock()
-        if drift:
-            k = max(k, int((start_s - t0_s) // period_s))
-        yield k, start_s
-        if drift:
-            k, due_s = k + 1, start_s + period_s
-        else:
-            k = max(k + 1, int((clock() - t0_s) // period_s))
-            due_s = t0_s + k * period_s
+        yield k, clock()
+        k = max(k + 1, int((clock() - t0_s) // period_s))
 
 
 class Sampler:
@@ -140,18 +131,13 @@ def main(period_s: float, method: Any, parent: int, uuids: list[str]) -> None:
         try:
             with session() as nvml:
                 devices, why = open_devices(nvml, uuids or None, method)
-                _stream(devices, why, write, period_s=period_s, drift=method == "polling")
+                _stream(devices, why, write, period_s)
         except NvmlMissingError as error:
             write(Refusal(error=str(error)))
 
 
 def _stream(
-    devices: Sequence[Device],
-    why: dict[str, str],
-    write: Callable[[msgspec.Struct], None],
-    *,
-    period_s: float,
-    drift: bool,
+    devices: Sequence[Device], why: dict[str, str], write: Callable[[msgspec.Struct], None], period_s: float
 ) -> None:
     """Write the stream until stdin closes. Between the rounds, marks are made and byte counters are polled."""
     sampler, requested = Sampler(devices), 0
@@ -191,7 +177,7 @@ def _stream(
     t0_s = time.monotonic()
     write(Header(t0_s, period_s, list(METRICS), headers, why))
     orders = 0
-    for k, start_s in ticks(t0_s, period_s, time.monotonic, idle, drift=drift):
+    for k, start_s in ticks(t0_s, period_s, time.monotonic, idle):
         window_ended, orders = requested > orders, requested
         values, seconds = sampler.round(start_s, window_ended=window_ended)
         write(

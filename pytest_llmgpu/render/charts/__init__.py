@@ -16,14 +16,14 @@ from pytest_llmgpu.report.report import Report
 __all__ = ["Chart", "Format", "image", "of_report", "theme"]
 
 
-def of_report(report: Report, baseline: Report | None = None) -> tuple[list[Chart], list[str]]:
-    """Return every chart of a report, with a baseline, and the reasons for those that it lacks.
+def of_report(report: Report) -> tuple[list[Chart], list[str]]:
+    """Return every chart of a report, and the reasons for those that it lacks.
 
     Cases that differ in more than strategy and batch size get their own charts, whose ids end in `-1`, `-2`.
     """
     drawn: list[Chart] = []
     omitted: list[str] = []
-    for panel in panels(report, baseline):
+    for panel in panels(report):
         for charts in (sweeps.times, communication.charts, sweeps.memory):
             for one in charts(panel):
                 if isinstance(one, str):
@@ -34,7 +34,6 @@ def of_report(report: Report, baseline: Report | None = None) -> tuple[list[Char
                         one,
                         id=f"{one.id}{panel.suffix}",
                         title=f"{one.title}: {panel.caption}" if panel.suffix else one.title,
-                        summary=f"{one.summary} Faint: the baseline." if panel.before else one.summary,
                         measured=panel.measured,
                         filter={"model": panel.entries[0].result.case.model},
                     )

@@ -7,11 +7,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from pytest_llmgpu.gate.matching import pairs
 from pytest_llmgpu.render.table import Entry, blocks, captions
 from pytest_llmgpu.render.table import entries as entries_of
 from pytest_llmgpu.report.report import Report
-from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.text import significant
 
 Spec = dict[str, Any]
@@ -59,8 +57,6 @@ class Panel(NamedTuple):
     """The fields in which the panel differs from the report's other panels."""
     measured: str = ""
     """Model, dtype, GPUs and dataset, for an image that stands alone."""
-    before: Sequence[Entry] = ()
-    """The completed results of these cases and of others of their series in the baseline."""
 
     @property
     def completed(self) -> list[Entry]:
@@ -82,20 +78,14 @@ class Panel(NamedTuple):
         return [entry for entry in self.completed if entry.title == title]
 
 
-def panels(report: Report, baseline: Report | None = None) -> list[Panel]:
-    """Return the panels of a report in the order in which their cases ran, with a baseline."""
+def panels(report: Report) -> list[Panel]:
+    """Return the panels of a report in the order in which their cases ran."""
     groups = blocks(report.cases)
     several = len(groups) > 1
-    # The completed results of the baseline, by the series of the case that each is compared with, or its own.
-    then: dict[str, list[CaseResult]] = {}
-    for pair in [] if baseline is None else pairs(baseline.cases, report.cases):
-        if pair.base is not None and pair.base.outcome == "completed" and not pair.differing:
-            then.setdefault((pair.head or pair.base).case.series, []).append(pair.base)
     found = []
     for number, (group, (measured, caption)) in enumerate(zip(groups, captions(groups, report), strict=True), 1):
         entries = entries_of(group)
         strategies = {entry.title: entry.result.case.strategy for entry in entries}
-        curves = {entry.result.case.series: entry.title for entry in entries}
         found.append(
             Panel(
                 entries=entries,
@@ -105,7 +95,6 @@ def panels(report: Report, baseline: Report | None = None) -> list[Panel]:
                 suffix=f"-{number}" if several else "",
                 caption=caption,
                 measured=measured,
-                before=[Entry(title, "", result) for one, title in curves.items() for result in then.get(one, ())],
             )
         )
     return found
@@ -157,8 +146,6 @@ _WIDE = 5.0
 
 _LOG_TICKS = [rounded(step * 10.0**power) for power in range(-9, 13) for step in (1, 2, 5)]
 _POWERS = [2**power for power in range(24)]
-
-_FAINT = 0.45  # opacity of the marks of a baseline
 
 _MOST_MESSAGE = 200  # characters of a failure's message in a tooltip
 
@@ -219,21 +206,6 @@ def curves(panel: Panel) -> Spec:
     """Return the colour channel over the field `s`, by strategy; the shape channel is the same."""
     legend = {"values": panel.titles, "symbolOpacity": 1}
     return {**text("s", "strategy"), "scale": {"domain": panel.domain}, "legend": legend}
-
-
-def with_baseline(layers: Sequence[Spec], rows: Sequence[Spec]) -> list[Spec]:
-    """Return layers of marks with the same marks for the rows of the baseline below them, faint and hollow."""
-    faint: list[Spec] = []
-    for layer in layers if rows else ():
-        mark = {**layer["mark"], "opacity": _FAINT}
-        if mark["type"] == "point":
-            mark |= {"filled": False}
-        encoding = dict(layer["encoding"])
-        if "tooltip" in encoding:
-            encoding["tooltip"] = [text("o", "report"), *encoding["tooltip"]]
-        values = [{**row, "o": "baseline"} for row in rows]
-        faint.append({**layer, "data": {"values": values}, "mark": mark, "encoding": encoding})
-    return [*faint, *layers]
 
 
 def limit(value: float, label: str) -> list[Spec]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 from pytest_llmgpu.render.charts import axes
@@ -51,7 +51,7 @@ def _rates(panel: Panel, link: str, name: str) -> Chart | str:
         id=f"traffic-{link}",
         title=title,
         summary=f"{summary}.",
-        spec=curves_of(panel, drawn, figures, title=f"{name}, mean over the GPUs (GB/s)"),
+        spec=curves_of(panel, drawn, title=f"{name}, mean over the GPUs (GB/s)"),
         headers=["strategy", "batch size", *(f"{way}, {which} (GB/s)" for which in devices for way in figures)],
         rows=[row_of(entry, (figure(entry) for figure in columns)) for entry in panel.completed],
     )
@@ -78,20 +78,11 @@ def _sent(panel: Panel) -> Chart | str:
 def _by_utilization(panel: Panel) -> Iterator[Chart | str]:
     """Yield one chart per strategy: their traffic differs by factors of 100, which one scale would flatten."""
     title = "Traffic by GPU utilisation"
-
-    def utilized(entries: Iterable[Entry]) -> list[tuple[Entry, float, float]]:
-        """Return the cases with the utilisation of their GPUs in percent and what a GPU sent in GB/s."""
-        ways = [COLUMNS[f"{link}_tx_bytes_per_s"] for link in ("nvlink", "pcie")]
-        sums = ((entry, sum(way.value(entry.result) or 0.0 for way in ways)) for entry in entries)
-        both = [(entry, busy_of(entry.result), sent) for entry, sent in sums]
-        return [(entry, busy, sent / _GB) for entry, busy, sent in both if busy is not None and sent]
-
-    busy_of = COLUMNS["utilization_pct"].value
-
-    def row_at(entry: Entry, busy: float, rate: float) -> Spec:
-        return {"s": entry.title, "b": entry.batch_size, "u": rounded(busy), "v": rounded(rate)}
-
-    found, before = utilized(panel.completed), utilized(panel.before)
+    ways, busy_of = [COLUMNS[f"{link}_tx_bytes_per_s"] for link in ("nvlink", "pcie")], COLUMNS["utilization_pct"].value
+    sums = ((entry, sum(way.value(entry.result) or 0.0 for way in ways)) for entry in panel.completed)
+    both = [(entry, busy_of(entry.result), sent) for entry, sent in sums]
+    # The utilisation of the GPUs in percent, and what a GPU sent in GB/s.
+    found = [(entry, busy, sent / _GB) for entry, busy, sent in both if busy is not None and sent]
     if not found:
         yield f"{title}: traffic or utilisation was not sampled."
     nvlink = any(COLUMNS["nvlink_tx_bytes_per_s"].devices(entry.result) for entry in panel.completed)
@@ -102,7 +93,11 @@ def _by_utilization(panel: Panel) -> Iterator[Chart | str]:
     right = {"type": "text", "align": "left", "dx": 7, "dy": -7}
     size = {"text": {**batch_size, "format": ",d"}}
     # The halo separates the text from the line behind it.
-    labels: list[Spec] = [{"mark": {**right, "style": style}, "encoding": size} for style in ("halo", "note")]
+    layers: list[Spec] = [
+        {"mark": {"type": "line"}, "encoding": {"order": batch_size}},
+        {"mark": {"type": "point"}, "encoding": {"shape": colour, "tooltip": tooltip}},
+        *({"mark": {**right, "style": style}, "encoding": size} for style in ("halo", "note")),
+    ]
     for place, strategy in enumerate(panel.titles, 1):
         rows = sorted((one for one in found if one[0].title == strategy), key=lambda one: one[0].batch_size)
         if not rows:
@@ -111,15 +106,12 @@ def _by_utilization(panel: Panel) -> Iterator[Chart | str]:
             f"{formatted(busy, digits=3)} % and {formatted(rate, digits=3)} GB/s at batch size {entry.batch_size}"
             for entry, busy, rate in (rows[0], rows[-1])
         )
-        drawn = [row_at(*one) for one in rows]
-        then = [row_at(*one) for one in before if one[0].title == strategy]
-        curve: list[Spec] = [
-            {"mark": {"type": "line"}, "encoding": {"order": batch_size}},
-            {"mark": {"type": "point"}, "encoding": {"shape": colour, "tooltip": tooltip}},
+        drawn: list[Spec] = [
+            {"s": entry.title, "b": entry.batch_size, "u": rounded(busy), "v": rounded(rate)}
+            for entry, busy, rate in rows
         ]
-        layers = [*axes.with_baseline(curve, then), *labels]
-        x = axes.levels([row["u"] for row in (*drawn, *then)], "GPU utilisation (%)", log=False, field="u")
-        y = axes.levels([row["v"] for row in (*drawn, *then)], sent, log=False)
+        x = axes.levels([row["u"] for row in drawn], "GPU utilisation (%)", log=False, field="u")
+        y = axes.levels([row["v"] for row in drawn], sent, log=False)
         yield Chart(
             id=f"traffic-utilization-{place}",
             title=f"{title}: {strategy}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal, cast, get_args
+from typing import Literal
 
 from pytest_llmgpu.render.charts.axes import Chart, Spec
 from pytest_llmgpu.report import file
@@ -72,7 +72,6 @@ def theme(*, dark: bool) -> Spec:
 
 def image(chart: Chart, format: Format, *, dark: bool = False, titled: bool = True) -> bytes:  # noqa: A002 - the usual name
     """Return a chart as an image, `titled` with title and caption; ValueError without the extra `report`."""
-    formats(format)
     try:
         import vl_convert
     except ImportError:
@@ -87,16 +86,6 @@ def image(chart: Chart, format: Format, *, dark: bool = False, titled: bool = Tr
         config["legend"]["titlePadding"] = _LEGEND_PADDING_PX
         return vl_convert.vegalite_to_svg(spec, config=config, allowed_base_urls=[]).encode()
     return vl_convert.vegalite_to_png(spec, config=config, allowed_base_urls=[], scale=_SCALE)
-
-
-def formats(text: str) -> list[Format]:
-    """Return the formats in a list such as `png,svg`; ValueError names an unknown one."""
-    known = get_args(Format)
-    chosen = list(dict.fromkeys(part.strip() for part in text.split(",")))
-    for one in chosen:
-        if one not in known:
-            raise ValueError(f"format {one!r}: allowed are {', '.join(known)}, separated by commas")
-    return cast("list[Format]", chosen)
 
 
 def write(charts: Sequence[Chart], folder: Path, chosen: Sequence[Format], *, dark: bool = False) -> Iterator[Path]:

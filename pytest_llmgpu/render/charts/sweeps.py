@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from pytest_llmgpu.render.charts import axes
 from pytest_llmgpu.render.charts.axes import Chart, Panel, Spec, formatted, rounded
+from pytest_llmgpu.render.summary import outcome
 from pytest_llmgpu.render.table import COLUMNS, Entry, in_use_bytes
 from pytest_llmgpu.report.derived import figures_of_launch
 from pytest_llmgpu.report.text import GIB
@@ -46,25 +47,18 @@ def points(entries: Sequence[Entry], figures: Mapping[str, Figure]) -> list[Poin
 def curves_of(
     panel: Panel,
     drawn: Sequence[Point],
-    figures: Mapping[str, Figure],
     *,
     title: str,
     log: bool = True,
     more: Sequence[Spec] = (),
 ) -> Spec:
-    """Return the specification of curves over batch sizes, with those of the baseline and `more` layers below them."""
+    """Return the specification of curves over batch sizes, with `more` layers below them."""
     kinds = list(dict.fromkeys(point.kind for point in drawn))
     several = len(kinds) > 1
-    then = [point for point in points(panel.before, figures) if point.kind in kinds and (point.value > 0 or not log)]
-
-    def rows_of(some: Sequence[Point]) -> list[Spec]:
-        found: list[Spec] = []
-        for entry, kind, value in some:
-            row = {"s": entry.title, "b": entry.batch_size, "v": rounded(value)}
-            found.append({**row, "k": kind} if several else row)
-        return found
-
-    rows, before = rows_of(drawn), rows_of(then)
+    rows: list[Spec] = []
+    for entry, kind, value in drawn:
+        row = {"s": entry.title, "b": entry.batch_size, "v": rounded(value)}
+        rows.append({**row, "k": kind} if several else row)
     dash: Spec = {}
     tooltip = axes.tooltip({"v": title})
     if several:
@@ -74,17 +68,12 @@ def curves_of(
     batch_size = {"field": "b", "type": "quantitative"}
     layers = [
         *more,
-        *axes.with_baseline(
-            [
-                {"mark": {"type": "line"}, "encoding": {"color": colour, "order": batch_size, **dash}},
-                {"mark": {"type": "point"}, "encoding": {"color": colour, "shape": colour, "tooltip": tooltip}},
-            ],
-            before,
-        ),
+        {"mark": {"type": "line"}, "encoding": {"color": colour, "order": batch_size, **dash}},
+        {"mark": {"type": "point"}, "encoding": {"color": colour, "shape": colour, "tooltip": tooltip}},
         *axes.failures(panel),
     ]
-    sizes = [entry.batch_size for entry in (*panel.completed, *panel.failed, *panel.before)]
-    y = axes.levels([row["v"] for row in (*rows, *before)], title, log=log)
+    sizes = [entry.batch_size for entry in (*panel.completed, *panel.failed)]
+    y = axes.levels([row["v"] for row in rows], title, log=log)
     return axes.layered(layers, rows, x=axes.batch_sizes(sizes), y=y)
 
 
@@ -144,27 +133,13 @@ def of_figure(
     (name, unit), drawn = axis, [point for point in points(panel.completed, {"": figure}) if point.value > 0]
     if not drawn:
         return None
-    before = {(entry.title, entry.batch_size): figure(entry) for entry in panel.before}
-    cells: dict[int, dict[str, list[str]]] = {}
-    for entry in panel.entries:
-        value = figure(entry) if entry.result.outcome == "completed" else None
-        ended = {"completed": "-", "oom": "OOM", "skipped_after_oom": "not run"}
-        text = formatted(value) if value is not None else ended.get(entry.result.outcome, entry.result.outcome)
-        if entry.result.has_wrong_answers:
-            text += " (wrong answers)"
-        if (then := before.get((entry.title, entry.batch_size))) is not None:
-            text += f" (was {formatted(then)})"
-        cells.setdefault(entry.batch_size, {}).setdefault(entry.title, []).append(text)
     return Chart(
         id=name.replace(" ", "-"),
         title=title,
         summary=summary(drawn),
-        spec=curves_of(panel, drawn, {"": figure}, title=f"{name} ({unit})", more=more),
-        headers=["batch size", *(f"{one} ({unit})" for one in panel.titles)],
-        rows=[
-            [str(size), *("; ".join(by_title.get(one, [])) for one in panel.titles)]
-            for size, by_title in sorted(cells.items())
-        ],
+        spec=curves_of(panel, drawn, title=f"{name} ({unit})", more=more),
+        headers=["strategy", "batch size", f"{name} ({unit})", "outcome"],
+        rows=[[*row_of(entry, [figure(entry)]), outcome(entry.result)] for entry in panel.entries],
     )
 
 
@@ -202,10 +177,10 @@ def memory(panel: Panel) -> Iterator[Chart | str]:
         id="memory",
         title="Memory by batch size",
         summary=f"{summary}.",
-        spec=curves_of(panel, drawn, figures, title=axis, log=False, more=layers),
+        spec=curves_of(panel, drawn, title=axis, log=False, more=layers),
         headers=["strategy", "batch size", *(f"{name} (GiB)" for name in figures), "capacity per GPU (GiB)", "outcome"],
         rows=[
-            [*row_of(entry, [*(figure(entry) for figure in figures.values()), capacity]), entry.result.outcome]
+            [*row_of(entry, [*(figure(entry) for figure in figures.values()), capacity]), outcome(entry.result)]
             for entry in panel.entries
         ],
     )

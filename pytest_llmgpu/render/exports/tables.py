@@ -21,8 +21,8 @@ from pytest_llmgpu.report.verdicts import Row
 from pytest_llmgpu.store.store import hardware
 
 _CASE = (
-    *("strategy", "batch_size", "model", "load_format", "dtype", "device", "devices", "dataset", "limit"),
-    "execution",
+    *("strategy", "batch_size", "model", "load_format", "dtype"),
+    *("device", "devices", "dataset", "limit", "execution"),
 )
 _OF_METRICS = [spec.exported.column for spec in METRICS if spec.exported]
 

@@ -10,17 +10,15 @@ from typing import Any
 
 import msgspec
 
-from pytest_llmgpu.analysis.capacity import capacities
 from pytest_llmgpu.gate import headline, judge, rows_by_cause
 from pytest_llmgpu.gate.policy import Policy, policy_of
 from pytest_llmgpu.render import charts, summary
 from pytest_llmgpu.render.charts import timelines
 from pytest_llmgpu.render.html.assets import MISSING, asset, config_and_style, content_security_policy, templates, vega
-from pytest_llmgpu.render.table import blocks, captions, entries, figure_tables, make_time_table, with_reference
+from pytest_llmgpu.render.table import blocks, captions, entries, figure_tables, limits, make_time_table, with_reference
 from pytest_llmgpu.report import file
-from pytest_llmgpu.report.options import Options
-from pytest_llmgpu.report.report import OptionValue, Report
-from pytest_llmgpu.report.text import GIB, gib, listed, plural
+from pytest_llmgpu.report.report import Report, command
+from pytest_llmgpu.report.text import gib, listed, plural
 from pytest_llmgpu.report.verdicts import Row, Verdicts, worst_first
 from pytest_llmgpu.store import store
 
@@ -77,7 +75,7 @@ def render(
         values = list(dict.fromkeys(key[field] for key in keys.values()))
         if len(values) > 1:
             filters.append((field, label, sorted(values, key=int) if field == "batch" else values))
-    drawn, omitted = charts.of_report(report, baseline)
+    drawn, omitted = charts.of_report(report)
     template = templates().get_template("page.html")
     return template.render(
         policy_header=content_security_policy([library, script, theme], [style]),
@@ -103,8 +101,7 @@ def render(
         keys=keys,
         filters=filters,
         machine=machine(report),
-        libraries=libraries(report),
-        options=options(report),
+        libraries={name: version for name, version in report.environment.versions.items() if version},
         licenses=asset("licenses.txt"),
         data=_json({"config": config}),
     )
@@ -131,16 +128,13 @@ def _rows(verdicts: Verdicts, report: Report, baseline: Report | None) -> dict[s
 def _tables(report: Report) -> Iterator[dict[str, Any]]:
     """Yield the table of each block of cases, with its caption, the comparison with mp and the largest batch sizes."""
     found = blocks(report.cases)
-    known = [one for one in capacities(report.cases) if one.smallest_oom is not None]
     for (caption, _), cases in zip(captions(found, report), found, strict=True):
-        series = {result.case.series for result in cases}
-        largest = [f"{one.strategy}: {one.text}" for one in known if one.series in series]
         yield {
             "caption": caption,
             "model": cases[0].case.model,
             "table": make_time_table(cases),
             "works": list(figure_tables(cases).values()),
-            "notes": [*map(", ".join, with_reference(cases, verbose=True)), *largest],
+            "notes": [*with_reference(cases, verbose=True), *limits(cases, report)],
         }
 
 
@@ -152,30 +146,8 @@ def _json(value: Any) -> str:
     return text
 
 
-def libraries(report: Report) -> dict[str, str]:
-    """Return the versions of the installed libraries."""
-    return {name: version for name, version in report.environment.versions.items() if version}
-
-
-def options(report: Report) -> dict[str, str]:
-    """Return the options of this version whose value is not the default."""
-    defaults = {flag: _shown(flag, value) for flag, value in Options().in_force().items()}
-    found = {flag: _shown(flag, value) for flag, value in report.options.items()}
-    return {flag: value for flag, value in found.items() if value != defaults.get(flag, value)}
-
-
-def _shown(flag: str, value: OptionValue | tuple[str | int | float, ...]) -> str:
-    if flag == "--llmgpu-gpu-memory" and isinstance(value, int):  # in bytes
-        return f"{value / GIB:.6g} GiB"  # six digits: 31.7 and 31.6973 GiB are different limits
-    if isinstance(value, (list, tuple)):
-        return ",".join(map(str, value))
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
 def machine(report: Report) -> dict[str, str]:
-    """Return the time, the commit and the machine of the measurement."""
+    """Return the time, the commit, the command and the machine of the measurement."""
     environment, commit = report.environment, report.commit
     gpus = []
     for gpu in environment.gpus:
@@ -190,6 +162,7 @@ def machine(report: Report) -> dict[str, str]:
         "Measured": report.created,
         "Resumed": ", ".join(f"{one.created}, with {plural(one.kept, 'case')}" for one in report.resumed),
         "Commit": " ".join(part for part in source if part),
+        "Command": command(report),
         "Nodes": str(len(environment.nodes) or ""),
         "GPUs": f"{len(environment.gpus)} x {'; '.join(dict.fromkeys(gpus))}" if gpus else "none",
         "Links": ", ".join(links),

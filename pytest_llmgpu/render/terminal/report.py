@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from tabulate import tabulate
 
-from pytest_llmgpu.analysis.capacity import capacities, split
+from pytest_llmgpu.analysis.capacity import split
 from pytest_llmgpu.analysis.reference import by_series
 from pytest_llmgpu.profiling.machine import Machine
 from pytest_llmgpu.render.summary import Problem, cases_in_words, finding_problems
@@ -27,6 +27,7 @@ from pytest_llmgpu.render.table import (
     digits,
     entries,
     figure_tables,
+    limits,
     make_time_table,
     model,
     with_reference,
@@ -322,13 +323,10 @@ def tables(report: Report, color: bool = False, *, verbose: bool = False) -> str
         table, rows = summary_table(cases, paint, left)
         left, hidden = left - rows, hidden - rows
         lines = []
-        for differences in with_reference(cases, verbose=verbose):
-            line = ", ".join(differences)
-            lines.append(line if len(line) <= WIDTH else ",\n  ".join(differences))
-        if not verbose and len(lines) > _MOST_LINES:
-            more = plural(len(lines) - _MOST_LINES, "more comparison")
-            lines = [*lines[:_MOST_LINES], f"and {more} with mp"]
-        lines += _largest(cases, report, verbose=verbose)
+        for texts in (with_reference(cases, verbose=verbose), limits(cases, report)):
+            notes = list(map(filled, texts))
+            more = 0 if verbose else len(notes) - _MOST_LINES
+            lines += notes if more <= 0 else [*notes[:_MOST_LINES], f"and {more} more (-v shows all)"]
         parts.append("\n".join([paint(caption, _BOLD), table, *lines]))
         if verbose:
             parts += [work_table(cases), device_tables(cases, report.environment)]
@@ -347,22 +345,6 @@ def tables(report: Report, color: bool = False, *, verbose: bool = False) -> str
 def resumptions(report: Report) -> list[str]:
     """Return a line for each time that the session was resumed."""
     return [f"resumed {one.created} from {one.source}, with {plural(one.kept, 'case')}" for one in report.resumed]
-
-
-def _largest(cases: Sequence[CaseResult], report: Report, *, verbose: bool) -> list[str]:
-    """Return the largest batch size of each series, if it was searched or limited by memory."""
-    searched = report.options.get("--llmgpu-find-max-batch") is True
-    series = {result.case.series for result in cases}
-    found = [one for one in capacities(report.cases) if one.series in series]
-    found = [one for one in found if searched or one.smallest_oom is not None]
-    if verbose:
-        return [filled(f"{one.strategy}: {one.text}") for one in found]
-    texts = []
-    for capacity in found:
-        oom = capacity.smallest_oom
-        ending = " or more" if oom is None else f" ({oom} is out of memory)"
-        texts.append(f"{capacity.strategy} {capacity.largest_fit or 'none'}{ending}")
-    return [filled(f"Largest batch size: {listed(texts, _MOST_LINES)}")] if found else []
 
 
 def _finding(problem: Problem, paint: Painter, *, verbose: bool) -> str:

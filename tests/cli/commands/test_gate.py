@@ -80,7 +80,7 @@ def test_json_has_the_verdicts(llmgpu: Callable[..., str]) -> None:
     ],
 )
 def test_verdicts_are_not_judged_again(llmgpu: Callable[..., str], head: CaseResult, policy: str, status: int) -> None:
-    """A report that pytest compared and the file of --json have the table and the status of that day and policy."""
+    """A report that pytest compared has the table and the status of that day and policy."""
     Path("policy.toml").write_text(policy)
     _write(head=on_h200([head]))
     judged = llmgpu(*_GATE, "--policy", "policy.toml", "--json", "verdicts.json", ends=status)
@@ -88,18 +88,17 @@ def test_verdicts_are_not_judged_again(llmgpu: Callable[..., str], head: CaseRes
     report.verdicts = msgspec.json.decode(Path("verdicts.json").read_bytes(), type=Verdicts)
     dump(report, Path("last.json.gz"))
     Path("base.json").unlink()
-    for path in ("verdicts.json", "last.json.gz"):
-        printed = llmgpu("gate", "--verdicts", path, ends=status)
-        assert judged.replace("\npolicy: policy.toml", "") == printed
-        again = llmgpu("gate", "--verdicts", path, "--json", "-", ends=status)
-        assert msgspec.json.decode(again, type=Verdicts) == report.verdicts
+    printed = llmgpu("gate", "--verdicts", "last.json.gz", ends=status)
+    assert judged.replace("\npolicy: policy.toml", "") == printed
+    again = llmgpu("gate", "--verdicts", "last.json.gz", "--json", "-", ends=status)
+    assert msgspec.json.decode(again, type=Verdicts) == report.verdicts
 
 
 def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
     """The process, its hash seed and its folder do not matter."""
     _write(head=on_h200([timed(1.5), timed(calls=65, batch_size=2), make_failed("crashed", strategy="tp")]))
     command = [sys.executable, "-m", "pytest_llmgpu.cli", "gate", str(tmp_path / "base.json"), "head.json"]
-    command += ["--json", "-", "--today", "2026-01-01"]
+    command += ["--json", "-"]
     done = [
         subprocess.run(command, check=False, capture_output=True, env={**os.environ, "PYTHONHASHSEED": seed})
         for seed in ("1", "2")

@@ -48,7 +48,7 @@ def test_texts_have_the_times_of_a_token() -> None:
     found = _by_id(make_report(cases))
     assert [*found][:3] == ["time-to-first-token", "time-per-token", "throughput"]
     assert [row["v"] for row in values_of(found["time-per-token"].spec)] == [4, 10]
-    assert found["time-to-first-token"].rows == [["1", "8"], ["8", "20"]]
+    assert found["time-to-first-token"].rows == [["mp", "1", "8", "completed"], ["mp", "8", "20", "completed"]]
     for case in cases:
         case.token_p50_s = None
     _, omitted = charts.of_report(make_report(cases))
@@ -111,12 +111,14 @@ def test_a_chart_stands_alone(every: list[Chart]) -> None:
         assert chart.summary.endswith(".")
 
 
-def test_the_time_chart_has_table_2_of_shin_et_al() -> None:
-    """Rows are batch sizes and columns are strategies; a case out of memory is in its cell and has a note above."""
+def test_the_time_chart_has_the_figures_of_table_2_of_shin_et_al() -> None:
+    """A case out of memory has its outcome in the table and a note above the plot."""
     chart = _by_id(_paper())["time"]
-    assert chart.headers == ["batch size", "mp (s)", "tp (s)", "iok (s)"]
-    assert chart.rows[0] == ["1", "10,260", "6,548", "4,959"]
-    assert chart.rows[-1] == ["64", "3,800", "4,079", "OOM"]
+    assert chart.headers == ["strategy", "batch size", "time (s)", "outcome"]
+    found = {(strategy, size): (time, outcome) for strategy, size, time, outcome in chart.rows}
+    assert [found[strategy, "1"][0] for strategy in ("mp", "tp", "iok")] == ["10,260", "6,548", "4,959"]
+    assert [found[strategy, "64"][0] for strategy in ("mp", "tp", "iok")] == ["3,800", "4,079", "-"]
+    assert found["iok", "64"][1] == "oom"
     row = {"s": "iok", "b": 64, "o": "iok: OOM", "l": "iok: OOM", "w": "CUDA out of memory"}
     assert row in list(values_of(chart.spec))
     texts = texts_of(chart)
@@ -136,7 +138,7 @@ def test_wrong_answers_are_marked_and_never_the_best() -> None:
     marks = [row for row in values_of(found["time"].spec) if "o" in row]
     assert [(row["b"], row["l"]) for row in marks] == [(2, "mp: wrong answers"), (4, "\N{BALLOT X}")]
     assert {row["w"] for row in marks} == {"26 % is not 82 %"}
-    assert found["time"].rows[1] == ["2", "1 (wrong answers)"]
+    assert found["time"].rows[1] == ["mp", "2", "1", "completed, wrong answers"]
     alone = _by_id(make_report(results[1:]))["time"]
     assert alone.summary == "Best of each strategy: mp none, because all its answers are wrong."
 
@@ -166,7 +168,8 @@ def test_traffic_is_a_mean_over_the_gpus_in_both_directions() -> None:
     traffic = make_traffic(wire_bytes_per_sequence=466.574176e6)
     results = [make_result(profile=make_profile(2, tx=1e9, rx=0.0), traffic=traffic), make_result(batch_size=2)]
     found = _by_id(make_report(results))
-    assert (found["sent"].headers, found["sent"].rows[0]) == (["batch size", "mp (MB/sequence)"], ["1", "466.6"])
+    assert found["sent"].headers == ["strategy", "batch size", "sent (MB/sequence)", "outcome"]
+    assert found["sent"].rows[0] == ["mp", "1", "466.6", "completed"]
     chart = found["traffic-pcie"]
     assert [row["v"] for row in values_of(chart.spec)] == [1.05]
     assert chart.rows[0] == ["mp", "1", "1.05", "0", "1.1", "0"]
@@ -206,14 +209,6 @@ def test_each_model_has_its_own_charts() -> None:
     assert [chart.id for chart in drawn] == ["time-1", "throughput-1", "time-2", "throughput-2"]
     assert [chart.title for chart in drawn][::2] == ["Time by batch size: small", "Time by batch size: large"]
     assert all(line.startswith(("small: ", "large: ")) for line in omitted)
-
-
-def test_the_figures_of_a_baseline_are_faint() -> None:
-    """They are marks of their own, and stand beside those of the report in the table."""
-    (time, *_), _ = charts.of_report(make_report([make_result(50.0)]), make_report([make_result(60.0)]))
-    assert time.summary.endswith(" Faint: the baseline.")
-    assert time.rows == [["1", "50 (was 60)"]]
-    assert {(row["v"], row.get("o")) for row in values_of(time.spec)} == {(50, None), (60, "baseline")}
 
 
 def test_the_chart_of_times_has_launches() -> None:
