@@ -54,6 +54,9 @@ def bound(result: CaseResult, work: Work | None, ceilings: Ceilings | None) -> B
         sum(number * max(flops / flops_per_s, size / bytes_per_s) for number, flops, size in forwards)
         for forwards in (prefills, steps)
     )
+    routing = work.ranks[0].routing
+    read = None if routing is None else statistics.fmean(routing.touched)
+    expected = None if routing is None else routing.experts * (1 - (1 - model.active_experts) ** routing.tokens)
     times: dict[Literal["compute", "memory", "wire"], float]
     times = {"compute": compute_s, "memory": memory_s, "wire": wire_s}
     bound_s, step_count = prefills_s + steps_s + wire_s, sum(number for number, *_ in steps)
@@ -66,6 +69,8 @@ def bound(result: CaseResult, work: Work | None, ceilings: Ceilings | None) -> B
         share=bound_s / result.inference_s,
         prefill_s=prefills_s / len(prefills) if result.case.generates else None,
         step_s=steps_s / step_count if step_count else None,
+        experts_read=read,
+        experts_expected=expected,
     )
 
 

@@ -237,6 +237,10 @@ class Bound(msgspec.Struct, frozen=True, kw_only=True):
     scores."""
     step_s: Seconds | None = None
     """The mean of the bound of a decode step without its collectives, in seconds; null for a case without steps."""
+    experts_read: Amount | None = None
+    """The mean over layers of the experts that had a token in the eager pass; null for a model without experts."""
+    experts_expected: Amount | None = None
+    """The number that is expected for uniform routing, on which the bound is based."""
 
 
 def renumbered(work: Work, numbers: Sequence[int]) -> Work:
