@@ -90,6 +90,25 @@ def program_row(
     return stated(worst, changed)
 
 
+def host_calls_row(base: CaseResult, head: CaseResult, pairs: Sequence[Pair]) -> Row | str | None:
+    """Compare the calls of Python functions in a forward, by the rank that has most more. A policy has to gate them."""
+    then, now = (any(rank.host_calls for launch in one.launches for rank in launch.ranks) for one in (base, head))
+    if (missing := absent(head, "host_calls", then, now, gated=True)) is not None:
+        return missing
+    versions = {rank.python_versions for pair in pairs for rank in pair}
+    if len(versions) != 1 or not all(versions):
+        return "the forwards ran other batches (plan_sha256), or another version of Python"
+    pair = max(pairs, key=lambda one: one.after.python_calls - one.before.python_calls)
+    before, after = pair.before.python_calls, pair.after.python_calls
+    result: Decided = "REGRESSED" if after > before else "IMPROVED" if after < before else "OK"
+    reason = f"Calls of Python functions in a forward: {after:,}, were {before:,}."
+    row = Row.of(head, "host_calls", result, reason, base=before, head=after, ratio=after / max(1, before))
+    changed = program.changes(pair)
+    if before == after or changed is None:
+        return row
+    return stated(row, Cause(place="program", host_calls=changed.host_calls))
+
+
 def _implementations(result: CaseResult) -> dict[str, str]:
     """Return the implementations of the latest launch by kind of layer, with their kernels where they were counted."""
     launch = result.launches[-1]

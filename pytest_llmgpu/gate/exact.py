@@ -1,8 +1,7 @@
-"""Metrics that do not vary by chance: calls of the host, traffic, its path, memory and the execution.
+"""Metrics that do not vary by chance: traffic, its path, memory and the execution.
 
-The amounts of a metric with the rule `exact` are equal in every launch of an equal program, so that one launch
-suffices. They are compared rank by rank, because the slowest rank decides the time of a case, and only where the
-forwards ran the same batches. A new one is a row of `report.metrics.METRICS`.
+Their amounts are equal in every launch of an equal program, so that one launch suffices. They are compared rank by
+rank, because the slowest rank decides the time of a case.
 """
 
 from __future__ import annotations
@@ -10,18 +9,18 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from pytest_llmgpu.analysis.traffic_path import FASTEST_FIRST, NAMES, describe_move
-from pytest_llmgpu.gate.policy import AmountRule, MemoryRule, Rules
+from pytest_llmgpu.gate.policy import AmountRule, MemoryRule
 from pytest_llmgpu.report import disturbances
-from pytest_llmgpu.report.derived import of_prefill, peaks_bytes
-from pytest_llmgpu.report.metrics import METRICS, MetricName, MetricSpec, spec_of
+from pytest_llmgpu.report.derived import peaks_bytes
+from pytest_llmgpu.report.metrics import MetricName, spec_of
 from pytest_llmgpu.report.result import CaseResult, Launch, Traffic
-from pytest_llmgpu.report.text import gib, listed, percent, signed_percent
+from pytest_llmgpu.report.text import gib, percent, signed_percent
 from pytest_llmgpu.report.verdicts import NEITHER, ONLY_CANDIDATE, WORST_FIRST, Decided, Row
 from pytest_llmgpu.report.work import WORK_OFF, WORK_ON
 
@@ -69,26 +68,6 @@ class Amounts(NamedTuple):
         return "UNDECIDED" if max(self.now) - least > threshold * abs(least) else "OK"
 
 
-def exact_rows(base: CaseResult, head: CaseResult, rules: Rules) -> Iterator[tuple[MetricName, Row | str]]:
-    """Yield the verdict on each metric of work and traffic of two completed results, or the reason for none."""
-    for spec in METRICS:
-        row: Row | str | None = None
-        if spec.rule == "exact":
-            gated = getattr(rules, spec.name).gate
-            row = _exact_row(spec, base, head, gated=gated)
-            if head.case.generates and spec.batches != "measured":
-                prefill = _exact_row(spec, of_prefill(base), of_prefill(head), gated=gated)
-                row = worse(row if isinstance(row, Row) else None, prefill) if isinstance(prefill, Row) else row
-        elif spec.rule == "traffic":
-            row = traffic_row(base, head, rules.traffic)
-        elif spec.rule == "path":
-            row = path_row(base, head, gated=rules.path.gate)
-        elif spec.name == "memory":
-            row = memory_row(base, head, rules.memory)
-        if row is not None:
-            yield spec.name, row
-
-
 def worse(step: Row | None, prefill: Row) -> Row:
     """Return the worse of two rows on one metric, of two regressions the larger one, else that of the decode step.
 
@@ -115,77 +94,13 @@ def absent(head: CaseResult, metric: MetricName, before: object, after: object, 
     reasons = [launch.why.get(metric) for launch in head.launches]
     if metric == "path" and head.traffic is not None and head.traffic.path is not None:
         reasons = [head.traffic.path.text]
-    if spec_of(metric).batches != "measured":
+    if spec_of(metric).of_passes:
         reasons += [launch.why.get("work") for launch in head.launches if launch.work is None]
         ranks = [rank for launch in head.launches for rank in launch.ranks]
         reasons += [rank.why.get(metric) or rank.why.get(f"{metric}_s") for rank in ranks]
     why = next(filter(None, [*reasons, head.why.get(metric)]), "the report has no reason")
     reason = f"Only the baseline has {metric.replace('_', ' ')}: {why.rstrip('.')}."
     return Row.of(head, metric, "MISSING", reason, gated=gated, next_step=WORK_ON if why == WORK_OFF else "")
-
-
-def _exact_row(spec: MetricSpec, base: CaseResult, head: CaseResult, *, gated: bool) -> Row | str:
-    """Compare each rank with itself; the row has the worst verdict and the figures of the rank that changed most."""
-    assert spec.amount is not None
-    then, now = _by_batches(spec, base), _by_batches(spec, head)
-    if (missing := absent(head, spec.name, then, now, gated=gated)) is not None:
-        return missing
-    common = next((batches for batches in now if batches in then), None)
-    if common is None:
-        return "the forwards ran other batches (plan_sha256), or another version of Python"
-    thens, nows = ([list(spec.amount(launch)) for launch in side[common]] for side in (then, now))
-    if len(set(map(len, [*thens, *nows]))) > 1:
-        return "the numbers of ranks differ"
-    ranks = [
-        Amounts(*([launch[number] or 0 for launch in side] for side in (thens, nows))) for number in range(len(nows[0]))
-    ]
-    result = min((rank.result(0.0) for rank in ranks), key=WORST_FIRST.index)
-    concerned = [number for number, rank in enumerate(ranks) if rank.result(0.0) == result]
-    number = max(concerned, key=lambda number: abs(ranks[number].growth))
-    rank, changed = ranks[number], [one for one in concerned if ranks[one].growth]
-    where = "" if len(ranks) == 1 else " on each rank" if len(changed) == len(ranks) else f" on rank {number}"
-    of_batches = "" if spec.batches == "measured" else " in a work pass"
-    if result == "UNDECIDED":
-        ends = (f"{min(amounts):,} to {max(amounts):,}" for amounts in (rank.now, rank.then))
-        reason = f"{spec.noun} differ between launches{where}: {', were '.join(ends)}{of_batches}."
-    elif rank.before == rank.after:
-        reason = f"{spec.noun} are equal."
-    else:
-        reason = f"{spec.noun}{where}: {spec.written(rank.after)}{of_batches}, were {spec.written(rank.before)}."
-    if result != "OK":
-        calls, more = (dict(enumerate(spec.explain(side[common][0]))).get(number) or {} for side in (then, now))
-        pairs = [(name, calls.get(name, 0), more.get(name, 0)) for name in calls.keys() | more.keys()]
-        pairs.sort(key=lambda one: (-abs(one[2] - one[1]), one[0]))
-        shown = [f"{name} {before:,} -> {after:,}" for name, before, after in pairs if before != after]
-        reason += f"\nCalls: {listed(shown, _NAMED)}." if shown else ""
-    return Row.of(
-        head,
-        spec.name,
-        result,
-        reason,
-        gated=gated,
-        base=float(rank.before),
-        head=float(rank.after),
-        ratio=rank.after / rank.before if rank.before else None,
-        threshold=0.0,
-        n=min(len(thens), len(nows)),
-    )
-
-
-def _by_batches(spec: MetricSpec, result: CaseResult) -> dict[tuple[object, ...], list[Launch]]:
-    """Return the launches in which every rank has an amount, by the plan and the batches that it is of."""
-    assert spec.amount is not None
-    found: dict[tuple[object, ...], list[Launch]] = {}
-    for launch in result.launches:
-        conditions: list[object] = [launch.plan_sha256]
-        if spec.batches != "measured" and launch.work is not None:
-            conditions += launch.work.eager_batches if spec.batches == "eager" else launch.work.batches
-        if spec.batches == "eager":  # Other versions of Python inline other functions.
-            conditions += sorted({rank.host_calls.python_version for rank in launch.ranks if rank.host_calls})
-        amounts = spec.amount(launch)
-        if amounts and None not in amounts:
-            found.setdefault(tuple(conditions), []).append(launch)
-    return found
 
 
 def traffic_row(base: CaseResult, head: CaseResult, rule: AmountRule) -> Row | str | None:

@@ -20,8 +20,8 @@ from pytest_llmgpu.analysis.capacity import capacities
 from pytest_llmgpu.analysis.environments import hardware_differences, software_differences
 from pytest_llmgpu.gate import answers, figures, program, promotion, times
 from pytest_llmgpu.gate.answers import Answered, below_floor
-from pytest_llmgpu.gate.cause import program_row, with_cause, with_slower_kernels
-from pytest_llmgpu.gate.exact import exact_rows, execution_row, worse
+from pytest_llmgpu.gate.cause import host_calls_row, program_row, with_cause, with_slower_kernels
+from pytest_llmgpu.gate.exact import execution_row, memory_row, path_row, traffic_row, worse
 from pytest_llmgpu.gate.matching import pairs
 from pytest_llmgpu.gate.policy import Policy, TimeRule, check_figures, dump_policy, unmatched, with_allowed
 from pytest_llmgpu.gate.times import Timed, comparable
@@ -288,9 +288,14 @@ class Comparison:
                 self._floor(head)  # Texts have no accuracy: they are right or wrong by themselves.
             self._take("accuracy", answered)
         self._take("texts", answers.texts_row(base, head, rules.texts))
-        for metric, found in exact_rows(base, head, rules):
-            # A metric that is not gated has a row only where it changed; the program has the calls of the host already.
-            changed = isinstance(found, Row) and found.result not in {"OK", "MISSING"} and metric != "host_calls"
+        exact = {
+            "traffic": traffic_row(base, head, rules.traffic),
+            "path": path_row(base, head, gated=rules.path.gate),
+            "memory": memory_row(base, head, rules.memory),
+        }
+        for metric, found in exact.items():
+            # A metric that is not gated has a row only where it changed.
+            changed = isinstance(found, Row) and found.result not in {"OK", "MISSING"}
             if changed or getattr(rules, metric).gate:
                 self._take(metric, found)
 
@@ -405,23 +410,26 @@ class Comparison:
         return rows if self.base is None else rows + promotion.rows(self.base, compared, rows, self.policy)
 
     def _with_program(self, rows: Sequence[Row], base: CaseResult, head: CaseResult) -> list[Row]:
-        """Return the rows of the times of a case with their causes, and the row on its program."""
+        """Return the rows of the times of a case with their causes, and those on its program."""
         device = next((row for row in rows if row.metric == "device_time"), None)
         gain = 1 - device.ratio if device is not None and device.ratio is not None else 0.0
         better = any(row.improved for row in rows if row.metric in TIMES)
         phases = [(base, head), (of_prefill(base), of_prefill(head))] if head.case.generates else [(base, head)]
-        found: Row | None = None
+        found: dict[MetricName, Row] = {}
         for number, results in enumerate(phases):
             pairs = program.pairs_of(*results, self._names)
             if device is not None and (slower := with_slower_kernels(device, pairs)) is not device:
                 device = msgspec.structs.replace(slower, prefill=number > 0)
-            row = program_row(*results, pairs, self.policy.program, gain=gain, better=better)
-            if isinstance(row, Row):
-                found = worse(found, row) if number else row
-            elif not number:
-                self._take("program", row)
+            judged = {"program": program_row(*results, pairs, self.policy.program, gain=gain, better=better)}
+            if self.policy.host_calls.gate:  # Without it they are in the row on the program alone.
+                judged["host_calls"] = host_calls_row(*results, pairs)
+            for metric, row in judged.items():
+                if isinstance(row, Row):
+                    found[metric] = worse(found.get(metric), row) if number else row
+                elif not number:
+                    self._take(metric, row)
         with_kernels = [device if row.metric == "device_time" and device is not None else row for row in rows]
-        return with_kernels if found is None else [*with_kernels, found]
+        return [*with_kernels, *found.values()]
 
     def _explained(self, row: Row, base: CaseResult, head: CaseResult) -> Row:
         """Return a row with its cause, and with the trace of the passes and of the rank that it is about."""

@@ -91,6 +91,11 @@ class RankFigures(NamedTuple):
     """The forwards of a pass."""
 
     @property
+    def python_calls(self) -> int:
+        """The calls of Python functions in a forward."""
+        return sum(calls for name, calls in self.host_calls.items() if name != _C)
+
+    @property
     def own_s(self) -> float:
         """The time of a pass in which the rank does not wait for another one."""
         return sum(self.parts_s[place] for place in OWN)

@@ -110,8 +110,7 @@ def rows(base: Report, results: Sequence[CaseResult], judged: Sequence[Row], pol
         grown = [one for one in growths(base.promotions, result, policy) if (result.id, one.metric) not in stated]
         if not grown:
             continue
-        names = [spec_of(one.metric).noun or capital(one.metric.replace("_", " ")) for one in grown]
-        also = [f"{name} {signed_percent(one.now / one.then - 1, 2)}" for name, one in zip(names, grown, strict=True)]
+        also = [f"{capital(one.metric.replace('_', ' '))} {signed_percent(one.now / one.then - 1, 2)}" for one in grown]
         worst, change, limit = grown[0], also[0], f"{100 * grown[0].threshold:.3g} %"
         was, now = map(spec_of(worst.metric).written, (worst.then, worst.now))
         if worst.metric == "memory":
