@@ -10,7 +10,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -18,7 +18,7 @@ from pytest_llmgpu.analysis.traffic_path import FASTEST_FIRST, NAMES, describe_m
 from pytest_llmgpu.gate.policy import AmountRule, MemoryRule
 from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.derived import peaks_bytes
-from pytest_llmgpu.report.metrics import MetricName, spec_of
+from pytest_llmgpu.report.metrics import BY_NAME, MetricName, spec_of
 from pytest_llmgpu.report.result import CaseResult, Launch, Traffic
 from pytest_llmgpu.report.text import gib, percent, signed_percent
 from pytest_llmgpu.report.verdicts import NEITHER, ONLY_CANDIDATE, WORST_FIRST, Decided, Row
@@ -85,8 +85,11 @@ def worse(step: Row | None, prefill: Row) -> Row:
     return msgspec.structs.replace(row, smallest_seen=max(step.smallest_seen, prefill.smallest_seen))
 
 
-def absent(head: CaseResult, metric: MetricName, before: object, after: object, *, gated: bool) -> Row | str | None:
-    """Return a row or a reason where a report lacks a figure; one that only the candidate lacks is MISSING."""
+def absent(head: CaseResult, metric: MetricName, before: object, after: object, **fields: Any) -> Row | str | None:
+    """Return a row or a reason where a report lacks a figure; one that only the candidate lacks is MISSING.
+
+    `fields` are those of the row.
+    """
     if before and after:
         return None
     if not before:
@@ -94,13 +97,13 @@ def absent(head: CaseResult, metric: MetricName, before: object, after: object, 
     reasons = [launch.why.get(metric) for launch in head.launches]
     if metric == "path" and head.traffic is not None and head.traffic.path is not None:
         reasons = [head.traffic.path.text]
-    if spec_of(metric).of_passes:
+    if metric in BY_NAME and spec_of(metric).of_passes:
         reasons += [launch.why.get("work") for launch in head.launches if launch.work is None]
         ranks = [rank for launch in head.launches for rank in launch.ranks]
         reasons += [rank.why.get(metric) or rank.why.get(f"{metric}_s") for rank in ranks]
     why = next(filter(None, [*reasons, head.why.get(metric)]), "the report has no reason")
     reason = f"Only the baseline has {metric.replace('_', ' ')}: {why.rstrip('.')}."
-    return Row.of(head, metric, "MISSING", reason, gated=gated, next_step=WORK_ON if why == WORK_OFF else "")
+    return Row.of(head, metric, "MISSING", reason, next_step=WORK_ON if why == WORK_OFF else "", **fields)
 
 
 def traffic_row(base: CaseResult, head: CaseResult, rule: AmountRule) -> Row | str | None:

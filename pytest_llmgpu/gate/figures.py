@@ -14,7 +14,7 @@ import msgspec
 
 from pytest_llmgpu.gate.exact import Amounts
 from pytest_llmgpu.gate.policy import FigureRule, Policy, TimeRule
-from pytest_llmgpu.gate.times import Timed, comparable, wall_times
+from pytest_llmgpu.gate.times import Timed, wall_times
 from pytest_llmgpu.report.metrics import is_own, own, recorded
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.text import capital, percent
@@ -82,10 +82,5 @@ def _compared(base: CaseResult, head: CaseResult, name: str, policy: Policy, *, 
         )
     if min(*then, *now) <= 0:
         return row("UNDECIDED", "A figure with the rule time has to be above 0.")
-    launches = comparable(base, head)
-    if not isinstance(launches, Row):
-        with_it = [[launch for launch in side if name in launch.figures] for side in launches]
-        disturbed = row("UNDECIDED", "The launches with it were disturbed (`profile.invalid`).")
-        launches = (with_it[0], with_it[1]) if all(with_it) else disturbed
     rule = TimeRule(threshold=declared.threshold)
-    return wall_times(base, head, launches, rule, metric=name, in_turn=False, same_gpus=same_gpus, declared=declared)
+    return wall_times(base, head, rule, metric=name, in_turn=False, same_gpus=same_gpus, declared=declared)

@@ -24,7 +24,7 @@ from pytest_llmgpu.gate.cause import host_calls_row, program_row, with_cause, wi
 from pytest_llmgpu.gate.exact import execution_row, memory_row, path_row, traffic_row, worse
 from pytest_llmgpu.gate.matching import pairs
 from pytest_llmgpu.gate.policy import Policy, TimeRule, check_figures, dump_policy, unmatched, with_allowed
-from pytest_llmgpu.gate.times import Timed, comparable
+from pytest_llmgpu.gate.times import Timed
 from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.derived import of_prefill
 from pytest_llmgpu.report.metrics import MetricName
@@ -300,13 +300,11 @@ class Comparison:
                 self._take(metric, found)
 
     def _times(self, base: CaseResult, head: CaseResult) -> None:
-        sides = comparable(base, head)
         rule = self.policy.device_time
-        found = times.device_times(base, head, sides, rule)
+        found = times.device_times(base, head, rule)
         self._take("device_time", found)
         if isinstance(found, Timed) and head.case.generates:
-            first = of_prefill(base), of_prefill(head)
-            found = times.device_times(*first, comparable(*first), rule)
+            found = times.device_times(of_prefill(base), of_prefill(head), rule)
             if isinstance(found, Timed):
                 self._entries.append(msgspec.structs.replace(found, prefill=True))
         before, after = (
@@ -320,9 +318,7 @@ class Comparison:
             if metric != "time" and not all(timed):
                 continue
             wall_rule: TimeRule = getattr(self.policy, metric)
-            wall = times.wall_times(
-                base, head, sides, wall_rule, metric=metric, in_turn=self._in_turn, same_gpus=same_gpus
-            )
+            wall = times.wall_times(base, head, wall_rule, metric=metric, in_turn=self._in_turn, same_gpus=same_gpus)
             self._take(metric, wall)
         for metric, own in figures.rows(base, head, self.policy, same_gpus=same_gpus):
             self._take(metric, own)

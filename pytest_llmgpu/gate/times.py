@@ -17,7 +17,8 @@ import math
 import operator
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 
@@ -117,23 +118,31 @@ Sides = tuple[list[Launch], list[Launch]]
 """The launches of the baseline and of the candidate, at least one of each."""
 
 
-def comparable(base: CaseResult, head: CaseResult) -> Sides | Row:
-    """Return the launches of two completed results whose times can be compared, or a row of `time` if there are none.
+def comparable(
+    base: CaseResult,
+    head: CaseResult,
+    metric: MetricName = "time",
+    has: Callable[[Launch], object] = lambda _: True,
+    **fields: Any,
+) -> Sides | Row | str:
+    """Return the launches of two completed results whose times can be compared, or a row or a reason without any.
 
-    They ran the same batches, undisturbed; both results have a launch with batches. Launches that power or heat
-    throttled count: times are compared at a fixed clock, and without clocks the prior has the noise of GPUs at their
-    limit.
+    They have the time, and ran the same batches, undisturbed. Launches that power or heat throttled count: times are
+    compared at a fixed clock, and without clocks the prior has the noise of GPUs at their limit. `fields` are those of
+    the row.
     """
+    timed = [[one for one in result.launches if one.batches.latency_s and has(one)] for result in (base, head)]
+    if (missing := absent(head, metric, *timed, **fields)) is not None:
+        return missing
     sides = []
-    for name, result in (("baseline", base), ("candidate", head)):
-        timed = [launch for launch in result.launches if launch.batches.latency_s]
-        valid = [launch for launch in timed if disturbances.untimed(launch) is None]
+    for name, launches in zip(("baseline", "candidate"), timed, strict=True):
+        valid = [launch for launch in launches if disturbances.untimed(launch) is None]
         if not valid:
-            disturbance = disturbances.untimed(timed[0]) or ""
+            disturbance = disturbances.untimed(launches[0]) or ""
             reason = f"The launches of the {name} were disturbed: {disturbance}."
             remedy = disturbances.remedy(disturbance)
             step = f"{remedy} Then measure the {name} again." if remedy else f"Measure the {name} again."
-            return Row.of(head, "time", "UNDECIDED", reason, next_step=step)
+            return Row.of(head, metric, "UNDECIDED", reason, next_step=step, **fields)
         sides.append(valid)
     (then, now), unpaired = sides, ""
     plans = {launch.plan_sha256 for launch in (*then, *now)}
@@ -151,7 +160,7 @@ def comparable(base: CaseResult, head: CaseResult) -> Sides | Row:
         unpaired = f"The batches cannot be paired: one launch has {min(counts)}, another {max(counts)}."
     if unpaired:
         reason = "\n".join(filter(None, (unpaired, other_execution(base, head))))
-        return Row.of(head, "time", "NOT_COMPARABLE", reason)
+        return Row.of(head, metric, "NOT_COMPARABLE", reason, **fields)
     return then, now
 
 
@@ -211,20 +220,22 @@ class Timed(msgspec.Struct, frozen=True):
 def wall_times(
     base: CaseResult,
     head: CaseResult,
-    sides: Sides | Row,
     rule: TimeRule,
     *,
     metric: MetricName = "time",
     in_turn: bool,
     same_gpus: bool,
     declared: Declared | None = None,
-) -> Timed | Row:
+) -> Timed | Row | str:
     """Return the wall times of two completed results, or a figure of their own, or why they cannot be compared.
 
     Those of forwards that the GPU limits are compared at a fixed clock, with the slope of device time.
     """
-    if isinstance(sides, Row):
-        return msgspec.structs.replace(sides, metric=metric, declared=declared, gated=rule.gate)
+    sides = comparable(
+        base, head, metric, lambda launch: latencies(launch, metric)[0], gated=rule.gate, declared=declared
+    )
+    if not isinstance(sides, tuple):
+        return sides
     timed = [[latencies(launch, metric) for launch in side] for side in sides]
     regime, prior = noise_regime.noisiest(base, head), noise_regime.prior_of_time(base, head)
     if declared is not None:  # it is of the host, whatever the forwards are
@@ -290,24 +301,17 @@ def _sums_s(sides: Sequence[Sequence[Sequence[float]]]) -> tuple[list[list[float
     return sums, f" {plural(ignored, 'time')} of more than twice the usual one left out." if ignored else ""
 
 
-def device_times(base: CaseResult, head: CaseResult, sides: Sides | Row, rule: AmountRule) -> Timed | Row | str | None:
+def device_times(base: CaseResult, head: CaseResult, rule: AmountRule) -> Timed | Row | str | None:
     """Return the device times of two completed results, or why they cannot be compared; None for a CPU.
 
     They are those at a fixed clock where it is known. Ranks of equal number are compared; their GPUs can be others of
-    the same kind. The arguments are those of `wall_times`.
+    the same kind.
     """
     if head.case.device == "cpu":
         return None
-    usable: Sides = ([], []) if isinstance(sides, Row) else sides
-    used = [[launch for launch in side if device_times_s(launch)] for side in usable]
-    if not all(used):
-        then, now = (any(map(device_times_s, result.launches)) for result in (base, head))
-        if (missing := absent(head, "device_time", then, now, gated=rule.gate)) is not None:
-            return missing
-        if isinstance(sides, Row):
-            return msgspec.structs.replace(sides, metric="device_time", gated=rule.gate)
-        reason = "The launches with device time were disturbed (`profile.invalid`)."
-        return Row.of(head, "device_time", "UNDECIDED", reason, gated=rule.gate)
+    used = comparable(base, head, "device_time", device_times_s, gated=rule.gate)
+    if not isinstance(used, tuple):
+        return used
     launches = [*used[0], *used[1]]
     batches = {tuple(launch.work.batches) for launch in launches if launch.work is not None}
     if len(batches) > 1 or len({len(launch.ranks) for launch in launches}) > 1:

@@ -32,9 +32,7 @@ _FAST, _SLOW = (1735, 1700, 1771), (1590, 1560, 1620)
 def _wall(base: CaseResult, head: CaseResult, prior: Prior = _QUIET, **given: Any) -> Any:
     rule = TimeRule(**{name: given.pop(name) for name in ("gate", "threshold") if name in given})
     with patch.object(noise_regime, "PRIORS", dict.fromkeys(PRIORS, prior)):
-        return times.wall_times(
-            base, head, times.comparable(base, head), rule, **{"in_turn": True, "same_gpus": True, **given}
-        )
+        return times.wall_times(base, head, rule, **{"in_turn": True, "same_gpus": True, **given})
 
 
 def _judged(found: Timed) -> Row:
@@ -70,7 +68,7 @@ def _worked(
 
 
 def _device(base: CaseResult, head: CaseResult) -> Any:
-    return times.device_times(base, head, times.comparable(base, head), AmountRule(threshold=0.005))
+    return times.device_times(base, head, AmountRule(threshold=0.005))
 
 
 @pytest.mark.parametrize(
