@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from pytest_llmgpu.analysis.answers import by_chance, differing, largest_difference, written
+from pytest_llmgpu.gate.exact import absent
 from pytest_llmgpu.gate.policy import AccuracyRule, TextsRule
 from pytest_llmgpu.gate.stats import holm, net_loss
 from pytest_llmgpu.report.derived import (
@@ -28,7 +29,7 @@ from pytest_llmgpu.report.derived import (
 )
 from pytest_llmgpu.report.result import CaseResult, Generation
 from pytest_llmgpu.report.text import listed, percent, plural
-from pytest_llmgpu.report.verdicts import NEITHER, ONLY_CANDIDATE, Decided, Row
+from pytest_llmgpu.report.verdicts import Decided, Row
 
 _ROUNDING = 1e-9  # a floor can be slightly above the same fraction in binary
 
@@ -101,10 +102,8 @@ def answered(base: CaseResult, head: CaseResult, rule: AccuracyRule) -> Answered
     returned where there is nothing to compare.
     """
     thens, nows = base.accuracies, head.accuracies
-    if thens and not nows:
-        return Row.of(head, "accuracy", "MISSING", "Only the baseline scored items.", gated=rule.gate)
-    if not thens or not nows:
-        return ONLY_CANDIDATE if nows else "no items were scored"
+    if (missing := absent(head, "accuracy", thens, nows, gated=rule.gate)) is not None:
+        return missing
     then, now = (min(scored, key=lambda one: value_of(one, rule.metric)) for scored in (thens, nows))
     before, after = (predictions_of(one, rule.metric) for one in (then, now))
     afters = [predictions_of(one, rule.metric) for one in nows]
@@ -169,36 +168,25 @@ def rows(cases: Sequence[Answered], confidence: float) -> list[Row]:
 
 def predictions_row(case: Answered, *, gated: bool) -> Row:
     """Judge whether a launch answers any item differently, whether right or wrong."""
-    flipped = case.changed
-    return Row.of(
-        case.result,
-        "predictions",
-        "REGRESSED" if flipped else "OK",
-        f"{flipped:,} of {case.items:,} predictions changed ({case.rule.metric})."
-        if flipped
-        else f"All {case.items:,} predictions are unchanged.",
-        gated=gated,
-        base=0.0,
-        head=flipped / case.items if case.items else 0.0,
-        threshold=0.0,
-    )
-
-
-def _decided(case: Answered, loss: float, gain: float, confidence: float) -> Decided:
-    """Return the verdict on a case; answers of random weights do not count."""
-    random, numbers = case.random_weights, case.numbers
-    worse, better = (not random and p <= 1 - confidence for p in (loss, gain))
-    if below_floor(case.result, case.rule) is not None or numbers == "REGRESSED" or worse:
-        return "REGRESSED"
-    if numbers is not None or better:
-        return "IMPROVED"
-    is_open = case.difference is None if random else case.interval(confidence)[1] > case.rule.threshold
-    return "UNDECIDED" if is_open else "OK"
+    changed, result = case.changed, case.result
+    figures = {"base": 0.0, "head": changed / max(1, case.items), "threshold": 0.0}
+    if not changed:
+        reason = f"All {case.items:,} predictions are unchanged."
+        return Row.of(result, "predictions", "OK", reason, gated=gated, **figures)
+    reason = f"{changed:,} of {case.items:,} predictions changed ({case.rule.metric})."
+    return Row.of(result, "predictions", "REGRESSED", reason, gated=gated, **figures)
 
 
 def _row(case: Answered, loss: float, gain: float, confidence: float) -> Row:
+    """Return the verdict on a case; answers of random weights do not count."""
     rule, floor, numbers, random = case.rule, below_floor(case.result, case.rule), case.numbers, case.random_weights
-    result = _decided(case, loss, gain, confidence)
+    worse, better = (not random and p <= 1 - confidence for p in (loss, gain))
+    decided = case.difference is not None if random else case.interval(confidence)[1] <= rule.threshold
+    result: Decided = "OK" if decided else "UNDECIDED"
+    if floor is not None or numbers == "REGRESSED" or worse:
+        result = "REGRESSED"
+    elif numbers is not None or better:
+        result = "IMPROVED"
     launch = "" if case.launch is None else f" in launch {case.launch} of {case.launches}"
     chance = gain if result == "IMPROVED" or len(case.won) > len(case.lost) else loss
     change = f"Accuracy ({rule.metric}) {percent(case.head, 2)}{launch}, was {percent(case.base, 2)}"
@@ -221,10 +209,8 @@ def _row(case: Answered, loss: float, gain: float, confidence: float) -> Row:
         reason = f"Log-likelihoods of random weights typically differ by {case.difference:.1e} from the baseline's."
     else:
         reason = f"{change}: {flips if case.lost or case.won else 'no item was lost or won'}."
-        if result == "REGRESSED":
-            more = f"Items lost: {listed(case.lost)}."
-        elif result == "UNDECIDED":
-            more = f"A loss of {100 * rule.threshold:.2g} points is not ruled out: score more items."
+        is_open = f"A loss of {100 * rule.threshold:.2g} points is not ruled out: score more items."
+        more = {"REGRESSED": f"Items lost: {listed(case.lost)}.", "UNDECIDED": is_open}.get(result, "")
     figures: dict[str, Any] = {}
     if not random:
         low, high = case.interval(confidence)
@@ -271,10 +257,8 @@ def texts_row(base: CaseResult, head: CaseResult, rule: TextsRule) -> Row | str 
     if not head.case.generates:
         return None
     then, nows = generated(base), [launch.generation for launch in head.launches if launch.generation is not None]
-    if then is None:
-        return ONLY_CANDIDATE if nows else NEITHER
-    if not nows:
-        return Row.of(head, "texts", "MISSING", "Only the baseline has texts.", gated=rule.gate)
+    if then is None or not nows:
+        return absent(head, "texts", then, nows, gated=rule.gate)
     if any((now.prompt_tokens, now.new_tokens) != (then.prompt_tokens, then.new_tokens) for now in nows):
         reason = "The prompts or the texts have other numbers of tokens than the baseline's."
         return Row.of(head, "texts", "NOT_COMPARABLE", reason, gated=rule.gate)

@@ -171,7 +171,7 @@ def test_answers_that_are_gone_or_of_other_items() -> None:
     fewer: Any = answered(_result(), _result(items=10), AccuracyRule())
     assert fewer.result == "NOT_COMPARABLE"
     assert answered(make_result(), _result(), AccuracyRule()) == "only the candidate has it"
-    assert answered(make_result(), make_result(), AccuracyRule()) == "no items were scored"
+    assert answered(make_result(), make_result(), AccuracyRule()) == "neither report has it"
 
 
 def _numbers(*values: float, **fields: Any) -> CaseResult:
