@@ -165,15 +165,10 @@ def with_unseen(rows: Sequence[Row], on_cpu: Collection[str] = ()) -> list[Row]:
     CPU, given by its key, is judged by its FLOPs where its program was compared.
     """
     judged = {row.key for row in rows if row.metric == "program" and row.gated and row.compared and row.key in on_cpu}
-
-    def order(number: int) -> tuple[bool, int]:
-        # Times that were compared come first, then the better metric.
-        return rows[number].smallest_seen is None, TIMES.index(rows[number].metric)
-
-    best: dict[tuple[str, str], int] = {}
-    for number, row in enumerate(rows):
-        if row.metric in TIMES and row.gated and row.key not in judged:
-            best[row.key, row.id] = min(best.get((row.key, row.id), number), number, key=order)
+    gated = [number for number, row in enumerate(rows) if row.metric in TIMES and row.gated and row.key not in judged]
+    # Times that were compared come last, then the better metric: of a case the last one counts.
+    gated.sort(key=lambda one: (rows[one].smallest_seen is not None, -TIMES.index(rows[one].metric), -one))
+    best = {(rows[number].key, rows[number].id): number for number in gated}
     marked = list(rows)
     for number in best.values():
         row = rows[number]
@@ -199,10 +194,9 @@ class Comparison:
         self._cases: list[list[_Entry]] = []
         self._entries: list[_Entry] = []
         """The entries of the latest case."""
-        before, after = (head if base is None else base).environment, head.environment
-        other = (
-            [] if base is None else [found for one in (base, head) if (found := one.commit.not_measured()) is not None]
-        )
+        reports = (head if base is None else base), head
+        before, after = (report.environment for report in reports)
+        other = [found for report in reports if (found := report.commit.not_measured()) is not None]
         self._hardware = {device: [*other, *hardware_differences(before, after, device)] for device in ("cpu", "cuda")}
         self._same_gpus = {gpu.uuid for gpu in before.gpus} == {gpu.uuid for gpu in after.gpus}
         self._names = before.kernel_names, after.kernel_names
@@ -224,8 +218,12 @@ class Comparison:
             self._cases.append(self._entries)
             if pair.head is not None:
                 self._case(pair.base, pair.head, pair.differing)
+            elif pair.base is not None and (why := self._why_absent(pair.base)) is not None:
+                self.not_compared[why] += 1
             elif pair.base is not None:
-                self._gone(pair.base)
+                ended = "; the run was interrupted" if self.head.session.interrupted else ""
+                reason = f"The baseline has this case and the candidate does not{ended}: measure it again."
+                self._outcome(pair.base, "MISSING", reason)
         return self._finished()
 
     def _case(self, base: CaseResult | None, head: CaseResult, differing: Sequence[str]) -> None:
@@ -246,16 +244,14 @@ class Comparison:
             self._alone(head, "IMPROVED", "The batch size fits in memory; in the baseline it did not.")
         elif base.outcome in OUT_OF_MEMORY:
             self._outcome(head, "OK", "Out of memory, as in the baseline.")
-        elif head.outcome in OUT_OF_MEMORY and base.outcome == "completed":
+        elif base.outcome != "completed":
+            reason = f"The baseline's case {_BROKEN.get(base.outcome, 'was interrupted')}: there is nothing to compare."
+            self._alone(head, "NEW", reason)
+        elif head.outcome in OUT_OF_MEMORY:
             how = "Out of memory" if head.outcome == "oom" else "Skipped, since a smaller batch size is out of memory"
             then, now = (of_report[head.case.series].largest_fit for of_report in self._capacities)
             fits = f" The largest batch size that fits is {now}, was {then}." if now else ""
             self._outcome(head, "REGRESSED", f"{how}; in the baseline the case completed.{fits}{_message(head)}")
-        elif head.outcome in OUT_OF_MEMORY:
-            self._outcome(head, "NEW", "Out of memory; the baseline's case failed.")
-        elif base.outcome != "completed":
-            reason = f"The baseline's case {_BROKEN.get(base.outcome, 'was interrupted')}: there is nothing to compare."
-            self._alone(head, "NEW", reason)
         else:
             self._metrics(base, head)
 
@@ -265,14 +261,11 @@ class Comparison:
             return "Baseline and candidate are of the same run: measure the candidate."
         if head.outcome == "interrupted":
             return "The case was interrupted: measure it again."
-        empty = [
-            name
-            for name, one in (("baseline", base), ("candidate", head))
-            if one is not None and one.outcome == "completed"
-            if not any(launch.batches.latency_s for launch in one.launches)
-        ]
-        if empty and head.outcome == "completed":
-            return f"The {' and the '.join(empty)} measured no batch: measure it again."
+        for name, one in (("candidate", head), ("baseline", base)):
+            if one is None or one.outcome != "completed" or head.outcome != "completed":
+                continue
+            if not any(launch.batches.latency_s for launch in one.launches):
+                return f"The {name} measured no batch: measure it again."
         return None
 
     def _metrics(self, base: CaseResult, head: CaseResult) -> None:
@@ -344,17 +337,8 @@ class Comparison:
     def _outcome(self, result: CaseResult, verdict: Decided, reason: str) -> None:
         self._entries.append(Row.of(result, "outcome", verdict, reason))
 
-    def _gone(self, result: CaseResult) -> None:
-        """Add a case that only the baseline has: it is missing, unless there is a reason for its absence."""
-        why = self._why_absent(result)
-        if why is not None:
-            self.not_compared[why] += 1
-            return
-        ended = "; the run was interrupted" if self.head.session.interrupted else ""
-        reason = f"The baseline has this case and the candidate does not{ended}: measure it again."
-        self._outcome(result, "MISSING", reason)
-
     def _why_absent(self, gone: CaseResult) -> str | None:
+        """Return the reason why a case of the baseline is absent; None where it is missing."""
         # Each run probes other sizes for the largest that fits, in the test whose own case was out of memory. This run
         # has to have a result for the size: at most the largest that fits, or at least the smallest that does not.
         series, nodeid = gone.case.series, gone.nodeid

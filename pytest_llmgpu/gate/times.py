@@ -91,11 +91,6 @@ def critical_t(degrees: float, family: float, confidence: float) -> float:
     return t_quantile(degrees, 1 - (1 - confidence) / max(1.0, family))
 
 
-def smallest_slowdown(threshold: float, shown: float, error: float) -> float:
-    """Return the smallest true slowdown that is seen with probability `POWER`, as a fraction."""
-    return math.expm1(min(700.0, max(math.log1p(threshold), shown) + _POWER_QUANTILE * error))
-
-
 def smallest_seen(
     prior: Prior, launches: int, *, threshold: float, family: float = 1, confidence: float = 0.99
 ) -> float:
@@ -105,7 +100,7 @@ def smallest_seen(
     """
     error = prior.s0 * math.sqrt(2 / launches)
     shown = critical_t(prior.df0 + 2 * launches - 2, family, confidence) * error
-    return smallest_slowdown(threshold, shown, error)
+    return _ratio(max(math.log1p(threshold), shown) + _POWER_QUANTILE * error) - 1
 
 
 def launches_needed(prior: Prior, *, threshold: float, **rule: float) -> int | None:
@@ -433,7 +428,7 @@ def _row(case: Timed, *, ps: tuple[float, float], family: int, confidence: float
         p=slower if change >= 0 else faster,
         n=min(map(len, case.ranks[0])),
         clock_ratio=None if case.clocks_ghz is None else case.clocks_ghz[1] / case.clocks_ghz[0],
-        smallest_seen=smallest_slowdown(math.expm1(limit), shown, error),
+        smallest_seen=_ratio(max(limit, shown) + _POWER_QUANTILE * error) - 1,
         launches_needed=needed,
     )
     reason, step = _described(case, row, family)

@@ -353,7 +353,7 @@ _COPY = msgspec.json.decode(msgspec.json.encode(_RUN), type=list[CaseResult])
         ([_full()], [_empty(launches=False)], {"UNDECIDED"}, "The candidate measured no batch"),
         ([_empty()], [_full()], {"UNDECIDED"}, "The baseline measured no batch"),
         ([_empty(launches=False)], [_full()], {"UNDECIDED"}, "The baseline measured no batch"),
-        ([_empty()], [_empty(launches=False)], {"UNDECIDED"}, "The baseline and the candidate measured no batch"),
+        ([_empty()], [_empty(launches=False)], {"UNDECIDED"}, "The candidate measured no batch"),
         (None, [_empty()], {"UNDECIDED"}, "The candidate measured no batch"),
         (_RUN[:2], [_full(), _empty(batch_size=2)], {"OK", "UNDECIDED"}, "The candidate measured no batch"),
     ],
