@@ -203,22 +203,17 @@ def stated(row: Row, found: Cause) -> Row:
 
 
 def find(metric: MetricName, pairs: Sequence[Pair], *, ratio: float | None = None) -> Cause | None:
-    """Return the cause of a growth, or None where the work passes cannot be compared or nothing changed in them."""
-    timed = all(rank.device_s is not None for pair in pairs for rank in pair)
-    if not pairs or (metric != "traffic" and not timed):
-        return of_calls(pairs) if metric in WALL_TIMES else None
-    if metric == "device_time":
-        # What the rank whose device time grew by the largest ratio calls more, if its price explains the growth.
-        times = [(pair.before.device_s or 0.0, pair.after.device_s or 0.0) for pair in pairs]
-        number = max(range(len(pairs)), key=lambda one: times[one][1] / times[one][0] if times[one][0] else 0.0)
-        before_s, after_s = times[number]
-        changed = program.changes(pairs[number])
-        if changed is None or not before_s or (changed.price or 0.0) <= max(0.0, _EXPLAINS * (after_s / before_s - 1)):
-            return None
-        return msgspec.structs.replace(changed, rank=_alone(number, [after - before for before, after in times]))
-    if metric in WALL_TIMES:
-        return _of_wall_time(pairs, ratio or 1.0)
-    return of_calls(pairs, collectives=True)
+    """Return the cause of a growth, or None where the work passes cannot be compared or nothing changed in them.
+
+    Device time has a changed program as its cause only if the price explains the growth.
+    """
+    growth = max(0.0, (ratio or 1.0) - 1)
+    if pairs and metric in WALL_TIMES and all(rank.device_s is not None for pair in pairs for rank in pair):
+        return _of_wall_time(pairs, growth)
+    found = of_calls(pairs, collectives=metric == "traffic")
+    if metric == "device_time" and found is not None and (found.price or 0.0) <= _EXPLAINS * growth:
+        return None
+    return found
 
 
 def of_calls(pairs: Sequence[Pair], *, collectives: bool = False) -> Cause | None:
@@ -257,29 +252,27 @@ def module_of(cause: Cause) -> str | None:
     return next((call.module for call in (*cause.ops, *cause.kernels) if call.module is not None), None)
 
 
-def _of_wall_time(pairs: Sequence[Pair], ratio: float) -> Cause:
-    """Return the part of a pass that grew most, of the rank whose own time grew most: the others wait for it."""
-    number = max(range(len(pairs)), key=lambda one: pairs[one].after.own_s - pairs[one].before.own_s)
-    pair = pairs[number]
+def _of_wall_time(pairs: Sequence[Pair], growth: float) -> Cause:
+    """Return the part of a pass that grew most, of the rank whose own time grew most: the others wait for it.
+
+    The rank is named if its time grew at least twice as much as that of any other rank.
+    """
+    growths_s = [one.after.own_s - one.before.own_s for one in pairs]
+    number = growths_s.index(max(growths_s))
+    pair, others_s = pairs[number], [*growths_s[:number], *growths_s[number + 1 :]]
     before, after = pair.before.parts_s, pair.after.parts_s
     place = max(before, key=lambda one: after[one] - before[one])
     found = msgspec.structs.replace(program.changes(pair) or Cause(place=place), place=place)
-    if after[place] - before[place] < _SHOWN * max(0.0, ratio - 1) * sum(before.values()):
+    if after[place] - before[place] < _SHOWN * growth * sum(before.values()):
         # The GPU has the same work, and its passes show no growth: the rest of the time is the host's.
         return msgspec.structs.replace(found, place="host")
-    rank = _alone(number, [one.after.own_s - one.before.own_s for one in pairs])
-    rank = None if place in ("transfer", "waiting") else rank
+    alone = bool(others_s) and growths_s[number] > 0 and max(others_s) <= growths_s[number] / 2
+    rank = number if alone and place in OWN else None
     return msgspec.structs.replace(found, rank=rank, before_s=before[place], after_s=after[place])
 
 
 def _collectives(kernels: Iterable[CallsChange]) -> list[CallsChange]:
     return [change for change in kernels if family_of(change.name) == "collective"]
-
-
-def _alone(number: int, growth_s: Sequence[float]) -> int | None:
-    """Return a rank if its time grew at least twice as much as that of any other rank."""
-    others = [growth for other, growth in enumerate(growth_s) if other != number]
-    return number if others and growth_s[number] > 0 and max(others) <= growth_s[number] / 2 else None
 
 
 def _place_in_words(cause: Cause) -> str:

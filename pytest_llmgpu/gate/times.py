@@ -256,16 +256,16 @@ def wall_times(
                 for one in zip(logs, clocks, strict=True)
             ]
             means = math.exp(statistics.fmean(clocks[0])), math.exp(at)
-    relative = (
-        rule.threshold if rule.threshold is not None else _IN_TURN if in_turn else spec_of(metric).threshold or 0.0
-    )
+    threshold = rule.threshold
+    if threshold is None:
+        threshold = _IN_TURN if in_turn else spec_of(metric).threshold or 0.0
     return Timed(
         result=head,
         metric=metric,
         gated=rule.gate,
         ranks=[Samples(*logs)],
         prior=prior,
-        threshold=relative,
+        threshold=threshold,
         seconds=[(base_s, head_s)],
         clocks_ghz=means,
         machine_sd=0.0 if same_gpus else max(OTHER_GPU_SD["device"], prior.s0),
@@ -315,14 +315,13 @@ def device_times(base: CaseResult, head: CaseResult, rule: AmountRule) -> Timed 
     gpus = [[tuple(rank.uuids) for rank in launch.ranks] for launch in launches]
     same = all(one == gpus[-1] for one in gpus)
     fits = _fitted(used)
+    regime: NoiseRegime = "fixed_clock" if fits else "device"
+    prior, clocks_ghz = noise_regime.PRIORS[regime], None
     if fits:
-        regime: NoiseRegime = "fixed_clock"
-        prior = noise_regime.PRIORS[regime]
         prior = msgspec.structs.replace(prior, s0=math.hypot(prior.s0, max(one.sd for one in fits)))
         ranks = [one.samples for one in fits]
-        clocks = tuple(statistics.fmean(of) for of in zip(*((one.base_ghz, one.head_ghz) for one in fits), strict=True))
+        clocks_ghz = statistics.fmean(one.base_ghz for one in fits), statistics.fmean(one.head_ghz for one in fits)
     else:
-        regime, prior, clocks = "device", noise_regime.PRIORS["device"], ()
         logs = [[list(map(math.log, device_times_s(one) or [])) for one in side] for side in used]
         ranks = [Samples(*([one[number] for one in side] for side in logs)) for number in range(len(gpus[-1]))]
     return Timed(
@@ -333,7 +332,7 @@ def device_times(base: CaseResult, head: CaseResult, rule: AmountRule) -> Timed 
         prior=prior,
         threshold=rule.threshold,
         seconds=[tuple(_ratio(statistics.fmean(side)) for side in rank) for rank in ranks],
-        clocks_ghz=(clocks[0], clocks[1]) if clocks else None,
+        clocks_ghz=clocks_ghz,
         machine_sd=0.0 if same else OTHER_GPU_SD[regime],
         left_out=_left_out(base, head, used, "`work` or `profile.invalid`"),
     )
@@ -402,13 +401,13 @@ def _row(case: Timed, *, ps: tuple[float, float], family: int, confidence: float
     elif change + half < math.log(math.exp(allowed) + PROMISED):
         result = "OK"
     needed = None
-    if result in {"OK", "UNDECIDED"} and not case.machine_sd:
-        needed = launches_needed(
-            msgspec.structs.replace(case.prior, s0=noise.s0),
-            threshold=case.threshold,
-            family=tests,
-            confidence=confidence,
-        )
+    unclear, step = result in {"OK", "UNDECIDED"}, ""
+    if unclear and case.machine_sd:
+        # An OK row has a step as well: behind so much noise that a slowdown would not have been seen, it is not OK.
+        step = "Measure the baseline on these GPUs."
+    elif unclear:
+        rule = {"threshold": case.threshold, "family": tests, "confidence": confidence}
+        needed = launches_needed(msgspec.structs.replace(case.prior, s0=noise.s0), **rule)
     base_s, head_s = case.seconds[case.slowest]
     sign = -1 if case.declared is not None and case.declared.better == "larger" else 1
     low, high = sorted((sign * (change - half), sign * (change + half)))
@@ -417,6 +416,7 @@ def _row(case: Timed, *, ps: tuple[float, float], family: int, confidence: float
         case.metric,
         result,
         "",
+        next_step=step,
         gated=case.gated,
         base=base_s,
         head=head_s,
@@ -431,12 +431,11 @@ def _row(case: Timed, *, ps: tuple[float, float], family: int, confidence: float
         smallest_seen=_ratio(max(limit, shown) + _POWER_QUANTILE * error) - 1,
         launches_needed=needed,
     )
-    reason, step = _described(case, row, family)
-    return msgspec.structs.replace(row, reason=reason, next_step=step)
+    return msgspec.structs.replace(row, reason=_described(case, row, family))
 
 
-def _described(case: Timed, row: Row, family: int) -> tuple[str, str]:
-    """Return the reason of a verdict in one line, and the next step where more launches do not decide."""
+def _described(case: Timed, row: Row, family: int) -> str:
+    """Return the reason of a verdict in one line."""
     was, now = map(row.spec.written, case.seconds[case.slowest])
     ratio, low, high, threshold = row.ratio or 0.0, row.low or 0.0, row.high or 0.0, row.threshold or 0.0
     of_rank = f" of rank {case.slowest}" if len(case.ranks) > 1 else ""
@@ -451,14 +450,9 @@ def _described(case: Timed, row: Row, family: int) -> tuple[str, str]:
         now_mhz, then_mhz = (1000 * ghz for ghz in reversed(case.clocks_ghz))
         reason += f" Compared at equal clock: the GPU ran at {now_mhz:,.0f} MHz, was {then_mhz:,.0f} MHz."
     reason += case.left_out
-    if row.result in {"REGRESSED", "IMPROVED"}:
-        return reason, ""
-    if case.machine_sd:
-        # An OK row has a step as well: behind so much noise that a slowdown would not have been seen, it is not OK.
-        return reason, "Measure the baseline on these GPUs."
-    if row.result == "UNDECIDED" and case.change > math.log1p(threshold):
+    if row.verdict == "UNDECIDED" and not case.machine_sd and case.change > math.log1p(threshold):
         reason += f" Not statistically significant among {plural(family, 'row')}."
-    return reason, ""
+    return reason
 
 
 def with_power(row: Row, base: CaseResult, head: CaseResult) -> Row:
