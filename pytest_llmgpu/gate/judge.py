@@ -24,6 +24,7 @@ from pytest_llmgpu.gate.cause import host_calls_row, program_row, with_cause, wi
 from pytest_llmgpu.gate.exact import execution_row, memory_row, path_row, traffic_row, worse
 from pytest_llmgpu.gate.matching import pairs
 from pytest_llmgpu.gate.policy import Policy, TimeRule, check_figures, dump_policy, unmatched, with_allowed
+from pytest_llmgpu.gate.stats import holm
 from pytest_llmgpu.gate.times import Timed
 from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.derived import of_prefill
@@ -176,6 +177,16 @@ def with_unseen(rows: Sequence[Row], on_cpu: Collection[str] = ()) -> list[Row]:
         if row.allowed is None and (row.unchanged or row.verdict == "UNDECIDED") and seen > LARGEST_UNSEEN:
             marked[number] = msgspec.structs.replace(row, verdict="UNDECIDED", unseen=True)
     return marked
+
+
+def decided(tests: Sequence[Timed | Answered], confidence: float) -> list[Row]:
+    """Return the row of each test. Its p is adjusted over those of its family by Holm's method."""
+    families = [one.family for one in tests]
+    members = Counter(families)
+    adjusted = (holm([one.p(sign) for one in tests], families) for sign in (1, -1))
+    return [
+        one.row(ps, members[family], confidence) for one, family, *ps in zip(tests, families, *adjusted, strict=True)
+    ]
 
 
 _Entry = Row | Timed | Answered | tuple[CaseResult, CaseResult]
@@ -366,11 +377,8 @@ class Comparison:
         return None
 
     def _finished(self) -> list[Row]:
-        entries = [entry for of_case in self._cases for entry in of_case]
-        timed = [entry for entry in entries if isinstance(entry, Timed)]
-        answered = [entry for entry in entries if isinstance(entry, Answered)]
-        judged = iter(times.rows(timed, self.policy.confidence))
-        scored = iter(answers.rows(answered, self.policy.confidence))
+        tests = [entry for of_case in self._cases for entry in of_case if isinstance(entry, Timed | Answered)]
+        judged = iter(decided(tests, self.policy.confidence))
         rows: list[Row] = []
         compared: list[CaseResult] = []
         for of_case in self._cases:
@@ -381,8 +389,7 @@ class Comparison:
                 elif isinstance(entry, Timed) and entry.prefill:
                     found[-1] = worse(found[-1], next(judged))
                 else:
-                    pending = judged if isinstance(entry, Timed) else scored
-                    found.append(entry if isinstance(entry, Row) else next(pending))
+                    found.append(entry if isinstance(entry, Row) else next(judged))
             for base, head in (entry for entry in of_case if isinstance(entry, tuple)):
                 compared.append(head)
                 found = [self._explained(row, base, head) for row in found]

@@ -16,8 +16,7 @@ from __future__ import annotations
 import math
 import operator
 import statistics
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import msgspec
@@ -28,7 +27,7 @@ from pytest_llmgpu.gate import fixed_clock
 from pytest_llmgpu.gate.exact import absent, other_execution
 from pytest_llmgpu.gate.fixed_clock import Fitted, Samples
 from pytest_llmgpu.gate.policy import AmountRule, TimeRule
-from pytest_llmgpu.gate.stats import holm, t_quantile, t_tail
+from pytest_llmgpu.gate.stats import t_quantile, t_tail
 from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.derived import device_passes_s, device_times_s, of_prefill
 from pytest_llmgpu.report.metrics import MetricName, spec_of
@@ -187,6 +186,11 @@ class Timed(msgspec.Struct, frozen=True):
     """True if the times are of prefills; the row before is that of the decode steps of the case."""
 
     @property
+    def family(self) -> Hashable:
+        """All gated rows of times are one family of tests, the other rows of each metric are another."""
+        return self.gated or self.metric
+
+    @property
     def slowest(self) -> int:
         """The number of the rank that became slowest."""
         return max(range(len(self.ranks)), key=lambda number: self.ranks[number].change)
@@ -210,6 +214,66 @@ class Timed(msgspec.Struct, frozen=True):
         """Return the one-sided p of a change in a direction if the true change is 0, times the number of ranks."""
         distance = sign * self.change
         return min(1.0, len(self.ranks) * t_tail(distance / self.error, self.noise.df0)) if distance > 0 else 1.0
+
+    def row(self, ps: Sequence[float], family: int, confidence: float) -> Row:
+        """Return the verdict, by p of a slowdown and of a speed-up, both adjusted over so many rows of a family.
+
+        REGRESSED: the change is statistically significant and exceeds the threshold. IMPROVED: the same in the other
+        direction. OK: the upper end of the interval is below the threshold plus `PROMISED`, where the baseline is of
+        other GPUs without the part of the threshold that is for the noise of the launches.
+        """
+        tests = family * len(self.ranks)
+        change, error, noise = self.change, self.error, self.noise
+        shown = critical_t(noise.df0, tests, confidence) * error
+        limit, machines = math.log1p(self.threshold), math.sqrt(2) * self.machine_sd
+        # Between machines a change up to their differences is OK. The noise of the launches makes nothing OK.
+        allowed = max(limit, _GPU_QUANTILE * machines)
+        if (
+            self.machine_sd
+        ):  # The test takes differences between machines for a change: the threshold has to exceed both.
+            limit = max(limit, shown + _GPU_QUANTILE * machines)
+            error = math.hypot(error, machines)
+        half = t_quantile(noise.df0, _ONE_SIDED) * error
+        result: Decided = "UNDECIDED"
+        slower, faster = ps
+        if slower <= 1 - confidence and change > limit:
+            result = "REGRESSED"
+        elif faster <= 1 - confidence and change < -limit:
+            result = "IMPROVED"
+        elif change + half < math.log(math.exp(allowed) + PROMISED):
+            result = "OK"
+        needed = None
+        unclear, step = result in {"OK", "UNDECIDED"}, ""
+        if unclear and self.machine_sd:
+            # An OK row has a step as well: behind so much noise that a slowdown would not have been seen, it is not OK.
+            step = "Measure the baseline on these GPUs."
+        elif unclear:
+            rule = {"threshold": self.threshold, "family": tests, "confidence": confidence}
+            needed = launches_needed(msgspec.structs.replace(self.prior, s0=noise.s0), **rule)
+        base_s, head_s = self.seconds[self.slowest]
+        sign = -1 if self.declared is not None and self.declared.better == "larger" else 1
+        low, high = sorted((sign * (change - half), sign * (change + half)))
+        row = Row.of(
+            self.result,
+            self.metric,
+            result,
+            "",
+            next_step=step,
+            gated=self.gated,
+            base=base_s,
+            head=head_s,
+            declared=self.declared,
+            ratio=_ratio(sign * change),
+            low=_ratio(low),
+            high=_ratio(high),
+            threshold=math.expm1(limit),
+            p=slower if change >= 0 else faster,
+            n=min(map(len, self.ranks[0])),
+            clock_ratio=None if self.clocks_ghz is None else self.clocks_ghz[1] / self.clocks_ghz[0],
+            smallest_seen=_ratio(max(limit, shown) + _POWER_QUANTILE * error) - 1,
+            launches_needed=needed,
+        )
+        return msgspec.structs.replace(row, reason=_described(self, row, family))
 
 
 def wall_times(
@@ -362,76 +426,6 @@ def _left_out(base: CaseResult, head: CaseResult, used: Sequence[Sequence[object
         if len(side) < count
     ]
     return f" {' and '.join(found)} ({fields})." if found else ""
-
-
-def rows(cases: Sequence[Timed], confidence: float) -> list[Row]:
-    """Judge times. All gated rows are one family of tests, the other rows of each metric are another."""
-    families = [case.gated or case.metric for case in cases]
-    members = Counter(families)
-    slower, faster = (holm([case.p(sign) for case in cases], families) for sign in (1, -1))
-    return [
-        _row(case, ps=ps, family=members[family], confidence=confidence)
-        for case, ps, family in zip(cases, zip(slower, faster, strict=True), families, strict=True)
-    ]
-
-
-def _row(case: Timed, *, ps: tuple[float, float], family: int, confidence: float) -> Row:
-    """Return the verdict on one row.
-
-    REGRESSED: the change is statistically significant and exceeds the threshold. IMPROVED: the same in the other
-    direction. OK: the upper end of the interval is below the threshold plus `PROMISED`, where the baseline is of other
-    GPUs without the part of the threshold that is for the noise of the launches.
-    """
-    tests = family * len(case.ranks)
-    change, error, noise = case.change, case.error, case.noise
-    shown = critical_t(noise.df0, tests, confidence) * error
-    limit, machines = math.log1p(case.threshold), math.sqrt(2) * case.machine_sd
-    # Between machines a change up to their differences is OK. The noise of the launches makes nothing OK.
-    allowed = max(limit, _GPU_QUANTILE * machines)
-    if case.machine_sd:  # The test takes differences between machines for a change: the threshold has to exceed both.
-        limit = max(limit, shown + _GPU_QUANTILE * machines)
-        error = math.hypot(error, machines)
-    half = t_quantile(noise.df0, _ONE_SIDED) * error
-    result: Decided = "UNDECIDED"
-    slower, faster = ps
-    if slower <= 1 - confidence and change > limit:
-        result = "REGRESSED"
-    elif faster <= 1 - confidence and change < -limit:
-        result = "IMPROVED"
-    elif change + half < math.log(math.exp(allowed) + PROMISED):
-        result = "OK"
-    needed = None
-    unclear, step = result in {"OK", "UNDECIDED"}, ""
-    if unclear and case.machine_sd:
-        # An OK row has a step as well: behind so much noise that a slowdown would not have been seen, it is not OK.
-        step = "Measure the baseline on these GPUs."
-    elif unclear:
-        rule = {"threshold": case.threshold, "family": tests, "confidence": confidence}
-        needed = launches_needed(msgspec.structs.replace(case.prior, s0=noise.s0), **rule)
-    base_s, head_s = case.seconds[case.slowest]
-    sign = -1 if case.declared is not None and case.declared.better == "larger" else 1
-    low, high = sorted((sign * (change - half), sign * (change + half)))
-    row = Row.of(
-        case.result,
-        case.metric,
-        result,
-        "",
-        next_step=step,
-        gated=case.gated,
-        base=base_s,
-        head=head_s,
-        declared=case.declared,
-        ratio=_ratio(sign * change),
-        low=_ratio(low),
-        high=_ratio(high),
-        threshold=math.expm1(limit),
-        p=slower if change >= 0 else faster,
-        n=min(map(len, case.ranks[0])),
-        clock_ratio=None if case.clocks_ghz is None else case.clocks_ghz[1] / case.clocks_ghz[0],
-        smallest_seen=_ratio(max(limit, shown) + _POWER_QUANTILE * error) - 1,
-        launches_needed=needed,
-    )
-    return msgspec.structs.replace(row, reason=_described(case, row, family))
 
 
 def _described(case: Timed, row: Row, family: int) -> str:

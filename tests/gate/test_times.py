@@ -17,6 +17,7 @@ from pytest_llmgpu.analysis import noise_regime
 from pytest_llmgpu.analysis.noise_regime import PRIORS, REGIMES, Prior
 from pytest_llmgpu.gate import times
 from pytest_llmgpu.gate.fixed_clock import Samples
+from pytest_llmgpu.gate.judge import decided
 from pytest_llmgpu.gate.policy import AmountRule, TimeRule
 from pytest_llmgpu.gate.times import Timed
 from pytest_llmgpu.report import disturbances
@@ -36,7 +37,7 @@ def _wall(base: CaseResult, head: CaseResult, prior: Prior = _QUIET, **given: An
 
 
 def _judged(found: Timed) -> Row:
-    return times.rows([found], 0.99)[0]
+    return decided([found], 0.99)[0]
 
 
 def _worked(
@@ -288,7 +289,7 @@ def test_gated_rows_of_times_are_one_family() -> None:
     """A slowdown that is significant alone is not among a hundred rows; rows that are not gated do not count."""
     one = _timed([0.0], [0.025], prior=Prior(s0=0.006, df0=1000.0))
     for others, gated, verdict in ((0, True, "REGRESSED"), (99, True, "UNDECIDED"), (99, False, "REGRESSED")):
-        row = times.rows([one, *(_timed([0.0], [0.0], gated=gated) for _ in range(others))], 0.99)[0]
+        row = decided([one, *(_timed([0.0], [0.0], gated=gated) for _ in range(others))], 0.99)[0]
         assert row.verdict == verdict
         assert ("among 100 rows" in row.reason) == (verdict == "UNDECIDED")
 
@@ -306,7 +307,7 @@ def _simulated(
         noise = sd or prior.s0 * math.sqrt(prior.df0 / chance.gammavariate(prior.df0 / 2, 2.0))
         samples = ([chance.gauss(0, noise) for _ in range(n)], [chance.gauss(change, noise) for _ in range(n)])
         cases.append(_timed(*samples, prior=prior, threshold=0.02))
-    return times.rows(cases, 0.99)
+    return decided(cases, 0.99)
 
 
 @pytest.mark.slow
