@@ -24,8 +24,8 @@ from pytest_llmgpu.report.text import gib, percent, signed_percent
 from pytest_llmgpu.report.verdicts import NEITHER, ONLY_CANDIDATE, WORST_FIRST, Decided, Row
 from pytest_llmgpu.report.work import WORK_OFF, WORK_ON
 
-_NAMED = 3
-"""Most changes that a reason names, since it has two lines."""
+NAMED = 3
+"""Most names, changes or differences that a reason has."""
 
 _ROUNDING = 1 + 1e-9
 """Factor that keeps a change of exactly the threshold within it."""
@@ -133,8 +133,8 @@ def traffic_row(base: CaseResult, head: CaseResult, rule: AmountRule) -> Row | s
         signs = {now[place] > then[place] for place in changed}
         word = "changed" if len(signs) > 1 else "grew" if True in signs else "fell"
         limit = f" within the threshold of {percent(rule.threshold)}" if result == "OK" else ""
-        more = f"; and {len(named) - _NAMED} more figures" if len(named) > _NAMED else ""
-        what = "; ".join(named[:_NAMED]) or "the ranks split it differently"
+        more = f"; and {len(named) - NAMED} more figures" if len(named) > NAMED else ""
+        what = "; ".join(named[:NAMED]) or "the ranks split it differently"
         reason = f"Traffic {word}{limit}: {what}{more}."
     sent, now_sent = float(base.traffic.sent_bytes), float(head.traffic.sent_bytes)
     figures = {"base": sent, "head": now_sent, "ratio": now_sent / sent if sent else None, "threshold": rule.threshold}

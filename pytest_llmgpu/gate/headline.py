@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 from pytest_llmgpu.gate import cause
 from pytest_llmgpu.gate.cause import KERNEL_SEEN
+from pytest_llmgpu.gate.exact import NAMED
 from pytest_llmgpu.gate.judge import LARGEST_UNSEEN, TIMES, ExitStatus, exit_status, fails, level
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.gate.program import FLOPS, SYNCS
-from pytest_llmgpu.gate.times import PRACTICAL_LAUNCHES
+from pytest_llmgpu.gate.times import CLOCK, PRACTICAL_LAUNCHES
 from pytest_llmgpu.report.text import FACTORS_FROM, listed, percent, plural, signed_percent, slowdown, without_numbers
 from pytest_llmgpu.report.verdicts import (
     DIFFERS,
@@ -24,18 +25,6 @@ from pytest_llmgpu.report.verdicts import (
     Verdicts,
     worst_first,
 )
-
-_CLOCK = 0.01
-"""Relative difference of clocks from which it is named."""
-
-_REASONS = 2
-"""Most reasons why nothing was compared that are named."""
-
-_DIFFERENCES = 3
-"""Most differences of the environment that are named."""
-
-_MOST_NAMES = 4
-"""Most cases of one verdict that a cause names."""
 
 _STATES: dict[SessionState, str] = {
     "interrupted": "was interrupted",
@@ -101,7 +90,7 @@ def headline(verdicts: Verdicts, policy: Policy) -> Headline:
         text = _of_pass(verdicts)
     else:
         often = sorted(verdicts.not_compared.items(), key=lambda pair: -pair[1])
-        reasons = listed([f"{count:,} x {reason}" for reason, count in often], _REASONS)
+        reasons = listed([f"{count:,} x {reason}" for reason, count in often], NAMED)
         reasons = next((reason for reason in verdicts.not_compared if reason.startswith(NO_COMMON)), reasons)
         why = "there is no baseline" if verdicts.baseline is None else reasons or "the reports share no case"
         text = f"NOTHING COMPARED: {why}"
@@ -109,7 +98,7 @@ def headline(verdicts: Verdicts, policy: Policy) -> Headline:
     if slower and not worst:
         text += f"; not enough data to decide {row_in_words(max(slower, key=lambda row: row.ratio or 0.0))}"
     if (slower or any(row.worse for row in worst)) and (differing := differences(verdicts)):
-        text += f"; {DIFFERS}{listed(differing, _DIFFERENCES)}"
+        text += f"; {DIFFERS}{listed(differing, NAMED)}"
     if states:
         text += f"; the candidate {' and '.join(_STATES[state] for state in states)}"
     return Headline(status, worst, states, text)
@@ -241,7 +230,7 @@ def _of_pass(verdicts: Verdicts) -> str:
     parts = [plural(len({(row.key, row.id) for row in compared}), "case")]
     clocks = [(row.clock_ratio, row.clock_limited) for row in compared if row.clock_ratio is not None]
     clock_ratio, is_limited = max(clocks, key=lambda one: abs(one[0] - 1), default=(1.0, False))
-    if abs(clock_ratio - 1) > _CLOCK:
+    if abs(clock_ratio - 1) > CLOCK:
         why = " (limit of power or heat)" * is_limited
         than = f"slower{why} than in the baseline" if clock_ratio < 1 else f"faster than in the baseline{why}"
         parts.append(f"the GPU ran {100 * abs(clock_ratio - 1):.2g} % {than}: times compared at equal clock")
@@ -303,7 +292,7 @@ class Group(NamedTuple):
         if worst.allowed is not None:
             text.append(f"Allowed: {worst.allowed}")
         if len(self.rows) > 1:
-            text += [f"{name}: {listed(ids, _MOST_NAMES)}." for name, ids in parts.items()]
+            text += [f"{name}: {listed(ids, NAMED)}." for name, ids in parts.items()]
         return text
 
 

@@ -21,7 +21,7 @@ from pytest_llmgpu.analysis.environments import hardware_differences, software_d
 from pytest_llmgpu.gate import answers, figures, program, promotion, times
 from pytest_llmgpu.gate.answers import Answered, below_floor
 from pytest_llmgpu.gate.cause import host_calls_row, program_row, with_cause, with_slower_kernels
-from pytest_llmgpu.gate.exact import execution_row, memory_row, path_row, traffic_row, worse
+from pytest_llmgpu.gate.exact import NAMED, execution_row, memory_row, path_row, traffic_row, worse
 from pytest_llmgpu.gate.matching import pairs
 from pytest_llmgpu.gate.policy import Policy, TimeRule, check_figures, dump_policy, unmatched, with_allowed
 from pytest_llmgpu.gate.stats import holm
@@ -45,9 +45,6 @@ from pytest_llmgpu.report.verdicts import (
 )
 
 _BROKEN = {"timeout": "exceeded its time limit", "crashed": "crashed", "error": "ended with an error"}
-
-_NAMED = 3
-"""Most differences that a reason names."""
 
 _WIDTH = 200
 """Most characters of a failure's message in a reason."""
@@ -97,12 +94,9 @@ def exit_status(verdicts: Verdicts, policy: Policy) -> ExitStatus:
     failing = {row.verdict for row in verdicts.rows if fails(row, policy)}
     if failing & {"REGRESSED", "MISSING"}:
         return ExitStatus.REGRESSED
-    if "NOT_COMPARABLE" in failing:
-        return ExitStatus.NOT_JUDGED
-    if verdicts.baseline is None:
-        passed = policy.allow_no_baseline and verdicts.rows and not failing
-        return ExitStatus.PASSED if passed else ExitStatus.NOT_JUDGED
     compared = any(row.compared and row.gated for row in verdicts.rows)
+    if verdicts.baseline is None:
+        compared = policy.allow_no_baseline and bool(verdicts.rows)
     return ExitStatus.PASSED if compared and not failing else ExitStatus.NOT_JUDGED
 
 
@@ -249,7 +243,7 @@ class Comparison:
             reason = "There is no baseline." if nothing else "The baseline lacks this case."
             self._alone(head, "NEW", reason)
         elif differing or hardware:
-            text = "; ".join([*dict.fromkeys([*differing, *hardware])][:_NAMED])
+            text = "; ".join([*dict.fromkeys([*differing, *hardware])][:NAMED])
             self._alone(head, "NOT_COMPARABLE", sentence(f"The measurements differ from the baseline's: {text}"))
         elif base.outcome in OUT_OF_MEMORY and head.outcome == "completed":
             self._alone(head, "IMPROVED", "The batch size fits in memory; in the baseline it did not.")
@@ -372,7 +366,7 @@ class Comparison:
             return "the baseline's case failed and is absent"
         if not self._shares:
             reports = (self.base, self.head) if self.base is not None and self.head.cases else ()
-            ids = (listed([result.id for result in report.cases], _NAMED) for report in reports)
+            ids = (listed([result.id for result in report.cases], NAMED) for report in reports)
             return f"{NO_COMMON}: {'; '.join(ids)}" if reports else "the candidate has no case"
         return None
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from pytest_llmgpu.gate.exact import NAMED
 from pytest_llmgpu.gate.policy import Policy, with_allowed
 from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.metrics import MetricName, spec_of
@@ -35,10 +36,6 @@ _STEPS = 2
 
 _EQUAL_CLOCK = 0.005
 """Largest relative difference of clocks that count as equal: device time differs by at most as much."""
-
-
-NAMED = 3
-"""Most cases that a reason lists."""
 
 
 class Growth(NamedTuple):

@@ -8,7 +8,7 @@ their degrees of freedom: that of its launches, and the prior of its noise regim
 
 A row is REGRESSED if its change is statistically significant and exceeds the threshold. All gated rows of times are one
 family of tests (Holm). `comparable` selects the launches, `device_times` and `wall_times` collect the data of a row,
-and `rows` judges all of them.
+and `judge.decided` has the rows of all.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _SLOW, _MANY_SLOW = 2.0, 3
 """A batch is an outlier from this multiple of its time in the other launches on, and a launch has many from this number
 on: fewer of them are left out where not every launch of a report has one."""
 
-_CLOCK = 0.01
+CLOCK = 0.01
 """A relative difference of clocks from which a reason states it."""
 
 _LOWER, _LOWER_LAUNCHES = 0.005, 3
@@ -440,7 +440,7 @@ def _described(case: Timed, row: Row, family: int) -> str:
     )
     if case.machine_sd:
         reason += f" The baseline is from other GPUs (spread between GPUs: {100 * case.machine_sd:.2g} %)."
-    if case.clocks_ghz is not None and abs(case.clocks_ghz[1] / case.clocks_ghz[0] - 1) > _CLOCK:
+    if case.clocks_ghz is not None and abs(case.clocks_ghz[1] / case.clocks_ghz[0] - 1) > CLOCK:
         now_mhz, then_mhz = (1000 * ghz for ghz in reversed(case.clocks_ghz))
         reason += f" Compared at equal clock: the GPU ran at {now_mhz:,.0f} MHz, was {then_mhz:,.0f} MHz."
     reason += case.left_out
