@@ -315,8 +315,8 @@ def _program_in_words(cause: Cause) -> str:
     """Return what is called more, first what computes something, with the kernel that costs most and the price."""
     more = _first_growth([one for one in cause.ops if not program.COMPUTES_NOTHING.search(one.name)])
     kernel = _first_growth(cause.kernels)
-    waits = any(one.growth > 0 and one.name == program.SYNCS for one in cause.runtime_calls)
-    if cause.moved and not (cause.ops or cause.kernels or waits):
+    syncs = next((one for one in cause.runtime_calls if one.name == program.SYNCS and one.growth > 0), None)
+    if cause.moved and not (cause.ops or cause.kernels or syncs):
         return f"ops moved from {cause.moved}"
     gone = next((one for one in cause.kernels if one.growth < 0), None)
     priced = "" if cause.price is None else signed_percent(cause.price, 2)
@@ -324,7 +324,6 @@ def _program_in_words(cause: Cause) -> str:
         where = "" if kernel.module is None else f" in {kernel.module}"
         text, kernel = f"{_short(kernel.name)} in place of {_short(gone.name)}{where}", None
     else:
-        syncs = next((one for one in cause.runtime_calls if one.name == program.SYNCS and one.growth > 0), None)
         first = more or kernel or syncs or _first_growth(cause.runtime_calls) or _first_growth(cause.host_calls)
         gone_op = next((one for one in cause.ops if more and one.growth < 0 and one.module == more.module), None)
         what = more and (more.name, more.growth, more.per_layer)

@@ -20,6 +20,7 @@ from pytest_llmgpu.report.verdicts import (
     NO_COMMON,
     ONLY_CANDIDATE,
     SEVERITY,
+    Candidate,
     Row,
     SessionState,
     Verdicts,
@@ -76,9 +77,10 @@ def headline(verdicts: Verdicts, policy: Policy) -> Headline:
         ExitStatus.NOT_JUDGED: [row for row in failing if row.verdict == "NOT_COMPARABLE"] or failing,
     }
     worst = deciding.get(status, [])
-    states = verdicts.head.states if verdicts.head is not None else []
     # Items of the gate fail tests themselves: where the gate fails, failed tests state nothing new.
-    states = [state for state in states if state != "failed" or status is ExitStatus.PASSED]
+    states = [
+        one for one in (verdicts.head or Candidate(created="")).states if one != "failed" or status is ExitStatus.PASSED
+    ]
     if worst:
         text = _of_rows(worst)
         changed = [
@@ -144,10 +146,9 @@ def next_steps(verdicts: Verdicts, policy: Policy) -> str:
     disturbed = worst_first(row for row in unclear if not row.compared)
     worst = next(iter(failing or disturbed), None)
     base = verdicts.baseline.commit if verdicts.baseline is not None else None
-    candidate = verdicts.head
+    candidate = verdicts.head or Candidate(created="")
     # A regression of uncommitted changes is between no two commits.
-    head = candidate.commit if candidate is not None and "dirty" not in candidate.states else None
-    command = candidate.command if candidate is not None else "pytest"
+    head, command = None if "dirty" in candidate.states else candidate.commit, candidate.command
     both = f"`llmgpu ab {base[:8]} {head[:8]} -- {command}`" if base and head and base != head else "`llmgpu ab`"
     parts = []
     if worst is not None and (worst.verdict != "UNDECIDED" or not worst.compared):
@@ -235,9 +236,8 @@ def _of_pass(verdicts: Verdicts) -> str:
         than = f"slower{why} than in the baseline" if clock_ratio < 1 else f"faster than in the baseline{why}"
         parts.append(f"the GPU ran {100 * abs(clock_ratio - 1):.2g} % {than}: times compared at equal clock")
     timed = [row for row in compared if row.gated and row.smallest_seen is not None and row.allowed is None]
-    least = max(
-        (row for row in timed if row.metric == "device_time"), key=lambda row: row.smallest_seen or 0.0, default=None
-    )
+    of_device = [row for row in timed if row.metric == "device_time"]
+    least = max(of_device, key=lambda row: row.smallest_seen or 0.0, default=None)
     seen = []
     if least is not None:
         one = f", from {percent(KERNEL_SEEN)} in one kernel" if least.clock_ratio is not None else ""

@@ -87,20 +87,16 @@ def _solved(rising: Callable[[float], float], low: float, high: float) -> float:
     return (low + high) / 2
 
 
-def holm(probabilities: Sequence[float], families: Sequence[Hashable] | None = None) -> list[float]:
+def holm(probabilities: Sequence[float], families: Sequence[Hashable]) -> list[float]:
     """Return the probabilities of tests adjusted by Holm's method, in the same order.
 
-    It limits the probability of any false alarm among the tests of a family; without families all tests are one.
+    It limits the probability of any false alarm among the tests of a family.
     """
-    members: dict[Hashable, list[int]] = {}
-    for number in range(len(probabilities)):
-        members.setdefault(families[number] if families is not None else None, []).append(number)
     adjusted = [1.0] * len(probabilities)
-    for family in members.values():
+    for family in set(families):
+        members = [number for number, one in enumerate(families) if one == family]
         largest = 0.0
-        for rank, number in enumerate(sorted(family, key=probabilities.__getitem__)):
-            largest = max(largest, min(1.0, (len(family) - rank) * probabilities[number]))
-            if largest == 1:
-                break  # and so are all larger ones
+        for rank, number in enumerate(sorted(members, key=probabilities.__getitem__)):
+            largest = max(largest, min(1.0, (len(members) - rank) * probabilities[number]))
             adjusted[number] = largest
     return adjusted
