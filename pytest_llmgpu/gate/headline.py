@@ -77,10 +77,9 @@ def headline(verdicts: Verdicts, policy: Policy) -> Headline:
         ExitStatus.NOT_JUDGED: [row for row in failing if row.verdict == "NOT_COMPARABLE"] or failing,
     }
     worst = deciding.get(status, [])
+    states = [] if verdicts.head is None else verdicts.head.states
     # Items of the gate fail tests themselves: where the gate fails, failed tests state nothing new.
-    states = [
-        one for one in (verdicts.head or Candidate(created="")).states if one != "failed" or status is ExitStatus.PASSED
-    ]
+    states = [state for state in states if state != "failed" or status is ExitStatus.PASSED]
     if worst:
         text = _of_rows(worst)
         changed = [

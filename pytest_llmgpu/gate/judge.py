@@ -9,20 +9,21 @@ from __future__ import annotations
 import datetime
 import enum
 import math
+import re
 import textwrap
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
-from typing import Literal
+from collections.abc import Collection, Hashable, Iterator, Sequence
+from operator import attrgetter
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from pytest_llmgpu.analysis.capacity import capacities
-from pytest_llmgpu.analysis.environments import hardware_differences, software_differences
+from pytest_llmgpu.analysis.environments import hardware_differences, shortened, software_differences
 from pytest_llmgpu.gate import answers, figures, program, promotion, times
 from pytest_llmgpu.gate.answers import Answered, below_floor
 from pytest_llmgpu.gate.cause import host_calls_row, program_row, with_cause, with_slower_kernels
 from pytest_llmgpu.gate.exact import NAMED, execution_row, memory_row, path_row, traffic_row, worse
-from pytest_llmgpu.gate.matching import pairs
 from pytest_llmgpu.gate.policy import Policy, TimeRule, check_figures, dump_policy, unmatched, with_allowed
 from pytest_llmgpu.gate.stats import holm
 from pytest_llmgpu.gate.times import Timed
@@ -171,6 +172,48 @@ def with_unseen(rows: Sequence[Row], on_cpu: Collection[str] = ()) -> list[Row]:
         if row.allowed is None and (row.unchanged or row.verdict == "UNDECIDED") and seen > LARGEST_UNSEEN:
             marked[number] = msgspec.structs.replace(row, verdict="UNDECIDED", unseen=True)
     return marked
+
+
+class Pair(NamedTuple):
+    """A result of the baseline and one of the candidate; one of them can be absent."""
+
+    base: CaseResult | None
+    head: CaseResult | None
+    differing: list[str]
+    """Fields that make them different measurements in spite of the same id: `dtype float16 -> bfloat16`."""
+
+
+def pairs(base: Sequence[CaseResult], head: Sequence[CaseResult]) -> list[Pair]:
+    """Match results by key and test, then by key, then by id; the second of a key with the second.
+
+    Results of one id whose cases differ are matched as well, with the differing fields. The pairs are in the
+    candidate's order; results that only the baseline has come last.
+    """
+    left = list(base)
+    matched: dict[int, CaseResult] = {}
+    for name_of in (attrgetter("key", "nodeid"), attrgetter("key"), attrgetter("id")):
+        there: dict[Hashable, list[CaseResult]] = {}
+        for result in left:
+            there.setdefault(name_of(result), []).append(result)
+        for number, now in enumerate(head):
+            if number not in matched and (alike := there.get(name_of(now))):
+                matched[number] = alike.pop(0)
+        used = set(map(id, matched.values()))
+        left = [result for result in left if id(result) not in used]
+    found = []
+    for number, now in enumerate(head):
+        then = matched.get(number)
+        differing = []
+        if then is not None and then.key != now.key:
+            was, is_now = msgspec.structs.asdict(then.case), msgspec.structs.asdict(now.case)
+            # `execution` is no part of the key.
+            names = [name for name in was if was[name] != is_now[name] and name != "execution"]
+            texts = [f"{name} {shortened(was[name])} -> {shortened(is_now[name])}" for name in names]
+            # Digests come last. That of a folder is a fingerprint of its files; the commit of a hub model is not cut.
+            texts = [re.sub(r"^revision .*\.\.\.", r"files of the model folder (\g<0>)", text) for text in texts]
+            differing = sorted(texts, key=lambda text: "..." in text)
+        found.append(Pair(then, now, differing))
+    return [*found, *(Pair(result, None, []) for result in left)]
 
 
 def decided(tests: Sequence[Timed | Answered], confidence: float) -> list[Row]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from pytest_llmgpu.gate.matching import pairs
+from pytest_llmgpu.gate.judge import pairs
 from pytest_llmgpu.render.table import Entry, blocks, captions
 from pytest_llmgpu.render.table import entries as entries_of
 from pytest_llmgpu.report.report import Report
