@@ -189,28 +189,23 @@ def memory_row(base: CaseResult, head: CaseResult, rule: MemoryRule) -> Row | st
     def allowed(amounts: Amounts) -> float:
         return max(rule.threshold, rule.absolute_bytes / amounts.before)
 
-    where, amounts = "the fullest device", Amounts(then, now)
-    if amounts.result(allowed(amounts)) in {"OK", "UNDECIDED"}:
-        peaks = [
-            (where, amounts),
-            *_changed_peaks(base, head, lambda one: [device.peak_bytes for device in one.memory]),
-        ]
-        where, amounts = min(peaks, key=lambda one: WORST_FIRST.index(one[1].result(allowed(one[1]))))
+    peaks = [("the fullest device", Amounts(then, now))]
+    if peaks[0][1].result(allowed(peaks[0][1])) != "IMPROVED":
+        peaks += _changed_peaks(base, head, lambda one: [device.peak_bytes for device in one.memory])
+    where, amounts = min(peaks, key=lambda one: WORST_FIRST.index(one[1].result(allowed(one[1]))))
     noun, threshold = "Memory", allowed(amounts)
     result = amounts.result(threshold)
     more = "The launches differ by more than the threshold." if result == "UNDECIDED" else None
-    if result != "REGRESSED":
-        for figures, name, grew in _OUTSIDE_TENSORS:
-            grown = [
-                (place, one, limit)
-                for place, one in _changed_peaks(base, head, figures)
-                if one.result(limit := max(rule.used_threshold, _USED_BYTES / max(one.then))) == "REGRESSED"
-            ]
-            if grown:
-                more = f"{grew} grew. Live tensors: {gib(amounts.after)}, was {gib(amounts.before)}."
-                where, amounts, threshold = max(grown, key=lambda one: one[1].after - one[1].before)
-                noun, result = name, "REGRESSED"
-                break
+    tensors = f"Live tensors: {gib(amounts.after)}, was {gib(amounts.before)}."
+    for figures, name, grew in _OUTSIDE_TENSORS:
+        limits = [
+            (max(rule.used_threshold, _USED_BYTES / max(one.then)), place, one)
+            for place, one in _changed_peaks(base, head, figures)
+        ]
+        grown = [found for found in limits if found[2].result(found[0]) == "REGRESSED"]
+        if result != "REGRESSED" and grown:
+            noun, result, more = name, "REGRESSED", f"{grew} grew. {tensors}"
+            threshold, where, amounts = max(grown, key=lambda one: one[2].after - one[2].before)
     if result != "OK" and (other := other_execution(base, head)) is not None:
         result, more = "NOT_COMPARABLE", other
     change = f"{noun} {signed_percent(amounts.growth)}" if amounts.growth else f"{noun} is equal"
