@@ -6,7 +6,6 @@ rank, because the slowest rank decides the time of a case.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -52,11 +51,6 @@ class Amounts(NamedTuple):
     def after(self) -> float:
         """The amount of a launch in the middle of the candidate."""
         return statistics.median_low(self.now)
-
-    @property
-    def growth(self) -> float:
-        """The growth as a fraction; infinite where the baseline has none."""
-        return self.after / self.before - 1 if self.before else math.inf if self.after else 0.0
 
     def result(self, threshold: float) -> Decided:
         """Return the verdict. Where launches differ, their whole range has to lie beyond the threshold."""
@@ -208,7 +202,8 @@ def memory_row(base: CaseResult, head: CaseResult, rule: MemoryRule) -> Row | st
             threshold, where, amounts = max(grown, key=lambda one: one[2].after - one[2].before)
     if result != "OK" and (other := other_execution(base, head)) is not None:
         result, more = "NOT_COMPARABLE", other
-    change = f"{noun} {signed_percent(amounts.growth)}" if amounts.growth else f"{noun} is equal"
+    ratio = amounts.after / amounts.before
+    change = f"{noun} {signed_percent(ratio - 1)}" if ratio != 1 else f"{noun} is equal"
     return Row.of(
         head,
         "memory",
@@ -218,7 +213,7 @@ def memory_row(base: CaseResult, head: CaseResult, rule: MemoryRule) -> Row | st
         gated=rule.gate,
         base=amounts.before,
         head=amounts.after,
-        ratio=amounts.after / amounts.before,
+        ratio=ratio,
         low=min(amounts.now) / max(amounts.then),
         high=max(amounts.now) / min(amounts.then),
         threshold=threshold,

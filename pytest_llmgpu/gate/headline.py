@@ -47,8 +47,6 @@ _NEXT_STEPS = {
 SAME_ENVIRONMENT = "Measure again in the environment of the baseline, or make this report the baseline."
 """The next step where the environment differs from that of the baseline and no other cause is known."""
 _ENVIRONMENT = ("environment",)
-_NOTHING = "Make this report the baseline: `llmgpu promote REPORT --to FILE`."
-"""The next step where there is no baseline."""
 
 
 class Headline(NamedTuple):
@@ -171,7 +169,8 @@ def next_steps(verdicts: Verdicts, policy: Policy) -> str:
     way = "measure on a quieter machine" if verdicts.in_turn else f"{both} launches both in turn"
     parts += _deciding(undecided, way)
     if not parts and not any(row.compared and row.gated for row in verdicts.rows):
-        parts.append(_NOTHING if verdicts.baseline is None else "Measure a case that the baseline has.")
+        promote = "Make this report the baseline: `llmgpu promote REPORT --to FILE`."
+        parts.append(promote if verdicts.baseline is None else "Measure a case that the baseline has.")
     return f"Next: {' '.join(parts)}" if parts else ""
 
 

@@ -47,9 +47,6 @@ from pytest_llmgpu.report.verdicts import (
 
 _BROKEN = {"timeout": "exceeded its time limit", "crashed": "crashed", "error": "ended with an error"}
 
-_WIDTH = 200
-"""Most characters of a failure's message in a reason."""
-
 TIMES: tuple[MetricName, ...] = ("device_time", *times.WALL_TIMES)
 """The metrics that show a slowdown, the best first."""
 
@@ -481,4 +478,4 @@ def _device(result: CaseResult) -> str:
 def _message(result: CaseResult) -> str:
     """Return a failure's message as the second line of a reason, shortened."""
     text = "" if result.failure is None else result.failure.message
-    return f"\n{textwrap.shorten(text, _WIDTH, placeholder=' ...')}" if text.strip() else ""
+    return f"\n{textwrap.shorten(text, 200, placeholder=' ...')}" if text.strip() else ""

@@ -9,14 +9,8 @@ import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
 
-_TERMS = 40
-"""Largest number of terms of the continued fraction; distributions with many degrees of freedom need more."""
-
 _PRECISION = 1e-15
 """Relative change of a continued fraction that ends it."""
-
-_BITS = 60
-"""Number of bisections, after which an interval is smaller than the precision of a float."""
 
 
 def beta(x: float, a: float, b: float) -> float:
@@ -33,7 +27,7 @@ def beta(x: float, a: float, b: float) -> float:
     above = 1.0
     below = 1 / (1 - (a + b) * x / (a + 1))
     fraction = below
-    for k in range(1, _TERMS + int(2 * math.sqrt(a + b))):
+    for k in range(1, 40 + int(2 * math.sqrt(a + b))):  # Many degrees of freedom need more terms.
         for term in (
             k * (b - k) * x / ((a + 2 * k - 1) * (a + 2 * k)),
             -(a + k) * (a + b + k) * x / ((a + 2 * k) * (a + 2 * k + 1)),
@@ -81,7 +75,7 @@ def net_loss(lost: int, won: int, items: int, confidence: float) -> tuple[float,
 
 def _solved(rising: Callable[[float], float], low: float, high: float) -> float:
     """Return the zero of a rising function between two ends by bisection."""
-    for _ in range(_BITS):
+    for _ in range(60):  # Then the interval is smaller than the precision of a float.
         middle = (low + high) / 2
         low, high = (middle, high) if rising(middle) < 0 else (low, middle)
     return (low + high) / 2
