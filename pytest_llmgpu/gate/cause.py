@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
+from typing import Any
 
 import msgspec
 
@@ -144,19 +145,11 @@ def _of_rank(head: CaseResult, pair: Pair, rule: ProgramRule, *, gain: float, be
         ratio = (after.flops or 0) / before.flops
         reason = f"FLOPs {signed_percent(ratio - 1, 2)}, threshold {percent(rule.flops)}."
         result = "REGRESSED" if ratio - 1 > rule.flops else "CHANGED"
-    total_s = before.device_s if changed.price is not None else None
-    return Row.of(
-        head,
-        "program",
-        result,
-        reason,
-        gated=rule.gate,
-        base=total_s,
-        head=None if total_s is None or ratio is None else total_s * ratio,
-        ratio=ratio,
-        threshold=rule.threshold,
-        cause=changed,
-    )
+    figures: dict[str, Any] = {"ratio": ratio, "threshold": rule.threshold, "cause": changed}
+    if changed.price is not None:
+        total_s = before.device_s or 0.0
+        figures |= {"base": total_s, "head": total_s * (1 + changed.price)}
+    return Row.of(head, "program", result, reason, gated=rule.gate, **figures)
 
 
 def with_slower_kernels(row: Row, pairs: Sequence[Pair]) -> Row:

@@ -204,21 +204,12 @@ def memory_row(base: CaseResult, head: CaseResult, rule: MemoryRule) -> Row | st
         result, more = "NOT_COMPARABLE", other
     ratio = amounts.after / amounts.before
     change = f"{noun} {signed_percent(ratio - 1)}" if ratio != 1 else f"{noun} is equal"
-    return Row.of(
-        head,
-        "memory",
-        result,
-        f"{change}, threshold {percent(threshold)}: {gib(amounts.after)} on {where}, was {gib(amounts.before)}."
-        + (f"\n{more}" if more else ""),
-        gated=rule.gate,
-        base=amounts.before,
-        head=amounts.after,
-        ratio=ratio,
-        low=min(amounts.now) / max(amounts.then),
-        high=max(amounts.now) / min(amounts.then),
-        threshold=threshold,
-        n=min(map(len, amounts)),
-    )
+    reason = f"{change}, threshold {percent(threshold)}: {gib(amounts.after)} on {where}, was {gib(amounts.before)}."
+    reason += f"\n{more}" if more else ""
+    numbers = {"base": amounts.before, "head": amounts.after, "ratio": ratio, "threshold": threshold}
+    low, high = min(amounts.now) / max(amounts.then), max(amounts.now) / min(amounts.then)
+    n = min(map(len, amounts))
+    return Row.of(head, "memory", result, reason, gated=rule.gate, low=low, high=high, n=n, **numbers)
 
 
 def _changed_peaks(

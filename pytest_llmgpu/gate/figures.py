@@ -70,16 +70,11 @@ def _compared(base: CaseResult, head: CaseResult, name: str, policy: Policy, *, 
         result = Amounts(*([sign * one for one in side] for side in (then, now))).result(declared.threshold)
         written = own(name, declared).written
         ends = [" to ".join(dict.fromkeys(map(written, (min(side), max(side))))) for side in (now, then)]
-        return row(
-            result,
-            f"{capital(name.replace('_', ' '))} {ends[0]}, was {ends[1]}, threshold {percent(declared.threshold)}.",
-            next_step="Declare it with the rule time, whose launches may differ." if result == "UNDECIDED" else "",
-            base=before,
-            head=after,
-            ratio=after / before if before > 0 else None,
-            threshold=declared.threshold,
-            n=min(len(then), len(now)),
-        )
+        reason = f"{capital(name.replace('_', ' '))} {ends[0]}, was {ends[1]}, threshold {percent(declared.threshold)}."
+        step = "Declare it with the rule time, whose launches may differ." if result == "UNDECIDED" else ""
+        ratio = after / before if before > 0 else None
+        numbers = {"base": before, "head": after, "ratio": ratio, "threshold": declared.threshold}
+        return row(result, reason, next_step=step, n=min(len(then), len(now)), **numbers)
     if min(*then, *now) <= 0:
         return row("UNDECIDED", "A figure with the rule time has to be above 0.")
     rule = TimeRule(threshold=declared.threshold)

@@ -85,11 +85,6 @@ def latencies(launch: Launch, metric: MetricName) -> tuple[Sequence[float], list
     return texts.step_s, texts.step_clock_ghz
 
 
-def critical_t(degrees: float, family: float, confidence: float) -> float:
-    """Return the t that the smallest p of a family has to exceed: the first critical value of Holm's method."""
-    return t_quantile(degrees, 1 - (1 - confidence) / max(1.0, family))
-
-
 def smallest_seen(
     prior: Prior, launches: int, *, threshold: float, family: float = 1, confidence: float = 0.99
 ) -> float:
@@ -98,7 +93,8 @@ def smallest_seen(
     `family` is the number of gated rows of times, times the number of ranks of this row.
     """
     error = prior.s0 * math.sqrt(2 / launches)
-    shown = critical_t(prior.df0 + 2 * launches - 2, family, confidence) * error
+    # The smallest p of a family has to be below the first critical value of Holm's method.
+    shown = t_quantile(prior.df0 + 2 * launches - 2, 1 - (1 - confidence) / family) * error
     return _ratio(max(math.log1p(threshold), shown) + _POWER_QUANTILE * error) - 1
 
 
@@ -224,7 +220,7 @@ class Timed(msgspec.Struct, frozen=True):
         """
         tests = family * len(self.ranks)
         change, error, noise = self.change, self.error, self.noise
-        shown = critical_t(noise.df0, tests, confidence) * error
+        shown = t_quantile(noise.df0, 1 - (1 - confidence) / tests) * error
         limit, machines = math.log1p(self.threshold), math.sqrt(2) * self.machine_sd
         # Between machines a change up to their differences is OK. The noise of the launches makes nothing OK.
         allowed = max(limit, _GPU_QUANTILE * machines)

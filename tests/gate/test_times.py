@@ -19,6 +19,7 @@ from pytest_llmgpu.gate import times
 from pytest_llmgpu.gate.fixed_clock import Samples
 from pytest_llmgpu.gate.judge import decided
 from pytest_llmgpu.gate.policy import AmountRule, TimeRule
+from pytest_llmgpu.gate.stats import t_quantile
 from pytest_llmgpu.gate.times import Timed
 from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.result import CaseResult, HostUse
@@ -384,7 +385,7 @@ def test_the_next_step_follows_the_disturbance(kinds: Sequence[str], step: str) 
 
 def test_the_launches_needed_are_the_fewest_that_show_a_slowdown() -> None:
     """One launch fewer does not show it, more than 20 are not needed but useless; t is that of scipy."""
-    assert times.critical_t(10, 21, 0.99) == pytest.approx(4.618766)
+    assert t_quantile(10, 1 - 0.01 / 21) == pytest.approx(4.618766)
     eager = PRIORS["eager_device"]
     needed = times.launches_needed(eager, threshold=0.04, family=2) or 0
     fewer, enough = (times.smallest_seen(eager, n, threshold=0.04, family=2) for n in (needed - 1, needed))
