@@ -5,7 +5,7 @@
         --replayed clock-7b-gpu-*.json.gz own-kernel-7b-gpu-*.json.gz > ../gate/results/wall.json
 
 `eager`: ten launches are drawn from a recording, five for each report, whose batches take longer by 0, 5 and 6 % in the
-candidate, with the built-in threshold of 4 % and that of launches in turn, 2 %. These recordings have no work passes: at
+candidate, with the threshold of 4 % and that of launches in turn, 2 %. These recordings have no work passes: at
 batch size 32 the case is taken as one that the GPU limits, as it is with work passes. `replayed`: each launch against
 every other one of the same GPU, 0, 2 and 3 % slower, with thresholds of 4, 2 and 1 %.
 """

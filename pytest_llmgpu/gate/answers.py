@@ -8,15 +8,16 @@ log-likelihoods of their tokens, since rounding alone makes texts diverge.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
 import msgspec
 
 from pytest_llmgpu.analysis.answers import by_chance, differing, largest_difference, written
+from pytest_llmgpu.gate.exact import absent
 from pytest_llmgpu.gate.policy import AccuracyRule, TextsRule
-from pytest_llmgpu.gate.stats import holm, net_loss
+from pytest_llmgpu.gate.stats import net_loss
 from pytest_llmgpu.report.derived import (
     decode,
     decode_tokens,
@@ -28,7 +29,7 @@ from pytest_llmgpu.report.derived import (
 )
 from pytest_llmgpu.report.result import CaseResult, Generation
 from pytest_llmgpu.report.text import listed, percent, plural
-from pytest_llmgpu.report.verdicts import NEITHER, ONLY_CANDIDATE, Decided, Row
+from pytest_llmgpu.report.verdicts import Decided, Row
 
 _ROUNDING = 1e-9  # a floor can be slightly above the same fraction in binary
 
@@ -83,7 +84,12 @@ class Answered(msgspec.Struct, frozen=True):
         """Return the interval of the fraction of items lost less items won."""
         return net_loss(len(self.lost), len(self.won), self.items, confidence)
 
-    def chance(self, sign: int) -> float:
+    @property
+    def family(self) -> Hashable:
+        """The gated cases are one family of tests, the others another. Answers of random weights are no test."""
+        return self.random_weights, self.rule.gate
+
+    def p(self, sign: int) -> float:
         """Return the probability of a loss (1) or gain (-1) of items like this one by chance (McNemar's exact test).
 
         Log-likelihoods that differ explain the answers of their case. One launch of several that differ was chosen.
@@ -93,6 +99,55 @@ class Answered(msgspec.Struct, frozen=True):
         tests = 1 if self.launch is None else self.launches
         return min(1.0, tests * by_chance(*map(len, (self.lost, self.won)[::sign])))
 
+    def row(self, ps: Sequence[float], _: int, confidence: float) -> Row:
+        """Judge the items that were lost and won, by their p, adjusted over the cases of a family.
+
+        The verdict is REGRESSED where p is at most 1 - confidence or answers are below a floor, IMPROVED likewise for
+        items won, OK where a loss of the threshold is ruled out, else UNDECIDED. Random weights answer by chance.
+
+        Log-likelihoods that differ by more than rounding explains are REGRESSED whatever the answers are, and IMPROVED
+        where the baseline failed its own check and the candidate passes it.
+        """
+        rule, floor, numbers, random = self.rule, below_floor(self.result, self.rule), self.numbers, self.random_weights
+        worse, better = (not random and p <= 1 - confidence for p in ps)
+        decided = self.difference is not None if random else self.interval(confidence)[1] <= rule.threshold
+        result: Decided = "OK" if decided else "UNDECIDED"
+        if floor is not None or numbers == "REGRESSED" or worse:
+            result = "REGRESSED"
+        elif numbers is not None or better:
+            result = "IMPROVED"
+        launch = "" if self.launch is None else f" in launch {self.launch} of {self.launches}"
+        chance = ps[1] if result == "IMPROVED" or len(self.won) > len(self.lost) else ps[0]
+        change = f"Accuracy ({rule.metric}) {percent(self.head, 2)}{launch}, was {percent(self.base, 2)}"
+        flips = f"{plural(len(self.lost), 'item')} lost, {len(self.won):,} won of {self.items:,} ({written(chance)})"
+        more = ""
+        if floor is not None:
+            reason = floor
+            more = f"Compared with the baseline: {flips}." if self.changed else "The baseline has the same answers."
+        elif numbers is not None:
+            difference, allowed, how = self.difference or 0.0, self.allowed, "typically differ by"
+            if difference <= allowed:
+                difference, allowed, how = self.largest or 0.0, 2 * allowed, "differ by up to"
+            dtype = None if rule.difference is not None else self.result.case.dtype
+            fixed = numbers == "IMPROVED"
+            reason = _difference_in_words(difference, allowed, dtype, launch, fixed=fixed, how=how)
+            more = f"{change}: {flips}."
+        elif random and self.difference is None:
+            reason = f"Log-likelihoods are missing, or not finite{launch}."
+        elif random:
+            reason = f"Log-likelihoods of random weights typically differ by {self.difference:.1e} from the baseline's."
+        else:
+            reason = f"{change}: {flips if self.lost or self.won else 'no item was lost or won'}."
+            is_open = f"A loss of {100 * rule.threshold:.2g} points is not ruled out: score more items."
+            more = {"REGRESSED": f"Items lost: {listed(self.lost)}.", "UNDECIDED": is_open}.get(result, "")
+        figures: dict[str, Any] = {}
+        if not random:
+            low, high = self.interval(confidence)
+            figures = {"base": self.base, "head": self.head, "low": low, "high": high, "threshold": rule.threshold}
+            figures |= {"p": chance, "lost": self.lost, "won": self.won}
+        reason = f"{reason}\n{more}" if more and not random else reason
+        return Row.of(self.result, "accuracy", result, reason, gated=rule.gate, **figures)
+
 
 def answered(base: CaseResult, head: CaseResult, rule: AccuracyRule) -> Answered | Row | str:
     """Compare the answers of two results of one case, in the launch with the lowest accuracy of each report.
@@ -101,10 +156,8 @@ def answered(base: CaseResult, head: CaseResult, rule: AccuracyRule) -> Answered
     returned where there is nothing to compare.
     """
     thens, nows = base.accuracies, head.accuracies
-    if thens and not nows:
-        return Row.of(head, "accuracy", "MISSING", "Only the baseline scored items.", gated=rule.gate)
-    if not thens or not nows:
-        return ONLY_CANDIDATE if nows else "no items were scored"
+    if (missing := absent(head, "accuracy", thens, nows, gated=rule.gate)) is not None:
+        return missing
     then, now = (min(scored, key=lambda one: value_of(one, rule.metric)) for scored in (thens, nows))
     before, after = (predictions_of(one, rule.metric) for one in (then, now))
     afters = [predictions_of(one, rule.metric) for one in nows]
@@ -151,87 +204,15 @@ def below_floor(result: CaseResult, rule: AccuracyRule) -> str | None:
     return f"{check.text}." if check is not None and check.ok is False else None
 
 
-def rows(cases: Sequence[Answered], confidence: float) -> list[Row]:
-    """Judge the answers of all cases by McNemar's exact one-sided test on the items that were lost and won.
-
-    p is adjusted over the cases by Holm's method: the gated cases are one family, the others another. The verdict is
-    REGRESSED where p is at most 1 - confidence or answers are below a floor, IMPROVED likewise for items won, OK where
-    a loss of the threshold is ruled out, else UNDECIDED.
-
-    Log-likelihoods that differ by more than rounding explains are REGRESSED whatever the answers are, and IMPROVED
-    where the baseline failed its own check and the candidate passes it.
-    """
-    # The answers of random weights are chance, and no test of a family.
-    families = [(one.random_weights, one.rule.gate) for one in cases]
-    losses, gains = (holm([one.chance(sign) for one in cases], families) for sign in (1, -1))
-    return [_row(case, loss, gain, confidence) for case, loss, gain in zip(cases, losses, gains, strict=True)]
-
-
 def predictions_row(case: Answered, *, gated: bool) -> Row:
     """Judge whether a launch answers any item differently, whether right or wrong."""
-    flipped = case.changed
-    return Row.of(
-        case.result,
-        "predictions",
-        "REGRESSED" if flipped else "OK",
-        f"{flipped:,} of {case.items:,} predictions changed ({case.rule.metric})."
-        if flipped
-        else f"All {case.items:,} predictions are unchanged.",
-        gated=gated,
-        base=0.0,
-        head=flipped / case.items if case.items else 0.0,
-        threshold=0.0,
-    )
-
-
-def _decided(case: Answered, loss: float, gain: float, confidence: float) -> Decided:
-    """Return the verdict on a case; answers of random weights do not count."""
-    random, numbers = case.random_weights, case.numbers
-    worse, better = (not random and p <= 1 - confidence for p in (loss, gain))
-    if below_floor(case.result, case.rule) is not None or numbers == "REGRESSED" or worse:
-        return "REGRESSED"
-    if numbers is not None or better:
-        return "IMPROVED"
-    is_open = case.difference is None if random else case.interval(confidence)[1] > case.rule.threshold
-    return "UNDECIDED" if is_open else "OK"
-
-
-def _row(case: Answered, loss: float, gain: float, confidence: float) -> Row:
-    rule, floor, numbers, random = case.rule, below_floor(case.result, case.rule), case.numbers, case.random_weights
-    result = _decided(case, loss, gain, confidence)
-    launch = "" if case.launch is None else f" in launch {case.launch} of {case.launches}"
-    chance = gain if result == "IMPROVED" or len(case.won) > len(case.lost) else loss
-    change = f"Accuracy ({rule.metric}) {percent(case.head, 2)}{launch}, was {percent(case.base, 2)}"
-    flips = f"{plural(len(case.lost), 'item')} lost, {len(case.won):,} won of {case.items:,} ({written(chance)})"
-    more = ""
-    if floor is not None:
-        reason = floor
-        more = f"Compared with the baseline: {flips}." if case.changed else "The baseline has the same answers."
-    elif numbers is not None:
-        difference, allowed, how = case.difference or 0.0, case.allowed, "typically differ by"
-        if difference <= allowed:
-            difference, allowed, how = case.largest or 0.0, 2 * allowed, "differ by up to"
-        dtype = None if rule.difference is not None else case.result.case.dtype
-        fixed = numbers == "IMPROVED"
-        reason = _difference_in_words(difference, allowed, dtype, launch, fixed=fixed, how=how)
-        more = f"{change}: {flips}."
-    elif random and case.difference is None:
-        reason = f"Log-likelihoods are missing, or not finite{launch}."
-    elif random:
-        reason = f"Log-likelihoods of random weights typically differ by {case.difference:.1e} from the baseline's."
-    else:
-        reason = f"{change}: {flips if case.lost or case.won else 'no item was lost or won'}."
-        if result == "REGRESSED":
-            more = f"Items lost: {listed(case.lost)}."
-        elif result == "UNDECIDED":
-            more = f"A loss of {100 * rule.threshold:.2g} points is not ruled out: score more items."
-    figures: dict[str, Any] = {}
-    if not random:
-        low, high = case.interval(confidence)
-        figures = {"base": case.base, "head": case.head, "low": low, "high": high, "threshold": rule.threshold}
-        figures |= {"p": chance, "lost": case.lost, "won": case.won}
-    reason = f"{reason}\n{more}" if more and not random else reason
-    return Row.of(case.result, "accuracy", result, reason, gated=rule.gate, **figures)
+    changed, result = case.changed, case.result
+    figures = {"base": 0.0, "head": changed / max(1, case.items), "threshold": 0.0}
+    if not changed:
+        reason = f"All {case.items:,} predictions are unchanged."
+        return Row.of(result, "predictions", "OK", reason, gated=gated, **figures)
+    reason = f"{changed:,} of {case.items:,} predictions changed ({case.rule.metric})."
+    return Row.of(result, "predictions", "REGRESSED", reason, gated=gated, **figures)
 
 
 def _difference_in_words(
@@ -271,10 +252,8 @@ def texts_row(base: CaseResult, head: CaseResult, rule: TextsRule) -> Row | str 
     if not head.case.generates:
         return None
     then, nows = generated(base), [launch.generation for launch in head.launches if launch.generation is not None]
-    if then is None:
-        return ONLY_CANDIDATE if nows else NEITHER
-    if not nows:
-        return Row.of(head, "texts", "MISSING", "Only the baseline has texts.", gated=rule.gate)
+    if then is None or not nows:
+        return absent(head, "texts", then, nows, gated=rule.gate)
     if any((now.prompt_tokens, now.new_tokens) != (then.prompt_tokens, then.new_tokens) for now in nows):
         reason = "The prompts or the texts have other numbers of tokens than the baseline's."
         return Row.of(head, "texts", "NOT_COMPARABLE", reason, gated=rule.gate)

@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
+from typing import Any
 
 import msgspec
 
@@ -90,6 +91,25 @@ def program_row(
     return stated(worst, changed)
 
 
+def host_calls_row(base: CaseResult, head: CaseResult, pairs: Sequence[Pair]) -> Row | str | None:
+    """Compare the calls of Python functions in a forward, by the rank that has most more. A policy has to gate them."""
+    then, now = (any(rank.host_calls for launch in one.launches for rank in launch.ranks) for one in (base, head))
+    if (missing := absent(head, "host_calls", then, now, gated=True)) is not None:
+        return missing
+    versions = {rank.python_versions for pair in pairs for rank in pair}
+    if len(versions) != 1 or not all(versions):
+        return "the forwards ran other batches (plan_sha256), or another version of Python"
+    pair = max(pairs, key=lambda one: one.after.python_calls - one.before.python_calls)
+    before, after = pair.before.python_calls, pair.after.python_calls
+    result: Decided = "REGRESSED" if after > before else "IMPROVED" if after < before else "OK"
+    reason = f"Calls of Python functions in a forward: {after:,}, were {before:,}."
+    row = Row.of(head, "host_calls", result, reason, base=before, head=after, ratio=after / max(1, before))
+    changed = program.changes(pair)
+    if before == after or changed is None:
+        return row
+    return stated(row, Cause(place="program", host_calls=changed.host_calls))
+
+
 def _implementations(result: CaseResult) -> dict[str, str]:
     """Return the implementations of the latest launch by kind of layer, with their kernels where they were counted."""
     launch = result.launches[-1]
@@ -125,19 +145,11 @@ def _of_rank(head: CaseResult, pair: Pair, rule: ProgramRule, *, gain: float, be
         ratio = (after.flops or 0) / before.flops
         reason = f"FLOPs {signed_percent(ratio - 1, 2)}, threshold {percent(rule.flops)}."
         result = "REGRESSED" if ratio - 1 > rule.flops else "CHANGED"
-    total_s = before.device_s if changed.price is not None else None
-    return Row.of(
-        head,
-        "program",
-        result,
-        reason,
-        gated=rule.gate,
-        base=total_s,
-        head=None if total_s is None or ratio is None else total_s * ratio,
-        ratio=ratio,
-        threshold=rule.threshold,
-        cause=changed,
-    )
+    figures: dict[str, Any] = {"ratio": ratio, "threshold": rule.threshold, "cause": changed}
+    if changed.price is not None:
+        total_s = before.device_s or 0.0
+        figures |= {"base": total_s, "head": total_s * (1 + changed.price)}
+    return Row.of(head, "program", result, reason, gated=rule.gate, **figures)
 
 
 def with_slower_kernels(row: Row, pairs: Sequence[Pair]) -> Row:
@@ -184,22 +196,17 @@ def stated(row: Row, found: Cause) -> Row:
 
 
 def find(metric: MetricName, pairs: Sequence[Pair], *, ratio: float | None = None) -> Cause | None:
-    """Return the cause of a growth, or None where the work passes cannot be compared or nothing changed in them."""
-    timed = all(rank.device_s is not None for pair in pairs for rank in pair)
-    if not pairs or (metric != "traffic" and not timed):
-        return of_calls(pairs) if metric in WALL_TIMES else None
-    if metric == "device_time":
-        # What the rank whose device time grew by the largest ratio calls more, if its price explains the growth.
-        times = [(pair.before.device_s or 0.0, pair.after.device_s or 0.0) for pair in pairs]
-        number = max(range(len(pairs)), key=lambda one: times[one][1] / times[one][0] if times[one][0] else 0.0)
-        before_s, after_s = times[number]
-        changed = program.changes(pairs[number])
-        if changed is None or not before_s or (changed.price or 0.0) <= max(0.0, _EXPLAINS * (after_s / before_s - 1)):
-            return None
-        return msgspec.structs.replace(changed, rank=_alone(number, [after - before for before, after in times]))
-    if metric in WALL_TIMES:
-        return _of_wall_time(pairs, ratio or 1.0)
-    return of_calls(pairs, collectives=True)
+    """Return the cause of a growth, or None where the work passes cannot be compared or nothing changed in them.
+
+    Device time has a changed program as its cause only if the price explains the growth.
+    """
+    growth = max(0.0, (ratio or 1.0) - 1)
+    if pairs and metric in WALL_TIMES and all(rank.device_s is not None for pair in pairs for rank in pair):
+        return _of_wall_time(pairs, growth)
+    found = of_calls(pairs, collectives=metric == "traffic")
+    if metric == "device_time" and found is not None and (found.price or 0.0) <= _EXPLAINS * growth:
+        return None
+    return found
 
 
 def of_calls(pairs: Sequence[Pair], *, collectives: bool = False) -> Cause | None:
@@ -238,29 +245,27 @@ def module_of(cause: Cause) -> str | None:
     return next((call.module for call in (*cause.ops, *cause.kernels) if call.module is not None), None)
 
 
-def _of_wall_time(pairs: Sequence[Pair], ratio: float) -> Cause:
-    """Return the part of a pass that grew most, of the rank whose own time grew most: the others wait for it."""
-    number = max(range(len(pairs)), key=lambda one: pairs[one].after.own_s - pairs[one].before.own_s)
-    pair = pairs[number]
+def _of_wall_time(pairs: Sequence[Pair], growth: float) -> Cause:
+    """Return the part of a pass that grew most, of the rank whose own time grew most: the others wait for it.
+
+    The rank is named if its time grew at least twice as much as that of any other rank.
+    """
+    growths_s = [one.after.own_s - one.before.own_s for one in pairs]
+    number = growths_s.index(max(growths_s))
+    pair, others_s = pairs[number], [*growths_s[:number], *growths_s[number + 1 :]]
     before, after = pair.before.parts_s, pair.after.parts_s
     place = max(before, key=lambda one: after[one] - before[one])
     found = msgspec.structs.replace(program.changes(pair) or Cause(place=place), place=place)
-    if after[place] - before[place] < _SHOWN * max(0.0, ratio - 1) * sum(before.values()):
+    if after[place] - before[place] < _SHOWN * growth * sum(before.values()):
         # The GPU has the same work, and its passes show no growth: the rest of the time is the host's.
         return msgspec.structs.replace(found, place="host")
-    rank = _alone(number, [one.after.own_s - one.before.own_s for one in pairs])
-    rank = None if place in ("transfer", "waiting") else rank
+    alone = bool(others_s) and growths_s[number] > 0 and max(others_s) <= growths_s[number] / 2
+    rank = number if alone and place in OWN else None
     return msgspec.structs.replace(found, rank=rank, before_s=before[place], after_s=after[place])
 
 
 def _collectives(kernels: Iterable[CallsChange]) -> list[CallsChange]:
     return [change for change in kernels if family_of(change.name) == "collective"]
-
-
-def _alone(number: int, growth_s: Sequence[float]) -> int | None:
-    """Return a rank if its time grew at least twice as much as that of any other rank."""
-    others = [growth for other, growth in enumerate(growth_s) if other != number]
-    return number if others and growth_s[number] > 0 and max(others) <= growth_s[number] / 2 else None
 
 
 def _place_in_words(cause: Cause) -> str:
@@ -303,8 +308,8 @@ def _program_in_words(cause: Cause) -> str:
     """Return what is called more, first what computes something, with the kernel that costs most and the price."""
     more = _first_growth([one for one in cause.ops if not program.COMPUTES_NOTHING.search(one.name)])
     kernel = _first_growth(cause.kernels)
-    waits = any(one.growth > 0 and one.name == program.SYNCS for one in cause.runtime_calls)
-    if cause.moved and not (cause.ops or cause.kernels or waits):
+    syncs = next((one for one in cause.runtime_calls if one.name == program.SYNCS and one.growth > 0), None)
+    if cause.moved and not (cause.ops or cause.kernels or syncs):
         return f"ops moved from {cause.moved}"
     gone = next((one for one in cause.kernels if one.growth < 0), None)
     priced = "" if cause.price is None else signed_percent(cause.price, 2)
@@ -312,7 +317,6 @@ def _program_in_words(cause: Cause) -> str:
         where = "" if kernel.module is None else f" in {kernel.module}"
         text, kernel = f"{_short(kernel.name)} in place of {_short(gone.name)}{where}", None
     else:
-        syncs = next((one for one in cause.runtime_calls if one.name == program.SYNCS and one.growth > 0), None)
         first = more or kernel or syncs or _first_growth(cause.runtime_calls) or _first_growth(cause.host_calls)
         gone_op = next((one for one in cause.ops if more and one.growth < 0 and one.module == more.module), None)
         what = more and (more.name, more.growth, more.per_layer)

@@ -1,32 +1,30 @@
-"""Metrics that do not vary by chance: calls of the host, traffic, its path, memory and the execution.
+"""Metrics that do not vary by chance: traffic, its path, memory and the execution.
 
-The amounts of a metric with the rule `exact` are equal in every launch of an equal program, so that one launch
-suffices. They are compared rank by rank, because the slowest rank decides the time of a case, and only where the
-forwards ran the same batches. A new one is a row of `report.metrics.METRICS`.
+Their amounts are equal in every launch of an equal program, so that one launch suffices. They are compared rank by
+rank, because the slowest rank decides the time of a case.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 
 from pytest_llmgpu.analysis.traffic_path import FASTEST_FIRST, NAMES, describe_move
-from pytest_llmgpu.gate.policy import AmountRule, MemoryRule, Rules
+from pytest_llmgpu.gate.policy import AmountRule, MemoryRule
 from pytest_llmgpu.report import disturbances
-from pytest_llmgpu.report.derived import of_prefill, peaks_bytes
-from pytest_llmgpu.report.metrics import METRICS, MetricName, MetricSpec, spec_of
+from pytest_llmgpu.report.derived import peaks_bytes
+from pytest_llmgpu.report.metrics import BY_NAME, MetricName, spec_of
 from pytest_llmgpu.report.result import CaseResult, Launch, Traffic
-from pytest_llmgpu.report.text import gib, listed, percent, signed_percent
+from pytest_llmgpu.report.text import gib, percent, signed_percent
 from pytest_llmgpu.report.verdicts import NEITHER, ONLY_CANDIDATE, WORST_FIRST, Decided, Row
 from pytest_llmgpu.report.work import WORK_OFF, WORK_ON
 
-_NAMED = 3
-"""Most changes that a reason names, since it has two lines."""
+NAMED = 3
+"""Most names, changes or differences that a reason has."""
 
 _ROUNDING = 1 + 1e-9
 """Factor that keeps a change of exactly the threshold within it."""
@@ -54,11 +52,6 @@ class Amounts(NamedTuple):
         """The amount of a launch in the middle of the candidate."""
         return statistics.median_low(self.now)
 
-    @property
-    def growth(self) -> float:
-        """The growth as a fraction; infinite where the baseline has none."""
-        return self.after / self.before - 1 if self.before else math.inf if self.after else 0.0
-
     def result(self, threshold: float) -> Decided:
         """Return the verdict. Where launches differ, their whole range has to lie beyond the threshold."""
         least, most, threshold = min(self.then), max(self.then), threshold * _ROUNDING
@@ -67,26 +60,6 @@ class Amounts(NamedTuple):
         if least - max(self.now) > threshold * abs(least):
             return "IMPROVED"
         return "UNDECIDED" if max(self.now) - least > threshold * abs(least) else "OK"
-
-
-def exact_rows(base: CaseResult, head: CaseResult, rules: Rules) -> Iterator[tuple[MetricName, Row | str]]:
-    """Yield the verdict on each metric of work and traffic of two completed results, or the reason for none."""
-    for spec in METRICS:
-        row: Row | str | None = None
-        if spec.rule == "exact":
-            gated = getattr(rules, spec.name).gate
-            row = _exact_row(spec, base, head, gated=gated)
-            if head.case.generates and spec.batches != "measured":
-                prefill = _exact_row(spec, of_prefill(base), of_prefill(head), gated=gated)
-                row = worse(row if isinstance(row, Row) else None, prefill) if isinstance(prefill, Row) else row
-        elif spec.rule == "traffic":
-            row = traffic_row(base, head, rules.traffic)
-        elif spec.rule == "path":
-            row = path_row(base, head, gated=rules.path.gate)
-        elif spec.name == "memory":
-            row = memory_row(base, head, rules.memory)
-        if row is not None:
-            yield spec.name, row
 
 
 def worse(step: Row | None, prefill: Row) -> Row:
@@ -106,8 +79,11 @@ def worse(step: Row | None, prefill: Row) -> Row:
     return msgspec.structs.replace(row, smallest_seen=max(step.smallest_seen, prefill.smallest_seen))
 
 
-def absent(head: CaseResult, metric: MetricName, before: object, after: object, *, gated: bool) -> Row | str | None:
-    """Return a row or a reason where a report lacks a figure; one that only the candidate lacks is MISSING."""
+def absent(head: CaseResult, metric: MetricName, before: object, after: object, **fields: Any) -> Row | str | None:
+    """Return a row or a reason where a report lacks a figure; one that only the candidate lacks is MISSING.
+
+    `fields` are those of the row.
+    """
     if before and after:
         return None
     if not before:
@@ -115,77 +91,13 @@ def absent(head: CaseResult, metric: MetricName, before: object, after: object, 
     reasons = [launch.why.get(metric) for launch in head.launches]
     if metric == "path" and head.traffic is not None and head.traffic.path is not None:
         reasons = [head.traffic.path.text]
-    if spec_of(metric).batches != "measured":
+    if metric in BY_NAME and spec_of(metric).of_passes:
         reasons += [launch.why.get("work") for launch in head.launches if launch.work is None]
         ranks = [rank for launch in head.launches for rank in launch.ranks]
         reasons += [rank.why.get(metric) or rank.why.get(f"{metric}_s") for rank in ranks]
     why = next(filter(None, [*reasons, head.why.get(metric)]), "the report has no reason")
     reason = f"Only the baseline has {metric.replace('_', ' ')}: {why.rstrip('.')}."
-    return Row.of(head, metric, "MISSING", reason, gated=gated, next_step=WORK_ON if why == WORK_OFF else "")
-
-
-def _exact_row(spec: MetricSpec, base: CaseResult, head: CaseResult, *, gated: bool) -> Row | str:
-    """Compare each rank with itself; the row has the worst verdict and the figures of the rank that changed most."""
-    assert spec.amount is not None
-    then, now = _by_batches(spec, base), _by_batches(spec, head)
-    if (missing := absent(head, spec.name, then, now, gated=gated)) is not None:
-        return missing
-    common = next((batches for batches in now if batches in then), None)
-    if common is None:
-        return "the forwards ran other batches (plan_sha256), or another version of Python"
-    thens, nows = ([list(spec.amount(launch)) for launch in side[common]] for side in (then, now))
-    if len(set(map(len, [*thens, *nows]))) > 1:
-        return "the numbers of ranks differ"
-    ranks = [
-        Amounts(*([launch[number] or 0 for launch in side] for side in (thens, nows))) for number in range(len(nows[0]))
-    ]
-    result = min((rank.result(0.0) for rank in ranks), key=WORST_FIRST.index)
-    concerned = [number for number, rank in enumerate(ranks) if rank.result(0.0) == result]
-    number = max(concerned, key=lambda number: abs(ranks[number].growth))
-    rank, changed = ranks[number], [one for one in concerned if ranks[one].growth]
-    where = "" if len(ranks) == 1 else " on each rank" if len(changed) == len(ranks) else f" on rank {number}"
-    of_batches = "" if spec.batches == "measured" else " in a work pass"
-    if result == "UNDECIDED":
-        ends = (f"{min(amounts):,} to {max(amounts):,}" for amounts in (rank.now, rank.then))
-        reason = f"{spec.noun} differ between launches{where}: {', were '.join(ends)}{of_batches}."
-    elif rank.before == rank.after:
-        reason = f"{spec.noun} are equal."
-    else:
-        reason = f"{spec.noun}{where}: {spec.written(rank.after)}{of_batches}, were {spec.written(rank.before)}."
-    if result != "OK":
-        calls, more = (dict(enumerate(spec.explain(side[common][0]))).get(number) or {} for side in (then, now))
-        pairs = [(name, calls.get(name, 0), more.get(name, 0)) for name in calls.keys() | more.keys()]
-        pairs.sort(key=lambda one: (-abs(one[2] - one[1]), one[0]))
-        shown = [f"{name} {before:,} -> {after:,}" for name, before, after in pairs if before != after]
-        reason += f"\nCalls: {listed(shown, _NAMED)}." if shown else ""
-    return Row.of(
-        head,
-        spec.name,
-        result,
-        reason,
-        gated=gated,
-        base=float(rank.before),
-        head=float(rank.after),
-        ratio=rank.after / rank.before if rank.before else None,
-        threshold=0.0,
-        n=min(len(thens), len(nows)),
-    )
-
-
-def _by_batches(spec: MetricSpec, result: CaseResult) -> dict[tuple[object, ...], list[Launch]]:
-    """Return the launches in which every rank has an amount, by the plan and the batches that it is of."""
-    assert spec.amount is not None
-    found: dict[tuple[object, ...], list[Launch]] = {}
-    for launch in result.launches:
-        conditions: list[object] = [launch.plan_sha256]
-        if spec.batches != "measured" and launch.work is not None:
-            conditions += launch.work.eager_batches if spec.batches == "eager" else launch.work.batches
-        if spec.batches == "eager":  # Other versions of Python inline other functions.
-            conditions += sorted({rank.host_calls.python_version for rank in launch.ranks if rank.host_calls})
-        amounts = spec.amount(launch)
-        if amounts and None not in amounts:
-            found.setdefault(tuple(conditions), []).append(launch)
-    return found
+    return Row.of(head, metric, "MISSING", reason, next_step=WORK_ON if why == WORK_OFF else "", **fields)
 
 
 def traffic_row(base: CaseResult, head: CaseResult, rule: AmountRule) -> Row | str | None:
@@ -215,8 +127,8 @@ def traffic_row(base: CaseResult, head: CaseResult, rule: AmountRule) -> Row | s
         signs = {now[place] > then[place] for place in changed}
         word = "changed" if len(signs) > 1 else "grew" if True in signs else "fell"
         limit = f" within the threshold of {percent(rule.threshold)}" if result == "OK" else ""
-        more = f"; and {len(named) - _NAMED} more figures" if len(named) > _NAMED else ""
-        what = "; ".join(named[:_NAMED]) or "the ranks split it differently"
+        more = f"; and {len(named) - NAMED} more figures" if len(named) > NAMED else ""
+        what = "; ".join(named[:NAMED]) or "the ranks split it differently"
         reason = f"Traffic {word}{limit}: {what}{more}."
     sent, now_sent = float(base.traffic.sent_bytes), float(head.traffic.sent_bytes)
     figures = {"base": sent, "head": now_sent, "ratio": now_sent / sent if sent else None, "threshold": rule.threshold}
@@ -271,46 +183,33 @@ def memory_row(base: CaseResult, head: CaseResult, rule: MemoryRule) -> Row | st
     def allowed(amounts: Amounts) -> float:
         return max(rule.threshold, rule.absolute_bytes / amounts.before)
 
-    where, amounts = "the fullest device", Amounts(then, now)
-    if amounts.result(allowed(amounts)) in {"OK", "UNDECIDED"}:
-        peaks = [
-            (where, amounts),
-            *_changed_peaks(base, head, lambda one: [device.peak_bytes for device in one.memory]),
-        ]
-        where, amounts = min(peaks, key=lambda one: WORST_FIRST.index(one[1].result(allowed(one[1]))))
+    peaks = [("the fullest device", Amounts(then, now))]
+    if peaks[0][1].result(allowed(peaks[0][1])) != "IMPROVED":
+        peaks += _changed_peaks(base, head, lambda one: [device.peak_bytes for device in one.memory])
+    where, amounts = min(peaks, key=lambda one: WORST_FIRST.index(one[1].result(allowed(one[1]))))
     noun, threshold = "Memory", allowed(amounts)
     result = amounts.result(threshold)
     more = "The launches differ by more than the threshold." if result == "UNDECIDED" else None
-    if result != "REGRESSED":
-        for figures, name, grew in _OUTSIDE_TENSORS:
-            grown = [
-                (place, one, limit)
-                for place, one in _changed_peaks(base, head, figures)
-                if one.result(limit := max(rule.used_threshold, _USED_BYTES / max(one.then))) == "REGRESSED"
-            ]
-            if grown:
-                more = f"{grew} grew. Live tensors: {gib(amounts.after)}, was {gib(amounts.before)}."
-                where, amounts, threshold = max(grown, key=lambda one: one[1].after - one[1].before)
-                noun, result = name, "REGRESSED"
-                break
+    tensors = f"Live tensors: {gib(amounts.after)}, was {gib(amounts.before)}."
+    for figures, name, grew in _OUTSIDE_TENSORS:
+        limits = [
+            (max(rule.used_threshold, _USED_BYTES / max(one.then)), place, one)
+            for place, one in _changed_peaks(base, head, figures)
+        ]
+        grown = [found for found in limits if found[2].result(found[0]) == "REGRESSED"]
+        if result != "REGRESSED" and grown:
+            noun, result, more = name, "REGRESSED", f"{grew} grew. {tensors}"
+            threshold, where, amounts = max(grown, key=lambda one: one[2].after - one[2].before)
     if result != "OK" and (other := other_execution(base, head)) is not None:
         result, more = "NOT_COMPARABLE", other
-    change = f"{noun} {signed_percent(amounts.growth)}" if amounts.growth else f"{noun} is equal"
-    return Row.of(
-        head,
-        "memory",
-        result,
-        f"{change}, threshold {percent(threshold)}: {gib(amounts.after)} on {where}, was {gib(amounts.before)}."
-        + (f"\n{more}" if more else ""),
-        gated=rule.gate,
-        base=amounts.before,
-        head=amounts.after,
-        ratio=amounts.after / amounts.before,
-        low=min(amounts.now) / max(amounts.then),
-        high=max(amounts.now) / min(amounts.then),
-        threshold=threshold,
-        n=min(map(len, amounts)),
-    )
+    ratio = amounts.after / amounts.before
+    change = f"{noun} {signed_percent(ratio - 1)}" if ratio != 1 else f"{noun} is equal"
+    reason = f"{change}, threshold {percent(threshold)}: {gib(amounts.after)} on {where}, was {gib(amounts.before)}."
+    reason += f"\n{more}" if more else ""
+    numbers = {"base": amounts.before, "head": amounts.after, "ratio": ratio, "threshold": threshold}
+    low, high = min(amounts.now) / max(amounts.then), max(amounts.now) / min(amounts.then)
+    n = min(map(len, amounts))
+    return Row.of(head, "memory", result, reason, gated=rule.gate, low=low, high=high, n=n, **numbers)
 
 
 def _changed_peaks(

@@ -14,7 +14,7 @@ import msgspec
 
 from pytest_llmgpu.gate.exact import Amounts
 from pytest_llmgpu.gate.policy import FigureRule, Policy, TimeRule
-from pytest_llmgpu.gate.times import Timed, comparable, wall_times
+from pytest_llmgpu.gate.times import Timed, wall_times
 from pytest_llmgpu.report.metrics import is_own, own, recorded
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.text import capital, percent
@@ -70,22 +70,12 @@ def _compared(base: CaseResult, head: CaseResult, name: str, policy: Policy, *, 
         result = Amounts(*([sign * one for one in side] for side in (then, now))).result(declared.threshold)
         written = own(name, declared).written
         ends = [" to ".join(dict.fromkeys(map(written, (min(side), max(side))))) for side in (now, then)]
-        return row(
-            result,
-            f"{capital(name.replace('_', ' '))} {ends[0]}, was {ends[1]}, threshold {percent(declared.threshold)}.",
-            next_step="Declare it with the rule time, whose launches may differ." if result == "UNDECIDED" else "",
-            base=before,
-            head=after,
-            ratio=after / before if before > 0 else None,
-            threshold=declared.threshold,
-            n=min(len(then), len(now)),
-        )
+        reason = f"{capital(name.replace('_', ' '))} {ends[0]}, was {ends[1]}, threshold {percent(declared.threshold)}."
+        step = "Declare it with the rule time, whose launches may differ." if result == "UNDECIDED" else ""
+        ratio = after / before if before > 0 else None
+        numbers = {"base": before, "head": after, "ratio": ratio, "threshold": declared.threshold}
+        return row(result, reason, next_step=step, n=min(len(then), len(now)), **numbers)
     if min(*then, *now) <= 0:
         return row("UNDECIDED", "A figure with the rule time has to be above 0.")
-    launches = comparable(base, head)
-    if not isinstance(launches, Row):
-        with_it = [[launch for launch in side if name in launch.figures] for side in launches]
-        disturbed = row("UNDECIDED", "The launches with it were disturbed (`profile.invalid`).")
-        launches = (with_it[0], with_it[1]) if all(with_it) else disturbed
     rule = TimeRule(threshold=declared.threshold)
-    return wall_times(base, head, launches, rule, metric=name, in_turn=False, same_gpus=same_gpus, declared=declared)
+    return wall_times(base, head, rule, metric=name, in_turn=False, same_gpus=same_gpus, declared=declared)

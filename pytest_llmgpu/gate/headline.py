@@ -1,38 +1,31 @@
-"""The result of the gate in one sentence, and the next step."""
+"""The result of the gate in one sentence, the rows by cause, and the next step."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 from pytest_llmgpu.gate import cause
 from pytest_llmgpu.gate.cause import KERNEL_SEEN
-from pytest_llmgpu.gate.judge import LARGEST_UNSEEN, TIMES, ExitStatus, exit_status, fails
+from pytest_llmgpu.gate.exact import NAMED
+from pytest_llmgpu.gate.judge import LARGEST_UNSEEN, TIMES, ExitStatus, exit_status, fails, level
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.gate.program import FLOPS, SYNCS
-from pytest_llmgpu.gate.times import PRACTICAL_LAUNCHES
-from pytest_llmgpu.report.text import FACTORS_FROM, listed, percent, plural, signed_percent, slowdown
+from pytest_llmgpu.gate.times import CLOCK, PRACTICAL_LAUNCHES
+from pytest_llmgpu.report.text import FACTORS_FROM, listed, percent, plural, signed_percent, slowdown, without_numbers
 from pytest_llmgpu.report.verdicts import (
     DIFFERS,
     NEITHER,
     NO_COMMON,
     ONLY_CANDIDATE,
     SEVERITY,
+    Candidate,
     Row,
     SessionState,
     Verdicts,
     worst_first,
 )
-
-_CLOCK = 0.01
-"""Relative difference of clocks from which it is named."""
-
-_REASONS = 2
-"""Most reasons why nothing was compared that are named."""
-
-_DIFFERENCES = 3
-"""Most differences of the environment that are named."""
 
 _STATES: dict[SessionState, str] = {
     "interrupted": "was interrupted",
@@ -53,8 +46,7 @@ _NEXT_STEPS = {
 
 SAME_ENVIRONMENT = "Measure again in the environment of the baseline, or make this report the baseline."
 """The next step where the environment differs from that of the baseline and no other cause is known."""
-_NOTHING = "Make this report the baseline: `llmgpu promote REPORT --to FILE`."
-"""The next step where there is no baseline."""
+_ENVIRONMENT = ("environment",)
 
 
 class Headline(NamedTuple):
@@ -83,7 +75,7 @@ def headline(verdicts: Verdicts, policy: Policy) -> Headline:
         ExitStatus.NOT_JUDGED: [row for row in failing if row.verdict == "NOT_COMPARABLE"] or failing,
     }
     worst = deciding.get(status, [])
-    states = verdicts.head.states if verdicts.head is not None else []
+    states = [] if verdicts.head is None else verdicts.head.states
     # Items of the gate fail tests themselves: where the gate fails, failed tests state nothing new.
     states = [state for state in states if state != "failed" or status is ExitStatus.PASSED]
     if worst:
@@ -97,7 +89,7 @@ def headline(verdicts: Verdicts, policy: Policy) -> Headline:
         text = _of_pass(verdicts)
     else:
         often = sorted(verdicts.not_compared.items(), key=lambda pair: -pair[1])
-        reasons = listed([f"{count:,} x {reason}" for reason, count in often], _REASONS)
+        reasons = listed([f"{count:,} x {reason}" for reason, count in often], NAMED)
         reasons = next((reason for reason in verdicts.not_compared if reason.startswith(NO_COMMON)), reasons)
         why = "there is no baseline" if verdicts.baseline is None else reasons or "the reports share no case"
         text = f"NOTHING COMPARED: {why}"
@@ -105,7 +97,7 @@ def headline(verdicts: Verdicts, policy: Policy) -> Headline:
     if slower and not worst:
         text += f"; not enough data to decide {row_in_words(max(slower, key=lambda row: row.ratio or 0.0))}"
     if (slower or any(row.worse for row in worst)) and (differing := differences(verdicts)):
-        text += f"; {DIFFERS}{listed(differing, _DIFFERENCES)}"
+        text += f"; {DIFFERS}{listed(differing, NAMED)}"
     if states:
         text += f"; the candidate {' and '.join(_STATES[state] for state in states)}"
     return Headline(status, worst, states, text)
@@ -151,10 +143,9 @@ def next_steps(verdicts: Verdicts, policy: Policy) -> str:
     disturbed = worst_first(row for row in unclear if not row.compared)
     worst = next(iter(failing or disturbed), None)
     base = verdicts.baseline.commit if verdicts.baseline is not None else None
-    candidate = verdicts.head
+    candidate = verdicts.head or Candidate(created="")
     # A regression of uncommitted changes is between no two commits.
-    head = candidate.commit if candidate is not None and "dirty" not in candidate.states else None
-    command = candidate.command if candidate is not None else "pytest"
+    head, command = None if "dirty" in candidate.states else candidate.commit, candidate.command
     both = f"`llmgpu ab {base[:8]} {head[:8]} -- {command}`" if base and head and base != head else "`llmgpu ab`"
     parts = []
     if worst is not None and (worst.verdict != "UNDECIDED" or not worst.compared):
@@ -178,7 +169,8 @@ def next_steps(verdicts: Verdicts, policy: Policy) -> str:
     way = "measure on a quieter machine" if verdicts.in_turn else f"{both} launches both in turn"
     parts += _deciding(undecided, way)
     if not parts and not any(row.compared and row.gated for row in verdicts.rows):
-        parts.append(_NOTHING if verdicts.baseline is None else "Measure a case that the baseline has.")
+        promote = "Make this report the baseline: `llmgpu promote REPORT --to FILE`."
+        parts.append(promote if verdicts.baseline is None else "Measure a case that the baseline has.")
     return f"Next: {' '.join(parts)}" if parts else ""
 
 
@@ -237,14 +229,13 @@ def _of_pass(verdicts: Verdicts) -> str:
     parts = [plural(len({(row.key, row.id) for row in compared}), "case")]
     clocks = [(row.clock_ratio, row.clock_limited) for row in compared if row.clock_ratio is not None]
     clock_ratio, is_limited = max(clocks, key=lambda one: abs(one[0] - 1), default=(1.0, False))
-    if abs(clock_ratio - 1) > _CLOCK:
+    if abs(clock_ratio - 1) > CLOCK:
         why = " (limit of power or heat)" * is_limited
         than = f"slower{why} than in the baseline" if clock_ratio < 1 else f"faster than in the baseline{why}"
         parts.append(f"the GPU ran {100 * abs(clock_ratio - 1):.2g} % {than}: times compared at equal clock")
     timed = [row for row in compared if row.gated and row.smallest_seen is not None and row.allowed is None]
-    least = max(
-        (row for row in timed if row.metric == "device_time"), key=lambda row: row.smallest_seen or 0.0, default=None
-    )
+    of_device = [row for row in timed if row.metric == "device_time"]
+    least = max(of_device, key=lambda row: row.smallest_seen or 0.0, default=None)
     seen = []
     if least is not None:
         one = f", from {percent(KERNEL_SEEN)} in one kernel" if least.clock_ratio is not None else ""
@@ -263,3 +254,81 @@ def _of_pass(verdicts: Verdicts) -> str:
     if allowed:
         parts.append(f"{plural(allowed, 'allowed regression')}")
     return f"{start} {'; '.join(parts)}"
+
+
+class Group(NamedTuple):
+    """Rows with one cause.
+
+    Rows that are worse have one cause if the work passes name the same module for them; the other worse rows of these
+    cases belong to it. Without a module they have one cause if the environment differs from the baseline and they were
+    compared with it, else if their reasons differ in their numbers alone.
+    """
+
+    rows: list[Row]
+    """The rows, the worst first."""
+    fails: bool
+    """True if one of them fails the gate."""
+    differences: list[str]
+    """The differences of the environment that may be the cause; empty if another cause is known, or none."""
+
+    @property
+    def next_step(self) -> str:
+        """The next step for the reader of the cause."""
+        return SAME_ENVIRONMENT if self.differences else step_of(*self.rows)
+
+    @property
+    def lines(self) -> list[str]:
+        """The cause, the cases by metric and verdict, and the lines of the reason of the worst row."""
+        worst = self.rows[0]
+        named, reason = row_in_words(worst), worst.reason.splitlines()
+        text = [line for line in reason if line.removeprefix(cause.PREFIX).rstrip(".") not in named]
+        parts: dict[str, list[str]] = {}
+        for row in self.rows:
+            parts.setdefault(f"{row.metric.replace('_', ' ')} {row.verdict}", []).append(row.id)
+        if self.differences:
+            text.insert(0, f"{DIFFERS.capitalize()}{'; '.join(self.differences)}.")
+        if worst.allowed is not None:
+            text.append(f"Allowed: {worst.allowed}")
+        if len(self.rows) > 1:
+            text += [f"{name}: {listed(ids, NAMED)}." for name, ids in parts.items()]
+        return text
+
+
+def group(verdicts: Verdicts, policy: Policy) -> list[Group]:
+    """Return the rows that are worse or unclear by cause; the causes that fail the gate come first."""
+    differing = differences(verdicts)
+    rows = [row for row in worst_first(verdicts.rows) if level(row, policy) != "info"]
+    new = {row.id for row in verdicts.rows if row.verdict == "NEW"}
+    found: dict[Hashable, list[Row]] = {}
+    of_case: dict[str, Hashable] = {}  # the cause of the first worse row of each case
+    with_module = [(row, None if row.cause is None else cause.module_of(row.cause)) for row in rows]
+    for row, module in sorted(with_module, key=lambda one: one[1] is None):
+        name = _reason(row)
+        if row.worse and row.allowed is None:
+            environment = _ENVIRONMENT if differing and row.id not in new else None
+            name = of_case.setdefault(row.id, module or environment or name)
+            name = module or name
+        elif row.verdict == "NOT_COMPARABLE":  # what made the case worse also prevents the comparison
+            name = of_case.get(row.id, name)
+        found.setdefault(name, []).append(row)
+    groups = [
+        Group(
+            rows=worst_first(of_cause),
+            fails=any(fails(row, policy) for row in of_cause),
+            differences=differing if name == _ENVIRONMENT else [],
+        )
+        for name, of_cause in found.items()
+    ]
+    return sorted(groups, key=lambda one: not one.fails)
+
+
+def by_reason(rows: Iterable[Row]) -> list[list[Row]]:
+    """Return rows in groups with one metric, verdict and reason but for its numbers; the worst come first."""
+    found: dict[Hashable, list[Row]] = {}
+    for row in worst_first(rows):
+        found.setdefault(_reason(row), []).append(row)
+    return list(found.values())
+
+
+def _reason(row: Row) -> Hashable:
+    return row.verdict, row.metric, without_numbers(row.reason), row.allowed

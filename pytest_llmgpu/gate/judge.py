@@ -9,22 +9,24 @@ from __future__ import annotations
 import datetime
 import enum
 import math
+import re
 import textwrap
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
-from typing import Literal
+from collections.abc import Collection, Hashable, Iterator, Sequence
+from operator import attrgetter
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from pytest_llmgpu.analysis.capacity import capacities
-from pytest_llmgpu.analysis.environments import hardware_differences, software_differences
+from pytest_llmgpu.analysis.environments import hardware_differences, shortened, software_differences
 from pytest_llmgpu.gate import answers, figures, program, promotion, times
 from pytest_llmgpu.gate.answers import Answered, below_floor
-from pytest_llmgpu.gate.cause import program_row, with_cause, with_slower_kernels
-from pytest_llmgpu.gate.exact import exact_rows, execution_row, worse
-from pytest_llmgpu.gate.matching import pairs
+from pytest_llmgpu.gate.cause import host_calls_row, program_row, with_cause, with_slower_kernels
+from pytest_llmgpu.gate.exact import NAMED, execution_row, memory_row, path_row, traffic_row, worse
 from pytest_llmgpu.gate.policy import Policy, TimeRule, check_figures, dump_policy, unmatched, with_allowed
-from pytest_llmgpu.gate.times import Timed, comparable
+from pytest_llmgpu.gate.stats import holm
+from pytest_llmgpu.gate.times import Timed
 from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.derived import of_prefill
 from pytest_llmgpu.report.metrics import MetricName
@@ -44,12 +46,6 @@ from pytest_llmgpu.report.verdicts import (
 )
 
 _BROKEN = {"timeout": "exceeded its time limit", "crashed": "crashed", "error": "ended with an error"}
-
-_NAMED = 3
-"""Most differences that a reason names."""
-
-_WIDTH = 200
-"""Most characters of a failure's message in a reason."""
 
 TIMES: tuple[MetricName, ...] = ("device_time", *times.WALL_TIMES)
 """The metrics that show a slowdown, the best first."""
@@ -96,12 +92,9 @@ def exit_status(verdicts: Verdicts, policy: Policy) -> ExitStatus:
     failing = {row.verdict for row in verdicts.rows if fails(row, policy)}
     if failing & {"REGRESSED", "MISSING"}:
         return ExitStatus.REGRESSED
-    if "NOT_COMPARABLE" in failing:
-        return ExitStatus.NOT_JUDGED
-    if verdicts.baseline is None:
-        passed = policy.allow_no_baseline and verdicts.rows and not failing
-        return ExitStatus.PASSED if passed else ExitStatus.NOT_JUDGED
     compared = any(row.compared and row.gated for row in verdicts.rows)
+    if verdicts.baseline is None:
+        compared = policy.allow_no_baseline and bool(verdicts.rows)
     return ExitStatus.PASSED if compared and not failing else ExitStatus.NOT_JUDGED
 
 
@@ -165,15 +158,10 @@ def with_unseen(rows: Sequence[Row], on_cpu: Collection[str] = ()) -> list[Row]:
     CPU, given by its key, is judged by its FLOPs where its program was compared.
     """
     judged = {row.key for row in rows if row.metric == "program" and row.gated and row.compared and row.key in on_cpu}
-
-    def order(number: int) -> tuple[bool, int]:
-        # Times that were compared come first, then the better metric.
-        return rows[number].smallest_seen is None, TIMES.index(rows[number].metric)
-
-    best: dict[tuple[str, str], int] = {}
-    for number, row in enumerate(rows):
-        if row.metric in TIMES and row.gated and row.key not in judged:
-            best[row.key, row.id] = min(best.get((row.key, row.id), number), number, key=order)
+    gated = [number for number, row in enumerate(rows) if row.metric in TIMES and row.gated and row.key not in judged]
+    # Times that were compared come last, then the better metric: of a case the last one counts.
+    gated.sort(key=lambda one: (rows[one].smallest_seen is not None, -TIMES.index(rows[one].metric), -one))
+    best = {(rows[number].key, rows[number].id): number for number in gated}
     marked = list(rows)
     for number in best.values():
         row = rows[number]
@@ -181,6 +169,58 @@ def with_unseen(rows: Sequence[Row], on_cpu: Collection[str] = ()) -> list[Row]:
         if row.allowed is None and (row.unchanged or row.verdict == "UNDECIDED") and seen > LARGEST_UNSEEN:
             marked[number] = msgspec.structs.replace(row, verdict="UNDECIDED", unseen=True)
     return marked
+
+
+class Pair(NamedTuple):
+    """A result of the baseline and one of the candidate; one of them can be absent."""
+
+    base: CaseResult | None
+    head: CaseResult | None
+    differing: list[str]
+    """Fields that make them different measurements in spite of the same id: `dtype float16 -> bfloat16`."""
+
+
+def pairs(base: Sequence[CaseResult], head: Sequence[CaseResult]) -> list[Pair]:
+    """Match results by key and test, then by key, then by id; the second of a key with the second.
+
+    Results of one id whose cases differ are matched as well, with the differing fields. The pairs are in the
+    candidate's order; results that only the baseline has come last.
+    """
+    left = list(base)
+    matched: dict[int, CaseResult] = {}
+    for name_of in (attrgetter("key", "nodeid"), attrgetter("key"), attrgetter("id")):
+        there: dict[Hashable, list[CaseResult]] = {}
+        for result in left:
+            there.setdefault(name_of(result), []).append(result)
+        for number, now in enumerate(head):
+            if number not in matched and (alike := there.get(name_of(now))):
+                matched[number] = alike.pop(0)
+        used = set(map(id, matched.values()))
+        left = [result for result in left if id(result) not in used]
+    found = []
+    for number, now in enumerate(head):
+        then = matched.get(number)
+        differing = []
+        if then is not None and then.key != now.key:
+            was, is_now = msgspec.structs.asdict(then.case), msgspec.structs.asdict(now.case)
+            # `execution` is no part of the key.
+            names = [name for name in was if was[name] != is_now[name] and name != "execution"]
+            texts = [f"{name} {shortened(was[name])} -> {shortened(is_now[name])}" for name in names]
+            # Digests come last. That of a folder is a fingerprint of its files; the commit of a hub model is not cut.
+            texts = [re.sub(r"^revision .*\.\.\.", r"files of the model folder (\g<0>)", text) for text in texts]
+            differing = sorted(texts, key=lambda text: "..." in text)
+        found.append(Pair(then, now, differing))
+    return [*found, *(Pair(result, None, []) for result in left)]
+
+
+def decided(tests: Sequence[Timed | Answered], confidence: float) -> list[Row]:
+    """Return the row of each test. Its p is adjusted over those of its family by Holm's method."""
+    families = [one.family for one in tests]
+    members = Counter(families)
+    adjusted = (holm([one.p(sign) for one in tests], families) for sign in (1, -1))
+    return [
+        one.row(ps, members[family], confidence) for one, family, *ps in zip(tests, families, *adjusted, strict=True)
+    ]
 
 
 _Entry = Row | Timed | Answered | tuple[CaseResult, CaseResult]
@@ -199,10 +239,9 @@ class Comparison:
         self._cases: list[list[_Entry]] = []
         self._entries: list[_Entry] = []
         """The entries of the latest case."""
-        before, after = (head if base is None else base).environment, head.environment
-        other = (
-            [] if base is None else [found for one in (base, head) if (found := one.commit.not_measured()) is not None]
-        )
+        reports = (head if base is None else base), head
+        before, after = (report.environment for report in reports)
+        other = [found for report in reports if (found := report.commit.not_measured()) is not None]
         self._hardware = {device: [*other, *hardware_differences(before, after, device)] for device in ("cpu", "cuda")}
         self._same_gpus = {gpu.uuid for gpu in before.gpus} == {gpu.uuid for gpu in after.gpus}
         self._names = before.kernel_names, after.kernel_names
@@ -224,8 +263,12 @@ class Comparison:
             self._cases.append(self._entries)
             if pair.head is not None:
                 self._case(pair.base, pair.head, pair.differing)
+            elif pair.base is not None and (why := self._why_absent(pair.base)) is not None:
+                self.not_compared[why] += 1
             elif pair.base is not None:
-                self._gone(pair.base)
+                ended = "; the run was interrupted" if self.head.session.interrupted else ""
+                reason = f"The baseline has this case and the candidate does not{ended}: measure it again."
+                self._outcome(pair.base, "MISSING", reason)
         return self._finished()
 
     def _case(self, base: CaseResult | None, head: CaseResult, differing: Sequence[str]) -> None:
@@ -240,22 +283,20 @@ class Comparison:
             reason = "There is no baseline." if nothing else "The baseline lacks this case."
             self._alone(head, "NEW", reason)
         elif differing or hardware:
-            text = "; ".join([*dict.fromkeys([*differing, *hardware])][:_NAMED])
+            text = "; ".join([*dict.fromkeys([*differing, *hardware])][:NAMED])
             self._alone(head, "NOT_COMPARABLE", sentence(f"The measurements differ from the baseline's: {text}"))
         elif base.outcome in OUT_OF_MEMORY and head.outcome == "completed":
             self._alone(head, "IMPROVED", "The batch size fits in memory; in the baseline it did not.")
         elif base.outcome in OUT_OF_MEMORY:
             self._outcome(head, "OK", "Out of memory, as in the baseline.")
-        elif head.outcome in OUT_OF_MEMORY and base.outcome == "completed":
+        elif base.outcome != "completed":
+            reason = f"The baseline's case {_BROKEN.get(base.outcome, 'was interrupted')}: there is nothing to compare."
+            self._alone(head, "NEW", reason)
+        elif head.outcome in OUT_OF_MEMORY:
             how = "Out of memory" if head.outcome == "oom" else "Skipped, since a smaller batch size is out of memory"
             then, now = (of_report[head.case.series].largest_fit for of_report in self._capacities)
             fits = f" The largest batch size that fits is {now}, was {then}." if now else ""
             self._outcome(head, "REGRESSED", f"{how}; in the baseline the case completed.{fits}{_message(head)}")
-        elif head.outcome in OUT_OF_MEMORY:
-            self._outcome(head, "NEW", "Out of memory; the baseline's case failed.")
-        elif base.outcome != "completed":
-            reason = f"The baseline's case {_BROKEN.get(base.outcome, 'was interrupted')}: there is nothing to compare."
-            self._alone(head, "NEW", reason)
         else:
             self._metrics(base, head)
 
@@ -265,14 +306,11 @@ class Comparison:
             return "Baseline and candidate are of the same run: measure the candidate."
         if head.outcome == "interrupted":
             return "The case was interrupted: measure it again."
-        empty = [
-            name
-            for name, one in (("baseline", base), ("candidate", head))
-            if one is not None and one.outcome == "completed"
-            if not any(launch.batches.latency_s for launch in one.launches)
-        ]
-        if empty and head.outcome == "completed":
-            return f"The {' and the '.join(empty)} measured no batch: measure it again."
+        for name, one in (("candidate", head), ("baseline", base)):
+            if one is None or one.outcome != "completed" or head.outcome != "completed":
+                continue
+            if not any(launch.batches.latency_s for launch in one.launches):
+                return f"The {name} measured no batch: measure it again."
         return None
 
     def _metrics(self, base: CaseResult, head: CaseResult) -> None:
@@ -288,20 +326,23 @@ class Comparison:
                 self._floor(head)  # Texts have no accuracy: they are right or wrong by themselves.
             self._take("accuracy", answered)
         self._take("texts", answers.texts_row(base, head, rules.texts))
-        for metric, found in exact_rows(base, head, rules):
-            # A metric that is not gated has a row only where it changed; the program has the calls of the host already.
-            changed = isinstance(found, Row) and found.result not in {"OK", "MISSING"} and metric != "host_calls"
+        exact = {
+            "traffic": traffic_row(base, head, rules.traffic),
+            "path": path_row(base, head, gated=rules.path.gate),
+            "memory": memory_row(base, head, rules.memory),
+        }
+        for metric, found in exact.items():
+            # A metric that is not gated has a row only where it changed.
+            changed = isinstance(found, Row) and found.result not in {"OK", "MISSING"}
             if changed or getattr(rules, metric).gate:
                 self._take(metric, found)
 
     def _times(self, base: CaseResult, head: CaseResult) -> None:
-        sides = comparable(base, head)
         rule = self.policy.device_time
-        found = times.device_times(base, head, sides, rule)
+        found = times.device_times(base, head, rule)
         self._take("device_time", found)
         if isinstance(found, Timed) and head.case.generates:
-            first = of_prefill(base), of_prefill(head)
-            found = times.device_times(*first, comparable(*first), rule)
+            found = times.device_times(of_prefill(base), of_prefill(head), rule)
             if isinstance(found, Timed):
                 self._entries.append(msgspec.structs.replace(found, prefill=True))
         before, after = (
@@ -315,9 +356,7 @@ class Comparison:
             if metric != "time" and not all(timed):
                 continue
             wall_rule: TimeRule = getattr(self.policy, metric)
-            wall = times.wall_times(
-                base, head, sides, wall_rule, metric=metric, in_turn=self._in_turn, same_gpus=same_gpus
-            )
+            wall = times.wall_times(base, head, wall_rule, metric=metric, in_turn=self._in_turn, same_gpus=same_gpus)
             self._take(metric, wall)
         for metric, own in figures.rows(base, head, self.policy, same_gpus=same_gpus):
             self._take(metric, own)
@@ -343,17 +382,8 @@ class Comparison:
     def _outcome(self, result: CaseResult, verdict: Decided, reason: str) -> None:
         self._entries.append(Row.of(result, "outcome", verdict, reason))
 
-    def _gone(self, result: CaseResult) -> None:
-        """Add a case that only the baseline has: it is missing, unless there is a reason for its absence."""
-        why = self._why_absent(result)
-        if why is not None:
-            self.not_compared[why] += 1
-            return
-        ended = "; the run was interrupted" if self.head.session.interrupted else ""
-        reason = f"The baseline has this case and the candidate does not{ended}: measure it again."
-        self._outcome(result, "MISSING", reason)
-
     def _why_absent(self, gone: CaseResult) -> str | None:
+        """Return the reason why a case of the baseline is absent; None where it is missing."""
         # Each run probes other sizes for the largest that fits, in the test whose own case was out of memory. This run
         # has to have a result for the size: at most the largest that fits, or at least the smallest that does not.
         series, nodeid = gone.case.series, gone.nodeid
@@ -376,16 +406,13 @@ class Comparison:
             return "the baseline's case failed and is absent"
         if not self._shares:
             reports = (self.base, self.head) if self.base is not None and self.head.cases else ()
-            ids = (listed([result.id for result in report.cases], _NAMED) for report in reports)
+            ids = (listed([result.id for result in report.cases], NAMED) for report in reports)
             return f"{NO_COMMON}: {'; '.join(ids)}" if reports else "the candidate has no case"
         return None
 
     def _finished(self) -> list[Row]:
-        entries = [entry for of_case in self._cases for entry in of_case]
-        timed = [entry for entry in entries if isinstance(entry, Timed)]
-        answered = [entry for entry in entries if isinstance(entry, Answered)]
-        judged = iter(times.rows(timed, self.policy.confidence))
-        scored = iter(answers.rows(answered, self.policy.confidence))
+        tests = [entry for of_case in self._cases for entry in of_case if isinstance(entry, Timed | Answered)]
+        judged = iter(decided(tests, self.policy.confidence))
         rows: list[Row] = []
         compared: list[CaseResult] = []
         for of_case in self._cases:
@@ -396,8 +423,7 @@ class Comparison:
                 elif isinstance(entry, Timed) and entry.prefill:
                     found[-1] = worse(found[-1], next(judged))
                 else:
-                    pending = judged if isinstance(entry, Timed) else scored
-                    found.append(entry if isinstance(entry, Row) else next(pending))
+                    found.append(entry if isinstance(entry, Row) else next(judged))
             for base, head in (entry for entry in of_case if isinstance(entry, tuple)):
                 compared.append(head)
                 found = [self._explained(row, base, head) for row in found]
@@ -405,23 +431,26 @@ class Comparison:
         return rows if self.base is None else rows + promotion.rows(self.base, compared, rows, self.policy)
 
     def _with_program(self, rows: Sequence[Row], base: CaseResult, head: CaseResult) -> list[Row]:
-        """Return the rows of the times of a case with their causes, and the row on its program."""
+        """Return the rows of the times of a case with their causes, and those on its program."""
         device = next((row for row in rows if row.metric == "device_time"), None)
         gain = 1 - device.ratio if device is not None and device.ratio is not None else 0.0
         better = any(row.improved for row in rows if row.metric in TIMES)
         phases = [(base, head), (of_prefill(base), of_prefill(head))] if head.case.generates else [(base, head)]
-        found: Row | None = None
+        found: dict[MetricName, Row] = {}
         for number, results in enumerate(phases):
             pairs = program.pairs_of(*results, self._names)
             if device is not None and (slower := with_slower_kernels(device, pairs)) is not device:
                 device = msgspec.structs.replace(slower, prefill=number > 0)
-            row = program_row(*results, pairs, self.policy.program, gain=gain, better=better)
-            if isinstance(row, Row):
-                found = worse(found, row) if number else row
-            elif not number:
-                self._take("program", row)
+            judged = {"program": program_row(*results, pairs, self.policy.program, gain=gain, better=better)}
+            if self.policy.host_calls.gate:  # Without it they are in the row on the program alone.
+                judged["host_calls"] = host_calls_row(*results, pairs)
+            for metric, row in judged.items():
+                if isinstance(row, Row):
+                    found[metric] = worse(found.get(metric), row) if number else row
+                elif not number:
+                    self._take(metric, row)
         with_kernels = [device if row.metric == "device_time" and device is not None else row for row in rows]
-        return with_kernels if found is None else [*with_kernels, found]
+        return [*with_kernels, *found.values()]
 
     def _explained(self, row: Row, base: CaseResult, head: CaseResult) -> Row:
         """Return a row with its cause, and with the trace of the passes and of the rank that it is about."""
@@ -449,4 +478,4 @@ def _device(result: CaseResult) -> str:
 def _message(result: CaseResult) -> str:
     """Return a failure's message as the second line of a reason, shortened."""
     text = "" if result.failure is None else result.failure.message
-    return f"\n{textwrap.shorten(text, _WIDTH, placeholder=' ...')}" if text.strip() else ""
+    return f"\n{textwrap.shorten(text, 200, placeholder=' ...')}" if text.strip() else ""

@@ -91,6 +91,11 @@ class RankFigures(NamedTuple):
     """The forwards of a pass."""
 
     @property
+    def python_calls(self) -> int:
+        """The calls of Python functions in a forward."""
+        return sum(calls for name, calls in self.host_calls.items() if name != _C)
+
+    @property
     def own_s(self) -> float:
         """The time of a pass in which the rank does not wait for another one."""
         return sum(self.parts_s[place] for place in OWN)
@@ -354,6 +359,8 @@ def _figures(works: Sequence[Work], names: Sequence[str], number: int) -> RankFi
     transfer_s = min(collective_s, statistics.median(transfers)) if transfers else 0.0
     copy_s = _median(rank.copy_s for rank in ranks) or 0.0
     kernels_s = _median(rank.device_time_s for rank in ranks)
+    by_module = [(rank.ops_by_module or {}).items() for rank in ranks]
+    ops = [{(module, name): calls for module, of in one for name, calls in of.items()} for one in by_module]
     host_calls = [rank.host_calls for rank in ranks if rank.host_calls is not None]
     return RankFigures(
         device_s=None if kernels_s is None else kernels_s + copy_s,
@@ -368,12 +375,7 @@ def _figures(works: Sequence[Work], names: Sequence[str], number: int) -> RankFi
         passes={kernel: [one[kernel] for one in of_passes if kernel in one] for one in of_passes for kernel in one},
         modules=_median_amounts(of_modules),
         runtime_calls=_median_counts([rank.runtime_calls for rank in ranks]),
-        ops=_median_counts(
-            [
-                {(module, name): calls for module, ops in by_module.items() for name, calls in ops.items()}
-                for by_module in (rank.ops_by_module or {} for rank in ranks)
-            ]
-        ),
+        ops=_median_counts(ops),
         host_calls=_median_counts([{**one.by_file, _C: one.c} for one in host_calls]),
         python_versions=frozenset(one.python_version for one in host_calls),
         host_syncs=_median_count(rank.host_syncs for rank in ranks),
@@ -417,16 +419,12 @@ def _median_count(launches: Iterable[int | None]) -> int | None:
 
 
 def _median_amounts(launches: Sequence[Mapping[_K, Amount]]) -> dict[_K, Amount]:
-    return {
-        key: Amount(
-            statistics.median_low(launch.get(key, Amount()).calls for launch in launches),
-            statistics.median(launch.get(key, Amount()).time_s for launch in launches),
-        )
-        for key in {key: None for launch in launches for key in launch}
-    }
+    calls = _median_counts([{key: one.calls for key, one in launch.items()} for launch in launches])
+    times_s = {key: [launch.get(key, Amount()).time_s for launch in launches] for key in calls}
+    return {key: Amount(count, statistics.median(times_s[key])) for key, count in calls.items()}
 
 
-def _median_counts(launches: Sequence[Mapping[_K, int] | None]) -> dict[_K, int]:
+def _median_counts(launches: Sequence[Mapping[_K, _N] | None]) -> dict[_K, _N]:
     known = [launch or {} for launch in launches]
     keys = {key: None for launch in known for key in launch}
     return {key: statistics.median_low(launch.get(key, 0) for launch in known) for key in keys}

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from pytest_llmgpu.gate.exact import NAMED
 from pytest_llmgpu.gate.policy import Policy, with_allowed
 from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.metrics import MetricName, spec_of
@@ -35,10 +36,6 @@ _STEPS = 2
 
 _EQUAL_CLOCK = 0.005
 """Largest relative difference of clocks that count as equal: device time differs by at most as much."""
-
-
-NAMED = 3
-"""Most cases that a reason lists."""
 
 
 class Growth(NamedTuple):
@@ -110,8 +107,7 @@ def rows(base: Report, results: Sequence[CaseResult], judged: Sequence[Row], pol
         grown = [one for one in growths(base.promotions, result, policy) if (result.id, one.metric) not in stated]
         if not grown:
             continue
-        names = [spec_of(one.metric).noun or capital(one.metric.replace("_", " ")) for one in grown]
-        also = [f"{name} {signed_percent(one.now / one.then - 1, 2)}" for name, one in zip(names, grown, strict=True)]
+        also = [f"{capital(one.metric.replace('_', ' '))} {signed_percent(one.now / one.then - 1, 2)}" for one in grown]
         worst, change, limit = grown[0], also[0], f"{100 * grown[0].threshold:.3g} %"
         was, now = map(spec_of(worst.metric).written, (worst.then, worst.now))
         if worst.metric == "memory":

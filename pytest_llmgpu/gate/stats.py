@@ -9,14 +9,8 @@ import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
 
-_TERMS = 40
-"""Largest number of terms of the continued fraction; distributions with many degrees of freedom need more."""
-
 _PRECISION = 1e-15
 """Relative change of a continued fraction that ends it."""
-
-_BITS = 60
-"""Number of bisections, after which an interval is smaller than the precision of a float."""
 
 
 def beta(x: float, a: float, b: float) -> float:
@@ -33,7 +27,7 @@ def beta(x: float, a: float, b: float) -> float:
     above = 1.0
     below = 1 / (1 - (a + b) * x / (a + 1))
     fraction = below
-    for k in range(1, _TERMS + int(2 * math.sqrt(a + b))):
+    for k in range(1, 40 + int(2 * math.sqrt(a + b))):  # Many degrees of freedom need more terms.
         for term in (
             k * (b - k) * x / ((a + 2 * k - 1) * (a + 2 * k)),
             -(a + k) * (a + b + k) * x / ((a + 2 * k) * (a + 2 * k + 1)),
@@ -81,26 +75,22 @@ def net_loss(lost: int, won: int, items: int, confidence: float) -> tuple[float,
 
 def _solved(rising: Callable[[float], float], low: float, high: float) -> float:
     """Return the zero of a rising function between two ends by bisection."""
-    for _ in range(_BITS):
+    for _ in range(60):  # Then the interval is smaller than the precision of a float.
         middle = (low + high) / 2
         low, high = (middle, high) if rising(middle) < 0 else (low, middle)
     return (low + high) / 2
 
 
-def holm(probabilities: Sequence[float], families: Sequence[Hashable] | None = None) -> list[float]:
+def holm(probabilities: Sequence[float], families: Sequence[Hashable]) -> list[float]:
     """Return the probabilities of tests adjusted by Holm's method, in the same order.
 
-    It limits the probability of any false alarm among the tests of a family; without families all tests are one.
+    It limits the probability of any false alarm among the tests of a family.
     """
-    members: dict[Hashable, list[int]] = {}
-    for number in range(len(probabilities)):
-        members.setdefault(families[number] if families is not None else None, []).append(number)
     adjusted = [1.0] * len(probabilities)
-    for family in members.values():
+    for family in set(families):
+        members = [number for number, one in enumerate(families) if one == family]
         largest = 0.0
-        for rank, number in enumerate(sorted(family, key=probabilities.__getitem__)):
-            largest = max(largest, min(1.0, (len(family) - rank) * probabilities[number]))
-            if largest == 1:
-                break  # and so are all larger ones
+        for rank, number in enumerate(sorted(members, key=probabilities.__getitem__)):
+            largest = max(largest, min(1.0, (len(members) - rank) * probabilities[number]))
             adjusted[number] = largest
     return adjusted

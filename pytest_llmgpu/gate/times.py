@@ -8,7 +8,7 @@ their degrees of freedom: that of its launches, and the prior of its noise regim
 
 A row is REGRESSED if its change is statistically significant and exceeds the threshold. All gated rows of times are one
 family of tests (Holm). `comparable` selects the launches, `device_times` and `wall_times` collect the data of a row,
-and `rows` judges all of them.
+and `judge.decided` has the rows of all.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from __future__ import annotations
 import math
 import operator
 import statistics
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import msgspec
 
@@ -27,7 +27,7 @@ from pytest_llmgpu.gate import fixed_clock
 from pytest_llmgpu.gate.exact import absent, other_execution
 from pytest_llmgpu.gate.fixed_clock import Fitted, Samples
 from pytest_llmgpu.gate.policy import AmountRule, TimeRule
-from pytest_llmgpu.gate.stats import holm, t_quantile, t_tail
+from pytest_llmgpu.gate.stats import t_quantile, t_tail
 from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.derived import device_passes_s, device_times_s, of_prefill
 from pytest_llmgpu.report.metrics import MetricName, spec_of
@@ -62,7 +62,7 @@ _SLOW, _MANY_SLOW = 2.0, 3
 """A batch is an outlier from this multiple of its time in the other launches on, and a launch has many from this number
 on: fewer of them are left out where not every launch of a report has one."""
 
-_CLOCK = 0.01
+CLOCK = 0.01
 """A relative difference of clocks from which a reason states it."""
 
 _LOWER, _LOWER_LAUNCHES = 0.005, 3
@@ -85,16 +85,6 @@ def latencies(launch: Launch, metric: MetricName) -> tuple[Sequence[float], list
     return texts.step_s, texts.step_clock_ghz
 
 
-def critical_t(degrees: float, family: float, confidence: float) -> float:
-    """Return the t that the smallest p of a family has to exceed: the first critical value of Holm's method."""
-    return t_quantile(degrees, 1 - (1 - confidence) / max(1.0, family))
-
-
-def smallest_slowdown(threshold: float, shown: float, error: float) -> float:
-    """Return the smallest true slowdown that is seen with probability `POWER`, as a fraction."""
-    return math.expm1(min(700.0, max(math.log1p(threshold), shown) + _POWER_QUANTILE * error))
-
-
 def smallest_seen(
     prior: Prior, launches: int, *, threshold: float, family: float = 1, confidence: float = 0.99
 ) -> float:
@@ -103,8 +93,9 @@ def smallest_seen(
     `family` is the number of gated rows of times, times the number of ranks of this row.
     """
     error = prior.s0 * math.sqrt(2 / launches)
-    shown = critical_t(prior.df0 + 2 * launches - 2, family, confidence) * error
-    return smallest_slowdown(threshold, shown, error)
+    # The smallest p of a family has to be below the first critical value of Holm's method.
+    shown = t_quantile(prior.df0 + 2 * launches - 2, 1 - (1 - confidence) / family) * error
+    return _ratio(max(math.log1p(threshold), shown) + _POWER_QUANTILE * error) - 1
 
 
 def launches_needed(prior: Prior, *, threshold: float, **rule: float) -> int | None:
@@ -117,23 +108,31 @@ Sides = tuple[list[Launch], list[Launch]]
 """The launches of the baseline and of the candidate, at least one of each."""
 
 
-def comparable(base: CaseResult, head: CaseResult) -> Sides | Row:
-    """Return the launches of two completed results whose times can be compared, or a row of `time` if there are none.
+def comparable(
+    base: CaseResult,
+    head: CaseResult,
+    metric: MetricName = "time",
+    has: Callable[[Launch], object] = lambda _: True,
+    **fields: Any,
+) -> Sides | Row | str:
+    """Return the launches of two completed results whose times can be compared, or a row or a reason without any.
 
-    They ran the same batches, undisturbed; both results have a launch with batches. Launches that power or heat
-    throttled count: times are compared at a fixed clock, and without clocks the prior has the noise of GPUs at their
-    limit.
+    They have the time, and ran the same batches, undisturbed. Launches that power or heat throttled count: times are
+    compared at a fixed clock, and without clocks the prior has the noise of GPUs at their limit. `fields` are those of
+    the row.
     """
+    timed = [[one for one in result.launches if one.batches.latency_s and has(one)] for result in (base, head)]
+    if (missing := absent(head, metric, *timed, **fields)) is not None:
+        return missing
     sides = []
-    for name, result in (("baseline", base), ("candidate", head)):
-        timed = [launch for launch in result.launches if launch.batches.latency_s]
-        valid = [launch for launch in timed if disturbances.untimed(launch) is None]
+    for name, launches in zip(("baseline", "candidate"), timed, strict=True):
+        valid = [launch for launch in launches if disturbances.untimed(launch) is None]
         if not valid:
-            disturbance = disturbances.untimed(timed[0]) or ""
+            disturbance = disturbances.untimed(launches[0]) or ""
             reason = f"The launches of the {name} were disturbed: {disturbance}."
             remedy = disturbances.remedy(disturbance)
             step = f"{remedy} Then measure the {name} again." if remedy else f"Measure the {name} again."
-            return Row.of(head, "time", "UNDECIDED", reason, next_step=step)
+            return Row.of(head, metric, "UNDECIDED", reason, next_step=step, **fields)
         sides.append(valid)
     (then, now), unpaired = sides, ""
     plans = {launch.plan_sha256 for launch in (*then, *now)}
@@ -151,7 +150,7 @@ def comparable(base: CaseResult, head: CaseResult) -> Sides | Row:
         unpaired = f"The batches cannot be paired: one launch has {min(counts)}, another {max(counts)}."
     if unpaired:
         reason = "\n".join(filter(None, (unpaired, other_execution(base, head))))
-        return Row.of(head, "time", "NOT_COMPARABLE", reason)
+        return Row.of(head, metric, "NOT_COMPARABLE", reason, **fields)
     return then, now
 
 
@@ -183,6 +182,11 @@ class Timed(msgspec.Struct, frozen=True):
     """True if the times are of prefills; the row before is that of the decode steps of the case."""
 
     @property
+    def family(self) -> Hashable:
+        """All gated rows of times are one family of tests, the other rows of each metric are another."""
+        return self.gated or self.metric
+
+    @property
     def slowest(self) -> int:
         """The number of the rank that became slowest."""
         return max(range(len(self.ranks)), key=lambda number: self.ranks[number].change)
@@ -207,24 +211,86 @@ class Timed(msgspec.Struct, frozen=True):
         distance = sign * self.change
         return min(1.0, len(self.ranks) * t_tail(distance / self.error, self.noise.df0)) if distance > 0 else 1.0
 
+    def row(self, ps: Sequence[float], family: int, confidence: float) -> Row:
+        """Return the verdict, by p of a slowdown and of a speed-up, both adjusted over so many rows of a family.
+
+        REGRESSED: the change is statistically significant and exceeds the threshold. IMPROVED: the same in the other
+        direction. OK: the upper end of the interval is below the threshold plus `PROMISED`, where the baseline is of
+        other GPUs without the part of the threshold that is for the noise of the launches.
+        """
+        tests = family * len(self.ranks)
+        change, error, noise = self.change, self.error, self.noise
+        shown = t_quantile(noise.df0, 1 - (1 - confidence) / tests) * error
+        limit, machines = math.log1p(self.threshold), math.sqrt(2) * self.machine_sd
+        # Between machines a change up to their differences is OK. The noise of the launches makes nothing OK.
+        allowed = max(limit, _GPU_QUANTILE * machines)
+        if (
+            self.machine_sd
+        ):  # The test takes differences between machines for a change: the threshold has to exceed both.
+            limit = max(limit, shown + _GPU_QUANTILE * machines)
+            error = math.hypot(error, machines)
+        half = t_quantile(noise.df0, _ONE_SIDED) * error
+        result: Decided = "UNDECIDED"
+        slower, faster = ps
+        if slower <= 1 - confidence and change > limit:
+            result = "REGRESSED"
+        elif faster <= 1 - confidence and change < -limit:
+            result = "IMPROVED"
+        elif change + half < math.log(math.exp(allowed) + PROMISED):
+            result = "OK"
+        needed = None
+        unclear, step = result in {"OK", "UNDECIDED"}, ""
+        if unclear and self.machine_sd:
+            # An OK row has a step as well: behind so much noise that a slowdown would not have been seen, it is not OK.
+            step = "Measure the baseline on these GPUs."
+        elif unclear:
+            rule = {"threshold": self.threshold, "family": tests, "confidence": confidence}
+            needed = launches_needed(msgspec.structs.replace(self.prior, s0=noise.s0), **rule)
+        base_s, head_s = self.seconds[self.slowest]
+        sign = -1 if self.declared is not None and self.declared.better == "larger" else 1
+        low, high = sorted((sign * (change - half), sign * (change + half)))
+        row = Row.of(
+            self.result,
+            self.metric,
+            result,
+            "",
+            next_step=step,
+            gated=self.gated,
+            base=base_s,
+            head=head_s,
+            declared=self.declared,
+            ratio=_ratio(sign * change),
+            low=_ratio(low),
+            high=_ratio(high),
+            threshold=math.expm1(limit),
+            p=slower if change >= 0 else faster,
+            n=min(map(len, self.ranks[0])),
+            clock_ratio=None if self.clocks_ghz is None else self.clocks_ghz[1] / self.clocks_ghz[0],
+            smallest_seen=_ratio(max(limit, shown) + _POWER_QUANTILE * error) - 1,
+            launches_needed=needed,
+        )
+        return msgspec.structs.replace(row, reason=_described(self, row, family))
+
 
 def wall_times(
     base: CaseResult,
     head: CaseResult,
-    sides: Sides | Row,
     rule: TimeRule,
     *,
     metric: MetricName = "time",
     in_turn: bool,
     same_gpus: bool,
     declared: Declared | None = None,
-) -> Timed | Row:
+) -> Timed | Row | str:
     """Return the wall times of two completed results, or a figure of their own, or why they cannot be compared.
 
     Those of forwards that the GPU limits are compared at a fixed clock, with the slope of device time.
     """
-    if isinstance(sides, Row):
-        return msgspec.structs.replace(sides, metric=metric, declared=declared, gated=rule.gate)
+    sides = comparable(
+        base, head, metric, lambda launch: latencies(launch, metric)[0], gated=rule.gate, declared=declared
+    )
+    if not isinstance(sides, tuple):
+        return sides
     timed = [[latencies(launch, metric) for launch in side] for side in sides]
     regime, prior = noise_regime.noisiest(base, head), noise_regime.prior_of_time(base, head)
     if declared is not None:  # it is of the host, whatever the forwards are
@@ -250,16 +316,16 @@ def wall_times(
                 for one in zip(logs, clocks, strict=True)
             ]
             means = math.exp(statistics.fmean(clocks[0])), math.exp(at)
-    relative = (
-        rule.threshold if rule.threshold is not None else _IN_TURN if in_turn else spec_of(metric).threshold or 0.0
-    )
+    threshold = rule.threshold
+    if threshold is None:
+        threshold = _IN_TURN if in_turn else spec_of(metric).threshold or 0.0
     return Timed(
         result=head,
         metric=metric,
         gated=rule.gate,
         ranks=[Samples(*logs)],
         prior=prior,
-        threshold=relative,
+        threshold=threshold,
         seconds=[(base_s, head_s)],
         clocks_ghz=means,
         machine_sd=0.0 if same_gpus else max(OTHER_GPU_SD["device"], prior.s0),
@@ -290,24 +356,17 @@ def _sums_s(sides: Sequence[Sequence[Sequence[float]]]) -> tuple[list[list[float
     return sums, f" {plural(ignored, 'time')} of more than twice the usual one left out." if ignored else ""
 
 
-def device_times(base: CaseResult, head: CaseResult, sides: Sides | Row, rule: AmountRule) -> Timed | Row | str | None:
+def device_times(base: CaseResult, head: CaseResult, rule: AmountRule) -> Timed | Row | str | None:
     """Return the device times of two completed results, or why they cannot be compared; None for a CPU.
 
     They are those at a fixed clock where it is known. Ranks of equal number are compared; their GPUs can be others of
-    the same kind. The arguments are those of `wall_times`.
+    the same kind.
     """
     if head.case.device == "cpu":
         return None
-    usable: Sides = ([], []) if isinstance(sides, Row) else sides
-    used = [[launch for launch in side if device_times_s(launch)] for side in usable]
-    if not all(used):
-        then, now = (any(map(device_times_s, result.launches)) for result in (base, head))
-        if (missing := absent(head, "device_time", then, now, gated=rule.gate)) is not None:
-            return missing
-        if isinstance(sides, Row):
-            return msgspec.structs.replace(sides, metric="device_time", gated=rule.gate)
-        reason = "The launches with device time were disturbed (`profile.invalid`)."
-        return Row.of(head, "device_time", "UNDECIDED", reason, gated=rule.gate)
+    used = comparable(base, head, "device_time", device_times_s, gated=rule.gate)
+    if not isinstance(used, tuple):
+        return used
     launches = [*used[0], *used[1]]
     batches = {tuple(launch.work.batches) for launch in launches if launch.work is not None}
     if len(batches) > 1 or len({len(launch.ranks) for launch in launches}) > 1:
@@ -316,14 +375,13 @@ def device_times(base: CaseResult, head: CaseResult, sides: Sides | Row, rule: A
     gpus = [[tuple(rank.uuids) for rank in launch.ranks] for launch in launches]
     same = all(one == gpus[-1] for one in gpus)
     fits = _fitted(used)
+    regime: NoiseRegime = "fixed_clock" if fits else "device"
+    prior, clocks_ghz = noise_regime.PRIORS[regime], None
     if fits:
-        regime: NoiseRegime = "fixed_clock"
-        prior = noise_regime.PRIORS[regime]
         prior = msgspec.structs.replace(prior, s0=math.hypot(prior.s0, max(one.sd for one in fits)))
         ranks = [one.samples for one in fits]
-        clocks = tuple(statistics.fmean(of) for of in zip(*((one.base_ghz, one.head_ghz) for one in fits), strict=True))
+        clocks_ghz = statistics.fmean(one.base_ghz for one in fits), statistics.fmean(one.head_ghz for one in fits)
     else:
-        regime, prior, clocks = "device", noise_regime.PRIORS["device"], ()
         logs = [[list(map(math.log, device_times_s(one) or [])) for one in side] for side in used]
         ranks = [Samples(*([one[number] for one in side] for side in logs)) for number in range(len(gpus[-1]))]
     return Timed(
@@ -334,7 +392,7 @@ def device_times(base: CaseResult, head: CaseResult, sides: Sides | Row, rule: A
         prior=prior,
         threshold=rule.threshold,
         seconds=[tuple(_ratio(statistics.fmean(side)) for side in rank) for rank in ranks],
-        clocks_ghz=(clocks[0], clocks[1]) if clocks else None,
+        clocks_ghz=clocks_ghz,
         machine_sd=0.0 if same else OTHER_GPU_SD[regime],
         left_out=_left_out(base, head, used, "`work` or `profile.invalid`"),
     )
@@ -366,78 +424,8 @@ def _left_out(base: CaseResult, head: CaseResult, used: Sequence[Sequence[object
     return f" {' and '.join(found)} ({fields})." if found else ""
 
 
-def rows(cases: Sequence[Timed], confidence: float) -> list[Row]:
-    """Judge times. All gated rows are one family of tests, the other rows of each metric are another."""
-    families = [case.gated or case.metric for case in cases]
-    members = Counter(families)
-    slower, faster = (holm([case.p(sign) for case in cases], families) for sign in (1, -1))
-    return [
-        _row(case, ps=ps, family=members[family], confidence=confidence)
-        for case, ps, family in zip(cases, zip(slower, faster, strict=True), families, strict=True)
-    ]
-
-
-def _row(case: Timed, *, ps: tuple[float, float], family: int, confidence: float) -> Row:
-    """Return the verdict on one row.
-
-    REGRESSED: the change is statistically significant and exceeds the threshold. IMPROVED: the same in the other
-    direction. OK: the upper end of the interval is below the threshold plus `PROMISED`, where the baseline is of other
-    GPUs without the part of the threshold that is for the noise of the launches.
-    """
-    tests = family * len(case.ranks)
-    change, error, noise = case.change, case.error, case.noise
-    shown = critical_t(noise.df0, tests, confidence) * error
-    limit, machines = math.log1p(case.threshold), math.sqrt(2) * case.machine_sd
-    # Between machines a change up to their differences is OK. The noise of the launches makes nothing OK.
-    allowed = max(limit, _GPU_QUANTILE * machines)
-    if case.machine_sd:  # The test takes differences between machines for a change: the threshold has to exceed both.
-        limit = max(limit, shown + _GPU_QUANTILE * machines)
-        error = math.hypot(error, machines)
-    half = t_quantile(noise.df0, _ONE_SIDED) * error
-    result: Decided = "UNDECIDED"
-    slower, faster = ps
-    if slower <= 1 - confidence and change > limit:
-        result = "REGRESSED"
-    elif faster <= 1 - confidence and change < -limit:
-        result = "IMPROVED"
-    elif change + half < math.log(math.exp(allowed) + PROMISED):
-        result = "OK"
-    needed = None
-    if result in {"OK", "UNDECIDED"} and not case.machine_sd:
-        needed = launches_needed(
-            msgspec.structs.replace(case.prior, s0=noise.s0),
-            threshold=case.threshold,
-            family=tests,
-            confidence=confidence,
-        )
-    base_s, head_s = case.seconds[case.slowest]
-    sign = -1 if case.declared is not None and case.declared.better == "larger" else 1
-    low, high = sorted((sign * (change - half), sign * (change + half)))
-    row = Row.of(
-        case.result,
-        case.metric,
-        result,
-        "",
-        gated=case.gated,
-        base=base_s,
-        head=head_s,
-        declared=case.declared,
-        ratio=_ratio(sign * change),
-        low=_ratio(low),
-        high=_ratio(high),
-        threshold=math.expm1(limit),
-        p=slower if change >= 0 else faster,
-        n=min(map(len, case.ranks[0])),
-        clock_ratio=None if case.clocks_ghz is None else case.clocks_ghz[1] / case.clocks_ghz[0],
-        smallest_seen=smallest_slowdown(math.expm1(limit), shown, error),
-        launches_needed=needed,
-    )
-    reason, step = _described(case, row, family)
-    return msgspec.structs.replace(row, reason=reason, next_step=step)
-
-
-def _described(case: Timed, row: Row, family: int) -> tuple[str, str]:
-    """Return the reason of a verdict in one line, and the next step where more launches do not decide."""
+def _described(case: Timed, row: Row, family: int) -> str:
+    """Return the reason of a verdict in one line."""
     was, now = map(row.spec.written, case.seconds[case.slowest])
     ratio, low, high, threshold = row.ratio or 0.0, row.low or 0.0, row.high or 0.0, row.threshold or 0.0
     of_rank = f" of rank {case.slowest}" if len(case.ranks) > 1 else ""
@@ -448,18 +436,13 @@ def _described(case: Timed, row: Row, family: int) -> tuple[str, str]:
     )
     if case.machine_sd:
         reason += f" The baseline is from other GPUs (spread between GPUs: {100 * case.machine_sd:.2g} %)."
-    if case.clocks_ghz is not None and abs(case.clocks_ghz[1] / case.clocks_ghz[0] - 1) > _CLOCK:
+    if case.clocks_ghz is not None and abs(case.clocks_ghz[1] / case.clocks_ghz[0] - 1) > CLOCK:
         now_mhz, then_mhz = (1000 * ghz for ghz in reversed(case.clocks_ghz))
         reason += f" Compared at equal clock: the GPU ran at {now_mhz:,.0f} MHz, was {then_mhz:,.0f} MHz."
     reason += case.left_out
-    if row.result in {"REGRESSED", "IMPROVED"}:
-        return reason, ""
-    if case.machine_sd:
-        # An OK row has a step as well: behind so much noise that a slowdown would not have been seen, it is not OK.
-        return reason, "Measure the baseline on these GPUs."
-    if row.result == "UNDECIDED" and case.change > math.log1p(threshold):
+    if row.verdict == "UNDECIDED" and not case.machine_sd and case.change > math.log1p(threshold):
         reason += f" Not statistically significant among {plural(family, 'row')}."
-    return reason, ""
+    return reason
 
 
 def with_power(row: Row, base: CaseResult, head: CaseResult) -> Row:

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from pytest_llmgpu.gate import headline, rows_by_cause
+from pytest_llmgpu.gate import headline
 from pytest_llmgpu.gate.judge import TIMES, ExitStatus, exit_status
 from pytest_llmgpu.gate.policy import Policy, policy_of
 from pytest_llmgpu.report import disturbances
@@ -71,14 +71,14 @@ def conclude(report: Report, verdicts: Verdicts | None = None, policy: Policy | 
         status = "fail"
     elif gate or not session.complete or session.interrupted or session.exit_status or not completed or disturbed:
         status = "unclear"
-    groups = [] if verdicts is None else rows_by_cause.group(verdicts, policy)
+    groups = [] if verdicts is None else headline.group(verdicts, policy)
     of_gate = [
         Problem(
             severity="failure",
             verdict=group.rows[0].verdict,
             label=headline.row_in_words(group.rows[0]),
-            texts=[(group.rows[0].id, "\n".join(rows_by_cause.lines(group)))],
-            next_step=rows_by_cause.next_step(group),
+            texts=[(group.rows[0].id, "\n".join(group.lines))],
+            next_step=group.next_step,
         )
         for group in groups
         if group.fails

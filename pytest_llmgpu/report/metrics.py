@@ -1,8 +1,6 @@
 """The table of metrics: one row per metric. Verdicts, policy, terminal, page, exports and trend read it.
 
-A new exact metric is a new row here, with `amount`: the policy's keys, verdicts, columns, exports and docs follow. Its
-amounts are a list of `HostUse`, which `ranks.host` measures, or a field of `RankWork`, which `recording.work` counts:
-what records them, their field and the row are all that it needs; a column of a table has its title in `render.table`.
+A column of a table has its title in `render.table`.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ import functools
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -29,9 +27,6 @@ price of their change. time: launches are the replicates. answers: item by item,
 every launch, so that one launch suffices. traffic: exact, by collective. memory: exact up to the allocator's rounding.
 creep: the growth of other metrics over several promotions.
 """
-
-Batches = Literal["measured", "passes", "eager"]
-"""Forwards that an amount is of: the measured ones, the work passes, or the eager one of the work passes."""
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,15 +75,8 @@ class MetricSpec:
     """Unit of the numbers in a verdict's row; empty where a row has none."""
     written: Callable[[float], str] = significant
     """Returns a number as text with its unit."""
-    amount: Callable[[Launch], Sequence[int | None]] | None = None
-    """For the rule `exact`: returns the amount of each rank of a launch; None where a rank lacks it, empty without
-    any. The reason is in `why` of the launch or of the rank, under the metric's name."""
-    explain: Callable[[Launch], Sequence[Mapping[str, int] | None]] = lambda _: []
-    """Returns for each rank the numbers of calls whose changes explain a change of its amount; empty without any."""
-    noun: str = ""
-    """The amount in a sentence, plural."""
-    batches: Batches = "measured"
-    """Forwards that the metric is of. Amounts of other forwards are not compared."""
+    of_passes: bool = False
+    """True if it is of work passes: the reason why it is lacking can be theirs."""
     figure: Callable[[CaseResult], Figure | None] | None = None
     """Returns the number of a completed case; None where it has none."""
     exported: Exported | None = None
@@ -255,7 +243,7 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec(
         name="program",
         rule="program",
-        batches="passes",
+        of_passes=True,
         threshold=0.002,
         unit="s",
         written=_seconds,
@@ -264,7 +252,7 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec(
         name="device_time",
         rule="time",
-        batches="passes",
+        of_passes=True,
         threshold=0.005,
         unit="s",
         written=_seconds,
@@ -374,10 +362,7 @@ METRICS: tuple[MetricSpec, ...] = (
         unit="calls",
         written=_counted,
         next_step="Read `host_calls` of `work` in the two reports: which source file calls more functions.",
-        noun="Calls of Python functions",
-        batches="eager",
-        amount=lambda launch: [None if rank.host_calls is None else rank.host_calls.python for rank in launch.ranks],
-        explain=lambda launch: [None if rank.host_calls is None else rank.host_calls.by_file for rank in launch.ranks],
+        of_passes=True,
     ),
     MetricSpec(
         name="kernels",

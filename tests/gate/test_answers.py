@@ -10,7 +10,8 @@ import pytest
 from support.prose import Prose
 from support.report_factory import known, make_answers, make_check, make_generation, make_result
 
-from pytest_llmgpu.gate.answers import Answered, answered, below_floor, predictions_row, rows, texts_row
+from pytest_llmgpu.gate.answers import Answered, answered, below_floor, predictions_row, texts_row
+from pytest_llmgpu.gate.judge import decided
 from pytest_llmgpu.gate.policy import AccuracyRule, TextsRule
 from pytest_llmgpu.report.case import GENERATE
 from pytest_llmgpu.report.derived import encode
@@ -30,7 +31,7 @@ def _answered(base: CaseResult, head: CaseResult, **rule: Any) -> Any:
 
 
 def _judged(base: CaseResult, head: CaseResult, **rule: Any) -> Row:
-    return rows([_answered(base, head, **rule)], 0.95)[0]
+    return decided([_answered(base, head, **rule)], 0.95)[0]
 
 
 @pytest.mark.parametrize(
@@ -85,7 +86,7 @@ def test_the_gated_series_of_trained_models_are_one_family(
 ) -> None:
     """Seven items lost are significant alone, and not among twenty series. Random weights answer by chance."""
     first, *others = map(other, range(19))
-    found = rows([first, _answered(_result(), _result(*range(7))), *others], 0.95)
+    found = decided([first, _answered(_result(), _result(*range(7))), *others], 0.95)
     assert (found[1].verdict, found[1].p) == (verdict, p)
     assert {row.result for row in (found[0], *found[2:])} == {"OK"}
 
@@ -93,7 +94,7 @@ def test_the_gated_series_of_trained_models_are_one_family(
 def test_other_wrong_answers_are_no_loss_but_other_predictions(prose: Prose) -> None:
     """An item that is wrong in two ways was neither lost nor won; predictions are exact."""
     found = _answered(_result(0), _wrong_differently(0))
-    assert rows([found], 0.95)[0].verdict == "OK"
+    assert decided([found], 0.95)[0].verdict == "OK"
     row = predictions_row(found, gated=True)
     assert (row.result, row.base, row.head) == ("REGRESSED", 0.0, found.changed / found.items)
     assert prose == row.reason
@@ -171,7 +172,7 @@ def test_answers_that_are_gone_or_of_other_items() -> None:
     fewer: Any = answered(_result(), _result(items=10), AccuracyRule())
     assert fewer.result == "NOT_COMPARABLE"
     assert answered(make_result(), _result(), AccuracyRule()) == "only the candidate has it"
-    assert answered(make_result(), make_result(), AccuracyRule()) == "no items were scored"
+    assert answered(make_result(), make_result(), AccuracyRule()) == "neither report has it"
 
 
 def _numbers(*values: float, **fields: Any) -> CaseResult:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -8,13 +7,12 @@ import pytest
 from support.prose import Prose
 from support.report_factory import known, make_result, make_traffic, make_work
 
-from pytest_llmgpu.gate.exact import exact_rows, execution_row, other_execution, path_row, traffic_row
-from pytest_llmgpu.gate.policy import AmountRule, ExactRule, Rules
+from pytest_llmgpu.gate.cause import host_calls_row
+from pytest_llmgpu.gate.exact import execution_row, other_execution, path_row, traffic_row
+from pytest_llmgpu.gate.policy import AmountRule
+from pytest_llmgpu.gate.program import pairs_of
 from pytest_llmgpu.report.result import CaseResult, Traffic
-from pytest_llmgpu.report.verdicts import Row
 from pytest_llmgpu.report.work import WORK_OFF, WORK_ON, HostCalls, Work
-
-GATED = Rules(host_calls=ExactRule())
 
 
 def _result(*works: Work | None) -> CaseResult:
@@ -40,79 +38,46 @@ def _calling(*python: int | None, version: str = "3.12", **fields: Any) -> Work:
     return msgspec.structs.replace(work, ranks=ranks)
 
 
-def _found(
-    base: CaseResult | Work | None = None, head: CaseResult | Work | None = None, rules: Rules | None = None
-) -> dict[str, Row | str]:
-    """Return the row of each metric of work passes, or the reason why there is none."""
+def _found(base: CaseResult | Work | None = None, head: CaseResult | Work | None = None) -> Any:
+    """Return the row on the calls of the host, or the reason why there is none."""
     then, now = (one if isinstance(one, CaseResult) else _result(one or _calling(4, 4)) for one in (base, head))
-    return {str(metric): row for metric, row in exact_rows(then, now, rules or GATED) if metric != "traffic"}
-
-
-def _rows(*given: Any, **named: Any) -> dict[str, Row]:
-    """Return the row of each metric that has one."""
-    return {metric: row for metric, row in _found(*given, **named).items() if isinstance(row, Row)}
+    return host_calls_row(then, now, pairs_of(then, now, ([], [])))
 
 
 def test_one_more_call_is_a_regression(prose: Prose) -> None:
-    """One launch decides, by the rank that changed most, where the policy gates it. One call less is an improvement."""
+    """One launch decides, by the rank that has most more. One call less is an improvement."""
     more = _calling(4, 5)
-    shown, gated, fewer = (
-        one["host_calls"] for one in (_rows(head=more, rules=Rules()), _rows(head=more), _rows(base=more))
-    )
-    assert (shown.verdict, shown.gated) == ("CHANGED", False)
-    assert (gated.verdict, gated.base, gated.head, fewer.result) == ("REGRESSED", 4, 5, "IMPROVED")
-    assert prose == shown.reason
-    assert prose == fewer.reason
+    found, fewer, equal = _found(head=more), _found(more, _calling(4, 4)), _found(more, more)
+    assert (found.verdict, found.base, found.head) == ("REGRESSED", 4, 5)
+    assert (fewer.result, equal.result, equal.cause) == ("OK", "OK", None)
+    assert _found(_calling(5, 5)).result == "IMPROVED"
+    assert prose == found.reason
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "verdict"),
-    [
-        ([4, 4], [5, 5], "REGRESSED"),
-        ([4, 5], [5, 5], "UNDECIDED"),
-        ([4, 4], [4, 5], "UNDECIDED"),
-        ([5, 5], [4, 4], "IMPROVED"),
-        ([4, 5], [4, 4], "OK"),
-        ([4], [5, 5, 5], "REGRESSED"),
-    ],
-)
-def test_launches_that_differ_have_to_differ_in_one_direction(
-    before: Sequence[int], after: Sequence[int], verdict: str
-) -> None:
-    """Every launch of the candidate has to have more than every launch of the baseline."""
-    base, head = (_result(*(_calling(4, count) for count in counts)) for counts in (before, after))
-    row = _rows(base, head)["host_calls"]
-    assert (row.result, row.n) == (verdict, min(len(before), len(after)))
-
-
-@pytest.mark.parametrize(("after", "words"), [((4, 4), " on rank 1: 4 "), ((3, 4), " on each rank: 3 ")])
-def test_a_row_names_the_rank_that_changed(after: Sequence[int], words: str) -> None:
-    """Launches that overlap are OK; the row says on which rank they differ."""
-    row = _rows(_result(*[_calling(4, 5)] * 2), _result(_calling(*after), _calling(4, 5)))["host_calls"]
-    assert row.result == "OK"
-    assert words in row.reason
+def test_one_launch_that_differs_has_no_more_calls() -> None:
+    """The median of the launches is compared, as everything that the program calls."""
+    assert _found(head=_result(*(_calling(4, calls) for calls in (4, 9, 4)))).result == "OK"
+    assert _found(head=_result(*(_calling(4, calls) for calls in (4, 9, 9)))).result == "REGRESSED"
 
 
 def test_work_of_other_batches_is_not_compared(prose: Prose) -> None:
     """Other batches of the plan, another plan, another version of Python, or other ranks."""
     head = _result(_calling(4, 4, eager_batches=[1]))
-    assert prose == _found(head=head)["host_calls"]
+    assert prose == _found(head=head)
     other = _result(_calling(4, 4))
     other.launches[0].plan_sha256 = "0" * 64
-    for one in (head, other, _calling(4, 4, version="3.13"), _calling(4, 4, 4)):
-        assert _rows(head=one) == {}
-    both = _result(_calling(4, 4, eager_batches=[1]), _calling(4, 8))
-    assert _rows(head=both)["host_calls"].verdict == "REGRESSED", "the second launch ran the same batches"
+    for one in (head, other, _calling(4, 4, version="3.13"), _calling(4, 4, 4), _calling(4, None)):
+        assert isinstance(_found(head=one), str)
 
 
 def test_a_figure_that_a_report_lacks(prose: Prose) -> None:
     """It is MISSING if only the candidate lacks it: a figure of a rank, the ranks, or the work passes."""
     lost = _result(_calling(None, None))
     for lacking in (lost, _result(make_work(ranks=0)), _result(None)):
-        assert _rows(head=lacking)["host_calls"].verdict == "MISSING"
-        assert _found(lacking)["host_calls"] == "only the candidate has it"
-        assert _found(lacking, lacking)["host_calls"] == "neither report has it"
-    assert prose == _rows(head=lost)["host_calls"].reason
+        assert _found(head=lacking).verdict == "MISSING"
+        assert _found(lacking) == "only the candidate has it"
+        assert _found(lacking, lacking) == "neither report has it"
+    assert prose == _found(head=lost).reason
 
 
 def test_work_that_an_option_switched_off_is_missing() -> None:
@@ -120,7 +85,8 @@ def test_work_that_an_option_switched_off_is_missing() -> None:
     head = _result(None)
     for why, next_step in ((WORK_OFF, WORK_ON), ("the work passes failed", "")):
         head.launches[0].why["work"] = why
-        assert {(row.result, row.next_step) for row in _rows(head=head).values()} == {("MISSING", next_step)}
+        row = _found(head=head)
+        assert (row.result, row.next_step) == ("MISSING", next_step)
 
 
 def _sending(traffic: Traffic | None) -> CaseResult:

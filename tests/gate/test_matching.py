@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from support.report_factory import make_report, make_result
 
-from pytest_llmgpu.gate.matching import pairs
+from pytest_llmgpu.gate.judge import pairs
 from pytest_llmgpu.report.file import encode, parse
 from pytest_llmgpu.report.result import CaseResult
 

@@ -9,9 +9,8 @@ import pytest
 from support.prose import Prose
 from support.verdict_factory import make_row, make_verdicts
 
-from pytest_llmgpu.gate.headline import row_in_words
+from pytest_llmgpu.gate.headline import Group, by_reason, group, row_in_words
 from pytest_llmgpu.gate.policy import Policy
-from pytest_llmgpu.gate.rows_by_cause import Group, by_reason, group, lines, next_step
 from pytest_llmgpu.report.cause import Cause, SlowerKernel
 from pytest_llmgpu.report.metrics import MetricName
 from pytest_llmgpu.report.verdicts import DIFFERS, Row, Verdict
@@ -85,20 +84,20 @@ def test_a_difference_of_the_environment_is_the_cause_of_what_became_worse(prose
     found = _groups(*rows, differences=["NCCL_P2P_DISABLE unset -> 1"])
     assert [{row.id for row in one.rows} for one in found] == [{"tp-bs2", "tp-bs4"}, {"mp-bs1"}]
     assert [one.fails for one in found] == [True, False]
-    assert prose == "\n".join([row_in_words(found[0].rows[0]), *lines(found[0]), next_step(found[0])])
+    assert prose == "\n".join([row_in_words(found[0].rows[0]), *found[0].lines, found[0].next_step])
 
 
 def test_the_next_step_counts_all_undecided_rows_of_a_cause() -> None:
     """The largest number of launches decides all of them."""
     (found,) = _groups(*(_row(f"mp-bs{size}", "UNDECIDED", launches_needed=size + 3) for size in (1, 4)))
-    assert next_step(found) == "--llmgpu-launches=7 in both reports decides 2 of 2 undecided rows."
+    assert found.next_step == "--llmgpu-launches=7 in both reports decides 2 of 2 undecided rows."
 
 
 def test_a_known_regression_is_no_part_of_another_cause() -> None:
     """Its reason is one of its lines, and it does not fail."""
     found = _groups(_row("tp-bs1"), _row("tp-bs1", metric="memory", allowed="bug 7"))
     assert [(one.fails, one.rows[0].allowed) for one in found] == [(True, None), (False, "bug 7")]
-    assert "Allowed: bug 7" in lines(found[1])
+    assert "Allowed: bug 7" in found[1].lines
 
 
 def test_reasons_that_differ_in_numbers_alone_are_one() -> None:

@@ -69,7 +69,7 @@ def test_the_interval_of_a_loss() -> None:
 
 def test_holm_multiplies_by_the_number_of_remaining_tests() -> None:
     """An adjusted p is at least the one before it and at most 1; each test is adjusted within its own family."""
-    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
-    assert holm([0.9, 0.8]) == [1.0, 1.0]
-    assert holm([]) == []
+    assert holm([0.01, 0.04, 0.03, 0.005], ["a"] * 4) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.9, 0.8], ["a"] * 2) == [1.0, 1.0]
+    assert holm([], []) == []
     assert holm([0.01, 0.04, 0.03, 0.005], [True, False, True, False]) == pytest.approx([0.02, 0.04, 0.03, 0.01])

@@ -17,7 +17,9 @@ from pytest_llmgpu.analysis import noise_regime
 from pytest_llmgpu.analysis.noise_regime import PRIORS, REGIMES, Prior
 from pytest_llmgpu.gate import times
 from pytest_llmgpu.gate.fixed_clock import Samples
+from pytest_llmgpu.gate.judge import decided
 from pytest_llmgpu.gate.policy import AmountRule, TimeRule
+from pytest_llmgpu.gate.stats import t_quantile
 from pytest_llmgpu.gate.times import Timed
 from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.result import CaseResult, HostUse
@@ -32,13 +34,11 @@ _FAST, _SLOW = (1735, 1700, 1771), (1590, 1560, 1620)
 def _wall(base: CaseResult, head: CaseResult, prior: Prior = _QUIET, **given: Any) -> Any:
     rule = TimeRule(**{name: given.pop(name) for name in ("gate", "threshold") if name in given})
     with patch.object(noise_regime, "PRIORS", dict.fromkeys(PRIORS, prior)):
-        return times.wall_times(
-            base, head, times.comparable(base, head), rule, **{"in_turn": True, "same_gpus": True, **given}
-        )
+        return times.wall_times(base, head, rule, **{"in_turn": True, "same_gpus": True, **given})
 
 
 def _judged(found: Timed) -> Row:
-    return times.rows([found], 0.99)[0]
+    return decided([found], 0.99)[0]
 
 
 def _worked(
@@ -70,7 +70,7 @@ def _worked(
 
 
 def _device(base: CaseResult, head: CaseResult) -> Any:
-    return times.device_times(base, head, times.comparable(base, head), AmountRule(threshold=0.005))
+    return times.device_times(base, head, AmountRule(threshold=0.005))
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,7 @@ def test_gated_rows_of_times_are_one_family() -> None:
     """A slowdown that is significant alone is not among a hundred rows; rows that are not gated do not count."""
     one = _timed([0.0], [0.025], prior=Prior(s0=0.006, df0=1000.0))
     for others, gated, verdict in ((0, True, "REGRESSED"), (99, True, "UNDECIDED"), (99, False, "REGRESSED")):
-        row = times.rows([one, *(_timed([0.0], [0.0], gated=gated) for _ in range(others))], 0.99)[0]
+        row = decided([one, *(_timed([0.0], [0.0], gated=gated) for _ in range(others))], 0.99)[0]
         assert row.verdict == verdict
         assert ("among 100 rows" in row.reason) == (verdict == "UNDECIDED")
 
@@ -308,7 +308,7 @@ def _simulated(
         noise = sd or prior.s0 * math.sqrt(prior.df0 / chance.gammavariate(prior.df0 / 2, 2.0))
         samples = ([chance.gauss(0, noise) for _ in range(n)], [chance.gauss(change, noise) for _ in range(n)])
         cases.append(_timed(*samples, prior=prior, threshold=0.02))
-    return times.rows(cases, 0.99)
+    return decided(cases, 0.99)
 
 
 @pytest.mark.slow
@@ -385,7 +385,7 @@ def test_the_next_step_follows_the_disturbance(kinds: Sequence[str], step: str) 
 
 def test_the_launches_needed_are_the_fewest_that_show_a_slowdown() -> None:
     """One launch fewer does not show it, more than 20 are not needed but useless; t is that of scipy."""
-    assert times.critical_t(10, 21, 0.99) == pytest.approx(4.618766)
+    assert t_quantile(10, 1 - 0.01 / 21) == pytest.approx(4.618766)
     eager = PRIORS["eager_device"]
     needed = times.launches_needed(eager, threshold=0.04, family=2) or 0
     fewer, enough = (times.smallest_seen(eager, n, threshold=0.04, family=2) for n in (needed - 1, needed))

@@ -21,7 +21,7 @@ from pytest_llmgpu.cli.arguments import (
     today,
 )
 from pytest_llmgpu.cli.output import color, complain, show, write_json
-from pytest_llmgpu.gate import ab, headline, promotion
+from pytest_llmgpu.gate import ab, exact, headline, promotion
 from pytest_llmgpu.gate.ab import Both
 from pytest_llmgpu.gate.judge import exit_status, judge
 from pytest_llmgpu.gate.policy import dump_policy, parse_policy
@@ -184,7 +184,7 @@ def run_promote(arguments: argparse.Namespace) -> int:
     show(f"promoted: {arguments.report} is the baseline {written}")
     bad = {one.id: [disturbances.untimed(launch) for launch in one.launches] for one in candidate.cases}
     if why := {name: reasons[0] or "" for name, reasons in bad.items() if reasons and all(reasons)}:
-        text = f"note: every launch of {listed(why, promotion.NAMED)} was disturbed: its times cannot be compared. "
+        text = f"note: every launch of {listed(why, exact.NAMED)} was disturbed: its times cannot be compared. "
         show(f"{text}{disturbances.remedy(next(iter(why.values())))}".rstrip())
     if refused:
         show(f"by force, in spite of: {'; '.join(refused)}")

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from pytest_llmgpu.gate import headline, rows_by_cause
+from pytest_llmgpu.gate import headline
 from pytest_llmgpu.gate.judge import ExitStatus, Level, level
 from pytest_llmgpu.gate.policy import policy_of
 from pytest_llmgpu.render import summary
@@ -61,11 +61,11 @@ def notices(report: Report) -> list[Notice]:
         decided = headline.headline(verdicts, policy)
         if decided.status is ExitStatus.NOT_JUDGED and not decided.worst:
             found.append(Notice("failure", "Gate", decided.text))
-        for group in rows_by_cause.group(verdicts, policy):
+        for group in headline.group(verdicts, policy):
             worst = group.rows[0]
             severity = min((level(row, policy) for row in group.rows), key=list(_MARKS).index)
             title = f"{worst.verdict}: {headline.row_in_words(worst)}"
-            text = "\n".join([*rows_by_cause.lines(group), f"Next: {rows_by_cause.next_step(group)}"])
+            text = "\n".join([*group.lines, f"Next: {group.next_step}"])
             found.append(Notice(severity, title, text, worst.nodeid))
     return sorted([*found, *other_notices(report)], key=_order)
 
