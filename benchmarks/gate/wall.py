@@ -51,6 +51,8 @@ def main() -> int:
         report = file.load(path)
         for case in report.cases:
             limited = case.case.batch_size >= _LIMITED_FROM
+            if len(case.launches) < 2 * _LAUNCHES:
+                parser.error(f"{path}: {case.id} has {len(case.launches)} launches, --eager needs {2 * _LAUNCHES}")
             draws = [chance.sample(case.launches, 2 * _LAUNCHES) for _ in range(_DRAWS)]
             sides: list[Sides] = [(one[::2], one[1::2]) for one in draws]
             with mock.patch.object(noise_regime, "of_time", lambda _, limited=limited: _regime(limited=limited)):

@@ -40,6 +40,9 @@ _REMEDIES = {
 _LEAST_QUERIES = 512
 """Rows x heads of a decode step from which its attention is replaced: fewer have too few programs for a GPU."""
 
+_MOST_KEYS, _MOST_NUMBERS = 512, 128
+"""Most keys of a row and numbers of a head up to which it is replaced: it was measured with 160, 213 and 128."""
+
 _IN_PLACE = {operator.iadd, operator.isub, operator.imul, operator.itruediv}
 """Operators that change their first argument, as methods whose names end with an underscore do."""
 
@@ -180,16 +183,13 @@ def kernels_of(device: torch.device) -> Any:
 
 
 def _replace_product(node: Any) -> None:
-    """Replace a product of one row, whose weight is no quantised one."""
-    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-
-    operands = dict(zip(("input", "weight"), node.args, strict=False)) | node.kwargs
+    """Replace a product of one row of a plain weight. A bias would be added after the product is rounded."""
+    operands = dict(zip(("input", "weight", "bias"), node.args, strict=False)) | node.kwargs
     given, weight, result = (one.meta["example_value"] for one in (operands["input"], operands["weight"], node))
-    if is_traceable_wrapper_subclass(weight) or weight.dim() != 2 or weight.stride(1) != 1:  # noqa: PLR2004
-        return
-    one_row = result.numel() == result.shape[-1] and given.dtype == weight.dtype
-    if one_row and (kernels := kernels_of(weight.device)):
-        node.target = kernels.linear
+    fits = operands.get("bias") is None and weight.dim() == 2 and weight.stride(1) == 1  # noqa: PLR2004
+    fits = fits and result.numel() == result.shape[-1] and _are_plain(given, weight, result)
+    if fits and (kernels := kernels_of(weight.device)):
+        node.target, node.args, node.kwargs = kernels.linear, (operands["input"], operands["weight"]), {}
 
 
 def _replace_attention(node: Any) -> None:
@@ -198,26 +198,34 @@ def _replace_attention(node: Any) -> None:
 
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     operands: dict[str, Any] = dict(zip(names, node.args, strict=False)) | node.kwargs
-    if (mask := operands.get("attn_mask")) is None or operands.get("dropout_p"):
+    if (mask := operands.get("attn_mask")) is None or operands.get("dropout_p") or operands.get("is_causal"):
         return
     with node.graph.inserting_before(node):
         shared = [_of_groups(operands[name]) for name in ("key", "value")]
     if None in shared:
         shared = [operands["key"], operands["value"]]
     query, key, value, hidden = (one.meta["example_value"] for one in (operands["query"], *shared, mask))
-    one_query = query.dim() == key.dim() == 4 and query.shape[2] == 1 and math.prod(query.shape[:2]) >= _LEAST_QUERIES  # noqa: PLR2004
-    fits = one_query and key.shape == value.shape and (key.shape[0], key.shape[3]) == (query.shape[0], query.shape[3])
+    fits = query.dim() == key.dim() == 4 and query.shape[2] == 1 and math.prod(query.shape[:2]) >= _LEAST_QUERIES  # noqa: PLR2004
+    fits = fits and key.shape == value.shape and (key.shape[0], key.shape[3]) == (query.shape[0], query.shape[3])
+    fits = fits and key.shape[2] <= _MOST_KEYS and key.shape[3] <= _MOST_NUMBERS
     fits = fits and query.shape[1] % key.shape[1] == 0 and all(one.stride(3) == 1 for one in (query, key, value))
     fits = fits and hidden.dtype == torch.bool and hidden.shape == (len(query), 1, 1, key.shape[2])
-    if fits and (kernels := kernels_of(query.device)):
+    if fits and _are_plain(query, key, value, node.meta["example_value"]) and (kernels := kernels_of(query.device)):
         scale = operands.get("scale")
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         node.target, node.args, node.kwargs = kernels.attention, (operands["query"], *shared, mask, scale), {}
 
 
+def _are_plain(*tensors: torch.Tensor) -> bool:
+    """Return whether tensors have one dtype, also under autocast, and none is quantised or distributed."""
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    return len({one.dtype for one in tensors}) == 1 and not any(map(is_traceable_wrapper_subclass, tensors))
+
+
 def _of_groups(node: Any) -> Any:
     """Return the keys or values [B, G, T, D] that transformers repeated for query heads; None where it did not."""
-    expanded: Any = node.args[0] if node.target == "reshape" else None
+    expanded: Any = node.args[0] if node.target == "reshape" and len(node.users) == 1 else None
     if getattr(expanded, "target", None) != "expand":
         return None
     source = expanded.args[0]

@@ -43,7 +43,8 @@ def _attention_of_one_query(  # type: ignore[no-untyped-def]
         total, sum_D = total * kept + tl.sum(weight_T, 0), sum_D * kept + tl.sum(weight_T[:, None] * value_TD, 0)
         largest = new
     out += (row * heads + head) * size + place_D
-    tl.store(out, (sum_D / total).to(out.dtype.element_ty), mask=is_place_D)
+    sum_D /= tl.where(total == 0, 1.0, total)  # all keys are hidden
+    tl.store(out, sum_D.to(out.dtype.element_ty), mask=is_place_D)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -94,14 +95,14 @@ def attention(
     """Return the attention [B, H, 1, D] of queries [B, H, 1, D].
 
     Keys and values are [B, G, T, D], one head of them for each H / G query heads; queries, keys and values are
-    contiguous in D. The mask [B, 1, 1, T] is true where a key is attended to, which is so for one key of each row at
-    least. Keys that it hides are not read.
+    contiguous in D. The mask [B, 1, 1, T] is true where a key is attended to; keys that it hides are not read. A row
+    without keys is 0, as in torch.
     """
     found: torch.Tensor = _attention(query, key, value, mask, scale)
     return found
 
 
-def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:  # noqa: A002 - torch's name
-    """Return the product [..., N] of one row [..., K] and a weight [N, K] that is contiguous in K, with a bias [N]."""
+def linear(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
+    """Return the product [..., N] of one row [..., K] and a weight [N, K] that is contiguous in K."""
     product: torch.Tensor = _product(input, weight)
-    return product if bias is None else product + bias
+    return product

@@ -170,3 +170,4 @@ def test_kernels_of_decode_steps_give_the_numbers_of_torch(
     CompiledLayers(model)
     torch.testing.assert_close(generate(model), expected, atol=1e-3, rtol=1e-3)
     assert kernels_of.called
+    assert compiled_layers.kernels_of(device) is not None

@@ -320,6 +320,8 @@ def test_names_of_kernels_stand_once_in_a_report() -> None:
 
 def test_an_attention_that_compiled_layers_replaced_is_named() -> None:
     """The eager pass, which counts ops, runs that of torch."""
+    source = Path(work.__file__).parents[1] / "inference" / "decode_kernels.py"
+    assert "def _attention_of_one_query(" in source.read_text("utf-8"), "its module needs a GPU"
     kinds = {"attention": "sdpa (cudnn)", "linear attention": "torch", "experts": "grouped_mm (_grouped_mm)"}
     row = NamedRow(None, "_attention_of_one_query", "attention", 2, 1.0)
     for rows, expected in (((), kinds), ((row,), {**kinds, "attention": "sdpa (one query)"})):
