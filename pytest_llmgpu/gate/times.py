@@ -52,6 +52,10 @@ _IN_TURN = 0.02
 """Threshold of wall time where launches of both reports alternated. A host drifts by 1 % from day to day: against a
 stored baseline one comparison in eleven had a false alarm with this threshold, one in 200 with 4 %."""
 
+_REPLAYED, _WAITING = 0.01, 0.05
+"""Threshold of the wall time of replayed graphs at a fixed clock on the same GPU, where it waits for the host for at
+most this share of a pass: a host that is slower by a tenth then adds half of the threshold."""
+
 _ONE_SIDED = 0.95
 """Probability with which the change is above the lower end of its interval, and below the upper one."""
 
@@ -292,10 +296,9 @@ def wall_times(
     if not isinstance(sides, tuple):
         return sides
     timed = [[latencies(launch, metric) for launch in side] for side in sides]
-    regime, prior = noise_regime.noisiest(base, head), noise_regime.prior_of_time(base, head)
+    regime = noise_regime.noisiest(base, head)
     if declared is not None:  # it is of the host, whatever the forwards are
         regime = max(regime, "eager_host", key=noise_regime.REGIMES.index)
-        prior = noise_regime.PRIORS[regime]
     sums, left_out = _sums_s([[times_s for times_s, _ in side] for side in timed])
     logs = [list(map(math.log, side)) for side in sums]
     count = 1 if metric == "time" else len(timed[1][0][0])
@@ -316,9 +319,13 @@ def wall_times(
                 for one in zip(logs, clocks, strict=True)
             ]
             means = math.exp(statistics.fmean(clocks[0])), math.exp(at)
-    threshold = rule.threshold
+    prior, threshold = noise_regime.PRIORS[regime], rule.threshold
+    if declared is None:
+        prior = noise_regime.prior_of_time(base, head, fixed_clock=means is not None)
     if threshold is None:
+        quiet = metric == "time" and regime == "replayed" and means is not None and same_gpus
         threshold = _IN_TURN if in_turn else spec_of(metric).threshold or 0.0
+        threshold = _REPLAYED if quiet and noise_regime.waiting(base, head) <= _WAITING else threshold
     return Timed(
         result=head,
         metric=metric,

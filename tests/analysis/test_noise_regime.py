@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from support.report_factory import make_result, make_work
 
-from pytest_llmgpu.analysis.noise_regime import Prior, noisiest, of_time, prior_of_time
+from pytest_llmgpu.analysis.noise_regime import Prior, noisiest, of_time, prior_of_time, waiting
 from pytest_llmgpu.report.result import CaseResult
 
 
@@ -50,6 +50,14 @@ def test_the_noisier_of_two_reports_decides_the_prior(results: list[CaseResult],
     """The order of the regimes is their order of noise; between replayed graphs the noise of the host is added."""
     assert noisiest(*results) == noisiest(*results[::-1]) == regime
     assert prior_of_time(*results).s0 == pytest.approx(s0)
+
+
+def test_at_a_fixed_clock_the_noise_of_replayed_graphs_is_that_of_the_host() -> None:
+    """It is a share of the time in which the GPU waits for it."""
+    replayed = [_busy(share, execution="cuda_graphs") for share in (0.98, 0.9)]
+    assert waiting(*replayed) == pytest.approx(0.1)
+    assert prior_of_time(*replayed, fixed_clock=True).s0 == pytest.approx(math.hypot(0.001, 0.007))
+    assert prior_of_time(_EAGER, fixed_clock=True) == prior_of_time(_EAGER)
 
 
 def test_launches_are_added_to_the_prior_by_their_degrees_of_freedom() -> None:

@@ -47,6 +47,7 @@ def _worked(
     uuids: Sequence[str] = "01",
     skew: Sequence[float] = (1.0, 1.0),
     batches: Sequence[int] = (0, 2),
+    busy: float = 0.9,
     **fields: Any,
 ) -> CaseResult:
     """Return a result whose ranks took half a second in the kernels, times the level of the launch and the skew.
@@ -61,7 +62,7 @@ def _worked(
                 uuids=[uuid],
                 device_time_s=[0.5 * level * of_rank * one for one in factors],
                 clock_ghz=[[one / 1000 for one in mhz]] if mhz else None,
-                busy=0.9,
+                busy=busy,
             )
             for uuid, of_rank in zip(uuids, skew, strict=True)
         ]
@@ -240,6 +241,29 @@ def test_wall_time_that_the_gpu_limits_is_compared_at_a_fixed_clock(
     row = _judged(_wall(base, head))
     assert (row.verdict, row.clock_ratio) == (verdict, clock_ratio and pytest.approx(clock_ratio))
     assert row.ratio == pytest.approx(slower if clock_ratio else slower * (1590 / 1735) ** -0.8, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "given", "threshold"),
+    [
+        ({}, {}, 0.01),
+        ({}, {"in_turn": True}, 0.01),
+        ({}, {"threshold": 0.03}, 0.03),
+        ({}, {"same_gpus": False}, 0.04),
+        ({"busy": 0.94}, {}, 0.04),
+        ({"busy": 0.94}, {"in_turn": True}, 0.02),
+        ({"mhz": ()}, {}, 0.04),
+        ({"execution": "eager"}, {}, 0.04),
+    ],
+)
+def test_replays_of_a_gpu_that_hardly_waits_have_a_lower_threshold(
+    fields: dict[str, Any], given: dict[str, Any], threshold: float
+) -> None:
+    """There a host of another speed changes the time less than the threshold; the policy has the last word."""
+    base, head = (_worked(1.0, **{"execution": "cuda_graphs", "mhz": _FAST, "busy": 0.96, **fields}) for _ in range(2))
+    for result in (base, head):
+        result.launches[0].batches.clock_ghz = [[1.735] * BATCHES] if fields.get("mhz", _FAST) else None
+    assert _wall(base, head, **{"in_turn": False, **given}).threshold == threshold
 
 
 def test_the_rank_that_became_slowest_decides() -> None:
