@@ -57,6 +57,10 @@ def charts(result: CaseResult, environment: Environment) -> Iterator[Chart]:
             places = sorted({part.start, min(part.stop, len(times)) - 1})
             of_devices = [_extremes(column[part], len(places)) for column in columns]
             rows += [[times[place], *(ends[number] for ends in of_devices)] for number, place in enumerate(places)]
+        table: list[list[float | None]] = []
+        for part in _bins(len(times), _LINES):
+            mean = [statistics.fmean(known) if (known := _known(column[part])) else None for column in columns]
+            table.append([statistics.fmean(times[part]), *mean])
         yield Chart(
             id=f"timeline-{slug}",
             title=f"{title} of {result.id} over time",
@@ -64,7 +68,7 @@ def charts(result: CaseResult, environment: Environment) -> Iterator[Chart]:
             f"mean {value_range(means, unit)}.",
             spec=_spec(profile, f"{title} ({unit})", unit, rows, zero=metric != "memory_used_bytes"),
             headers=["time (s)", *(f"GPU {device.index} ({unit})" for device in profile.devices)],
-            rows=[[formatted(value) for value in line] for line in rows[:: -(-len(rows) // _LINES)]],
+            rows=[[formatted(value) for value in line] for line in table],
             measured=caption(result.case, environment),
         )
 
