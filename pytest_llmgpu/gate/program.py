@@ -76,6 +76,8 @@ class RankFigures(NamedTuple):
     runtime_calls: dict[str, int]
     ops: dict[tuple[str, str], int]
     """Module and op."""
+    python_calls: float
+    """The calls of Python functions in a forward."""
     host_calls: dict[str, int]
     """Source file to calls of Python functions, with `C functions`."""
     python_versions: frozenset[str]
@@ -89,11 +91,6 @@ class RankFigures(NamedTuple):
     """The forwards of the eager pass."""
     batches: int
     """The forwards of a pass."""
-
-    @property
-    def python_calls(self) -> int:
-        """The calls of Python functions in a forward."""
-        return sum(calls for name, calls in self.host_calls.items() if name != _C)
 
     @property
     def own_s(self) -> float:
@@ -377,6 +374,7 @@ def _figures(works: Sequence[Work], names: Sequence[str], number: int) -> RankFi
         runtime_calls=_median_counts([rank.runtime_calls for rank in ranks]),
         ops=_median_counts(ops),
         host_calls=_median_counts([{**one.by_file, _C: one.c} for one in host_calls]),
+        python_calls=statistics.median(one.python for one in host_calls) if host_calls else 0,
         python_versions=frozenset(one.python_version for one in host_calls),
         host_syncs=_median_count(rank.host_syncs for rank in ranks),
         flops=_median_count(rank.flops for rank in ranks),

@@ -54,7 +54,7 @@ stored baseline one comparison in eleven had a false alarm with this threshold, 
 
 _REPLAYED, _WAITING = 0.01, 0.05
 """Threshold of the wall time of replayed graphs at a fixed clock on the same GPU, where it waits for the host for at
-most this share of a pass: a host that is slower by a tenth then adds half of the threshold."""
+most this share of a pass of the baseline: a host that is slower by a tenth then adds half of the threshold."""
 
 _ONE_SIDED = 0.95
 """Probability with which the change is above the lower end of its interval, and below the upper one."""
@@ -86,7 +86,7 @@ def latencies(launch: Launch, metric: MetricName) -> tuple[Sequence[float], list
         return [], None
     if metric == "first_token":
         return texts.first_token_s, texts.prefill_clock_ghz
-    return texts.step_s, texts.step_clock_ghz
+    return (texts.step_s, texts.step_clock_ghz) if metric == "token_time" else ([], None)
 
 
 def smallest_seen(
@@ -309,23 +309,26 @@ def wall_times(
     for side in timed:
         known = [[ghz for of_gpu in clocks_ghz or () for ghz in of_gpu] for _, clocks_ghz in side]
         clocks.append([statistics.fmean(map(math.log, ghz)) for ghz in known if ghz and min(ghz) > 0])
-    means = None
-    if regime in {"replayed", "eager_device"} and list(map(len, clocks)) == list(map(len, sides)):
-        results = map(of_prefill, (base, head)) if metric == "first_token" else (base, head)
-        if fits := _fitted([[launch for launch in one.launches if launch.work is not None] for one in results]):
-            slope, at = statistics.fmean(fitted.slope for fitted in fits), statistics.fmean(clocks[1])
-            logs = [
-                [log_s - slope * (clock - at) for log_s, clock in zip(*one, strict=True)]
-                for one in zip(logs, clocks, strict=True)
-            ]
-            means = math.exp(statistics.fmean(clocks[0])), math.exp(at)
+    means, fit_sd = None, 0.0
+    results = [of_prefill(one) if metric == "first_token" else one for one in (base, head)]
+    is_known = regime in {"replayed", "eager_device"} and list(map(len, clocks)) == list(map(len, sides))
+    worked = [[launch for launch in one.launches if launch.work is not None] for one in results]
+    if is_known and (fits := _fitted(worked)):
+        slope, at = statistics.fmean(fitted.slope for fitted in fits), statistics.fmean(clocks[1])
+        logs = [
+            [log_s - slope * (clock - at) for log_s, clock in zip(*one, strict=True)]
+            for one in zip(logs, clocks, strict=True)
+        ]
+        means, fit_sd = (math.exp(statistics.fmean(clocks[0])), math.exp(at)), max(one.sd for one in fits)
     prior, threshold = noise_regime.PRIORS[regime], rule.threshold
     if declared is None:
-        prior = noise_regime.prior_of_time(base, head, fixed_clock=means is not None)
+        prior = noise_regime.prior_of_time(*results, fixed_clock=means is not None)
+        prior = msgspec.structs.replace(prior, s0=math.hypot(prior.s0, fit_sd))
     if threshold is None:
         quiet = metric == "time" and regime == "replayed" and means is not None and same_gpus
+        quiet = quiet and head.case.devices == 1 and noise_regime.waiting(base) <= _WAITING  # a candidate can wait more
         threshold = _IN_TURN if in_turn else spec_of(metric).threshold or 0.0
-        threshold = _REPLAYED if quiet and noise_regime.waiting(base, head) <= _WAITING else threshold
+        threshold = _REPLAYED if quiet else threshold
     return Timed(
         result=head,
         metric=metric,

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.report_factory import known, make_generation
 from support.verdict_factory import any_unseen, on_h200, timed
 
 from pytest_llmgpu.analysis.merging import merge
@@ -76,6 +77,17 @@ def test_a_figure_is_judged_as_it_declares(
     assert (None if row is None else row.result) == expected
     if row is not None and len(now) > 5:
         assert (row.head, row.ratio) == pytest.approx((now[0], now[0] / then[0]), rel=0.01)
+
+
+def test_a_launch_of_texts_without_the_figure_is_left_out() -> None:
+    """Its decode steps are no value of it."""
+    base, head = _report([10.0, 10.0, 10.0], _WAITING), _report([10.0, 10.0, 10.0], _WAITING)
+    for launch in head.cases[0].launches:
+        launch.generation = make_generation([[1, 2, 3]], [[-1.0] * 3], [[-1.0] * 3])
+    head.cases[0].launches[1].figures = {}
+    row = known(_row(_judged(base, head)))
+    assert (row.n, row.head) == (2, pytest.approx(10.0))
+    assert "2 of 3 launches of the candidate are used" in row.reason
 
 
 @pytest.mark.parametrize(

@@ -254,16 +254,32 @@ def test_wall_time_that_the_gpu_limits_is_compared_at_a_fixed_clock(
         ({"busy": 0.94}, {"in_turn": True}, 0.02),
         ({"mhz": ()}, {}, 0.04),
         ({"execution": "eager"}, {}, 0.04),
+        ({"devices": 2}, {}, 0.04),
     ],
 )
 def test_replays_of_a_gpu_that_hardly_waits_have_a_lower_threshold(
     fields: dict[str, Any], given: dict[str, Any], threshold: float
 ) -> None:
     """There a host of another speed changes the time less than the threshold; the policy has the last word."""
-    base, head = (_worked(1.0, **{"execution": "cuda_graphs", "mhz": _FAST, "busy": 0.96, **fields}) for _ in range(2))
+    usual: dict[str, Any] = {"execution": "cuda_graphs", "mhz": _FAST, "busy": 0.96, "uuids": "1", "skew": (1.0,)}
+    # The candidate can wait longer: that is no reason for a higher threshold.
+    pair = {**usual, "devices": 1, **fields}, {**usual, "devices": 1, "busy": 0.5, **fields}
+    base, head = (_worked(1.0, **one) for one in pair)
     for result in (base, head):
         result.launches[0].batches.clock_ghz = [[1.735] * BATCHES] if fields.get("mhz", _FAST) else None
     assert _wall(base, head, **{"in_turn": False, **given}).threshold == threshold
+
+
+def test_the_slope_that_the_clocks_do_not_show_is_an_error_of_wall_time() -> None:
+    """The clocks of each report are one value, another one in the candidate: the slope is that of the prior."""
+    usual: dict[str, Any] = {"execution": "cuda_graphs", "busy": 0.96, "uuids": "1", "skew": (1.0,), "devices": 1}
+    base, head = _worked(1.0, mhz=(1735,) * 3, **usual), _worked(1.0, mhz=(1683,) * 3, **usual)
+    for result, mhz in ((base, 1735), (head, 1683)):
+        batches = result.launches[0].batches
+        batches.latency_s, batches.clock_ghz = [(mhz / 1735) ** -0.95] * BATCHES, [[mhz / 1000] * BATCHES]
+    row = _judged(_wall(base, head, in_turn=False))
+    assert row.threshold == pytest.approx(0.01)
+    assert row.verdict == "OK", row.reason
 
 
 def test_the_rank_that_became_slowest_decides() -> None:

@@ -29,15 +29,16 @@ _PYTEST = """\
 \"\"\"Stands for the run of pytest: compares what was measured before, and exits as pytest does.\"\"\"
 import sys
 from pathlib import Path
+import msgspec
 from pytest_llmgpu.cli import main
-from pytest_llmgpu.cli.arguments import read_verdicts
 from pytest_llmgpu.report.file import dump, load
+from pytest_llmgpu.report.verdicts import Verdicts
 given = dict(one.removeprefix("--llmgpu-").split("=") for one in sys.argv if "=" in one)
 assert "--llmgpu-allow-no-baseline" in sys.argv
 policy = ["--policy", given["policy"], "--allow-no-baseline", "--json", "verdicts.json"]
 status = main(["gate", given["compare"], "measured.json.gz", *policy])
 report = load(Path("measured.json.gz"))
-report.verdicts = read_verdicts(Path("verdicts.json"))
+report.verdicts = msgspec.json.decode(Path("verdicts.json").read_bytes(), type=Verdicts)
 dump(report, Path(given["json"]))
 sys.exit(min(status, 1))
 """

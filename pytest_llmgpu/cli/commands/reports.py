@@ -158,7 +158,8 @@ def run_plot(arguments: argparse.Namespace) -> int:
         lines = list(timelines.charts(by_id[arguments.case], report.environment))
         drawn += lines
         omitted += [] if lines else [f"time lines of {arguments.case}: the case has no samples of a GPU"]
-    for path in images.write(drawn, arguments.output, arguments.format or ["png"], dark=arguments.dark):
+    formats = list(dict.fromkeys(arguments.format or ["png"]))
+    for path in images.write(drawn, arguments.output, formats, dark=arguments.dark):
         show(str(path))
     for reason in omitted:
         show(f"left out: {reason}")
