@@ -86,7 +86,8 @@ def test_a_launch_of_texts_without_the_figure_is_left_out() -> None:
         launch.generation = make_generation([[1, 2, 3]], [[-1.0] * 3], [[-1.0] * 3])
     head.cases[0].launches[1].figures = {}
     row = known(_row(_judged(base, head)))
-    assert (row.n, row.head) == (2, pytest.approx(10.0))
+    assert row.n == 2
+    assert row.head == pytest.approx(10.0)
     assert "2 of 3 launches of the candidate are used" in row.reason
 
 
