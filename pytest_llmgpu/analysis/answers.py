@@ -166,6 +166,8 @@ def _findings(
     if fault is not None:
         code = "unchecked-answers" if fault == "inputs" and found.ok is not False else "wrong-answers"
         step = _NEXT_STEPS[fault].format(strategy=case.strategy, reference=REFERENCE_STRATEGY)
+        if (fault, case.strategy) == ("strategy", REFERENCE_STRATEGY):
+            step = "Look for what changed the model: weights, a hook, a replaced module or versions of libraries."
         return [finding(code, text, step)]
     if trained and found.ok is None and not others:
         step = "Pass --llmgpu-accuracy-baseline=FRACTION, so that wrong answers fail the test."

@@ -123,7 +123,7 @@ class Answered(msgspec.Struct, frozen=True):
         more = ""
         if floor is not None:
             reason = floor
-            more = f"Compared with the baseline: {flips}." if self.changed else "The baseline has the same answers."
+            more = f"Compared with the baseline: {flips}." if self.changed else "No answer differs from the baseline's."
         elif numbers is not None:
             difference, allowed, how = self.difference or 0.0, self.allowed, "typically differ by"
             if difference <= allowed:
@@ -223,10 +223,9 @@ def _difference_in_words(
     if not math.isfinite(difference):
         return f"Log-likelihoods are not finite{where}, and the baseline's are{wrong}."
     threshold = "the policy allows" if dtype is None else f"rounding in {dtype} explains"
-    return (
-        f"Log-likelihoods {how} {100 * difference:.2g} % from the baseline's{where}; "
-        f"{threshold} {100 * allowed:.2g} %{wrong}."
-    )
+    pairs = ([f"{100 * one:.{digits}g} %" for one in (difference, allowed)] for digits in range(2, 17))
+    found, limit = next(pair for pair in pairs if pair[0] != pair[1] or difference == allowed)
+    return f"Log-likelihoods {how} {found} from the baseline's{where}; {threshold} {limit}{wrong}."
 
 
 def _of_other_numbers(before: CaseResult, after: CaseResult) -> Decided:
@@ -252,8 +251,9 @@ def texts_row(base: CaseResult, head: CaseResult, rule: TextsRule) -> Row | str 
     if not head.case.generates:
         return None
     then, nows = generated(base), [launch.generation for launch in head.launches if launch.generation is not None]
-    if then is None or not nows:
-        return absent(head, "texts", then, nows, gated=rule.gate)
+    known = then is not None and then.tokens, bool(nows) and all(now.tokens for now in nows)  # a server can have none
+    if then is None or not all(known):
+        return absent(head, "texts", *known, gated=rule.gate)
     if any((now.prompt_tokens, now.new_tokens) != (then.prompt_tokens, then.new_tokens) for now in nows):
         reason = "The prompts or the texts have other numbers of tokens than the baseline's."
         return Row.of(head, "texts", "NOT_COMPARABLE", reason, gated=rule.gate)

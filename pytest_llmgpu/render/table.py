@@ -443,7 +443,7 @@ def columns_of(place: Place, cases: Sequence[CaseResult]) -> list[Column]:
 
     def speedup(result: CaseResult) -> float | None:
         base = mp.get((None, result.case.batch_size)) or mp.get((result.case.quantization, result.case.batch_size))
-        rate = None if base is None or base is result else base.sequences_per_s
+        rate = None if base is None or base.case == result.case else base.sequences_per_s
         return result.sequences_per_s / rate if rate and result.sequences_per_s else None
 
     own = own_columns(cases).values() if place in {"summary", "work"} else ()

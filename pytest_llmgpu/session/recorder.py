@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import shlex
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -321,9 +322,18 @@ class Recorder:
             plugin_version=machine.installed_version("pytest-llmgpu"),
             options=chosen | self.flags,
             environment=machine.environment(devices),
-            commit=commit(self._rootdir, needed={nodeid.partition("::")[0] for nodeid in self.expected}),
+            commit=commit(self._rootdir, needed=self._sources()),
         )
         return file.encodable(started)
+
+    def _sources(self) -> set[str]:
+        """Return the files of the tests and of modules that were imported from the repository, such as conftest.py."""
+        found = {nodeid.partition("::")[0] for nodeid in self.expected}
+        for module in list(sys.modules.values()):
+            path = Path(getattr(module, "__file__", None) or sys.prefix)
+            if path.is_relative_to(self._rootdir) and not path.is_relative_to(sys.prefix):
+                found.add(str(path.relative_to(self._rootdir)))
+        return found
 
     def _write(self) -> None:
         if self.report is None or self.path is None:

@@ -44,7 +44,8 @@ def is_reference(name: str | Path) -> bool:
 def commit(rootdir: Path, environ: Mapping[str, str] = os.environ, needed: Collection[str] = ()) -> Commit:
     """Return the commit of a working tree; without git and without variables of a CI system, the reason.
 
-    A tree is changed if a tracked file is, or if git does not track one of the `needed` files, relative to `rootdir`.
+    A tree is changed if a tracked file is, or if git neither tracks nor ignores one of the `needed` files, relative to
+    `rootdir`.
     """
 
     def first(names: Iterable[str]) -> str | None:
@@ -64,7 +65,8 @@ def commit(rootdir: Path, environ: Mapping[str, str] = os.environ, needed: Colle
         status = ("status", "--porcelain", "--untracked-files=no", "--", ":/", _NOT_STORED)
         changed = output(rootdir, *status, timeout_s=_STATUS_TIMEOUT_S)
         if inside := [f":(literal){name}" for name in needed if not name.startswith("..")]:
-            changed += output(rootdir, "ls-files", "--others", "--", *inside, timeout_s=_STATUS_TIMEOUT_S)
+            untracked = ("ls-files", "--others", "--exclude-standard", "--", *inside)  # a build makes ignored files
+            changed += output(rootdir, *untracked, timeout_s=_STATUS_TIMEOUT_S)
     except ValueError as error:
         return Commit(sha=sha, branch=named, source="git", why={"dirty": anonymous(str(error))})
     return Commit(sha=sha, branch=named, dirty=bool(changed), source="git")

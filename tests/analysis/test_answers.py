@@ -183,6 +183,8 @@ def test_the_bundled_model_has_registered_log_likelihoods(prose: Prose) -> None:
     found = check_of(make_result(1.0, wrong, **case))
     assert found.ok is False
     assert prose == found.text
+    of_mp = assessed(make_result(1.0, wrong, **{**case, "strategy": "mp"}))[0].findings[0]
+    assert of_mp.next_step.startswith("Look for what changed the model"), "mp does not differ from mp"
     assert check_of(make_result(1.0, wrong, **{**case, "model": "another"})).ok is None
     assert check_of(make_result(1.0, wrong, **case, quantization="int8")).ok is True, "the accuracy alone is checked"
 

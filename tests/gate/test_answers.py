@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -330,3 +331,14 @@ def test_texts_that_are_gone_or_of_other_prompts() -> None:
     other, generation = _texts(), known(base.launches[0].generation)
     other.launches[0].generation = msgspec.structs.replace(generation, prompt_tokens=[10, 11])
     assert _row_of_texts(base, other).verdict == "NOT_COMPARABLE"
+    other.launches[0].generation = msgspec.structs.replace(generation, tokens=None, loglikelihoods=None)
+    assert texts_row(other, other, rule) == "neither report has it", "a server that returns neither"
+    assert texts_row(other, base, rule) == "only the candidate has it"
+    assert _row_of_texts(base, other).verdict == "MISSING"
+
+
+def test_a_difference_just_above_the_threshold_has_enough_digits() -> None:
+    """Two equal numbers would be no reason."""
+    row = _row_of_texts(_texts((1.0, _SAME_TOKENS)), _texts((1.00501, _SAME_TOKENS)))
+    assert row.result == "REGRESSED"
+    assert re.search(r"differ by 0\.501 % .* explains 0\.5 %", row.reason)

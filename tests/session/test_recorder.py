@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import math
 import socket
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 from support.report_factory import known, make_ceilings, make_failed, make_result, make_traffic, make_work
+from support.repository import git
 
 from pytest_llmgpu.analysis.assess import assess
 from pytest_llmgpu.profiling import machine
@@ -95,6 +98,26 @@ def test_every_case_is_written_at_once_under_a_name_of_its_own(recorded: Recorde
     for ids in (["mp-bs1"], ["mp-bs1", "mp-bs1#2"]):
         _add(recorded, make_result(**_CPU))
         assert [result.id for result in file.load(known(recorded.path)).cases] == ids
+
+
+def test_a_conftest_that_git_does_not_track_makes_a_changed_state(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """So do other modules of the repository that were imported; not those that git ignores, or of the environment."""
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "commit", "-q", "--allow-empty", "-m", "a repository")
+    (tmp_path / ".git" / "info" / "exclude").write_text("_version.py\nreport.json\n")
+    names = []
+    for name, prefix in (("_version", ""), ("conftest", str(tmp_path)), ("conftest", "")):
+        (tmp_path / f"{name}.py").touch()
+        module = ModuleType(name)
+        module.__file__ = str(tmp_path / f"{name}.py")
+        monkeypatch.setitem(sys.modules, f"of_repository.{name}", module)
+        monkeypatch.setattr(sys, "prefix", prefix or "/usr")
+        recorder_of_run = _recorder(tmp_path, Options())
+        recorder_of_run.add(make_result(**_CPU), Options(), "test_it.py::test_it", _FACTS)
+        names.append(known(recorder_of_run.report).commit.dirty)
+    assert names == [False, False, True]
 
 
 def test_a_case_is_compared_with_earlier_ones(recorded: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
