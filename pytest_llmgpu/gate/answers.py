@@ -223,8 +223,9 @@ def _difference_in_words(
     if not math.isfinite(difference):
         return f"Log-likelihoods are not finite{where}, and the baseline's are{wrong}."
     threshold = "the policy allows" if dtype is None else f"rounding in {dtype} explains"
-    pairs = ([f"{100 * one:.{digits}g} %" for one in (difference, allowed)] for digits in range(2, 17))
-    found, limit = next(pair for pair in pairs if pair[0] != pair[1] or difference == allowed)
+    percents = 100 * difference, 100 * allowed
+    digits = next((one for one in range(2, 9) if len({f"{value:.{one}g}" for value in percents}) > 1), 2)
+    found, limit = (f"{value:.{digits}g} %" for value in percents)
     return f"Log-likelihoods {how} {found} from the baseline's{where}; {threshold} {limit}{wrong}."
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import shlex
 import sys
+import sysconfig
 import tempfile
 import time
 from collections import Counter
@@ -329,9 +330,11 @@ class Recorder:
     def _sources(self) -> set[str]:
         """Return the files of the tests and of modules that were imported from the repository, such as conftest.py."""
         found = {nodeid.partition("::")[0] for nodeid in self.expected}
+        installed = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
         for module in list(sys.modules.values()):
-            path = Path(getattr(module, "__file__", None) or sys.prefix)
-            if path.is_relative_to(self._rootdir) and not path.is_relative_to(sys.prefix):
+            name = getattr(module, "__dict__", {}).get("__file__")  # some modules import others when they are asked
+            path = Path(name) if isinstance(name, str) else Path()
+            if path.is_relative_to(self._rootdir) and not any(map(path.is_relative_to, installed)):
                 found.add(str(path.relative_to(self._rootdir)))
         return found
 

@@ -5,12 +5,14 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import pytest
 from support.prose import Prose
 from support.report_factory import known, make_answers, make_check, make_generation, make_result
 
+from pytest_llmgpu.gate import answers
 from pytest_llmgpu.gate.answers import Answered, answered, below_floor, predictions_row, texts_row
 from pytest_llmgpu.gate.judge import decided
 from pytest_llmgpu.gate.policy import AccuracyRule, TextsRule
@@ -342,3 +344,8 @@ def test_a_difference_just_above_the_threshold_has_enough_digits() -> None:
     row = _row_of_texts(_texts((1.0, _SAME_TOKENS)), _texts((1.00501, _SAME_TOKENS)))
     assert row.result == "REGRESSED"
     assert re.search(r"differ by 0\.501 % .* explains 0\.5 %", row.reason)
+    limit = 0.001
+    for difference in (limit, math.nextafter(limit, 1), limit * (1 + 1e-12)):
+        with patch.object(answers, "typical_difference", lambda *_, difference=difference: difference):
+            row = _row_of_texts(_texts((1.0, _SAME_TOKENS)), _texts((1.01, _SAME_TOKENS)), difference=limit)
+        assert "differ by 0.1 %" in row.reason

@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import socket
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -100,6 +101,13 @@ def test_every_case_is_written_at_once_under_a_name_of_its_own(recorded: Recorde
         assert [result.id for result in file.load(known(recorded.path)).cases] == ids
 
 
+class _Lazy(ModuleType):
+    """A module that imports another one when it is asked for an attribute."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ImportError(name)
+
+
 def test_a_conftest_that_git_does_not_track_makes_a_changed_state(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -108,12 +116,13 @@ def test_a_conftest_that_git_does_not_track_makes_a_changed_state(
     git(tmp_path, "commit", "-q", "--allow-empty", "-m", "a repository")
     (tmp_path / ".git" / "info" / "exclude").write_text("_version.py\nreport.json\n")
     names = []
-    for name, prefix in (("_version", ""), ("conftest", str(tmp_path)), ("conftest", "")):
+    monkeypatch.setitem(sys.modules, "of_repository.lazy", _Lazy("lazy"))
+    for name, installed in (("_version", "/usr"), ("conftest", str(tmp_path)), ("conftest", "/usr")):
         (tmp_path / f"{name}.py").touch()
         module = ModuleType(name)
         module.__file__ = str(tmp_path / f"{name}.py")
         monkeypatch.setitem(sys.modules, f"of_repository.{name}", module)
-        monkeypatch.setattr(sys, "prefix", prefix or "/usr")
+        monkeypatch.setattr(sysconfig, "get_path", lambda _, installed=installed: installed)
         recorder_of_run = _recorder(tmp_path, Options())
         recorder_of_run.add(make_result(**_CPU), Options(), "test_it.py::test_it", _FACTS)
         names.append(known(recorder_of_run.report).commit.dirty)
