@@ -39,11 +39,12 @@ def test_a_listener_and_its_descendants_are_found() -> None:
         assert process.stdout is not None
         port, child = map(int, process.stdout.readline().split())
         found = processes.listeners(port)
-        assert found == {process.pid}
-        assert processes.family(found) == {process.pid, child}
+        assert process.pid in found  # a server of another test may have that port of IPv4
+        assert child not in found
+        assert processes.family({process.pid}) == {process.pid, child}
         assert child in processes.family({os.getpid()})
         process.communicate()
-    assert processes.listeners(port) == set()
+    assert process.pid not in processes.listeners(port)
 
 
 def test_a_process_whose_parent_has_ended_exits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
