@@ -48,7 +48,7 @@ def metrics() -> str:
     for spec in METRICS:
         if spec.rule is None:
             continue
-        rule = getattr(policy.Rules(), spec.name, None)
+        rule = getattr(policy.Policy(), spec.name, None)
         keys = (
             []
             if rule is None

@@ -1,7 +1,7 @@
 """The policy of a gate: a table of thresholds for each metric, the regressions that are accepted, and their file.
 
 It is TOML: the table `[tool.llmgpu.gate]` of a pyproject.toml, or a separate file with the same keys at the top level.
-The tables of the metrics are generated from `report.metrics`.
+Gates and thresholds are those of `report.metrics`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.bounds import Amount, Count, Fraction, Number
-from pytest_llmgpu.report.metrics import BY_NAME, JUDGED, METRICS, MetricName, MetricSpec, is_own, spec_of
+from pytest_llmgpu.report.metrics import BY_NAME, JUDGED, METRICS, MetricName, is_own, spec_of
 from pytest_llmgpu.report.result import CaseResult, Declared
 from pytest_llmgpu.report.text import MIB, guess
 from pytest_llmgpu.report.verdicts import Row, Verdicts
@@ -109,36 +109,6 @@ class FigureRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The bounds that the figure must keep, with and without a baseline; None: no bound."""
 
 
-def _rule(spec: MetricSpec) -> ExactRule:
-    """Return the built-in rule of a metric."""
-    if spec.rule == "time" and spec.name != "device_time":
-        return TimeRule(gate=spec.gate)
-    if spec.threshold is None:
-        return (TextsRule if spec.name == "texts" else ExactRule)(gate=spec.gate)
-    records: dict[str, type[AmountRule]] = {"accuracy": AccuracyRule, "memory": MemoryRule, "program": ProgramRule}
-    return records.get(spec.name, AmountRule)(gate=spec.gate, threshold=spec.threshold)
-
-
-if TYPE_CHECKING:
-
-    class Rules(msgspec.Struct, frozen=True, kw_only=True):
-        """The rules of all metrics."""
-
-        def __getattr__(self, metric: str) -> Any: ...
-else:
-    Rules = msgspec.defstruct(
-        "Rules",
-        [
-            (spec.name, type(rule), rule)
-            for spec in METRICS
-            if spec.rule and spec.name != "outcome"
-            for rule in [_rule(spec)]
-        ],
-        frozen=True,
-        kw_only=True,
-    )
-
-
 class Allowed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A regression that is accepted: a row of a matching case passes, undecided or missing ones too."""
 
@@ -159,8 +129,23 @@ class Allowed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return re.fullmatch(".*".join(map(re.escape, self.case.split("*"))), name, re.DOTALL) is not None
 
 
-class Policy(Rules, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The rules of a gate for all cases, and the regressions that are accepted."""
+class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The rules of a gate for all cases by metric, and the regressions that are accepted."""
+
+    execution: ExactRule = ExactRule()
+    program: ProgramRule = ProgramRule()
+    device_time: AmountRule = AmountRule(threshold=0.005)
+    time: TimeRule = TimeRule()
+    first_token: TimeRule = TimeRule()
+    token_time: TimeRule = TimeRule()
+    accuracy: AccuracyRule = AccuracyRule()
+    predictions: ExactRule = ExactRule(gate=False)
+    texts: TextsRule = TextsRule()
+    host_calls: ExactRule = ExactRule(gate=False)
+    traffic: AmountRule = AmountRule()
+    path: ExactRule = ExactRule()
+    memory: MemoryRule = MemoryRule()
+    creep: ExactRule = ExactRule()
 
     confidence: Annotated[float, Meta(ge=0.5, lt=1)] = 0.99
     """The confidence of a verdict that something changed. The probability of a false alarm in all gated rows of times
@@ -169,9 +154,9 @@ class Policy(Rules, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """True if a gated row that is undecided fails the gate."""
     allow_no_baseline: bool = False
     """True if a run passes that could not be compared because there is no baseline."""
-    allow: list[Allowed] = []  # noqa: RUF012 - msgspec copies it
+    allow: list[Allowed] = []
     """The regressions that are accepted."""
-    figures: dict[str, FigureRule] = {}  # noqa: RUF012 - likewise
+    figures: dict[str, FigureRule] = {}
     """The rules of figures of the user's own; in TOML each is a table beside those of the metrics."""
 
     def __post_init__(self) -> None:
@@ -234,22 +219,22 @@ def load_policy(path: Path | None, repository: Path = Path()) -> Policy:
 
 def _converted(table: Mapping[str, Any]) -> Policy:
     built_in = msgspec.to_builtins(Policy())
-    merged = dict(table)
+    merged, figures = dict(table), {}
     for key, given in table.items():
-        if isinstance(given, dict) and isinstance(known := built_in.get(key, {}), dict):
-            # A number that is not finite would compare with nothing.
-            for name in (name for name, one in given.items() if isinstance(one, float) and not math.isfinite(one)):
-                raise ValueError(f"{name} = {given[name]}: a finite number is needed")
-            # A key that a table lacks has the default of its metric, not that of the record.
-            merged[key] = {**known, **given}
-    figures = {
-        key: merged.pop(key) for key in table if key not in built_in and is_own(key) and isinstance(table[key], dict)
-    }
-    for key, one in figures.items():
-        try:
-            msgspec.convert(one, FigureRule)
-        except msgspec.ValidationError as error:
-            raise ValueError(f"{key}: no metric{guess(key, built_in)}, and for a figure of your own: {error}") from None
+        if not isinstance(given, dict) or not isinstance(known := built_in.get(key, {}), dict):
+            continue
+        # A number that is not finite would compare with nothing.
+        for name in (name for name, one in given.items() if isinstance(one, float) and not math.isfinite(one)):
+            raise ValueError(f"{name} = {given[name]}: a finite number is needed")
+        # A key that a table lacks has the default of its metric, not that of the record.
+        merged[key] = {**known, **given}
+        if key not in built_in and is_own(key):
+            figures[key] = merged.pop(key)
+            try:
+                msgspec.convert(given, FigureRule)
+            except msgspec.ValidationError as error:
+                why = f"no metric{guess(key, built_in)}, and for a figure of your own: {error}"
+                raise ValueError(f"{key}: {why}") from None
     return msgspec.convert({"figures": figures, **merged}, Policy)
 
 
@@ -277,24 +262,15 @@ def dump_policy(policy: Policy) -> str:
     allowed = fields.pop("allow")
     fields |= fields.pop("figures")
     tables = {key: fields.pop(key) for key in sorted(fields) if isinstance(fields[key], dict)}
-    lines = _pairs(fields)
-    for key, table in tables.items():
-        lines += ["", f"[{key}]", *_pairs(table)]
-    for entry in allowed:
-        lines += ["", "[[allow]]", *_pairs(entry)]
-    return "\n".join(lines) + "\n"
-
-
-def _pairs(table: Mapping[str, Any]) -> list[str]:
-    """Return the lines of a TOML table."""
-
-    def toml(value: Any) -> str:
-        if isinstance(value, datetime.date):
-            return value.isoformat()
-        # TOML has the strings, numbers and booleans of JSON, except that DEL must be escaped.
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-    return [f"{key} = {toml(table[key])}" for key in sorted(table) if table[key] is not None]
+    sections = [("", fields), *((f"\n[{key}]\n", table) for key, table in tables.items())]
+    sections += [("\n[[allow]]\n", entry) for entry in allowed]
+    text = ""
+    for title, table in sections:
+        text += title
+        for key, value in sorted(table.items()):
+            written = value if isinstance(value, datetime.date) else json.dumps(value, ensure_ascii=False)
+            text += f"{key} = {written}\n" if value is not None else ""
+    return text.replace("\x7f", "\\u007f")  # TOML has the strings, numbers and booleans of JSON, except for DEL
 
 
 def policy_of(verdicts: Verdicts | None) -> Policy:
@@ -333,17 +309,14 @@ def _table(path: Path, repository: Path) -> Any:
     if not is_project and "tool" not in table:
         return table
     # A key beside the table would be ignored, and the default policy used.
-    ours = _inner(_inner(table, "tool"), "llmgpu")
+    ours: Any = table
+    for name in ("tool", "llmgpu"):
+        ours = found if isinstance(found := ours.get(name), Mapping) else {}
     wrong = [f"tool.llmgpu.{name}" for name in ours if name != "gate"]
     wrong += [] if is_project else [name for name in table if name != "tool"]
     if wrong:
         raise ValueError(f"policy {path}: {wrong[0]} is not allowed: allowed is [tool.llmgpu.gate]")
     return ours.get("gate")
-
-
-def _inner(table: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    inner = table.get(name)
-    return inner if isinstance(inner, Mapping) else {}
 
 
 def unmatched(policy: Policy, cases: Sequence[CaseResult]) -> list[str]:
