@@ -20,9 +20,9 @@ import msgspec
 from pytest_llmgpu.gate import program
 from pytest_llmgpu.gate.exact import absent, other_execution
 from pytest_llmgpu.gate.policy import ProgramRule
-from pytest_llmgpu.gate.program import FLOPS, OWN, WAITS, Pair
+from pytest_llmgpu.gate.program import FLOPS, OWN, SYNCS, WAITS, Pair
 from pytest_llmgpu.gate.times import WALL_TIMES
-from pytest_llmgpu.report.cause import CallsChange, Cause
+from pytest_llmgpu.report.cause import CallsChange, Cause, Place
 from pytest_llmgpu.report.derived import of_prefill
 from pytest_llmgpu.report.kernel_families import collective_of, family_of
 from pytest_llmgpu.report.metrics import MetricName
@@ -80,15 +80,14 @@ def program_row(
         return missing or other_execution(base, head) or "the forwards ran other batches (plan_sha256)"
     found = [_of_rank(head, pair, rule, gain=gain, better=better) for pair in pairs]
     worst = min(found, key=lambda row: (WORST_FIRST.index(row.result), -(row.ratio or 0.0)))
-    changed = of_calls(pairs)
-    if changed is None:
+    if worst.cause is None:
         return worst
+    changed = [number for number, row in enumerate(found) if row.cause is not None]
     ran, runs = _implementations(base), _implementations(head)
     switched = [f"{name}: {was} -> {runs[name]}. " for name, was in ran.items() if runs.get(name, was) != was]
-    worst = msgspec.structs.replace(worst, reason="".join(switched) + worst.reason)
-    if worst.cause is not None and changed.rank is None:
-        changed = worst.cause
-    return stated(worst, changed)
+    alone = changed[0] if len(changed) == 1 < len(pairs) else None
+    found_cause = msgspec.structs.replace(worst.cause, rank=alone)
+    return stated(msgspec.structs.replace(worst, reason="".join(switched) + worst.reason), found_cause)
 
 
 def host_calls_row(base: CaseResult, head: CaseResult, pairs: Sequence[Pair]) -> Row | str | None:
@@ -127,8 +126,8 @@ def _of_rank(head: CaseResult, pair: Pair, rule: ProgramRule, *, gain: float, be
     ratio = None if changed.price is None else 1 + changed.price
     result: Decided = "CHANGED"
     reason = "The program changed; its kernels are the same, or their time is not known."
-    syncs = (after.host_syncs or 0) - (before.host_syncs or 0)
-    if syncs > 0 and None not in (before.host_syncs, after.host_syncs) and not better:
+    syncs = sum(call.growth for call in changed.runtime_calls if call.name == SYNCS)
+    if syncs > 0 and not better:
         result, reason = "REGRESSED", f"{plural(syncs, 'host synchronization')} more in a forward, threshold 0."
     elif changed.price is not None:
         reason = (
@@ -198,36 +197,27 @@ def stated(row: Row, found: Cause) -> Row:
 def find(metric: MetricName, pairs: Sequence[Pair], *, ratio: float | None = None) -> Cause | None:
     """Return the cause of a growth, or None where the work passes cannot be compared or nothing changed in them.
 
+    It is everything that is called more or less often, of the rank where it costs most; for traffic collectives alone.
     Device time has a changed program as its cause only if the price explains the growth.
     """
     growth = max(0.0, (ratio or 1.0) - 1)
     if pairs and metric in WALL_TIMES and all(rank.device_s is not None for pair in pairs for rank in pair):
         return _of_wall_time(pairs, growth)
-    found = of_calls(pairs, collectives=metric == "traffic")
-    if metric == "device_time" and found is not None and (found.price or 0.0) <= _EXPLAINS * growth:
-        return None
-    return found
-
-
-def of_calls(pairs: Sequence[Pair], *, collectives: bool = False) -> Cause | None:
-    """Return everything that is called more or less often, of the rank where it costs most; None where nothing is.
-
-    With `collectives` kernels of collectives alone.
-    """
     found: dict[int, Cause] = {}
     for number, pair in enumerate(pairs):
-        if (changed := program.changes(pair)) is None:
-            continue
-        if collectives:
+        changed = program.changes(pair)
+        if changed is not None and metric == "traffic":
             changed = Cause(place="program", kernels=_collectives(changed.kernels), forwards=changed.forwards)
-        if changed.calls or changed.moved:
+        if changed is not None and (changed.calls or changed.moved):
             found[number] = changed
-    if not found:
+
+    def cost(number: int) -> tuple[float, int]:
+        return found[number].price or 0.0, max([0, *(call.growth for call in found[number].calls)])
+
+    most = max(found, key=cost, default=None)
+    if most is None or (metric == "device_time" and (found[most].price or 0.0) <= _EXPLAINS * growth):
         return None
-    number = max(
-        found, key=lambda one: (found[one].price or 0.0, max([0, *(call.growth for call in found[one].calls)]))
-    )
-    return msgspec.structs.replace(found[number], rank=number if len(found) == 1 < len(pairs) else None)
+    return msgspec.structs.replace(found[most], rank=most if len(found) == 1 < len(pairs) else None)
 
 
 def describe(cause: Cause) -> str:
@@ -277,38 +267,33 @@ def _place_in_words(cause: Cause) -> str:
         where = "" if kernel.module is None else f"{kernel.module} "
         grown = signed_percent(kernel.excess, 2)
         return f"{where}{kernel.family} kernel {_short(kernel.name)} {grown}, called as often as before"
-    waits = _first_growth(cause.runtime_calls, WAITS)
-    if waits is not None and place == "host":
-        return f"{_call_in_words(waits)}: the host waits for the GPU"
     launched = [change for change in cause.runtime_calls if change.growth > _MORE * change.before]
-    found = {
-        "transfer": _first_growth(_collectives(cause.kernels)),
-        "copies": _first_growth([*cause.kernels, *cause.runtime_calls], _COPIES),
-        "host": _first_growth(launched, _LAUNCHES),
-    }.get(place)
-    if found is not None:
-        return f"{_call_in_words(found)}{': the host launches more kernels' if place == 'host' else ''}"
-    python = _first_growth(cause.host_calls) if place == "host" else None
-    grown = (
-        "" if cause.before_s is None or cause.after_s is None else f" {1e3 * (cause.after_s - cause.before_s):+.3g} ms"
+    calls: Sequence[tuple[Place, CallsChange | None, str]] = (
+        ("host", _first_growth(cause.runtime_calls, WAITS), ": the host waits for the GPU"),
+        ("host", _first_growth(launched, _LAUNCHES), ": the host launches more kernels"),
+        ("transfer", _first_growth(_collectives(cause.kernels)), ""),
+        ("copies", _first_growth([*cause.kernels, *cause.runtime_calls], _COPIES), ""),
     )
-    words = {
-        "device": f"kernels{grown}",
-        "transfer": f"collectives{grown}",
-        "waiting": f"ranks that wait for each other{grown}",
-        "copies": f"copies{grown}",
-        "host": f"idle time of the GPU{grown}: the host is slower"
-        if grown
-        else "the kernels do not explain it: the host is slower",
-    }
-    return words.get(place, place) + (f" ({_call_in_words(python)})" if python is not None else "")
+    for of, found, why in calls:
+        if of == place and found is not None:
+            return _call_in_words(found) + why
+    words = {"device": "kernels", "transfer": "collectives", "waiting": "ranks that wait for each other"}
+    text = "idle time of the GPU" if place == "host" else words.get(place, place)
+    if cause.before_s is not None and cause.after_s is not None:
+        text += f" {1e3 * (cause.after_s - cause.before_s):+.3g} ms"
+    elif place == "host":
+        text = "the kernels do not explain it"
+    if place == "host":
+        python = _first_growth(cause.host_calls)
+        text += ": the host is slower" + ("" if python is None else f" ({_call_in_words(python)})")
+    return text
 
 
 def _program_in_words(cause: Cause) -> str:
     """Return what is called more, first what computes something, with the kernel that costs most and the price."""
     more = _first_growth([one for one in cause.ops if not program.COMPUTES_NOTHING.search(one.name)])
     kernel = _first_growth(cause.kernels)
-    syncs = next((one for one in cause.runtime_calls if one.name == program.SYNCS and one.growth > 0), None)
+    syncs = next((one for one in cause.runtime_calls if one.name == SYNCS and one.growth > 0), None)
     if cause.moved and not (cause.ops or cause.kernels or syncs):
         return f"ops moved from {cause.moved}"
     gone = next((one for one in cause.kernels if one.growth < 0), None)

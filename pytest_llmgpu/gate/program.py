@@ -11,9 +11,10 @@ import functools
 import math
 import re
 import statistics
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import takewhile
+from itertools import accumulate, takewhile
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -279,12 +280,8 @@ def _split(pair: Pair) -> tuple[list[tuple[Kernel, Amount, Amount]], list[tuple[
 def _weighted_median(weighted: Iterable[tuple[float, float]]) -> float:
     """Return the smallest value up to which half of the weight lies, of (value, weight)."""
     ordered = sorted(weighted)
-    half, passed = sum(weight for _, weight in ordered) / 2, 0.0
-    for value, weight in ordered:
-        passed += weight
-        if passed >= half:
-            return value
-    return ordered[-1][0]
+    passed = list(accumulate(weight for _, weight in ordered))
+    return ordered[bisect_left(passed, passed[-1] / 2)][0]
 
 
 def _layers(pair: Pair, module: str | None, growth: float) -> int | None:
