@@ -17,8 +17,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import accumulate, takewhile
 from typing import NamedTuple, TypeVar
 
-import msgspec
-
 from pytest_llmgpu.gate import fixed_clock
 from pytest_llmgpu.gate.fixed_clock import Fitted, Pass
 from pytest_llmgpu.report.cause import CallsChange, Cause, Place, SlowerKernel
@@ -53,14 +51,12 @@ OWN: tuple[Place, ...] = ("device", "copies", "host")
 class Amount(NamedTuple):
     """The calls of a kernel, or of several."""
 
-    calls: float = 0
+    calls: int = 0
     time_s: float = 0.0
 
 
 Kernel = tuple[KernelFamily, str]
-"""Family and name."""
-Part = tuple[str, KernelFamily]
-"""Module and family."""
+"""Family and name, of a kernel or of a module."""
 
 
 class RankFigures(NamedTuple):
@@ -73,7 +69,7 @@ class RankFigures(NamedTuple):
     kernels: dict[Kernel, Amount]
     passes: dict[Kernel, list[list[Pass]]]
     """The passes of each launch, for kernels whose passes and clock are known."""
-    modules: dict[Part, Amount]
+    modules: dict[Kernel, Amount]
     runtime_calls: dict[str, int]
     ops: dict[tuple[str, str], int]
     """Module and op."""
@@ -168,11 +164,10 @@ def slower_kernels(pair: Pair) -> list[SlowerKernel]:
     common = max(0.0, _weighted_median([(fitted.samples.change, before.time_s) for _, before, fitted in fits]))
     found = []
     for (family, name), before, fitted in fits:
-        times_s = {module: amount.time_s for (module, of), amount in pair.after.modules.items() if of == family}
+        times_s = {module: amount.time_s for (of, module), amount in pair.after.modules.items() if of == family}
         growth, share = math.expm1(fitted.samples.change - common), before.time_s / total_s
         error = share * (1 + growth) * fitted.sd * sum(1 / len(side) for side in fitted.samples) ** 0.5
-        module = _module_with_most({}, times_s, 1, ())
-        excess = share * growth
+        excess, module = share * growth, _module_with_most(times_s, 1)
         one = SlowerKernel(name=name, family=family, module=module, growth=growth, excess=excess, error=error)
         found.append(one)
     return sorted(found, key=lambda one: -one.excess)
@@ -185,41 +180,36 @@ def changes(pair: Pair) -> Cause | None:
     if before.host_syncs is not None and after.host_syncs is not None and before.host_syncs != after.host_syncs:
         runtime_calls.insert(0, CallsChange(name=SYNCS, before=before.host_syncs, after=after.host_syncs))
     ops, moved = op_changes(pair)
+    kernels = kernel_changes(pair)
+    priced, error = (price(pair) if kernels else None) or (None, None)
+    same_python = before.python_versions == after.python_versions
     found = Cause(
         place="program",
-        kernels=kernel_changes(pair),
+        kernels=kernels,
         runtime_calls=runtime_calls,
         ops=ops,
         moved=moved,
-        host_calls=_counts(before.host_calls, after.host_calls, _PYTHON)
-        if before.python_versions == after.python_versions
-        else [],
-        forwards=pair.after.batches,
+        host_calls=_counts(before.host_calls, after.host_calls, _PYTHON) if same_python else [],
+        price=priced,
+        price_error=error,
+        forwards=after.batches,
     )
-    if (priced := price(pair)) is not None and found.kernels:
-        found = msgspec.structs.replace(found, price=priced[0], price_error=priced[1])
     return found if found.calls or found.moved else None
 
 
 def kernel_changes(pair: Pair) -> list[CallsChange]:
     """Return kernels whose number of calls changed, growth before decline, the largest change of time first."""
     found: list[tuple[float, CallsChange]] = []
-    known = {module for module, _ in pair.before.modules}
+    known = {module for _, module in pair.before.modules}
     for family, name in pair.before.kernels | pair.after.kernels if pair.is_priced else ():
         before, after = (rank.kernels.get((family, name), Amount()) for rank in pair)
-        growth = round(after.calls - before.calls)
-        if not growth:
+        if before.calls == after.calls:
             continue
-        then, now = ({module: one.calls for (module, of), one in rank.modules.items() if of == family} for rank in pair)
-        module = _module_with_most(then, now, growth, known)
-        added = _net(then, now, known)[0].get(module or "", 0)
-        change = CallsChange(
-            name=name,
-            module=module,
-            layers=_layers(pair, module, added),
-            before=round(before.calls),
-            after=round(after.calls),
-        )
+        then, now = ({module: one.calls for (of, module), one in rank.modules.items() if of == family} for rank in pair)
+        growths, _ = _net(then, now, known)
+        module = _module_with_most(growths, after.calls - before.calls)
+        layers = _layers(pair, module, growths.get(module or "", 0))
+        change = CallsChange(name=name, module=module, layers=layers, before=before.calls, after=after.calls)
         found.append((abs(after.time_s - before.time_s), change))
     ordered = sorted(found, key=lambda one: (one[1].growth < 0, -one[0], one[1].name))
     return [change for _, change in ordered[:_MOST]]
@@ -254,8 +244,8 @@ def op_changes(pair: Pair) -> tuple[list[CallsChange], str | None]:
                 found.append(change)
     then, now = pair.before.flops, pair.after.flops
     if None not in (then, now) and then != now and not any(_PRODUCES.search(change.name) for change in found):
-        growth, ran_by = (now or 0) - (then or 0), pair.before.flops_by_module
-        most = _module_with_most(ran_by, pair.after.flops_by_module, growth, ran_by)
+        ran_by, growth = pair.before.flops_by_module, (now or 0) - (then or 0)
+        most = _module_with_most(_net(ran_by, pair.after.flops_by_module, ran_by)[0], growth)
         found.append(CallsChange(name=FLOPS, module=most, before=then or 0, after=now or 0))
 
     def order(change: CallsChange) -> tuple[bool, bool, bool, int, str]:  # views launch no kernel
@@ -284,18 +274,16 @@ def _weighted_median(weighted: Iterable[tuple[float, float]]) -> float:
     return ordered[bisect_left(passed, passed[-1] / 2)][0]
 
 
-def _layers(pair: Pair, module: str | None, growth: float) -> int | None:
+def _layers(pair: Pair, module: str | None, growth: int) -> int | None:
     """Return the largest number of layers that can have the added calls of an eager pass; None if that can be all."""
     most = growth // pair.after.forwards
     total = pair.after.layers
-    return int(most) if module is not None and _FOLDED in module and total is not None and 0 < most < total else None
+    return most if module is not None and _FOLDED in module and total is not None and 0 < most < total else None
 
 
-def _module_with_most(
-    before: Mapping[str, float], after: Mapping[str, float], growth: int, known: Collection[str]
-) -> str | None:
+def _module_with_most(growths: Mapping[str, float], growth: int) -> str | None:
     """Return the module with at least half of the changes in the direction of `growth`; None if no module has."""
-    found = {module: abs(change) for module, change in _net(before, after, known)[0].items() if change * growth > 0}
+    found = {module: abs(change) for module, change in growths.items() if change * growth > 0}
     best = max(sorted(found), key=lambda module: found[module], default=None)
     return best if best is not None and found[best] >= sum(found.values()) / 2 else None
 
@@ -384,21 +372,17 @@ def _figures(works: Sequence[Work], names: Sequence[str], number: int) -> RankFi
 
 def _amounts(
     rank: RankWork, names: Sequence[str]
-) -> tuple[dict[Kernel, Amount], dict[Part, Amount], dict[Kernel, list[Pass]]]:
+) -> tuple[dict[Kernel, Amount], dict[Kernel, Amount], dict[Kernel, list[Pass]]]:
     """Return the calls and seconds of each kernel of the passes, of each part of a module, and the kernel's passes."""
     kernels: dict[Kernel, Amount] = defaultdict(Amount)
-    modules: dict[Part, Amount] = defaultdict(Amount)
+    modules: dict[Kernel, Amount] = defaultdict(Amount)
     passes: dict[Kernel, list[Pass]] = {}
     for row in rank.rows or ():
         name = names[row.kernel] if row.kernel is not None and row.kernel < len(names) else "other"
-        if row.module is not None:
-            before = modules[row.module, row.family]
-            modules[row.module, row.family] = Amount(before.calls + row.calls, before.time_s + row.time_s)
-            continue
-        before = kernels[row.family, name]
-        kernels[row.family, name] = Amount(before.calls + row.calls, before.time_s + row.time_s)
-        if found := fixed_clock.passes(rank, row.passes_s):
-            passes[row.family, name] = found
+        amounts, key = (kernels, (row.family, name)) if row.module is None else (modules, (row.family, row.module))
+        amounts[key] = Amount(amounts[key].calls + row.calls, amounts[key].time_s + row.time_s)
+        if row.module is None and (found := fixed_clock.passes(rank, row.passes_s)):
+            passes[key] = found
     return kernels, modules, passes
 
 
