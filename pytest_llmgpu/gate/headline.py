@@ -14,20 +14,9 @@ from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.gate.program import FLOPS, SYNCS
 from pytest_llmgpu.gate.times import CLOCK, PRACTICAL_LAUNCHES
 from pytest_llmgpu.report.text import FACTORS_FROM, listed, percent, plural, signed_percent, slowdown, without_numbers
-from pytest_llmgpu.report.verdicts import (
-    DIFFERS,
-    NEITHER,
-    NO_COMMON,
-    ONLY_CANDIDATE,
-    SEVERITY,
-    Candidate,
-    Row,
-    SessionState,
-    Verdicts,
-    worst_first,
-)
+from pytest_llmgpu.report.verdicts import DIFFERS, NEITHER, NO_COMMON, ONLY_CANDIDATE, Row, Verdicts, worst_first
 
-_STATES: dict[SessionState, str] = {
+_STATES: dict[str, str] = {
     "interrupted": "was interrupted",
     "incomplete": "is incomplete",
     "failed": "has failed tests",
@@ -56,7 +45,7 @@ class Headline(NamedTuple):
     """The exit status of the gate."""
     worst: Sequence[Row]
     """The rows that decide the status, the worst first; empty if no row does."""
-    states: Sequence[SessionState]
+    states: Sequence[str]
     """What is wrong with the candidate's session or source."""
     text: str
     """One sentence that begins with the word for the exit status."""
@@ -66,23 +55,19 @@ def headline(verdicts: Verdicts, policy: Policy) -> Headline:
     """Return the result of the gate."""
     status = exit_status(verdicts, policy)
     failing = worst_first(row for row in verdicts.rows if fails(row, policy))
-    deciding = {
+    worst: list[Row] = []
+    if status is ExitStatus.REGRESSED:
+        worst = [row for row in failing if row.verdict in {"REGRESSED", "MISSING"}]
         # Of each verdict outcomes come first, and rows that have a number.
-        ExitStatus.REGRESSED: sorted(
-            (row for row in failing if row.verdict in {"REGRESSED", "MISSING"}),
-            key=lambda row: (SEVERITY.index(row.verdict), row.ratio is None and row.metric != "outcome"),
-        ),
-        ExitStatus.NOT_JUDGED: [row for row in failing if row.verdict == "NOT_COMPARABLE"] or failing,
-    }
-    worst = deciding.get(status, [])
+        worst.sort(key=lambda row: (row.verdict == "MISSING", row.ratio is None and row.metric != "outcome"))
+    elif status is ExitStatus.NOT_JUDGED:
+        worst = [row for row in failing if row.verdict == "NOT_COMPARABLE"] or failing
     states = [] if verdicts.head is None else verdicts.head.states
     # Items of the gate fail tests themselves: where the gate fails, failed tests state nothing new.
     states = [state for state in states if state != "failed" or status is ExitStatus.PASSED]
     if worst:
         text = _of_rows(worst)
-        changed = [
-            row.cause for row in verdicts.rows if row.metric == "program" and row.id == worst[0].id and row.cause
-        ]
+        changed = [row.cause for row in verdicts.rows if (row.metric, row.id) == ("program", worst[0].id) and row.cause]
         if worst[0].metric in {"accuracy", "texts"} and changed:
             text += f"; program changed: {cause.describe(changed[0])}"
     elif status is ExitStatus.PASSED:
@@ -142,20 +127,20 @@ def next_steps(verdicts: Verdicts, policy: Policy) -> str:
     unclear = [row for row in verdicts.rows if row.verdict == "UNDECIDED" and row.gated]
     disturbed = worst_first(row for row in unclear if not row.compared)
     worst = next(iter(failing or disturbed), None)
-    base = verdicts.baseline.commit if verdicts.baseline is not None else None
-    candidate = verdicts.head or Candidate(created="")
+    base, head = (None if one is None else one.commit for one in (verdicts.baseline, verdicts.head))
+    commits, command, both = "", "", "`llmgpu ab`"
     # A regression of uncommitted changes is between no two commits.
-    head, command = None if "dirty" in candidate.states else candidate.commit, candidate.command
-    both = f"`llmgpu ab {base[:8]} {head[:8]} -- {command}`" if base and head and base != head else "`llmgpu ab`"
+    if verdicts.head is not None and "dirty" not in verdicts.head.states and base and head and base != head:
+        commits, command = f"{base[:8]} {head[:8]}", verdicts.head.command
+        both = f"`llmgpu ab {commits} -- {command}`"
     parts = []
     if worst is not None and (worst.verdict != "UNDECIDED" or not worst.compared):
         known = worst.next_step or (worst.cause is not None and cause.module_of(worst.cause))
         if worst.worse and not known and worst.metric != "creep" and differences(verdicts):
             parts.append(SAME_ENVIRONMENT)
-        elif worst.worse and base and head and base != head and not worst.next_step:
+        elif worst.worse and commits and not worst.next_step:
             names = f"--metric {worst.metric} --case {shlex.quote(worst.id)}"
-            search = f"llmgpu bisect {base[:8]} {head[:8]} {names} -- {command}"
-            parts.append(f"`{search}` finds the commit, if several are possible.")
+            parts.append(f"`llmgpu bisect {commits} {names} -- {command}` finds the commit, if several are possible.")
         else:
             parts.append(step_of(worst))
         if worst.trace is not None:

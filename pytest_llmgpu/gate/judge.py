@@ -12,7 +12,7 @@ import math
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from operator import attrgetter
 from typing import Literal, NamedTuple
 
@@ -33,17 +33,7 @@ from pytest_llmgpu.report.metrics import MetricName
 from pytest_llmgpu.report.report import Report, command
 from pytest_llmgpu.report.result import OUT_OF_MEMORY, CaseResult, declared_in
 from pytest_llmgpu.report.text import listed, sentence
-from pytest_llmgpu.report.verdicts import (
-    DIFFERS,
-    NO_COMMON,
-    UNCLEAR,
-    Baseline,
-    Candidate,
-    Decided,
-    Row,
-    SessionState,
-    Verdicts,
-)
+from pytest_llmgpu.report.verdicts import DIFFERS, NO_COMMON, UNCLEAR, Baseline, Candidate, Decided, Row, Verdicts
 
 _BROKEN = {"timeout": "exceeded its time limit", "crashed": "crashed", "error": "ended with an error"}
 
@@ -125,30 +115,16 @@ def judge(
         warnings = [*(f"{DIFFERS}{text}" for text in differing), *warnings]
     warnings += undeclared
     compared.not_compared.update(f"{row.metric}: {row.verdict}" for row in rows if not row.compared)
+    states = list(promotion.states(head))
     return Verdicts(
         baseline=baseline if base is not None else None,
-        head=Candidate(created=head.created, commit=head.commit.sha, command=command(head), states=list(_states(head))),
+        head=Candidate(created=head.created, commit=head.commit.sha, command=command(head), states=states),
         policy=dump_policy(policy),
         in_turn=in_turn,
         not_compared=dict(sorted(compared.not_compared.items())),
         warnings=warnings,
         rows=rows,
     )
-
-
-def _states(head: Report) -> Iterator[SessionState]:
-    """Yield the reasons to doubt the candidate as a whole."""
-    session = head.session
-    if session.interrupted:
-        yield "interrupted"
-    elif not session.complete:
-        yield "incomplete"
-    elif session.exit_status and session.failed_tests != 0:
-        yield "failed"
-    if head.commit.dirty:
-        yield "dirty"
-    if head.cases and all(map(disturbances.of_case, head.cases)):
-        yield "disturbed"
 
 
 def with_unseen(rows: Sequence[Row], on_cpu: Collection[str] = ()) -> list[Row]:

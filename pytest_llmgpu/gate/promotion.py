@@ -1,4 +1,4 @@
-"""Promotions: why a report cannot be a baseline, and growth over several of them (`creep`).
+"""Promotions: what is wrong with a report, and growth over several baselines (`creep`).
 
 Each baseline is within the threshold of the one before, and their sum is not. A baseline has the figures of the
 baselines before it, and the gate compares the candidate with the oldest of them.
@@ -23,7 +23,7 @@ from pytest_llmgpu.report.metrics import MetricName, spec_of
 from pytest_llmgpu.report.report import Promoted, PromotedCase, Report
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.text import MIB, capital, listed, signed_percent
-from pytest_llmgpu.report.verdicts import Row, Verdicts
+from pytest_llmgpu.report.verdicts import Row, SessionState, Verdicts
 
 FOLLOWED: tuple[MetricName, ...] = ("device_time", "traffic", "memory")
 """Metrics whose small growth is no chance. Wall time varies by more."""
@@ -51,17 +51,31 @@ class Growth(NamedTuple):
     """The earlier baseline, and the number of promotions since then, its own included."""
 
 
+def states(report: Report) -> Iterator[SessionState]:
+    """Yield the reasons to doubt a report as a whole."""
+    session = report.session
+    if session.interrupted:
+        yield "interrupted"
+    elif not session.complete:
+        yield "incomplete"
+    elif session.exit_status and session.failed_tests != 0:
+        yield "failed"
+    if report.commit.dirty:
+        yield "dirty"
+    if report.cases and all(map(disturbances.of_case, report.cases)):
+        yield "disturbed"
+
+
 def unfit(candidate: Report) -> Iterator[str]:
     """Yield the reasons why a report cannot be a baseline, whatever the present one is, each with its remedy."""
-    session = candidate.session
+    found, status = set(states(candidate)), candidate.session.exit_status
     if candidate.commit.sha is None:
         yield "the report does not record its commit: commit the benchmark (git init, git add, git commit) and measure"
-    if candidate.commit.dirty:
+    if "dirty" in found:
         yield "files were changed after the commit: commit them (git status), and measure again"
     # Items of the gate fail a run whose tests passed: its exit status is 1 then.
-    passed = not session.exit_status or (session.exit_status, session.failed_tests) == (1, 0)
-    if not session.complete or session.interrupted or not passed:
-        yield f"the run did not complete, or tests failed (exit status {session.exit_status})"
+    if found & {"interrupted", "incomplete", "failed"} or (status or 0) > 1:
+        yield f"the run did not complete, or tests failed (exit status {status})"
     bad = {"timeout", "crashed", "error", "interrupted"}
     failed = [f"{one.id} {one.outcome}" for one in candidate.cases if one.outcome in bad]
     failed += [f"wrong answers of {one.id}" for one in candidate.cases if one.has_wrong_answers]
