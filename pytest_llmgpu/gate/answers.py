@@ -18,15 +18,7 @@ from pytest_llmgpu.analysis.answers import by_chance, differing, largest_differe
 from pytest_llmgpu.gate.exact import absent
 from pytest_llmgpu.gate.policy import AccuracyRule, TextsRule
 from pytest_llmgpu.gate.stats import net_loss
-from pytest_llmgpu.report.derived import (
-    decode,
-    decode_tokens,
-    explained,
-    generated,
-    predictions_of,
-    typical_difference,
-    value_of,
-)
+from pytest_llmgpu.report.derived import decode, decode_tokens, explained, predictions_of, typical_difference, value_of
 from pytest_llmgpu.report.result import CaseResult, Generation
 from pytest_llmgpu.report.text import listed, percent, plural
 from pytest_llmgpu.report.verdicts import Decided, Row
@@ -206,13 +198,11 @@ def below_floor(result: CaseResult, rule: AccuracyRule) -> str | None:
 
 def predictions_row(case: Answered, *, gated: bool) -> Row:
     """Judge whether a launch answers any item differently, whether right or wrong."""
-    changed, result = case.changed, case.result
-    figures = {"base": 0.0, "head": changed / max(1, case.items), "threshold": 0.0}
-    if not changed:
-        reason = f"All {case.items:,} predictions are unchanged."
-        return Row.of(result, "predictions", "OK", reason, gated=gated, **figures)
-    reason = f"{changed:,} of {case.items:,} predictions changed ({case.rule.metric})."
-    return Row.of(result, "predictions", "REGRESSED", reason, gated=gated, **figures)
+    result: Decided = "REGRESSED" if case.changed else "OK"
+    reason = f"{case.changed:,} of {case.items:,} predictions changed ({case.rule.metric})."
+    reason = reason if case.changed else f"All {case.items:,} predictions are unchanged."
+    figures = {"base": 0.0, "head": case.changed / max(1, case.items), "threshold": 0.0}
+    return Row.of(case.result, "predictions", result, reason, gated=gated, **figures)
 
 
 def _difference_in_words(
@@ -251,10 +241,11 @@ def texts_row(base: CaseResult, head: CaseResult, rule: TextsRule) -> Row | str 
     """
     if not head.case.generates:
         return None
-    then, nows = generated(base), [launch.generation for launch in head.launches if launch.generation is not None]
-    known = then is not None and then.tokens, bool(nows) and all(now.tokens for now in nows)  # a server can have none
-    if then is None or not all(known):
+    thens, nows = ([one.generation for one in of.launches if one.generation is not None] for of in (base, head))
+    known = bool(thens) and thens[0].tokens, bool(nows) and all(now.tokens for now in nows)  # a server can have none
+    if not all(known):
         return absent(head, "texts", *known, gated=rule.gate)
+    then = thens[0]
     if any((now.prompt_tokens, now.new_tokens) != (then.prompt_tokens, then.new_tokens) for now in nows):
         reason = "The prompts or the texts have other numbers of tokens than the baseline's."
         return Row.of(head, "texts", "NOT_COMPARABLE", reason, gated=rule.gate)

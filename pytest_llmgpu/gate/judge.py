@@ -105,7 +105,7 @@ def judge(
     undeclared = check_figures(policy, declared_in([*([] if base is None else base.cases), *head.cases]))
     compared = Comparison(base, head, policy, in_turn=in_turn)
     rows, warnings = with_allowed(compared.rows, policy, today)
-    rows = with_unseen(rows, {result.key for result in head.cases if _device(result) == "cpu"})
+    rows = with_unseen(rows, {result.key for result in head.cases if result.case.device == "cpu"})
     if base is not None:
         warnings += unmatched(policy, [*base.cases, *head.cases])
         baseline = baseline or Baseline(commit=base.commit.sha)
@@ -248,26 +248,25 @@ class Comparison:
         return self._finished()
 
     def _case(self, base: CaseResult | None, head: CaseResult, differing: Sequence[str]) -> None:
-        hardware = self._hardware[_device(head)]
+        hardware = self._hardware["cpu" if head.case.device == "cpu" else "cuda"]
         if (undecided := self._undecided(base, head)) is not None:
             self._outcome(head, "UNDECIDED", undecided)
         elif head.outcome in _BROKEN:
             also = ", as in the baseline" if base is not None and base.outcome == head.outcome else ""
             self._outcome(head, "REGRESSED", f"The case {_BROKEN[head.outcome]}{also}.{_message(head)}")
         elif base is None:
-            nothing = self.base is None
-            reason = "There is no baseline." if nothing else "The baseline lacks this case."
-            self._alone(head, "NEW", reason)
+            reason = "There is no baseline." if self.base is None else "The baseline lacks this case."
+            self._outcome(head, "NEW", reason)
         elif differing or hardware:
             text = "; ".join([*dict.fromkeys([*differing, *hardware])][:NAMED])
-            self._alone(head, "NOT_COMPARABLE", sentence(f"The measurements differ from the baseline's: {text}"))
+            self._outcome(head, "NOT_COMPARABLE", sentence(f"The measurements differ from the baseline's: {text}"))
         elif base.outcome in OUT_OF_MEMORY and head.outcome == "completed":
-            self._alone(head, "IMPROVED", "The batch size fits in memory; in the baseline it did not.")
+            self._outcome(head, "IMPROVED", "The batch size fits in memory; in the baseline it did not.")
         elif base.outcome in OUT_OF_MEMORY:
             self._outcome(head, "OK", "Out of memory, as in the baseline.")
         elif base.outcome != "completed":
             reason = f"The baseline's case {_BROKEN.get(base.outcome, 'was interrupted')}: there is nothing to compare."
-            self._alone(head, "NEW", reason)
+            self._outcome(head, "NEW", reason)
         elif head.outcome in OUT_OF_MEMORY:
             how = "Out of memory" if head.outcome == "oom" else "Skipped, since a smaller batch size is out of memory"
             then, now = (of_report[head.case.series].largest_fit for of_report in self._capacities)
@@ -283,9 +282,8 @@ class Comparison:
         if head.outcome == "interrupted":
             return "The case was interrupted: measure it again."
         for name, one in (("candidate", head), ("baseline", base)):
-            if one is None or one.outcome != "completed" or head.outcome != "completed":
-                continue
-            if not any(launch.batches.latency_s for launch in one.launches):
+            timed = one is None or one.outcome != "completed" or any(of.batches.latency_s for of in one.launches)
+            if head.outcome == "completed" and not timed:
                 return f"The {name} measured no batch: measure it again."
         return None
 
@@ -343,12 +341,6 @@ class Comparison:
         elif found is not None:
             self._entries.append(found)
 
-    def _alone(self, head: CaseResult, verdict: Decided, reason: str) -> None:
-        """Add why a case is not compared; its answers can be wrong by themselves."""
-        self._outcome(head, verdict, reason)
-        self._floor(head)
-        self._entries += figures.out_of_bounds(head, self.policy).values()
-
     def _floor(self, head: CaseResult) -> None:
         if (floor := below_floor(head, self.policy.accuracy)) is not None:
             step = next((found.next_step for found in head.findings if found.severity == "failure"), "")
@@ -356,7 +348,11 @@ class Comparison:
             self._entries.append(Row.of(head, "accuracy", "REGRESSED", floor, gated=gated, next_step=step))
 
     def _outcome(self, result: CaseResult, verdict: Decided, reason: str) -> None:
+        """Add why a case is not compared; its answers and its figures can be wrong by themselves."""
         self._entries.append(Row.of(result, "outcome", verdict, reason))
+        if verdict in {"IMPROVED", "NEW", "NOT_COMPARABLE"}:
+            self._floor(result)
+            self._entries += figures.out_of_bounds(result, self.policy).values()
 
     def _why_absent(self, gone: CaseResult) -> str | None:
         """Return the reason why a case of the baseline is absent; None where it is missing."""
@@ -445,10 +441,6 @@ class Comparison:
             traces = (path for name in names for path in head.launches[-1].traces if name in path)
             row = msgspec.structs.replace(row, trace=next(traces, None))
         return times.with_power(row, base, head) if self._in_turn else row
-
-
-def _device(result: CaseResult) -> str:
-    return "cpu" if result.case.device == "cpu" else "cuda"
 
 
 def _message(result: CaseResult) -> str:

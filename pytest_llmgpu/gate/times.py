@@ -228,9 +228,7 @@ class Timed(msgspec.Struct, frozen=True):
         limit, machines = math.log1p(self.threshold), math.sqrt(2) * self.machine_sd
         # Between machines a change up to their differences is OK. The noise of the launches makes nothing OK.
         allowed = max(limit, _GPU_QUANTILE * machines)
-        if (
-            self.machine_sd
-        ):  # The test takes differences between machines for a change: the threshold has to exceed both.
+        if machines:  # The test takes differences between machines for a change: the threshold has to exceed both.
             limit = max(limit, shown + _GPU_QUANTILE * machines)
             error = math.hypot(error, machines)
         half = t_quantile(noise.df0, _ONE_SIDED) * error
