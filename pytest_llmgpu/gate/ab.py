@@ -41,9 +41,6 @@ class Both(NamedTuple):
 Measure = Callable[[Side, int, Sequence[str]], Report]
 """Runs one launch. The arguments are the version, the number of the launch and the node ids to deselect."""
 
-Judge = Callable[[Both], Verdicts]
-"""Compares the reports of both versions."""
-
 
 def looks(most: int) -> tuple[int, ...]:
     """Return the numbers of launches after which two versions are compared: `LOOKS` below `most`, and `most`."""
@@ -56,7 +53,7 @@ def split(policy: Policy, looks: int) -> Policy:
 
 
 def compare(
-    measure: Measure, judge: Judge, again: Callable[[Verdicts], set[str]], at: Sequence[int]
+    measure: Measure, judge: Callable[[Both], Verdicts], again: Callable[[Verdicts], set[str]], at: Sequence[int]
 ) -> tuple[Both, Verdicts]:
     """Measure both versions until their comparison is decided, and return the reports and the last verdicts.
 

@@ -124,6 +124,7 @@ def _of_rank(head: CaseResult, pair: Pair, rule: ProgramRule, *, gain: float, be
         return Row.of(head, "program", "OK", "The program is equal.", gated=rule.gate)
     limit, before, after = max(rule.threshold, changed.price_error or 0.0), pair.before, pair.after
     ratio = None if changed.price is None else 1 + changed.price
+    flops = after.flops / before.flops if before.flops and after.flops else 1.0
     result: Decided = "CHANGED"
     reason = "The program changed; its kernels are the same, or their time is not known."
     syncs = sum(call.growth for call in changed.runtime_calls if call.name == SYNCS)
@@ -136,14 +137,10 @@ def _of_rank(head: CaseResult, pair: Pair, rule: ProgramRule, *, gain: float, be
         won = changed.price > limit and gain > limit
         reason += f"; device time became {percent(gain, 2)} shorter." if won else "."
         result = "REGRESSED" if changed.price > limit and not won else "CHANGED"
-    elif (
-        before.flops
-        and after.flops not in (None, 0, before.flops)
-        and not (pair.is_priced or (before.device_s and better))
-    ):
-        ratio = (after.flops or 0) / before.flops
-        reason = f"FLOPs {signed_percent(ratio - 1, 2)}, threshold {percent(rule.flops)}."
-        result = "REGRESSED" if ratio - 1 > rule.flops else "CHANGED"
+    elif flops != 1 and not (pair.is_priced or (before.device_s and better)):
+        ratio = flops
+        reason = f"FLOPs {signed_percent(flops - 1, 2)}, threshold {percent(rule.flops)}."
+        result = "REGRESSED" if flops - 1 > rule.flops else "CHANGED"
     figures: dict[str, Any] = {"ratio": ratio, "threshold": rule.threshold, "cause": changed}
     if changed.price is not None:
         total_s = before.device_s or 0.0

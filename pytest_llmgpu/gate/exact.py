@@ -185,17 +185,15 @@ def memory_row(base: CaseResult, head: CaseResult, rule: MemoryRule) -> Row | st
 
     peaks = [("the fullest device", Amounts(then, now))]
     if peaks[0][1].result(allowed(peaks[0][1])) != "IMPROVED":
-        peaks += _changed_peaks(base, head, lambda one: [device.peak_bytes for device in one.memory])
+        peaks += _peaks(base, head, lambda one: [device.peak_bytes for device in one.memory])
     where, amounts = min(peaks, key=lambda one: WORST_FIRST.index(one[1].result(allowed(one[1]))))
     noun, threshold = "Memory", allowed(amounts)
     result = amounts.result(threshold)
     more = "The launches differ by more than the threshold." if result == "UNDECIDED" else None
     tensors = f"Live tensors: {gib(amounts.after)}, was {gib(amounts.before)}."
     for figures, name, grew in _OUTSIDE_TENSORS:
-        limits = [
-            (max(rule.used_threshold, _USED_BYTES / max(one.then)), place, one)
-            for place, one in _changed_peaks(base, head, figures)
-        ]
+        devices = _peaks(base, head, figures)
+        limits = [(max(rule.used_threshold, _USED_BYTES / max(one.then)), place, one) for place, one in devices]
         grown = [found for found in limits if found[2].result(found[0]) == "REGRESSED"]
         if result != "REGRESSED" and grown:
             noun, result, more = name, "REGRESSED", f"{grew} grew. {tensors}"
@@ -212,28 +210,17 @@ def memory_row(base: CaseResult, head: CaseResult, rule: MemoryRule) -> Row | st
     return Row.of(head, "memory", result, reason, gated=rule.gate, low=low, high=high, n=n, **numbers)
 
 
-def _changed_peaks(
-    base: CaseResult, head: CaseResult, figures: Callable[[Launch], _Figures]
-) -> list[tuple[str, Amounts]]:
-    """Return name and figure of each device that every launch of both reports has, where the launches differ."""
+def _peaks(base: CaseResult, head: CaseResult, figures: Callable[[Launch], _Figures]) -> list[tuple[str, Amounts]]:
+    """Return name and figure of each device that every launch of both reports has."""
     sides = [[found for one in result.launches if any(found := figures(one))] for result in (base, head)]
     if not all(sides) or len(set(map(len, [*sides[0], *sides[1]]))) > 1:
         return []
-    return [
-        (
-            f"device {head.launches[-1].memory[place].index}",
-            Amounts(*([launch[place] or 0 for launch in side] for side in sides)),
-        )
-        for place, of_launches in enumerate(zip(*sides[0], *sides[1], strict=True))
-        if all(of_launches) and len(set(of_launches)) > 1
-    ]
+    devices = zip(head.launches[-1].memory, *(zip(*side, strict=True) for side in sides), strict=False)
+    return [(f"device {device.index}", Amounts(then, now)) for device, then, now in devices if all((*then, *now))]
 
 
 def _reserved_bytes(launch: Launch) -> _Figures:
-    return [
-        device.peak_reserved_bytes + (device.workspace_bytes or 0) if device.peak_reserved_bytes else None
-        for device in launch.memory
-    ]
+    return [one.peak_reserved_bytes and one.peak_reserved_bytes + (one.workspace_bytes or 0) for one in launch.memory]
 
 
 def _used_bytes(launch: Launch) -> _Figures:

@@ -35,7 +35,6 @@ _NEXT_STEPS = {
 
 SAME_ENVIRONMENT = "Measure again in the environment of the baseline, or make this report the baseline."
 """The next step where the environment differs from that of the baseline and no other cause is known."""
-_ENVIRONMENT = ("environment",)
 
 
 class Headline(NamedTuple):
@@ -253,7 +252,7 @@ class Group(NamedTuple):
     """The rows, the worst first."""
     fails: bool
     """True if one of them fails the gate."""
-    differences: list[str]
+    differences: Sequence[str]
     """The differences of the environment that may be the cause; empty if another cause is known, or none."""
 
     @property
@@ -281,7 +280,7 @@ class Group(NamedTuple):
 
 def group(verdicts: Verdicts, policy: Policy) -> list[Group]:
     """Return the rows that are worse or unclear by cause; the causes that fail the gate come first."""
-    differing = differences(verdicts)
+    differing = tuple(differences(verdicts))
     rows = [row for row in worst_first(verdicts.rows) if level(row, policy) != "info"]
     new = {row.id for row in verdicts.rows if row.verdict == "NEW"}
     found: dict[Hashable, list[Row]] = {}
@@ -290,7 +289,7 @@ def group(verdicts: Verdicts, policy: Policy) -> list[Group]:
     for row, module in sorted(with_module, key=lambda one: one[1] is None):
         name = _reason(row)
         if row.worse and row.allowed is None:
-            environment = _ENVIRONMENT if differing and row.id not in new else None
+            environment = () if row.id in new else differing
             name = of_case.setdefault(row.id, module or environment or name)
             name = module or name
         elif row.verdict == "NOT_COMPARABLE":  # what made the case worse also prevents the comparison
@@ -300,7 +299,7 @@ def group(verdicts: Verdicts, policy: Policy) -> list[Group]:
         Group(
             rows=worst_first(of_cause),
             fails=any(fails(row, policy) for row in of_cause),
-            differences=differing if name == _ENVIRONMENT else [],
+            differences=differing if name == differing else (),
         )
         for name, of_cause in found.items()
     ]

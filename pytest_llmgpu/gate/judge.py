@@ -222,18 +222,14 @@ class Comparison:
         self._same_gpus = {gpu.uuid for gpu in before.gpus} == {gpu.uuid for gpu in after.gpus}
         self._names = before.kernel_names, after.kernel_names
         self._in_turn = in_turn
-        self.rows = self._compare()
-        """Every row, case by case."""
-
-    def _compare(self) -> list[Row]:
-        before = self.base.cases if self.base is not None else []
-        matched = pairs(before, self.head.cases)
+        cases = [] if base is None else base.cases, head.cases
+        matched = pairs(*cases)
         both = [(pair.base.launches, pair.head.launches) for pair in matched if pair.base and pair.head]
         # A launch that failed before it was timed is equal to another one by chance.
         timed = any(one.load_s is not None or one.batches.latency_s for then, _ in both for one in then)
         self._same_run = timed and all(then == now for then, now in both)
         self._shares = bool(both)
-        self._capacities = [{one.series: one for one in capacities(cases)} for cases in (before, self.head.cases)]
+        self._capacities = [{one.series: one for one in capacities(of_report)} for of_report in cases]
         for pair in matched:
             self._entries = []
             self._cases.append(self._entries)
@@ -242,10 +238,11 @@ class Comparison:
             elif pair.base is not None and (why := self._why_absent(pair.base)) is not None:
                 self.not_compared[why] += 1
             elif pair.base is not None:
-                ended = "; the run was interrupted" if self.head.session.interrupted else ""
+                ended = "; the run was interrupted" if head.session.interrupted else ""
                 reason = f"The baseline has this case and the candidate does not{ended}: measure it again."
                 self._outcome(pair.base, "MISSING", reason)
-        return self._finished()
+        self.rows = self._finished()
+        """Every row, case by case."""
 
     def _case(self, base: CaseResult | None, head: CaseResult, differing: Sequence[str]) -> None:
         hardware = self._hardware["cpu" if head.case.device == "cpu" else "cuda"]
