@@ -50,7 +50,6 @@ KERNEL_SEEN = 0.005
 _ERRORS = 4.0
 """Standard errors that such a growth has to exceed: one of 40 kernels of 21 cases seldom does by chance."""
 
-_ANY = re.compile("")
 _LAUNCHES = re.compile(r"Launch")
 _COPIES = re.compile(r"Mem(cpy|set)")
 _OUTSIDE = re.compile(r"(?:in |\b(from |to ))(?:other|\(outside\))(?!\S)")
@@ -310,9 +309,9 @@ def _program_in_words(cause: Cause) -> str:
     return f"{text} ({amounts})" if amounts else text
 
 
-def _first_growth(changes: Iterable[CallsChange], pattern: re.Pattern[str] = _ANY) -> CallsChange | None:
+def _first_growth(changes: Iterable[CallsChange], pattern: str | re.Pattern[str] = "") -> CallsChange | None:
     """Return the first growth among names that a pattern matches."""
-    return next((one for one in changes if one.growth > 0 and pattern.search(one.name)), None)
+    return next((one for one in changes if one.growth > 0 and re.search(pattern, one.name)), None)
 
 
 def _call_in_words(

@@ -31,7 +31,6 @@ _ROUNDING = 1 + 1e-9
 
 _EXECUTIONS = {"cuda_graphs": "as CUDA graphs", "eager": "eagerly", "compile": "compiled"}
 
-
 _USED_BYTES = 2**30
 """Growth of memory outside live tensors that is always allowed: a new version of a library can take as much."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Hashable, Iterable, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 from pytest_llmgpu.gate import cause
@@ -31,7 +32,6 @@ _NEXT_STEPS = {
     "NEW": "Make this report the baseline: llmgpu promote.",
 }
 """The next step of the verdicts without a comparison; for the others it is in the table of metrics."""
-
 
 SAME_ENVIRONMENT = "Measure again in the environment of the baseline, or make this report the baseline."
 """The next step where the environment differs from that of the baseline and no other cause is known."""
@@ -218,8 +218,7 @@ def _of_pass(verdicts: Verdicts) -> str:
         than = f"slower{why} than in the baseline" if clock_ratio < 1 else f"faster than in the baseline{why}"
         parts.append(f"the GPU ran {100 * abs(clock_ratio - 1):.2g} % {than}: times compared at equal clock")
     timed = [row for row in compared if row.gated and row.smallest_seen is not None and row.allowed is None]
-    of_device = [row for row in timed if row.metric == "device_time"]
-    least = max(of_device, key=lambda row: row.smallest_seen or 0.0, default=None)
+    least = max((row for row in timed if row.metric == "device_time"), key=attrgetter("smallest_seen"), default=None)
     seen = []
     if least is not None:
         one = f", from {percent(KERNEL_SEEN)} in one kernel" if least.clock_ratio is not None else ""

@@ -43,7 +43,6 @@ COMPUTES_NOTHING = re.compile(
 )
 """Ops that only describe memory in another way, and launch no kernel."""
 
-
 OWN: tuple[Place, ...] = ("device", "copies", "host")
 """Places of the own time of a rank, for which the others wait."""
 

@@ -108,17 +108,13 @@ def launches_needed(prior: Prior, *, threshold: float, **rule: float) -> int | N
     return next((one for one in numbers if smallest_seen(prior, one, threshold=threshold, **rule) <= most), None)
 
 
-Sides = tuple[list[Launch], list[Launch]]
-"""The launches of the baseline and of the candidate, at least one of each."""
-
-
 def comparable(
     base: CaseResult,
     head: CaseResult,
     metric: MetricName = "time",
     has: Callable[[Launch], object] = lambda _: True,
     **fields: Any,
-) -> Sides | Row | str:
+) -> tuple[list[Launch], list[Launch]] | Row | str:
     """Return the launches of two completed results whose times can be compared, or a row or a reason without any.
 
     They have the time, and ran the same batches, undisturbed. Launches that power or heat throttled count: times are
