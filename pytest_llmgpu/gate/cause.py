@@ -85,8 +85,8 @@ def program_row(
     ran, runs = _implementations(base), _implementations(head)
     switched = [f"{name}: {was} -> {runs[name]}. " for name, was in ran.items() if runs.get(name, was) != was]
     alone = changed[0] if len(changed) == 1 < len(pairs) else None
-    found_cause = msgspec.structs.replace(worst.cause, rank=alone)
-    return stated(msgspec.structs.replace(worst, reason="".join(switched) + worst.reason), found_cause)
+    reason = "".join(switched) + worst.reason
+    return stated(msgspec.structs.replace(worst, reason=reason), msgspec.structs.replace(worst.cause, rank=alone))
 
 
 def host_calls_row(base: CaseResult, head: CaseResult, pairs: Sequence[Pair]) -> Row | str | None:

@@ -74,7 +74,7 @@ def unfit(candidate: Report) -> Iterator[str]:
     if "dirty" in found:
         yield "files were changed after the commit: commit them (git status), and measure again"
     # Items of the gate fail a run whose tests passed: its exit status is 1 then.
-    if found & {"interrupted", "incomplete", "failed"} or (status or 0) > 1:
+    if found & {"interrupted", "incomplete", "failed"} or status not in {None, 0, 1}:
         yield f"the run did not complete, or tests failed (exit status {status})"
     bad = {"timeout", "crashed", "error", "interrupted"}
     failed = [f"{one.id} {one.outcome}" for one in candidate.cases if one.outcome in bad]
