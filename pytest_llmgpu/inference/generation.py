@@ -11,11 +11,13 @@ p, and its query attends to the slots up to p. A layer with a sliding window has
 token is written to slot p modulo the window, over the one that left it. Layers with linear attention keep one state of
 all tokens, to which padding on the right would belong: for them prompts are padded on the left, with a mask.
 
+In a prefill prompts may share lines in place of padding (`Batch.lines`): masks keep them apart.
+
 The static cache of transformers decides what each layer keeps. It cannot be used itself: its rows share one position,
 and its sliding layers count on the host, which a CUDA graph does not repeat, and move all keys at each step.
 
 Shapes: B rows of a batch, S tokens of its longest prompt, V vocabulary, N new tokens, H key and value heads of this
-rank, T slots, D size of a head.
+rank, T slots, D size of a head; L lines of C tokens in which a prefill has the prompts, B and S without packing.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from pytest_llmgpu.inference import scoring
-from pytest_llmgpu.inference.batching import Batch, Plan, Request, Requests, plan
+from pytest_llmgpu.inference.batching import Batch, Plan, Request, Requests, plan, rows_of_lines
 from pytest_llmgpu.inference.cuda_graphs import Recorder
 from pytest_llmgpu.inference.scoring import OnBatch
 from pytest_llmgpu.inference.sm_clock import SmClock
@@ -66,6 +68,17 @@ def check(model: torch.nn.Module, config: PretrainedConfig | None) -> None:
             f"{type(model).__name__} cannot generate text, it has no {', no '.join(lacks)}: score it "
             "(--llmgpu-workload=score), or use a causal language model of transformers"
         )
+
+
+def can_share_lines(config: PretrainedConfig | None) -> bool:
+    """Return whether prompts may share lines: tokens know their position by a rotation, and the attention takes a mask.
+
+    Layers with linear attention would go on from one prompt to the next.
+    """
+    text = config and config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ())
+    rotary, takes = getattr(text, "rope_parameters", None), getattr(text, "_attn_implementation", None)
+    return bool(rotary) and takes in ("sdpa", "eager") and kinds <= {*_KINDS[:2]}
 
 
 class Generator(AbstractContextManager["Generator"]):
@@ -250,7 +263,7 @@ class Generator(AbstractContextManager["Generator"]):
         self._number_1.zero_()
         lengths_B = last_B - self._rows_B[: batch.rows] * batch.width + 1
         ids_BS, last_B, arguments = self._cache.prompts(
-            ids.view(batch.rows, batch.width), lengths_B, padded=batch.tokens < batch.padded_tokens
+            ids.view(batch.rows, batch.width), lengths_B, padded=batch.tokens < batch.padded_tokens, lines=batch.lines
         )
         logits_1BV = self._head.forward(ids_BS, last_B, past_key_values=self._cache, **arguments)
         self._cache.start(lengths_B)
@@ -338,8 +351,9 @@ class _Cache:
 class LayerCache(_Cache):
     """The keys and values of one layer. All its layers look alike to torch.compile, which compiles one for all."""
 
-    columns_BT: torch.Tensor | None = None
-    """In a prefill, the column of the prompts that belongs into each slot; None where it is the slot's number."""
+    columns: tuple[torch.Tensor, torch.Tensor] | None = None
+    """In a prefill, the line [B, 1] and its column [B, T] that belong into each slot; None where these are the row and
+    the slot's number."""
 
     def __init__(
         self, keys_BHTD: torch.Tensor, values_BHTD: torch.Tensor, *, numbers: torch.Tensor, places: torch.Tensor
@@ -361,10 +375,11 @@ class LayerCache(_Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write keys and values and return those that their queries attend to (called by transformers)."""
         rows, tokens = key_BHSD.shape[0], key_BHSD.shape[2]
-        if self.prefilling and self.columns_BT is not None:
+        if self.prefilling and self.columns is not None:
+            lines_B1, columns_BT = self.columns
             for kept, part in ((self.keys, key_BHSD), (self.values, value_BHSD)):
-                columns = self.columns_BT[:, None, :, None].expand(-1, part.shape[1], -1, part.shape[3])
-                kept[:rows, :, : columns.shape[2]].copy_(part.gather(2, columns))
+                part_BTHD = part[lines_B1, :, columns_BT]
+                kept[: len(columns_BT), :, : columns_BT.shape[1]].copy_(part_BTHD.transpose(1, 2))
             return key_BHSD, value_BHSD
         if self.prefilling:
             self.keys[:rows, :, :tokens].copy_(key_BHSD)
@@ -454,8 +469,8 @@ class StaticCache(_Cache):
             for device, positions in self._positions.items()
             for size in dict.fromkeys([slots, *filter(None, self._sizes)])
         }
-        self._columns: dict[tuple[torch.device, int], torch.Tensor] = {}
-        """What the layers with so many slots have as `columns_BT`."""
+        self._columns: dict[tuple[torch.device, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        """What the layers with so many slots have as `columns`."""
 
     @property
     def bytes(self) -> int:
@@ -474,32 +489,42 @@ class StaticCache(_Cache):
         lengths_B: torch.Tensor,
         *,
         padded: bool,  # noqa: ARG002 - rows of any length have positions of their own
+        lines: tuple[int, int] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         """Begin a prefill; return its input ids, the row of [B * S] of each last token, and further arguments.
 
         Prompts are padded on the right; `padded` is true if they have different lengths. With linear attention they
-        are returned padded on the left, also where there is no padding: a batch of the same shape may have some.
+        are returned padded on the left, also where there is no padding: a batch of the same shape may have some. With
+        `lines` several share a line (see `Batch.lines`).
         """
+        import torch
+
         rows, width = ids_BS.shape
+        columns_S = self._numbers[ids_BS.device][:width]
+        lines_B, firsts_B = self._numbers[ids_BS.device][:rows], torch.zeros_like(lengths_B)
+        arguments: dict[str, Any] = {}
+        if self.stateful:
+            firsts_B = width - lengths_B
+        elif lines is not None:
+            ids_BS, lines_B, firsts_B, arguments = self._share_lines(ids_BS, lengths_B, *lines)
         self._columns.clear()
         for device, size in self._places:
-            if self.stateful or width > size:
+            if self.stateful or lines is not None or width > size:
                 # The slot of a window has the last token whose position is the slot's number modulo the window.
                 last_B1, slots_T = lengths_B.to(device)[:, None] - 1, self._numbers[device][: min(size, width)]
-                columns_BT = last_B1 - (last_B1 - slots_T).remainder(size)
-                columns_BT = columns_BT + (width - 1 - last_B1 if self.stateful else 0)
-                self._columns[device, size] = columns_BT.clamp(0, width - 1)
+                columns_BT = last_B1 - (last_B1 - slots_T).remainder(size) + firsts_B.to(device)[:, None]
+                self._columns[device, size] = lines_B.to(device)[:, None], columns_BT.clamp(0, ids_BS.shape[1] - 1)
         self._begin(rows, prefilling=True)
-        rows_B, columns_S = self._numbers[ids_BS.device][:rows], self._numbers[ids_BS.device][:width]
+        last_B = lines_B * ids_BS.shape[1] + firsts_B + lengths_B - 1
         if not self.stateful:
-            return ids_BS, rows_B * width + lengths_B - 1, {}
-        places_BS = columns_S - (width - lengths_B)[:, None]
+            return ids_BS, last_B, arguments
+        places_BS = columns_S - firsts_B[:, None]
         real_BS = places_BS >= 0
         # A row of padding attends to padding: a softmax of nothing is NaN, and linear attention multiplies by 0.
         mask_BSS = (columns_S <= columns_S[:, None]) & (real_BS[:, None] | ~real_BS[:, :, None])
         masks = {"full_attention": self._mask(mask_BSS[:, None]), "linear_attention": real_BS}
         arguments = {"position_ids": places_BS.clamp(min=0), "attention_mask": masks}
-        return ids_BS.gather(1, places_BS.remainder(width)), (rows_B + 1) * width - 1, arguments
+        return ids_BS.gather(1, places_BS.remainder(width)), last_B, arguments
 
     def start(self, lengths_B: torch.Tensor) -> None:  # noqa: D102
         self._begin(len(lengths_B), prefilling=False)
@@ -526,11 +551,33 @@ class StaticCache(_Cache):
         """Return the arguments of a decode step: the position of each row, and its mask or those of mixed layers."""
         self._begin(rows, prefilling=False)
         positions_B1 = self._positions[device][:rows, None]
-        masks = {
-            kind: self._mask((self._numbers[device][:size] <= positions_B1)[:, None, None]) if size else None
-            for kind, size in self._kinds.items()
-        }
-        return {"position_ids": positions_B1, "attention_mask": masks if len(masks) > 1 else masks.popitem()[1]}
+        masks = {kind: (self._numbers[device][:size] <= positions_B1)[:, None] for kind, size in self._kinds.items()}
+        return self._arguments(positions_B1, masks)
+
+    def _share_lines(
+        self, ids_BS: torch.Tensor, lengths_B: torch.Tensor, lines: int, length: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]]:
+        """Return the ids [L, C] of prompts that share lines, the line and first column of each, and their arguments."""
+        import torch
+
+        rows_LN = rows_of_lines(self._numbers[ids_BS.device][: len(ids_BS)], lines)
+        ends_LN = lengths_B[rows_LN].cumsum(1)
+        firsts_LN = ends_LN - lengths_B[rows_LN]
+        columns_C = torch.arange(length, device=ids_BS.device)
+        numbers_LC = (columns_C[:, None] >= ends_LN[:, None]).sum(-1).clamp(max=rows_LN.shape[1] - 1)
+        rows_LC, places_LC = rows_LN.gather(1, numbers_LC), columns_C - firsts_LN.gather(1, numbers_LC)
+        lines_B, firsts_B = torch.empty_like(lengths_B), torch.empty_like(lengths_B)
+        lines_B[rows_LN], firsts_B[rows_LN] = columns_C[:lines, None].expand_as(rows_LN), firsts_LN
+        distances_LCC = places_LC[:, :, None] - places_LC[:, None]
+        alike_LCC = (rows_LC[:, :, None] == rows_LC[:, None]) & (distances_LCC >= 0)
+        masks = {kind: alike_LCC & (distances_LCC < size) for kind, size in self._kinds.items()}
+        places_LC = places_LC.clamp(max=ids_BS.shape[1] - 1)  # behind the last prompt of a line
+        return ids_BS[rows_LC, places_LC], lines_B, firsts_B, self._arguments(places_LC, masks)
+
+    def _arguments(self, positions_BS: torch.Tensor, masks: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """Return positions and masks [B, S, T] as models take them: those of layers without slots are None."""
+        taken = {kind: self._mask(mask[:, None]) if self._kinds[kind] else None for kind, mask in masks.items()}
+        return {"position_ids": positions_BS, "attention_mask": taken if len(taken) > 1 else taken.popitem()[1]}
 
     def update(
         self, key_BHSD: torch.Tensor, value_BHSD: torch.Tensor, layer_idx: int, *_: Any, **__: Any
@@ -581,7 +628,7 @@ class StaticCache(_Cache):
             if isinstance(layer, StateCache):
                 layer.rows = rows
             elif prefilling:
-                layer.columns_BT = self._columns.get((layer.keys.device, layer.keys.shape[2]))
+                layer.columns = self._columns.get((layer.keys.device, layer.keys.shape[2]))
 
     def _place(self) -> None:
         """Set the slots of windows that the next step writes."""
@@ -618,7 +665,12 @@ class KernelCache(_Cache):
         self._padding_B: torch.Tensor | None = None
 
     def prompts(
-        self, ids_BS: torch.Tensor, lengths_B: torch.Tensor, *, padded: bool
+        self,
+        ids_BS: torch.Tensor,
+        lengths_B: torch.Tensor,
+        *,
+        padded: bool,
+        lines: tuple[int, int] | None = None,  # noqa: ARG002 - the kernels have a line for each row
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         """Return the ids padded on the left, the row of each last token, and a mask (see `StaticCache.prompts`)."""
         self.prefilling = True

@@ -13,7 +13,7 @@ from typing import Literal
 
 import msgspec
 
-from pytest_llmgpu.inference import cuda_graphs, scoring
+from pytest_llmgpu.inference import cuda_graphs, generation, scoring
 from pytest_llmgpu.inference.batching import Batch, Plan, Requests, cost, plan
 from pytest_llmgpu.inference.cuda_graphs import GraphedDecoder
 from pytest_llmgpu.inference.generation import Generator
@@ -79,7 +79,8 @@ def decide(
         exclusion = exclusion or ("CUDA graphs are switched off" if requested == "off" else None)
     compiled = loaded.compiled is not None
     own_widths = large or loaded.devices[0].type != "cuda" or logits == scoring.HARNESS
-    chosen = own if own_widths and not compiled else plan(requests, batch_size, few_shapes=True)
+    pack = compiled and bool(requests.new_tokens) and generation.can_share_lines(loaded.config)
+    chosen = own if own_widths and not compiled else plan(requests, batch_size, few_shapes=True, pack=pack)
     own_cost, chosen_cost = (cost((batch.rows, batch.width) for batch in one.batches) for one in (own, chosen))
     reason: Reason = "requested" if requested == "on" else "small"
     if exclusion is not None:

@@ -175,11 +175,11 @@ def of_generation(
 def _of_prefills(loaded: Loaded, plan: Plan, logits: str) -> _Tally:
     counted = [_of_forward(loaded, *shape, logits) for shape in _SHAPES]
     smallest = plan.batches[-1]
-    seen = _records(_of_forward(loaded, smallest.rows, smallest.width, smallest.predicted, logits))
+    seen = _records(_of_forward(loaded, *smallest.shape, smallest.predicted, logits))
     expected = _records(_combined(counted, [smallest]))
     if seen != expected:
         raise ValueError(
-            f"the traffic of {plural(smallest.rows, 'row')} of {plural(smallest.width, 'token')} with "
+            f"the traffic of {plural(smallest.shape[0], 'row')} of {plural(smallest.shape[1], 'token')} with "
             f"{smallest.predicted} predicted tokens is {_describe(seen)}, but smaller forwards predict "
             f"{_describe(expected)}: it depends on more than these three numbers"
         )
@@ -219,7 +219,7 @@ def _combined(counted: Sequence[_Tally], batches: Iterable[Batch]) -> _Tally:
     rows, width, predicted = _SHAPES[0]
     weights = [0] * len(counted)
     for batch in batches:
-        b, s, n = batch.rows - rows, batch.width - width, batch.predicted - predicted
+        b, s, n = batch.shape[0] - rows, batch.shape[1] - width, batch.predicted - predicted
         for number, weight in enumerate((1 - b - s + b * s - n, b - b * s, s - b * s, b * s, n)):
             weights[number] += weight
     total: _Tally = {}

@@ -67,7 +67,8 @@ class Batches(msgspec.Struct, kw_only=True):
     tokens: list[Count] = []
     """Number of input tokens of each batch, without padding. Generated tokens do not count."""
     padded_tokens: list[Count] = []
-    """Number of input tokens of each batch with padding: sequences times the longest sequence."""
+    """Number of input tokens of each batch with padding: sequences times the longest sequence, or less where prompts
+    share lines."""
     clock_ghz: list[list[Amount]] | None = None
     """Mean clock of the SMs while each batch was scored, in GHz [GPUs][batches]: the median over the SMs of their
     cycles divided by the time. Null for a case that generates, and in older reports; `why` of the launch has other

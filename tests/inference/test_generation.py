@@ -12,7 +12,7 @@ from support.request_factory import make_prompts
 from support.texts import Texts, generated
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pytest_llmgpu.inference import generation
+from pytest_llmgpu.inference import batching, generation
 from pytest_llmgpu.inference.batching import Requests, plan
 from pytest_llmgpu.inference.generation import Generator, score_texts
 
@@ -37,8 +37,8 @@ def _requests(prompts: list[list[int]] = _PROMPTS, new_tokens: int = _NEW) -> Re
     return make_prompts(prompts, max_length=8, new_tokens=new_tokens)
 
 
-def _generate(model: Any, requests: Requests, batch_size: int, *, few_shapes: bool = False) -> Texts:
-    batches = plan(requests, batch_size, few_shapes=few_shapes)
+def _generate(model: Any, requests: Requests, batch_size: int, **options: bool) -> Texts:
+    batches = plan(requests, batch_size, **options)
     with Generator(model, batches, input_device=_CPU, devices=(_CPU,)) as generator:
         generator.warm_up()
         return generated(generator)
@@ -76,14 +76,15 @@ def test_texts_are_those_of_forwards_without_a_cache(batch_size: int, attention:
     batch_size=st.integers(1, 6),
     new_tokens=st.integers(1, 4),
     few_shapes=st.booleans(),
+    pack=st.booleans(),
 )
 def test_log_likelihoods_are_those_of_scoring(
-    model: Any, prompts: list[list[int]], batch_size: int, new_tokens: int, few_shapes: bool
+    model: Any, prompts: list[list[int]], batch_size: int, new_tokens: int, few_shapes: bool, pack: bool
 ) -> None:
     """Whatever the prompts and the batches are, decode steps and a forward over prompt and text agree."""
     requests = _requests(prompts, new_tokens)
     size = min(batch_size, len(prompts))
-    found = _generate(model, requests, size, few_shapes=few_shapes)
+    found = _generate(model, requests, size, few_shapes=few_shapes, pack=pack)
     again = score_texts(model, requests, found.tokens, size, input_device=_CPU, devices=(_CPU,))
     for values, expected in zip(found.loglikelihoods, again, strict=True):
         assert values == pytest.approx(expected, abs=1e-4)
@@ -100,6 +101,49 @@ def test_a_window_is_that_of_forwards_without_a_cache(batch_size: int) -> None:
     found = _generate(model, _requests(), batch_size)
     for number, prompt in enumerate(_PROMPTS):
         assert found.tokens[number] == _without_a_cache(model, prompt, _NEW)[0]
+
+
+_WINDOW = {"sliding_window": 5, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": _VOCABULARY}
+
+
+@pytest.mark.parametrize(("line_tokens", "lines"), [(512, (1, 128)), (40, (4, 48))])
+@pytest.mark.parametrize("kind", ["llama", "eager", "mistral", "gemma3_text"])
+def test_prompts_that_share_lines_have_the_texts_of_prompts_that_do_not(
+    kind: str, line_tokens: int, lines: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of 1 to 30 tokens in one batch, also with a window in all layers, and in some of them."""
+    monkeypatch.setattr(batching, "_LINE_TOKENS", line_tokens)
+    torch.manual_seed(0)
+    if kind in ("mistral", "gemma3_text"):
+        config = AutoConfig.for_model(kind, **{**tiny_model.SIZES, **_WINDOW}, initializer_range=0.3)
+        model = AutoModelForCausalLM.from_config(config).eval()
+    else:
+        model = _model(attn_implementation="eager" if kind == "eager" else "sdpa")
+    sizes = (30, 3, 9, 12, 1, 7, 25, 4, 14, 8, 2, 11)
+    requests = make_prompts(
+        [torch.randint(_VOCABULARY, (size,)).tolist() for size in sizes], max_length=32, new_tokens=_NEW
+    )
+    assert generation.can_share_lines(model.config)
+    expected, found = (_generate(model, requests, len(sizes), pack=pack) for pack in (False, True))
+    assert (expected.batches.padded_tokens, found.batches.padded_tokens) == ([12 * 30], [math.prod(lines)])
+    assert found.tokens == expected.tokens
+    for values, others in zip(found.loglikelihoods, expected.loglikelihoods, strict=True):
+        assert values == pytest.approx(others, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("gpt2", {}),
+        ("llama", {"attn_implementation": "flash_attention_2"}),
+        ("qwen3_next", {}),
+        ("llama4_text", {}),
+    ],
+    ids=["positions that are learned", "no mask", "linear attention", "chunks"],
+)
+def test_other_models_have_a_line_for_each_prompt(kind: str, fields: dict[str, Any]) -> None:
+    """Their prompts keep their padding."""
+    assert not generation.can_share_lines(AutoConfig.for_model(kind, **fields))
 
 
 def test_chunks_are_served_as_long_as_there_is_one() -> None:

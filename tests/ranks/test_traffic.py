@@ -10,15 +10,16 @@ import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from support import traffic_functions as ranks
 from support.report_factory import make_case
+from support.request_factory import make_prompts
 from torch import distributed
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from pytest_llmgpu.inference import scoring
+from pytest_llmgpu.inference import batching, scoring
 from pytest_llmgpu.inference.models import ModelSource
-from pytest_llmgpu.ranks import traffic, worker
+from pytest_llmgpu.ranks import graph_choice, traffic, worker
 from pytest_llmgpu.ranks.group import RankGroup
 from pytest_llmgpu.report.result import Collective, CollectiveKind
 from pytest_llmgpu.strategies.mp import LayerParallel
@@ -302,6 +303,25 @@ def test_copies_of_accelerate_are_counted(monkeypatch: pytest.MonkeyPatch, bundl
     assert copies.calls == sum(one.calls for one in each)
     assert copies.payload_bytes == copies.wire_bytes == sum(one.payload_bytes for one in each)
     assert _hidden()[0] < copies.payload_bytes < 2 * _hidden()[0]
+
+
+@pytest.mark.usefixtures("four")
+def test_prompts_that_share_lines_send_less(bundled: ModelSource) -> None:
+    """What is computed for a generation from small forwards is what it sends."""
+    loaded = LayerParallel().load(msgspec.structs.replace(_CASE, strategy="mp", devices=1), bundled)
+    loaded.model.register_forward_pre_hook(
+        lambda _model, _arguments, named: distributed.all_reduce(torch.ones(named["input_ids"].numel())),
+        with_kwargs=True,
+    )
+    prompts = make_prompts([range(2, 2 + length) for length in (30, 3, 9, 12, 7, 4)], max_length=32, new_tokens=3)
+    tokens = []
+    for pack in (False, True):
+        plan = batching.plan(prompts, 3, pack=pack)
+        computed, _ = traffic.of_generation(loaded, plan)
+        with graph_choice.generator(loaded, plan) as generator:
+            assert computed == traffic.count(generator.generate, world_size=4)
+        tokens.append(sum(batch.padded_tokens for batch in plan.batches))
+    assert tokens == [3 * 30 + 3 * 7, 56 + 16]
 
 
 @pytest.mark.usefixtures("four")

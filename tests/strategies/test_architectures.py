@@ -75,9 +75,9 @@ def _cases(source: ModelSource, strategy: str, devices: int) -> tuple[Case, Case
     common: dict[str, Any] = {"model": source.name, "load_format": "dummy", "dtype": "float32", "device": "cpu"}
     common |= {"strategy": name, "devices": devices, "batch_size": 2}
     common |= {"backend": "transformers", "strategy_options": {"expert_parallel": spread} if spread else {}}
-    lengths = {"workload": "generate", "prompt_tokens": 20, "new_tokens": 6}
+    lengths = {"workload": "generate", "prompt_tokens": 20, "new_tokens": 6, "batch_size": 4}
     hashes = [_items(task).sha256 for task in ("hellaswag", "prompts")]
-    return make_case(**common, dataset_sha256=hashes[0]), make_case(**common, **lengths, dataset_sha256=hashes[1])
+    return make_case(**common, dataset_sha256=hashes[0]), make_case(**common | lengths, dataset_sha256=hashes[1])
 
 
 def _load(ask: Ask, source: ModelSource, case: Case) -> None:
@@ -136,8 +136,10 @@ def test_strategies_compute_an_architecture_alike(source: ModelSource, pair: Ask
 
     gpt-oss has no plan of tp for its layers in transformers, and a plan for whole experts.
     """
-    here = partial(_here, RankState(lambda _: None))
+    state = RankState(lambda _: None)
+    here = partial(_here, state)
     scored, generated = _measured(here, source, "mp", 1)
+    assert all(batch.lines is None for batch in state.plan.batches)
     strategies = ["tp", "compile"]
     if any(source.config.get(name) for name in EXPERTS):
         strategies.append("tp all_reduce")
@@ -154,6 +156,9 @@ def test_strategies_compute_an_architecture_alike(source: ModelSource, pair: Ask
         found, expected = (decode(known(launch.accuracy).loglikelihoods) for launch in (other, scored))
         assert typical_difference(found, expected) < LOGLIKELIHOOD_TOLERANCES["float32"]
         assert known(result.launches[0].generation).tokens == known(generated.launches[0].generation).tokens
+        if strategy == "compile":
+            shared = [batch.lines is not None for batch in state.plan.batches]
+            assert shared == [source.name != "qwen3_next"], "prompts share a line unless a layer has a state"
 
 
 @pytest.mark.slow
