@@ -262,9 +262,7 @@ class Generator(AbstractContextManager["Generator"]):
         ids, last_B, _, _ = self._packed[batch.rows, batch.width].split(batch.sizes)
         self._number_1.zero_()
         lengths_B = last_B - self._rows_B[: batch.rows] * batch.width + 1
-        ids_BS, last_B, arguments = self._cache.prompts(
-            ids.view(batch.rows, batch.width), lengths_B, padded=batch.tokens < batch.padded_tokens, lines=batch.lines
-        )
+        ids_BS, last_B, arguments = self._cache.prompts(ids.view(batch.rows, batch.width), lengths_B, batch)
         logits_1BV = self._head.forward(ids_BS, last_B, past_key_values=self._cache, **arguments)
         self._cache.start(lengths_B)
         self._choose(logits_1BV[0])
@@ -484,18 +482,12 @@ class StaticCache(_Cache):
         return [*self._places.values(), *chain.from_iterable(states)]
 
     def prompts(
-        self,
-        ids_BS: torch.Tensor,
-        lengths_B: torch.Tensor,
-        *,
-        padded: bool,  # noqa: ARG002 - rows of any length have positions of their own
-        lines: tuple[int, int] | None = None,
+        self, ids_BS: torch.Tensor, lengths_B: torch.Tensor, batch: Batch
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         """Begin a prefill; return its input ids, the row of [B * S] of each last token, and further arguments.
 
-        Prompts are padded on the right; `padded` is true if they have different lengths. With linear attention they
-        are returned padded on the left, also where there is no padding: a batch of the same shape may have some. With
-        `lines` several share a line (see `Batch.lines`).
+        Prompts are padded on the right. With linear attention they are returned padded on the left, also where there is
+        no padding: a batch of the same shape may have some.
         """
         import torch
 
@@ -505,11 +497,11 @@ class StaticCache(_Cache):
         arguments: dict[str, Any] = {}
         if self.stateful:
             firsts_B = width - lengths_B
-        elif lines is not None:
-            ids_BS, lines_B, firsts_B, arguments = self._share_lines(ids_BS, lengths_B, *lines)
+        elif batch.lines is not None:
+            ids_BS, lines_B, firsts_B, arguments = self._share_lines(ids_BS, lengths_B, *batch.lines)
         self._columns.clear()
         for device, size in self._places:
-            if self.stateful or lines is not None or width > size:
+            if self.stateful or batch.lines is not None or width > size:
                 # The slot of a window has the last token whose position is the slot's number modulo the window.
                 last_B1, slots_T = lengths_B.to(device)[:, None] - 1, self._numbers[device][: min(size, width)]
                 columns_BT = last_B1 - (last_B1 - slots_T).remainder(size) + firsts_B.to(device)[:, None]
@@ -665,18 +657,13 @@ class KernelCache(_Cache):
         self._padding_B: torch.Tensor | None = None
 
     def prompts(
-        self,
-        ids_BS: torch.Tensor,
-        lengths_B: torch.Tensor,
-        *,
-        padded: bool,
-        lines: tuple[int, int] | None = None,  # noqa: ARG002 - the kernels have a line for each row
+        self, ids_BS: torch.Tensor, lengths_B: torch.Tensor, batch: Batch
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         """Return the ids padded on the left, the row of each last token, and a mask (see `StaticCache.prompts`)."""
         self.prefilling = True
         rows, width = ids_BS.shape
         last_B = (self._numbers[:rows] + 1) * width - 1
-        self.length, self._padding_B = width, width - lengths_B if padded else None
+        self.length, self._padding_B = width, width - lengths_B if batch.tokens < batch.padded_tokens else None
         if self._padding_B is None:
             return ids_BS, last_B, {}
         places_BS = (self._numbers[:width] - self._padding_B[:, None]).clamp(min=0)
