@@ -180,6 +180,8 @@ def pairs(base: Sequence[CaseResult], head: Sequence[CaseResult]) -> list[Pair]:
             was, is_now = msgspec.structs.asdict(then.case), msgspec.structs.asdict(now.case)
             # `execution` is no part of the key.
             names = [name for name in was if was[name] != is_now[name] and name != "execution"]
+            was |= then.launches[-1].implementations if then.launches else {}  # also where no option names it
+            is_now |= now.launches[-1].implementations if now.launches else {}
             texts = [f"{name} {shortened(was[name])} -> {shortened(is_now[name])}" for name in names]
             # Digests come last. That of a folder is a fingerprint of its files; the commit of a hub model is not cut.
             texts = [re.sub(r"^revision .*\.\.\.", r"files of the model folder (\g<0>)", text) for text in texts]

@@ -45,6 +45,18 @@ def test_what_a_person_can_read_comes_before_digests() -> None:
     assert pair.differing == [f"revision {'a' * 40} -> {'b' * 40}"]
 
 
+def test_the_attention_that_ran_is_named_where_no_option_chose_it() -> None:
+    """An older report has no implementations: the option that is absent stays `none`."""
+    base, head = _named("mp-bs1"), _named("mp-bs1", attention="eager")
+    (pair,) = pairs([base], [head])
+    assert pair.differing == ["attention none -> eager"]
+    base.launches[-1].implementations = {"attention": "sdpa"}
+    (pair,) = pairs([base], [head])
+    assert pair.differing == ["attention sdpa -> eager"]
+    head.launches.clear()  # a case that was skipped
+    assert pairs([base], [head])[0].differing == ["attention sdpa -> eager"]
+
+
 @pytest.mark.parametrize(("field", "value"), [("limit", 100), ("dataset_sha256", "b" * 64)])
 def test_other_items_under_a_stored_key_that_is_equal_differ(field: str, value: Any) -> None:
     """A key is computed when a report is read; the stored one does not count."""
