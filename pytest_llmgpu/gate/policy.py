@@ -219,13 +219,14 @@ def load_policy(path: Path | None, repository: Path = Path()) -> Policy:
 
 def _converted(table: Mapping[str, Any]) -> Policy:
     built_in = msgspec.to_builtins(Policy())
+    del built_in["figures"]  # in a file they are beside the metrics
     merged, figures = dict(table), {}
     for key, given in table.items():
         if not isinstance(given, dict) or not isinstance(known := built_in.get(key, {}), dict):
             continue
         # A number that is not finite would compare with nothing.
         for name in (name for name, one in given.items() if isinstance(one, float) and not math.isfinite(one)):
-            raise ValueError(f"{name} = {given[name]}: a finite number is needed")
+            raise ValueError(f"{key}.{name} = {given[name]}: a finite number is needed")
         # A key that a table lacks has the default of its metric, not that of the record.
         merged[key] = {**known, **given}
         if key not in built_in and is_own(key):
@@ -233,9 +234,28 @@ def _converted(table: Mapping[str, Any]) -> Policy:
             try:
                 msgspec.convert(given, FigureRule)
             except msgspec.ValidationError as error:
-                why = f"no metric{guess(key, built_in)}, and for a figure of your own: {error}"
+                why = _refusal(error, given, FigureRule)
+                why = f"no metric{guess(key, built_in)}, and for a figure of your own: {why}"
                 raise ValueError(f"{key}: {why}") from None
-    return msgspec.convert({"figures": figures, **merged}, Policy)
+    try:
+        return msgspec.convert({"figures": figures, **merged}, Policy)
+    except msgspec.ValidationError as error:
+        raise ValueError(_refusal(error, merged, Policy)) from None
+
+
+def _refusal(error: msgspec.ValidationError, table: Any, kind: Any) -> str:
+    """Return an error with its place, and the value there or the keys that are allowed there."""
+    ((text, place),) = re.findall(r"(?s)^(.*?)(?: - at `\$([\w.[\]]*)`)?\Z", str(error))
+    keys = re.findall(r"\w+", place)
+    if not text.startswith("Object "):
+        for key in keys:
+            table = table[int(key) if isinstance(table, list) else key]
+        written = json.dumps(table, default=str)
+        return f"{place[1:]} = {written:.80} is not allowed: {text[:1].lower()}{text[1:]}" if place else text
+    kind = Allowed if keys[:1] == ["allow"] else type(getattr(Policy(), keys[0], Policy())) if keys else kind
+    allowed = ", ".join(name for name in kind.__struct_fields__ if name != "figures")
+    what = "is missing" if "missing" in text else "is not allowed"
+    return f"{place}.{text.split('`')[1]} {what}: allowed are {allowed}".removeprefix(".")
 
 
 def check_figures(policy: Policy, declared: Mapping[str, Declared]) -> list[str]:
