@@ -60,6 +60,10 @@ def _bytes(text: str) -> int | None:
     return None if match is None else round(float(match[1]) * _UNITS.get(match[2].upper(), 0)) or None
 
 
+def _distinct(values: list[Any]) -> tuple[Any, ...] | None:
+    return tuple(values) if all(values) and len({*values}) == len(values) else None
+
+
 _KINDS: dict[str | None, tuple[str, Callable[[str], Any]]] = {
     None: ("allowed are true and false", lambda text: {"true": True, "false": False}.get(text.lower())),
     "FRACTION": (
@@ -69,12 +73,12 @@ _KINDS: dict[str | None, tuple[str, Callable[[str], Any]]] = {
     "ITEMS": ("a whole number of at least 1 is needed", _whole),
     "N": ("a whole number of at least 1 is needed", _whole),
     "N[,N]": (
-        "a comma list of whole numbers of at least 1 is needed, such as 1,2,4",
-        lambda text: tuple(sorted({_whole(size.strip()) for size in text.split(",")})),
+        "a comma list of different whole numbers of at least 1 is needed, such as 1,2,4",
+        lambda text: _distinct(sorted(_whole(size.strip()) for size in text.split(","))),
     ),
     "NAME[,NAME]": (
-        "a comma list of strategies is needed",
-        lambda text: tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip())) or None,
+        "a comma list of different strategies is needed, such as mp,tp",
+        lambda text: _distinct([name.strip() for name in text.split(",")]),
     ),
     "SECONDS": ("seconds above 0 are needed, such as 0.5 or 1/6", _seconds),
     "SIZE": ("a size such as 32GiB, 24GB or 8192MiB is needed", _bytes),
@@ -97,7 +101,9 @@ def parse(metavar: str | None, empty: bool, text: str) -> Any:
         given = [one.strip() if several else one for one in given]
         if (wrong := next((one for one in given if one not in words), None)) is not None:
             raise ValueError(f"allowed are {', '.join(words)}{guess(wrong, words)}")
-        return tuple(dict.fromkeys(given)) if several else text
+        if _distinct(given) is None:
+            raise ValueError(f"allowed are {', '.join(words)}, each once")
+        return tuple(given) if several else text
     allowed, read = _KINDS.get(metavar, ("a value is needed", lambda text: text if text.strip() or empty else None))
     with suppress(ValueError, ZeroDivisionError):
         if (value := read(text)) is not None:

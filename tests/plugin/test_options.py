@@ -42,7 +42,7 @@ def test_defaults_are_those_of_the_help(pytestconfig: pytest.Config) -> None:
         (["--llmgpu-save"], [], "llmgpu_save = theirs", {"save": ""}),
         (["--llmgpu-save=mine"], [], "", {"save": "mine"}),
         ([], [], "llmgpu_save = theirs", {"save": "theirs"}),
-        (["--strategy=mp", "--strategy=tp,mp"], [], "", {"strategy": ("mp", "tp")}),
+        (["--strategy=mp", "--strategy=tp", "--strategy=mp"], [], "", {"strategy": ("mp", "tp")}),
     ],
 )
 def test_flag_beats_marker_beats_ini_beats_default(
@@ -119,7 +119,7 @@ _NO_BOOL = "(expect_oom=...): {} is not allowed: allowed are True and False"
 @pytest.mark.parametrize(
     ("given", "complaint"),
     [
-        ({"batch_sizes": "0,1"}, "(batch_sizes=...): '0,1' is not allowed: a comma list of whole numbers of at least"),
+        ({"batch_sizes": "0,1"}, "(batch_sizes=...): '0,1' is not allowed: a comma list of different whole"),
         ({"dtype": "float8"}, "(dtype=...): 'float8' is not allowed: allowed are auto, float32, float16, bfloat16"),
         ({"model": " "}, "(model=...): ' ' is not allowed: a value is needed"),
         ({"modle": "x"}, _UNKNOWN.format("modle")),
@@ -150,6 +150,14 @@ def test_every_option_is_declared_in_all_three_places(pytester: pytest.Pytester)
     ("flags", "complaint"),
     [
         (["--llmgpu-batch-sizes=0"], "--llmgpu-batch-sizes: '0' is not allowed: *"),
+        (
+            ["--llmgpu-batch-sizes=8,8"],
+            "--llmgpu-batch-sizes: '8,8' is not allowed: * list of different whole numbers *",
+        ),
+        (
+            ["--strategy=mp,"],
+            "--strategy: 'mp,' is not allowed: a comma list of different strategies is needed, such *",
+        ),
         (["--llmgpu-policy=gate.toml"], "--llmgpu-policy: *--llmgpu-compare=REF is needed"),
         (["--llmgpu-strict"], "--llmgpu-strict: *--llmgpu-compare=REF is needed"),
         (["--llmgpu-allow-no-baseline"], "--llmgpu-allow-no-baseline: *--llmgpu-compare=REF is needed"),

@@ -15,8 +15,8 @@ from pytest_llmgpu.report.options import parse
         ("FRACTION", "0", 0.0),
         ("FRACTION", "1.0", 1.0),
         ("ITEMS", "1", 1),
-        ("N[,N]", "8, 1,8", (1, 8)),
-        ("NAME[,NAME]", "tp, mp,,tp", ("tp", "mp")),
+        ("N[,N]", "8, 1", (1, 8)),
+        ("NAME[,NAME]", "tp, mp", ("tp", "mp")),
         ("SECONDS", "0.5", 0.5),
         ("SECONDS", "1/4", 0.25),
         # GiB counts in powers of two, GB in powers of ten.
@@ -27,13 +27,13 @@ from pytest_llmgpu.report.options import parse
         ("SIZE", "1MB", 10**6),
         ("SIZE", "1000", 1000),
         ("{auto,cuda}", "cuda", "cuda"),
-        ("{auto,cuda}[,...]", "cuda, auto,cuda", ("cuda", "auto")),
+        ("{auto,cuda}[,...]", "cuda, auto", ("cuda", "auto")),
         ("NAME", "nightly", "nightly"),
         ("MODEL", "a b", "a b"),
     ],
 )
 def test_a_text_has_the_value_of_its_kind(metavar: str | None, text: str, value: object) -> None:
-    """The placeholder in the help decides: lists have each entry once, and sizes are as written."""
+    """The placeholder in the help decides: batch sizes are sorted, and sizes are as written."""
     assert parse(metavar, False, text) == value
 
 
@@ -43,8 +43,9 @@ def test_a_text_has_the_value_of_its_kind(metavar: str | None, text: str, value:
         (None, "1", "allowed are true and false"),
         *(("FRACTION", text, "a fraction from 0 to 1") for text in ("-0.1", "1.1", "nan", "much")),
         *(("N", text, "a whole number of at least 1") for text in ("0", "-3", "1.5", "")),
-        *(("N[,N]", text, "a comma list of whole numbers of at least 1") for text in ("0,1", "1,,2", "")),
-        ("NAME[,NAME]", " ,", "a comma list of strategies"),
+        *(("N[,N]", text, "a comma list of different whole numbers of") for text in ("0,1", "1,,2", "", "8,1,8")),
+        *(("NAME[,NAME]", text, "a comma list of different strategies") for text in (" ,", "mp,", "tp,mp,tp")),
+        ("{none,int8}[,...]", "int8,int8", "allowed are none, int8, each once"),
         *(("SECONDS", text, "seconds above 0 are needed") for text in ("0", "-1", "1/0", "inf", "nan", "soon")),
         *(("SIZE", text, "a size such as 32GiB") for text in ("0GiB", "32 XB", "GiB")),
         ("{float16,float32}", "float-16", "allowed are float16, float32 (did you mean float16?)"),
