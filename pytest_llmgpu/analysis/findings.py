@@ -67,7 +67,7 @@ _NEXT_STEPS = {
 _OF_THE_MACHINE = ("passes-failed", "incomplete-profile")
 """Their text is the same for many cases, and is stated once."""
 
-_RESUME = "Continue it with the same options and --llmgpu-resume=REPORT, its path or latest."
+_RESUME = "Continue it with the same options and --llmgpu-resume=REPORT."
 
 _LONGEST_LOG_LINE = 200
 _NO_TEXT = (" ", "Traceback", "Current thread", "Thread 0x", "Extension modules: ")
@@ -199,7 +199,7 @@ def _of_failure(result: CaseResult) -> Finding:
 
     if result.outcome == "timeout":
         option = "--llmgpu-load-timeout" if failure.phase == "load" else "--llmgpu-timeout"
-        hung = " If it hung, `llmgpu show REPORT --log CASE` shows where." if failure.log_tail else ""
+        hung = f" If it hung, `llmgpu show REPORT --log {result.id}` shows where." if failure.log_tail else ""
         advice = f"Raise {option} if the case is slow.{hung}"
     elif result.outcome == "interrupted":
         finished = any(launch.batches.latency_s for launch in result.launches)
@@ -210,7 +210,7 @@ def _of_failure(result: CaseResult) -> Finding:
     elif failure.signal == signal.SIGTERM:
         advice = "A user or a scheduler ended it, perhaps at the job's time limit. Run it again with more time."
     else:
-        log = "`llmgpu show REPORT --log CASE` prints the traceback."
+        log = f"`llmgpu show REPORT --log {result.id}` prints the traceback."
         advice = log if failure.log_tail else "Remove the cause, and run it again."
     return finding("failed", text, advice)
 

@@ -18,7 +18,7 @@ import pytest
 
 from pytest_llmgpu.plugin import options
 from pytest_llmgpu.report.options import Options
-from pytest_llmgpu.report.text import first_line, printable, printable_lines
+from pytest_llmgpu.report.text import first_line, named, printable, printable_lines
 
 if TYPE_CHECKING:
     from pytest_llmgpu.engines.function import Function
@@ -494,7 +494,7 @@ def _measure(request: pytest.FixtureRequest) -> Measure:
         session.note(group, result.outcome)
         if result.outcome == "oom" and llm.options.find_max_batch:
             _find_max_batch(session, llm, items, result, record)
-        _end_test(result, nothing_fits=session.nothing_fits(group, item.nodeid))
+        _end_test(result, session.recorder.name, nothing_fits=session.nothing_fits(group, item.nodeid))
         return result
 
     return measure
@@ -565,7 +565,7 @@ def _check_arguments(items: object, batch_size: object, new_tokens: object) -> N
             raise ValueError(f"items[{number}]: {type(item).__name__} is not allowed: an Item is needed")  # noqa: TRY004 - one kind of error for every argument
 
 
-def _end_test(result: CaseResult, *, nothing_fits: bool) -> None:
+def _end_test(result: CaseResult, report: str, *, nothing_fits: bool) -> None:
     """Skip a test whose case ran out of memory, fail a test whose case failed, and return if the case completed."""
     __tracebackhide__ = True
     from pytest_llmgpu.report.result import OUT_OF_MEMORY
@@ -586,4 +586,4 @@ def _end_test(result: CaseResult, *, nothing_fits: bool) -> None:
     elif result.outcome != "completed" and not failures:
         failures.append(f"{result.id}: {result.outcome}: {result.failure.message if result.failure else ''}")
     if failures:
-        pytest.fail(printable_lines("\n".join(failures)), pytrace=False)
+        pytest.fail(printable_lines(named("\n".join(failures), report)), pytrace=False)

@@ -106,7 +106,7 @@ def finding_problems(cases: Iterable[CaseResult]) -> list[Problem]:
     for result in cases:
         for finding in result.findings:
             text = without_numbers(finding.text) if finding.severity == "failure" else ""
-            kind = (finding.severity, finding.code, finding.next_step, text)
+            kind = (finding.severity, finding.code, without_numbers(finding.next_step), text)
             kinds.setdefault(kind, []).append((result.id, finding))
     problems = []
     for found in kinds.values():

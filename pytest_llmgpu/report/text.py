@@ -6,6 +6,7 @@ Of a long text a report keeps a part: a library may write gigabytes, or raise a 
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,13 @@ def with_texts(value: Any, change: Callable[[str], str]) -> Any:
 def without_numbers(text: str) -> str:
     """Return a text that is equal for messages that differ in numbers and batch sizes alone."""
     return _NUMBER.sub("#", text)
+
+
+def named(text: str, report: str, baseline: object = "") -> str:
+    """Return text whose commands have the name of the report, if it has one, and the path of a baseline's file."""
+    path = str(baseline).rpartition(":")[2]
+    text = text.replace("--to FILE", f"--to {shlex.quote(path)}") if path.endswith((".json", ".json.gz")) else text
+    return re.sub("(llmgpu (?:show|promote) |resume=)REPORT", lambda at: at[1] + shlex.quote(report or "REPORT"), text)
 
 
 def printable(text: str) -> str:

@@ -85,8 +85,12 @@ class Recorder:
         """Maps node id, key and number of a measurement to its launches before the session was resumed."""
         self._storage_path = paths["storage"]
         self._page_path, self._trace_path = page_path, trace_path = paths.get("html"), paths.get("trace")
+        self.name = ""
+        """The name by which commands find the report; empty where none is written."""
         if path is not None:
             file.check_writable(path)
+            is_last = path.absolute() == (self._storage_path / store.LAST).absolute()
+            self.name = LATEST if is_last else self._shown(path)
         if page_path is not None:
             from pytest_llmgpu.render.html import report  # imports the charts
 
@@ -98,17 +102,14 @@ class Recorder:
 
     def whereabouts(self) -> list[str]:
         """Return a line for each file, its path or the reason why it is missing, and one on what to do with them."""
-        report, steps, name = self.report, [], ""
+        report, steps, name = self.report, [], "" if "report" in self.problems else self.name
         assert report is not None, "a case was measured"
         written = "no report was written (--llmgpu-json=)" if self.path is None else f"report: {self._shown(self.path)}"
         lines = [self.problems.get("report", written), *self._saved, *filter(None, [self.problems.get("store")])]
         if (found := report.commit.not_measured()) is not None:
             lines.append(f"note: the report names {found}: install this working tree (pip install -e .)")
-        if self.path is not None and "report" not in self.problems:
-            last = self._storage_path / store.LAST
-            name = LATEST if self.path.absolute() == last.absolute() else self._shown(self.path)
         if name and not report.session.complete and report.commit.sha is not None and not report.commit.dirty:
-            steps.append(f"--llmgpu-resume={name} (measures what is missing)")
+            steps.append(f"the same command with --llmgpu-resume={name} (measures what is missing)")
         elif self._saved and report.verdicts is None:
             tests = next((result.nodeid for result in report.cases if result.nodeid), "")
             path = shlex.quote(str(Path(tests.partition("::")[0]).parent / "baseline.json.gz"))

@@ -33,6 +33,7 @@ from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.derived import generated
 from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.report.result import OUT_OF_MEMORY, CaseResult
+from pytest_llmgpu.report.text import named
 from pytest_llmgpu.session.gate import RunGate
 from pytest_llmgpu.session.planner import Planner
 from pytest_llmgpu.session.recorder import Recorder
@@ -278,7 +279,8 @@ class BenchmarkSession:
             return ""
         verdicts = [] if self.gate is None else [self.gate.summary()]
         tables = terminal.tables(report, verbose=verbose)
-        return "\n\n".join([tables, *verdicts, "\n".join(self.recorder.whereabouts())])
+        text = "\n\n".join([tables, *verdicts, "\n".join(self.recorder.whereabouts())])
+        return named(text, self.recorder.name, report.options.get("--llmgpu-compare"))
 
     def close(self) -> None:
         """End every process, delete their logs and restore the handlers of signals; nothing in a forked process."""

@@ -192,12 +192,13 @@ def test_no_item_is_run_again(runs: FakedRuns) -> None:
 
 
 def test_a_first_run_may_do_without_a_baseline(runs: FakedRuns) -> None:
-    """A run without a baseline passes where that is allowed, and names the reason."""
+    """A run without a baseline passes where that is allowed, names the reason, and what makes it the baseline."""
     result = runs("--llmgpu-compare=nowhere.json", "--llmgpu-allow-no-baseline")
     assert result.ret == 0
     result.stdout.fnmatch_lines(
         ["no baseline: report nowhere.json*", "PASSED: there is no baseline*", "* no baseline*"]
     )
+    result.stdout.fnmatch_lines(["*`llmgpu promote latest --to nowhere.json`*"])
 
 
 def test_a_run_of_the_store_is_a_baseline_by_its_name(runs: FakedRuns) -> None:

@@ -144,6 +144,9 @@ def test_a_failed_case_fails_and_the_next_has_new_processes(real: FakedRuns, mon
     }
     result.stdout.fnmatch_lines(["*mp-bs8? OOM*", "*mp-bs12? OOM*", "*2 failed, 2 passed, 2 oom*"])
     result.stdout.fnmatch_lines_random(["*signal SIGSEGV*", "*no finished batch for 300 s*"])
+    # The test, and the table of the run.
+    command = "*`llmgpu show latest --log mp-bs1` prints the traceback.*"
+    result.stdout.fnmatch_lines([command, command])
     # The tracebacks of the ranks, and none of this process.
     sections = result.stdout.get_lines_after("*= FAILURES =*")
     starts = [place for place, line in enumerate(sections) if line.strip("- ") == "Captured rank 0 call"]

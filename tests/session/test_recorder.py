@@ -249,7 +249,8 @@ def test_the_step_after_an_interrupted_run_is_to_continue_it(
     """Only a committed state can be continued."""
     monkeypatch.setattr(recorder, "commit", lambda *_, **__: Commit(sha="a" * 40, dirty=dirty))
     step = saved("base", 2, interrupted=True).whereabouts()[-1]
-    assert step.startswith("next: --llmgpu-resume=report.json (measures what is missing); ") != dirty
+    again = "next: the same command with --llmgpu-resume=report.json (measures what is missing); "
+    assert step.startswith(again) != dirty
 
 
 def test_the_summary_has_the_folder_of_traces(emulated: None, tmp_path: Path) -> None:  # noqa: ARG001

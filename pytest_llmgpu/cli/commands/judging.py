@@ -29,7 +29,7 @@ from pytest_llmgpu.render.terminal import verdicts as verdict_tables
 from pytest_llmgpu.report import disturbances, file
 from pytest_llmgpu.report.options import check_name_is_free
 from pytest_llmgpu.report.report import Promotion, Report, command
-from pytest_llmgpu.report.text import listed
+from pytest_llmgpu.report.text import listed, named
 from pytest_llmgpu.report.verdicts import Baseline, Verdicts
 from pytest_llmgpu.store import git
 from pytest_llmgpu.store import store as storage
@@ -91,6 +91,7 @@ def run_gate(arguments: argparse.Namespace) -> int:
     if not write_json(verdicts, arguments.json):
         most = None if arguments.all else verdict_tables.MOST_CASES
         table = verdict_tables.table(verdicts, policy, color(), most)
+        table = named(table, arguments.head or arguments.verdicts, arguments.base)
         conclusion = verdict_tables.conclusion(verdicts, policy, color())
         show("\n".join(filter(None, (f"{conclusion}\n", table, line))))
     return exit_status(verdicts, policy)

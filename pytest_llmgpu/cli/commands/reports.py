@@ -18,7 +18,7 @@ from pytest_llmgpu.cli.arguments import (
 )
 from pytest_llmgpu.cli.output import color, complain, save, show, write_data
 from pytest_llmgpu.report.options import LATEST
-from pytest_llmgpu.report.text import listed, plural
+from pytest_llmgpu.report.text import listed, named, plural
 from pytest_llmgpu.store import store
 from pytest_llmgpu.store.store import public
 
@@ -55,7 +55,8 @@ def run_show(arguments: argparse.Namespace) -> int:
         show(logs[case] or "")
         return 0
     parts = [found.name, store.hardware(report), report.created, f"commit {store.commit(report.commit)}"]
-    show(f"{', '.join(parts)}\n\n{terminal.tables(report, color(), verbose=arguments.verbose) or 'no case'}")
+    tables = named(terminal.tables(report, color(), verbose=arguments.verbose), arguments.report)
+    show(f"{', '.join(parts)}\n\n{tables or 'no case'}")
     return 0
 
 

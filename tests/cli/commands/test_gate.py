@@ -138,7 +138,9 @@ def test_an_absent_baseline_passes_only_if_allowed(llmgpu: Callable[..., str], r
         assert printed.startswith("NOTHING COMPARED: there is no baseline")
         assert printed.endswith("; use --allow-no-baseline if this is the first run\n")
         assert "--allow-no" not in refused("export", "csv", "head.json", "--baseline", reference)
-        assert llmgpu(*command, "--allow-no-baseline").startswith("PASSED: there is no baseline")
+        printed = llmgpu(*command, "--allow-no-baseline")
+        assert printed.startswith("PASSED: there is no baseline")
+        assert f"`llmgpu promote head.json --to {'FILE' if reference == 'latest' else reference}`" in printed
         found = msgspec.json.decode(llmgpu(*command, "--allow-no-baseline", "--json", "-"), type=Verdicts)
         assert found.baseline is None
     Path("pyproject.toml").write_text("[tool.llmgpu.gate]\nallow_no_baseline = true\n")

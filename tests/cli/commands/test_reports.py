@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 from support.export_reports import two_strategies
-from support.report_factory import make_memory, make_profile, make_report, make_result
+from support.report_factory import make_failed, make_memory, make_profile, make_report, make_result
 
+from pytest_llmgpu.analysis.assess import assess
 from pytest_llmgpu.render.exports import FORMATS, export
 from pytest_llmgpu.report.file import dump
-from pytest_llmgpu.report.result import Series
+from pytest_llmgpu.report.options import Options
+from pytest_llmgpu.report.result import CaseResult, Failure, Series
 from pytest_llmgpu.store.store import DEFAULT, save
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
@@ -29,6 +31,20 @@ def test_export_writes_to_stdout_or_to_a_file(llmgpu: Callable[..., str], name: 
     save(report, DEFAULT)
     assert llmgpu("export", name, "latest", "--output", "out") == ""
     assert Path("out").read_text(encoding="utf-8") == expected
+
+
+def test_the_command_that_shows_a_log_names_the_report_and_the_case(llmgpu: Callable[..., str]) -> None:
+    """It can be copied. Cases that failed alike are one finding."""
+    failure = Failure(phase="forward", message="bad shape", log_tail="RuntimeError: bad shape")
+    launches = [make_failed("crashed", failure, batch_size=size) for size in (1, 8)]
+    earlier: list[CaseResult] = []
+    for launch in launches:
+        earlier.append(assess([launch], earlier=earlier, environment=make_report().environment, options=Options()))
+    dump(make_report(earlier), Path("a report.json"))
+    printed = llmgpu("show", "a report.json")
+    assert printed.count("`llmgpu show 'a report.json' --log mp-bs1`") == 1
+    assert "mp-bs8`" not in printed
+    assert llmgpu("show", "a report.json", "--log", "mp-bs1") == "RuntimeError: bad shape\n"
 
 
 def test_an_export_replaces_a_planted_link(llmgpu: Callable[..., str]) -> None:
