@@ -151,7 +151,8 @@ def parse(data: bytes, name: str) -> Report:
         try:
             version = msgspec.json.decode(text, type=_Head).schema_version
         except msgspec.ValidationError as error:
-            raise ValueError(f"is not a report of pytest-llmgpu: {error}") from None
+            needed = "pytest --llmgpu-json=FILE writes one, llmgpu gate --json verdicts alone"
+            raise ValueError(f"is not a report of pytest-llmgpu: {needed} ({error})") from None
         except (ValueError, RecursionError) as error:
             raise ValueError(f"is not valid JSON: {error}") from None
         if version != SCHEMA_VERSION:

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 from support.verdict_factory import on_h200
 
@@ -27,6 +28,7 @@ def _files(empty_folder: None) -> None:  # noqa: ARG001
     unknown = on_h200()
     unknown.verdicts = Verdicts(policy="margn = 1")
     dump(unknown, Path("rules.json"))
+    Path("v.json").write_bytes(msgspec.json.encode(unknown.verdicts))
     Path("bad.toml").write_text("margn = 1\n")
     Path("baseline").mkdir()
 
@@ -66,6 +68,7 @@ def _files(empty_folder: None) -> None:  # noqa: ARG001
         ("gate --verdicts none.json", "report none.json: cannot be read: No such file"),
         ("gate --verdicts text.json", "report text.json: is not valid JSON: JSON is malformed"),
         ("gate --verdicts other.json", "report other.json: is not a report of pytest-llmgpu"),
+        ("gate --verdicts v.json", "pytest --llmgpu-json=FILE writes one, llmgpu gate --json verdicts alone (Object "),
         ("gate --verdicts report.json", "has no verdicts, because its run was not compared: pass --llmgpu-compare"),
         ("gate --verdicts future.json", "report future.json: schema_version 99 is newer than 2"),
         ("gate --verdicts rules.json", "the policy of these verdicts cannot be read: "),
