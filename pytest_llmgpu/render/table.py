@@ -590,11 +590,14 @@ def with_reference(cases: Sequence[CaseResult], *, verbose: bool) -> Iterator[st
 
 
 def limits(cases: Sequence[CaseResult], report: Report) -> list[str]:
-    """Return the largest batch size of each series of a block, if it was searched or limited by memory."""
+    """Return the largest batch size of each series that was searched or is limited, and why times are absent."""
     searched = report.options.get("--llmgpu-find-max-batch") is True
     series = {result.case.series for result in cases}
     found = [one for one in capacities(report.cases) if one.series in series]
-    return [f"{one.strategy}: {one.text}" for one in found if searched or one.smallest_oom is not None]
+    largest = [f"{one.strategy}: {one.text}" for one in found if searched or one.smallest_oom is not None]
+    whys = [launch.why for result in cases if (result.case.new_tokens or 0) > 1 for launch in result.launches]
+    absent = dict.fromkeys(why[name] for why in whys for name in ("first_token_s", "step_s") if name in why)
+    return [*largest, *(f"No time: {why}." for why in absent)]
 
 
 def _severity(comparison: Comparison) -> tuple[bool, int, int, float]:

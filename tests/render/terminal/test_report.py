@@ -216,6 +216,18 @@ def test_a_text_has_its_first_token_first_and_the_star_beside_tokens_per_second(
     assert compiled == [*("compile", "8", "200", "ms", "30.0", "ms", "20", "120"), compiled[8], "12"]
 
 
+def test_a_time_that_the_server_does_not_send_has_its_reason() -> None:
+    """The reason is below the table, once."""
+    cases = [make_result(strategy="openai", batch_size=size, workload="generate", new_tokens=4) for size in (1, 8)]
+    why = "engine openai does not report the time of each further token"
+    for result in cases:
+        result.launches[0].why["step_s"] = why
+    assert tables(make_report(cases)).count(f"\nNo time: {why}.") == 1
+    short = make_result(workload="generate", new_tokens=1)
+    short.launches[0].why["step_s"] = why
+    assert "No time" not in tables(make_report([short])), "there is no further token"
+
+
 def test_a_cpu_case_has_the_threads_and_the_memory_of_its_ranks() -> None:
     """The rank with the fewest threads counts: two ranks of one thread are slower than one of two; and the largest."""
     result = make_result(1.0, **_CPU)
