@@ -176,10 +176,10 @@ def _findings(
         text = f"every batch size of {case.strategy} may be wrong in the same way: there is no independent case to "
         needed = f"{REFERENCE_STRATEGY} was not measured with both {case.quantization} and plain weights"
         text += f"compare its log-likelihoods with ({result.why.get('comparison', needed)})"
-        step = f"Add {REFERENCE_STRATEGY} to --strategy if {case.strategy} runs the model of --llmgpu-model; compare a "
-        step += "model of its own with an earlier report (--llmgpu-compare)."
+        step = f"Add {REFERENCE_STRATEGY} to --llmgpu-strategy if {case.strategy} runs the model of --llmgpu-model; "
+        step += "compare a model of its own with an earlier report (--llmgpu-compare)."
         if "comparison" not in result.why:
-            step = f"Add {REFERENCE_STRATEGY} to --strategy, and pass --llmgpu-quantization=none,{case.quantization}."
+            step = f"Add {REFERENCE_STRATEGY} to --llmgpu-strategy with --llmgpu-quantization=none,{case.quantization}."
         return [finding("unchecked-answers", text, step)]
     return []
 

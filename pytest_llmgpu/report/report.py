@@ -233,7 +233,8 @@ def command(report: Report) -> str:
         value = tuple(value) if isinstance(value, list) else value
         if value != field.default and field.name not in {*GATE_OPTIONS, *OUTPUT_OPTIONS, "launcher", "launches"}:
             text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-            flags.append(flag_of(field) if value is True else f"{flag_of(field)}={text}")
+            flag = flag_of(field).replace("--str", "--llmgpu-str")  # a repository may have an option --strategy
+            flags.append(flag if value is True else f"{flag}={text}")
     workers = ["-n", "0"] if "-n" in report.options else []
     return shlex.join(["pytest", *workers, *paths, *flags])
 

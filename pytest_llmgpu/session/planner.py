@@ -370,7 +370,7 @@ def _check_choices(options: Options, strategy: Strategy | Engine) -> None:
     if options.tp_expert_parallel != "off" and "tp" not in (strategy.name, *options.strategy):
         raise ValueError(
             f"--llmgpu-tp-expert-parallel={options.tp_expert_parallel}: it is an option of strategy tp: add tp to "
-            f"--strategy={','.join(options.strategy)}, or remove the option"
+            f"--llmgpu-strategy={','.join(options.strategy)}, or remove the option"
         )
     if isinstance(strategy, Function) and strategy.given is not None and options.gpu_memory is not None:
         raise ValueError(

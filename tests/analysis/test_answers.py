@@ -380,7 +380,7 @@ def test_random_weights_agree_with_mp_not_with_themselves() -> None:
     # Without mp.
     assert [check_of(*wrong[:number]).ok for number in (1, 2)] == [None, None]
     assert codes(*wrong) == [["unchecked-answers"]] * 2
-    assert finding_of(*wrong).next_step.startswith("Add mp to --strategy if iok runs the model of")
+    assert finding_of(*wrong).next_step.startswith("Add mp to --llmgpu-strategy if iok runs the model of")
     assert check_of(wrong[0], _dummy(size=8, strategy="iok")).ok is False
     assert codes(_dummy(_WRONG), _dummy(_WRONG, strategy="tp")) == [[], []]
 
@@ -400,7 +400,7 @@ def test_ranks_that_quantise_their_parts_may_differ_from_mp_twice_as_far_as_mp_f
     for others in ((mp,), (plain,)):
         found = finding_of(*others, tp)
         assert (found.code, check_of(*others, tp).ok) == ("unchecked-answers", None)
-        assert found.next_step == "Add mp to --strategy, and pass --llmgpu-quantization=none,int8."
+        assert found.next_step == "Add mp to --llmgpu-strategy with --llmgpu-quantization=none,int8."
     same = {**two, "quantization": "torchao-checkpoint"}
     assert (
         check_of(_dummy(quantization=same["quantization"]), _dummy([-1.02, *_RIGHT[1:]], strategy="tp", **same)).ok

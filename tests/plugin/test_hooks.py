@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from support import tiny_model
 from support.faked_runs import BENCHMARK, FakedRuns
-from support.report_factory import known
+from support.report_factory import known, make_report
 from support.worlds import hurry
 
 from pytest_llmgpu.profiling import machine
@@ -504,6 +504,7 @@ def test_a_repository_can_have_an_option_strategy(pytester: pytest.Pytester, dec
     assert [line for line in result.outlines if "[" in line] == [
         f"test_it.py::test_hellaswag[{name}-bs1]" for name in (["mp"] if declared else ["mp", "tp"])
     ]
+    assert "--llmgpu-strategy=tp" in command(make_report(options={"--strategy": ["tp"]})), "it always works"
     assert "default of --strategy" not in pytester.runpytest_inprocess("--help").stdout.str()
 
 

@@ -144,7 +144,7 @@ def test_a_case_holds_what_the_options_mean_on_this_machine(plan: _Bench) -> Non
             None,
             "mp",
             {"tp_expert_parallel": "all_reduce"},
-            "--llmgpu-tp-expert-parallel=all_reduce: .*: add tp to --st",
+            "--llmgpu-tp-expert-parallel=all_reduce: .*: add tp to --llmgpu-st",
         ),
         (None, "mp", {"gpu_memory": 40 * _GIB}, "--llmgpu-gpu-memory=40.00 GiB: .* 32.00 GiB of GPU 0"),
         (None, "mp", {"gpu_memory": 8 * _GIB}, "--llmgpu-gpu-memory=8.00 GiB: .* 9.00 GiB of GPU 1"),

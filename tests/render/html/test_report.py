@@ -410,7 +410,7 @@ def test_the_command_has_the_options_that_are_not_the_defaults() -> None:
     """It measures the same again."""
     own = {"--strategy": ["mp", "tp"], "--llmgpu-limit": None, "--llmgpu-gpu-memory": 34034679808}
     report = make_report(options=own)
-    assert html_report.machine(report)["Command"].endswith(" --strategy=mp,tp --llmgpu-gpu-memory=34034679808")
+    assert html_report.machine(report)["Command"].endswith(" --llmgpu-strategy=mp,tp --llmgpu-gpu-memory=34034679808")
 
 
 def test_facts_are_in_words() -> None:
