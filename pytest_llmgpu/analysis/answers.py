@@ -170,7 +170,8 @@ def _findings(
             step = "Look for what changed the model: weights, a hook, a replaced module or versions of libraries."
         return [finding(code, text, step)]
     if trained and found.ok is None and not others:
-        step = "Pass --llmgpu-accuracy-baseline=FRACTION, so that wrong answers fail the test."
+        step = "Pass --llmgpu-accuracy-baseline=FRACTION, or compare the numbers with an earlier report "
+        step += "(--llmgpu-compare), so that wrong ones fail."
         return [finding("unchecked-answers", text, step)]
     if random and not case.generates and mp is None and case.strategy != REFERENCE_STRATEGY:
         text = f"every batch size of {case.strategy} may be wrong in the same way: there is no independent case to "

@@ -42,7 +42,7 @@ def test_defaults_are_those_of_the_help(pytestconfig: pytest.Config) -> None:
         (["--llmgpu-save"], [], "llmgpu_save = theirs", {"save": ""}),
         (["--llmgpu-save=mine"], [], "", {"save": "mine"}),
         ([], [], "llmgpu_save = theirs", {"save": "theirs"}),
-        (["--strategy=mp", "--strategy=tp", "--strategy=mp"], [], "", {"strategy": ("mp", "tp")}),
+        (["--strategy=mp", "--strategy=tp,mp"], [], "", {"strategy": ("mp", "tp")}),
     ],
 )
 def test_flag_beats_marker_beats_ini_beats_default(
