@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import signal
@@ -33,6 +34,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 StubEnvironment = Callable[..., dict[str, str]]
 """`nvml_stub(gpus=4, pcie_us=2000)`: the environment of a process that sees the stub instead of NVML."""
+
+
+@pytest.fixture(autouse=True)
+def _keep_torch(request: pytest.FixtureRequest) -> None:
+    """Import what registers ops of torch before pytester does: it drops the modules of its run, and ops stay."""
+    if "pytester" in request.fixturenames:
+        importlib.import_module("transformers.models.llama.modeling_llama")
 
 
 @pytest.fixture
