@@ -20,11 +20,7 @@ from pytest_llmgpu.report.result import CaseResult
 
 
 def assess(
-    launches: Sequence[CaseResult],
-    *,
-    earlier: Sequence[CaseResult],
-    environment: Environment,
-    options: Options,
+    launches: Sequence[CaseResult], *, earlier: Sequence[CaseResult], environment: Environment, options: Options
 ) -> CaseResult:
     """Return one case with all its launches, its derived figures, its checks and its findings.
 

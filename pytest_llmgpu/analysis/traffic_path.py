@@ -94,11 +94,7 @@ def of_case(traffic: Traffic, profile: Profile, environment: Environment) -> Pat
         where = "Not known" if link is None else f"Over {NAMES[link]}"
         text = f"{where}: {_describe(link, total, senders, profile)}"
     return Path(
-        link=link,
-        nvlink_bytes=total.nvlink,
-        pcie_bytes=total.pcie,
-        expected_bytes=total.expected,
-        text=f"{text}.",
+        link=link, nvlink_bytes=total.nvlink, pcie_bytes=total.pcie, expected_bytes=total.expected, text=f"{text}."
     )
 
 

@@ -62,7 +62,6 @@ class Engine(Protocol):
     @abstractmethod
     def start(self, case: Case, source: ModelSource) -> None:
         """Load the model in the rank, in the dtype and on the devices of the case."""
-        ...
 
     def prepare(self, batch_size: int, tokens: int, new_tokens: int) -> None:  # noqa: ARG002 - not needed
         """Free what the case before needed, and reserve for batches of this size, so that no case depends on others.

@@ -162,8 +162,7 @@ class Profiler:
             if recording is not None:
                 marks = self._marks
                 self._changed.wait_for(
-                    lambda: self._ended or (recording.settled(end_s, marks) and recording.marks >= marks),
-                    _STREAM_S,
+                    lambda: self._ended or (recording.settled(end_s, marks) and recording.marks >= marks), _STREAM_S
                 )
                 why = {}
                 if self._failure is not None:

@@ -232,12 +232,7 @@ def warm_up(state: RankState, case: Case, not_recorded: str | None = None) -> No
     reset(state)
     began_s = time.monotonic()
     state.decision = decision = graph_choice.decide(
-        loaded,
-        requests,
-        case.batch_size,
-        requested=case.cuda_graphs,
-        logits=case.scoring,
-        not_recorded=not_recorded,
+        loaded, requests, case.batch_size, requested=case.cuda_graphs, logits=case.scoring, not_recorded=not_recorded
     )
     plan, on_batch = decision.plan, report_to(state)
     # Before a recording: graphs keep the address of the workspace.

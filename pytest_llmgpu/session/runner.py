@@ -526,11 +526,7 @@ class Runner:
         profilers.here.held_bytes = {}
 
     def _add_profile(
-        self,
-        launch: Launch,
-        profile: Profile,
-        devices: Sequence[tuple[Gpu | None, DeviceMemory]],
-        request: CaseRequest,
+        self, launch: Launch, profile: Profile, devices: Sequence[tuple[Gpu | None, DeviceMemory]], request: CaseRequest
     ) -> None:
         """Fill a launch with its profile and the disturbances of its window, and with the memory of its devices.
 

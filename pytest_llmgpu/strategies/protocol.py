@@ -117,7 +117,6 @@ class Strategy(Protocol):
     @abstractmethod
     def ranks(self, devices: int) -> int:
         """Return the number of processes for a number of devices: 1, or one per device."""
-        ...
 
     def build(self, case: Case, say: Callable[[str], None]) -> None:  # noqa: ARG002 - not needed
         """Do the work that all ranks need once, before they start, such as compiling an extension.
@@ -134,7 +133,6 @@ class Strategy(Protocol):
     @abstractmethod
     def load(self, case: Case, source: ModelSource) -> Loaded:
         """Load the model in a rank, in the dtype and on the devices of the case."""
-        ...
 
     def prepare(self, loaded: Loaded, batch_size: int, tokens: int) -> Workspace | None:  # noqa: ARG002 - not needed
         """Rebuild the buffers that depend on the batch size, so that a case takes the same memory alone and in a sweep.

@@ -10,16 +10,7 @@ from pathlib import Path
 import msgspec
 
 from pytest_llmgpu.cli import launches
-from pytest_llmgpu.cli.arguments import (
-    REFERENCE,
-    add_rules,
-    add_switches,
-    judged,
-    policy_of,
-    source,
-    storage_of,
-    today,
-)
+from pytest_llmgpu.cli.arguments import REFERENCE, add_rules, add_switches, judged, policy_of, source, storage_of, today
 from pytest_llmgpu.cli.output import color, complain, show, write_json
 from pytest_llmgpu.gate import ab, exact, headline, promotion
 from pytest_llmgpu.gate.ab import Both

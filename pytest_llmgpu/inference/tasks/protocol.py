@@ -108,11 +108,9 @@ class Task(Protocol):
         Raises:
             ValueError: The dataset cannot be loaded; in one line with the value and what is allowed.
         """
-        ...
 
     def requests(self, item: Item) -> Sequence[TextRequest]:
         """Return the sequences that are scored for one item, such as one per ending."""
-        ...
 
     def score(self, items: Sequence[Item], loglikelihoods: Sequence[Sequence[float]]) -> Accuracy:
         """Return the answers of the model and how many are right.
@@ -121,4 +119,3 @@ class Task(Protocol):
             items: The scored items [items].
             loglikelihoods: The log-likelihood of each request [items][requests].
         """
-        ...

@@ -44,14 +44,7 @@ def points(entries: Sequence[Entry], figures: Mapping[str, Figure]) -> list[Poin
     ]
 
 
-def curves_of(
-    panel: Panel,
-    drawn: Sequence[Point],
-    *,
-    title: str,
-    log: bool = True,
-    more: Sequence[Spec] = (),
-) -> Spec:
+def curves_of(panel: Panel, drawn: Sequence[Point], *, title: str, log: bool = True, more: Sequence[Spec] = ()) -> Spec:
     """Return the specification of curves over batch sizes, with `more` layers below them."""
     kinds = list(dict.fromkeys(point.kind for point in drawn))
     several = len(kinds) > 1
