@@ -41,9 +41,8 @@ def command(module: str, *arguments: str) -> list[str]:
 def ask(module: str, *arguments: str, library: str, timeout_s: float = 300.0) -> str:
     """Run a module, which imports a library, in a child process, and return the last line that it prints.
 
-    Raises:
-        ValueError: The library cannot be imported, or not in time: a first import from a network disk takes minutes.
-            The message has the last line of the child process.
+    ValueError, with the last line of the child process, if the library cannot be imported, or not in time: a first
+    import from a network disk takes minutes.
     """
     try:
         done = subprocess.run(

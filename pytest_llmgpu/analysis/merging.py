@@ -60,8 +60,7 @@ def merge(reports: Sequence[Report], names: Sequence[str] | None = None) -> Repo
 def extend(report: Report, again: Report, keys: Collection[str]) -> Report:
     """Return a report with further launches of some cases, which a later run measured again.
 
-    Raises:
-        ValueError: The later run is of another commit or machine.
+    ValueError if that is of another commit or machine.
     """
     _refuse_other_source(report, again, "the report", "the later run")
     report, again = _with_common_kernel_names([report, again])

@@ -32,8 +32,7 @@ class Function(Engine):
     def __init__(self, given: object = None) -> None:
         """Wrap an object or a function, or a place `module:name`; None is for the place of the case that is started.
 
-        Raises:
-            ValueError: It is neither an engine nor the place of one.
+        ValueError if it is neither an engine nor the place of one.
         """
         self.given = None if isinstance(given, str) else given
         """The object; None for a place."""
@@ -60,11 +59,7 @@ class Function(Engine):
         return self.name if self.name == "engine" else f"engine {self.name}"
 
     def start(self, case: Case, source: ModelSource) -> None:  # noqa: ARG002 - it loads its own model
-        """Make the engine in this rank.
-
-        Raises:
-            ValueError: It lacks what the case needs.
-        """
+        """Make the engine in this rank; ValueError if it lacks what the case needs."""
         self._engine = self.given
         if self.given is None:
             self.name, place = case.strategy, str(case.strategy_options[OPTION])
@@ -95,11 +90,7 @@ class Function(Engine):
         return Texts(tokens=found, first_token_s=first_token_s, step_s=step_s)
 
     def score(self, token_ids: list[list[int]], from_position: list[int]) -> list[list[float]] | None:
-        """Return its log-likelihoods.
-
-        Raises:
-            NotImplementedError: It has no `score`.
-        """
+        """Return its log-likelihoods; NotImplementedError if it has no `score`."""
         if not callable(getattr(self._engine, "score", None)):
             raise NotImplementedError
         return _returned(self._engine.score(token_ids, from_position), "score")  # type: ignore[no-any-return]

@@ -148,8 +148,7 @@ class Server(Engine):
     def generate(self, token_ids: list[list[int]], new_tokens: int) -> Texts:
         """Send all prompts at once and read their streams.
 
-        Raises:
-            RuntimeError: A request failed, a stream was cut, or a text has another number of tokens.
+        RuntimeError if a request failed, a stream was cut, or a text has another number of tokens.
         """
         began_s = time.perf_counter()
         answers = self._together(lambda ids: self._stream(ids, new_tokens), token_ids)
@@ -171,8 +170,7 @@ class Server(Engine):
     def score(self, token_ids: list[list[int]], from_position: list[int]) -> list[list[float]] | None:
         """Return the log-likelihoods of prompts; None from a server that computes none, which reads them all the same.
 
-        Raises:
-            RuntimeError: A request failed.
+        RuntimeError if a request failed.
         """
         body = {"max_tokens": 1, "temperature": 0.0, **({"echo": True, "logprobs": 1} if self._scores else {})}
         found = self._together(lambda ids: self._post({"prompt": ids, **body}).json(), token_ids)

@@ -86,11 +86,7 @@ class ContinuousBatching(Engine):
         self._manager.switch_to_cb_friendly_attn(self._model)
 
     def generate(self, token_ids: list[list[int]], new_tokens: int) -> Texts:
-        """Queue the prompts, start the loop, and wait for all texts.
-
-        Raises:
-            RuntimeError: A request failed, or the loop ended.
-        """
+        """Queue the prompts, start the loop, and wait for all texts; RuntimeError if one failed, or the loop ended."""
         manager, began_s = self._manager, time.perf_counter()
         numbers = manager.add_requests(token_ids, max_new_tokens=new_tokens, record_timestamps=True)
         manager.start()

@@ -63,8 +63,7 @@ class Vllm(Engine):
     def start(self, case: Case, source: ModelSource) -> None:
         """Load the model, with a cache for this case.
 
-        Raises:
-            ValueError: vLLM has no implementation of the model, or was built for devices that are missing.
+        ValueError if vLLM has no implementation of the model, or was built for devices that are missing.
         """
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
         # vLLM gives each of several workers a NUMA node of its own, and a machine may have one.
@@ -137,8 +136,7 @@ class Vllm(Engine):
     def score(self, token_ids: list[list[int]], from_position: list[int]) -> list[list[float]]:
         """Return the log-likelihoods of the prompts; one more token of each is generated, and left out.
 
-        Raises:
-            ValueError: A sequence leaves no room for that token.
+        ValueError if a sequence leaves no room for that token.
         """
         if (longest := max(map(len, token_ids))) >= self._context:
             if self._size[2]:

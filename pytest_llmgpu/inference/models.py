@@ -198,11 +198,7 @@ def file_hashes(directory: Path, *, weights: bool) -> dict[str, str]:
 
 
 def tokenizer_sha256(directory: Path) -> str:
-    """Return a hash of the tokenizer's files.
-
-    Raises:
-        ValueError: The directory has no tokenizer.
-    """
+    """Return a hash of the tokenizer's files; ValueError if the directory has no tokenizer."""
     files = [directory / name for name in _TOKENIZER_FILES if (directory / name).is_file()]
     if not any(path.name in _TOKENIZER_FILES[:4] for path in files):
         names = ", ".join(_TOKENIZER_FILES[:4])
@@ -237,10 +233,8 @@ def silence_transformers() -> None:
 def facts(source: ModelSource) -> ModelFacts:
     """Return what transformers makes of a model.
 
-    A LLaMA that is not quantised, such as the bundled model, needs no child process, which takes seconds.
-
-    Raises:
-        ValueError: transformers does not know the architecture, or the library of its quantisation is not installed.
+    A LLaMA that is not quantised, such as the bundled model, needs no child process, which takes seconds. ValueError if
+    transformers does not know the architecture, or the library of its quantisation is not installed.
     """
     if source.config.get("model_type", "llama") == "llama" and quantization.of_checkpoint(source.config) is None:
         return ModelFacts(has_plan=True)
@@ -273,8 +267,7 @@ def experts_of(config: PretrainedConfig | None) -> int:
 def check_choices(source: ModelSource, device: str, dtype: str) -> None:
     """Refuse an attention, an implementation of experts or a quantisation that cannot run here, before a rank starts.
 
-    Raises:
-        ValueError: The message has the option, the reason and the names that are possible.
+    The ValueError has the option, the reason and the names that are possible.
     """
     quantized = source.quantization if source.quantization in quantization.CONFIGS else None
     if source.experts is None and source.attention in (None, "eager") and quantized is None:
@@ -434,9 +427,7 @@ def _read_directory(directory: Path, *, weights: bool) -> tuple[dict[str, Any], 
     """Return the content of config.json, and a hash of it and, with `weights`, of the safetensors files.
 
     The hash differs between checkpoints: fine-tuning changes every tensor, and each sampled block has many values.
-
-    Raises:
-        ValueError: config.json is missing or is not a JSON object, or a safetensors file is missing or truncated.
+    ValueError if config.json is missing or no JSON object, or a safetensors file is missing or truncated.
     """
     path = directory / "config.json"
     if not path.exists():
@@ -495,10 +486,8 @@ def _indexed(index: Path) -> set[str]:
 def _add_weights(digest: hashlib._Hash, path: Path) -> None:
     """Add the name, the size, the header and 16 blocks of a safetensors file to a hash.
 
-    Source: https://github.com/huggingface/safetensors#format
-
-    Raises:
-        ValueError: The file has no such header, or is not as long as the last offset in it requires.
+    ValueError if it has no such header, or is not as long as the last offset in that requires. Source:
+    https://github.com/huggingface/safetensors#format
     """
     with path.open("rb") as file:
         start = file.read(8)

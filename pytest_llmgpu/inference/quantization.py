@@ -100,10 +100,8 @@ def stored(model: Any, world_size: int) -> dict[str, tuple[str, int]] | None:
     """Return name to kind and bytes of each tensor of a quantised decoder; None for a model of plain weights.
 
     They are those that a checkpoint would have, also scales that are no parameters, of all ranks together, without
-    input embeddings and output head. A kind is the class of a quantised tensor, or a dtype.
-
-    Raises:
-        ValueError: Weights are plain that should be quantised: torchao leaves those whose shape does not allow it.
+    input embeddings and output head. A kind is the class of a quantised tensor, or a dtype. ValueError if weights are
+    plain that should be quantised: torchao leaves those whose shape does not allow it.
     """
     from torch.distributed.tensor import DTensor
 

@@ -40,8 +40,7 @@ class Registry(Generic[_T]):
     def merge(self, registrations: Iterable[Mapping[str, str]]) -> dict[str, str]:
         """Return one mapping of name to place from those that the implementations of the hook return.
 
-        Raises:
-            ValueError: One is no mapping, a place is no `module:attribute`, a name is not allowed, or has two places.
+        ValueError if one is no mapping, a place is no `module:attribute`, or a name is not allowed or has two places.
         """
         merged: dict[str, str] = {}
         for registration in registrations:
@@ -65,10 +64,7 @@ class Registry(Generic[_T]):
     def find(self, name: str, known: Mapping[str, str] | None = None) -> str:
         """Return the place of an implementation, `module:attribute`, by a registered name or by the place itself.
 
-        The registered names are those that `merge` returned; None for the built-in ones.
-
-        Raises:
-            ValueError: No implementation has this name.
+        The registered names are those that `merge` returned; None for the built-in ones. ValueError for another name.
         """
         known = self.built_in if known is None else known
         if name in known:
@@ -84,8 +80,7 @@ class Registry(Generic[_T]):
     def make(self, place: str) -> _T:
         """Return a new object of the implementation at a place that `find` returned.
 
-        Raises:
-            ValueError: It cannot be imported or made, lacks a member, or has a name that is not allowed.
+        ValueError if it cannot be imported or made, lacks a member, or has a name that is not allowed.
         """
         try:
             found = pkgutil.resolve_name(place)

@@ -38,11 +38,7 @@ padding."""
 
 
 def check(model: torch.nn.Module) -> None:
-    """Refuse a module that cannot be called as `model(input_ids=...)`.
-
-    Raises:
-        ValueError: Its forward has no such argument.
-    """
+    """Refuse a module that cannot be called as `model(input_ids=...)` (ValueError)."""
     if not takes(model, "input_ids"):
         raise ValueError(
             f"{type(model).__name__}.forward has no argument input_ids, which gets the tokens [rows, tokens]: add it, "
@@ -250,10 +246,7 @@ def score(
 
     The model is on `devices`, in eval mode; they are idle when the clock of a batch starts and stops. The input ids are
     best on the device of the output head: accelerate returns logits to the device of the input. `logits` is one of
-    `SCORINGS`.
-
-    Raises:
-        ValueError: A log-likelihood is not finite.
+    `SCORINGS`. ValueError if a log-likelihood is not finite.
     """
     plan.pin(input_device)
     clock = SmClock(devices or (input_device,), 2 * len(plan.batches))
@@ -306,11 +299,7 @@ def run(
 
 
 def add_batch(columns: Batches, batch: Batch, latency_s: float, loglikelihoods: Iterable[float], *, of: int) -> None:
-    """Add the time and the size of a finished batch to those of the batches before it, `of` so many.
-
-    Raises:
-        ValueError: A log-likelihood is not finite.
-    """
+    """Add the time and the size of a finished batch, `of` so many; ValueError if a log-likelihood is not finite."""
     columns.latency_s.append(latency_s)
     columns.sequences.append(batch.rows)
     columns.tokens.append(batch.tokens)

@@ -92,9 +92,7 @@ def mean_ghz(earlier: torch.Tensor, later: torch.Tensor) -> float:
 def _launcher(gpu: torch.device, blocks: int) -> Callable[[int], None]:
     """Return what launches the kernel on the current stream of a GPU, for an address; loaded once in a process.
 
-    Raises:
-        OSError: There is no CUDA driver.
-        RuntimeError: The driver refused the kernel.
+    OSError if there is no CUDA driver, RuntimeError if it refused the kernel.
     """
     import torch
 

@@ -64,9 +64,7 @@ def checkpoint(
     """Load a model with its weights from safetensors, each directly on its device.
 
     Either a map from modules to devices or a description of how weights are sharded over the process group is given.
-
-    Raises:
-        ValueError: The files lack a weight, which transformers would fill with random numbers.
+    ValueError if the files lack a weight, which transformers would fill with random numbers.
     """
     from transformers import AutoModelForCausalLM
 

@@ -73,8 +73,7 @@ def parameter(item: pytest.Item, name: str) -> object:
 def session_of(config: pytest.Config) -> BenchmarkSession:
     """Return the benchmark session of a run. The first call makes it, since most test runs need none.
 
-    Raises:
-        pytest.UsageError: The options, the strategies or the tasks are not allowed.
+    pytest.UsageError if the options, the strategies or the tasks are not allowed.
     """
     if SESSION in config.stash:
         if config.stash[SESSION].forked:
@@ -186,8 +185,7 @@ class LLM:
     def planned(self, items: Dataset | Sequence[Item], batch_size: int, new_tokens: int | None) -> CaseRequest:
         """Return the case of these items at a batch size, with what the test suite changes in the loaded model.
 
-        Raises:
-            ValueError: The case is not allowed.
+        ValueError if the case is not allowed.
         """
         import msgspec
 

@@ -135,8 +135,7 @@ def machine(device: str, devices: int | None) -> Machine:
 def probe() -> TorchFacts:
     """Return the installed torch and the GPUs that it can use, found out in a child process.
 
-    Raises:
-        ValueError: Torch cannot be imported. The message has the last line of the child process.
+    ValueError, with the last line of the child process, if torch cannot be imported.
     """
     return msgspec.json.decode(processes.ask("pytest_llmgpu.profiling.machine", library="torch"), type=TorchFacts)
 
@@ -198,11 +197,7 @@ def installed_version(distribution: str) -> str | None:
 
 
 def gather(torch: TorchFacts | None = None) -> Node:
-    """Return this machine as one node of several. Torch is imported in a child process, unless its facts are known.
-
-    Raises:
-        ValueError: Torch cannot be imported.
-    """
+    """Return this machine as one node of several; without the facts of torch, those of `probe`."""
     found = fingerprint(probe() if torch is None else torch)
     return Node(**{name: getattr(found, name) for name in Node.__struct_fields__})
 
@@ -211,10 +206,7 @@ def check(found: Sequence[Node]) -> list[str]:
     """Refuse nodes that must not measure together; return the other differences in words.
 
     Libraries that compute or communicate, Python and this package must be equal. Drivers, devices and variables may
-    differ: the report has those of each node.
-
-    Raises:
-        ValueError: The message names what differs, with the value on each node.
+    differ: the report has those of each node. The ValueError names what differs, with the value on each node.
     """
     # It differs between nodes without an effect on the measurement.
     names = sorted({name for node in found for name in node.variables} - {"CUDA_VISIBLE_DEVICES"})

@@ -67,8 +67,7 @@ def is_permanent(nvml: Any, error: Any) -> bool:
 def session() -> Iterator[Any]:
     """Yield pynvml, initialised until the block ends.
 
-    Raises:
-        NvmlMissingError: pynvml, the driver's library or the driver is missing, or nvmlInit fails.
+    NvmlMissingError if pynvml, the driver's library or the driver is missing, or nvmlInit fails.
     """
     try:
         nvml = importlib.import_module("pynvml")
@@ -132,11 +131,7 @@ def _of_each(uuids: Sequence[str], read: Callable[[Any, Any], Any]) -> Iterator[
 
 
 def memory_v2(nvml: Any, handle: Any) -> Any:
-    """Return a device's memory: `total`, `reserved` by the driver, `used` without the reserved part, `free`.
-
-    Raises:
-        NVMLError: The driver refuses.
-    """
+    """Return a device's memory: `total`, `reserved` by the driver, `used` without the reserved part, `free`."""
     try:
         return nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
     except TypeError:  # gpustat replaces the function by one without `version`, which calls v2 itself

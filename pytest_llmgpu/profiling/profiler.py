@@ -147,10 +147,8 @@ class Profiler:
     ) -> Profile:
         """Return the profile between two times. Wait up to 2 s until the stream has passed the end.
 
-        They are not in the future. Without `held_bytes` those of the profiler are subtracted.
-
-        Raises:
-            ValueError: The end lies before the start.
+        They are not in the future. Without `held_bytes` those of the profiler are subtracted. ValueError if the end is
+        before the start.
         """
         (start_s,), (end_s,) = starts_s, ends_s
         if end_s < start_s:

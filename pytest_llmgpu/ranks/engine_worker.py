@@ -44,11 +44,7 @@ _REPLAYED = "CUDA graphs of the engine replay its collectives past torch's dispa
 def load(
     state: RankState, case: Case, source: ModelSource, place: str, hooks: Sequence[ModelHook] = ()
 ) -> list[DeviceMemory]:
-    """Start the engine of a case, and return the memory of the devices.
-
-    Raises:
-        ValueError: A hook would change a loaded model, and an engine has none.
-    """
+    """Start the engine of a case, and return the memory of the devices; ValueError for a hook that changes a model."""
     import torch
 
     if hooks:
@@ -92,8 +88,7 @@ def warm_up(state: RankState, case: Case, not_recorded: str | None = None) -> No
 def measure(state: RankState) -> Measured:
     """Score or generate the case that was warmed up, one call of the engine for each batch.
 
-    Raises:
-        ValueError: The engine returned another number of sequences or tokens, or a number that is none.
+    ValueError if the engine returned another number of sequences or tokens, or a number that is none.
     """
     launch, plan, state.launch = state.launch, state.plan, None
     assert launch is not None, "the case is warmed up"
@@ -315,11 +310,7 @@ def _number(value: Any) -> float:
 
 
 def _rows(found: Any, convert: Callable[[Any], _T], method: str, what: str) -> list[list[_T]]:
-    """Return a list of lists from one of Python, numpy or torch.
-
-    Raises:
-        ValueError: It is something else.
-    """
+    """Return a list of lists from one of Python, numpy or torch; ValueError for anything else."""
     try:
         rows: Iterable[Any] = found.tolist() if hasattr(found, "tolist") else found
         return [[convert(value) for value in row] for row in rows]

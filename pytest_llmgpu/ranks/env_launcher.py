@@ -182,11 +182,7 @@ class Peer:
         return future
 
     def wait(self, future: Future[Any], limit_s: float) -> Any:
-        """Wait for the reply to a request; without one the process is lost.
-
-        Raises:
-            ConnectionError: The process is lost.
-        """
+        """Wait for the reply to a request; without one the process is lost (ConnectionError)."""
         if not concurrent.futures.wait([future], limit_s).done:
             self.lose(f"no reply within {limit_s:g} s")
         return future.result()
@@ -194,8 +190,7 @@ class Peer:
     def call(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Return what a function of this package returns in the process.
 
-        Raises:
-            OSError: It failed, there is no answer in time, or the process is lost.
+        OSError if it failed, there is no answer in time, or the process is lost.
         """
         try:
             return self.wait(self.request("call", fn, *args), _REPLY_S)
@@ -283,11 +278,7 @@ class Peers:
     """All processes that were started together, as rank 0's process sees them."""
 
     def __init__(self, world: World) -> None:
-        """Listen for the other processes.
-
-        Raises:
-            ValueError: The port is in use, or the address is not of this machine.
-        """
+        """Listen for the other processes; ValueError if the port is in use, or the address is not of this machine."""
         self.world = world
         self._joined: dict[int, Peer] = {}
         self._refused: str | None = None
@@ -302,8 +293,7 @@ class Peers:
     def wait(self, limit_s: float) -> None:
         """Wait until all processes are there; the limit is at most that of the processes which join.
 
-        Raises:
-            ValueError: Some are missing after the time limit, or one may not take part.
+        ValueError if some are missing after the time limit, or one may not take part.
         """
         limit_s = min(limit_s, JOIN_S)
         self._waited = True
@@ -408,11 +398,7 @@ class EnvLauncher(LocalLauncher):
         self._world, self._peers = peers.world, peers.peers
 
     def start(self, environments: Sequence[Mapping[str, str]], on_batch: BatchListener) -> Sequence[Rank]:
-        """Start one rank per environment, each by its process.
-
-        Raises:
-            RankFailedError: The process of a rank was lost.
-        """
+        """Start one rank per environment, each by its process; RankFailedError if one of these was lost."""
         peers = self._peers[: len(environments) - 1]
         for peer in peers:
             if peer.lost is not None:
@@ -460,9 +446,8 @@ class Devices:
     def machine(self, device: str, devices: int | None) -> Machine:
         """Choose the devices of a run, as `profiling.machine.machine` does on one machine.
 
-        Raises:
-            ValueError: There are fewer devices or processes, a node cannot use its devices, or nodes must not measure
-                together.
+        ValueError if there are fewer devices or processes, a node cannot use its devices, or nodes must not measure
+        together.
         """
         peers = self._peers.peers
         if not peers:
@@ -492,11 +477,7 @@ class Devices:
 
 
 def _answers(peers: Sequence[Peer], fn: Callable[..., Any], *args: Any) -> list[Any]:
-    """Return the answer of each process; they are asked at the same time.
-
-    Raises:
-        ValueError: A process has another answer than a result.
-    """
+    """Return the result of each process, asked at the same time; ValueError if one has another answer."""
     found = []
     for peer, future in [(one, one.request("call", fn, *args)) for one in peers]:
         try:
@@ -509,10 +490,8 @@ def _answers(peers: Sequence[Peer], fn: Callable[..., Any], *args: Any) -> list[
 def spread(devices: int | None, places: Sequence[tuple[int, int]], machines: Sequence[Machine]) -> Machine:
     """Return the devices of the first processes, one for each; `machines` has those that each of them can use.
 
-    `places` has the node of each process and its number among those of the node.
-
-    Raises:
-        ValueError: There are fewer processes, or their devices are not distinct devices of one kind.
+    `places` has the node of each process and its number among those of the node. ValueError if there are fewer
+    processes, or their devices are not distinct devices of one kind.
     """
     wanted, processes = devices or len(places), len(places)
     if wanted > processes:

@@ -127,11 +127,7 @@ def describe(decision: Decision) -> str:
 
 
 def check_answers(loaded: Loaded, plan: Plan, decoder: GraphedDecoder, dtype: str) -> None:
-    """Compare the median batch, replayed, with an eager forward.
-
-    Raises:
-        ValueError: The log-likelihoods differ by more than rounding.
-    """
+    """Compare the median batch, replayed, with an eager forward; ValueError if they differ by more than rounding."""
     number = len(plan.batches) // 2
     batch = plan.batches[number]
     found = _answers(loaded, batch)

@@ -150,11 +150,7 @@ class InProcess(RankGroup):
         timeout_s: float,  # noqa: ARG002 - nothing ends a call in this process
         tick: Callable[[int, int], None] | None = None,
     ) -> list[Any]:
-        """Run `fn(state, *args)` and return a list of its result.
-
-        Raises:
-            RankFailedError: It raised an exception.
-        """
+        """Run `fn(state, *args)` and return a list of its result; RankFailedError if it raised an exception."""
         self._begin()
         self._tick = tick
         try:

@@ -83,11 +83,7 @@ class World(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def of_environment(environ: Mapping[str, str]) -> World:
-    """Return what torchrun or Slurm set for this process.
-
-    Raises:
-        ValueError: A variable is missing or has no possible value.
-    """
+    """Return what torchrun or Slurm set for this process; ValueError if a variable is missing or cannot be right."""
     if "RANK" in environ:
         size_name = "WORLD_SIZE"
         size = _number(environ, size_name, allowed=_SIZES)
@@ -235,21 +231,12 @@ class Link:
             self._connection.send_bytes(mine)
 
     def send(self, message: object) -> None:
-        """Send a message; this waits while the other end does not read.
-
-        Raises:
-            OSError: The connection is lost.
-        """
+        """Send a message; this waits while the other end does not read. OSError if the connection is lost."""
         with self._lock:
             self._connection.send(message)
 
     def receive(self) -> Any:
-        """Wait for a message.
-
-        Raises:
-            EOFError: The other end closed the connection.
-            OSError: The connection is lost.
-        """
+        """Wait for a message; EOFError if the other end closed the connection, OSError if it is lost."""
         return self._connection.recv()
 
     def close(self) -> None:
@@ -288,8 +275,7 @@ def interface_of(address: str) -> dict[str, str]:
 def listen(world: World) -> socket.socket:
     """Return the socket where rank 0's process waits for the others.
 
-    Raises:
-        ValueError: The address is not of this machine, or the port is in use.
+    ValueError if the address is not of this machine, or the port is in use.
     """
     try:
         if world.key is not None:
@@ -306,8 +292,7 @@ def listen(world: World) -> socket.socket:
 def connect(world: World, limit_s: float) -> Link:
     """Connect to rank 0's process, which may start later.
 
-    Raises:
-        ValueError: It does not listen within the time limit, or one of both ends may not take part.
+    ValueError if it does not listen within the time limit, or one of both ends may not take part.
     """
     deadline_s = time.monotonic() + limit_s
     while True:

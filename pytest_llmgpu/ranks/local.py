@@ -135,8 +135,7 @@ class Rank(ABC):
     def stacks(self) -> str:
         """Return the stack of each thread of the process, as the end of its log shows them.
 
-        Raises:
-            RankFailedError: The node of the process does not answer.
+        RankFailedError if the node of the process does not answer.
         """
 
     @abstractmethod

@@ -48,11 +48,7 @@ merge, find = _REGISTRY.merge, _REGISTRY.find
 
 
 def make(place: str) -> Strategy | Engine:
-    """Return a new strategy or engine of the implementation at a place that `find` returned.
-
-    Raises:
-        ValueError: It cannot be imported or made, lacks a member, or has a name that is not allowed.
-    """
+    """Return a new strategy or engine of a place that `find` returned; ValueError as for `Registry.make`."""
     made = _REGISTRY.make(place)
     needed = () if isinstance(made, Engine) else ("build", "load", "prepare")
     if lacking := [name for name in needed if not hasattr(made, name)]:
@@ -78,11 +74,7 @@ class ModelHook(NamedTuple):
 
     @classmethod
     def of(cls, function: Callable[..., Any], arguments: Sequence[str]) -> ModelHook:
-        """Return an implementation as plain data.
-
-        Raises:
-            ValueError: A rank could not find it by its name.
-        """
+        """Return an implementation as plain data; ValueError if a rank could not find it by its name."""
         name = getattr(function, "__qualname__", repr(function))
         if not inspect.isfunction(function) or not name.isidentifier():
             raise ValueError(f"{NAME}: {name} is not allowed: a function at the top level of a module is needed")
@@ -91,11 +83,7 @@ class ModelHook(NamedTuple):
         return cls(function.__module__, path or inspect.getfile(function), name, tuple(arguments))
 
     def __call__(self, loaded: Loaded, case: Case) -> None:
-        """Import the function and call it.
-
-        Raises:
-            ValueError: It raised an error, or returned something: a model is changed in place.
-        """
+        """Import the function and call it; ValueError if it raised an error, or returned something."""
         import torch
 
         given = {"loaded": loaded, "case": case}

@@ -103,9 +103,7 @@ def count(forward: Callable[[], object], *, world_size: int) -> list[Collective]
     """Run `forward` once and return the traffic of this rank by kind; all ranks must run it at the same time.
 
     Only ops of the calling thread are counted. The number of ranks is for the op of DeepSpeed; others name their group.
-
-    Raises:
-        ValueError: An op communicates, but is not in the tables of this module.
+    ValueError for an op that communicates and is not in the tables of this module.
     """
     return _records(_tally(forward, world_size))
 
@@ -134,10 +132,8 @@ def of_plan(
     Five small forwards give the traffic per padded token, per row, per token of row length and per predicted token:
     hidden states are sent per padded token, logits per predicted token, rotary tables per token of row length. The
     traffic of the plan is computed from them. The last batch of the plan, its smallest, is run as well and must agree
-    exactly. The decoder must not replay CUDA graphs. With full logits nothing depends on predicted tokens.
-
-    Raises:
-        ValueError: An op is unknown, or the traffic depends on other numbers.
+    exactly. The decoder must not replay CUDA graphs. With full logits nothing depends on predicted tokens. ValueError
+    if an op is unknown, or the traffic depends on other numbers.
     """
     if of_tokens is not None:
         options: Any = {"on_batch": of_tokens, "logits": logits, **loaded.placed}
@@ -187,11 +183,7 @@ def _of_prefills(loaded: Loaded, plan: Plan, logits: str) -> _Tally:
 
 
 def check(ranks: Sequence[Iterable[Collective]]) -> None:
-    """Refuse a rank without traffic if there are several ranks.
-
-    Raises:
-        ValueError: The message has the number of the rank.
-    """
+    """Refuse a rank without traffic if there are several ranks (ValueError with its number)."""
     silent = [number for number, counts in enumerate(ranks) if not any(one.payload_bytes for one in counts)]
     if len(ranks) > 1 and silent:
         raise ValueError(

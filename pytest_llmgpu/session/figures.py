@@ -24,8 +24,7 @@ _HOOK = "pytest_llmgpu_metrics"
 def merge(found: Iterable[Any]) -> dict[str, Declared]:
     """Return the declarations of all implementations of the hook, by name.
 
-    Raises:
-        ValueError: A declaration is not allowed, or two of one name differ.
+    ValueError if a declaration is not allowed, or two of one name differ.
     """
     merged: dict[str, Declared] = {}
     for declarations in found:

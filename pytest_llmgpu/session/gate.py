@@ -54,8 +54,7 @@ class RunGate:
     def __init__(self, options: Options, *, rootdir: Path, policy_path: Path | None, storage_path: Path) -> None:
         """Read the policy, by default that of pyproject.toml in `rootdir`; options of the run override it.
 
-        Raises:
-            ValueError: The policy is invalid.
+        ValueError if the policy is invalid.
         """
         self._reference = options.compare
         self._rootdir = rootdir
@@ -78,8 +77,7 @@ class RunGate:
     def find_baseline(self, machine: Machine) -> None:
         """Read the baseline, if a reference is given. Of reports of several machines, the one of this machine counts.
 
-        Raises:
-            ValueError: There is no baseline although one is needed, or it is no report.
+        ValueError if there is no baseline although one is needed, or it is no report.
         """
         if self._reference is None:
             return

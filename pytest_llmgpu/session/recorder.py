@@ -50,11 +50,7 @@ class Recorder:
     """Keeps the report of a session and writes its file as cases are added."""
 
     def __init__(self, paths: Mapping[str, Path], rootdir: Path, options: Options) -> None:
-        """Prepare a report; the paths are those of `BenchmarkSession`.
-
-        Raises:
-            ValueError: The report, the store, the page or traces cannot be written.
-        """
+        """Prepare a report; the paths are those of `BenchmarkSession`, ValueError if one of them cannot be written."""
         self._rootdir = rootdir
         self._options = options
         self.declared: dict[str, Declared] = {}
@@ -131,8 +127,7 @@ class Recorder:
     def resume(self, reference: str, devices: Machine) -> Report:
         """Continue a broken session: the results that follow are added to those of its report that stay.
 
-        Raises:
-            ValueError: There is no such report, or its session cannot be continued.
+        ValueError if there is no such report, or its session cannot be continued.
         """
         name = store.public(reference)
         try:
@@ -353,10 +348,8 @@ class Recorder:
 def continued(broken: Report, now: Report, *, name: str, sha256: str) -> Report:
     """Return the report of a broken session with the results that stay, for the results that are missing.
 
-    It is saved under the name of the broken one, unless the options have another name.
-
-    Raises:
-        ValueError: The session was of another commit or machine, of uncommitted changes, or had other options.
+    It is saved under the name of the broken one, unless the options have another name. ValueError if the session was of
+    another commit or machine, of uncommitted changes, or had other options.
     """
     for one in (broken, now):
         if one.commit.sha is None:

@@ -69,10 +69,8 @@ class BenchmarkSession:
         """Make the session of a pytest run; no process starts.
 
         `paths` has the path of `storage` and, of `json`, `policy`, `html` and `trace`, of those that are chosen.
-        `peers` is None if ranks run on this machine only.
-
-        Raises:
-            ValueError: The report, the page, traces or the store cannot be written, or the policy is invalid.
+        `peers` is None if ranks run on this machine only. ValueError if a path cannot be written, or the policy is
+        invalid.
         """
         self._devices = None if peers is None else Devices(peers)
         find_machine = environment.machine if self._devices is None else self._devices.machine
@@ -126,10 +124,8 @@ class BenchmarkSession:
 
         The node id is None for a test that measures nothing, and the batch size where the test chooses it. `scored` are
         the tasks whose items, chosen by the options, the test scores; none where the test has its own items. Something
-        of a group should fit unless `may_fit_nowhere` is true for all of its tests.
-
-        Raises:
-            ValueError: The test cannot be measured.
+        of a group should fit unless `may_fit_nowhere` is true for all of its tests. ValueError if the test cannot be
+        measured.
         """
         strategy, options = group
         # A test that names no strategy measures an engine of its own, which is known when it runs.
@@ -144,11 +140,7 @@ class BenchmarkSession:
         self._cases += [(request.machine, request.case, batch_size) for request in requests]
 
     def resume(self, options: Options) -> None:
-        """Continue the session of a report; once no test is refused, since the report is changed.
-
-        Raises:
-            ValueError: The report cannot be read, or its session cannot be continued here.
-        """
+        """Continue the session of a report (see `Recorder.resume`), which changes it: once no test is refused."""
         assert options.resume is not None, "the run continues a report"
         self.runner.resume(self.recorder.resume(options.resume, self.planner.machine(options)))
 

@@ -41,8 +41,7 @@ class Compiled(TensorParallel):
     def load(self, case: Case, source: ModelSource) -> Loaded:
         """Load the model as mp on one device and as tp on several; its layers are compiled at their first forward.
 
-        Raises:
-            ValueError: The cache folder is of another user.
+        ValueError if the cache folder is of another user.
         """
         if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
             from torch._inductor.runtime.cache_dir_utils import cache_dir

@@ -129,8 +129,7 @@ class KernelInjection(Strategy):
     def prepare(self, loaded: Loaded, batch_size: int, tokens: int) -> Workspace:
         """Rebuild the workspace: DeepSpeed would keep the one of the largest batch.
 
-        Raises:
-            WorkspaceError: The workspace cannot hold the longest sequence. DeepSpeed itself does not compare the two.
+        WorkspaceError if it cannot hold the longest sequence: DeepSpeed itself does not compare the two.
         """
         from deepspeed.ops.transformer.inference.op_binding.base import BaseOp
 

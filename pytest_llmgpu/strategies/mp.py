@@ -69,8 +69,7 @@ def _fill(
 def layer_map(skeleton: PreTrainedModel, devices: tuple[torch.device, ...], dtype: torch.dtype) -> dict[str, int]:
     """Return the device number of each module, by accelerate's balanced map of whole layers.
 
-    Raises:
-        DeviceMapSpillError: A module fits on no GPU. accelerate would offload it without an error.
+    DeviceMapSpillError if a module fits on no GPU: accelerate would offload it without an error.
     """
     import torch
     from accelerate import infer_auto_device_map

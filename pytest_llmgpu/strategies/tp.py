@@ -117,10 +117,7 @@ def check_divisible(
     """Refuse a number of devices that does not divide the counts of the model that tensor parallelism splits.
 
     These are the fields `names` of the config; a count that neither the config nor its class has is not checked. The
-    strategy runs on `least` devices or more.
-
-    Raises:
-        ValueError: The message has the count and the numbers of devices that divide all counts.
+    strategy runs on `least` devices or more. The ValueError has the count and the numbers of devices that divide all.
     """
     fields = source.decoder | models.facts(source).counts
     counts = {name: fields[name] for name in names if isinstance(fields.get(name), int)}

@@ -31,8 +31,7 @@ class MultipleChoice:
     def item(self, record: Any, place: str, index: int) -> Item:
         """Return the item of one record, with this task's name; it comes from a place such as `items.jsonl:3`.
 
-        Raises:
-            ValueError: The record has no such item; the message begins with the place.
+        ValueError if the record has no such item; the message begins with the place.
         """
         raise NotImplementedError
 
@@ -106,8 +105,7 @@ class MultipleChoice:
 def read_json_lines(path: Path) -> Iterable[tuple[str, Any]]:
     """Yield the place (`path:line`) and the value of each line of a JSON Lines file that is not blank.
 
-    Raises:
-        ValueError: The file cannot be read, or a line is not JSON in UTF-8.
+    ValueError if the file cannot be read, or a line is not JSON in UTF-8.
     """
     try:
         with path.open("rb") as opened:

@@ -46,11 +46,7 @@ class Dataset(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, name: str, items: Sequence[Item], note: str | None = None) -> Dataset:
-        """Return items as a dataset, with their hash.
-
-        Raises:
-            ValueError: The items belong to several tasks, or there are none.
-        """
+        """Return items as a dataset, with their hash; ValueError if they belong to several tasks, or there are none."""
         tasks = sorted({item.task for item in items})
         if len(tasks) != 1:
             raise ValueError(f"dataset {name} has items of {' and '.join(tasks) or 'no task'}: one task is needed")

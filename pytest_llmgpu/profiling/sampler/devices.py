@@ -74,10 +74,8 @@ class Source:
     def read(self, now_s: float, *, window_ended: bool = False) -> Average | None:
         """Return the averages from the last reading to the tick at `now_s`; None if it is too early for a reading.
 
-        If a window has ended since the last tick, the reading is made now if that is possible at all.
-
-        Raises:
-            NVMLError: The device refuses. Where a counter continues, the next reading covers this time too.
+        If a window has ended since the last tick, the reading is made now if that is possible at all. NVMLError if the
+        device refuses: where a counter continues, the next reading covers this time too.
         """
         raise NotImplementedError
 
@@ -557,10 +555,7 @@ def open_devices(
 ) -> tuple[list[Device], dict[str, str]]:
     """Return the GPUs to sample with the source of each metric, and `gpu 3` to the reason why it did not answer.
 
-    `uuids` are the GPUs in this order, None for all in NVML's order.
-
-    Raises:
-        NvmlMissingError: NVML lists no GPU, or one of the requested GPUs is missing.
+    `uuids` are the GPUs in this order, None for all in NVML's order. NvmlMissingError if one is missing, or all are.
     """
     found: dict[str, Device] = {}
     why: dict[str, str] = {}

@@ -54,8 +54,7 @@ _PYTHON_ERROR = re.compile(r"[\w.]*(?:Error|Exception)(?::|$)")
 def check(environ: Mapping[str, str] = os.environ) -> None:
     """Refuse a machine that cannot compile the kernels, before a process starts.
 
-    Raises:
-        ValueError: There is no CUDA toolkit, no ninja or no compiler, and DeepSpeed has no prebuilt kernels.
+    ValueError if there is no CUDA toolkit, no ninja or no compiler, and DeepSpeed has no prebuilt kernels.
     """
     if _is_prebuilt():
         return
@@ -122,10 +121,7 @@ def build(
     A line is shown at the start of a compilation and every 15 s. The ranks must have the variables of the child: PATH,
     CUDA_HOME, CUDA_VISIBLE_DEVICES, TORCH_* and others decide what is compiled. The child is checked every `tick_s`. A
     build that takes too long is ended: in `grace_s` ninja may end its compilers and torch remove its lock.
-
-    Raises:
-        RuntimeError: The build failed or took too long; the message has the decisive line. The processes of the build
-            have ended.
+    RuntimeError, with the decisive line, if the build failed or took too long: its processes have ended.
     """
     if _is_prebuilt():
         return
