@@ -214,16 +214,12 @@ TABLES: dict[Place, Sequence[str]] = {
 The summary has the memory of the fullest GPU, and means of the others. `communication` and `memory` are of each device.
 """
 
-KEPT = frozenset(
-    (
-        *("inference_s", "device_time_s", "new_tokens_per_s", "sequences_per_s", "token_p99_s", "memory_bytes"),
-        *("speedup", "compile_s", "token_p95_s"),
-        *("bound_share", "prefill_bound_share", "step_bound_share", "kv_cache_bytes", "wire_bytes_per_token"),
-        *("pcie_tx_bytes_per_s", "pcie_rx_bytes_per_s", "nvlink_tx_bytes_per_s", "weights_bytes", "activations_bytes"),
-        *("workspace_bytes", "peak_allocated_bytes", "nvml_used_max_bytes"),
-    )
+DROPPABLE = (
+    *("flipped", "typical_difference", "peak_resident_bytes", "sent_bytes", "between_nodes_bytes_per_sequence"),
+    *("device_busy", "utilization_pct", "flops_per_sequence", "threads", "energy_j_per_sequence"),
+    *("energy_j_per_token", "rest_bytes", "cached_bytes"),
 )
-"""The columns that stay if a table is too wide: the others are dropped one after the other, the last one first."""
+"""The columns that are dropped if a table is too wide: one after the other, the last one first."""
 
 MARKDOWN = {
     "inference_s": "time",

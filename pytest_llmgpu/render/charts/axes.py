@@ -73,10 +73,6 @@ class Panel(NamedTuple):
         """Return whether a case uses more than one device."""
         return any(entry.result.case.devices > 1 for entry in self.entries)
 
-    def of(self, title: str) -> list[Entry]:
-        """Return the completed entries of one curve."""
-        return [entry for entry in self.completed if entry.title == title]
-
 
 def panels(report: Report) -> list[Panel]:
     """Return the panels of a report in the order in which their cases ran."""

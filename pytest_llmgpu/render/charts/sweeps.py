@@ -155,7 +155,8 @@ def memory(panel: Panel) -> Iterator[Chart | str]:
     near = capacity is not None and capacity <= _FAR * max(point.value for point in drawn)
     texts = []
     for title in panel.titles:
-        found = [(entry.batch_size, value) for entry in panel.of(title) if (value := fullest(entry)) is not None]
+        of_title = [entry for entry in panel.completed if entry.title == title]
+        found = [(entry.batch_size, value) for entry in of_title if (value := fullest(entry)) is not None]
         if found:
             (small, low), (large, high) = min(found), max(found)
             grows = f" to {formatted(high, digits=3)} GiB at {large}" if large > small else ""

@@ -24,18 +24,15 @@ _CASE = (
     *("strategy", "batch_size", "model", "load_format", "dtype"),
     *("device", "devices", "dataset", "limit", "execution"),
 )
-_OF_METRICS = [spec.exported.column for spec in METRICS if spec.exported]
-
-_FIGURES = [*_OF_METRICS, *(name for name in (*TABLES["work"], *TABLES["tokens"]) if name != "speedup")]
-
-_SESSION = ("created", "commit", "machine", "gpu", "gpu_memory_bytes")
+_FIGURES = [spec.exported.column for spec in METRICS if spec.exported]
+_FIGURES += [name for name in (*TABLES["work"], *TABLES["tokens"]) if name != "speedup"]
 
 CSV_COLUMNS = tuple(
     dict.fromkeys(
         [
             *("id", "nodeid", *_CASE, "outcome", "failure", "launches", "disturbed", "inference_s"),
             *("inference_s_low", "inference_s_high", *_FIGURES, *(f"verdict_{name}" for name in JUDGED), "reasons"),
-            *_SESSION,
+            *("created", "commit", "machine", "gpu", "gpu_memory_bytes"),
         ]
     )
 )

@@ -16,7 +16,7 @@ from pytest_llmgpu.profiling.machine import Machine
 from pytest_llmgpu.render.summary import Problem, cases_in_words, finding_problems
 from pytest_llmgpu.render.table import (
     COLUMNS,
-    KEPT,
+    DROPPABLE,
     TABLES,
     Entry,
     Place,
@@ -257,7 +257,7 @@ def _fitted(table: Place, places: Sequence[tuple[str, str]], columns: _Columns) 
     """Return the table of places and of the columns that fit the width, and a line with the names of the others."""
     firsts = [("" if n and places[n - 1][0] == name else name, size) for n, (name, size) in enumerate(places)]
     shown, dropped = dict(columns), list[str]()
-    candidates = [name for name in reversed(TABLES[table]) if name in columns and name not in KEPT]
+    candidates = [name for name in reversed(TABLES[table]) if name in columns and name in DROPPABLE]
     while True:
         headers = ["strategy", "batch\nsize", *(title for title, _ in shown.values())]
         body = [[*first, *(texts[n] for _, texts in shown.values())] for n, first in enumerate(firsts)]
