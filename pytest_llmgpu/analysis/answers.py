@@ -374,14 +374,9 @@ def check_random_weights(result: CaseResult, mp: CaseResult | None, others: Othe
         text += f"{100 * tolerance:.3g} %"
         if ok and mp is None and case.strategy != REFERENCE_STRATEGY:
             ok, text = None, f"{text}, but both may be wrong in the same way"
+    expected, source = None if value is None else 0.0, None if other is None else other.id
     found = AccuracyCheck(
-        metric=DIFFERENCE,
-        value=value,
-        baseline=None if value is None else 0.0,
-        source=None if other is None else other.id,
-        tolerance=tolerance,
-        ok=ok,
-        text=text,
+        metric=DIFFERENCE, value=value, baseline=expected, source=source, tolerance=tolerance, ok=ok, text=text
     )
     return found, fault if ok is False else None
 

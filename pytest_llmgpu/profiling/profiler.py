@@ -68,6 +68,8 @@ class Profiler:
         al. 2024.
         """
         self.period_s = period_s
+        self.here = self
+        """The profiler of the node of this process."""
         self.held_bytes: Mapping[str, int] = {}
         """UUID to the bytes that are subtracted from memory_used_bytes, unless a slice is given others."""
         self._method = method
@@ -92,11 +94,6 @@ class Profiler:
             if self._listener is None:
                 return "the sampler was not started"
             return "the sampler was closed before it answered" if self._ended else "the sampler has not answered yet"
-
-    @property
-    def here(self) -> Profiler:
-        """The profiler of the node of this process."""
-        return self
 
     def now_s(self) -> list[float]:
         """Return the time that windows are cut by."""

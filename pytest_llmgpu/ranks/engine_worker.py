@@ -329,19 +329,15 @@ def _generation(state: RankState, texts: Sequence[tuple[Batch, Texts]]) -> Gener
     values = [row for _, one in texts for row in one.loglikelihoods or ()]
     firsts = [one.first_token_s for _, one in texts if one.first_token_s is not None]
     requests = state.plan.requests
+    timed = all(len(one.step_s) == requests.new_tokens - 1 for _, one in texts)
+    flat = itertools.chain.from_iterable
     return Generation(
         prompt_tokens=[len(request.tokens) - 1 for request in requests.requests],
         new_tokens=[requests.new_tokens] * len(places),
         first_token_s=firsts if len(firsts) == len(texts) else [],
-        step_s=[second for _, one in texts for second in one.step_s]
-        if all(len(one.step_s) == requests.new_tokens - 1 for _, one in texts)
-        else [],
-        tokens=encode_tokens(token for place in in_order for token in tokens[place])
-        if len(tokens) == len(places)
-        else None,
-        loglikelihoods=encode(value for place in in_order for value in values[place])
-        if len(values) == len(places)
-        else None,
+        step_s=[second for _, one in texts for second in one.step_s] if timed else [],
+        tokens=encode_tokens(flat(tokens[place] for place in in_order)) if len(tokens) == len(places) else None,
+        loglikelihoods=encode(flat(values[place] for place in in_order)) if len(values) == len(places) else None,
     )
 
 

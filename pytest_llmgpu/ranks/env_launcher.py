@@ -151,8 +151,9 @@ class Peer:
         self._requests: dict[int, Future[Any]] = {}
         self._started: tuple[int, RemoteRank] | None = None
         """The rank that was started last, with the number of its request."""
-        self._sender = threading.Thread(target=self._send, daemon=True)
-        self._sender.start()
+        self.sender = threading.Thread(target=self._send, daemon=True)
+        """It ends when everything is sent."""
+        self.sender.start()
         threading.Thread(target=self._receive, daemon=True).start()
 
     def start(self, environment: Mapping[str, str], on_batch: BatchListener) -> RemoteRank:
@@ -214,10 +215,6 @@ class Peer:
     def close(self) -> None:
         """Let the process end."""
         self._outbox.put(None)
-
-    def join(self, limit_s: float) -> None:
-        """Wait until everything is sent."""
-        self._sender.join(limit_s)
 
     def _send(self) -> None:
         try:
@@ -340,7 +337,7 @@ class Peers:
             peer.close()
         deadline_s = time.monotonic() + _GOODBYE_S
         for peer in joined:
-            peer.join(max(0.0, deadline_s - time.monotonic()))
+            peer.sender.join(max(0.0, deadline_s - time.monotonic()))
 
     def _stop_listening(self) -> None:
         listener, self._listener = self._listener, None
