@@ -25,7 +25,6 @@ from pytest_llmgpu.store import imports
 _OURS = "zzz-llmgpu.pth"
 """The last file of its folder that Python reads: the project comes before what is installed here."""
 _DEFAULT_BACKEND = "setuptools.build_meta"
-_PROJECT_FILES = ("pyproject.toml", "setup.py", "setup.cfg")
 
 
 class Installed(NamedTuple):
@@ -47,7 +46,7 @@ def installed(root: Path, repository: Path) -> list[Installed]:
             folder = root / source.path.relative_to(repository)
             paths = [Path(str(path.locate())).resolve() for path in one.files or () if path.suffix == ".pth"]
             # Else it is of another repository, such as a submodule, which a worktree lacks, or ignored by git.
-            if any((folder / name).is_file() for name in _PROJECT_FILES):
+            if any((folder / name).is_file() for name in imports.PROJECT_FILES):
                 found.append(Installed(folder, source.editable, paths))
     return found
 

@@ -93,8 +93,6 @@ class TickRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """Maps a device's place in the header to the reasons by metric, if they have changed."""
     seconds: list[list[float | None]] = []
     """[device, metric] The seconds before the tick that a value covers; None for a moment or a time after it."""
-    cpu_s: float | None = None
-    """The CPU seconds that the sampler has used so far."""
     orders: int = 0
     """The number of marks requested before the tick. Sources that are read once a second are read after a request."""
 

@@ -15,7 +15,7 @@ from urllib.parse import unquote, urlsplit
 
 from pytest_llmgpu.store import git
 
-_PROJECT_FILES = {"pyproject.toml", "setup.py", "setup.cfg"}
+PROJECT_FILES = {"pyproject.toml", "setup.py", "setup.cfg"}
 _NO_MODULES = {"setup", "conftest"}
 _TIMEOUT_S = 60.0
 
@@ -54,7 +54,7 @@ class Project(NamedTuple):
         except ValueError:
             return None
         files = [PurePosixPath(name) for name in listed]
-        folders = {PurePosixPath(), *(path.parent for path in files if path.name in _PROJECT_FILES)}
+        folders = {PurePosixPath(), *(path.parent for path in files if path.name in PROJECT_FILES)}
         folders |= {folder / "src" for folder in folders}
         packages = [path.parent for path in files if path.name == "__init__.py"]
         found = {path.name for path in packages if path.parent in folders and path.name}

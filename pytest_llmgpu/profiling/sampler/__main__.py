@@ -187,7 +187,6 @@ def _stream(
                 values=values,
                 why={at: device.why for at, device in enumerate(devices) if device.why != written[at]},
                 seconds=seconds,
-                cpu_s=time.process_time(),
                 orders=orders,
             )
         )
