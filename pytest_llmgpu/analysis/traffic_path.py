@@ -66,7 +66,7 @@ def of_case(traffic: Traffic, profile: Profile, environment: Environment) -> Pat
     variable forbids the direct path.
     """
     # GPUs do not count what they send to other nodes.
-    sent = [sum(one.inside_bytes for one in rank) for rank in traffic.ranks]
+    sent = [sum(one.sent_bytes - (one.between_nodes_bytes or 0) for one in rank) for rank in traffic.ranks]
     total = _sender("all GPUs", sum(sent), profile, profile.devices)
     senders = [total] if total.expected and profile.devices else []
     if len(sent) == len(profile.devices):

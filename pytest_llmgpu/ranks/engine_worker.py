@@ -122,8 +122,7 @@ def measure(state: RankState) -> Measured:
     launch.figures = {name: grown[name] - before for name, before in counted.items() if name in grown}
     launch.batches = columns
     if texts:
-        launch.generation = state.generation = _generation(state, texts)
-        _explain(state, launch, launch.generation)
+        _add_texts(state, launch, texts)
     else:
         columns.clock_ghz = clock.ghz([(2 * number, 2 * number + 1) for number in range(len(plan.batches))])
         if clock.why is not None:
@@ -321,8 +320,8 @@ def _rows(found: Any, convert: Callable[[Any], _T], method: str, what: str) -> l
         ) from None
 
 
-def _generation(state: RankState, texts: Sequence[tuple[Batch, Texts]]) -> Generation:
-    """Return the record of the texts of all batches."""
+def _add_texts(state: RankState, launch: Launch, texts: Sequence[tuple[Batch, Texts]]) -> None:
+    """Add the record of the texts of all batches, and the reasons for figures that the engine does not have."""
     places = [number for batch, _ in texts for number in batch.requests]
     in_order = [place for _, place in sorted(zip(places, range(len(places)), strict=True))]
     tokens = [row for _, one in texts for row in one.tokens or ()]
@@ -331,7 +330,7 @@ def _generation(state: RankState, texts: Sequence[tuple[Batch, Texts]]) -> Gener
     requests = state.plan.requests
     timed = all(len(one.step_s) == requests.new_tokens - 1 for _, one in texts)
     flat = itertools.chain.from_iterable
-    return Generation(
+    launch.generation = state.generation = Generation(
         prompt_tokens=[len(request.tokens) - 1 for request in requests.requests],
         new_tokens=[requests.new_tokens] * len(places),
         first_token_s=firsts if len(firsts) == len(texts) else [],
@@ -339,15 +338,11 @@ def _generation(state: RankState, texts: Sequence[tuple[Batch, Texts]]) -> Gener
         tokens=encode_tokens(flat(tokens[place] for place in in_order)) if len(tokens) == len(places) else None,
         loglikelihoods=encode(flat(values[place] for place in in_order)) if len(values) == len(places) else None,
     )
-
-
-def _explain(state: RankState, launch: Launch, texts: Generation) -> None:
-    """Add the reasons for figures of a generation that the engine does not have."""
     reasons = {
         "first_token_s": "reports no time of the first token",
         "step_s": "does not report the time of each further token",
         "tokens": "returns no token ids",
         "loglikelihoods": "returns no log-likelihoods of its tokens",
     }
-    name = _engine(state).name
-    launch.why |= {field: f"engine {name} {why}" for field, why in reasons.items() if not getattr(texts, field)}
+    lacking = [field for field in reasons if not getattr(launch.generation, field)]
+    launch.why |= {field: f"engine {_engine(state).name} {reasons[field]}" for field in lacking}

@@ -328,11 +328,6 @@ class Collective(msgspec.Struct, frozen=True, kw_only=True):
         """Bytes that this rank sends. It is 0 for `recv`, which the sending rank counts."""
         return 0 if self.collective == "recv" else self.wire_bytes
 
-    @property
-    def inside_bytes(self) -> int:
-        """Bytes that this rank sends to ranks of its own node."""
-        return self.sent_bytes - (self.between_nodes_bytes or 0)
-
 
 Link = Literal["nvlink", "mixed", "pcie", "host"]
 """The link that carries traffic: `mixed` is NVLink and PCIe, `host` is PCIe through host memory."""

@@ -313,26 +313,23 @@ class Recorder:
         for flag, value in self._options.in_force().items():
             text = anonymous(self._shown(value)) if isinstance(value, str) else value
             chosen[flag] = list(text) if isinstance(text, tuple) else text
+        # The files of the tests, and of modules that were imported from the repository, such as conftest.py.
+        needed = {nodeid.partition("::")[0] for nodeid in self.expected}
+        installed = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
+        for module in list(sys.modules.values()):
+            name = getattr(module, "__dict__", {}).get("__file__")  # some modules import others when they are asked
+            path = Path(name) if isinstance(name, str) else Path()
+            if path.is_relative_to(self._rootdir) and not any(map(path.is_relative_to, installed)):
+                needed.add(str(path.relative_to(self._rootdir)))
         now = datetime.datetime.now(datetime.timezone.utc)
         started = Report(
             created=now.isoformat(timespec="seconds").replace("+00:00", "Z"),
             plugin_version=machine.installed_version("pytest-llmgpu"),
             options=chosen | self.flags,
             environment=machine.environment(devices),
-            commit=commit(self._rootdir, needed=self._sources()),
+            commit=commit(self._rootdir, needed=needed),
         )
         return file.encodable(started)
-
-    def _sources(self) -> set[str]:
-        """Return the files of the tests and of modules that were imported from the repository, such as conftest.py."""
-        found = {nodeid.partition("::")[0] for nodeid in self.expected}
-        installed = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
-        for module in list(sys.modules.values()):
-            name = getattr(module, "__dict__", {}).get("__file__")  # some modules import others when they are asked
-            path = Path(name) if isinstance(name, str) else Path()
-            if path.is_relative_to(self._rootdir) and not any(map(path.is_relative_to, installed)):
-                found.add(str(path.relative_to(self._rootdir)))
-        return found
 
     def _write(self) -> None:
         if self.report is None or self.path is None:

@@ -72,12 +72,10 @@ class Project(NamedTuple):
         found = {}
         for name in self.modules:
             path = getattr(sys.modules.get(name), "__file__", None)
-            if path is not None and not Path(path).resolve().is_relative_to(self.root) and not self._is_installed(name):
+            if path is None or Path(path).resolve().is_relative_to(self.root):
+                continue
+            distributions = metadata.packages_distributions().get(name, ())
+            sources = [source_of(metadata.distribution(one)) for one in distributions]  # PEP 610
+            if not any(source is not None and source.path.is_relative_to(self.root) for source in sources):
                 found[name] = str(path)
         return found
-
-    def _is_installed(self, module: str) -> bool:
-        """Return whether the distribution of a module was installed from the tree (PEP 610)."""
-        names = metadata.packages_distributions().get(module, ())
-        sources = [source_of(metadata.distribution(name)) for name in names]
-        return any(source is not None and source.path.is_relative_to(self.root) for source in sources)
