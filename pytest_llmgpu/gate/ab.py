@@ -104,10 +104,7 @@ def left_out(report: Report, keys: Collection[str]) -> list[str]:
 
 
 def _launched(
-    measure: Measure,
-    numbers: Sequence[int],
-    deselected: dict[Side, list[str]],
-    keys: Collection[str] | None = None,
+    measure: Measure, numbers: Sequence[int], deselected: dict[Side, list[str]], keys: Collection[str] | None = None
 ) -> Both:
     """Launch both versions in turn and return their reports, with all cases or only those with these keys."""
     found: dict[Side, list[Report]] = {side: [] for side in SIDES}

@@ -60,13 +60,7 @@ PREFIX = "Cause: "
 
 
 def program_row(
-    base: CaseResult,
-    head: CaseResult,
-    pairs: Sequence[Pair],
-    rule: ProgramRule,
-    *,
-    gain: float,
-    better: bool,
+    base: CaseResult, head: CaseResult, pairs: Sequence[Pair], rule: ProgramRule, *, gain: float, better: bool
 ) -> Row | str | None:
     """Return the verdict on what a case calls, by the rank whose change costs most; a reason where nothing is known.
 

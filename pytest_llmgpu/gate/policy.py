@@ -234,9 +234,8 @@ def _converted(table: Mapping[str, Any]) -> Policy:
             try:
                 msgspec.convert(given, FigureRule)
             except msgspec.ValidationError as error:
-                why = _refusal(error, given, FigureRule)
-                why = f"no metric{guess(key, built_in)}, and for a figure of your own: {why}"
-                raise ValueError(f"{key}: {why}") from None
+                what = f"{key}: no metric{guess(key, built_in)}, and for a figure of your own"
+                raise ValueError(f"{what}: {_refusal(error, given, FigureRule)}") from None
     try:
         return msgspec.convert({"figures": figures, **merged}, Policy)
     except msgspec.ValidationError as error:
@@ -259,10 +258,7 @@ def _refusal(error: msgspec.ValidationError, table: Any, kind: Any) -> str:
 
 
 def check_figures(policy: Policy, declared: Mapping[str, Declared]) -> list[str]:
-    """Return a line for each name of the policy that is no metric and not declared.
-
-    ValueError: a threshold of the policy is larger than the declared one.
-    """
+    """Return a line for each name that is no metric and not declared; ValueError for a threshold above the declared."""
     for name, rule in policy.figures.items():
         if name in declared and (given := rule.threshold or 0.0) > (least := declared[name].threshold):
             raise ValueError(
@@ -305,7 +301,7 @@ def parse_policy(verdicts: Verdicts) -> Policy:
     """Return the policy of verdicts; ValueError in one line if it cannot be read."""
     try:
         return _converted(msgspec.toml.decode(verdicts.policy))
-    except (ValueError, ImportError) as error:  # ImportError: Python 3.10 without tomli
+    except ValueError as error:
         raise ValueError(f"the policy of these verdicts cannot be read: {file.one_line(error)}") from None
 
 
@@ -320,10 +316,7 @@ def _table(path: Path, repository: Path) -> Any:
         text = file.one_line(error).removeprefix(f"{path}: ")
         raise ValueError(f"policy {path}: {'cannot be read: ' * isinstance(error, OSError)}{text}") from None
     try:
-        # tomllib needs Python 3.11. msgspec uses tomli in Python 3.10, which pytest installs.
-        table = msgspec.toml.decode(data)
-    except ImportError:
-        raise ValueError(f"policy {path}: Python 3.10 needs the package tomli to read TOML") from None
+        table = msgspec.toml.decode(data)  # in Python 3.10 by tomli, which pytest installs
     except (ValueError, RecursionError) as error:
         raise ValueError(f"policy {path}: is not valid TOML: {file.one_line(error)}") from None
     if not is_project and "tool" not in table:
