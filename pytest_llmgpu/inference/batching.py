@@ -33,8 +33,8 @@ _WEIGHTS_TOKENS = 160
 bytes and 2 FLOPs for each parameter."""
 
 _LINE_TOKENS = 512
-"""Prompts share a line up to about so many tokens, or those of the longest one: in a longer line the attention computes
-more scores that a mask hides."""
+"""Prompts share a line up to about so many tokens, and longer ones share none: the attention computes all scores of a
+line, and its mask has the square of the length."""
 
 _LEAST_SAVED = 0.1
 """Prompts share lines where that leaves out this fraction of the tokens that a batch has with padding."""
@@ -286,7 +286,9 @@ def _pack(requests: Requests, batches: Sequence[Batch]) -> None:
     import torch
 
     rows, width, most = batches[0].rows, batches[0].width, max(batch.tokens for batch in batches)
-    least = most / max(_LINE_TOKENS, width)
+    if width > _LINE_TOKENS:
+        return
+    least = most / _LINE_TOKENS
     lines = next(lines for lines in range(1, rows + 1) if rows % lines == 0 and lines >= least)
     tokens = [[len(requests.requests[number].tokens) - 1 for number in batch.requests] for batch in batches]
     lengths_of_lines = torch.tensor(tokens).clamp(max=width)[:, rows_of_lines(torch.arange(rows), lines)].sum(-1)

@@ -559,10 +559,11 @@ class StaticCache(_Cache):
         numbers_LC = (columns_C[:, None] >= ends_LN[:, None]).sum(-1).clamp(max=rows_LN.shape[1] - 1)
         rows_LC, places_LC = rows_LN.gather(1, numbers_LC), columns_C - firsts_LN.gather(1, numbers_LC)
         lines_B, firsts_B = torch.empty_like(lengths_B), torch.empty_like(lengths_B)
-        lines_B[rows_LN], firsts_B[rows_LN] = columns_C[:lines, None].expand_as(rows_LN), firsts_LN
-        distances_LCC = places_LC[:, :, None] - places_LC[:, None]
-        alike_LCC = (rows_LC[:, :, None] == rows_LC[:, None]) & (distances_LCC >= 0)
-        masks = {kind: alike_LCC & (distances_LCC < size) for kind, size in self._kinds.items()}
+        lines_L1 = self._numbers[ids_BS.device][:lines, None]
+        lines_B[rows_LN], firsts_B[rows_LN] = lines_L1.expand_as(rows_LN), firsts_LN
+        distances_CC = columns_C[:, None] - columns_C  # those of a prompt are those of its line
+        alike_LCC = (rows_LC[:, :, None] == rows_LC[:, None]) & (distances_CC >= 0)
+        masks = {kind: alike_LCC & (distances_CC < size) for kind, size in self._kinds.items()}
         places_LC = places_LC.clamp(max=ids_BS.shape[1] - 1)  # behind the last prompt of a line
         return ids_BS[rows_LC, places_LC], lines_B, firsts_B, self._arguments(places_LC, masks)
 

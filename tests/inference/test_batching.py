@@ -7,7 +7,7 @@ from random import Random
 import msgspec
 import pytest
 import torch
-from support.request_factory import MIXED, make_requests
+from support.request_factory import MIXED, make_prompts, make_requests
 from transformers import AutoTokenizer
 
 from pytest_llmgpu.inference import batching
@@ -31,6 +31,13 @@ def test_a_plan_runs_the_longest_first_and_pads_on_the_right_with_zero(few_shape
     assert (batches[0].tokens, batches[0].padded_tokens) == (11, 14)
     (cut,) = batching.plan(make_requests([(range(20), 2)], max_length=4), 1).batches
     assert cut.packed.split(cut.sizes)[0].tolist() == [15, 16, 17, 18], "a long context loses its beginning"
+
+
+@pytest.mark.parametrize(("longest", "lines"), [(512, (3, 712)), (513, None)])
+def test_long_prompts_share_no_line(longest: int, lines: tuple[int, int] | None) -> None:
+    """Their attention would compute more hidden scores, with a mask of gigabytes."""
+    plan = batching.plan(make_prompts([range(longest), *[range(200)] * 5], max_length=600, new_tokens=2), 6, pack=True)
+    assert plan.batches[0].lines == lines
 
 
 def test_plans_differ_by_items_order_and_shapes_only() -> None:

@@ -131,6 +131,15 @@ def test_prompts_that_share_lines_have_the_texts_of_prompts_that_do_not(
         assert values == pytest.approx(others, abs=1e-5)
 
 
+def test_there_may_be_more_lines_than_tokens_of_a_line(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """22 short prompts, whose only other numbers of equal lines are 1, 2 and 22."""
+    monkeypatch.setattr(batching, "_LINE_TOKENS", 8)
+    requests = _requests([[1, 2, 3, 4, 5], *([number, 6, 7] for number in range(21))])
+    expected, found = (_generate(model, requests, 22, pack=pack) for pack in (False, True))
+    assert found.batches.padded_tokens == [11 * 8]
+    assert found.tokens == expected.tokens
+
+
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [
