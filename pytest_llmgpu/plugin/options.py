@@ -87,7 +87,7 @@ def resolve(config: pytest.Config, markers: Iterable[pytest.Mark] = ()) -> Optio
         except TypeError as error:  # before pytest 9.2, which raises a usage error itself
             raise pytest.UsageError(f"{error}: write it as a string, or use pytest 9.2 or newer") from None
         if (flag := config.getoption(ini_key_of(field), None)) is not None:
-            raw, source = flag, flag_of(field)
+            raw, source = flag, LONG_STRATEGY if field.name == "strategy" else flag_of(field)
             if isinstance(flag, list):  # a strategy of addopts may be repeated on the command line
                 raw = ",".join(dict.fromkeys(name for one in flag for name in one.split(",")))
         elif marked.get(field.name) is not None:

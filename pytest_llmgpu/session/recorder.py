@@ -86,7 +86,7 @@ class Recorder:
         if path is not None:
             file.check_writable(path)
             is_last = path.absolute() == (self._storage_path / store.LAST).absolute()
-            self.name = LATEST if is_last else self._shown(path)
+            self.name = LATEST if is_last else _from_here(path)
         if page_path is not None:
             from pytest_llmgpu.render.html import report  # imports the charts
 
@@ -100,7 +100,7 @@ class Recorder:
         """Return a line for each file, its path or the reason why it is missing, and one on what to do with them."""
         report, steps, name = self.report, [], "" if "report" in self.problems else self.name
         assert report is not None, "a case was measured"
-        written = "no report was written (--llmgpu-json=)" if self.path is None else f"report: {self._shown(self.path)}"
+        written = "no report was written (--llmgpu-json=)" if self.path is None else f"report: {_from_here(self.path)}"
         lines = [self.problems.get("report", written), *self._saved, *filter(None, [self.problems.get("store")])]
         if (found := report.commit.not_measured()) is not None:
             lines.append(f"note: the report names {found}: install this working tree (pip install -e .)")
@@ -377,6 +377,12 @@ def continued(broken: Report, now: Report, *, name: str, sha256: str) -> Report:
         cases=cases,
         verdicts=None,
     )
+
+
+def _from_here(path: Path) -> str:
+    """Return a path as commands find it that are pasted where pytest was started."""
+    here, path = Path.cwd(), path.absolute()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def _whole(result: CaseResult) -> CaseResult | None:

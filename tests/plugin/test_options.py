@@ -156,7 +156,7 @@ def test_every_option_is_declared_in_all_three_places(pytester: pytest.Pytester)
         ),
         (
             ["--strategy=mp,"],
-            "--strategy: 'mp,' is not allowed: a comma list of different strategies is needed, such *",
+            "--llmgpu-strategy: 'mp,' is not allowed: a comma list of different strategies is needed, such *",
         ),
         (["--llmgpu-policy=gate.toml"], "--llmgpu-policy: *--llmgpu-compare=REF is needed"),
         (["--llmgpu-strict"], "--llmgpu-strict: *--llmgpu-compare=REF is needed"),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import os
 import socket
 import sys
 import sysconfig
@@ -200,8 +201,9 @@ def test_a_nan_loses_no_report(recorded: Recorder, tmp_path: Path, monkeypatch: 
 
 
 @pytest.fixture
-def saved(emulated: None, tmp_path: Path) -> Callable[..., Recorder]:  # noqa: ARG001
+def saved(emulated: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Recorder]:  # noqa: ARG001
     """Return a function that finishes a run of one case with --llmgpu-save."""
+    monkeypatch.chdir(tmp_path)
 
     def finish(name: str, exit_status: int = 0, *, interrupted: bool = False) -> Recorder:
         recorded = _recorder(tmp_path, Options(save=name))
@@ -221,7 +223,9 @@ def test_a_run_is_saved_under_the_next_number_and_its_name(saved: Callable[..., 
     assert file.load(one.path) == recorded.report
     *first, _next = recorded.whereabouts()
     assert first == ["report: report.json", f"saved: store/CPU-Xeon/{one.path.name}"]
+    os.chdir("store")
     second = saved("base")
+    assert second.whereabouts()[0] == f"report: {tmp_path / 'report.json'}", "a path that works in this folder"
     assert len(second.whereabouts()) == 3
     assert store.resolve("base", tmp_path / "store").report() == second.report
 
