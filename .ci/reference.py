@@ -16,7 +16,7 @@ import msgspec
 from pytest_llmgpu import cli
 from pytest_llmgpu.gate import policy
 from pytest_llmgpu.report.metrics import METRICS, own
-from pytest_llmgpu.report.options import RUN_OPTIONS, Options, flag_of, ini_key_of
+from pytest_llmgpu.report.options import RUN_OPTIONS, Options, ini_key_of, key_of
 
 _DOCS = Path(__file__).parents[1] / "docs"
 
@@ -29,7 +29,7 @@ def options() -> str:
         value = f" {given['metavar']}" if given["metavar"] else ""
         default = "" if given["text"] is None else f"`{given['text']}`"
         marker = "" if field.name in RUN_OPTIONS else "yes"
-        rows.append([f"`{flag_of(field)}{value}`", given["help"], default, f"`{ini_key_of(field)}`", marker])
+        rows.append([f"`{key_of(field)}{value}`", given["help"], default, f"`{ini_key_of(field)}`", marker])
     return _table(["flag", "meaning", "default", "ini key", "marker"], rows)
 
 

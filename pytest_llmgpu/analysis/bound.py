@@ -84,7 +84,7 @@ def _steps(model: ModelSize, launch: Launch, touched: float) -> list[tuple[int, 
         return []
     batches, new_tokens = launch.batches, max(texts.new_tokens, default=1)
     rows = max(batches.sequences)
-    token_bytes = texts.kv_cache_formula_bytes / (rows * (max(texts.prompt_tokens) + new_tokens))
+    token_bytes = texts.kv_cache_formula_bytes / (rows * (max(texts.prompt_tokens, default=0) + new_tokens))
     found = []
     for tokens, sequences in zip(batches.tokens, batches.sequences, strict=True):
         read = tokens + sequences * new_tokens / 2  # tokens of all rows before the mean step

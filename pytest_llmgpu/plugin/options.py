@@ -15,9 +15,6 @@ EXPECT_OOM = "expect_oom"
 
 NO_WORKERS = "the workers of xdist cannot share the GPUs: run this test with -n 0"
 
-LONG_STRATEGY = "--llmgpu-strategy"
-"""The name of `--strategy` in a repository that has an option of that name."""
-
 _OF_WORKLOAD = {
     "score": ("scoring", "accuracy_baseline", "accuracy_metric"),
     "generate": ("prompt_tokens", "new_tokens"),
@@ -44,7 +41,7 @@ def declare(parser: pytest.Parser) -> None:
         help_text = declared["help"].replace("%", "%%")
         if declared["text"] is not None:
             help_text += f" (default: {declared['text']})"
-        flag = flag_of(field) if field.name != "strategy" else LONG_STRATEGY
+        flag = flag_of(field)
         group.addoption(
             flag,
             dest=ini_key_of(field),
@@ -67,7 +64,7 @@ def declare_short(parser: pytest.Parser) -> None:
     except pytest.UsageError:  # it needs a value
         is_free = False
     if is_free:
-        group, text = parser.getgroup("llmgpu"), f"the same as {LONG_STRATEGY}"
+        group, text = parser.getgroup("llmgpu"), "the same as --llmgpu-strategy"
         group.addoption(flag, dest="llmgpu_strategy", action="append", metavar="NAME[,NAME]", help=text)
 
 
@@ -87,7 +84,7 @@ def resolve(config: pytest.Config, markers: Iterable[pytest.Mark] = ()) -> Optio
         except TypeError as error:  # before pytest 9.2, which raises a usage error itself
             raise pytest.UsageError(f"{error}: write it as a string, or use pytest 9.2 or newer") from None
         if (flag := config.getoption(ini_key_of(field), None)) is not None:
-            raw, source = flag, LONG_STRATEGY if field.name == "strategy" else flag_of(field)
+            raw, source = flag, flag_of(field)
             if isinstance(flag, list):  # a strategy of addopts may be repeated on the command line
                 raw = ",".join(dict.fromkeys(name for one in flag for name in one.split(",")))
         elif marked.get(field.name) is not None:
@@ -139,7 +136,7 @@ def check_owners(
             names = ", ".join(sorted(measured))
             raise pytest.UsageError(
                 f"{flag_of(field)}: this is an option of strategy {owner}, and the run measures {names}: "
-                f"remove the flag or add {LONG_STRATEGY}={owner}"
+                f"remove the flag or add --llmgpu-strategy={owner}"
             )
         if workload := other_workload(field.name, workloads):
             raise pytest.UsageError(

@@ -316,13 +316,18 @@ class Options:
     accuracy_metric: str = _option("{acc_norm,acc}", "accuracy metric that is compared with the baseline", "acc_norm")
 
     def in_force(self) -> dict[str, Any]:
-        """Return flag to value of all options, for the report."""
-        return {flag_of(field): getattr(self, field.name) for field in dataclasses.fields(self)}
+        """Return key to value of all options, for the report."""
+        return {key_of(field): getattr(self, field.name) for field in dataclasses.fields(self)}
 
 
 def flag_of(field: dataclasses.Field[Any]) -> str:
-    """Return the flag of an option on the command line."""
-    return "--strategy" if field.name == "strategy" else f"--llmgpu-{field.name.replace('_', '-')}"
+    """Return the flag of an option on the command line that every repository has."""
+    return f"--llmgpu-{field.name.replace('_', '-')}"
+
+
+def key_of(field: dataclasses.Field[Any]) -> str:
+    """Return the key of an option in a report: its flag, of the strategy the short one."""
+    return "--strategy" if field.name == "strategy" else flag_of(field)
 
 
 def ini_key_of(field: dataclasses.Field[Any]) -> str:

@@ -8,7 +8,7 @@ import shlex
 import msgspec
 
 from pytest_llmgpu.report.bounds import Amount, Count, Positive, Reasons, Seconds
-from pytest_llmgpu.report.options import GATE_OPTIONS, OUTPUT_OPTIONS, Options, flag_of
+from pytest_llmgpu.report.options import GATE_OPTIONS, OUTPUT_OPTIONS, Options, flag_of, key_of
 from pytest_llmgpu.report.result import CaseResult, Launch
 from pytest_llmgpu.report.verdicts import Verdicts
 from pytest_llmgpu.report.work import Ceilings
@@ -229,12 +229,11 @@ def command(report: Report) -> str:
     paths = dict.fromkeys(result.nodeid.partition("::")[0] for result in report.cases if result.nodeid)
     flags = []
     for field in dataclasses.fields(Options):
-        value = report.options.get(flag_of(field), field.default)
+        value = report.options.get(key_of(field), field.default)
         value = tuple(value) if isinstance(value, list) else value
         if value != field.default and field.name not in {*GATE_OPTIONS, *OUTPUT_OPTIONS, "launcher", "launches"}:
             text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-            flag = flag_of(field).replace("--str", "--llmgpu-str")  # a repository may have an option --strategy
-            flags.append(flag if value is True else f"{flag}={text}")
+            flags.append(flag_of(field) if value is True else f"{flag_of(field)}={text}")
     workers = ["-n", "0"] if "-n" in report.options else []
     return shlex.join(["pytest", *workers, *paths, *flags])
 
