@@ -30,11 +30,13 @@ def _stale(layer: LayerCache, key: Any, value: Any, *_: Any) -> Any:
 
 
 def _of_other_rows(layer: LayerCache, key: Any, value: Any, *_: Any) -> Any:
-    """Write the prompt of each row to the next row."""
-    if not layer.prefilling:
-        return _update(layer, key, value)
-    _update(layer, key.roll(1, 0), value.roll(1, 0))
-    return key, value
+    """Write the prompt of each row to the next row, also of prompts that share a line."""
+    found = _update(layer, key, value)
+    if layer.prefilling:
+        rows = len(key if layer.columns is None else layer.columns[0])
+        for kept in layer.tensors:
+            kept[:rows].copy_(kept[:rows].roll(1, 0))
+    return found
 
 
 def _next_position(cache: StaticCache, *given: Any) -> dict[str, Any]:
