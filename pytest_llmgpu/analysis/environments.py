@@ -32,15 +32,19 @@ def _devices(environment: Environment) -> dict[str, str | None]:
     }
 
 
-def hardware_differences(base: Environment, head: Environment, device: str) -> list[str]:
-    """Return the differences of the device, `cuda` or `cpu`, that make figures incomparable, as `name then -> now`."""
+def hardware_differences(base: Environment, head: Environment, device: str, *, alone: bool = False) -> list[str]:
+    """Return the differences of the device, `cuda` or `cpu`, that make figures incomparable, as `name then -> now`.
+
+    With `alone` a single GPU is used: how many others a machine has makes no difference.
+    """
     seen: list[tuple[str, Any, Any]] = [("nodes", len(base.nodes) or 1, len(head.nodes) or 1)]
     if device == "cpu":
         seen += [("CPU", base.cpu, head.cpu), ("cores", base.cores, head.cores)]
     else:
         then, now = _devices(base), _devices(head)
-        seen.append(("GPUs", len(base.gpus), len(head.gpus)))
-        seen += [(name, then[name], now[name]) for name in ("GPU model", "GPU memory", "topology")]
+        if not alone:
+            seen += [("GPUs", len(base.gpus), len(head.gpus)), ("topology", then["topology"], now["topology"])]
+        seen += [(name, then[name], now[name]) for name in ("GPU model", "GPU memory")]
     known = [one for one in seen if None not in one]
     return [f"{name} {before} -> {after}" for name, before, after in known if before != after]
 
@@ -64,7 +68,8 @@ def software_differences(base: Environment, head: Environment) -> list[str]:
     if then["power limit"] and now["power limit"]:
         seen.append(("power limit", then["power limit"], now["power limit"]))
     found = [f"{name} {shortened(before)} -> {shortened(after)}" for name, before, after in seen if before != after]
-    if base.gpus and head.gpus and {gpu.uuid for gpu in base.gpus} != {gpu.uuid for gpu in head.gpus}:
+    gpus, others = ({gpu.uuid for gpu in one.gpus} for one in (base, head))
+    if gpus and others and not (gpus <= others or others <= gpus):
         found.append("other GPUs of the same kind")
     return found
 

@@ -217,9 +217,8 @@ class Comparison:
         self._entries: list[_Entry] = []
         """The entries of the latest case."""
         reports = (head if base is None else base), head
-        before, after = (report.environment for report in reports)
-        other = [found for report in reports if (found := report.commit.not_measured()) is not None]
-        self._hardware = {device: [*other, *hardware_differences(before, after, device)] for device in ("cpu", "cuda")}
+        self._machines = before, after = reports[0].environment, head.environment
+        self._unmeasured = [found for report in reports if (found := report.commit.not_measured()) is not None]
         self._same_gpus = {gpu.uuid for gpu in before.gpus} == {gpu.uuid for gpu in after.gpus}
         self._names = before.kernel_names, after.kernel_names
         self._in_turn = in_turn
@@ -246,7 +245,7 @@ class Comparison:
         """Every row, case by case."""
 
     def _case(self, base: CaseResult | None, head: CaseResult, differing: Sequence[str]) -> None:
-        hardware = self._hardware["cpu" if head.case.device == "cpu" else "cuda"]
+        hardware = hardware_differences(*self._machines, head.case.device, alone=head.case.devices == 1)
         if (undecided := self._undecided(base, head)) is not None:
             self._outcome(head, "UNDECIDED", undecided)
         elif head.outcome in _BROKEN:
@@ -255,8 +254,8 @@ class Comparison:
         elif base is None:
             reason = "There is no baseline." if self.base is None else "The baseline lacks this case."
             self._outcome(head, "NEW", reason)
-        elif differing or hardware:
-            text = "; ".join([*dict.fromkeys([*differing, *hardware])][:NAMED])
+        elif found := list(dict.fromkeys([*differing, *self._unmeasured, *hardware])):
+            text = "; ".join(found[:NAMED])
             self._outcome(head, "NOT_COMPARABLE", sentence(f"The measurements differ from the baseline's: {text}"))
         elif base.outcome in OUT_OF_MEMORY and head.outcome == "completed":
             self._outcome(head, "IMPROVED", "The batch size fits in memory; in the baseline it did not.")

@@ -47,6 +47,8 @@ def test_other_hardware_is_a_difference(base: Environment, head: Environment, gp
     """GPUs for what ran on GPUs, cores for what ran on the CPU; what a report lacks is no difference."""
     assert hardware_differences(base, head, "cuda") == gpu
     assert hardware_differences(base, head, "cpu") == cpu
+    of_one = [one for one in gpu if not one.startswith(("GPUs", "topology"))]
+    assert hardware_differences(base, head, "cuda", alone=True) == of_one
 
 
 @pytest.mark.parametrize(

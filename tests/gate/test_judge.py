@@ -287,6 +287,8 @@ def test_another_case_or_machine_is_not_comparable(prose: Prose) -> None:
         assert _said(moved) == {"outcome": "NOT_COMPARABLE"}
         assert "GPUs 4 -> 8" in moved.rows[0].reason
         assert exit_status(moved, Policy()) == 3
+    alone = _judge_reports(make_report([_full(devices=1)], gpus=4), make_report([_full(devices=1)], gpus=8))
+    assert "NOT_COMPARABLE" not in _said(alone).values(), "how many others a machine has makes no difference"
     other = make_report([_full(slower=2.0)])
     elsewhere = {"engine": "~/e.py", "other": "/o.py"}
     other.commit = msgspec.structs.replace(other.commit, sha="b" * 40, imported_from=elsewhere)
