@@ -139,6 +139,13 @@ def allowed_difference(
     return None if from_plain is None else rounding + 2 * from_plain
 
 
+_UNCHECKED_TEXTS = {
+    True: f"Add {REFERENCE_STRATEGY} to --llmgpu-strategy",
+    False: "Let the engine return token ids and log-likelihoods",
+}
+"""What to do about texts that nothing checks, by whether those of mp are missing."""
+
+
 def _findings(
     result: CaseResult, checked: Checked, mp: CaseResult | None, others: Sequence[CaseResult]
 ) -> list[Finding]:
@@ -169,9 +176,9 @@ def _findings(
         if (fault, case.strategy) == ("strategy", REFERENCE_STRATEGY):
             step = "Look for what changed the model: weights, a hook, a replaced module or versions of libraries."
         return [finding(code, text, step)]
-    if trained and found.ok is None and not others:
-        step = "Pass --llmgpu-accuracy-baseline=FRACTION, or compare the numbers with an earlier report "
-        step += "(--llmgpu-compare), so that wrong ones fail."
+    if found.ok is None and (case.generates or (trained and not others)):
+        step = _UNCHECKED_TEXTS[mp is None] if case.generates else "Pass --llmgpu-accuracy-baseline=FRACTION"
+        step += ", or compare the numbers with an earlier report (--llmgpu-compare), so that wrong ones fail."
         return [finding("unchecked-answers", text, step)]
     if random and not case.generates and mp is None and case.strategy != REFERENCE_STRATEGY:
         text = f"every batch size of {case.strategy} may be wrong in the same way: there is no independent case to "

@@ -82,12 +82,11 @@ class Answered(msgspec.Struct, frozen=True):
         return self.random_weights, self.rule.gate
 
     def p(self, sign: int) -> float:
-        """Return the probability of a loss (1) or gain (-1) of items like this one by chance (McNemar's exact test).
+        """Return the p of a loss (1) or gain (-1) in its family. Log-likelihoods that differ explain the answers."""
+        return 1.0 if self.numbers is not None else self.chance(sign)
 
-        Log-likelihoods that differ explain the answers of their case. One launch of several that differ was chosen.
-        """
-        if self.numbers is not None:
-            return 1.0
+    def chance(self, sign: int) -> float:
+        """Return McNemar's exact p of a loss (1) or gain (-1) of items; of launches that differ one was chosen."""
         tests = 1 if self.launch is None else self.launches
         return min(1.0, tests * by_chance(*map(len, (self.lost, self.won)[::sign])))
 
@@ -109,7 +108,8 @@ class Answered(msgspec.Struct, frozen=True):
         elif numbers is not None or better:
             result = "IMPROVED"
         launch = "" if self.launch is None else f" in launch {self.launch} of {self.launches}"
-        chance = ps[1] if result == "IMPROVED" or len(self.won) > len(self.lost) else ps[0]
+        gains = result == "IMPROVED" or len(self.won) > len(self.lost)
+        chance = ps[gains] if numbers is None else self.chance(-1 if gains else 1)
         change = f"Accuracy ({rule.metric}) {percent(self.head, 2)}{launch}, was {percent(self.base, 2)}"
         flips = f"{plural(len(self.lost), 'item')} lost, {len(self.won):,} won of {self.items:,} ({written(chance)})"
         more = ""

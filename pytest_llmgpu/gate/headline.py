@@ -57,8 +57,9 @@ def headline(verdicts: Verdicts, policy: Policy) -> Headline:
     worst: list[Row] = []
     if status is ExitStatus.REGRESSED:
         worst = [row for row in failing if row.verdict in {"REGRESSED", "MISSING"}]
-        # Of each verdict outcomes come first, and rows that have a number.
-        worst.sort(key=lambda row: (row.verdict == "MISSING", row.ratio is None and row.metric != "outcome"))
+        # Of each verdict outcomes and wrong answers come first, and rows that have a number.
+        first = {"outcome", "accuracy", "texts"}
+        worst.sort(key=lambda row: (row.verdict == "MISSING", row.metric not in first, row.ratio is None))
     elif status is ExitStatus.NOT_JUDGED:
         worst = [row for row in failing if row.verdict == "NOT_COMPARABLE"] or failing
     states = [] if verdicts.head is None else verdicts.head.states

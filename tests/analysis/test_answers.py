@@ -467,8 +467,10 @@ def test_texts_of_other_strategies_are_compared_with_mp() -> None:
     checks = [check_of(_MP, one) for one in (right, wrong, alone)]
     assert [(one.ok, one.source) for one in checks] == [(True, _MP.id), (False, _MP.id), (None, None)]
     results = [assessed(_MP, one)[1] for one in (right, wrong, alone)]
-    assert [[one.code for one in result.findings] for result in results] == [[], ["wrong-answers"], []]
+    codes = [[], ["wrong-answers"], ["unchecked-answers"]]
+    assert [[one.code for one in result.findings] for result in results] == codes
     assert "what tp computes" in results[1].findings[0].next_step
+    assert assessed(alone)[0].findings[0].next_step.startswith("Add mp to --llmgpu-strategy")
     # Without the forward over prompt and text the check has the reason, and neither passes nor fails.
     result = _texts("mp", msgspec.structs.replace(_generation(), prefill_loglikelihoods=None))
     result.launches[0].why["generation"] = "out of memory"

@@ -59,6 +59,15 @@ def test_items_that_flipped_decide(lost: int, won: int, verdict: str, p: float, 
     assert prose == row.reason
 
 
+def test_the_p_of_items_lost_is_shown_where_other_numbers_decide() -> None:
+    """Log-likelihoods that differ take their case out of the family of tests; its own p stays that of the test."""
+    other = msgspec.structs.replace(_answered(_result(), _result(*range(14))), difference=0.5)
+    assert other.p(1) == 1.0
+    row = decided([other], 0.95)[0]
+    assert (row.result, row.p) == ("REGRESSED", 0.5**14)
+    assert "14 items lost, 0 won of 1,000 (p = 6.1e-05)" in row.reason
+
+
 def test_few_items_cannot_rule_out_a_loss() -> None:
     """One of 16 lost is 6 points, and may be chance: neither OK nor REGRESSED."""
     assert _judged(_result(items=16), _result(3, items=16)).verdict == "UNDECIDED"

@@ -57,6 +57,7 @@ def _headline(*rows: Row, policy: Policy | None = None, **fields: Any) -> str:
         ([_slower()], ExitStatus.REGRESSED, "REGRESSED: tp-bs8 wall time +4.1 %"),
         ([_row("REGRESSED", "outcome", ratio=None)], ExitStatus.REGRESSED, "REGRESSED: tp-bs8: "),
         ([_slower(), _row("REGRESSED", "outcome", "mp-bs1", base=None)], ExitStatus.REGRESSED, "REGRESSED: mp-bs1: "),
+        ([_slower(), _row("REGRESSED", "accuracy", ratio=None)], ExitStatus.REGRESSED, "REGRESSED: tp-bs8 accuracy"),
         ([_row("MISSING", "outcome")], ExitStatus.REGRESSED, "MISSING: tp-bs8: "),
         ([_row("UNDECIDED", unseen=True, smallest_seen=1.3)], ExitStatus.NOT_JUDGED, "UNDECIDED: tp"),
         ([_row("UNDECIDED", "outcome")], ExitStatus.NOT_JUDGED, "UNDECIDED: tp-bs8"),
