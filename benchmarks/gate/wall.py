@@ -1,14 +1,15 @@
 """How often the gate finds a slower wall time on recorded launches; prints JSON.
 
     cd benchmarks/reports
-    python ../gate/wall.py --eager launches-gpu-*.json.gz \
-        --replayed clock-7b-gpu-*.json.gz own-kernel-7b-gpu-*.json.gz > ../gate/results/wall.json
+    python ../gate/wall.py --eager launches-gpu-*.json.gz --replayed clock-7b-gpu-*.json.gz own-kernel-7b-*.json.gz \
+        replayed-7b-240-gpu-*.json.gz > ../gate/results/wall.json
 
 `eager`: ten launches are drawn from a recording, five for each report, whose batches take longer by 0, 5 and 6 % in the
 candidate, with the threshold of 4 % and that of launches in turn, 2 %. These recordings have no work passes: at
 batch size 32 the case is taken as one that the GPU limits, as it is with work passes. `replayed`: each launch against
-every other one of the same case and GPU, 0, 2 and 3 % slower, with the built-in thresholds: 1 % where the GPU waits for
-the host for at most 5 % of a pass, 4 % else.
+every other one of the same case and GPU, 0, 2 and 3 % slower, with the built-in thresholds against a stored baseline,
+and of launches in turn; and 200 draws of half of the launches against the other half, where a half has at least three.
+Small batches of a recording without clocks get one constant clock: no limit of power slows them.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from pytest_llmgpu.report import file
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult, Launch
 
-_LAUNCHES, _DRAWS, _LIMITED_FROM = 5, 200, 32
+_LAUNCHES, _DRAWS, _LIMITED_FROM, _SEVERAL, _GHZ = 5, 200, 32, 3, 1.98
 Sides = tuple[Sequence[Launch], Sequence[Launch]]
 
 
@@ -63,15 +64,33 @@ def main() -> int:
                 }
     for path in given.replayed:
         report = file.load(path)
-        for case in report.cases:
+        for case in filter(_with_clocks, report.cases):
+            half, slower = len(case.launches) // 2, (1.0, 1.02, 1.03)
+            name, several = f"{path.name} {case.id}", list[Sides]()
+            if half >= _SEVERAL:
+                draws = [chance.sample(case.launches, 2 * half) for _ in range(_DRAWS)]
+                several = [(one[:half], one[half:]) for one in draws]
             pairs: list[Sides] = [([one], [other]) for one, other in itertools.permutations(case.launches, 2)]
-            if pairs:
-                answer["replayed"][f"{path.name} {case.id}"] = _found(
-                    report, case, pairs, slower=(1.0, 1.02, 1.03), thresholds=(None,)
-                )
+            for key, sides in ((name, pairs), (f"{name}, {half} launches each", several)):
+                if sides:
+                    stored = _found(report, case, sides, slower=slower, thresholds=(None,))
+                    in_turn = _found(report, case, sides, slower=slower, thresholds=(None,), in_turn=True)
+                    answer["replayed"][key] = {"stored": stored, "in turn": in_turn}
     json.dump(answer, sys.stdout, indent=1)
     print()
     return 0
+
+
+def _with_clocks(case: CaseResult) -> bool:
+    """Give small batches without a clock one constant clock; return whether every launch has clocks and work passes."""
+    for launch in case.launches:
+        if launch.work is None or (launch.batches.clock_ghz is None and case.case.batch_size >= _LIMITED_FROM):
+            return False
+        if launch.batches.clock_ghz is None:
+            launch.batches.clock_ghz = [[_GHZ] * len(launch.batches.latency_s)]
+            ranks = [msgspec.structs.replace(one, clock_ghz=[[_GHZ] * launch.work.passes]) for one in launch.work.ranks]
+            launch.work = msgspec.structs.replace(launch.work, ranks=ranks)
+    return True
 
 
 def _regime(*, limited: bool) -> noise_regime.NoiseRegime:
@@ -85,6 +104,7 @@ def _found(
     *,
     slower: Iterable[float],
     thresholds: Iterable[float | None],
+    in_turn: bool = False,
 ) -> dict[str, Any]:
     """Return the share of each verdict by threshold and slowdown."""
     shares: dict[str, Any] = {"pairs": len(sides)}
@@ -92,9 +112,8 @@ def _found(
         policy = Policy(time=TimeRule(threshold=threshold))
         verdicts: Counter[str] = Counter()
         for base, head in sides:
-            rows = judge(
-                _of(report, case, base, 1.0), _of(report, case, head, factor), policy, today=datetime.date(2026, 1, 1)
-            ).rows
+            pair = _of(report, case, base, 1.0), _of(report, case, head, factor)
+            rows = judge(*pair, policy, today=datetime.date(2026, 1, 1), in_turn=in_turn).rows
             verdicts.update(row.verdict for row in rows if row.metric == "time")
         shares[f"{f'threshold {threshold:.0%}, ' if threshold else ''}{factor - 1:+.0%}"] = {
             verdict: round(number / len(sides), 3) for verdict, number in verdicts.most_common()

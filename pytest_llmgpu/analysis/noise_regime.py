@@ -27,11 +27,14 @@ REGIMES: tuple[NoiseRegime, ...] = get_args(NoiseRegime)
 _BUSY = 0.8
 """Fraction of a pass during which kernels run from which the GPU limits an eager forward."""
 
-_UNKNOWN_IDLE = 0.2
-"""Idle fraction of a replayed pass without work passes. It was 0.02 to 0.15 for LLaMA-7B on an H200."""
+_AT_FIXED_CLOCK, _HOST_S, _HOST_DF = 0.002, 50e-6, 4.0
+"""Standard deviations between launches of the log time of replayed graphs at a fixed clock, and of the seconds that the
+host adds to each batch, where all batches take one second, with its degrees of freedom: few, since hosts differ. A host
+drifts within seconds, so that long launches differ less: by 36 us after 2 s, by 20 us after 8 s. From 15 launches of
+LLaMA-7B on two H200 at batch sizes 1 to 64. Beside another job it was up to three times as much."""
 
-_HOST_SD = 0.07
-"""Standard deviation of the log time between launches in which a GPU waits for the host between replayed graphs."""
+_LARGEST_HOST = 0.05
+"""Largest part of the host, for batches of less than a millisecond, which nobody has recorded."""
 
 
 class Prior(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,27 +89,18 @@ def noisiest(*results: CaseResult) -> NoiseRegime:
     return max(map(of_time, results), key=REGIMES.index)
 
 
-def waiting(*results: CaseResult) -> float:
-    """Return the share of a work pass in which a GPU waits for the host, in the launch where it waits longest."""
-    shares = []
-    for result in results:
-        ranks = [rank for launch in result.launches for rank in launch.ranks]
-        busy = [rank.busy for rank in ranks if rank.busy is not None]
-        shares.append(1 - min(busy) if busy else _UNKNOWN_IDLE)
-    return max(shares)
-
-
-def prior_of_time(*results: CaseResult, fixed_clock: bool = False) -> Prior:
+def prior_of_time(*results: CaseResult, seconds: float, batches: int, steady: bool = False) -> Prior:
     """Return the prior of the wall time of one case, from its results in one report or in several.
 
-    Between replayed graphs the GPU waits for the host. At a fixed clock that is nearly all of the deviation: 0.28 % of
-    batches of 43 ms and 0.13 % of batches of 92 ms, 0.12 ms of each, in 30 launches of LLaMA-7B on two H200. Without
-    clocks it is added to that of GPUs at their limit: 0.6 to 1.8 % at batch size 1, where the GPU waited 15 %.
+    A launch takes `seconds` for all its `batches`. Before each replayed one the GPU waits for the host, whose part
+    varies twice as much unless it is `steady`: with a known clock, where it is small or launches show how it varies.
     """
     regime = noisiest(*results)
     if regime != "replayed":
         return PRIORS[regime]
-    prior, host_sd = PRIORS[regime], PRIORS["eager_host"].s0
-    if fixed_clock:
-        prior, host_sd = PRIORS["fixed_clock"], _HOST_SD
-    return msgspec.structs.replace(prior, s0=math.hypot(prior.s0, host_sd * waiting(*results)))
+    prior = PRIORS[regime]
+    s0, times = (_AT_FIXED_CLOCK, 1) if steady else (prior.s0, 2)
+    host = min(times * _HOST_S / seconds * batches / math.sqrt(seconds), _LARGEST_HOST)
+    # Degrees of freedom of a sum of two variances: Satterthwaite (1946).
+    df0 = (s0**2 + host**2) ** 2 / (s0**4 / prior.df0 + host**4 / _HOST_DF)
+    return Prior(s0=math.hypot(s0, host), df0=df0)

@@ -52,9 +52,9 @@ _IN_TURN = 0.02
 """Threshold of wall time where launches of both reports alternated. A host drifts by 1 % from day to day: against a
 stored baseline one comparison in eleven had a false alarm with this threshold, one in 200 with 4 %."""
 
-_REPLAYED, _WAITING = 0.01, 0.05
-"""Threshold of the wall time of replayed graphs at a fixed clock on the same GPU, where it waits for the host for at
-most this share of a pass of the baseline: a host that is slower by a tenth then adds half of the threshold."""
+_REPLAYED, _STEADY_S, _STEADY = 0.01, 0.02, 3
+"""Threshold of the wall time of replayed graphs at a fixed clock on the same GPU, where launches can show it. A batch
+takes at least so long, or so many launches alternate: a host that is twice as slow adds 0.1 ms to it."""
 
 _ONE_SIDED = 0.95
 """Probability with which the change is above the lower end of its interval, and below the upper one."""
@@ -297,6 +297,7 @@ def wall_times(
     logs = [list(map(math.log, side)) for side in sums]
     count = 1 if metric == "time" else len(timed[1][0][0])
     base_s, head_s = (_ratio(statistics.fmean(side)) / count for side in logs)
+    seconds, batches = base_s * count, len(sides[0][0].batches.latency_s)
     if declared is not None and declared.better == "larger":
         logs = [[-one for one in side] for side in logs]
     clocks: list[list[float]] = []  # the mean logarithm of each launch in which every clock is known
@@ -314,15 +315,15 @@ def wall_times(
             for one in zip(logs, clocks, strict=True)
         ]
         means, fit_sd = (math.exp(statistics.fmean(clocks[0])), math.exp(at)), max(one.sd for one in fits)
-    prior, threshold = noise_regime.PRIORS[regime], rule.threshold
+    prior, threshold, steady, launches = noise_regime.PRIORS[regime], rule.threshold, False, min(map(len, logs))
     if declared is None:
-        prior = noise_regime.prior_of_time(*results, fixed_clock=means is not None)
+        steady = means is not None and (seconds >= _STEADY_S * batches or (in_turn and launches >= _STEADY))
+        prior = noise_regime.prior_of_time(*results, seconds=seconds, batches=batches, steady=steady)
         prior = msgspec.structs.replace(prior, s0=math.hypot(prior.s0, fit_sd))
     if threshold is None:
-        quiet = metric == "time" and regime == "replayed" and means is not None and same_gpus
-        quiet = quiet and head.case.devices == 1 and noise_regime.waiting(base) <= _WAITING  # a candidate can wait more
-        threshold = _IN_TURN if in_turn else spec_of(metric).threshold or 0.0
-        threshold = _REPLAYED if quiet else threshold
+        alike = (metric, regime, head.case.devices, same_gpus, steady) == ("time", "replayed", 1, True, True)
+        shown = alike and (launches_needed(prior, threshold=_REPLAYED) or math.inf) <= launches
+        threshold = _REPLAYED if shown else _IN_TURN if in_turn else spec_of(metric).threshold or 0.0
     return Timed(
         result=head,
         metric=metric,

@@ -137,7 +137,8 @@ def test_launches_that_scatter_are_never_ok() -> None:
     """One of two launches is much slower: their own deviation makes the interval wide, whatever was expected."""
     for execution in ("eager", "cuda_graphs"):
         spread = with_launches([1.0, 2.5], execution=execution)
-        assert _judged(_wall(spread, spread, noise_regime.prior_of_time(spread))).verdict == "UNDECIDED"
+        prior = noise_regime.prior_of_time(spread, seconds=1.0, batches=BATCHES)
+        assert _judged(_wall(spread, spread, prior)).verdict == "UNDECIDED"
 
 
 def test_disturbed_launches_are_left_out() -> None:
@@ -244,30 +245,37 @@ def test_wall_time_that_the_gpu_limits_is_compared_at_a_fixed_clock(
 
 
 @pytest.mark.parametrize(
-    ("fields", "given", "threshold"),
+    ("batch_s", "launches", "fields", "given", "threshold"),
     [
-        ({}, {}, 0.01),
-        ({}, {"in_turn": True}, 0.01),
-        ({}, {"threshold": 0.03}, 0.03),
-        ({}, {"same_gpus": False}, 0.04),
-        ({"busy": 0.94}, {}, 0.04),
-        ({"busy": 0.94}, {"in_turn": True}, 0.02),
-        ({"mhz": ()}, {}, 0.04),
-        ({"execution": "eager"}, {}, 0.04),
-        ({"devices": 2}, {}, 0.04),
+        (0.04, 1, {}, {}, 0.01),
+        (0.04, 1, {}, {"in_turn": True}, 0.01),
+        (0.04, 1, {}, {"threshold": 0.03}, 0.03),
+        (0.04, 1, {}, {"same_gpus": False}, 0.04),
+        (0.019, 8, {}, {}, 0.04),
+        (0.019, 3, {}, {"in_turn": True}, 0.01),
+        (0.019, 2, {}, {"in_turn": True}, 0.02),
+        (0.001, 20, {}, {"in_turn": True}, 0.02),
+        (0.04, 1, {"mhz": ()}, {}, 0.04),
+        (0.04, 1, {"execution": "eager"}, {}, 0.04),
+        (0.04, 1, {"devices": 2}, {}, 0.04),
     ],
 )
-def test_replays_of_a_gpu_that_hardly_waits_have_a_lower_threshold(
-    fields: dict[str, Any], given: dict[str, Any], threshold: float
+def test_replays_whose_launches_can_show_it_have_a_lower_threshold(
+    batch_s: float, launches: int, fields: dict[str, Any], given: dict[str, Any], threshold: float
 ) -> None:
-    """There a host of another speed changes the time less than the threshold; the policy has the last word."""
-    usual: dict[str, Any] = {"execution": "cuda_graphs", "mhz": _FAST, "busy": 0.96, "uuids": "1", "skew": (1.0,)}
-    # The candidate can wait longer: that is no reason for a higher threshold.
-    pair = {**usual, "devices": 1, **fields}, {**usual, "devices": 1, "busy": 0.5, **fields}
-    base, head = (_worked(1.0, **one) for one in pair)
+    """The host adds the same time to each batch: short ones need three launches in turn. The policy decides."""
+    usual: dict[str, Any] = {"execution": "cuda_graphs", "mhz": _FAST, "uuids": "1", "skew": (1.0,), "devices": 1}
+    base, head = (_worked(1.0, **usual | fields) for _ in range(2))
     for result in (base, head):
-        result.launches[0].batches.clock_ghz = [[1.735] * BATCHES] if fields.get("mhz", _FAST) else None
-    assert _wall(base, head, **{"in_turn": False, **given}).threshold == threshold
+        batches = result.launches[0].batches
+        batches.latency_s = [batch_s] * BATCHES
+        batches.clock_ghz = [[1.735] * BATCHES] if fields.get("mhz", _FAST) else None
+        result.launches *= launches
+    rule = TimeRule(threshold=given.get("threshold"))
+    same_gpus, in_turn = given.get("same_gpus", True), given.get("in_turn", False)
+    found = times.wall_times(base, head, rule, in_turn=in_turn, same_gpus=same_gpus)
+    assert isinstance(found, Timed)
+    assert found.threshold == threshold
 
 
 def test_the_slope_that_the_clocks_do_not_show_is_an_error_of_wall_time() -> None:
@@ -277,9 +285,7 @@ def test_the_slope_that_the_clocks_do_not_show_is_an_error_of_wall_time() -> Non
     for result, mhz in ((base, 1735), (head, 1683)):
         batches = result.launches[0].batches
         batches.latency_s, batches.clock_ghz = [(mhz / 1735) ** -0.95] * BATCHES, [[mhz / 1000] * BATCHES]
-    row = _judged(_wall(base, head, in_turn=False))
-    assert row.threshold == pytest.approx(0.01)
-    assert row.verdict == "OK", row.reason
+    assert _judged(_wall(base, head, in_turn=False, threshold=0.01)).verdict == "OK"
 
 
 def test_the_rank_that_became_slowest_decides() -> None:
