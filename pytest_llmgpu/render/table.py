@@ -619,7 +619,7 @@ def _differences(result: CaseResult, comparison: Comparison) -> list[str]:
     # trained weights, because the relative difference of a log-likelihood near 0 is always large.
     difference = comparison.largest_difference if dummy else comparison.typical_difference
     # Each text has log-likelihoods of its own: those of the reference's texts are compared.
-    name = f"log-likelihoods of {REFERENCE_STRATEGY}'s texts" if result.case.generates else "log-likelihoods"
+    name = f"eager log-likelihoods of {REFERENCE_STRATEGY}'s texts" if result.case.generates else "log-likelihoods"
     if difference is None and result.case.execution == "engine":
         largest = comparison.largest_difference
         known = f"differ by at most {100 * largest:.2g} %" if largest is not None else "are not known"
