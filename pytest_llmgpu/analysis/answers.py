@@ -139,11 +139,12 @@ def allowed_difference(
     return None if from_plain is None else rounding + 2 * from_plain
 
 
-_UNCHECKED_TEXTS = {
-    True: f"Add {REFERENCE_STRATEGY} to --llmgpu-strategy",
-    False: "Let the engine return token ids and log-likelihoods",
-}
-"""What to do about texts that nothing checks, by whether those of mp are missing."""
+def _checks_of_texts(case: Case, mp: CaseResult | None) -> str:
+    """Return what checks texts that nothing has checked."""
+    if mp is None and case.strategy != REFERENCE_STRATEGY:
+        return f"Add {REFERENCE_STRATEGY} to --llmgpu-strategy"
+    of_engine = "Let the engine return token ids and log-likelihoods"
+    return of_engine if case.execution == "engine" else "Use a smaller batch size or fewer new tokens"
 
 
 def _findings(
@@ -177,7 +178,7 @@ def _findings(
             step = "Look for what changed the model: weights, a hook, a replaced module or versions of libraries."
         return [finding(code, text, step)]
     if found.ok is None and (case.generates or (trained and not others)):
-        step = _UNCHECKED_TEXTS[mp is None] if case.generates else "Pass --llmgpu-accuracy-baseline=FRACTION"
+        step = _checks_of_texts(case, mp) if case.generates else "Pass --llmgpu-accuracy-baseline=FRACTION"
         step += ", or compare the numbers with an earlier report (--llmgpu-compare), so that wrong ones fail."
         return [finding("unchecked-answers", text, step)]
     if random and not case.generates and mp is None and case.strategy != REFERENCE_STRATEGY:

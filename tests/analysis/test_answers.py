@@ -476,6 +476,7 @@ def test_texts_of_other_strategies_are_compared_with_mp() -> None:
     result.launches[0].why["generation"] = "out of memory"
     found = check_of(result)
     assert (found.ok, found.value, found.text) == (None, None, "2 texts are unchecked: out of memory")
+    assert assessed(result)[0].findings[0].next_step.startswith("Use a smaller batch size")
 
 
 def test_the_first_position_at_which_texts_diverge_is_found() -> None:
@@ -506,6 +507,10 @@ def test_texts_of_an_engine_that_scores_none_are_compared_up_to_the_first_other_
     own = make_generation(tokens, values or _VALUES, _VALUES, reference=_MP.key, reference_values=None)
     own = msgspec.structs.replace(own, prefill_loglikelihoods=None)
     own = msgspec.structs.replace(own, loglikelihoods=None) if values is None else own
-    found = check_of(_MP, _texts("engine", own))
+    result = _texts("engine", own)
+    result.case = msgspec.structs.replace(result.case, execution="engine")
+    found = check_of(_MP, result)
     assert (found.ok, found.source) == (ok, _MP.id)
     assert words in found.text
+    steps = [one.next_step for one in assessed(_MP, result)[1].findings]
+    assert [step.startswith("Let the engine return token ids") for step in steps if ok is None] == [True] * (ok is None)
