@@ -2,7 +2,7 @@
 
     cd benchmarks/reports
     python ../gate/wall.py --eager launches-gpu-*.json.gz --replayed clock-7b-gpu-*.json.gz own-kernel-7b-*.json.gz \
-        replayed-7b-240-gpu-*.json.gz > ../gate/results/wall.json
+        replayed-7b-*.json.gz > ../gate/results/wall.json
 
 `eager`: ten launches are drawn from a recording, five for each report, whose batches take longer by 0, 5 and 6 % in the
 candidate, with the threshold of 4 % and that of launches in turn, 2 %. These recordings have no work passes: at
