@@ -14,7 +14,8 @@ from typing import Literal, get_args
 
 import msgspec
 
-from pytest_llmgpu.report.result import CaseResult
+from pytest_llmgpu.report.derived import device_times_s
+from pytest_llmgpu.report.result import CaseResult, Launch
 
 NoiseRegime = Literal["fixed_clock", "device", "replayed", "eager_device", "eager_host", "cpu"]
 """fixed_clock, device: the time of the kernels where the SM clock is known, and where it is not. replayed,
@@ -27,11 +28,10 @@ REGIMES: tuple[NoiseRegime, ...] = get_args(NoiseRegime)
 _BUSY = 0.8
 """Fraction of a pass during which kernels run from which the GPU limits an eager forward."""
 
-_AT_FIXED_CLOCK, _HOST_S, _HOST_DF = 0.002, 50e-6, 4.0
-"""Standard deviations between launches of the log time of replayed graphs at a fixed clock, and of the seconds that the
-host adds to each batch, where all batches take one second, with its degrees of freedom: few, since hosts differ. A host
-drifts within seconds, so that long launches differ less: by 36 us after 2 s, by 20 us after 8 s. From 15 launches of
-LLaMA-7B on two H200 at batch sizes 1 to 64. Beside another job it was up to three times as much."""
+_HOST_S, _HOST_DF = 100e-6, 4.0
+"""Standard deviation between launches of the seconds that the host adds to each replayed batch, where all batches take
+one second, and its degrees of freedom: few, since hosts differ. A host drifts within seconds, so that long launches
+differ less. LLaMA-7B on two quiet hosts: 50 us, 36 us after 2 s, 20 us after 8 s; beside another job up to 150 us."""
 
 _LARGEST_HOST = 0.05
 """Largest part of the host, for batches of less than a millisecond, which nobody has recorded."""
@@ -84,23 +84,28 @@ def of_time(result: CaseResult) -> NoiseRegime:
     return "eager_device" if busy else "eager_host"
 
 
+def is_limited_in_a_row(launch: Launch) -> bool:
+    """Return whether CUDA graphs ran in a row on one rank, which the host launched as fast as the GPU replays them."""
+    rows_s = [statistics.fmean(rank.replays_s) for rank in launch.ranks if rank.replays_s]
+    times_s = device_times_s(launch)
+    return len(rows_s) == 1 and times_s is not None and times_s[0] >= _BUSY * rows_s[0]
+
+
 def noisiest(*results: CaseResult) -> NoiseRegime:
     """Return the noisiest regime of the wall time of one case in several reports."""
     return max(map(of_time, results), key=REGIMES.index)
 
 
-def prior_of_time(*results: CaseResult, seconds: float, batches: int, steady: bool = False) -> Prior:
+def prior_of_time(*results: CaseResult, seconds: float, batches: int) -> Prior:
     """Return the prior of the wall time of one case, from its results in one report or in several.
 
-    A launch takes `seconds` for all its `batches`. Before each replayed one the GPU waits for the host, whose part
-    varies twice as much unless it is `steady`: with a known clock, where it is small or launches show how it varies.
+    A launch takes `seconds` for all its `batches`. Before each replayed one the GPU waits for the host.
     """
     regime = noisiest(*results)
-    if regime != "replayed":
-        return PRIORS[regime]
     prior = PRIORS[regime]
-    s0, times = (_AT_FIXED_CLOCK, 1) if steady else (prior.s0, 2)
-    host = min(times * _HOST_S / seconds * batches / math.sqrt(seconds), _LARGEST_HOST)
+    if regime != "replayed":
+        return prior
+    host = min(_HOST_S / seconds * batches / math.sqrt(seconds), _LARGEST_HOST)
     # Degrees of freedom of a sum of two variances: Satterthwaite (1946).
-    df0 = (s0**2 + host**2) ** 2 / (s0**4 / prior.df0 + host**4 / _HOST_DF)
-    return Prior(s0=math.hypot(s0, host), df0=df0)
+    df0 = (prior.s0**2 + host**2) ** 2 / (prior.s0**4 / prior.df0 + host**4 / _HOST_DF)
+    return Prior(s0=math.hypot(prior.s0, host), df0=df0)

@@ -61,21 +61,21 @@ class Amounts(NamedTuple):
         return "UNDECIDED" if max(self.now) - least > threshold * abs(least) else "OK"
 
 
-def worse(step: Row | None, prefill: Row) -> Row:
-    """Return the worse of two rows on one metric, of two regressions the larger one, else that of the decode step.
+def worse(first: Row | None, second: Row, part: str = "Prefill") -> Row:
+    """Return the worse of two rows on one metric, of two regressions the larger one, else the first one.
 
-    The smallest slowdown that is seen is that of both.
+    `part` names the second one. The smallest slowdown that is seen is that of both.
     """
 
     def badness(row: Row) -> tuple[int, float]:
         return WORST_FIRST.index(row.result), -(row.ratio or 0.0) if row.worse else 0.0
 
-    row = step
-    if row is None or badness(prefill) < badness(row):
-        row = msgspec.structs.replace(prefill, prefill=True, reason=f"Prefill: {prefill.reason}")
-    if step is None or step.smallest_seen is None or prefill.smallest_seen is None:
+    row = first
+    if row is None or badness(second) < badness(row):
+        row = msgspec.structs.replace(second, prefill=part == "Prefill", reason=f"{part}: {second.reason}")
+    if first is None or first.smallest_seen is None or second.smallest_seen is None:
         return row
-    return msgspec.structs.replace(row, smallest_seen=max(step.smallest_seen, prefill.smallest_seen))
+    return msgspec.structs.replace(row, smallest_seen=max(first.smallest_seen, second.smallest_seen))
 
 
 def absent(head: CaseResult, metric: MetricName, before: object, after: object, **fields: Any) -> Row | str | None:

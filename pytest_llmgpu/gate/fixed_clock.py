@@ -16,8 +16,6 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pytest_llmgpu.report.work import RankWork
-
 _PASS_SD, _PASS_DEGREES = 0.001, 4.0
 """Standard deviation of the log time of a pass around the line that is expected, and its degrees of freedom."""
 _SLOPE, _SLOPE_SD = -0.5, 0.25
@@ -61,9 +59,9 @@ class Fitted(NamedTuple):
     """The mean clock of the candidate."""
 
 
-def passes(rank: RankWork, times_s: Sequence[float] | None) -> list[Pass]:
-    """Return the passes of a rank with given times; none where the clock of one is not known, or a time is 0."""
-    clocks_ghz = list(zip(*(rank.clock_ghz or ()), strict=False))  # a report can have columns of any length
+def passes(ghz: Sequence[Sequence[float]] | None, times_s: Sequence[float] | None) -> list[Pass]:
+    """Return passes with given clocks [GPUs][passes] and times; none where one has no clock, or a time is 0."""
+    clocks_ghz = list(zip(*(ghz or ()), strict=False))  # a report can have columns of any length
     if not times_s or len(clocks_ghz) != len(times_s) or min(map(min, clocks_ghz)) <= 0 or min(times_s) <= 0:
         return []
     return [
@@ -72,9 +70,20 @@ def passes(rank: RankWork, times_s: Sequence[float] | None) -> list[Pass]:
     ]
 
 
-def fit(base: Sequence[Sequence[Pass]], head: Sequence[Sequence[Pass]]) -> Fitted:
-    """Return the passes [launches][passes] of both reports, at least one each, at the mean clock of the candidate."""
-    launches = [*base, *head]
+def mean_pass(log_s: float, ghz: Sequence[Sequence[float]] | None) -> list[Pass]:
+    """Return one time at the mean of clocks [GPUs][batches]; none where one is not known."""
+    clocks = [one for of_gpu in ghz or () for one in of_gpu]
+    return [Pass(log_s, statistics.fmean(map(math.log, clocks)))] if clocks and min(clocks) > 0 else []
+
+
+def fit(
+    base: Sequence[Sequence[Pass]], head: Sequence[Sequence[Pass]], others: Sequence[Sequence[Pass]] = ()
+) -> Fitted:
+    """Return the passes [launches][passes] of both reports, at least one each, at the mean clock of the candidate.
+
+    Others of the same program have the same slope, and levels of their own.
+    """
+    launches, timed = [*base, *head, *others], len(base) + len(head)
     means = [Pass(*map(statistics.fmean, zip(*launch, strict=True))) for launch in launches]
     squares = products = 0.0
     for launch, mean in zip(launches, means, strict=True):
@@ -89,15 +98,17 @@ def fit(base: Sequence[Sequence[Pass]], head: Sequence[Sequence[Pass]]) -> Fitte
     ]
     degrees = _PASS_DEGREES + max(0, len(residuals) - len(launches) - 1)
     pass_sd = math.sqrt((_PASS_DEGREES * _PASS_SD**2 + math.fsum(one * one for one in residuals)) / degrees)
-    clocks = [statistics.fmean(mean.log_ghz for mean in side) for side in (means[: len(base)], means[len(base) :])]
-    times = [mean.log_s - slope * (mean.log_ghz - clocks[1]) for mean in means]
+    clocks = [
+        statistics.fmean(mean.log_ghz for mean in side) for side in (means[: len(base)], means[len(base) : timed])
+    ]
+    times = [mean.log_s - slope * (mean.log_ghz - clocks[1]) for mean in means[:timed]]
     # The error of the slope times the difference of the clocks is an error of the difference of both means.
     slope_sd = 1 / math.sqrt(1 / _SLOPE_SD**2 + squares / pass_sd**2)
     of_slope = slope_sd * abs(clocks[1] - clocks[0]) / math.sqrt(1 / len(base) + 1 / len(head))
     return Fitted(
         samples=Samples(times[: len(base)], times[len(base) :]),
         slope=slope,
-        sd=math.hypot(pass_sd / math.sqrt(min(map(len, launches))), of_slope),
+        sd=math.hypot(pass_sd / math.sqrt(min(map(len, launches[:timed]))), of_slope),
         base_ghz=math.exp(clocks[0]),
         head_ghz=math.exp(clocks[1]),
     )

@@ -28,7 +28,7 @@ from pytest_llmgpu.gate.policy import Policy, TimeRule, check_figures, dump_poli
 from pytest_llmgpu.gate.stats import holm
 from pytest_llmgpu.gate.times import Timed
 from pytest_llmgpu.report import disturbances
-from pytest_llmgpu.report.derived import of_prefill
+from pytest_llmgpu.report.derived import latencies, of_prefill
 from pytest_llmgpu.report.metrics import MetricName
 from pytest_llmgpu.report.report import Report, command
 from pytest_llmgpu.report.result import OUT_OF_MEMORY, CaseResult, declared_in
@@ -315,7 +315,7 @@ class Comparison:
         if isinstance(found, Timed) and head.case.generates:
             found = times.device_times(of_prefill(base), of_prefill(head), rule)
             if isinstance(found, Timed):
-                self._entries.append(msgspec.structs.replace(found, prefill=True))
+                self._entries.append(msgspec.structs.replace(found, part="Prefill"))
         before, after = (
             {device.uuid for profile in result.profiles for device in profile.devices} for result in (base, head)
         )
@@ -323,12 +323,15 @@ class Comparison:
         same_gpus = before == after if before and after else self._same_gpus
         for metric in times.WALL_TIMES:
             # A case that scores has no times of tokens.
-            timed = (any(times.latencies(launch, metric)[0] for launch in one.launches) for one in (base, head))
+            timed = (any(latencies(launch, metric)[0] for launch in one.launches) for one in (base, head))
             if metric != "time" and not all(timed):
                 continue
             wall_rule: TimeRule = getattr(self.policy, metric)
             wall = times.wall_times(base, head, wall_rule, metric=metric, in_turn=self._in_turn, same_gpus=same_gpus)
             self._take(metric, wall)
+            if metric == "time" and isinstance(wall, Timed):
+                found = times.device_times(base, head, wall_rule, in_a_row=True)
+                self._entries += [found] if isinstance(found, Timed) else []
         for metric, own in figures.rows(base, head, self.policy, same_gpus=same_gpus):
             self._take(metric, own)
 
@@ -389,8 +392,8 @@ class Comparison:
             for entry in of_case:
                 if isinstance(entry, tuple):
                     found = self._with_program(found, *entry)
-                elif isinstance(entry, Timed) and entry.prefill:
-                    found[-1] = worse(found[-1], next(judged))
+                elif isinstance(entry, Timed) and entry.part:
+                    found[-1] = worse(found[-1], next(judged), entry.part)
                 else:
                     found.append(entry if isinstance(entry, Row) else next(judged))
             for base, head in (entry for entry in of_case if isinstance(entry, tuple)):

@@ -52,7 +52,7 @@ class TimeRule(ExactRule, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     threshold: _Part | None = None
     """The relative threshold: the slowdown that is allowed, as a fraction. None: 0.04 against a stored baseline, 0.02
-    where launches of both reports alternated, 0.01 for CUDA graphs of one GPU whose launches can show it."""
+    where launches of both reports alternated, 0.01 for CUDA graphs that are replayed in a row."""
 
 
 class ProgramRule(AmountRule, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -380,7 +380,7 @@ def _amounts(
         name = names[row.kernel] if row.kernel is not None and row.kernel < len(names) else "other"
         amounts, key = (kernels, (row.family, name)) if row.module is None else (modules, (row.family, row.module))
         amounts[key] = Amount(amounts[key].calls + row.calls, amounts[key].time_s + row.time_s)
-        if row.module is None and (found := fixed_clock.passes(rank, row.passes_s)):
+        if row.module is None and (found := fixed_clock.passes(rank.clock_ghz, row.passes_s)):
             passes[key] = found
     return kernels, modules, passes
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import operator
 import statistics
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -25,11 +25,11 @@ from pytest_llmgpu.analysis import noise_regime
 from pytest_llmgpu.analysis.noise_regime import NoiseRegime, Prior
 from pytest_llmgpu.gate import fixed_clock
 from pytest_llmgpu.gate.exact import absent, other_execution
-from pytest_llmgpu.gate.fixed_clock import Fitted, Samples
+from pytest_llmgpu.gate.fixed_clock import Fitted, Pass, Samples
 from pytest_llmgpu.gate.policy import AmountRule, TimeRule
 from pytest_llmgpu.gate.stats import t_quantile, t_tail
 from pytest_llmgpu.report import disturbances
-from pytest_llmgpu.report.derived import device_passes_s, device_times_s, of_prefill
+from pytest_llmgpu.report.derived import device_passes_s, device_times_s, latencies, of_prefill
 from pytest_llmgpu.report.metrics import MetricName, spec_of
 from pytest_llmgpu.report.result import CaseResult, Declared, Launch
 from pytest_llmgpu.report.text import FACTORS_FROM, capital, plural, signed_percent, slowdown
@@ -52,9 +52,8 @@ _IN_TURN = 0.02
 """Threshold of wall time where launches of both reports alternated. A host drifts by 1 % from day to day: against a
 stored baseline one comparison in eleven had a false alarm with this threshold, one in 200 with 4 %."""
 
-_REPLAYED, _STEADY_S, _STEADY = 0.01, 0.02, 3
-"""Threshold of the wall time of replayed graphs at a fixed clock on the same GPU, where launches can show it. A batch
-takes at least so long, or so many launches alternate: a host that is twice as slow adds 0.1 ms to it."""
+_IN_A_ROW = 0.01
+"""Threshold of the time of CUDA graphs that are replayed in a row, for which the GPU does not wait for the host."""
 
 _ONE_SIDED = 0.95
 """Probability with which the change is above the lower end of its interval, and below the upper one."""
@@ -74,19 +73,6 @@ _LOWER, _LOWER_LAUNCHES = 0.005, 3
 
 WALL_TIMES: tuple[MetricName, ...] = ("time", "first_token", "token_time")
 """The metrics of wall time."""
-
-
-def latencies(launch: Launch, metric: MetricName) -> tuple[Sequence[float], list[list[float]] | None]:
-    """Return the times of a launch whose sum is a wall time, and the SM clocks [GPUs][batches] meanwhile."""
-    if metric == "time":
-        return launch.batches.latency_s, launch.batches.clock_ghz
-    if metric in launch.figures:
-        return [launch.figures[metric]], None
-    if (texts := launch.generation) is None:
-        return [], None
-    if metric == "first_token":
-        return texts.first_token_s, texts.prefill_clock_ghz
-    return (texts.step_s, texts.step_clock_ghz) if metric == "token_time" else ([], None)
 
 
 def smallest_seen(
@@ -178,8 +164,8 @@ class Timed(msgspec.Struct, frozen=True):
     """A sentence about launches that are not used; empty if all are."""
     declared: Declared | None = None
     """Declaration of a figure of the user's own."""
-    prefill: bool = False
-    """True if the times are of prefills; the row before is that of the decode steps of the case."""
+    part: str = ""
+    """Name of the second part of a metric; the first one is the row before, and the worse of both counts."""
 
     @property
     def family(self) -> Hashable:
@@ -300,30 +286,22 @@ def wall_times(
     seconds, batches = base_s * count, len(sides[0][0].batches.latency_s)
     if declared is not None and declared.better == "larger":
         logs = [[-one for one in side] for side in logs]
-    clocks: list[list[float]] = []  # the mean logarithm of each launch in which every clock is known
-    for side in timed:
-        known = [[ghz for of_gpu in clocks_ghz or () for ghz in of_gpu] for _, clocks_ghz in side]
-        clocks.append([statistics.fmean(map(math.log, ghz)) for ghz in known if ghz and min(ghz) > 0])
     means, fit_sd = None, 0.0
     results = [of_prefill(one) if metric == "first_token" else one for one in (base, head)]
-    is_known = regime in {"replayed", "eager_device"} and list(map(len, clocks)) == list(map(len, sides))
-    worked = [[launch for launch in one.launches if launch.work is not None] for one in results]
-    if is_known and (fits := _fitted(worked)):
-        slope, at = statistics.fmean(fitted.slope for fitted in fits), statistics.fmean(clocks[1])
-        logs = [
-            [log_s - slope * (clock - at) for log_s, clock in zip(*one, strict=True)]
-            for one in zip(logs, clocks, strict=True)
-        ]
-        means, fit_sd = (math.exp(statistics.fmean(clocks[0])), math.exp(at)), max(one.sd for one in fits)
-    prior, threshold, steady, launches = noise_regime.PRIORS[regime], rule.threshold, False, min(map(len, logs))
+    points = [
+        [fixed_clock.mean_pass(log_s, ghz) for log_s, (_, ghz) in zip(*one, strict=True)]
+        for one in zip(logs, timed, strict=True)
+    ]
+    kernels = _kernels(launch for one in results for launch in one.launches)
+    if regime in {"replayed", "eager_device"} and kernels and all(map(all, (*points, kernels))):
+        fitted = fixed_clock.fit(points[0], points[1], kernels)
+        logs, means, fit_sd = [*map(list, fitted.samples)], (fitted.base_ghz, fitted.head_ghz), fitted.sd
+    prior, threshold = noise_regime.PRIORS[regime], rule.threshold
     if declared is None:
-        steady = means is not None and (seconds >= _STEADY_S * batches or (in_turn and launches >= _STEADY))
-        prior = noise_regime.prior_of_time(*results, seconds=seconds, batches=batches, steady=steady)
+        prior = noise_regime.prior_of_time(*results, seconds=seconds, batches=batches)
         prior = msgspec.structs.replace(prior, s0=math.hypot(prior.s0, fit_sd))
     if threshold is None:
-        alike = (metric, regime, head.case.devices, same_gpus, steady) == ("time", "replayed", 1, True, True)
-        shown = alike and (launches_needed(prior, threshold=_REPLAYED) or math.inf) <= launches
-        threshold = _REPLAYED if shown else _IN_TURN if in_turn else spec_of(metric).threshold or 0.0
+        threshold = _IN_TURN if in_turn else spec_of(metric).threshold or 0.0
     return Timed(
         result=head,
         metric=metric,
@@ -361,15 +339,19 @@ def _sums_s(sides: Sequence[Sequence[Sequence[float]]]) -> tuple[list[list[float
     return sums, f" {plural(ignored, 'time')} of more than twice the usual one left out." if ignored else ""
 
 
-def device_times(base: CaseResult, head: CaseResult, rule: AmountRule) -> Timed | Row | str | None:
+def device_times(
+    base: CaseResult, head: CaseResult, rule: AmountRule | TimeRule, *, in_a_row: bool = False
+) -> Timed | Row | str | None:
     """Return the device times of two completed results, or why they cannot be compared; None for a CPU.
 
     They are those at a fixed clock where it is known. Ranks of equal number are compared; their GPUs can be others of
-    the same kind.
+    the same kind. `in_a_row`: the times of CUDA graphs that are replayed in a row instead, at a fixed clock alone.
     """
     if head.case.device == "cpu":
         return None
-    used = comparable(base, head, "device_time", device_times_s, gated=rule.gate)
+    used = comparable(
+        base, head, "device_time", noise_regime.is_limited_in_a_row if in_a_row else device_times_s, gated=rule.gate
+    )
     if not isinstance(used, tuple):
         return used
     launches = [*used[0], *used[1]]
@@ -380,6 +362,11 @@ def device_times(base: CaseResult, head: CaseResult, rule: AmountRule) -> Timed 
     gpus = [[tuple(rank.uuids) for rank in launch.ranks] for launch in launches]
     same = all(one == gpus[-1] for one in gpus)
     fits = _fitted(used)
+    if in_a_row:
+        rows = [[fixed_clock.passes(one.ranks[0].replays_ghz, one.ranks[0].replays_s) for one in side] for side in used]
+        if not fits or not all(map(all, rows)):
+            return None
+        fits = [fixed_clock.fit(rows[0], rows[1], _kernels(launches))]
     regime: NoiseRegime = "fixed_clock" if fits else "device"
     prior, clocks_ghz = noise_regime.PRIORS[regime], None
     if fits:
@@ -391,31 +378,29 @@ def device_times(base: CaseResult, head: CaseResult, rule: AmountRule) -> Timed 
         ranks = [Samples(*([one[number] for one in side] for side in logs)) for number in range(len(gpus[-1]))]
     return Timed(
         result=head,
-        metric="device_time",
+        metric="time" if in_a_row else "device_time",
         gated=rule.gate,
         ranks=ranks,
         prior=prior,
-        threshold=rule.threshold,
+        threshold=_IN_A_ROW if rule.threshold is None else rule.threshold,
         seconds=[tuple(_ratio(statistics.fmean(side)) for side in rank) for rank in ranks],
         clocks_ghz=clocks_ghz,
         machine_sd=0.0 if same else OTHER_GPU_SD[regime],
         left_out=_left_out(base, head, used, "`work` or `profile.invalid`"),
+        part="CUDA graphs replayed in a row" if in_a_row else "",
     )
+
+
+def _kernels(launches: Iterable[Launch]) -> list[list[Pass]]:
+    """Return the device time of the passes of each rank of launches with work passes; none without a clock."""
+    return [fixed_clock.passes(rank.clock_ghz, device_passes_s(rank)) for one in launches for rank in one.ranks]
 
 
 def _fitted(sides: Sequence[Sequence[Launch]]) -> list[Fitted]:
     """Return the device time of each rank at a fixed clock; empty where the clock of a pass or a rank is not known."""
-    counts = {len(launch.ranks) for side in sides for launch in side}
-    if not all(sides) or len(counts) > 1:
-        return []
-    found = []
-    for number in range(*counts):
-        ranks = ([launch.ranks[number] for launch in side] for side in sides)
-        passes = [[fixed_clock.passes(rank, device_passes_s(rank)) for rank in side] for side in ranks]
-        if not all(map(all, passes)):
-            return []
-        found.append(fixed_clock.fit(*passes))
-    return found
+    columns = [list(zip(*(_kernels([launch]) for launch in side), strict=True)) for side in sides]
+    is_known = all(passes for column in columns for rank in column for passes in rank)
+    return [fixed_clock.fit(*both) for both in zip(*columns, strict=True)] if is_known else []
 
 
 def _left_out(base: CaseResult, head: CaseResult, used: Sequence[Sequence[object]], fields: str) -> str:

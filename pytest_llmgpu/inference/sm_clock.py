@@ -76,16 +76,22 @@ class SmClock:
         """Return the mean clock [GPUs][intervals] between pairs of stamps; the GPUs must be idle. None: see `why`."""
         if self.why is not None:
             return None
-        return [[mean_ghz(stamps[first], stamps[last]) for first, last in intervals] for stamps in self._stamps]
+        return [[between(stamps[one], stamps[other])[1] for one, other in intervals] for stamps in self._stamps]
+
+    def seconds(self, intervals: Sequence[tuple[int, int]]) -> list[float] | None:
+        """Return the time of the first GPU between pairs of stamps; None where `ghz` is."""
+        return None if self.why else [between(*(self._stamps[0][one] for one in pair))[0] for pair in intervals]
 
 
-def mean_ghz(earlier: torch.Tensor, later: torch.Tensor) -> float:
-    """Return the clock of a GPU between two stamps [SMs, 2] of cycles and nanoseconds: the median over its SMs.
+def between(earlier: torch.Tensor, later: torch.Tensor) -> tuple[float, float]:
+    """Return the time in seconds and the clock in GHz between two stamps [SMs, 2] of cycles and nanoseconds.
 
-    An SM that took no stamp has zeros and does not count; 0 where none took both.
+    Both are medians over the SMs. One that took no stamp has zeros and does not count; 0 where none took both.
     """
     passed = (later - earlier)[(earlier[:, 1] > 0) & (later[:, 1] > earlier[:, 1])].double()
-    return float((passed[:, 0] / passed[:, 1]).median()) if len(passed) else 0.0
+    if not len(passed):
+        return 0.0, 0.0
+    return float(passed[:, 1].median()) * 1e-9, float((passed[:, 0] / passed[:, 1]).median())
 
 
 @cache

@@ -361,7 +361,10 @@ def record_work(state: RankState, traces: str | None = None) -> None:
     program = work.Program(loaded.devices, loaded.dispatched, loaded.model)
     if state.generator is None:
         with work.scoring_forward(loaded.model, loaded.input_device, state.case.scoring) as forward:
-            state.passes = [work.record(program, plan, forward, on_batch=on_batch, trace=trace("passes"))]
+            replayed = state.decision.execution == "cuda_graphs" and loaded.world_size == 1
+            state.passes = [
+                work.record(program, plan, forward, on_batch=on_batch, replayed=replayed, trace=trace("passes"))
+            ]
         return
     step, prefill = state.generator.step, state.generator.prefill
     state.passes = [

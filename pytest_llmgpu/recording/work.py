@@ -223,12 +223,14 @@ def record(
     on_batch: OnBatch,
     first: bool = True,
     whole_texts: bool = False,
+    replayed: bool = False,
     trace: str | None = None,
 ) -> WorkReply:
     """Run the passes in the execution of the case, whose CUDA graphs are still recorded, and return their figures.
 
     Every rank must do so at the same time. `first` is true for the first passes of the case. Where a forward generates
-    `whole_texts`, one batch is run, in the fewest passes. `trace` is the file for the trace of the last pass.
+    `whole_texts`, one batch is run, in the fewest passes. `replayed` forwards, CUDA graphs of one rank on one GPU, are
+    also timed in a row. `trace` is the file for the trace of the last pass.
     """
     import torch
 
@@ -248,11 +250,18 @@ def record(
     why = None
     passes = _LEAST_PASSES if whole_texts else passes_of(len(numbers))
     clock = SmClock(program.devices, 2 * passes)
+    in_a_row, rows = SmClock(program.devices, passes), [(number - 1, number) for number in range(1, passes, 2)]
     for number in range(passes):
         if number % 2:
             # Before a profile starts the GPU is idle and cools. At its power limit a pass after a forward has a clock
             # that is 3 to 5 % lower, and from passes at several clocks follows how the time depends on the clock.
-            _run(program.devices, batches, forward, on_batch)
+            if replayed:
+                # The first batch keeps the GPU busy until the row is launched.
+                _run(program.devices, batches[:1], forward, on_batch, wait=False)
+                in_a_row.stamp(number - 1)
+            _run(program.devices, batches, forward, on_batch, wait=not replayed)
+            in_a_row.stamp(number)
+            synchronize(program.devices)
         with _recorded(trace=trace if number == passes - 1 else None) as recording:
             clock.stamp(2 * number)
             pass_s = _run(program.devices, batches, forward, on_batch)
@@ -263,6 +272,9 @@ def record(
         kernels.append(of_pass(recording.records))
         seconds.append(pass_s)
     reply = msgspec.structs.replace(reply, traces=recording.traces)
+    if replayed:
+        rows_s, rows_ghz = in_a_row.seconds(rows), in_a_row.ghz(rows)
+        figures = msgspec.structs.replace(figures, replays_s=rows_s, replays_ghz=rows_ghz)
     if why:
         figures = msgspec.structs.replace(figures, why=dict.fromkeys(_DEVICE_FIGURES, why))
         return msgspec.structs.replace(reply, work=figures)
@@ -440,18 +452,25 @@ def scoring_forward(model: torch.nn.Module, input_device: torch.device, logits: 
         yield forward
 
 
-def _run(devices: Sequence[torch.device], batches: Sequence[Batch], forward: Forward, on_batch: OnBatch) -> float:
-    """Run batches once and return the seconds of all of them, the devices idle at both ends of each."""
+def _run(
+    devices: Sequence[torch.device],
+    batches: Sequence[Batch],
+    forward: Forward,
+    on_batch: OnBatch,
+    *,
+    wait: bool = True,
+) -> float:
+    """Run batches once and return the seconds of all of them, the devices idle at both ends of each, or launch them."""
     import torch
 
     total_s = 0.0
     with torch.inference_mode():
         for batch in batches:
-            synchronize(devices)
+            synchronize(devices if wait else ())
             began_s = time.perf_counter()
             with torch.profiler.record_function(RANGE_PREFIX + _SCORING):
                 forward(batch)
-            synchronize(devices)
+            synchronize(devices if wait else ())
             latency_s = time.perf_counter() - began_s
             on_batch(latency_s, batch.rows, batch.tokens, batch.padded_tokens)
             total_s += latency_s

@@ -70,6 +70,19 @@ def device_times_s(launch: Launch) -> list[float] | None:
     return times_s if times_s and min(times_s) > 0 else None
 
 
+def latencies(launch: Launch, metric: str) -> tuple[Sequence[float], list[list[float]] | None]:
+    """Return the times of a launch whose sum is a wall time, and the SM clocks [GPUs][batches] meanwhile."""
+    if metric == "time":
+        return launch.batches.latency_s, launch.batches.clock_ghz
+    if metric in launch.figures:
+        return [launch.figures[metric]], None
+    if (texts := launch.generation) is None:
+        return [], None
+    if metric == "first_token":
+        return texts.first_token_s, texts.prefill_clock_ghz
+    return (texts.step_s, texts.step_clock_ghz) if metric == "token_time" else ([], None)
+
+
 def of_prefill(result: CaseResult) -> CaseResult:
     """Return a result of a case that generates with the work of its prefills in place of that of its decode steps."""
     launches = [msgspec.structs.replace(launch, work=launch.prefill_work) for launch in result.launches]

@@ -113,6 +113,11 @@ class RankWork(msgspec.Struct, frozen=True, kw_only=True):
     clock_ghz: list[list[Amount]] | None = None
     """The mean clock of the SMs in each pass in GHz [GPUs][passes]: the median over the SMs of their cycles divided by
     the time. Null in older reports."""
+    replays_s: list[Seconds] | None = None
+    """For each row of CUDA graphs, the batches of a pass without a wait between them and without the profiler,
+    its time on the GPU in seconds. Null for other forwards, several ranks or GPUs, and in older reports."""
+    replays_ghz: list[list[Amount]] | None = None
+    """The mean clock of the SMs in each row, as `clock_ghz`."""
     busy: Fraction | None = None
     """The fraction of a pass during which a kernel ran on a GPU of the rank (the median over the passes). The profiler
     makes passes longer than the timed batches: replayed forwards of LLaMA-7B at batch size 1 by 7 %."""

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import pytest
 
 from pytest_llmgpu.gate.fixed_clock import Pass, fit, passes
-from pytest_llmgpu.report.work import RankWork
 
 
 def _launch(log_s: float, slope: float, mhz: Sequence[float], sd: float = 0.0) -> list[Pass]:
@@ -70,6 +69,6 @@ def test_a_pass_has_a_time_and_a_clock(
     clock_ghz: list[list[float]] | None, times_s: list[float] | None, ghz: list[float]
 ) -> None:
     """The clock of several GPUs is their mean; a rank with a pass whose clock is not known has none."""
-    found = passes(RankWork(uuids=[], clock_ghz=clock_ghz), times_s)
+    found = passes(clock_ghz, times_s)
     assert [math.exp(one.log_ghz) for one in found] == pytest.approx(ghz)
     assert [math.exp(one.log_s) for one in found] == pytest.approx(times_s if ghz else [])

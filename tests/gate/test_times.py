@@ -244,38 +244,67 @@ def test_wall_time_that_the_gpu_limits_is_compared_at_a_fixed_clock(
     assert row.ratio == pytest.approx(slower if clock_ratio else slower * (1590 / 1735) ** -0.8, abs=1e-3)
 
 
+def _replayed(level: float, *, mhz: Sequence[float] = _FAST, row_s: float = 0.54, **fields: Any) -> CaseResult:
+    """Return a result whose graphs took so long in a row at 1,735 MHz, times a level; the kernels, half a second."""
+    usual: dict[str, Any] = {"execution": "cuda_graphs", "mhz": mhz, "uuids": "1", "skew": (1.0,), "devices": 1}
+    result = _worked(1.0, **usual | fields)
+    (launch,) = result.launches
+    assert launch.work is not None
+    rank = msgspec.structs.replace(
+        launch.work.ranks[0],
+        replays_s=[row_s * level * (one / 1735) ** -0.8 for one in mhz],
+        replays_ghz=[[one / 1000 for one in mhz]],
+    )
+    launch.work = msgspec.structs.replace(launch.work, ranks=[rank])
+    return result
+
+
 @pytest.mark.parametrize(
-    ("batch_s", "launches", "fields", "given", "threshold"),
+    ("slower", "fields", "rule", "verdict", "threshold"),
     [
-        (0.04, 1, {}, {}, 0.01),
-        (0.04, 1, {}, {"in_turn": True}, 0.01),
-        (0.04, 1, {}, {"threshold": 0.03}, 0.03),
-        (0.04, 1, {}, {"same_gpus": False}, 0.04),
-        (0.019, 8, {}, {}, 0.04),
-        (0.019, 3, {}, {"in_turn": True}, 0.01),
-        (0.019, 2, {}, {"in_turn": True}, 0.02),
-        (0.001, 20, {}, {"in_turn": True}, 0.02),
-        (0.04, 1, {"mhz": ()}, {}, 0.04),
-        (0.04, 1, {"execution": "eager"}, {}, 0.04),
-        (0.04, 1, {"devices": 2}, {}, 0.04),
+        (1.0, {}, {}, "OK", 0.01),
+        (1.02, {}, {}, "REGRESSED", 0.01),
+        (1.0, {"mhz": _SLOW}, {}, "OK", 0.01),
+        (1.02, {"mhz": _SLOW}, {}, "REGRESSED", 0.01),
+        (0.98, {"mhz": _SLOW}, {}, "IMPROVED", 0.01),
+        (1.02, {}, {"threshold": 0.03}, "OK", 0.03),
+        (1.01, {"uuids": "9"}, {}, "OK", 0.0137),
+        (1.02, {"uuids": "9"}, {}, "REGRESSED", 0.0137),
     ],
 )
-def test_replays_whose_launches_can_show_it_have_a_lower_threshold(
-    batch_s: float, launches: int, fields: dict[str, Any], given: dict[str, Any], threshold: float
+def test_one_launch_shows_slower_replays_in_a_row(
+    slower: float, fields: dict[str, Any], rule: dict[str, Any], verdict: str, threshold: float
 ) -> None:
-    """The host adds the same time to each batch: short ones need three launches in turn. The policy decides."""
-    usual: dict[str, Any] = {"execution": "cuda_graphs", "mhz": _FAST, "uuids": "1", "skew": (1.0,), "devices": 1}
-    base, head = (_worked(1.0, **usual | fields) for _ in range(2))
-    for result in (base, head):
-        batches = result.launches[0].batches
-        batches.latency_s = [batch_s] * BATCHES
-        batches.clock_ghz = [[1.735] * BATCHES] if fields.get("mhz", _FAST) else None
-        result.launches *= launches
-    rule = TimeRule(threshold=given.get("threshold"))
-    same_gpus, in_turn = given.get("same_gpus", True), given.get("in_turn", False)
-    found = times.wall_times(base, head, rule, in_turn=in_turn, same_gpus=same_gpus)
+    """They are compared at a fixed clock, whatever the host did in the timed batches."""
+    base, head = _replayed(1.0), _replayed(slower, **fields)
+    base.launches[0].batches.latency_s[0] *= 1.5
+    found = times.device_times(base, head, TimeRule(**rule), in_a_row=True)
     assert isinstance(found, Timed)
-    assert found.threshold == threshold
+    row = _judged(found)
+    assert (row.metric, row.result) == ("time", verdict)
+    assert (row.ratio, row.threshold) == pytest.approx((slower, threshold), abs=6e-4)
+    assert (row.smallest_seen or 1.0) < max(0.02, threshold + 0.01)
+
+
+def test_replays_that_the_host_slows_are_not_compared() -> None:
+    """Kernels fill less than 80 % of the row, the work passes ran other batches, or a figure or a clock is missing."""
+    good, no_clock = _replayed(1.0), _replayed(1.0)
+    (launch,) = no_clock.launches
+    assert launch.work is not None
+    launch.work = msgspec.structs.replace(
+        launch.work, ranks=[msgspec.structs.replace(launch.work.ranks[0], replays_ghz=None)]
+    )
+    others = (
+        _replayed(1.0, row_s=0.65),
+        _replayed(1.0, batches=(0, 3)),
+        no_clock,
+        _worked(1.0, mhz=_FAST, uuids="1", skew=(1.0,), execution="cuda_graphs"),
+        _worked(1.0, uuids="1", skew=(1.0,), execution="cuda_graphs"),
+    )
+    for other in others:
+        for sides in ((good, other), (other, good)):
+            assert not isinstance(times.device_times(*sides, TimeRule(), in_a_row=True), Timed)
+    assert isinstance(times.device_times(good, good, TimeRule(), in_a_row=True), Timed)
 
 
 def test_the_slope_that_the_clocks_do_not_show_is_an_error_of_wall_time() -> None:

@@ -259,6 +259,10 @@ def test_replayed_graphs_show_their_kernels(main: Report) -> None:
     assert any(row.module == "layers.*.mlp.down_proj" for row in rank.rows)
     assert _cv(rank.device_time_s) < _LARGEST_CV
     assert "cudaGraphLaunch" not in (rank.runtime_calls or {}), "runtime calls are those of the eager pass"
+    kernels_s = statistics.fmean(rank.device_time_s)
+    assert len(rank.replays_s) == len(*rank.replays_ghz) == _work(case).passes // 2
+    assert all(0.97 * kernels_s < one < 2 * kernels_s for one in rank.replays_s), (kernels_s, rank.replays_s)
+    assert _alone(_case(main, 2, "off")).replays_s is None
 
 
 def test_small_forwards_are_recorded_by_default(main: Report, again: Report) -> None:

@@ -175,7 +175,12 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Loaded:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     monkeypatch.setattr(work, "passes_of", lambda _: 3)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="1234"))
-    clock = SimpleNamespace(stamp=lambda _: None, ghz=lambda intervals: [[1.5] * len(intervals)], why=None)
+    clock = SimpleNamespace(
+        stamp=lambda _: None,
+        ghz=lambda intervals: [[1.5] * len(intervals)],
+        seconds=lambda intervals: [0.1] * len(intervals),
+        why=None,
+    )
     monkeypatch.setattr(work, "SmClock", lambda *_: clock)
     return _loaded(devices=(torch.device("cuda", 0),))
 
@@ -212,12 +217,38 @@ def test_passes_are_recorded_on_a_gpu(gpu: Loaded, monkeypatch: pytest.MonkeyPat
     assert 0 < known(found.busy) < 1
     assert reply.collective_s == [{"all_reduce": pytest.approx([5e-9])}] * 3
     assert found.clock_ghz == [[1.5, 1.5, 1.5]]
+    assert (found.replays_s, found.replays_ghz) == (None, None), "the forwards are eager"
     assert {(row.module, row.kernel, row.family, row.calls) for row in known(reply.rows)} == {
         (None, "gemm", "GEMM", 1),
         (None, "Memcpy HtoD", "copy", 1),
         (None, "ncclDevKernel_AllReduce_Sum_f16", "collective", 1),
         ("lm_head", "gemm", "GEMM", 1),
     }
+
+
+def test_graphs_are_replayed_in_a_row(gpu: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before every second pass, between two stamps, after a forward that keeps the GPU busy; nothing waits between."""
+    plan, order = traffic_functions.make_plan(), list[object]()
+    monkeypatch.setattr(torch.profiler, "profile", _Profiler(_recordings()))
+    monkeypatch.setattr(work, "synchronize", lambda devices: order.extend(["wait"] * len(devices)))
+    monkeypatch.setattr(work, "batches_used", lambda _: [0, 1])
+    clock: Any = work.SmClock  # type: ignore[attr-defined]
+    monkeypatch.setattr(clock(), "stamp", order.append)
+    of_batch, ran = {id(batch): f"batch {number}" for number, batch in enumerate(plan.batches)}, list[float]()
+    reply = work.record(
+        work.Program(gpu.devices, gpu.dispatched, gpu.model),
+        plan,
+        lambda batch: order.append(of_batch[id(batch)]),
+        on_batch=lambda latency_s, *_: ran.append(latency_s),
+        replayed=True,
+    )
+    row = ["wait", "batch 0", 0, "batch 0", "batch 1", 1, "wait"]
+    assert any(order[place : place + len(row)] == row for place in range(len(order)))
+    assert (reply.work.replays_s, reply.work.replays_ghz) == ([0.1], [[1.5]])
+    assert min(ran) >= 0
+    assert len(ran) == 2 + 4 * 2, (
+        "one before the first profile, one before the row, both in three passes and in the row"
+    )
 
 
 def test_traces_are_of_the_last_pass_and_of_the_pass_by_modules(
