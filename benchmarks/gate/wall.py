@@ -2,14 +2,17 @@
 
     cd benchmarks/reports
     python ../gate/wall.py --eager launches-gpu-*.json.gz --replayed clock-7b-gpu-*.json.gz own-kernel-7b-*.json.gz \
-        replayed-7b-*.json.gz > ../gate/results/wall.json
+        replayed-7b-*.json.gz in-a-row-7b-gpu-*.json.gz --slower in-a-row-7b-slower-*.json.gz \
+        > ../gate/results/wall.json
 
 `eager`: ten launches are drawn from a recording, five for each report, whose batches take longer by 0, 5 and 6 % in the
 candidate, with the threshold of 4 % and that of launches in turn, 2 %. These recordings have no work passes: at
 batch size 32 the case is taken as one that the GPU limits, as it is with work passes. `replayed`: each launch against
 every other one of the same case and GPU, 0, 2 and 3 % slower, with the built-in thresholds against a stored baseline,
 and of launches in turn; and 200 draws of half of the launches against the other half, where a half has at least three.
-Small batches of a recording without clocks get one constant clock: no limit of power slows them.
+Small batches of a recording without clocks get one constant clock: no limit of power slows them. Replays in a row
+(`in-a-row-7b`) become slower with the batches. `slower`: each launch of the program against each one in which it is
+slower for real. `other_gpu`: each launch of a recording with replays in a row against each one of another GPU.
 """
 
 from __future__ import annotations
@@ -36,6 +39,8 @@ from pytest_llmgpu.gate.policy import Policy, TimeRule
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult, Launch
+from pytest_llmgpu.report.verdicts import Row
+from pytest_llmgpu.report.work import Work
 
 _LAUNCHES, _DRAWS, _LIMITED_FROM, _SEVERAL, _GHZ = 5, 200, 32, 3, 1.98
 Sides = tuple[Sequence[Launch], Sequence[Launch]]
@@ -46,9 +51,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--eager", type=Path, nargs="*", default=[], help="recordings of eager forwards")
     parser.add_argument("--replayed", type=Path, nargs="*", default=[], help="recordings of CUDA graphs with clocks")
+    parser.add_argument("--slower", type=Path, nargs="*", default=[], help="recordings of a slower program")
     given = parser.parse_args()
     chance = random.Random(0)  # noqa: S311 - trials, repeated with the same numbers
     answer: dict[str, Any] = {"eager": {}, "replayed": {}}
+    in_a_row = [path for path in given.replayed if path.name.startswith("in-a-row")]
+    answer["slower"] = _between(in_a_row, given.slower, same_gpu=True)
+    answer["other_gpu"] = _between(in_a_row, in_a_row, same_gpu=False)
     for path in given.eager:
         report = file.load(path)
         for case in report.cases:
@@ -79,6 +88,35 @@ def main() -> int:
     json.dump(answer, sys.stdout, indent=1)
     print()
     return 0
+
+
+def _between(befores: Iterable[Path], afters: Iterable[Path], *, same_gpu: bool) -> dict[str, Any]:
+    """Return the share of each verdict between one launch of a recording and one of another one, by case."""
+    found: dict[str, Any] = {}
+    for paths in itertools.product(befores, afters):
+        base, head = map(file.load, paths)
+        alike = {gpu.uuid for gpu in base.environment.gpus} == {gpu.uuid for gpu in head.environment.gpus}
+        for then, now in itertools.product(base.cases, head.cases):
+            if paths[0] == paths[1] or alike != same_gpu or then.key != now.key:
+                continue
+            rows = [
+                row
+                for before, after in itertools.product(then.launches, now.launches)
+                for row in _judged(_of(base, then, [before], 1.0), _of(head, now, [after], 1.0), Policy())
+            ]
+            changes = [(row.ratio or 0.0) - 1 for row in rows]
+            counts = Counter(row.verdict for row in rows).most_common()
+            found[f"{paths[0].name} {paths[1].name} {then.id}"] = {
+                "pairs": len(rows),
+                "change": [min(changes), max(changes)],
+                **{verdict: round(number / len(rows), 3) for verdict, number in counts},
+            }
+    return found
+
+
+def _judged(base: Report, head: Report, policy: Policy, *, in_turn: bool = False) -> list[Row]:
+    rows = judge(base, head, policy, today=datetime.date(2026, 1, 1), in_turn=in_turn).rows
+    return [row for row in rows if row.metric == "time"]
 
 
 def _with_clocks(case: CaseResult) -> bool:
@@ -113,8 +151,7 @@ def _found(
         verdicts: Counter[str] = Counter()
         for base, head in sides:
             pair = _of(report, case, base, 1.0), _of(report, case, head, factor)
-            rows = judge(*pair, policy, today=datetime.date(2026, 1, 1), in_turn=in_turn).rows
-            verdicts.update(row.verdict for row in rows if row.metric == "time")
+            verdicts.update(row.verdict for row in _judged(*pair, policy, in_turn=in_turn))
         shares[f"{f'threshold {threshold:.0%}, ' if threshold else ''}{factor - 1:+.0%}"] = {
             verdict: round(number / len(sides), 3) for verdict, number in verdicts.most_common()
         }
@@ -129,10 +166,19 @@ def _of(report: Report, case: CaseResult, launches: Sequence[Launch], factor: fl
             batches=msgspec.structs.replace(
                 launch.batches, latency_s=[factor * one for one in launch.batches.latency_s]
             ),
+            work=None if launch.work is None else _slower_in_a_row(launch.work, factor),
         )
         for launch in launches
     ]
     return msgspec.structs.replace(report, cases=[msgspec.structs.replace(case, launches=found)])
+
+
+def _slower_in_a_row(work: Work, factor: float) -> Work:
+    ranks = [
+        msgspec.structs.replace(rank, replays_s=rank.replays_s and [factor * one for one in rank.replays_s])
+        for rank in work.ranks
+    ]
+    return msgspec.structs.replace(work, ranks=ranks)
 
 
 def _log_s(launch: Launch) -> float:

@@ -104,6 +104,14 @@ own_kernel() {
   OWN_KERNEL_CYCLES=1:2161,8:3461,32:10300,64:16293 bench own-kernel-7b-gpu "${of[@]}" --llmgpu-launches="${LAUNCHES:-9}"
   OWN_KERNEL_CYCLES=1:4691,8:7546,32:25800,64:56500 bench own-kernel-7b-slower "${of[@]}" --llmgpu-launches=2
 }
+# The same with replays in a row, and with a kernel that takes 2 % of the time longer.
+in_a_row() {
+  local of=("${of_7b[@]}" --llmgpu-dataset="$dataset" --llmgpu-limit=60 --llmgpu-cuda-graphs=on)
+  of+=(--llmgpu-batch-sizes=1,8,32,64 --strategy=own_kernel:OwnKernel)
+  export PYTHONPATH=benchmarks/gate:${PYTHONPATH:-}
+  OWN_KERNEL_CYCLES=1:2161,8:3461,32:10300,64:16293 bench in-a-row-7b-gpu "${of[@]}" --llmgpu-launches="${LAUNCHES:-7}"
+  OWN_KERNEL_CYCLES=1:12300,8:19800,32:72300,64:177000 bench in-a-row-7b-slower "${of[@]}" --llmgpu-launches=2
+}
 # Generation and prefill of the plain model and compiled: beside bare replays and transformers, then as whole jobs.
 generation() {
   python3 benchmarks/overhead/generation.py --model llama-7b --device cuda --dtype float16 >"$out/generation-1xH200.jsonl"
