@@ -164,9 +164,11 @@ def with_cause(row: Row, base: CaseResult, head: CaseResult, names: tuple[Sequen
     """Return a row with its cause, which its reason states as well; the row itself where no cause is found."""
     if row.metric not in _EXPLAINED or not row.worse or row.cause is not None:
         return row
-    if row.metric == "first_token" or row.prefill:
+    if row.metric == "first_token" or row.part == "prefill":
         base, head = of_prefill(base), of_prefill(head)
-    found = find(row.metric, program.pairs_of(base, head, names), ratio=row.ratio)
+    # The host has no part in replays in a row.
+    metric: MetricName = "device_time" if row.part == "replays in a row" else row.metric
+    found = find(metric, program.pairs_of(base, head, names), ratio=row.ratio)
     return row if found is None else stated(row, found)
 
 

@@ -19,8 +19,8 @@ from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.derived import peaks_bytes
 from pytest_llmgpu.report.metrics import BY_NAME, MetricName, spec_of
 from pytest_llmgpu.report.result import CaseResult, Launch, Traffic
-from pytest_llmgpu.report.text import gib, percent, signed_percent
-from pytest_llmgpu.report.verdicts import NEITHER, ONLY_CANDIDATE, WORST_FIRST, Decided, Row
+from pytest_llmgpu.report.text import capital, gib, percent, signed_percent
+from pytest_llmgpu.report.verdicts import NEITHER, ONLY_CANDIDATE, WORST_FIRST, Decided, Part, Row
 from pytest_llmgpu.report.work import WORK_OFF, WORK_ON
 
 NAMED = 3
@@ -61,7 +61,7 @@ class Amounts(NamedTuple):
         return "UNDECIDED" if max(self.now) - least > threshold * abs(least) else "OK"
 
 
-def worse(first: Row | None, second: Row, part: str = "Prefill") -> Row:
+def worse(first: Row | None, second: Row, part: Part = "prefill") -> Row:
     """Return the worse of two rows on one metric, of two regressions the larger one, else the first one.
 
     `part` names the second one. The smallest slowdown that is seen is that of both.
@@ -72,7 +72,7 @@ def worse(first: Row | None, second: Row, part: str = "Prefill") -> Row:
 
     row = first
     if row is None or badness(second) < badness(row):
-        row = msgspec.structs.replace(second, prefill=part == "Prefill", reason=f"{part}: {second.reason}")
+        row = msgspec.structs.replace(second, part=part, reason=f"{capital(part)}: {second.reason}")
     if first is None or first.smallest_seen is None or second.smallest_seen is None:
         return row
     return msgspec.structs.replace(row, smallest_seen=max(first.smallest_seen, second.smallest_seen))

@@ -98,9 +98,8 @@ def fit(
     ]
     degrees = _PASS_DEGREES + max(0, len(residuals) - len(launches) - 1)
     pass_sd = math.sqrt((_PASS_DEGREES * _PASS_SD**2 + math.fsum(one * one for one in residuals)) / degrees)
-    clocks = [
-        statistics.fmean(mean.log_ghz for mean in side) for side in (means[: len(base)], means[len(base) : timed])
-    ]
+    sides = means[: len(base)], means[len(base) : timed]
+    clocks = [statistics.fmean(mean.log_ghz for mean in side) for side in sides]
     times = [mean.log_s - slope * (mean.log_ghz - clocks[1]) for mean in means[:timed]]
     # The error of the slope times the difference of the clocks is an error of the difference of both means.
     slope_sd = 1 / math.sqrt(1 / _SLOPE_SD**2 + squares / pass_sd**2)

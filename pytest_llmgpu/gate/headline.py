@@ -97,7 +97,7 @@ def row_in_words(row: Row) -> str:
     """Return one row in a few words: `tp-bs8 device time +4.1 % (0.0672 s, was 0.0646 s): 93 % in mlp.down_proj`."""
     spec = row.spec
     metric = "wall time" if row.metric == "time" else row.metric.replace("_", " ")
-    of_prefill = " of the prefill" if row.prefill else ""
+    of_part = "" if row.part is None else f" of the {row.part}"
     why = f": {cause.describe(row.cause)}" if row.cause is not None else ""
     if row.metric == "program" and row.cause is not None:
         growth = (row.ratio or 1.0) - 1
@@ -106,8 +106,8 @@ def row_in_words(row: Row) -> str:
         else:  # The cause can be the same number.
             is_named = any(call.name not in (FLOPS, SYNCS) for call in (*row.cause.ops, *row.cause.kernels))
             what = row.reason.partition(", thr")[0] if is_named else "program"
-        return f"{row.id} {what}{of_prefill}{why}"
-    name = row.id if row.metric == "outcome" else f"{row.id} {metric}{of_prefill}"
+        return f"{row.id} {what}{of_part}{why}"
+    name = row.id if row.metric == "outcome" else f"{row.id} {metric}{of_part}"
     if row.unseen and row.smallest_seen is not None:
         seen = f"only slowdowns from {slowdown(row.smallest_seen)} would"
         if row.smallest_seen > FACTORS_FROM:

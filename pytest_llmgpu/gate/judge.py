@@ -20,6 +20,7 @@ import msgspec
 
 from pytest_llmgpu.analysis.capacity import capacities
 from pytest_llmgpu.analysis.environments import hardware_differences, shortened, software_differences
+from pytest_llmgpu.analysis.noise_regime import has_replays
 from pytest_llmgpu.gate import answers, figures, program, promotion, times
 from pytest_llmgpu.gate.answers import Answered, below_floor
 from pytest_llmgpu.gate.cause import host_calls_row, program_row, with_cause, with_slower_kernels
@@ -315,7 +316,7 @@ class Comparison:
         if isinstance(found, Timed) and head.case.generates:
             found = times.device_times(of_prefill(base), of_prefill(head), rule)
             if isinstance(found, Timed):
-                self._entries.append(msgspec.structs.replace(found, part="Prefill"))
+                self._entries.append(msgspec.structs.replace(found, part="prefill"))
         before, after = (
             {device.uuid for profile in result.profiles for device in profile.devices} for result in (base, head)
         )
@@ -331,7 +332,10 @@ class Comparison:
             self._take(metric, wall)
             if metric == "time" and isinstance(wall, Timed):
                 found = times.device_times(base, head, wall_rule, in_a_row=True)
-                self._entries += [found] if isinstance(found, Timed) else []
+                if isinstance(found, Timed):
+                    self._entries.append(found)
+                elif any(map(has_replays, head.launches)):
+                    self._take("time", "replays in a row: this baseline has none, promote a new one")
         for metric, own in figures.rows(base, head, self.policy, same_gpus=same_gpus):
             self._take(metric, own)
 
@@ -412,7 +416,7 @@ class Comparison:
         for number, results in enumerate(phases):
             pairs = program.pairs_of(*results, self._names)
             if device is not None and (slower := with_slower_kernels(device, pairs)) is not device:
-                device = msgspec.structs.replace(slower, prefill=number > 0)
+                device = msgspec.structs.replace(slower, part="prefill" if number else None)
             judged = {"program": program_row(*results, pairs, self.policy.program, gain=gain, better=better)}
             if self.policy.host_calls.gate:  # Without it they are in the row on the program alone.
                 judged["host_calls"] = host_calls_row(*results, pairs)
@@ -434,7 +438,7 @@ class Comparison:
         if row.worse and row.metric in {"program", *TIMES}:
             phase = ""
             if head.case.generates:
-                phase = "prefill-" if row.prefill or row.metric == "first_token" else "decode-"
+                phase = "prefill-" if row.part == "prefill" or row.metric == "first_token" else "decode-"
             rank = 0 if row.cause is None else row.cause.rank or 0
             # The second where there is no GPU.
             names = [f"-rank{rank}-{phase}{passes}." for passes in ("passes", "modules")]

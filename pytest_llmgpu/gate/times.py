@@ -33,7 +33,7 @@ from pytest_llmgpu.report.derived import device_passes_s, device_times_s, latenc
 from pytest_llmgpu.report.metrics import MetricName, spec_of
 from pytest_llmgpu.report.result import CaseResult, Declared, Launch
 from pytest_llmgpu.report.text import FACTORS_FROM, capital, plural, signed_percent, slowdown
-from pytest_llmgpu.report.verdicts import Decided, Row
+from pytest_llmgpu.report.verdicts import Decided, Part, Row
 
 POWER = 0.95
 """Probability with which the smallest slowdown is seen."""
@@ -43,7 +43,7 @@ PROMISED = 0.02
 
 OTHER_GPU_SD = {"fixed_clock": 0.003, "device": 0.006}
 """Standard deviation of the log device time of one program between GPUs of one kind, by noise regime: at a fixed clock
-two H200 differed by 0.02 to 0.5 %, five H200 by up to 2 % else."""
+pairs of H200 differed by 0.02 to 1.1 %, five H200 by up to 2 % else."""
 
 PRACTICAL_LAUNCHES = 20
 """Largest number of launches that is recommended."""
@@ -52,8 +52,8 @@ _IN_TURN = 0.02
 """Threshold of wall time where launches of both reports alternated. A host drifts by 1 % from day to day: against a
 stored baseline one comparison in eleven had a false alarm with this threshold, one in 200 with 4 %."""
 
-_IN_A_ROW = 0.01
-"""Threshold of the time of CUDA graphs that are replayed in a row, for which the GPU does not wait for the host."""
+_REPLAYED = 0.01
+"""Threshold of the time of CUDA graphs that are replayed in a row, which the host launches faster than they run."""
 
 _ONE_SIDED = 0.95
 """Probability with which the change is above the lower end of its interval, and below the upper one."""
@@ -164,7 +164,7 @@ class Timed(msgspec.Struct, frozen=True):
     """A sentence about launches that are not used; empty if all are."""
     declared: Declared | None = None
     """Declaration of a figure of the user's own."""
-    part: str = ""
+    part: Part | None = None
     """Name of the second part of a metric; the first one is the row before, and the worse of both counts."""
 
     @property
@@ -288,10 +288,8 @@ def wall_times(
         logs = [[-one for one in side] for side in logs]
     means, fit_sd = None, 0.0
     results = [of_prefill(one) if metric == "first_token" else one for one in (base, head)]
-    points = [
-        [fixed_clock.mean_pass(log_s, ghz) for log_s, (_, ghz) in zip(*one, strict=True)]
-        for one in zip(logs, timed, strict=True)
-    ]
+    ghz = [[of_launch for _, of_launch in side] for side in timed]
+    points = [[*map(fixed_clock.mean_pass, *both)] for both in zip(logs, ghz, strict=True)]
     kernels = _kernels(launch for one in results for launch in one.launches)
     if regime in {"replayed", "eager_device"} and kernels and all(map(all, (*points, kernels))):
         fitted = fixed_clock.fit(points[0], points[1], kernels)
@@ -345,13 +343,12 @@ def device_times(
     """Return the device times of two completed results, or why they cannot be compared; None for a CPU.
 
     They are those at a fixed clock where it is known. Ranks of equal number are compared; their GPUs can be others of
-    the same kind. `in_a_row`: the times of CUDA graphs that are replayed in a row instead, at a fixed clock alone.
+    the same kind. `in_a_row`: the times of CUDA graphs that are replayed in a row instead; None without clocks.
     """
     if head.case.device == "cpu":
         return None
-    used = comparable(
-        base, head, "device_time", noise_regime.is_limited_in_a_row if in_a_row else device_times_s, gated=rule.gate
-    )
+    has = noise_regime.has_replays if in_a_row else device_times_s
+    used = comparable(base, head, "device_time", has, gated=rule.gate)
     if not isinstance(used, tuple):
         return used
     launches = [*used[0], *used[1]]
@@ -359,12 +356,11 @@ def device_times(
     if len(batches) > 1 or len({len(launch.ranks) for launch in launches}) > 1:
         reason = "The work passes ran other batches or ranks than the baseline's."
         return Row.of(head, "device_time", "NOT_COMPARABLE", reason, gated=rule.gate)
-    gpus = [[tuple(rank.uuids) for rank in launch.ranks] for launch in launches]
-    same = all(one == gpus[-1] for one in gpus)
-    fits = _fitted(used)
+    same = len({tuple(tuple(rank.uuids) for rank in launch.ranks) for launch in launches}) == 1
+    fits = [] if in_a_row else _fitted(used)
     if in_a_row:
         rows = [[fixed_clock.passes(one.ranks[0].replays_ghz, one.ranks[0].replays_s) for one in side] for side in used]
-        if not fits or not all(map(all, rows)):
+        if not all(map(all, (*rows, _kernels(launches)))):
             return None
         fits = [fixed_clock.fit(rows[0], rows[1], _kernels(launches))]
     regime: NoiseRegime = "fixed_clock" if fits else "device"
@@ -375,19 +371,19 @@ def device_times(
         clocks_ghz = statistics.fmean(one.base_ghz for one in fits), statistics.fmean(one.head_ghz for one in fits)
     else:
         logs = [[list(map(math.log, device_times_s(one) or [])) for one in side] for side in used]
-        ranks = [Samples(*([one[number] for one in side] for side in logs)) for number in range(len(gpus[-1]))]
+        ranks = [Samples(*([one[number] for one in side] for side in logs)) for number in range(len(launches[0].ranks))]
     return Timed(
         result=head,
         metric="time" if in_a_row else "device_time",
         gated=rule.gate,
         ranks=ranks,
         prior=prior,
-        threshold=_IN_A_ROW if rule.threshold is None else rule.threshold,
+        threshold=_REPLAYED if rule.threshold is None else rule.threshold,
         seconds=[tuple(_ratio(statistics.fmean(side)) for side in rank) for rank in ranks],
         clocks_ghz=clocks_ghz,
         machine_sd=0.0 if same else OTHER_GPU_SD[regime],
-        left_out=_left_out(base, head, used, "`work` or `profile.invalid`"),
-        part="CUDA graphs replayed in a row" if in_a_row else "",
+        left_out=_left_out(base, head, used, f"`{'replays_s' if in_a_row else 'work'}` or `profile.invalid`"),
+        part="replays in a row" if in_a_row else None,
     )
 
 

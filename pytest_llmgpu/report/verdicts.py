@@ -25,6 +25,9 @@ SEVERITY: tuple[Verdict, ...] = get_args(Verdict)
 Decided = Verdict | Literal["IMPROVED"]
 """The result of a comparison: a row states IMPROVED as OK with a sign (`stated`)."""
 
+Part = Literal["prefill", "replays in a row"]
+"""A part of a metric that is judged by itself before the worse one counts."""
+
 WORST_FIRST: tuple[Decided, ...] = (*SEVERITY[:-1], "IMPROVED", "OK")
 """Every result of a comparison, worst first."""
 
@@ -64,8 +67,9 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Declaration of the figure of the user's own that the row is on; null for other metrics."""
     gated: bool = True
     """False if the policy only reports this metric, so that it cannot fail the gate."""
-    prefill: bool = False
-    """True if a row on work passes is on the prefills of a case that generates; false if it is on its decode steps."""
+    part: Part | None = None
+    """The part of the metric that decided: `prefill` of a case that generates, or `replays in a row` of wall time. Null
+    for the first part: the decode steps of such a case, or the timed batches."""
     base: float | None = None
     """Value of the baseline, in seconds, bytes, a fraction of the items, or sequences per forward."""
     head: float | None = None

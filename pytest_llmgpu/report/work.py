@@ -114,8 +114,9 @@ class RankWork(msgspec.Struct, frozen=True, kw_only=True):
     """The mean clock of the SMs in each pass in GHz [GPUs][passes]: the median over the SMs of their cycles divided by
     the time. Null in older reports."""
     replays_s: list[Seconds] | None = None
-    """For each row of CUDA graphs, the batches of a pass without a wait between them and without the profiler,
-    its time on the GPU in seconds. Null for other forwards, several ranks or GPUs, and in older reports."""
+    """For each row of CUDA graphs, the batches of a pass without a wait between them and without the profiler, its time
+    on the GPU in seconds. Null for other forwards, cases that generate, several ranks or GPUs, where the clock is not
+    known, and in older reports."""
     replays_ghz: list[list[Amount]] | None = None
     """The mean clock of the SMs in each row, as `clock_ghz`."""
     busy: Fraction | None = None

@@ -12,13 +12,60 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from pytest_llmgpu.gate.headline import headline
 from pytest_llmgpu.gate.judge import judge
 from pytest_llmgpu.gate.policy import Policy
+from pytest_llmgpu.render.terminal.verdicts import table
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.derived import derive
 from pytest_llmgpu.report.report import Report
+from pytest_llmgpu.report.verdicts import Verdicts
 
 REPORTS = Path(__file__).parents[2] / "benchmarks" / "reports"
+
+
+def _in_a_row(name: str, launch: int, factor: float | None = 1.0) -> Report:
+    """Return a launch of each case of a recording; its replays in a row take a multiple of their time, or are none."""
+    report = file.load(REPORTS / f"in-a-row-7b-{name}.json.gz")
+    for case in report.cases:
+        case.launches = [case.launches[launch]]
+        work = case.launches[0].work
+        assert work is not None
+        (rank,) = work.ranks
+        times_s = None if factor is None else [factor * one for one in rank.replays_s or ()]
+        case.launches[0].work = msgspec.structs.replace(work, ranks=[msgspec.structs.replace(rank, replays_s=times_s)])
+    return report
+
+
+def _times(base: Report, head: Report) -> Verdicts:
+    found = judge(base, head, Policy(), today=datetime.date(2026, 1, 1))
+    return msgspec.structs.replace(found, rows=[row for row in found.rows if row.metric == "time"])
+
+
+def test_one_launch_finds_slower_replays_in_a_row() -> None:
+    """Two percent are found where the timed batches show nothing, and the host is not named as the cause."""
+    base = _in_a_row("gpu-1", 0)
+    assert {(row.verdict, row.part) for row in _times(base, _in_a_row("gpu-1", 1)).rows} == {("OK", None)}
+    assert {(row.verdict, row.part) for row in _times(base, _in_a_row("gpu-2", 0)).rows} <= {
+        ("OK", None),
+        ("UNDECIDED", None),
+    }
+    slower = _times(base, _in_a_row("gpu-1", 1, 1.02))
+    assert [(row.verdict, row.part) for row in slower.rows] == [("REGRESSED", "replays in a row")] * 4
+    assert not any("host" in row.reason for row in slower.rows)
+    assert " wall time of the replays in a row +2." in headline(slower, Policy()).text
+    assert "time (replays in a row)" in table(slower, Policy())
+    real = _times(base, _in_a_row("slower-1", 0))
+    assert {row.verdict for row in real.rows} == {"REGRESSED"}
+
+
+def test_a_baseline_without_replays_in_a_row_is_said_so() -> None:
+    """The batches decide alone; a candidate without them is compared as before."""
+    without, having = _in_a_row("gpu-1", 0, None), _in_a_row("gpu-1", 1, 1.02)
+    found = _times(without, having)
+    assert {(row.verdict, row.part) for row in found.rows} == {("OK", None)}
+    assert found.not_compared["time: replays in a row: this baseline has none, promote a new one"] == 4
+    assert "replays" not in " ".join(_times(having, without).not_compared)
 
 
 @pytest.mark.slow

@@ -519,7 +519,7 @@ def test_the_worse_of_decode_step_and_prefill_stands(
     scaled: dict[str, Any] = {metric: (step, prefill)}
     (row,) = (row for row in _judge([_generating()], [_generating(**scaled)]).rows if row.metric == metric)
     expected = "CHANGED" if (metric, verdict) == ("program", "IMPROVED") else verdict
-    assert (row.result, row.prefill) == (expected, of_prefill)
+    assert (row.result, row.part) == (expected, "prefill" if of_prefill else None)
     assert (row.ratio or 1.0) == pytest.approx(prefill if of_prefill else step)
     assert row.reason.startswith("Prefill: ") is of_prefill
 

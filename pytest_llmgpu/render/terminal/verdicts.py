@@ -49,7 +49,8 @@ def table(verdicts: Verdicts, policy: Policy, color: bool = False, most: int | N
     for case in cases[:most]:
         for number, row in enumerate(case):
             name = printable(row.id) if number == 0 else ""
-            body.append((name, row.metric, _verdict(row, paint), *figures(row)))
+            metric = row.metric if row.part is None else f"{row.metric} ({row.part})"
+            body.append((name, metric, _verdict(row, paint), *figures(row)))
     titles = ("case", "metric", "verdict", "was", "now", "change", "interval")
     used = [n for n, title in enumerate(titles) if title in titles[:3] or any(line[n] for line in body)]
     align = ["left" if n < len(titles[:3]) else "right" for n in used]
