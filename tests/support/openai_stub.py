@@ -93,7 +93,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._chunk(b"data: [DONE]\n\n")
         if self.fault != "whole":
             self.wfile.write(b"0\r\n\r\n")
-        self.close_connection = True
+        self.close_connection = self.fault == "whole"  # else the client would use a connection that is about to close
 
     def _chunk(self, data: bytes) -> None:
         self.wfile.write(data if self.fault == "whole" else b"%x\r\n%s\r\n" % (len(data), data))
