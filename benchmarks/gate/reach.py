@@ -1,8 +1,8 @@
 """What the gate finds with one launch in each report, and what it leaves alone, on recorded launches; prints JSON.
 
     cd benchmarks/reports
-    python ../gate/reach.py clock-7b-gpu-*.json.gz own-kernel-7b-gpu-*.json.gz --slower own-kernel-7b-slower-*.json.gz \
-        > ../gate/results/reach.json
+    python ../gate/reach.py clock-7b-gpu-*.json.gz own-kernel-7b-gpu-*.json.gz in-a-row-7b-gpu-*.json.gz \
+        --slower own-kernel-7b-slower-*.json.gz > ../gate/results/reach.json
 
 A recording has the launches of one GPU. Every launch is judged against every other one of the same cases, of its own
 recording and of the others, with the built-in policy. Slowdowns are injected into one case: a copy more in each MLP

@@ -3,7 +3,7 @@
     cd benchmarks/reports
     python ../gate/wall.py --eager launches-gpu-*.json.gz --replayed clock-7b-gpu-*.json.gz own-kernel-7b-*.json.gz \
         replayed-7b-*.json.gz in-a-row-7b-gpu-*.json.gz --slower in-a-row-7b-slower-*.json.gz \
-        > ../gate/results/wall.json
+        --host own-loop-7b-gpu-*.json.gz --host-slower own-loop-7b-slower-*.json.gz > ../gate/results/wall.json
 
 `eager`: ten launches are drawn from a recording, five for each report, whose batches take longer by 0, 5 and 6 % in the
 candidate, with the threshold of 4 % and that of launches in turn, 2 %. These recordings have no work passes: at
@@ -12,7 +12,9 @@ every other one of the same case and GPU, 0, 2 and 3 % slower, with the built-in
 and of launches in turn; and 200 draws of half of the launches against the other half, where a half has at least three.
 Small batches of a recording without clocks get one constant clock: no limit of power slows them. Replays in a row
 (`in-a-row-7b`) become slower with the batches. `slower`: each launch of the program against each one in which it is
-slower for real. `other_gpu`: each launch of a recording with replays in a row against each one of another GPU.
+slower for real. `other_gpu`: each launch of a recording with replays in a row against each one of another GPU. `host`:
+eager forwards beside a reference for the speed of the host, on the GPUs of one host: each launch against every other
+one, and 200 draws of five launches against five, 0 and 5 % slower; then against launches whose host is slower for real.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from unittest import mock
 import msgspec
 
 from pytest_llmgpu.analysis import noise_regime
+from pytest_llmgpu.analysis.merging import merge
 from pytest_llmgpu.gate.judge import judge
 from pytest_llmgpu.gate.policy import Policy, TimeRule
 from pytest_llmgpu.report import file
@@ -52,12 +55,16 @@ def main() -> int:
     parser.add_argument("--eager", type=Path, nargs="*", default=[], help="recordings of eager forwards")
     parser.add_argument("--replayed", type=Path, nargs="*", default=[], help="recordings of CUDA graphs with clocks")
     parser.add_argument("--slower", type=Path, nargs="*", default=[], help="recordings of a slower program")
+    text = "recordings of eager forwards with the speed of the host, and of a slower host"
+    parser.add_argument("--host", type=Path, nargs="*", default=[], help=text)
+    parser.add_argument("--host-slower", type=Path, nargs="*", default=[], help=text)
     given = parser.parse_args()
     chance = random.Random(0)  # noqa: S311 - trials, repeated with the same numbers
     answer: dict[str, Any] = {"eager": {}, "replayed": {}}
     in_a_row = [path for path in given.replayed if path.name.startswith("in-a-row")]
     answer["slower"] = _between(in_a_row, given.slower, same_gpu=True)
     answer["other_gpu"] = _between(in_a_row, in_a_row, same_gpu=False)
+    answer["host"] = _of_host(given.host, given.host_slower) if given.host else {}
     for path in given.eager:
         report = file.load(path)
         for case in report.cases:
@@ -114,6 +121,41 @@ def _between(befores: Iterable[Path], afters: Iterable[Path], *, same_gpu: bool)
     return found
 
 
+def _of_host(befores: Sequence[Path], afters: Sequence[Path]) -> dict[str, Any]:
+    """Return the share of each verdict on launches of the same GPUs, whose host is slower in the second recordings."""
+    chance = random.Random(0)  # noqa: S311 - trials, repeated with the same numbers
+    base, head = (merge([file.load(path) for path in paths]) for paths in (befores, afters))
+    found: dict[str, Any] = {}
+    for then, now in zip(base.cases, head.cases, strict=True):
+        pairs: list[Sides] = [([one], [other]) for one, other in itertools.permutations(then.launches, 2)]
+        draws = [chance.sample(then.launches, 2 * _LAUNCHES) for _ in range(_DRAWS)]
+        found[then.id] = {
+            "scatter_pct": 100 * statistics.stdev(map(_log_s, then.launches)),
+            "one launch": _found(base, then, pairs, slower=(1.0, 1.05), thresholds=(None,)),
+            "five launches": _found(
+                base, then, [(one[::2], one[1::2]) for one in draws], slower=(1.0, 1.05), thresholds=(None,)
+            ),
+        }
+        for name, launches in (("one launch", 1), ("five launches", _LAUNCHES)):
+            rows = [
+                row
+                for _ in range(_DRAWS)
+                for row in _judged(
+                    _of(base, then, chance.sample(then.launches, launches), 1.0),
+                    _of(head, now, chance.sample(now.launches, launches), 1.0),
+                    Policy(),
+                )
+            ]
+            counts = Counter(row.verdict for row in rows).most_common()
+            changes = [(row.ratio or 0.0) - 1 for row in rows]
+            found[then.id][f"{name}, slower for real"] = {
+                "draws": len(rows),
+                "change": [min(changes), max(changes)],
+                **{verdict: round(number / len(rows), 3) for verdict, number in counts},
+            }
+    return found
+
+
 def _judged(base: Report, head: Report, policy: Policy, *, in_turn: bool = False) -> list[Row]:
     rows = judge(base, head, policy, today=datetime.date(2026, 1, 1), in_turn=in_turn).rows
     return [row for row in rows if row.metric == "time"]
@@ -164,7 +206,9 @@ def _of(report: Report, case: CaseResult, launches: Sequence[Launch], factor: fl
         msgspec.structs.replace(
             launch,
             batches=msgspec.structs.replace(
-                launch.batches, latency_s=[factor * one for one in launch.batches.latency_s]
+                launch.batches,
+                latency_s=[factor * one for one in launch.batches.latency_s],
+                launch_s=[factor * one for one in launch.batches.launch_s],
             ),
             work=None if launch.work is None else _slower_in_a_row(launch.work, factor),
         )

@@ -104,6 +104,14 @@ own_kernel() {
   OWN_KERNEL_CYCLES=1:2161,8:3461,32:10300,64:16293 bench own-kernel-7b-gpu "${of[@]}" --llmgpu-launches="${LAUNCHES:-9}"
   OWN_KERNEL_CYCLES=1:4691,8:7546,32:25800,64:56500 bench own-kernel-7b-slower "${of[@]}" --llmgpu-launches=2
 }
+# A loop of Python after each layer, and a longer one: for eager forwards whose host limits.
+own_loop() {
+  local of=("${of_7b[@]}" --llmgpu-dataset="$dataset" --llmgpu-limit=60 --llmgpu-cuda-graphs=off)
+  of+=(--llmgpu-batch-sizes=2,8 --strategy=own_kernel:OwnLoop)
+  export PYTHONPATH=benchmarks/gate:${PYTHONPATH:-}
+  OWN_LOOP=100 bench own-loop-7b-gpu "${of[@]}" --llmgpu-launches="${LAUNCHES:-5}"
+  OWN_LOOP=1700 bench own-loop-7b-slower "${of[@]}" --llmgpu-launches=3
+}
 # The same with replays in a row, and with a kernel that takes 2 % of the time longer.
 in_a_row() {
   local of=("${of_7b[@]}" --llmgpu-dataset="$dataset" --llmgpu-limit=60 --llmgpu-cuda-graphs=on)

@@ -20,22 +20,17 @@ from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.verdicts import Row, Verdicts
 
 Side = Literal["base", "head"]
-"""The two versions: the baseline and the candidate."""
 
 SIDES: tuple[Side, Side] = ("base", "head")
-"""Both versions in the order of their launches."""
 
 LOOKS = (1, 3, 5, 8)
-"""Numbers of launches of each version after which they are compared."""
 
 
 class Both(NamedTuple):
     """The reports of both versions, each with all launches until now."""
 
     base: Report
-    """The report of the baseline."""
     head: Report
-    """The report of the candidate."""
 
 
 Measure = Callable[[Side, int, Sequence[str]], Report]

@@ -34,13 +34,11 @@ class Answered(msgspec.Struct, frozen=True):
     rule: AccuracyRule
     items: int
     base: float
-    """Accuracy of the baseline in its worst launch, as a fraction."""
+    """Accuracy in the worst launch as a fraction, of the baseline and of the candidate."""
     head: float
-    """Accuracy of the candidate in its worst launch, as a fraction."""
     lost: list[int]
-    """Items that were right and are wrong now."""
+    """Items that were right and are wrong now, and the other way."""
     won: list[int]
-    """Items that were wrong and are right now."""
     difference: float | None
     """Typical difference of the log-likelihoods, as a fraction of the baseline's, in the launch where it is largest.
 
@@ -52,7 +50,6 @@ class Answered(msgspec.Struct, frozen=True):
     launch: int | None
     """The launch of the candidate that is compared, counted from 1; None where all have the same answers."""
     launches: int
-    """Launches of the candidate with answers."""
 
     @property
     def random_weights(self) -> bool:

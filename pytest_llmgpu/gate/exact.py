@@ -61,11 +61,18 @@ class Amounts(NamedTuple):
         return "UNDECIDED" if max(self.now) - least > threshold * abs(least) else "OK"
 
 
-def worse(first: Row | None, second: Row, part: Part = "prefill") -> Row:
+def worse(first: Row | None, second: Row, part: Part = "prefill", *, in_turn: bool = False) -> Row:
     """Return the worse of two rows on one metric, of two regressions the larger one, else the first one.
 
-    `part` names the second one. The smallest slowdown that is seen is that of both.
+    `part` names the second one. The smallest slowdown that is seen is that of both. At equal speed of the host the
+    second one counts alone; where the first regressed, what slowed the host is not known but for launches in turn.
     """
+    if part == "host at equal speed" and first is not None and not (in_turn and first.worse):
+        if first.worse and not second.worse:
+            text = f" Wall time {signed_percent((first.ratio or 1.0) - 1)}: other programs can cause it."
+            step: dict[str, Any] = {"reason": second.reason + text, "next_step": "Measure both in turn: `llmgpu ab`."}
+            second = msgspec.structs.replace(second, verdict="UNDECIDED", improved=False, **step)
+        first = None
 
     def badness(row: Row) -> tuple[int, float]:
         return WORST_FIRST.index(row.result), -(row.ratio or 0.0) if row.worse else 0.0

@@ -54,9 +54,8 @@ class Fitted(NamedTuple):
     sd: float
     """Standard deviation of these times, from the errors of their passes and of the slope alone."""
     base_ghz: float
-    """The mean clock of the baseline."""
+    """The mean clock of the baseline, and of the candidate."""
     head_ghz: float
-    """The mean clock of the candidate."""
 
 
 def passes(ghz: Sequence[Sequence[float]] | None, times_s: Sequence[float] | None) -> list[Pass]:

@@ -41,11 +41,9 @@ class Headline(NamedTuple):
     """The result of the gate."""
 
     status: ExitStatus
-    """The exit status of the gate."""
     worst: Sequence[Row]
     """The rows that decide the status, the worst first; empty if no row does."""
     states: Sequence[str]
-    """What is wrong with the candidate's session or source."""
     text: str
     """One sentence that begins with the word for the exit status."""
 
@@ -251,7 +249,6 @@ class Group(NamedTuple):
     rows: list[Row]
     """The rows, the worst first."""
     fails: bool
-    """True if one of them fails the gate."""
     differences: Sequence[str]
     """The differences of the environment that may be the cause; empty if another cause is known, or none."""
 

@@ -20,7 +20,6 @@ import msgspec
 
 from pytest_llmgpu.analysis.capacity import capacities
 from pytest_llmgpu.analysis.environments import hardware_differences, shortened, software_differences
-from pytest_llmgpu.analysis.noise_regime import has_replays
 from pytest_llmgpu.gate import answers, figures, program, promotion, times
 from pytest_llmgpu.gate.answers import Answered, below_floor
 from pytest_llmgpu.gate.cause import host_calls_row, program_row, with_cause, with_slower_kernels
@@ -221,6 +220,7 @@ class Comparison:
         self._machines = before, after = reports[0].environment, head.environment
         self._unmeasured = [found for report in reports if (found := report.commit.not_measured()) is not None]
         self._same_gpus = {gpu.uuid for gpu in before.gpus} == {gpu.uuid for gpu in after.gpus}
+        self._same_host = len({(one.cpu, one.python, one.versions.get("torch")) for one in self._machines}) == 1
         self._names = before.kernel_names, after.kernel_names
         self._in_turn = in_turn
         cases = [] if base is None else base.cases, head.cases
@@ -331,11 +331,8 @@ class Comparison:
             wall = times.wall_times(base, head, wall_rule, metric=metric, in_turn=self._in_turn, same_gpus=same_gpus)
             self._take(metric, wall)
             if metric == "time" and isinstance(wall, Timed):
-                found = times.device_times(base, head, wall_rule, in_a_row=True)
-                if isinstance(found, Timed):
-                    self._entries.append(found)
-                elif any(map(has_replays, head.launches)):
-                    self._take("time", "replays in a row: this baseline has none, promote a new one")
+                for part in times.parts(base, head, wall_rule, same_gpus=same_gpus, same_host=self._same_host):
+                    self._take("time", part)
         for metric, own in figures.rows(base, head, self.policy, same_gpus=same_gpus):
             self._take(metric, own)
 
@@ -397,7 +394,7 @@ class Comparison:
                 if isinstance(entry, tuple):
                     found = self._with_program(found, *entry)
                 elif isinstance(entry, Timed) and entry.part:
-                    found[-1] = worse(found[-1], next(judged), entry.part)
+                    found[-1] = worse(found[-1], next(judged), entry.part, in_turn=self._in_turn)
                 else:
                     found.append(entry if isinstance(entry, Row) else next(judged))
             for base, head in (entry for entry in of_case if isinstance(entry, tuple)):
@@ -409,7 +406,6 @@ class Comparison:
     def _with_program(self, rows: Sequence[Row], base: CaseResult, head: CaseResult) -> list[Row]:
         """Return the rows of the times of a case with their causes, and those on its program."""
         device = next((row for row in rows if row.metric == "device_time"), None)
-        gain = 1 - device.ratio if device is not None and device.ratio is not None else 0.0
         better = any(row.improved for row in rows if row.metric in TIMES)
         phases = [(base, head), (of_prefill(base), of_prefill(head))] if head.case.generates else [(base, head)]
         found: dict[MetricName, Row] = {}
@@ -417,6 +413,9 @@ class Comparison:
             pairs = program.pairs_of(*results, self._names)
             if device is not None and (slower := with_slower_kernels(device, pairs)) is not device:
                 device = msgspec.structs.replace(slower, part="prefill" if number else None)
+            gain = 0.0  # of other GPUs only where it exceeds their differences
+            if device is not None and device.ratio and (device.improved or all(pair.same_gpus for pair in pairs)):
+                gain = 1 - device.ratio
             judged = {"program": program_row(*results, pairs, self.policy.program, gain=gain, better=better)}
             if self.policy.host_calls.gate:  # Without it they are in the row on the program alone.
                 judged["host_calls"] = host_calls_row(*results, pairs)

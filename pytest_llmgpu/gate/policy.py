@@ -52,7 +52,7 @@ class TimeRule(ExactRule, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     threshold: _Part | None = None
     """The relative threshold: the slowdown that is allowed, as a fraction. None: 0.04 against a stored baseline, 0.02
-    where launches of both reports alternated, 0.01 for CUDA graphs that are replayed in a row."""
+    where launches of both reports alternated or the host is at equal speed, 0.01 for CUDA graphs replayed in a row."""
 
 
 class ProgramRule(AmountRule, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -115,9 +115,7 @@ class Allowed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     case: str
     """The id of the case, such as `tp-bs8`; `*` stands for any text."""
     metric: MetricName
-    """The metric."""
     reason: str
-    """The reason why the regression is accepted."""
     up_to: Amount | None = None
     """The largest growth that is accepted, as a fraction of the baseline; None: any. Only for metrics that grow."""
     expires: datetime.date | None = None

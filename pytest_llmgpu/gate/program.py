@@ -77,12 +77,11 @@ class RankFigures(NamedTuple):
     host_calls: dict[str, int]
     """Source file to calls of Python functions, with `C functions`."""
     python_versions: frozenset[str]
-    """The versions of Python that made them."""
     host_syncs: int | None
     flops: int | None
     flops_by_module: dict[str, int]
+    uuids: frozenset[str]
     layers: int | None
-    """The layers of the model."""
     forwards: int
     """The forwards of the eager pass."""
     batches: int
@@ -104,6 +103,11 @@ class Pair(NamedTuple):
     def is_priced(self) -> bool:
         """True if the times of all kernels are known in both reports."""
         return all(bool(rank.kernels and rank.device_s) for rank in self)
+
+    @property
+    def same_gpus(self) -> bool:
+        """True if the rank was on the same GPUs in both reports: others of one kind differ by up to 1 %."""
+        return self.before.uuids == self.after.uuids
 
 
 def pairs_of(base: CaseResult, head: CaseResult, names: tuple[Sequence[str], Sequence[str]]) -> list[Pair]:
@@ -363,6 +367,7 @@ def _figures(works: Sequence[Work], names: Sequence[str], number: int) -> RankFi
         host_syncs=_median_count(rank.host_syncs for rank in ranks),
         flops=_median_count(rank.flops for rank in ranks),
         flops_by_module=_median_counts([rank.flops_by_module for rank in ranks]),
+        uuids=frozenset(uuid for rank in ranks for uuid in rank.uuids),
         layers=min((work.model.layers for work in works if work.model is not None), default=None),
         forwards=max(1, len(works[0].eager_batches)),
         batches=max(1, len(works[0].batches)),

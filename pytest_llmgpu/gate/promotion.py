@@ -29,7 +29,6 @@ FOLLOWED: tuple[MetricName, ...] = ("device_time", "traffic", "memory")
 """Metrics whose small growth is no chance. Wall time varies by more."""
 
 MOST_PROMOTIONS = 50
-"""Most earlier baselines that a baseline has."""
 
 _STEPS = 2
 """Number of thresholds by which a figure may grow over all promotions."""

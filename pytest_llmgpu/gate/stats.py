@@ -9,9 +9,6 @@ import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
 
-_PRECISION = 1e-15
-"""Relative change of a continued fraction that ends it."""
-
 
 def beta(x: float, a: float, b: float) -> float:
     """Return the regularised incomplete beta function, which gives binomial and t probabilities.
@@ -34,7 +31,7 @@ def beta(x: float, a: float, b: float) -> float:
         ):
             above, below = 1 + term / above, 1 / (1 + term * below)
             fraction *= above * below
-        if abs(above * below - 1) < _PRECISION:
+        if abs(above * below - 1) < 1e-15:  # noqa: PLR2004 - the precision of a float
             break
     return math.exp(scale) * fraction / a
 

@@ -7,16 +7,15 @@ their degrees of freedom: that of its launches, and the prior of its noise regim
 2004). The degrees of the prior are small where machines differ in their deviation.
 
 A row is REGRESSED if its change is statistically significant and exceeds the threshold. All gated rows of times are one
-family of tests (Holm). `comparable` selects the launches, `device_times` and `wall_times` collect the data of a row,
-and `judge.decided` has the rows of all.
+family of tests (Holm). `comparable` selects the launches, and `judge.decided` has the rows of all.
 """
 
 from __future__ import annotations
 
 import math
-import operator
 import statistics
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -29,7 +28,7 @@ from pytest_llmgpu.gate.fixed_clock import Fitted, Pass, Samples
 from pytest_llmgpu.gate.policy import AmountRule, TimeRule
 from pytest_llmgpu.gate.stats import t_quantile, t_tail
 from pytest_llmgpu.report import disturbances
-from pytest_llmgpu.report.derived import device_passes_s, device_times_s, latencies, of_prefill
+from pytest_llmgpu.report.derived import device_passes_s, device_times_s, latencies, of_prefill, sums_s
 from pytest_llmgpu.report.metrics import MetricName, spec_of
 from pytest_llmgpu.report.result import CaseResult, Declared, Launch
 from pytest_llmgpu.report.text import FACTORS_FROM, capital, plural, signed_percent, slowdown
@@ -46,24 +45,17 @@ OTHER_GPU_SD = {"fixed_clock": 0.003, "device": 0.006}
 pairs of H200 differed by 0.02 to 1.1 %, five H200 by up to 2 % else."""
 
 PRACTICAL_LAUNCHES = 20
-"""Largest number of launches that is recommended."""
 
-_IN_TURN = 0.02
-"""Threshold of wall time where launches of both reports alternated. A host drifts by 1 % from day to day: against a
-stored baseline one comparison in eleven had a false alarm with this threshold, one in 200 with 4 %."""
-
-_REPLAYED = 0.01
-"""Threshold of the time of CUDA graphs that are replayed in a row, which the host launches faster than they run."""
+_IN_TURN, _REPLAYED = 0.02, 0.01
+"""Thresholds of wall time where launches of both reports alternated, or at equal speed of the host, and of CUDA graphs
+replayed in a row. A host drifts by 1 % from day to day: against a stored baseline one comparison in eleven had a false
+alarm with 2 %, one in 200 with 4 %."""
 
 _ONE_SIDED = 0.95
 """Probability with which the change is above the lower end of its interval, and below the upper one."""
 
 _POWER_QUANTILE = statistics.NormalDist().inv_cdf(POWER)
 _GPU_QUANTILE = statistics.NormalDist().inv_cdf(0.99)
-
-_SLOW, _MANY_SLOW = 2.0, 3
-"""A batch is an outlier from this multiple of its time in the other launches on, and a launch has many from this number
-on: fewer of them are left out where not every launch of a report has one."""
 
 CLOCK = 0.01
 """A relative difference of clocks from which a reason states it."""
@@ -72,7 +64,6 @@ _LOWER, _LOWER_LAUNCHES = 0.005, 3
 """A program draws more power if its clock is lower by this fraction in each of at least so many launches in turn."""
 
 WALL_TIMES: tuple[MetricName, ...] = ("time", "first_token", "token_time")
-"""The metrics of wall time."""
 
 
 def smallest_seen(
@@ -128,10 +119,10 @@ def comparable(
         words = [" or ".join(", ".join(map(str, ranks)) for ranks in sorted(found)) for found in threads]
         unpaired = f"The number of threads of each rank changed: {words[0]} in the baseline, {words[1]} in the "
         unpaired += "candidate. Set OMP_NUM_THREADS to the same value in both runs."
-    elif None in plans:
-        unpaired = "The batches cannot be paired: a launch does not record them (plan_sha256)."
-    elif len(plans) > 1:
-        unpaired = "The batches cannot be paired: they differ (plan_sha256)."
+    elif None in plans or len(plans) > 1:
+        unpaired = (
+            f"The batches cannot be paired: {'a launch lacks' if None in plans else 'they differ by'} plan_sha256."
+        )
     elif len(counts) > 1:
         unpaired = f"The batches cannot be paired: one launch has {min(counts)}, another {max(counts)}."
     if unpaired:
@@ -144,12 +135,10 @@ class Timed(msgspec.Struct, frozen=True):
     """The times of one row. The verdict needs all rows."""
 
     result: CaseResult
-    """The result of the candidate."""
     metric: MetricName
     """The metric; for a figure of the user's own that should be large, the logarithms have the other sign."""
     gated: bool
     ranks: Sequence[Samples]
-    """The launches of each rank; the rank that became slowest decides."""
     prior: Prior
     """The noise that is expected."""
     threshold: float
@@ -160,10 +149,11 @@ class Timed(msgspec.Struct, frozen=True):
     """The mean SM clock of the baseline and of the candidate, if the times are those at a fixed clock."""
     machine_sd: float = 0.0
     """The deviation of the log time between machines of one kind; 0 where both reports are of the same GPUs."""
+    slope_sd: float = 0.0
+    """The error of the change that no launch makes smaller: that of a slope which is not fitted."""
     left_out: str = ""
     """A sentence about launches that are not used; empty if all are."""
     declared: Declared | None = None
-    """Declaration of a figure of the user's own."""
     part: Part | None = None
     """Name of the second part of a metric; the first one is the row before, and the worse of both counts."""
 
@@ -190,7 +180,8 @@ class Timed(msgspec.Struct, frozen=True):
     @property
     def error(self) -> float:
         """The standard error of the change, without differences between GPUs."""
-        return self.noise.s0 * math.sqrt(sum(1 / len(side) for side in self.ranks[self.slowest]))
+        launches = sum(1 / len(side) for side in self.ranks[self.slowest])
+        return math.hypot(self.noise.s0 * math.sqrt(launches), self.slope_sd)
 
     def p(self, sign: int) -> float:
         """Return the one-sided p of a change in a direction if the true change is 0, times the number of ranks."""
@@ -227,7 +218,7 @@ class Timed(msgspec.Struct, frozen=True):
         if unclear and self.machine_sd:
             # An OK row has a step as well: behind so much noise that a slowdown would not have been seen, it is not OK.
             step = "Measure the baseline on these GPUs."
-        elif unclear:
+        elif unclear and self.slope_sd < self.threshold / 4:
             rule = {"threshold": self.threshold, "family": tests, "confidence": confidence}
             needed = launches_needed(msgspec.structs.replace(self.prior, s0=noise.s0), **rule)
         base_s, head_s = self.seconds[self.slowest]
@@ -279,7 +270,7 @@ def wall_times(
     regime = noise_regime.noisiest(base, head)
     if declared is not None:  # it is of the host, whatever the forwards are
         regime = max(regime, "eager_host", key=noise_regime.REGIMES.index)
-    sums, left_out = _sums_s([[times_s for times_s, _ in side] for side in timed])
+    sums, left_out = sums_s([[times_s for times_s, _ in side] for side in timed])
     logs = [list(map(math.log, side)) for side in sums]
     count = 1 if metric == "time" else len(timed[1][0][0])
     base_s, head_s = (_ratio(statistics.fmean(side)) / count for side in logs)
@@ -315,26 +306,43 @@ def wall_times(
     )
 
 
-def _sums_s(sides: Sequence[Sequence[Sequence[float]]]) -> tuple[list[list[float]], str]:
-    """Return the sum of the times [reports][launches][batches] of each launch, and a sentence on what is left out.
+def parts(
+    base: CaseResult, head: CaseResult, rule: TimeRule, *, same_gpus: bool, same_host: bool
+) -> Iterator[Timed | str]:
+    """Yield the parts of wall time that are judged by themselves, or why there is none in the baseline."""
+    in_a_row = partial(device_times, in_a_row=True)
+    ways: dict[Part, Any] = {"replays in a row": (noise_regime.have_replays, in_a_row)}
+    # Another CPU, Python or torch needs another time for the reference.
+    if same_host and noise_regime.noisiest(base, head) == "eager_host" and base.case.execution == head.case.execution:
+        ways["host at equal speed"] = noise_regime.has_speed, partial(_host_times, same_gpus=same_gpus)
+    for name, (has, compare) in ways.items():
+        known = [has(one) for one in (base, head)]
+        if all(known) and isinstance(found := compare(base, head, rule), Timed):
+            yield msgspec.structs.replace(found, part=name)
+        elif known == [None, True]:
+            yield f"{name}: this baseline has none, promote a new one"
 
-    A batch that took twice its time in the other launches counts where every launch of its report has one, or one has
-    at least three or more than half of its batches: else it was a disturbance.
-    """
-    expected = [
-        statistics.median_low(of_batch) for of_batch in zip(*(one for side in sides for one in side), strict=True)
-    ]
-    many = min(_MANY_SLOW, len(expected) // 2 + 1)
-    sums, ignored = [], 0
-    for side in sides:
-        usual_s = [
-            [usual if s > _SLOW * usual else s for s, usual in zip(launch, expected, strict=True)] for launch in side
-        ]
-        counts = [sum(map(operator.ne, *both)) for both in zip(side, usual_s, strict=True)]
-        keep = max(counts) >= many or (len(counts) > 1 and min(counts) > 0)
-        ignored += 0 if keep else sum(counts)
-        sums.append(list(map(math.fsum, side if keep else usual_s)))
-    return sums, f" {plural(ignored, 'time')} of more than twice the usual one left out." if ignored else ""
+
+def _host_times(base: CaseResult, head: CaseResult, rule: TimeRule, *, same_gpus: bool) -> Timed | None:
+    """Return the times in which the host launches eager forwards, at the speed that it has in the candidate."""
+    sides = comparable(base, head, "time", lambda launch: launch.batches.launch_s)
+    if not isinstance(sides, tuple):
+        return None
+    logs, difference = noise_regime.at_equal_speed(sides)
+    prior = noise_regime.prior_of_host(len(sides[0][0].batches.launch_s))
+    left_out = _left_out(base, head, sides, "`launch_s` or `profile.invalid`")
+    return Timed(
+        result=head,
+        metric="time",
+        gated=rule.gate,
+        ranks=[Samples(*logs)],
+        prior=prior,
+        threshold=_IN_TURN if rule.threshold is None else rule.threshold,
+        seconds=[tuple(_ratio(statistics.fmean(side)) for side in logs)],
+        machine_sd=0.0 if same_gpus else prior.s0,
+        slope_sd=noise_regime.HOST_SLOPE_SD * abs(difference),
+        left_out=f" The host took {_ratio(difference):.2f} times as long for equal work.{left_out}",
+    )
 
 
 def device_times(
@@ -383,7 +391,6 @@ def device_times(
         clocks_ghz=clocks_ghz,
         machine_sd=0.0 if same else OTHER_GPU_SD[regime],
         left_out=_left_out(base, head, used, f"`{'replays_s' if in_a_row else 'work'}` or `profile.invalid`"),
-        part="replays in a row" if in_a_row else None,
     )
 
 

@@ -237,22 +237,19 @@ def score(
     model: torch.nn.Module,
     plan: Plan,
     *,
-    on_batch: OnBatch = lambda *_: None,
     input_device: torch.device,
     devices: Sequence[torch.device] = (),
-    logits: str = LEAN,
+    **others: Any,
 ) -> Scores:
     """Score every request of a plan, whose batches are page-locked here for a CUDA device.
 
     The model is on `devices`, in eval mode; they are idle when the clock of a batch starts and stops. The input ids are
     best on the device of the output head: accelerate returns logits to the device of the input. `logits` is one of
-    `SCORINGS`. ValueError if a log-likelihood is not finite.
+    `SCORINGS`. The others are those of `run`. ValueError if a log-likelihood is not finite.
     """
     plan.pin(input_device)
     clock = SmClock(devices or (input_device,), 2 * len(plan.batches))
-    batches, answers = run(
-        model, plan.batches, on_batch=on_batch, input_device=input_device, devices=devices, logits=logits, clock=clock
-    )
+    batches, answers = run(model, plan.batches, input_device=input_device, devices=devices, clock=clock, **others)
     batches.clock_ghz = clock.ghz([(2 * number, 2 * number + 1) for number in range(len(plan.batches))])
     in_order = [answers[number] for number in range(len(plan.requests.requests))]
     ends = accumulate(plan.requests.endings)
@@ -272,10 +269,11 @@ def run(
     devices: Sequence[torch.device] = (),
     logits: str = LEAN,
     clock: SmClock | None = None,
+    beside: Callable[[], float] | None = None,
 ) -> tuple[Batches, dict[int, float]]:
     """Run batches; return their times and sizes, and the log-likelihood of each request by its index.
 
-    A clock gets two stamps for each batch, outside of its time.
+    A clock gets two stamps for each batch, and what runs `beside` them is called before and after, outside of its time.
     """
     import torch
 
@@ -283,14 +281,21 @@ def run(
     answers: dict[int, float] = {}
     clock = clock or SmClock((), 0)
     with way(model, logits) as chosen, torch.inference_mode():
+        before_s = 0.0 if beside is None else beside()
         for number, batch in enumerate(batches):
             clock.stamp(2 * number)
             synchronize(devices)
             started_s = time.perf_counter()
-            values = of_tokens(chosen, batch, input_device).sum(dim=1).tolist()
+            sums = of_tokens(chosen, batch, input_device).sum(dim=1)
+            launched_s = time.perf_counter() - started_s
+            values = sums.tolist()
             synchronize(devices)
             latency_s = time.perf_counter() - started_s
             clock.stamp(2 * number + 1)
+            if beside is not None:
+                columns.launch_s.append(launched_s)
+                columns.reference_s.append((before_s + (after_s := beside())) / 2)
+                before_s = after_s
             add_batch(columns, batch, latency_s, values, of=len(batches))
             answers.update(zip(batch.requests, values, strict=True))
             on_batch(latency_s, batch.rows, batch.tokens, batch.padded_tokens)

@@ -271,14 +271,23 @@ def measure(state: RankState) -> Measured:
     """Score or generate the case that was warmed up; its CUDA graphs stay for `record_work`."""
     import torch
 
+    from pytest_llmgpu.inference.host_speed import HostReference
+
     loaded, launch, plan, state.launch = state.loaded, state.launch, state.plan, None
     assert launch is not None, "the case is warmed up"
     on_batch = report_to(state, planned=len(plan.batches))
+    beside = None
+    # Of several ranks one that is ready would wait for the reference of another one.
+    eager = state.decision.execution == "eager" and state.generator is None and loaded.world_size == 1
+    if eager and loaded.input_device.type == "cuda":
+        beside = HostReference(loaded.input_device).seconds
     started_s, ended = time.monotonic(), host.watch()
     if state.generator is not None:
         launch.batches, texts, why_no_clock = state.generator.generate(on_batch)
     else:
-        scores = scoring.score(loaded.model, plan, on_batch=on_batch, logits=state.case.scoring, **loaded.placed)
+        scores = scoring.score(
+            loaded.model, plan, on_batch=on_batch, logits=state.case.scoring, beside=beside, **loaded.placed
+        )
         launch.batches, why_no_clock = scores.batches, scores.why_no_clock
     ended(launch)
     ended_s = time.monotonic()

@@ -22,6 +22,7 @@ from pytest_llmgpu.report.result import (
     Metric,
     Profile,
 )
+from pytest_llmgpu.report.text import plural
 from pytest_llmgpu.report.work import RankWork
 
 LOGLIKELIHOOD_TOLERANCES = {"float32": 1e-5, "float16": 5e-3, "bfloat16": 4e-2}
@@ -35,6 +36,10 @@ _LEAST_ENERGY_WINDOW_S = 1.0
 
 _FEWEST_FOR_P99 = 100
 """With fewer decode steps, the 99th percentile would be the largest one."""
+
+_SLOW, _MANY_SLOW = 2.0, 3
+"""A batch is an outlier from this multiple of its time in the other launches on, and a launch has many from this number
+on: fewer of them are left out where not every launch of a report has one."""
 
 _ENERGIES = "energy_j_per_sequence", "energy_j_per_token"
 _FIGURES = (
@@ -68,6 +73,28 @@ def device_times_s(launch: Launch) -> list[float] | None:
         middle = ordered[left_out : len(ordered) - left_out]
         times_s.append(math.fsum(middle) / max(1, len(middle)))
     return times_s if times_s and min(times_s) > 0 else None
+
+
+def sums_s(sides: Sequence[Sequence[Sequence[float]]]) -> tuple[list[list[float]], str]:
+    """Return the sum of the times [reports][launches][batches] of each launch, and a sentence on what is left out.
+
+    A batch that took twice its time in the other launches counts where every launch of its report has one, or one has
+    at least three or more than half of its batches: else it was a disturbance.
+    """
+    expected = [
+        statistics.median_low(of_batch) for of_batch in zip(*(one for side in sides for one in side), strict=True)
+    ]
+    many = min(_MANY_SLOW, len(expected) // 2 + 1)
+    sums, ignored = [], 0
+    for side in sides:
+        usual_s = [
+            [usual if s > _SLOW * usual else s for s, usual in zip(launch, expected, strict=True)] for launch in side
+        ]
+        counts = [sum(map(operator.ne, *both)) for both in zip(side, usual_s, strict=True)]
+        keep = max(counts) >= many or (len(counts) > 1 and min(counts) > 0)
+        ignored += 0 if keep else sum(counts)
+        sums.append(list(map(math.fsum, side if keep else usual_s)))
+    return sums, f" {plural(ignored, 'time')} of more than twice the usual one left out." if ignored else ""
 
 
 def latencies(launch: Launch, metric: str) -> tuple[Sequence[float], list[list[float]] | None]:

@@ -245,6 +245,9 @@ def _columns(launch: Launch) -> Iterator[tuple[str, Sequence[object] | None, int
 
     batches = len(launch.batches.latency_s)
     yield from of(launch.batches, "batches", batches, "sequences", "tokens", "padded_tokens")
+    # Of eager forwards alone.
+    timed = batches if launch.batches.launch_s or launch.batches.reference_s else 0
+    yield from of(launch.batches, "batches", timed, "launch_s", "reference_s")
     if (accuracy := launch.accuracy) is not None:
         yield from of(accuracy, "accuracy", accuracy.items, "predictions", "predictions_norm", "labels")
     if (generation := launch.generation) is not None:

@@ -69,6 +69,12 @@ class Batches(msgspec.Struct, kw_only=True):
     padded_tokens: list[Count] = []
     """Number of input tokens of each batch with padding: sequences times the longest sequence, or less where prompts
     share lines."""
+    launch_s: list[Elapsed] = []
+    """Time from the start of each batch until the host has launched its work, where one rank scores eagerly on GPUs;
+    else empty, as for engines and in older reports."""
+    reference_s: list[Elapsed] = []
+    """Mean time that the host needed to launch a fixed small program of torch before and after each batch. Empty where
+    `launch_s` is."""
     clock_ghz: list[list[Amount]] | None = None
     """Mean clock of the SMs while each batch was scored, in GHz [GPUs][batches]: the median over the SMs of their
     cycles divided by the time. Null for a case that generates, and in older reports; `why` of the launch has other

@@ -600,6 +600,7 @@ def _join(launch: Launch, ranks: Sequence[Launch]) -> None:
     launch.plan_sha256 = first.plan_sha256
     launch.batches = slowest([rank.batches for rank in ranks])
     launch.batches.clock_ghz = _of_gpus([rank.batches.clock_ghz for rank in ranks])
+    launch.batches.launch_s, launch.batches.reference_s = first.batches.launch_s, first.batches.reference_s
     launch.accuracy = first.accuracy
     launch.figures = first.figures
     texts = [rank.generation for rank in ranks if rank.generation is not None]

@@ -6,12 +6,15 @@ import datetime
 import json
 import math
 import random
+import re
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from pytest_llmgpu.gate import program
 from pytest_llmgpu.gate.headline import headline
 from pytest_llmgpu.gate.judge import judge
 from pytest_llmgpu.gate.policy import Policy
@@ -37,8 +40,8 @@ def _in_a_row(name: str, launch: int, factor: float | None = 1.0) -> Report:
     return report
 
 
-def _times(base: Report, head: Report) -> Verdicts:
-    found = judge(base, head, Policy(), today=datetime.date(2026, 1, 1))
+def _times(base: Report, head: Report, *, in_turn: bool = False) -> Verdicts:
+    found = judge(base, head, Policy(), today=datetime.date(2026, 1, 1), in_turn=in_turn)
     return msgspec.structs.replace(found, rows=[row for row in found.rows if row.metric == "time"])
 
 
@@ -66,6 +69,88 @@ def test_a_baseline_without_replays_in_a_row_is_said_so() -> None:
     assert {(row.verdict, row.part) for row in found.rows} == {("OK", None)}
     assert found.not_compared["time: replays in a row: this baseline has none, promote a new one"] == 4
     assert "replays" not in " ".join(_times(having, without).not_compared)
+
+
+def _of_host(name: str, launches: Sequence[int], factor: float = 1.0, *, beside: bool = True) -> Report:
+    """Return launches of the eager case of batch size 2, whose host takes a multiple of its time."""
+    report = file.load(REPORTS / f"own-loop-7b-{name}.json.gz")
+    case = report.cases[0]
+    case.launches = [case.launches[number] for number in launches]
+    for batches in (launch.batches for launch in case.launches):
+        batches.latency_s = [factor * one for one in batches.latency_s]
+        batches.launch_s = [factor * one for one in batches.launch_s] if beside else []
+        batches.reference_s = batches.reference_s if beside else []
+    return msgspec.structs.replace(report, cases=[case])
+
+
+def test_a_slower_host_is_found_at_equal_speed() -> None:
+    """Five percent are found from three launches, whose wall times differ by 10 %, and equal programs are OK."""
+    base, other = _of_host("gpu-1", (0, 1)), (2, 3, 4)
+    walls = [math.fsum(launch.batches.latency_s) for launch in _of_host("gpu-1", range(5)).cases[0].launches]
+    assert max(walls) > 1.4 * min(walls)
+    (equal,) = _times(base, _of_host("gpu-1", other)).rows
+    assert (equal.verdict, equal.part) == ("OK", "host at equal speed")
+    for slower in (_of_host("gpu-1", other, 1.07), _of_host("slower-1", (0, 1, 2))):
+        found = _times(base, slower)
+        (row,) = found.rows
+        assert (row.verdict, row.part) == ("REGRESSED", "host at equal speed")
+        assert row.threshold == pytest.approx(0.02)
+        assert " times as long for equal work." in row.reason
+        assert "wall time of the host at equal speed +" in headline(found, Policy()).text
+
+
+def test_a_host_is_compared_with_its_like_alone() -> None:
+    """A baseline without its speed is named; of another torch or CPU the speed is another one."""
+    base, head = _of_host("gpu-1", (0, 1), beside=False), _of_host("gpu-1", (2, 3, 4))
+    found = _times(base, head)
+    assert [(row.verdict, row.part) for row in found.rows] == [("UNDECIDED", None)]
+    assert found.not_compared["time: host at equal speed: this baseline has none, promote a new one"] == 1
+    assert not any("equal speed" in reason for reason in _times(head, base).not_compared)
+    base = _of_host("gpu-1", (0, 1))
+    for environment in (
+        msgspec.structs.replace(head.environment, cpu="another"),
+        msgspec.structs.replace(head.environment, versions={**head.environment.versions, "torch": "9"}),
+    ):
+        (row,) = _times(base, msgspec.structs.replace(head, environment=environment)).rows
+        assert (row.verdict, row.part) == ("UNDECIDED", None)
+
+
+def test_what_slows_the_reference_as_well_is_decided_in_turn_alone() -> None:
+    """Another program does so, and a thread that holds Python's lock: batches of three times their time are stated."""
+    base, head = _of_host("gpu-1", (0, 1, 2)), _of_host("gpu-1", (3, 4))
+    for batches in (launch.batches for launch in head.cases[0].launches):
+        for column in (batches.latency_s, batches.launch_s, batches.reference_s):
+            column[:] = [3 * one for one in column]
+    (row,) = _times(base, head).rows
+    assert (row.verdict, row.part) == ("UNDECIDED", "host at equal speed")
+    assert re.search(r" Wall time \+1\d\d\.\d %: other programs can cause it\.", row.reason)
+    assert "llmgpu ab" in row.next_step
+    (row,) = _times(base, head, in_turn=True).rows
+    assert (row.verdict, row.part) == ("REGRESSED", None)
+
+
+def test_other_gpus_neither_accuse_nor_excuse_a_program() -> None:
+    """One kernel of two H200 differs by 0.33 % of device time, all by 1.1 %: equal is OK, a copy has its price."""
+    reach = import_module("reach")
+    ones, twos = (file.load(REPORTS / f"in-a-row-7b-gpu-{number}.json.gz") for number in (1, 2))
+    (one, two) = (reach._of(report, report.cases[0], report.cases[0].launches[0]) for report in (ones, twos))
+    for base, head in ((one, two), (two, one)):
+        names = base.environment.kernel_names, head.environment.kernel_names
+        (pair,) = program.pairs_of(base.cases[0], head.cases[0], names)
+        assert not pair.same_gpus
+        assert not [row for row in reach._rows(base, head) if row.worse]
+        slower = reach._rows(base, reach._changed(head, reach._with_copies))
+        assert [row.verdict for row in slower if row.metric == "program"] == ["REGRESSED"]
+    ratios = [row.ratio for row in reach._rows(one, two) if row.metric == "device_time"]
+    assert abs((ratios[0] or 1.0) - 1) > 0.005, "more than the price of the copy"
+    # On the same GPU a program that became faster is excused.
+    for launch in two.cases[0].launches:
+        assert launch.work is not None
+        ranks = [msgspec.structs.replace(rank, uuids=one.cases[0].launches[0].ranks[0].uuids) for rank in launch.ranks]
+        launch.work = msgspec.structs.replace(launch.work, ranks=ranks)
+    base, head = (one, two) if (ratios[0] or 1.0) < 1 else (two, one)
+    rows = reach._rows(base, reach._changed(head, reach._with_copies))
+    assert [row.verdict for row in rows if row.metric == "program"] == ["CHANGED"]
 
 
 @pytest.mark.slow

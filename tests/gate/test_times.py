@@ -63,6 +63,7 @@ def _worked(
                 device_time_s=[0.5 * level * of_rank * one for one in factors],
                 clock_ghz=[[one / 1000 for one in mhz]] if mhz else None,
                 busy=busy,
+                host_syncs=2,
             )
             for uuid, of_rank in zip(uuids, skew, strict=True)
         ]
@@ -319,6 +320,104 @@ def test_the_slope_that_the_clocks_do_not_show_is_an_error_of_wall_time() -> Non
     assert _judged(_wall(base, head, in_turn=False, threshold=0.01)).verdict == "OK"
 
 
+def _launched(level: float, speed: float = 1.0) -> CaseResult:
+    """Return an eager result that waits for its host, which takes a multiple of its time for everything."""
+    result = _worked(1.0, 1.0, 1.0, uuids="1", skew=(1.0,), busy=0.3, execution="eager")
+    for batches in (launch.batches for launch in result.launches):
+        batches.launch_s = [0.02 * level * speed**1.05] * BATCHES
+        batches.latency_s = [1.01 * one for one in batches.launch_s]
+        batches.reference_s = [0.003 * speed] * BATCHES
+    return result
+
+
+@pytest.mark.parametrize(
+    ("slower", "speed", "given", "verdict", "threshold"),
+    [
+        (1.0, 1.0, {}, "OK", 0.02),
+        (1.2, 1.0, {}, "REGRESSED", 0.02),
+        (1.2, 1.9, {}, "REGRESSED", 0.02),
+        (1.2, 0.5, {}, "REGRESSED", 0.02),
+        (0.8, 1.9, {}, "IMPROVED", 0.02),
+        (1.0, 1.9, {}, "UNDECIDED", 0.02),
+        (1.2, 1.0, {"threshold": 0.3}, "OK", 0.3),
+        (1.2, 1.0, {"same_gpus": False}, "REGRESSED", 0.109),
+        (1.1, 1.0, {"same_gpus": False}, "UNDECIDED", 0.109),
+    ],
+)
+def test_a_slower_host_is_found_at_equal_speed(
+    slower: float, speed: float, given: dict[str, Any], verdict: str, threshold: float
+) -> None:
+    """At a speed of 1.9 times the error of the slope is added: few launches do not decide equal programs."""
+    rule = TimeRule(threshold=given.get("threshold"))
+    machines = {"same_gpus": given.get("same_gpus", True), "same_host": True}
+    (found,) = times.parts(_launched(1.0), _launched(slower, speed), rule, **machines)
+    assert isinstance(found, Timed)
+    row = _judged(found)
+    assert (found.part, row.metric, row.result) == ("host at equal speed", "time", verdict)
+    assert (row.ratio, row.threshold) == pytest.approx((slower, threshold), abs=2e-3)
+    assert f"The host took {speed:.2f} times as long" in row.reason
+
+
+def test_the_deviation_of_a_host_falls_with_the_batches_it_launched() -> None:
+    """Of 1,000 batches it is that of the launch."""
+    found = [noise_regime.prior_of_host(batches).s0 for batches in (4, 36, 1000)]
+    assert found == pytest.approx([0.045, 0.015, 0.005])
+
+
+def test_the_error_of_the_slope_stays_with_many_launches() -> None:
+    """Hosts of very different speeds decide less, however many launches there are, and on other GPUs as well."""
+    rows = []
+    for launches in (3, 30):
+        sides = _launched(1.0), _launched(1.0, 1.9)
+        for result in sides:
+            result.launches *= launches // 3
+        (found,) = times.parts(*sides, TimeRule(), same_gpus=False, same_host=True)
+        assert isinstance(found, Timed)
+        assert found.error > 0.05 * math.log(1.9)
+        rows.append(_judged(found))
+    assert [row.launches_needed for row in rows] == [None, None]
+    assert rows[0].threshold is not None
+    assert 0.1 < (rows[1].threshold or 0.0) < rows[0].threshold
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_pause_of_the_host_is_no_change(side: int) -> None:
+    """One batch, or one reference, in which the host paused, counts as little as any other one."""
+    for name in ("launch_s", "reference_s"):
+        sides = _launched(1.0), _launched(1.0)
+        for launch in sides[side].launches:
+            getattr(launch.batches, name)[1] += 0.1
+            launch.batches.latency_s = [one + 1e-4 for one in launch.batches.launch_s]
+        (found,) = times.parts(*sides, TimeRule(), same_gpus=True, same_host=True)
+        assert isinstance(found, Timed)
+        assert _judged(found).ratio == pytest.approx(1.0, abs=1e-6)
+
+
+def test_a_host_that_the_gpu_waits_for_is_judged_alone() -> None:
+    """The GPU limits, by batches or by passes, forwards wait for it, or hosts and executions are not of one kind."""
+    base, busy = _launched(1.0), _launched(1.2)
+    assert not list(times.parts(base, busy, TimeRule(), same_gpus=True, same_host=False))
+    waiting, graphs, limited, once, unknown = (_launched(1.0) for _ in range(5))
+    graphs.case = msgspec.structs.replace(graphs.case, execution="cuda_graphs")
+    for launch, gpu, without in zip(waiting.launches, limited.launches, unknown.launches, strict=True):
+        assert launch.work is not None
+        (rank,) = launch.work.ranks
+        launch.work = msgspec.structs.replace(launch.work, ranks=[msgspec.structs.replace(rank, host_syncs=3)])
+        gpu.batches.latency_s = [1.1 * one for one in gpu.batches.launch_s]
+        without.work = None
+    once.launches[0].batches.latency_s = [1.1 * one for one in once.launches[0].batches.launch_s]
+    for other in (waiting, graphs, limited, once, unknown):
+        for sides in ((base, other), (other, base)):
+            found = list(times.parts(*sides, TimeRule(), same_gpus=True, same_host=True))
+            assert not found, "and there is nothing to promote"
+    for result in (base, busy):
+        for launch in result.launches:
+            assert launch.work is not None
+            ranks = [msgspec.structs.replace(rank, busy=0.9) for rank in launch.work.ranks]
+            launch.work = msgspec.structs.replace(launch.work, ranks=ranks)
+    assert not list(times.parts(base, busy, TimeRule(), same_gpus=True, same_host=True))
+
+
 def test_the_rank_that_became_slowest_decides() -> None:
     """Ranks of equal number are compared; the p is multiplied by the number of ranks."""
     row = _judged(_device(_worked(1.0), _worked(1.0, skew=(1.05, 1.0))))
@@ -419,7 +518,7 @@ def _refused(base: CaseResult, head: CaseResult, verdict: str) -> Any:
 def test_batches_of_another_plan_are_not_compared() -> None:
     """Other items or shapes, a plan that is not recorded, or batches that are missing."""
     base, head = with_launches([1.0]), with_launches([1.0, 1.0])
-    for plan, words in (("0" * 64, "they differ"), (None, "does not record them")):
+    for plan, words in (("0" * 64, "they differ"), (None, "a launch lacks plan_sha256")):
         head.launches[1].plan_sha256 = plan
         assert words in _refused(base, head, "NOT_COMPARABLE").reason
     head.case = msgspec.structs.replace(head.case, execution="cuda_graphs")

@@ -262,7 +262,12 @@ def test_replayed_graphs_show_their_kernels(main: Report) -> None:
     kernels_s = statistics.fmean(rank.device_time_s)
     assert len(rank.replays_s) == len(*rank.replays_ghz) == _work(case).passes // 2
     assert all(0.97 * kernels_s < one < 2 * kernels_s for one in rank.replays_s), (kernels_s, rank.replays_s)
-    assert _alone(_case(main, 2, "off")).replays_s is None
+    assert case.launches[0].batches.launch_s == []
+    eager = _case(main, 2, "off")
+    assert _alone(eager).replays_s is None
+    (batches,) = (launch.batches for launch in eager.launches)
+    assert all(0 < one < s for one, s in zip(batches.launch_s, batches.latency_s, strict=True))
+    assert all(0.0005 < one < 0.1 for one in batches.reference_s), "a program of a few milliseconds"
 
 
 def test_small_forwards_are_recorded_by_default(main: Report, again: Report) -> None:

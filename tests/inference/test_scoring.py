@@ -179,6 +179,17 @@ def test_batches_are_reported_as_they_finish(model: Any) -> None:
     assert all(latency_s > 0 for latency_s in batches.latency_s)
 
 
+def test_what_runs_beside_batches_is_called_between_them(model: Any) -> None:
+    """Each batch has the mean of the times before and after it, and the part of its time until it is launched."""
+    times_s = [1.0, 3.0, 7.0, 8.0]
+    plan = batching.plan(make_requests(), 2)
+    batches = scoring.score(model, plan, beside=lambda: times_s.pop(0), input_device=CPU).batches
+    assert (batches.reference_s, times_s) == ([2.0, 5.0, 7.5], [])
+    assert all(0 < launch_s < s for launch_s, s in zip(batches.launch_s, batches.latency_s, strict=True))
+    alone = scoring.score(model, plan, input_device=CPU).batches
+    assert (alone.launch_s, alone.reference_s) == ([], [])
+
+
 def test_nothing_of_a_batch_outlives_it(model: Any) -> None:
     """Logits are freed before the next batch, so that memory does not grow with the dataset."""
     alive: list[weakref.ref[Any]] = []

@@ -168,6 +168,7 @@ _DOCUMENT = make_document(make_full_report())
         (f"{_LAUNCH}.batches.sequences", [1, 1, 1], "4 values, got 3"),
         (f"{_LAUNCH}.batches.tokens", [1], "4 values, got 1"),
         (f"{_LAUNCH}.batches.padded_tokens", [1], "4 values, got 1"),
+        (f"{_LAUNCH}.batches.launch_s", [1.0] * 3, "4 values, got 3"),
         (f"{_LAUNCH}.accuracy.predictions", [0], "5 values, got 1"),
         (f"{_LAUNCH}.accuracy.predictions_norm", [0], "5 values, got 1"),
         (f"{_LAUNCH}.accuracy.labels", [0] * 6, "5 values, got 6"),
