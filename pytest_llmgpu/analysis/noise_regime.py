@@ -39,7 +39,6 @@ differ less. LLaMA-7B on two quiet hosts: 50 us, 36 us after 2 s, 20 us after 8 
 _LARGEST_HOST = 0.05
 """Largest part of the host, for batches of less than a millisecond, which nobody has recorded."""
 
-
 HOST_SLOPE_SD = 0.05
 _HOST_SLOPE = 1.05
 """Slope of the log time in which the host launches eager forwards over that of the reference, and its standard
@@ -111,11 +110,6 @@ def has_replays(launch: Launch) -> bool:
 def noisiest(*results: CaseResult) -> NoiseRegime:
     """Return the noisiest regime of the wall time of one case in several reports."""
     return max(map(of_time, results), key=REGIMES.index)
-
-
-def have_replays(result: CaseResult) -> bool | None:
-    """Return True if a launch has such replays, else None."""
-    return any(map(has_replays, result.launches)) or None
 
 
 def has_speed(result: CaseResult) -> bool | None:

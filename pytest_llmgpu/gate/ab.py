@@ -20,10 +20,9 @@ from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.verdicts import Row, Verdicts
 
 Side = Literal["base", "head"]
-
 SIDES: tuple[Side, Side] = ("base", "head")
-
 LOOKS = (1, 3, 5, 8)
+"""Numbers of launches of each version after which they are compared."""
 
 
 class Both(NamedTuple):

@@ -70,8 +70,8 @@ def worse(first: Row | None, second: Row, part: Part = "prefill", *, in_turn: bo
     if part == "host at equal speed" and first is not None and not (in_turn and first.worse):
         if first.worse and not second.worse:
             text = f" Wall time {signed_percent((first.ratio or 1.0) - 1)}: other programs can cause it."
-            step: dict[str, Any] = {"reason": second.reason + text, "next_step": "Measure both in turn: `llmgpu ab`."}
-            second = msgspec.structs.replace(second, verdict="UNDECIDED", improved=False, **step)
+            more = {"reason": second.reason + text, "next_step": "Measure both in turn: `llmgpu ab`."}
+            second = msgspec.structs.replace(second, verdict="UNDECIDED", improved=False, **more)
         first = None
 
     def badness(row: Row) -> tuple[int, float]:

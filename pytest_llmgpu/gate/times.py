@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -155,7 +154,7 @@ class Timed(msgspec.Struct, frozen=True):
     """A sentence about launches that are not used; empty if all are."""
     declared: Declared | None = None
     part: Part | None = None
-    """Name of the second part of a metric; the first one is the row before, and the worse of both counts."""
+    """Name of the second part of a metric; the first one is the row before (`exact.worse`)."""
 
     @property
     def family(self) -> Hashable:
@@ -310,28 +309,28 @@ def parts(
     base: CaseResult, head: CaseResult, rule: TimeRule, *, same_gpus: bool, same_host: bool
 ) -> Iterator[Timed | str]:
     """Yield the parts of wall time that are judged by themselves, or why there is none in the baseline."""
-    in_a_row = partial(device_times, in_a_row=True)
-    ways: dict[Part, Any] = {"replays in a row": (noise_regime.have_replays, in_a_row)}
+    if isinstance(replays := device_times(base, head, rule, in_a_row=True), Timed):
+        yield replays
+    elif any(map(noise_regime.has_replays, head.launches)):
+        yield "replays in a row: this baseline has none, promote a new one"
     # Another CPU, Python or torch needs another time for the reference.
     if same_host and noise_regime.noisiest(base, head) == "eager_host" and base.case.execution == head.case.execution:
-        ways["host at equal speed"] = noise_regime.has_speed, partial(_host_times, same_gpus=same_gpus)
-    for name, (has, compare) in ways.items():
-        known = [has(one) for one in (base, head)]
-        if all(known) and isinstance(found := compare(base, head, rule), Timed):
-            yield msgspec.structs.replace(found, part=name)
-        elif known == [None, True]:
-            yield f"{name}: this baseline has none, promote a new one"
+        then, now = map(noise_regime.has_speed, (base, head))
+        if then and now:
+            yield from _host_times(base, head, rule, same_gpus=same_gpus)
+        elif then is None and now:
+            yield "host at equal speed: this baseline has none, promote a new one"
 
 
-def _host_times(base: CaseResult, head: CaseResult, rule: TimeRule, *, same_gpus: bool) -> Timed | None:
-    """Return the times in which the host launches eager forwards, at the speed that it has in the candidate."""
+def _host_times(base: CaseResult, head: CaseResult, rule: TimeRule, *, same_gpus: bool) -> Iterator[Timed]:
+    """Yield the times in which the host launches eager forwards, at the speed that it has in the candidate."""
     sides = comparable(base, head, "time", lambda launch: launch.batches.launch_s)
     if not isinstance(sides, tuple):
-        return None
+        return
     logs, difference = noise_regime.at_equal_speed(sides)
     prior = noise_regime.prior_of_host(len(sides[0][0].batches.launch_s))
     left_out = _left_out(base, head, sides, "`launch_s` or `profile.invalid`")
-    return Timed(
+    yield Timed(
         result=head,
         metric="time",
         gated=rule.gate,
@@ -342,6 +341,7 @@ def _host_times(base: CaseResult, head: CaseResult, rule: TimeRule, *, same_gpus
         machine_sd=0.0 if same_gpus else prior.s0,
         slope_sd=noise_regime.HOST_SLOPE_SD * abs(difference),
         left_out=f" The host took {_ratio(difference):.2f} times as long for equal work.{left_out}",
+        part="host at equal speed",
     )
 
 
@@ -391,6 +391,7 @@ def device_times(
         clocks_ghz=clocks_ghz,
         machine_sd=0.0 if same else OTHER_GPU_SD[regime],
         left_out=_left_out(base, head, used, f"`{'replays_s' if in_a_row else 'work'}` or `profile.invalid`"),
+        part="replays in a row" if in_a_row else None,
     )
 
 
