@@ -3,7 +3,9 @@
     cd benchmarks/reports
     python ../gate/wall.py --eager launches-gpu-*.json.gz --replayed clock-7b-gpu-*.json.gz own-kernel-7b-*.json.gz \
         replayed-7b-*.json.gz in-a-row-7b-gpu-*.json.gz --slower in-a-row-7b-slower-*.json.gz \
-        --host own-loop-7b-gpu-*.json.gz --host-slower own-loop-7b-slower-*.json.gz > ../gate/results/wall.json
+        --host own-loop-7b-gpu-*.json.gz --host-slower own-loop-7b-slower-*.json.gz \
+        --host own-loop-7b-240-gpu-1.json.gz --host-slower own-loop-7b-240-slower-1.json.gz \
+        --host own-loop-7b-240-gpu-2.json.gz > ../gate/results/wall.json
 
 `eager`: ten launches are drawn from a recording, five for each report, whose batches take longer by 0, 5 and 6 % in the
 candidate, with the threshold of 4 % and that of launches in turn, 2 %. These recordings have no work passes: at
@@ -13,8 +15,9 @@ and of launches in turn; and 200 draws of half of the launches against the other
 Small batches of a recording without clocks get one constant clock: no limit of power slows them. Replays in a row
 (`in-a-row-7b`) become slower with the batches. `slower`: each launch of the program against each one in which it is
 slower for real. `other_gpu`: each launch of a recording with replays in a row against each one of another GPU. `host`:
-eager forwards beside a reference for the speed of the host, on the GPUs of one host: each launch against every other
-one, and 200 draws of five launches against five, 0 and 5 % slower; then against launches whose host is slower for real.
+eager forwards beside a reference for the speed of the host, on the GPUs of one host for each `--host`: each
+launch against every other one, and 200 draws of five launches against five (or of half of them), 0 and 5 % slower; then
+against launches whose host is slower for real.
 """
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ from pytest_llmgpu.gate.policy import Policy, TimeRule
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult, Launch
+from pytest_llmgpu.report.text import plural
 from pytest_llmgpu.report.verdicts import Row
 from pytest_llmgpu.report.work import Work
 
@@ -56,15 +60,16 @@ def main() -> int:
     parser.add_argument("--replayed", type=Path, nargs="*", default=[], help="recordings of CUDA graphs with clocks")
     parser.add_argument("--slower", type=Path, nargs="*", default=[], help="recordings of a slower program")
     text = "recordings of eager forwards with the speed of the host, and of a slower host"
-    parser.add_argument("--host", type=Path, nargs="*", default=[], help=text)
-    parser.add_argument("--host-slower", type=Path, nargs="*", default=[], help=text)
+    parser.add_argument("--host", type=Path, nargs="+", action="append", default=[], help=text)
+    parser.add_argument("--host-slower", type=Path, nargs="+", action="append", default=[], help=text)
     given = parser.parse_args()
     chance = random.Random(0)  # noqa: S311 - trials, repeated with the same numbers
     answer: dict[str, Any] = {"eager": {}, "replayed": {}}
     in_a_row = [path for path in given.replayed if path.name.startswith("in-a-row")]
     answer["slower"] = _between(in_a_row, given.slower, same_gpu=True)
     answer["other_gpu"] = _between(in_a_row, in_a_row, same_gpu=False)
-    answer["host"] = _of_host(given.host, given.host_slower) if given.host else {}
+    hosts = itertools.zip_longest(given.host, given.host_slower, fillvalue=())
+    answer["host"] = {f"{paths[0].name} and {len(paths) - 1} more": _of_host(paths, slower) for paths, slower in hosts}
     for path in given.eager:
         report = file.load(path)
         for case in report.cases:
@@ -73,7 +78,7 @@ def main() -> int:
                 parser.error(f"{path}: {case.id} has {len(case.launches)} launches, --eager needs {2 * _LAUNCHES}")
             draws = [chance.sample(case.launches, 2 * _LAUNCHES) for _ in range(_DRAWS)]
             sides: list[Sides] = [(one[::2], one[1::2]) for one in draws]
-            with mock.patch.object(noise_regime, "of_time", lambda _, limited=limited: _regime(limited=limited)):
+            with mock.patch.object(noise_regime, "of_time", lambda *_, limited=limited: _regime(limited=limited)):
                 answer["eager"][f"{path.name} {case.id}"] = {
                     "scatter_pct": 100 * statistics.stdev(map(_log_s, case.launches)),
                     **_found(report, case, sides, slower=(1.0, 1.05, 1.06), thresholds=(0.04, 0.02)),
@@ -124,31 +129,32 @@ def _between(befores: Iterable[Path], afters: Iterable[Path], *, same_gpu: bool)
 def _of_host(befores: Sequence[Path], afters: Sequence[Path]) -> dict[str, Any]:
     """Return the share of each verdict on launches of the same GPUs, whose host is slower in the second recordings."""
     chance = random.Random(0)  # noqa: S311 - trials, repeated with the same numbers
-    base, head = (merge([file.load(path) for path in paths]) for paths in (befores, afters))
+    base, head = (merge([file.load(path) for path in paths]) for paths in (befores, afters or befores))
     found: dict[str, Any] = {}
     for then, now in zip(base.cases, head.cases, strict=True):
+        several = min(_LAUNCHES, len(then.launches) // 2)
         pairs: list[Sides] = [([one], [other]) for one, other in itertools.permutations(then.launches, 2)]
-        draws = [chance.sample(then.launches, 2 * _LAUNCHES) for _ in range(_DRAWS)]
+        draws = [chance.sample(then.launches, 2 * several) for _ in range(_DRAWS)]
         found[then.id] = {
             "scatter_pct": 100 * statistics.stdev(map(_log_s, then.launches)),
-            "one launch": _found(base, then, pairs, slower=(1.0, 1.05), thresholds=(None,)),
-            "five launches": _found(
+            "1 launch": _found(base, then, pairs, slower=(1.0, 1.05), thresholds=(None,)),
+            f"{several} launches": _found(
                 base, then, [(one[::2], one[1::2]) for one in draws], slower=(1.0, 1.05), thresholds=(None,)
             ),
         }
-        for name, launches in (("one launch", 1), ("five launches", _LAUNCHES)):
+        for launches in (1, several) if afters else ():
             rows = [
                 row
                 for _ in range(_DRAWS)
                 for row in _judged(
                     _of(base, then, chance.sample(then.launches, launches), 1.0),
-                    _of(head, now, chance.sample(now.launches, launches), 1.0),
+                    _of(head, now, chance.sample(now.launches, min(launches, len(now.launches))), 1.0),
                     Policy(),
                 )
             ]
             counts = Counter(row.verdict for row in rows).most_common()
             changes = [(row.ratio or 0.0) - 1 for row in rows]
-            found[then.id][f"{name}, slower for real"] = {
+            found[then.id][f"{plural(launches, 'launch')}, slower for real"] = {
                 "draws": len(rows),
                 "change": [min(changes), max(changes)],
                 **{verdict: round(number / len(rows), 3) for verdict, number in counts},

@@ -106,11 +106,11 @@ own_kernel() {
 }
 # A loop of Python after each layer, and a longer one: for eager forwards whose host limits.
 own_loop() {
-  local of=("${of_7b[@]}" --llmgpu-dataset="$dataset" --llmgpu-limit=60 --llmgpu-cuda-graphs=off)
-  of+=(--llmgpu-batch-sizes=2,8 --strategy=own_kernel:OwnLoop)
+  local of=("${of_7b[@]}" --llmgpu-dataset="$dataset" --llmgpu-limit=240 --llmgpu-cuda-graphs=off)
+  of+=(--llmgpu-batch-sizes=2,8,32 --strategy=own_kernel:OwnLoop)
   export PYTHONPATH=benchmarks/gate:${PYTHONPATH:-}
-  OWN_LOOP=100 bench own-loop-7b-gpu "${of[@]}" --llmgpu-launches="${LAUNCHES:-5}"
-  OWN_LOOP=1700 bench own-loop-7b-slower "${of[@]}" --llmgpu-launches=3
+  OWN_LOOP=100 bench own-loop-7b-240-gpu "${of[@]}" --llmgpu-launches="${LAUNCHES:-5}"
+  OWN_LOOP=1700 bench own-loop-7b-240-slower "${of[@]}" --llmgpu-launches=3
 }
 # The same with replays in a row, and with a kernel that takes 2 % of the time longer.
 in_a_row() {

@@ -7,6 +7,7 @@ known, and for wall time.
 from __future__ import annotations
 
 import math
+import operator
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -14,7 +15,8 @@ from typing import Literal, get_args
 
 import msgspec
 
-from pytest_llmgpu.report.result import CaseResult, Launch
+from pytest_llmgpu.report import disturbances
+from pytest_llmgpu.report.result import Batches, CaseResult, Launch
 
 NoiseRegime = Literal["fixed_clock", "device", "replayed", "eager_device", "eager_host", "cpu"]
 """fixed_clock, device: the time of the kernels where the SM clock is known, and where it is not. replayed,
@@ -25,7 +27,11 @@ REGIMES: tuple[NoiseRegime, ...] = get_args(NoiseRegime)
 """Every regime; of device time and of wall time the quieter ones come first."""
 
 _BUSY = 0.8
-"""Fraction of a pass during which kernels run from which the GPU limits an eager forward."""
+"""Part of the time that batches which the GPU limits have, or kernels of a pass, where the GPU limits a case."""
+
+_AHEAD = 0.9
+"""Part of the time of a batch in which the host launches it, below which the GPU limits it. A full queue of about 1,000
+launches would hide that from some 10,000 kernels a forward; LLaMA-7B has 1,400."""
 
 _LEAST_REPLAY_S = 0.005
 """Time of a forward from which replays in a row are those of the GPU. The host launches one of LLaMA-7B in at most 1 ms
@@ -40,17 +46,17 @@ _LARGEST_HOST = 0.05
 """Largest part of the host, for batches of less than a millisecond, which nobody has recorded."""
 
 HOST_SLOPE_SD = 0.05
-_HOST_SLOPE = 1.05
-"""Slope of the log time in which the host launches eager forwards over that of the reference, and its standard
-deviation: LLaMA-7B had 1.08 at batch size 2 and 0.99 at 8, in 16 launches each."""
+"""Standard deviation of the slope of the log time in which the host launches eager forwards over that of the reference,
+which is 1: LLaMA-7B had 1.08 and 1.03 at batch size 2, and 0.99 and 0.97 at 8, on two hosts."""
 
-_LAUNCHED_SD, _LEAST_LAUNCHED_SD, _LAUNCHED_DF = 0.09, 0.005, 20.0
-"""Standard deviation of the log time of one such batch, the least one of a launch, and their degrees of freedom. The
-medians of ten launches had 0.6 % with 120 batches and 1.8 % with 30, where times differed by 11 and 15 %."""
+_LAUNCHED_SD, _LEAST_LAUNCHED_SD, _LAUNCHED_DF = 0.09, 0.015, 10.0
+"""Standard deviation of the log time of one such batch, least one of a launch, and their degrees of freedom. Medians of
+30 to 480 batches differed between launches by 1.1 to 2.3 %, however many they are, and times by 9 to 23 %."""
 
-_LAUNCHING, _FIRST_SYNCS = 0.95, 2
-"""Least part of the time of batches in which the host launches them where it sets their pace; and the synchronizations
-of a forward before its first layer, where transformers looks for a mask. Later ones have time of the GPU."""
+_FIRST_SYNCS = 2
+"""Synchronizations of a forward before its layers, where transformers looks for a mask. Later ones wait for kernels."""
+
+_Pair = tuple[CaseResult, CaseResult]
 
 
 class Prior(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,9 +101,63 @@ def of_time(result: CaseResult) -> NoiseRegime:
         return "cpu"
     if result.case.execution == "cuda_graphs":
         return "replayed"
+    if (numbers := of_gpu(result)) is not None:
+        return "eager_device" if min(_parts(numbers, result)) >= _BUSY else "eager_host"
     ranks = [rank for launch in result.launches for rank in launch.ranks]
     busy = bool(ranks) and all(rank.busy is not None and rank.busy >= _BUSY for rank in ranks)
     return "eager_device" if busy else "eager_host"
+
+
+def of_gpu(result: CaseResult) -> set[int] | None:
+    """Return the numbers of the batches that the GPU limits in every launch; None where it is not known.
+
+    The passes of a quiet launch show a busy GPU then: else it may have work after the last launch alone.
+    """
+    if not has_speed(result):
+        return None
+    parts = zip(*(map(operator.truediv, one.launch_s, one.latency_s) for one in _launched(result)), strict=False)
+    numbers = {number for number, of_launches in enumerate(parts) if max(of_launches) < _AHEAD}
+    if max(rank.busy or 0.0 for launch in result.launches for rank in launch.ranks) >= _BUSY:
+        return numbers
+    return None if max(_parts(numbers, result)) > 1 - _BUSY else set()
+
+
+def _launched(*results: CaseResult) -> list[Batches]:
+    launches = (launch for result in results for launch in result.launches if disturbances.untimed(launch) is None)
+    return [launch.batches for launch in launches if launch.batches.launch_s]
+
+
+def _parts(numbers: Iterable[int], *results: CaseResult) -> list[float]:
+    """Return the part of the time of each launch that some batches have."""
+    times_s = [of.latency_s for of in _launched(*results)]
+    return [math.fsum(of[number] for number in numbers if number < len(of)) / math.fsum(of) for of in times_s]
+
+
+def by_limit(base: CaseResult, head: CaseResult) -> tuple[_Pair | None, _Pair | None]:
+    """Return results with the batches that the GPU limits in every launch, None where few are, and with the others.
+
+    These are None where many batches have another limit in one of the results: not only launching them takes time.
+    """
+    then, now = map(of_gpu, (base, head))
+    if then is None or now is None:
+        return None, None
+    apart = then & now if max(_parts(then & now, base, head)) > 1 - _BUSY else set()
+
+    def limited(result: CaseResult, *, by_gpu: bool) -> CaseResult:
+        def kept(values: Sequence[float]) -> list[float]:
+            return [value for number, value in enumerate(values) if (number in apart) == by_gpu]
+
+        def of(batches: Batches) -> Batches:
+            times = {name: kept(getattr(batches, name)) for name in ("latency_s", "launch_s", "reference_s")}
+            clock_ghz = batches.clock_ghz and list(map(kept, batches.clock_ghz))
+            return msgspec.structs.replace(batches, clock_ghz=clock_ghz, **times)
+
+        launches = [msgspec.structs.replace(launch, batches=of(launch.batches)) for launch in result.launches]
+        return msgspec.structs.replace(result, launches=launches)
+
+    moved = max(_parts(then ^ now, base, head)) > 1 - _BUSY
+    of_host = None if moved else (limited(base, by_gpu=False), limited(head, by_gpu=False))
+    return (limited(base, by_gpu=True), limited(head, by_gpu=True)) if apart else None, of_host
 
 
 def has_replays(launch: Launch) -> bool:
@@ -113,11 +173,9 @@ def noisiest(*results: CaseResult) -> NoiseRegime:
 
 
 def has_speed(result: CaseResult) -> bool | None:
-    """Return whether a host whose speed is known was busy for all the time of the batches; None: it is not known."""
+    """Return whether launching takes time of a host of known speed alone; None: its speed is not known."""
     waits = [rank.host_syncs for launch in result.launches for rank in launch.ranks if rank.host_syncs is not None]
-    batches = [launch.batches for launch in result.launches if launch.batches.launch_s]
-    parts = [math.fsum(one.launch_s) / math.fsum(one.latency_s) for one in batches]
-    return min(parts) >= _LAUNCHING and max(waits, default=math.inf) <= _FIRST_SYNCS if parts else None
+    return max(waits, default=math.inf) <= _FIRST_SYNCS if _launched(result) else None
 
 
 def at_equal_speed(sides: Sequence[Sequence[Launch]]) -> tuple[list[list[float]], float]:
@@ -126,15 +184,14 @@ def at_equal_speed(sides: Sequence[Sequence[Launch]]) -> tuple[list[list[float]]
     That of a launch is a median over its batches: a pause within the reference counts as one within a batch. With them
     the log of the ratio of both speeds.
     """
-    speeds = [[list(map(math.log, one.batches.reference_s)) for one in side] for side in sides]
-    then, now = (statistics.fmean(map(statistics.median, side)) for side in speeds)
+    speeds = [[statistics.median(map(math.log, one.batches.reference_s)) for one in side] for side in sides]
+    then, now = map(statistics.fmean, speeds)
 
-    def log_s(launch: Launch, of_batches: Sequence[float]) -> float:
-        pairs = zip(launch.batches.launch_s, of_batches, strict=True)
-        middle = statistics.median(math.log(s) - _HOST_SLOPE * (speed - now) for s, speed in pairs)
-        return middle + math.log(len(of_batches))
+    def log_s(of: Batches) -> float:
+        ratios = (math.log(s) - math.log(speed) for s, speed in zip(of.launch_s, of.reference_s, strict=True))
+        return now + statistics.median(ratios) + math.log(len(of.launch_s))
 
-    return [list(map(log_s, *both)) for both in zip(sides, speeds, strict=True)], now - then
+    return [[log_s(launch.batches) for launch in side] for side in sides], now - then
 
 
 def prior_of_host(batches: int) -> Prior:
@@ -142,12 +199,11 @@ def prior_of_host(batches: int) -> Prior:
     return Prior(s0=max(_LAUNCHED_SD / math.sqrt(batches), _LEAST_LAUNCHED_SD), df0=_LAUNCHED_DF)
 
 
-def prior_of_time(*results: CaseResult, seconds: float, batches: int) -> Prior:
-    """Return the prior of the wall time of one case, from its results in one report or in several.
+def prior_of_time(regime: NoiseRegime, *, seconds: float, batches: int) -> Prior:
+    """Return the prior of the wall time of a regime.
 
     A launch takes `seconds` for all its `batches`. Before each replayed one the GPU waits for the host.
     """
-    regime = noisiest(*results)
     prior = PRIORS[regime]
     if regime != "replayed":
         return prior

@@ -166,8 +166,8 @@ def with_cause(row: Row, base: CaseResult, head: CaseResult, names: tuple[Sequen
         return row
     if row.metric == "first_token" or row.part == "prefill":
         base, head = of_prefill(base), of_prefill(head)
-    # The host has no part in replays in a row.
-    metric: MetricName = "device_time" if row.part == "replays in a row" else row.metric
+    without_host = row.part in {"replays in a row", "batches that the GPU limits"}
+    metric: MetricName = "device_time" if without_host else row.metric
     found = find(metric, program.pairs_of(base, head, names), ratio=row.ratio)
     return row if found is None else stated(row, found)
 

@@ -46,9 +46,8 @@ pairs of H200 differed by 0.02 to 1.1 %, five H200 by up to 2 % else."""
 PRACTICAL_LAUNCHES = 20
 
 _IN_TURN, _REPLAYED = 0.02, 0.01
-"""Thresholds of wall time where launches of both reports alternated, or at equal speed of the host, and of CUDA graphs
-replayed in a row. A host drifts by 1 % from day to day: against a stored baseline one comparison in eleven had a false
-alarm with 2 %, one in 200 with 4 %."""
+"""Thresholds of wall time where launches of both reports alternated, or in parts that the host's drift does not change,
+and of CUDA graphs replayed in a row. Else one comparison in eleven had a false alarm with 2 %, one in 200 with 4 %."""
 
 _ONE_SIDED = 0.95
 """Probability with which the change is above the lower end of its interval, and below the upper one."""
@@ -266,7 +265,8 @@ def wall_times(
     if not isinstance(sides, tuple):
         return sides
     timed = [[latencies(launch, metric) for launch in side] for side in sides]
-    regime = noise_regime.noisiest(base, head)
+    results = [of_prefill(one) if metric == "first_token" else one for one in (base, head)]
+    regime = noise_regime.noisiest(*results)
     if declared is not None:  # it is of the host, whatever the forwards are
         regime = max(regime, "eager_host", key=noise_regime.REGIMES.index)
     sums, left_out = sums_s([[times_s for times_s, _ in side] for side in timed])
@@ -277,25 +277,21 @@ def wall_times(
     if declared is not None and declared.better == "larger":
         logs = [[-one for one in side] for side in logs]
     means, fit_sd = None, 0.0
-    results = [of_prefill(one) if metric == "first_token" else one for one in (base, head)]
     ghz = [[of_launch for _, of_launch in side] for side in timed]
     points = [[*map(fixed_clock.mean_pass, *both)] for both in zip(logs, ghz, strict=True)]
     kernels = _kernels(launch for one in results for launch in one.launches)
     if regime in {"replayed", "eager_device"} and kernels and all(map(all, (*points, kernels))):
         fitted = fixed_clock.fit(points[0], points[1], kernels)
         logs, means, fit_sd = [*map(list, fitted.samples)], (fitted.base_ghz, fitted.head_ghz), fitted.sd
-    prior, threshold = noise_regime.PRIORS[regime], rule.threshold
-    if declared is None:
-        prior = noise_regime.prior_of_time(*results, seconds=seconds, batches=batches)
-        prior = msgspec.structs.replace(prior, s0=math.hypot(prior.s0, fit_sd))
-    if threshold is None:
+    prior = noise_regime.prior_of_time(regime, seconds=seconds, batches=batches)
+    if (threshold := rule.threshold) is None:
         threshold = _IN_TURN if in_turn else spec_of(metric).threshold or 0.0
     return Timed(
         result=head,
         metric=metric,
         gated=rule.gate,
         ranks=[Samples(*logs)],
-        prior=prior,
+        prior=msgspec.structs.replace(prior, s0=math.hypot(prior.s0, fit_sd)),
         threshold=threshold,
         seconds=[(base_s, head_s)],
         clocks_ghz=means,
@@ -317,7 +313,11 @@ def parts(
     if same_host and noise_regime.noisiest(base, head) == "eager_host" and base.case.execution == head.case.execution:
         then, now = map(noise_regime.has_speed, (base, head))
         if then and now:
-            yield from _host_times(base, head, rule, same_gpus=same_gpus)
+            of_gpu, of_host = noise_regime.by_limit(base, head)
+            if of_host is not None:
+                yield from _host_times(*of_host, rule, same_gpus=same_gpus)
+            if of_gpu and isinstance(gpu := wall_times(*of_gpu, rule, in_turn=True, same_gpus=same_gpus), Timed):
+                yield msgspec.structs.replace(gpu, part="batches that the GPU limits")
         elif then is None and now:
             yield "host at equal speed: this baseline has none, promote a new one"
 

@@ -52,13 +52,10 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-_LEAST_PASSES = 4
-"""Fewest profiled passes in the execution of the case."""
-_MOST_PASSES = 6
-_FORWARDS = 24
-"""Forwards that all passes together have where 6 passes suffice."""
-_MOST_PADDED_TOKENS = 8192
-_MOST_BATCHES = 16
+PASSES = 4
+"""Profiled passes in the execution of the case."""
+_MOST_PADDED_TOKENS = 4096
+_MOST_BATCHES = 4
 _SCORING = "(scoring)"
 """Module of what runs before and after the model: the copy of the batch, log-softmax, and the choice of the targets."""
 _ON_CPU = "kernels are recorded on CUDA devices only, and the case ran on a CPU"
@@ -200,7 +197,7 @@ class _Recording:
 def batches_used(padded_tokens: Sequence[int]) -> list[int]:
     """Return the numbers of the batches that work passes run: spread evenly over the plan, the same in every launch.
 
-    As many as have 8,192 padded tokens together, at least 1 and at most 16.
+    As many as have 4,096 padded tokens together, at least 1 and at most 4.
     """
     planned = len(padded_tokens)
     for count in range(min(_MOST_BATCHES, planned), 1, -1):
@@ -208,11 +205,6 @@ def batches_used(padded_tokens: Sequence[int]) -> list[int]:
         if sum(padded_tokens[number] for number in numbers) <= _MOST_PADDED_TOKENS:
             return numbers
     return [planned // 2]
-
-
-def passes_of(batches: int) -> int:
-    """Return how many passes run in the execution of a case, the same in every launch."""
-    return max(_LEAST_PASSES, min(_MOST_PASSES, -(-_FORWARDS // batches)))
 
 
 def record(
@@ -229,8 +221,8 @@ def record(
     """Run the passes in the execution of the case, whose CUDA graphs are still recorded, and return their figures.
 
     Every rank must do so at the same time. `first` is true for the first passes of the case. Where a forward generates
-    `whole_texts`, one batch is run, in the fewest passes. `replayed` forwards, CUDA graphs of one rank on one GPU, are
-    also timed in a row. `trace` is the file for the trace of the last pass.
+    `whole_texts`, one batch is run. `replayed` forwards, CUDA graphs of one rank on one GPU, are also timed in a row.
+    `trace` is the file for the trace of the last pass.
     """
     import torch
 
@@ -248,10 +240,9 @@ def record(
         _run(program.devices, [plan.batches[number] for number in reply.eager_batches], forward, on_batch)
     kernels, seconds = [], []
     why = None
-    passes = _LEAST_PASSES if whole_texts else passes_of(len(numbers))
-    clock = SmClock(program.devices, 2 * passes)
-    in_a_row, rows = SmClock(program.devices, passes), [(number - 1, number) for number in range(1, passes, 2)]
-    for number in range(passes):
+    clock = SmClock(program.devices, 2 * PASSES)
+    in_a_row, rows = SmClock(program.devices, PASSES), [(number - 1, number) for number in range(1, PASSES, 2)]
+    for number in range(PASSES):
         if number % 2:
             # Before a profile starts the GPU is idle and cools. At its power limit a pass after a forward has a clock
             # that is 3 to 5 % lower, and from passes at several clocks follows how the time depends on the clock.
@@ -262,7 +253,7 @@ def record(
             _run(program.devices, batches, forward, on_batch, wait=not replayed)
             in_a_row.stamp(number)
             synchronize(program.devices)
-        with _recorded(trace=trace if number == passes - 1 else None) as recording:
+        with _recorded(trace=trace if number == PASSES - 1 else None) as recording:
             clock.stamp(2 * number)
             pass_s = _run(program.devices, batches, forward, on_batch)
             clock.stamp(2 * number + 1)
@@ -278,7 +269,7 @@ def record(
     if why:
         figures = msgspec.structs.replace(figures, why=dict.fromkeys(_DEVICE_FIGURES, why))
         return msgspec.structs.replace(reply, work=figures)
-    clock_ghz = clock.ghz([(2 * number, 2 * number + 1) for number in range(passes)])
+    clock_ghz = clock.ghz([(2 * number, 2 * number + 1) for number in range(PASSES)])
     covered = [(one.covered_s, pass_s) for one, pass_s in zip(kernels, seconds, strict=True)]
     figures = msgspec.structs.replace(
         figures,

@@ -25,7 +25,7 @@ SEVERITY: tuple[Verdict, ...] = get_args(Verdict)
 Decided = Verdict | Literal["IMPROVED"]
 """The result of a comparison: a row states IMPROVED as OK with a sign (`stated`)."""
 
-Part = Literal["prefill", "replays in a row", "host at equal speed"]
+Part = Literal["prefill", "replays in a row", "host at equal speed", "batches that the GPU limits"]
 """A part of a metric that is judged by itself before the worse one counts."""
 
 WORST_FIRST: tuple[Decided, ...] = (*SEVERITY[:-1], "IMPROVED", "OK")
@@ -68,8 +68,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     gated: bool = True
     """False if the policy only reports this metric, so that it cannot fail the gate."""
     part: Part | None = None
-    """The part of the metric that decided: `prefill` of a case that generates; `replays in a row` or `host at equal
-    speed` of wall time. Null for the first part: the decode steps of such a case, or the timed batches."""
+    """The part of the metric that decided: `prefill` of a case that generates; another one of wall time. Null for the
+    first part: the decode steps of such a case, or the timed batches."""
     base: float | None = None
     """Value of the baseline, in seconds, bytes, a fraction of the items, or sequences per forward."""
     head: float | None = None

@@ -5,9 +5,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.report_factory import make_result, make_work
+from support.report_factory import known, make_result, make_work
+from support.verdict_factory import make_invalid
 
-from pytest_llmgpu.analysis.noise_regime import PRIORS, Prior, noisiest, of_time, prior_of_time
+from pytest_llmgpu.analysis.noise_regime import PRIORS, Prior, noisiest, of_gpu, of_time, prior_of_time
 from pytest_llmgpu.report.result import CaseResult
 
 
@@ -34,6 +35,42 @@ def test_the_rank_that_waits_most_decides_the_regime_of_eager_forwards() -> None
     assert of_time(busy) == "eager_host"
 
 
+@pytest.mark.parametrize(
+    ("latency_s", "launch_s", "numbers", "regime"),
+    [
+        ([1.0, 4.0], [0.9, 3.5], {1}, "eager_device"),
+        ([1.1, 4.0], [1.0, 3.5], {1}, "eager_host"),
+        ([1.0, 4.0], [0.9, 3.6], set(), "eager_host"),
+        ([1.0, 4.0], [0.5, 2.0], {0, 1}, "eager_device"),
+    ],
+)
+def test_batches_show_what_limits_them(
+    latency_s: list[float], launch_s: list[float], numbers: set[int], regime: str
+) -> None:
+    """The GPU, where launching takes less than 90 % in every launch; and the case, where such batches take 80 %.
+
+    Launches that were disturbed show nothing. Neither do forwards that wait for the GPU, and batches of a GPU that no
+    pass shows busy.
+    """
+    result, quick, disturbed = _busy(0.1), *_busy(0.9).launches, *make_result().launches
+    make_invalid(disturbed, "processes of other programs")
+    for launch, parts in ((result.launches[0], launch_s), (quick, [0.1, 0.1]), (disturbed, latency_s)):
+        launch.batches.latency_s, launch.batches.launch_s = latency_s, parts
+    result.launches += [quick, disturbed, make_result().launches[0]]
+    cold, warm = (known(launch.work).ranks[0] for launch in (result.launches[0], quick))
+    for syncs, busy, shown in (
+        (2, 0.9, numbers),
+        (2, 0.7, None if numbers else numbers),
+        (3, 0.9, None),
+        (None, 0.9, None),
+    ):
+        for launch, rank, part in ((result.launches[0], cold, 0.1), (quick, warm, busy)):
+            ranks = [msgspec.structs.replace(rank, host_syncs=syncs, busy=part)]
+            launch.work = msgspec.structs.replace(known(launch.work), ranks=ranks)
+        assert of_gpu(result) == shown
+        assert of_time(result) == (regime if shown == numbers else "eager_host")
+
+
 _EAGER, _WAITING, _REPLAYED = _busy(0.9), _busy(0.5), _busy(execution="cuda_graphs")
 
 
@@ -48,16 +85,16 @@ _EAGER, _WAITING, _REPLAYED = _busy(0.9), _busy(0.5), _busy(execution="cuda_grap
 def test_the_noisier_of_two_reports_decides_the_prior(results: list[CaseResult], regime: str, s0: float) -> None:
     """The order of the regimes is their order of noise; between replayed graphs the noise of the host is added."""
     assert noisiest(*results) == noisiest(*results[::-1]) == regime
-    assert prior_of_time(*results, seconds=1.0, batches=100).s0 == pytest.approx(s0)
+    assert prior_of_time(noisiest(*results), seconds=1.0, batches=100).s0 == pytest.approx(s0)
 
 
 @pytest.mark.parametrize(("seconds", "batches", "s0"), [(1.0, 2000, 0.05), (1.0, 10, 0.001), (4.0, 400, 0.005)])
 def test_the_host_adds_the_same_time_to_each_replayed_batch(seconds: float, batches: int, s0: float) -> None:
     """It drifts within seconds, which longer launches average. Eager forwards have no part of the host apart."""
-    found = prior_of_time(_REPLAYED, seconds=seconds, batches=batches)
+    found = prior_of_time("replayed", seconds=seconds, batches=batches)
     assert found.s0 == pytest.approx(math.hypot(0.003, s0))
     assert 4 <= found.df0 <= 24, "hosts differ: their part has few degrees of freedom"
-    assert prior_of_time(_EAGER, seconds=seconds, batches=batches) == PRIORS["eager_device"]
+    assert prior_of_time("eager_device", seconds=seconds, batches=batches) == PRIORS["eager_device"]
 
 
 def test_launches_are_added_to_the_prior_by_their_degrees_of_freedom() -> None:

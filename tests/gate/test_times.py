@@ -138,7 +138,7 @@ def test_launches_that_scatter_are_never_ok() -> None:
     """One of two launches is much slower: their own deviation makes the interval wide, whatever was expected."""
     for execution in ("eager", "cuda_graphs"):
         spread = with_launches([1.0, 2.5], execution=execution)
-        prior = noise_regime.prior_of_time(spread, seconds=1.0, batches=BATCHES)
+        prior = noise_regime.prior_of_time(noise_regime.of_time(spread), seconds=1.0, batches=BATCHES)
         assert _judged(_wall(spread, spread, prior)).verdict == "UNDECIDED"
 
 
@@ -320,12 +320,13 @@ def test_the_slope_that_the_clocks_do_not_show_is_an_error_of_wall_time() -> Non
     assert _judged(_wall(base, head, in_turn=False, threshold=0.01)).verdict == "OK"
 
 
-def _launched(level: float, speed: float = 1.0) -> CaseResult:
-    """Return an eager result that waits for its host, which takes a multiple of its time for everything."""
-    result = _worked(1.0, 1.0, 1.0, uuids="1", skew=(1.0,), busy=0.3, execution="eager")
+def _launched(level: float, speed: float = 1.0, of_gpu: int = 0) -> CaseResult:
+    """Return an eager result whose host takes a multiple of its time for everything; the GPU limits some batches."""
+    busy = 0.9 if of_gpu else 0.3
+    result = _worked(1.0, 1.0, 1.0, uuids="1", skew=(1.0,), busy=busy, execution="eager")
     for batches in (launch.batches for launch in result.launches):
-        batches.launch_s = [0.02 * level * speed**1.05] * BATCHES
-        batches.latency_s = [1.01 * one for one in batches.launch_s]
+        batches.launch_s = [0.02 * level * speed] * BATCHES
+        batches.latency_s = [0.04] * of_gpu + [1.01 * one for one in batches.launch_s[of_gpu:]]
         batches.reference_s = [0.003 * speed] * BATCHES
     return result
 
@@ -360,8 +361,8 @@ def test_a_slower_host_is_found_at_equal_speed(
 
 def test_the_deviation_of_a_host_falls_with_the_batches_it_launched() -> None:
     """Of 1,000 batches it is that of the launch."""
-    found = [noise_regime.prior_of_host(batches).s0 for batches in (4, 36, 1000)]
-    assert found == pytest.approx([0.045, 0.015, 0.005])
+    found = [noise_regime.prior_of_host(batches).s0 for batches in (4, 16, 1000)]
+    assert found == pytest.approx([0.045, 0.0225, 0.015])
 
 
 def test_the_error_of_the_slope_stays_with_many_launches() -> None:
@@ -394,28 +395,55 @@ def test_a_pause_of_the_host_is_no_change(side: int) -> None:
 
 
 def test_a_host_that_the_gpu_waits_for_is_judged_alone() -> None:
-    """The GPU limits, by batches or by passes, forwards wait for it, or hosts and executions are not of one kind."""
+    """The GPU limits, forwards wait for it or nothing shows it, or hosts and executions are not of one kind."""
     base, busy = _launched(1.0), _launched(1.2)
     assert not list(times.parts(base, busy, TimeRule(), same_gpus=True, same_host=False))
-    waiting, graphs, limited, once, unknown = (_launched(1.0) for _ in range(5))
+    waiting, graphs, unknown = (_launched(1.0) for _ in range(3))
     graphs.case = msgspec.structs.replace(graphs.case, execution="cuda_graphs")
-    for launch, gpu, without in zip(waiting.launches, limited.launches, unknown.launches, strict=True):
+    for launch, without in zip(waiting.launches, unknown.launches, strict=True):
         assert launch.work is not None
         (rank,) = launch.work.ranks
         launch.work = msgspec.structs.replace(launch.work, ranks=[msgspec.structs.replace(rank, host_syncs=3)])
-        gpu.batches.latency_s = [1.1 * one for one in gpu.batches.launch_s]
         without.work = None
-    once.launches[0].batches.latency_s = [1.1 * one for one in once.launches[0].batches.launch_s]
-    for other in (waiting, graphs, limited, once, unknown):
+    for other in (waiting, graphs, unknown):
         for sides in ((base, other), (other, base)):
             found = list(times.parts(*sides, TimeRule(), same_gpus=True, same_host=True))
             assert not found, "and there is nothing to promote"
-    for result in (base, busy):
-        for launch in result.launches:
-            assert launch.work is not None
-            ranks = [msgspec.structs.replace(rank, busy=0.9) for rank in launch.work.ranks]
-            launch.work = msgspec.structs.replace(launch.work, ranks=ranks)
-    assert not list(times.parts(base, busy, TimeRule(), same_gpus=True, same_host=True))
+    limited = _launched(1.0, of_gpu=BATCHES), _launched(1.0, of_gpu=BATCHES)
+    assert not list(times.parts(*limited, TimeRule(), same_gpus=True, same_host=True))
+
+
+@pytest.mark.parametrize(
+    ("host", "gpu", "verdicts"),
+    [(1.0, 1.0, ["OK"] * 2), (1.2, 1.0, ["REGRESSED", "OK"]), (1.0, 1.06, ["OK", "REGRESSED"])],
+)
+def test_each_batch_is_judged_by_what_limits_it(host: float, gpu: float, verdicts: list[str]) -> None:
+    """The GPU limits some in every launch: their time counts, and of the others that of launching them."""
+    few = BATCHES // 3
+    base, head = _launched(1.0, of_gpu=few), _launched(host, of_gpu=few)
+    for launch in head.launches:
+        launch.batches.latency_s[:few] = [gpu * one for one in base.launches[0].batches.latency_s[:few]]
+    found = list(times.parts(base, head, TimeRule(), same_gpus=True, same_host=True))
+    assert [one.part for one in found if isinstance(one, Timed)] == [
+        "host at equal speed",
+        "batches that the GPU limits",
+    ]
+    assert [_judged(one).verdict for one in found if isinstance(one, Timed)] == verdicts
+
+
+def test_a_batch_that_another_limit_slows_is_not_judged_by_launching() -> None:
+    """The host limits batches of one report that the GPU limits in the other one: launching them shows nothing."""
+    few = BATCHES // 3
+    base, head = _launched(1.0, of_gpu=few), _launched(1.0, of_gpu=few)
+    for launch in head.launches:
+        launch.batches.latency_s[few:-1] = [0.03] * (BATCHES - few - 1)
+    for sides in ((base, head), (head, base)):
+        (found,) = times.parts(*sides, TimeRule(), same_gpus=True, same_host=True)
+        assert isinstance(found, Timed)
+        assert found.part == "batches that the GPU limits"
+        assert list(found.seconds[0]) == pytest.approx([0.04 * few] * 2)
+    head = _launched(1.0, of_gpu=BATCHES)
+    assert not list(times.parts(_launched(1.0), head, TimeRule(), same_gpus=True, same_host=True))
 
 
 def test_the_rank_that_became_slowest_decides() -> None:

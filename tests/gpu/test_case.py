@@ -164,7 +164,7 @@ def _case(report: Report, batch_size: int, cuda_graphs: str, strategy: str = "mp
 def _work(result: CaseResult) -> Work:
     (launch,) = result.launches
     assert launch.work is not None, launch.why
-    assert launch.work.passes == work.passes_of(len(launch.work.batches))
+    assert launch.work.passes == work.PASSES
     assert all(rank.why.keys() <= {"flops"} for rank in launch.work.ranks), [rank.why for rank in launch.work.ranks]
     return launch.work
 
