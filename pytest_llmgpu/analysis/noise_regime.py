@@ -136,7 +136,8 @@ def _parts(numbers: Iterable[int], *results: CaseResult) -> list[float]:
 def by_limit(base: CaseResult, head: CaseResult) -> tuple[_Pair | None, _Pair | None]:
     """Return results with the batches that the GPU limits in every launch, None where few are, and with the others.
 
-    These are None where many batches have another limit in one of the results: not only launching them takes time.
+    These are None where many batches have another limit in one of the results: not only launching them takes time. Both
+    are where the limit is not known.
     """
     then, now = map(of_gpu, (base, head))
     if then is None or now is None:

@@ -69,7 +69,7 @@ def program_row(
     if not pairs:
         then, now = (any(map(program.is_known, result.launches)) for result in (base, head))
         missing = absent(head, "program", then, now, gated=rule.gate)
-        return missing or other_execution(base, head) or "the forwards ran other batches (plan_sha256)"
+        return missing or other_execution(base, head) or "the forwards or their work passes ran other batches"
     found = [_of_rank(head, pair, rule, gain=gain, better=better) for pair in pairs]
     worst = min(found, key=lambda row: (WORST_FIRST.index(row.result), -(row.ratio or 0.0)))
     if worst.cause is None:
@@ -89,7 +89,7 @@ def host_calls_row(base: CaseResult, head: CaseResult, pairs: Sequence[Pair]) ->
         return missing
     versions = {rank.python_versions for pair in pairs for rank in pair}
     if len(versions) != 1 or not all(versions):
-        return "the forwards ran other batches (plan_sha256), or another version of Python"
+        return "the forwards or their work passes ran other batches, or another version of Python"
     pair = max(pairs, key=lambda one: one.after.python_calls - one.before.python_calls)
     before, after = pair.before.python_calls, pair.after.python_calls
     result: Decided = "REGRESSED" if after > before else "IMPROVED" if after < before else "OK"

@@ -118,9 +118,8 @@ def comparable(
         unpaired = f"The number of threads of each rank changed: {words[0]} in the baseline, {words[1]} in the "
         unpaired += "candidate. Set OMP_NUM_THREADS to the same value in both runs."
     elif None in plans or len(plans) > 1:
-        unpaired = (
-            f"The batches cannot be paired: {'a launch lacks' if None in plans else 'they differ by'} plan_sha256."
-        )
+        how = "a launch lacks" if None in plans else "they differ by"
+        unpaired = f"The batches cannot be paired: {how} plan_sha256."
     elif len(counts) > 1:
         unpaired = f"The batches cannot be paired: one launch has {min(counts)}, another {max(counts)}."
     if unpaired:
@@ -308,18 +307,18 @@ def parts(
     if isinstance(replays := device_times(base, head, rule, in_a_row=True), Timed):
         yield replays
     elif any(map(noise_regime.has_replays, head.launches)):
-        yield "replays in a row: this baseline has none, promote a new one"
+        yield "replays in a row: this baseline has none of these batches, promote a new one"
     # Another CPU, Python or torch needs another time for the reference.
     if same_host and noise_regime.noisiest(base, head) == "eager_host" and base.case.execution == head.case.execution:
-        then, now = map(noise_regime.has_speed, (base, head))
-        if then and now:
-            of_gpu, of_host = noise_regime.by_limit(base, head)
-            if of_host is not None:
-                yield from _host_times(*of_host, rule, same_gpus=same_gpus)
-            if of_gpu and isinstance(gpu := wall_times(*of_gpu, rule, in_turn=True, same_gpus=same_gpus), Timed):
-                yield msgspec.structs.replace(gpu, part="batches that the GPU limits")
-        elif then is None and now:
+        if noise_regime.has_speed(base) is None and noise_regime.has_speed(head):
             yield "host at equal speed: this baseline has none, promote a new one"
+        of_gpu, of_host = noise_regime.by_limit(base, head)
+        if of_host is not None:
+            yield from _host_times(*of_host, rule, same_gpus=same_gpus)
+        if of_gpu and isinstance(gpu := wall_times(*of_gpu, rule, in_turn=True, same_gpus=same_gpus), Timed):
+            some, planned = (len(one.launches[0].batches.latency_s) for one in (of_gpu[1], head))
+            left_out = f" They are {some} of {planned} batches.{gpu.left_out}"
+            yield msgspec.structs.replace(gpu, part="batches that the GPU limits", left_out=left_out)
 
 
 def _host_times(base: CaseResult, head: CaseResult, rule: TimeRule, *, same_gpus: bool) -> Iterator[Timed]:

@@ -67,7 +67,7 @@ def test_a_baseline_without_replays_in_a_row_is_said_so() -> None:
     without, having = _in_a_row("gpu-1", 0, None), _in_a_row("gpu-1", 1, 1.02)
     found = _times(without, having)
     assert {(row.verdict, row.part) for row in found.rows} == {("OK", None)}
-    assert found.not_compared["time: replays in a row: this baseline has none, promote a new one"] == 4
+    assert found.not_compared["time: replays in a row: this baseline has none of these batches, promote a new one"] == 4
     assert "replays" not in " ".join(_times(having, without).not_compared)
 
 

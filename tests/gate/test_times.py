@@ -428,7 +428,9 @@ def test_each_batch_is_judged_by_what_limits_it(host: float, gpu: float, verdict
         "host at equal speed",
         "batches that the GPU limits",
     ]
-    assert [_judged(one).verdict for one in found if isinstance(one, Timed)] == verdicts
+    rows = [_judged(one) for one in found if isinstance(one, Timed)]
+    assert [row.verdict for row in rows] == verdicts
+    assert f" They are {few} of {BATCHES} batches." in rows[1].reason
 
 
 def test_a_batch_that_another_limit_slows_is_not_judged_by_launching() -> None:
