@@ -6,9 +6,9 @@
 
 A recording has the launches of one GPU. Every launch is judged against every other one of the same cases, of its own
 recording and of the others, with the built-in policy. Slowdowns are injected into one case: a copy more in each MLP
-(its kernel with half a percent of device time, and its op), or one percent more time of all kernels. In the launches of
-`--slower` one kernel was slower for real: `own_kernel.py` measured them. Reports of 21 cases are made of copies of the
-recorded cases, whose launches are drawn for each case.
+(its kernel with half a percent of device time, and its op), half a percent in the largest kernel, or one percent more
+time of all kernels. In the launches of `--slower` one kernel was slower for real: `own_kernel.py` measured them.
+Reports of 21 cases are made of copies of the recorded cases, whose launches are drawn for each case.
 """
 
 from __future__ import annotations
@@ -123,6 +123,8 @@ def _figures(equal: Sequence[Pair], slower: Sequence[Pair]) -> dict[str, Any]:
         ),
         "largest_kernel_pct": 100 * max(excess, default=0.0),
         "half_a_percent_in_a_copy": _share(equal, _with_copies),
+        # Earlier recordings have no times of single passes.
+        "half_a_percent_in_one_kernel": _share([pair for pair in equal if _kernels(*pair)], _one_slower, "kernel"),
         "one_percent_of_all_kernels": _share(equal, _all_slower),
         "slower_kernel": {
             f"+{added:.1f} %": {"pairs": len(pairs), **_share(pairs, None, _OWN)}
@@ -148,7 +150,7 @@ def _share(pairs: Sequence[Pair], change: Change | None, name: str = _OP) -> dic
         ]
         regressed += bool(rows)
         named += any(name in row.reason for row in rows)
-    return {"regressed": regressed / len(pairs), "named": named / len(pairs)}
+    return {"regressed": regressed / max(1, len(pairs)), "named": named / max(1, len(pairs))}
 
 
 def _rows(base: Report, head: Report) -> list[Row]:
@@ -200,6 +202,21 @@ def _with_copies(rank: RankWork, report: Report, batches: int) -> RankWork:
     ops[_MLP] = {**ops.get(_MLP, {}), _OP: _LAYERS}
     copy_s = [copy + 0.005 * total for copy, total in zip(rank.copy_s or (), times_s, strict=True)]
     return msgspec.structs.replace(rank, rows=[*(rank.rows or ()), *rows], ops_by_module=ops, copy_s=copy_s)
+
+
+def _one_slower(rank: RankWork, _report: Report, _batches: int) -> RankWork:
+    """Return a rank whose largest kernel takes half a percent of device time longer."""
+    rows = [row for row in rank.rows or () if row.module is None and row.family not in {"collective", "copy"}]
+    largest = max(rows, key=lambda row: row.time_s)
+    times_s = largest.passes_s or []
+    added = 0.005 * sum(device_passes_s(rank)) / sum(times_s)
+    grown_s = [(1 + added) * time_s for time_s in times_s]
+    slower = msgspec.structs.replace(largest, time_s=(1 + added) * largest.time_s, passes_s=grown_s)
+    device_time_s = [
+        total_s + added * time_s for total_s, time_s in zip(rank.device_time_s or (), times_s, strict=True)
+    ]
+    rows = [slower if row is largest else row for row in rank.rows or ()]
+    return msgspec.structs.replace(rank, device_time_s=device_time_s, rows=rows)
 
 
 def _all_slower(rank: RankWork, _report: Report, _batches: int) -> RankWork:

@@ -131,7 +131,8 @@ def _of_host(befores: Sequence[Path], afters: Sequence[Path]) -> dict[str, Any]:
     chance = random.Random(0)  # noqa: S311 - trials, repeated with the same numbers
     base, head = (merge([file.load(path) for path in paths]) for paths in (befores, afters or befores))
     found: dict[str, Any] = {}
-    for then, now in zip(base.cases, head.cases, strict=True):
+    slower = {case.key: case for case in head.cases}
+    for then in base.cases:
         several = min(_LAUNCHES, len(then.launches) // 2)
         pairs: list[Sides] = [([one], [other]) for one, other in itertools.permutations(then.launches, 2)]
         draws = [chance.sample(then.launches, 2 * several) for _ in range(_DRAWS)]
@@ -142,7 +143,8 @@ def _of_host(befores: Sequence[Path], afters: Sequence[Path]) -> dict[str, Any]:
                 base, then, [(one[::2], one[1::2]) for one in draws], slower=(1.0, 1.05), thresholds=(None,)
             ),
         }
-        for launches in (1, several) if afters else ():
+        now = slower.get(then.key) if afters else None
+        for launches in (1, several) if now is not None else ():
             rows = [
                 row
                 for _ in range(_DRAWS)

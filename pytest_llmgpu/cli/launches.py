@@ -10,6 +10,7 @@ import argparse
 import datetime
 import fcntl
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -52,6 +53,9 @@ INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _GRACES_S = ((signal.SIGINT, 60.0), (signal.SIGTERM, 10.0), (signal.SIGKILL, None))
 """The signals that end a command, with the time to wait after each: pytest writes its report after SIGINT."""
 
+_ERROR = re.compile(r"(E +)?([\w.]*Error:|ERROR:|\S+: error:)")
+"""Begin of a line that says why a command failed, after which pytest writes others."""
+
 
 def count(text: str) -> int:
     """Return a number of launches, for argparse."""
@@ -61,8 +65,9 @@ def count(text: str) -> int:
 
 
 def describe_ending(status: int, log: Path) -> str:
-    """Return the exit status of a command, the last line of its output that is not blank, and the path of its log."""
-    last = next((f": {line.strip()}" for line in reversed(log_tail(log).splitlines()) if line.strip()), "")
+    """Return the exit status of a command, the last line of its output, of errors if it has one, and its log."""
+    lines = [line.strip() for line in log_tail(log).splitlines() if line.strip()]
+    last = "".join(f": {line}" for line in ([line for line in lines if _ERROR.match(line)] or lines)[-1:])
     return f"{f'signal {-status}' if status < 0 else f'status {status}'}{last}; see {log}"
 
 

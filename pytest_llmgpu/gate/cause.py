@@ -44,10 +44,9 @@ _EXPLAINS = 0.5
 
 SLOWER_KERNEL, _BETWEEN_GPUS = 0.003, 0.004
 """Growth of one unchanged kernel beyond the factor common to all, as a fraction of device time, that is a regression,
-on the same GPUs and on others: in 4,134 healthy pairs the largest was 0.29 %, in later ones of other GPUs 0.33 %. A
-kernel that grows by half a percent of device time is found."""
+on the same GPUs and on others: in 4,134 healthy pairs the largest was 0.29 %, in later ones of other GPUs 0.33 %."""
 KERNEL_SEEN = 0.005
-"""Growth of one kernel, as a fraction of device time, that the gate promises to find."""
+"""Growth of one kernel, as a fraction of device time, that the gate promises to find on the same GPU."""
 _ERRORS = 4.0
 """Standard errors that such a growth has to exceed: one of 40 kernels of 21 cases seldom does by chance."""
 
@@ -63,8 +62,8 @@ def program_row(
 ) -> Row | str | None:
     """Return the verdict on what a case calls, by the rank whose change costs most; a reason where nothing is known.
 
-    `gain` is the fraction by which device time became shorter at a fixed clock. `better`: device time or wall time
-    became better by more than its threshold.
+    `gain` is the least fraction by which device time became shorter at a fixed clock. `better`: device time or wall
+    time became better by more than its threshold.
     """
     if not pairs:
         then, now = (any(map(program.is_known, result.launches)) for result in (base, head))
@@ -127,7 +126,7 @@ def _of_rank(head: CaseResult, pair: Pair, rule: ProgramRule, *, gain: float, be
             f"The program changed by {signed_percent(changed.price, 2)} of device time, threshold {percent(limit, 2)}"
         )
         won = changed.price > limit and gain > limit
-        reason += f"; device time became {percent(gain, 2)} shorter." if won else "."
+        reason += f"; device time became at least {percent(gain, 2)} shorter." if won else "."
         result = "REGRESSED" if changed.price > limit and not won else "CHANGED"
     elif flops != 1 and not (pair.is_priced or (before.device_s and better)):
         ratio = flops

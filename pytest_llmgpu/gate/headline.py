@@ -36,6 +36,9 @@ _NEXT_STEPS = {
 SAME_ENVIRONMENT = "Measure again in the environment of the baseline, or make this report the baseline."
 """The next step where the environment differs from that of the baseline and no other cause is known."""
 
+_QUIET = 0.015
+"""Smallest slowdown of device time at a fixed clock, up to which `KERNEL_SEEN` is promised: not of other GPUs."""
+
 
 class Headline(NamedTuple):
     """The result of the gate."""
@@ -143,7 +146,8 @@ def next_steps(verdicts: Verdicts, policy: Policy) -> str:
             parts.append(step_of(worst))
         if worst.trace is not None:
             parts.append(f"Its trace opens in ui.perfetto.dev: {worst.trace}")
-    undecided = [row for row in unclear if row.compared and row.allowed is None]
+    first = worst is not None and worst.verdict != "UNDECIDED"  # first things first
+    undecided = [row for row in unclear if not first and row.compared and row.allowed is None]
     for why, reports in ((NEITHER, "both reports"), (ONLY_CANDIDATE, "the baseline")):
         lacks = f"device_time: {why}" in verdicts.not_compared
         if lacks and any(row.metric in TIMES and not row.next_step for row in undecided):
@@ -180,10 +184,7 @@ def _deciding(rows: Sequence[Row], way: str = "`llmgpu ab` launches both in turn
     if needed and 2 * len(needed) >= len(noisy):
         parts.append(f"--llmgpu-launches={needed[-1]} in both reports decides {len(needed):,} of {undecided}.")
     elif noisy:
-        parts.append(
-            f"More than {PRACTICAL_LAUNCHES} launches are not practical for {undecided}: {way}. The program and "
-            "traffic are decided by one launch."
-        )
+        parts.append(f"More than {PRACTICAL_LAUNCHES} launches are not practical for {undecided}: {way}.")
     return parts
 
 
@@ -220,8 +221,10 @@ def _of_pass(verdicts: Verdicts) -> str:
     least = max((row for row in timed if row.metric == "device_time"), key=attrgetter("smallest_seen"), default=None)
     seen = []
     if least is not None:
-        one = f", from {percent(KERNEL_SEEN)} in one kernel" if least.clock_ratio is not None else ""
-        seen.append(f"{slowdown(least.smallest_seen or 0.0)} of device time ({least.id}{one})")
+        smallest = least.smallest_seen or 0.0
+        is_quiet = least.clock_ratio is not None and smallest < _QUIET
+        one = f", from {percent(KERNEL_SEEN)} in one kernel" if is_quiet else ""
+        seen.append(f"{slowdown(smallest)} of device time ({least.id}{one})")
     quiet = [row.smallest_seen or 0.0 for row in timed if row.metric == "time" and row.verdict != "UNDECIDED"]
     if quiet := [value for value in quiet if value <= LARGEST_UNSEEN]:
         seen.append(f"{slowdown(max(quiet))} of wall time")
@@ -230,7 +233,9 @@ def _of_pass(verdicts: Verdicts) -> str:
     if seen:
         parts.append(f"slowdowns from {' and '.join(seen)} would have been seen")
     elif not undecided:
-        parts.append("no gated time was compared")
+        loud = [row.smallest_seen or 0.0 for row in timed]
+        few = f"slowdowns of time below {slowdown(min(loud))} would not have been seen" if loud else ""
+        parts.append(few or "no gated time was compared")
     if undecided:
         parts.append(f"{plural(undecided, 'row')} undecided")
     if allowed:

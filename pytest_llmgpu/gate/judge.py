@@ -380,7 +380,8 @@ class Comparison:
         if not self._shares:
             reports = (self.base, self.head) if self.base is not None and self.head.cases else ()
             ids = (listed([result.id for result in report.cases], NAMED) for report in reports)
-            return f"{NO_COMMON}: {'; '.join(ids)}" if reports else "the candidate has no case"
+            where = map("{} in the {}".format, ids, ("baseline", "candidate"))
+            return f"{NO_COMMON}: {', '.join(where)}" if reports else "the candidate has no case"
         return None
 
     def _finished(self) -> list[Row]:
@@ -413,9 +414,9 @@ class Comparison:
             pairs = program.pairs_of(*results, self._names)
             if device is not None and (slower := with_slower_kernels(device, pairs)) is not device:
                 device = msgspec.structs.replace(slower, part="prefill" if number else None)
-            gain = 0.0  # of other GPUs only where it exceeds their differences
-            if device is not None and device.ratio and (device.improved or all(pair.same_gpus for pair in pairs)):
-                gain = 1 - device.ratio
+            gain = 0.0  # beyond its noise, and of other GPUs only where it exceeds their differences
+            if device is not None and device.high and (device.improved or all(pair.same_gpus for pair in pairs)):
+                gain = max(0.0, 1 - device.high)
             judged = {"program": program_row(*results, pairs, self.policy.program, gain=gain, better=better)}
             if self.policy.host_calls.gate:  # Without it they are in the row on the program alone.
                 judged["host_calls"] = host_calls_row(*results, pairs)

@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 from msgspec import Meta
@@ -63,6 +63,10 @@ class ProgramRule(AmountRule, frozen=True, kw_only=True, forbid_unknown_fields=T
     """The growth of FLOPs that is allowed where the time of the kernels is not known, as on a CPU, as a fraction."""
 
 
+Accuracy = Literal["acc", "acc_norm"]
+"""Accuracy by log-likelihood, and by log-likelihood per byte of the ending."""
+
+
 class AccuracyRule(AmountRule, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The thresholds of accuracy: `threshold` is the loss, as a fraction of the items, that OK has to rule out.
 
@@ -70,9 +74,8 @@ class AccuracyRule(AmountRule, frozen=True, kw_only=True, forbid_unknown_fields=
     """
 
     threshold: _Part = 0.005
-    metric: Literal["acc", "acc_norm"] = "acc_norm"
-    """The accuracy that is compared: by log-likelihood (acc), or by log-likelihood per byte of the ending
-    (acc_norm)."""
+    metric: Accuracy = "acc_norm"
+    """The accuracy that is compared."""
     floor: Fraction | None = None
     """The least accuracy that is allowed, independent of the baseline; None: the candidate's accuracy check decides."""
     difference: Amount | None = None
@@ -248,6 +251,8 @@ def _refusal(error: msgspec.ValidationError, table: Any, kind: Any) -> str:
         for key in keys:
             table = table[int(key) if isinstance(table, list) else key]
         written = json.dumps(table, default=str)
+        if place == ".accuracy.metric" and "enum" in text:
+            text = f"allowed are {', '.join(get_args(Accuracy))}"
         return f"{place[1:]} = {written:.80} is not allowed: {text[:1].lower()}{text[1:]}" if place else text
     kind = Allowed if keys[:1] == ["allow"] else type(getattr(Policy(), keys[0], Policy())) if keys else kind
     allowed = ", ".join(name for name in kind.__struct_fields__ if name != "figures")
@@ -327,6 +332,8 @@ def _table(path: Path, repository: Path) -> Any:
     wrong += [] if is_project else [name for name in table if name != "tool"]
     if wrong:
         raise ValueError(f"policy {path}: {wrong[0]} is not allowed: allowed is [tool.llmgpu.gate]")
+    if not is_project and "gate" not in ours:
+        raise ValueError(f"policy {path}: [tool.llmgpu.gate] is missing, or rules without [tool]")
     return ours.get("gate")
 
 

@@ -63,6 +63,8 @@ class RankFigures(NamedTuple):
 
     device_s: float | None
     """The time of kernels that are no collective, and of copies."""
+    busy: float | None
+    """The fraction of a pass during which a kernel ran."""
     parts_s: dict[Place, float]
     """The time of a pass by place."""
     kernels: dict[Kernel, Amount]
@@ -149,10 +151,10 @@ def price(pair: Pair) -> tuple[float, float] | None:
 
 
 def slower_kernels(pair: Pair) -> list[SlowerKernel]:
-    """Return the unchanged kernels that became slower than the factor common to all, at a fixed clock, largest first.
+    """Return the unchanged kernels that became slower than the factor common to the others, at a fixed clock.
 
-    Kernels depend on the clock by different amounts: each has a line of its own. Where most of the time became shorter
-    the others did not become slower.
+    The largest growth comes first. Kernels depend on the clock by different amounts: each has a line of its own. Where
+    most of the time became shorter the others did not become slower.
     """
     total_s = pair.before.device_s
     if not pair.is_priced or not total_s:
@@ -162,14 +164,18 @@ def slower_kernels(pair: Pair) -> list[SlowerKernel]:
         launches = [rank.passes.get(kernel, []) for rank in pair]
         if all(launches) and before.time_s > 0:
             fits.append((kernel, before, fixed_clock.fit(*launches)))
-    if not fits:
-        return []
-    common = max(0.0, _weighted_median([(fitted.samples.change, before.time_s) for _, before, fitted in fits]))
+    grown = [(fitted.samples.change, before.time_s) for _, before, fitted in fits]
+    busy = [rank.busy for rank in pair if rank.busy is not None]
+    idle = max(busy) - min(busy) if len(busy) == len(pair) else 0.0
     found = []
-    for (family, name), before, fitted in fits:
+    for number, ((family, name), before, fitted) in enumerate(fits):
+        # A kernel with half of the time would be compared with itself; between GPUs it differs from the others.
+        others = [*grown[:number], *grown[number + 1 :]] if pair.same_gpus else []
+        common = max(0.0, _weighted_median(others or grown))
         times_s = {module: amount.time_s for (of, module), amount in pair.after.modules.items() if of == family}
         growth, share = math.expm1(fitted.samples.change - common), before.time_s / total_s
-        error = share * (1 + growth) * fitted.sd * sum(1 / len(side) for side in fitted.samples) ** 0.5
+        of_launches = fitted.sd * sum(1 / len(side) for side in fitted.samples) ** 0.5
+        error = share * (1 + growth) * math.hypot(of_launches, fixed_clock.KERNEL_IDLE_SD * idle)
         excess, module = share * growth, _module_with_most(times_s, 1)
         one = SlowerKernel(name=name, family=family, module=module, growth=growth, excess=excess, error=error)
         found.append(one)
@@ -349,6 +355,7 @@ def _figures(works: Sequence[Work], names: Sequence[str], number: int) -> RankFi
     host_calls = [rank.host_calls for rank in ranks if rank.host_calls is not None]
     return RankFigures(
         device_s=None if kernels_s is None else kernels_s + copy_s,
+        busy=_median(None if rank.busy is None else [rank.busy] for rank in ranks),
         parts_s={
             "device": kernels_s or 0.0,
             "copies": copy_s,

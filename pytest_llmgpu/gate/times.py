@@ -147,7 +147,9 @@ class Timed(msgspec.Struct, frozen=True):
     machine_sd: float = 0.0
     """The deviation of the log time between machines of one kind; 0 where both reports are of the same GPUs."""
     slope_sd: float = 0.0
-    """The error of the change that no launch makes smaller: that of a slope which is not fitted."""
+    """The error of the change that no launch makes smaller: that of a slope which is not fitted, or of idling."""
+    rank: int | None = None
+    """The number of the rank that is judged; None: that which became slowest."""
     left_out: str = ""
     """A sentence about launches that are not used; empty if all are."""
     declared: Declared | None = None
@@ -161,8 +163,12 @@ class Timed(msgspec.Struct, frozen=True):
 
     @property
     def slowest(self) -> int:
-        """The number of the rank that became slowest."""
-        return max(range(len(self.ranks)), key=lambda number: self.ranks[number].change)
+        """The number of the rank that is judged."""
+        return (
+            self.rank
+            if self.rank is not None
+            else max(range(len(self.ranks)), key=lambda number: self.ranks[number].change)
+        )
 
     @property
     def change(self) -> float:
@@ -372,8 +378,12 @@ def device_times(
         fits = [fixed_clock.fit(rows[0], rows[1], _kernels(launches))]
     regime: NoiseRegime = "fixed_clock" if fits else "device"
     prior, clocks_ghz = noise_regime.PRIORS[regime], None
-    if fits:
-        prior = msgspec.structs.replace(prior, s0=math.hypot(prior.s0, max(one.sd for one in fits)))
+    idle_sd, slowest = 0.0, None
+    if fits:  # the rank that shows most: another one may seem slower, whose GPU idles
+        shown = [one.samples.change / math.hypot(prior.s0, one.sd, one.idle_sd) for one in fits]
+        slowest = shown.index(max(shown))
+        prior = msgspec.structs.replace(prior, s0=math.hypot(prior.s0, fits[slowest].sd))
+        idle_sd = fits[slowest].idle_sd
         ranks = [one.samples for one in fits]
         clocks_ghz = statistics.fmean(one.base_ghz for one in fits), statistics.fmean(one.head_ghz for one in fits)
     else:
@@ -389,6 +399,8 @@ def device_times(
         seconds=[tuple(_ratio(statistics.fmean(side)) for side in rank) for rank in ranks],
         clocks_ghz=clocks_ghz,
         machine_sd=0.0 if same else OTHER_GPU_SD[regime],
+        slope_sd=idle_sd,
+        rank=slowest,
         left_out=_left_out(base, head, used, f"`{'replays_s' if in_a_row else 'work'}` or `profile.invalid`"),
         part="replays in a row" if in_a_row else None,
     )
@@ -403,7 +415,9 @@ def _fitted(sides: Sequence[Sequence[Launch]]) -> list[Fitted]:
     """Return the device time of each rank at a fixed clock; empty where the clock of a pass or a rank is not known."""
     columns = [list(zip(*(_kernels([launch]) for launch in side), strict=True)) for side in sides]
     is_known = all(passes for column in columns for rank in column for passes in rank)
-    return [fixed_clock.fit(*both) for both in zip(*columns, strict=True)] if is_known else []
+    fits = [fixed_clock.fit(*both) for both in zip(*columns, strict=True)] if is_known else []
+    ranks = (zip(*(launch.ranks for launch in side), strict=True) for side in sides)
+    return [fixed_clock.of_passes(one, *both) for one, *both in zip(fits, *ranks, strict=False)]
 
 
 def _left_out(base: CaseResult, head: CaseResult, used: Sequence[Sequence[object]], fields: str) -> str:

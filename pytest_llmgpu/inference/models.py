@@ -138,7 +138,7 @@ def resolve(
     dummy = load_format == "dummy"
     if model in bundled.PRESETS:
         if not dummy:
-            raise ValueError(f"model {model} is an architecture without weights: use load format dummy")
+            raise ValueError(f"model {model} is an architecture without weights: use --llmgpu-load-format=dummy")
         name, directory, fields, at, from_hub = model, None, bundled.PRESETS[model], None, False
     else:
         name, directory, commit = _locate(model, revision, rootdir, weights=not dummy)
@@ -445,7 +445,7 @@ def _read_directory(directory: Path, *, weights: bool) -> tuple[dict[str, Any], 
         found = f"only {', '.join(others[:3])}, which can run code when loaded" if others else "no weights"
         raise ValueError(
             f"model {directory} has {found}: *.safetensors are needed (convert with "
-            "transformers' save_pretrained, or use load format dummy for random weights)"
+            "transformers' save_pretrained, or use --llmgpu-load-format=dummy for random weights)"
         )
     index = directory / "model.safetensors.index.json"
     if index.exists():

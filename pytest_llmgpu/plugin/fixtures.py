@@ -125,13 +125,13 @@ def session_of(config: pytest.Config) -> BenchmarkSession:
             live=live,
             peers=peers,
         )
+        config.add_cleanup(session.close)  # also of a run that is refused after the collection
         session.recorder.declared = declared
         if config.getoption("numprocesses", None) == 0:  # of xdist, whose workers pytest would start by default
             session.recorder.flags["-n"] = 0
     except ValueError as error:
         raise pytest.UsageError(printable(str(error))) from None
     config.stash[SESSION] = session
-    config.add_cleanup(session.close)  # also of a run that is refused after the collection
     return session
 
 

@@ -279,6 +279,8 @@ def _plan(items: Sequence[pytest.Item]) -> None:
         if session.gate is not None:
             session.gate.find_baseline(session.planner.machine(fixtures.options_of(items[0])))
             session.gate.check_figures(session.recorder.declared)
+        else:
+            options.check_policy(items[0].config, chosen)
         for item in items:
             size = fixtures.parameter(item, "batch_size")
             markers = list(item.iter_markers("llmgpu"))

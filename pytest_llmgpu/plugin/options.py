@@ -102,12 +102,22 @@ def resolve(config: pytest.Config, markers: Iterable[pytest.Mark] = ()) -> Optio
     return Options(**values)
 
 
+def check_policy(config: pytest.Config, chosen: Options) -> None:
+    """Refuse a policy without bounds, which was given as a flag to a run that is not compared."""
+    if config.getoption("llmgpu_policy") is not None:
+        raise pytest.UsageError(
+            f"--llmgpu-policy: {chosen.policy} has no bounds of figures, and the run is not compared with a baseline: "
+            "--llmgpu-compare=REF is needed"
+        )
+
+
 def check_run(config: pytest.Config, chosen: Options) -> None:
     """Refuse flags of the gate without a baseline, where they have no effect, and a name that finds another file.
 
-    ini keys of the gate are accepted. The name is checked once, because a file may appear during the run.
+    ini keys of the gate are accepted, and a policy, whose bounds need no baseline. The name is checked once, because a
+    file may appear during the run.
     """
-    unused = [field for field in _given_flags(config) if field.name in GATE_OPTIONS]
+    unused = [field for field in _given_flags(config) if field.name in GATE_OPTIONS and field.name != "policy"]
     if unused and chosen.compare is None:
         raise pytest.UsageError(
             f"{flag_of(unused[0])}: the run is not compared with a baseline: --llmgpu-compare=REF is needed"

@@ -127,7 +127,7 @@ def machine(device: str, devices: int | None) -> Machine:
     elif mask is not None:
         remedy = f"check that CUDA_VISIBLE_DEVICES={mask!r} names a GPU of this machine"
     raise ValueError(
-        f"device {device}: {names} found, and torch {facts.version} cannot use CUDA ({facts.why}); "
+        f"--llmgpu-device={device}: {names} found, and torch {facts.version} cannot use CUDA ({facts.why}); "
         f"{remedy}, or pass --llmgpu-device=cpu to measure the CPU"
     )
 

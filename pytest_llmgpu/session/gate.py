@@ -7,6 +7,7 @@ once, since the rows of a metric are one family of tests; then every test gets t
 from __future__ import annotations
 
 import datetime
+import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -14,19 +15,24 @@ from typing import NamedTuple
 
 import msgspec
 
+from pytest_llmgpu.analysis.environments import hardware_differences
 from pytest_llmgpu.gate import cause, headline
+from pytest_llmgpu.gate.exact import NAMED
 from pytest_llmgpu.gate.judge import ExitStatus, exit_status, fails, judge
 from pytest_llmgpu.gate.policy import check_figures, in_force, unmatched
 from pytest_llmgpu.profiling.machine import Machine, environment
 from pytest_llmgpu.render.terminal import verdicts as verdict_tables
+from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.metrics import is_own
 from pytest_llmgpu.report.options import Options
-from pytest_llmgpu.report.report import Report
+from pytest_llmgpu.report.report import Environment, Report
 from pytest_llmgpu.report.result import Declared, declared_in
 from pytest_llmgpu.report.verdicts import Row, Verdict, Verdicts, worst_first
 from pytest_llmgpu.store import git, store
 from pytest_llmgpu.store.store import Source
 
+_OF_RUN = ("model", "load_format", "dtype", "device", "devices", "attention", "quantization")
+"""Fields of a case that its test does not choose with its items."""
 _SHOWN = 3  # rows or reasons in a message; the table has all of them
 
 
@@ -63,6 +69,7 @@ class RunGate:
         self.base: Report | None = None
         """The baseline; None where there is none."""
         self._source: Source | None = None
+        self._here: Environment | None = None
         self._why: str | None = None
         """The reason why there is no baseline, where the policy allows that."""
         self._undeclared: list[str] = []
@@ -86,7 +93,8 @@ class RunGate:
         with suppress(OSError):  # too long for a path
             if not Path(reference).exists() and in_root.is_file():
                 reference = str(in_root)
-        here = Report(created="", plugin_version=None, environment=environment(machine))
+        self._here = environment(machine)
+        here = Report(created="", plugin_version=None, environment=self._here)
         name = store.hardware(here, on_gpu=machine.device == "cuda")
         try:
             self._source = store.resolve(reference, self._storage_path, machine=name, repository=self._rootdir)
@@ -106,10 +114,28 @@ class RunGate:
         if self._undeclared and self._reference is not None:
             raise ValueError(self._undeclared[0])
 
-    def notes(self) -> list[str]:
-        """Return a line for each name of the policy that nothing declares or no case of the baseline has."""
-        unknown = [] if self.base is None else unmatched(self.policy, self.base.cases)
-        return [f"llmgpu: note: {text}" for text in [*self._undeclared, *unknown]]
+    def notes(self, planned: Sequence[Case] = ()) -> list[str]:
+        """Return a line for each name of the policy that nothing declares or no case of the baseline has.
+
+        And one if no planned case can be compared, whatever items its test chooses.
+        """
+        found = list(self._undeclared)
+        if self.base is not None:
+            found += unmatched(self.policy, self.base.cases)
+            reasons = list(map(self._unlike, planned))
+            if reasons and all(reasons):
+                text = "; ".join(list(dict.fromkeys(itertools.chain(*reasons)))[:NAMED])
+                found.append(f"no case can be compared with the baseline: {text}")
+        return [f"llmgpu: note: {text}" for text in found]
+
+    def _unlike(self, case: Case) -> list[str]:
+        """Return why no result of the baseline can be compared with a planned case; empty where one may be."""
+        assert self.base is not None and self._here is not None, "the baseline was found"  # noqa: PT018
+        hardware = hardware_differences(self.base.environment, self._here, case.device, alone=case.devices == 1)
+        alike = [result.case for result in self.base.cases if result.case.strategy == case.strategy]
+        both = [[(name, getattr(one, name), getattr(case, name)) for name in _OF_RUN] for one in alike]
+        differing = [[f"{name} {was} -> {now}" for name, was, now in fields if was != now] for fields in both]
+        return hardware or min(differing, key=len, default=[])
 
     def expect(self, nodeids: Sequence[str]) -> None:
         """Set the tests that get a verdict of their own."""
@@ -175,7 +201,7 @@ def _describe(rows: Sequence[Row]) -> str:
     """Return each of the first rows with its reason, and the number of the others."""
     lines = []
     for row in rows[:_SHOWN]:
-        first = f"{row.verdict}: {headline.row_in_words(row)}"
+        first = f"{row.word}: {headline.row_in_words(row)}"
         # The first line of a reason has the change, which the headline of the row has as well.
         reason = row.reason.splitlines()[0 if row.ratio is None or row.unseen else 1 :]
         lines += [first, *(line for line in reason if line.removeprefix(cause.PREFIX).rstrip(".") not in first)]

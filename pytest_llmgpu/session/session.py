@@ -158,7 +158,9 @@ class BenchmarkSession:
         lines += self.planner.notes
         if self._devices is not None:
             lines += [f"note: the nodes differ: {text}" for text in self._devices.notes]
-        return lines if self.gate is None else lines + self.gate.notes()
+        if self.gate is not None:
+            lines += self.gate.notes([case for _, case, _ in self._cases])
+        return lines
 
     def start_launch(self, number: int, of: int) -> None:
         """Begin the next launch of the same cases, with new processes."""

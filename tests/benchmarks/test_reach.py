@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import json
 import math
 import random
@@ -153,6 +154,25 @@ def test_other_gpus_neither_accuse_nor_excuse_a_program() -> None:
     assert [row.verdict for row in rows if row.metric == "program"] == ["CHANGED"]
 
 
+def test_a_gpu_that_idles_more_did_not_become_slower() -> None:
+    """The host slows one of four launches: its passes have a higher clock, and its kernels take as long as others."""
+    report = file.load(REPORTS / "own-loop-7b-240-gpu-3.json.gz")
+    case = report.cases[1]
+    reports = [import_module("reach")._of(report, case, case.launches[number]) for number in (0, 1, 7, 9)]
+    rows = [
+        (one, other, row)
+        for (one, base), (other, head) in itertools.permutations(enumerate(reports), 2)
+        for row in judge(base, head, Policy(), today=datetime.date(2026, 1, 1)).rows
+        if row.metric == "device_time"
+    ]
+    assert len(rows) == 12
+    assert {row.verdict for one, other, row in rows if {one, other} == {0, 1}} == {"OK"}
+    (row,) = (row for one, other, row in rows if (one, other) == (0, 3))
+    assert (row.ratio or 1.0) > 1.01
+    assert (row.clock_ratio or 1.0) > 1.03
+    assert not [row for _, _, row in rows if row.verdict == "REGRESSED"]
+
+
 @pytest.mark.slow
 def test_recorded_launches_show_what_the_gate_finds(capsys: pytest.CaptureFixture[str]) -> None:
     """One launch finds half a percent in a copy and one percent of all kernels, and leaves equal programs alone."""
@@ -168,6 +188,7 @@ def test_recorded_launches_show_what_the_gate_finds(capsys: pytest.CaptureFixtur
         assert pairs["equal_program"]["regressed"] == 0
         assert pairs["half_a_percent_in_a_copy"] == {"regressed": 1, "named": 1}
     for pairs in found["same_gpu"].values():
+        assert pairs["half_a_percent_in_one_kernel"]["regressed"] == 1
         assert pairs["one_percent_of_all_kernels"]["regressed"] == 1
         assert sum(real["pairs"] for real in pairs["slower_kernel"].values()) == 4
         assert {(real["regressed"], real["named"]) for real in pairs["slower_kernel"].values()} == {(1, 1)}

@@ -154,6 +154,8 @@ def test_a_command_runs_with_its_folder_environment_and_log(tmp_path: Path) -> N
     assert run(_python(code), tmp_path, {"X": "y"}, log) == 3
     assert log.read_text() == f"before\n{tmp_path} y\nlast\n"
     assert describe_ending(3, log) == f"status 3: last; see {log}"
+    log.write_text("usage: pytest\npytest: error: no such option: --x\n  rootdir: /\n")
+    assert describe_ending(4, log) == f"status 4: pytest: error: no such option: --x; see {log}"
     log.write_text("")
     assert describe_ending(-9, log) == f"signal 9; see {log}"
     assert run(_python("import os, signal; os.kill(os.getpid(), signal.SIGKILL)"), tmp_path, {}, log) == -9

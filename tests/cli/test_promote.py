@@ -98,9 +98,19 @@ def test_disturbed_launches_are_noted(capsys: pytest.CaptureFixture[str]) -> Non
         ([timed(1.1)], [], 1, "REGRESSED: mp-bs1 wall time"),
         ([make_failed("oom"), timed(batch_size=2)], [], 1, "REGRESSED: mp-bs1: "),
         ([timed(dtype="float32")], [], 3, "NOT COMPARABLE: mp-bs1"),
-        ([timed(batch_size=2)], [], 3, "NOTHING COMPARED: no case in common: mp-bs1; mp-bs2"),
+        (
+            [timed(batch_size=2)],
+            [],
+            3,
+            "NOTHING COMPARED: no case in common: mp-bs1 in the baseline, mp-bs2 in the candidate",
+        ),
         # The gate leaves it out; a baseline without it would hide later regressions.
-        ([timed(batch_size=2)], ["test_a.py::test_b[1]"], 3, "NOTHING COMPARED: no case in common: mp-bs1; mp-bs2"),
+        (
+            [timed(batch_size=2)],
+            ["test_a.py::test_b[1]"],
+            3,
+            "NOTHING COMPARED: no case in common: mp-bs1 in the baseline, mp-bs2 in the candidate",
+        ),
     ],
 )
 def test_a_report_that_the_gate_fails_is_refused(

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from pytest_llmgpu.gate.fixed_clock import Pass, fit, passes
+from pytest_llmgpu.gate.fixed_clock import Pass, fit, of_passes, passes
+from pytest_llmgpu.report.work import RankWork
 
 
 def _launch(log_s: float, slope: float, mhz: Sequence[float], sd: float = 0.0) -> list[Pass]:
@@ -51,6 +52,29 @@ def test_the_deviation_is_that_of_the_change(width: float) -> None:
         found = fit([_launch(0.0, slope, base, 0.001)], [_launch(0.01, slope, of, 0.001) for of in head])
         distances.append((found.samples.change - 0.01) / (found.sd * math.sqrt(1 + 1 / 2)))
     assert 0.8 < statistics.pstdev(distances, 0.0) < 1.1
+
+
+@pytest.mark.parametrize(
+    ("time_s", "busy", "sd", "idle_sd"),
+    [
+        (0.1, (0.9, 0.9), 0.0004, 0.0),
+        (0.1, (0.9, 0.5), 0.0004, 0.02),
+        (0.1, (None, 0.5), 0.0004, 0.0),
+        (0.01, (0.5, 0.5), 0.0021, 0.0),
+        (1e-6, (1.0, 1.0), 0.05, 0.0),
+        (0.0, (1.0, 1.0), 0.05, 0.0),
+    ],
+)
+def test_the_clock_of_a_pass_is_not_quite_that_of_its_kernels(
+    time_s: float, busy: tuple[float | None, float], sd: float, idle_sd: float
+) -> None:
+    """Where passes are short, and where the GPU idles for another part of them, device time is less certain."""
+    alone = fit([_launch(0.0, -0.5, _FAST)], [_launch(0.0, -0.5, _SLOW)])
+    base, head = (RankWork(uuids=[], device_time_s=[time_s, 2 * time_s], busy=one) for one in busy)
+    found = of_passes(alone, [base, base], [head])
+    assert found.samples == alone.samples
+    assert math.sqrt(found.sd**2 - alone.sd**2) == pytest.approx(sd, abs=5e-5)
+    assert found.idle_sd == pytest.approx(idle_sd)
 
 
 @pytest.mark.parametrize(

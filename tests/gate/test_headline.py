@@ -230,9 +230,22 @@ def test_device_time_is_measured_where_a_report_lacks_it(reason: str, lacking: s
         assert (f"Measure {lacking} with --llmgpu-work=on: " in steps) is is_advised
 
 
+@pytest.mark.parametrize(
+    ("smallest_seen", "clock_ratio", "is_promised"), [(0.011, 1.0, True), (0.038, 1.0, False), (0.011, None, False)]
+)
+def test_a_slower_kernel_is_promised_where_it_would_be_found(
+    smallest_seen: float, clock_ratio: float | None, is_promised: bool
+) -> None:
+    """Not of other GPUs, of a GPU that idled for another part of the passes, or without a clock."""
+    row = _row("OK", "device_time", smallest_seen=smallest_seen, clock_ratio=clock_ratio)
+    assert ("(tp-bs8, from 0.5 % in one kernel)" in _headline(row)) is is_promised
+
+
 def test_a_gate_that_compared_no_gated_time_states_it() -> None:
     """It would have seen no slowdown at all; a time that is not gated does not count."""
     silent = "no gated time was compared"
     assert silent in _headline(_row("OK", "memory"), _row("OK", smallest_seen=0.02, gated=False))
     assert silent not in _headline(_row("OK", smallest_seen=0.02))
+    loud = _headline(_row("OK", smallest_seen=3.0))
+    assert "slowdowns of time below 300 % would not have been seen" in loud
     assert silent not in _headline(_row("UNDECIDED", smallest_seen=0.6))

@@ -349,7 +349,12 @@ _COPY = msgspec.json.decode(msgspec.json.encode(_RUN), type=list[CaseResult])
         ([], [_full()], {"NEW"}, "NOTHING COMPARED: 1 x outcome: NEW"),
         ([], [], set(), "NOTHING COMPARED: the reports share no case"),
         (None, [], set(), "NOTHING COMPARED: there is no baseline"),
-        ([_full()], [_full(batch_size=2)], {"NEW"}, "NOTHING COMPARED: no case in common: mp-bs1; mp-bs2"),
+        (
+            [_full()],
+            [_full(batch_size=2)],
+            {"NEW"},
+            "NOTHING COMPARED: no case in common: mp-bs1 in the baseline, mp-bs2 in the candidate",
+        ),
         # A case that both have, without a time.
         ([_full()], [_empty()], {"UNDECIDED"}, "The candidate measured no batch"),
         ([_full()], [_empty(launches=False)], {"UNDECIDED"}, "The candidate measured no batch"),

@@ -176,7 +176,7 @@ def test_switches_take_precedence_over_the_policy(tmp_path: Path) -> None:
         ("[[allow]]\ncase = 'x'", r"allow\[0\]\.metric is missing: allowed are case, metric, .*"),
         (ALLOW.format("time", "-0.1"), r"allow\[0\]\.up_to = -0\.1 is not allowed: expected `float` >= 0\.0"),
         (ALLOW.format("accuracy", "0.1"), r"allow\[0\]\.up_to: accuracy does not grow; allowed for program, .*"),
-        ("[accuracy]\nmetric = 'f1'", r"accuracy\.metric = .f1. is not allowed: invalid enum value 'f1'"),
+        ("[accuracy]\nmetric = 'f1'", r"accuracy\.metric = .f1. is not allowed: allowed are acc, acc_norm"),
         ("[time]\nthreshold = '2 %'", r'time\.threshold = "2 %" is not allowed: expected `float \| null`, got `str`'),
         ("[memory]\nthreshold = 3", r"memory\.threshold = 3 is not allowed: expected `float` < 1\.0"),
         ("[time]\nthreshold = nan", r"time\.threshold = nan: a finite number is needed"),
@@ -189,6 +189,7 @@ def test_switches_take_precedence_over_the_policy(tmp_path: Path) -> None:
         ("[tool.llmgpu.gate]\n[time]\nthreshold = 0.9", r"time is not allowed: allowed is \[tool\.llmgpu\.gate\]"),
         ("'x` - at `$.y' = 1", "y.x is not allowed: allowed are .*"),
         ("[tool.llmgpu.gates]\nx = 1", r"tool\.llmgpu\.gates is not allowed: allowed is \[tool\.llmgpu\.gate\]"),
+        ("[tool.other]\nx = 1", r"\[tool\.llmgpu\.gate\] is missing, or rules without \[tool\]"),
         ("#" * 2**21, "is larger than 1,048,576 bytes.*"),
     ],
 )

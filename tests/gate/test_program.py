@@ -72,6 +72,15 @@ def test_one_kernel_that_became_slower_than_the_others_is_found_at_every_clock(e
     assert max(one.excess for one in program.slower_kernels(pairs(_BASE, _BASE.slower("", 1.2))[0])) < 1e-9
 
 
+def test_a_kernel_with_most_of_the_time_is_compared_with_the_others() -> None:
+    """Not with itself."""
+    name, share = "nvjet_hsh_128x256", 0.016 / _DEVICE_S
+    assert share > 0.5
+    first, *_ = program.slower_kernels(pairs(_BASE, _BASE.slower(name, 1.01))[0])
+    assert first.name == name
+    assert first.excess == pytest.approx(0.01 * share, rel=0.03)
+
+
 _SYNCS = dataclasses.replace(_BASE, syncs=34, runtime_calls={**_BASE.runtime_calls, "cudaStreamSynchronize": 36})
 _HOOK = dataclasses.replace(_BASE, files={**_BASE.files, "own/hooks.py": 2})
 _SMALL = _BASE.more(PROJECTION, "nvjet_small", 2, 0.0008 * _DEVICE_S, op="aten::mm")
@@ -81,8 +90,8 @@ _SMALL = _BASE.more(PROJECTION, "nvjet_small", 2, 0.0008 * _DEVICE_S, op="aten::
     ("before", "after", "program_row", "device_time"),
     [
         (_BASE, _BASE, "OK", "OK"),
-        (_BASE, _CLONES, "REGRESSED", "REGRESSED"),
-        (_CLONES, _BASE, "CHANGED", "OK improved"),
+        (_BASE, _CLONES, "REGRESSED", "OK"),
+        (_CLONES, _BASE, "CHANGED", "OK"),
         (_BASE, _SMALL, "CHANGED", "OK"),
         (_BASE, _SYNCS, "REGRESSED", "OK"),
         (_BASE, _SYNCS.slower("", 0.9), "CHANGED", "OK improved"),
@@ -91,7 +100,7 @@ _SMALL = _BASE.more(PROJECTION, "nvjet_small", 2, 0.0008 * _DEVICE_S, op="aten::
         (_BASE, _CLONES.slower("nvjet_hsh_128x256", 0.9), "CHANGED", "OK improved"),
         (_BASE, _BASE.slower(FLASH, 1.05), "OK", "REGRESSED"),
         (_BASE, _BASE.slower(FLASH, 1.03), "OK", "REGRESSED"),
-        (_BASE, _BASE.slower("", 1.01), "OK", "REGRESSED"),
+        (_BASE, _BASE.slower("", 1.015), "OK", "REGRESSED"),
     ],
     ids=[
         "equal", "a copy in each layer", "a copy less", "a small product", "host synchronizations",
@@ -113,6 +122,30 @@ def test_a_change_of_the_program_is_stated_and_fails_by_its_price(
     if timed.cause is not None and timed.cause.kernel is not None:
         assert timed.cause.kernel.growth > timed.cause.kernel.excess > 0.003
     assert msgspec.json.decode(msgspec.json.encode(row), type=Row) == row
+
+
+def test_a_gpu_that_idles_for_another_part_of_a_pass_decides_less() -> None:
+    """Its kernels seem slower, some of them more than others; more launches do not decide that."""
+    slower = _BASE.slower(FLASH, 1.03)
+    for head, verdict, seen in (
+        (slower, "REGRESSED", 0.02),
+        (dataclasses.replace(slower, idle_s=0.2), "UNDECIDED", 0.2),
+    ):
+        row = _rows(measured(_BASE), measured(head))["device_time"]
+        assert row.verdict == verdict
+        assert seen / 2 < (row.smallest_seen or 0.0) < seen
+    alike, other = (measured(dataclasses.replace(_BASE.slower("", 1.05), idle_s=idle_s)) for idle_s in (0.01, 0.2))
+    assert _rows(measured(_BASE), alike)["device_time"].verdict == "REGRESSED"
+    undecided = _rows(measured(_BASE), other)["device_time"]
+    assert (undecided.verdict, undecided.launches_needed) == ("UNDECIDED", None)
+
+
+def test_a_rank_that_idles_does_not_hide_another_one() -> None:
+    """It seems to have become slower still."""
+    noisy = dataclasses.replace(_BASE.slower("", 1.032), idle_s=0.2)
+    row = _rows(measured(_BASE, _BASE), measured(_BASE.slower("", 1.03), noisy))["device_time"]
+    assert row.verdict == "REGRESSED"
+    assert row.reason.startswith("Device time of rank 0 +3.0 %")
 
 
 def test_a_gpu_at_a_lower_clock_is_no_regression() -> None:

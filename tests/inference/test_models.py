@@ -200,7 +200,7 @@ def test_a_tokenizer_is_named_as_it_was_chosen(directory: Path) -> None:
         ("bundle", {}, r"model 'bundle' is unknown \(did you mean bundled\?\): allowed are bundled, llama-7b"),
         ("lama-7b", {}, "did you mean llama-7b"),
         ("/no/such/model", {}, "model '/no/such/model' is unknown: allowed"),
-        ("llama-7b", {}, "llama-7b is an architecture without weights: use load format dummy"),
+        ("llama-7b", {}, "llama-7b is an architecture without weights: use --llmgpu-load-format=dummy"),
         ("llama-7b", {"load_format": "dummy", "revision": "main"}, "'main' is not allowed: .* no.* model of the hub"),
     ],
 )

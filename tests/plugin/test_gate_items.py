@@ -101,9 +101,18 @@ def test_a_run_that_is_as_good_as_its_baseline_is_green(runs: FakedRuns) -> None
     result = runs(_COMPARE)
     assert result.ret == 0
     result.stdout.fnmatch_lines(["*4 passed, 3 undecided*"])
+    assert "no case can be compared" not in result.stdout.str()
     strict = runs(_COMPARE, "--llmgpu-strict")
     assert strict.ret == 1
     strict.stdout.fnmatch_lines(["UNDECIDED: mp-bs1 wall time *", "*3 failed, 4 passed*"])
+
+
+def test_a_baseline_of_another_dtype_is_noted_before_anything_is_measured(runs: FakedRuns) -> None:
+    """Hours of measurements would be compared with nothing."""
+    result = runs(_COMPARE, "--llmgpu-dtype=bfloat16", sizes="1")
+    assert result.ret == 1
+    note = "llmgpu: note: no case can be compared with the baseline: dtype float32 -> bfloat16"
+    result.stdout.fnmatch_lines([note, "test_it.py *", "NOT COMPARABLE: mp-bs1*"])
 
 
 def test_a_selection_without_a_case_is_not_green(runs: FakedRuns) -> None:

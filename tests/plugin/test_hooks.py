@@ -293,6 +293,7 @@ def test_wrong_answers_fail(runs: FakedRuns) -> None:
         (["--llmgpu-json=items.jsonl/report.json"], "*items.jsonl/report.json*"),
         (["--llmgpu-compare=no.json"], "--llmgpu-compare: report no.json: cannot be read: *"),
         (["--llmgpu-compare=no.json", "--llmgpu-policy=items.jsonl"], "policy *items.jsonl: is not valid TOML: *"),
+        (["--llmgpu-policy=strict.toml"], "--llmgpu-policy: strict.toml has no bounds *--llmgpu-compare=REF is needed"),
     ],
 )
 def test_bad_input_is_refused_before_anything_starts(
@@ -301,6 +302,7 @@ def test_bad_input_is_refused_before_anything_starts(
     """A wrong value is a usage error in one line, without a report."""
     text = (runs.pytester.path / "items.jsonl").read_text()
     (runs.pytester.path / "broken.jsonl").write_text(text.replace('"1"}', '"9"}'))
+    (runs.pytester.path / "strict.toml").write_text("strict = true")
     line = refused("--llmgpu-dataset=items.jsonl", "--llmgpu-batch-sizes=1,4,8", *flags)
     assert fnmatch.fnmatch(line, f"ERROR: {complaint}")
 

@@ -158,7 +158,6 @@ def test_every_option_is_declared_in_all_three_places(pytester: pytest.Pytester)
             ["--strategy=mp,"],
             "--llmgpu-strategy: 'mp,' is not allowed: a comma list of different strategies is needed, such *",
         ),
-        (["--llmgpu-policy=gate.toml"], "--llmgpu-policy: *--llmgpu-compare=REF is needed"),
         (["--llmgpu-strict"], "--llmgpu-strict: *--llmgpu-compare=REF is needed"),
         (["--llmgpu-allow-no-baseline"], "--llmgpu-allow-no-baseline: *--llmgpu-compare=REF is needed"),
         (["--llmgpu-save=latest"], "--llmgpu-save: 'latest' is not allowed: *means the newest report*"),

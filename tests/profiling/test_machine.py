@@ -103,7 +103,7 @@ _BLIND = {"facts": _BLIND_TORCH}
 def test_devices_that_torch_cannot_use_are_refused(devices: str, options: dict[str, Any], message: str) -> None:
     """A GPU machine is not measured on its CPU by default; one line has the value and what to do."""
     for device in devices.split():
-        unusable = f"device {device}: " if "facts" in options else ""
+        unusable = f"--llmgpu-device={device}: " if "facts" in options else ""
         with pytest.raises(ValueError, match=f"^{unusable}{message}") as caught:
             _choose(device, **options)
         assert str(caught.value).endswith(", or pass --llmgpu-device=cpu to measure the CPU") == bool(unusable)

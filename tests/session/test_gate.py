@@ -95,6 +95,28 @@ def test_names_of_the_policy_that_the_baseline_lacks_are_noted_before_the_run(tm
 
 
 @pytest.mark.parametrize(
+    ("cpu", "changes", "note"),
+    [
+        ("Xeon", [{}], ""),
+        ("Xeon", [{"dtype": "bfloat16"}], "dtype float16 -> bfloat16"),
+        ("Xeon", [{"dtype": "bfloat16"}, {"batch_size": 2}], ""),
+        ("Xeon", [{"model": "other"}] * 2, "model huggyllama/llama-30b -> other"),
+        ("Xeon", [{"dataset": "other", "limit": 3, "new_tokens": 8, "tokenizer_sha256": "0", "batch_size": 2}], ""),
+        ("Xeon", [{"strategy": "tp", "dtype": "bfloat16"}], ""),
+        ("EPYC", [{}], "CPU EPYC -> Xeon"),
+    ],
+)
+def test_a_baseline_that_cannot_be_compared_is_noted_before_the_run(
+    tmp_path: Path, gate: _MakeGate, cpu: str, changes: list[dict[str, Any]], note: str
+) -> None:
+    """Where one case is new or a test may choose other items, nothing is said."""
+    file.dump(_on(cpu, _result()), tmp_path / "base.json")
+    planned = [msgspec.structs.replace(_result().case, **change) for change in changes]
+    found = gate().notes(planned)
+    assert found == ([f"llmgpu: note: no case can be compared with the baseline: {note}"] if note else [])
+
+
+@pytest.mark.parametrize(
     ("base", "cpu", "nodeid", "verdict", "text"),
     [
         ([], "Xeon", _TEST, "NEW", ""),

@@ -104,6 +104,7 @@ class Program:
             device_time_s=[device_s / load for load in _LOADS],
             copy_s=[copy_s / load for load in _LOADS],
             idle_s=[self.idle_s + copy_s] * PASSES,
+            busy=device_s / (device_s + self.idle_s),
             clock_ghz=[[clock_ghz * load for load in _LOADS]],
             runtime_calls=self.runtime_calls,
             host_syncs=self.syncs,

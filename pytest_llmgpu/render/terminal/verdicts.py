@@ -62,7 +62,7 @@ def table(verdicts: Verdicts, policy: Policy, color: bool = False, most: int | N
     ends = [headline.next_steps(verdicts, policy), printable(counts(verdicts))]
     if undecided and not any(row.verdict == "UNDECIDED" for row in rows):
         metrics = ", ".join(dict.fromkeys(row.metric.replace("_", " ") for row in undecided))
-        ends.insert(0, f"{plural(len(undecided), 'row')} UNDECIDED ({metrics}): `llmgpu gate --all` lists them.")
+        ends.insert(0, f"{plural(len(undecided), 'row')} UNDECIDED ({metrics}): `llmgpu gate` with --all lists them.")
     ends += [f"note: {printable(note)}" for note in verdicts.warnings]
     parts.append("\n".join(filled(line, _INDENT) for line in ends if line))
     return "\n\n".join(filter(None, parts))
