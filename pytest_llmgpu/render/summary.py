@@ -11,6 +11,7 @@ import msgspec
 from pytest_llmgpu.gate import headline
 from pytest_llmgpu.gate.judge import TIMES, ExitStatus, exit_status
 from pytest_llmgpu.gate.policy import Policy, policy_of
+from pytest_llmgpu.render import by_cause
 from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.metrics import spec_of
 from pytest_llmgpu.report.report import Report
@@ -71,7 +72,7 @@ def conclude(report: Report, verdicts: Verdicts | None = None, policy: Policy | 
         status = "fail"
     elif gate or not session.complete or session.interrupted or session.exit_status or not completed or disturbed:
         status = "unclear"
-    groups = [] if verdicts is None else headline.group(verdicts, policy)
+    groups = [] if verdicts is None else by_cause.group(verdicts, policy)
     of_gate = [
         Problem(
             severity="failure",
