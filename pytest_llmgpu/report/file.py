@@ -154,7 +154,7 @@ def parse(data: bytes, name: str) -> Report:
             needed = "pytest --llmgpu-json=FILE writes one, llmgpu gate --json verdicts alone"
             raise ValueError(f"is not a report of pytest-llmgpu: {needed} ({error})") from None
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"is not valid JSON: {error}") from None
+            raise ValueError(f"is not valid JSON: {error}" if text.strip() else "is empty") from None
         if version != SCHEMA_VERSION:
             newer = version > SCHEMA_VERSION
             advice = "; upgrade pytest-llmgpu" if newer else " and not read; measure it again"

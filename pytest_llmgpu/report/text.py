@@ -96,12 +96,12 @@ def listed(names: Iterable[object], most: int = 12) -> str:
 
 
 def guess(name: str, names: Iterable[str]) -> str:
-    """Return ` (did you mean tp?)` for the most similar name with the same digits; empty if none is similar."""
+    """Return ` (did you mean tp?)` for the most similar name with the same digits; empty if none is very similar."""
     import difflib  # not when pytest loads the plugin
 
     # Another number is another thing: float8 is no misspelt float32.
     alike = [one for one in names if re.findall(r"\d", one) == re.findall(r"\d", name)]
-    close = difflib.get_close_matches(name, alike, 1)
+    close = difflib.get_close_matches(name, alike, 1, 0.7)
     return f" (did you mean {close[0]}?)" if close else ""
 
 

@@ -120,7 +120,7 @@ def _written(document: object) -> bytes:
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (b"", "is not valid JSON"),
+        (b"", "is empty"),
         (b'{"schema_version": 2, "cases": [', "is not valid JSON"),
         (b'{"schema_version": 2, "cases": [NaN]}', "is not valid JSON.*byte"),
         (b"\xff\xfe{}", "is not valid JSON"),

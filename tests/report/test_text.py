@@ -42,6 +42,7 @@ _STYLED = partial(text.printable_lines, styled=True)
         (text.listed, (range(5), 2), "0, 1 and 3 more"),
         (text.guess, ("flaot32", ["float16", "float32"]), " (did you mean float32?)"),
         (text.guess, ("float8", ["float16", "float32"]), ""),
+        (text.guess, ("nope", ["mp", "openai", "tp"]), ""),
         (text.sentence, ("it is.",), "It is."),
         (text.first_line, (ValueError("a\nb"),), "a"),
         (text.first_line, (KeyError(),), "KeyError"),
