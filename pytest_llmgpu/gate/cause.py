@@ -43,8 +43,8 @@ _EXPLAINS = 0.5
 """A changed program explains a slowdown if its price is this fraction of it."""
 
 SLOWER_KERNEL, _BETWEEN_GPUS = 0.003, 0.004
-"""Growth of one unchanged kernel beyond the factor common to all, as a fraction of device time, that is a regression,
-on the same GPUs and on others: in 4,134 healthy pairs the largest was 0.29 %, in later ones of other GPUs 0.33 %."""
+"""Growth of one unchanged kernel beyond that of the others, as a fraction of device time, that is a regression, on the
+same GPUs and on others: in 4,134 healthy pairs the largest was 0.29 %, in later ones of other GPUs 0.33 %."""
 KERNEL_SEEN = 0.005
 """Growth of one kernel, as a fraction of device time, that the gate promises to find on the same GPU."""
 _ERRORS = 4.0

@@ -164,11 +164,9 @@ class Timed(msgspec.Struct, frozen=True):
     @property
     def slowest(self) -> int:
         """The number of the rank that is judged."""
-        return (
-            self.rank
-            if self.rank is not None
-            else max(range(len(self.ranks)), key=lambda number: self.ranks[number].change)
-        )
+        if self.rank is not None:
+            return self.rank
+        return max(range(len(self.ranks)), key=lambda number: self.ranks[number].change)
 
     @property
     def change(self) -> float:

@@ -22,7 +22,7 @@ from tabulate import tabulate
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.options import LATEST, LONGEST_NAME, check_name
 from pytest_llmgpu.report.report import Commit, Report
-from pytest_llmgpu.report.text import GIB, listed, plural
+from pytest_llmgpu.report.text import GIB, guess, listed, plural
 from pytest_llmgpu.report.verdicts import Baseline
 from pytest_llmgpu.store import git
 
@@ -307,8 +307,10 @@ def resolve(reference: str, storage: Path, *, machine: str | None = None, reposi
         return msgspec.structs.replace(_of_path(found[0].path), stored=found[0])
     if exists or reference.endswith(_SUFFIXES):
         return _of_path(path)
-    kept = len(stored(storage))
-    advice = f"which has {plural(kept, 'report')}: see llmgpu list" if kept else "which is empty"
+    kept = stored(storage)
+    advice = f"which has {plural(len(kept), 'report')}: see llmgpu list" if kept else "which is empty"
+    latest = [LATEST] * (bool(kept) or (storage / LAST).exists())
+    advice += guess(reference, [*latest, *(one.name for one in kept if one.name)])
     raise git.AbsentError(f"{reference!r} is neither a file nor a report of the store {storage}, {advice}")
 
 

@@ -333,6 +333,7 @@ def test_a_baseline_is_read_from_its_commit(repository: Path, reference: str) ->
     [
         ("7", r"'7' is neither a file nor a report of the store \.llmgpu, which has 4 reports: see llmgpu list"),
         ("bas", "'bas' is neither"),
+        ("latset", r"'latset' is neither .* \(did you mean latest\?\)"),
         ("aaa", "'aaa' is neither"),
         ("nowhere/latest", "'nowhere/latest' is neither"),
         ("", "'' is neither|report .: cannot be read"),
