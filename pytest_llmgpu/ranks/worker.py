@@ -99,6 +99,8 @@ class RankState:
         """The batches of the latest case of an engine."""
         self.passes: list[WorkReply] = []
         """The work passes of the latest case in its execution; decode steps first, then the prefill."""
+        self.counted: traffic.Counted = {}
+        """The traffic of small forwards of the loaded model."""
 
     @property
     def plan(self) -> Plan:
@@ -197,7 +199,9 @@ def imported_from_elsewhere(state: RankState, project: Project) -> dict[str, str
 
 
 def reset(state: RankState) -> None:
-    """Empty caches and reset peaks, so that memory is counted for the next case only."""
+    """Free what the case before holds, and reset peaks, so that memory is counted for the next case only."""
+    state.graphs.close()  # It may have been warmed up and never measured.
+    state.passes, state.generator = [], None
     memory.reset(state.devices)
 
 
@@ -207,7 +211,8 @@ def give(state: RankState, sha256: str, items: Sequence[Item], task: str) -> Non
 
 
 def score(state: RankState, case: Case) -> Launch:
-    """Measure a case: `warm_up`, then `measure`."""
+    """Measure a case: `reset`, `warm_up`, then `measure`."""
+    reset(state)
     warm_up(state, case)
     with state.graphs:
         launch = measure(state).launch
@@ -217,19 +222,16 @@ def score(state: RankState, case: Case) -> Launch:
 
 
 def warm_up(state: RankState, case: Case, not_recorded: str | None = None) -> None:
-    """Prepare `measure`: decide the execution, reserve the workspace, run a batch of every shape.
+    """Prepare `measure` after a `reset`: decide the execution, reserve the workspace, run a batch of every shape.
 
     The devices are idle when this returns, so that the launcher can read their counters. `not_recorded` is the
     operation because of which the forwards of this model run eagerly, if one is known.
     """
     state.case, loaded = case, state.loaded
     state.phase, state.launch = "forward", None
-    state.graphs.close()  # The case before this one may have been warmed up and never measured.
-    state.passes, state.generator = [], None
     if case.generates:
         generation.check(loaded.model, loaded.config)
     requests = encoded(state)
-    reset(state)
     began_s = time.monotonic()
     state.decision = decision = graph_choice.decide(
         loaded, requests, case.batch_size, requested=case.cuda_graphs, logits=case.scoring, not_recorded=not_recorded
@@ -353,8 +355,9 @@ def account(state: RankState) -> tuple[list[Collective], list[Collective] | None
     try:
         with compiled_layers.suspended():
             if state.case.generates:
-                return traffic.of_generation(loaded, plan, of_tokens=of_tokens)
-            return traffic.of_plan(loaded, plan, logits=state.case.scoring, of_tokens=of_tokens), None
+                return traffic.of_generation(loaded, plan, of_tokens=of_tokens, counted=state.counted)
+            ways: Any = {"logits": state.case.scoring, "of_tokens": of_tokens, "counted": state.counted}
+            return traffic.of_plan(loaded, plan, **ways), None
     except ValueError as error:
         return str(error)
 
@@ -365,20 +368,20 @@ def record_work(state: RankState, traces: str | None = None) -> None:
     This comes right after `measure`: the CUDA graphs of the case are not recorded twice. `traces` is the begin of the
     paths of trace files; None for none.
     """
-    loaded, plan, on_batch = state.loaded, state.plan, report_to(state)
+    loaded, plan = state.loaded, state.plan
     trace = partial(trace_path, state, traces)
     program = work.Program(loaded.devices, loaded.dispatched, loaded.model)
+    alone = loaded.world_size == len(loaded.devices) == 1
+    ways: Any = {"on_batch": report_to(state), "alone": alone}
     if state.generator is None:
         with work.scoring_forward(loaded.model, loaded.input_device, state.case.scoring) as forward:
-            replayed = state.decision.execution == "cuda_graphs" and loaded.world_size == 1
-            state.passes = [
-                work.record(program, plan, forward, on_batch=on_batch, replayed=replayed, trace=trace("passes"))
-            ]
+            ways["replayed"] = state.decision.execution == "cuda_graphs" and alone
+            state.passes = [work.record(program, plan, forward, trace=trace("passes"), **ways)]
         return
     step, prefill = state.generator.step, state.generator.prefill
     state.passes = [
-        work.record(program, plan, step, on_batch=on_batch, trace=trace("decode-passes")),
-        work.record(program, plan, prefill, on_batch=on_batch, first=False, trace=trace("prefill-passes")),
+        work.record(program, plan, step, trace=trace("decode-passes"), **ways),
+        work.record(program, plan, prefill, first=False, trace=trace("prefill-passes"), **ways),
     ]
 
 

@@ -160,6 +160,7 @@ def state(model: Any, graphs: _Graphs, monkeypatch: pytest.MonkeyPatch) -> RankS
 
 
 def _warm_up(state: RankState, not_recorded: str | None = None) -> None:
+    worker.reset(state)
     worker.warm_up(state, state.case, not_recorded)
 
 

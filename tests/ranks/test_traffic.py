@@ -325,6 +325,26 @@ def test_prompts_that_share_lines_send_less(bundled: ModelSource) -> None:
 
 
 @pytest.mark.usefixtures("four")
+def test_small_forwards_are_counted_once(bundled: ModelSource) -> None:
+    """Another plan of the same model runs its smallest batch alone; a model that was changed is counted again."""
+    loaded = LayerParallel().load(msgspec.structs.replace(_CASE, strategy="mp", devices=1), bundled)
+    ran, sent = [], [1]
+
+    def send(_model: object, _arguments: object, named: dict[str, Any]) -> None:
+        ran.append(named["input_ids"].shape)
+        distributed.all_reduce(torch.ones(sent[0] * named["input_ids"].numel()))
+
+    loaded.model.register_forward_pre_hook(send, with_kwargs=True)
+    plan = ranks.make_plan()
+    counted: traffic.Counted = {}
+    once = traffic.of_plan(loaded, plan, counted=counted)
+    assert (len(ran), traffic.of_plan(loaded, plan, counted=counted), len(ran)) == (6, once, 7)
+    sent[0] = 2
+    assert traffic.of_plan(loaded, plan, counted=counted)[0].payload_bytes == 2 * once[0].payload_bytes
+    assert ran[-6:] == [plan.batches[-1].shape, *[shape[:2] for shape in traffic._SHAPES]]
+
+
+@pytest.mark.usefixtures("four")
 def test_traffic_that_depends_on_more_is_an_error(bundled: ModelSource) -> None:
     """A wrong prediction for the smallest batch is refused."""
     loaded = LayerParallel().load(msgspec.structs.replace(_CASE, strategy="mp", devices=1), bundled)
