@@ -10,7 +10,7 @@ that were added.
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from typing import Any
@@ -22,7 +22,7 @@ from pytest_llmgpu.gate.exact import absent, other_execution
 from pytest_llmgpu.gate.policy import ProgramRule
 from pytest_llmgpu.gate.program import FLOPS, OWN, SYNCS, WAITS, Pair
 from pytest_llmgpu.gate.times import WALL_TIMES
-from pytest_llmgpu.report.cause import CallsChange, Cause, Place
+from pytest_llmgpu.report.cause import CallsChange, Cause, Place, SlowerKernel
 from pytest_llmgpu.report.derived import of_prefill
 from pytest_llmgpu.report.kernel_families import collective_of, family_of
 from pytest_llmgpu.report.metrics import MetricName
@@ -140,12 +140,24 @@ def _of_rank(head: CaseResult, pair: Pair, rule: ProgramRule, *, gain: float, be
 
 
 def with_slower_kernels(row: Row, pairs: Sequence[Pair]) -> Row:
-    """Return a row on device time that is REGRESSED if an unchanged kernel became slower than the others."""
+    """Return a row on device time that is REGRESSED if an unchanged kernel became slower than the others.
+
+    On other GPUs it has to be slower on every rank: one GPU may be slower than the others.
+    """
     if row.base is None or row.cause is not None:
         return row
-    slower = [(found[0], number) for number, pair in enumerate(pairs) if (found := program.slower_kernels(pair))]
-    worst, number = max(slower, key=lambda one: one[0].excess, default=(None, 0))
-    limit = SLOWER_KERNEL if all(pair.same_gpus for pair in pairs) else _BETWEEN_GPUS
+    of_ranks: dict[tuple[str, str], list[tuple[SlowerKernel, int]]] = defaultdict(list)
+    for number, pair in enumerate(pairs):
+        for kernel in program.slower_kernels(pair):
+            of_ranks[kernel.family, kernel.name].append((kernel, number))
+    same = all(pair.same_gpus for pair in pairs)
+    shown = [
+        (max if same else min)(found, key=lambda one: one[0].excess)
+        for found in of_ranks.values()
+        if same or len(found) == len(pairs)
+    ]
+    worst, number = max(shown, key=lambda one: one[0].excess, default=(None, 0))
+    limit = SLOWER_KERNEL if same else _BETWEEN_GPUS
     if worst is None or worst.excess <= max(limit, _ERRORS * worst.error):
         return row
     cause = Cause(place="kernel", rank=number if len(pairs) > 1 else None, kernel=worst)

@@ -69,15 +69,19 @@ class Fitted(NamedTuple):
     """Standard deviation of their change that no number of launches makes smaller: see `of_passes`."""
 
 
-def passes(ghz: Sequence[Sequence[float]] | None, times_s: Sequence[float] | None) -> list[Pass]:
-    """Return passes with given clocks [GPUs][passes] and times; none where one has no clock, or a time is 0."""
+def log_clocks(ghz: Sequence[Sequence[float]] | None) -> list[float]:
+    """Return the mean log clock of each pass from clocks [GPUs][passes]; empty where one has no clock."""
     clocks_ghz = list(zip(*(ghz or ()), strict=False))  # a report can have columns of any length
-    if not times_s or len(clocks_ghz) != len(times_s) or min(map(min, clocks_ghz)) <= 0 or min(times_s) <= 0:
+    if not clocks_ghz or min(map(min, clocks_ghz)) <= 0:
         return []
-    return [
-        Pass(math.log(time_s), statistics.fmean(map(math.log, of_gpus)))
-        for time_s, of_gpus in zip(times_s, clocks_ghz, strict=True)
-    ]
+    return [math.fsum(map(math.log, of_gpus)) / len(of_gpus) for of_gpus in clocks_ghz]
+
+
+def passes(clocks: Sequence[float], times_s: Sequence[float] | None) -> list[Pass]:
+    """Return passes with given log clocks and times; none where one has no clock, or a time is 0."""
+    if not times_s or len(clocks) != len(times_s) or min(times_s) <= 0:
+        return []
+    return [Pass(math.log(time_s), clock) for time_s, clock in zip(times_s, clocks, strict=True)]
 
 
 def mean_pass(log_s: float, ghz: Sequence[Sequence[float]] | None) -> list[Pass]:
@@ -94,22 +98,19 @@ def fit(
     Others of the same program have the same slope, and levels of their own.
     """
     launches, timed = [*base, *head, *others], len(base) + len(head)
-    means = [Pass(*map(statistics.fmean, zip(*launch, strict=True))) for launch in launches]
-    squares = products = 0.0
-    for launch, mean in zip(launches, means, strict=True):
-        squares += math.fsum((one.log_ghz - mean.log_ghz) ** 2 for one in launch)
-        products += math.fsum((one.log_ghz - mean.log_ghz) * (one.log_s - mean.log_s) for one in launch)
+    means = [Pass(*(sum(column) / len(launch) for column in zip(*launch, strict=True))) for launch in launches]
+    away = [
+        (log_s - mean.log_s, log_ghz - mean.log_ghz)
+        for launch, mean in zip(launches, means, strict=True)
+        for log_s, log_ghz in launch
+    ]
+    squares, products = sum(ghz * ghz for _, ghz in away), sum(s * ghz for s, ghz in away)
     expected = (_PASS_SD / _SLOPE_SD) ** 2
     slope = min(0.0, max(-1.0, (products + expected * _SLOPE) / (squares + expected)))
-    residuals = [
-        one.log_s - mean.log_s - slope * (one.log_ghz - mean.log_ghz)
-        for launch, mean in zip(launches, means, strict=True)
-        for one in launch
-    ]
-    degrees = _PASS_DEGREES + max(0, len(residuals) - len(launches) - 1)
-    pass_sd = math.sqrt((_PASS_DEGREES * _PASS_SD**2 + math.fsum(one * one for one in residuals)) / degrees)
+    degrees = _PASS_DEGREES + max(0, len(away) - len(launches) - 1)
+    pass_sd = math.sqrt((_PASS_DEGREES * _PASS_SD**2 + sum((s - slope * ghz) ** 2 for s, ghz in away)) / degrees)
     sides = means[: len(base)], means[len(base) : timed]
-    clocks = [statistics.fmean(mean.log_ghz for mean in side) for side in sides]
+    clocks = [sum(mean.log_ghz for mean in side) / len(side) for side in sides]
     times = [mean.log_s - slope * (mean.log_ghz - clocks[1]) for mean in means[:timed]]
     # The error of the slope times the difference of the clocks is an error of the difference of both means.
     slope_sd = 1 / math.sqrt(1 / _SLOPE_SD**2 + squares / pass_sd**2)
@@ -123,15 +124,20 @@ def fit(
     )
 
 
+def busy(rank: RankWork) -> float | None:
+    """Return the part of the passes of a rank that its GPU computes, as the clock and the times of kernels see it."""
+    return rank.busy if rank.stamped_busy is None else rank.stamped_busy
+
+
 def of_passes(fitted: Fitted, base: Sequence[RankWork], head: Sequence[RankWork]) -> Fitted:
     """Return the time of all kernels of a rank with the errors of the clocks of its passes [launches].
 
     Those of short passes, and of a GPU that idles for another part of the passes, where this part is known.
     """
     ranks = [*base, *head]
-    length_s = min(min(one.device_time_s or [0.0]) / (one.busy or 1.0) for one in ranks)
+    length_s = min(min(one.device_time_s or [0.0]) / (busy(one) or 1.0) for one in ranks)
     clock_sd = _CLOCK_SD_S / max(length_s, _CLOCK_SD_S / _LARGEST_CLOCK_SD)
-    then, now = ([one.busy for one in side if one.busy is not None] for side in (base, head))
+    then, now = ([part for part in map(busy, side) if part is not None] for side in (base, head))
     known = len(then) + len(now) == len(ranks)
     idle_sd = _IDLE_SD * abs(statistics.fmean(now) - statistics.fmean(then)) if known else 0.0
     return fitted._replace(sd=math.hypot(fitted.sd, fitted.slope * clock_sd), idle_sd=idle_sd)

@@ -28,6 +28,9 @@ _N = TypeVar("_N", int, float)
 
 RENAMED = 0.015
 """Error of the price of kernels that were only renamed, as a fraction of their own time: it was 1.6 % at most."""
+_SMALL, _LARGE = 0.001, 0.1
+"""A kernel below the first share of device time in both reports cannot become a regression. One above the second is
+compared with the others alone."""
 _MOST = 10
 """Most changes of calls of one kind in a record."""
 _FOLDED = "*"
@@ -160,23 +163,28 @@ def slower_kernels(pair: Pair) -> list[SlowerKernel]:
     if not pair.is_priced or not total_s:
         return []
     fits: list[tuple[Kernel, Amount, Fitted]] = []
-    for kernel, before, _ in _split(pair)[0]:
+    for kernel, before, after in _split(pair)[0]:
         launches = [rank.passes.get(kernel, []) for rank in pair]
-        if all(launches) and before.time_s > 0:
+        if all(launches) and before.time_s > 0 and max(before.time_s, after.time_s) > _SMALL * total_s:
             fits.append((kernel, before, fixed_clock.fit(*launches)))
     grown = [(fitted.samples.change, before.time_s) for _, before, fitted in fits]
+    common = _weighted_median(grown) if grown else 0.0
+    times_s: dict[str, dict[str, float]] = defaultdict(dict)
+    for (family, place), amount in pair.after.modules.items():
+        times_s[family][place] = amount.time_s
+    most = {family: _module_with_most(of_family, 1) for family, of_family in times_s.items()}
     busy = [rank.busy for rank in pair if rank.busy is not None]
     idle = max(busy) - min(busy) if len(busy) == len(pair) else 0.0
     found = []
-    for number, ((family, name), before, fitted) in enumerate(fits):
+    for (family, name), before, fitted in fits:
+        change, share, of_others = fitted.samples.change, before.time_s / total_s, common
         # A kernel with half of the time would be compared with itself; between GPUs it differs from the others.
-        others = [*grown[:number], *grown[number + 1 :]] if pair.same_gpus else []
-        common = max(0.0, _weighted_median(others or grown))
-        times_s = {module: amount.time_s for (of, module), amount in pair.after.modules.items() if of == family}
-        growth, share = math.expm1(fitted.samples.change - common), before.time_s / total_s
+        if pair.same_gpus and share > _LARGE and len(grown) > 1:
+            of_others = _weighted_median(one for one in grown if one != (change, before.time_s))
+        growth = math.expm1(change - max(0.0, of_others))
         of_launches = fitted.sd * sum(1 / len(side) for side in fitted.samples) ** 0.5
         error = share * (1 + growth) * math.hypot(of_launches, fixed_clock.KERNEL_IDLE_SD * idle)
-        excess, module = share * growth, _module_with_most(times_s, 1)
+        excess, module = share * growth, most.get(family)
         one = SlowerKernel(name=name, family=family, module=module, growth=growth, excess=excess, error=error)
         found.append(one)
     return sorted(found, key=lambda one: -one.excess)
@@ -235,7 +243,8 @@ def op_changes(pair: Pair) -> tuple[list[CallsChange], str | None]:
     found: list[CallsChange] = []
     moves: list[str] = []
     known = {module for module, _ in before}
-    for op in {name: None for _, name in (*before, *after)} if before and after else ():
+    changed = {name: None for place, name in (*before, *after) if before.get((place, name)) != after.get((place, name))}
+    for op in changed if before and after else ():
         ran, runs = ({module: calls for (module, name), calls in ops.items() if name == op} for ops in (before, after))
         growths, moved = _net(ran, runs, known)
         moves += moved
@@ -355,7 +364,7 @@ def _figures(works: Sequence[Work], names: Sequence[str], number: int) -> RankFi
     host_calls = [rank.host_calls for rank in ranks if rank.host_calls is not None]
     return RankFigures(
         device_s=None if kernels_s is None else kernels_s + copy_s,
-        busy=_median(None if rank.busy is None else [rank.busy] for rank in ranks),
+        busy=_median(None if part is None else [part] for part in map(fixed_clock.busy, ranks)),
         parts_s={
             "device": kernels_s or 0.0,
             "copies": copy_s,
@@ -388,11 +397,12 @@ def _amounts(
     kernels: dict[Kernel, Amount] = defaultdict(Amount)
     modules: dict[Kernel, Amount] = defaultdict(Amount)
     passes: dict[Kernel, list[Pass]] = {}
+    clocks = fixed_clock.log_clocks(rank.clock_ghz)
     for row in rank.rows or ():
         name = names[row.kernel] if row.kernel is not None and row.kernel < len(names) else "other"
         amounts, key = (kernels, (row.family, name)) if row.module is None else (modules, (row.family, row.module))
         amounts[key] = Amount(amounts[key].calls + row.calls, amounts[key].time_s + row.time_s)
-        if row.module is None and (found := fixed_clock.passes(rank.clock_ghz, row.passes_s)):
+        if row.module is None and (found := fixed_clock.passes(clocks, row.passes_s)):
             passes[key] = found
     return kernels, modules, passes
 
@@ -409,6 +419,8 @@ def _median_count(launches: Iterable[int | None]) -> int | None:
 
 
 def _median_amounts(launches: Sequence[Mapping[_K, Amount]]) -> dict[_K, Amount]:
+    if len(launches) == 1:
+        return dict(launches[0])
     calls = _median_counts([{key: one.calls for key, one in launch.items()} for launch in launches])
     times_s = {key: [launch.get(key, Amount()).time_s for launch in launches] for key in calls}
     return {key: Amount(count, statistics.median(times_s[key])) for key, count in calls.items()}
@@ -416,5 +428,7 @@ def _median_amounts(launches: Sequence[Mapping[_K, Amount]]) -> dict[_K, Amount]
 
 def _median_counts(launches: Sequence[Mapping[_K, _N] | None]) -> dict[_K, _N]:
     known = [launch or {} for launch in launches]
+    if len(known) == 1:
+        return dict(known[0])
     keys = {key: None for launch in known for key in launch}
     return {key: statistics.median_low(launch.get(key, 0) for launch in known) for key in keys}

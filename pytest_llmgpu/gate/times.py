@@ -363,23 +363,34 @@ def device_times(
     if not isinstance(used, tuple):
         return used
     launches = [*used[0], *used[1]]
-    batches = {tuple(launch.work.batches) for launch in launches if launch.work is not None}
-    if len(batches) > 1 or len({len(launch.ranks) for launch in launches}) > 1:
-        reason = "The work passes ran other batches or ranks than the baseline's."
+    ran = {(*one.work.batches, *[rank.stamped_busy is None for rank in one.ranks]) for one in launches if one.work}
+    if len(ran) > 1:
+        reason = (
+            "The work passes ran other batches or ranks than the baseline's, or eager forwards waited for the host in "
+            "one report alone."
+        )
         return Row.of(head, "device_time", "NOT_COMPARABLE", reason, gated=rule.gate)
     same = len({tuple(tuple(rank.uuids) for rank in launch.ranks) for launch in launches}) == 1
     fits = [] if in_a_row else _fitted(used)
     if in_a_row:
-        rows = [[fixed_clock.passes(one.ranks[0].replays_ghz, one.ranks[0].replays_s) for one in side] for side in used]
+        rows = [
+            [
+                fixed_clock.passes(fixed_clock.log_clocks(one.ranks[0].replays_ghz), one.ranks[0].replays_s)
+                for one in side
+            ]
+            for side in used
+        ]
         if not all(map(all, (*rows, _kernels(launches)))):
             return None
         fits = [fixed_clock.fit(rows[0], rows[1], _kernels(launches))]
     regime: NoiseRegime = "fixed_clock" if fits else "device"
     prior, clocks_ghz = noise_regime.PRIORS[regime], None
     idle_sd, slowest = 0.0, None
-    if fits:  # the rank that shows most: another one may seem slower, whose GPU idles
+    if fits:
+        # The rank that shows most: another one may seem slower, whose GPU idles. On other GPUs that which shows least:
+        # a slower program is slower on every rank, and one GPU may be slower than the others.
         shown = [one.samples.change / math.hypot(prior.s0, one.sd, one.idle_sd) for one in fits]
-        slowest = shown.index(max(shown))
+        slowest = shown.index(max(shown) if same else min(shown))
         prior = msgspec.structs.replace(prior, s0=math.hypot(prior.s0, fits[slowest].sd))
         idle_sd = fits[slowest].idle_sd
         ranks = [one.samples for one in fits]
@@ -406,7 +417,11 @@ def device_times(
 
 def _kernels(launches: Iterable[Launch]) -> list[list[Pass]]:
     """Return the device time of the passes of each rank of launches with work passes; none without a clock."""
-    return [fixed_clock.passes(rank.clock_ghz, device_passes_s(rank)) for one in launches for rank in one.ranks]
+    return [
+        fixed_clock.passes(fixed_clock.log_clocks(rank.clock_ghz), device_passes_s(rank))
+        for one in launches
+        for rank in one.ranks
+    ]
 
 
 def _fitted(sides: Sequence[Sequence[Launch]]) -> list[Fitted]:

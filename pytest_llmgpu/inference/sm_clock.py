@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-KERNEL = "llmgpu_stamp"
-"""Name of the kernel in a profile."""
+STAMP, HOLD = "llmgpu_stamp", "llmgpu_hold"
+"""Names of the kernels in a profile."""
 _PTX = f"""
 .version 6.0
 .target sm_50
 .address_size 64
-.visible .entry {KERNEL}(.param .u64 stamps) {{
+.visible .entry {STAMP}(.param .u64 stamps) {{
     .reg .b32 %sm;
     .reg .b64 %to, %offset, %cycles, %ns;
     ld.param.u64 %to, [stamps];
@@ -36,6 +36,18 @@ _PTX = f"""
     add.s64 %to, %to, %offset;
     st.global.u64 [%to], %cycles;
     st.global.u64 [%to+8], %ns;
+    ret;
+}}
+.visible .entry {HOLD}(.param .u64 length) {{
+    .reg .b64 %length, %begin, %ns;
+    .reg .pred %early;
+    ld.param.u64 %length, [length];
+    mov.u64 %begin, %globaltimer;
+again:
+    mov.u64 %ns, %globaltimer;
+    sub.u64 %ns, %ns, %begin;
+    setp.lt.u64 %early, %ns, %length;
+    @%early bra again;
     ret;
 }}
 """
@@ -53,6 +65,7 @@ class SmClock:
         self.why: str | None = None
         """Reason why there is no clock."""
         self._launches: list[Callable[[int], None]] = []
+        self._holds: list[Callable[[int], None]] = []
         self._stamps: list[torch.Tensor] = []
         """[GPUs] Cycles and nanoseconds [stamps, SMs, 2]; 0 where an SM has taken no stamp."""
         if any(device.type != "cuda" for device in devices):
@@ -61,10 +74,16 @@ class SmClock:
         try:
             for gpu in devices:
                 sms = torch.cuda.get_device_properties(gpu).multi_processor_count
-                self._launches.append(_launcher(gpu, _BLOCKS_PER_SM * sms))
+                self._launches.append(_launcher(gpu, STAMP, _BLOCKS_PER_SM * sms))
+                self._holds.append(_launcher(gpu, HOLD, 1))
                 self._stamps.append(torch.zeros(stamps, sms, 2, dtype=torch.int64).pin_memory())
         except (AttributeError, OSError, RuntimeError) as error:
             self.why = f"the kernel that reads the SM clock cannot run: {error}"
+
+    def hold(self, length_s: float) -> None:
+        """Let the GPUs wait once they have done everything that was launched before; nothing without a clock."""
+        for hold in self._holds if self.why is None else ():
+            hold(round(length_s * 1e9))
 
     def stamp(self, number: int) -> None:
         """Take a stamp as soon as the GPUs have done everything that was launched before."""
@@ -95,8 +114,8 @@ def between(earlier: torch.Tensor, later: torch.Tensor) -> tuple[float, float]:
 
 
 @cache
-def _launcher(gpu: torch.device, blocks: int) -> Callable[[int], None]:
-    """Return what launches the kernel on the current stream of a GPU, for an address; loaded once in a process.
+def _launcher(gpu: torch.device, name: str, blocks: int) -> Callable[[int], None]:
+    """Return what launches a kernel on the current stream of a GPU, for its parameter; loaded once in a process.
 
     OSError if there is no CUDA driver, RuntimeError if it refused the kernel.
     """
@@ -108,7 +127,7 @@ def _launcher(gpu: torch.device, blocks: int) -> Callable[[int], None]:
         torch.cuda.synchronize()  # A context exists from here on.
         for status in (
             driver.cuModuleLoadData(ctypes.byref(module), _PTX.encode()),
-            driver.cuModuleGetFunction(ctypes.byref(kernel), module, KERNEL.encode()),
+            driver.cuModuleGetFunction(ctypes.byref(kernel), module, name.encode()),
         ):
             if status:
                 raise RuntimeError(f"error {status} of the CUDA driver")
@@ -116,14 +135,14 @@ def _launcher(gpu: torch.device, blocks: int) -> Callable[[int], None]:
     # So Python's own numbers can be passed, which takes less time than those of ctypes.
     run.argtypes = [ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3]
 
-    def launch(address: int) -> None:
+    def launch(parameter: int) -> None:
         # The driver copies the parameter before it returns.
-        number = ctypes.c_uint64(address)
+        number = ctypes.c_uint64(parameter)
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(number))
         # Another GPU may be the current one where a rank has several.
         with nullcontext() if torch.cuda.current_device() == gpu.index else torch.cuda.device(gpu):
             stream = torch.cuda.current_stream(gpu).cuda_stream
             if status := run(kernel, blocks, 1, 1, 1, 1, 1, 0, stream, arguments, None):
-                raise RuntimeError(f"the kernel that reads the SM clock failed: error {status} of the CUDA driver")
+                raise RuntimeError(f"the kernel {name} failed: error {status} of the CUDA driver")
 
     return launch

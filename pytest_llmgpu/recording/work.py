@@ -14,6 +14,7 @@ call is its module.
 from __future__ import annotations
 
 import hashlib
+import operator
 import os
 import re
 import statistics
@@ -33,6 +34,7 @@ from pytest_llmgpu.inference.batching import Batch, Plan
 from pytest_llmgpu.inference.models import experts_of
 from pytest_llmgpu.inference.scoring import OnBatch, synchronize
 from pytest_llmgpu.inference.sm_clock import SmClock
+from pytest_llmgpu.inference.weights import layer_stacks
 from pytest_llmgpu.recording.op_counts import count_calls, count_ops, module_hooks
 from pytest_llmgpu.report.kernel_families import collective_of, family_of
 from pytest_llmgpu.report.text import first_line
@@ -54,6 +56,8 @@ if TYPE_CHECKING:
 
 PASSES = 4
 """Profiled passes in the execution of the case."""
+_HELD, _LONGEST_HELD_S = 1.5, 0.25
+"""How long the GPU waits for the host, in times of the launches, and at most."""
 _MOST_PADDED_TOKENS = 4096
 _MOST_BATCHES = 4
 _SCORING = "(scoring)"
@@ -76,7 +80,9 @@ OUTSIDE = "(outside)"
 """Module of a kernel that was launched outside of every range."""
 _NS = 1e-9
 _CALL = re.compile(r"^(cuda|cu)[A-Z]")
-_POLLS = re.compile(r"(Event|Stream)Query|GetLastError|PeekAtLastError|IsCapturing|GetCaptureInfo")
+_POLLS = re.compile(
+    r"(Event|Stream)Query|GetLastError|PeekAtLastError|IsCapturing|GetCaptureInfo|ExchangeStreamCaptureMode"
+)
 """Calls without effect, some of them by other threads such as NCCL's watchdog: their number differs between passes."""
 _SYNCHRONIZES = re.compile(r"^cuda(Stream|Device|Event)Synchronize|^cu(Stream|Ctx|Event)Synchronize")
 _ONE_QUERY = "_attention_of_one_query"
@@ -183,6 +189,66 @@ class WorkReply(msgspec.Struct, frozen=True, kw_only=True):
     """The trace files of this rank."""
 
 
+class _HeldForward:
+    """A forward at whose first layer the GPU waits, once its length is known, until the host has launched the rest.
+
+    Where the host launches more slowly than the GPU computes, the GPU would idle between kernels, at another clock than
+    theirs, by an amount that differs from launch to launch. Stamps stand around what runs without such gaps. A replayed
+    graph does not call the layer, and is not held.
+    """
+
+    def __init__(self, forward: Forward, model: torch.nn.Module | None, clock: SmClock) -> None:
+        decoder = getattr(model, "get_decoder", lambda: None)()
+        stack = None if decoder is None else next(layer_stacks(decoder), None)
+        self._layer = None if stack is None else stack[1][0]
+        self._forward, self._clock = forward, clock
+        self._length_s = self._launch_s = 0.0
+        """How long the GPU waits; 0: it does not, and the time of the launches is measured."""
+        self.held = 0
+        """The number of forwards that were held; each of them took two stamps."""
+
+    def measure(self, run: Callable[[], object]) -> None:
+        """Decide how long the GPU waits, by a forward that is not held."""
+        run()
+        self._length_s = min(_HELD * self._launch_s, _LONGEST_HELD_S)
+
+    def __call__(self, batch: Batch) -> None:
+        """Launch the work of a batch."""
+        entered_s: list[float] = []
+
+        def enter(*_: object) -> None:
+            if not entered_s and self._length_s:
+                self._clock.hold(self._length_s)
+                self._clock.stamp(2 * self.held)
+            entered_s.append(time.perf_counter())
+
+        handle = None if self._layer is None else self._layer.register_forward_pre_hook(enter)
+        try:
+            self._forward(batch)
+        finally:
+            if handle is not None:
+                handle.remove()
+        if entered_s and self._length_s:
+            self._clock.stamp(2 * self.held + 1)
+            self.held += 1
+        elif entered_s:
+            self._launch_s = time.perf_counter() - entered_s[0]
+
+    def of_passes(self, passes: int) -> tuple[list[float], list[list[float]]]:
+        """Return the time between the stamps of each pass on the first GPU, and the mean clock [GPUs][passes]."""
+        pairs = [(2 * number, 2 * number + 1) for number in range(self.held)]
+        seconds, size = self._clock.seconds(pairs) or [], self.held // passes
+        parts = [slice(begin, begin + size) for begin in range(0, self.held, size)]
+        stamped_s = [sum(seconds[part]) for part in parts]
+        return stamped_s, [
+            [
+                sum(map(operator.mul, ghz[part], seconds[part])) / length_s
+                for part, length_s in zip(parts, stamped_s, strict=True)
+            ]
+            for ghz in self._clock.ghz(pairs) or []
+        ]
+
+
 class _Recording:
     """The records of torch.profiler while `_recorded` was entered."""
 
@@ -216,13 +282,15 @@ def record(
     first: bool = True,
     whole_texts: bool = False,
     replayed: bool = False,
+    alone: bool = False,
     trace: str | None = None,
 ) -> WorkReply:
     """Run the passes in the execution of the case, whose CUDA graphs are still recorded, and return their figures.
 
     Every rank must do so at the same time. `first` is true for the first passes of the case. Where a forward generates
     `whole_texts`, one batch is run. `replayed` forwards, CUDA graphs of one rank on one GPU, are also timed in a row.
-    `trace` is the file for the trace of the last pass.
+    Eager forwards of a rank that is `alone`, on one GPU, are held (`_HeldForward`). `trace` is the file for the trace
+    of the last pass.
     """
     import torch
 
@@ -235,10 +303,12 @@ def record(
     if not gpus:
         return reply
     batches = [plan.batches[number] for number in numbers]
+    windows = SmClock(program.devices, 2 * PASSES * len(batches))
+    held = _HeldForward(forward, program.model if alone and windows.why is None else None, windows)
     # The first profile of a process initialises CUPTI, and its records are left out.
     with _recorded(first=first):
-        _run(program.devices, [plan.batches[number] for number in reply.eager_batches], forward, on_batch)
-    kernels, seconds = [], []
+        held.measure(lambda: _run(program.devices, [plan.batches[reply.eager_batches[0]]], held, on_batch))
+    kernels, seconds, unprofiled_s = [], [], []
     why = None
     clock = SmClock(program.devices, 2 * PASSES)
     in_a_row, rows = SmClock(program.devices, PASSES), [(number - 1, number) for number in range(1, PASSES, 2)]
@@ -250,12 +320,12 @@ def record(
                 # The first batch keeps the GPU busy until the row is launched.
                 _run(program.devices, batches[:1], forward, on_batch, wait=False)
                 in_a_row.stamp(number - 1)
-            _run(program.devices, batches, forward, on_batch, wait=not replayed)
+            unprofiled_s.append(_run(program.devices, batches, forward, on_batch, wait=not replayed))
             in_a_row.stamp(number)
             synchronize(program.devices)
         with _recorded(trace=trace if number == PASSES - 1 else None) as recording:
             clock.stamp(2 * number)
-            pass_s = _run(program.devices, batches, forward, on_batch)
+            pass_s = _run(program.devices, batches, held, on_batch)
             clock.stamp(2 * number + 1)
             synchronize(program.devices)
         # All passes are run whatever a profiler does: ranks that stop would leave the others waiting in a collective.
@@ -270,6 +340,13 @@ def record(
         figures = msgspec.structs.replace(figures, why=dict.fromkeys(_DEVICE_FIGURES, why))
         return msgspec.structs.replace(reply, work=figures)
     clock_ghz = clock.ghz([(2 * number, 2 * number + 1) for number in range(PASSES)])
+    stamped_busy = None
+    if held.held == PASSES * len(batches):
+        stamped_s, clock_ghz = held.of_passes(PASSES)
+        parts = [min(1.0, one.covered_s / length_s) for one, length_s in zip(kernels, stamped_s, strict=True)]
+        stamped_busy = statistics.median(parts)
+    if not replayed:
+        seconds = [statistics.median(unprofiled_s)] * PASSES
     covered = [(one.covered_s, pass_s) for one, pass_s in zip(kernels, seconds, strict=True)]
     figures = msgspec.structs.replace(
         figures,
@@ -277,6 +354,7 @@ def record(
         copy_s=[one.copy_s for one in kernels],
         idle_s=[max(0.0, pass_s - covered_s) for covered_s, pass_s in covered],
         busy=statistics.median(min(1.0, covered_s / pass_s) for covered_s, pass_s in covered),
+        stamped_busy=stamped_busy,
         kernels=sum(calls.calls for name, calls in kernels[-1].kernels.items() if not _COPY.match(name)),
         clock_ghz=clock_ghz,
         why={} if clock.why is None else {"clock_ghz": clock.why},
@@ -548,7 +626,7 @@ def read_records(events: Iterable[Any]) -> list[Record]:
     for event in events:
         name = event.name()
         if event.device_type() != DeviceType.CPU:
-            if event.is_user_annotation() or name == sm_clock.KERNEL:
+            if event.is_user_annotation() or name in (sm_clock.STAMP, sm_clock.HOLD):
                 continue
             device = event.device_index()
         elif name.startswith(RANGE_PREFIX) or _CALL.match(name):

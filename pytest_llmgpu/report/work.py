@@ -109,7 +109,8 @@ class RankWork(msgspec.Struct, frozen=True, kw_only=True):
     copy_s: list[Seconds] | None = None
     """For each pass, the sum of the durations of copies and memsets in seconds."""
     idle_s: list[Seconds] | None = None
-    """For each pass, the time during which no kernel ran on any GPU of the rank, in seconds."""
+    """For each pass, the time during which no kernel ran on any GPU of the rank, in seconds, in a pass of the length of
+    `busy`."""
     clock_ghz: list[list[Amount]] | None = None
     """The mean clock of the SMs in each pass in GHz [GPUs][passes]: the median over the SMs of their cycles divided by
     the time. Null in older reports."""
@@ -120,8 +121,12 @@ class RankWork(msgspec.Struct, frozen=True, kw_only=True):
     replays_ghz: list[list[Amount]] | None = None
     """The mean clock of the SMs in each row, as `clock_ghz`."""
     busy: Fraction | None = None
-    """The fraction of a pass during which a kernel ran on a GPU of the rank (the median over the passes). The profiler
-    makes passes longer than the timed batches: replayed forwards of LLaMA-7B at batch size 1 by 7 %."""
+    """The fraction of a pass during which a kernel ran on a GPU of the rank (the median over the passes). Its length is
+    that of the same batches without the profiler; of CUDA graphs of one GPU with it, which makes a pass longer: that of
+    LLaMA-7B at batch size 1 by 7 %."""
+    stamped_busy: Fraction | None = None
+    """As `busy`, between the stamps of the clock, where the GPU had waited until the host had launched the kernels of
+    eager forwards: 1 where no gap was left. Null for other forwards, several ranks or GPUs, and in older reports."""
     kernels: Count | None = None
     """The number of kernel calls in a pass, collectives included."""
     ops: dict[str, Count] | None = None

@@ -5,9 +5,10 @@ import random
 import statistics
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
-from pytest_llmgpu.gate.fixed_clock import Pass, fit, of_passes, passes
+from pytest_llmgpu.gate.fixed_clock import Pass, fit, log_clocks, of_passes, passes
 from pytest_llmgpu.report.work import RankWork
 
 
@@ -72,6 +73,8 @@ def test_the_clock_of_a_pass_is_not_quite_that_of_its_kernels(
     alone = fit([_launch(0.0, -0.5, _FAST)], [_launch(0.0, -0.5, _SLOW)])
     base, head = (RankWork(uuids=[], device_time_s=[time_s, 2 * time_s], busy=one) for one in busy)
     found = of_passes(alone, [base, base], [head])
+    held = [msgspec.structs.replace(one, stamped_busy=0.9) for one in (base, head)]
+    assert of_passes(alone, held[:1], held[1:]).idle_sd == 0, "the GPU had waited for the host"
     assert found.samples == alone.samples
     assert math.sqrt(found.sd**2 - alone.sd**2) == pytest.approx(sd, abs=5e-5)
     assert found.idle_sd == pytest.approx(idle_sd)
@@ -93,6 +96,6 @@ def test_a_pass_has_a_time_and_a_clock(
     clock_ghz: list[list[float]] | None, times_s: list[float] | None, ghz: list[float]
 ) -> None:
     """The clock of several GPUs is their mean; a rank with a pass whose clock is not known has none."""
-    found = passes(clock_ghz, times_s)
+    found = passes(log_clocks(clock_ghz), times_s)
     assert [math.exp(one.log_ghz) for one in found] == pytest.approx(ghz)
     assert [math.exp(one.log_s) for one in found] == pytest.approx(times_s if ghz else [])

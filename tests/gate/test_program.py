@@ -27,6 +27,7 @@ from support.report_factory import known, make_profile
 
 from pytest_llmgpu.analysis.merging import merge
 from pytest_llmgpu.gate import program
+from pytest_llmgpu.gate.cause import with_slower_kernels
 from pytest_llmgpu.gate.headline import headline
 from pytest_llmgpu.gate.judge import judge
 from pytest_llmgpu.gate.policy import Policy
@@ -79,6 +80,23 @@ def test_a_kernel_with_most_of_the_time_is_compared_with_the_others() -> None:
     first, *_ = program.slower_kernels(pairs(_BASE, _BASE.slower(name, 1.01))[0])
     assert first.name == name
     assert first.excess == pytest.approx(0.01 * share, rel=0.03)
+
+
+@pytest.mark.parametrize(("gpus", "ranks", "found"), [("01", 1, True), ("23", 1, False), ("23", 2, True)])
+def test_on_other_gpus_a_kernel_has_to_be_slower_on_every_rank(gpus: str, ranks: int, found: bool) -> None:
+    """One GPU may be slower than the others of its kind."""
+    slower = _BASE.slower(FLASH, 1.05)
+    compared = [
+        pair._replace(
+            before=pair.before._replace(uuids=frozenset(uuid)), after=pair.after._replace(uuids=frozenset(gpu))
+        )
+        for pair, uuid, gpu in zip(pairs(_BASE, slower, [_BASE, slower][ranks - 1]), "01", gpus, strict=True)
+    ]
+    row = with_slower_kernels(
+        Row(key="a", id="mp-bs1", metric="device_time", verdict="OK", base=1.0, reason="It is."), compared
+    )
+    assert (row.result == "REGRESSED") == found
+    assert row.cause is None or FLASH in row.reason
 
 
 _SYNCS = dataclasses.replace(_BASE, syncs=34, runtime_calls={**_BASE.runtime_calls, "cudaStreamSynchronize": 36})

@@ -460,6 +460,14 @@ def test_the_rank_that_became_slowest_decides() -> None:
     assert not faster.improved, "an improvement is one of every rank"
 
 
+def test_on_other_gpus_the_least_slow_rank_decides() -> None:
+    """One GPU may be slower than the others of its kind; a slower program is slower on every rank."""
+    for skew, verdict in (((1.05, 1.0), "OK"), ((1.05, 1.04), "REGRESSED")):
+        row = _judged(_device(_worked(1.0, mhz=_FAST), _worked(1.0, mhz=_FAST, uuids="23", skew=skew)))
+        assert row.result == verdict
+        assert "of rank 1 " in row.reason
+
+
 def test_device_time_that_cannot_be_compared() -> None:
     """None on a CPU, a phrase where the baseline has none, and a row where the candidate lost it."""
     bare, worked, lost, disturbed = with_launches([1.0]), _worked(1.0), with_launches([1.0]), _worked(1.0)
@@ -468,9 +476,13 @@ def test_device_time_that_cannot_be_compared() -> None:
     assert _device(bare, worked) == "only the candidate has it"
     lost.launches[0].why = {"work": "work passes are switched off for this case (--llmgpu-work=off)"}
     make_invalid(disturbed.launches[0], "processes of other programs")
+    held = _worked(1.0)
+    launch = held.launches[0]
+    launch.ranks[:] = [msgspec.structs.replace(rank, stamped_busy=0.9) for rank in launch.ranks]
     for head, verdict, words in (
         (lost, "MISSING", "--llmgpu-work=off"),
         (_worked(1.0, batches=(0, 5)), "NOT_COMPARABLE", "other batches or ranks"),
+        (held, "NOT_COMPARABLE", "eager forwards waited for the host in one report alone"),
         (disturbed, "UNDECIDED", "processes of other programs"),
     ):
         found = _device(worked, head)

@@ -244,6 +244,31 @@ def test_graphs_are_replayed_in_a_row(gpu: Loaded, monkeypatch: pytest.MonkeyPat
     )
 
 
+def test_eager_forwards_wait_at_the_first_layer(gpu: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are held in the passes alone, each once. The clock of a pass is the mean over what the stamps enclose."""
+    plan, order = traffic_functions.make_plan(), list[object]()
+    monkeypatch.setattr(torch.profiler, "profile", _Profiler(_recordings()))
+    monkeypatch.setattr(work, "batches_used", lambda _: [0, 1])
+    clock: Any = work.SmClock  # type: ignore[attr-defined]
+    monkeypatch.setattr(clock(), "stamp", order.append)
+    monkeypatch.setattr(
+        clock(), "hold", lambda length_s: order.append("hold" if length_s > 0 else "none"), raising=False
+    )
+    monkeypatch.setattr(clock(), "seconds", lambda pairs: [10e-9 * (1 + first % 4) for first, _ in pairs])
+    monkeypatch.setattr(clock(), "ghz", lambda pairs: [[1.0 + first % 4 for first, _ in pairs]])
+    layer: Any = gpu.model.get_decoder().layers[0]  # type: ignore[operator]
+    layer.register_forward_hook(lambda *_: order.append("layer"))
+    program = work.Program(gpu.devices, gpu.dispatched, gpu.model)
+    with work.scoring_forward(gpu.model, torch.device("cpu"), "lean") as forward:
+        reply = work.record(program, plan, forward, on_batch=lambda *_: None, alone=True)
+    first = ["layer", 0, "hold", 0, "layer", 1, "hold", 2, "layer", 3, 1, "layer", "layer", 1, 2, "hold", 4, "layer", 5]
+    assert order[: len(first)] == first
+    assert order.count("hold") == 3 * 2
+    assert known(reply.work.clock_ghz)[0] == pytest.approx([(10 * 1 + 30 * 3) / 40] * 3)
+    assert reply.work.stamped_busy == pytest.approx(16 / 40)
+    assert not layer._forward_pre_hooks
+
+
 def test_traces_are_of_the_last_pass_and_of_the_pass_by_modules(
     gpu: Loaded, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -458,6 +483,7 @@ def test_a_kernel_belongs_to_the_innermost_range_around_its_launch() -> None:
         _call("cudaMemcpyAsync", 130, 9),
         _call("cudaEventQuery", 140, 10),
         _call("cudaStreamIsCapturing", 141, 11),
+        _call("cudaThreadExchangeStreamCaptureMode", 142, 14),  # by NCCL's watchdog, each time that it looks
         _call("cudaDeviceSynchronize", 200, 12),
         _kernel("Memcpy DtoH (Device -> Pageable)", 122, 1, correlation=7),
         _kernel("Memcpy HtoD (Pinned -> Device)", 132, 1, correlation=9),
