@@ -179,7 +179,7 @@ def rank_work(rows: int, number: int, chance: random.Random) -> Any:
         found.append(WorkRow(module=module, kernel=row, family="GEMM", calls=64 + row, **timed))
     return RankWork(
         uuids=[f"GPU-{number}"],
-        device_time_s=list(map(sum, zip(*(row.passes_s for row in found if row.passes_s), strict=True))),
+        device_time_s=list(map(sum, zip(*(row.passes_s for row in found if row.passes_s), strict=True))) or [0.0] * 4,
         copy_s=[1e-4] * 4,
         idle_s=[1e-3] * 4,
         clock_ghz=[[1.7 * chance.gauss(1, 0.01) for _ in range(4)]],

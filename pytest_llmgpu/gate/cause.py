@@ -151,11 +151,8 @@ def with_slower_kernels(row: Row, pairs: Sequence[Pair]) -> Row:
         for kernel in program.slower_kernels(pair):
             of_ranks[kernel.family, kernel.name].append((kernel, number))
     same = all(pair.same_gpus for pair in pairs)
-    shown = [
-        (max if same else min)(found, key=lambda one: one[0].excess)
-        for found in of_ranks.values()
-        if same or len(found) == len(pairs)
-    ]
+    choose, ranks = (max, 1) if same else (min, len(pairs))
+    shown = [choose(found, key=lambda one: one[0].excess) for found in of_ranks.values() if len(found) >= ranks]
     worst, number = max(shown, key=lambda one: one[0].excess, default=(None, 0))
     limit = SLOWER_KERNEL if same else _BETWEEN_GPUS
     if worst is None or worst.excess <= max(limit, _ERRORS * worst.error):
@@ -288,7 +285,7 @@ def _place_in_words(cause: Cause) -> str:
         text = "the kernels do not explain it"
     if place == "host":
         python = _first_growth(cause.host_calls)
-        text += ": the host is slower" + ("" if python is None else f" ({_call_in_words(python)})")
+        text += ": the host takes longer" + ("" if python is None else f" ({_call_in_words(python)})")
     return text
 
 

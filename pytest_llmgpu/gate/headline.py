@@ -58,6 +58,8 @@ def headline(verdicts: Verdicts, policy: Policy) -> Headline:
     worst: list[Row] = []
     if status is ExitStatus.REGRESSED:
         worst = [row for row in failing if row.verdict in {"REGRESSED", "MISSING"}]
+        if not any(row.compared for row in verdicts.rows):  # Why the others cannot be compared explains more.
+            worst = [row for row in failing if row.verdict == "NOT_COMPARABLE"] or worst
         # Of each verdict outcomes and wrong answers come first, and rows that have a number.
         first = {"outcome", "accuracy", "texts"}
         worst.sort(key=lambda row: (row.verdict == "MISSING", row.metric not in first, row.ratio is None))
@@ -225,17 +227,16 @@ def _of_pass(verdicts: Verdicts) -> str:
         is_quiet = least.clock_ratio is not None and smallest < _QUIET
         one = f", from {percent(KERNEL_SEEN)} in one kernel" if is_quiet else ""
         seen.append(f"{slowdown(smallest)} of device time ({least.id}{one})")
-    quiet = [row.smallest_seen or 0.0 for row in timed if row.metric == "time" and row.verdict != "UNDECIDED"]
-    if quiet := [value for value in quiet if value <= LARGEST_UNSEEN]:
-        seen.append(f"{slowdown(max(quiet))} of wall time")
+    quiet = [row for row in timed if row.metric == "time" and row.verdict != "UNDECIDED"]
+    if quiet:
+        loudest = max(quiet, key=attrgetter("smallest_seen"))
+        seen.append(f"{slowdown(loudest.smallest_seen or 0.0)} of wall time ({loudest.id})")
     undecided = sum(row.gated and row.verdict == "UNDECIDED" and row.allowed is None for row in verdicts.rows)
     allowed = sum(row.allowed is not None for row in verdicts.rows)
     if seen:
         parts.append(f"slowdowns from {' and '.join(seen)} would have been seen")
-    elif not undecided:
-        loud = [row.smallest_seen or 0.0 for row in timed]
-        few = f"slowdowns of time below {slowdown(min(loud))} would not have been seen" if loud else ""
-        parts.append(few or "no gated time was compared")
+    elif not (undecided or timed):
+        parts.append("no gated time was compared")
     if undecided:
         parts.append(f"{plural(undecided, 'row')} undecided")
     if allowed:

@@ -176,12 +176,11 @@ def slower_kernels(pair: Pair) -> list[SlowerKernel]:
     busy = [rank.busy for rank in pair if rank.busy is not None]
     idle = max(busy) - min(busy) if len(busy) == len(pair) else 0.0
     found = []
-    for (family, name), before, fitted in fits:
-        change, share, of_others = fitted.samples.change, before.time_s / total_s, common
+    for number, ((family, name), before, fitted) in enumerate(fits):
+        share = before.time_s / total_s
         # A kernel with half of the time would be compared with itself; between GPUs it differs from the others.
-        if pair.same_gpus and share > _LARGE and len(grown) > 1:
-            of_others = _weighted_median(one for one in grown if one != (change, before.time_s))
-        growth = math.expm1(change - max(0.0, of_others))
+        others = [*grown[:number], *grown[number + 1 :]] if pair.same_gpus and share > _LARGE else []
+        growth = math.expm1(fitted.samples.change - max(0.0, _weighted_median(others) if others else common))
         of_launches = fitted.sd * sum(1 / len(side) for side in fitted.samples) ** 0.5
         error = share * (1 + growth) * math.hypot(of_launches, fixed_clock.KERNEL_IDLE_SD * idle)
         excess, module = share * growth, most.get(family)
@@ -397,7 +396,7 @@ def _amounts(
     kernels: dict[Kernel, Amount] = defaultdict(Amount)
     modules: dict[Kernel, Amount] = defaultdict(Amount)
     passes: dict[Kernel, list[Pass]] = {}
-    clocks = fixed_clock.log_clocks(rank.clock_ghz)
+    clocks = fixed_clock.clocks_of(rank)
     for row in rank.rows or ():
         name = names[row.kernel] if row.kernel is not None and row.kernel < len(names) else "other"
         amounts, key = (kernels, (row.family, name)) if row.module is None else (modules, (row.family, row.module))

@@ -23,7 +23,7 @@ from pytest_llmgpu.analysis import noise_regime
 from pytest_llmgpu.analysis.noise_regime import NoiseRegime, Prior
 from pytest_llmgpu.gate import fixed_clock
 from pytest_llmgpu.gate.exact import absent, other_execution
-from pytest_llmgpu.gate.fixed_clock import Fitted, Pass, Samples
+from pytest_llmgpu.gate.fixed_clock import Fitted, Pass, Samples, clocks_of, log_clocks, passes
 from pytest_llmgpu.gate.policy import AmountRule, TimeRule
 from pytest_llmgpu.gate.stats import t_quantile, t_tail
 from pytest_llmgpu.report import disturbances
@@ -366,38 +366,32 @@ def device_times(
     ran = {(*one.work.batches, *[rank.stamped_busy is None for rank in one.ranks]) for one in launches if one.work}
     if len(ran) > 1:
         reason = (
-            "The work passes ran other batches or ranks than the baseline's, or eager forwards waited for the host in "
-            "one report alone."
+            "The work passes ran other batches or ranks, or waited for the host in one report alone: promote again."
         )
         return Row.of(head, "device_time", "NOT_COMPARABLE", reason, gated=rule.gate)
     same = len({tuple(tuple(rank.uuids) for rank in launch.ranks) for launch in launches}) == 1
     fits = [] if in_a_row else _fitted(used)
     if in_a_row:
-        rows = [
-            [
-                fixed_clock.passes(fixed_clock.log_clocks(one.ranks[0].replays_ghz), one.ranks[0].replays_s)
-                for one in side
-            ]
-            for side in used
-        ]
+        replayed = [[launch.ranks[0] for launch in side] for side in used]
+        rows = [[passes(log_clocks(one.replays_ghz), one.replays_s) for one in side] for side in replayed]
         if not all(map(all, (*rows, _kernels(launches)))):
             return None
         fits = [fixed_clock.fit(rows[0], rows[1], _kernels(launches))]
     regime: NoiseRegime = "fixed_clock" if fits else "device"
     prior, clocks_ghz = noise_regime.PRIORS[regime], None
-    idle_sd, slowest = 0.0, None
     if fits:
-        # The rank that shows most: another one may seem slower, whose GPU idles. On other GPUs that which shows least:
-        # a slower program is slower on every rank, and one GPU may be slower than the others.
-        shown = [one.samples.change / math.hypot(prior.s0, one.sd, one.idle_sd) for one in fits]
-        slowest = shown.index(max(shown) if same else min(shown))
-        prior = msgspec.structs.replace(prior, s0=math.hypot(prior.s0, fits[slowest].sd))
-        idle_sd = fits[slowest].idle_sd
         ranks = [one.samples for one in fits]
         clocks_ghz = statistics.fmean(one.base_ghz for one in fits), statistics.fmean(one.head_ghz for one in fits)
     else:
         logs = [[list(map(math.log, device_times_s(one) or [])) for one in side] for side in used]
         ranks = [Samples(*([one[number] for one in side] for side in logs)) for number in range(len(launches[0].ranks))]
+    # The rank that shows most: another one may seem slower, whose GPU idles. On other GPUs that which shows least:
+    # a slower program is slower on every rank, and one GPU may be slower than the others.
+    errors = [math.hypot(prior.s0, one.sd, one.idle_sd) for one in fits] or [1.0] * len(ranks)
+    shown = [one.change / error for one, error in zip(ranks, errors, strict=True)]
+    slowest = shown.index(max(shown) if same else min(shown, key=abs))
+    if fits:
+        prior = msgspec.structs.replace(prior, s0=math.hypot(prior.s0, fits[slowest].sd))
     return Timed(
         result=head,
         metric="time" if in_a_row else "device_time",
@@ -408,7 +402,7 @@ def device_times(
         seconds=[tuple(_ratio(statistics.fmean(side)) for side in rank) for rank in ranks],
         clocks_ghz=clocks_ghz,
         machine_sd=0.0 if same else OTHER_GPU_SD[regime],
-        slope_sd=idle_sd,
+        slope_sd=fits[slowest].idle_sd if fits else 0.0,
         rank=slowest,
         left_out=_left_out(base, head, used, f"`{'replays_s' if in_a_row else 'work'}` or `profile.invalid`"),
         part="replays in a row" if in_a_row else None,
@@ -417,11 +411,7 @@ def device_times(
 
 def _kernels(launches: Iterable[Launch]) -> list[list[Pass]]:
     """Return the device time of the passes of each rank of launches with work passes; none without a clock."""
-    return [
-        fixed_clock.passes(fixed_clock.log_clocks(rank.clock_ghz), device_passes_s(rank))
-        for one in launches
-        for rank in one.ranks
-    ]
+    return [passes(clocks_of(rank), device_passes_s(rank)) for one in launches for rank in one.ranks]
 
 
 def _fitted(sides: Sequence[Sequence[Launch]]) -> list[Fitted]:

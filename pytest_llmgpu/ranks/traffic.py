@@ -138,10 +138,10 @@ def of_plan(
 
     Five small forwards give the traffic per padded token, per row, per token of row length and per predicted token:
     hidden states are sent per padded token, logits per predicted token, rotary tables per token of row length. The
-    traffic of the plan is computed from them. The last batch of the plan, its smallest, is run as well and must agree
-    exactly: small forwards that were `counted` for an earlier plan are run again where it does not. The decoder must
-    not replay CUDA graphs. With full logits nothing depends on predicted tokens. ValueError if an op is unknown, or the
-    traffic depends on other numbers.
+    traffic of the plan is computed from them: once for a model, whose other plans find them in `counted`. The last
+    batch of the plan, its smallest, is run as well and must agree exactly. The decoder must not replay CUDA graphs.
+    With full logits nothing depends on predicted tokens. ValueError if an op is unknown, or the traffic depends on
+    other numbers.
     """
     if of_tokens is not None:
         options: Any = {"on_batch": of_tokens, "logits": logits, **loaded.placed}
@@ -177,19 +177,19 @@ def of_generation(
 
 
 def _of_prefills(loaded: Loaded, plan: Plan, logits: str, counted: Counted | None) -> _Tally:
+    known = {} if counted is None else counted
+    # On every rank or on none, whatever it counted: the others would wait in a collective.
+    if logits not in known:
+        known[logits] = [_of_forward(loaded, *shape, logits) for shape in _SHAPES]
     smallest = plan.batches[-1]
     seen = _records(_of_forward(loaded, *smallest.shape, smallest.predicted, logits))
-    known = {} if counted is None else counted
-    # Other small forwards of the same model send the same: they take 0.6 s with LLaMA-13B on two GPUs.
-    if logits not in known or seen != _records(_combined(known[logits], [smallest])):
-        known[logits] = [_of_forward(loaded, *shape, logits) for shape in _SHAPES]
-        expected = _records(_combined(known[logits], [smallest]))
-        if seen != expected:
-            raise ValueError(
-                f"the traffic of {plural(smallest.shape[0], 'row')} of {plural(smallest.shape[1], 'token')} with "
-                f"{smallest.predicted} predicted tokens is {_describe(seen)}, but smaller forwards predict "
-                f"{_describe(expected)}: it depends on more than these three numbers"
-            )
+    expected = _records(_combined(known[logits], [smallest]))
+    if seen != expected:
+        raise ValueError(
+            f"the traffic of {plural(smallest.shape[0], 'row')} of {plural(smallest.shape[1], 'token')} with "
+            f"{smallest.predicted} predicted tokens is {_describe(seen)}, but smaller forwards predict "
+            f"{_describe(expected)}: it depends on more than these three numbers"
+        )
     return _combined(known[logits], plan.batches)
 
 

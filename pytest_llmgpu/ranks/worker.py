@@ -100,7 +100,7 @@ class RankState:
         self.passes: list[WorkReply] = []
         """The work passes of the latest case in its execution; decode steps first, then the prefill."""
         self.counted: traffic.Counted = {}
-        """The traffic of small forwards of the loaded model."""
+        """The traffic of small forwards of the loaded model, until a function of the user runs on it."""
 
     @property
     def plan(self) -> Plan:
@@ -129,6 +129,7 @@ def load(
     from pytest_llmgpu.strategies.protocol import Loaded
 
     state.phase, state.case, state.source, state.model_size = "load", case, source, None
+    state.counted.clear()
     strategy = registered.make(place)
     assert not isinstance(strategy, Engine), "engines have a `load` of their own"
     state.strategy = strategy
@@ -443,7 +444,8 @@ def call(state: RankState, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any
     """Run a function of the user on the loaded model: `fn(loaded, *args)`."""
     state.phase = "forward"
     state.graphs.close()
-    with compiled_layers.suspended():  # the function may run any number of shapes
+    state.counted.clear()  # the function may change the model
+    with compiled_layers.suspended():  # it may run any number of shapes
         return fn(state.loaded, *args)
 
 

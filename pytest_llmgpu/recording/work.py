@@ -193,14 +193,15 @@ class _HeldForward:
     """A forward at whose first layer the GPU waits, once its length is known, until the host has launched the rest.
 
     Where the host launches more slowly than the GPU computes, the GPU would idle between kernels, at another clock than
-    theirs, by an amount that differs from launch to launch. Stamps stand around what runs without such gaps. A replayed
-    graph does not call the layer, and is not held.
+    theirs, by an amount that differs from launch to launch. Stamps stand around what runs without such gaps. About
+    1,000 kernels can be launched ahead of a GPU; the others follow while it computes. A replayed graph does not call
+    the layer, and is not held.
     """
 
     def __init__(self, forward: Forward, model: torch.nn.Module | None, clock: SmClock) -> None:
         decoder = getattr(model, "get_decoder", lambda: None)()
-        stack = None if decoder is None else next(layer_stacks(decoder), None)
-        self._layer = None if stack is None else stack[1][0]
+        stacks = [] if decoder is None else [stack for _, stack in layer_stacks(decoder)]
+        self._layer = next(iter(max(stacks, key=len, default=())), None)
         self._forward, self._clock = forward, clock
         self._length_s = self._launch_s = 0.0
         """How long the GPU waits; 0: it does not, and the time of the launches is measured."""
@@ -242,7 +243,7 @@ class _HeldForward:
         stamped_s = [sum(seconds[part]) for part in parts]
         return stamped_s, [
             [
-                sum(map(operator.mul, ghz[part], seconds[part])) / length_s
+                sum(map(operator.mul, ghz[part], seconds[part])) / (length_s or 1.0)
                 for part, length_s in zip(parts, stamped_s, strict=True)
             ]
             for ghz in self._clock.ghz(pairs) or []
@@ -308,8 +309,7 @@ def record(
     # The first profile of a process initialises CUPTI, and its records are left out.
     with _recorded(first=first):
         held.measure(lambda: _run(program.devices, [plan.batches[reply.eager_batches[0]]], held, on_batch))
-    kernels, seconds, unprofiled_s = [], [], []
-    why = None
+    kernels, seconds, unprofiled_s, why = [], [], [], None
     clock = SmClock(program.devices, 2 * PASSES)
     in_a_row, rows = SmClock(program.devices, PASSES), [(number - 1, number) for number in range(1, PASSES, 2)]
     for number in range(PASSES):
@@ -341,12 +341,13 @@ def record(
         return msgspec.structs.replace(reply, work=figures)
     clock_ghz = clock.ghz([(2 * number, 2 * number + 1) for number in range(PASSES)])
     stamped_busy = None
-    if held.held == PASSES * len(batches):
-        stamped_s, clock_ghz = held.of_passes(PASSES)
+    stamped_s, held_ghz = held.of_passes(PASSES) if held.held == PASSES * len(batches) else ([], [])
+    if stamped_s and min(stamped_s) > 0:
+        clock_ghz = held_ghz
         parts = [min(1.0, one.covered_s / length_s) for one, length_s in zip(kernels, stamped_s, strict=True)]
         stamped_busy = statistics.median(parts)
     if not replayed:
-        seconds = [statistics.median(unprofiled_s)] * PASSES
+        seconds = [min(unprofiled_s)] * PASSES
     covered = [(one.covered_s, pass_s) for one, pass_s in zip(kernels, seconds, strict=True)]
     figures = msgspec.structs.replace(
         figures,

@@ -265,7 +265,7 @@ METRICS: tuple[MetricSpec, ...] = (
     ),
     _wall_time(
         name="time",
-        next_step="Read what changed between the two commits, and the ratio of each batch size: one of them or all.",
+        next_step="Read what changed between the two commits, and whether one batch size is slower or all.",
         figure=lambda result: _figure(
             "s", result.inference_s, [inference_s(launch) for launch in result.launches if launch.batches.latency_s]
         ),

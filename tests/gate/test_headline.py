@@ -247,5 +247,5 @@ def test_a_gate_that_compared_no_gated_time_states_it() -> None:
     assert silent in _headline(_row("OK", "memory"), _row("OK", smallest_seen=0.02, gated=False))
     assert silent not in _headline(_row("OK", smallest_seen=0.02))
     loud = _headline(_row("OK", smallest_seen=3.0))
-    assert "slowdowns of time below 300 % would not have been seen" in loud
+    assert "slowdowns from 300 % of wall time (tp-bs8) would have been seen" in loud
     assert silent not in _headline(_row("UNDECIDED", smallest_seen=0.6))

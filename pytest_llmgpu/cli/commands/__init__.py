@@ -21,6 +21,6 @@ COMMANDS = {
     "rm": ("reports", "remove reports of the store"),
     "schema": ("reports", "print the JSON Schema of a report"),
     "show": ("reports", "show the tables and findings of a report, or what changed between several"),
-    "trend": ("reports", "show how each case changed over stored reports"),
+    "trend": ("reports", "show how each case changed over stored reports; the exit status is 1 if one changed"),
 }
 """Name of each command to its module in this folder and its line in `llmgpu --help`."""
