@@ -98,6 +98,26 @@ def test_calls_of_a_forward_are_exact() -> None:
     assert more.by_file["recording/test_op_counts.py"] == first.by_file["recording/test_op_counts.py"] + 1
 
 
+class _Key:
+    def __hash__(self) -> int:
+        return 1
+
+    def __eq__(self, other: object) -> bool:
+        return len([repr(self), repr(other)]) == 1
+
+
+@pytest.mark.parametrize("keys", [1, 2])
+def test_comparisons_are_not_counted(keys: int) -> None:
+    """A lookup compares with the keys of an equal hash, whose number depends on addresses."""
+    table = {_Key(): number for number in range(keys)}
+
+    def look_up() -> None:
+        table.get(_Key())
+
+    found = op_counts.count_calls(look_up)
+    assert (found.python, found.c) == (2, 1), "the function and the hash; the lookup"
+
+
 def test_the_profiler_and_the_garbage_collector_are_restored() -> None:
     """Calls of C are counted without the one that ends the counting; the collector is off while they are counted."""
     before = sys.getprofile()
