@@ -23,6 +23,8 @@ MOST_CASES = 50
 _RED, _GREEN, _YELLOW, _DIM = "31", "32", "33", "2"
 _STYLES = {"failure": _RED, "warning": _YELLOW, "changed": _DIM, "ok": _GREEN}
 _INDENT = " " * 4
+_SAME_TIME = 0.005
+"""Times of one baseline that differ by less, at the speeds of several reports, are shown as one."""
 _MOST_NAMES = 3  # cases that a note names
 
 
@@ -74,7 +76,8 @@ def side_by_side(
 ) -> str:
     """Return one table of reports that were compared with one baseline: a column for each, by its number.
 
-    It has a time of every case, and the rows that are not OK.
+    It has a time of every case, and the rows that are not OK. Times are at the speed of each report's GPU and host:
+    beside another value of the baseline than the one that is shown there is the change alone.
     """
     paint = painter(color)
     found, rows = [], list[Row]()
@@ -88,11 +91,13 @@ def side_by_side(
     for case in cases[:most]:
         for number, row in enumerate({one.metric: one for one in case}.values()):
             alike = [of_report.get((row.key, row.id, row.metric)) for of_report in found]
+            first = next((one[0].base for one in alike if one is not None and one[0].base), 1.0)
             was = next((one[1].was for one in alike if one is not None and one[1].was), "")
             cells = []
             for one in alike:
                 word = "" if one is None or one[0].unchanged else _verdict(one[0], paint)
-                cells.append("" if one is None else " ".join(filter(None, [one[1].now, one[1].change, word])) or "OK")
+                now = "" if one is None or abs((one[0].base or first) / first - 1) > _SAME_TIME else one[1].now
+                cells.append("" if one is None else " ".join(filter(None, [now, one[1].change, word])) or "OK")
             body.append([printable(row.id) if number == 0 else "", row.metric, was, *cells])
     left = len(cases) - len(cases[:most])
     text = tabulate(body, ["case", "metric", "was", *range(1, len(compared) + 1)], disable_numparse=True)
