@@ -169,7 +169,8 @@ def _promoted(result: CaseResult) -> PromotedCase:
     clocks_ghz = [ghz for rank in ranks for passes in rank.clock_ghz or () for ghz in passes]
     works = [(one.plan_sha256, one.work and (one.work.batches, one.work.eager_batches)) for one in result.launches]
     # A launch without work passes ran the same batches.
-    conditions = sorted({f"{plan} {batches}" for plan, passes in works for batches in (None, passes)})
+    ran = {f"{plan} {batches}" for plan, passes in works for batches in (None, passes)}
+    conditions = sorted(ran | {"forwards that waited" for rank in ranks if rank.stamped_busy is not None})
     return PromotedCase(
         figures={metric: figure.value for metric, figure in figures.items() if figure is not None},
         execution=result.case.execution,
