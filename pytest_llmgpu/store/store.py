@@ -342,7 +342,8 @@ def _of_path(path: Path) -> Source:
     try:
         return Source(name=str(path), data=file.read(path))
     except FileNotFoundError as error:
-        raise git.AbsentError(f"report {path}: cannot be read: {error.strerror}") from None
+        beside = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise git.AbsentError(f"report {path}: cannot be read: {error.strerror}{guess(path.name, beside)}") from None
     except OSError as error:
         raise ValueError(f"report {path}: cannot be read: {error.strerror}") from None
     except ValueError as error:

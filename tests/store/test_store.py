@@ -340,7 +340,8 @@ def test_a_baseline_is_read_from_its_commit(repository: Path, reference: str) ->
         ("x" * 5000, "'x+' is neither"),
         ("9" * 5000, "'9+' is neither"),
         ("a\0b", "'a.*b' is neither"),
-        ("missing.json", r"report missing\.json: cannot be read: No such file or directory"),
+        ("missing.json", r"report missing\.json: cannot be read: No such file or directory$"),
+        ("run.json", r"report run\.json: cannot be read: .* \(did you mean run\.json\.gz\?\)$"),
         (".", "report .: cannot be read: Is a directory"),
         ("git:main:gone.json", "git:main:gone.json: 'main' has no file 'gone.json'; give the path from"),
         ("git:nope:a", "git:nope:a: there is no commit 'nope' in this repository; fetch it"),
@@ -354,6 +355,7 @@ def test_a_baseline_is_read_from_its_commit(repository: Path, reference: str) ->
 def test_a_reference_without_a_report_is_refused_in_one_line(repository: Path, reference: str, reason: str) -> None:
     """The message names the reference and the store, the file or the commit."""
     _fill_store()
+    Path("run.json.gz").touch()
     with pytest.raises(ValueError, match=rf"^({reason})") as caught:
         resolve(reference, _STORE, repository=repository)
     assert "\n" not in str(caught.value)
