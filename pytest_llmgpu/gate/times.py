@@ -363,11 +363,15 @@ def device_times(
     if not isinstance(used, tuple):
         return used
     launches = [*used[0], *used[1]]
-    ran = {(*one.work.batches, *[rank.stamped_busy is None for rank in one.ranks]) for one in launches if one.work}
-    if len(ran) > 1:
-        reason = (
-            "The work passes ran other batches or ranks, or waited for the host in one report alone: promote again."
+    ran = {(tuple(one.work.batches), len(one.ranks)) for one in launches if one.work is not None}
+    waited = {rank.stamped_busy is not None for one in launches for rank in one.ranks}
+    if len(ran) > 1 or len(waited) > 1:
+        why = (
+            "ran other batches or ranks than the baseline's"
+            if len(ran) > 1
+            else "waited for the host in one report alone"
         )
+        reason = f"The work passes {why}: make the report of the newer version the baseline."
         return Row.of(head, "device_time", "NOT_COMPARABLE", reason, gated=rule.gate)
     same = len({tuple(tuple(rank.uuids) for rank in launch.ranks) for launch in launches}) == 1
     fits = [] if in_a_row else _fitted(used)
