@@ -35,7 +35,7 @@ def skeleton(source: ModelSource, dtype: torch.dtype, *, tied: bool = True) -> P
 
     with init_empty_weights(include_buffers=False):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            _config(source), dtype=dtype, trust_remote_code=False, attn_implementation=source.attention
+            config(source), dtype=dtype, trust_remote_code=False, attn_implementation=source.attention
         )
     if tied:  # init_empty_weights replaces parameters one by one, which unties them
         model.tie_weights()
@@ -44,7 +44,7 @@ def skeleton(source: ModelSource, dtype: torch.dtype, *, tied: bool = True) -> P
     return model
 
 
-def _config(source: ModelSource) -> PretrainedConfig:
+def config(source: ModelSource) -> PretrainedConfig:
     """Return the config of a model, with the choices of the options: those of config.json are not used."""
     models.silence_transformers()
     config = models.config_of(source.directory or json.dumps(source.config))
@@ -72,7 +72,7 @@ def checkpoint(
     from_pretrained: Any = AutoModelForCausalLM.from_pretrained
     model, loading = from_pretrained(
         source.directory,
-        config=_config(source),
+        config=config(source),
         dtype=dtype,
         attn_implementation=source.attention,
         device_map=None if device_map is None else dict(device_map),

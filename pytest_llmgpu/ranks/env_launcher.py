@@ -390,6 +390,8 @@ class Peers:
 class EnvLauncher(LocalLauncher):
     """Starts rank 0 here, and each other rank through its process."""
 
+    starts_ahead = False
+
     def __init__(self, peers: Peers, log_directory: Path) -> None:
         super().__init__(log_directory)
         self._world, self._peers = peers.world, peers.peers

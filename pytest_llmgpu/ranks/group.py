@@ -10,7 +10,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import msgspec
@@ -58,7 +58,7 @@ class RankGroup:
                 ranks reported within 2 s.
         """
         self._begin()
-        futures = [rank.submit(fn, *args) for rank in self._ranks]
+        futures = self.submit(fn, *args)
         waiting = set(futures)
         while waiting:
             done, waiting = wait(waiting, timeout=_TICK_S, return_when=FIRST_EXCEPTION)
@@ -85,6 +85,10 @@ class RankGroup:
                 )
                 raise RankFailedError("timeout", failure)
         return [future.result() for future in futures]
+
+    def submit(self, fn: Callable[..., Any], *args: Any) -> list[Future[Any]]:
+        """Begin `fn(state, *args)` on every rank, which imports it; nothing waits for the results."""
+        return [rank.submit(fn, *args) for rank in self._ranks]
 
     def batches(self) -> Batches:
         """Return the batches that every rank has reported; the list is complete once the ranks have ended."""

@@ -344,6 +344,9 @@ class LocalRank(Rank):
 class LocalLauncher:
     """Starts ranks with the interpreter and the import path of this process."""
 
+    starts_ahead = True
+    """True if ranks can be started while others run."""
+
     def __init__(self, log_directory: Path) -> None:
         self._log_directory = log_directory
         self._started = 0

@@ -259,7 +259,7 @@ class Launch(msgspec.Struct, kw_only=True):
     """One launch of the processes and its measurements."""
 
     load_s: Seconds | None = None
-    """Time from the start of the processes until the model is loaded."""
+    """Time until the model is loaded, without the start of the processes and the import of the libraries."""
     warmup_s: Seconds | None = None
     """Time of the warm-up, without `compile_s`."""
     compile_s: Seconds | None = None

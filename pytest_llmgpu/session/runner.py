@@ -9,11 +9,14 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -118,6 +121,14 @@ class CaseRequest(msgspec.Struct, frozen=True, kw_only=True):
         return self.case.loading, self.model_hooks, id(None if self.given is None else self.given.given)
 
 
+class _Ahead(NamedTuple):
+    """Ranks that import their libraries while the model of other ranks is loaded."""
+
+    conditions: tuple[Any, ...]
+    group: RankGroup
+    importing: list[Future[Any]]
+
+
 class Runner:
     """Runs cases one after another, with one loaded model at a time."""
 
@@ -144,6 +155,9 @@ class Runner:
         """Maps the key of each case to the begin of the names of its trace files. A later launch replaces them."""
         self._group: RankGroup | None = None
         self._loading: Loading | None = None
+        self.expected: list[CaseRequest] = []
+        """Cases that will run, in their order: ranks of the next model start while the one before is loaded."""
+        self._ahead: _Ahead | None = None
         self._load_s: float | None = None
         self._phase: Phase = "load"
         self._began_on_nodes_s: Sequence[float] = ()
@@ -231,6 +245,13 @@ class Runner:
 
     def close(self, *, kill: bool = False) -> None:
         """End all processes, at once with `kill`."""
+        self._end_ranks(kill=kill)
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.group.kill()
+
+    def _end_ranks(self, *, kill: bool = False) -> None:
+        """End the ranks of the loaded model."""
         group, self._group, self._loading = self._group, None, None
         if group is not None:
             end = group.kill if kill else group.close
@@ -421,7 +442,7 @@ class Runner:
         case = request.case
         if self._group is not None and self._loading == request.loading and self._group.alive:
             return self._group
-        self.close()
+        self._end_ranks()
         if (failed := self._load_errors.get(request.loading)) is not None:
             # Another batch size would fail in the same way, and after the same time.
             raise RankFailedError(failed.outcome, failed.failure)
@@ -436,22 +457,14 @@ class Runner:
                 held = {uuid: sum(pids[pid] for pid in family & pids.keys()) for uuid, pids in found.items()}
                 known = self._used_before if any(held.values()) else {}
                 self._used_before = {uuid: size - held.get(uuid, 0) for uuid, size in known.items()}
-            began = time.monotonic()
             if request.given is not None:
                 self._group = InProcess(request.given)
                 self._here |= case.device == "cuda"
             else:
-                environments = hosts.environments(request.machine, case.device, len(nodes_of_ranks))
-                self._group = RankGroup(self.launcher, environments)
+                self._group = self._start(request)
             if any(nodes_of_ranks):
-                started = time.monotonic()
                 self._prepare_nodes(self._group, request, nodes_of_ranks)
-                began += time.monotonic() - started  # it is no part of loading
-            wanted = case, request.source, request.strategy, request.model_hooks
-            tick = self._tick(case, "loading")
-            loaded: list[list[DeviceMemory]] = self._group.ask(
-                request.commands.load, *wanted, phase="load", timeout_s=request.load_timeout_s, tick=tick
-            )
+            loaded = self._load_model(self._group, request)
         except RankFailedError as error:
             # Who kills a process does not kill the next one.
             if error.outcome != "oom" and error.failure.signal not in (signal.SIGKILL, signal.SIGTERM):
@@ -467,8 +480,42 @@ class Runner:
         devices = _by_gpu(loaded, request.machine)
         held = {gpu.uuid: device.held_bytes for gpu, device in devices if gpu}
         self._profilers_of(request.machine).here.held_bytes = held
-        self._loading, self._load_s = request.loading, time.monotonic() - began
+        self._loading = request.loading
         return self._group
+
+    def _load_model(self, group: RankGroup, request: CaseRequest) -> list[list[DeviceMemory]]:
+        """Load the model in the ranks, while those of the next model import; return the memory of their devices."""
+        limit_s, tick = request.load_timeout_s, self._tick(request.case, "loading")
+        ask = partial(group.ask, phase="load", timeout_s=limit_s, tick=tick)
+        if not request.engine:
+            self._ahead = self._start_ahead(request)
+            ask(worker.import_libraries, request.case, request.source)
+        began = time.monotonic()
+        loaded = ask(request.commands.load, request.case, request.source, request.strategy, request.model_hooks)
+        self._load_s = time.monotonic() - began
+        if self._ahead is not None:  # no case is measured beside an import
+            wait(self._ahead.importing, limit_s)
+        return loaded
+
+    def _start(self, request: CaseRequest) -> RankGroup:
+        """Return new ranks for a case, or those that were started ahead if they are like new ones."""
+        conditions = _conditions(request)
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead.conditions == conditions and ahead.group.alive:
+            return ahead.group
+        if ahead is not None:
+            ahead.group.kill()
+        return RankGroup(self.launcher, conditions[0])
+
+    def _start_ahead(self, request: CaseRequest) -> _Ahead | None:
+        """Start the ranks of the next model, where the run has one and its ranks are all of this machine."""
+        these = itertools.dropwhile(lambda one: one.case.loading != request.case.loading, self.expected)
+        following = next((one for one in these if one.case.loading != request.case.loading), None)
+        if following is None or following.engine or not self.launcher.starts_ahead:
+            return None
+        conditions = _conditions(following)
+        group = RankGroup(self.launcher, conditions[0])
+        return _Ahead(conditions, group, group.submit(worker.import_libraries, following.case, following.source))
 
     def _build(self, strategy: Strategy | Engine, request: CaseRequest) -> None:
         """Do the work on this node that ranks need before they load, once."""
@@ -566,6 +613,14 @@ class Runner:
             return ours if any(ours.values()) else None
         # One process on each GPU, or one for all.
         return dict.fromkeys(uuids, 1) | {uuid: count for uuid, count in ours.items() if count}
+
+
+def _conditions(request: CaseRequest) -> tuple[Any, ...]:
+    """Return the variables of the ranks of a case, then what their processes inherit, but for the name of the test."""
+    ranks = registered.make(request.strategy).ranks(request.case.devices)
+    own = hosts.environments(request.machine, request.case.device, ranks)
+    inherited = {name: text for name, text in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    return own, inherited, sys.path[:], Path.cwd()
 
 
 def _not_built(message: str) -> RankFailedError:

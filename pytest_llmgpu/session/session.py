@@ -137,6 +137,7 @@ class BenchmarkSession:
         if nodeid is not None:
             self._last[group] = nodeid
             self.recorder.expected.append(nodeid)
+        self.runner.expected.append(requests[0])
         self._cases += [(request.machine, request.case, batch_size) for request in requests]
 
     def resume(self, options: Options) -> None:

@@ -164,10 +164,13 @@ class _Bench(LocalLauncher):
     def take_output(self) -> dict[int, str]:
         return {}
 
-    def run(
+    def run(self, case: Case, strategy: str = _MP, **fields: Any) -> CaseResult:
+        return self.runner.run(self.request(case, strategy, **fields), self.recorded.append)
+
+    def request(
         self, case: Case, strategy: str = _MP, *, work: bool = False, machine: Machine = _MACHINE, **fields: Any
-    ) -> CaseResult:
-        request = CaseRequest(
+    ) -> CaseRequest:
+        return CaseRequest(
             case=case,
             machine=machine,
             source=tiny_model.source({}),
@@ -179,7 +182,6 @@ class _Bench(LocalLauncher):
             work=work,
             **fields,
         )
-        return self.runner.run(request, self.recorded.append)
 
     def failure(self, case: Case, strategy: str = _MP, **fields: Any) -> Failure:
         """Run a case that fails; return its failure."""
@@ -281,7 +283,7 @@ def test_counters_are_read_where_a_phase_begins_and_where_a_case_fails() -> None
         assert result.outcome == "crashed"
         assert _disturbances(result.launches[0]) == ["processes", "memory", "xid"]
     assert bench.profiler.windows[-1][2] == {"GPU-c": 3}, "held bytes are known although the rank crashed"
-    before = ["mark", "load", "give", "reset", "mark", "warm_up", "mark, wait", "measure"]
+    before = ["mark", "import_libraries", "load", "give", "reset", "mark", "warm_up", "mark, wait", "measure"]
     assert bench.did == [*before, "mark", "killed"]
 
 
@@ -420,6 +422,42 @@ def test_a_model_is_loaded_once_for_all_batch_sizes() -> None:
     assert len(bench.environments) == 3
     bench.runner.close()
     assert bench.ended == ["closed"] * 3
+
+
+@pytest.mark.parametrize(
+    ("changed", "starts", "ended"),
+    [
+        ("PYTEST_CURRENT_TEST", [1, 2], ["closed"]),
+        ("NCCL_DEBUG", [1, 2, 2], ["closed", "killed", "killed"]),
+        ("folder", [1, 2, 2], ["closed", "killed", "killed"]),
+        ("a crash", [1, 2, 2], ["closed", "killed", "killed"]),
+        ("the end", [1, 2], ["closed", "killed", "killed"]),
+    ],
+)
+def test_ranks_of_the_next_model_import_while_the_one_before_loads(
+    changed: str, starts: list[int], ended: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """They are used if they are like new ones, and end with the session."""
+    bench = _Bench()
+    tp = _case(strategy="tp")
+    bench.runner.expected = [bench.request(_case(batch_size)) for batch_size in (1, 2)] + [bench.request(tp, _TP)]
+    bench.run(_case(1))
+    assert [len(ranks) for ranks in bench.environments] == [1, 2]
+    before = bench.did[: bench.did.index("load")]
+    assert before == ["mark", *["import_libraries"] * 3], "those of the next model, then its own"
+    bench.run(_case(2))
+    if changed == "folder":
+        monkeypatch.chdir(tmp_path)
+    elif changed == "a crash":
+        bench.ranks[0].alive = False
+    elif changed != "the end":
+        monkeypatch.setenv(changed, "changed")
+    if changed == "the end":
+        bench.runner.close()
+    else:
+        bench.run(tp, _TP)
+    assert [len(ranks) for ranks in bench.environments] == starts
+    assert bench.ended == ended
 
 
 def test_after_out_of_memory_only_the_same_series_is_skipped() -> None:
