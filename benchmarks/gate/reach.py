@@ -98,7 +98,7 @@ def _pairs(bases: Iterable[Report], heads: Iterable[Report], *, same: bool) -> d
     """Return batch size to pairs of launches of the same case, as reports, on the same GPU or on different ones."""
     found: dict[int, list[Pair]] = defaultdict(list)
     for base, head in itertools.product(bases, heads):
-        if (base.environment.gpus[0].uuid == head.environment.gpus[0].uuid) != same:
+        if (_gpus(base) == _gpus(head)) != same:
             continue
         for before, after in itertools.product(base.cases, head.cases):
             if before.id == after.id:
@@ -108,6 +108,11 @@ def _pairs(bases: Iterable[Report], heads: Iterable[Report], *, same: bool) -> d
                     if one is not other
                 ]
     return found
+
+
+def _gpus(session: Report) -> list[str]:
+    """Return the GPUs of the ranks; a machine may have others."""
+    return [uuid for rank in session.cases[0].launches[0].ranks for uuid in rank.uuids]
 
 
 def _figures(equal: Sequence[Pair], slower: Sequence[Pair]) -> dict[str, Any]:

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 PASSES = 4
 """Profiled passes in the execution of the case."""
-_HELD, _LONGEST_HELD_S = 1.5, 0.25
+_HELD, _LONGEST_HELD_S = 2.0, 0.25
 """How long the GPU waits for the host, in times of the launches, and at most."""
 _MOST_PADDED_TOKENS = 4096
 _MOST_BATCHES = 4
