@@ -100,9 +100,16 @@ def guess(name: str, names: Iterable[str]) -> str:
     import difflib  # not when pytest loads the plugin
 
     # Another number is another thing: float8 is no misspelt float32.
+    cutoff = 0.5 if len(name) <= 2 else 0.7  # noqa: PLR2004 - tq is a misspelt tp
     alike = [one for one in names if re.findall(r"\d", one) == re.findall(r"\d", name)]
-    close = difflib.get_close_matches(name, alike, 1, 0.7)
+    close = difflib.get_close_matches(name, alike, 1, cutoff)
     return f" (did you mean {close[0]}?)" if close else ""
+
+
+def guess_file(name: str, names: Iterable[str]) -> str:
+    """Return the same for a file, which is similar without its suffixes, too: base.json is no misspelt head.json."""
+    stem = name.partition(".")[0]
+    return guess(name, [one for one in names if guess(stem, [one.partition(".")[0]])])
 
 
 def capital(text: str) -> str:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,16 @@ def test_a_missing_baseline_names_the_remedy(gate: _MakeGate, reference: str, co
     judging = gate(reference, allow_no_baseline=True)
     assert known(judging.judge(_on("Xeon", _result()))).baseline is None
     assert judging.summary().startswith("no baseline: ")
+
+
+@pytest.mark.parametrize(("reference", "guess"), [("mian", " (did you mean main?)"), ("nightly", "")])
+def test_a_name_that_may_be_misspelt_is_no_first_run(
+    tmp_path: Path, gate: _MakeGate, reference: str, guess: str
+) -> None:
+    """Beside other names of the store the flag lets no run pass, which would compare nothing for ever."""
+    store.save(_on("Xeon", _result()), tmp_path / "store", "main")
+    with pytest.raises(ValueError, match=re.escape(guess) + "; .* lets a first run pass, but no name that may be mis"):
+        gate(reference, allow_no_baseline=True)
 
 
 @pytest.mark.parametrize("reference", ["main", "folder", "git:nowhere:base.json"])

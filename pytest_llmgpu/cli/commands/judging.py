@@ -77,6 +77,7 @@ def run_gate(arguments: argparse.Namespace) -> int:
             base, verdicts = judged(arguments, arguments.base, candidate, policy)
             line = in_words if base is not None else ""
         except git.AbsentError as error:
+            policy = msgspec.structs.replace(policy, allow_no_baseline=False)  # its name may be misspelt
             verdicts, line = judge(None, candidate, policy, today=today()), str(error)
     # Before the table is printed, because its reader may close the pipe early.
     if not write_json(verdicts, arguments.json):
