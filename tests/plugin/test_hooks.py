@@ -289,7 +289,7 @@ def test_wrong_answers_fail(runs: FakedRuns) -> None:
     [
         (
             ["--strategy=pp"],
-            "--llmgpu-strategy: 'pp' is no strategy (did you mean tp?): allowed are compile, iok, mp, openai, tp, *",
+            "--strategy: 'pp' is no strategy (did you mean tp?): allowed are compile, iok, mp, openai, tp, *",
         ),
         (["--llmgpu-dataset=broken.jsonl"], "--llmgpu-dataset=broken.jsonl: *broken.jsonl:2: *"),
         (["--llmgpu-device=cuda"], "*torch is built without CUDA*"),
