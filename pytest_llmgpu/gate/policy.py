@@ -261,18 +261,25 @@ def _refusal(error: msgspec.ValidationError, table: Any, kind: Any) -> str:
 
 
 def check_figures(policy: Policy, declared: Mapping[str, Declared]) -> list[str]:
-    """Return a line for each name that is no metric and not declared; ValueError for a threshold above the declared."""
+    """Return a line for each name that is no metric and not declared.
+
+    ValueError for one that is a misspelt metric, and for a threshold above the declared one.
+    """
     for name, rule in policy.figures.items():
         if name in declared and (given := rule.threshold or 0.0) > (least := declared[name].threshold):
             raise ValueError(
                 f"policy: {name}: threshold = {given:g} is above the declared {least:g}: a policy can only tighten it"
             )
     names = dict.fromkeys([*policy.figures, *(entry.metric for entry in policy.allow)])
-    return [
-        f"policy: {name}: no metric, and no figure that pytest_llmgpu_metrics declares{guess(name, JUDGED)}"
+    found = {
+        f"policy: {name}: no metric, and no figure that pytest_llmgpu_metrics declares{hint}": hint
         for name in names
         if name not in BY_NAME and name not in declared
-    ]
+        for hint in (guess(name, JUDGED),)
+    }
+    if misspelt := [line for line, hint in found.items() if hint]:
+        raise ValueError(misspelt[0])
+    return list(found)
 
 
 def dump_policy(policy: Policy) -> str:

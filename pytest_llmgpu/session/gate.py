@@ -73,6 +73,7 @@ class RunGate:
         self._why: str | None = None
         """The reason why there is no baseline, where the policy allows that."""
         self._undeclared: list[str] = []
+        self._declared: Mapping[str, Declared] = {}
         self.verdicts: Verdicts | None = None
         """Those of the latest judgement; None before the first one."""
         self._tests: frozenset[str] = frozenset()
@@ -111,7 +112,7 @@ class RunGate:
 
     def check_figures(self, declared: Mapping[str, Declared]) -> None:
         """Refuse a policy with figures that are looser than declared, or declared by neither report (ValueError)."""
-        before = {} if self.base is None else declared_in(self.base.cases)
+        before, self._declared = {} if self.base is None else declared_in(self.base.cases), declared
         self._undeclared = check_figures(self.policy, {**before, **declared})
         if self._undeclared and self._reference is not None:
             raise ValueError(self._undeclared[0])
@@ -150,7 +151,7 @@ class RunGate:
         """
         known = self._source is not None and self.base is not None
         baseline = self._source.baseline(self._reference, self.base) if known else None  # type: ignore[union-attr,arg-type]
-        verdicts = judge(self.base, report, self.policy, today=self._today, baseline=baseline)
+        verdicts = judge(self.base, report, self.policy, today=self._today, baseline=baseline, declared=self._declared)
         if self._reference is not None or any(is_own(row.metric) and fails(row, self.policy) for row in verdicts.rows):
             self.verdicts = verdicts
         return self.verdicts
