@@ -86,13 +86,20 @@ def add_bisect(parser: argparse.ArgumentParser) -> None:
 
 def run_bisect(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
-    metric = arguments.metric  # a figure of the user's own is known once it is measured
-    if metric is not None and metric not in JUDGED and (not is_own(metric) or guess(metric, JUDGED)):
-        raise ValueError(f"--metric={metric}: is no metric of the gate: allowed are {', '.join(JUDGED)}")
     if (most := arguments.max_launches) < _FEWEST:
         raise ValueError(f"--max-launches={most}: at least {_FEWEST} are needed: GOOD, BAD and one commit")
     references = {"good": arguments.good_ref, "bad": arguments.bad_ref}
     good, bad = (launches.sha_of(name) for name in references.values())
+    if (metric := arguments.metric) is not None and metric not in JUDGED:
+        # A figure of the user's own is known once it is measured, and some file has its name.
+        why = guess(metric, JUDGED)
+        if is_own(metric) and not why:
+            try:
+                launches.git_output(Path(), "grep", "-qwFe", metric, bad, "--", ":/")
+            except ValueError:  # git ends with 1 where it finds nothing
+                why = f", and no file of {arguments.bad_ref} has this name"
+        if why or not is_own(metric):
+            raise ValueError(f"--metric={metric}: is no metric of the gate{why}: allowed are {', '.join(JUDGED)}")
     looks = ab.looks(max(1, most // 4))  # the ends take at most half of the launches
     with launches.interruptible(), begun(good, bad) as history:
         with launches.checked_out(references) as trees:
