@@ -150,7 +150,11 @@ def named(text: str, report: str, baseline: object = "") -> str:
     """Return text whose commands have the name of the report, if it has one, and the path of a baseline's file."""
     path = str(baseline).rpartition(":")[2]
     text = text.replace("--to FILE", f"--to {shlex.quote(path)}") if path.endswith((".json", ".json.gz")) else text
-    return re.sub("(llmgpu (?:show|promote) |resume=)REPORT", lambda at: at[1] + shlex.quote(report or "REPORT"), text)
+    return re.sub(
+        "(llmgpu (?:show|promote|gate --verdicts) |resume=)REPORT",
+        lambda at: at[1] + shlex.quote(report or "REPORT"),
+        text,
+    )
 
 
 def printable(text: str) -> str:

@@ -187,7 +187,8 @@ class RunGate:
         lines = [] if self._why is None else [f"no baseline: {self._why}"]
         if self.verdicts is not None:
             lines.append(verdict_tables.conclusion(self.verdicts, self.policy))
-            lines.append(verdict_tables.table(self.verdicts, self.policy))
+            table = verdict_tables.table(self.verdicts, self.policy)
+            lines.append(table.replace("llmgpu gate` with --all", "llmgpu gate --verdicts REPORT --all`"))
             lines += [self._policy_in_words] if self.verdicts.baseline is not None else []
         return "\n\n".join(lines)
 
