@@ -70,8 +70,7 @@ def judged(
 ) -> tuple[Report | None, Verdicts]:
     """Read a baseline and judge a report; ValueError in one line if a file cannot be read.
 
-    The baseline may be absent if the policy allows that and its name cannot be misspelt, else it is a git.AbsentError;
-    a broken one is an error.
+    The baseline may be absent if the policy allows that, else or if it may be misspelt it is a git.AbsentError.
     """
     base = baseline = None
     try:
@@ -79,10 +78,9 @@ def judged(
         base = found.report()
         baseline = found.baseline(reference, base)
     except git.AbsentError as error:
-        if error.misspelt or not policy.allow_no_baseline:
-            is_gate = hasattr(arguments, "allow_no_baseline")
+        if isinstance(error, git.MisspeltError) or not policy.allow_no_baseline:
+            is_gate = hasattr(arguments, "allow_no_baseline") and not policy.allow_no_baseline
             remedy = "; use --allow-no-baseline if this is the first run" if is_gate else ""
-            remedy += ": it lets no name pass that may be misspelt" * (error.misspelt and is_gate)
             raise git.AbsentError(f"{error}{remedy}") from None
     verdicts = judge.judge(base, head, policy, today=today(), baseline=baseline, in_turn=arguments.in_turn)
     return base, verdicts

@@ -102,8 +102,7 @@ def judge(
     `today` decides whether an accepted regression expired. `baseline` is where `base` came from; without it only its
     commit is named. `in_turn`: launches of both reports alternated. `declared`: figures that no case may have, too.
     """
-    reported = declared_in([*([] if base is None else base.cases), *head.cases])
-    undeclared = check_figures(policy, {**declared, **reported})
+    undeclared = check_figures(policy, {**declared, **declared_in([*(base.cases if base else []), *head.cases])})
     compared = Comparison(base, head, policy, in_turn=in_turn)
     rows, warnings = with_allowed(compared.rows, policy, today)
     rows = with_unseen(rows, {result.key for result in head.cases if result.case.device == "cpu"})

@@ -78,10 +78,7 @@ def smallest_seen(
 
 
 def launches_needed(prior: Prior, *, threshold: float, change: float = 0.0, **rule: float) -> int | None:
-    """Return how many launches in each report show a slowdown of the threshold plus `PROMISED`; None above 20.
-
-    A slowdown that was measured, `change`, counts where it is larger.
-    """
+    """Return how many launches in each report show `change`, at least the threshold plus `PROMISED`; None above 20."""
     numbers, most = range(1, PRACTICAL_LAUNCHES + 1), max(threshold + PROMISED, change)
     return next((one for one in numbers if smallest_seen(prior, one, threshold=threshold, **rule) <= most), None)
 
@@ -228,8 +225,7 @@ class Timed(msgspec.Struct, frozen=True):
             needed = launches_needed(msgspec.structs.replace(self.prior, s0=noise.s0), **rule)
         why = f" Not statistically significant among {plural(family, 'row')}"
         if change - half > limit:
-            level = f"{100 * (1 - confidence):.2g} %"
-            why += f": the interval is above the threshold, but the test over all rows at {level} decides"
+            why += f": the interval is above the threshold, but the test at {100 * (1 - confidence):.2g} % decides"
             why += f". {needed} launches in each report show such a slowdown" if needed else ""
         base_s, head_s = self.seconds[self.slowest]
         sign = -1 if self.declared is not None and self.declared.better == "larger" else 1

@@ -71,8 +71,7 @@ def declare_short(parser: pytest.Parser) -> None:
 
 def as_typed(config: pytest.Config, text: str) -> str:
     """Return a message with `--strategy` where the command line has that name of the option."""
-    words = {str(word).partition("=")[0] for word in config.invocation_params.args}
-    is_short = "--strategy" in words and "--llmgpu-strategy" not in words
+    is_short = any(str(word).partition("=")[0] == "--strategy" for word in config.invocation_params.args)
     return text.replace("--llmgpu-strategy", "--strategy") if is_short else text
 
 

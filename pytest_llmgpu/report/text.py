@@ -100,9 +100,8 @@ def guess(name: str, names: Iterable[str]) -> str:
     import difflib  # not when pytest loads the plugin
 
     # Another number is another thing: float8 is no misspelt float32.
-    cutoff = 0.5 if len(name) <= 2 else 0.7  # noqa: PLR2004 - tq is a misspelt tp
     alike = [one for one in names if re.findall(r"\d", one) == re.findall(r"\d", name)]
-    close = difflib.get_close_matches(name, alike, 1, cutoff)
+    close = difflib.get_close_matches(name, alike, 1, 0.7 if name[2:] else 0.5)  # tq is a misspelt tp
     return f" (did you mean {close[0]}?)" if close else ""
 
 
@@ -150,11 +149,8 @@ def named(text: str, report: str, baseline: object = "") -> str:
     """Return text whose commands have the name of the report, if it has one, and the path of a baseline's file."""
     path = str(baseline).rpartition(":")[2]
     text = text.replace("--to FILE", f"--to {shlex.quote(path)}") if path.endswith((".json", ".json.gz")) else text
-    return re.sub(
-        "(llmgpu (?:show|promote|gate --verdicts) |resume=)REPORT",
-        lambda at: at[1] + shlex.quote(report or "REPORT"),
-        text,
-    )
+    commands = "(llmgpu (?:show|promote|gate --verdicts) |resume=)REPORT"
+    return re.sub(commands, lambda at: at[1] + shlex.quote(report or "REPORT"), text)
 
 
 def printable(text: str) -> str:

@@ -101,13 +101,11 @@ class RunGate:
             self._source = store.resolve(reference, self._storage_path, machine=name, repository=self._rootdir)
             self.base = self._source.report()
         except ValueError as error:
-            remedy = ""
-            if isinstance(error, git.AbsentError):
-                if self.policy.allow_no_baseline and not error.misspelt:
-                    self._why = str(error)
-                    return
-                remedy = "; --llmgpu-allow-no-baseline lets a first run pass"
-                remedy += ", but no name that may be misspelt" * error.misspelt
+            absent = isinstance(error, git.AbsentError) and not isinstance(error, git.MisspeltError)
+            if absent and self.policy.allow_no_baseline:
+                self._why = str(error)
+                return
+            remedy = "; --llmgpu-allow-no-baseline lets a first run pass" if absent else ""
             raise ValueError(f"--llmgpu-compare: {error}{remedy}") from None
 
     def check_figures(self, declared: Mapping[str, Declared]) -> None:

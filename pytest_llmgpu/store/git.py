@@ -36,10 +36,9 @@ _VARIABLES = {
 class AbsentError(ValueError):
     """There is no such file or report; one that is broken is another error."""
 
-    def __init__(self, text: str, *, misspelt: bool = False) -> None:
-        """Make the error; `misspelt`: another file or name is there, which may be meant."""
-        super().__init__(text)
-        self.misspelt = misspelt
+
+class MisspeltError(AbsentError):
+    """There is none, and another file or name, which may be meant."""
 
 
 def is_reference(name: str | Path) -> bool:
@@ -113,13 +112,12 @@ def content(reference: str | Path, repository: Path) -> bytes:
     head, _, data = found.partition(b"\n")
     kind = re.fullmatch(rb"[0-9a-f]+ (\w+) (\d+)", head)
     if kind is None:
-        folder, _, last = path.rpartition("/")
-        tree = ("ls-tree", "-z", "--name-only", known.stdout.decode().strip() + ":")
-        while (beside := _run(repository, *tree[:-1], tree[-1] + folder)).returncode and folder:
+        tree, (folder, _, last) = known.stdout.decode().strip(), path.rpartition("/")
+        while (beside := _run(repository, "ls-tree", "-z", "--name-only", f"{tree}:{folder}")).returncode and folder:
             folder, _, last = folder.rpartition("/")
         similar = guess_file(last, beside.stdout.decode(errors="replace").split("\0"))
         text = f"{name}: {revision!r} has no file {path!r}{similar}; give the path from the root of the repository"
-        raise AbsentError(text, misspelt=bool(similar))
+        raise (MisspeltError if similar else AbsentError)(text)
     if kind[1] != b"blob":
         raise ValueError(f"{name}: is not a file")
     return data[: int(kind[2])]

@@ -314,12 +314,13 @@ def resolve(reference: str, storage: Path, *, machine: str | None = None, reposi
     kept = stored(storage)
     advice = f"which has {plural(len(kept), 'report')}: see llmgpu list" if kept else "which is empty"
     latest = [LATEST] * (bool(kept) or (storage / LAST).exists())
-    names = [one.name for one in kept if one.name]
+    names = list(dict.fromkeys(one.name for one in kept if one.name))
     similar = guess(reference, [*latest, *names])
-    text = f"{reference!r} is neither a file nor a report of the store {storage}, {advice}{similar}"
     # A commit may not be measured yet, nor a baseline promoted.
-    is_right = reference == BASELINE or re.fullmatch(r"[0-9a-f]{7,40}", reference)
-    raise git.AbsentError(text, misspelt=bool(similar or (names and not is_right)))
+    if names and not similar and reference != BASELINE and not re.fullmatch(r"[0-9a-f]{7,40}", reference):
+        similar = f" (its names are {listed(names, _SHOWN)})"
+    text = f"{reference!r} is neither a file nor a report of the store {storage}, {advice}{similar}"
+    raise (git.MisspeltError if similar else git.AbsentError)(text)
 
 
 def _find(reference: str, kept: Sequence[Stored], machine: str | None) -> list[Stored]:
@@ -353,7 +354,7 @@ def _of_path(path: Path) -> Source:
         absent = next(one for one in (path, *path.parents) if one.parent.is_dir())  # it, or a folder above it
         similar = guess_file(absent.name, [one.name for one in absent.parent.iterdir()])
         text = f"report {path}: cannot be read: {error.strerror}{similar}"
-        raise git.AbsentError(text, misspelt=bool(similar)) from None
+        raise (git.MisspeltError if similar else git.AbsentError)(text) from None
     except OSError as error:
         raise ValueError(f"report {path}: cannot be read: {error.strerror}") from None
     except ValueError as error:

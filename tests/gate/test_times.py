@@ -137,7 +137,7 @@ def test_a_slowdown_above_the_threshold_that_is_not_significant_has_its_launches
     assert row.verdict == "UNDECIDED"
     assert (row.low or 0.0) - 1 > (row.threshold or 1.0)
     needed = row.launches_needed or 0
-    assert f"but the test over all rows at 1 % decides. {needed} launches in each report show such" in row.reason
+    assert f"but the test at 1 % decides. {needed} launches in each report show such" in row.reason
     enough = _wall(with_launches([1.0] * needed), with_launches([1.08] * needed), noisy)
     assert {one.verdict for one in decided([enough] * 40, 0.99)} == {"REGRESSED"}
     assert needed < (times.launches_needed(noisy, threshold=0.02, family=40) or 21)

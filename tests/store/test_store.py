@@ -15,7 +15,7 @@ from pytest_llmgpu.report.file import dump, load
 from pytest_llmgpu.report.options import check_name, check_name_is_free
 from pytest_llmgpu.report.report import Commit, Report, Session
 from pytest_llmgpu.store import store
-from pytest_llmgpu.store.git import AbsentError
+from pytest_llmgpu.store.git import AbsentError, MisspeltError
 from pytest_llmgpu.store.store import BASELINE, LAST, hardware, resolve, save, stored, table
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
@@ -334,7 +334,7 @@ def test_a_name_may_be_misspelt_where_another_one_is_there(repository: Path, ref
         Path(name).touch()
     with pytest.raises(AbsentError) as caught:
         resolve(reference, _STORE, repository=repository)
-    assert caught.value.misspelt == misspelt
+    assert isinstance(caught.value, MisspeltError) == misspelt
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import re
 import shlex
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -91,14 +91,12 @@ def run_bisect(arguments: argparse.Namespace) -> int:
     references = {"good": arguments.good_ref, "bad": arguments.bad_ref}
     good, bad = (launches.sha_of(name) for name in references.values())
     if (metric := arguments.metric) is not None and metric not in JUDGED:
-        # A figure of the user's own is known once it is measured, and some file has its name.
-        why = guess(metric, JUDGED)
-        if is_own(metric) and not why:
-            try:
-                launches.git_output(Path(), "grep", "-qwFe", metric, bad, "--", ":/")
-            except ValueError:  # git ends with 1 where it finds nothing
-                why = f", and no file of {arguments.bad_ref} has this name"
-        if why or not is_own(metric):
+        found, why = "", guess(metric, JUDGED)
+        if is_own(metric) and not why:  # a figure of the user's own is known once it is measured
+            why = f", and no file of {arguments.bad_ref} has this name"
+            with suppress(ValueError):  # git ends with 1 where it finds nothing
+                found = launches.git_output(Path(), "grep", "-lwFe", metric, bad, "--", ":/")
+        if not found:
             raise ValueError(f"--metric={metric}: is no metric of the gate{why}: allowed are {', '.join(JUDGED)}")
     looks = ab.looks(max(1, most // 4))  # the ends take at most half of the launches
     with launches.interruptible(), begun(good, bad) as history:
