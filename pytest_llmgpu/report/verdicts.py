@@ -99,7 +99,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     that are no time."""
     launches_needed: int | None = None
     """Minimum launches in each report that detect, with 95 % probability, the threshold plus 2 percentage points, or
-    a larger change with its interval is above the threshold, for a time that is OK or UNDECIDED; null: above 20."""
+    a larger change with its interval above the threshold, for a time that is OK or UNDECIDED; null: above 20."""
     lost: list[int] | None = None
     """Items that are right in the baseline and wrong in the candidate; for `predictions` all items whose answer
     changed."""
