@@ -51,7 +51,7 @@ def add_switches(parser: argparse.ArgumentParser, *, baseline: bool = True) -> N
     """Declare the switches of the policy."""
     parser.add_argument("--strict", action="store_true", help="fail on rows that are undecided")
     if baseline:
-        text = "pass if the baseline does not exist; a broken baseline is always an error"
+        text = "pass if the baseline does not exist, nor one of a similar name; a broken baseline is always an error"
         parser.add_argument("--allow-no-baseline", action="store_true", help=text)
 
 
@@ -70,7 +70,7 @@ def judged(
 ) -> tuple[Report | None, Verdicts]:
     """Read a baseline and judge a report; ValueError in one line if a file cannot be read.
 
-    The baseline may be absent if the policy allows that, else it is a git.AbsentError; a broken one is an error.
+    The baseline may be absent if the policy allows that, else or if it may be misspelt it is a git.AbsentError.
     """
     base = baseline = None
     try:
@@ -78,8 +78,8 @@ def judged(
         base = found.report()
         baseline = found.baseline(reference, base)
     except git.AbsentError as error:
-        if not policy.allow_no_baseline:
-            is_gate = hasattr(arguments, "allow_no_baseline")
+        if isinstance(error, git.MisspeltError) or not policy.allow_no_baseline:
+            is_gate = hasattr(arguments, "allow_no_baseline") and not policy.allow_no_baseline
             remedy = "; use --allow-no-baseline if this is the first run" if is_gate else ""
             raise git.AbsentError(f"{error}{remedy}") from None
     verdicts = judge.judge(base, head, policy, today=today(), baseline=baseline, in_turn=arguments.in_turn)

@@ -189,7 +189,7 @@ def stated(row: Row, found: Cause) -> Row:
         if change.name != FLOPS
     )
     texts = [text if count == 1 else f"{text} in {count} modules" for text, count in calls.items()]
-    details = [f"Calls: {listed(texts, _MOST_CALLS)}."] if calls else []
+    details = [f"Calls of {row.id}: {listed(texts, _MOST_CALLS)}."] if calls else []
     reason = "\n".join([row.reason, f"{PREFIX}{describe(found)}.", *details])
     return msgspec.structs.replace(row, cause=found, reason=reason)
 
@@ -245,7 +245,8 @@ def _of_wall_time(pairs: Sequence[Pair], growth: float) -> Cause:
     pair, others_s = pairs[number], [*growths_s[:number], *growths_s[number + 1 :]]
     before, after = pair.before.parts_s, pair.after.parts_s
     place = max(before, key=lambda one: after[one] - before[one])
-    found = msgspec.structs.replace(program.changes(pair) or Cause(place=place), place=place)
+    changed = program.changes(pair) or Cause(place=place, forwards=pair.after.batches)
+    found = msgspec.structs.replace(changed, place=place)
     if after[place] - before[place] < _SHOWN * growth * sum(before.values()):
         # The GPU has the same work, and its passes show no growth: the rest of the time is the host's.
         return msgspec.structs.replace(found, place="host")
@@ -280,7 +281,8 @@ def _place_in_words(cause: Cause) -> str:
     words = {"device": "kernels", "transfer": "collectives", "waiting": "ranks that wait for each other"}
     text = "idle time of the GPU" if place == "host" else words.get(place, place)
     if cause.before_s is not None and cause.after_s is not None:
-        text += f" {1e3 * (cause.after_s - cause.before_s):+.3g} ms"
+        text += f" {1e3 * (cause.after_s - cause.before_s):+.3g} ms in a work pass of "
+        text += plural(cause.forwards, "forward")
     elif place == "host":
         text = "the kernels do not explain it"
     if place == "host":

@@ -12,7 +12,7 @@ import math
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from operator import attrgetter
 from typing import Literal, NamedTuple
 
@@ -31,7 +31,7 @@ from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.derived import latencies, of_prefill
 from pytest_llmgpu.report.metrics import MetricName
 from pytest_llmgpu.report.report import Report, command
-from pytest_llmgpu.report.result import OUT_OF_MEMORY, CaseResult, declared_in
+from pytest_llmgpu.report.result import OUT_OF_MEMORY, CaseResult, Declared, declared_in
 from pytest_llmgpu.report.text import listed, sentence
 from pytest_llmgpu.report.verdicts import DIFFERS, NO_COMMON, UNCLEAR, Baseline, Candidate, Decided, Row, Verdicts
 
@@ -95,13 +95,14 @@ def judge(
     today: datetime.date,
     baseline: Baseline | None = None,
     in_turn: bool = False,
+    declared: Mapping[str, Declared] = {},
 ) -> Verdicts:
     """Compare a report with a baseline, if there is one. Equal arguments give equal verdicts, to the byte.
 
     `today` decides whether an accepted regression expired. `baseline` is where `base` came from; without it only its
-    commit is named. `in_turn`: launches of both reports alternated.
+    commit is named. `in_turn`: launches of both reports alternated. `declared`: figures that no case may have, too.
     """
-    undeclared = check_figures(policy, declared_in([*([] if base is None else base.cases), *head.cases]))
+    undeclared = check_figures(policy, {**declared, **declared_in([*(base.cases if base else []), *head.cases])})
     compared = Comparison(base, head, policy, in_turn=in_turn)
     rows, warnings = with_allowed(compared.rows, policy, today)
     rows = with_unseen(rows, {result.key for result in head.cases if result.case.device == "cpu"})

@@ -261,18 +261,18 @@ def _refusal(error: msgspec.ValidationError, table: Any, kind: Any) -> str:
 
 
 def check_figures(policy: Policy, declared: Mapping[str, Declared]) -> list[str]:
-    """Return a line for each name that is no metric and not declared; ValueError for a threshold above the declared."""
+    """Return a line for each undeclared figure; ValueError for a misspelt metric or a threshold above the declared."""
     for name, rule in policy.figures.items():
         if name in declared and (given := rule.threshold or 0.0) > (least := declared[name].threshold):
             raise ValueError(
                 f"policy: {name}: threshold = {given:g} is above the declared {least:g}: a policy can only tighten it"
             )
     names = dict.fromkeys([*policy.figures, *(entry.metric for entry in policy.allow)])
-    return [
-        f"policy: {name}: no metric, and no figure that pytest_llmgpu_metrics declares{guess(name, JUDGED)}"
-        for name in names
-        if name not in BY_NAME and name not in declared
-    ]
+    unknown = [name for name in names if name not in BY_NAME and name not in declared]
+    text = "policy: {}: no metric, and no figure that pytest_llmgpu_metrics declares{}"
+    if misspelt := [(name, hint) for name in unknown if (hint := guess(name, JUDGED))]:
+        raise ValueError(text.format(*misspelt[0]))
+    return [text.format(name, "") for name in unknown]
 
 
 def dump_policy(policy: Policy) -> str:

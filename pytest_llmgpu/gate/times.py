@@ -77,9 +77,9 @@ def smallest_seen(
     return _ratio(max(math.log1p(threshold), shown) + _POWER_QUANTILE * error) - 1
 
 
-def launches_needed(prior: Prior, *, threshold: float, **rule: float) -> int | None:
-    """Return how many launches in each report show a slowdown of the threshold plus `PROMISED`; None above 20."""
-    numbers, most = range(1, PRACTICAL_LAUNCHES + 1), threshold + PROMISED
+def launches_needed(prior: Prior, *, threshold: float, change: float = 0.0, **rule: float) -> int | None:
+    """Return how many launches in each report show `change`, at least the threshold plus `PROMISED`; None above 20."""
+    numbers, most = range(1, PRACTICAL_LAUNCHES + 1), max(threshold + PROMISED, change)
     return next((one for one in numbers if smallest_seen(prior, one, threshold=threshold, **rule) <= most), None)
 
 
@@ -221,7 +221,12 @@ class Timed(msgspec.Struct, frozen=True):
             step = "Measure the baseline on these GPUs."
         elif unclear and self.slope_sd < self.threshold / 4:
             rule = {"threshold": self.threshold, "family": tests, "confidence": confidence}
+            rule["change"] = _ratio(change) - 1 if change - half > limit else 0.0
             needed = launches_needed(msgspec.structs.replace(self.prior, s0=noise.s0), **rule)
+        why = f" Not statistically significant among {plural(family, 'row')}"
+        if change - half > limit:
+            why += f": the interval is above the threshold, but the test at {100 * (1 - confidence):.2g} % decides"
+            why += f". {needed} launches in each report show such a slowdown" if needed else ""
         base_s, head_s = self.seconds[self.slowest]
         sign = -1 if self.declared is not None and self.declared.better == "larger" else 1
         low, high = sorted((sign * (change - half), sign * (change + half)))
@@ -245,7 +250,7 @@ class Timed(msgspec.Struct, frozen=True):
             smallest_seen=_ratio(max(limit, shown) + _POWER_QUANTILE * error) - 1,
             launches_needed=needed,
         )
-        return msgspec.structs.replace(row, reason=_described(self, row, family))
+        return msgspec.structs.replace(row, reason=_described(self, row, f"{why}."))
 
 
 def wall_times(
@@ -438,8 +443,8 @@ def _left_out(base: CaseResult, head: CaseResult, used: Sequence[Sequence[object
     return f" {' and '.join(found)} ({fields})." if found else ""
 
 
-def _described(case: Timed, row: Row, family: int) -> str:
-    """Return the reason of a verdict in one line."""
+def _described(case: Timed, row: Row, why: str) -> str:
+    """Return the reason of a verdict in one line; `why` is for a slowdown that is not significant."""
     was, now = map(row.spec.written, case.seconds[case.slowest])
     ratio, low, high, threshold = row.ratio or 0.0, row.low or 0.0, row.high or 0.0, row.threshold or 0.0
     of_rank = f" of rank {case.slowest}" if len(case.ranks) > 1 else ""
@@ -455,7 +460,7 @@ def _described(case: Timed, row: Row, family: int) -> str:
         reason += f" Compared at equal clock: the GPU ran at {now_mhz:,.0f} MHz, was {then_mhz:,.0f} MHz."
     reason += case.left_out
     if row.verdict == "UNDECIDED" and not case.machine_sd and case.change > math.log1p(threshold):
-        reason += f" Not statistically significant among {plural(family, 'row')}."
+        reason += why
     return reason
 
 

@@ -16,7 +16,7 @@ import pytest
 from pytest_llmgpu.plugin import fixtures, hookspecs, options
 from pytest_llmgpu.plugin.fixtures import DESELECTED, KEPT, OUTCOME, PEERS, BatchSize, running, session_of
 from pytest_llmgpu.plugin.options import NO_WORKERS
-from pytest_llmgpu.report.text import plural, printable, printable_lines
+from pytest_llmgpu.report.text import guess, plural, printable, printable_lines
 
 _OUT_OF_MEMORY = ("oom", "skipped_after_oom")
 _MARKER_ERRORS = pytest.StashKey[dict[str, str]]()
@@ -53,11 +53,17 @@ def pytest_llmgpu_tasks() -> Mapping[str, str]:
 def pytest_load_initial_conftests(
     early_config: pytest.Config, parser: pytest.Parser, args: list[str]
 ) -> Generator[None, None, None]:
-    """Let rank 0's process alone print the options that pytest does not know; it prints wrong values, too."""
+    """Guess a misspelt option; rank 0's process alone prints what pytest does not know, and wrong values."""
     yield  # a conftest.py may add options
     options.declare_short(parser)
-    if _serves_rank_zero(early_config) and parser.parse_known_and_unknown_args(args)[1]:
-        sys.exit(pytest.ExitCode.USAGE_ERROR)
+    is_silent = _serves_rank_zero(early_config)
+    if is_silent or any(word.startswith("--llmgpu-") for word in args):
+        unknown = parser.parse_known_and_unknown_args(args)[1]
+        if is_silent and unknown:
+            sys.exit(pytest.ExitCode.USAGE_ERROR)
+        for name in (word.partition("=")[0] for word in unknown):
+            if name.startswith("--llmgpu-") and (hint := guess(name, options.FLAGS)):
+                raise pytest.UsageError(f"{name}: there is no such option{hint}")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -300,4 +306,4 @@ def _plan(items: Sequence[pytest.Item]) -> None:
         if chosen.resume is not None:
             session.resume(chosen)
     except ValueError as error:
-        raise pytest.UsageError(printable(str(error))) from None
+        raise pytest.UsageError(printable(options.as_typed(items[0].config, str(error)))) from None

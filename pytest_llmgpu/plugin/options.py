@@ -10,6 +10,7 @@ import pytest
 
 from pytest_llmgpu.report.options import GATE_OPTIONS, RUN_OPTIONS, Options, check_name_is_free, flag_of, ini_key_of
 
+FLAGS = [flag_of(field) for field in dataclasses.fields(Options)]
 EXPECT_OOM = "expect_oom"
 """The only marker argument that is not an option: no batch size of the test needs to fit in memory."""
 
@@ -68,6 +69,12 @@ def declare_short(parser: pytest.Parser) -> None:
         group.addoption(flag, dest="llmgpu_strategy", action="append", metavar="NAME[,NAME]", help=text)
 
 
+def as_typed(config: pytest.Config, text: str) -> str:
+    """Return a message with `--strategy` where the command line has that name of the option."""
+    is_short = any(str(word).partition("=")[0] == "--strategy" for word in config.invocation_params.args)
+    return text.replace("--llmgpu-strategy", "--strategy") if is_short else text
+
+
 def resolve(config: pytest.Config, markers: Iterable[pytest.Mark] = ()) -> Options:
     """Return the options of a run or, with its markers `llmgpu`, the closest first, of a test.
 
@@ -84,7 +91,7 @@ def resolve(config: pytest.Config, markers: Iterable[pytest.Mark] = ()) -> Optio
         except TypeError as error:  # before pytest 9.2, which raises a usage error itself
             raise pytest.UsageError(f"{error}: write it as a string, or use pytest 9.2 or newer") from None
         if (flag := config.getoption(ini_key_of(field), None)) is not None:
-            raw, source = flag, flag_of(field)
+            raw, source = flag, as_typed(config, flag_of(field))
             if isinstance(flag, list):  # a strategy of addopts may be repeated on the command line
                 raw = ",".join(dict.fromkeys(name for one in flag for name in one.split(",")))
         elif marked.get(field.name) is not None:

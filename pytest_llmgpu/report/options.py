@@ -300,7 +300,7 @@ class Options:
     )
     strict: bool | None = _option(None, "fail if a gated figure is undecided")
     allow_no_baseline: bool | None = _option(
-        None, "pass although nothing could be compared, because there is no baseline"
+        None, "pass although nothing could be compared, because there is no baseline, nor one of a similar name"
     )
     html: str | None = _option(
         "PATH", "HTML page to write at the end, .html; it needs no network (requires the extra `report`)"

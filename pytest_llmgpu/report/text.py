@@ -101,8 +101,14 @@ def guess(name: str, names: Iterable[str]) -> str:
 
     # Another number is another thing: float8 is no misspelt float32.
     alike = [one for one in names if re.findall(r"\d", one) == re.findall(r"\d", name)]
-    close = difflib.get_close_matches(name, alike, 1, 0.7)
+    close = difflib.get_close_matches(name, alike, 1, 0.7 if name[2:] else 0.5)  # tq is a misspelt tp
     return f" (did you mean {close[0]}?)" if close else ""
+
+
+def guess_file(name: str, names: Iterable[str]) -> str:
+    """Return the same for a file, which is similar without its suffixes, too: base.json is no misspelt head.json."""
+    stem = name.partition(".")[0]
+    return guess(name, [one for one in names if guess(stem, [one.partition(".")[0]])])
 
 
 def capital(text: str) -> str:
@@ -143,7 +149,8 @@ def named(text: str, report: str, baseline: object = "") -> str:
     """Return text whose commands have the name of the report, if it has one, and the path of a baseline's file."""
     path = str(baseline).rpartition(":")[2]
     text = text.replace("--to FILE", f"--to {shlex.quote(path)}") if path.endswith((".json", ".json.gz")) else text
-    return re.sub("(llmgpu (?:show|promote) |resume=)REPORT", lambda at: at[1] + shlex.quote(report or "REPORT"), text)
+    commands = "(llmgpu (?:show|promote|gate --verdicts) |resume=)REPORT"
+    return re.sub(commands, lambda at: at[1] + shlex.quote(report or "REPORT"), text)
 
 
 def printable(text: str) -> str:

@@ -98,8 +98,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Smallest true slowdown that these launches detect with 95 % probability, as a fraction; null for metrics
     that are no time."""
     launches_needed: int | None = None
-    """Minimum launches required in each report to detect a slowdown of the threshold plus 2 percentage points with 95 %
-    probability, for a time that is OK or has not enough data; null means more than 20."""
+    """Minimum launches in each report that detect, with 95 % probability, the threshold plus 2 percentage points, or
+    a larger change with its interval above the threshold, for a time that is OK or UNDECIDED; null: above 20."""
     lost: list[int] | None = None
     """Items that are right in the baseline and wrong in the candidate; for `predictions` all items whose answer
     changed."""

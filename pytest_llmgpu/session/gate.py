@@ -73,6 +73,7 @@ class RunGate:
         self._why: str | None = None
         """The reason why there is no baseline, where the policy allows that."""
         self._undeclared: list[str] = []
+        self._declared: Mapping[str, Declared] = {}
         self.verdicts: Verdicts | None = None
         """Those of the latest judgement; None before the first one."""
         self._tests: frozenset[str] = frozenset()
@@ -100,7 +101,7 @@ class RunGate:
             self._source = store.resolve(reference, self._storage_path, machine=name, repository=self._rootdir)
             self.base = self._source.report()
         except ValueError as error:
-            absent = isinstance(error, git.AbsentError)
+            absent = isinstance(error, git.AbsentError) and not isinstance(error, git.MisspeltError)
             if absent and self.policy.allow_no_baseline:
                 self._why = str(error)
                 return
@@ -109,7 +110,7 @@ class RunGate:
 
     def check_figures(self, declared: Mapping[str, Declared]) -> None:
         """Refuse a policy with figures that are looser than declared, or declared by neither report (ValueError)."""
-        before = {} if self.base is None else declared_in(self.base.cases)
+        before, self._declared = {} if self.base is None else declared_in(self.base.cases), declared
         self._undeclared = check_figures(self.policy, {**before, **declared})
         if self._undeclared and self._reference is not None:
             raise ValueError(self._undeclared[0])
@@ -148,7 +149,7 @@ class RunGate:
         """
         known = self._source is not None and self.base is not None
         baseline = self._source.baseline(self._reference, self.base) if known else None  # type: ignore[union-attr,arg-type]
-        verdicts = judge(self.base, report, self.policy, today=self._today, baseline=baseline)
+        verdicts = judge(self.base, report, self.policy, today=self._today, baseline=baseline, declared=self._declared)
         if self._reference is not None or any(is_own(row.metric) and fails(row, self.policy) for row in verdicts.rows):
             self.verdicts = verdicts
         return self.verdicts
@@ -184,7 +185,8 @@ class RunGate:
         lines = [] if self._why is None else [f"no baseline: {self._why}"]
         if self.verdicts is not None:
             lines.append(verdict_tables.conclusion(self.verdicts, self.policy))
-            lines.append(verdict_tables.table(self.verdicts, self.policy))
+            table = verdict_tables.table(self.verdicts, self.policy)
+            lines.append(table.replace("llmgpu gate` with --all", "llmgpu gate --verdicts REPORT --all`"))
             lines += [self._policy_in_words] if self.verdicts.baseline is not None else []
         return "\n\n".join(lines)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from pytest_llmgpu.report.privacy import anonymous
 from pytest_llmgpu.report.report import Commit
+from pytest_llmgpu.report.text import guess_file
 
 _REFERENCE = "git:"
 _FETCH_TIMEOUT_S = 120.0  # a partial clone fetches the file from its remote
@@ -34,6 +35,10 @@ _VARIABLES = {
 
 class AbsentError(ValueError):
     """There is no such file or report; one that is broken is another error."""
+
+
+class MisspeltError(AbsentError):
+    """There is none, and another file or name, which may be meant."""
 
 
 def is_reference(name: str | Path) -> bool:
@@ -107,7 +112,12 @@ def content(reference: str | Path, repository: Path) -> bytes:
     head, _, data = found.partition(b"\n")
     kind = re.fullmatch(rb"[0-9a-f]+ (\w+) (\d+)", head)
     if kind is None:
-        raise AbsentError(f"{name}: {revision!r} has no file {path!r}; give the path from the root of the repository")
+        tree, (folder, _, last) = known.stdout.decode().strip(), path.rpartition("/")
+        while (beside := _run(repository, "ls-tree", "-z", "--name-only", f"{tree}:{folder}")).returncode and folder:
+            folder, _, last = folder.rpartition("/")
+        similar = guess_file(last, beside.stdout.decode(errors="replace").split("\0"))
+        text = f"{name}: {revision!r} has no file {path!r}{similar}; give the path from the root of the repository"
+        raise (MisspeltError if similar else AbsentError)(text)
     if kind[1] != b"blob":
         raise ValueError(f"{name}: is not a file")
     return data[: int(kind[2])]

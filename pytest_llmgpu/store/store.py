@@ -22,7 +22,7 @@ from tabulate import tabulate
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.options import LATEST, LONGEST_NAME, check_name
 from pytest_llmgpu.report.report import Commit, Report
-from pytest_llmgpu.report.text import GIB, guess, listed, plural
+from pytest_llmgpu.report.text import GIB, guess, guess_file, listed, plural
 from pytest_llmgpu.report.verdicts import Baseline
 from pytest_llmgpu.store import git
 
@@ -48,7 +48,8 @@ _ABANDONED_S = 3600.0  # no report takes as long to write
 _SHA_LETTERS = 8
 _NO_COMMIT = "nocommit"
 _FILE = re.compile(r"(\d{4,})_([0-9a-z]+)_(\d{8}T\d{6}Z)(?:_(.+?))?\.json(?:\.gz)?")
-_SUFFIXES = (".json", ".json.gz")
+_PATH = re.compile(r"\.(?:js\w*(?:\.\w+)?|gz)$")
+"""End of a path, misspelt or not: `.json`, `.json.gz`, `.jso`."""
 _SHOWN = 5  # candidates in a message
 _NUMBER = re.compile(r"[0-9]{1,9}")
 _SHA = re.compile(r"(?=.*[a-z])[0-9a-z]{4,40}|[0-9]{7,40}")
@@ -289,6 +290,8 @@ def resolve(reference: str, storage: Path, *, machine: str | None = None, reposi
     """
     if git.is_reference(reference):
         return Source(name=reference, data=git.content(reference, repository))
+    if not reference:
+        raise ValueError("report '': an empty name: give a path, a number, a name or a commit")
     path = Path(reference)
     found = _find(reference, stored(storage), machine)
     if reference == LATEST and (last := storage / LAST).exists():
@@ -305,13 +308,19 @@ def resolve(reference: str, storage: Path, *, machine: str | None = None, reposi
         raise ValueError(f"{reference!r} is ambiguous: give the number of {listed(candidates, _SHOWN)}")
     if found:
         return msgspec.structs.replace(_of_path(found[0].path), stored=found[0])
-    if exists or reference.endswith(_SUFFIXES):
+    folder = os.path.dirname(reference)  # noqa: PTH120 - as above
+    if exists or _PATH.search(reference) or os.path.isdir(folder):  # noqa: PTH112
         return _of_path(path)
     kept = stored(storage)
     advice = f"which has {plural(len(kept), 'report')}: see llmgpu list" if kept else "which is empty"
     latest = [LATEST] * (bool(kept) or (storage / LAST).exists())
-    advice += guess(reference, [*latest, *(one.name for one in kept if one.name)])
-    raise git.AbsentError(f"{reference!r} is neither a file nor a report of the store {storage}, {advice}")
+    names = list(dict.fromkeys(one.name for one in kept if one.name))
+    similar = guess(reference, [*latest, *names])
+    # A commit may not be measured yet, nor a baseline promoted.
+    if names and not similar and reference != BASELINE and not re.fullmatch(r"[0-9a-f]{7,40}", reference):
+        similar = f" (its names are {listed(names, _SHOWN)})"
+    text = f"{reference!r} is neither a file nor a report of the store {storage}, {advice}{similar}"
+    raise (git.MisspeltError if similar else git.AbsentError)(text)
 
 
 def _find(reference: str, kept: Sequence[Stored], machine: str | None) -> list[Stored]:
@@ -342,8 +351,10 @@ def _of_path(path: Path) -> Source:
     try:
         return Source(name=str(path), data=file.read(path))
     except FileNotFoundError as error:
-        beside = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise git.AbsentError(f"report {path}: cannot be read: {error.strerror}{guess(path.name, beside)}") from None
+        absent = next(one for one in (path, *path.parents) if one.parent.is_dir())  # it, or a folder above it
+        similar = guess_file(absent.name, [one.name for one in absent.parent.iterdir()])
+        text = f"report {path}: cannot be read: {error.strerror}{similar}"
+        raise (git.MisspeltError if similar else git.AbsentError)(text) from None
     except OSError as error:
         raise ValueError(f"report {path}: cannot be read: {error.strerror}") from None
     except ValueError as error:

@@ -82,13 +82,14 @@ def test_an_unfit_report_is_refused(report: Report, reason: str, capsys: pytest.
     assert not TARGET.exists()
 
 
-def test_disturbed_launches_are_noted(capsys: pytest.CaptureFixture[str]) -> None:
-    """No later time can be compared with such a baseline; its exact figures can."""
-    result = timed()
+@pytest.mark.parametrize("launches", [1, 2])
+def test_disturbed_launches_are_noted(launches: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """No later time can be compared with them, also where others are undisturbed; their exact figures can."""
+    result = timed(*[1.0] * launches)
     result.launches[0].profile = make_profile(invalid=["processes of other programs: GPU 0 has 1"])
     assert _to_file(on_h200([result])) == 0
     out = capsys.readouterr().out
-    assert f"note: every launch of {result.id} was disturbed" in out
+    assert f"note: disturbed launches, whose times are not compared: {result.id} (1 of {launches}). " in out
     assert "End the other programs on these GPUs" in out
 
 

@@ -128,7 +128,7 @@ def test_a_row_that_is_worse_has_a_cause(metric: MetricName, verdict: Verdict, p
     first, *stated = row.reason.splitlines()
     assert first == "Time +100 %."
     if found is not None:
-        _, *lines = cause.stated(make_row("REGRESSED", reason="x."), found).reason.splitlines()
+        _, *lines = cause.stated(make_row("REGRESSED", id=row.id, reason="x."), found).reason.splitlines()
         assert stated == (lines if is_caused else [])
     assert msgspec.json.decode(msgspec.json.encode(row), type=Row) == row
 

@@ -169,6 +169,14 @@ def test_a_rule_that_is_no_rule_of_a_figure_is_refused(tmp_path: Path, text: str
         _policy(tmp_path, text)
 
 
+def test_a_misspelt_metric_is_no_figure(tmp_path: Path) -> None:
+    """Its threshold would have no effect. A declared figure may have such a name, and not be measured."""
+    policy = _policy(tmp_path, "[acuracy]\nthreshold = 0.01")
+    with pytest.raises(ValueError, match=r"^policy: acuracy: no metric, .* \(did you mean accuracy\?\)$"):
+        _judged(_report([0.5]), _report([0.5]), policy)
+    assert not judge(_report([0.5]), _report([0.5]), policy, today=_TODAY, declared={"acuracy": _RATE}).warnings
+
+
 def test_a_name_that_no_report_declares_is_a_warning(tmp_path: Path) -> None:
     """Older reports can be judged with a newer policy; an undeclared figure has no bound."""
     policy = _policy(tmp_path, "[own]\nat_least = 0.9")

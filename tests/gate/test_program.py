@@ -321,7 +321,7 @@ def test_ops_that_moved_to_another_module_are_none_more() -> None:
     assert "aten" not in once.reason
     twice = _rows(measured(_MLP, on_cpu=True), measured(_wrapped(2), on_cpu=True))["program"]
     assert "Cause: 1 more aten::mm in each of 2 modules of layers.*.mlp.mlp." in twice.reason
-    assert "Calls: aten::mm 2 -> 4 in 2 modules, aten::add 2 -> 4, aten::view 2 -> 4" in twice.reason
+    assert "Calls of mp-bs1: aten::mm 2 -> 4 in 2 modules, aten::add 2 -> 4, aten::view 2 -> 4" in twice.reason
 
 
 def test_an_op_that_is_called_elsewhere_is_more_there() -> None:

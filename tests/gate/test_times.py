@@ -129,6 +129,20 @@ def test_noise_is_not_enough_data(slower: float, verdict: str) -> None:
     assert 0.02 < (decided.smallest_seen or 1.0) < 0.041
 
 
+def test_a_slowdown_above_the_threshold_that_is_not_significant_has_its_launches() -> None:
+    """The interval of one row is not the test over all rows, which the reason states with the launches that decide."""
+    noisy, slower = Prior(s0=0.02, df0=1000.0), with_launches([1.08])
+    rows = decided([_wall(with_launches([1.0]), slower, noisy) for _ in range(40)], 0.99)
+    row = rows[0]
+    assert row.verdict == "UNDECIDED"
+    assert (row.low or 0.0) - 1 > (row.threshold or 1.0)
+    needed = row.launches_needed or 0
+    assert f"but the test at 1 % decides. {needed} launches in each report show such" in row.reason
+    enough = _wall(with_launches([1.0] * needed), with_launches([1.08] * needed), noisy)
+    assert {one.verdict for one in decided([enough] * 40, 0.99)} == {"REGRESSED"}
+    assert needed < (times.launches_needed(noisy, threshold=0.02, family=40) or 21)
+
+
 def test_a_regression_reads_in_one_line(prose: Prose) -> None:
     """It has the change, interval, threshold and seconds."""
     assert prose == _judged(_wall(with_launches([1.0]), with_launches([1.05]))).reason

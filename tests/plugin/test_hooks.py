@@ -287,7 +287,10 @@ def test_wrong_answers_fail(runs: FakedRuns) -> None:
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
-        (["--strategy=pp"], "--llmgpu-strategy: 'pp' is no strategy: allowed are compile, iok, mp, openai, tp, *"),
+        (
+            ["--strategy=pp"],
+            "--strategy: 'pp' is no strategy (did you mean tp?): allowed are compile, iok, mp, openai, tp, *",
+        ),
         (["--llmgpu-dataset=broken.jsonl"], "--llmgpu-dataset=broken.jsonl: *broken.jsonl:2: *"),
         (["--llmgpu-device=cuda"], "*torch is built without CUDA*"),
         (["--llmgpu-json=items.jsonl/report.json"], "*items.jsonl/report.json*"),

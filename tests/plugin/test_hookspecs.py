@@ -129,7 +129,7 @@ _TASK = "right_or_wrong:RightOrWrong"
     ("hook", "registered", "reason"),
     [
         ("strategies", {"a,b": "near:Near"}, "'a,b', the name of the strategy at near:Near, is not "),
-        ("strategies", {"near": "near:Nix"}, "--llmgpu-strategy: strategy near:Nix cannot be imported: AttributeError"),
+        ("strategies", {"near": "near:Nix"}, "--strategy: strategy near:Nix cannot be imported: AttributeError"),
         ("tasks", {"measure": _TASK}, "'measure' is not allowed: a fixture of pytest-llmgpu has this"),
         ("tasks", {"hellaswag": _TASK}, "task 'hellaswag' is at two places"),
         ("tasks", {"pairs": _TASK}, "registered as 'pairs', but its name is 'right_or_wrong'"),

@@ -156,9 +156,10 @@ def test_every_option_is_declared_in_all_three_places(pytester: pytest.Pytester)
         ),
         (
             ["--strategy=mp,"],
-            "--llmgpu-strategy: 'mp,' is not allowed: a comma list of different strategies is needed, such *",
+            "--strategy: 'mp,' is not allowed: a comma list of different strategies is needed, such *",
         ),
         (["--llmgpu-strict"], "--llmgpu-strict: *--llmgpu-compare=REF is needed"),
+        (["--llmgpu-limt=3"], "--llmgpu-limt: there is no such option (did you mean --llmgpu-limit[?])"),
         (["--llmgpu-allow-no-baseline"], "--llmgpu-allow-no-baseline: *--llmgpu-compare=REF is needed"),
         (["--llmgpu-save=latest"], "--llmgpu-save: 'latest' is not allowed: *means the newest report*"),
         (["--llmgpu-save", "suite"], "--llmgpu-save: 'suite' is not allowed: *is a file or folder here*"),

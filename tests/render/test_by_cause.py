@@ -88,6 +88,13 @@ def test_a_difference_of_the_environment_is_the_cause_of_what_became_worse(prose
     assert prose == "\n".join([row_in_words(found[0].rows[0]), *found[0].lines, found[0].next_step])
 
 
+def test_the_calls_of_one_case_name_it_in_the_reason_of_several() -> None:
+    """Rows whose reasons differ in numbers have one reason, with the calls of the worst: it has the id of its case."""
+    rows = [_row(name, reason=f"x.\nCalls of {name}: aten::mm 2 -> 4.") for name in ("mp-bs1", "tp-bs8", "iok-bs1")]
+    (found,) = by_reason(rows)
+    assert found == rows
+
+
 def test_the_next_step_counts_all_undecided_rows_of_a_cause() -> None:
     """The largest number of launches decides all of them."""
     (found,) = _groups(*(_row(f"mp-bs{size}", "UNDECIDED", launches_needed=size + 3) for size in (1, 4)))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import msgspec
 import pytest
 from support.report_factory import known, make_report, make_result
 from support.repository import first_commit
-from support.verdict_factory import noise
+from support.verdict_factory import any_unseen, noise
 
 from pytest_llmgpu.profiling import machine as environment
 from pytest_llmgpu.profiling.machine import Machine, TorchFacts
@@ -17,6 +18,7 @@ from pytest_llmgpu.report import file
 from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.report.report import Environment, Gpu, Report
 from pytest_llmgpu.report.result import CaseResult
+from pytest_llmgpu.report.text import named
 from pytest_llmgpu.report.verdicts import Baseline
 from pytest_llmgpu.session.gate import RunGate
 from pytest_llmgpu.store import store
@@ -167,6 +169,16 @@ def test_a_missing_baseline_names_the_remedy(gate: _MakeGate, reference: str, co
     assert judging.summary().startswith("no baseline: ")
 
 
+@pytest.mark.parametrize(("reference", "guess"), [("mian", "did you mean main?"), ("nightly", "its names are main")])
+def test_a_name_that_may_be_misspelt_is_no_first_run(
+    tmp_path: Path, gate: _MakeGate, reference: str, guess: str
+) -> None:
+    """Beside other names of the store the flag lets no run pass, which would compare nothing for ever."""
+    store.save(_on("Xeon", _result()), tmp_path / "store", "main")
+    with pytest.raises(ValueError, match=re.escape(f" ({guess})") + "$"):
+        gate(reference, allow_no_baseline=True)
+
+
 @pytest.mark.parametrize("reference", ["main", "folder", "git:nowhere:base.json"])
 def test_a_broken_baseline_is_refused(tmp_path: Path, gate: _MakeGate, reference: str) -> None:
     """A baseline that is ambiguous, no file or unknown to git is refused although a missing one is allowed."""
@@ -177,6 +189,17 @@ def test_a_broken_baseline_is_refused(tmp_path: Path, gate: _MakeGate, reference
     with pytest.raises(ValueError, match="--llmgpu-compare: ") as caught:
         gate(wanted, allow_no_baseline=True)
     assert "\n" not in str(caught.value)
+
+
+def test_the_summary_of_pytest_names_the_report_of_undecided_rows(tmp_path: Path, gate: _MakeGate) -> None:
+    """The command that lists them reads the verdicts of the run; REPORT is the name that the session inserts."""
+    file.dump(_on("Xeon", _result()), tmp_path / "base.json")
+    judging = gate()
+    with any_unseen():
+        judging.judge(_on("Xeon", _result()))
+        summary = judging.summary()
+    assert "UNDECIDED (time): `llmgpu gate --verdicts REPORT --all` lists them." in summary
+    assert "`llmgpu gate --verdicts latest --all`" in named(summary, "latest")
 
 
 def test_the_policy_may_be_that_of_a_commit(tmp_path: Path, gate: _MakeGate) -> None:

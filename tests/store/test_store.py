@@ -15,6 +15,7 @@ from pytest_llmgpu.report.file import dump, load
 from pytest_llmgpu.report.options import check_name, check_name_is_free
 from pytest_llmgpu.report.report import Commit, Report, Session
 from pytest_llmgpu.store import store
+from pytest_llmgpu.store.git import AbsentError, MisspeltError
 from pytest_llmgpu.store.store import BASELINE, LAST, hardware, resolve, save, stored, table
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
@@ -310,6 +311,32 @@ def test_the_last_run_is_the_latest_whether_it_was_kept_or_not() -> None:
     assert resolve("latest", _STORE).report() == later
 
 
+@pytest.mark.parametrize(
+    ("reference", "misspelt"),
+    [
+        ("bsae", True),
+        ("other", True),
+        ("baseline", False),
+        ("0123abc", False),
+        ("base.json.gz", False),
+        ("kpt.json.gz", True),
+        ("reprots/kept.json", True),
+        ("baselines/kept.json", False),
+        ("git:main:baselines/kept.json.gz", False),
+        ("git:main:baselines/mian.json", True),
+    ],
+)
+def test_a_name_may_be_misspelt_where_another_one_is_there(repository: Path, reference: str, misspelt: bool) -> None:
+    """A name is beside other names of the store, a file beside a similar one; a commit may not be measured yet."""
+    save(measured(), _STORE, "base")
+    Path("reports").mkdir()
+    for name in ("kept.json.gz", "head.json.gz"):
+        Path(name).touch()
+    with pytest.raises(AbsentError) as caught:
+        resolve(reference, _STORE, repository=repository)
+    assert isinstance(caught.value, MisspeltError) == misspelt
+
+
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
     """Make a repository of git with a baseline in a commit and another one staged in its place."""
@@ -336,7 +363,7 @@ def test_a_baseline_is_read_from_its_commit(repository: Path, reference: str) ->
         ("latset", r"'latset' is neither .* \(did you mean latest\?\)"),
         ("aaa", "'aaa' is neither"),
         ("nowhere/latest", "'nowhere/latest' is neither"),
-        ("", "'' is neither|report .: cannot be read"),
+        ("", "report '': an empty name: give a path, a number, a name or a commit"),
         ("x" * 5000, "'x+' is neither"),
         ("9" * 5000, "'9+' is neither"),
         ("a\0b", "'a.*b' is neither"),
@@ -344,6 +371,16 @@ def test_a_baseline_is_read_from_its_commit(repository: Path, reference: str) ->
         ("run.json", r"report run\.json: cannot be read: .* \(did you mean run\.json\.gz\?\)$"),
         (".", "report .: cannot be read: Is a directory"),
         ("git:main:gone.json", "git:main:gone.json: 'main' has no file 'gone.json'; give the path from"),
+        (
+            "baselines/mian.jso",
+            r"report baselines/mian\.jso: .*No such file .* \(did you mean main\.json\?\)$",
+        ),
+        ("last.jso", r"report last\.jso: cannot be read: No such file or directory$"),
+        (
+            "git:main:baselines/mian.json",
+            r"git:.* no file .baselines/mian\.json. \(did you mean main\.json\?\); give",
+        ),
+        ("git:main:baseline/main.json", r"git:.* has no file 'baseline/main\.json' \(did you mean baselines\?\); give"),
         ("git:nope:a", "git:nope:a: there is no commit 'nope' in this repository; fetch it"),
         ("git:main:baselines", "git:main:baselines: is not a file"),
         ("git:main", "'git:main': the form git:REV:PATH is needed, such as git:origin/main:"),
@@ -356,6 +393,8 @@ def test_a_reference_without_a_report_is_refused_in_one_line(repository: Path, r
     """The message names the reference and the store, the file or the commit."""
     _fill_store()
     Path("run.json.gz").touch()
+    Path("baselines").mkdir()
+    Path("baselines/main.json").touch()
     with pytest.raises(ValueError, match=rf"^({reason})") as caught:
         resolve(reference, _STORE, repository=repository)
     assert "\n" not in str(caught.value)

@@ -12,7 +12,7 @@ import re
 import shlex
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -86,13 +86,18 @@ def add_bisect(parser: argparse.ArgumentParser) -> None:
 
 def run_bisect(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
-    metric = arguments.metric  # a figure of the user's own is known once it is measured
-    if metric is not None and metric not in JUDGED and (not is_own(metric) or guess(metric, JUDGED)):
-        raise ValueError(f"--metric={metric}: is no metric of the gate: allowed are {', '.join(JUDGED)}")
     if (most := arguments.max_launches) < _FEWEST:
         raise ValueError(f"--max-launches={most}: at least {_FEWEST} are needed: GOOD, BAD and one commit")
     references = {"good": arguments.good_ref, "bad": arguments.bad_ref}
     good, bad = (launches.sha_of(name) for name in references.values())
+    if (metric := arguments.metric) is not None and metric not in JUDGED:
+        found, why = "", guess(metric, JUDGED)
+        if is_own(metric) and not why:  # a figure of the user's own is known once it is measured
+            why = f", and no file of {arguments.bad_ref} has this name"
+            with suppress(ValueError):  # git ends with 1 where it finds nothing
+                found = launches.git_output(Path(), "grep", "-lwFe", metric, bad, "--", ":/")
+        if not found:
+            raise ValueError(f"--metric={metric}: is no metric of the gate{why}: allowed are {', '.join(JUDGED)}")
     looks = ab.looks(max(1, most // 4))  # the ends take at most half of the launches
     with launches.interruptible(), begun(good, bad) as history:
         with launches.checked_out(references) as trees:

@@ -77,6 +77,7 @@ def run_gate(arguments: argparse.Namespace) -> int:
             base, verdicts = judged(arguments, arguments.base, candidate, policy)
             line = in_words if base is not None else ""
         except git.AbsentError as error:
+            policy = msgspec.structs.replace(policy, allow_no_baseline=False)  # its name may be misspelt
             verdicts, line = judge(None, candidate, policy, today=today()), str(error)
     # Before the table is printed, because its reader may close the pipe early.
     if not write_json(verdicts, arguments.json):
@@ -174,9 +175,9 @@ def run_promote(arguments: argparse.Namespace) -> int:
     promoted = msgspec.structs.replace(candidate, verdicts=verdicts, promotion=forced, promotions=promotions)
     written = _write(promoted, arguments.to, store)
     show(f"promoted: {arguments.report} is the baseline {written}")
-    bad = {one.id: [disturbances.untimed(launch) for launch in one.launches] for one in candidate.cases}
-    if why := {name: reasons[0] or "" for name, reasons in bad.items() if reasons and all(reasons)}:
-        text = f"note: every launch of {listed(why, exact.NAMED)} was disturbed: its times cannot be compared. "
+    bad = [(one, list(filter(None, map(disturbances.untimed, one.launches)))) for one in candidate.cases]
+    if why := {f"{one.id} ({len(found)} of {len(one.launches)})": found[0] for one, found in bad if found}:
+        text = f"note: disturbed launches, whose times are not compared: {listed(why, exact.NAMED)}. "
         show(f"{text}{disturbances.remedy(next(iter(why.values())))}".rstrip())
     if refused:
         show(f"by force, in spite of: {'; '.join(refused)}")

@@ -198,7 +198,7 @@ def _tables(report: Report) -> Iterator[_Table]:
             mark = "" if row.verdict == "CHANGED" else sign
             allowed = [] if row.allowed is None else [f"Allowed: {row.allowed}"]
             reasons = [text for text in row.reason.splitlines() if text not in stated]
-            stated.update(text for text in reasons if text.startswith(("Cause: ", "Calls: ")))
+            stated.update(text for text in reasons if text.startswith(("Cause: ", "Calls of ")))
             reason = "<br>".join(map(markdown, [*reasons, *allowed]))
             cells = [mark, code(row.id), row.metric.replace("_", " "), summary.verdict(row), was, now]
             line = markdown_line([*cells, f"{change} ({interval})" if interval else change, reason])

@@ -145,6 +145,9 @@ def test_an_absent_baseline_passes_only_if_allowed(llmgpu: Callable[..., str], r
         assert found.baseline is None
     Path("pyproject.toml").write_text("[tool.llmgpu.gate]\nallow_no_baseline = true\n")
     llmgpu("gate", "none.json", "head.json")
+    misspelt = llmgpu("gate", "basse.json", "head.json", ends=3)
+    assert misspelt.startswith("NOTHING COMPARED")
+    assert "did you mean base.json?" in misspelt
 
 
 def test_a_change_cannot_edit_files_of_a_commit(llmgpu: Callable[..., str], refused: Callable[..., str]) -> None:
