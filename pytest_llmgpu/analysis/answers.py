@@ -150,10 +150,7 @@ def _checks_of_texts(case: Case, mp: CaseResult | None) -> str:
 def _findings(
     result: CaseResult, checked: Checked, mp: CaseResult | None, others: Sequence[CaseResult]
 ) -> list[Finding]:
-    """Return the findings on answers.
-
-    A workspace that is too small is the cause of any failure, so that a failure begins with it.
-    """
+    """Return the findings on answers; a failure begins with a workspace that is too small, the cause of any failure."""
     case, (found, fault), text = result.case, checked, checked[0].text
     random = case.load_format == "dummy"
     trained = not (random or case.generates)
@@ -321,11 +318,9 @@ def _value(result: CaseResult, metric: str) -> float:
 def _mismatch(result: CaseResult, mp: CaseResult | None, others: Others) -> tuple[str, Fault] | None:
     """Compare log-likelihoods with those of mp, else with those of the bundled model, else of the smallest batch size.
 
-    The bundled model keeps its answers with DeepSpeed's residual added twice, which changes its log-likelihoods by
-    10 %. Rounding is a thousandth of that.
-
-    Returns:
-        The difference in words, and its cause; None where rounding explains it or there is nothing to compare with.
+    Return the difference in words, and its cause; None where rounding explains it or there is nothing to compare with.
+    The bundled model keeps its answers with DeepSpeed's residual added twice, whose log-likelihoods are 10 % off:
+    rounding is a thousandth of that.
     """
     case, columns = result.case, [decode(accuracy.loglikelihoods) for accuracy in result.accuracies]
     finite = all(math.isfinite(value) for values in columns for value in values)

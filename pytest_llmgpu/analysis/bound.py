@@ -75,10 +75,7 @@ def bound(result: CaseResult, work: Work | None, ceilings: Ceilings | None) -> B
 
 
 def _steps(model: ModelSize, launch: Launch, touched: float) -> list[tuple[int, float, float]]:
-    """Return the number of decode steps of each batch, and FLOPs and bytes of the mean step; none for scoring.
-
-    A step reads the weights, and the keys and values of all tokens before it, once.
-    """
+    """Return the number of decode steps of each batch, and FLOPs and bytes of its mean step; none for scoring."""
     texts = launch.generation
     if texts is None or not texts.kv_cache_formula_bytes:
         return []

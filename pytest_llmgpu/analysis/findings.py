@@ -350,9 +350,7 @@ def _largest(
 def disagreements(launches: Sequence[CaseResult]) -> list[Finding]:
     """Return the findings on how the launches of one case differ: a little in time, and in nothing else.
 
-    Args:
-        launches: The results of one case, one per launch, in the order in which they ran. A launch that failed is
-            counted, but not compared.
+    There is a result for each launch, in their order; one that failed is counted, but not compared.
     """
     completed = [(number, result) for number, result in enumerate(launches, 1) if result.outcome == "completed"]
     found = []

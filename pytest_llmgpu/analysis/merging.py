@@ -31,15 +31,9 @@ _NAMED = 3
 def merge(reports: Sequence[Report], names: Sequence[str] | None = None) -> Report:
     """Return one report of several that measured the same cases of one commit on one kind of machine.
 
-    Time, arguments and environment are those of the first report. If launches differ although they should be equal,
-    their case has a finding.
-
-    Args:
-        reports: At least one report, each with one or more launches of every case.
-        names: The names of the reports in messages; None for `launch 1`, `launch 2` and so on.
-
-    Raises:
-        ValueError: The reports differ in their cases, their commit or their machine.
+    Each report has one or more launches of every case; `names` are for messages, None for `launch 1`, `launch 2` and so
+    on. Time, arguments and environment are those of the first one. If launches differ although they should be equal,
+    their case has a finding. ValueError if the reports differ in their cases, their commit or their machine.
     """
     called = names or [f"launch {number + 1}" for number in range(len(reports))]
     reports = _with_common_kernel_names(reports)
@@ -125,10 +119,7 @@ def _with_common_kernel_names(reports: Sequence[Report]) -> list[Report]:
 
 
 def _compared(results: Sequence[CaseResult]) -> CaseResult:
-    """Return one result of several, with findings on how all its launches differ.
-
-    They replace the findings of a report on its own launches.
-    """
+    """Return one result of several, with findings on how all its launches differ in place of those of a report."""
     merged = merge_results(results)
     if len(results) > 1:
         new = disagreements([launch for result in results for launch in by_launch(result)])

@@ -96,9 +96,7 @@ class Server(Engine):
     def start(self, case: Case, source: ModelSource) -> None:
         """Start the server, if a command is given, wait until it is healthy, and find its model.
 
-        Raises:
-            RuntimeError: The server ended, or cannot be reached.
-            ValueError: It serves other models.
+        RuntimeError if the server ended, or cannot be reached; ValueError if it serves other models.
         """
         import requests
         from requests.adapters import HTTPAdapter

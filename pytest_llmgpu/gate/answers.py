@@ -270,10 +270,7 @@ def texts_row(base: CaseResult, head: CaseResult, rule: TextsRule) -> Row | str 
 
 
 def _on_common_prefix(before: Generation, after: Generation) -> tuple[float, list[int]]:
-    """Return the typical difference, and the first token that differs in each text that diverges, counted from 1.
-
-    The difference is infinite where only the later numbers are not finite, and NaN where the earlier ones are not.
-    """
+    """Return the typical difference, NaN where `_typical` has none, and the first other token of each text, from 1."""
     then, now = decode_tokens(before.tokens), decode_tokens(after.tokens)
     expected, values = decode(before.loglikelihoods), decode(after.loglikelihoods)
     places: list[int] = []

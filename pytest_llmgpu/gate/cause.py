@@ -236,10 +236,7 @@ def module_of(cause: Cause) -> str | None:
 
 
 def _of_wall_time(pairs: Sequence[Pair], growth: float) -> Cause:
-    """Return the part of a pass that grew most, of the rank whose own time grew most: the others wait for it.
-
-    The rank is named if its time grew at least twice as much as that of any other rank.
-    """
+    """Return the part of a pass that grew most, of the rank that grew most, named if others grew half as much."""
     growths_s = [one.after.own_s - one.before.own_s for one in pairs]
     number = growths_s.index(max(growths_s))
     pair, others_s = pairs[number], [*growths_s[:number], *growths_s[number + 1 :]]
@@ -346,10 +343,7 @@ def _call_in_words(
 
 
 def _short(name: str) -> str:
-    """Return the name of a call without its return type, namespaces, template arguments and parameters.
-
-    A collective has the name of its kind.
-    """
+    """Return a name without return type, namespaces, template arguments and parameters; of a collective its kind."""
     if family_of(name) == "collective":
         return collective_of(name)
     plain = re.split(r"[<(]", name.removeprefix("void ").replace("(anonymous namespace)::", ""), maxsplit=1)[0]

@@ -173,10 +173,7 @@ def step_of(row: Row, *others: Row) -> str:
 
 
 def _deciding(rows: Sequence[Row], way: str = "`llmgpu ab` launches both in turn") -> list[str]:
-    """Return what decides undecided rows: their own next steps, and the launches that decide at least half.
-
-    `way` is for rows that need too many launches.
-    """
+    """Return what decides rows: their own next steps, and the launches that decide at least half, else `way`."""
     noisy = [row for row in rows if not row.next_step]
     needed = sorted(
         row.launches_needed for row in noisy if row.launches_needed is not None and (row.n or 0) < row.launches_needed

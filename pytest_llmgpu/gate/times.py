@@ -330,8 +330,7 @@ def _host_times(base: CaseResult, head: CaseResult, rule: TimeRule, *, same_gpus
     sides = comparable(base, head, "time", lambda launch: launch.batches.launch_s)
     if not isinstance(sides, tuple):
         return
-    logs, difference = noise_regime.at_equal_speed(sides)
-    prior = noise_regime.prior_of_host(len(sides[0][0].batches.launch_s))
+    logs, difference, prior = noise_regime.at_equal_speed(sides)
     left_out = _left_out(base, head, sides, "`launch_s` or `profile.invalid`")
     yield Timed(
         result=head,
@@ -366,11 +365,8 @@ def device_times(
     ran = {(tuple(one.work.batches), len(one.ranks)) for one in launches if one.work is not None}
     waited = {rank.stamped_busy is not None for one in launches for rank in one.ranks}
     if len(ran) > 1 or len(waited) > 1:
-        why = (
-            "ran other batches or ranks than the baseline's"
-            if len(ran) > 1
-            else "waited for the host in one report alone"
-        )
+        alone = "waited for the host in one report alone"
+        why = "ran other batches or ranks than the baseline's" if len(ran) > 1 else alone
         reason = f"The work passes {why}: make the report of the newer version the baseline."
         return Row.of(head, "device_time", "NOT_COMPARABLE", reason, gated=rule.gate)
     same = len({tuple(tuple(rank.uuids) for rank in launch.ranks) for launch in launches}) == 1

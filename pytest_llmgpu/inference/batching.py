@@ -148,10 +148,7 @@ def encode(
     number on. The tokenizer adds its default special tokens, unless the text begins with one.
 
     With `add_bos` texts begin with the tokenizer's special tokens, and with None by its own setting; it is loaded with
-    the same value.
-
-    Raises:
-        ValueError: A context or an ending has no token, or an ending has more than `max_length` tokens.
+    the same value. ValueError if a context or an ending has no token, or an ending more than `max_length` tokens.
     """
     of_items = [task.requests(item) for item in items]
     pairs = []
@@ -197,10 +194,7 @@ def encode_prompts(
     """Tokenise the context of every item and keep its last tokens, `most_tokens` at most (see `encode`).
 
     A request has one more token in the place of an ending, whose value has no effect: its row of the hidden states is
-    the one that predicts the first new token.
-
-    Raises:
-        ValueError: A prompt has no token.
+    the one that predicts the first new token. ValueError if a prompt has no token.
     """
     tokens = _tokens({item.context for item in items}, tokenizer, add_bos)
     empty = next((item for item in items if not tokens[item.context]), None)

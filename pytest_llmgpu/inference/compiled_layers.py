@@ -58,11 +58,7 @@ class CompiledLayers:
     """Replaces the forwards of a decoder's layers by compiled ones; the first forward of each shape compiles."""
 
     def __init__(self, model: Any, compiler: str | Callable[..., Any] = "inductor") -> None:
-        """Prepare to compile the layers of a model, in eval mode, by a backend of torch.compile.
-
-        Raises:
-            ValueError: The decoder has no list of layers.
-        """
+        """Prepare to compile the layers of a model, in eval mode, by a backend of torch.compile (see `reset`)."""
         import torch
 
         self._model = model
@@ -82,10 +78,8 @@ class CompiledLayers:
     def reset(self) -> None:
         """Forget all graphs: a case has the same time, memory and number of graphs alone and in a sweep.
 
-        The layers are those that the model has now: functions of the test suite may have replaced some.
-
-        Raises:
-            ValueError: The forward of one layer was replaced, which would run in none of them.
+        The layers are those that the model has now: functions of the test suite may have replaced some. ValueError if
+        the decoder has no list of layers, or the forward of one layer was replaced, which would run in none of them.
         """
         import torch
 
@@ -115,11 +109,7 @@ class CompiledLayers:
         self.compile_s, self.graphs, self._warmed_up = 0.0, 0, False
 
     def check(self) -> None:
-        """Refuse a warm-up in which nothing was compiled; until the next `reset`, compiling is an error.
-
-        Raises:
-            CompileError: No forward was compiled.
-        """
+        """Refuse a warm-up that compiled nothing (CompileError); until the next `reset`, compiling is an error."""
         if not self.graphs:
             raise CompileError(
                 "torch.compile compiled nothing: unset TORCHDYNAMO_DISABLE, TORCH_COMPILE_DISABLE and similar variables"
@@ -129,8 +119,7 @@ class CompiledLayers:
     def run(self, compiled: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         """Call a compiled function; if the call compiles, count its time.
 
-        Raises:
-            CompileError: The function cannot be compiled, or was compiled after the warm-up.
+        CompileError if the function cannot be compiled, or was compiled after the warm-up.
         """
         import torch
         from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException

@@ -50,11 +50,7 @@ _CHUNKED = "chunked_attention"
 
 
 def check(model: torch.nn.Module, config: PretrainedConfig | None) -> None:
-    """Refuse a module that is no causal language model of transformers, before anything is measured.
-
-    Raises:
-        ValueError: The message has everything that is missing.
-    """
+    """Refuse what is no causal language model of transformers: ValueError with everything that is missing."""
     missing = [name for name in ("past_key_values", "position_ids", "attention_mask") if not scoring.takes(model, name)]
     lacks = [f"arguments {', '.join(missing)} of forward"] if missing else []
     lacks += ["get_output_embeddings()"] if scoring.output_head(model) is None else []
@@ -144,11 +140,8 @@ class Generator(AbstractContextManager["Generator"]):
     def generate(self, on_batch: OnBatch = lambda *_: None) -> tuple[Batches, Generation, str | None]:
         """Generate the texts of all prompts.
 
-        Returns:
-            The batches, without a clock; the texts in the order of the dataset; the reason why there is no clock.
-
-        Raises:
-            ValueError: A log-likelihood is not finite.
+        Return the batches, without a clock; the texts in the order of the dataset; the reason why there is no clock.
+        ValueError if a log-likelihood is not finite.
         """
         columns = Batches()
         first_token_s: list[float] = []
@@ -208,10 +201,8 @@ class Generator(AbstractContextManager["Generator"]):
     ) -> tuple[float, list[float], list[list[int]], list[list[float]]]:
         """Generate the texts of one batch; the devices are idle at both ends.
 
-        A clock gets stamps from the number `first` on: before the prefill, after it, and after the steps.
-
-        Returns:
-            Its latency in seconds, the times to the first token and of each step, tokens [B][N], log-likelihoods.
+        Return its latency, the times to the first token and of each step, tokens [B][N], log-likelihoods. A clock gets
+        stamps from the number `first` on: before the prefill, after it, and after the steps.
         """
         import torch
 
@@ -691,10 +682,8 @@ class KernelCache(_Cache):
 def _kept(config: PretrainedConfig, slots: int) -> list[tuple[str, int]]:
     """Return the kind of each layer and the tokens that transformers' static cache keeps for it.
 
-    These are 0 for a state, and for a layer that reads the keys and values of another one.
-
-    Raises:
-        ValueError: The cache does not serve a kind of layer.
+    These are 0 for a state, and for a layer that reads the keys and values of another one. ValueError if the cache does
+    not serve a kind of layer.
     """
     import transformers
 

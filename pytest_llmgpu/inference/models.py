@@ -129,11 +129,8 @@ def resolve(
     """Find a model and its tokenizer, and refuse a model that cannot be loaded, before anything starts.
 
     The arguments are those of the options. A relative path starts from the working directory, else from `rootdir`, to
-    which the shown name is relative. The tokenizer of a preset is trained on `texts`.
-
-    Raises:
-        ValueError: The message has the wrong value and the allowed ones, in one line. `TokenizerError` if the tokenizer
-            is wrong.
+    which the shown name is relative. The tokenizer of a preset is trained on `texts`. The ValueError has the wrong
+    value and the allowed ones, in one line; it is a `TokenizerError` if the tokenizer is wrong.
     """
     dummy = load_format == "dummy"
     if model in bundled.PRESETS:
@@ -376,11 +373,8 @@ def facts_here(place: str) -> ModelFacts:
 def _locate(model: str, revision: str | None, rootdir: Path, *, weights: bool) -> tuple[str, Path, str | None]:
     """Find `bundled`, a directory or a hub id. A hub model is downloaded, its weights only if `weights` is true.
 
-    Returns:
-        The name to show, the directory, and the commit of a hub id; None for the commit of anything else.
-
-    Raises:
-        ValueError: The model is unknown or cannot be downloaded.
+    Return the name to show, the directory, and the commit of a hub id, None of anything else. ValueError if the model
+    is unknown or cannot be downloaded.
     """
     if model == "bundled":
         return model, bundled.MODEL_DIRECTORY, None

@@ -90,13 +90,9 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 def machine(device: str, devices: int | None) -> Machine:
     """Choose the devices of a run.
 
-    Args:
-        device: `cuda`, `cpu`, or `auto`: every GPU that CUDA may use, or else the CPU.
-        devices: The number of devices, at least 1; None for all GPUs, or for 1 on a CPU.
-
-    Raises:
-        ValueError: There are fewer devices, or torch cannot use a GPU that is present. A build of torch without CUDA
-            must not result in a passed run on the CPU.
+    `device` is `cuda`, `cpu`, or `auto`: every GPU that CUDA may use, or else the CPU. `devices` is their number, at
+    least 1; None for all GPUs, or for 1 on a CPU. ValueError if there are fewer devices, or torch cannot use a GPU that
+    is present: a build of torch without CUDA must not result in a passed run on the CPU.
     """
     facts = probe()
     if device == "cpu":

@@ -192,11 +192,7 @@ def account(state: RankState) -> list[tuple[list[Collective], None]] | tuple[lis
 
 
 def record_work(state: RankState, traces: str | None = None) -> str | None:
-    """Record the kernels of the latest case, for `run_eager_passes` (see `worker.record_work`).
-
-    Returns:
-        The reason why nothing can be recorded; None if it was.
-    """
+    """Record the kernels of the latest case (see `worker.record_work`); return why nothing can be recorded, or None."""
     engine = _engine(state)
     if engine.elsewhere is not None:
         return engine.elsewhere

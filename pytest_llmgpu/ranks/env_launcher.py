@@ -61,13 +61,9 @@ def hello(world: World) -> tuple[str, int, int, int, int]:
 def serve(world: World, log_directory: Path, limit_s: float = JOIN_S) -> int:
     """Join rank 0's process, and start a rank when it asks for it, until the run is over.
 
-    Nothing is printed. Ctrl-C reaches all processes of a terminal: rank 0's decides when the others end.
-
-    Returns:
-        The exit status: 0 after the goodbye, 1 if the connection was lost.
-
-    Raises:
-        ValueError: Rank 0's process was not found, or refused this one.
+    Nothing is printed. Ctrl-C reaches all processes of a terminal: rank 0's decides when the others end. Return the
+    exit status: 0 after the goodbye, 1 if the connection was lost. ValueError if rank 0's process was not found, or
+    refused this one.
     """
     connection = link.connect(world, limit_s)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -64,13 +64,8 @@ def hold(devices: Sequence[torch.device], cap_bytes: int | None) -> list[DeviceM
     """Take all memory of each device except `cap_bytes` out of use, until this process ends.
 
     The memory is allocated by cudaMalloc. torch's allocator would count it as its own and could hand it out. The cap
-    includes CUDA contexts, NCCL buffers and workspaces.
-
-    Returns:
-        The memory of each device before a model is loaded; the index is the number of the device in the rank.
-
-    Raises:
-        RuntimeError: A device has too little free memory.
+    includes CUDA contexts, NCCL buffers and workspaces. Return the memory of each device before a model is loaded; the
+    index is the number of the device in the rank. RuntimeError if a device has too little free memory.
     """
     import torch
 

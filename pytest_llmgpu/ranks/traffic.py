@@ -154,12 +154,9 @@ def of_generation(
 ) -> tuple[list[Collective], list[Collective]]:
     """Return the traffic of this rank by kind when texts are generated for all batches of a plan, and in one step.
 
-    The traffic of a prefill is that of a forward without a KV cache, and `of_plan` counts it. A decode step of each
-    number of rows is run and counted: every step of a batch sends the same. With `of_tokens` all texts are generated
-    again, and `counted` is used, as in `of_plan`.
-
-    Returns:
-        The traffic of the plan, and that of one decode step of its largest batch.
+    The step is a decode step of the largest batch. The traffic of a prefill is that of a forward without a KV cache,
+    and `of_plan` counts it. A decode step of each number of rows is run and counted: every step of a batch sends the
+    same. With `of_tokens` all texts are generated again, and `counted` is used, as in `of_plan`.
     """
     if of_tokens is not None:
         largest_batch = max(plan.batches, key=lambda batch: batch.rows)

@@ -54,13 +54,9 @@ def find(
 ) -> list[str]:
     """Return one sentence for each kind of disturbance of a profile, with all its devices and without a full stop.
 
-    A value that could not be read is no disturbance.
-
-    Args:
-        profile: profile of the case.
-        ranks_per_device: UUID to the number of this run's processes on that device; devices without one are missing.
-            None if it is not known.
-        used_before: UUID to the bytes in use before any rank was started, if known.
+    A value that could not be read is no disturbance. `ranks_per_device` has the number of this run's processes by the
+    UUID of a device, if there are any; None if it is not known. `used_before` has the bytes in use before any rank was
+    started, if known.
     """
     found: dict[str, list[str]] = {}
     for device in profile.devices:

@@ -185,8 +185,7 @@ class Recorder:
     ) -> CaseResult:
         """Add one launch of a case to the report, with what the run states about it, and write the report.
 
-        Returns:
-            The case as it stands in the report: with the launches that were measured before.
+        Return the case as it stands in the report: with the launches that were measured before.
         """
         if self.report is None:
             self.report = self._start(devices)

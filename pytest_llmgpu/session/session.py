@@ -244,11 +244,8 @@ class BenchmarkSession:
         """Judge the run, end every process and complete the report. Ctrl-C meanwhile loses nothing.
 
         `deselected` are the node ids of deselected tests and, where pytest cannot name them, the options that
-        deselected them: `complete` in the report covers the other tests.
-
-        Returns:
-            The exit status of the run: that of pytest, 1 if it is 0 and the run has problems, or that of an interrupted
-            run after Ctrl-C.
+        deselected them: `complete` in the report covers the other tests. Return the exit status of the run: that of
+        pytest, 1 if it is 0 and the run has problems, or that of an interrupted run after Ctrl-C.
         """
         if self.gate is not None:
             # The verdicts decide the status, and no item of the gate may have run.

@@ -139,11 +139,8 @@ def save(report: Report, storage: Path, name: str | None = None) -> Path:
     """Write a report to the store under the next number of its machine, and return its path.
 
     A run that did not complete takes no name: the name stays that of a whole report. A session that was continued
-    replaces its earlier report without a name, or with this one. The store is created if it is missing.
-
-    Raises:
-        ValueError: the name is not allowed, or a figure is not finite.
-        OSError: the file cannot be written.
+    replaces its earlier report without a name, or with this one. The store is created if it is missing. ValueError if
+    the name is not allowed, or a figure is not finite; OSError if the file cannot be written.
     """
     if name is not None:
         check_name(name)
