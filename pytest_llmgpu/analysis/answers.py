@@ -461,7 +461,7 @@ def compare(result: CaseResult, mp: CaseResult, metric: str) -> Comparison:
         flipped=differing(predictions_of(before, metric), predictions_of(worst, metric)),
         lost=lost,
         won=won,
-        mcnemar_p=None if lost is None or won is None else mcnemar(lost, won),
+        mcnemar_p=None if lost is None or won is None else min(1.0, 2 * by_chance(max(lost, won), min(lost, won))),
         largest_difference=None if typical is None else max(finite),
         typical_difference=typical,
     )
@@ -501,8 +501,6 @@ def compare_texts(result: CaseResult, mp: CaseResult) -> Comparison:
 
 def differing(before: Sequence[int], after: Sequence[int]) -> list[int]:
     """Return the numbers of the items whose answer changed."""
-    if before == after:  # most launches
-        return []
     return [number for number, (then, now) in enumerate(zip(before, after, strict=True)) if then != now]
 
 
@@ -536,11 +534,6 @@ def by_chance(lost: int, won: int) -> float:
         ways = ways * (differ - chosen) // (chosen + 1)
         total += ways
     return total / (1 << differ)
-
-
-def mcnemar(lost: int, won: int) -> float:
-    """Return the exact two-sided probability of McNemar's test: of a difference of this size by chance."""
-    return min(1.0, 2 * by_chance(max(lost, won), min(lost, won)))
 
 
 def written(probability: float) -> str:

@@ -22,13 +22,12 @@ from pytest_llmgpu.gate.exact import absent, other_execution
 from pytest_llmgpu.gate.policy import ProgramRule
 from pytest_llmgpu.gate.program import FLOPS, OWN, SYNCS, WAITS, Pair
 from pytest_llmgpu.gate.times import WALL_TIMES
-from pytest_llmgpu.report.cause import CallsChange, Cause, Place, SlowerKernel
 from pytest_llmgpu.report.derived import of_prefill
 from pytest_llmgpu.report.kernel_families import collective_of, family_of
 from pytest_llmgpu.report.metrics import MetricName
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.text import listed, percent, plural, signed_percent
-from pytest_llmgpu.report.verdicts import WORST_FIRST, Decided, Row
+from pytest_llmgpu.report.verdicts import WORST_FIRST, CallsChange, Cause, Decided, Place, Row, SlowerKernel
 
 _EXPLAINED = (*WALL_TIMES, "device_time", "traffic")
 """Metrics that work passes can explain, besides the program itself."""

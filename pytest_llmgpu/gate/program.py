@@ -20,8 +20,8 @@ from typing import NamedTuple, TypeVar
 
 from pytest_llmgpu.gate import fixed_clock
 from pytest_llmgpu.gate.fixed_clock import Fitted, Pass
-from pytest_llmgpu.report.cause import CallsChange, Cause, Place, SlowerKernel
 from pytest_llmgpu.report.result import CaseResult, Launch
+from pytest_llmgpu.report.verdicts import CallsChange, Cause, Place, SlowerKernel
 from pytest_llmgpu.report.work import KernelFamily, RankWork, Work
 
 _K = TypeVar("_K")

@@ -523,12 +523,7 @@ def scoring_forward(model: torch.nn.Module, input_device: torch.device, logits: 
 
 
 def _run(
-    devices: Sequence[torch.device],
-    batches: Sequence[Batch],
-    forward: Forward,
-    on_batch: OnBatch,
-    *,
-    wait: bool = True,
+    devices: Sequence[torch.device], batches: Sequence[Batch], forward: Forward, on_batch: OnBatch, *, wait: bool = True
 ) -> float:
     """Run batches once and return the seconds of all of them, the devices idle at both ends of each, or launch them."""
     import torch

@@ -313,7 +313,7 @@ METRICS: tuple[MetricSpec, ...] = (
             "tokens/s",
             result.tokens_per_s,
             result,
-            [counted_tokens(one.batches, result.case.new_tokens) for one in result.launches],
+            [counted_tokens(one, result.case.new_tokens) for one in result.launches],
         ),
         exported=Exported(column="tokens_per_s", label="tokens per second", measure="tokens-per-second"),
     ),

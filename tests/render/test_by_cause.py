@@ -12,9 +12,8 @@ from support.verdict_factory import make_row, make_verdicts
 from pytest_llmgpu.gate.headline import row_in_words
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.render.by_cause import Group, by_reason, group
-from pytest_llmgpu.report.cause import Cause, SlowerKernel
 from pytest_llmgpu.report.metrics import MetricName
-from pytest_llmgpu.report.verdicts import DIFFERS, Row, Verdict
+from pytest_llmgpu.report.verdicts import DIFFERS, Cause, Row, SlowerKernel, Verdict
 
 
 def _row(
