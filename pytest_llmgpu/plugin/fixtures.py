@@ -84,7 +84,7 @@ def session_of(config: pytest.Config) -> BenchmarkSession:
         return config.stash[SESSION]
     from pytest_llmgpu.inference import tasks
     from pytest_llmgpu.ranks import registered
-    from pytest_llmgpu.render.terminal.live import LiveLine
+    from pytest_llmgpu.render.terminal.report import LiveLine
     from pytest_llmgpu.session import figures
     from pytest_llmgpu.session.session import BenchmarkSession
     from pytest_llmgpu.store.git import is_reference

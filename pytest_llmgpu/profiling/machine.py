@@ -156,15 +156,15 @@ def _torch_facts() -> TorchFacts:
     return TorchFacts(version=str(torch.__version__), cuda=torch.version.cuda, nccl=nccl, devices=found, why=why)
 
 
-def fingerprint(facts: TorchFacts) -> Environment:
-    """Return the machine and its libraries, without names of hosts or users and without secrets."""
-    inventory = nvml.inventory()
+def fingerprint(torch: TorchFacts | None = None) -> Node:
+    """Return this machine and its libraries, with the facts of torch or those of `probe`, without names and secrets."""
+    facts, inventory = torch or probe(), nvml.inventory()
     why = dict(inventory.why)
     if facts.cuda is None:
         why |= dict.fromkeys(("cuda", "nccl"), f"torch {facts.version} is built without CUDA")
     elif facts.nccl is None:
         why["nccl"] = f"torch {facts.version} is built without NCCL"
-    return Environment(
+    return Node(
         cpu=_cpu(),
         cores=len(os.sched_getaffinity(0)),
         python=platform.python_version(),
@@ -190,12 +190,6 @@ def installed_version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def gather(torch: TorchFacts | None = None) -> Node:
-    """Return this machine as one node of several; without the facts of torch, those of `probe`."""
-    found = fingerprint(probe() if torch is None else torch)
-    return Node(**{name: getattr(found, name) for name in Node.__struct_fields__})
 
 
 def check(found: Sequence[Node]) -> list[str]:
@@ -246,9 +240,7 @@ def file_differences(files: Sequence[Mapping[str, str]]) -> list[str]:
 
 def environment(devices: Machine) -> Environment:
     """Return the machine and its libraries for a report: the first node, the GPUs of all, and each node by itself."""
-    nodes = devices.node_facts
-    if not nodes:
-        return fingerprint(devices.facts)
+    nodes = devices.node_facts or [fingerprint(devices.facts)]
     gpus: list[Gpu] = []
     topology: list[list[str]] = []
     total = sum(len(node.gpus) for node in nodes)

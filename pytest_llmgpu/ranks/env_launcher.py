@@ -450,7 +450,7 @@ class Devices:
             if not self._nodes:
                 firsts = {peer.node: peer for peer in reversed(peers) if peer.node}
                 asked = [peer for _, peer in sorted(firsts.items())]
-                found = [here.gather(own.facts), *_answers(asked, here.gather)]
+                found = [here.fingerprint(own.facts), *_answers(asked, here.fingerprint)]
                 self.notes = here.check(found)
                 self._nodes = found
             others = [own] * len(peers) if own.device == "cpu" else _answers(peers, here.machine, device, None)

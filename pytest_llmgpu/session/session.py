@@ -28,7 +28,7 @@ from pytest_llmgpu.ranks.env_launcher import Devices, EnvLauncher, Peers
 from pytest_llmgpu.ranks.local import LocalLauncher
 from pytest_llmgpu.ranks.worker import ReferenceTexts
 from pytest_llmgpu.render.terminal import report as terminal
-from pytest_llmgpu.render.terminal.live import LiveLine
+from pytest_llmgpu.render.terminal.report import LiveLine
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.derived import generated
 from pytest_llmgpu.report.options import Options

@@ -88,6 +88,22 @@ def run_gate(arguments: argparse.Namespace) -> int:
     return exit_status(verdicts, policy)
 
 
+def side_by_side(arguments: argparse.Namespace) -> str:
+    """Return what changed from the first report to each other one, worst first."""
+    (policy, in_words), most = policy_of(arguments), None if arguments.verbose else verdict_tables.MOST_CASES
+    heads = [source(name, arguments).report() for name in arguments.others]
+    found = [(*judged(arguments, arguments.report, head, policy), head) for head in heads]
+    conclusions = [verdict_tables.conclusion(verdicts, policy, color()) for _, verdicts, _ in found]
+    if len(found) == 1:
+        table = verdict_tables.table(found[0][1], policy, color(), most)
+    else:
+        table = verdict_tables.side_by_side(found, color(), most)
+        named = enumerate(zip(arguments.others, conclusions, strict=True), 1)
+        conclusions = [f"{number}  {name}: {text}" for number, (name, text) in named]
+    lines = "\n".join(conclusions)
+    return "\n".join(filter(None, (f"{lines}\n", table, in_words)))
+
+
 def add_ab(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
     parser.epilog = _EPILOG
