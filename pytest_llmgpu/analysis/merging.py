@@ -172,14 +172,10 @@ def _by_name(report: Report) -> dict[tuple[str, int], CaseResult]:
 def _refuse_other_source(first: Report, other: Report, first_name: str, name: str) -> None:
     shas = first.commit.sha, other.commit.sha
     if None not in shas and shas[0] != shas[1]:
-        raise ValueError(
-            f"{name} measured commit {shas[1]} and {first_name} commit {shas[0]}: "
-            "only launches of the same commit can be merged"
-        )
+        needed = "only launches of the same commit can be merged"
+        raise ValueError(f"{name} measured commit {shas[1]} and {first_name} commit {shas[0]}: {needed}")
     devices = sorted({"cpu" if result.case.device == "cpu" else "cuda" for result in (*first.cases, *other.cases)})
     for device in devices:
         if differing := hardware_differences(first.environment, other.environment, device):
-            raise ValueError(
-                f"{name} ran on another machine than {first_name}: {'; '.join(differing[:_NAMED])}; "
-                "only launches of the same machine can be merged"
-            )
+            needed = f"{'; '.join(differing[:_NAMED])}; only launches of the same machine can be merged"
+            raise ValueError(f"{name} ran on another machine than {first_name}: {needed}")

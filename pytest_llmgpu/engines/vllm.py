@@ -49,14 +49,12 @@ class Vllm(Engine):
     def check(self, case: Case, source: ModelSource) -> None:
         """Refuse random weights, a count that the devices do not divide, and what only a rank that computes can do."""
         if case.load_format == "dummy":
-            raise ValueError(
-                f"--llmgpu-load-format=dummy: {self.name} makes other random weights than mp: pass a model with weights"
-            )
+            remedy = "pass a model with weights"
+            raise ValueError(f"--llmgpu-load-format=dummy: {self.name} makes other random weights than mp: {remedy}")
         heads = source.decoder.get("num_attention_heads")
         if heads and heads % case.devices:
-            raise ValueError(
-                f"--llmgpu-devices={case.devices}: {source.name} has {heads} attention heads: choose a divisor"
-            )
+            remedy = "choose a divisor"
+            raise ValueError(f"--llmgpu-devices={case.devices}: {source.name} has {heads} attention heads: {remedy}")
         if case.devices > 1 and case.gpu_memory_bytes is not None:
             raise ValueError(f"--llmgpu-gpu-memory: {self.name} on {case.devices} GPUs takes no cap: remove the option")
 

@@ -185,10 +185,8 @@ def below_floor(result: CaseResult, rule: AccuracyRule) -> str | None:
         worst = min(values)
         if worst < rule.floor - _ROUNDING:
             where = "" if worst == max(values) else f" in launch {values.index(worst) + 1} of {len(values)}"
-            return (
-                f"Accuracy ({rule.metric}) {percent(worst, 2)}{where}, below the policy's floor of "
-                f"{percent(rule.floor, 2)}."
-            )
+            floor = f"below the policy's floor of {percent(rule.floor, 2)}."
+            return f"Accuracy ({rule.metric}) {percent(worst, 2)}{where}, {floor}"
     check = result.accuracy_check
     return f"{check.text}." if check is not None and check.ok is False else None
 

@@ -121,9 +121,8 @@ def _of_rank(head: CaseResult, pair: Pair, rule: ProgramRule, *, gain: float, be
     if syncs > 0 and not better:
         result, reason = "REGRESSED", f"{plural(syncs, 'host synchronization')} more in a forward, threshold 0."
     elif changed.price is not None:
-        reason = (
-            f"The program changed by {signed_percent(changed.price, 2)} of device time, threshold {percent(limit, 2)}"
-        )
+        allowed = f"threshold {percent(limit, 2)}"
+        reason = f"The program changed by {signed_percent(changed.price, 2)} of device time, {allowed}"
         won = changed.price > limit and gain > limit
         reason += f"; device time became at least {percent(gain, 2)} shorter." if won else "."
         result = "REGRESSED" if changed.price > limit and not won else "CHANGED"

@@ -164,9 +164,8 @@ def encode(
         else:
             prefix = _prefix(tokenizer)  # stands for the empty context
             if prefix is None:
-                raise ValueError(
-                    f"ending {ending!r} has no context, and the tokenizer has no bos or eos token to stand for it"
-                )
+                lacking = "and the tokenizer has no bos or eos token to stand for it"
+                raise ValueError(f"ending {ending!r} has no context, {lacking}")
             given, asked = [prefix], tokenizer.encode(ending, add_special_tokens=False)
             asked = asked[1:] if asked[:1] == given else asked
         if not given or not 1 <= len(asked) <= max_length:

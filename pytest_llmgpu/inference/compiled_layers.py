@@ -111,9 +111,8 @@ class CompiledLayers:
     def check(self) -> None:
         """Refuse a warm-up that compiled nothing (CompileError); until the next `reset`, compiling is an error."""
         if not self.graphs:
-            raise CompileError(
-                "torch.compile compiled nothing: unset TORCHDYNAMO_DISABLE, TORCH_COMPILE_DISABLE and similar variables"
-            )
+            remedy = "unset TORCHDYNAMO_DISABLE, TORCH_COMPILE_DISABLE and similar variables"
+            raise CompileError(f"torch.compile compiled nothing: {remedy}")
         self._warmed_up = True
 
     def run(self, compiled: Callable[..., Any], *arguments: Any, **named: Any) -> Any:

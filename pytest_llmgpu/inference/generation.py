@@ -60,10 +60,8 @@ def check(model: torch.nn.Module, config: PretrainedConfig | None) -> None:
 
         lacks += [] if hasattr(Cache, "get_conv_state") else ["Cache.get_conv_state in this version of transformers"]
     if lacks:
-        raise ValueError(
-            f"{type(model).__name__} cannot generate text, it has no {', no '.join(lacks)}: score it "
-            "(--llmgpu-workload=score), or use a causal language model of transformers"
-        )
+        remedy = "score it (--llmgpu-workload=score), or use a causal language model of transformers"
+        raise ValueError(f"{type(model).__name__} cannot generate text, it has no {', no '.join(lacks)}: {remedy}")
 
 
 def can_share_lines(config: PretrainedConfig | None) -> bool:

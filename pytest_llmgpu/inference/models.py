@@ -390,10 +390,8 @@ def _locate(model: str, revision: str | None, rootdir: Path, *, weights: bool) -
             return (f"./{shown}" if taken else shown), here, None
     if not re.fullmatch(_HUB_ID, model):
         names = ["bundled", *bundled.PRESETS]
-        raise ValueError(
-            f"model {model!r} is unknown{guess(model, names)}: allowed are {', '.join(names)}, a directory that "
-            "exists, or a hub id such as huggyllama/llama-7b"
-        )
+        allowed = f"allowed are {', '.join(names)}, a directory that exists, or a hub id such as huggyllama/llama-7b"
+        raise ValueError(f"model {model!r} is unknown{guess(model, names)}: {allowed}")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -519,10 +517,8 @@ def _check_vocabulary(directory: Path, config: dict[str, Any], name: str, model:
     text = config.get("text_config")
     size = config.get("vocab_size", text.get("vocab_size") if isinstance(text, dict) else None)
     if isinstance(size, int) and largest >= size:  # without a size the default of its class applies
-        raise ValueError(
-            f"the tokenizer {name} has token {largest}, and {model} a vocab_size of {size}: choose the "
-            "tokenizer of this model by --llmgpu-tokenizer=DIR"
-        )
+        remedy = "choose the tokenizer of this model by --llmgpu-tokenizer=DIR"
+        raise ValueError(f"the tokenizer {name} has token {largest}, and {model} a vocab_size of {size}: {remedy}")
 
 
 def _preset_tokenizer(texts: Iterable[str], size: int) -> Path:
@@ -541,9 +537,8 @@ def _preset_tokenizer(texts: Iterable[str], size: int) -> Path:
                 made.replace(directory)
     except OSError as error:
         if not directory.is_dir():  # else another run has made it: a directory replaces none that is not empty
-            raise ValueError(
-                f"{cache} cannot be written ({error.strerror}): set XDG_CACHE_HOME to a writable folder"
-            ) from error
+            remedy = "set XDG_CACHE_HOME to a writable folder"
+            raise ValueError(f"{cache} cannot be written ({error.strerror}): {remedy}") from error
     return directory
 
 

@@ -53,10 +53,8 @@ class Registry(Generic[_T]):
                         "package.module:attribute is needed"
                     )
                 if not (isinstance(name, str) and self.is_name(name)):
-                    raise ValueError(
-                        f"{self.hook}: {name!r}, the name of the {self.kind} at {place}, is not allowed: "
-                        f"{self.allowed_names}"
-                    )
+                    refused = f"{name!r}, the name of the {self.kind} at {place}, is not allowed: {self.allowed_names}"
+                    raise ValueError(f"{self.hook}: {refused}")
                 if merged.setdefault(name, place) != place:
                     raise ValueError(f"{self.hook}: {self.kind} {name!r} is at two places, {merged[name]} and {place}")
         return merged
@@ -72,9 +70,8 @@ class Registry(Generic[_T]):
         if not _is_place(name):
             dotted = "." in name and ":" not in name
             hint = f" (did you mean {':'.join(name.rpartition('.')[::2])}?)" if dotted else guess(name, known)
-            raise ValueError(
-                f"{name!r} is no {self.kind}{hint}: allowed are {', '.join(sorted(known))}, or package.module:attribute"
-            )
+            allowed = f"allowed are {', '.join(sorted(known))}, or package.module:attribute"
+            raise ValueError(f"{name!r} is no {self.kind}{hint}: {allowed}")
         return name
 
     def make(self, place: str) -> _T:

@@ -40,10 +40,8 @@ padding."""
 def check(model: torch.nn.Module) -> None:
     """Refuse a module that cannot be called as `model(input_ids=...)` (ValueError)."""
     if not takes(model, "input_ids"):
-        raise ValueError(
-            f"{type(model).__name__}.forward has no argument input_ids, which gets the tokens [rows, tokens]: add it, "
-            "or return a module that has it and calls this one"
-        )
+        needed = "which gets the tokens [rows, tokens]: add it, or return a module that has it and calls this one"
+        raise ValueError(f"{type(model).__name__}.forward has no argument input_ids, {needed}")
 
 
 def output_head(model: torch.nn.Module) -> torch.nn.Module | None:
@@ -72,9 +70,8 @@ class EndingHead:
     def __init__(self, model: torch.nn.Module) -> None:
         head = output_head(model)
         if head is None:
-            raise ValueError(
-                f"{type(model).__name__} has no get_output_embeddings(): a causal language model is needed"
-            )
+            needed = "a causal language model is needed"
+            raise ValueError(f"{type(model).__name__} has no get_output_embeddings(): {needed}")
         self._model = model
         self._head = head
         self._has_cache = takes(model, "use_cache")
@@ -100,9 +97,8 @@ class EndingHead:
             cached["use_cache"] = bool(cached)
         logits_1NV = _logits(self._model, ids_BS, **cached)
         if logits_1NV.shape[:2] != (1, len(rows_N)):
-            raise ValueError(
-                f"{type(self._model).__name__} does not call its output head: its logits have shape {logits_1NV.shape}"
-            )
+            found = f"its logits have shape {logits_1NV.shape}"
+            raise ValueError(f"{type(self._model).__name__} does not call its output head: {found}")
         return logits_1NV
 
     def log_probabilities(self, ids_BS: torch.Tensor, rows_N: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
@@ -140,10 +136,8 @@ class FullLogits(AbstractContextManager["FullLogits"]):
         """Return the logits [B, S, V] of every position."""
         logits_BSV = _logits(self._model, ids_BS, **self._named)
         if logits_BSV.shape[:2] != ids_BS.shape:
-            raise ValueError(
-                f"{type(self._model).__name__} does not return the logits of every position: their shape is "
-                f"{logits_BSV.shape}"
-            )
+            found = f"their shape is {logits_BSV.shape}"
+            raise ValueError(f"{type(self._model).__name__} does not return the logits of every position: {found}")
         return logits_BSV
 
     def log_probabilities(self, ids_BS: torch.Tensor, rows_N: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
@@ -183,10 +177,8 @@ def _logits(model: torch.nn.Module, ids_BS: torch.Tensor, **named: Any) -> torch
     logits = getattr(answer, "logits", answer)
     if not isinstance(logits, torch.Tensor) or logits.dim() != 3:  # noqa: PLR2004 - rows, tokens, vocabulary
         found = f"a tensor of {logits.dim()} dimensions" if isinstance(logits, torch.Tensor) else type(answer).__name__
-        raise ValueError(
-            f"{type(model).__name__} returned {found}: the logits [rows, tokens, vocabulary] are needed, or an object "
-            "with them as its attribute logits"
-        )
+        needed = "the logits [rows, tokens, vocabulary] are needed, or an object with them as its attribute logits"
+        raise ValueError(f"{type(model).__name__} returned {found}: {needed}")
     return logits
 
 

@@ -310,10 +310,8 @@ def _rows(found: Any, convert: Callable[[Any], _T], method: str, what: str) -> l
         rows: Iterable[Any] = found.tolist() if hasattr(found, "tolist") else found
         return [[convert(value) for value in row] for row in rows]
     except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"{method} returned {type(found).__name__}: a list with a list of {what} for each sequence is needed "
-            f"({error})"
-        ) from None
+        needed = f"a list with a list of {what} for each sequence is needed ({error})"
+        raise ValueError(f"{method} returned {type(found).__name__}: {needed}") from None
 
 
 def _add_texts(state: RankState, launch: Launch, texts: Sequence[tuple[Batch, Texts]]) -> None:

@@ -488,10 +488,8 @@ def spread(devices: int | None, places: Sequence[tuple[int, int]], machines: Seq
     """
     wanted, processes = devices or len(places), len(places)
     if wanted > processes:
-        raise ValueError(
-            f"--llmgpu-devices={wanted}, but the run has {plural(processes, 'process')}: start {wanted}, or pass "
-            f"at most {processes}"
-        )
+        remedy = f"start {wanted}, or pass at most {processes}"
+        raise ValueError(f"--llmgpu-devices={wanted}, but the run has {plural(processes, 'process')}: {remedy}")
     first, nodes = machines[0], [node for node, _ in places]
     gpus = []
     for (node, local_rank), machine in list(zip(places, machines, strict=True))[:wanted]:
@@ -501,8 +499,7 @@ def spread(devices: int | None, places: Sequence[tuple[int, int]], machines: Seq
             # Slurm may show each process its own GPU only.
             gpus.append(machine.gpus[local_rank % len(machine.gpus)])
             if [gpu.uuid for gpu in gpus].count(gpus[-1].uuid) > 1:
-                raise ValueError(
-                    f"node {node} has {plural(len(machine.gpus), 'GPU')} for more ranks: start one process for each GPU"
-                )
+                remedy = "start one process for each GPU"
+                raise ValueError(f"node {node} has {plural(len(machine.gpus), 'GPU')} for more ranks: {remedy}")
     alone = len(first.gpus) == 1 and nodes.count(nodes[0]) > 1
     return msgspec.structs.replace(first, devices=wanted, gpus=gpus, nodes=nodes, one_gpu_each=alone)

@@ -111,10 +111,8 @@ def describe(decision: Decision) -> str:
     forward = "decode step" if decision.plan.requests.new_tokens else "forward"
     largest = f"the largest {forward} has {plural(_largest_forward(decision.plan), 'token')}"
     shapes = len({(batch.rows, batch.width) for batch in batches})
-    recorded = (
-        f"{plural(shapes, 'shape')} recorded for {plural(len(batches), 'batch')}, "
-        f"padding adds {percent(decision.padding)} of time"
-    )
+    padded = f"padding adds {percent(decision.padding)} of time"
+    recorded = f"{plural(shapes, 'shape')} recorded for {plural(len(batches), 'batch')}, {padded}"
     eager, graphs = ("compiled", "compiled, CUDA graphs") if decision.compiled else ("eager", "CUDA graphs")
     sentences: dict[Reason, str] = {
         "requested": f"{graphs}: they were requested; {recorded}",

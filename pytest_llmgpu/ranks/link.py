@@ -102,10 +102,8 @@ def of_environment(environ: Mapping[str, str]) -> World:
         node = _number(environ, "SLURM_NODEID", 0)
         one_machine = _number(environ, nodes, 1) == 1
     else:
-        raise ValueError(
-            "neither RANK and WORLD_SIZE nor SLURM_PROCID are set: start pytest by torchrun or srun, "
-            "such as `torchrun --nproc-per-node=2 -m pytest`"
-        )
+        remedy = "start pytest by torchrun or srun, such as `torchrun --nproc-per-node=2 -m pytest`"
+        raise ValueError(f"neither RANK and WORLD_SIZE nor SLURM_PROCID are set: {remedy}")
     port, port_source = (0, "") if size == 1 else _port(environ)
     address, address_source = ("localhost", "this machine") if one_machine else _address(environ)
     key = None if one_machine else environ.get(KEY, "").encode("utf-8", "surrogateescape")

@@ -148,10 +148,8 @@ def load(
         raise TypeError(f"{name}: Loaded.model is {returned}, a torch.nn.Module is needed")
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if loaded.world_size != started:
-        raise ValueError(
-            f"{name}: Loaded.world_size is {loaded.world_size}, but the number of ranks is {started}: return the "
-            "number of ranks as Loaded.world_size"
-        )
+        remedy = f"but the number of ranks is {started}: return the number of ranks as Loaded.world_size"
+        raise ValueError(f"{name}: Loaded.world_size is {loaded.world_size}, {remedy}")
     quantization.stored(model, started)  # refuses weights that stayed plain
     for hook in hooks:
         hook(loaded, case)

@@ -59,9 +59,8 @@ class TensorParallel(Strategy):
         if case.quantization in _UNSPLIT:
             raise ValueError(f"--llmgpu-model={source.name}: {case.strategy} splits no {case.quantization}: use mp")
         if case.backend == "deepspeed" and case.quantization is not None:
-            raise ValueError(
-                f"--llmgpu-tp-backend=deepspeed: it does not split {case.quantization} weights: use transformers"
-            )
+            remedy = "use transformers"
+            raise ValueError(f"--llmgpu-tp-backend=deepspeed: it does not split {case.quantization} weights: {remedy}")
         names = (*(SPLIT_COUNTS if has_plan else ()), *(models.EXPERTS if spread else ()))
         check_divisible(case, source, names)
         # DeepSpeed supports float16 on some CPUs. It is refused on all, so that the result does not depend on the CPU.

@@ -475,7 +475,11 @@ def test_devices_that_are_not_there_are_refused(
     ("asked", "answer", "message"),
     [
         ("fingerprint", _facts(1, driver="570.1"), None),
-        ("fingerprint", _facts(1, versions={"torch": "2.9"}), r"the nodes differ: torch 2\.10 on node 0, 2\.9 on node 1"),
+        (
+            "fingerprint",
+            _facts(1, versions={"torch": "2.9"}),
+            r"the nodes differ: torch 2\.10 on node 0, 2\.9 on node 1",
+        ),
         ("machine", ValueError("no GPU found"), "^node 1: no GPU found$"),
         ("fingerprint", ConnectionError("it ended"), "^node 1: it ended$"),
     ],

@@ -38,10 +38,8 @@ not be judged. llmgpu bisect finds the commit between them."""
 
 def add_gate(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
-    parser.epilog = (
-        "exit status: 0 passed, 1 regressed, 2 bad usage or an unreadable file, 3 could not be judged: undecided, not "
-        "comparable, or nothing compared"
-    )
+    unjudged = "3 could not be judged: undecided, not comparable, or nothing compared"
+    parser.epilog = f"exit status: 0 passed, 1 regressed, 2 bad usage or an unreadable file, {unjudged}"
     # --dump-policy needs no report.
     parser.add_argument("base", metavar="BASE", nargs="?", help=f"the baseline: {REFERENCE}")
     parser.add_argument("head", metavar="HEAD", nargs="?", help="the candidate, named in the same ways")
