@@ -45,9 +45,8 @@ def merge(reports: Sequence[Report], names: Sequence[str] | None = None) -> Repo
         new = [result.id for key, result in results.items() if key not in first]
         if gone or new:
             parts = [f"only {one} has {listed(ids, _NAMED)}" for one, ids in ((called[0], gone), (name, new)) if ids]
-            raise ValueError(
-                f"{called[0]} and {name} measured different cases and cannot be merged: {'; '.join(parts)}"
-            )
+            both = f"{called[0]} and {name} measured different cases"
+            raise ValueError(f"{both} and cannot be merged: {'; '.join(parts)}")
     return _merged(reports, [_compared([results[name] for results in named]) for name in first])
 
 

@@ -165,7 +165,6 @@ def describe_move(base: Path, head: Path) -> str:
     if sizes == [None, None]:
         name, sizes = "PCIe", [base.pcie_bytes, head.pcie_bytes]
     then, now = (_UNKNOWN if size is None else byte_size(size) for size in sizes)
-    return (
-        f"moved from {NAMES[base.link]} to {NAMES[head.link]}: {name} carried {then} for "
-        f"{byte_size(base.expected_bytes)} sent, now {now} for {byte_size(head.expected_bytes)}"
-    )
+    before, after = byte_size(base.expected_bytes), byte_size(head.expected_bytes)
+    carried = f"{name} carried {then} for {before} sent, now {now} for {after}"
+    return f"moved from {NAMES[base.link]} to {NAMES[head.link]}: {carried}"

@@ -79,10 +79,8 @@ class Server(Engine):
         url, command = case.strategy_options.get(URL), case.strategy_options.get(COMMAND)
         if bool(url) == bool(command):
             given = "both are given" if url else "none is given"
-            raise ValueError(
-                f"--strategy={self.name}: --llmgpu-server-url=URL or --llmgpu-server-command='vllm serve {{model}} "
-                f"--port {{port}}' is needed, and {given}"
-            )
+            either = "--llmgpu-server-url=URL or --llmgpu-server-command='vllm serve {model} --port {port}'"
+            raise ValueError(f"--strategy={self.name}: {either} is needed, and {given}")
         if url and (urlsplit(str(url)).scheme not in ("http", "https") or not urlsplit(str(url)).hostname):
             raise ValueError(f"--llmgpu-server-url={url}: http://HOST:PORT is needed")
         if url and urlsplit(str(url)).username is not None:

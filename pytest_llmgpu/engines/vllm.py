@@ -69,10 +69,9 @@ class Vllm(Engine):
             os.environ.setdefault(name, value)
         platform = importlib.import_module("vllm.platforms").current_platform
         if platform.device_type != case.device:
-            raise ValueError(
-                f"--llmgpu-device={case.device}: the installed vLLM computes on {platform.device_type or 'no device'} "
-                "here: install its build for this device (docs/strategies.md)"
-            )
+            built = f"the installed vLLM computes on {platform.device_type or 'no device'} here"
+            remedy = "install its build for this device (docs/strategies.md)"
+            raise ValueError(f"--llmgpu-device={case.device}: {built}: {remedy}")
         # On a CPU a compiler would run at each start, and hide the modules.
         eager = case.device == "cpu" or case.cuda_graphs == "off"
         taken = {"model": str(source.directory), "skip_tokenizer_init": True, "dtype": case.dtype}
@@ -139,10 +138,8 @@ class Vllm(Engine):
         if (longest := max(map(len, token_ids))) >= self._context:
             if self._size[2]:
                 raise NotImplementedError  # of generated texts it is a check
-            raise ValueError(
-                f"{self.name} scores sequences of up to {self._context - 1} tokens with this model, and one has "
-                f"{longest}: leave it out of the dataset"
-            )
+            most = f"sequences of up to {self._context - 1} tokens with this model"
+            raise ValueError(f"{self.name} scores {most}, and one has {longest}: leave it out of the dataset")
         found = self._run(token_ids, max_tokens=1, prompt_logprobs=0)
         return [
             [one.prompt_logprobs[place][tokens[place]].logprob for place in range(begin, len(tokens))]

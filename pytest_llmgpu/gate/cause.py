@@ -158,10 +158,9 @@ def with_slower_kernels(row: Row, pairs: Sequence[Pair]) -> Row:
     cause = Cause(place="kernel", rank=number if len(pairs) > 1 else None, kernel=worst)
     if row.result == "REGRESSED":
         return stated(row, cause)
-    reason = (
-        f"One kernel takes {percent(worst.growth)} longer, relative to the others: {signed_percent(worst.excess, 2)} "
-        f"of device time, threshold {percent(limit, 2)}. {row.reason.splitlines()[0]}"
-    )
+    excess = f"{signed_percent(worst.excess, 2)} of device time, threshold {percent(limit, 2)}"
+    slower = f"One kernel takes {percent(worst.growth)} longer, relative to the others: {excess}"
+    reason = f"{slower}. {row.reason.splitlines()[0]}"
     verdict = "REGRESSED" if row.gated else "CHANGED"
     return stated(msgspec.structs.replace(row, verdict=verdict, improved=False, reason=reason, next_step=""), cause)
 

@@ -440,10 +440,9 @@ def _described(case: Timed, row: Row, family: int) -> str:
     ratio, low, high, threshold = row.ratio or 0.0, row.low or 0.0, row.high or 0.0, row.threshold or 0.0
     of_rank = f" of rank {case.slowest}" if len(case.ranks) > 1 else ""
     limit = f"{100 * threshold:.3g} %" if threshold < FACTORS_FROM else slowdown(threshold)
-    reason = (
-        f"{capital(case.metric.replace('_', ' '))}{of_rank} {signed_percent(ratio - 1)} "
-        f"(90 % CI {100 * (low - 1):+.1f} to {100 * (high - 1):+.1f} %), threshold {limit}: {now}, was {was}."
-    )
+    change = f"{capital(case.metric.replace('_', ' '))}{of_rank} {signed_percent(ratio - 1)}"
+    interval = f"90 % CI {100 * (low - 1):+.1f} to {100 * (high - 1):+.1f} %"
+    reason = f"{change} ({interval}), threshold {limit}: {now}, was {was}."
     if case.machine_sd:
         reason += f" The baseline is from other GPUs (spread between GPUs: {100 * case.machine_sd:.2g} %)."
     if case.clocks_ghz is not None and abs(case.clocks_ghz[1] / case.clocks_ghz[0] - 1) > CLOCK:
@@ -474,10 +473,8 @@ def with_power(row: Row, base: CaseResult, head: CaseResult) -> Row:
     energy = ""
     if base.energy_j_per_sequence and head.energy_j_per_sequence:
         energy = f", energy per sequence {signed_percent(head.energy_j_per_sequence / base.energy_j_per_sequence - 1)}"
-    reason = (
-        f"More power per forward: the clock was {100 * (1 - row.clock_ratio):.1f} % lower in each of "
-        f"{plural(lower, 'launch')} in turn{energy}. At an equal clock: {row.reason}"
-    )
+    clock = f"the clock was {100 * (1 - row.clock_ratio):.1f} % lower in each of {plural(lower, 'launch')} in turn"
+    reason = f"More power per forward: {clock}{energy}. At an equal clock: {row.reason}"
     return msgspec.structs.replace(row, verdict="CHANGED", improved=False, reason=reason)
 
 

@@ -169,10 +169,9 @@ def encode(
             given, asked = [prefix], tokenizer.encode(ending, add_special_tokens=False)
             asked = asked[1:] if asked[:1] == given else asked
         if not given or not 1 <= len(asked) <= max_length:
-            raise ValueError(
-                f"ending {ending!r} after {context[-40:]!r} is {len(asked)} tokens after {len(given)} of context: "
-                f"1 to {max_length} (the model's maximum) after at least 1 are needed"
-            )
+            found = f"{len(asked)} tokens after {len(given)} of context"
+            needed = f"1 to {max_length} (the model's maximum) after at least 1 are needed"
+            raise ValueError(f"ending {ending!r} after {context[-40:]!r} is {found}: {needed}")
         requests.append(Request(tokens=(*given, *asked), ending=len(asked)))
     return Requests(
         item_ids=tuple(item.id for item in items),

@@ -36,7 +36,6 @@ _REMEDIES = {
 }
 """Name of an error of torch to what helps against it."""
 
-
 _LEAST_QUERIES = 512
 """Rows x heads of a decode step from which its attention is replaced: fewer have too few programs for a GPU."""
 
@@ -98,10 +97,9 @@ class CompiledLayers:
             _join_weights(layer, uses)
             kind = type(layer)
             if "forward" in vars(layer):
-                raise ValueError(
-                    f"the forward of layer {index} was replaced: compiled layers run that of their class: replace the "
-                    f"layer by a module of another class, or modules in it, in place of {kind.__name__}.forward"
-                )
+                remedy = "replace the layer by a module of another class, or modules in it, in place of "
+                remedy = f"compiled layers run that of their class: {remedy}{kind.__name__}.forward"
+                raise ValueError(f"the forward of layer {index} was replaced: {remedy}")
             if kind not in compiled:
                 compiled[kind] = torch.compile(kind.forward, backend=self._compile, dynamic=False, fullgraph=True)
             layer.forward = _forward(self, layer, index, compiled[kind])
@@ -134,10 +132,8 @@ class CompiledLayers:
             remedy = _REMEDIES.get(name, "measure another strategy")
             raise CompileError(f"torch.compile failed: {name}: {first_line(cause)}: {remedy}") from error
         if self.graphs > before and self._warmed_up:
-            raise CompileError(
-                f"torch.compile compiled {type(arguments[0]).__name__} again after the warm-up, in a measured forward: "
-                "measure another strategy"
-            )
+            when = "after the warm-up, in a measured forward: measure another strategy"
+            raise CompileError(f"torch.compile compiled {type(arguments[0]).__name__} again {when}")
         if self.graphs > before:
             # With the first launch, in which triton chooses the configuration of its kernels.
             self.compile_s += time.perf_counter() - began_s

@@ -58,7 +58,6 @@ SPLIT_COUNTS = {
 }
 """Counts of the decoder that tensor parallelism splits: the names that transformers gives them in every config."""
 
-
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """The names of the number of experts of a layer in configs."""
 _EXPERTS_OF_TORCH = ("eager", "batched_mm", "grouped_mm")
@@ -400,10 +399,9 @@ def _locate(model: str, revision: str | None, rootdir: Path, *, weights: bool) -
     try:
         found = snapshot_download(model, revision=revision, allow_patterns=list(_HUB_FILES), ignore_patterns=ignored)
     except (OSError, ValueError, HfHubHTTPError) as error:
-        raise ValueError(
-            f"model {model!r} is not a directory, and its download from the hub failed: {first_line(error)} "
-            "(check the name, the revision and the network, and set HF_TOKEN if the model has a licence to accept)"
-        ) from error
+        remedy = "check the name, the revision and the network, and set HF_TOKEN if the model has a licence to accept"
+        failed = f"its download from the hub failed: {first_line(error)} ({remedy})"
+        raise ValueError(f"model {model!r} is not a directory, and {failed}") from error
     return model, Path(found), Path(found).name  # the hub's cache names the folder by the commit
 
 
@@ -435,10 +433,8 @@ def _read_directory(directory: Path, *, weights: bool) -> tuple[dict[str, Any], 
     if not files:
         others = [path.name for pattern in ("*.bin", "*.pt*") for path in sorted(directory.glob(pattern))]
         found = f"only {', '.join(others[:3])}, which can run code when loaded" if others else "no weights"
-        raise ValueError(
-            f"model {directory} has {found}: *.safetensors are needed (convert with "
-            "transformers' save_pretrained, or use --llmgpu-load-format=dummy for random weights)"
-        )
+        remedy = "convert with transformers' save_pretrained, or use --llmgpu-load-format=dummy for random weights"
+        raise ValueError(f"model {directory} has {found}: *.safetensors are needed ({remedy})")
     index = directory / "model.safetensors.index.json"
     if index.exists():
         named = _indexed(index)

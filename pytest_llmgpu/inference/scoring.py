@@ -31,7 +31,6 @@ LEAN, HARNESS = SCORINGS = "lean", "harness"
 
 _MOST_BYTES = 64 * 2**20
 
-
 OnBatch = Callable[[float, int, int, int], None]
 """Called after each batch, outside its measured time, with its latency in seconds, rows, input tokens and tokens with
 padding."""
@@ -303,10 +302,9 @@ def add_batch(columns: Batches, batch: Batch, latency_s: float, loglikelihoods: 
     columns.padded_tokens.append(batch.padded_tokens)
     broken = next((value for value in loglikelihoods if not math.isfinite(value)), None)
     if broken is not None:
-        raise ValueError(
-            f"batch {len(columns.latency_s)} of {of} ({batch.rows} rows of {batch.width} tokens): log-likelihood "
-            f"{broken}: the logits overflow or are NaN: try another dtype, or check the checkpoint"
-        )
+        where = f"batch {len(columns.latency_s)} of {of} ({batch.rows} rows of {batch.width} tokens)"
+        remedy = "try another dtype, or check the checkpoint"
+        raise ValueError(f"{where}: log-likelihood {broken}: the logits overflow or are NaN: {remedy}")
 
 
 def of_tokens(chosen: Way, batch: Batch, input_device: torch.device) -> torch.Tensor:

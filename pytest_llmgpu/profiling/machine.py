@@ -122,10 +122,9 @@ def machine(device: str, devices: int | None) -> Machine:
         remedy = "install a build of torch with CUDA"
     elif mask is not None:
         remedy = f"check that CUDA_VISIBLE_DEVICES={mask!r} names a GPU of this machine"
-    raise ValueError(
-        f"--llmgpu-device={device}: {names} found, and torch {facts.version} cannot use CUDA ({facts.why}); "
-        f"{remedy}, or pass --llmgpu-device=cpu to measure the CPU"
-    )
+    unusable = f"torch {facts.version} cannot use CUDA ({facts.why})"
+    remedy += ", or pass --llmgpu-device=cpu to measure the CPU"
+    raise ValueError(f"--llmgpu-device={device}: {names} found, and {unusable}; {remedy}")
 
 
 def probe() -> TorchFacts:

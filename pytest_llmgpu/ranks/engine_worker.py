@@ -270,10 +270,9 @@ def _checked_texts(texts: Texts, prompts: int, new_tokens: int, vocabulary: int 
         if len(tokens) != prompts:
             raise ValueError(f"generate returned {plural(len(tokens), 'text')} for {plural(prompts, 'prompt')}")
         if (wrong := next((row for row in tokens if len(row) != new_tokens), None)) is not None:
-            raise ValueError(
-                f"generate returned {plural(len(wrong), 'token')} for prompt {tokens.index(wrong)} of its batch, "
-                f"{new_tokens} are needed: an end-of-sequence token ends no text"
-            )
+            found = f"{plural(len(wrong), 'token')} for prompt {tokens.index(wrong)} of its batch"
+            needed = f"{new_tokens} are needed: an end-of-sequence token ends no text"
+            raise ValueError(f"generate returned {found}, {needed}")
         most = (vocabulary or _MOST_TOKEN) - 1
         outside = next((token for row in tokens for token in row if not 0 <= token <= most), None)
         if outside is not None:

@@ -44,7 +44,6 @@ _ACCEPT_AGAIN_S = 0.1
 _LATE_S = 5.0
 """A run that ends at once waits for processes that are about to join: without a goodbye they would look for it."""
 
-
 _Request = tuple[int, str, tuple[Any, ...]]
 """A message of rank 0's process: its number, a method of `Supervisor`, arguments. None instead of it ends the run."""
 _Reply = tuple[int, bool, Any]
@@ -300,11 +299,10 @@ class Peers:
             address = "" if self._listener is None or self.world.key is None else self._listener.getsockname()[0]
             resolved = f" ({address})" if address not in {"", self.world.address} else ""
             stranger = "" if self._stranger is None else f"; a process tried to join, but {self._stranger}"
-            raise ValueError(
-                f"{self.world.size_name}={self.world.size}, but {plural(self.world.size - len(missing), 'process')} "
-                f"joined within {limit_s:g} s: rank {', '.join(map(str, missing))} is missing. Rank 0 listens on "
-                f"{self.world.where}{resolved}{stranger}"
-            )
+            joined = f"{plural(self.world.size - len(missing), 'process')} joined within {limit_s:g} s"
+            lacking = f"rank {', '.join(map(str, missing))} is missing"
+            listens = f"Rank 0 listens on {self.world.where}{resolved}{stranger}"
+            raise ValueError(f"{self.world.size_name}={self.world.size}, but {joined}: {lacking}. {listens}")
         self._stop_listening()
         numbers = {self.world.node: 0}
         for peer in self.peers:

@@ -109,11 +109,9 @@ def of_environment(environ: Mapping[str, str]) -> World:
     key = None if one_machine else environ.get(KEY, "").encode("utf-8", "surrogateescape")
     if key is not None and (len(key) < _LEAST_KEY_BYTES or len(set(key)) < _LEAST_DIFFERENT):
         found = f"has {len(key)} bytes, {len(set(key))} of them different" if key else "is not set"
-        raise ValueError(
-            f"{KEY} {found}, and the processes of several nodes need a common secret of at least {_LEAST_KEY_BYTES} "
-            f"bytes, {_LEAST_DIFFERENT} of them different: set it to the same value on each node, such as one line of "
-            "`openssl rand -hex 32`"
-        )
+        needed = f"a common secret of at least {_LEAST_KEY_BYTES} bytes, {_LEAST_DIFFERENT} of them different"
+        remedy = "set it to the same value on each node, such as one line of `openssl rand -hex 32`"
+        raise ValueError(f"{KEY} {found}, and the processes of several nodes need {needed}: {remedy}")
     return World(
         rank=rank,
         size=size,

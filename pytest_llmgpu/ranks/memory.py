@@ -84,11 +84,10 @@ def hold(devices: Sequence[torch.device], cap_bytes: int | None) -> list[DeviceM
         with torch.cuda.device(device):
             status = runtime.cudaMalloc(ctypes.byref(pointer), ctypes.c_size_t(size))
         if status != _CUDA_SUCCESS:
-            raise RuntimeError(
-                f"{device}: the memory cap of {gib(cap_bytes)} needs {gib(size)} out of use, but {gib(free)} of "
-                f"{gib(total)} are free (cudaMalloc returned {status}): end other programs on this GPU, or raise "
-                "--llmgpu-gpu-memory"
-            )
+            needed = f"the memory cap of {gib(cap_bytes)} needs {gib(size)} out of use"
+            found = f"{gib(free)} of {gib(total)} are free (cudaMalloc returned {status})"
+            remedy = "end other programs on this GPU, or raise --llmgpu-gpu-memory"
+            raise RuntimeError(f"{device}: {needed}, but {found}: {remedy}")
     return held
 
 

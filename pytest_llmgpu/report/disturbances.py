@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 
 from pytest_llmgpu.report.result import CaseResult, HostUse, Launch, Profile
 from pytest_llmgpu.report.text import GIB, MIB
@@ -48,9 +47,7 @@ TITLES = {kind: title for kind, (title, _, _) in _KINDS.items()}
 
 
 def find(
-    profile: Profile,
-    ranks_per_device: Mapping[str, int] | None = None,
-    used_before: Mapping[str, int] = MappingProxyType({}),
+    profile: Profile, ranks_per_device: Mapping[str, int] | None = None, used_before: Mapping[str, int] | None = None
 ) -> list[str]:
     """Return one sentence for each kind of disturbance of a profile, with all its devices and without a full stop.
 
@@ -75,7 +72,7 @@ def find(
         ours, processes = (ranks_per_device or {}).get(device.uuid, 0), device.counters.get("compute_processes", 0)
         if ranks_per_device is not None and processes > ours:
             add("processes", processes - ours, ours)
-        if (used_bytes := used_before.get(device.uuid, 0)) > _IDLE_BYTES:
+        if (used_bytes := (used_before or {}).get(device.uuid, 0)) > _IDLE_BYTES:
             add("memory", used_bytes / GIB)
         if (errors := device.counters.get("ecc_uncorrected", 0)) > 0:
             add("ecc", errors)

@@ -47,7 +47,6 @@ NEITHER, ONLY_CANDIDATE = "neither report has it", "only the candidate has it"
 NO_COMMON = "no case in common"
 """Start of the reason why cases were not compared of which neither is in the other report; it ends with their ids."""
 
-
 Place = Literal["device", "kernel", "transfer", "waiting", "copies", "host", "program"]
 """The place of a difference. device: kernels that are no collective. kernel: one of them, called as often as before.
 transfer: collectives while all ranks are inside.

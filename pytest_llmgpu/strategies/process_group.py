@@ -28,10 +28,9 @@ def join(case: Case) -> tuple[torch.device, int, int]:
 
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if world_size != case.devices:
-        raise ValueError(
-            f"{case.id} needs {plural(case.devices, 'rank')}, but {world_size} {'was' if world_size == 1 else 'were'} "
-            f"started: use torchrun --nproc-per-node={case.devices}"
-        )
+        started = f"{world_size} {'was' if world_size == 1 else 'were'} started"
+        remedy = f"use torchrun --nproc-per-node={case.devices}"
+        raise ValueError(f"{case.id} needs {plural(case.devices, 'rank')}, but {started}: {remedy}")
     if case.device == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)

@@ -45,17 +45,15 @@ class TensorParallel(Strategy):
         ways = models.facts(source).expert_parallel if case.backend != "deepspeed" else ()
         has_plan = case.backend == "deepspeed" or models.facts(source).has_plan
         if spread is not None and spread not in ways:
-            raise ValueError(
-                f"--llmgpu-tp-expert-parallel={spread}: {case.backend} does not have it for {source.name} "
-                f"({architecture}): allowed: {', '.join(('off', *ways))}"
-            )
+            lacking = f"{case.backend} does not have it for {source.name} ({architecture})"
+            allowed = ", ".join(("off", *ways))
+            raise ValueError(f"--llmgpu-tp-expert-parallel={spread}: {lacking}: allowed: {allowed}")
         if spread is None and not has_plan:
             options = [*(f"--llmgpu-tp-expert-parallel={way}" for way in ways[:1]), "--llmgpu-tp-backend=deepspeed"]
             remedies = options if case.strategy == "tp" else ["--llmgpu-devices=1"]
-            raise ValueError(
-                f"--llmgpu-model={source.name}: transformers has no tensor-parallel plan for its architecture "
-                f"({architecture}): use {', '.join(remedies)} or another strategy"
-            )
+            lacking = f"transformers has no tensor-parallel plan for its architecture ({architecture})"
+            remedy = f"use {', '.join(remedies)} or another strategy"
+            raise ValueError(f"--llmgpu-model={source.name}: {lacking}: {remedy}")
         if case.quantization in _UNSPLIT:
             raise ValueError(f"--llmgpu-model={source.name}: {case.strategy} splits no {case.quantization}: use mp")
         if case.backend == "deepspeed" and case.quantization is not None:
@@ -65,10 +63,9 @@ class TensorParallel(Strategy):
         check_divisible(case, source, names)
         # DeepSpeed supports float16 on some CPUs. It is refused on all, so that the result does not depend on the CPU.
         if case.backend == "deepspeed" and case.device == "cpu" and case.dtype not in _AUTOTP_CPU_DTYPES:
-            raise ValueError(
-                f"--llmgpu-dtype={case.dtype}: DeepSpeed on a CPU supports {' and '.join(_AUTOTP_CPU_DTYPES)}: use one "
-                "of them, or --llmgpu-tp-backend=transformers"
-            )
+            known = f"DeepSpeed on a CPU supports {' and '.join(_AUTOTP_CPU_DTYPES)}"
+            remedy = "use one of them, or --llmgpu-tp-backend=transformers"
+            raise ValueError(f"--llmgpu-dtype={case.dtype}: {known}: {remedy}")
 
     def ranks(self, devices: int) -> int:
         """Return one process per device."""
@@ -125,8 +122,6 @@ def check_divisible(
         return
     common = math.gcd(*counts.values())
     allowed = ", ".join(str(number) for number in range(least, _MOST_DEVICES + 1) if common % number == 0)
-    raise ValueError(
-        f"--llmgpu-devices={case.devices}: strategy {case.strategy} cannot split the {counts[uneven]} "
-        f"{SPLIT_COUNTS.get(uneven, 'experts')} of {source.name} evenly: "
-        f"allowed: {allowed or f'no number from {least} to {_MOST_DEVICES}'}"
-    )
+    allowed = allowed or f"no number from {least} to {_MOST_DEVICES}"
+    what = f"the {counts[uneven]} {SPLIT_COUNTS.get(uneven, 'experts')} of {source.name} evenly: allowed: {allowed}"
+    raise ValueError(f"--llmgpu-devices={case.devices}: strategy {case.strategy} cannot split {what}")

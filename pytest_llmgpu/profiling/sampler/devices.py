@@ -289,7 +289,6 @@ class SampleRing(Source):
 SOURCES: tuple[type[Source], ...] = (Gpm, ByteCounters, NvLink, SampleRing)
 """All kinds of sources. A metric comes from the first one that gives it."""
 
-
 _PCIE_KB = 1000
 """The unit of NVML's PCIe throughput in bytes. NVIDIA does not document whether it is 1000 or 1024."""
 _PCIE_WINDOW_S = 0.020

@@ -12,7 +12,7 @@ import msgspec
 
 from pytest_llmgpu.gate import headline, judge
 from pytest_llmgpu.gate.policy import Policy, policy_of
-from pytest_llmgpu.render import by_cause, charts, summary
+from pytest_llmgpu.render import charts, summary
 from pytest_llmgpu.render.charts import timelines
 from pytest_llmgpu.render.html.assets import MISSING, asset, config_and_style, content_security_policy, templates, vega
 from pytest_llmgpu.render.table import blocks, captions, entries, figure_tables, limits, make_time_table, with_reference
@@ -120,7 +120,7 @@ def _rows(verdicts: Verdicts, report: Report, baseline: Report | None) -> dict[s
     parts: dict[str, list[tuple[Row, summary.Figures]]] = {"Changed, undecided or missing": [], "Unchanged": []}
     for row in worst_first(verdicts.rows):
         parts["Unchanged" if row.unchanged else "Changed, undecided or missing"].append((row, summary.figures(row)))
-    reasons = by_cause.by_reason(row for row in verdicts.rows if not row.unchanged)
+    reasons = summary.by_reason(row for row in verdicts.rows if not row.unchanged)
     compared = summary.was_and_now(verdicts, report, baseline)
     return {"compared": compared, "parts": [part for part in parts.items() if part[1]], "reasons": reasons}
 

@@ -40,7 +40,6 @@ _COLOURS = {"best": _GREEN, "wrong": _RED, "oom": _YELLOW, "skipped": _YELLOW, "
 
 _SEVERAL = ("nvlink_tx_bytes_per_s", "sent_bytes")  # columns of devices that are shown only if a case ran on several
 
-
 _Columns = Mapping[str, tuple[str, Sequence[str]]]
 """Name of a figure, by which its column is dropped if the table is too wide, to the title and the cell of each case."""
 
