@@ -147,11 +147,9 @@ def _checks_of_texts(case: Case, mp: CaseResult | None) -> str:
     return of_engine if case.execution == "engine" else "Use a smaller batch size or fewer new tokens"
 
 
-def _findings(
-    result: CaseResult, checked: Checked, mp: CaseResult | None, others: Sequence[CaseResult]
-) -> list[Finding]:
+def _findings(result: CaseResult, check: Checked, mp: CaseResult | None, others: Sequence[CaseResult]) -> list[Finding]:
     """Return the findings on answers; a failure begins with a workspace that is too small, the cause of any failure."""
-    case, (found, fault), text = result.case, checked, checked[0].text
+    case, (found, fault), text = result.case, check, check[0].text
     random = case.load_format == "dummy"
     trained = not (random or case.generates)
     workspace = None if case.generates else _small_workspace(result)
@@ -397,9 +395,7 @@ def check_texts(result: CaseResult, mp: CaseResult | None) -> Checked:
     ok: bool | None = None
     fault: Fault | None = None
     compared, of_mp = (None, None) if mp is None else (result.comparison, generated(mp))
-    failed = any("generation" in launch.why for launch in result.launches) or any(
-        one.tokens is None for one in launches
-    )
+    failed = any("generation" in one.why for one in result.launches) or any(one.tokens is None for one in launches)
     if compared is not None and of_mp is not None and not failed and not again:
         source, most = compared.reference, max(_equal(one, of_mp).count(0) for one in launches)
         text = f"{texts} are compared with those of {source}: {most:,} begin with another token"

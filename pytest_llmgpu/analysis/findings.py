@@ -203,8 +203,7 @@ def _of_failure(result: CaseResult) -> Finding:
         advice = f"Raise {option} if the case is slow.{hung}"
     elif result.outcome == "interrupted":
         finished = any(launch.batches.latency_s for launch in result.launches)
-        more = " The report has the batches that finished." if finished else ""
-        advice = f"{_RESUME}{more}"
+        advice = _RESUME + (" The report has the batches that finished." if finished else "")
     elif failure.signal == signal.SIGKILL:
         advice = "Look for what killed it: the host's out-of-memory killer (kernel log, dmesg) or a limit of the job."
     elif failure.signal == signal.SIGTERM:

@@ -163,8 +163,7 @@ class Vllm(Engine):
     def _run(self, token_ids: list[list[int]], **sampling: Any) -> list[Any]:
         vllm = importlib.import_module("vllm")
         wanted = vllm.SamplingParams(temperature=0, detokenize=False, **sampling)
-        prompts = [{"prompt_token_ids": tokens} for tokens in token_ids]
-        return list(self._llm.generate(prompts, wanted, use_tqdm=False))
+        return list(self._llm.generate([{"prompt_token_ids": tokens} for tokens in token_ids], wanted, use_tqdm=False))
 
 
 def _in_worker(worker: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -118,8 +118,7 @@ class Answered(msgspec.Struct, frozen=True):
             if difference <= allowed:
                 difference, allowed, how = self.largest or 0.0, 2 * allowed, "differ by up to"
             dtype = None if rule.difference is not None else self.result.case.dtype
-            fixed = numbers == "IMPROVED"
-            reason = _difference_in_words(difference, allowed, dtype, launch, fixed=fixed, how=how)
+            reason = _difference_in_words(difference, allowed, dtype, launch, fixed=numbers == "IMPROVED", how=how)
             more = f"{change}: {flips}."
         elif random and self.difference is None:
             reason = f"Log-likelihoods are missing, or not finite{launch}."
@@ -263,8 +262,7 @@ def texts_row(base: CaseResult, head: CaseResult, rule: TextsRule) -> Row | str 
         first = f"{len(diverged):,} of {texts} diverge{where}, the first at token {min(diverged)}."
         reason = f"{first}\n{reason}" if result == "CHANGED" else f"{reason}\n{first}"
     # Texts that diverge where rounding decides are both right: they never fail.
-    gated = rule.gate and result != "CHANGED"
-    return Row.of(head, "texts", result, reason, gated=gated, threshold=allowed)
+    return Row.of(head, "texts", result, reason, gated=rule.gate and result != "CHANGED", threshold=allowed)
 
 
 def _on_common_prefix(before: Generation, after: Generation) -> tuple[float, list[int]]:

@@ -262,9 +262,7 @@ def wall_times(
 
     Those of forwards that the GPU limits are compared at a fixed clock, with the slope of device time.
     """
-    sides = comparable(
-        base, head, metric, lambda launch: latencies(launch, metric)[0], gated=rule.gate, declared=declared
-    )
+    sides = comparable(base, head, metric, lambda one: latencies(one, metric)[0], gated=rule.gate, declared=declared)
     if not isinstance(sides, tuple):
         return sides
     timed = [[latencies(launch, metric) for launch in side] for side in sides]

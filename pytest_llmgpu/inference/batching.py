@@ -284,8 +284,7 @@ def _pack(requests: Requests, batches: Sequence[Batch]) -> None:
     lines = next(lines for lines in range(1, rows + 1) if rows % lines == 0 and lines >= least)
     tokens = [[len(requests.requests[number].tokens) - 1 for number in batch.requests] for batch in batches]
     lengths_of_lines = torch.tensor(tokens).clamp(max=width)[:, rows_of_lines(torch.arange(rows), lines)].sum(-1)
-    longest = int(lengths_of_lines.max())
-    length = -(-longest // 8) * 8  # fast kernels of attention take masks of such widths alone
+    length = -(-int(lengths_of_lines.max()) // 8) * 8  # fast kernels of attention take masks of such widths alone
     if lines * length <= (1 - _LEAST_SAVED) * rows * width:
         for batch in batches:
             batch.lines = lines, length

@@ -403,8 +403,7 @@ class StateCache(_Cache):
         """Keep the last inputs of a prefill, as many as the kernel has, and return all of them."""
         import torch
 
-        missing = conv_kernel_size - inputs_BCS.shape[-1]
-        inputs_BCS = torch.nn.functional.pad(inputs_BCS, (max(missing, 0), 0))
+        inputs_BCS = torch.nn.functional.pad(inputs_BCS, (max(conv_kernel_size - inputs_BCS.shape[-1], 0), 0))
         if self.conv is None:
             self.conv = inputs_BCS.new_zeros(self._most_rows, inputs_BCS.shape[1], conv_kernel_size)
         self.conv[: self.rows].copy_(inputs_BCS[..., -conv_kernel_size:])
@@ -693,9 +692,8 @@ def _kept(config: PretrainedConfig, slots: int) -> list[tuple[str, int]]:
     if other := next((kind for kind in named.values() if kind not in served), None):
         raise ValueError(f"text of {slots} tokens is not generated with layers of the kind {other}: score the model")
     kept = []
-    for number, (is_linear, is_sliding, layer) in enumerate(
-        zip(layers.is_linear, layers.is_sliding, layers.layers, strict=True)
-    ):
+    ways = zip(layers.is_linear, layers.is_sliding, layers.layers, strict=True)
+    for number, (is_linear, is_sliding, layer) in enumerate(ways):
         kind = _KINDS[2] if is_linear else _KINDS[int(is_sliding)]
         kind = _CHUNKED if named.get(number) == _CHUNKED else kind
         kept.append((kind, 0 if is_linear else getattr(layer, "max_cache_len", 0)))

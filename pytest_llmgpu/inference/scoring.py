@@ -181,12 +181,10 @@ def _logits(model: torch.nn.Module, ids_BS: torch.Tensor, **named: Any) -> torch
     return logits
 
 
-def log_probabilities(
-    logits_NV: torch.Tensor, targets_N: torch.Tensor, *, most_bytes: int = _MOST_BYTES
-) -> torch.Tensor:
+def log_probabilities(logits_NV: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
     """Return the float32 log-probability [N] of each row's target; the logits may be overwritten.
 
-    At most `most_bytes` of float32 log-probabilities exist at one time.
+    At most `_MOST_BYTES` of float32 log-probabilities exist at one time.
     """
     import torch
 
@@ -194,7 +192,7 @@ def log_probabilities(
         # In place takes half the time, and is safe: ATen's vec_log_softmax_lastdim writes a row after its sum is known.
         torch.log_softmax(logits_NV, dim=-1, out=logits_NV)
         return logits_NV.gather(1, targets_N.unsqueeze(1)).squeeze(1)
-    rows = max(1, most_bytes // (4 * logits_NV.shape[-1]))
+    rows = max(1, _MOST_BYTES // (4 * logits_NV.shape[-1]))
     picked = [
         torch.log_softmax(logits_nV, dim=-1, dtype=torch.float32).gather(1, targets_n.unsqueeze(1)).squeeze(1)
         for logits_nV, targets_n in zip(logits_NV.split(rows), targets_N.split(rows), strict=True)
@@ -225,12 +223,7 @@ def warm_up(model: torch.nn.Module, plan: Plan, *, input_device: torch.device, *
 
 
 def score(
-    model: torch.nn.Module,
-    plan: Plan,
-    *,
-    input_device: torch.device,
-    devices: Sequence[torch.device] = (),
-    **others: Any,
+    model: torch.nn.Module, plan: Plan, *, input_device: torch.device, devices: Sequence[torch.device], **others: Any
 ) -> Scores:
     """Score every request of a plan, whose batches are page-locked here for a CUDA device.
 
@@ -239,7 +232,7 @@ def score(
     `SCORINGS`. The others are those of `run`. ValueError if a log-likelihood is not finite.
     """
     plan.pin(input_device)
-    clock = SmClock(devices or (input_device,), 2 * len(plan.batches))
+    clock = SmClock(devices, 2 * len(plan.batches))
     batches, answers = run(model, plan.batches, input_device=input_device, devices=devices, clock=clock, **others)
     batches.clock_ghz = clock.ghz([(2 * number, 2 * number + 1) for number in range(len(plan.batches))])
     in_order = [answers[number] for number in range(len(plan.requests.requests))]

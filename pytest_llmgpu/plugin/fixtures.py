@@ -569,11 +569,9 @@ def _end_test(result: CaseResult, report: str, *, nothing_fits: bool) -> None:
         if not nothing_fits:
             # A skip: the outcome was measured and is neither passed nor failed. The plugin shows it as OOM.
             pytest.skip(printable_lines(reason))
-        failures.append(
-            f"{result.id}: {reason}, and no batch size of this model and strategy completed. Choose "
-            "smaller batch sizes, more GPUs or a smaller model, or mark the test with "
-            "@pytest.mark.llmgpu(expect_oom=True)."
-        )
+        reason += ", and no batch size of this model and strategy completed. Choose smaller batch sizes, more GPUs or"
+        mark = "a smaller model, or mark the test with @pytest.mark.llmgpu(expect_oom=True)"
+        failures.append(f"{result.id}: {reason} {mark}.")
     elif result.outcome != "completed" and not failures:
         failures.append(f"{result.id}: {result.outcome}: {result.failure.message if result.failure else ''}")
     if failures:

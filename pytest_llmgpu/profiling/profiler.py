@@ -164,8 +164,7 @@ class Profiler:
                     why = {"sampler": self._failure}
                 elif not self._ended and recording.behind(end_s):
                     why = {"sampler": f"the sampler did not answer within {_STREAM_S:g} s of the window's end"}
-                held = self.held_bytes if held_bytes is None else held_bytes
-                return recording.profile(start_s, end_s, held, why)
+                return recording.profile(start_s, end_s, self.held_bytes if held_bytes is None else held_bytes, why)
         why_none = self.why or "the sampler answered only after the window"
         return _without_readings(self.period_s, start_s, end_s, why_none)
 

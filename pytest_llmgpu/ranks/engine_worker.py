@@ -55,14 +55,12 @@ def load(
     elsewhere = engine.elsewhere or (_IN_WORKERS if engine.own_workers and case.devices > 1 else None)
     on_gpu = case.device == "cuda" and elsewhere is None
     devices = [torch.device("cuda", index) for index in range(case.devices)] if on_gpu else [torch.device("cpu")]
-    state.loaded_memory = memory.hold(devices, case.gpu_memory_bytes if on_gpu else None)
+    held = memory.hold(devices, case.gpu_memory_bytes if on_gpu else None)
     if elsewhere is not None:
-        state.loaded_memory = [
-            msgspec.structs.replace(one, why=dict.fromkeys(one.why, elsewhere)) for one in state.loaded_memory
-        ]
-    state.devices, state.engine = devices, engine
+        held = [msgspec.structs.replace(one, why=dict.fromkeys(one.why, elsewhere)) for one in held]
+    state.devices, state.engine, state.loaded_memory = devices, engine, held
     engine.start(case, source)
-    state.loaded_memory = memory.after_loading(devices, state.loaded_memory)
+    state.loaded_memory = memory.after_loading(devices, held)
     return state.memory()
 
 

@@ -53,8 +53,7 @@ of the rank that it has started."""
 
 def hello(world: World) -> tuple[str, int, int, int, int]:
     """Return the first message of a process: its version, rank, size, local rank and node, plain for any version."""
-    version = str(here.installed_version("pytest-llmgpu"))
-    return version, world.rank, world.size, world.local_rank, world.node
+    return str(here.installed_version("pytest-llmgpu")), world.rank, world.size, world.local_rank, world.node
 
 
 def serve(world: World, log_directory: Path, limit_s: float = JOIN_S) -> int:

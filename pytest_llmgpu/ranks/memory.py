@@ -168,8 +168,7 @@ def decide_killed(return_code: int, log: str, kills_before: int | None, kills_af
         grown = f"the host's out-of-memory killer (oom_kill {kills_before} -> {kills_after})"
         return grown if kills_after > kills_before else None
     # Only the last lines count: a shortage that was handled earlier did not end the process.
-    last = [line for line in log.splitlines() if line.strip()][-_LAST_LINES:]
-    name = _known_message("\n".join(last))
+    name = _known_message("\n".join([line for line in log.splitlines() if line.strip()][-_LAST_LINES:]))
     return None if name is None else f"{name}, in the log of the process that died"
 
 
@@ -214,8 +213,7 @@ def _rule(error: BaseException, text: str) -> str | None:
     rule = "torch's allocator" if type(error).__name__ == "OutOfMemoryError" else _known_message(text)
     if rule is None and "CUBLAS_STATUS_NOT_INITIALIZED" in text:  # cuBLAS has the same message for a broken driver
         with contextlib.suppress(RuntimeError):  # after an error of a kernel every call of CUDA fails
-            devices = range(torch.cuda.device_count())
-            if any(torch.cuda.mem_get_info(device)[0] < _CUBLAS_BYTES for device in devices):
+            if any(torch.cuda.mem_get_info(device)[0] < _CUBLAS_BYTES for device in range(torch.cuda.device_count())):
                 rule = "cuBLAS could not start on a full device"
     # accelerate searches the first argument for its texts, and fails if it is no string.
     if rule is None and error.args and isinstance(error.args[0], str) and should_reduce_batch_size(error):

@@ -451,8 +451,7 @@ def encoded(state: RankState) -> Requests:
         if case.prompt_tokens is None or case.new_tokens is None:
             # An engine reads what the config of its model allows.
             config = state.loaded.config if state.engine is None else SimpleNamespace(**state.source.decoder)
-            max_length = models.max_length(config)
-            requests = batching.encode(task, items, tokenizer, max_length, add_bos=case.add_bos)
+            requests = batching.encode(task, items, tokenizer, models.max_length(config), add_bos=case.add_bos)
         else:
             lengths = {"most_tokens": case.prompt_tokens, "new_tokens": case.new_tokens}
             requests = batching.encode_prompts(items, tokenizer, **lengths, add_bos=case.add_bos)

@@ -72,15 +72,11 @@ def sums_s(sides: Sequence[Sequence[Sequence[float]]]) -> tuple[list[list[float]
     A batch that took twice its time in the other launches counts where every launch of its report has one, or one has
     at least three or more than half of its batches: else it was a disturbance.
     """
-    expected = [
-        statistics.median_low(of_batch) for of_batch in zip(*(one for side in sides for one in side), strict=True)
-    ]
+    expected = list(map(statistics.median_low, zip(*(one for side in sides for one in side), strict=True)))
     many = min(_MANY_SLOW, len(expected) // 2 + 1)
     sums, ignored = [], 0
     for side in sides:
-        usual_s = [
-            [usual if s > _SLOW * usual else s for s, usual in zip(launch, expected, strict=True)] for launch in side
-        ]
+        usual_s = [[usual if s > _SLOW * usual else s for s, usual in zip(one, expected, strict=True)] for one in side]
         counts = [sum(map(operator.ne, *both)) for both in zip(side, usual_s, strict=True)]
         keep = max(counts) >= many or (len(counts) > 1 and min(counts) > 0)
         ignored += 0 if keep else sum(counts)

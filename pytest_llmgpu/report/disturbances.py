@@ -59,8 +59,7 @@ def find(
     for device in profile.devices:
 
         def add(kind: str, value: float | str, expected: float = 0, index: int = device.index) -> None:
-            text = _KINDS[kind][1].format(index=index, value=value, expected=expected)
-            found.setdefault(kind, []).append(text)
+            found.setdefault(kind, []).append(_KINDS[kind][1].format(index=index, value=value, expected=expected))
 
         lost = [reason for reason in device.why.values() if reason.endswith(_LOST)]
         if lost:

@@ -129,8 +129,7 @@ class BenchmarkSession:
         """
         strategy, options = group
         # A test that names no strategy measures an engine of its own, which is known when it runs.
-        function = Function() if not strategy else None
-        ask = partial(self.planner.request, options, strategy, function=function)
+        ask = partial(self.planner.request, options, strategy, function=Function() if not strategy else None)
         requests = [ask(batch_size or 1, task=task) for task in scored] or [ask(1)]
         if not may_fit_nowhere:
             self._required.add(group)

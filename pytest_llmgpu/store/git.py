@@ -133,11 +133,9 @@ def _run(
         raise ValueError(f"git cannot be run: {error.strerror}") from None
 
 
-def output(
-    folder: Path, *arguments: str, timeout_s: float | None = None, environ: Mapping[str, str] = os.environ
-) -> str:
+def output(folder: Path, *args: str, timeout_s: float | None = None, environ: Mapping[str, str] = os.environ) -> str:
     """Return the output of git; ValueError in one line if it is missing, did not finish in time, or failed."""
-    done = _run(folder, *arguments, timeout_s=timeout_s, environ=environ)
+    done = _run(folder, *args, timeout_s=timeout_s, environ=environ)
     if done.returncode:
         raise ValueError(f"git: {_error_line(done)}")
     return done.stdout.decode(errors="replace")

@@ -295,10 +295,8 @@ def resolve(reference: str, storage: Path, *, machine: str | None = None, reposi
             return source
     exists = os.path.exists(path)  # noqa: PTH110 - false for a name that is too long, which Path.exists refuses
     if len(found) + exists > 1:
-        candidates = [f"./{reference}"] * exists
-        candidates += [
-            f"{one.reference} ({', '.join(filter(None, [one.commit, one.created, one.name]))})" for one in found
-        ]
+        named = [f"{one.reference} ({', '.join(filter(None, [one.commit, one.created, one.name]))})" for one in found]
+        candidates = [*[f"./{reference}"] * exists, *named]
         raise ValueError(f"{reference!r} is ambiguous: give the number of {listed(candidates, _SHOWN)}")
     if found:
         return msgspec.structs.replace(_of_path(found[0].path), stored=found[0])

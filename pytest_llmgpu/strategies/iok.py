@@ -208,10 +208,7 @@ def _unsupported(fields: dict[str, Any]) -> str | None:
     reasons = (
         (kind != "llama", f"supports model_type 'llama' only, and this is {kind!r}"),
         (rope_type != "default", f"supports rope type 'default' only, and this is {rope_type!r}"),
-        (
-            rope.get("partial_rotary_factor", 1.0) != 1.0,
-            "would rotate whole heads, but the model rotates parts of them",
-        ),
+        (rope.get("partial_rotary_factor", 1) != 1, "would rotate whole heads, but the model rotates parts of them"),
         (bool(biases), f"would ignore the biases of the model ({', '.join(biases)} is true)"),
         (activation not in ("silu", "swish"), f"would compute the activation {activation!r} as silu"),
         (bool(fields.get("quantization_config")), "cannot read quantized weights"),

@@ -59,8 +59,7 @@ class TensorParallel(Strategy):
         if case.backend == "deepspeed" and case.quantization is not None:
             remedy = "use transformers"
             raise ValueError(f"--llmgpu-tp-backend=deepspeed: it does not split {case.quantization} weights: {remedy}")
-        names = (*(SPLIT_COUNTS if has_plan else ()), *(models.EXPERTS if spread else ()))
-        check_divisible(case, source, names)
+        check_divisible(case, source, (*(SPLIT_COUNTS if has_plan else ()), *(models.EXPERTS if spread else ())))
         # DeepSpeed supports float16 on some CPUs. It is refused on all, so that the result does not depend on the CPU.
         if case.backend == "deepspeed" and case.device == "cpu" and case.dtype not in _AUTOTP_CPU_DTYPES:
             known = f"DeepSpeed on a CPU supports {' and '.join(_AUTOTP_CPU_DTYPES)}"
@@ -103,13 +102,10 @@ class TensorParallel(Strategy):
         else:
             model = weights.checkpoint(source, dtype, distributed_config=plan)
         # To send tokens the host reads the number of each rank, which a replay could not.
-        recordable = spread != "all_to_all"
-        return Loaded(model, model.config, device, (device,), rank, world_size, recordable=recordable)
+        return Loaded(model, model.config, device, (device,), rank, world_size, recordable=spread != "all_to_all")
 
 
-def check_divisible(
-    case: Case, source: ModelSource, names: Iterable[str] = tuple(SPLIT_COUNTS), *, least: int = 2
-) -> None:
+def check_divisible(case: Case, source: ModelSource, names: Iterable[str] = SPLIT_COUNTS, *, least: int = 2) -> None:
     """Refuse a number of devices that does not divide the counts of the model that tensor parallelism splits.
 
     These are the fields `names` of the config; a count that neither the config nor its class has is not checked. The

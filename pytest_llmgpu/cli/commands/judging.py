@@ -78,11 +78,9 @@ def run_gate(arguments: argparse.Namespace) -> int:
             verdicts, line = judge(None, candidate, policy, today=today()), str(error)
     # Before the table is printed, because its reader may close the pipe early.
     if not write_json(verdicts, arguments.json):
-        most = None if arguments.all else verdict_tables.MOST_CASES
-        table = verdict_tables.table(verdicts, policy, color(), most)
+        table = verdict_tables.table(verdicts, policy, color(), None if arguments.all else verdict_tables.MOST_CASES)
         table = named(table, arguments.head or arguments.verdicts, arguments.base)
-        conclusion = verdict_tables.conclusion(verdicts, policy, color())
-        show("\n".join(filter(None, (f"{conclusion}\n", table, line))))
+        show("\n".join(filter(None, (f"{verdict_tables.conclusion(verdicts, policy, color())}\n", table, line))))
     return exit_status(verdicts, policy)
 
 
@@ -169,8 +167,7 @@ def run_promote(arguments: argparse.Namespace) -> int:
         # A case that was deselected is missing: later reports would not be compared with it.
         session = msgspec.structs.replace(candidate.session, deselected=[])
         whole = msgspec.structs.replace(candidate, session=session)
-        baseline = present.baseline(present.name, base)
-        verdicts = judge(base, whole, policy, today=today(), baseline=baseline)
+        verdicts = judge(base, whole, policy, today=today(), baseline=present.baseline(present.name, base))
         promotions = promotion.promotions(base, candidate, verdicts, policy)
     for one in promotion.judged(candidate, verdicts, policy, today()):
         if found := exit_status(one, policy):

@@ -274,9 +274,8 @@ class SampleRing(Source):
     def _new_samples(self) -> list[tuple[int, float]]:
         """Return the samples since the last call, oldest first: time in microseconds and percent."""
         try:
-            kind, samples = self._nvml.nvmlDeviceGetSamples(
-                self._handle, self._nvml.NVML_GPU_UTILIZATION_SAMPLES, self._last_us
-            )
+            of = self._nvml.NVML_GPU_UTILIZATION_SAMPLES
+            kind, samples = self._nvml.nvmlDeviceGetSamples(self._handle, of, self._last_us)
         except self._nvml.NVMLError as error:
             if error.value == self._nvml.NVML_ERROR_NOT_FOUND:
                 return []

@@ -65,8 +65,7 @@ def notices(report: Report) -> list[Notice]:
             worst = group.rows[0]
             severity = min((level(row, policy) for row in group.rows), key=list(_MARKS).index)
             title = f"{worst.verdict}: {headline.row_in_words(worst)}"
-            text = "\n".join([*group.lines, f"Next: {group.next_step}"])
-            found.append(Notice(severity, title, text, worst.nodeid))
+            found.append(Notice(severity, title, "\n".join([*group.lines, f"Next: {group.next_step}"]), worst.nodeid))
     return sorted([*found, *other_notices(report)], key=_order)
 
 
@@ -147,8 +146,7 @@ def render_comment(report: Report) -> str:
         commits = git.subjects(Path(), base, report.commit.sha) if base and report.commit.sha else []
         if commits:
             title = f"<summary>{plural(len(commits), 'commit')} since the baseline</summary>"
-            lines = [f"- {markdown(line)}" for line in commits]
-            tables.append(([_FOLD, title, ""], lines, ["", "</details>"]))
+            tables.append(([_FOLD, title, ""], [f"- {markdown(line)}" for line in commits], ["", "</details>"]))
     return _page(report, [COMMENT_MARK], tables, COMMENT_BYTES)
 
 

@@ -78,9 +78,8 @@ def summary_table(cases: Sequence[CaseResult], paint: Painter, most: int | None 
             continue
         texts = figures.written(values, column.unit)
         if name == "new_tokens_per_s":
-            texts = [
-                f"{'* ' * (cells[one.result.id].kind == 'best')}{text}" for one, text in zip(shown, texts, strict=True)
-            ]
+            marks = ["* " if cells[one.result.id].kind == "best" else "" for one in shown]
+            texts = [f"{mark}{text}" for mark, text in zip(marks, texts, strict=True)]
         columns[name] = (column.title, texts)
     text, *_ = _fitted("summary", [entry[:2] for entry in shown], columns)
     notes = [f"{_MARKS[kind]} {meaning}" for kind, (_, meaning) in table.legend.items() if kind in _MARKS]

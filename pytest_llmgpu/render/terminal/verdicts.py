@@ -112,8 +112,7 @@ def _by_case(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def _verdict(row: Row, paint: Painter) -> str:
-    word = verdict(row)
-    return word.replace(row.word, paint(row.word, _STYLES[mark(row.verdict)]))
+    return verdict(row).replace(row.word, paint(row.word, _STYLES[mark(row.verdict)]))
 
 
 def _reasons(rows: Sequence[Row], paint: Painter, most: int | None) -> Iterator[str]:
