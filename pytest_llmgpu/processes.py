@@ -34,8 +34,7 @@ runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 def command(module: str, *arguments: str) -> list[str]:
     """Return the command that runs a module in a new process, with this process's import path after the libraries."""
-    path = os.pathsep.join(sys.path)
-    return [sys.executable, "-c", _START.format(separator=os.pathsep), module, path, *arguments]
+    return [sys.executable, "-c", _START.format(separator=os.pathsep), module, os.pathsep.join(sys.path), *arguments]
 
 
 def ask(module: str, *arguments: str, library: str, timeout_s: float = 300.0) -> str:

@@ -31,11 +31,10 @@ from pytest_llmgpu.gate import fixed_clock, program
 from pytest_llmgpu.gate.judge import judge
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.report import file
-from pytest_llmgpu.report.cause import SlowerKernel
 from pytest_llmgpu.report.derived import device_passes_s
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import CaseResult, Launch
-from pytest_llmgpu.report.verdicts import Row
+from pytest_llmgpu.report.verdicts import Row, SlowerKernel
 from pytest_llmgpu.report.work import RankWork, WorkRow
 
 _CASES = 21

@@ -147,14 +147,9 @@ def _checks_of_texts(case: Case, mp: CaseResult | None) -> str:
     return of_engine if case.execution == "engine" else "Use a smaller batch size or fewer new tokens"
 
 
-def _findings(
-    result: CaseResult, checked: Checked, mp: CaseResult | None, others: Sequence[CaseResult]
-) -> list[Finding]:
-    """Return the findings on answers.
-
-    A workspace that is too small is the cause of any failure, so that a failure begins with it.
-    """
-    case, (found, fault), text = result.case, checked, checked[0].text
+def _findings(result: CaseResult, check: Checked, mp: CaseResult | None, others: Sequence[CaseResult]) -> list[Finding]:
+    """Return the findings on answers; a failure begins with a workspace that is too small, the cause of any failure."""
+    case, (found, fault), text = result.case, check, check[0].text
     random = case.load_format == "dummy"
     trained = not (random or case.generates)
     workspace = None if case.generates else _small_workspace(result)
@@ -321,11 +316,9 @@ def _value(result: CaseResult, metric: str) -> float:
 def _mismatch(result: CaseResult, mp: CaseResult | None, others: Others) -> tuple[str, Fault] | None:
     """Compare log-likelihoods with those of mp, else with those of the bundled model, else of the smallest batch size.
 
-    The bundled model keeps its answers with DeepSpeed's residual added twice, which changes its log-likelihoods by
-    10 %. Rounding is a thousandth of that.
-
-    Returns:
-        The difference in words, and its cause; None where rounding explains it or there is nothing to compare with.
+    Return the difference in words, and its cause; None where rounding explains it or there is nothing to compare with.
+    The bundled model keeps its answers with DeepSpeed's residual added twice, whose log-likelihoods are 10 % off:
+    rounding is a thousandth of that.
     """
     case, columns = result.case, [decode(accuracy.loglikelihoods) for accuracy in result.accuracies]
     finite = all(math.isfinite(value) for values in columns for value in values)
@@ -402,9 +395,7 @@ def check_texts(result: CaseResult, mp: CaseResult | None) -> Checked:
     ok: bool | None = None
     fault: Fault | None = None
     compared, of_mp = (None, None) if mp is None else (result.comparison, generated(mp))
-    failed = any("generation" in launch.why for launch in result.launches) or any(
-        one.tokens is None for one in launches
-    )
+    failed = any("generation" in one.why for one in result.launches) or any(one.tokens is None for one in launches)
     if compared is not None and of_mp is not None and not failed and not again:
         source, most = compared.reference, max(_equal(one, of_mp).count(0) for one in launches)
         text = f"{texts} are compared with those of {source}: {most:,} begin with another token"
@@ -466,7 +457,7 @@ def compare(result: CaseResult, mp: CaseResult, metric: str) -> Comparison:
         flipped=differing(predictions_of(before, metric), predictions_of(worst, metric)),
         lost=lost,
         won=won,
-        mcnemar_p=None if lost is None or won is None else mcnemar(lost, won),
+        mcnemar_p=None if lost is None or won is None else min(1.0, 2 * by_chance(max(lost, won), min(lost, won))),
         largest_difference=None if typical is None else max(finite),
         typical_difference=typical,
     )
@@ -506,8 +497,6 @@ def compare_texts(result: CaseResult, mp: CaseResult) -> Comparison:
 
 def differing(before: Sequence[int], after: Sequence[int]) -> list[int]:
     """Return the numbers of the items whose answer changed."""
-    if before == after:  # most launches
-        return []
     return [number for number, (then, now) in enumerate(zip(before, after, strict=True)) if then != now]
 
 
@@ -541,11 +530,6 @@ def by_chance(lost: int, won: int) -> float:
         ways = ways * (differ - chosen) // (chosen + 1)
         total += ways
     return total / (1 << differ)
-
-
-def mcnemar(lost: int, won: int) -> float:
-    """Return the exact two-sided probability of McNemar's test: of a difference of this size by chance."""
-    return min(1.0, 2 * by_chance(max(lost, won), min(lost, won)))
 
 
 def written(probability: float) -> str:

@@ -36,8 +36,7 @@ def assess(
     for launch in launches:
         traffic, profile = launch.traffic, launch.launches[-1].profile if launch.launches else None
         if traffic is not None and profile is not None:
-            path = traffic_path.of_case(traffic, profile, environment)
-            traffic = msgspec.structs.replace(traffic, path=path)
+            traffic = msgspec.structs.replace(traffic, path=traffic_path.of_case(traffic, profile, environment))
         located.append(msgspec.structs.replace(launch, traffic=traffic, why=dict(launch.why)))
     if len(located) > 1:
         result = merge_results(located)
@@ -55,6 +54,5 @@ def assess(
     if mp is None:
         result.why["comparison"] = reference.missing(result, earlier)
     result.accuracy_check, wrong = answers.check(result, mp, earlier, options)
-    others = findings.findings(result, earlier, located, searching=options.find_max_batch)
-    result.findings = [*wrong, *others]
+    result.findings = [*wrong, *findings.findings(result, earlier, located, searching=options.find_max_batch)]
     return result

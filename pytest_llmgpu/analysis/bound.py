@@ -12,7 +12,7 @@ from pytest_llmgpu.report.case import PLAIN_INPUTS
 from pytest_llmgpu.report.result import CaseResult, Launch
 from pytest_llmgpu.report.work import Bound, Ceilings, ModelSize, Work
 
-_NO_PEER_CEILING = ("peer_copy", "send", "recv")
+_NO_CEILING = ("peer_copy", "send", "recv")
 """Traffic that is no collective over all ranks: nothing measured bounds its time, so it counts as 0."""
 
 
@@ -75,10 +75,7 @@ def bound(result: CaseResult, work: Work | None, ceilings: Ceilings | None) -> B
 
 
 def _steps(model: ModelSize, launch: Launch, touched: float) -> list[tuple[int, float, float]]:
-    """Return the number of decode steps of each batch, and FLOPs and bytes of the mean step; none for scoring.
-
-    A step reads the weights, and the keys and values of all tokens before it, once.
-    """
+    """Return the number of decode steps of each batch, and FLOPs and bytes of its mean step; none for scoring."""
     texts = launch.generation
     if texts is None or not texts.kv_cache_formula_bytes:
         return []
@@ -123,9 +120,7 @@ def _wire_s(result: CaseResult, ceilings: Ceilings | None) -> float | str:
     """Return the time of the collectives of the rank that sends most, or the reason why it cannot be computed."""
     if result.traffic is None:
         return f"traffic is not known: {result.why.get('traffic', 'it was not counted')}"
-    sent = [
-        sum(one.sent_bytes for one in rank if one.collective not in _NO_PEER_CEILING) for rank in result.traffic.ranks
-    ]
+    sent = [sum(one.sent_bytes for one in rank if one.collective not in _NO_CEILING) for rank in result.traffic.ranks]
     largest = max(sent, default=0)
     if not largest:
         return 0.0

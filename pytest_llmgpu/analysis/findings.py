@@ -203,8 +203,7 @@ def _of_failure(result: CaseResult) -> Finding:
         advice = f"Raise {option} if the case is slow.{hung}"
     elif result.outcome == "interrupted":
         finished = any(launch.batches.latency_s for launch in result.launches)
-        more = " The report has the batches that finished." if finished else ""
-        advice = f"{_RESUME}{more}"
+        advice = _RESUME + (" The report has the batches that finished." if finished else "")
     elif failure.signal == signal.SIGKILL:
         advice = "Look for what killed it: the host's out-of-memory killer (kernel log, dmesg) or a limit of the job."
     elif failure.signal == signal.SIGTERM:
@@ -232,11 +231,9 @@ def _of_throughput(result: CaseResult, series: Sequence[CaseResult]) -> Iterator
     neighbour = max(smaller)
     if not 1 / _FAR <= now / smaller[neighbour] <= _FAR * size / neighbour:
         (less, slow), (more, fast) = sorted([(now, size), (smaller[neighbour], neighbour)])
-        yield finding(
-            "times-far-apart",
-            f"Batch size {fast} has {more / less:.0f} times the throughput of batch size {slow}: "
-            f"{significant(more, 3)} and {significant(less, 3)} sequences/s",
-        )
+        text = f"Batch size {fast} has {more / less:.0f} times the throughput of batch size {slow}: "
+        text += f"{significant(more, 3)} and {significant(less, 3)} sequences/s"
+        yield finding("times-far-apart", text)
 
 
 def _of_passes(result: CaseResult) -> Iterator[Finding]:
@@ -261,12 +258,9 @@ def _of_routing(result: CaseResult, earlier: Sequence[CaseResult]) -> Iterator[F
     routing, code = ranks[0].routing if ranks else None, "random-routing"
     stated = any(one.code == code for other in earlier for one in other.findings)
     if routing is not None and result.case.load_format == "dummy" and not stated:
-        yield finding(
-            code,
-            f"Random weights do not route as trained ones do: the busiest expert has "
-            f"{percent(max(routing.busiest) / routing.tokens)} of {plural(routing.tokens, 'token')} of a forward, and "
-            f"at least {min(routing.touched)} of {routing.experts} experts of a layer have any",
-        )
+        busiest = f"{percent(max(routing.busiest) / routing.tokens)} of {plural(routing.tokens, 'token')} of a forward"
+        text = f"Random weights do not route as trained ones do: the busiest expert has {busiest}, and at least "
+        yield finding(code, f"{text}{min(routing.touched)} of {routing.experts} experts of a layer have any")
 
 
 def _of_disturbances(result: CaseResult) -> Iterator[Finding]:
@@ -313,9 +307,8 @@ def _uneven(launch: Launch) -> Iterator[str]:
     times_s = device_times_s(launch) or []
     if found := _largest(dict(enumerate(times_s)), above=_SLOWER_RANK):
         index, value, median = found
-        yield (
-            f"rank {index} has a device time of {value:.4g} s in a work pass, the median of the ranks is {median:.4g} s"
-        )
+        of_all = f"the median of the ranks is {median:.4g} s"
+        yield f"rank {index} has a device time of {value:.4g} s in a work pass, {of_all}"
     if (profile := launch.profile) is not None and profile.samples >= _SAMPLES and len(times_s) <= 1:
         metrics = {device.index: of_window(profile, device, "utilization_pct") for device in profile.devices}
         busy = {index: None if isinstance(metric, str) else metric.mean for index, metric in metrics.items()}
@@ -350,9 +343,7 @@ def _largest(
 def disagreements(launches: Sequence[CaseResult]) -> list[Finding]:
     """Return the findings on how the launches of one case differ: a little in time, and in nothing else.
 
-    Args:
-        launches: The results of one case, one per launch, in the order in which they ran. A launch that failed is
-            counted, but not compared.
+    There is a result for each launch, in their order; one that failed is counted, but not compared.
     """
     completed = [(number, result) for number, result in enumerate(launches, 1) if result.outcome == "completed"]
     found = []
@@ -367,11 +358,9 @@ def disagreements(launches: Sequence[CaseResult]) -> list[Finding]:
     for metric, timed in (("time", wall), ("device time", device)):
         (fastest_s, fastest), (slowest_s, slowest) = min(timed, default=(0.0, 0)), max(timed, default=(0.0, 0))
         if slowest_s >= _SPREAD * fastest_s > 0:
-            text = (
-                f"Launches differ in {metric} by a factor of {slowest_s / fastest_s:.1f}: launch {slowest} of "
-                f"{len(launches)} was the slowest with {slowest_s:.3g} s, launch {fastest} the fastest with "
-                f"{fastest_s:.3g} s"
-            )
+            text = f"Launches differ in {metric} by a factor of {slowest_s / fastest_s:.1f}: launch {slowest} of "
+            text += f"{len(launches)} was the slowest with {slowest_s:.3g} s, launch {fastest} the fastest with "
+            text += f"{fastest_s:.3g} s"
             return [*found, finding("times-far-apart", text)]
     return found
 

@@ -31,15 +31,9 @@ _NAMED = 3
 def merge(reports: Sequence[Report], names: Sequence[str] | None = None) -> Report:
     """Return one report of several that measured the same cases of one commit on one kind of machine.
 
-    Time, arguments and environment are those of the first report. If launches differ although they should be equal,
-    their case has a finding.
-
-    Args:
-        reports: At least one report, each with one or more launches of every case.
-        names: The names of the reports in messages; None for `launch 1`, `launch 2` and so on.
-
-    Raises:
-        ValueError: The reports differ in their cases, their commit or their machine.
+    Each report has one or more launches of every case; `names` are for messages, None for `launch 1`, `launch 2` and so
+    on. Time, arguments and environment are those of the first one. If launches differ although they should be equal,
+    their case has a finding. ValueError if the reports differ in their cases, their commit or their machine.
     """
     called = names or [f"launch {number + 1}" for number in range(len(reports))]
     reports = _with_common_kernel_names(reports)
@@ -51,9 +45,8 @@ def merge(reports: Sequence[Report], names: Sequence[str] | None = None) -> Repo
         new = [result.id for key, result in results.items() if key not in first]
         if gone or new:
             parts = [f"only {one} has {listed(ids, _NAMED)}" for one, ids in ((called[0], gone), (name, new)) if ids]
-            raise ValueError(
-                f"{called[0]} and {name} measured different cases and cannot be merged: {'; '.join(parts)}"
-            )
+            both = f"{called[0]} and {name} measured different cases"
+            raise ValueError(f"{both} and cannot be merged: {'; '.join(parts)}")
     return _merged(reports, [_compared([results[name] for results in named]) for name in first])
 
 
@@ -125,10 +118,7 @@ def _with_common_kernel_names(reports: Sequence[Report]) -> list[Report]:
 
 
 def _compared(results: Sequence[CaseResult]) -> CaseResult:
-    """Return one result of several, with findings on how all its launches differ.
-
-    They replace the findings of a report on its own launches.
-    """
+    """Return one result of several, with findings on how all its launches differ in place of those of a report."""
     merged = merge_results(results)
     if len(results) > 1:
         new = disagreements([launch for result in results for launch in by_launch(result)])
@@ -181,14 +171,10 @@ def _by_name(report: Report) -> dict[tuple[str, int], CaseResult]:
 def _refuse_other_source(first: Report, other: Report, first_name: str, name: str) -> None:
     shas = first.commit.sha, other.commit.sha
     if None not in shas and shas[0] != shas[1]:
-        raise ValueError(
-            f"{name} measured commit {shas[1]} and {first_name} commit {shas[0]}: "
-            "only launches of the same commit can be merged"
-        )
+        needed = "only launches of the same commit can be merged"
+        raise ValueError(f"{name} measured commit {shas[1]} and {first_name} commit {shas[0]}: {needed}")
     devices = sorted({"cpu" if result.case.device == "cpu" else "cuda" for result in (*first.cases, *other.cases)})
     for device in devices:
         if differing := hardware_differences(first.environment, other.environment, device):
-            raise ValueError(
-                f"{name} ran on another machine than {first_name}: {'; '.join(differing[:_NAMED])}; "
-                "only launches of the same machine can be merged"
-            )
+            needed = f"{'; '.join(differing[:_NAMED])}; only launches of the same machine can be merged"
+            raise ValueError(f"{name} ran on another machine than {first_name}: {needed}")

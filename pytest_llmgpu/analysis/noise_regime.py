@@ -179,11 +179,11 @@ def has_speed(result: CaseResult) -> bool | None:
     return max(waits, default=math.inf) <= _FIRST_SYNCS if _launched(result) else None
 
 
-def at_equal_speed(sides: Sequence[Sequence[Launch]]) -> tuple[list[list[float]], float]:
+def at_equal_speed(sides: Sequence[Sequence[Launch]]) -> tuple[list[list[float]], float, Prior]:
     """Return the log times [reports][launches] in which hosts launched all batches, at the speed in the second report.
 
     That of a launch is a median over its batches: a pause within the reference counts as one within a batch. With them
-    the log of the ratio of both speeds.
+    the log of the ratio of both speeds, and their prior.
     """
     speeds = [[statistics.median(map(math.log, one.batches.reference_s)) for one in side] for side in sides]
     then, now = map(statistics.fmean, speeds)
@@ -192,12 +192,9 @@ def at_equal_speed(sides: Sequence[Sequence[Launch]]) -> tuple[list[list[float]]
         ratios = (math.log(s) - math.log(speed) for s, speed in zip(of.launch_s, of.reference_s, strict=True))
         return now + statistics.median(ratios) + math.log(len(of.launch_s))
 
-    return [[log_s(launch.batches) for launch in side] for side in sides], now - then
-
-
-def prior_of_host(batches: int) -> Prior:
-    """Return the prior of such a log time of so many batches."""
-    return Prior(s0=max(_LAUNCHED_SD / math.sqrt(batches), _LEAST_LAUNCHED_SD), df0=_LAUNCHED_DF)
+    sd = max(_LAUNCHED_SD / math.sqrt(len(sides[0][0].batches.launch_s)), _LEAST_LAUNCHED_SD)
+    logs = [[log_s(launch.batches) for launch in side] for side in sides]
+    return logs, now - then, Prior(s0=sd, df0=_LAUNCHED_DF)
 
 
 def prior_of_time(regime: NoiseRegime, *, seconds: float, batches: int) -> Prior:

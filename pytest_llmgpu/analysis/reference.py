@@ -96,5 +96,4 @@ def _of_reference_strategy(case: Case, earlier: Sequence[CaseResult]) -> list[Ca
 
 def _scored(result: CaseResult) -> bool:
     """Return whether a result has answers: log-likelihoods of endings, or texts with theirs."""
-    answers = measured(result) or generated(result)
-    return result.outcome == "completed" and answers is not None
+    return result.outcome == "completed" and (measured(result) or generated(result)) is not None

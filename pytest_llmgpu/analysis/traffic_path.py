@@ -85,25 +85,21 @@ def of_case(traffic: Traffic, profile: Profile, environment: Environment) -> Pat
     if link == "pcie" and indirect and any(one.collective != "peer_copy" for rank in traffic.ranks for one in rank):
         link = "host"
     if total.expected == 0:
-        text = f"Nothing is sent from GPU to GPU{' of the same node' if traffic.sent_bytes else ''}"
+        text = f"Nothing is sent from GPU to GPU{' of the same node' if traffic.sent_bytes else ''}."
     elif not profile.devices:
-        text = f"Not known: there is no GPU profile ({_reason(profile, '')})"
+        text = f"Not known: there is no GPU profile ({_reason(profile, '')})."
     elif link is None and total.nvlink is None and has_nvlink:
-        text = f"Not known: bytes over NVLink were not counted ({_reason(profile, 'nvlink_tx')})"
+        text = f"Not known: bytes over NVLink were not counted ({_reason(profile, 'nvlink_tx')})."
     else:
         where = "Not known" if link is None else f"Over {NAMES[link]}"
-        text = f"{where}: {_describe(link, total, senders, profile)}"
-    return Path(
-        link=link, nvlink_bytes=total.nvlink, pcie_bytes=total.pcie, expected_bytes=total.expected, text=f"{text}."
-    )
+        text = f"{where}: {_describe(link, total, senders, profile)}."
+    return Path(link=link, nvlink_bytes=total.nvlink, pcie_bytes=total.pcie, expected_bytes=total.expected, text=text)
 
 
 def _sender(name: str, expected: int, profile: Profile, devices: Sequence[DeviceProfile]) -> _Sender:
     nvlink = [device.counters.get("nvlink_tx_bytes") for device in devices]
     pcie, received = ([pcie_bytes(profile, device, way) for device in devices] for way in ("tx", "rx"))
-    totals = (
-        None if None in sizes or not sizes else sum(filter(None, sizes), 0.0) for sizes in (nvlink, pcie, received)
-    )
+    totals = (None if None in all_ or not all_ else sum(filter(None, all_), 0.0) for all_ in (nvlink, pcie, received))
     return _Sender(name, expected, *totals)
 
 
@@ -165,7 +161,6 @@ def describe_move(base: Path, head: Path) -> str:
     if sizes == [None, None]:
         name, sizes = "PCIe", [base.pcie_bytes, head.pcie_bytes]
     then, now = (_UNKNOWN if size is None else byte_size(size) for size in sizes)
-    return (
-        f"moved from {NAMES[base.link]} to {NAMES[head.link]}: {name} carried {then} for "
-        f"{byte_size(base.expected_bytes)} sent, now {now} for {byte_size(head.expected_bytes)}"
-    )
+    before, after = byte_size(base.expected_bytes), byte_size(head.expected_bytes)
+    carried = f"{name} carried {then} for {before} sent, now {now} for {after}"
+    return f"moved from {NAMES[base.link]} to {NAMES[head.link]}: {carried}"

@@ -84,9 +84,8 @@ class Function(Engine):
         try:
             first_token_s, step_s = times
         except (TypeError, ValueError):
-            raise ValueError(
-                f"times is {times!r}: the seconds of the first token and a list of those of the others are needed"
-            ) from None
+            needed = "the seconds of the first token and a list of those of the others are needed"
+            raise ValueError(f"times is {times!r}: {needed}") from None
         return Texts(tokens=found, first_token_s=first_token_s, step_s=step_s)
 
     def score(self, token_ids: list[list[int]], from_position: list[int]) -> list[list[float]] | None:
@@ -131,8 +130,6 @@ def _name_of_place(place: str) -> str:
     except (ImportError, ValueError):
         found = None
     if found is None:
-        raise ValueError(
-            f"measure: {place!r} is not allowed: there is no module {module}: install its package, or add its folder "
-            "to `pythonpath` in the configuration of pytest"
-        )
+        remedy = "install its package, or add its folder to `pythonpath` in the configuration of pytest"
+        raise ValueError(f"measure: {place!r} is not allowed: there is no module {module}: {remedy}")
     return name.rpartition(".")[2]

@@ -79,26 +79,20 @@ class Server(Engine):
         url, command = case.strategy_options.get(URL), case.strategy_options.get(COMMAND)
         if bool(url) == bool(command):
             given = "both are given" if url else "none is given"
-            raise ValueError(
-                f"--strategy={self.name}: --llmgpu-server-url=URL or --llmgpu-server-command='vllm serve {{model}} "
-                f"--port {{port}}' is needed, and {given}"
-            )
+            either = "--llmgpu-server-url=URL or --llmgpu-server-command='vllm serve {model} --port {port}'"
+            raise ValueError(f"--strategy={self.name}: {either} is needed, and {given}")
         if url and (urlsplit(str(url)).scheme not in ("http", "https") or not urlsplit(str(url)).hostname):
             raise ValueError(f"--llmgpu-server-url={url}: http://HOST:PORT is needed")
         if url and urlsplit(str(url)).username is not None:
             raise ValueError("--llmgpu-server-url: the report would have its password: set OPENAI_API_KEY, or a proxy")
         if command and "{port}" not in str(command):
-            raise ValueError(
-                f"--llmgpu-server-command={command}: it has no {{port}}, which stands for a free port: write it where "
-                "the server takes its port"
-            )
+            remedy = "it has no {port}, which stands for a free port: write it where the server takes its port"
+            raise ValueError(f"--llmgpu-server-command={command}: {remedy}")
 
     def start(self, case: Case, source: ModelSource) -> None:
         """Start the server, if a command is given, wait until it is healthy, and find its model.
 
-        Raises:
-            RuntimeError: The server ended, or cannot be reached.
-            ValueError: It serves other models.
+        RuntimeError if the server ended, or cannot be reached; ValueError if it serves other models.
         """
         import requests
         from requests.adapters import HTTPAdapter
@@ -131,10 +125,8 @@ class Server(Engine):
         known = {source.name, source.directory, PurePath(source.directory or source.name).name}
         self._model = next((name for name in served if name in known or PurePath(name).name in known), "")
         if not self._model:
-            raise ValueError(
-                f"the server at {self._url} serves {', '.join(served) or 'no model'}, not {source.name}: pass its "
-                "model as --llmgpu-model, or name it so (--served-model-name of vLLM)"
-            )
+            wanted = f"not {source.name}: pass its model as --llmgpu-model, or name it so (--served-model-name of vLLM)"
+            raise ValueError(f"the server at {self._url} serves {', '.join(served) or 'no model'}, {wanted}")
         with suppress(RuntimeError):  # not every server computes log-likelihoods of a prompt
             scored = self._post({"prompt": [1, 2, 3], "max_tokens": 1, "echo": True, "logprobs": 1})
             self._scores = len(_logprobs(scored.json())) >= 3  # noqa: PLR2004 - the three of the prompt

@@ -39,10 +39,8 @@ class ContinuousBatching(Engine):
     def check(self, case: Case, source: ModelSource) -> None:
         """Refuse several GPUs, and scoring, which it does not offer."""
         if not case.generates:
-            raise ValueError(
-                f"--strategy={self.name}: it computes no log-likelihoods of given texts: use the fixture prompts, or "
-                "pass --llmgpu-workload=generate"
-            )
+            remedy = "use the fixture prompts, or pass --llmgpu-workload=generate"
+            raise ValueError(f"--strategy={self.name}: it computes no log-likelihoods of given texts: {remedy}")
         if case.devices > 1:
             raise ValueError(f"--llmgpu-devices={case.devices}: {self.name} of {source.name} runs on 1 device here")
 

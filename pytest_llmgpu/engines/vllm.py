@@ -49,14 +49,12 @@ class Vllm(Engine):
     def check(self, case: Case, source: ModelSource) -> None:
         """Refuse random weights, a count that the devices do not divide, and what only a rank that computes can do."""
         if case.load_format == "dummy":
-            raise ValueError(
-                f"--llmgpu-load-format=dummy: {self.name} makes other random weights than mp: pass a model with weights"
-            )
+            remedy = "pass a model with weights"
+            raise ValueError(f"--llmgpu-load-format=dummy: {self.name} makes other random weights than mp: {remedy}")
         heads = source.decoder.get("num_attention_heads")
         if heads and heads % case.devices:
-            raise ValueError(
-                f"--llmgpu-devices={case.devices}: {source.name} has {heads} attention heads: choose a divisor"
-            )
+            remedy = "choose a divisor"
+            raise ValueError(f"--llmgpu-devices={case.devices}: {source.name} has {heads} attention heads: {remedy}")
         if case.devices > 1 and case.gpu_memory_bytes is not None:
             raise ValueError(f"--llmgpu-gpu-memory: {self.name} on {case.devices} GPUs takes no cap: remove the option")
 
@@ -71,10 +69,9 @@ class Vllm(Engine):
             os.environ.setdefault(name, value)
         platform = importlib.import_module("vllm.platforms").current_platform
         if platform.device_type != case.device:
-            raise ValueError(
-                f"--llmgpu-device={case.device}: the installed vLLM computes on {platform.device_type or 'no device'} "
-                "here: install its build for this device (docs/strategies.md)"
-            )
+            built = f"the installed vLLM computes on {platform.device_type or 'no device'} here"
+            remedy = "install its build for this device (docs/strategies.md)"
+            raise ValueError(f"--llmgpu-device={case.device}: {built}: {remedy}")
         # On a CPU a compiler would run at each start, and hide the modules.
         eager = case.device == "cpu" or case.cuda_graphs == "off"
         taken = {"model": str(source.directory), "skip_tokenizer_init": True, "dtype": case.dtype}
@@ -141,10 +138,8 @@ class Vllm(Engine):
         if (longest := max(map(len, token_ids))) >= self._context:
             if self._size[2]:
                 raise NotImplementedError  # of generated texts it is a check
-            raise ValueError(
-                f"{self.name} scores sequences of up to {self._context - 1} tokens with this model, and one has "
-                f"{longest}: leave it out of the dataset"
-            )
+            most = f"sequences of up to {self._context - 1} tokens with this model"
+            raise ValueError(f"{self.name} scores {most}, and one has {longest}: leave it out of the dataset")
         found = self._run(token_ids, max_tokens=1, prompt_logprobs=0)
         return [
             [one.prompt_logprobs[place][tokens[place]].logprob for place in range(begin, len(tokens))]
@@ -168,8 +163,7 @@ class Vllm(Engine):
     def _run(self, token_ids: list[list[int]], **sampling: Any) -> list[Any]:
         vllm = importlib.import_module("vllm")
         wanted = vllm.SamplingParams(temperature=0, detokenize=False, **sampling)
-        prompts = [{"prompt_token_ids": tokens} for tokens in token_ids]
-        return list(self._llm.generate(prompts, wanted, use_tqdm=False))
+        return list(self._llm.generate([{"prompt_token_ids": tokens} for tokens in token_ids], wanted, use_tqdm=False))
 
 
 def _in_worker(worker: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:

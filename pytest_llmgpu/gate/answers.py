@@ -118,8 +118,7 @@ class Answered(msgspec.Struct, frozen=True):
             if difference <= allowed:
                 difference, allowed, how = self.largest or 0.0, 2 * allowed, "differ by up to"
             dtype = None if rule.difference is not None else self.result.case.dtype
-            fixed = numbers == "IMPROVED"
-            reason = _difference_in_words(difference, allowed, dtype, launch, fixed=fixed, how=how)
+            reason = _difference_in_words(difference, allowed, dtype, launch, fixed=numbers == "IMPROVED", how=how)
             more = f"{change}: {flips}."
         elif random and self.difference is None:
             reason = f"Log-likelihoods are missing, or not finite{launch}."
@@ -185,10 +184,8 @@ def below_floor(result: CaseResult, rule: AccuracyRule) -> str | None:
         worst = min(values)
         if worst < rule.floor - _ROUNDING:
             where = "" if worst == max(values) else f" in launch {values.index(worst) + 1} of {len(values)}"
-            return (
-                f"Accuracy ({rule.metric}) {percent(worst, 2)}{where}, below the policy's floor of "
-                f"{percent(rule.floor, 2)}."
-            )
+            floor = f"below the policy's floor of {percent(rule.floor, 2)}."
+            return f"Accuracy ({rule.metric}) {percent(worst, 2)}{where}, {floor}"
     check = result.accuracy_check
     return f"{check.text}." if check is not None and check.ok is False else None
 
@@ -265,15 +262,11 @@ def texts_row(base: CaseResult, head: CaseResult, rule: TextsRule) -> Row | str 
         first = f"{len(diverged):,} of {texts} diverge{where}, the first at token {min(diverged)}."
         reason = f"{first}\n{reason}" if result == "CHANGED" else f"{reason}\n{first}"
     # Texts that diverge where rounding decides are both right: they never fail.
-    gated = rule.gate and result != "CHANGED"
-    return Row.of(head, "texts", result, reason, gated=gated, threshold=allowed)
+    return Row.of(head, "texts", result, reason, gated=rule.gate and result != "CHANGED", threshold=allowed)
 
 
 def _on_common_prefix(before: Generation, after: Generation) -> tuple[float, list[int]]:
-    """Return the typical difference, and the first token that differs in each text that diverges, counted from 1.
-
-    The difference is infinite where only the later numbers are not finite, and NaN where the earlier ones are not.
-    """
+    """Return the typical difference, NaN where `_typical` has none, and the first other token of each text, from 1."""
     then, now = decode_tokens(before.tokens), decode_tokens(after.tokens)
     expected, values = decode(before.loglikelihoods), decode(after.loglikelihoods)
     places: list[int] = []

@@ -22,13 +22,12 @@ from pytest_llmgpu.gate.exact import absent, other_execution
 from pytest_llmgpu.gate.policy import ProgramRule
 from pytest_llmgpu.gate.program import FLOPS, OWN, SYNCS, WAITS, Pair
 from pytest_llmgpu.gate.times import WALL_TIMES
-from pytest_llmgpu.report.cause import CallsChange, Cause, Place, SlowerKernel
 from pytest_llmgpu.report.derived import of_prefill
 from pytest_llmgpu.report.kernel_families import collective_of, family_of
 from pytest_llmgpu.report.metrics import MetricName
 from pytest_llmgpu.report.result import CaseResult
 from pytest_llmgpu.report.text import listed, percent, plural, signed_percent
-from pytest_llmgpu.report.verdicts import WORST_FIRST, Decided, Row
+from pytest_llmgpu.report.verdicts import WORST_FIRST, CallsChange, Cause, Decided, Place, Row, SlowerKernel
 
 _EXPLAINED = (*WALL_TIMES, "device_time", "traffic")
 """Metrics that work passes can explain, besides the program itself."""
@@ -122,9 +121,8 @@ def _of_rank(head: CaseResult, pair: Pair, rule: ProgramRule, *, gain: float, be
     if syncs > 0 and not better:
         result, reason = "REGRESSED", f"{plural(syncs, 'host synchronization')} more in a forward, threshold 0."
     elif changed.price is not None:
-        reason = (
-            f"The program changed by {signed_percent(changed.price, 2)} of device time, threshold {percent(limit, 2)}"
-        )
+        allowed = f"threshold {percent(limit, 2)}"
+        reason = f"The program changed by {signed_percent(changed.price, 2)} of device time, {allowed}"
         won = changed.price > limit and gain > limit
         reason += f"; device time became at least {percent(gain, 2)} shorter." if won else "."
         result = "REGRESSED" if changed.price > limit and not won else "CHANGED"
@@ -160,10 +158,9 @@ def with_slower_kernels(row: Row, pairs: Sequence[Pair]) -> Row:
     cause = Cause(place="kernel", rank=number if len(pairs) > 1 else None, kernel=worst)
     if row.result == "REGRESSED":
         return stated(row, cause)
-    reason = (
-        f"One kernel takes {percent(worst.growth)} longer, relative to the others: {signed_percent(worst.excess, 2)} "
-        f"of device time, threshold {percent(limit, 2)}. {row.reason.splitlines()[0]}"
-    )
+    excess = f"{signed_percent(worst.excess, 2)} of device time, threshold {percent(limit, 2)}"
+    slower = f"One kernel takes {percent(worst.growth)} longer, relative to the others: {excess}"
+    reason = f"{slower}. {row.reason.splitlines()[0]}"
     verdict = "REGRESSED" if row.gated else "CHANGED"
     return stated(msgspec.structs.replace(row, verdict=verdict, improved=False, reason=reason, next_step=""), cause)
 
@@ -236,10 +233,7 @@ def module_of(cause: Cause) -> str | None:
 
 
 def _of_wall_time(pairs: Sequence[Pair], growth: float) -> Cause:
-    """Return the part of a pass that grew most, of the rank whose own time grew most: the others wait for it.
-
-    The rank is named if its time grew at least twice as much as that of any other rank.
-    """
+    """Return the part of a pass that grew most, of the rank that grew most, named if others grew half as much."""
     growths_s = [one.after.own_s - one.before.own_s for one in pairs]
     number = growths_s.index(max(growths_s))
     pair, others_s = pairs[number], [*growths_s[:number], *growths_s[number + 1 :]]
@@ -348,10 +342,7 @@ def _call_in_words(
 
 
 def _short(name: str) -> str:
-    """Return the name of a call without its return type, namespaces, template arguments and parameters.
-
-    A collective has the name of its kind.
-    """
+    """Return a name without return type, namespaces, template arguments and parameters; of a collective its kind."""
     if family_of(name) == "collective":
         return collective_of(name)
     plain = re.split(r"[<(]", name.removeprefix("void ").replace("(anonymous namespace)::", ""), maxsplit=1)[0]

@@ -58,7 +58,6 @@ def _compared(base: CaseResult, head: CaseResult, name: str, policy: Policy, *, 
     declared = msgspec.structs.replace(both[0], threshold=min(limits if limit is None else [*limits, limit]))
     then, now = recorded(base, name), recorded(head, name)
     row = functools.partial(Row.of, head, name, declared=declared)
-
     if not now:
         return row("MISSING", "Only the baseline has it: the test did not record it.") if then else NEITHER
     if not then:

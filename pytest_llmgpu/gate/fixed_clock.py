@@ -99,14 +99,12 @@ def mean_pass(log_s: float, ghz: Sequence[Sequence[float]] | None) -> list[Pass]
     return [Pass(log_s, statistics.fmean(map(math.log, clocks)))] if clocks and min(clocks) > 0 else []
 
 
-def fit(
-    base: Sequence[Sequence[Pass]], head: Sequence[Sequence[Pass]], others: Sequence[Sequence[Pass]] = ()
-) -> Fitted:
+def fit(base: Sequence[Sequence[Pass]], head: Sequence[Sequence[Pass]], alike: Sequence[Sequence[Pass]] = ()) -> Fitted:
     """Return the passes [launches][passes] of both reports, at least one each, at the mean clock of the candidate.
 
-    Others of the same program have the same slope, and levels of their own.
+    Those of `alike`, of the same program, have the same slope, and levels of their own.
     """
-    launches, timed = [*base, *head, *others], len(base) + len(head)
+    launches, timed = [*base, *head, *alike], len(base) + len(head)
     means = [Pass(*(sum(column) / len(launch) for column in zip(*launch, strict=True))) for launch in launches]
     away = [
         (one.log_s - mean.log_s, one.log_ghz - mean.log_ghz)

@@ -128,8 +128,7 @@ def next_steps(verdicts: Verdicts, policy: Policy) -> str:
     """Return what to run next in one line; empty if there is nothing to do."""
     failing = worst_first(row for row in verdicts.rows if fails(row, policy))
     unclear = [row for row in verdicts.rows if row.verdict == "UNDECIDED" and row.gated]
-    disturbed = worst_first(row for row in unclear if not row.compared)
-    worst = next(iter(failing or disturbed), None)
+    worst = next(iter(failing or worst_first(row for row in unclear if not row.compared)), None)
     base, head = (None if one is None else one.commit for one in (verdicts.baseline, verdicts.head))
     commits, command, both = "", "", "`llmgpu ab`"
     # A regression of uncommitted changes is between no two commits.
@@ -173,14 +172,9 @@ def step_of(row: Row, *others: Row) -> str:
 
 
 def _deciding(rows: Sequence[Row], way: str = "`llmgpu ab` launches both in turn") -> list[str]:
-    """Return what decides undecided rows: their own next steps, and the launches that decide at least half.
-
-    `way` is for rows that need too many launches.
-    """
+    """Return what decides rows: their own next steps, and the launches that decide at least half, else `way`."""
     noisy = [row for row in rows if not row.next_step]
-    needed = sorted(
-        row.launches_needed for row in noisy if row.launches_needed is not None and (row.n or 0) < row.launches_needed
-    )
+    needed = sorted(enough for row in noisy if (enough := row.launches_needed or 0) > (row.n or 0))
     parts = list(dict.fromkeys(row.next_step for row in rows if row.next_step))
     undecided = plural(len(noisy), "undecided row")
     if needed and 2 * len(needed) >= len(noisy):

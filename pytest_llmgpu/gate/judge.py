@@ -194,11 +194,9 @@ def pairs(base: Sequence[CaseResult], head: Sequence[CaseResult]) -> list[Pair]:
 def decided(tests: Sequence[Timed | Answered], confidence: float) -> list[Row]:
     """Return the row of each test. Its p is adjusted over those of its family by Holm's method."""
     families = [one.family for one in tests]
-    members = Counter(families)
+    sizes = Counter(families)
     adjusted = (holm([one.p(sign) for one in tests], families) for sign in (1, -1))
-    return [
-        one.row(ps, members[family], confidence) for one, family, *ps in zip(tests, families, *adjusted, strict=True)
-    ]
+    return [one.row(ps, sizes[family], confidence) for one, family, *ps in zip(tests, families, *adjusted, strict=True)]
 
 
 _Entry = Row | Timed | Answered | tuple[CaseResult, CaseResult]
@@ -318,9 +316,7 @@ class Comparison:
             found = times.device_times(of_prefill(base), of_prefill(head), rule)
             if isinstance(found, Timed):
                 self._entries.append(msgspec.structs.replace(found, part="prefill"))
-        before, after = (
-            {device.uuid for profile in result.profiles for device in profile.devices} for result in (base, head)
-        )
+        before, after = ({of.uuid for profile in one.profiles for of in profile.devices} for one in (base, head))
         # Without a profile, the GPUs of the machines count.
         same_gpus = before == after if before and after else self._same_gpus
         for metric in times.WALL_TIMES:

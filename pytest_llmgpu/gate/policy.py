@@ -264,9 +264,8 @@ def check_figures(policy: Policy, declared: Mapping[str, Declared]) -> list[str]
     """Return a line for each undeclared figure; ValueError for a misspelt metric or a threshold above the declared."""
     for name, rule in policy.figures.items():
         if name in declared and (given := rule.threshold or 0.0) > (least := declared[name].threshold):
-            raise ValueError(
-                f"policy: {name}: threshold = {given:g} is above the declared {least:g}: a policy can only tighten it"
-            )
+            needed = "a policy can only tighten it"
+            raise ValueError(f"policy: {name}: threshold = {given:g} is above the declared {least:g}: {needed}")
     names = dict.fromkeys([*policy.figures, *(entry.metric for entry in policy.allow)])
     unknown = [name for name in names if name not in BY_NAME and name not in declared]
     text = "policy: {}: no metric, and no figure that pytest_llmgpu_metrics declares{}"

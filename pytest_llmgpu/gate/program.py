@@ -14,13 +14,14 @@ import statistics
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import accumulate, takewhile
+from itertools import accumulate
+from os.path import commonprefix
 from typing import NamedTuple, TypeVar
 
 from pytest_llmgpu.gate import fixed_clock
 from pytest_llmgpu.gate.fixed_clock import Fitted, Pass
-from pytest_llmgpu.report.cause import CallsChange, Cause, Place, SlowerKernel
 from pytest_llmgpu.report.result import CaseResult, Launch
+from pytest_llmgpu.report.verdicts import CallsChange, Cause, Place, SlowerKernel
 from pytest_llmgpu.report.work import KernelFamily, RankWork, Work
 
 _K = TypeVar("_K")
@@ -184,8 +185,7 @@ def slower_kernels(pair: Pair) -> list[SlowerKernel]:
         of_launches = fitted.sd * sum(1 / len(side) for side in fitted.samples) ** 0.5
         error = share * (1 + growth) * math.hypot(of_launches, fixed_clock.KERNEL_IDLE_SD * idle)
         excess, module = share * growth, most.get(family)
-        one = SlowerKernel(name=name, family=family, module=module, growth=growth, excess=excess, error=error)
-        found.append(one)
+        found.append(SlowerKernel(name=name, family=family, module=module, growth=growth, excess=excess, error=error))
     return sorted(found, key=lambda one: -one.excess)
 
 
@@ -307,15 +307,11 @@ def _module_with_most(growths: Mapping[str, float], growth: int) -> str | None:
 
 def _alike(name: str, other: str) -> int:
     """Return how many letters at the begin and at the end are equal."""
-    pairs = (name, other), (name[::-1], other[::-1])
-    return sum(sum(1 for _ in takewhile(lambda two: two[0] == two[1], zip(*pair, strict=False))) for pair in pairs)
+    return sum(map(len, map(commonprefix, ((name, other), (name[::-1], other[::-1])))))
 
 
 def _net(before: Mapping[str, _N], after: Mapping[str, _N], known: Collection[str]) -> tuple[dict[str, _N], list[str]]:
-    """Return the growth by module, in which what left one module and is in another one cancels, and such moves.
-
-    Of several modules that have more, the one with the most similar name is meant: a wrapped or renamed one.
-    """
+    """Return growths by module, less moves to a new or an outer module with the most similar name, and the moves."""
     growths = {module: after.get(module, 0) - before.get(module, 0) for module in {**before, **after}}
     moves = []
     for module in sorted(growths):

@@ -267,9 +267,7 @@ def wall_times(
 
     Those of forwards that the GPU limits are compared at a fixed clock, with the slope of device time.
     """
-    sides = comparable(
-        base, head, metric, lambda launch: latencies(launch, metric)[0], gated=rule.gate, declared=declared
-    )
+    sides = comparable(base, head, metric, lambda one: latencies(one, metric)[0], gated=rule.gate, declared=declared)
     if not isinstance(sides, tuple):
         return sides
     timed = [[latencies(launch, metric) for launch in side] for side in sides]
@@ -335,8 +333,7 @@ def _host_times(base: CaseResult, head: CaseResult, rule: TimeRule, *, same_gpus
     sides = comparable(base, head, "time", lambda launch: launch.batches.launch_s)
     if not isinstance(sides, tuple):
         return
-    logs, difference = noise_regime.at_equal_speed(sides)
-    prior = noise_regime.prior_of_host(len(sides[0][0].batches.launch_s))
+    logs, difference, prior = noise_regime.at_equal_speed(sides)
     left_out = _left_out(base, head, sides, "`launch_s` or `profile.invalid`")
     yield Timed(
         result=head,
@@ -371,11 +368,8 @@ def device_times(
     ran = {(tuple(one.work.batches), len(one.ranks)) for one in launches if one.work is not None}
     waited = {rank.stamped_busy is not None for one in launches for rank in one.ranks}
     if len(ran) > 1 or len(waited) > 1:
-        why = (
-            "ran other batches or ranks than the baseline's"
-            if len(ran) > 1
-            else "waited for the host in one report alone"
-        )
+        alone = "waited for the host in one report alone"
+        why = "ran other batches or ranks than the baseline's" if len(ran) > 1 else alone
         reason = f"The work passes {why}: make the report of the newer version the baseline."
         return Row.of(head, "device_time", "NOT_COMPARABLE", reason, gated=rule.gate)
     same = len({tuple(tuple(rank.uuids) for rank in launch.ranks) for launch in launches}) == 1
@@ -449,10 +443,9 @@ def _described(case: Timed, row: Row, why: str) -> str:
     ratio, low, high, threshold = row.ratio or 0.0, row.low or 0.0, row.high or 0.0, row.threshold or 0.0
     of_rank = f" of rank {case.slowest}" if len(case.ranks) > 1 else ""
     limit = f"{100 * threshold:.3g} %" if threshold < FACTORS_FROM else slowdown(threshold)
-    reason = (
-        f"{capital(case.metric.replace('_', ' '))}{of_rank} {signed_percent(ratio - 1)} "
-        f"(90 % CI {100 * (low - 1):+.1f} to {100 * (high - 1):+.1f} %), threshold {limit}: {now}, was {was}."
-    )
+    change = f"{capital(case.metric.replace('_', ' '))}{of_rank} {signed_percent(ratio - 1)}"
+    interval = f"90 % CI {100 * (low - 1):+.1f} to {100 * (high - 1):+.1f} %"
+    reason = f"{change} ({interval}), threshold {limit}: {now}, was {was}."
     if case.machine_sd:
         reason += f" The baseline is from other GPUs (spread between GPUs: {100 * case.machine_sd:.2g} %)."
     if case.clocks_ghz is not None and abs(case.clocks_ghz[1] / case.clocks_ghz[0] - 1) > CLOCK:
@@ -483,10 +476,8 @@ def with_power(row: Row, base: CaseResult, head: CaseResult) -> Row:
     energy = ""
     if base.energy_j_per_sequence and head.energy_j_per_sequence:
         energy = f", energy per sequence {signed_percent(head.energy_j_per_sequence / base.energy_j_per_sequence - 1)}"
-    reason = (
-        f"More power per forward: the clock was {100 * (1 - row.clock_ratio):.1f} % lower in each of "
-        f"{plural(lower, 'launch')} in turn{energy}. At an equal clock: {row.reason}"
-    )
+    clock = f"the clock was {100 * (1 - row.clock_ratio):.1f} % lower in each of {plural(lower, 'launch')} in turn"
+    reason = f"More power per forward: {clock}{energy}. At an equal clock: {row.reason}"
     return msgspec.structs.replace(row, verdict="CHANGED", improved=False, reason=reason)
 
 

@@ -31,6 +31,7 @@ Change = Literal["worse", "better", "disturbed"]
 
 _Marks = dict[int, tuple[Change, str]]
 """The changes of a metric of one case and their reasons, by the place of the report."""
+_Kept = Sequence[tuple[Stored, Report]]
 
 _SMALLEST = 0.002
 """Smallest step that is stated, as a fraction. A test of figures that hardly vary would find any."""
@@ -46,7 +47,6 @@ _FEWEST_BEFORE, _FEWEST_AFTER = 4, 2
 """Fewest reports before and after a step."""
 FEWEST = _FEWEST_BEFORE + _FEWEST_AFTER
 """Fewest reports in which a step can be found."""
-
 
 DEVICE_TIME = Prior(s0=0.003, df0=40.0)
 """Prior of device time between reports of the same GPUs: LLaMA-7B at batch sizes 8 to 64, 72 launches on two H200."""
@@ -126,7 +126,7 @@ def chosen(folder: Path, machine: str | None = None) -> list[Stored]:
     return list(kept.values())
 
 
-def trends(kept: Sequence[tuple[Stored, Report]], last: int | None = None) -> list[Trend]:
+def trends(kept: _Kept, last: int | None = None) -> list[Trend]:
     """Return each metric over stored reports, oldest first; those before the `last` ones are only compared with."""
     start = 0 if last is None else max(0, len(kept) - last)
     columns = [
@@ -198,7 +198,7 @@ def steps(values: Sequence[float], prior: Prior, *, cases: int = 1) -> list[Step
 
 
 def _figures(
-    spec: MetricSpec, kept: Sequence[tuple[Stored, Report]], results: Mapping[int, CaseResult], cases: int, start: int
+    spec: MetricSpec, kept: _Kept, results: Mapping[int, CaseResult], cases: int, start: int
 ) -> tuple[list[Figure | None], bool | None]:
     """Return the figure of one case in each report from `start` on, with its changes, and if a time was tested.
 
@@ -225,7 +225,7 @@ def _figures(
 
 def _steps(
     spec: MetricSpec,
-    kept: Sequence[tuple[Stored, Report]],
+    kept: _Kept,
     results: Mapping[int, CaseResult],
     values: Mapping[int, float],
     cases: int,

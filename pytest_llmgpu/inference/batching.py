@@ -148,10 +148,7 @@ def encode(
     number on. The tokenizer adds its default special tokens, unless the text begins with one.
 
     With `add_bos` texts begin with the tokenizer's special tokens, and with None by its own setting; it is loaded with
-    the same value.
-
-    Raises:
-        ValueError: A context or an ending has no token, or an ending has more than `max_length` tokens.
+    the same value. ValueError if a context or an ending has no token, or an ending more than `max_length` tokens.
     """
     of_items = [task.requests(item) for item in items]
     pairs = []
@@ -167,16 +164,14 @@ def encode(
         else:
             prefix = _prefix(tokenizer)  # stands for the empty context
             if prefix is None:
-                raise ValueError(
-                    f"ending {ending!r} has no context, and the tokenizer has no bos or eos token to stand for it"
-                )
+                lacking = "and the tokenizer has no bos or eos token to stand for it"
+                raise ValueError(f"ending {ending!r} has no context, {lacking}")
             given, asked = [prefix], tokenizer.encode(ending, add_special_tokens=False)
             asked = asked[1:] if asked[:1] == given else asked
         if not given or not 1 <= len(asked) <= max_length:
-            raise ValueError(
-                f"ending {ending!r} after {context[-40:]!r} is {len(asked)} tokens after {len(given)} of context: "
-                f"1 to {max_length} (the model's maximum) after at least 1 are needed"
-            )
+            found = f"{len(asked)} tokens after {len(given)} of context"
+            needed = f"1 to {max_length} (the model's maximum) after at least 1 are needed"
+            raise ValueError(f"ending {ending!r} after {context[-40:]!r} is {found}: {needed}")
         requests.append(Request(tokens=(*given, *asked), ending=len(asked)))
     return Requests(
         item_ids=tuple(item.id for item in items),
@@ -197,10 +192,7 @@ def encode_prompts(
     """Tokenise the context of every item and keep its last tokens, `most_tokens` at most (see `encode`).
 
     A request has one more token in the place of an ending, whose value has no effect: its row of the hidden states is
-    the one that predicts the first new token.
-
-    Raises:
-        ValueError: A prompt has no token.
+    the one that predicts the first new token. ValueError if a prompt has no token.
     """
     tokens = _tokens({item.context for item in items}, tokenizer, add_bos)
     empty = next((item for item in items if not tokens[item.context]), None)
@@ -292,8 +284,7 @@ def _pack(requests: Requests, batches: Sequence[Batch]) -> None:
     lines = next(lines for lines in range(1, rows + 1) if rows % lines == 0 and lines >= least)
     tokens = [[len(requests.requests[number].tokens) - 1 for number in batch.requests] for batch in batches]
     lengths_of_lines = torch.tensor(tokens).clamp(max=width)[:, rows_of_lines(torch.arange(rows), lines)].sum(-1)
-    longest = int(lengths_of_lines.max())
-    length = -(-longest // 8) * 8  # fast kernels of attention take masks of such widths alone
+    length = -(-int(lengths_of_lines.max()) // 8) * 8  # fast kernels of attention take masks of such widths alone
     if lines * length <= (1 - _LEAST_SAVED) * rows * width:
         for batch in batches:
             batch.lines = lines, length

@@ -36,7 +36,6 @@ _REMEDIES = {
 }
 """Name of an error of torch to what helps against it."""
 
-
 _LEAST_QUERIES = 512
 """Rows x heads of a decode step from which its attention is replaced: fewer have too few programs for a GPU."""
 
@@ -58,11 +57,7 @@ class CompiledLayers:
     """Replaces the forwards of a decoder's layers by compiled ones; the first forward of each shape compiles."""
 
     def __init__(self, model: Any, compiler: str | Callable[..., Any] = "inductor") -> None:
-        """Prepare to compile the layers of a model, in eval mode, by a backend of torch.compile.
-
-        Raises:
-            ValueError: The decoder has no list of layers.
-        """
+        """Prepare to compile the layers of a model, in eval mode, by a backend of torch.compile (see `reset`)."""
         import torch
 
         self._model = model
@@ -82,10 +77,8 @@ class CompiledLayers:
     def reset(self) -> None:
         """Forget all graphs: a case has the same time, memory and number of graphs alone and in a sweep.
 
-        The layers are those that the model has now: functions of the test suite may have replaced some.
-
-        Raises:
-            ValueError: The forward of one layer was replaced, which would run in none of them.
+        The layers are those that the model has now: functions of the test suite may have replaced some. ValueError if
+        the decoder has no list of layers, or the forward of one layer was replaced, which would run in none of them.
         """
         import torch
 
@@ -104,10 +97,9 @@ class CompiledLayers:
             _join_weights(layer, uses)
             kind = type(layer)
             if "forward" in vars(layer):
-                raise ValueError(
-                    f"the forward of layer {index} was replaced: compiled layers run that of their class: replace the "
-                    f"layer by a module of another class, or modules in it, in place of {kind.__name__}.forward"
-                )
+                remedy = "replace the layer by a module of another class, or modules in it, in place of "
+                remedy = f"compiled layers run that of their class: {remedy}{kind.__name__}.forward"
+                raise ValueError(f"the forward of layer {index} was replaced: {remedy}")
             if kind not in compiled:
                 compiled[kind] = torch.compile(kind.forward, backend=self._compile, dynamic=False, fullgraph=True)
             layer.forward = _forward(self, layer, index, compiled[kind])
@@ -115,22 +107,16 @@ class CompiledLayers:
         self.compile_s, self.graphs, self._warmed_up = 0.0, 0, False
 
     def check(self) -> None:
-        """Refuse a warm-up in which nothing was compiled; until the next `reset`, compiling is an error.
-
-        Raises:
-            CompileError: No forward was compiled.
-        """
+        """Refuse a warm-up that compiled nothing (CompileError); until the next `reset`, compiling is an error."""
         if not self.graphs:
-            raise CompileError(
-                "torch.compile compiled nothing: unset TORCHDYNAMO_DISABLE, TORCH_COMPILE_DISABLE and similar variables"
-            )
+            remedy = "unset TORCHDYNAMO_DISABLE, TORCH_COMPILE_DISABLE and similar variables"
+            raise CompileError(f"torch.compile compiled nothing: {remedy}")
         self._warmed_up = True
 
     def run(self, compiled: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         """Call a compiled function; if the call compiles, count its time.
 
-        Raises:
-            CompileError: The function cannot be compiled, or was compiled after the warm-up.
+        CompileError if the function cannot be compiled, or was compiled after the warm-up.
         """
         import torch
         from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
@@ -146,10 +132,8 @@ class CompiledLayers:
             remedy = _REMEDIES.get(name, "measure another strategy")
             raise CompileError(f"torch.compile failed: {name}: {first_line(cause)}: {remedy}") from error
         if self.graphs > before and self._warmed_up:
-            raise CompileError(
-                f"torch.compile compiled {type(arguments[0]).__name__} again after the warm-up, in a measured forward: "
-                "measure another strategy"
-            )
+            when = "after the warm-up, in a measured forward: measure another strategy"
+            raise CompileError(f"torch.compile compiled {type(arguments[0]).__name__} again {when}")
         if self.graphs > before:
             # With the first launch, in which triton chooses the configuration of its kernels.
             self.compile_s += time.perf_counter() - began_s

@@ -152,12 +152,10 @@ class GraphedDecoder:
         if self._hidden is None or self._hidden.numel() < hidden_BSH.numel():
             # One buffer for all shapes. Graphs that were recorded before keep their smaller one.
             self._hidden = torch.empty_like(hidden_BSH).flatten()
-        answer_BSH = self._hidden[: hidden_BSH.numel()].view(hidden_BSH.shape)
+        out_BSH = self._hidden[: hidden_BSH.numel()].view(hidden_BSH.shape)
         del hidden_BSH
-        graph = self._recorder.record(
-            lambda: answer_BSH.copy_(self._eager(input_ids=ids_BS, **others).last_hidden_state)
-        )
-        return graph, ids_BS, answer_BSH
+        graph = self._recorder.record(lambda: out_BSH.copy_(self._eager(input_ids=ids_BS, **others).last_hidden_state))
+        return graph, ids_BS, out_BSH
 
 
 def _described(error: Exception) -> str:

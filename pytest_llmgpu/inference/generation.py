@@ -50,11 +50,7 @@ _CHUNKED = "chunked_attention"
 
 
 def check(model: torch.nn.Module, config: PretrainedConfig | None) -> None:
-    """Refuse a module that is no causal language model of transformers, before anything is measured.
-
-    Raises:
-        ValueError: The message has everything that is missing.
-    """
+    """Refuse what is no causal language model of transformers: ValueError with everything that is missing."""
     missing = [name for name in ("past_key_values", "position_ids", "attention_mask") if not scoring.takes(model, name)]
     lacks = [f"arguments {', '.join(missing)} of forward"] if missing else []
     lacks += ["get_output_embeddings()"] if scoring.output_head(model) is None else []
@@ -64,10 +60,8 @@ def check(model: torch.nn.Module, config: PretrainedConfig | None) -> None:
 
         lacks += [] if hasattr(Cache, "get_conv_state") else ["Cache.get_conv_state in this version of transformers"]
     if lacks:
-        raise ValueError(
-            f"{type(model).__name__} cannot generate text, it has no {', no '.join(lacks)}: score it "
-            "(--llmgpu-workload=score), or use a causal language model of transformers"
-        )
+        remedy = "score it (--llmgpu-workload=score), or use a causal language model of transformers"
+        raise ValueError(f"{type(model).__name__} cannot generate text, it has no {', no '.join(lacks)}: {remedy}")
 
 
 def can_share_lines(config: PretrainedConfig | None) -> bool:
@@ -144,11 +138,8 @@ class Generator(AbstractContextManager["Generator"]):
     def generate(self, on_batch: OnBatch = lambda *_: None) -> tuple[Batches, Generation, str | None]:
         """Generate the texts of all prompts.
 
-        Returns:
-            The batches, without a clock; the texts in the order of the dataset; the reason why there is no clock.
-
-        Raises:
-            ValueError: A log-likelihood is not finite.
+        Return the batches, without a clock; the texts in the order of the dataset; the reason why there is no clock.
+        ValueError if a log-likelihood is not finite.
         """
         columns = Batches()
         first_token_s: list[float] = []
@@ -208,10 +199,8 @@ class Generator(AbstractContextManager["Generator"]):
     ) -> tuple[float, list[float], list[list[int]], list[list[float]]]:
         """Generate the texts of one batch; the devices are idle at both ends.
 
-        A clock gets stamps from the number `first` on: before the prefill, after it, and after the steps.
-
-        Returns:
-            Its latency in seconds, the times to the first token and of each step, tokens [B][N], log-likelihoods.
+        Return its latency, the times to the first token and of each step, tokens [B][N], log-likelihoods. A clock gets
+        stamps from the number `first` on: before the prefill, after it, and after the steps.
         """
         import torch
 
@@ -414,8 +403,7 @@ class StateCache(_Cache):
         """Keep the last inputs of a prefill, as many as the kernel has, and return all of them."""
         import torch
 
-        missing = conv_kernel_size - inputs_BCS.shape[-1]
-        inputs_BCS = torch.nn.functional.pad(inputs_BCS, (max(missing, 0), 0))
+        inputs_BCS = torch.nn.functional.pad(inputs_BCS, (max(conv_kernel_size - inputs_BCS.shape[-1], 0), 0))
         if self.conv is None:
             self.conv = inputs_BCS.new_zeros(self._most_rows, inputs_BCS.shape[1], conv_kernel_size)
         self.conv[: self.rows].copy_(inputs_BCS[..., -conv_kernel_size:])
@@ -691,10 +679,8 @@ class KernelCache(_Cache):
 def _kept(config: PretrainedConfig, slots: int) -> list[tuple[str, int]]:
     """Return the kind of each layer and the tokens that transformers' static cache keeps for it.
 
-    These are 0 for a state, and for a layer that reads the keys and values of another one.
-
-    Raises:
-        ValueError: The cache does not serve a kind of layer.
+    These are 0 for a state, and for a layer that reads the keys and values of another one. ValueError if the cache does
+    not serve a kind of layer.
     """
     import transformers
 
@@ -706,9 +692,8 @@ def _kept(config: PretrainedConfig, slots: int) -> list[tuple[str, int]]:
     if other := next((kind for kind in named.values() if kind not in served), None):
         raise ValueError(f"text of {slots} tokens is not generated with layers of the kind {other}: score the model")
     kept = []
-    for number, (is_linear, is_sliding, layer) in enumerate(
-        zip(layers.is_linear, layers.is_sliding, layers.layers, strict=True)
-    ):
+    ways = zip(layers.is_linear, layers.is_sliding, layers.layers, strict=True)
+    for number, (is_linear, is_sliding, layer) in enumerate(ways):
         kind = _KINDS[2] if is_linear else _KINDS[int(is_sliding)]
         kind = _CHUNKED if named.get(number) == _CHUNKED else kind
         kept.append((kind, 0 if is_linear else getattr(layer, "max_cache_len", 0)))

@@ -58,7 +58,6 @@ SPLIT_COUNTS = {
 }
 """Counts of the decoder that tensor parallelism splits: the names that transformers gives them in every config."""
 
-
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """The names of the number of experts of a layer in configs."""
 _EXPERTS_OF_TORCH = ("eager", "batched_mm", "grouped_mm")
@@ -129,11 +128,8 @@ def resolve(
     """Find a model and its tokenizer, and refuse a model that cannot be loaded, before anything starts.
 
     The arguments are those of the options. A relative path starts from the working directory, else from `rootdir`, to
-    which the shown name is relative. The tokenizer of a preset is trained on `texts`.
-
-    Raises:
-        ValueError: The message has the wrong value and the allowed ones, in one line. `TokenizerError` if the tokenizer
-            is wrong.
+    which the shown name is relative. The tokenizer of a preset is trained on `texts`. The ValueError has the wrong
+    value and the allowed ones, in one line; it is a `TokenizerError` if the tokenizer is wrong.
     """
     dummy = load_format == "dummy"
     if model in bundled.PRESETS:
@@ -376,11 +372,8 @@ def facts_here(place: str) -> ModelFacts:
 def _locate(model: str, revision: str | None, rootdir: Path, *, weights: bool) -> tuple[str, Path, str | None]:
     """Find `bundled`, a directory or a hub id. A hub model is downloaded, its weights only if `weights` is true.
 
-    Returns:
-        The name to show, the directory, and the commit of a hub id; None for the commit of anything else.
-
-    Raises:
-        ValueError: The model is unknown or cannot be downloaded.
+    Return the name to show, the directory, and the commit of a hub id, None of anything else. ValueError if the model
+    is unknown or cannot be downloaded.
     """
     if model == "bundled":
         return model, bundled.MODEL_DIRECTORY, None
@@ -396,10 +389,8 @@ def _locate(model: str, revision: str | None, rootdir: Path, *, weights: bool) -
             return (f"./{shown}" if taken else shown), here, None
     if not re.fullmatch(_HUB_ID, model):
         names = ["bundled", *bundled.PRESETS]
-        raise ValueError(
-            f"model {model!r} is unknown{guess(model, names)}: allowed are {', '.join(names)}, a directory that "
-            "exists, or a hub id such as huggyllama/llama-7b"
-        )
+        allowed = f"allowed are {', '.join(names)}, a directory that exists, or a hub id such as huggyllama/llama-7b"
+        raise ValueError(f"model {model!r} is unknown{guess(model, names)}: {allowed}")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -408,10 +399,9 @@ def _locate(model: str, revision: str | None, rootdir: Path, *, weights: bool) -
     try:
         found = snapshot_download(model, revision=revision, allow_patterns=list(_HUB_FILES), ignore_patterns=ignored)
     except (OSError, ValueError, HfHubHTTPError) as error:
-        raise ValueError(
-            f"model {model!r} is not a directory, and its download from the hub failed: {first_line(error)} "
-            "(check the name, the revision and the network, and set HF_TOKEN if the model has a licence to accept)"
-        ) from error
+        remedy = "check the name, the revision and the network, and set HF_TOKEN if the model has a licence to accept"
+        failed = f"its download from the hub failed: {first_line(error)} ({remedy})"
+        raise ValueError(f"model {model!r} is not a directory, and {failed}") from error
     return model, Path(found), Path(found).name  # the hub's cache names the folder by the commit
 
 
@@ -443,10 +433,8 @@ def _read_directory(directory: Path, *, weights: bool) -> tuple[dict[str, Any], 
     if not files:
         others = [path.name for pattern in ("*.bin", "*.pt*") for path in sorted(directory.glob(pattern))]
         found = f"only {', '.join(others[:3])}, which can run code when loaded" if others else "no weights"
-        raise ValueError(
-            f"model {directory} has {found}: *.safetensors are needed (convert with "
-            "transformers' save_pretrained, or use --llmgpu-load-format=dummy for random weights)"
-        )
+        remedy = "convert with transformers' save_pretrained, or use --llmgpu-load-format=dummy for random weights"
+        raise ValueError(f"model {directory} has {found}: *.safetensors are needed ({remedy})")
     index = directory / "model.safetensors.index.json"
     if index.exists():
         named = _indexed(index)
@@ -525,10 +513,8 @@ def _check_vocabulary(directory: Path, config: dict[str, Any], name: str, model:
     text = config.get("text_config")
     size = config.get("vocab_size", text.get("vocab_size") if isinstance(text, dict) else None)
     if isinstance(size, int) and largest >= size:  # without a size the default of its class applies
-        raise ValueError(
-            f"the tokenizer {name} has token {largest}, and {model} a vocab_size of {size}: choose the "
-            "tokenizer of this model by --llmgpu-tokenizer=DIR"
-        )
+        remedy = "choose the tokenizer of this model by --llmgpu-tokenizer=DIR"
+        raise ValueError(f"the tokenizer {name} has token {largest}, and {model} a vocab_size of {size}: {remedy}")
 
 
 def _preset_tokenizer(texts: Iterable[str], size: int) -> Path:
@@ -547,9 +533,8 @@ def _preset_tokenizer(texts: Iterable[str], size: int) -> Path:
                 made.replace(directory)
     except OSError as error:
         if not directory.is_dir():  # else another run has made it: a directory replaces none that is not empty
-            raise ValueError(
-                f"{cache} cannot be written ({error.strerror}): set XDG_CACHE_HOME to a writable folder"
-            ) from error
+            remedy = "set XDG_CACHE_HOME to a writable folder"
+            raise ValueError(f"{cache} cannot be written ({error.strerror}): {remedy}") from error
     return directory
 
 

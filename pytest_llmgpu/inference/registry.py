@@ -48,15 +48,11 @@ class Registry(Generic[_T]):
                 raise ValueError(f"{self.hook}: {registration!r} is not allowed: a mapping is needed")  # noqa: TRY004 - one kind of error for all input
             for name, place in registration.items():
                 if not _is_place(place):
-                    raise ValueError(
-                        f"{self.hook}: {place!r}, the place of {self.kind} {name!r}, is not allowed: "
-                        "package.module:attribute is needed"
-                    )
+                    refused = f"{place!r}, the place of {self.kind} {name!r}, is not allowed"
+                    raise ValueError(f"{self.hook}: {refused}: package.module:attribute is needed")
                 if not (isinstance(name, str) and self.is_name(name)):
-                    raise ValueError(
-                        f"{self.hook}: {name!r}, the name of the {self.kind} at {place}, is not allowed: "
-                        f"{self.allowed_names}"
-                    )
+                    refused = f"{name!r}, the name of the {self.kind} at {place}, is not allowed: {self.allowed_names}"
+                    raise ValueError(f"{self.hook}: {refused}")
                 if merged.setdefault(name, place) != place:
                     raise ValueError(f"{self.hook}: {self.kind} {name!r} is at two places, {merged[name]} and {place}")
         return merged
@@ -72,9 +68,8 @@ class Registry(Generic[_T]):
         if not _is_place(name):
             dotted = "." in name and ":" not in name
             hint = f" (did you mean {':'.join(name.rpartition('.')[::2])}?)" if dotted else guess(name, known)
-            raise ValueError(
-                f"{name!r} is no {self.kind}{hint}: allowed are {', '.join(sorted(known))}, or package.module:attribute"
-            )
+            allowed = f"allowed are {', '.join(sorted(known))}, or package.module:attribute"
+            raise ValueError(f"{name!r} is no {self.kind}{hint}: {allowed}")
         return name
 
     def make(self, place: str) -> _T:
@@ -90,10 +85,8 @@ class Registry(Generic[_T]):
             reason, hint = f"{error}".partition("\n")[0], ""
             missing = error.name if isinstance(error, ModuleNotFoundError) else None
             if missing and f"{place.replace(':', '.')}.".startswith(f"{missing}."):
-                hint = (
-                    f": install the package of {missing}, or add its folder to `pythonpath` in the configuration of "
-                    "pytest"
-                )
+                added = "add its folder to `pythonpath` in the configuration of pytest"
+                hint = f": install the package of {missing}, or {added}"
             elif isinstance(error, AttributeError) and error.obj is not None and error.name:
                 hint = guess(error.name, dir(error.obj))
             # The last line of the user's code; the message of a SyntaxError has it.

@@ -31,7 +31,6 @@ LEAN, HARNESS = SCORINGS = "lean", "harness"
 
 _MOST_BYTES = 64 * 2**20
 
-
 OnBatch = Callable[[float, int, int, int], None]
 """Called after each batch, outside its measured time, with its latency in seconds, rows, input tokens and tokens with
 padding."""
@@ -40,10 +39,8 @@ padding."""
 def check(model: torch.nn.Module) -> None:
     """Refuse a module that cannot be called as `model(input_ids=...)` (ValueError)."""
     if not takes(model, "input_ids"):
-        raise ValueError(
-            f"{type(model).__name__}.forward has no argument input_ids, which gets the tokens [rows, tokens]: add it, "
-            "or return a module that has it and calls this one"
-        )
+        needed = "which gets the tokens [rows, tokens]: add it, or return a module that has it and calls this one"
+        raise ValueError(f"{type(model).__name__}.forward has no argument input_ids, {needed}")
 
 
 def output_head(model: torch.nn.Module) -> torch.nn.Module | None:
@@ -72,9 +69,8 @@ class EndingHead:
     def __init__(self, model: torch.nn.Module) -> None:
         head = output_head(model)
         if head is None:
-            raise ValueError(
-                f"{type(model).__name__} has no get_output_embeddings(): a causal language model is needed"
-            )
+            needed = "a causal language model is needed"
+            raise ValueError(f"{type(model).__name__} has no get_output_embeddings(): {needed}")
         self._model = model
         self._head = head
         self._has_cache = takes(model, "use_cache")
@@ -100,9 +96,8 @@ class EndingHead:
             cached["use_cache"] = bool(cached)
         logits_1NV = _logits(self._model, ids_BS, **cached)
         if logits_1NV.shape[:2] != (1, len(rows_N)):
-            raise ValueError(
-                f"{type(self._model).__name__} does not call its output head: its logits have shape {logits_1NV.shape}"
-            )
+            found = f"its logits have shape {logits_1NV.shape}"
+            raise ValueError(f"{type(self._model).__name__} does not call its output head: {found}")
         return logits_1NV
 
     def log_probabilities(self, ids_BS: torch.Tensor, rows_N: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
@@ -140,10 +135,8 @@ class FullLogits(AbstractContextManager["FullLogits"]):
         """Return the logits [B, S, V] of every position."""
         logits_BSV = _logits(self._model, ids_BS, **self._named)
         if logits_BSV.shape[:2] != ids_BS.shape:
-            raise ValueError(
-                f"{type(self._model).__name__} does not return the logits of every position: their shape is "
-                f"{logits_BSV.shape}"
-            )
+            found = f"their shape is {logits_BSV.shape}"
+            raise ValueError(f"{type(self._model).__name__} does not return the logits of every position: {found}")
         return logits_BSV
 
     def log_probabilities(self, ids_BS: torch.Tensor, rows_N: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
@@ -183,19 +176,15 @@ def _logits(model: torch.nn.Module, ids_BS: torch.Tensor, **named: Any) -> torch
     logits = getattr(answer, "logits", answer)
     if not isinstance(logits, torch.Tensor) or logits.dim() != 3:  # noqa: PLR2004 - rows, tokens, vocabulary
         found = f"a tensor of {logits.dim()} dimensions" if isinstance(logits, torch.Tensor) else type(answer).__name__
-        raise ValueError(
-            f"{type(model).__name__} returned {found}: the logits [rows, tokens, vocabulary] are needed, or an object "
-            "with them as its attribute logits"
-        )
+        needed = "the logits [rows, tokens, vocabulary] are needed, or an object with them as its attribute logits"
+        raise ValueError(f"{type(model).__name__} returned {found}: {needed}")
     return logits
 
 
-def log_probabilities(
-    logits_NV: torch.Tensor, targets_N: torch.Tensor, *, most_bytes: int = _MOST_BYTES
-) -> torch.Tensor:
+def log_probabilities(logits_NV: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
     """Return the float32 log-probability [N] of each row's target; the logits may be overwritten.
 
-    At most `most_bytes` of float32 log-probabilities exist at one time.
+    At most `_MOST_BYTES` of float32 log-probabilities exist at one time.
     """
     import torch
 
@@ -203,7 +192,7 @@ def log_probabilities(
         # In place takes half the time, and is safe: ATen's vec_log_softmax_lastdim writes a row after its sum is known.
         torch.log_softmax(logits_NV, dim=-1, out=logits_NV)
         return logits_NV.gather(1, targets_N.unsqueeze(1)).squeeze(1)
-    rows = max(1, most_bytes // (4 * logits_NV.shape[-1]))
+    rows = max(1, _MOST_BYTES // (4 * logits_NV.shape[-1]))
     picked = [
         torch.log_softmax(logits_nV, dim=-1, dtype=torch.float32).gather(1, targets_n.unsqueeze(1)).squeeze(1)
         for logits_nV, targets_n in zip(logits_NV.split(rows), targets_N.split(rows), strict=True)
@@ -234,12 +223,7 @@ def warm_up(model: torch.nn.Module, plan: Plan, *, input_device: torch.device, *
 
 
 def score(
-    model: torch.nn.Module,
-    plan: Plan,
-    *,
-    input_device: torch.device,
-    devices: Sequence[torch.device] = (),
-    **others: Any,
+    model: torch.nn.Module, plan: Plan, *, input_device: torch.device, devices: Sequence[torch.device], **others: Any
 ) -> Scores:
     """Score every request of a plan, whose batches are page-locked here for a CUDA device.
 
@@ -248,7 +232,7 @@ def score(
     `SCORINGS`. The others are those of `run`. ValueError if a log-likelihood is not finite.
     """
     plan.pin(input_device)
-    clock = SmClock(devices or (input_device,), 2 * len(plan.batches))
+    clock = SmClock(devices, 2 * len(plan.batches))
     batches, answers = run(model, plan.batches, input_device=input_device, devices=devices, clock=clock, **others)
     batches.clock_ghz = clock.ghz([(2 * number, 2 * number + 1) for number in range(len(plan.batches))])
     in_order = [answers[number] for number in range(len(plan.requests.requests))]
@@ -311,10 +295,9 @@ def add_batch(columns: Batches, batch: Batch, latency_s: float, loglikelihoods: 
     columns.padded_tokens.append(batch.padded_tokens)
     broken = next((value for value in loglikelihoods if not math.isfinite(value)), None)
     if broken is not None:
-        raise ValueError(
-            f"batch {len(columns.latency_s)} of {of} ({batch.rows} rows of {batch.width} tokens): log-likelihood "
-            f"{broken}: the logits overflow or are NaN: try another dtype, or check the checkpoint"
-        )
+        where = f"batch {len(columns.latency_s)} of {of} ({batch.rows} rows of {batch.width} tokens)"
+        remedy = "try another dtype, or check the checkpoint"
+        raise ValueError(f"{where}: log-likelihood {broken}: the logits overflow or are NaN: {remedy}")
 
 
 def of_tokens(chosen: Way, batch: Batch, input_device: torch.device) -> torch.Tensor:

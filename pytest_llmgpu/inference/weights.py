@@ -85,9 +85,8 @@ def checkpoint(
     )
     missing = sorted(loading["missing_keys"])
     if missing:
-        raise ValueError(
-            f"model {source.name}: {plural(len(missing), 'weight')} missing in its files, such as {missing[0]}"
-        )
+        lacks = f"{plural(len(missing), 'weight')} missing in its files, such as {missing[0]}"
+        raise ValueError(f"model {source.name}: {lacks}")
     return model.eval()  # type: ignore[no-any-return]
 
 

@@ -77,14 +77,13 @@ def session_of(config: pytest.Config) -> BenchmarkSession:
     """
     if SESSION in config.stash:
         if config.stash[SESSION].forked:
-            reason = (
-                "a test or a plugin (such as --forked) forked this process: only the first process of pytest measures"
-            )
+            allowed = "only the first process of pytest measures"
+            reason = f"a test or a plugin (such as --forked) forked this process: {allowed}"
             raise pytest.fail.Exception(reason, pytrace=False)
         return config.stash[SESSION]
     from pytest_llmgpu.inference import tasks
     from pytest_llmgpu.ranks import registered
-    from pytest_llmgpu.render.terminal.live import LiveLine
+    from pytest_llmgpu.render.terminal.report import LiveLine
     from pytest_llmgpu.session import figures
     from pytest_llmgpu.session.session import BenchmarkSession
     from pytest_llmgpu.store.git import is_reference
@@ -112,10 +111,8 @@ def session_of(config: pytest.Config) -> BenchmarkSession:
         declared = figures.merge(_registered(config, "pytest_llmgpu_metrics"))
         known_tasks = tasks.merge(_registered(config, "pytest_llmgpu_tasks"))
         if hidden := [name for name in known_tasks if name in _FIXTURES]:
-            raise pytest.UsageError(
-                f"pytest_llmgpu_tasks: {hidden[0]!r} is not allowed: a fixture of pytest-llmgpu has this name; "
-                "register the task by another name"
-            )
+            remedy = "a fixture of pytest-llmgpu has this name; register the task by another name"
+            raise pytest.UsageError(f"pytest_llmgpu_tasks: {hidden[0]!r} is not allowed: {remedy}")
         session = BenchmarkSession(
             rootdir=config.rootpath,
             paths=paths,
@@ -400,17 +397,13 @@ def idle_marker(item: pytest.Item) -> str | None:
         ("batch_sizes", size if isinstance(size, BatchSize) else None, chosen.batch_sizes),
     ):
         if value is not None and value not in allowed:
-            return (
-                f"marker llmgpu({name}=...): a marker of a pytest.param cannot choose it, and the test would run with "
-                f"{value}: put the marker on the test function"
-            )
+            remedy = f"and the test would run with {value}: put the marker on the test function"
+            return f"marker llmgpu({name}=...): a marker of a pytest.param cannot choose it, {remedy}"
     workloads = workloads_of(item)
     for name in (name for marker in item.own_markers if marker.name == "llmgpu" for name in marker.kwargs):
         if owner := options.other_workload(name, workloads):
-            return (
-                f"marker llmgpu({name}=...): this is an option of workload {owner}, and the test has workload "
-                f"{', '.join(sorted(workloads))}: remove it, or add workload={owner!r}"
-            )
+            remedy = f"and the test has workload {', '.join(sorted(workloads))}: remove it, or add workload={owner!r}"
+            return f"marker llmgpu({name}=...): this is an option of workload {owner}, {remedy}"
     return None
 
 
@@ -576,11 +569,9 @@ def _end_test(result: CaseResult, report: str, *, nothing_fits: bool) -> None:
         if not nothing_fits:
             # A skip: the outcome was measured and is neither passed nor failed. The plugin shows it as OOM.
             pytest.skip(printable_lines(reason))
-        failures.append(
-            f"{result.id}: {reason}, and no batch size of this model and strategy completed. Choose "
-            "smaller batch sizes, more GPUs or a smaller model, or mark the test with "
-            "@pytest.mark.llmgpu(expect_oom=True)."
-        )
+        reason += ", and no batch size of this model and strategy completed. Choose smaller batch sizes, more GPUs or"
+        mark = "a smaller model, or mark the test with @pytest.mark.llmgpu(expect_oom=True)"
+        failures.append(f"{result.id}: {reason} {mark}.")
     elif result.outcome != "completed" and not failures:
         failures.append(f"{result.id}: {result.outcome}: {result.failure.message if result.failure else ''}")
     if failures:

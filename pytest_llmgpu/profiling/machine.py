@@ -90,13 +90,9 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 def machine(device: str, devices: int | None) -> Machine:
     """Choose the devices of a run.
 
-    Args:
-        device: `cuda`, `cpu`, or `auto`: every GPU that CUDA may use, or else the CPU.
-        devices: The number of devices, at least 1; None for all GPUs, or for 1 on a CPU.
-
-    Raises:
-        ValueError: There are fewer devices, or torch cannot use a GPU that is present. A build of torch without CUDA
-            must not result in a passed run on the CPU.
+    `device` is `cuda`, `cpu`, or `auto`: every GPU that CUDA may use, or else the CPU. `devices` is their number, at
+    least 1; None for all GPUs, or for 1 on a CPU. ValueError if there are fewer devices, or torch cannot use a GPU that
+    is present: a build of torch without CUDA must not result in a passed run on the CPU.
     """
     facts = probe()
     if device == "cpu":
@@ -126,10 +122,9 @@ def machine(device: str, devices: int | None) -> Machine:
         remedy = "install a build of torch with CUDA"
     elif mask is not None:
         remedy = f"check that CUDA_VISIBLE_DEVICES={mask!r} names a GPU of this machine"
-    raise ValueError(
-        f"--llmgpu-device={device}: {names} found, and torch {facts.version} cannot use CUDA ({facts.why}); "
-        f"{remedy}, or pass --llmgpu-device=cpu to measure the CPU"
-    )
+    unusable = f"torch {facts.version} cannot use CUDA ({facts.why})"
+    remedy += ", or pass --llmgpu-device=cpu to measure the CPU"
+    raise ValueError(f"--llmgpu-device={device}: {names} found, and {unusable}; {remedy}")
 
 
 def probe() -> TorchFacts:
@@ -160,15 +155,15 @@ def _torch_facts() -> TorchFacts:
     return TorchFacts(version=str(torch.__version__), cuda=torch.version.cuda, nccl=nccl, devices=found, why=why)
 
 
-def fingerprint(facts: TorchFacts) -> Environment:
-    """Return the machine and its libraries, without names of hosts or users and without secrets."""
-    inventory = nvml.inventory()
+def fingerprint(torch: TorchFacts | None = None) -> Node:
+    """Return this machine and its libraries, with the facts of torch or those of `probe`, without names and secrets."""
+    facts, inventory = torch or probe(), nvml.inventory()
     why = dict(inventory.why)
     if facts.cuda is None:
         why |= dict.fromkeys(("cuda", "nccl"), f"torch {facts.version} is built without CUDA")
     elif facts.nccl is None:
         why["nccl"] = f"torch {facts.version} is built without NCCL"
-    return Environment(
+    return Node(
         cpu=_cpu(),
         cores=len(os.sched_getaffinity(0)),
         python=platform.python_version(),
@@ -194,12 +189,6 @@ def installed_version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def gather(torch: TorchFacts | None = None) -> Node:
-    """Return this machine as one node of several; without the facts of torch, those of `probe`."""
-    found = fingerprint(probe() if torch is None else torch)
-    return Node(**{name: getattr(found, name) for name in Node.__struct_fields__})
 
 
 def check(found: Sequence[Node]) -> list[str]:
@@ -250,9 +239,7 @@ def file_differences(files: Sequence[Mapping[str, str]]) -> list[str]:
 
 def environment(devices: Machine) -> Environment:
     """Return the machine and its libraries for a report: the first node, the GPUs of all, and each node by itself."""
-    nodes = devices.node_facts
-    if not nodes:
-        return fingerprint(devices.facts)
+    nodes = devices.node_facts or [fingerprint(devices.facts)]
     gpus: list[Gpu] = []
     topology: list[list[str]] = []
     total = sum(len(node.gpus) for node in nodes)

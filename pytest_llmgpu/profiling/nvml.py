@@ -175,8 +175,7 @@ def _active_links(nvml: Any, handle: Any, query: Query) -> list[int] | None:
 def _topology(nvml: Any, handles: Sequence[Any], query: Query) -> list[list[str]] | None:
     """Return the [gpu, gpu] matrix of paths; None, with the reason under `topology`, if NVML refuses.
 
-    Two GPUs are connected by the NVLinks from one to the other. If they are connected through switches, the count is
-    the smaller of their numbers of links to switches.
+    Two GPUs are connected by the NVLinks between them; through switches by the smaller number of links to switches.
     """
     infos = [query("topology", nvml.nvmlDeviceGetPciInfo, handle) for handle in handles]
     if None in infos:

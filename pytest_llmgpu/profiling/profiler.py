@@ -164,8 +164,7 @@ class Profiler:
                     why = {"sampler": self._failure}
                 elif not self._ended and recording.behind(end_s):
                     why = {"sampler": f"the sampler did not answer within {_STREAM_S:g} s of the window's end"}
-                held = self.held_bytes if held_bytes is None else held_bytes
-                return recording.profile(start_s, end_s, held, why)
+                return recording.profile(start_s, end_s, self.held_bytes if held_bytes is None else held_bytes, why)
         why_none = self.why or "the sampler answered only after the window"
         return _without_readings(self.period_s, start_s, end_s, why_none)
 
@@ -203,10 +202,7 @@ class Profiler:
             listener.join(_END_S)
 
     def _listen(self) -> None:
-        """Run the sampler and receive its stream until it ends.
-
-        The sampler is started in this thread because the kernel binds a child to the thread that started it.
-        """
+        """Run the sampler and receive its stream until it ends, in the thread that the kernel binds the child to."""
         arguments = repr(self.period_s), self._method, str(os.getpid()), *(self._uuids or ())
         command = processes.command("pytest_llmgpu.profiling.sampler", *arguments)
         with tempfile.TemporaryFile() as errors:
@@ -337,10 +333,7 @@ class NodeProfilers:
         self._each("close")
 
     def _each(self, method: str, arguments: Sequence[Mapping[str, Any]] | None = None) -> list[Any]:
-        """Return what a method of each profiler returns, None if its node is lost; nodes are called at the same time.
-
-        Each node has its own arguments.
-        """
+        """Return what a method of each profiler returns with its node's arguments, all at once; None if it is lost."""
 
         def ask(node: int) -> Any:
             own = {} if arguments is None else arguments[node]

@@ -55,14 +55,12 @@ def load(
     elsewhere = engine.elsewhere or (_IN_WORKERS if engine.own_workers and case.devices > 1 else None)
     on_gpu = case.device == "cuda" and elsewhere is None
     devices = [torch.device("cuda", index) for index in range(case.devices)] if on_gpu else [torch.device("cpu")]
-    state.loaded_memory = memory.hold(devices, case.gpu_memory_bytes if on_gpu else None)
+    held = memory.hold(devices, case.gpu_memory_bytes if on_gpu else None)
     if elsewhere is not None:
-        state.loaded_memory = [
-            msgspec.structs.replace(one, why=dict.fromkeys(one.why, elsewhere)) for one in state.loaded_memory
-        ]
-    state.devices, state.engine = devices, engine
+        held = [msgspec.structs.replace(one, why=dict.fromkeys(one.why, elsewhere)) for one in held]
+    state.devices, state.engine, state.loaded_memory = devices, engine, held
     engine.start(case, source)
-    state.loaded_memory = memory.after_loading(devices, state.loaded_memory)
+    state.loaded_memory = memory.after_loading(devices, held)
     return state.memory()
 
 
@@ -192,11 +190,7 @@ def account(state: RankState) -> list[tuple[list[Collective], None]] | tuple[lis
 
 
 def record_work(state: RankState, traces: str | None = None) -> str | None:
-    """Record the kernels of the latest case, for `run_eager_passes` (see `worker.record_work`).
-
-    Returns:
-        The reason why nothing can be recorded; None if it was.
-    """
+    """Record the kernels of the latest case (see `worker.record_work`); return why nothing can be recorded, or None."""
     engine = _engine(state)
     if engine.elsewhere is not None:
         return engine.elsewhere
@@ -274,10 +268,9 @@ def _checked_texts(texts: Texts, prompts: int, new_tokens: int, vocabulary: int 
         if len(tokens) != prompts:
             raise ValueError(f"generate returned {plural(len(tokens), 'text')} for {plural(prompts, 'prompt')}")
         if (wrong := next((row for row in tokens if len(row) != new_tokens), None)) is not None:
-            raise ValueError(
-                f"generate returned {plural(len(wrong), 'token')} for prompt {tokens.index(wrong)} of its batch, "
-                f"{new_tokens} are needed: an end-of-sequence token ends no text"
-            )
+            found = f"{plural(len(wrong), 'token')} for prompt {tokens.index(wrong)} of its batch"
+            needed = f"{new_tokens} are needed: an end-of-sequence token ends no text"
+            raise ValueError(f"generate returned {found}, {needed}")
         most = (vocabulary or _MOST_TOKEN) - 1
         outside = next((token for row in tokens for token in row if not 0 <= token <= most), None)
         if outside is not None:
@@ -314,10 +307,8 @@ def _rows(found: Any, convert: Callable[[Any], _T], method: str, what: str) -> l
         rows: Iterable[Any] = found.tolist() if hasattr(found, "tolist") else found
         return [[convert(value) for value in row] for row in rows]
     except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"{method} returned {type(found).__name__}: a list with a list of {what} for each sequence is needed "
-            f"({error})"
-        ) from None
+        needed = f"a list with a list of {what} for each sequence is needed ({error})"
+        raise ValueError(f"{method} returned {type(found).__name__}: {needed}") from None
 
 
 def _add_texts(state: RankState, launch: Launch, texts: Sequence[tuple[Batch, Texts]]) -> None:

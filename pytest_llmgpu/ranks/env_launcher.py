@@ -44,7 +44,6 @@ _ACCEPT_AGAIN_S = 0.1
 _LATE_S = 5.0
 """A run that ends at once waits for processes that are about to join: without a goodbye they would look for it."""
 
-
 _Request = tuple[int, str, tuple[Any, ...]]
 """A message of rank 0's process: its number, a method of `Supervisor`, arguments. None instead of it ends the run."""
 _Reply = tuple[int, bool, Any]
@@ -54,20 +53,15 @@ of the rank that it has started."""
 
 def hello(world: World) -> tuple[str, int, int, int, int]:
     """Return the first message of a process: its version, rank, size, local rank and node, plain for any version."""
-    version = str(here.installed_version("pytest-llmgpu"))
-    return version, world.rank, world.size, world.local_rank, world.node
+    return str(here.installed_version("pytest-llmgpu")), world.rank, world.size, world.local_rank, world.node
 
 
 def serve(world: World, log_directory: Path, limit_s: float = JOIN_S) -> int:
     """Join rank 0's process, and start a rank when it asks for it, until the run is over.
 
-    Nothing is printed. Ctrl-C reaches all processes of a terminal: rank 0's decides when the others end.
-
-    Returns:
-        The exit status: 0 after the goodbye, 1 if the connection was lost.
-
-    Raises:
-        ValueError: Rank 0's process was not found, or refused this one.
+    Nothing is printed. Ctrl-C reaches all processes of a terminal: rank 0's decides when the others end. Return the
+    exit status: 0 after the goodbye, 1 if the connection was lost. ValueError if rank 0's process was not found, or
+    refused this one.
     """
     connection = link.connect(world, limit_s)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -304,11 +298,10 @@ class Peers:
             address = "" if self._listener is None or self.world.key is None else self._listener.getsockname()[0]
             resolved = f" ({address})" if address not in {"", self.world.address} else ""
             stranger = "" if self._stranger is None else f"; a process tried to join, but {self._stranger}"
-            raise ValueError(
-                f"{self.world.size_name}={self.world.size}, but {plural(self.world.size - len(missing), 'process')} "
-                f"joined within {limit_s:g} s: rank {', '.join(map(str, missing))} is missing. Rank 0 listens on "
-                f"{self.world.where}{resolved}{stranger}"
-            )
+            joined = f"{plural(self.world.size - len(missing), 'process')} joined within {limit_s:g} s"
+            lacking = f"rank {', '.join(map(str, missing))} is missing"
+            listens = f"Rank 0 listens on {self.world.where}{resolved}{stranger}"
+            raise ValueError(f"{self.world.size_name}={self.world.size}, but {joined}: {lacking}. {listens}")
         self._stop_listening()
         numbers = {self.world.node: 0}
         for peer in self.peers:
@@ -456,7 +449,7 @@ class Devices:
             if not self._nodes:
                 firsts = {peer.node: peer for peer in reversed(peers) if peer.node}
                 asked = [peer for _, peer in sorted(firsts.items())]
-                found = [here.gather(own.facts), *_answers(asked, here.gather)]
+                found = [here.fingerprint(own.facts), *_answers(asked, here.fingerprint)]
                 self.notes = here.check(found)
                 self._nodes = found
             others = [own] * len(peers) if own.device == "cpu" else _answers(peers, here.machine, device, None)
@@ -494,10 +487,8 @@ def spread(devices: int | None, places: Sequence[tuple[int, int]], machines: Seq
     """
     wanted, processes = devices or len(places), len(places)
     if wanted > processes:
-        raise ValueError(
-            f"--llmgpu-devices={wanted}, but the run has {plural(processes, 'process')}: start {wanted}, or pass "
-            f"at most {processes}"
-        )
+        remedy = f"start {wanted}, or pass at most {processes}"
+        raise ValueError(f"--llmgpu-devices={wanted}, but the run has {plural(processes, 'process')}: {remedy}")
     first, nodes = machines[0], [node for node, _ in places]
     gpus = []
     for (node, local_rank), machine in list(zip(places, machines, strict=True))[:wanted]:
@@ -507,8 +498,7 @@ def spread(devices: int | None, places: Sequence[tuple[int, int]], machines: Seq
             # Slurm may show each process its own GPU only.
             gpus.append(machine.gpus[local_rank % len(machine.gpus)])
             if [gpu.uuid for gpu in gpus].count(gpus[-1].uuid) > 1:
-                raise ValueError(
-                    f"node {node} has {plural(len(machine.gpus), 'GPU')} for more ranks: start one process for each GPU"
-                )
+                remedy = "start one process for each GPU"
+                raise ValueError(f"node {node} has {plural(len(machine.gpus), 'GPU')} for more ranks: {remedy}")
     alone = len(first.gpus) == 1 and nodes.count(nodes[0]) > 1
     return msgspec.structs.replace(first, devices=wanted, gpus=gpus, nodes=nodes, one_gpu_each=alone)

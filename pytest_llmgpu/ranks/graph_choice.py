@@ -111,10 +111,8 @@ def describe(decision: Decision) -> str:
     forward = "decode step" if decision.plan.requests.new_tokens else "forward"
     largest = f"the largest {forward} has {plural(_largest_forward(decision.plan), 'token')}"
     shapes = len({(batch.rows, batch.width) for batch in batches})
-    recorded = (
-        f"{plural(shapes, 'shape')} recorded for {plural(len(batches), 'batch')}, "
-        f"padding adds {percent(decision.padding)} of time"
-    )
+    padded = f"padding adds {percent(decision.padding)} of time"
+    recorded = f"{plural(shapes, 'shape')} recorded for {plural(len(batches), 'batch')}, {padded}"
     eager, graphs = ("compiled", "compiled, CUDA graphs") if decision.compiled else ("eager", "CUDA graphs")
     sentences: dict[Reason, str] = {
         "requested": f"{graphs}: they were requested; {recorded}",
@@ -136,12 +134,11 @@ def check_answers(loaded: Loaded, plan: Plan, decoder: GraphedDecoder, dtype: st
     # All log-likelihoods together: rounding alone can change a single one near 0 by more.
     difference, allowed = typical_difference(found, expected), LOGLIKELIHOOD_TOLERANCES[dtype]
     if difference > allowed:
-        raise ValueError(
-            f"as CUDA graphs, the log-likelihoods of batch {number + 1} ({plural(batch.rows, 'row')} of {batch.width} "
-            f"tokens) typically differ by {percent(difference)} from those of an eager forward; {dtype} allows "
-            f"{100 * allowed:g} %: a replay runs no Python code, look for hooks or for state in the model, or pass "
-            "--llmgpu-cuda-graphs=off"
-        )
+        where = f"batch {number + 1} ({plural(batch.rows, 'row')} of {batch.width} tokens)"
+        differ = f"typically differ by {percent(difference)} from those of an eager forward"
+        remedy = "look for hooks or for state in the model, or pass --llmgpu-cuda-graphs=off"
+        remedy = f"{dtype} allows {100 * allowed:g} %: a replay runs no Python code, {remedy}"
+        raise ValueError(f"as CUDA graphs, the log-likelihoods of {where} {differ}; {remedy}")
 
 
 def _largest_forward(plan: Plan) -> int:

@@ -102,20 +102,16 @@ def of_environment(environ: Mapping[str, str]) -> World:
         node = _number(environ, "SLURM_NODEID", 0)
         one_machine = _number(environ, nodes, 1) == 1
     else:
-        raise ValueError(
-            "neither RANK and WORLD_SIZE nor SLURM_PROCID are set: start pytest by torchrun or srun, "
-            "such as `torchrun --nproc-per-node=2 -m pytest`"
-        )
+        remedy = "start pytest by torchrun or srun, such as `torchrun --nproc-per-node=2 -m pytest`"
+        raise ValueError(f"neither RANK and WORLD_SIZE nor SLURM_PROCID are set: {remedy}")
     port, port_source = (0, "") if size == 1 else _port(environ)
     address, address_source = ("localhost", "this machine") if one_machine else _address(environ)
     key = None if one_machine else environ.get(KEY, "").encode("utf-8", "surrogateescape")
     if key is not None and (len(key) < _LEAST_KEY_BYTES or len(set(key)) < _LEAST_DIFFERENT):
         found = f"has {len(key)} bytes, {len(set(key))} of them different" if key else "is not set"
-        raise ValueError(
-            f"{KEY} {found}, and the processes of several nodes need a common secret of at least {_LEAST_KEY_BYTES} "
-            f"bytes, {_LEAST_DIFFERENT} of them different: set it to the same value on each node, such as one line of "
-            "`openssl rand -hex 32`"
-        )
+        needed = f"a common secret of at least {_LEAST_KEY_BYTES} bytes, {_LEAST_DIFFERENT} of them different"
+        remedy = "set it to the same value on each node, such as one line of `openssl rand -hex 32`"
+        raise ValueError(f"{KEY} {found}, and the processes of several nodes need {needed}: {remedy}")
     return World(
         rank=rank,
         size=size,

@@ -64,13 +64,8 @@ def hold(devices: Sequence[torch.device], cap_bytes: int | None) -> list[DeviceM
     """Take all memory of each device except `cap_bytes` out of use, until this process ends.
 
     The memory is allocated by cudaMalloc. torch's allocator would count it as its own and could hand it out. The cap
-    includes CUDA contexts, NCCL buffers and workspaces.
-
-    Returns:
-        The memory of each device before a model is loaded; the index is the number of the device in the rank.
-
-    Raises:
-        RuntimeError: A device has too little free memory.
+    includes CUDA contexts, NCCL buffers and workspaces. Return the memory of each device before a model is loaded; the
+    index is the number of the device in the rank. RuntimeError if a device has too little free memory.
     """
     import torch
 
@@ -89,11 +84,10 @@ def hold(devices: Sequence[torch.device], cap_bytes: int | None) -> list[DeviceM
         with torch.cuda.device(device):
             status = runtime.cudaMalloc(ctypes.byref(pointer), ctypes.c_size_t(size))
         if status != _CUDA_SUCCESS:
-            raise RuntimeError(
-                f"{device}: the memory cap of {gib(cap_bytes)} needs {gib(size)} out of use, but {gib(free)} of "
-                f"{gib(total)} are free (cudaMalloc returned {status}): end other programs on this GPU, or raise "
-                "--llmgpu-gpu-memory"
-            )
+            needed = f"the memory cap of {gib(cap_bytes)} needs {gib(size)} out of use"
+            found = f"{gib(free)} of {gib(total)} are free (cudaMalloc returned {status})"
+            remedy = "end other programs on this GPU, or raise --llmgpu-gpu-memory"
+            raise RuntimeError(f"{device}: {needed}, but {found}: {remedy}")
     return held
 
 
@@ -174,8 +168,7 @@ def decide_killed(return_code: int, log: str, kills_before: int | None, kills_af
         grown = f"the host's out-of-memory killer (oom_kill {kills_before} -> {kills_after})"
         return grown if kills_after > kills_before else None
     # Only the last lines count: a shortage that was handled earlier did not end the process.
-    last = [line for line in log.splitlines() if line.strip()][-_LAST_LINES:]
-    name = _known_message("\n".join(last))
+    name = _known_message("\n".join([line for line in log.splitlines() if line.strip()][-_LAST_LINES:]))
     return None if name is None else f"{name}, in the log of the process that died"
 
 
@@ -220,8 +213,7 @@ def _rule(error: BaseException, text: str) -> str | None:
     rule = "torch's allocator" if type(error).__name__ == "OutOfMemoryError" else _known_message(text)
     if rule is None and "CUBLAS_STATUS_NOT_INITIALIZED" in text:  # cuBLAS has the same message for a broken driver
         with contextlib.suppress(RuntimeError):  # after an error of a kernel every call of CUDA fails
-            devices = range(torch.cuda.device_count())
-            if any(torch.cuda.mem_get_info(device)[0] < _CUBLAS_BYTES for device in devices):
+            if any(torch.cuda.mem_get_info(device)[0] < _CUBLAS_BYTES for device in range(torch.cuda.device_count())):
                 rule = "cuBLAS could not start on a full device"
     # accelerate searches the first argument for its texts, and fails if it is no string.
     if rule is None and error.args and isinstance(error.args[0], str) and should_reduce_batch_size(error):

@@ -92,13 +92,10 @@ class ModelHook(NamedTuple):
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            text = f"{self.path}: {self.function} raised {type(error).__name__}: {error}"
-            raise ValueError(text) from error
+            raise ValueError(f"{self.path}: {self.function} raised {type(error).__name__}: {error}") from error
         if returned is not None:
-            raise ValueError(
-                f"{self.path}: {self.function} returned {type(returned).__name__}: change loaded.model in place and "
-                "return None; a strategy of your own can return another model"
-            )
+            remedy = "change loaded.model in place and return None; a strategy of your own can return another model"
+            raise ValueError(f"{self.path}: {self.function} returned {type(returned).__name__}: {remedy}")
 
     def _import(self) -> ModuleType:
         with contextlib.suppress(ImportError):  # as pytest names a module below rootdir with --import-mode=importlib

@@ -154,12 +154,9 @@ def of_generation(
 ) -> tuple[list[Collective], list[Collective]]:
     """Return the traffic of this rank by kind when texts are generated for all batches of a plan, and in one step.
 
-    The traffic of a prefill is that of a forward without a KV cache, and `of_plan` counts it. A decode step of each
-    number of rows is run and counted: every step of a batch sends the same. With `of_tokens` all texts are generated
-    again, and `counted` is used, as in `of_plan`.
-
-    Returns:
-        The traffic of the plan, and that of one decode step of its largest batch.
+    The step is a decode step of the largest batch. The traffic of a prefill is that of a forward without a KV cache,
+    and `of_plan` counts it. A decode step of each number of rows is run and counted: every step of a batch sends the
+    same. With `of_tokens` all texts are generated again, and `counted` is used, as in `of_plan`.
     """
     if of_tokens is not None:
         largest_batch = max(plan.batches, key=lambda batch: batch.rows)
@@ -185,11 +182,10 @@ def _of_prefills(loaded: Loaded, plan: Plan, logits: str, counted: Counted | Non
     seen = _records(_of_forward(loaded, *smallest.shape, smallest.predicted, logits))
     expected = _records(_combined(known[logits], [smallest]))
     if seen != expected:
-        raise ValueError(
-            f"the traffic of {plural(smallest.shape[0], 'row')} of {plural(smallest.shape[1], 'token')} with "
-            f"{smallest.predicted} predicted tokens is {_describe(seen)}, but smaller forwards predict "
-            f"{_describe(expected)}: it depends on more than these three numbers"
-        )
+        size = f"{plural(smallest.shape[0], 'row')} of {plural(smallest.shape[1], 'token')}"
+        forward = f"the traffic of {size} with {smallest.predicted} predicted tokens is {_describe(seen)}"
+        smaller = f"smaller forwards predict {_describe(expected)}: it depends on more than these three numbers"
+        raise ValueError(f"{forward}, but {smaller}")
     return _combined(known[logits], plan.batches)
 
 
@@ -197,10 +193,9 @@ def check(ranks: Sequence[Iterable[Collective]]) -> None:
     """Refuse a rank without traffic if there are several ranks (ValueError with its number)."""
     silent = [number for number, counts in enumerate(ranks) if not any(one.payload_bytes for one in counts)]
     if len(ranks) > 1 and silent:
-        raise ValueError(
-            f"no collective was counted in a forward of rank {silent[0]} of {len(ranks)}: check that the strategy "
-            "splits the model; each rank may compute the whole model, or communicate without torch"
-        )
+        silence = f"no collective was counted in a forward of rank {silent[0]} of {len(ranks)}"
+        reasons = "each rank may compute the whole model, or communicate without torch"
+        raise ValueError(f"{silence}: check that the strategy splits the model; {reasons}")
 
 
 def _of_forward(loaded: Loaded, rows: int, width: int, predicted: int, logits: str) -> _Tally:

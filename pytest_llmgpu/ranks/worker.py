@@ -135,11 +135,8 @@ def load(
 ) -> list[DeviceMemory]:
     """Apply the memory cap, load the model of a case, and return the memory of the devices.
 
-    Functions of the test suite then change the model.
-
-    Raises:
-        TypeError: The strategy returned no model.
-        ValueError: The model cannot be called, or the strategy loaded for another number of ranks than were started.
+    Functions of the test suite then change the model. TypeError if the strategy returned no model, ValueError if the
+    model cannot be called, or was loaded for another number of ranks than were started.
     """
     import torch
 
@@ -168,10 +165,8 @@ def load(
         raise TypeError(f"{name}: Loaded.model is {returned}, a torch.nn.Module is needed")
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if loaded.world_size != started:
-        raise ValueError(
-            f"{name}: Loaded.world_size is {loaded.world_size}, but the number of ranks is {started}: return the "
-            "number of ranks as Loaded.world_size"
-        )
+        remedy = f"but the number of ranks is {started}: return the number of ranks as Loaded.world_size"
+        raise ValueError(f"{name}: Loaded.world_size is {loaded.world_size}, {remedy}")
     quantization.stored(model, started)  # refuses weights that stayed plain
     for hook in hooks:
         hook(loaded, case)
@@ -196,8 +191,7 @@ def file_hashes(state: RankState, source: ModelSource) -> dict[str, str] | None:
 def build(state: RankState, case: Case, source: ModelSource, place: str) -> str | None:  # noqa: ARG001 - a command
     """Do what a strategy needs on this node before it loads, as the process of pytest does on its own node.
 
-    Returns:
-        The error; None if there is none, and on every rank of a node but its first.
+    Return the error; None if there is none, and on every rank of a node but its first.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0" or os.environ.get("RANK", "0") == "0":
         return None
@@ -357,9 +351,8 @@ def check_texts(state: RankState, reference: ReferenceTexts | None = None) -> Ge
 def account(state: RankState) -> tuple[list[Collective], list[Collective] | None] | str:
     """Count the traffic of the latest case, in eager forwards that are not measured.
 
-    Returns:
-        The traffic of this rank by kind, and that of one decode step of the largest batch, None for a case that scores;
-        or the reason why it could not be counted.
+    Return that of this rank by kind, and that of one decode step of the largest batch, None for a case that scores; or
+    the reason why it could not be counted.
     """
     state.graphs.close()
     loaded, plan = state.loaded, state.plan
@@ -406,8 +399,7 @@ def record_work(state: RankState, traces: str | None = None) -> None:
 def run_eager_passes(state: RankState, traces: str | None = None) -> list[WorkReply]:
     """Record what the latest case computes, in eager forwards that are not measured; `traces` as in `record_work`.
 
-    Returns:
-        One reply for a case that scores; for one that generates, that of the decode steps and that of the prefill.
+    Return one reply for a case that scores; for one that generates, that of the decode steps and that of the prefill.
     """
     assert state.passes
     state.graphs.close()
@@ -476,8 +468,7 @@ def encoded(state: RankState) -> Requests:
         if case.prompt_tokens is None or case.new_tokens is None:
             # An engine reads what the config of its model allows.
             config = state.loaded.config if state.engine is None else SimpleNamespace(**state.source.decoder)
-            max_length = models.max_length(config)
-            requests = batching.encode(task, items, tokenizer, max_length, add_bos=case.add_bos)
+            requests = batching.encode(task, items, tokenizer, models.max_length(config), add_bos=case.add_bos)
         else:
             lengths = {"most_tokens": case.prompt_tokens, "new_tokens": case.new_tokens}
             requests = batching.encode_prompts(items, tokenizer, **lengths, add_bos=case.add_bos)

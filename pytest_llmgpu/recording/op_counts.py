@@ -133,9 +133,7 @@ def _grouped(rows: torch.Tensor, matrices: torch.Tensor, offs: torch.Tensor, *_:
 
 
 @contextmanager
-def module_hooks(
-    model: torch.nn.Module | None, inside: Callable[[str], AbstractContextManager[object]]
-) -> Iterator[None]:
+def module_hooks(model: torch.nn.Module | None, inside: Callable[[str], AbstractContextManager[Any]]) -> Iterator[None]:
     """While entered, each forward of a module runs in `inside(its folded name)`, which is left even if it raises.
 
     None is for the modules of a program that is not known: every module that is called, by the name that it has in the

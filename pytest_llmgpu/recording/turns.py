@@ -36,8 +36,7 @@ def start(
 ) -> int | WorkReply:
     """Start the passes of `work.record`, or then of `work.measure`; the arguments are theirs.
 
-    Returns:
-        The number of the batch that every worker must run now, or the reply.
+    Return the number of the batch that every worker must run now, or the reply.
     """
     import torch
 

@@ -80,9 +80,7 @@ OUTSIDE = "(outside)"
 """Module of a kernel that was launched outside of every range."""
 _NS = 1e-9
 _CALL = re.compile(r"^(cuda|cu)[A-Z]")
-_POLLS = re.compile(
-    r"(Event|Stream)Query|GetLastError|PeekAtLastError|IsCapturing|GetCaptureInfo|ExchangeStreamCaptureMode"
-)
+_POLLS = re.compile(r"(Event|Stream)Query|(Get|PeekAt)LastError|IsCapturing|GetCaptureInfo|ExchangeStreamCaptureMode")
 """Calls without effect, some of them by other threads such as NCCL's watchdog: their number differs between passes."""
 _SYNCHRONIZES = re.compile(r"^cuda(Stream|Device|Event)Synchronize|^cu(Stream|Ctx|Event)Synchronize")
 _ONE_QUERY = "_attention_of_one_query"
@@ -386,8 +384,7 @@ def measure(
     rows, traces, why = reply.rows, reply.traces, dict(figures.why)
     unrecorded: str | None = _ON_CPU
     if on_gpu or trace is not None:
-        all_threads = program.model is None
-        profiled = _recorded(kernels=on_gpu, ranges=True, all_threads=all_threads, last=last, trace=trace)
+        profiled = _recorded(kernels=on_gpu, ranges=True, all_threads=program.model is None, last=last, trace=trace)
         ranges = module_hooks(program.model, lambda name: torch.profiler.record_function(RANGE_PREFIX + name))
         with profiled as recording, ranges:
             _run(program.devices, batch, forward, on_batch)
@@ -448,9 +445,7 @@ def join(replies: Sequence[WorkReply], kernel_names: dict[str, int], model: Mode
     )
 
 
-def model_size(
-    model: PreTrainedModel, dtype_bytes: int, stored: dict[str, tuple[str, int]] | None = None
-) -> ModelSize | str:
+def model_size(model: PreTrainedModel, dtype_bytes: int, stored: dict[str, tuple[str, int]] | None) -> ModelSize | str:
     """Return what a model computes at least, or the reason why the formula does not hold for it.
 
     It is the whole model; its weights may be on the meta device. `stored` has the bytes of quantised weights by name,
@@ -523,12 +518,7 @@ def scoring_forward(model: torch.nn.Module, input_device: torch.device, logits: 
 
 
 def _run(
-    devices: Sequence[torch.device],
-    batches: Sequence[Batch],
-    forward: Forward,
-    on_batch: OnBatch,
-    *,
-    wait: bool = True,
+    devices: Sequence[torch.device], batches: Sequence[Batch], forward: Forward, on_batch: OnBatch, *, wait: bool = True
 ) -> float:
     """Run batches once and return the seconds of all of them, the devices idle at both ends of each, or launch them."""
     import torch
@@ -671,9 +661,7 @@ def of_pass(records: Sequence[Record]) -> PassKernels:
 
 def attribute(records: Sequence[Record]) -> Modules:
     """Attribute the kernels of an eager pass to the innermost range around the call that launched them."""
-    on_host = sorted(
-        (record for record in records if record.device is None), key=lambda one: (one.start_ns, -one.end_ns)
-    )
+    on_host = sorted((one for one in records if one.device is None), key=lambda one: (one.start_ns, -one.end_ns))
     calls = [record for record in on_host if _CALL.match(record.name)]
     waiting = [record for record in on_host if record.name.startswith(RANGE_PREFIX)][::-1]
     module_of: dict[int, str] = {}

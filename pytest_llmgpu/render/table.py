@@ -185,7 +185,6 @@ def own_columns(cases: Sequence[CaseResult]) -> dict[str, Column]:
 Place = Literal["summary", "work", "tokens", "communication", "memory"]
 """A table of figures."""
 
-
 TABLES: dict[Place, Sequence[str]] = {
     "summary": (
         *("token_p95_s", "new_tokens_per_s", "sequences_per_s", "speedup", "flipped", "typical_difference"),

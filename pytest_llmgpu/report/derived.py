@@ -12,16 +12,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from pytest_llmgpu.report.result import (
-    Accuracy,
-    Batches,
-    CaseResult,
-    DeviceProfile,
-    Generation,
-    Launch,
-    Metric,
-    Profile,
-)
+from pytest_llmgpu.report.result import Accuracy, CaseResult, DeviceProfile, Generation, Launch, Metric, Profile
 from pytest_llmgpu.report.text import plural
 from pytest_llmgpu.report.work import RankWork
 
@@ -81,15 +72,11 @@ def sums_s(sides: Sequence[Sequence[Sequence[float]]]) -> tuple[list[list[float]
     A batch that took twice its time in the other launches counts where every launch of its report has one, or one has
     at least three or more than half of its batches: else it was a disturbance.
     """
-    expected = [
-        statistics.median_low(of_batch) for of_batch in zip(*(one for side in sides for one in side), strict=True)
-    ]
+    expected = list(map(statistics.median_low, zip(*(one for side in sides for one in side), strict=True)))
     many = min(_MANY_SLOW, len(expected) // 2 + 1)
     sums, ignored = [], 0
     for side in sides:
-        usual_s = [
-            [usual if s > _SLOW * usual else s for s, usual in zip(launch, expected, strict=True)] for launch in side
-        ]
+        usual_s = [[usual if s > _SLOW * usual else s for s, usual in zip(one, expected, strict=True)] for one in side]
         counts = [sum(map(operator.ne, *both)) for both in zip(side, usual_s, strict=True)]
         keep = max(counts) >= many or (len(counts) > 1 and min(counts) > 0)
         ignored += 0 if keep else sum(counts)
@@ -172,7 +159,7 @@ def figures_of_launch(launch: Launch, new_tokens: int | None) -> dict[str, float
     """Return the figures of one launch by name, and what the rates count; None where one is not known."""
     batches, accuracy, texts = launch.batches, launch.accuracy, launch.generation
     steps_s = [] if texts is None else texts.step_s
-    sequences, tokens = sum(batches.sequences), counted_tokens(batches, new_tokens)
+    sequences, tokens = sum(batches.sequences), counted_tokens(launch, new_tokens)
     window_s, devices = (0.0, []) if launch.profile is None else (launch.profile.duration_s, launch.profile.devices)
     energies_j = [device.energy_j for device in devices if device.energy_j is not None]
     is_known = window_s >= _LEAST_ENERGY_WINDOW_S and 0 < len(energies_j) == len(devices)
@@ -192,9 +179,9 @@ def figures_of_launch(launch: Launch, new_tokens: int | None) -> dict[str, float
     }
 
 
-def counted_tokens(batches: Batches, new_tokens: int | None) -> int:
+def counted_tokens(launch: Launch, new_tokens: int | None) -> int:
     """Return the tokens that throughput and energy count: input tokens, or those that were generated."""
-    return sum(batches.tokens) if new_tokens is None else new_tokens * sum(batches.sequences)
+    return sum(launch.batches.tokens) if new_tokens is None else new_tokens * sum(launch.batches.sequences)
 
 
 def quantile(values: Sequence[float], share: float) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 
 from pytest_llmgpu.report.result import CaseResult, HostUse, Launch, Profile
 from pytest_llmgpu.report.text import GIB, MIB
@@ -48,26 +47,19 @@ TITLES = {kind: title for kind, (title, _, _) in _KINDS.items()}
 
 
 def find(
-    profile: Profile,
-    ranks_per_device: Mapping[str, int] | None = None,
-    used_before: Mapping[str, int] = MappingProxyType({}),
+    profile: Profile, ranks_per_device: Mapping[str, int] | None = None, used_before: Mapping[str, int] | None = None
 ) -> list[str]:
     """Return one sentence for each kind of disturbance of a profile, with all its devices and without a full stop.
 
-    A value that could not be read is no disturbance.
-
-    Args:
-        profile: profile of the case.
-        ranks_per_device: UUID to the number of this run's processes on that device; devices without one are missing.
-            None if it is not known.
-        used_before: UUID to the bytes in use before any rank was started, if known.
+    A value that could not be read is no disturbance. `ranks_per_device` has the number of this run's processes by the
+    UUID of a device, if there are any; None if it is not known. `used_before` has the bytes in use before any rank was
+    started, if known.
     """
     found: dict[str, list[str]] = {}
     for device in profile.devices:
 
         def add(kind: str, value: float | str, expected: float = 0, index: int = device.index) -> None:
-            text = _KINDS[kind][1].format(index=index, value=value, expected=expected)
-            found.setdefault(kind, []).append(text)
+            found.setdefault(kind, []).append(_KINDS[kind][1].format(index=index, value=value, expected=expected))
 
         lost = [reason for reason in device.why.values() if reason.endswith(_LOST)]
         if lost:
@@ -79,7 +71,7 @@ def find(
         ours, processes = (ranks_per_device or {}).get(device.uuid, 0), device.counters.get("compute_processes", 0)
         if ranks_per_device is not None and processes > ours:
             add("processes", processes - ours, ours)
-        if (used_bytes := used_before.get(device.uuid, 0)) > _IDLE_BYTES:
+        if (used_bytes := (used_before or {}).get(device.uuid, 0)) > _IDLE_BYTES:
             add("memory", used_bytes / GIB)
         if (errors := device.counters.get("ecc_uncorrected", 0)) > 0:
             add("ecc", errors)

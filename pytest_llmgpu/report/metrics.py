@@ -257,9 +257,7 @@ METRICS: tuple[MetricSpec, ...] = (
         unit="s",
         written=_seconds,
         next_step="Read which kernels became slower: `work.ranks` of both reports.",
-        figure=lambda result: _median(
-            "s", [max(times_s) for launch in result.launches if (times_s := device_times_s(launch))]
-        ),
+        figure=lambda result: _median("s", [max(found) for of in result.launches if (found := device_times_s(of))]),
         exported=Exported(column="device_time_s", label="device time", measure="device-time"),
         trend="device time of a work pass (s)",
     ),
@@ -313,7 +311,7 @@ METRICS: tuple[MetricSpec, ...] = (
             "tokens/s",
             result.tokens_per_s,
             result,
-            [counted_tokens(one.batches, result.case.new_tokens) for one in result.launches],
+            [counted_tokens(one, result.case.new_tokens) for one in result.launches],
         ),
         exported=Exported(column="tokens_per_s", label="tokens per second", measure="tokens-per-second"),
     ),

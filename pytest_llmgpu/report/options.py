@@ -29,10 +29,8 @@ _UNITS = {"": 1, "B": 1, "MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": 2**30}
 def check_name(name: str) -> None:
     """Check that a report can be saved under `name`; ValueError if it is not allowed, or has another meaning."""
     if not _NAME.fullmatch(name) or name.endswith((".json", ".json.gz")):
-        raise ValueError(
-            f"name {name!r}: allowed are at most {LONGEST_NAME} letters, digits, '.', '_' and '-', with at least one "
-            "letter and without '.json' at the end"
-        )
+        allowed = f"allowed are at most {LONGEST_NAME} letters, digits, '.', '_' and '-'"
+        raise ValueError(f"name {name!r}: {allowed}, with at least one letter and without '.json' at the end")
     if name == LATEST:
         raise ValueError(f"name {name!r}: means the newest report of the store; choose another name")
 

@@ -234,8 +234,7 @@ def command(report: Report) -> str:
         if value != field.default and field.name not in {*GATE_OPTIONS, *OUTPUT_OPTIONS, "launcher", "launches"}:
             text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
             flags.append(flag_of(field) if value is True else f"{flag_of(field)}={text}")
-    workers = ["-n", "0"] if "-n" in report.options else []
-    return shlex.join(["pytest", *workers, *paths, *flags])
+    return shlex.join(["pytest", *(["-n", "0"] if "-n" in report.options else []), *paths, *flags])
 
 
 def started(report: Report, launch: Launch) -> str:

@@ -9,10 +9,10 @@ from typing import Any
 
 import msgspec
 
-from pytest_llmgpu.report import case, cause, report, result, verdicts, work
+from pytest_llmgpu.report import case, report, result, verdicts, work
 from pytest_llmgpu.report.report import SCHEMA_VERSION, Report
 
-_MODULES = (case, cause, report, result, verdicts, work)
+_MODULES = (case, report, result, verdicts, work)
 
 
 def schema() -> dict[str, Any]:

@@ -91,8 +91,7 @@ def plural(count: int, noun: str) -> str:
 def listed(names: Iterable[object], most: int = 12) -> str:
     """Return the first names of a list and how many more there are: `mp-bs1, mp-bs2 and 3 more`."""
     found = [str(name) for name in names]
-    more = f" and {len(found) - most:,} more" if len(found) > most else ""
-    return ", ".join(found[:most]) + more
+    return ", ".join(found[:most]) + (f" and {len(found) - most:,} more" if len(found) > most else "")
 
 
 def guess(name: str, names: Iterable[str]) -> str:

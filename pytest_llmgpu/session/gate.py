@@ -48,11 +48,6 @@ class TestVerdict(NamedTuple):
     rows: Sequence[Row] = ()
     """All rows, worst first."""
 
-    @property
-    def undecided(self) -> bool:
-        """True if the test neither fails nor passes."""
-        return not self.fails and self.verdict not in {"OK", "CHANGED"}
-
 
 class RunGate:
     """Compares the report of a run with its baseline."""

@@ -185,8 +185,7 @@ class Recorder:
     ) -> CaseResult:
         """Add one launch of a case to the report, with what the run states about it, and write the report.
 
-        Returns:
-            The case as it stands in the report: with the launches that were measured before.
+        Return the case as it stands in the report: with the launches that were measured before.
         """
         if self.report is None:
             self.report = self._start(devices)
@@ -388,10 +387,10 @@ def _from_here(path: Path) -> str:
 def _whole(result: CaseResult) -> CaseResult | None:
     """Return a result without the launch that was interrupted; None if it has no other."""
     last = result.launches[-1] if result.launches else None
-    stopped = last is not None and (
-        last.why.get("work") == WORK_STOPPED or result.why.get("traffic") == TRAFFIC_STOPPED
+    stopped = (
+        [] if last is None else [last.why.get("work") == WORK_STOPPED, result.why.get("traffic") == TRAFFIC_STOPPED]
     )
-    if result.outcome != "interrupted" and not stopped:
+    if result.outcome != "interrupted" and not any(stopped):
         return result
     before = msgspec.structs.replace(result, outcome="completed", failure=None, launches=result.launches[:-1])
     return merge_results(by_launch(before)) if before.launches else None

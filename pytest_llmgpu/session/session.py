@@ -28,7 +28,7 @@ from pytest_llmgpu.ranks.env_launcher import Devices, EnvLauncher, Peers
 from pytest_llmgpu.ranks.local import LocalLauncher
 from pytest_llmgpu.ranks.worker import ReferenceTexts
 from pytest_llmgpu.render.terminal import report as terminal
-from pytest_llmgpu.render.terminal.live import LiveLine
+from pytest_llmgpu.render.terminal.report import LiveLine
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.derived import generated
 from pytest_llmgpu.report.options import Options
@@ -129,8 +129,7 @@ class BenchmarkSession:
         """
         strategy, options = group
         # A test that names no strategy measures an engine of its own, which is known when it runs.
-        function = Function() if not strategy else None
-        ask = partial(self.planner.request, options, strategy, function=function)
+        ask = partial(self.planner.request, options, strategy, function=Function() if not strategy else None)
         requests = [ask(batch_size or 1, task=task) for task in scored] or [ask(1)]
         if not may_fit_nowhere:
             self._required.add(group)
@@ -245,11 +244,8 @@ class BenchmarkSession:
         """Judge the run, end every process and complete the report. Ctrl-C meanwhile loses nothing.
 
         `deselected` are the node ids of deselected tests and, where pytest cannot name them, the options that
-        deselected them: `complete` in the report covers the other tests.
-
-        Returns:
-            The exit status of the run: that of pytest, 1 if it is 0 and the run has problems, or that of an interrupted
-            run after Ctrl-C.
+        deselected them: `complete` in the report covers the other tests. Return the exit status of the run: that of
+        pytest, 1 if it is 0 and the run has problems, or that of an interrupted run after Ctrl-C.
         """
         if self.gate is not None:
             # The verdicts decide the status, and no item of the gate may have run.

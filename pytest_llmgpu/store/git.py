@@ -91,11 +91,8 @@ def subjects(repository: Path, base: str, head: str) -> list[str]:
 def content(reference: str | Path, repository: Path) -> bytes:
     """Return the bytes of `git:REV:PATH`.
 
-    The path is from the root of the repository; `repository` is a folder in the working tree.
-
-    Raises:
-        AbsentError: the commit has no such file.
-        ValueError: the file cannot be read. The message is one line and starts with the reference.
+    The path is from the root of the repository; `repository` is a folder in the working tree. AbsentError if the commit
+    has no such file, ValueError if it cannot be read: in one line that starts with the reference.
     """
     name = str(reference)
     revision, colon, path = name[len(_REFERENCE) :].partition(":")
@@ -130,10 +127,7 @@ def _run(
     timeout_s: float | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> subprocess.CompletedProcess[bytes]:
-    """Return the finished process of git, successful or not; ValueError if git is missing or did not finish in time.
-
-    `text` is the standard input.
-    """
+    """Return the finished process of git, to which `text` was given; ValueError if git is missing or did not finish."""
     try:
         return subprocess.run(
             [*_COMMAND, "-C", str(folder), *arguments],
@@ -149,11 +143,9 @@ def _run(
         raise ValueError(f"git cannot be run: {error.strerror}") from None
 
 
-def output(
-    folder: Path, *arguments: str, timeout_s: float | None = None, environ: Mapping[str, str] = os.environ
-) -> str:
+def output(folder: Path, *args: str, timeout_s: float | None = None, environ: Mapping[str, str] = os.environ) -> str:
     """Return the output of git; ValueError in one line if it is missing, did not finish in time, or failed."""
-    done = _run(folder, *arguments, timeout_s=timeout_s, environ=environ)
+    done = _run(folder, *args, timeout_s=timeout_s, environ=environ)
     if done.returncode:
         raise ValueError(f"git: {_error_line(done)}")
     return done.stdout.decode(errors="replace")

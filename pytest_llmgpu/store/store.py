@@ -140,11 +140,8 @@ def save(report: Report, storage: Path, name: str | None = None) -> Path:
     """Write a report to the store under the next number of its machine, and return its path.
 
     A run that did not complete takes no name: the name stays that of a whole report. A session that was continued
-    replaces its earlier report without a name, or with this one. The store is created if it is missing.
-
-    Raises:
-        ValueError: the name is not allowed, or a figure is not finite.
-        OSError: the file cannot be written.
+    replaces its earlier report without a name, or with this one. The store is created if it is missing. ValueError if
+    the name is not allowed, or a figure is not finite; OSError if the file cannot be written.
     """
     if name is not None:
         check_name(name)
@@ -301,10 +298,8 @@ def resolve(reference: str, storage: Path, *, machine: str | None = None, reposi
             return source
     exists = os.path.exists(path)  # noqa: PTH110 - false for a name that is too long, which Path.exists refuses
     if len(found) + exists > 1:
-        candidates = [f"./{reference}"] * exists
-        candidates += [
-            f"{one.reference} ({', '.join(filter(None, [one.commit, one.created, one.name]))})" for one in found
-        ]
+        named = [f"{one.reference} ({', '.join(filter(None, [one.commit, one.created, one.name]))})" for one in found]
+        candidates = [*[f"./{reference}"] * exists, *named]
         raise ValueError(f"{reference!r} is ambiguous: give the number of {listed(candidates, _SHOWN)}")
     if found:
         return msgspec.structs.replace(_of_path(found[0].path), stored=found[0])

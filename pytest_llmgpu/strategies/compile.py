@@ -29,10 +29,8 @@ class Compiled(TensorParallel):
     def check(self, case: Case, source: ModelSource) -> None:
         """Refuse what tp refuses, except a single device, and a KV cache that grows."""
         if case.scoring == scoring.HARNESS:
-            raise ValueError(
-                "--llmgpu-scoring=harness: it keeps a KV cache that grows, which strategy compile would have to "
-                "compile for each layer: use --llmgpu-scoring=lean"
-            )
+            remedy = "which strategy compile would have to compile for each layer: use --llmgpu-scoring=lean"
+            raise ValueError(f"--llmgpu-scoring=harness: it keeps a KV cache that grows, {remedy}")
         if source.experts == "eager":
             raise ValueError("--llmgpu-experts=eager: its loop cannot be compiled whole: use grouped_mm or batched_mm")
         if case.devices > 1:
@@ -49,10 +47,8 @@ class Compiled(TensorParallel):
             # The default has a known name in a folder of all users.
             folder = Path(cache_dir())
             if folder.stat().st_uid != os.getuid():
-                raise ValueError(
-                    f"{folder} is of another user, and torch would run the code in it: set TORCHINDUCTOR_CACHE_DIR to "
-                    "a folder of your own"
-                )
+                remedy = "set TORCHINDUCTOR_CACHE_DIR to a folder of your own"
+                raise ValueError(f"{folder} is of another user, and torch would run the code in it: {remedy}")
         loaded = super().load(case, source) if case.devices > 1 else LayerParallel().load(case, source)
         return dataclasses.replace(loaded, compiled=CompiledLayers(loaded.model, self.compiler))
 

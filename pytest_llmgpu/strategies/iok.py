@@ -65,15 +65,13 @@ class KernelInjection(Strategy):
             return  # The defaults of the model class are those of the published models.
         head_dim = fields.get("head_dim") or hidden // heads
         if head_dim * heads != hidden:
-            raise ValueError(
-                f"--llmgpu-model={source.name}: strategy iok needs heads that add up to the hidden size, but "
-                f"{heads} heads of {head_dim} are not {hidden}: use another strategy"
-            )
+            needed = "strategy iok needs heads that add up to the hidden size"
+            found = f"{heads} heads of {head_dim} are not {hidden}"
+            raise ValueError(f"--llmgpu-model={source.name}: {needed}, but {found}: use another strategy")
         if head_dim < _LEAST_HEAD_DIM and case.dtype != "float32":
-            raise ValueError(
-                f"--llmgpu-dtype={case.dtype}: strategy iok needs a head dimension of at least {_LEAST_HEAD_DIM} in "
-                f"half precision, but {source.name} has {head_dim}: use --llmgpu-dtype=float32"
-            )
+            needed = f"a head dimension of at least {_LEAST_HEAD_DIM} in half precision"
+            remedy = f"{source.name} has {head_dim}: use --llmgpu-dtype=float32"
+            raise ValueError(f"--llmgpu-dtype={case.dtype}: strategy iok needs {needed}, but {remedy}")
 
     def check_machine(self, case: Case) -> None:
         """Refuse a machine on which the kernels cannot be built or run."""
@@ -210,10 +208,7 @@ def _unsupported(fields: dict[str, Any]) -> str | None:
     reasons = (
         (kind != "llama", f"supports model_type 'llama' only, and this is {kind!r}"),
         (rope_type != "default", f"supports rope type 'default' only, and this is {rope_type!r}"),
-        (
-            rope.get("partial_rotary_factor", 1.0) != 1.0,
-            "would rotate whole heads, but the model rotates parts of them",
-        ),
+        (rope.get("partial_rotary_factor", 1) != 1, "would rotate whole heads, but the model rotates parts of them"),
         (bool(biases), f"would ignore the biases of the model ({', '.join(biases)} is true)"),
         (activation not in ("silu", "swish"), f"would compute the activation {activation!r} as silu"),
         (bool(fields.get("quantization_config")), "cannot read quantized weights"),

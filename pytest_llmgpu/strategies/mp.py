@@ -81,10 +81,9 @@ def layer_map(skeleton: PreTrainedModel, devices: tuple[torch.device, ...], dtyp
     placed = infer_auto_device_map(skeleton, max_memory=limits, no_split_module_classes=whole, dtype=dtype)
     spilled = [name for name, device in placed.items() if not isinstance(device, int)]
     if spilled:
-        raise DeviceMapSpillError(
-            f"{len(spilled)} of {len(placed)} modules fit on no GPU (first: {spilled[0]}); free memory per GPU: "
-            f"{', '.join(gib(size, 1) for size in free.values())}: use more GPUs (--llmgpu-devices)"
-        )
+        where = f"{len(spilled)} of {len(placed)} modules fit on no GPU (first: {spilled[0]})"
+        memory = f"free memory per GPU: {', '.join(gib(size, 1) for size in free.values())}"
+        raise DeviceMapSpillError(f"{where}; {memory}: use more GPUs (--llmgpu-devices)")
     return dict(placed)
 
 

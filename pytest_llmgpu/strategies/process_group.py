@@ -14,16 +14,11 @@ if TYPE_CHECKING:
 
 
 def join(case: Case) -> tuple[torch.device, int, int]:
-    """Join the other ranks, by NCCL on GPUs and by gloo on a CPU.
+    """Join the other ranks, by NCCL on GPUs, by gloo on a CPU; return the device of this rank, its number, and theirs.
 
-    The ranks find each other through the file or the address in LLMGPU_RENDEZVOUS, which the launcher sets; without
-    it, as under torchrun, through MASTER_ADDR and MASTER_PORT. A single rank joins no group.
-
-    Returns:
-        The device of this rank, its number, and the number of ranks.
-
-    Raises:
-        ValueError: The number of started ranks is not the number of devices of the case.
+    The ranks find each other through the file or the address in LLMGPU_RENDEZVOUS, which the launcher sets; without it,
+    as under torchrun, through MASTER_ADDR and MASTER_PORT. A single rank joins no group. ValueError if the number of
+    started ranks is not the number of devices of the case.
     """
     import torch
     from torch import distributed
@@ -33,10 +28,9 @@ def join(case: Case) -> tuple[torch.device, int, int]:
 
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if world_size != case.devices:
-        raise ValueError(
-            f"{case.id} needs {plural(case.devices, 'rank')}, but {world_size} {'was' if world_size == 1 else 'were'} "
-            f"started: use torchrun --nproc-per-node={case.devices}"
-        )
+        started = f"{world_size} {'was' if world_size == 1 else 'were'} started"
+        remedy = f"use torchrun --nproc-per-node={case.devices}"
+        raise ValueError(f"{case.id} needs {plural(case.devices, 'rank')}, but {started}: {remedy}")
     if case.device == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)

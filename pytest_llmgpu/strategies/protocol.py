@@ -82,10 +82,8 @@ class WorkspaceError(RuntimeError):
     """The workspace of a strategy cannot hold the longest sequence."""
 
     def __init__(self, tokens_requested: int, tokens_granted: int) -> None:
-        super().__init__(
-            f"the workspace holds {tokens_granted} tokens, but the longest sequence has {tokens_requested}: "
-            "use a smaller batch size"
-        )
+        held = f"the workspace holds {tokens_granted} tokens"
+        super().__init__(f"{held}, but the longest sequence has {tokens_requested}: use a smaller batch size")
         self.tokens_requested = tokens_requested
         self.tokens_granted = tokens_granted
         """The memory suffices for this many tokens; 0 if no workspace fits."""

@@ -45,31 +45,26 @@ class TensorParallel(Strategy):
         ways = models.facts(source).expert_parallel if case.backend != "deepspeed" else ()
         has_plan = case.backend == "deepspeed" or models.facts(source).has_plan
         if spread is not None and spread not in ways:
-            raise ValueError(
-                f"--llmgpu-tp-expert-parallel={spread}: {case.backend} does not have it for {source.name} "
-                f"({architecture}): allowed: {', '.join(('off', *ways))}"
-            )
+            lacking = f"{case.backend} does not have it for {source.name} ({architecture})"
+            allowed = ", ".join(("off", *ways))
+            raise ValueError(f"--llmgpu-tp-expert-parallel={spread}: {lacking}: allowed: {allowed}")
         if spread is None and not has_plan:
             options = [*(f"--llmgpu-tp-expert-parallel={way}" for way in ways[:1]), "--llmgpu-tp-backend=deepspeed"]
             remedies = options if case.strategy == "tp" else ["--llmgpu-devices=1"]
-            raise ValueError(
-                f"--llmgpu-model={source.name}: transformers has no tensor-parallel plan for its architecture "
-                f"({architecture}): use {', '.join(remedies)} or another strategy"
-            )
+            lacking = f"transformers has no tensor-parallel plan for its architecture ({architecture})"
+            remedy = f"use {', '.join(remedies)} or another strategy"
+            raise ValueError(f"--llmgpu-model={source.name}: {lacking}: {remedy}")
         if case.quantization in _UNSPLIT:
             raise ValueError(f"--llmgpu-model={source.name}: {case.strategy} splits no {case.quantization}: use mp")
         if case.backend == "deepspeed" and case.quantization is not None:
-            raise ValueError(
-                f"--llmgpu-tp-backend=deepspeed: it does not split {case.quantization} weights: use transformers"
-            )
-        names = (*(SPLIT_COUNTS if has_plan else ()), *(models.EXPERTS if spread else ()))
-        check_divisible(case, source, names)
+            remedy = "use transformers"
+            raise ValueError(f"--llmgpu-tp-backend=deepspeed: it does not split {case.quantization} weights: {remedy}")
+        check_divisible(case, source, (*(SPLIT_COUNTS if has_plan else ()), *(models.EXPERTS if spread else ())))
         # DeepSpeed supports float16 on some CPUs. It is refused on all, so that the result does not depend on the CPU.
         if case.backend == "deepspeed" and case.device == "cpu" and case.dtype not in _AUTOTP_CPU_DTYPES:
-            raise ValueError(
-                f"--llmgpu-dtype={case.dtype}: DeepSpeed on a CPU supports {' and '.join(_AUTOTP_CPU_DTYPES)}: use one "
-                "of them, or --llmgpu-tp-backend=transformers"
-            )
+            known = f"DeepSpeed on a CPU supports {' and '.join(_AUTOTP_CPU_DTYPES)}"
+            remedy = "use one of them, or --llmgpu-tp-backend=transformers"
+            raise ValueError(f"--llmgpu-dtype={case.dtype}: {known}: {remedy}")
 
     def ranks(self, devices: int) -> int:
         """Return one process per device."""
@@ -107,13 +102,10 @@ class TensorParallel(Strategy):
         else:
             model = weights.checkpoint(source, dtype, distributed_config=plan)
         # To send tokens the host reads the number of each rank, which a replay could not.
-        recordable = spread != "all_to_all"
-        return Loaded(model, model.config, device, (device,), rank, world_size, recordable=recordable)
+        return Loaded(model, model.config, device, (device,), rank, world_size, recordable=spread != "all_to_all")
 
 
-def check_divisible(
-    case: Case, source: ModelSource, names: Iterable[str] = tuple(SPLIT_COUNTS), *, least: int = 2
-) -> None:
+def check_divisible(case: Case, source: ModelSource, names: Iterable[str] = SPLIT_COUNTS, *, least: int = 2) -> None:
     """Refuse a number of devices that does not divide the counts of the model that tensor parallelism splits.
 
     These are the fields `names` of the config; a count that neither the config nor its class has is not checked. The
@@ -126,8 +118,6 @@ def check_divisible(
         return
     common = math.gcd(*counts.values())
     allowed = ", ".join(str(number) for number in range(least, _MOST_DEVICES + 1) if common % number == 0)
-    raise ValueError(
-        f"--llmgpu-devices={case.devices}: strategy {case.strategy} cannot split the {counts[uneven]} "
-        f"{SPLIT_COUNTS.get(uneven, 'experts')} of {source.name} evenly: "
-        f"allowed: {allowed or f'no number from {least} to {_MOST_DEVICES}'}"
-    )
+    allowed = allowed or f"no number from {least} to {_MOST_DEVICES}"
+    what = f"the {counts[uneven]} {SPLIT_COUNTS.get(uneven, 'experts')} of {source.name} evenly: allowed: {allowed}"
+    raise ValueError(f"--llmgpu-devices={case.devices}: strategy {case.strategy} cannot split {what}")

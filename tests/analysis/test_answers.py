@@ -21,7 +21,7 @@ from support.report_factory import (
     paper_results,
 )
 
-from pytest_llmgpu.analysis.answers import baseline, by_chance, check_texts, compare, lost_and_won, mcnemar, written
+from pytest_llmgpu.analysis.answers import baseline, by_chance, check_texts, compare, lost_and_won, written
 from pytest_llmgpu.inference import bundled
 from pytest_llmgpu.report.result import CaseResult, Generation, Launch
 
@@ -236,14 +236,16 @@ def test_findings_on_answers_read_as(prose: Prose) -> None:
     assert prose == "\n".join(f"{one.severity} {one.code}: {one.text} {one.next_step}" for one in found)
 
 
-def test_mcnemars_exact_probability() -> None:
-    """It is the sum over all outcomes that are at least as uneven, in exact fractions; many items do not overflow."""
+def test_the_exact_probability_of_a_loss_by_chance() -> None:
+    """It is the sum over all outcomes with as many items lost, in exact fractions; many items do not overflow."""
     for lost, won in itertools.product(range(11), repeat=2):
         n = lost + won
-        uneven = [k for k in range(n + 1) if min(k, n - k) <= min(lost, won)]
-        assert mcnemar(lost, won) == float(sum((Fraction(math.comb(n, k), 2**n) for k in uneven), Fraction(0)))
-    assert mcnemar(59, 6) == pytest.approx(4.964650327128616e-12, rel=1e-14)  # scipy.stats.binomtest(6, 65).pvalue
-    assert mcnemar(10_042, 0) == 0.0  # 2^-10041 is below what a float holds
+        worse = (Fraction(math.comb(n, k), 2**n) for k in range(lost, n + 1))
+        assert by_chance(lost, won) == float(sum(worse, Fraction(0)))
+    assert 2 * by_chance(59, 6) == pytest.approx(
+        4.964650327128616e-12, rel=1e-14
+    )  # scipy.stats.binomtest(6, 65).pvalue
+    assert by_chance(10_042, 0) == 0.0  # 2^-10041 is below what a float holds
     assert by_chance(5041, 5001) == pytest.approx(0.3485711916691077, rel=1e-14)  # scipy.stats.binomtest
     assert [written(p) for p in (1.0, 0.0214, 2e-6, 0.0)] == ["p = 1", "p = 0.021", "p = 2e-06", "p < 1e-06"]
 

@@ -14,10 +14,9 @@ from support.report_factory import known
 from support.verdict_factory import make_row
 
 from pytest_llmgpu.gate import cause, program
-from pytest_llmgpu.report.cause import CallsChange, Cause
 from pytest_llmgpu.report.metrics import MetricName
 from pytest_llmgpu.report.report import Report
-from pytest_llmgpu.report.verdicts import Row, Verdict
+from pytest_llmgpu.report.verdicts import CallsChange, Cause, Row, Verdict
 
 _BASE = Program()
 _SYNCS = dataclasses.replace(

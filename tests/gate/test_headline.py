@@ -12,14 +12,15 @@ from support.verdict_factory import make_row, make_verdicts
 from pytest_llmgpu.gate.headline import headline, next_steps, row_in_words, step_of
 from pytest_llmgpu.gate.judge import ExitStatus
 from pytest_llmgpu.gate.policy import Policy
-from pytest_llmgpu.report.cause import CallsChange, Cause
 from pytest_llmgpu.report.metrics import MetricName, spec_of
 from pytest_llmgpu.report.verdicts import (
     DIFFERS,
     NEITHER,
     ONLY_CANDIDATE,
     Baseline,
+    CallsChange,
     Candidate,
+    Cause,
     Row,
     SessionState,
     Verdicts,

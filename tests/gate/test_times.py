@@ -22,7 +22,7 @@ from pytest_llmgpu.gate.policy import AmountRule, TimeRule
 from pytest_llmgpu.gate.stats import t_quantile
 from pytest_llmgpu.gate.times import Timed
 from pytest_llmgpu.report import disturbances
-from pytest_llmgpu.report.result import CaseResult, HostUse
+from pytest_llmgpu.report.result import Batches, CaseResult, HostUse, Launch
 from pytest_llmgpu.report.verdicts import Row
 from pytest_llmgpu.report.work import RankWork
 
@@ -375,7 +375,11 @@ def test_a_slower_host_is_found_at_equal_speed(
 
 def test_the_deviation_of_a_host_falls_with_the_batches_it_launched() -> None:
     """Of 1,000 batches it is that of the launch."""
-    found = [noise_regime.prior_of_host(batches).s0 for batches in (4, 16, 1000)]
+    found = []
+    for batches in (4, 16, 1000):
+        launch = Launch(batches=Batches(launch_s=[1.0] * batches, reference_s=[1.0] * batches))
+        *_, prior = noise_regime.at_equal_speed([[launch], [launch]])
+        found.append(prior.s0)
     assert found == pytest.approx([0.045, 0.0225, 0.015])
 
 

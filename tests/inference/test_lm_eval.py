@@ -72,7 +72,8 @@ def _compare(drawn: Drawn, items: Sequence[Item], batch_size: int, add_bos: bool
     theirs = [[next(answers)[0] for _ in item.endings] for item in items]
     forwards = len(inputs)
     plan = batching.plan(_encode(drawn, items, add_bos)[1], batch_size)
-    ours = scoring.score(model, plan, input_device=torch.device("cpu")).loglikelihoods
+    cpu = torch.device("cpu")
+    ours = scoring.score(model, plan, input_device=cpu, devices=(cpu,)).loglikelihoods
     hook.remove()
     assert all(torch.equal(a, b) for a, b in zip(inputs[:forwards], inputs[forwards:], strict=True))
     for a, b in zip(theirs, ours, strict=True):

@@ -209,7 +209,7 @@ def _facts(letters: str = "ab", torch: str = "2.13.0", driver: str = "580.1", **
 
 def test_the_facts_of_this_machine_are_stored_as_json() -> None:
     """The report has those of each node."""
-    found = environment.gather()
+    found = environment.fingerprint()
     assert msgspec.json.decode(msgspec.json.encode(found), type=Node) == found
 
 

@@ -386,7 +386,7 @@ def test_gloo_gets_the_interface_of_an_address() -> None:
 class _Peer:
     def __init__(self, node: int) -> None:
         self.node = node
-        self.answers: dict[Callable[..., Any], Any] = {local.machine: _machine(node), local.gather: _facts(node)}
+        self.answers: dict[Callable[..., Any], Any] = {local.machine: _machine(node), local.fingerprint: _facts(node)}
 
     def request(self, method: str, fn: Callable[..., Any], *_: Any) -> Future[Any]:
         assert method == "call"
@@ -416,7 +416,7 @@ def _facts(node: int, **changed: Any) -> Node:
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """This machine is node 0 with two GPUs, and its torch is not probed."""
     monkeypatch.setattr(local, "machine", lambda *_: _machine(0))
-    monkeypatch.setattr(local, "gather", lambda *_: _facts(0))
+    monkeypatch.setattr(local, "fingerprint", lambda *_: _facts(0))
 
 
 def _places(nodes: Sequence[int]) -> list[tuple[int, int]]:
@@ -474,10 +474,14 @@ def test_devices_that_are_not_there_are_refused(
 @pytest.mark.parametrize(
     ("asked", "answer", "message"),
     [
-        ("gather", _facts(1, driver="570.1"), None),
-        ("gather", _facts(1, versions={"torch": "2.9"}), r"the nodes differ: torch 2\.10 on node 0, 2\.9 on node 1"),
+        ("fingerprint", _facts(1, driver="570.1"), None),
+        (
+            "fingerprint",
+            _facts(1, versions={"torch": "2.9"}),
+            r"the nodes differ: torch 2\.10 on node 0, 2\.9 on node 1",
+        ),
         ("machine", ValueError("no GPU found"), "^node 1: no GPU found$"),
-        ("gather", ConnectionError("it ended"), "^node 1: it ended$"),
+        ("fingerprint", ConnectionError("it ended"), "^node 1: it ended$"),
     ],
 )
 def test_nodes_that_cannot_measure_together_are_refused(asked: str, answer: object, message: str | None) -> None:

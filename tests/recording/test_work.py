@@ -382,16 +382,16 @@ def test_an_attention_that_compiled_layers_replaced_is_named() -> None:
 def test_the_size_of_a_model_leaves_embeddings_and_head_out() -> None:
     """They are looked up, and computed for the predicted tokens only; a token does not meet all experts."""
     model = tiny_model.random_model()
-    found = work.model_size(model, 2)
+    found = work.model_size(model, 2, None)
     layer = 4 * 32 * 32 + 3 * 32 * 48 + 2 * 32
     assert found == ModelSize(parameters=layer + 32, weights_bytes=2 * (layer + 32), layers=1, attention_width=32)
     model.config.num_local_experts = 8
-    assert "num_experts_per_tok" in str(work.model_size(model, 2))
+    assert "num_experts_per_tok" in str(work.model_size(model, 2, None))
 
 
 def test_a_token_passes_through_its_active_experts() -> None:
     """2.95 of 30 billion parameters of Qwen3-30B-A3B are active, without embeddings; windows attend to few tokens."""
-    found = work.model_size(weights.skeleton(tiny_model.source(PRESETS["qwen3-30b-a3b"]), torch.float16), 2)
+    found = work.model_size(weights.skeleton(tiny_model.source(PRESETS["qwen3-30b-a3b"]), torch.float16), 2, None)
     assert isinstance(found, ModelSize)
     assert (found.layers, found.active_experts) == (48, 8 / 128)
     attention = 2048 * 128 * (2 * 32 + 2 * 4) + 2 * 128
@@ -401,11 +401,11 @@ def test_a_token_passes_through_its_active_experts() -> None:
     sizes = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "kv_channels": 8, "vocab_size": 64}
     jetmoe = AutoConfig.for_model("jetmoe", **sizes, num_key_value_heads=4, num_local_experts=8, num_experts_per_tok=2)
     with init_empty_weights():
-        other = work.model_size(AutoModelForCausalLM.from_config(jetmoe), 2)
+        other = work.model_size(AutoModelForCausalLM.from_config(jetmoe), 2, None)
     assert isinstance(other, ModelSize)
     # Its experts have other names, and a router of its attention has theirs.
     assert other.experts_bytes == 2 * 8 * (3 * 32 * 48 + 2 * 32 * 32) + 2 * (8 * 32 + 32)
-    gpt_oss = work.model_size(weights.skeleton(tiny_model.source(PRESETS["gpt-oss-20b"]), torch.float16), 2)
+    gpt_oss = work.model_size(weights.skeleton(tiny_model.source(PRESETS["gpt-oss-20b"]), torch.float16), 2, None)
     assert isinstance(gpt_oss, ModelSize)
     assert gpt_oss.layers == 12
 

@@ -11,10 +11,9 @@ from support.verdict_factory import make_row, make_verdicts
 
 from pytest_llmgpu.gate.headline import row_in_words
 from pytest_llmgpu.gate.policy import Policy
-from pytest_llmgpu.render.by_cause import Group, by_reason, group
-from pytest_llmgpu.report.cause import Cause, SlowerKernel
+from pytest_llmgpu.render.summary import Group, by_cause, by_reason
 from pytest_llmgpu.report.metrics import MetricName
-from pytest_llmgpu.report.verdicts import DIFFERS, Row, Verdict
+from pytest_llmgpu.report.verdicts import DIFFERS, Cause, Row, SlowerKernel, Verdict
 
 
 def _row(
@@ -31,7 +30,7 @@ def _cause(module: str) -> Cause:
 
 def _groups(*rows: Row, differences: Sequence[str] = ()) -> list[Group]:
     warnings = [f"{DIFFERS}{text}" for text in differences]
-    return group(make_verdicts(*rows, warnings=warnings), Policy())
+    return by_cause(make_verdicts(*rows, warnings=warnings), Policy())
 
 
 _DOWN, _NORM = _cause("mlp.down_proj"), _cause("norm")

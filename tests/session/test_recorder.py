@@ -20,7 +20,7 @@ from pytest_llmgpu.profiling import machine
 from pytest_llmgpu.profiling.machine import Machine, TorchFacts
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.options import Options
-from pytest_llmgpu.report.report import Commit, Environment
+from pytest_llmgpu.report.report import Commit, Node
 from pytest_llmgpu.report.result import CaseResult, Declared, Failure
 from pytest_llmgpu.session import recorder
 from pytest_llmgpu.session.recorder import Recorder
@@ -38,7 +38,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOGNAME", "ada")
     monkeypatch.setattr(socket, "gethostname", lambda: "node17")
     monkeypatch.setattr(recorder, "commit", lambda *_, **__: Commit(sha="0123456789abcdef"))
-    monkeypatch.setattr(machine, "fingerprint", lambda _: Environment(cpu="Xeon", python="3.11.7", platform="Linux"))
+    monkeypatch.setattr(machine, "fingerprint", lambda _: Node(cpu="Xeon", python="3.11.7", platform="Linux"))
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.report_factory import make_result
 
-from pytest_llmgpu.render.terminal.live import LiveLine
+from pytest_llmgpu.render.terminal.report import LiveLine
 from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.session.session import BenchmarkSession
 

@@ -38,10 +38,8 @@ not be judged. llmgpu bisect finds the commit between them."""
 
 def add_gate(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
-    parser.epilog = (
-        "exit status: 0 passed, 1 regressed, 2 bad usage or an unreadable file, 3 could not be judged: undecided, not "
-        "comparable, or nothing compared"
-    )
+    unjudged = "3 could not be judged: undecided, not comparable, or nothing compared"
+    parser.epilog = f"exit status: 0 passed, 1 regressed, 2 bad usage or an unreadable file, {unjudged}"
     # --dump-policy needs no report.
     parser.add_argument("base", metavar="BASE", nargs="?", help=f"the baseline: {REFERENCE}")
     parser.add_argument("head", metavar="HEAD", nargs="?", help="the candidate, named in the same ways")
@@ -81,12 +79,26 @@ def run_gate(arguments: argparse.Namespace) -> int:
             verdicts, line = judge(None, candidate, policy, today=today()), str(error)
     # Before the table is printed, because its reader may close the pipe early.
     if not write_json(verdicts, arguments.json):
-        most = None if arguments.all else verdict_tables.MOST_CASES
-        table = verdict_tables.table(verdicts, policy, color(), most)
+        table = verdict_tables.table(verdicts, policy, color(), None if arguments.all else verdict_tables.MOST_CASES)
         table = named(table, arguments.head or arguments.verdicts, arguments.base)
-        conclusion = verdict_tables.conclusion(verdicts, policy, color())
-        show("\n".join(filter(None, (f"{conclusion}\n", table, line))))
+        show("\n".join(filter(None, (f"{verdict_tables.conclusion(verdicts, policy, color())}\n", table, line))))
     return exit_status(verdicts, policy)
+
+
+def side_by_side(arguments: argparse.Namespace) -> str:
+    """Return what changed from the first report to each other one, worst first."""
+    (policy, in_words), most = policy_of(arguments), None if arguments.verbose else verdict_tables.MOST_CASES
+    heads = [source(name, arguments).report() for name in arguments.others]
+    found = [(*judged(arguments, arguments.report, head, policy), head) for head in heads]
+    conclusions = [verdict_tables.conclusion(verdicts, policy, color()) for _, verdicts, _ in found]
+    if len(found) == 1:
+        table = verdict_tables.table(found[0][1], policy, color(), most)
+    else:
+        table = verdict_tables.side_by_side(found, color(), most)
+        named = enumerate(zip(arguments.others, conclusions, strict=True), 1)
+        conclusions = [f"{number}  {name}: {text}" for number, (name, text) in named]
+    lines = "\n".join(conclusions)
+    return "\n".join(filter(None, (f"{lines}\n", table, in_words)))
 
 
 def add_ab(parser: argparse.ArgumentParser) -> None:
@@ -156,8 +168,7 @@ def run_promote(arguments: argparse.Namespace) -> int:
         # A case that was deselected is missing: later reports would not be compared with it.
         session = msgspec.structs.replace(candidate.session, deselected=[])
         whole = msgspec.structs.replace(candidate, session=session)
-        baseline = present.baseline(present.name, base)
-        verdicts = judge(base, whole, policy, today=today(), baseline=baseline)
+        verdicts = judge(base, whole, policy, today=today(), baseline=present.baseline(present.name, base))
         promotions = promotion.promotions(base, candidate, verdicts, policy)
     for one in promotion.judged(candidate, verdicts, policy, today()):
         if found := exit_status(one, policy):

@@ -6,16 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from pytest_llmgpu.cli.arguments import (
-    REFERENCE,
-    add_rules,
-    add_storage,
-    comparison,
-    judged,
-    policy_of,
-    source,
-    storage_of,
-)
+from pytest_llmgpu.cli.arguments import REFERENCE, add_rules, add_storage, comparison, source, storage_of
 from pytest_llmgpu.cli.output import color, complain, save, show, write_data
 from pytest_llmgpu.report.options import LATEST
 from pytest_llmgpu.report.text import listed, named, plural
@@ -39,10 +30,11 @@ def add_show(parser: argparse.ArgumentParser) -> None:
 
 def run_show(arguments: argparse.Namespace) -> int:
     """Print a report as pytest printed it at the end of the run, the log of a case, or what changed from the first."""
+    from pytest_llmgpu.cli.commands.judging import side_by_side
     from pytest_llmgpu.render.terminal import report as terminal
 
     if arguments.others:
-        show(_side_by_side(arguments))
+        show(side_by_side(arguments))
         return 0
     found = source(arguments.report, arguments)
     report = found.report()
@@ -58,24 +50,6 @@ def run_show(arguments: argparse.Namespace) -> int:
     tables = named(terminal.tables(report, color(), verbose=arguments.verbose), arguments.report)
     show(f"{', '.join(parts)}\n\n{tables or 'no case'}")
     return 0
-
-
-def _side_by_side(arguments: argparse.Namespace) -> str:
-    """Return what changed from the first report to each other one, worst first."""
-    from pytest_llmgpu.render.terminal import verdicts as verdict_tables
-
-    (policy, in_words), most = policy_of(arguments), None if arguments.verbose else verdict_tables.MOST_CASES
-    heads = [source(name, arguments).report() for name in arguments.others]
-    found = [(*judged(arguments, arguments.report, head, policy), head) for head in heads]
-    conclusions = [verdict_tables.conclusion(verdicts, policy, color()) for _, verdicts, _ in found]
-    if len(found) == 1:
-        table = verdict_tables.table(found[0][1], policy, color(), most)
-    else:
-        table = verdict_tables.side_by_side(found, color(), most)
-        named = enumerate(zip(arguments.others, conclusions, strict=True), 1)
-        conclusions = [f"{number}  {name}: {text}" for number, (name, text) in named]
-    lines = "\n".join(conclusions)
-    return "\n".join(filter(None, (f"{lines}\n", table, in_words)))
 
 
 def add_html(parser: argparse.ArgumentParser) -> None:

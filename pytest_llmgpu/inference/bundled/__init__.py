@@ -37,10 +37,8 @@ def loglikelihoods() -> array[float]:
 def save_tokenizer(texts: Iterable[str], vocabulary_size: int, directory: Path) -> int:
     """Train a tokenizer and write it, so that `AutoTokenizer.from_pretrained(directory)` loads it.
 
-    Equal texts in equal order give equal files. The 256 bytes and 2 special tokens are part of the vocabulary.
-
-    Returns:
-        The number of tokens; below `vocabulary_size` if the texts have no more pairs to merge.
+    Equal texts in equal order give equal files. Return the number of tokens, of which 256 bytes and 2 special tokens
+    are a part; it is below `vocabulary_size` if the texts have no more pairs to merge.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 

@@ -37,10 +37,9 @@ class HellaSwag(MultipleChoice):
             records = datasets.load_dataset(_HUB, split="validation")
         # A failed connection is an OSError to datasets, a missing cache of an offline machine a ValueError or OSError.
         except (OSError, ValueError, HfHubHTTPError) as error:
-            raise ValueError(
-                f"dataset hellaswag ({_HUB}) cannot be downloaded: {first_line(error)} "
-                "(allow this machine to reach the hub, or pass a JSON Lines file of its validation split)"
-            ) from error
+            remedy = "allow this machine to reach the hub, or pass a JSON Lines file of its validation split"
+            failed = f"cannot be downloaded: {first_line(error)} ({remedy})"
+            raise ValueError(f"dataset hellaswag ({_HUB}) {failed}") from error
         return ((f"{_HUB}:{number}", record) for number, record in enumerate(records))
 
     def note(self, record: Any) -> str | None:

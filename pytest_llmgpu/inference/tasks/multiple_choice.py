@@ -52,15 +52,12 @@ class MultipleChoice:
         else:
             path = next((path for path in (Path(dataset), rootdir / dataset) if path.exists()), None)
             if path is None:
-                raise ValueError(
-                    f"dataset {dataset!r} is unknown{guess(dataset, self.datasets)}: "
-                    f"allowed are {', '.join(self.datasets)}, or a JSON Lines file that exists"
-                )
+                allowed = f"allowed are {', '.join(self.datasets)}, or a JSON Lines file that exists"
+                raise ValueError(f"dataset {dataset!r} is unknown{guess(dataset, self.datasets)}: {allowed}")
             if path.is_dir():
-                raise ValueError(
-                    f"dataset {path} is a folder: a JSON Lines file is needed (of a split that save_to_disk wrote: "
-                    f"datasets.load_from_disk({str(path)!r}).to_json('items.jsonl'))"
-                )
+                how = f"datasets.load_from_disk({str(path)!r}).to_json('items.jsonl')"
+                needed = f"a JSON Lines file is needed (of a split that save_to_disk wrote: {how})"
+                raise ValueError(f"dataset {path} is a folder: {needed}")
             records = read_json_lines(path)
             inside = path.resolve().is_relative_to(rootdir.resolve())
             name = path.resolve().relative_to(rootdir.resolve()).as_posix() if inside else path.name

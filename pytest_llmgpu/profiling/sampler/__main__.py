@@ -103,8 +103,7 @@ class Sampler:
             if wait([call], max(0.0, give_up_s - time.monotonic())).done:
                 rows[number][metric] = (call.result(), None)
             else:
-                reason = f"{CALLS[metric].method}: did not return within {_GIVE_UP_S:g} s"
-                self._devices[number].why[metric] = reason
+                self._devices[number].why[metric] = f"{CALLS[metric].method}: did not return within {_GIVE_UP_S:g} s"
         cells = [[row.get(metric, (None, None)) for metric in METRICS] for row in rows]
         return [[value for value, _ in row] for row in cells], [[covered_s for _, covered_s in row] for row in cells]
 

@@ -274,9 +274,8 @@ class SampleRing(Source):
     def _new_samples(self) -> list[tuple[int, float]]:
         """Return the samples since the last call, oldest first: time in microseconds and percent."""
         try:
-            kind, samples = self._nvml.nvmlDeviceGetSamples(
-                self._handle, self._nvml.NVML_GPU_UTILIZATION_SAMPLES, self._last_us
-            )
+            of = self._nvml.NVML_GPU_UTILIZATION_SAMPLES
+            kind, samples = self._nvml.nvmlDeviceGetSamples(self._handle, of, self._last_us)
         except self._nvml.NVMLError as error:
             if error.value == self._nvml.NVML_ERROR_NOT_FOUND:
                 return []
@@ -288,7 +287,6 @@ class SampleRing(Source):
 
 SOURCES: tuple[type[Source], ...] = (Gpm, ByteCounters, NvLink, SampleRing)
 """All kinds of sources. A metric comes from the first one that gives it."""
-
 
 _PCIE_KB = 1000
 """The unit of NVML's PCIe throughput in bytes. NVIDIA does not document whether it is 1000 or 1024."""

@@ -19,7 +19,6 @@ Figure = Callable[[Entry], float | None]
 
 _FAR = 2.5  # a capacity above this multiple of the memory in use is not drawn: it would flatten the curves
 
-
 _OF_LAUNCHES = ("inference_s", "first_token_s", "token_p50_s")
 """Fields of which each launch has a value."""
 

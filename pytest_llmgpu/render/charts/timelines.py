@@ -19,7 +19,6 @@ _HEIGHT = 200
 _DASHES = [[1, 0], [6, 3], [2, 2], [8, 3, 2, 3]]
 """Dashes of the GPUs, in turn: lines differ in more than colour (WCAG 2.2, 1.4.1)."""
 
-
 _FIGURES = {
     "utilization_pct": ("utilization", "GPU utilisation", "%", 1),
     "memory_used_bytes": ("memory", "Memory in use", "GiB", GIB),

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from pytest_llmgpu.gate import headline
 from pytest_llmgpu.gate.judge import ExitStatus, Level, level
 from pytest_llmgpu.gate.policy import policy_of
-from pytest_llmgpu.render import by_cause, summary
+from pytest_llmgpu.render import summary
 from pytest_llmgpu.render.exports.tables import code, markdown, markdown_header, markdown_line, markdown_lines
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import OUT_OF_MEMORY
@@ -61,12 +61,11 @@ def notices(report: Report) -> list[Notice]:
         decided = headline.headline(verdicts, policy)
         if decided.status is ExitStatus.NOT_JUDGED and not decided.worst:
             found.append(Notice("failure", "Gate", decided.text))
-        for group in by_cause.group(verdicts, policy):
+        for group in summary.by_cause(verdicts, policy):
             worst = group.rows[0]
             severity = min((level(row, policy) for row in group.rows), key=list(_MARKS).index)
             title = f"{worst.verdict}: {headline.row_in_words(worst)}"
-            text = "\n".join([*group.lines, f"Next: {group.next_step}"])
-            found.append(Notice(severity, title, text, worst.nodeid))
+            found.append(Notice(severity, title, "\n".join([*group.lines, f"Next: {group.next_step}"]), worst.nodeid))
     return sorted([*found, *other_notices(report)], key=_order)
 
 
@@ -147,8 +146,7 @@ def render_comment(report: Report) -> str:
         commits = git.subjects(Path(), base, report.commit.sha) if base and report.commit.sha else []
         if commits:
             title = f"<summary>{plural(len(commits), 'commit')} since the baseline</summary>"
-            lines = [f"- {markdown(line)}" for line in commits]
-            tables.append(([_FOLD, title, ""], lines, ["", "</details>"]))
+            tables.append(([_FOLD, title, ""], [f"- {markdown(line)}" for line in commits], ["", "</details>"]))
     return _page(report, [COMMENT_MARK], tables, COMMENT_BYTES)
 
 

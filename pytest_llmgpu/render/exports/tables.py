@@ -71,8 +71,7 @@ def render_csv(report: Report) -> str:
     rows, own = summary.by_id(report.verdicts), own_columns(report.cases)
     text = io.StringIO()
     verdicts = (f"verdict_{row.metric}" for others in rows.values() for row in others)
-    header = dict.fromkeys([*CSV_COLUMNS, *own, *verdicts])
-    writer = csv.DictWriter(text, header, restval="", lineterminator="\n")
+    writer = csv.DictWriter(text, dict.fromkeys([*CSV_COLUMNS, *own, *verdicts]), restval="", lineterminator="\n")
     writer.writeheader()
     session = {
         "created": report.created,

@@ -70,13 +70,10 @@ def config_and_style() -> tuple[dict[str, Any], str]:
     # The page has the background, and the container has the text for screen readers.
     config |= {"background": "transparent", "aria": False}
     on_white, on_black = (" ".join(f"{name}: {pair[n]};" for pair, name in names.items()) for n in (0, 1))
-    style = (
-        f":root {{ {on_white} }}\n"
-        f'@media screen {{ :root[data-theme="dark"] {{ {on_black} }} }}\n'
-        "@media screen and (prefers-color-scheme: dark) "
-        f'{{ :root:not([data-theme="light"]) {{ {on_black} }} }}\n'
-    )
-    return config, style
+    chosen = f'@media screen {{ :root[data-theme="dark"] {{ {on_black} }} }}'
+    other = f':root:not([data-theme="light"]) {{ {on_black} }}'
+    of_system = f"@media screen and (prefers-color-scheme: dark) {{ {other} }}"
+    return config, f":root {{ {on_white} }}\n{chosen}\n{of_system}\n"
 
 
 def content_security_policy(scripts: Sequence[str], styles: Sequence[str]) -> str:

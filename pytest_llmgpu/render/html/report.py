@@ -12,7 +12,7 @@ import msgspec
 
 from pytest_llmgpu.gate import headline, judge
 from pytest_llmgpu.gate.policy import Policy, policy_of
-from pytest_llmgpu.render import by_cause, charts, summary
+from pytest_llmgpu.render import charts, summary
 from pytest_llmgpu.render.charts import timelines
 from pytest_llmgpu.render.html.assets import MISSING, asset, config_and_style, content_security_policy, templates, vega
 from pytest_llmgpu.render.table import blocks, captions, entries, figure_tables, limits, make_time_table, with_reference
@@ -76,34 +76,37 @@ def render(
         if len(values) > 1:
             filters.append((field, label, sorted(values, key=int) if field == "batch" else values))
     drawn, omitted = charts.of_report(report)
-    template = templates().get_template("page.html")
-    return template.render(
-        policy_header=content_security_policy([library, script, theme], [style]),
-        library=library,
-        script=script,
-        theme=theme,
-        style=style,
-        name=name or "pytest-llmgpu",
-        title=_title(report, verdicts),
-        next=headline.next_steps(verdicts, policy or policy_of(verdicts)) if verdicts is not None else "",
-        report=report,
-        conclusion=conclusion,
-        logs={result.id: log for result in report.cases if result.failure and (log := result.failure.log_tail)},
-        tables=tables,
-        charts=[(chart, _json(chart.spec)) for chart in drawn],
-        omitted=omitted,
-        cases=of_cases,
-        verdicts=verdicts,
-        verdict=summary.verdict,
-        mark=summary.mark,
-        **({"compared": [], "parts": [], "reasons": []} if verdicts is None else _rows(verdicts, report, baseline)),
-        counts=summary.counts,
-        keys=keys,
-        filters=filters,
-        machine=machine(report),
-        libraries={name: version for name, version in report.environment.versions.items() if version},
-        licenses=asset("licenses.txt"),
-        data=_json({"config": config}),
+    return (
+        templates()
+        .get_template("page.html")
+        .render(
+            policy_header=content_security_policy([library, script, theme], [style]),
+            library=library,
+            script=script,
+            theme=theme,
+            style=style,
+            name=name or "pytest-llmgpu",
+            title=_title(report, verdicts),
+            next=headline.next_steps(verdicts, policy or policy_of(verdicts)) if verdicts is not None else "",
+            report=report,
+            conclusion=conclusion,
+            logs={result.id: log for result in report.cases if result.failure and (log := result.failure.log_tail)},
+            tables=tables,
+            charts=[(chart, _json(chart.spec)) for chart in drawn],
+            omitted=omitted,
+            cases=of_cases,
+            verdicts=verdicts,
+            verdict=summary.verdict,
+            mark=summary.mark,
+            **({"compared": [], "parts": [], "reasons": []} if verdicts is None else _rows(verdicts, report, baseline)),
+            counts=summary.counts,
+            keys=keys,
+            filters=filters,
+            machine=machine(report),
+            libraries={name: version for name, version in report.environment.versions.items() if version},
+            licenses=asset("licenses.txt"),
+            data=_json({"config": config}),
+        )
     )
 
 
@@ -120,7 +123,7 @@ def _rows(verdicts: Verdicts, report: Report, baseline: Report | None) -> dict[s
     parts: dict[str, list[tuple[Row, summary.Figures]]] = {"Changed, undecided or missing": [], "Unchanged": []}
     for row in worst_first(verdicts.rows):
         parts["Unchanged" if row.unchanged else "Changed, undecided or missing"].append((row, summary.figures(row)))
-    reasons = by_cause.by_reason(row for row in verdicts.rows if not row.unchanged)
+    reasons = summary.by_reason(row for row in verdicts.rows if not row.unchanged)
     compared = summary.was_and_now(verdicts, report, baseline)
     return {"compared": compared, "parts": [part for part in parts.items() if part[1]], "reasons": reasons}
 

@@ -5,38 +5,24 @@ from __future__ import annotations
 import itertools
 import re
 import statistics
+import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 from tabulate import tabulate
 
 from pytest_llmgpu.analysis.capacity import split
 from pytest_llmgpu.analysis.reference import by_series
 from pytest_llmgpu.profiling.machine import Machine
+from pytest_llmgpu.render import table as figures
 from pytest_llmgpu.render.summary import Problem, cases_in_words, finding_problems
-from pytest_llmgpu.render.table import (
-    COLUMNS,
-    DROPPABLE,
-    TABLES,
-    Entry,
-    Place,
-    blocks,
-    captions,
-    columns_of,
-    dataset,
-    digits,
-    entries,
-    figure_tables,
-    limits,
-    make_time_table,
-    model,
-    with_reference,
-    written,
-)
+from pytest_llmgpu.render.table import Entry, Place
 from pytest_llmgpu.report.case import Case
 from pytest_llmgpu.report.report import Environment, Report
 from pytest_llmgpu.report.result import CaseResult, CollectiveKind, Path
-from pytest_llmgpu.report.text import listed, plural
+from pytest_llmgpu.report.text import listed, plural, printable, printable_lines
 
 WIDTH = 100
 """The largest width of a table or message, in columns of the terminal; three strategies fit."""
@@ -54,16 +40,15 @@ _COLOURS = {"best": _GREEN, "wrong": _RED, "oom": _YELLOW, "skipped": _YELLOW, "
 
 _SEVERAL = ("nvlink_tx_bytes_per_s", "sent_bytes")  # columns of devices that are shown only if a case ran on several
 
-
 _Columns = Mapping[str, tuple[str, Sequence[str]]]
 """Name of a figure, by which its column is dropped if the table is too wide, to the title and the cell of each case."""
 
 
 def summary_table(cases: Sequence[CaseResult], paint: Painter, most: int | None = None) -> tuple[str, int]:
     """Return the table with one row per case, or of more than `most` the fastest of each series; and its rows."""
-    table = make_time_table(cases)
+    table = figures.make_time_table(cases)
     cells = {cell.id: cell for _, row in table.rows for cell in row}
-    shown = entries(cases)
+    shown = figures.entries(cases)
     if most is not None and len(shown) > most:
         fastest = {
             id(max(found, key=lambda result: (not result.has_wrong_answers, result.sequences_per_s or 0.0)))
@@ -83,19 +68,18 @@ def summary_table(cases: Sequence[CaseResult], paint: Painter, most: int | None 
     # What the tokens have as well, and on a CPU the figure that judges.
     left_out = {"sequences_per_s"} if generates else {"token_p95_s"}
     left_out |= {"flops_per_sequence"} if on_gpu else set()
-    for column in columns_of("summary", cases):
+    for column in figures.columns_of("summary", cases):
         name, values = column.name, [column.value(entry.result) for entry in shown]
         if name == ("token_p95_s" if generates else "speedup") and any(second):
             columns["second"] = (table.metric, second)
         less_exact = name == "utilization_pct" and "device_busy" in columns
         # A figure of the user's own can be 0.
-        if name in left_out or less_exact or (name in COLUMNS and not any(values)):
+        if name in left_out or less_exact or (name in figures.COLUMNS and not any(values)):
             continue
-        texts = written(values, column.unit)
+        texts = figures.written(values, column.unit)
         if name == "new_tokens_per_s":
-            texts = [
-                f"{'* ' * (cells[one.result.id].kind == 'best')}{text}" for one, text in zip(shown, texts, strict=True)
-            ]
+            marks = ["* " if cells[one.result.id].kind == "best" else "" for one in shown]
+            texts = [f"{mark}{text}" for mark, text in zip(marks, texts, strict=True)]
         columns[name] = (column.title, texts)
     text, *_ = _fitted("summary", [entry[:2] for entry in shown], columns)
     notes = [f"{_MARKS[kind]} {meaning}" for kind, (_, meaning) in table.legend.items() if kind in _MARKS]
@@ -107,7 +91,7 @@ def summary_table(cases: Sequence[CaseResult], paint: Painter, most: int | None 
 def work_table(cases: Sequence[CaseResult]) -> str:
     """Return the tables of work, energy, latencies and tokens; empty if none of it was measured."""
     found = []
-    for place, table in figure_tables(cases).items():
+    for place, table in figures.figure_tables(cases).items():
         cells = zip(*(texts for _, _, texts in table.rows), strict=True)
         columns = {one.name: (one.title, texts) for one, texts in zip(table.columns, cells, strict=True)}
         found.append("\n".join([table.title, *_fitted(place, [row[:2] for row in table.rows], columns)]))
@@ -116,7 +100,7 @@ def work_table(cases: Sequence[CaseResult]) -> str:
 
 def device_tables(cases: Sequence[CaseResult], environment: Environment) -> str:
     """Return the communication, path and memory of the completed cases, or the reason why there are no tables."""
-    order = [entry for entry in entries(cases) if entry.result.outcome == "completed"]
+    order = [entry for entry in figures.entries(cases) if entry.result.outcome == "completed"]
     if not order:
         return ""
     by_title: dict[str, list[CaseResult]] = {}
@@ -152,14 +136,14 @@ def _device_table(place: Place, order: Sequence[Entry], reasons: dict[str, list[
     several = any(result.case.devices > 1 for result in results)
     shown: dict[str, tuple[str, Sequence[str]]] = {}
     with_largest = False
-    for name in TABLES[place]:
-        column = COLUMNS[name]
+    for name in figures.TABLES[place]:
+        column = figures.COLUMNS[name]
         values = [[value / column.unit for value in column.devices(result)] for result in results]
         if name in _SEVERAL and not several:
             continue
         if any(values):
             means = [statistics.fmean(each) if each else None for each in values]
-            places = digits(min((mean for mean in means if mean), default=1.0))
+            places = figures.digits(min((mean for mean in means if mean), default=1.0))
             texts = []
             for mean, each in zip(means, values, strict=True):
                 largest = f" ({max(each):.{places}f})" if len(each) > 1 else ""
@@ -249,7 +233,7 @@ def _paths(by_title: Mapping[str, Sequence[CaseResult]]) -> Iterator[str]:
 def _range(values: Iterable[float]) -> str:
     """Return `least to most` with about three digits, or a single value if all are equal."""
     ends = sorted(set(values))
-    shown = [f"{value:,.{0 if value.is_integer() else digits(value)}f}" for value in (ends[0], ends[-1])]
+    shown = [f"{value:,.{0 if value.is_integer() else figures.digits(value)}f}" for value in (ends[0], ends[-1])]
     return " to ".join(dict.fromkeys(shown))
 
 
@@ -257,7 +241,7 @@ def _fitted(table: Place, places: Sequence[tuple[str, str]], columns: _Columns) 
     """Return the table of places and of the columns that fit the width, and a line with the names of the others."""
     firsts = [("" if n and places[n - 1][0] == name else name, size) for n, (name, size) in enumerate(places)]
     shown, dropped = dict(columns), list[str]()
-    candidates = [name for name in reversed(TABLES[table]) if name in columns and name in DROPPABLE]
+    candidates = [name for name in reversed(figures.TABLES[table]) if name in columns and name in figures.DROPPABLE]
     while True:
         headers = ["strategy", "batch\nsize", *(title for title, _ in shown.values())]
         body = [[*first, *(texts[n] for _, texts in shown.values())] for n, first in enumerate(firsts)]
@@ -282,9 +266,9 @@ def headline(machine: Machine, cases: Sequence[Case], batch_sizes: Iterable[int]
     """Return one line with the machine and the selected cases; tests that choose their batch size give none."""
     parts = [machine.describe()]
     if cases:
-        parts += dict.fromkeys(model(case) for case in cases)
+        parts += dict.fromkeys(figures.model(case) for case in cases)
         parts.append(", ".join(dict.fromkeys(case.dtype for case in cases)))
-        parts += dict.fromkeys(dataset(case) for case in cases)
+        parts += dict.fromkeys(figures.dataset(case) for case in cases)
         workloads = dict.fromkeys("generate" if case.generates else "score" for case in cases)
         if [*workloads] != ["score"]:
             parts.append(("workload " if len(workloads) == 1 else "workloads ") + ", ".join(workloads))
@@ -308,22 +292,66 @@ def progress(name: str, step: str, done: int, total: int, elapsed_s: float, *, b
     return f"{name}  {f'{done}/{total} batches' if total else step}  {rate}{clock}"
 
 
+_SAVE, _RESTORE, _CLEAR_TO_END = "\x1b7", "\x1b8", "\x1b[K"
+_SMALLEST_WIDTH = 12
+_LOG_S = 60.0
+
+
+class LiveLine:
+    """Draws on the terminal; if standard output is not one, it gets a line a minute."""
+
+    def __init__(self, uncaptured: Callable[[], AbstractContextManager[None]], width: Callable[[], int]) -> None:
+        """Prepare to draw within `uncaptured`, where standard output is the real one.
+
+        There `width` returns the number of free columns in the line that pytest writes.
+        """
+        self._uncaptured = uncaptured
+        self._width = width
+        self._drawn = False
+        self._due_s = time.monotonic() + _LOG_S
+
+    def show(self, text: str, *, at_once: bool = False) -> None:
+        """Draw `text`, cut to the free width, in place of the text before it; a log gets it once a minute, or now."""
+        with self._uncaptured():
+            if not sys.stdout.isatty():
+                if at_once or time.monotonic() >= self._due_s:
+                    _write(f"\n{printable_lines(text)}\n")
+                    self._due_s = time.monotonic() + _LOG_S
+                return
+            width = self._width() - 1
+            if width >= _SMALLEST_WIDTH:
+                _write((_RESTORE if self._drawn else _SAVE) + _CLEAR_TO_END + printable(text)[:width])
+                self._drawn = True
+
+    def clear(self) -> None:
+        """Remove the line, and put the cursor where pytest left it."""
+        if self._drawn:
+            with self._uncaptured():
+                _write(_RESTORE + _CLEAR_TO_END)
+        self._drawn = False
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
 def tables(report: Report, color: bool = False, *, verbose: bool = False) -> str:
     """Return the report as tables: blocks of cases, differences from mp, then findings, worst first.
 
     There are about 40 lines; with `verbose` every case and finding, and the tables of work, communication and memory.
     """
     paint = painter(color)
-    found = blocks(report.cases)
+    found = figures.blocks(report.cases)
     parts = [filled(cases_in_words(report, explained=True))] if found else []
     left, hidden = len(report.cases) if verbose else _MOST_ROWS, len(report.cases)
-    for (caption, _), cases in zip(captions(found, report), found, strict=True):
+    for (caption, _), cases in zip(figures.captions(found, report), found, strict=True):
         if not left:
             break
         table, rows = summary_table(cases, paint, left)
         left, hidden = left - rows, hidden - rows
         lines = []
-        for texts in (with_reference(cases, verbose=verbose), limits(cases, report)):
+        for texts in (figures.with_reference(cases, verbose=verbose), figures.limits(cases, report)):
             notes = list(map(filled, texts))
             more = 0 if verbose else len(notes) - _MOST_LINES
             lines += notes if more <= 0 else [*notes[:_MOST_LINES], f"and {more} more (-v shows all)"]

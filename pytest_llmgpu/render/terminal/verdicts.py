@@ -9,8 +9,7 @@ from tabulate import tabulate
 from pytest_llmgpu.gate import headline
 from pytest_llmgpu.gate.judge import ExitStatus
 from pytest_llmgpu.gate.policy import Policy
-from pytest_llmgpu.render import by_cause
-from pytest_llmgpu.render.summary import counts, figures, mark, verdict, was_and_now
+from pytest_llmgpu.render.summary import by_reason, counts, figures, mark, verdict, was_and_now
 from pytest_llmgpu.render.terminal.report import Painter, filled, painter
 from pytest_llmgpu.report.metrics import place_of
 from pytest_llmgpu.report.report import Report
@@ -113,13 +112,12 @@ def _by_case(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def _verdict(row: Row, paint: Painter) -> str:
-    word = verdict(row)
-    return word.replace(row.word, paint(row.word, _STYLES[mark(row.verdict)]))
+    return verdict(row).replace(row.word, paint(row.word, _STYLES[mark(row.verdict)]))
 
 
 def _reasons(rows: Sequence[Row], paint: Painter, most: int | None) -> Iterator[str]:
     """Yield the reasons of the rows that are not OK by cause, the worst first; the row with the worst change has it."""
-    found = by_cause.by_reason(row for row in rows if not row.unchanged)
+    found = by_reason(row for row in rows if not row.unchanged)
     for number, group in enumerate(found):
         if number == most:
             yield f"and {plural(len(found) - number, 'more reason')}"

@@ -70,9 +70,8 @@ def check(environ: Mapping[str, str] = os.environ) -> None:
         home = str(DEFAULT_CUDA_HOME)
         source = f"CUDA_HOME is not set and nvcc is not on PATH, and torch takes {home} as CUDA_HOME"
     else:
-        raise ValueError(
-            f"{_NEEDS}: no CUDA toolkit was found (CUDA_HOME is not set, nvcc is not on PATH): set CUDA_HOME"
-        )
+        remedy = "set CUDA_HOME"
+        raise ValueError(f"{_NEEDS}: no CUDA toolkit was found (CUDA_HOME is not set, nvcc is not on PATH): {remedy}")
     if not os.access(os.path.join(home, "bin", "nvcc"), os.X_OK):  # noqa: PTH118 - an empty home is not `.`
         raise ValueError(f"{_NEEDS}: {source}, which has no bin/nvcc: set CUDA_HOME to a CUDA toolkit")
 
