@@ -252,7 +252,7 @@ def by_reason(rows: Iterable[Row]) -> list[list[Row]]:
 
 
 def _reason(row: Row) -> Hashable:
-    return row.verdict, row.metric, without_numbers(row.reason), row.allowed
+    return row.verdict, row.metric, without_numbers(row.reason.replace(f"Calls of {row.id}:", "")), row.allowed
 
 
 def verdict(row: Row) -> str:
