@@ -112,10 +112,6 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The reason why the model cannot be loaded; None if its config is no such reason."""
 
 
-class TokenizerError(ValueError):
-    """The tokenizer of a model is missing or does not belong to it."""
-
-
 def resolve(
     model: str,
     *,
@@ -128,22 +124,23 @@ def resolve(
     """Find a model and its tokenizer, and refuse a model that cannot be loaded, before anything starts.
 
     The arguments are those of the options. A relative path starts from the working directory, else from `rootdir`, to
-    which the shown name is relative. The tokenizer of a preset is trained on `texts`. The ValueError has the wrong
-    value and the allowed ones, in one line; it is a `TokenizerError` if the tokenizer is wrong.
+    which the shown name is relative. The tokenizer of a preset is trained on `texts`. The ValueError has the option,
+    the wrong value and the allowed ones, in one line.
     """
-    dummy = load_format == "dummy"
-    if model in bundled.PRESETS:
-        if not dummy:
-            raise ValueError(f"model {model} is an architecture without weights: use --llmgpu-load-format=dummy")
-        name, directory, fields, at, from_hub = model, None, bundled.PRESETS[model], None, False
-    else:
-        name, directory, commit = _locate(model, revision, rootdir, weights=not dummy)
-        fields, fingerprint = _read_directory(directory, weights=not dummy)
-        at, from_hub = commit or fingerprint, commit is not None
-    if revision not in (None, at) and not from_hub:
-        own = f", its revision is {at}" if at else ""
-        raise ValueError(f"revision {revision!r} is not allowed: {model} is not a model of the hub{own}")
+    dummy, flag = load_format == "dummy", f"--llmgpu-model={model}"
     try:
+        if model in bundled.PRESETS:
+            if not dummy:
+                raise ValueError(f"model {model} is an architecture without weights: use --llmgpu-load-format=dummy")  # noqa: TRY301 - with the option below
+            name, directory, fields, at, from_hub = model, None, bundled.PRESETS[model], None, False
+        else:
+            name, directory, commit = _locate(model, revision, rootdir, weights=not dummy)
+            fields, fingerprint = _read_directory(directory, weights=not dummy)
+            at, from_hub = commit or fingerprint, commit is not None
+        if revision not in (None, at) and not from_hub:
+            own = f", its revision is {at}" if at else ""
+            raise ValueError(f"revision {revision!r} is not allowed: {model} is not a model of the hub{own}")  # noqa: TRY301 - as above
+        flag = flag if tokenizer in (None, model) else f"--llmgpu-tokenizer={tokenizer}"
         if tokenizer is not None:
             called, tokenizer_directory, _ = _locate(tokenizer, None, rootdir, weights=False)
         else:
@@ -151,7 +148,7 @@ def resolve(
         _check_vocabulary(tokenizer_directory, fields, called, f"{name}/config.json" if directory else name)
         sha256 = tokenizer_sha256(tokenizer_directory)
     except ValueError as error:
-        raise TokenizerError(str(error)) from error
+        raise ValueError(f"{flag}: {error}") from None
     return ModelSource(
         name=name,
         directory=None if directory is None else str(directory),

@@ -94,9 +94,8 @@ class Registry(Generic[_T]):
             others = {__file__, importlib.__file__, pkgutil.__file__}
             own = [frame for frame in frames if frame.filename not in others and "<frozen" not in frame.filename]
             line = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
-            raise ValueError(
-                f"{self.kind} {place} cannot be imported: {type(error).__name__}: {reason}{line}{hint}"
-            ) from error
+            found = f"{type(error).__name__}: {reason}{line}{hint}"
+            raise ValueError(f"{self.kind} {place} cannot be imported: {found}") from error
         lacking = [name for name in self.members if not hasattr(made, name)]
         if lacking:
             raise ValueError(f"{self.kind} {place} lacks {', '.join(lacking)} (see {self.protocol})")

@@ -112,10 +112,8 @@ def resolve(config: pytest.Config, markers: Iterable[pytest.Mark] = ()) -> Optio
 def check_policy(config: pytest.Config, chosen: Options) -> None:
     """Refuse a policy without bounds, which was given as a flag to a run that is not compared."""
     if config.getoption("llmgpu_policy") is not None:
-        raise pytest.UsageError(
-            f"--llmgpu-policy: {chosen.policy} has no bounds of figures, and the run is not compared with a baseline: "
-            "--llmgpu-compare=REF is needed"
-        )
+        found = f"{chosen.policy} has no bounds of figures, and the run is not compared with a baseline"
+        raise pytest.UsageError(f"--llmgpu-policy: {found}: --llmgpu-compare=REF is needed")
 
 
 def check_run(config: pytest.Config, chosen: Options) -> None:
@@ -126,9 +124,8 @@ def check_run(config: pytest.Config, chosen: Options) -> None:
     """
     unused = [field for field in _given_flags(config) if field.name in GATE_OPTIONS and field.name != "policy"]
     if unused and chosen.compare is None:
-        raise pytest.UsageError(
-            f"{flag_of(unused[0])}: the run is not compared with a baseline: --llmgpu-compare=REF is needed"
-        )
+        found = "the run is not compared with a baseline"
+        raise pytest.UsageError(f"{flag_of(unused[0])}: {found}: --llmgpu-compare=REF is needed")
     if config.getoption("tx", None) and config.getoption("llmgpu_compare") is not None:
         raise pytest.UsageError(f"--llmgpu-compare: {NO_WORKERS}")
     try:
@@ -150,16 +147,13 @@ def check_owners(
     for field in _given_flags(config):
         owner = _OF_ENGINE.get(field.name, field.name.partition("_")[0])
         if owner in built_in and owner not in measured:
-            names = ", ".join(sorted(measured))
-            raise pytest.UsageError(
-                f"{flag_of(field)}: this is an option of strategy {owner}, and the run measures {names}: "
-                f"remove the flag or add --llmgpu-strategy={owner}"
-            )
+            found = f"this is an option of strategy {owner}, and the run measures {', '.join(sorted(measured))}"
+            remedy = f"remove the flag or add --llmgpu-strategy={owner}"
+            raise pytest.UsageError(f"{flag_of(field)}: {found}: {remedy}")
         if workload := other_workload(field.name, workloads):
-            raise pytest.UsageError(
-                f"{flag_of(field)}: this is an option of workload {workload}, and no test has it: remove the flag, or "
-                f"add --llmgpu-workload={workload}"
-            )
+            found = f"this is an option of workload {workload}, and no test has it"
+            remedy = f"remove the flag, or add --llmgpu-workload={workload}"
+            raise pytest.UsageError(f"{flag_of(field)}: {found}: {remedy}")
 
 
 def other_workload(name: str, workloads: Collection[str]) -> str | None:
@@ -176,11 +170,9 @@ def _check_marker(marker: pytest.Mark) -> None:
     allowed = [*(field.name for field in dataclasses.fields(Options) if field.name not in RUN_OPTIONS), EXPECT_OOM]
     unknown = [name for name in marker.kwargs if name not in allowed]
     if wrong := [*map(repr, marker.args), *unknown]:
-        raise pytest.UsageError(
-            f"@pytest.mark.llmgpu: {wrong[0]} is not allowed: allowed are {', '.join(allowed)}, by name"
-        )
+        names = f"{', '.join(allowed)}, by name"
+        raise pytest.UsageError(f"@pytest.mark.llmgpu: {wrong[0]} is not allowed: allowed are {names}")
     expected = marker.kwargs.get(EXPECT_OOM, False)
     if not isinstance(expected, bool):
-        raise pytest.UsageError(
-            f"@pytest.mark.llmgpu({EXPECT_OOM}=...): {expected!r} is not allowed: allowed are True and False"
-        )
+        source = f"@pytest.mark.llmgpu({EXPECT_OOM}=...)"
+        raise pytest.UsageError(f"{source}: {expected!r} is not allowed: allowed are True and False")

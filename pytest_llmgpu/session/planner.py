@@ -16,7 +16,7 @@ from pytest_llmgpu.engines import openai
 from pytest_llmgpu.engines.function import OPTION, PLACE, Function
 from pytest_llmgpu.engines.protocol import Engine
 from pytest_llmgpu.inference import bundled, generation, models, quantization, tasks
-from pytest_llmgpu.inference.models import ModelSource, TokenizerError
+from pytest_llmgpu.inference.models import ModelSource
 from pytest_llmgpu.inference.tasks.protocol import Dataset, Item, Task
 from pytest_llmgpu.profiling import nvml
 from pytest_llmgpu.profiling.machine import Machine
@@ -116,10 +116,9 @@ class Planner:
         backend = own.pop("backend", strategy.backend)
         _check_choices(options, strategy)
         flag = f"strategy={strategy_name}" if backend == strategy.backend else f"llmgpu-tp-backend={backend}"
-        quantized = (
-            {} if "none" in options.quantization else {"torchao": f"llmgpu-quantization={options.quantization[0]}"}
-        )
-        _check_libraries({backend: flag, "transformers": flag, **quantized})
+        flags = {backend: flag, "transformers": flag}
+        flags |= {} if "none" in options.quantization else {"torchao": f"llmgpu-quantization={options.quantization[0]}"}
+        _check_libraries(flags)
         chosen, limit = self._items(options, items, task)
         task_place, its_task = self._task(chosen.task)
         generates = _generates(options, chosen, new_tokens)
@@ -128,10 +127,8 @@ class Planner:
             limited = f" (--llmgpu-limit={limit})" if limit and limit == options.limit else ""
             # A test with items of its own chose the batch size, too: then no flag helps.
             remedy = f": pass --llmgpu-batch-sizes with at most {sequences}" if items is None else ""
-            raise ValueError(
-                f"batch size {batch_size} is more than the {plural(sequences, 'sequence')} of {chosen.name}"
-                f"{limited}{remedy}"
-            )
+            most = f"more than the {plural(sequences, 'sequence')} of {chosen.name}{limited}"
+            raise ValueError(f"batch size {batch_size} is {most}{remedy}")
         machine = self.machine(options)
         self._check_device(options, machine)
         self._check_processes(strategy, options, machine)
@@ -227,10 +224,8 @@ class Planner:
             return PLACE, function  # of a test that has not run
         other = self._places.setdefault(function.name, function.place)
         if function.name in self._known or other != function.place:
-            raise ValueError(
-                f"measure: engine {function.place} is named {function.name!r}, as {other}: give it a name of its own "
-                "(`name = ...` in its class)"
-            )
+            remedy = "give it a name of its own (`name = ...` in its class)"
+            raise ValueError(f"measure: engine {function.place} is named {function.name!r}, as {other}: {remedy}")
         return PLACE, function
 
     def _strategy(self, written: str) -> tuple[str, Strategy | Engine]:
@@ -259,16 +254,13 @@ class Planner:
         """Refuse options and a memory cap that the devices do not allow."""
         dummy_preset = options.model in bundled.PRESETS and options.load_format == "dummy"
         if dummy_preset and machine.device == "cpu" and options.device != "cpu":
-            raise ValueError(
-                f"--llmgpu-model={options.model}: an architecture preset needs a GPU, and torch found none; "
-                "pass --llmgpu-device=cpu to run it on the CPU"
-            )
+            remedy = "torch found none; pass --llmgpu-device=cpu to run it on the CPU"
+            raise ValueError(f"--llmgpu-model={options.model}: an architecture preset needs a GPU, and {remedy}")
         if options.cuda_graphs == "on" and machine.device == "cpu":
             raise ValueError("--llmgpu-cuda-graphs=on: CUDA graphs need a GPU, the run is on the CPU")
         if options.cuda_graphs == "on" and options.scoring == "harness":
-            raise ValueError(
-                "--llmgpu-cuda-graphs=on: --llmgpu-scoring=harness keeps a KV cache; allowed are auto and off"
-            )
+            reason = "--llmgpu-scoring=harness keeps a KV cache"
+            raise ValueError(f"--llmgpu-cuda-graphs=on: {reason}; allowed are auto and off")
         cap = options.gpu_memory
         uuids = tuple(gpu.uuid for gpu in machine.gpus_of_nodes[0])
         # Once, before a rank runs: later the memory in use is that of our own ranks.
@@ -281,39 +273,30 @@ class Planner:
                 if gpu.memory_bytes is not None and cap > gpu.memory_bytes:
                     raise ValueError(f"{flag}: allowed are at most the {gib(gpu.memory_bytes)} of GPU {gpu.index}")
                 if used.get(gpu.uuid, 0) >= cap:
-                    raise ValueError(
-                        f"{flag}: other programs use {gib(used[gpu.uuid])} of GPU {gpu.index}; pass a larger cap or "
-                        "use an idle GPU"
-                    )
+                    remedy = "pass a larger cap or use an idle GPU"
+                    raise ValueError(f"{flag}: other programs use {gib(used[gpu.uuid])} of GPU {gpu.index}; {remedy}")
             self._caps.add((cap, uuids))
         if options.sample_period < SMALLEST_PERIOD_S and options.profile_method == "auto":
-            raise ValueError(
-                f"--llmgpu-sample-period={options.sample_period:g}: allowed are {SMALLEST_PERIOD_S:g} s and more, "
-                "which GPUs need for an average"
-            )
+            allowed = f"{SMALLEST_PERIOD_S:g} s and more, which GPUs need for an average"
+            raise ValueError(f"--llmgpu-sample-period={options.sample_period:g}: allowed are {allowed}")
 
     def _check_processes(self, strategy: Strategy | Engine, options: Options, machine: Machine) -> None:
         """Refuse more processes, or more GPUs in one process, than were started, and processes that nothing uses."""
         needed, started = strategy.ranks(machine.devices), len(machine.nodes)
         if started and needed > started:
-            raise ValueError(
-                f"WORLD_SIZE={started}, but {strategy.name} on {plural(machine.devices, 'device')} needs {needed} "
-                f"processes: start {needed}, or pass --llmgpu-devices={started}"
-            )
+            wanted = f"{strategy.name} on {plural(machine.devices, 'device')} needs {needed} processes"
+            remedy = f"start {needed}, or pass --llmgpu-devices={started}"
+            raise ValueError(f"WORLD_SIZE={started}, but {wanted}: {remedy}")
         usable = 1 if machine.one_gpu_each else len(machine.gpus_of_nodes[0])
         if started and needed == 1 and machine.device == "cuda" and machine.devices > usable:
-            raise ValueError(
-                f"--llmgpu-devices={machine.devices}: {strategy.name} runs in one process, which can use "
-                f"{plural(usable, 'GPU')} of node 0: pass at most {usable}"
-            )
+            reason = f"{strategy.name} runs in one process, which can use {plural(usable, 'GPU')} of node 0"
+            raise ValueError(f"--llmgpu-devices={machine.devices}: {reason}: pass at most {usable}")
         if machine.device == "cpu" and machine.devices > 1 and (options.devices is not None or not started):
             # Devices are processes there.
             chosen = [self._strategy(name)[1] for name in options.strategy]
             if all(_processes(one, machine.devices) == 1 for one in chosen):
-                names = ", ".join(one.name for one in chosen)
-                raise ValueError(
-                    f"--llmgpu-devices={machine.devices}: on a CPU devices are processes, and {names} has 1; allowed: 1"
-                )
+                reason = f"on a CPU devices are processes, and {', '.join(one.name for one in chosen)} has 1"
+                raise ValueError(f"--llmgpu-devices={machine.devices}: {reason}; allowed: 1")
 
     def _source(self, options: Options, dataset: Dataset) -> ModelSource:
         chosen = (options.model, options.revision, options.tokenizer, options.load_format)
@@ -321,25 +304,18 @@ class Planner:
         name = None if "none" in options.quantization else options.quantization[0]
         wanted = (*chosen, options.attention, options.experts, name, dataset.sha256)
         if wanted not in self._sources:
-            try:
-                source = models.resolve(
-                    options.model,
-                    revision=options.revision,
-                    tokenizer=options.tokenizer,
-                    load_format=options.load_format,
-                    texts=dataset.texts(),
-                    rootdir=self._rootdir,
-                )
-            except ValueError as error:
-                flag = f"--llmgpu-model={options.model}"
-                if isinstance(error, TokenizerError) and options.tokenizer not in (None, options.model):
-                    flag = f"--llmgpu-tokenizer={options.tokenizer}"
-                raise ValueError(f"{flag}: {error}") from None
+            source = models.resolve(
+                options.model,
+                revision=options.revision,
+                tokenizer=options.tokenizer,
+                load_format=options.load_format,
+                texts=dataset.texts(),
+                rootdir=self._rootdir,
+            )
             found = None if options.load_format == "dummy" else quantization.of_checkpoint(source.config)
             if name is not None and found is not None:
-                raise ValueError(
-                    f"--llmgpu-quantization={name}: model {source.name} has quantised weights ({found}): allowed: none"
-                )
+                reason = f"model {source.name} has quantised weights ({found})"
+                raise ValueError(f"--llmgpu-quantization={name}: {reason}: allowed: none")
             source = msgspec.structs.replace(source, quantization=name or found, experts=options.experts)
             # The attention that transformers chooses anyway stays None: with the option or without, it is the same.
             if options.attention and options.attention != ("sdpa" if models.facts(source).has_sdpa else "eager"):
@@ -359,24 +335,19 @@ def _check_libraries(flags: Mapping[str, str]) -> None:
 def _check_choices(options: Options, strategy: Strategy | Engine) -> None:
     """Refuse options that a strategy or an engine decides itself."""
     if options.attention is not None and getattr(strategy, "own_attention", False):
-        raise ValueError(
-            f"--llmgpu-attention={options.attention}: the kernels of strategy {strategy.name} compute attention "
-            "themselves: measure it without this option"
-        )
+        reason = f"the kernels of strategy {strategy.name} compute attention themselves"
+        raise ValueError(f"--llmgpu-attention={options.attention}: {reason}: measure it without this option")
     if "none" not in options.quantization and not getattr(strategy, "quantizes", False):
-        raise ValueError(
-            f"--llmgpu-quantization={options.quantization[0]}: {strategy.name} does not quantise weights: allowed: none"
-        )
+        reason = f"{strategy.name} does not quantise weights"
+        raise ValueError(f"--llmgpu-quantization={options.quantization[0]}: {reason}: allowed: none")
     if options.tp_expert_parallel != "off" and "tp" not in (strategy.name, *options.strategy):
-        raise ValueError(
-            f"--llmgpu-tp-expert-parallel={options.tp_expert_parallel}: it is an option of strategy tp: add tp to "
-            f"--llmgpu-strategy={','.join(options.strategy)}, or remove the option"
-        )
+        remedy = f"add tp to --llmgpu-strategy={','.join(options.strategy)}, or remove the option"
+        flag = f"--llmgpu-tp-expert-parallel={options.tp_expert_parallel}"
+        raise ValueError(f"{flag}: it is an option of strategy tp: {remedy}")
     if isinstance(strategy, Function) and strategy.given is not None and options.gpu_memory is not None:
-        raise ValueError(
-            f"--llmgpu-gpu-memory={gib(options.gpu_memory)}: engine {strategy.name} runs in pytest's process, which "
-            "takes no cap: pass its place, 'package.module:name', to measure"
-        )
+        reason = f"engine {strategy.name} runs in pytest's process, which takes no cap"
+        remedy = "pass its place, 'package.module:name', to measure"
+        raise ValueError(f"--llmgpu-gpu-memory={gib(options.gpu_memory)}: {reason}: {remedy}")
     if isinstance(strategy, Engine) and (options.scoring != "lean" or options.cuda_graphs == "on"):
         flag = f"cuda-graphs={options.cuda_graphs}" if options.scoring == "lean" else f"scoring={options.scoring}"
         raise ValueError(f"--llmgpu-{flag}: engine {strategy.name} chooses it itself: remove the option")
@@ -400,17 +371,15 @@ def _generates(options: Options, dataset: Dataset, new_tokens: int | None) -> bo
     is_prompts = dataset.task == tasks.PROMPTS
     if (options.workload or ("generate" if is_prompts else "score")) == "generate":
         if options.scoring != "lean":
-            raise ValueError(
-                f"--llmgpu-scoring={options.scoring}: this is an option of workload score, and the test generates"
-            )
+            reason = "this is an option of workload score, and the test generates"
+            raise ValueError(f"--llmgpu-scoring={options.scoring}: {reason}")
         return True
     if dataset.task in tasks.BUILT_IN and not all(item.endings for item in dataset.items):
         raise ValueError(f"dataset {dataset.name}: prompts have no endings to score: pass --llmgpu-workload=generate")
     if new_tokens is not None:
-        raise ValueError(
-            f"new_tokens={new_tokens}: this is an argument of workload generate, and the test scores: use the fixture "
-            f"{tasks.PROMPTS}, or pass --llmgpu-workload=generate"
-        )
+        reason = "this is an argument of workload generate, and the test scores"
+        remedy = f"use the fixture {tasks.PROMPTS}, or pass --llmgpu-workload=generate"
+        raise ValueError(f"new_tokens={new_tokens}: {reason}: {remedy}")
     return False
 
 
@@ -419,18 +388,14 @@ def _check_generation(source: ModelSource, prompt_tokens: int, new_tokens: int, 
     fields, tokens = source.decoder, prompt_tokens + new_tokens
     context = models.max_length(SimpleNamespace(**fields))
     if tokens > context:
-        raise ValueError(
-            f"--llmgpu-model={source.name}: its context has {context} tokens, but {prompt_tokens} of a prompt and "
-            f"{new_tokens} new ones are {tokens}: choose --llmgpu-prompt-tokens and --llmgpu-new-tokens with a sum of "
-            f"at most {context}"
-        )
+        needed = f"{prompt_tokens} of a prompt and {new_tokens} new ones are {tokens}"
+        remedy = f"choose --llmgpu-prompt-tokens and --llmgpu-new-tokens with a sum of at most {context}"
+        raise ValueError(f"--llmgpu-model={source.name}: its context has {context} tokens, but {needed}: {remedy}")
     if is_engine:
         return  # it has a cache of its own
     if source.attention not in (None, "sdpa", "eager"):
-        raise ValueError(
-            f"--llmgpu-attention={source.attention}: workload generate needs a mask of truth values or numbers for "
-            "each row: allowed: sdpa, eager"
-        )
+        needed = "workload generate needs a mask of truth values or numbers for each row"
+        raise ValueError(f"--llmgpu-attention={source.attention}: {needed}: allowed: sdpa, eager")
     reason = generation.reason_against(fields)
     if reason is None and (without := models.facts(source).without) is not None:
         reason = f"takes no {without}, which decode steps with a KV cache need"

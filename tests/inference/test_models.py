@@ -228,7 +228,10 @@ def test_a_hub_model_is_its_commit(model: Path, monkeypatch: pytest.MonkeyPatch,
     assert not any("bin" in pattern for pattern in asked["allow_patterns"])
     _resolve("someone/tiny", tmp_path, load_format="dummy")
     assert "*.safetensors" in asked["ignore_patterns"]
-    with pytest.raises(ValueError, match=r"^model 'models/tiny' is not a directory, .*: Cannot reach the hub \(.*$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^--llmgpu-model=models/tiny: model 'models/tiny' is not a directory, .*: Cannot reach the hub \(.*$",
+    ):
         _resolve("models/tiny", tmp_path)
 
 
