@@ -19,19 +19,9 @@ from typing import Literal
 
 from pytest_llmgpu.analysis.findings import finding
 from pytest_llmgpu.analysis.reference import same_series
+from pytest_llmgpu.report import derived
 from pytest_llmgpu.report.case import DEFAULT_TASK, PLAIN_INPUTS, REFERENCE_STRATEGY, Case
-from pytest_llmgpu.report.derived import (
-    LOGLIKELIHOOD_TOLERANCES,
-    decode,
-    decode_tokens,
-    explained,
-    generated,
-    measured,
-    predictions_of,
-    typical_difference,
-    upper_bound,
-    value_of,
-)
+from pytest_llmgpu.report.derived import decode, generated, measured, predictions_of, typical_difference, value_of
 from pytest_llmgpu.report.options import Options
 from pytest_llmgpu.report.result import Accuracy, AccuracyCheck, CaseResult, Comparison, Finding, Generation
 from pytest_llmgpu.report.text import capital, percent, plural
@@ -278,7 +268,7 @@ def check_accuracy(result: CaseResult, mp: CaseResult | None, others: Others, op
             text += f"; no baseline is known for {case.model} on {case.dataset}"
         else:
             expected, source = known
-            bound = upper_bound(value, worst.items) if case.limit else value
+            bound = derived.upper_bound(value, worst.items) if case.limit else value
             ok = bound >= expected - _TOLERANCE - _ROUNDING
             text += f" (95 % upper bound {percent(bound)})" if case.limit else ""
             text += "; the baseline is" if ok else f", {100 * (expected - value):.1f} points below the baseline of"
@@ -340,7 +330,7 @@ def _mismatch(result: CaseResult, mp: CaseResult | None, others: Others) -> tupl
         return None
     if not finite:
         return "log-likelihoods are not finite", fault
-    rounding = explained(case.dtype)
+    rounding = derived.explained(case.dtype)
     allowed = allowed_difference(case, mp, rounding, "typical") or rounding
     if typical is None or typical <= allowed:
         return None
@@ -558,7 +548,7 @@ def _largest(
 def _tolerance(result: CaseResult) -> float:
     random = result.case.load_format == "dummy" and any("experts" in one.implementations for one in result.launches)
     coarse = random or result.case.quantization not in PLAIN_INPUTS
-    return LOGLIKELIHOOD_TOLERANCES[result.case.dtype] * (_COARSE if coarse else 1)
+    return derived.LOGLIKELIHOOD_TOLERANCES[result.case.dtype] * (_COARSE if coarse else 1)
 
 
 def _worst(differences: Sequence[float]) -> float | None:
@@ -568,7 +558,7 @@ def _worst(differences: Sequence[float]) -> float | None:
 
 def _equal(own: Generation, of_mp: Generation) -> list[int]:
     """Return how many tokens at the beginning of each text are those of mp."""
-    tokens = iter(zip(decode_tokens(own.tokens), decode_tokens(of_mp.tokens), strict=True))
+    tokens = iter(zip(decode(own.tokens, "i"), decode(of_mp.tokens, "i"), strict=True))
     texts = [list(islice(tokens, count)) for count in own.new_tokens]
     return [sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], text)) for text in texts]
 

@@ -271,10 +271,7 @@ def _of_disturbances(result: CaseResult) -> Iterator[Finding]:
     kinds: dict[str, list[str]] = {}
     for text in [text for profile in result.profiles for text in disturbances.of_profile(profile)]:
         kinds.setdefault(text.partition(":")[0], []).append(text.rstrip("."))
-    texts = [
-        f"{found[0]} (also in {plural(len(found) - 1, 'more launch')})" if len(found) > 1 else found[0]
-        for found in kinds.values()
-    ]
+    texts = [one + f" (also in {plural(len(more), 'more launch')})" * bool(more) for one, *more in kinds.values()]
     power = [text for text in texts if disturbances.is_power(text)]
     if others := [text for text in texts if text not in power]:
         yield finding("profile-invalid", f"The measurement was disturbed: {'; '.join(others)}")

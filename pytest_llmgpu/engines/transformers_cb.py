@@ -53,7 +53,6 @@ class ContinuousBatching(Engine):
         if source.load_format == "dummy":
             self._model = weights.skeleton(source, dtype)
             weights.materialise(self._model, lambda _: device, seed=case.seed)
-            self._model.eval()
         else:
             self._model = weights.checkpoint(source, dtype, device_map={"": str(device)})
         self._graphs = False if case.cuda_graphs == "off" else None

@@ -18,7 +18,7 @@ from pytest_llmgpu.analysis.answers import by_chance, differing, largest_differe
 from pytest_llmgpu.gate.exact import absent
 from pytest_llmgpu.gate.policy import AccuracyRule, TextsRule
 from pytest_llmgpu.gate.stats import net_loss
-from pytest_llmgpu.report.derived import decode, decode_tokens, explained, predictions_of, typical_difference, value_of
+from pytest_llmgpu.report.derived import decode, explained, predictions_of, typical_difference, value_of
 from pytest_llmgpu.report.result import CaseResult, Generation
 from pytest_llmgpu.report.text import listed, percent, plural
 from pytest_llmgpu.report.verdicts import Decided, Row
@@ -267,7 +267,7 @@ def texts_row(base: CaseResult, head: CaseResult, rule: TextsRule) -> Row | str 
 
 def _on_common_prefix(before: Generation, after: Generation) -> tuple[float, list[int]]:
     """Return the typical difference, NaN where `_typical` has none, and the first other token of each text, from 1."""
-    then, now = decode_tokens(before.tokens), decode_tokens(after.tokens)
+    then, now = decode(before.tokens, "i"), decode(after.tokens, "i")
     expected, values = decode(before.loglikelihoods), decode(after.loglikelihoods)
     places: list[int] = []
     diverged = []

@@ -350,9 +350,8 @@ def _forward(layers: CompiledLayers, layer: torch.nn.Module, index: int, compile
     def forward(*arguments: Any, **named: Any) -> Any:
         nonlocal unmasked
         rest = (*arguments[:unnamed], *arguments[unnamed + len(names) :])  # of a layer that takes any number
-        named |= zip(
-            names, arguments[unnamed:], strict=False
-        )  # some models give the cache and the mask without their names
+        # Some models give the cache and the mask without their names.
+        named |= zip(names, arguments[unnamed:], strict=False)
         name, cache = next((pair for pair in named.items() if isinstance(pair[1], StaticCache)), ("", None))
         if cache is not None:  # `past_key_values`, or `layer_past` of older models
             if index not in cache.layers and not _SUSPENDED.get():

@@ -35,7 +35,7 @@ from pytest_llmgpu.inference.batching import Batch, Plan, Request, Requests, pla
 from pytest_llmgpu.inference.cuda_graphs import Recorder
 from pytest_llmgpu.inference.scoring import OnBatch
 from pytest_llmgpu.inference.sm_clock import SmClock
-from pytest_llmgpu.report.derived import encode, encode_tokens
+from pytest_llmgpu.report.derived import encode
 from pytest_llmgpu.report.result import Batches, Generation
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ class Generator(AbstractContextManager["Generator"]):
             prefill_clock_ghz=clock.ghz([(first, first + 1) for first in firsts]),
             step_clock_ghz=clock.ghz([(first + 1, first + 2) for first in firsts]),
             kv_cache_bytes=self._cache.bytes,
-            tokens=encode_tokens(chain.from_iterable(tokens for tokens, _ in in_order)),
+            tokens=encode(chain.from_iterable(tokens for tokens, _ in in_order), "i"),
             loglikelihoods=encode(chain.from_iterable(values for _, values in in_order)),
         )
         return columns, found, clock.why

@@ -23,13 +23,8 @@ class HostReference:
     def __init__(self, device: torch.device) -> None:
         """Prepare it, without a change of torch's random numbers."""
         # With another activation than ReLU or GELU torch does not fuse a layer into one op.
-        given: dict[str, Any] = {
-            "dropout": 0.0,
-            "activation": nn.functional.silu,
-            "batch_first": True,
-            "norm_first": True,
-        }
-        layer = nn.TransformerEncoderLayer(_WIDTH, _HEADS, 2 * _WIDTH, **given, device="meta", dtype=torch.float32)
+        kind: dict[str, Any] = {"batch_first": True, "norm_first": True, "device": "meta", "dtype": torch.float32}
+        layer = nn.TransformerEncoderLayer(_WIDTH, _HEADS, 2 * _WIDTH, 0.0, nn.functional.silu, **kind)
         layers = nn.TransformerEncoder(layer, _LAYERS, enable_nested_tensor=False).eval().requires_grad_(False)
         self._layers = layers.to_empty(device=device)
         self._input = torch.zeros(1, _WIDTH, _WIDTH, device=device, dtype=torch.float32)

@@ -201,14 +201,12 @@ def filled_in_turn(
         def named_children(self) -> Iterator[tuple[str, torch.nn.Module]]:
             # torch's own named_children keeps a reference to every child, and so keeps every layer in memory.
             for name in list(self._modules):
-                layer = self._modules[name]
-                assert layer is not None
+                layer = self.get_submodule(name)
                 fill(layer, f"{self.place}.{name}", read, lambda _: device)
                 on_layer(layer)
                 yield name, layer
                 del layer
-                replaced = self._modules[name]
-                assert replaced is not None
+                replaced = self.get_submodule(name)
                 if pool is not None:
                     with torch.cuda.use_mem_pool(pool, device):
                         for parameter in replaced.parameters():

@@ -15,12 +15,7 @@ import msgspec
 
 from pytest_llmgpu.report.report import Gpu
 
-_PERMANENT = (
-    "NVML_ERROR_NOT_SUPPORTED",
-    "NVML_ERROR_NO_PERMISSION",
-    "NVML_ERROR_FUNCTION_NOT_FOUND",
-    "NVML_ERROR_ARGUMENT_VERSION_MISMATCH",
-)
+_PERMANENT = ("NOT_SUPPORTED", "NO_PERMISSION", "FUNCTION_NOT_FOUND", "ARGUMENT_VERSION_MISMATCH")
 _PATHS = {0: "X", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 """nvmlGpuTopologyLevel_t to the words of `nvidia-smi topo -m`."""
 _SWITCH = "switch"
@@ -60,7 +55,7 @@ class Query:
 
 def is_permanent(nvml: Any, error: Any) -> bool:
     """Return whether an NVMLError means that the call is not available here; after other errors a retry may succeed."""
-    return error.value in [getattr(nvml, name) for name in _PERMANENT]
+    return error.value in [getattr(nvml, f"NVML_ERROR_{name}") for name in _PERMANENT]
 
 
 @contextmanager

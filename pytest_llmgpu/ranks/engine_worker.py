@@ -27,7 +27,7 @@ from pytest_llmgpu.ranks.worker import Measured, RankState, ReferenceTexts
 from pytest_llmgpu.recording import turns, work
 from pytest_llmgpu.recording.work import WorkReply
 from pytest_llmgpu.report.case import Case
-from pytest_llmgpu.report.derived import decode_tokens, encode, encode_tokens
+from pytest_llmgpu.report.derived import decode, encode
 from pytest_llmgpu.report.result import Batches, Collective, DeviceMemory, Generation, Launch
 from pytest_llmgpu.report.text import plural
 
@@ -143,7 +143,7 @@ def check_texts(state: RankState, reference: ReferenceTexts | None = None) -> Ge
     def score_again(tokens: str | None) -> str | None:
         if tokens is None:
             return None
-        numbers = iter(decode_tokens(tokens).tolist())
+        numbers = iter(decode(tokens, "i").tolist())
         prompts = [list(request.tokens[:-1]) for request in requests.requests]
         both = [[*prompt, *itertools.islice(numbers, requests.new_tokens)] for prompt in prompts]
         values: list[list[float]] = []
@@ -326,7 +326,7 @@ def _add_texts(state: RankState, launch: Launch, texts: Sequence[tuple[Batch, Te
         new_tokens=[requests.new_tokens] * len(places),
         first_token_s=firsts if len(firsts) == len(texts) else [],
         step_s=[second for _, one in texts for second in one.step_s] if timed else [],
-        tokens=encode_tokens(flat(tokens[place] for place in in_order)) if len(tokens) == len(places) else None,
+        tokens=encode(flat(tokens[place] for place in in_order), "i") if len(tokens) == len(places) else None,
         loglikelihoods=encode(flat(values[place] for place in in_order)) if len(values) == len(places) else None,
     )
     reasons = {

@@ -29,7 +29,7 @@ from pytest_llmgpu.ranks.registered import ModelHook
 from pytest_llmgpu.recording import work
 from pytest_llmgpu.recording.work import WorkReply
 from pytest_llmgpu.report.case import Case
-from pytest_llmgpu.report.derived import decode_tokens, encode
+from pytest_llmgpu.report.derived import decode, encode
 from pytest_llmgpu.report.result import Collective, DeviceMemory, Generation, Launch, Phase
 from pytest_llmgpu.report.work import Ceilings, ModelSize
 from pytest_llmgpu.store.imports import Project
@@ -333,7 +333,7 @@ def check_texts(state: RankState, reference: ReferenceTexts | None = None) -> Ge
     length = prompts.new_tokens
 
     def score_again(tokens: str | None) -> str:
-        numbers = decode_tokens(tokens).tolist()
+        numbers = decode(tokens, "i").tolist()
         texts = [numbers[start : start + length] for start in range(0, len(numbers), length)]
         # Eagerly also where the layers are compiled: a fault of the compiler does not repeat itself here.
         with compiled_layers.suspended():

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Hashable, Iterable, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -21,6 +21,7 @@ from pytest_llmgpu.report.text import duration, listed, plural, signed_percent, 
 from pytest_llmgpu.report.verdicts import DIFFERS, NEITHER, SEVERITY, UNCLEAR, Row, Verdict, Verdicts, worst_first
 
 Status = Literal["pass", "unclear", "fail"]
+_Key = TypeVar("_Key", bound=Hashable)
 
 _SEVERITIES = ("failure", "warning", "info")  # worst first
 _OUTCOMES = {
@@ -245,10 +246,24 @@ def by_cause(verdicts: Verdicts, policy: Policy) -> list[Group]:
 
 def by_reason(rows: Iterable[Row]) -> list[list[Row]]:
     """Return rows in groups with one metric, verdict and reason but for its numbers; the worst come first."""
-    found: dict[Hashable, list[Row]] = {}
+    return list(_grouped(rows, _reason).values())
+
+
+def by_case(rows: Iterable[Row]) -> list[list[Row]]:
+    """Return the rows of each case, the worst first."""
+    return list(_grouped(rows, lambda row: (row.key, row.id)).values())
+
+
+def by_id(verdicts: Verdicts | None) -> dict[str, list[Row]]:
+    """Return the rows by id of their case, worst first."""
+    return _grouped(() if verdicts is None else verdicts.rows, lambda row: row.id)
+
+
+def _grouped(rows: Iterable[Row], key: Callable[[Row], _Key]) -> dict[_Key, list[Row]]:
+    found: dict[_Key, list[Row]] = {}
     for row in worst_first(rows):
-        found.setdefault(_reason(row), []).append(row)
-    return list(found.values())
+        found.setdefault(key(row), []).append(row)
+    return found
 
 
 def _reason(row: Row) -> Hashable:
@@ -282,23 +297,12 @@ def counts(verdicts: Verdicts) -> str:
     return f"{text}; not compared: {'; '.join(missing)}" if missing else text
 
 
-def by_id(verdicts: Verdicts | None) -> dict[str, list[Row]]:
-    """Return the rows by id of their case, worst first."""
-    rows: dict[str, list[Row]] = {}
-    for row in worst_first(verdicts.rows) if verdicts is not None else ():
-        rows.setdefault(row.id, []).append(row)
-    return rows
-
-
 def cases(rows: Iterable[Row]) -> list[Row]:
     """Return one row for each case: wrong answers without a baseline, its outcome if that changed, else its time.
 
     Cases whose outcome changed come first, by severity, then the largest slowdown; those without numbers come last.
     """
-    of_cases: dict[tuple[str, str], list[Row]] = {}
-    for row in worst_first(rows):
-        of_cases.setdefault((row.key, row.id), []).append(row)
-    found = [min(of_case, key=_rank) for of_case in of_cases.values()]
+    found = [min(of_case, key=_rank) for of_case in by_case(rows)]
     return sorted(found, key=lambda row: (_rank(row) > 0, -round(row.ratio or 0.0, 9), SEVERITY.index(row.verdict)))
 
 

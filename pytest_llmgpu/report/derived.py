@@ -9,6 +9,7 @@ import operator
 import statistics
 from array import array
 from collections.abc import Iterable, Sequence
+from typing import Any, Literal
 
 import msgspec
 
@@ -215,24 +216,14 @@ def generated(result: CaseResult) -> Generation | None:
     return next((launch.generation for launch in result.launches if launch.generation is not None), None)
 
 
-def decode(loglikelihoods: str | None) -> array[float]:
+def decode(text: str | None, kind: Literal["f", "i"] = "f") -> array[Any]:
     """Return the numbers of a text that `encode` wrote; none without a text."""
-    return array("f", binascii.a2b_base64(loglikelihoods or ""))
+    return array(kind, binascii.a2b_base64(text or ""))
 
 
-def encode(loglikelihoods: Iterable[float]) -> str:
-    """Return numbers as text: base64 of float32, little-endian as every host of a GPU."""
-    return base64.b64encode(array("f", loglikelihoods)).decode()
-
-
-def decode_tokens(tokens: str | None) -> array[int]:
-    """Return the numbers of a text that `encode_tokens` wrote; none without a text."""
-    return array("i", binascii.a2b_base64(tokens or ""))
-
-
-def encode_tokens(tokens: Iterable[int]) -> str:
-    """Return token ids as text: base64 of int32, little-endian."""
-    return base64.b64encode(array("i", tokens)).decode()
+def encode(numbers: Iterable[float], kind: Literal["f", "i"] = "f") -> str:
+    """Return numbers as text: base64 of float32, or with `i` (token ids) of int32; little-endian as GPU hosts are."""
+    return base64.b64encode(array(kind, numbers)).decode()  # type: ignore[arg-type]
 
 
 def value_of(accuracy: Accuracy, metric: str) -> float:

@@ -200,14 +200,11 @@ class Recorder:
         elsewhere = {name: anonymous(path) for name, path in imported_from.items()}
         self.report.commit = msgspec.structs.replace(self.report.commit, imported_from=elsewhere)
         result.nodeid, result.declared = nodeid, self.declared
-        if result.failure is not None:
+        if (failure := result.failure) is not None:
             # Findings quote it.
-            failure = result.failure
-            result.failure = msgspec.structs.replace(
-                failure,
-                message=self._text(beginning(failure.message)),
-                log_tail=None if failure.log_tail is None else self._text(failure.log_tail),
-            )
+            message, log = self._text(beginning(failure.message)), failure.log_tail
+            log = None if log is None else self._text(log)
+            result.failure = msgspec.structs.replace(failure, message=message, log_tail=log)
         for why in (result.why, *(launch.why for launch in result.launches)):
             why |= {name: self._text(reason) for name, reason in why.items()}
         result = file.encodable(result)
@@ -387,10 +384,8 @@ def _from_here(path: Path) -> str:
 def _whole(result: CaseResult) -> CaseResult | None:
     """Return a result without the launch that was interrupted; None if it has no other."""
     last = result.launches[-1] if result.launches else None
-    stopped = (
-        [] if last is None else [last.why.get("work") == WORK_STOPPED, result.why.get("traffic") == TRAFFIC_STOPPED]
-    )
-    if result.outcome != "interrupted" and not any(stopped):
+    stopped = result.why.get("traffic") == TRAFFIC_STOPPED or (last and last.why.get("work") == WORK_STOPPED)
+    if result.outcome != "interrupted" and (last is None or not stopped):
         return result
     before = msgspec.structs.replace(result, outcome="completed", failure=None, launches=result.launches[:-1])
     return merge_results(by_launch(before)) if before.launches else None

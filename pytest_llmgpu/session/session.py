@@ -181,6 +181,7 @@ class BenchmarkSession:
         """Add a result of any outcome to the report; return its case with all launches so far."""
         self._live.clear()
         with _deferred_interrupt() as requested:
+            imported_here = {} if self._project is None else self._project.imported_from_elsewhere()
             whole = self.recorder.add(
                 result,
                 options,
@@ -188,10 +189,7 @@ class BenchmarkSession:
                 self.planner.machine(options),
                 kernel_names=list(self.runner.kernel_names),
                 ceilings=self.runner.ceilings,
-                imported_from={
-                    **(self._project.imported_from_elsewhere() if self._project is not None else {}),
-                    **self.runner.imported_from,
-                },
+                imported_from=imported_here | self.runner.imported_from,
             )
         if requested:
             raise KeyboardInterrupt

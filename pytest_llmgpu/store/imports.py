@@ -59,10 +59,8 @@ class Project(NamedTuple):
         packages = [path.parent for path in files if path.name == "__init__.py"]
         found = {path.name for path in packages if path.parent in folders and path.name}
         found |= {path.stem for path in files if path.suffix == ".py" and path.parent in folders}
-        return cls(
-            root.resolve(),
-            sorted(name for name in found - sys.stdlib_module_names - _NO_MODULES if name.isidentifier()),
-        )
+        found -= sys.stdlib_module_names | _NO_MODULES
+        return cls(root.resolve(), sorted(name for name in found if name.isidentifier()))
 
     def imported_from_elsewhere(self) -> dict[str, str]:
         """Return the modules that this process imported from outside of the tree, with their files.

@@ -58,11 +58,8 @@ def _fill(
     weights.materialise(skeleton, lambda name: device_of(name, device_map), seed=case.seed)
     if len(device_map) == 1:
         return skeleton
-    dispatched: PreTrainedModel = dispatch_model(
-        skeleton,
-        device_map=device_map,
-        skip_keys=skeleton._skip_keys_device_placement,  # noqa: SLF001 - as in from_pretrained
-    )
+    stay = skeleton._skip_keys_device_placement  # noqa: SLF001 - as in from_pretrained
+    dispatched: PreTrainedModel = dispatch_model(skeleton, device_map=device_map, skip_keys=stay)
     return dispatched
 
 

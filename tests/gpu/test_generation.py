@@ -23,7 +23,7 @@ from pytest_llmgpu.inference.generation import Generator
 from pytest_llmgpu.inference.tasks.hellaswag import Prompts
 from pytest_llmgpu.inference.tasks.protocol import Dataset
 from pytest_llmgpu.ranks.worker import ReferenceTexts
-from pytest_llmgpu.report.derived import LOGLIKELIHOOD_TOLERANCES, decode, decode_tokens, typical_difference
+from pytest_llmgpu.report.derived import LOGLIKELIHOOD_TOLERANCES, decode, typical_difference
 from pytest_llmgpu.report.result import CaseResult, Generation, Launch
 
 pytestmark = gpu.ONE_GPU
@@ -134,7 +134,7 @@ def test_texts_are_right_eagerly_and_as_cuda_graphs(
 def _assert_alike(eager: Generation, replayed: Generation) -> None:
     """Up to the first token that rounding decides differently, tokens are equal and log-likelihoods agree."""
     same: list[tuple[float, float]] = []
-    tokens = [decode_tokens(one.tokens) for one in (eager, replayed)]
+    tokens = [decode(one.tokens, "i") for one in (eager, replayed)]
     values = [decode(one.loglikelihoods) for one in (eager, replayed)]
     for start in range(0, _PROMPTS * _NEW, _NEW):
         for place in range(start, start + _NEW):

@@ -16,7 +16,7 @@ from pytest_llmgpu.engines.function import Function
 from pytest_llmgpu.engines.protocol import Texts
 from pytest_llmgpu.ranks import engine_worker
 from pytest_llmgpu.ranks.worker import RankState, ReferenceTexts
-from pytest_llmgpu.report.derived import decode, decode_tokens, encode_tokens
+from pytest_llmgpu.report.derived import decode, encode
 from pytest_llmgpu.report.result import Launch
 
 _PROMPTS = [[5, 6, 7, 8], [5, 6], [9, 8, 7]]
@@ -89,12 +89,12 @@ def test_texts_are_in_the_order_of_the_dataset_and_scored_again() -> None:
     launch = _score(state)
     texts = launch.generation
     assert texts is not None
-    assert decode_tokens(texts.tokens).tolist() == [9, 10, 11, 7, 8, 9, 8, 9, 10]
+    assert decode(texts.tokens, "i").tolist() == [9, 10, 11, 7, 8, 9, 8, 9, 10]
     assert decode(texts.prefill_loglikelihoods).tolist() == [-9, -10, -11, -7, -8, -9, -8, -9, -10]
     assert (texts.loglikelihoods, texts.first_token_s, texts.kv_cache_bytes) == (None, [], None)
     assert launch.why["loglikelihoods"] == "engine _Engine returns no log-likelihoods of its tokens"
     assert launch.batches.sequences == [2, 1]
-    again = engine_worker.check_texts(state, ReferenceTexts(key="mp", tokens=encode_tokens([1] * 9)))
+    again = engine_worker.check_texts(state, ReferenceTexts(key="mp", tokens=encode([1] * 9, "i")))
     assert decode(again.reference_loglikelihoods).tolist() == [-1.0] * 9
 
 
@@ -118,7 +118,7 @@ def test_arrays_of_numpy_and_torch_are_lists_of_numbers(of_library: Any) -> None
     """What an engine returns of them needs no conversion."""
     texts = _measure(_Engine(of_library)).generation
     assert texts is not None
-    assert decode_tokens(texts.tokens).tolist() == [9, 10, 11, 7, 8, 9, 8, 9, 10]
+    assert decode(texts.tokens, "i").tolist() == [9, 10, 11, 7, 8, 9, 8, 9, 10]
 
 
 def test_an_engine_that_computes_elsewhere_has_no_passes() -> None:

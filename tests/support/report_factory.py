@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from pytest_llmgpu.report.case import Case
-from pytest_llmgpu.report.derived import derive, encode, encode_tokens, proportion_stderr
+from pytest_llmgpu.report.derived import derive, encode, proportion_stderr
 from pytest_llmgpu.report.file import encode as encode_report
 from pytest_llmgpu.report.report import Commit, Environment, Gpu, Node, Report, Session
 from pytest_llmgpu.report.result import (
@@ -142,7 +142,7 @@ def make_generation(
         "step_s": [0.01] * (len(texts[0]) - 1),
         "kv_cache_bytes": 1 << 20,
         "kv_cache_formula_bytes": 1 << 20,
-        "tokens": encode_tokens(token for text in texts for token in text),
+        "tokens": encode((token for text in texts for token in text), "i"),
         "loglikelihoods": encoded(values),
         "prefill_loglikelihoods": encoded(again),
         "reference": reference,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from pytest_llmgpu.inference.generation import Generator
-from pytest_llmgpu.report.derived import decode, decode_tokens
+from pytest_llmgpu.report.derived import decode
 from pytest_llmgpu.report.result import Batches, Generation
 
 
@@ -21,7 +21,7 @@ class Texts(NamedTuple):
 def generated(generator: Generator) -> Texts:
     """Generate the texts of all prompts; every text has as many tokens."""
     batches, record, _ = generator.generate()
-    length, tokens, values = record.new_tokens[0], decode_tokens(record.tokens), decode(record.loglikelihoods)
+    length, tokens, values = record.new_tokens[0], decode(record.tokens, "i"), decode(record.loglikelihoods)
     starts = range(0, len(tokens), length)
     rows = [list(tokens[start : start + length]) for start in starts]
     return Texts(batches, record, rows, [list(values[start : start + length]) for start in starts])

@@ -289,12 +289,8 @@ def worst(verdicts: Verdicts, metric: str | None = None, case: str | None = None
 
 def _selected(verdicts: Verdicts, metric: str | None, case: str | None) -> list[Row]:
     """Return the rows in which `worst` looks for a regression."""
-    return [
-        row
-        for row in verdicts.rows
-        if (row.metric == metric if metric is not None else row.gated and row.allowed is None)
-        and case in {None, row.id}
-    ]
+    of_case = [row for row in verdicts.rows if case in {None, row.id}]
+    return [row for row in of_case if (row.gated and row.allowed is None if metric is None else row.metric == metric)]
 
 
 def _row_of(verdicts: Verdicts, end: Row) -> Row | None:

@@ -45,15 +45,9 @@ def save_tokenizer(texts: Iterable[str], vocabulary_size: int, directory: Path) 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator(
-        texts,
-        trainers.BpeTrainer(
-            vocab_size=vocabulary_size,
-            special_tokens=[BOS, EOS],
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        ),
-    )
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    wanted: dict[str, Any] = {"vocab_size": vocabulary_size, "special_tokens": [BOS, EOS], "initial_alphabet": letters}
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(**wanted, show_progress=False))
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, 0)]
     )
@@ -71,18 +65,9 @@ def save_tokenizer(texts: Iterable[str], vocabulary_size: int, directory: Path) 
 
 
 def _llama(hidden: int, intermediate: int, layers: int, heads: int, **others: object) -> dict[str, object]:
-    return {
-        "vocab_size": 32_000,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        **others,
-    }
+    fields = {"vocab_size": 32_000, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
+    fields |= {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers}
+    return fields | {"num_attention_heads": heads, "num_key_value_heads": heads} | others
 
 
 _LLAMA_3 = {

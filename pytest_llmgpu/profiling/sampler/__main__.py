@@ -179,16 +179,8 @@ def _stream(
     for k, start_s in ticks(t0_s, period_s, time.monotonic, idle):
         window_ended, orders = requested > orders, requested
         values, seconds = sampler.round(start_s, window_ended=window_ended)
-        write(
-            TickRecord(
-                k=k,
-                t_s=start_s,
-                values=values,
-                why={at: device.why for at, device in enumerate(devices) if device.why != written[at]},
-                seconds=seconds,
-                orders=orders,
-            )
-        )
+        changed = {at: device.why for at, device in enumerate(devices) if device.why != written[at]}
+        write(TickRecord(k=k, t_s=start_s, values=values, why=changed, seconds=seconds, orders=orders))
         written = [dict(device.why) for device in devices]
 
 

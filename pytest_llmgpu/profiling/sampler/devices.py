@@ -184,11 +184,8 @@ class ByteCounters(Source):
         counted_bytes, seconds = self._bytes, self._seconds
         self._bytes, self._seconds = [0] * len(self._ids), 0.0
         if seconds <= 0:
-            reason = (
-                self._refused
-                or f"{self.method}: read more than {self._longest_s:.3g} s late, the counter may have wrapped"
-            )
-            return Average({}, 0.0, dict.fromkeys(self.metrics, reason))
+            late = f"read more than {self._longest_s:.3g} s late, the counter may have wrapped"
+            return Average({}, 0.0, dict.fromkeys(self.metrics, self._refused or f"{self.method}: {late}"))
         rates = (size_bytes / seconds for size_bytes in counted_bytes)
         return Average(dict(zip(self.metrics, rates, strict=True)), seconds)
 

@@ -29,13 +29,7 @@ def of_report(report: Report) -> tuple[list[Chart], list[str]]:
                 if isinstance(one, str):
                     omitted.append(f"{panel.caption}: {one}" if panel.suffix else one)
                     continue
-                drawn.append(
-                    msgspec.structs.replace(
-                        one,
-                        id=f"{one.id}{panel.suffix}",
-                        title=f"{one.title}: {panel.caption}" if panel.suffix else one.title,
-                        measured=panel.measured,
-                        filter={"model": panel.entries[0].result.case.model},
-                    )
-                )
+                title = f"{one.title}: {panel.caption}" if panel.suffix else one.title
+                shared = {"measured": panel.measured, "filter": {"model": panel.entries[0].result.case.model}}
+                drawn.append(msgspec.structs.replace(one, id=f"{one.id}{panel.suffix}", title=title, **shared))
     return drawn, omitted

@@ -32,11 +32,8 @@ def _rates(panel: Panel, link: str, name: str) -> Chart | str:
     drawn = [point for point in found if point.value > 0]
     if not drawn:
         return f"{title}: {'there was none' if found else 'it was not counted'}."
-    sent: dict[str, list[float]] = {}
-    for entry, way, value in drawn:
-        if way == "TX":
-            sent.setdefault(entry.title, []).append(value)
-    rates = [f"{one} {value_range(values, 'GB/s')}" for one, values in sent.items()]
+    sent = {one: [value for entry, way, value in drawn if (entry.title, way) == (one, "TX")] for one in panel.titles}
+    rates = [f"{one} {value_range(values, 'GB/s')}" for one, values in sent.items() if values]
     # PCIe's counters include the traffic with the host, but not what GPUs send each other over NVLink.
     host = ", including host traffic" if link == "pcie" else ""
     summary = f"NVML's counters, mean over the GPUs{host}; TX of {', '.join(rates) or 'none'}"

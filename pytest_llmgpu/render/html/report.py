@@ -76,37 +76,34 @@ def render(
         if len(values) > 1:
             filters.append((field, label, sorted(values, key=int) if field == "batch" else values))
     drawn, omitted = charts.of_report(report)
-    return (
-        templates()
-        .get_template("page.html")
-        .render(
-            policy_header=content_security_policy([library, script, theme], [style]),
-            library=library,
-            script=script,
-            theme=theme,
-            style=style,
-            name=name or "pytest-llmgpu",
-            title=_title(report, verdicts),
-            next=headline.next_steps(verdicts, policy or policy_of(verdicts)) if verdicts is not None else "",
-            report=report,
-            conclusion=conclusion,
-            logs={result.id: log for result in report.cases if result.failure and (log := result.failure.log_tail)},
-            tables=tables,
-            charts=[(chart, _json(chart.spec)) for chart in drawn],
-            omitted=omitted,
-            cases=of_cases,
-            verdicts=verdicts,
-            verdict=summary.verdict,
-            mark=summary.mark,
-            **({"compared": [], "parts": [], "reasons": []} if verdicts is None else _rows(verdicts, report, baseline)),
-            counts=summary.counts,
-            keys=keys,
-            filters=filters,
-            machine=machine(report),
-            libraries={name: version for name, version in report.environment.versions.items() if version},
-            licenses=asset("licenses.txt"),
-            data=_json({"config": config}),
-        )
+    page = templates().get_template("page.html")
+    return page.render(
+        policy_header=content_security_policy([library, script, theme], [style]),
+        library=library,
+        script=script,
+        theme=theme,
+        style=style,
+        name=name or "pytest-llmgpu",
+        title=_title(report, verdicts),
+        next=headline.next_steps(verdicts, policy or policy_of(verdicts)) if verdicts is not None else "",
+        report=report,
+        conclusion=conclusion,
+        logs={result.id: log for result in report.cases if result.failure and (log := result.failure.log_tail)},
+        tables=tables,
+        charts=[(chart, _json(chart.spec)) for chart in drawn],
+        omitted=omitted,
+        cases=of_cases,
+        verdicts=verdicts,
+        verdict=summary.verdict,
+        mark=summary.mark,
+        **({"compared": [], "parts": [], "reasons": []} if verdicts is None else _rows(verdicts, report, baseline)),
+        counts=summary.counts,
+        keys=keys,
+        filters=filters,
+        machine=machine(report),
+        libraries={name: version for name, version in report.environment.versions.items() if version},
+        licenses=asset("licenses.txt"),
+        data=_json({"config": config}),
     )
 
 

@@ -103,19 +103,16 @@ def device_tables(cases: Sequence[CaseResult], environment: Environment) -> str:
     order = [entry for entry in figures.entries(cases) if entry.result.outcome == "completed"]
     if not order:
         return ""
-    by_title: dict[str, list[CaseResult]] = {}
-    for entry in order:
-        by_title.setdefault(entry.title, []).append(entry.result)
+    titles = dict.fromkeys(entry.title for entry in order)
+    by_title = {title: [entry.result for entry in order if entry.title == title] for title in titles}
     if cases[0].case.device == "cpu":
         return "\n".join(_collectives(by_title))
     reasons: dict[str, list[str]] = {}
     communication = _device_table("communication", order, reasons, environment)
-    tables = [
-        "\n".join(filter(None, [communication, *_collectives(by_title), *_paths(by_title)])),
-        _device_table("memory", order, reasons, environment),
-    ]
+    sent = "\n".join(filter(None, [communication, *_collectives(by_title), *_paths(by_title)]))
+    memory = _device_table("memory", order, reasons, environment)
     lines = [line for why, names in reasons.items() for line in textwrap.wrap(f"No {', '.join(names)}: {why}.", WIDTH)]
-    return "\n\n".join(filter(None, [*tables, "\n".join(lines)]))
+    return "\n\n".join(filter(None, [sent, memory, "\n".join(lines)]))
 
 
 def painter(color: bool) -> Painter:

@@ -9,12 +9,12 @@ from tabulate import tabulate
 from pytest_llmgpu.gate import headline
 from pytest_llmgpu.gate.judge import ExitStatus
 from pytest_llmgpu.gate.policy import Policy
-from pytest_llmgpu.render.summary import by_reason, counts, figures, mark, verdict, was_and_now
+from pytest_llmgpu.render.summary import by_case, by_reason, counts, figures, mark, verdict, was_and_now
 from pytest_llmgpu.render.terminal.report import Painter, filled, painter
 from pytest_llmgpu.report.metrics import place_of
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.text import listed, plural, printable
-from pytest_llmgpu.report.verdicts import UNCLEAR, Row, Verdicts, worst_first
+from pytest_llmgpu.report.verdicts import UNCLEAR, Row, Verdicts
 
 MOST_CASES = 50
 """The default limit on the cases of a table, and on its reasons."""
@@ -105,10 +105,7 @@ def side_by_side(
 
 def _by_case(rows: Sequence[Row]) -> list[list[Row]]:
     """Return the rows of each case in the order of the metrics; the worst case comes first."""
-    cases: dict[tuple[str, str], list[Row]] = {}
-    for row in worst_first(rows):
-        cases.setdefault((row.key, row.id), []).append(row)
-    return [sorted(case, key=lambda row: place_of(row.metric)) for case in cases.values()]
+    return [sorted(case, key=lambda row: place_of(row.metric)) for case in by_case(rows)]
 
 
 def _verdict(row: Row, paint: Painter) -> str:

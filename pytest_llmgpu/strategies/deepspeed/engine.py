@@ -96,15 +96,8 @@ def allocate_workspace(layers: Sequence[Any], rows: int, tokens: int, *, least: 
     # the attention is run, without the all-reduce after it: the ranks may hold different numbers of tokens.
     weight = first.attention.attn_qkvw
     qkv_BSH = torch.zeros(1, _PROBE_TOKENS, weight.shape[1], dtype=weight.dtype, device=weight.device)
-    _, keys, _ = first.attention.compute_attention(
-        qkv_out=(qkv_BSH,),
-        input_mask=None,
-        layer_past=None,
-        alibi=None,
-        is_prompt=True,
-        token_idx=None,
-        position_ids=None,
-    )
+    others = dict.fromkeys(("input_mask", "layer_past", "alibi", "token_idx", "position_ids"))
+    _, keys, _ = first.attention.compute_attention(qkv_out=(qkv_BSH,), is_prompt=True, **others)
     return int(keys.stride(1)) // int(keys.shape[-1])
 
 
