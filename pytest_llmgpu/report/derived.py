@@ -223,7 +223,7 @@ def decode(text: str | None, kind: Literal["f", "i"] = "f") -> array[Any]:
 
 def encode(numbers: Iterable[float], kind: Literal["f", "i"] = "f") -> str:
     """Return numbers as text: base64 of float32, or with `i` (token ids) of int32; little-endian as GPU hosts are."""
-    return base64.b64encode(array(kind, numbers)).decode()  # type: ignore[arg-type]
+    return base64.b64encode(array(kind, numbers)).decode()
 
 
 def value_of(accuracy: Accuracy, metric: str) -> float:
