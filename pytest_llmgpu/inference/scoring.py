@@ -68,11 +68,8 @@ class EndingHead:
 
     def __init__(self, model: torch.nn.Module) -> None:
         head = output_head(model)
-        if head is None:
-            needed = "a causal language model is needed"
-            raise ValueError(f"{type(model).__name__} has no get_output_embeddings(): {needed}")
-        self._model = model
-        self._head = head
+        assert head is not None, "the model was checked"
+        self._model, self._head = model, head
         self._has_cache = takes(model, "use_cache")
         self.rows_N: torch.Tensor | None = None
         """The rows of [B * S, H] whose logits the next forward computes."""
