@@ -79,9 +79,9 @@ def judged(
         baseline = found.baseline(reference, base)
     except git.AbsentError as error:
         if isinstance(error, git.MisspeltError) or not policy.allow_no_baseline:
-            is_gate = hasattr(arguments, "allow_no_baseline") and not policy.allow_no_baseline
-            remedy = "; use --allow-no-baseline if this is the first run" if is_gate else ""
-            raise git.AbsentError(f"{error}{remedy}") from None
+            is_misspelt, is_gate = isinstance(error, git.MisspeltError), hasattr(arguments, "allow_no_baseline")
+            remedy = git.FIRST if is_misspelt else "; use --allow-no-baseline if this is the first run"
+            raise type(error)(f"{error}{remedy if is_gate else ''}") from None
     verdicts = judge.judge(base, head, policy, today=today(), baseline=baseline, in_turn=arguments.in_turn)
     return base, verdicts
 

@@ -201,7 +201,7 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Add the outcome to pytest's report, where other plugins can read it, and the output of the ranks."""
     if (benchmark := running(item.config)) is not None:
-        for rank, text in benchmark.runner.launcher.take_output().items():
+        for rank, text in benchmark.runner.take_output().items():
             item.add_report_section(call.when, f"rank {rank}", printable_lines(text))
     fixtures.add_junit_properties(item)
     report = yield

@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -411,10 +411,10 @@ class EnvLauncher(LocalLauncher):
         others = zip(peers, environments[1:], strict=True)
         return [rank, *(peer.start({**ours, **added}, on_batch) for peer, added in others)]
 
-    def take_output(self) -> dict[int, str]:
+    def take_output(self, but_for: Collection[Rank] = ()) -> dict[int, str]:
         """Return what the processes of each rank wrote since the last call."""
         asked = [(peer, peer.request("take_output")) for peer in self._peers if peer.lost is None]
-        output = super().take_output()
+        output = super().take_output(but_for)
         for peer, future in asked:
             with contextlib.suppress(ConnectionError, ValueError):
                 if text := peer.wait(future, _REPLY_S):

@@ -17,7 +17,7 @@ import msgspec
 
 from pytest_llmgpu.engines.protocol import Engine
 from pytest_llmgpu.ranks import engine_worker, serving
-from pytest_llmgpu.ranks.local import FinishedBatch, LocalLauncher, RankFailedError
+from pytest_llmgpu.ranks.local import FinishedBatch, LocalLauncher, Rank, RankFailedError
 from pytest_llmgpu.ranks.worker import RankState
 from pytest_llmgpu.report.result import Batches, Failure, Phase
 
@@ -36,7 +36,7 @@ class RankGroup:
         self._columns: list[Batches] = [Batches() for _ in environments]
         self._planned = 0
         self._progress_s = time.monotonic()
-        self._ranks = [] if launcher is None else launcher.start(environments, self._on_batch)
+        self.ranks: Sequence[Rank] = [] if launcher is None else launcher.start(environments, self._on_batch)
         self.given: set[str] = set()
         """SHA-256 of each dataset that the ranks have received."""
 
@@ -72,7 +72,7 @@ class RankGroup:
                 tick(min(len(column.latency_s) for column in self._columns), self._planned)
             if waiting and time.monotonic() - self._progress_s > timeout_s:
                 try:
-                    stacks = "\n".join(rank.stacks() for rank in self._ranks)
+                    stacks = "\n".join(rank.stacks() for rank in self.ranks)
                 except RankFailedError as error:  # its node does not answer, which explains the rest
                     error.failure = msgspec.structs.replace(error.failure, phase=phase)
                     raise
@@ -88,7 +88,7 @@ class RankGroup:
 
     def submit(self, fn: Callable[..., Any], *args: Any) -> list[Future[Any]]:
         """Begin `fn(state, *args)` on every rank, which imports it; nothing waits for the results."""
-        return [rank.submit(fn, *args) for rank in self._ranks]
+        return [rank.submit(fn, *args) for rank in self.ranks]
 
     def batches(self) -> Batches:
         """Return the batches that every rank has reported; the list is complete once the ranks have ended."""
@@ -98,12 +98,12 @@ class RankGroup:
     @property
     def alive(self) -> bool:
         """True if every rank runs."""
-        return all(rank.alive for rank in self._ranks)
+        return all(rank.alive for rank in self.ranks)
 
     def close(self) -> None:
         """Let every rank end by itself, all at the same time: a rank may wait until the others leave the group."""
-        with ThreadPoolExecutor(max_workers=len(self._ranks)) as pool:
-            closing = [pool.submit(rank.close, _CLOSE_S) for rank in self._ranks]
+        with ThreadPoolExecutor(max_workers=len(self.ranks)) as pool:
+            closing = [pool.submit(rank.close, _CLOSE_S) for rank in self.ranks]
             try:
                 wait(closing)
             except KeyboardInterrupt:
@@ -112,8 +112,8 @@ class RankGroup:
 
     def kill(self) -> None:
         """End every rank at once."""
-        with ThreadPoolExecutor(max_workers=len(self._ranks)) as pool:
-            list(pool.map(lambda rank: rank.close(0.0), self._ranks))
+        with ThreadPoolExecutor(max_workers=len(self.ranks)) as pool:
+            list(pool.map(lambda rank: rank.close(0.0), self.ranks))
 
     def _begin(self) -> None:
         """Forget the batches of the command before."""

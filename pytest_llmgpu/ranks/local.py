@@ -19,7 +19,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -374,11 +374,15 @@ class LocalLauncher:
         self._ranks.append(LocalRank(rank, environment, log, **options))
         return self._ranks[-1]
 
-    def take_output(self) -> dict[int, str]:
-        """Return what the processes of each rank wrote since the last call; of long output the end."""
+    def take_output(self, but_for: Collection[Rank] = ()) -> dict[int, str]:
+        """Return what the processes of each rank wrote since the last call; of long output the end.
+
+        The output of some ranks can be left for a later call.
+        """
         output: dict[int, str] = {}
-        started, self._ranks = self._ranks, [rank for rank in self._ranks if rank.alive]
-        for one in started:
+        taken = [rank for rank in self._ranks if rank not in but_for]
+        self._ranks = [rank for rank in self._ranks if rank.alive or rank in but_for]
+        for one in taken:
             size_bytes = one.log.stat().st_size if one.log.exists() else 0
             if text := log_tail(one.log, one.taken_bytes, most_lines=_OUTPUT_LINES):
                 output[one.rank] = "\n".join(filter(None, (output.get(one.rank), text)))

@@ -94,13 +94,15 @@ def listed(names: Iterable[object], most: int = 12) -> str:
     return ", ".join(found[:most]) + (f" and {len(found) - most:,} more" if len(found) > most else "")
 
 
-def guess(name: str, names: Iterable[str]) -> str:
+def guess(name: str, names: Iterable[str], least: float = 0.7) -> str:
     """Return ` (did you mean tp?)` for the most similar name with the same digits; empty if none is very similar."""
     import difflib  # not when pytest loads the plugin
 
     # Another number is another thing: float8 is no misspelt float32.
     alike = [one for one in names if re.findall(r"\d", one) == re.findall(r"\d", name)]
-    close = difflib.get_close_matches(name, alike, 1, 0.7 if name[2:] else 0.5)  # tq is a misspelt tp
+    if not name[2:]:  # tq is a misspelt tp, and pp none
+        alike, least = [one for one in alike if one[:1] == name[:1]], 0.5
+    close = difflib.get_close_matches(name, alike, 1, least)
     return f" (did you mean {close[0]}?)" if close else ""
 
 

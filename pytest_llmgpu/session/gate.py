@@ -101,6 +101,7 @@ class RunGate:
                 self._why = str(error)
                 return
             remedy = "; --llmgpu-allow-no-baseline lets a first run pass" if absent else ""
+            remedy = git.FIRST if isinstance(error, git.MisspeltError) else remedy
             raise ValueError(f"--llmgpu-compare: {error}{remedy}") from None
 
     def check_figures(self, declared: Mapping[str, Declared]) -> None:

@@ -70,6 +70,8 @@ Loading = tuple[str, tuple[ModelHook, ...], int]
 
 _BUILD_S = 1_800.0
 """Time limit of another node for the work before loading, which has limits of its own."""
+_IMPORT_S = 60.0
+"""Ranks of the next model that import for longer after a loading are ended, and started when they are needed."""
 _NAMED = 3
 """A message names at most this many files that differ."""
 _REMOTE = "the server is remote: its GPUs are not watched"
@@ -127,6 +129,10 @@ class _Ahead(NamedTuple):
     conditions: tuple[Any, ...]
     group: RankGroup
     importing: list[Future[Any]]
+
+    def is_for(self, conditions: tuple[Any, ...]) -> bool:
+        """Return whether the ranks are like new ones."""
+        return self.conditions == conditions and self.group.alive
 
 
 class Runner:
@@ -246,9 +252,11 @@ class Runner:
     def close(self, *, kill: bool = False) -> None:
         """End all processes, at once with `kill`."""
         self._end_ranks(kill=kill)
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None:
-            ahead.group.kill()
+        self._end_ahead()
+
+    def take_output(self) -> dict[int, str]:
+        """Return what the ranks wrote since the last call, but for those of the next model."""
+        return self.launcher.take_output(() if self._ahead is None else self._ahead.group.ranks)
 
     def _end_ranks(self, *, kill: bool = False) -> None:
         """End the ranks of the loaded model."""
@@ -285,7 +293,7 @@ class Runner:
             if error.failure.evidence != serving.NOT_RECORDED or recording in self._not_recorded:
                 raise
             # A failed recording leaves a rank in no defined state, and the others may wait in a collective.
-            self.close(kill=True)
+            self._end_ranks(kill=True)
             self._not_recorded[recording] = error.failure.message
             return self._measure(request, launch)
         # Time the batches. The devices are idle before and after: the difference of the counters is what they sent.
@@ -336,7 +344,7 @@ class Runner:
             tick = self._tick(request.case, "work passes")
             return self._group.ask(command, *args, phase="forward", timeout_s=request.timeout_s, tick=tick)
         except RankFailedError as error:
-            self.close(kill=True)
+            self._end_ranks(kill=True)
             return str(error)
 
     def _tick(self, case: Case, step: str) -> Callable[[int, int], None]:
@@ -426,7 +434,7 @@ class Runner:
         try:
             traffic.check(ranks)
         except ValueError as error:
-            self.close(kill=True)
+            self._end_ranks(kill=True)
             result.outcome, result.failure = "error", Failure(phase="forward", message=str(error))
         sequences = sum(result.launches[-1].batches.sequences)
         steps = [step for _, step in counted if step is not None]
@@ -488,34 +496,41 @@ class Runner:
         limit_s, tick = request.load_timeout_s, self._tick(request.case, "loading")
         ask = partial(group.ask, phase="load", timeout_s=limit_s, tick=tick)
         if not request.engine:
-            self._ahead = self._start_ahead(request)
+            self._start_ahead(request)
             ask(worker.import_libraries, request.case, request.source)
         began = time.monotonic()
         loaded = ask(request.commands.load, request.case, request.source, request.strategy, request.model_hooks)
         self._load_s = time.monotonic() - began
-        if self._ahead is not None:  # no case is measured beside an import
-            wait(self._ahead.importing, limit_s)
+        # No case is measured beside an import.
+        if self._ahead is not None and wait(self._ahead.importing, min(limit_s, _IMPORT_S)).not_done:
+            self._end_ahead()
         return loaded
 
     def _start(self, request: CaseRequest) -> RankGroup:
         """Return new ranks for a case, or those that were started ahead if they are like new ones."""
-        conditions = _conditions(request)
+        if self._ahead is None or not self._ahead.is_for(_conditions(request)):
+            return RankGroup(self.launcher, _environments(request))
         ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead.conditions == conditions and ahead.group.alive:
-            return ahead.group
-        if ahead is not None:
-            ahead.group.kill()
-        return RankGroup(self.launcher, conditions[0])
+        return ahead.group
 
-    def _start_ahead(self, request: CaseRequest) -> _Ahead | None:
+    def _start_ahead(self, request: CaseRequest) -> None:
         """Start the ranks of the next model, where the run has one and its ranks are all of this machine."""
         these = itertools.dropwhile(lambda one: one.case.loading != request.case.loading, self.expected)
         following = next((one for one in these if one.case.loading != request.case.loading), None)
         if following is None or following.engine or not self.launcher.starts_ahead:
-            return None
+            self._end_ahead()
+            return
         conditions = _conditions(following)
-        group = RankGroup(self.launcher, conditions[0])
-        return _Ahead(conditions, group, group.submit(worker.import_libraries, following.case, following.source))
+        if self._ahead is not None and self._ahead.is_for(conditions):
+            return  # a case before failed
+        self._end_ahead()
+        group = RankGroup(self.launcher, _environments(following))
+        self._ahead = _Ahead(conditions, group, group.submit(worker.import_libraries, following.case, following.source))
+
+    def _end_ahead(self) -> None:
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.group.kill()
 
     def _build(self, strategy: Strategy | Engine, request: CaseRequest) -> None:
         """Do the work on this node that ranks need before they load, once."""
@@ -558,7 +573,7 @@ class Runner:
         ended_s = profilers.now_s()
         profilers.mark()  # before the ranks are ended, which takes longer than a mark may wait
         group = self._group
-        self.close(kill=True)
+        self._end_ranks(kill=True)
         if group is not None and self._phase == "forward":
             # Not while loading: a group may then still hold the batches of the previous case.
             # Not before the ranks are ended: only then have all batches that they streamed arrived.
@@ -615,12 +630,16 @@ class Runner:
         return dict.fromkeys(uuids, 1) | {uuid: count for uuid, count in ours.items() if count}
 
 
-def _conditions(request: CaseRequest) -> tuple[Any, ...]:
-    """Return the variables of the ranks of a case, then what their processes inherit, but for the name of the test."""
+def _environments(request: CaseRequest) -> Sequence[Mapping[str, str]]:
+    """Return the variables of each rank of a case."""
     ranks = registered.make(request.strategy).ranks(request.case.devices)
-    own = hosts.environments(request.machine, request.case.device, ranks)
+    return hosts.environments(request.machine, request.case.device, ranks)
+
+
+def _conditions(request: CaseRequest) -> tuple[Any, ...]:
+    """Return what ranks of a case are started for, and what they inherit, but for the name of the test."""
     inherited = {name: text for name, text in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
-    return own, inherited, sys.path[:], Path.cwd()
+    return request.case.loading, inherited, sys.path[:], Path.cwd(), os.sched_getaffinity(0)
 
 
 def _not_built(message: str) -> RankFailedError:

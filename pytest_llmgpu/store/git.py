@@ -41,6 +41,10 @@ class MisspeltError(AbsentError):
     """There is none, and another file or name, which may be meant."""
 
 
+FIRST = "; for a first run beside it measure without a baseline, then promote the report"
+"""What to do where the other one is not meant."""
+
+
 def is_reference(name: str | Path) -> bool:
     """Return whether a name is of the form `git:REV:PATH`: `git:origin/main:pyproject.toml`."""
     return str(name).startswith(_REFERENCE)

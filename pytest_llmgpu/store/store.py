@@ -309,11 +309,7 @@ def resolve(reference: str, storage: Path, *, machine: str | None = None, reposi
     kept = stored(storage)
     advice = f"which has {plural(len(kept), 'report')}: see llmgpu list" if kept else "which is empty"
     latest = [LATEST] * (bool(kept) or (storage / LAST).exists())
-    names = list(dict.fromkeys(one.name for one in kept if one.name))
-    similar = guess(reference, [*latest, *names])
-    # A commit may not be measured yet, nor a baseline promoted.
-    if names and not similar and reference != BASELINE and not re.fullmatch(r"[0-9a-f]{7,40}", reference):
-        similar = f" (its names are {listed(names, _SHOWN)})"
+    similar = guess(reference, [*latest, *(one.name for one in kept if one.name)])
     text = f"{reference!r} is neither a file nor a report of the store {storage}, {advice}{similar}"
     raise (git.MisspeltError if similar else git.AbsentError)(text)
 

@@ -222,6 +222,13 @@ def test_every_signal_that_ends_a_run_loses_no_report(runs: FakedRuns, number: s
     assert (session.complete, session.interrupted) == (False, True)
 
 
+def test_the_runner_knows_what_will_be_loaded(runs: FakedRuns) -> None:
+    """Ranks of the next model are started ahead."""
+    runs("--llmgpu-dtype=float32", sizes="1,4")
+    assert runs.expected == [request.case.loading for request in runs.requests]
+    assert len(runs.expected) == 2
+
+
 def test_a_forked_process_measures_nothing(runs: FakedRuns) -> None:
     """It has no threads that could talk to the ranks, and its report would replace that of the run."""
     runs.pytester.makepyfile(
@@ -289,7 +296,7 @@ def test_wrong_answers_fail(runs: FakedRuns) -> None:
     [
         (
             ["--strategy=pp"],
-            "--strategy: 'pp' is no strategy (did you mean tp?): allowed are compile, iok, mp, openai, tp, *",
+            "--strategy: 'pp' is no strategy: allowed are compile, iok, mp, openai, tp, *",
         ),
         (["--llmgpu-dataset=broken.jsonl"], "--llmgpu-dataset=broken.jsonl: *broken.jsonl:2: *"),
         (["--llmgpu-device=cuda"], "*torch is built without CUDA*"),

@@ -41,6 +41,7 @@ _STYLED = partial(text.printable_lines, styled=True)
         (text.listed, (["a", "b"],), "a, b"),
         (text.listed, (range(5), 2), "0, 1 and 3 more"),
         (text.guess, ("tq", ["mp", "tp", "iok"]), " (did you mean tp?)"),
+        (text.guess, ("pp", ["mp", "tp", "iok"]), ""),
         (text.guess_file, ("head.json.gz", ["base.json.gz"]), ""),
         (text.guess_file, ("last.jso", ["last.html", "last.json"]), " (did you mean last.json?)"),
         (text.guess, ("flaot32", ["float16", "float32"]), " (did you mean float32?)"),

@@ -130,7 +130,7 @@ def test_a_case_holds_what_the_options_mean_on_this_machine(plan: _Bench) -> Non
         (None, "wrong", {}, f"--llmgpu-strategy: {_ALSO_MINE} is registered as 'wrong' and named 'load'$"),
         (None, _ALSO_MINE, {}, f"--llmgpu-strategy: {_ALSO_MINE} and {__name__}:Mine are both named 'load'"),
         (None, f"{__name__}:Missing", {}, f"--llmgpu-strategy: strategy {__name__}:Missing cannot be imported: A"),
-        (None, "pp", {}, "--llmgpu-strategy: 'pp' is no strategy .did you mean tp..: allowed are "),
+        (None, "pp", {}, "--llmgpu-strategy: 'pp' is no strategy: allowed are "),
         # Values that name nothing: the message begins with the flag.
         (None, "mp", {"model": "lama-7b"}, "--llmgpu-model=lama-7b: model 'lama-7b' is unknown"),
         (None, "mp", {"dataset": "no.jsonl"}, r"--llmgpu-dataset=no\.jsonl: dataset 'no\.jsonl' is unknown"),

@@ -3,7 +3,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from pytest_llmgpu.profiling import nvml
 from pytest_llmgpu.profiling.machine import Machine, TorchFacts
 from pytest_llmgpu.profiling.profiler import Profiler
 from pytest_llmgpu.ranks import serving, worker
-from pytest_llmgpu.ranks.local import BatchListener, FinishedBatch, LocalLauncher, RankFailedError
+from pytest_llmgpu.ranks.local import BatchListener, FinishedBatch, LocalLauncher, Rank, RankFailedError
 from pytest_llmgpu.ranks.worker import Measured
 from pytest_llmgpu.recording.work import NamedRow, WorkReply
 from pytest_llmgpu.report import disturbances
@@ -39,6 +39,7 @@ from pytest_llmgpu.report.result import (
     Traffic,
 )
 from pytest_llmgpu.report.work import NO_WORK, WORK_OFF, Ceilings, DeviceCeilings, ModelSize, RankWork, WorkRow
+from pytest_llmgpu.session import runner
 from pytest_llmgpu.session.runner import CaseRequest, Runner
 from pytest_llmgpu.strategies.mp import LayerParallel
 from pytest_llmgpu.strategies.tp import TensorParallel
@@ -79,6 +80,9 @@ _ANSWERS: dict[str, Any] = {
 }
 """The answer of a rank to a command, or a function that returns it; None for other commands."""
 
+_NEVER = object()
+"""No answer to a command."""
+
 
 @dataclasses.dataclass
 class _FakeRank:
@@ -91,7 +95,9 @@ class _FakeRank:
     def submit(self, fn: Callable[..., Any], /, *args: Any) -> Future[Any]:
         future: Future[Any] = Future()
         try:
-            future.set_result(self.bench.answer(fn.__name__, args))
+            answer = self.bench.answer(fn.__name__, args)
+            if answer is not _NEVER:
+                future.set_result(answer)
         except RankFailedError as error:
             future.set_exception(error)
         return future
@@ -161,7 +167,8 @@ class _Bench(LocalLauncher):
         self.ranks = [_FakeRank(number, self) for number in range(len(environments))]
         return self.ranks
 
-    def take_output(self) -> dict[int, str]:
+    def take_output(self, but_for: Collection[Rank] = ()) -> dict[int, str]:
+        self.left = list(but_for)
         return {}
 
     def run(self, case: Case, strategy: str = _MP, **fields: Any) -> CaseResult:
@@ -430,6 +437,9 @@ def test_a_model_is_loaded_once_for_all_batch_sizes() -> None:
         ("PYTEST_CURRENT_TEST", [1, 2], ["closed"]),
         ("NCCL_DEBUG", [1, 2, 2], ["closed", "killed", "killed"]),
         ("folder", [1, 2, 2], ["closed", "killed", "killed"]),
+        ("cores", [1, 2, 2], ["closed", "killed", "killed"]),
+        ("import path", [1, 2, 2], ["closed", "killed", "killed"]),
+        ("another case", [1, 2, 2], ["closed", "killed", "killed"]),
         ("a crash", [1, 2, 2], ["closed", "killed", "killed"]),
         ("the end", [1, 2], ["closed", "killed", "killed"]),
     ],
@@ -446,8 +456,16 @@ def test_ranks_of_the_next_model_import_while_the_one_before_loads(
     before = bench.did[: bench.did.index("load")]
     assert before == ["mark", *["import_libraries"] * 3], "those of the next model, then its own"
     bench.run(_case(2))
+    bench.runner.take_output()
+    assert [one.rank for one in bench.left] == [0, 1], "their output belongs to the test that uses them"
     if changed == "folder":
         monkeypatch.chdir(tmp_path)
+    elif changed == "cores":
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: {999})
+    elif changed == "import path":
+        monkeypatch.syspath_prepend(tmp_path)
+    elif changed == "another case":  # the test before was skipped
+        tp = msgspec.structs.replace(tp, dtype="bfloat16")
     elif changed == "a crash":
         bench.ranks[0].alive = False
     elif changed != "the end":
@@ -458,6 +476,45 @@ def test_ranks_of_the_next_model_import_while_the_one_before_loads(
         bench.run(tp, _TP)
     assert [len(ranks) for ranks in bench.environments] == starts
     assert bench.ended == ended
+    bench.runner.take_output()
+    assert bench.left == []
+
+
+def test_ranks_of_the_next_model_outlive_a_failure_of_the_one_before() -> None:
+    """A load that fails, or a case without memory, does not end them."""
+    bench = _Bench(measure=_failed("CUDA out of memory", "oom"))
+    tp = _case(strategy="tp")
+    bench.runner.expected = [bench.request(_case(1)), bench.request(_case(2)), bench.request(tp, _TP)]
+    assert bench.run(_case(1)).outcome == "oom"
+    bench.answers["load"] = _failed()
+    assert bench.run(_case(1, scoring="harness")).outcome == "crashed"
+    bench.answers = dict(_ANSWERS)
+    assert bench.run(tp, _TP).outcome == "completed"
+    assert [len(ranks) for ranks in bench.environments] == [1, 2, 1]
+    assert bench.ended == ["killed"] * 2
+
+
+def test_ranks_start_ahead_on_this_machine_only_and_never_for_an_engine() -> None:
+    """A process of a job has one rank at a time; an engine imports what it needs itself."""
+    bench = _Bench()
+    bench.runner.expected = [bench.request(_case()), bench.request(_case(strategy="tp"), _TP, engine=True)]
+    bench.run(_case())
+    assert len(bench.environments) == 1
+    bench = _Bench()
+    bench.runner.expected = [bench.request(_case()), bench.request(_case(strategy="tp"), _TP)]
+    bench.starts_ahead = False
+    bench.run(_case())
+    assert len(bench.environments) == 1
+
+
+def test_no_case_is_measured_beside_an_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of the next model that still import after a while are ended."""
+    monkeypatch.setattr(runner, "_IMPORT_S", 0.0)
+    bench = _Bench(import_libraries=lambda case, _: _NEVER if case.strategy == "tp" else None)
+    bench.runner.expected = [bench.request(_case()), bench.request(_case(strategy="tp"), _TP)]
+    bench.ended = bench.did  # in one list, for the order
+    bench.run(_case())
+    assert bench.did.index("killed") < bench.did.index("warm_up")
 
 
 def test_after_out_of_memory_only_the_same_series_is_skipped() -> None:

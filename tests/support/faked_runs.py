@@ -59,6 +59,8 @@ class FakedRuns:
     """The phase of every failure."""
     requests: list[CaseRequest] = dataclasses.field(default_factory=list)
     """The requests of measured cases."""
+    expected: list[str] = dataclasses.field(default_factory=list)
+    """The loading of each case that the runner knew ahead when a case began."""
     did: list[str] = dataclasses.field(default_factory=list)
     """The ids of measured cases and the ends of all processes, in order."""
 
@@ -91,16 +93,17 @@ class FakedRuns:
         self.pytester.makepyfile(test_it=BENCHMARK)
         monkeypatch.setattr(machine, "probe", lambda: TorchFacts(version="2", why="torch is built without CUDA"))
         monkeypatch.setattr(nvml, "inventory", lambda: Inventory(why={"nvml": "no NVML in this test"}))
-        monkeypatch.setattr(Runner, "run", lambda _, request, record: self._measure(request, record))
+        monkeypatch.setattr(Runner, "run", lambda *asked: self._measure(*asked))  # noqa: PLW0108 - a method of the runner
         monkeypatch.setattr(Runner, "ask", lambda _runner, _request, *asked: self._ask(*asked))
-        monkeypatch.setattr(LocalLauncher, "take_output", lambda _: {0: text} if (text := self._take_output()) else {})
+        monkeypatch.setattr(LocalLauncher, "take_output", lambda *_: {0: text} if (text := self._take_output()) else {})
         monkeypatch.setattr(Runner, "close", lambda _: self.did.append("end"))
         tiny_model.write_dataset(Path(self.pytester.path) / "items.jsonl")
         monkeypatch.setattr(judge, "LARGEST_UNSEEN", 99.0)
         return self
 
-    def _measure(self, request: CaseRequest, record: Callable[[CaseResult], None]) -> CaseResult:
+    def _measure(self, runner: Runner, request: CaseRequest, record: Callable[[CaseResult], None]) -> CaseResult:
         case = request.case
+        self.expected = [one.case.loading for one in runner.expected]
         size = case.batch_size
         self.did.append(case.id)
         self.requests.append(request)

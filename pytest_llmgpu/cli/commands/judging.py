@@ -77,6 +77,8 @@ def run_gate(arguments: argparse.Namespace) -> int:
         except git.AbsentError as error:
             policy = msgspec.structs.replace(policy, allow_no_baseline=False)  # its name may be misspelt
             verdicts, line = judge(None, candidate, policy, today=today()), str(error)
+            if isinstance(error, git.MisspeltError):
+                arguments.base = None  # the next step does not name it
     # Before the table is printed, because its reader may close the pipe early.
     if not write_json(verdicts, arguments.json):
         table = verdict_tables.table(verdicts, policy, color(), None if arguments.all else verdict_tables.MOST_CASES)
