@@ -260,6 +260,11 @@ def _refusal(error: msgspec.ValidationError, table: Any, kind: Any) -> str:
     return f"{place}.{text.split('`')[1]} {what}: allowed are {allowed}".removeprefix(".")
 
 
+def misspelt(name: str) -> str:
+    """Return `guess` of a metric for a misspelt one, and nothing for a figure of the user's own."""
+    return guess(name, JUDGED, 0.85)  # decode_time is as similar to device_time as 0.82
+
+
 def check_figures(policy: Policy, declared: Mapping[str, Declared]) -> list[str]:
     """Return a line for each undeclared figure; ValueError for a misspelt metric or a threshold above the declared."""
     for name, rule in policy.figures.items():
@@ -269,9 +274,8 @@ def check_figures(policy: Policy, declared: Mapping[str, Declared]) -> list[str]
     names = dict.fromkeys([*policy.figures, *(entry.metric for entry in policy.allow)])
     unknown = [name for name in names if name not in BY_NAME and name not in declared]
     text = "policy: {}: no metric, and no figure that pytest_llmgpu_metrics declares{}"
-    # decode_time is as similar to device_time as 0.82.
-    if misspelt := [(name, hint) for name in unknown if (hint := guess(name, JUDGED, 0.85))]:
-        raise ValueError(text.format(*misspelt[0]))
+    if wrong := next(filter(misspelt, unknown), None):
+        raise ValueError(text.format(wrong, misspelt(wrong)))
     return [text.format(name, "") for name in unknown]
 
 

@@ -11,7 +11,7 @@ from support.verdict_factory import any_unseen, on_h200, timed
 
 from pytest_llmgpu.analysis.merging import merge
 from pytest_llmgpu.gate.judge import exit_status, judge
-from pytest_llmgpu.gate.policy import Policy, dump_policy, load_policy
+from pytest_llmgpu.gate.policy import Policy, dump_policy, load_policy, misspelt
 from pytest_llmgpu.render.table import figure_tables
 from pytest_llmgpu.report.report import Report
 from pytest_llmgpu.report.result import Declared
@@ -183,3 +183,10 @@ def test_a_name_that_no_report_declares_is_a_warning(tmp_path: Path) -> None:
     verdicts = _judged(_report([0.5], None), _report([0.5], None), policy)
     assert _row(verdicts) is None
     assert any("policy: own: no metric, and no figure" in line for line in verdicts.warnings)
+
+
+def test_a_figure_of_ones_own_is_no_misspelt_metric() -> None:
+    """Its name may be similar to that of a metric; a name of a metric with a letter too few or two in turn is not."""
+    assert [misspelt(name) for name in ("decode_time", "kv_memory", "step_time", "kernel_time")] == [""] * 4
+    assert misspelt("devcie_time") == " (did you mean device_time?)"
+    assert misspelt("trafic") == " (did you mean traffic?)"

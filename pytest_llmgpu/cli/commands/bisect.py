@@ -12,7 +12,7 @@ import re
 import shlex
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -23,10 +23,11 @@ from pytest_llmgpu.cli.launches import LETTERS, Worktree
 from pytest_llmgpu.cli.output import show
 from pytest_llmgpu.gate import ab, judge
 from pytest_llmgpu.gate.ab import LOOKS, Both, is_open
+from pytest_llmgpu.gate.policy import misspelt
 from pytest_llmgpu.report import file
 from pytest_llmgpu.report.metrics import JUDGED, is_own, spec_of
 from pytest_llmgpu.report.report import Report
-from pytest_llmgpu.report.text import guess, plural, signed_percent
+from pytest_llmgpu.report.text import plural, signed_percent
 from pytest_llmgpu.report.verdicts import SEVERITY, Row, Verdicts
 
 _EPILOG = """\
@@ -86,18 +87,13 @@ def add_bisect(parser: argparse.ArgumentParser) -> None:
 
 def run_bisect(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
+    metric = arguments.metric  # a figure of the user's own is known once it is measured
+    if metric is not None and metric not in JUDGED and (not is_own(metric) or misspelt(metric)):
+        raise ValueError(f"--metric={metric}: is no metric of the gate{misspelt(metric)}: allowed: {', '.join(JUDGED)}")
     if (most := arguments.max_launches) < _FEWEST:
         raise ValueError(f"--max-launches={most}: at least {_FEWEST} are needed: GOOD, BAD and one commit")
     references = {"good": arguments.good_ref, "bad": arguments.bad_ref}
     good, bad = (launches.sha_of(name) for name in references.values())
-    if (metric := arguments.metric) is not None and metric not in JUDGED:
-        found, why = "", guess(metric, JUDGED)
-        if is_own(metric) and not why:  # a figure of the user's own is known once it is measured
-            why = f", and no file of {arguments.bad_ref} has this name"
-            with suppress(ValueError):  # git ends with 1 where it finds nothing
-                found = launches.git_output(Path(), "grep", "-lwFe", metric, bad, "--", ":/")
-        if not found:
-            raise ValueError(f"--metric={metric}: is no metric of the gate{why}: allowed are {', '.join(JUDGED)}")
     looks = ab.looks(max(1, most // 4))  # the ends take at most half of the launches
     with launches.interruptible(), begun(good, bad) as history:
         with launches.checked_out(references) as trees:

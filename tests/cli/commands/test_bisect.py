@@ -307,11 +307,6 @@ def test_bad_usage_is_exit_2(project: Project, capsys: pytest.CaptureFixture[str
         (("c2", "c0"), [], "is a descendant of BAD"),
         (("c0", "alone"), [], "have no common ancestor here: fetch the history"),
         (("c0", "c2"), ["--metric", "tme"], "--metric=tme: is no metric of the gate (did you mean time?): allowed"),
-        (
-            ("c0", "c2"),
-            ["--metric", "latency"],
-            "is no metric of the gate, and no file of c2 has this name",
-        ),
         (("c0", "c2"), ["--max-launches", "2"], "--max-launches=2: at least 3 are needed"),
         (("c0", "c2"), ["--case", "tp-bs8"], "no row of a gated metric of tp-bs8; rows are of mp-bs1, mp-bs2"),
         (("c0", "c2"), ["--setup", "exit 9"], "good: --setup ended with status 9"),
