@@ -54,7 +54,7 @@ def add_gate(parser: argparse.ArgumentParser) -> None:
 
 def run_gate(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
-    line = ""
+    line, is_misspelt = "", False
     if arguments.verdicts is not None:
         for word in _OF_JUDGING:
             if getattr(arguments, word.strip("-").replace("-", "_").lower()):
@@ -77,12 +77,12 @@ def run_gate(arguments: argparse.Namespace) -> int:
         except git.AbsentError as error:
             policy = msgspec.structs.replace(policy, allow_no_baseline=False)  # its name may be misspelt
             verdicts, line = judge(None, candidate, policy, today=today()), str(error)
-            if isinstance(error, git.MisspeltError):
-                arguments.base = None  # the next step does not name it
+            is_misspelt = isinstance(error, git.MisspeltError)
     # Before the table is printed, because its reader may close the pipe early.
     if not write_json(verdicts, arguments.json):
         table = verdict_tables.table(verdicts, policy, color(), None if arguments.all else verdict_tables.MOST_CASES)
-        table = named(table, arguments.head or arguments.verdicts, arguments.base)
+        # The next step would make the report the baseline under a misspelt name.
+        table = "" if is_misspelt else named(table, arguments.head or arguments.verdicts, arguments.base)
         show("\n".join(filter(None, (f"{verdict_tables.conclusion(verdicts, policy, color())}\n", table, line))))
     return exit_status(verdicts, policy)
 

@@ -148,6 +148,7 @@ def test_an_absent_baseline_passes_only_if_allowed(llmgpu: Callable[..., str], r
     misspelt = llmgpu("gate", "basse.json", "head.json", ends=3)
     assert misspelt.startswith("NOTHING COMPARED")
     assert "did you mean base.json?" in misspelt
+    assert "promote head.json" not in misspelt, "the report is no baseline for a misspelt name"
 
 
 def test_a_change_cannot_edit_files_of_a_commit(llmgpu: Callable[..., str], refused: Callable[..., str]) -> None:
