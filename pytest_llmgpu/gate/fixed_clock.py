@@ -6,7 +6,7 @@ launch: LLaMA-7B at batch size 32 on an H200 had -0.80 in two processes. There t
 and by 0.07 % around the line. So a GPU at its power limit explains itself.
 
 One line is fitted to the passes of both reports, with a level for each launch (analysis of covariance). Where the clock
-hardly varies, or by its error alone, the slope is that of a prior. The clock of a pass is not quite that of its
+hardly varies, the slope is that of a prior. The clock of a pass is not quite that of its
 kernels: see `of_passes`.
 """
 
@@ -26,8 +26,6 @@ _SLOPE, _SLOPE_SD = -0.5, 0.25
 _CLOCK_SD_S, _LARGEST_CLOCK_SD = 85e-6, 0.1
 """Deviation of the log clock of the kernels of a pass from that of the pass, times its length in seconds, since a pass
 begins at a higher clock than it ends: 0.6 % in 15 ms. And the largest one, for passes of less than a millisecond."""
-_HELD_CLOCK_SD = 0.01
-"""The same, of forwards that waited for the host: passes of equal times have clocks that differ by up to 2.6 %."""
 _IDLE_SD, KERNEL_IDLE_SD = 0.05, 0.02
 """Deviation of the log time of a pass in which the GPU always idles from one in which it never does: the clock of the
 gaps is not that of the kernels, and kernels take longer after a gap. Eager launches differed by -3 to 8 %. And that of
@@ -41,8 +39,6 @@ class Pass(NamedTuple):
     """The logarithm of a time in seconds."""
     log_ghz: float
     """The logarithm of the SM clock in GHz; the mean over the GPUs of the rank."""
-    clock_sd: float = 0.0
-    """The deviation of this logarithm from that of the clock of the kernels."""
 
 
 class Samples(NamedTuple):
@@ -74,23 +70,18 @@ class Fitted(NamedTuple):
     """Standard deviation of their change that no number of launches makes smaller: see `of_passes`."""
 
 
-def log_clocks(ghz: Sequence[Sequence[float]] | None, sd: float = 0.0) -> list[tuple[float, float]]:
-    """Return the mean log clock of each pass from clocks [GPUs][passes], with a deviation; empty if one is missing."""
+def log_clocks(ghz: Sequence[Sequence[float]] | None) -> list[float]:
+    """Return the mean log clock of each pass from clocks [GPUs][passes]; empty if one is missing."""
     clocks_ghz = list(zip(*(ghz or ()), strict=False))  # a report can have columns of any length
     is_known = bool(clocks_ghz) and min(map(min, clocks_ghz)) > 0
-    return [(sum(map(math.log, of_gpus)) / len(of_gpus), sd) for of_gpus in clocks_ghz] if is_known else []
+    return [sum(map(math.log, of_gpus)) / len(of_gpus) for of_gpus in clocks_ghz] if is_known else []
 
 
-def clocks_of(rank: RankWork) -> list[tuple[float, float]]:
-    """Return the log clocks of the passes of a rank with their deviation."""
-    return log_clocks(rank.clock_ghz, 0.0 if rank.stamped_busy is None else _HELD_CLOCK_SD)
-
-
-def passes(clocks: Sequence[tuple[float, float]], times_s: Sequence[float] | None) -> list[Pass]:
+def passes(clocks: Sequence[float], times_s: Sequence[float] | None) -> list[Pass]:
     """Return passes with given log clocks and times; none where one has no clock, or a time is 0."""
     if not times_s or len(clocks) != len(times_s) or min(times_s) <= 0:
         return []
-    return [Pass(math.log(time_s), *clock) for time_s, clock in zip(times_s, clocks, strict=True)]
+    return [Pass(math.log(time_s), clock) for time_s, clock in zip(times_s, clocks, strict=True)]
 
 
 def mean_pass(log_s: float, ghz: Sequence[Sequence[float]] | None) -> list[Pass]:
@@ -112,10 +103,6 @@ def fit(base: Sequence[Sequence[Pass]], head: Sequence[Sequence[Pass]], alike: S
         for one in launch
     ]
     squares, products = sum(ghz * ghz for _, ghz in away), sum(s * ghz for s, ghz in away)
-    # What differs by the errors of the clocks alone says nothing of the slope, and would draw it to 0.
-    errors = sum(one.clock_sd**2 for launch in launches for one in launch)
-    known = max(0.0, 1 - errors / squares) if squares else 0.0
-    squares, products = known * squares, known * products
     expected = (_PASS_SD / _SLOPE_SD) ** 2
     slope = min(0.0, max(-1.0, (products + expected * _SLOPE) / (squares + expected)))
     degrees = _PASS_DEGREES + max(0, len(away) - len(launches) - 1)
@@ -137,7 +124,7 @@ def fit(base: Sequence[Sequence[Pass]], head: Sequence[Sequence[Pass]], alike: S
 
 def busy(rank: RankWork) -> float | None:
     """Return the part of the passes of a rank that its GPU computes, as the clock and the times of kernels see it."""
-    return rank.busy if rank.stamped_busy is None else rank.stamped_busy
+    return 1.0 if rank.launched_ahead else rank.busy
 
 
 def of_passes(fitted: Fitted, base: Sequence[RankWork], head: Sequence[RankWork]) -> Fitted:

@@ -392,7 +392,7 @@ def _amounts(
     kernels: dict[Kernel, Amount] = defaultdict(Amount)
     modules: dict[Kernel, Amount] = defaultdict(Amount)
     passes: dict[Kernel, list[Pass]] = {}
-    clocks = fixed_clock.clocks_of(rank)
+    clocks = fixed_clock.log_clocks(rank.clock_ghz)
     for row in rank.rows or ():
         name = names[row.kernel] if row.kernel is not None and row.kernel < len(names) else "other"
         amounts, key = (kernels, (row.family, name)) if row.module is None else (modules, (row.family, row.module))

@@ -23,7 +23,7 @@ from pytest_llmgpu.analysis import noise_regime
 from pytest_llmgpu.analysis.noise_regime import NoiseRegime, Prior
 from pytest_llmgpu.gate import fixed_clock
 from pytest_llmgpu.gate.exact import absent, other_execution
-from pytest_llmgpu.gate.fixed_clock import Fitted, Pass, Samples, clocks_of, log_clocks, passes
+from pytest_llmgpu.gate.fixed_clock import Fitted, Pass, Samples, log_clocks, passes
 from pytest_llmgpu.gate.policy import AmountRule, TimeRule
 from pytest_llmgpu.gate.stats import t_quantile, t_tail
 from pytest_llmgpu.report import disturbances
@@ -366,7 +366,7 @@ def device_times(
         return used
     launches = [*used[0], *used[1]]
     ran = {(tuple(one.work.batches), len(one.ranks)) for one in launches if one.work is not None}
-    waited = {rank.stamped_busy is not None for one in launches for rank in one.ranks}
+    waited = {rank.launched_ahead for one in launches for rank in one.ranks}
     if len(ran) > 1 or len(waited) > 1:
         alone = "waited for the host in one report alone"
         why = "ran other batches or ranks than the baseline's" if len(ran) > 1 else alone
@@ -414,7 +414,7 @@ def device_times(
 
 def _kernels(launches: Iterable[Launch]) -> list[list[Pass]]:
     """Return the device time of the passes of each rank of launches with work passes; none without a clock."""
-    return [passes(clocks_of(rank), device_passes_s(rank)) for one in launches for rank in one.ranks]
+    return [passes(log_clocks(rank.clock_ghz), device_passes_s(rank)) for one in launches for rank in one.ranks]
 
 
 def _fitted(sides: Sequence[Sequence[Launch]]) -> list[Fitted]:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 STAMP, HOLD = "llmgpu_stamp", "llmgpu_hold"
 """Names of the kernels in a profile."""
+_LONGEST_HOLD_NS = 250_000_000
+"""A host that waits for the GPU, or for a place in its queue, cannot release it."""
 _PTX = f"""
 .version 6.0
 .target sm_50
@@ -38,16 +40,21 @@ _PTX = f"""
     st.global.u64 [%to+8], %ns;
     ret;
 }}
-.visible .entry {HOLD}(.param .u64 length) {{
-    .reg .b64 %length, %begin, %ns;
-    .reg .pred %early;
-    ld.param.u64 %length, [length];
+.visible .entry {HOLD}(.param .u64 words) {{
+    .reg .b64 %at, %released, %begin, %ns, %late;
+    .reg .pred %done, %early;
+    ld.param.u64 %at, [words];
     mov.u64 %begin, %globaltimer;
 again:
+    ld.volatile.global.u64 %released, [%at];
+    setp.ne.u64 %done, %released, 0;
+    @%done ret;
     mov.u64 %ns, %globaltimer;
     sub.u64 %ns, %ns, %begin;
-    setp.lt.u64 %early, %ns, %length;
+    setp.lt.u64 %early, %ns, {_LONGEST_HOLD_NS};
     @%early bra again;
+    mov.u64 %late, 1;
+    st.global.u64 [%at+8], %late;
     ret;
 }}
 """
@@ -68,6 +75,8 @@ class SmClock:
         self._holds: list[Callable[[int], None]] = []
         self._stamps: list[torch.Tensor] = []
         """[GPUs] Cycles and nanoseconds [stamps, SMs, 2]; 0 where an SM has taken no stamp."""
+        self._words = torch.zeros(stamps, 2, dtype=torch.int64)
+        """[holds, 2]: 1 if it was released, and if a GPU waited in vain."""
         if any(device.type != "cuda" for device in devices):
             self.why = "the SM clock is measured on CUDA devices only, and the case ran on a CPU"
             return
@@ -77,13 +86,22 @@ class SmClock:
                 self._launches.append(_launcher(gpu, STAMP, _BLOCKS_PER_SM * sms))
                 self._holds.append(_launcher(gpu, HOLD, 1))
                 self._stamps.append(torch.zeros(stamps, sms, 2, dtype=torch.int64).pin_memory())
+            self._words = self._words.pin_memory()
         except (AttributeError, OSError, RuntimeError) as error:
             self.why = f"the kernel that reads the SM clock cannot run: {error}"
 
-    def hold(self, length_s: float) -> None:
-        """Let the GPUs wait once they have done everything that was launched before; nothing without a clock."""
+    def hold(self, number: int) -> None:
+        """Let the GPUs wait, after everything that was launched before, for `release`, but at most 0.25 s."""
         for hold in self._holds if self.why is None else ():
-            hold(round(length_s * 1e9))
+            hold(self._words[number].data_ptr())
+
+    def release(self, number: int) -> None:
+        """Let the GPUs go on."""
+        self._words[number, 0] = 1
+
+    def is_late(self) -> bool:
+        """Return whether a GPU has waited in vain for a release."""
+        return bool(self._words[:, 1].any())
 
     def stamp(self, number: int) -> None:
         """Take a stamp as soon as the GPUs have done everything that was launched before."""

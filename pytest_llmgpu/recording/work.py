@@ -56,8 +56,8 @@ if TYPE_CHECKING:
 
 PASSES = 4
 """Profiled passes in the execution of the case."""
-_HELD, _LONGEST_HELD_S = 2.0, 0.25
-"""How long the GPU waits for the host, in times of the launches, and at most."""
+_LAYERS_AHEAD = 8
+"""Layers that are launched while the GPU waits: it takes about 1,000 kernels ahead, and LLaMA-7B has 39 in a layer."""
 _MOST_PADDED_TOKENS = 4096
 _MOST_BATCHES = 4
 _SCORING = "(scoring)"
@@ -188,64 +188,66 @@ class WorkReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _HeldForward:
-    """A forward at whose first layer the GPU waits, once its length is known, until the host has launched the rest.
+    """A forward in which the GPU waits before every eighth layer until the host has launched eight.
 
     Where the host launches more slowly than the GPU computes, the GPU would idle between kernels, at another clock than
-    theirs, by an amount that differs from launch to launch. Stamps stand around what runs without such gaps. About
-    1,000 kernels can be launched ahead of a GPU; the others follow while it computes. A replayed graph does not call
-    the layer, and is not held.
+    theirs, by an amount that differs from launch to launch. Stamps stand around layers that run without such gaps. A
+    replayed graph does not call layers, and is not held.
     """
 
-    def __init__(self, forward: Forward, model: torch.nn.Module | None, clock: SmClock) -> None:
+    def __init__(self, forward: Forward, model: torch.nn.Module | None) -> None:
         decoder = getattr(model, "get_decoder", lambda: None)()
         stacks = [] if decoder is None else [stack for _, stack in layer_stacks(decoder)]
-        self._layer = next(iter(max(stacks, key=len, default=())), None)
-        self._forward, self._clock = forward, clock
-        self._length_s = self._launch_s = 0.0
-        """How long the GPU waits; 0: it does not, and the time of the launches is measured."""
-        self.held = 0
-        """The number of forwards that were held; each of them took two stamps."""
+        self._layers = list(max(stacks, key=len, default=()))
+        self._forward = forward
+        self._clock: SmClock | None = None
+        """None: groups of layers are counted, and not held."""
+        self._begun = self._wanted = 0
+        """Groups of layers that have begun, and those that are to be held."""
+        self._is_held = False
 
-    def measure(self, run: Callable[[], object]) -> None:
-        """Decide how long the GPU waits, by a forward that is not held."""
-        run()
-        self._length_s = min(_HELD * self._launch_s, _LONGEST_HELD_S)
+    def prepare(self, devices: Sequence[torch.device], forwards: int) -> None:
+        """Hold so many forwards, all with as many groups of layers as those that have run."""
+        self._wanted, self._begun = self._begun * forwards, 0
+        self._clock = SmClock(devices, 2 * self._wanted) if self._wanted else None
 
     def __call__(self, batch: Batch) -> None:
         """Launch the work of a batch."""
-        entered_s: list[float] = []
-
-        def enter(*_: object) -> None:
-            if not entered_s and self._length_s:
-                self._clock.hold(self._length_s)
-                self._clock.stamp(2 * self.held)
-            entered_s.append(time.perf_counter())
-
-        handle = None if self._layer is None else self._layer.register_forward_pre_hook(enter)
+        handles = [layer.register_forward_pre_hook(self._begin) for layer in self._layers[::_LAYERS_AHEAD]]
+        handles += [layer.register_forward_hook(self._end) for layer in self._layers[-1:]]
         try:
             self._forward(batch)
         finally:
-            if handle is not None:
+            self._end()
+            for handle in handles:
                 handle.remove()
-        if entered_s and self._length_s:
-            self._clock.stamp(2 * self.held + 1)
-            self.held += 1
-        elif entered_s:
-            self._launch_s = time.perf_counter() - entered_s[0]
 
-    def of_passes(self, passes: int) -> tuple[list[float], list[list[float]]]:
-        """Return the time between the stamps of each pass on the first GPU, and the mean clock [GPUs][passes]."""
-        pairs = [(2 * number, 2 * number + 1) for number in range(self.held)]
-        seconds, size = self._clock.seconds(pairs) or [], self.held // passes
-        parts = [slice(begin, begin + size) for begin in range(0, self.held, size)]
-        stamped_s = [sum(seconds[part]) for part in parts]
-        return stamped_s, [
-            [
-                sum(map(operator.mul, ghz[part], seconds[part])) / (length_s or 1.0)
-                for part, length_s in zip(parts, stamped_s, strict=True)
-            ]
-            for ghz in self._clock.ghz(pairs) or []
-        ]
+    def _begin(self, *_: object) -> None:
+        self._end()
+        # A forward that waits for the GPU is held once, and from there on as it would run without.
+        if self._clock is not None and self._begun < self._wanted and not self._clock.is_late():
+            self._clock.hold(self._begun)
+            self._clock.stamp(2 * self._begun)
+            self._is_held = True
+        self._begun += 1
+
+    def _end(self, *_: object) -> None:
+        if self._clock is not None and self._is_held:
+            self._clock.stamp(2 * self._begun - 1)
+            self._clock.release(self._begun - 1)
+            self._is_held = False
+
+    def ghz(self, passes: int) -> list[list[float]] | None:
+        """Return the mean clock [GPUs][passes] of the layers; None where one was not held."""
+        if self._clock is None or self._clock.is_late() or self._begun != self._wanted:
+            return None
+        pairs = [(2 * number, 2 * number + 1) for number in range(self._wanted)]
+        seconds, size = self._clock.seconds(pairs) or [], self._wanted // passes
+        parts = [slice(begin, begin + size) for begin in range(0, self._wanted, size)]
+        return [
+            [sum(map(operator.mul, ghz[part], seconds[part])) / (sum(seconds[part]) or 1.0) for part in parts]
+            for ghz in self._clock.ghz(pairs) or ()
+        ] or None
 
 
 class _Recording:
@@ -302,11 +304,11 @@ def record(
     if not gpus:
         return reply
     batches = [plan.batches[number] for number in numbers]
-    windows = SmClock(program.devices, 2 * PASSES * len(batches))
-    held = _HeldForward(forward, program.model if alone and windows.why is None else None, windows)
+    held = _HeldForward(forward, program.model if alone else None)
     # The first profile of a process initialises CUPTI, and its records are left out.
     with _recorded(first=first):
-        held.measure(lambda: _run(program.devices, [plan.batches[reply.eager_batches[0]]], held, on_batch))
+        _run(program.devices, [plan.batches[reply.eager_batches[0]]], held, on_batch)
+    held.prepare(program.devices, PASSES * len(batches))
     kernels, seconds, unprofiled_s, why = [], [], [], None
     clock = SmClock(program.devices, 2 * PASSES)
     in_a_row, rows = SmClock(program.devices, PASSES), [(number - 1, number) for number in range(1, PASSES, 2)]
@@ -337,13 +339,7 @@ def record(
     if why:
         figures = msgspec.structs.replace(figures, why=dict.fromkeys(_DEVICE_FIGURES, why))
         return msgspec.structs.replace(reply, work=figures)
-    clock_ghz = clock.ghz([(2 * number, 2 * number + 1) for number in range(PASSES)])
-    stamped_busy = None
-    stamped_s, held_ghz = held.of_passes(PASSES) if held.held == PASSES * len(batches) else ([], [])
-    if stamped_s and min(stamped_s) > 0:
-        clock_ghz = held_ghz
-        parts = [min(1.0, one.covered_s / length_s) for one, length_s in zip(kernels, stamped_s, strict=True)]
-        stamped_busy = statistics.median(parts)
+    held_ghz = held.ghz(PASSES)
     if not replayed:
         seconds = [min(unprofiled_s)] * PASSES
     covered = [(one.covered_s, pass_s) for one, pass_s in zip(kernels, seconds, strict=True)]
@@ -353,9 +349,9 @@ def record(
         copy_s=[one.copy_s for one in kernels],
         idle_s=[max(0.0, pass_s - covered_s) for covered_s, pass_s in covered],
         busy=statistics.median(min(1.0, covered_s / pass_s) for covered_s, pass_s in covered),
-        stamped_busy=stamped_busy,
+        launched_ahead=held_ghz is not None,
         kernels=sum(calls.calls for name, calls in kernels[-1].kernels.items() if not _COPY.match(name)),
-        clock_ghz=clock_ghz,
+        clock_ghz=held_ghz or clock.ghz([(2 * number, 2 * number + 1) for number in range(PASSES)]),
         why={} if clock.why is None else {"clock_ghz": clock.why},
     )
     collective_s = [one.collective_s for one in kernels]

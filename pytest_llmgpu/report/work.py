@@ -124,10 +124,9 @@ class RankWork(msgspec.Struct, frozen=True, kw_only=True):
     """The fraction of a pass during which a kernel ran on a GPU of the rank (the median over the passes). Its length is
     the shortest of the same batches without the profiler; of CUDA graphs of one GPU with it, which makes a pass longer:
     that of LLaMA-7B at batch size 1 by 7 %."""
-    stamped_busy: Fraction | None = None
-    """As `busy`, between the stamps of the clock, where the GPU had waited until the host had launched the kernels of
-    eager forwards. About 1 us is left between kernels: 0.87 for LLaMA-7B at batch size 8 on an H200. Null for other
-    forwards, several ranks or GPUs, and in older reports."""
+    launched_ahead: bool = False
+    """Whether `clock_ghz` is that of the layers, which the host had launched before the GPU began with them: in eager
+    forwards of one rank on one GPU. False in older reports."""
     kernels: Count | None = None
     """The number of kernel calls in a pass, collectives included."""
     ops: dict[str, Count] | None = None

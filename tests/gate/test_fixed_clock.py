@@ -73,7 +73,7 @@ def test_the_clock_of_a_pass_is_not_quite_that_of_its_kernels(
     alone = fit([_launch(0.0, -0.5, _FAST)], [_launch(0.0, -0.5, _SLOW)])
     base, head = (RankWork(uuids=[], device_time_s=[time_s, 2 * time_s], busy=one) for one in busy)
     found = of_passes(alone, [base, base], [head])
-    held = [msgspec.structs.replace(one, stamped_busy=0.9) for one in (base, head)]
+    held = [msgspec.structs.replace(one, launched_ahead=True) for one in (base, head)]
     assert of_passes(alone, held[:1], held[1:]).idle_sd == 0, "the GPU had waited for the host"
     assert found.samples == alone.samples
     assert math.sqrt(found.sd**2 - alone.sd**2) == pytest.approx(sd, abs=5e-5)

@@ -31,7 +31,7 @@ def _report(
     gpu: str = "GPU-",
     batches: Sequence[int] = (0, 2),
     execution: str = "eager",
-    held: float | None = None,
+    ahead: bool = False,
 ) -> Report:
     """Return the report of a day: its one case needs so many MiB more, and other amounts more by these fractions."""
     result = timed(execution=execution)
@@ -42,7 +42,7 @@ def _report(
             uuids=[f"{gpu}{index}"],
             device_time_s=[0.5 * (1 + slower)] * 3,
             clock_ghz=None if ghz is None else [[ghz] * 3],
-            stamped_busy=held,
+            launched_ahead=ahead,
         )
         for index, rank in enumerate(work.ranks)
     ]
@@ -115,7 +115,7 @@ def test_small_steps_are_one_regression(step: dict[str, float], steps: int, metr
         ({}, {"ghz": None}, False),
         ({"gpu": "GPU-other-"}, {}, False),
         ({"batches": [0, 1]}, {}, False),
-        ({"held": 0.9}, {}, False),
+        ({"ahead": True}, {}, False),
         ({"execution": "cuda_graphs"}, {}, False),
     ],
 )

@@ -497,7 +497,7 @@ def test_device_time_that_cannot_be_compared() -> None:
     make_invalid(disturbed.launches[0], "processes of other programs")
     held = _worked(1.0)
     launch = held.launches[0]
-    launch.ranks[:] = [msgspec.structs.replace(rank, stamped_busy=0.9) for rank in launch.ranks]
+    launch.ranks[:] = [msgspec.structs.replace(rank, launched_ahead=True) for rank in launch.ranks]
     for head, verdict, words in (
         (lost, "MISSING", "--llmgpu-work=off"),
         (_worked(1.0, batches=(0, 5)), "NOT_COMPARABLE", "other batches or ranks"),

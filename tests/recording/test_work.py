@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -244,29 +244,95 @@ def test_graphs_are_replayed_in_a_row(gpu: Loaded, monkeypatch: pytest.MonkeyPat
     )
 
 
-def test_eager_forwards_wait_at_the_first_layer(gpu: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are held in the passes alone, each once. The clock of a pass is the mean over what the stamps enclose."""
-    plan, order = traffic_functions.make_plan(), list[object]()
+class _Clock:
+    """A clock that notes what is launched, and whose GPU waits in vain from a given hold on."""
+
+    why = None
+
+    def __init__(self, order: list[object], late_at: int | None = None) -> None:
+        self._order, self._late_at, self._late = order, late_at, False
+
+    def hold(self, number: int) -> None:
+        self._order.append(f"hold {number}")
+        self._late |= number == self._late_at
+
+    def release(self, number: int) -> None:
+        self._order.append(f"release {number}")
+
+    def stamp(self, number: int) -> None:
+        self._order.append(number)
+
+    def is_late(self) -> bool:
+        return self._late
+
+    def seconds(self, pairs: Sequence[tuple[int, int]]) -> list[float]:
+        return [10e-9 * (1 + first % 4) for first, _ in pairs]
+
+    def ghz(self, pairs: Sequence[tuple[int, int]]) -> list[list[float]]:
+        return [[1.0 + first % 4 for first, _ in pairs]]
+
+
+def _held(
+    gpu: Loaded,
+    monkeypatch: pytest.MonkeyPatch,
+    order: list[object],
+    *,
+    late_at: int | None = None,
+    hook: Callable[..., None] | None = None,
+) -> RankWork:
+    """Run passes of two batches of a model with two layers, of which one is launched ahead; the second has a hook."""
+    model = tiny_model.random_model(num_hidden_layers=2)
+    layers: Any = model.get_decoder().layers
     monkeypatch.setattr(torch.profiler, "profile", _Profiler(_recordings()))
     monkeypatch.setattr(work, "batches_used", lambda _: [0, 1])
-    clock: Any = work.SmClock  # type: ignore[attr-defined]
-    monkeypatch.setattr(clock(), "stamp", order.append)
-    monkeypatch.setattr(
-        clock(), "hold", lambda length_s: order.append("hold" if length_s > 0 else "none"), raising=False
-    )
-    monkeypatch.setattr(clock(), "seconds", lambda pairs: [10e-9 * (1 + first % 4) for first, _ in pairs])
-    monkeypatch.setattr(clock(), "ghz", lambda pairs: [[1.0 + first % 4 for first, _ in pairs]])
-    layer: Any = gpu.model.get_decoder().layers[0]  # type: ignore[operator]
-    layer.register_forward_hook(lambda *_: order.append("layer"))
-    program = work.Program(gpu.devices, gpu.dispatched, gpu.model)
-    with work.scoring_forward(gpu.model, torch.device("cpu"), "lean") as forward:
-        reply = work.record(program, plan, forward, on_batch=lambda *_: None, alone=True)
-    first = ["layer", 0, "hold", 0, "layer", 1, "hold", 2, "layer", 3, 1, "layer", "layer", 1, 2, "hold", 4, "layer", 5]
+    monkeypatch.setattr(work, "_LAYERS_AHEAD", 1)
+    monkeypatch.setattr(work, "SmClock", lambda *_: _Clock(order, late_at))
+    hooks = [layer.register_forward_hook(lambda *_: order.append("layer")) for layer in layers]
+    if hook is not None:
+        layers[1].input_layernorm.register_forward_pre_hook(hook)
+    program = work.Program(gpu.devices, gpu.dispatched, model)
+    try:
+        with work.scoring_forward(model, torch.device("cpu"), "lean") as forward:
+            plan = traffic_functions.make_plan()
+            return work.record(program, plan, forward, on_batch=lambda *_: None, alone=True).work
+    finally:
+        for one in hooks:
+            one.remove()
+        assert not any(layer._forward_pre_hooks or layer._forward_hooks for layer in layers)
+
+
+def test_eager_forwards_are_launched_ahead(gpu: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU waits in the passes alone, until layers are launched. The clock of a pass is that of its layers."""
+    order = list[object]()
+    found = _held(gpu, monkeypatch, order)
+    groups = [[f"hold {one}", 2 * one, "layer", 2 * one + 1, f"release {one}"] for one in range(3 * 4)]
+    first = ["layer", "layer", 0, *itertools.chain(*groups[:4]), 1, *["layer"] * 4]
     assert order[: len(first)] == first
-    assert order.count("hold") == 3 * 2
-    assert known(reply.work.clock_ghz)[0] == pytest.approx([(10 * 1 + 30 * 3) / 40] * 3)
-    assert reply.work.stamped_busy == pytest.approx(16 / 40)
-    assert not layer._forward_pre_hooks
+    assert [one for one in order if "hold" in str(one)] == [f"hold {number}" for number in range(3 * 4)]
+    assert known(found.clock_ghz)[0] == pytest.approx([(10 * 1 + 30 * 3) / 40] * 3)
+    assert found.launched_ahead
+
+
+def test_a_forward_that_waits_for_the_gpu_is_held_once(gpu: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others run as they would without, and the clock of a pass is that of the whole pass."""
+    order = list[object]()
+    found = _held(gpu, monkeypatch, order, late_at=0)
+    assert [one for one in order if str(one).startswith(("hold", "release"))] == ["hold 0", "release 0"]
+    assert not found.launched_ahead
+    assert found.clock_ghz == [[1.0, 3.0, 1.0]], "of the stamps around the passes"
+
+
+def test_a_forward_that_fails_releases_the_gpu(gpu: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else what frees its memory would wait for the GPU in vain."""
+    order = list[object]()
+
+    def fail(*_: object) -> None:
+        if "hold 1" in order:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        _held(gpu, monkeypatch, order, hook=fail)
+    assert order[-1] == "release 1"
 
 
 def test_traces_are_of_the_last_pass_and_of_the_pass_by_modules(
