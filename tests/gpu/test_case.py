@@ -6,6 +6,7 @@ import datetime
 import json
 import re
 import statistics
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from support.report_factory import known
 
 from pytest_llmgpu.gate.judge import judge
 from pytest_llmgpu.gate.policy import Policy
+from pytest_llmgpu.inference.sm_clock import SmClock
 from pytest_llmgpu.ranks.group import RankGroup
 from pytest_llmgpu.ranks.local import LocalLauncher
 from pytest_llmgpu.ranks.worker import RankState
@@ -222,7 +224,30 @@ def test_the_clock_is_measured_with_each_pass_and_batch(main: Report) -> None:
     assert list(map(len, clocks_ghz)) == [_work(case).passes, len(launch.batches.latency_s)]
     assert all(0.3 < clock_ghz < 4 for of_gpu in clocks_ghz for clock_ghz in of_gpu), clocks_ghz
     assert not any("llmgpu" in name for name in main.environment.kernel_names)
+    ahead = {execution: _alone(_case(main, 8, execution)).launched_ahead for execution in ("on", "off")}
+    assert ahead == {"on": False, "off": True}
     print(clocks_ghz)
+
+
+def test_a_gpu_waits_until_the_host_releases_it() -> None:
+    """However slow the host is, no wait for it is between the stamps; without a release a GPU goes on by itself."""
+    device = torch.device("cuda", 0)
+    clock, tensor, began_s = SmClock([device], stamps=4), torch.zeros(8, device=device), time.perf_counter()
+    torch.cuda.synchronize()
+    clock.hold(0)
+    clock.stamp(0)
+    tensor.add_(1)
+    while time.perf_counter() - began_s < 0.02:
+        assert not clock.is_late()
+    clock.stamp(1)
+    clock.release(0)
+    torch.cuda.synchronize()
+    held_s = (clock.seconds([(0, 1)]) or [1.0])[0]
+    assert 0 < held_s < 0.005
+    assert not clock.is_late()
+    clock.hold(1)
+    torch.cuda.synchronize()
+    assert clock.is_late()
 
 
 def test_every_kernel_belongs_to_a_module(main: Report) -> None:
