@@ -229,29 +229,6 @@ def test_the_clock_is_measured_with_each_pass_and_batch(main: Report) -> None:
     print(clocks_ghz)
 
 
-def test_a_gpu_waits_until_the_host_releases_it() -> None:
-    """However slow the host is, no wait for it is between the stamps; without a release a GPU goes on by itself."""
-    device = torch.device("cuda", 0)
-    clock, tensor = SmClock([device], stamps=4), torch.zeros(8, device=device)
-    tensor.add_(1)  # its kernel is loaded, for which the host waits for the GPU
-    torch.cuda.synchronize()
-    began_s = time.perf_counter()
-    clock.hold(0)
-    clock.stamp(0)
-    tensor.add_(1)
-    while time.perf_counter() - began_s < 0.02:
-        assert not clock.is_late()
-    clock.stamp(1)
-    clock.release(0)
-    torch.cuda.synchronize()
-    held_s = (clock.seconds([(0, 1)]) or [1.0])[0]
-    assert 0 < held_s < 0.005
-    assert not clock.is_late()
-    clock.hold(1)
-    torch.cuda.synchronize()
-    assert clock.is_late()
-
-
 def test_every_kernel_belongs_to_a_module(main: Report) -> None:
     """The modules of the eager pass hold the kernels of an eager case, and none was launched outside of them."""
     case = _case(main, 8, "off")
@@ -454,3 +431,26 @@ def test_two_gpus_are_measured(tmp_path: Path, model: Path, strategy: str) -> No
             assert _cv(rank.device_time_s) < _LARGEST_CV
     else:
         _assert_not_recorded(case)
+
+
+def test_a_gpu_waits_until_the_host_releases_it() -> None:
+    """However slow the host is, no wait for it is between the stamps; without a release a GPU goes on by itself."""
+    device = torch.device("cuda", 0)
+    clock, tensor = SmClock([device], stamps=4), torch.zeros(8, device=device)
+    tensor.add_(1)  # its kernel is loaded, for which the host waits for the GPU
+    torch.cuda.synchronize()
+    began_s = time.perf_counter()
+    clock.hold(0)
+    clock.stamp(0)
+    tensor.add_(1)
+    while time.perf_counter() - began_s < 0.02:
+        assert not clock.is_late()
+    clock.stamp(1)
+    clock.release(0)
+    torch.cuda.synchronize()
+    held_s = (clock.seconds([(0, 1)]) or [1.0])[0]
+    assert 0 < held_s < 0.005
+    assert not clock.is_late()
+    clock.hold(1)
+    torch.cuda.synchronize()
+    assert clock.is_late()
