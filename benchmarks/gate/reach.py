@@ -81,7 +81,7 @@ def main(arguments: Sequence[str]) -> int:
 def _scatter(case: CaseResult) -> dict[str, float]:
     """Return the deviation of device time between launches in percent, as measured and at a fixed clock."""
     passes = [
-        fixed_clock.passes(fixed_clock.clocks_of(rank), device_passes_s(rank))
+        fixed_clock.passes(fixed_clock.log_clocks(rank.clock_ghz), device_passes_s(rank))
         for launch in case.launches
         for rank in launch.ranks
     ]
