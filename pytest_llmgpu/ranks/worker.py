@@ -382,11 +382,11 @@ def record_work(state: RankState, traces: str | None = None) -> None:
     loaded, plan = state.loaded, state.plan
     trace = partial(trace_path, state, traces)
     program = work.Program(loaded.devices, loaded.dispatched, loaded.model)
-    alone = loaded.world_size == len(loaded.devices) == 1
-    ways: Any = {"on_batch": report_to(state), "alone": alone}
+    graphs = state.decision.execution == "cuda_graphs"
+    ways: Any = {"on_batch": report_to(state), "alone": loaded.world_size == 1}
     if state.generator is None:
         with work.scoring_forward(loaded.model, loaded.input_device, state.case.scoring) as forward:
-            ways["replayed"] = state.decision.execution == "cuda_graphs" and alone
+            ways["replayed"] = graphs and loaded.world_size == len(loaded.devices) == 1
             state.passes = [work.record(program, plan, forward, trace=trace("passes"), **ways)]
         return
     step, prefill = state.generator.step, state.generator.prefill

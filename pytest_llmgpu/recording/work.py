@@ -14,6 +14,7 @@ call is its module.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import operator
 import os
 import re
@@ -188,7 +189,7 @@ class WorkReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _HeldForward:
-    """A forward in which the GPU waits before every eighth layer until the host has launched eight.
+    """A forward in which a GPU waits before every eighth layer until the host has launched eight.
 
     Where the host launches more slowly than the GPU computes, the GPU would idle between kernels, at another clock than
     theirs, by an amount that differs from launch to launch. Stamps stand around layers that run without such gaps. A
@@ -200,20 +201,27 @@ class _HeldForward:
         stacks = [] if decoder is None else [stack for _, stack in layer_stacks(decoder)]
         self._layers = list(max(stacks, key=len, default=()))
         self._forward = forward
-        self._clock: SmClock | None = None
-        """None: groups of layers are counted, and not held."""
-        self._begun = self._wanted = 0
-        """Groups of layers that have begun, and those that are to be held."""
-        self._is_held = False
+        by_gpu = itertools.groupby(self._layers, lambda layer: next((one.device for one in layer.parameters()), None))
+        self._groups = [(layer, device) for device, layers in by_gpu for layer in [*layers][::_LAYERS_AHEAD] if device]
+        """The first layers of groups, each on one GPU, and this GPU."""
+        self._clocks: dict[torch.device, SmClock] = {}
+        self._wanted: dict[torch.device, int] = {}
+        """Empty: the groups of layers are counted, and not held."""
+        self._begun: Counter[torch.device] = Counter()
+        """The groups of layers of each GPU that have begun."""
+        self._last: tuple[torch.device, int] | None = None
+        """The group that is held."""
 
     def prepare(self, devices: Sequence[torch.device], forwards: int) -> None:
         """Hold so many forwards, all with as many groups of layers as those that have run."""
-        self._wanted, self._begun = self._begun * forwards, 0
-        self._clock = SmClock(devices, 2 * self._wanted) if self._wanted else None
+        wanted = {device: self._begun[device] * forwards for device in devices}
+        self._wanted = wanted if all(wanted.values()) else {}
+        self._clocks = {device: SmClock([device], 2 * groups) for device, groups in self._wanted.items()}
+        self._begun.clear()
 
     def __call__(self, batch: Batch) -> None:
         """Launch the work of a batch."""
-        handles = [layer.register_forward_pre_hook(self._begin) for layer in self._layers[::_LAYERS_AHEAD]]
+        handles = [layer.register_forward_pre_hook(partial(self._begin, device)) for layer, device in self._groups]
         handles += [layer.register_forward_hook(self._end) for layer in self._layers[-1:]]
         try:
             self._forward(batch)
@@ -222,32 +230,40 @@ class _HeldForward:
             for handle in handles:
                 handle.remove()
 
-    def _begin(self, *_: object) -> None:
+    def _begin(self, device: torch.device, *_: object) -> None:
+        import torch
+
+        before, number = self._last, self._begun[device]
         self._end()
-        # A forward that waits for the GPU is held once, and from there on as it would run without.
-        if self._clock is not None and self._begun < self._wanted and not self._clock.is_late():
-            self._clock.hold(self._begun)
-            self._clock.stamp(2 * self._begun)
-            self._is_held = True
-        self._begun += 1
+        self._begun[device] += 1
+        # A forward that waits for a GPU is held once, and from there on runs as it would without.
+        if number < self._wanted.get(device, 0) and not any(clock.is_late() for clock in self._clocks.values()):
+            if before is not None and before[0] != device:
+                # Its stamp comes when the other GPU is done.
+                torch.cuda.current_stream(device).wait_stream(torch.cuda.current_stream(before[0]))
+            self._clocks[device].hold(number)
+            self._clocks[device].stamp(2 * number)
+            self._last = device, number
 
     def _end(self, *_: object) -> None:
-        if self._clock is not None and self._is_held:
-            self._clock.stamp(2 * self._begun - 1)
-            self._clock.release(self._begun - 1)
-            self._is_held = False
+        if self._last is not None:
+            (device, number), self._last = self._last, None
+            self._clocks[device].stamp(2 * number + 1)
+            self._clocks[device].release(number)
 
     def ghz(self, passes: int) -> list[list[float]] | None:
         """Return the mean clock [GPUs][passes] of the layers; None where one was not held."""
-        if self._clock is None or self._clock.is_late() or self._begun != self._wanted:
-            return None
-        pairs = [(2 * number, 2 * number + 1) for number in range(self._wanted)]
-        seconds, size = self._clock.seconds(pairs) or [], self._wanted // passes
-        parts = [slice(begin, begin + size) for begin in range(0, self._wanted, size)]
-        return [
-            [sum(map(operator.mul, ghz[part], seconds[part])) / (sum(seconds[part]) or 1.0) for part in parts]
-            for ghz in self._clock.ghz(pairs) or ()
-        ] or None
+        found = []
+        for device, clock in self._clocks.items():
+            groups = self._wanted[device]
+            pairs = [(2 * number, 2 * number + 1) for number in range(groups)]
+            seconds, ghz = clock.seconds(pairs), clock.ghz(pairs)
+            if seconds is None or ghz is None or clock.is_late() or self._begun[device] != groups:
+                return None
+            parts = [slice(begin, begin + groups // passes) for begin in range(0, groups, groups // passes)]
+            cycles = list(map(operator.mul, ghz[0], seconds))
+            found.append([sum(cycles[part]) / (sum(seconds[part]) or 1.0) for part in parts])
+        return found or None
 
 
 class _Recording:
@@ -290,7 +306,7 @@ def record(
 
     Every rank must do so at the same time. `first` is true for the first passes of the case. Where a forward generates
     `whole_texts`, one batch is run. `replayed` forwards, CUDA graphs of one rank on one GPU, are also timed in a row.
-    Eager forwards of a rank that is `alone`, on one GPU, are held (`_HeldForward`). `trace` is the file for the trace
+    Eager forwards of a rank that is `alone` are held (`_HeldForward`). `trace` is the file for the trace
     of the last pass.
     """
     import torch

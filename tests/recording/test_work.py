@@ -245,19 +245,19 @@ def test_graphs_are_replayed_in_a_row(gpu: Loaded, monkeypatch: pytest.MonkeyPat
 
 
 class _Clock:
-    """A clock that notes what is launched, and whose GPU waits in vain from a given hold on."""
+    """A clock that notes what is launched on its GPU, and whose GPU waits in vain from a given hold on."""
 
     why = None
 
-    def __init__(self, order: list[object], late_at: int | None = None) -> None:
-        self._order, self._late_at, self._late = order, late_at, False
+    def __init__(self, gpu: int | None, order: list[object], late_at: int | None = None) -> None:
+        self._gpu, self._order, self._late_at, self._late = gpu, order, late_at, False
 
     def hold(self, number: int) -> None:
-        self._order.append(f"hold {number}")
+        self._order.append(f"hold {self._gpu}.{number}")
         self._late |= number == self._late_at
 
     def release(self, number: int) -> None:
-        self._order.append(f"release {number}")
+        self._order.append(f"release {self._gpu}.{number}")
 
     def stamp(self, number: int) -> None:
         self._order.append(number)
@@ -273,24 +273,26 @@ class _Clock:
 
 
 def _held(
-    gpu: Loaded,
     monkeypatch: pytest.MonkeyPatch,
     order: list[object],
     *,
+    gpus: Sequence[int] = (0, 0),
     late_at: int | None = None,
     hook: Callable[..., None] | None = None,
 ) -> RankWork:
-    """Run passes of two batches of a model with two layers, of which one is launched ahead; the second has a hook."""
-    model = tiny_model.random_model(num_hidden_layers=2)
+    """Run passes of two batches of two layers on given GPUs, of which one is launched ahead; the second has a hook."""
+    model, devices = tiny_model.random_model(num_hidden_layers=2), [torch.device("cuda", number) for number in gpus]
     layers: Any = model.get_decoder().layers
     monkeypatch.setattr(torch.profiler, "profile", _Profiler(_recordings()))
     monkeypatch.setattr(work, "batches_used", lambda _: [0, 1])
     monkeypatch.setattr(work, "_LAYERS_AHEAD", 1)
-    monkeypatch.setattr(work, "SmClock", lambda *_: _Clock(order, late_at))
+    monkeypatch.setattr(work, "SmClock", lambda of, *_: _Clock(of[0].index, order, late_at))
     hooks = [layer.register_forward_hook(lambda *_: order.append("layer")) for layer in layers]
+    for layer, device in zip(layers, devices, strict=True):
+        monkeypatch.setattr(layer, "parameters", lambda device=device: iter([SimpleNamespace(device=device)]))
     if hook is not None:
         layers[1].input_layernorm.register_forward_pre_hook(hook)
-    program = work.Program(gpu.devices, gpu.dispatched, model)
+    program = work.Program(tuple(dict.fromkeys(devices)), dispatched=True, model=model)
     try:
         with work.scoring_forward(model, torch.device("cpu"), "lean") as forward:
             plan = traffic_functions.make_plan()
@@ -301,38 +303,57 @@ def _held(
         assert not any(layer._forward_pre_hooks or layer._forward_hooks for layer in layers)
 
 
-def test_eager_forwards_are_launched_ahead(gpu: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("gpu")
+def test_eager_forwards_are_launched_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """The GPU waits in the passes alone, until layers are launched. The clock of a pass is that of its layers."""
     order = list[object]()
-    found = _held(gpu, monkeypatch, order)
-    groups = [[f"hold {one}", 2 * one, "layer", 2 * one + 1, f"release {one}"] for one in range(3 * 4)]
+    found = _held(monkeypatch, order)
+    groups = [[f"hold 0.{one}", 2 * one, "layer", 2 * one + 1, f"release 0.{one}"] for one in range(3 * 4)]
     first = ["layer", "layer", 0, *itertools.chain(*groups[:4]), 1, *["layer"] * 4]
     assert order[: len(first)] == first
-    assert [one for one in order if "hold" in str(one)] == [f"hold {number}" for number in range(3 * 4)]
+    assert [one for one in order if "hold" in str(one)] == [f"hold 0.{number}" for number in range(3 * 4)]
     assert known(found.clock_ghz)[0] == pytest.approx([(10 * 1 + 30 * 3) / 40] * 3)
     assert found.launched_ahead
 
 
-def test_a_forward_that_waits_for_the_gpu_is_held_once(gpu: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("gpu")
+def test_each_gpu_of_a_model_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of later layers is stamped when that of the earlier ones is done; each has a clock of its own."""
+    order = list[object]()
+
+    def stream(device: torch.device) -> SimpleNamespace:
+        return SimpleNamespace(gpu=device.index, wait_stream=lambda other: order.append((device.index, other.gpu)))
+
+    monkeypatch.setattr(torch.cuda, "current_stream", stream)
+    found = _held(monkeypatch, order, gpus=[0, 1])
+    first = ["layer", "layer", 0, "hold 0.0", 0, "layer", 1, "release 0.0", (1, 0), "hold 1.0", 0, "layer", 1]
+    assert order[: len(first)] == first
+    assert found.launched_ahead
+    assert known(found.clock_ghz) == [[pytest.approx((10 * 1 + 30 * 3) / 40)] * 3] * 2
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_forward_that_waits_for_the_gpu_is_held_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others run as they would without, and the clock of a pass is that of the whole pass."""
     order = list[object]()
-    found = _held(gpu, monkeypatch, order, late_at=0)
-    assert [one for one in order if str(one).startswith(("hold", "release"))] == ["hold 0", "release 0"]
+    found = _held(monkeypatch, order, late_at=0)
+    assert [one for one in order if str(one).startswith(("hold", "release"))] == ["hold 0.0", "release 0.0"]
     assert not found.launched_ahead
     assert found.clock_ghz == [[1.0, 3.0, 1.0]], "of the stamps around the passes"
 
 
-def test_a_forward_that_fails_releases_the_gpu(gpu: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("gpu")
+def test_a_forward_that_fails_releases_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else what frees its memory would wait for the GPU in vain."""
     order = list[object]()
 
     def fail(*_: object) -> None:
-        if "hold 1" in order:
+        if "hold 0.1" in order:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     with pytest.raises(torch.OutOfMemoryError):
-        _held(gpu, monkeypatch, order, hook=fail)
-    assert order[-1] == "release 1"
+        _held(monkeypatch, order, hook=fail)
+    assert order[-1] == "release 0.1"
 
 
 def test_traces_are_of_the_last_pass_and_of_the_pass_by_modules(
