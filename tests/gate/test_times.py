@@ -495,13 +495,9 @@ def test_device_time_that_cannot_be_compared() -> None:
     assert _device(bare, worked) == "only the candidate has it"
     lost.launches[0].why = {"work": "work passes are switched off for this case (--llmgpu-work=off)"}
     make_invalid(disturbed.launches[0], "processes of other programs")
-    held = _worked(1.0)
-    launch = held.launches[0]
-    launch.ranks[:] = [msgspec.structs.replace(rank, launched_ahead=True) for rank in launch.ranks]
     for head, verdict, words in (
         (lost, "MISSING", "--llmgpu-work=off"),
         (_worked(1.0, batches=(0, 5)), "NOT_COMPARABLE", "other batches or ranks"),
-        (held, "NOT_COMPARABLE", "waited for the host in one report alone"),
         (disturbed, "UNDECIDED", "processes of other programs"),
     ):
         found = _device(worked, head)
