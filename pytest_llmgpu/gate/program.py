@@ -20,6 +20,7 @@ from typing import NamedTuple, TypeVar
 
 from pytest_llmgpu.gate import fixed_clock
 from pytest_llmgpu.gate.fixed_clock import Fitted, Pass
+from pytest_llmgpu.report.kernel_families import family_of
 from pytest_llmgpu.report.result import CaseResult, Launch
 from pytest_llmgpu.report.verdicts import CallsChange, Cause, Place, SlowerKernel
 from pytest_llmgpu.report.work import KernelFamily, RankWork, Work
@@ -395,7 +396,8 @@ def _amounts(
     clocks = fixed_clock.log_clocks(rank.clock_ghz)
     for row in rank.rows or ():
         name = names[row.kernel] if row.kernel is not None and row.kernel < len(names) else "other"
-        amounts, key = (kernels, (row.family, name)) if row.module is None else (modules, (row.family, row.module))
+        # Older reports have other families of kernels.
+        amounts, key = (kernels, (family_of(name), name)) if row.module is None else (modules, (row.family, row.module))
         amounts[key] = Amount(amounts[key].calls + row.calls, amounts[key].time_s + row.time_s)
         if row.module is None and (found := fixed_clock.passes(clocks, row.passes_s)):
             passes[key] = found

@@ -170,7 +170,7 @@ def _promoted(result: CaseResult) -> PromotedCase:
     works = [(one.plan_sha256, one.work and (one.work.batches, one.work.eager_batches)) for one in result.launches]
     # A launch without work passes ran the same batches.
     ran = {f"{plan} {batches}" for plan, passes in works for batches in (None, passes)}
-    conditions = sorted(ran | {"forwards that waited" for rank in ranks if rank.launched_ahead})
+    conditions = sorted(ran | {"forwards launched ahead" for rank in ranks if rank.launched_ahead})
     return PromotedCase(
         figures={metric: figure.value for metric, figure in figures.items() if figure is not None},
         execution=result.case.execution,

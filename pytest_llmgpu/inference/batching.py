@@ -300,9 +300,8 @@ def rows_of_lines(rows_B: torch.Tensor, lines: int) -> torch.Tensor:
 def _fewest_groups(counts: Sequence[tuple[int, int]], most: int) -> list[list[int]]:
     """Split widths into as few groups as possible, each padded to its first width, by at most `most` tokens in all.
 
-    Among splits into equally many groups, the one with the fewest tokens is chosen. This is an exact dynamic programme:
-    each group more takes one pass over the widths. `counts` has the number of batches of each width, in descending
-    order.
+    Of splits into equally many groups, that with the fewest tokens, by an exact dynamic programme: one pass over the
+    widths for each group. `counts` has the number of batches of each width, in descending order.
     """
     numbers = list(accumulate((count for _, count in counts), initial=0))
     tokens = list(accumulate((width * count for width, count in counts), initial=0))

@@ -1,8 +1,7 @@
 """The speed of the host while eager forwards run: that of a fixed small program of torch beside them.
 
 Small batches wait for the host that launches their kernels, and hosts are shared: the same forwards take up to 1.7
-times as long, and the program beside them as well. Its tensors are tiny, so that it is the host's time, and its layers
-many, so that it needs as much of the host's caches as a model does.
+times as long, and the program beside them as well. Its tensors are tiny, and its layers need the caches of a model.
 """
 
 from __future__ import annotations

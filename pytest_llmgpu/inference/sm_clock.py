@@ -2,10 +2,8 @@
 
 A stamp is a kernel in which each SM writes its cycle counter and the time. The cycles between two stamps divided by the
 time between them are the mean clock of an SM; that of a GPU is the median over its SMs. NVML has one value in 20 to
-167 ms, which is too coarse for a forward.
-
-The driver translates the kernel, and the SMs write to page-locked memory of the host: neither a compiler, nor memory of
-the GPU, nor a copy is needed. On an H200 a stamp takes 1.2 us. Stamps are launched outside of measured times.
+167 ms, which is too coarse for a forward. The driver translates the kernel, and SMs write to memory of the host: no
+compiler, memory of the GPU or copy is needed. A stamp takes 1.2 us on an H200, outside of measured times.
 """
 
 from __future__ import annotations
@@ -71,8 +69,8 @@ class SmClock:
 
         self.why: str | None = None
         """Reason why there is no clock."""
-        self._launches: list[Callable[[int], None]] = []
-        self._holds: list[Callable[[int], None]] = []
+        self._kernels: list[tuple[Callable[[int], None], Callable[[int], None]]] = []
+        """[GPUs] What launches a stamp, and a wait."""
         self._stamps: list[torch.Tensor] = []
         """[GPUs] Cycles and nanoseconds [stamps, SMs, 2]; 0 where an SM has taken no stamp."""
         self._words = torch.zeros(stamps, 2, dtype=torch.int64)
@@ -83,8 +81,7 @@ class SmClock:
         try:
             for gpu in devices:
                 sms = torch.cuda.get_device_properties(gpu).multi_processor_count
-                self._launches.append(_launcher(gpu, STAMP, _BLOCKS_PER_SM * sms))
-                self._holds.append(_launcher(gpu, HOLD, 1))
+                self._kernels.append((_launcher(gpu, STAMP, _BLOCKS_PER_SM * sms), _launcher(gpu, HOLD, 1)))
                 self._stamps.append(torch.zeros(stamps, sms, 2, dtype=torch.int64).pin_memory())
             self._words = self._words.pin_memory()
         except (AttributeError, OSError, RuntimeError) as error:
@@ -92,7 +89,7 @@ class SmClock:
 
     def hold(self, number: int) -> None:
         """Let the GPUs wait, after everything that was launched before, for `release`, but at most 0.25 s."""
-        for hold in self._holds if self.why is None else ():
+        for _, hold in self._kernels if self.why is None else ():
             hold(self._words[number].data_ptr())
 
     def release(self, number: int) -> None:
@@ -105,9 +102,8 @@ class SmClock:
 
     def stamp(self, number: int) -> None:
         """Take a stamp as soon as the GPUs have done everything that was launched before."""
-        if self.why is None:
-            for launch, stamps in zip(self._launches, self._stamps, strict=True):
-                launch(stamps[number].data_ptr())
+        for (stamp, _), stamps in zip(self._kernels, self._stamps, strict=True) if self.why is None else ():
+            stamp(stamps[number].data_ptr())
 
     def ghz(self, intervals: Sequence[tuple[int, int]]) -> list[list[float]] | None:
         """Return the mean clock [GPUs][intervals] between pairs of stamps; the GPUs must be idle. None: see `why`."""

@@ -258,10 +258,9 @@ def _figures(
 ) -> Metric:
     """Return the figures of a metric in a window.
 
-    `spans` have value, start and end of the readings that cover a time, which are weighted by their part of the window;
-    they are empty for a metric of moments. `moments` have time and value of the readings in the window. Where no span
-    has a part of it, the last moment is the figure, of coverage 0. `window_s` is the time after a moment that its value
-    covers; None if it covers none, and if it is not known.
+    `spans` have value, start and end of the readings that cover a time, which are weighted by their part of the window.
+    `moments` have time and value of the readings in the window. Where no span has a part of it, the last moment is the
+    figure, of coverage 0. `window_s` is the time after a moment that its value covers; None if it covers none.
     """
     weighted = spans or [(value, at_s, at_s + (window_s or 0.0)) for at_s, value in moments]
     parts = [(value, max(0.0, min(last_s, end_s) - max(first_s, start_s))) for value, first_s, last_s in weighted]

@@ -1,8 +1,7 @@
 """The ops and FLOPs of a forward, by module, and its calls of functions: exact numbers of this rank (torch, in a rank).
 
-They are counted on local tensors. Where weights are DTensors an op runs twice through torch's dispatcher: on DTensors,
-with the shapes of the whole model, and on the local parts. Only the second is this rank's work;
-`torch.utils.flop_counter.FlopCounterMode` counts the first. The formulas are those of torch.
+They are counted on local tensors. Where weights are DTensors an op runs twice through torch's dispatcher: on DTensors
+of the whole model, which torch's `FlopCounterMode` counts, and on the local parts, this rank's work.
 """
 
 from __future__ import annotations

@@ -6,9 +6,8 @@ calls of Python and C functions (`measure`): these numbers are exact, and the pa
 cannot be used, ops, FLOPs and calls of the host alone are counted.
 
 The figures of a pass are computed from the records of torch.profiler by pure functions over plain tuples. A record of a
-device is a kernel or a copy; one of the host is a call of the CUDA runtime or driver, or a range that was opened around
-a module. A kernel has the correlation id of the call that launched it, and the innermost range around the start of that
-call is its module.
+device is a kernel or a copy; one of the host is a call of the CUDA runtime or driver, or a range around a module. The
+innermost range around the start of the call that launched a kernel is its module.
 """
 
 from __future__ import annotations
@@ -73,8 +72,7 @@ _DETACHING = "TEARDOWN_CUPTI"
 _USERS_CHOICE = os.environ.get(_DETACHING)
 _DETACHED = f"torch.profiler recorded no kernel: {_DETACHING}=1 detaches CUPTI while a pass runs; unset it"
 _CUPTI_DETACHES = (12, 6)
-"""The first CUDA with which CUPTI can be detached while CUDA graphs exist. torch.profiler names it
-(`_KinetoProfile.prepare_trace`): with older ones the second profile after a detachment crashes."""
+"""With an older CUDA, where CUDA graphs exist, a later profile crashes (torch's `_KinetoProfile.prepare_trace`)."""
 RANGE_PREFIX = "llmgpu:"
 """Begin of the name of a range that a work pass opens; the rest is the module's name."""
 OUTSIDE = "(outside)"
@@ -125,13 +123,13 @@ class PassKernels(NamedTuple):
     device_time_s: float
     """The sum over kernels that are no collective."""
     copy_s: float
-    """The sum over copies and memsets."""
+    """The sum over copies and memsets, without copies between GPUs."""
     covered_s: float
     """The time during which a kernel ran on any GPU."""
     kernels: dict[str, Calls]
     """Full name of a kernel, a collective, a copy or a memset to its calls."""
     collective_s: dict[str, list[float]]
-    """Kind of a collective to the durations of its calls in the order of their start."""
+    """Kind of a collective, or of a copy between GPUs, to the durations of its calls in the order of their start."""
 
 
 class Modules(NamedTuple):
@@ -198,7 +196,7 @@ class _HeldForward:
 
     def __init__(self, forward: Forward, model: torch.nn.Module | None) -> None:
         decoder = getattr(model, "get_decoder", lambda: None)()
-        stacks = [] if decoder is None else [stack for _, stack in layer_stacks(decoder)]
+        stacks = (stack for _, stack in layer_stacks(decoder)) if decoder is not None else ()
         self._layers = list(max(stacks, key=len, default=()))
         self._forward = forward
         by_gpu = itertools.groupby(self._layers, lambda layer: next((one.device for one in layer.parameters()), None))
@@ -206,11 +204,9 @@ class _HeldForward:
         """The first layers of groups, each on one GPU, and this GPU."""
         self._clocks: dict[torch.device, SmClock] = {}
         self._wanted: dict[torch.device, int] = {}
-        """Empty: the groups of layers are counted, and not held."""
         self._begun: Counter[torch.device] = Counter()
-        """The groups of layers of each GPU that have begun."""
         self._last: tuple[torch.device, int] | None = None
-        """The group that is held."""
+        """The groups of each GPU that are to be held, those that have begun, and the one that is held."""
 
     def prepare(self, devices: Sequence[torch.device], forwards: int) -> None:
         """Hold so many forwards, all with as many groups of layers as those that have run."""
@@ -604,11 +600,9 @@ def _recorded(
 def _set_detaching(*, wanted: bool) -> None:
     """Let torch.profiler detach CUPTI where a profile starts or ends, or not; a value that the user has set stays.
 
-    CUPTI that stays attached slows the cases after a profiled one: on an H200 (LLaMA-7B, torch 2.11, CUDA 13) replayed
-    forwards took 0.9 to 2 % longer and eager ones at batch size 1 45 %; detached, 0.2 % and 10 %. Kineto detaches it in
-    another thread, at the end of a profile and at the start of one where it is still attached, and the profile that
-    runs then has no record of a kernel. So it is wanted at the end of the last profile of a case, and until the first
-    profile of the next one has started, which attaches CUPTI again.
+    CUPTI that stays attached slows the cases after a profiled one: on an H200 (LLaMA-7B) replayed forwards took 0.9 to
+    2 % longer and eager ones at batch size 1 45 %; detached, 0.2 % and 10 %. Kineto detaches it in another thread, and
+    a profile that runs then has no kernels: so it is wanted from the last profile of a case to the first of the next.
     """
     import torch
 
@@ -650,12 +644,12 @@ def of_pass(records: Sequence[Record]) -> PassKernels:
     for record in sorted(_on_device(records), key=lambda record: record.start_ns):
         calls[record.name] += 1
         time_ns[record.name] += record.duration_ns
-        if _COPY.match(record.name):
-            copy_ns += record.duration_ns
-            continue
-        kernels.append(record)
+        if is_kernel := not _COPY.match(record.name):
+            kernels.append(record)
         if family_of(record.name) == "collective":
             collectives[collective_of(record.name)].append(record.duration_ns * _NS)
+        elif not is_kernel:
+            copy_ns += record.duration_ns
         else:
             device_ns += record.duration_ns
     covered_ns = end_ns = 0  # the length of the union of the kernels, which are sorted by their start

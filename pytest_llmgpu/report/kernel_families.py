@@ -8,8 +8,8 @@ from functools import lru_cache
 from pytest_llmgpu.report.work import KernelFamily
 
 _FAMILIES: tuple[tuple[KernelFamily, str], ...] = (
-    # NCCL; torch's symmetric memory.
-    ("collective", r"^nccl|(one|two)_shot_all_|multimem_all_"),
+    # NCCL; torch's symmetric memory; copies between GPUs, which wait for the other one and for a link that slept.
+    ("collective", r"^nccl|(one|two)_shot_all_|multimem_all_|^Memcpy PtoP"),
     # A softmax over the vocabulary is no attention.
     ("other", r"LogSoftMax|softmax_warp_forward<[^()]*, true, (true|false)>|^triton_\w*log_softmax"),
     # Flash attention, CUTLASS's memory-efficient attention, cuDNN, FlexAttention.
@@ -40,7 +40,7 @@ _COLLECTIVES = (
     ("reduce_scatter", r"Reduce_?Scatter|reduce_scatter"),
     ("broadcast", r"Broadcast|broadcast"),
     ("all_to_all", r"All_?[Tt]o_?All|all_to_all"),
-    ("send_recv", r"SendRecv"),
+    ("send_recv", r"SendRecv|^Memcpy PtoP"),
     ("reduce", r"Reduce_"),
 )
 

@@ -63,7 +63,7 @@ class CollectiveWork(msgspec.Struct, frozen=True, kw_only=True):
     """The time of one kind of collective in the work passes, over all ranks."""
 
     collective: str
-    """The kind of the collective, such as `all_reduce`, by the name of its kernel."""
+    """The kind of the collective, such as `all_reduce`, by the name of its kernel; `send_recv`: copies between GPUs."""
     calls: Count
     """The number of calls on each rank in one pass."""
     transfer_s: list[Seconds]
@@ -107,7 +107,7 @@ class RankWork(msgspec.Struct, frozen=True, kw_only=True):
     device_time_s: list[Seconds] | None = None
     """For each pass, the sum of the durations of the rank's kernels that are no collective, in seconds."""
     copy_s: list[Seconds] | None = None
-    """For each pass, the sum of the durations of copies and memsets in seconds."""
+    """For each pass, the sum of the durations of copies within a GPU and with the host, and of memsets, in seconds."""
     idle_s: list[Seconds] | None = None
     """For each pass, the time during which no kernel ran on any GPU of the rank, in seconds, in a pass of the length of
     `busy`."""

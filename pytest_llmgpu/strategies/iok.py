@@ -240,8 +240,7 @@ def _correct_residual_add(layer: Any) -> None:
     """Make a layer add the output of the attention to the residual once.
 
     The CUDA op `rms_mlp_gemm` adds it in place, and `ResidualAddOp.forward` adds it again (0.15.2, DeepSpeed's pull
-    request 5490): x + 2 * attention + mlp. Remove this once a release has an op without `residual + attention_output`;
-    such an op is not changed.
+    request 5490): x + 2 * attention + mlp. An op without `residual + attention_output` is not changed.
     """
     residual_add = layer.mlp.residual_add_func
     if "residual + attention_output" not in inspect.getsource(type(residual_add).forward):

@@ -537,16 +537,18 @@ def test_the_time_of_a_pass_is_that_of_its_kernels() -> None:
             _kernel(_GEMM, 100, 200, device=1),
             _kernel(_REDUCED, 250, 100),
             _kernel("Memcpy HtoD (Pinned -> Device)", 400, 50),
+            _kernel("Memcpy PtoP (Device -> Device)", 500, 70),
             _call("cudaLaunchKernel", 0, 1),
         ]
     )
     assert found.device_time_s == pytest.approx(500e-9)
     assert found.copy_s == pytest.approx(50e-9)
     assert found.covered_s == pytest.approx(490e-9)
-    calls = {_GEMM: 2, _REDUCED: 2, _ADD: 1, "Memcpy HtoD (Pinned -> Device)": 1}
+    calls = {_GEMM: 2, _REDUCED: 2, _ADD: 1, "Memcpy HtoD (Pinned -> Device)": 1, "Memcpy PtoP (Device -> Device)": 1}
     assert {name: calls.calls for name, calls in found.kernels.items()} == calls
     assert found.kernels[_GEMM].time_s == pytest.approx(400e-9)
-    assert found.collective_s == {"all_reduce": pytest.approx([100e-9, 40e-9])}, "in the order of their start"
+    by_kind = {"all_reduce": pytest.approx([100e-9, 40e-9]), "send_recv": pytest.approx([70e-9])}
+    assert found.collective_s == by_kind, "in the order of their start"
     assert work.of_pass([]) == PassKernels(0.0, 0.0, 0.0, {}, {})
 
 

@@ -55,6 +55,7 @@ _NAMES = {
     ),
     "collective": (
         "ncclDevKernel_AllReduce_Sum_f16_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+        "Memcpy PtoP (Device -> Device)",
         "void c10d::symmetric_memory::one_shot_all_reduce_kernel<c10::BFloat16, 16, 8>(c10::BFloat16**)",
     ),
     "other": (
@@ -85,6 +86,7 @@ def test_a_kernel_has_the_family_of_its_name(family: str, name: str) -> None:
         ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "reduce_scatter"),
         ("ncclDevKernel_Broadcast_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "broadcast"),
         ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "send_recv"),
+        ("Memcpy PtoP (Device -> Device)", "send_recv"),
         ("ncclDevKernel_Reduce_Sum_f16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "reduce"),
         ("void c10d::symmetric_memory::two_shot_all_reduce_kernel<c10::BFloat16>(Params)", "all_reduce"),
         ("ncclDevKernel_Generic_4(ncclDevKernelArgsStorage<4096ul>)", "other"),
