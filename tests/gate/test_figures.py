@@ -190,3 +190,4 @@ def test_a_figure_of_ones_own_is_no_misspelt_metric() -> None:
     assert [misspelt(name) for name in ("decode_time", "kv_memory", "step_time", "kernel_time")] == [""] * 4
     assert misspelt("devcie_time") == " (did you mean device_time?)"
     assert misspelt("trafic") == " (did you mean traffic?)"
+    assert misspelt("tiem") == " (did you mean time?)"
