@@ -15,8 +15,7 @@ The map of the package. Imports point down; packages on one line do not import e
 
 `report.metrics` has the table of metrics with their default thresholds, `gate.judge` the classes of verdicts and the
 exit statuses, `analysis.assess` the findings on one run by itself, `ranks.memory` the decision on out of memory. The
-reason of a verdict is worded in `gate`, beside the rule, and the sentence on the whole run in `gate.headline`; `render`
-lays them out.
+reason of a verdict is worded in `gate`, beside the rule, and the first sentence in `gate.headline`; `render` lays out.
 """
 
 from __future__ import annotations

@@ -77,8 +77,7 @@ _COARSE = 3
 changes the choice (gpt-oss-20b in bfloat16 differs by 4.5 %), and for inputs that are rounded to 8 bits (decode and
 forward of LLaMA-7B in fp8 differ by 5 %). Another text would differ by 50 %."""
 _LEAST_PER_TOKEN = 1.0
-"""A text counts as at least so unlikely for each token: rounding of a text that is almost certain is no large part of
-its log-likelihood."""
+"""A text counts as at least so unlikely for each token: of one that is almost certain, rounding is a large part."""
 
 _DEEPSPEED_STRATEGY = "iok"  # its workspace is DeepSpeed's and has an option of its own
 
@@ -286,8 +285,7 @@ def check_accuracy(result: CaseResult, mp: CaseResult | None, others: Others, op
 def _has_lost(accuracy: Accuracy, other: CaseResult, compared: Comparison, metric: str) -> bool:
     """Return whether more than the tolerance is lost compared with another case, and chance does not explain it.
 
-    The exact sign test on the items that were lost or won is one-sided, at 1 %. Without labels every item counts whose
-    prediction differs.
+    The exact sign test on the items that were lost or won is one-sided, at 1 %; without labels, on those that differ.
     """
     loss, lost, won = _value(other, metric) - value_of(accuracy, metric), compared.lost, compared.won
     if lost is None or won is None:

@@ -73,8 +73,7 @@ def compare(
 def undecided(verdicts: Verdicts, policy: Policy) -> set[str]:
     """Return the keys of the gated rows that more launches can decide; none once a regression is found.
 
-    With `split` a regression at any look is one at the allowed rate of false alarms: no further launch changes the
-    result.
+    With `split` a regression at any look is one at the allowed rate of false alarms, which no launch changes.
     """
     if exit_status(verdicts, policy) is ExitStatus.REGRESSED:
         return set()

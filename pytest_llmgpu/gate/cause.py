@@ -3,8 +3,7 @@
 A change is stated, and fails by its price or where the time is not measured.
 
 A changed program explains a longer device time by its price. Wall time grows in the kernels, in collectives, in waiting
-for another rank, in copies or where the GPU is idle: the part of a work pass that grew most is named, with the calls
-that were added.
+for another rank, in copies or where the GPU is idle: what grew most in a work pass is named, with the added calls.
 """
 
 from __future__ import annotations

@@ -20,7 +20,6 @@ from typing import NamedTuple, TypeVar
 
 from pytest_llmgpu.gate import fixed_clock
 from pytest_llmgpu.gate.fixed_clock import Fitted, Pass
-from pytest_llmgpu.report.kernel_families import family_of
 from pytest_llmgpu.report.result import CaseResult, Launch
 from pytest_llmgpu.report.verdicts import CallsChange, Cause, Place, SlowerKernel
 from pytest_llmgpu.report.work import KernelFamily, RankWork, Work
@@ -396,8 +395,8 @@ def _amounts(
     clocks = fixed_clock.log_clocks(rank.clock_ghz)
     for row in rank.rows or ():
         name = names[row.kernel] if row.kernel is not None and row.kernel < len(names) else "other"
-        # Older reports have other families of kernels.
-        amounts, key = (kernels, (family_of(name), name)) if row.module is None else (modules, (row.family, row.module))
+        family = "collective" if name.startswith("Memcpy PtoP") else row.family  # a copy in older reports
+        amounts, key = (kernels, (family, name)) if row.module is None else (modules, (family, row.module))
         amounts[key] = Amount(amounts[key].calls + row.calls, amounts[key].time_s + row.time_s)
         if row.module is None and (found := fixed_clock.passes(clocks, row.passes_s)):
             passes[key] = found

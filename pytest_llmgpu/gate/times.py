@@ -365,9 +365,11 @@ def device_times(
     if not isinstance(used, tuple):
         return used
     launches = [*used[0], *used[1]]
-    ran = {(tuple(one.work.batches), len(one.ranks)) for one in launches if one.work is not None}
-    if len(ran) > 1:
-        reason = "The work passes ran other batches or ranks than the baseline's: make the newer report the baseline."
+    works = [one.work for one in launches if one.work is not None]
+    # In older reports copies between GPUs are device time.
+    sends = [[one.collective for one in work.collectives or ()].count("send_recv") for work in works]
+    if len({(*work.batches, -len(work.ranks), sent) for work, sent in zip(works, sends, strict=True)}) > 1:
+        reason = "The work passes ran other batches, ranks or transfers: make the newer report the baseline."
         return Row.of(head, "device_time", "NOT_COMPARABLE", reason, gated=rule.gate)
     same = len({tuple(tuple(rank.uuids) for rank in launch.ranks) for launch in launches}) == 1
     fits = [] if in_a_row else _fitted(used)

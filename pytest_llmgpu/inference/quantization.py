@@ -1,8 +1,7 @@
 """Quantised weights: what the names of `--llmgpu-quantization` stand for, and the real bytes of such weights.
 
 transformers quantises a checkpoint while it is loaded, by torchao; random weights are quantised by the same calls. Its
-rules decide what is quantised: the weights of linear layers, not the embeddings, the output head and experts in one
-tensor.
+rules decide what is quantised: weights of linear layers, not embeddings, the output head and experts in one tensor.
 """
 
 from __future__ import annotations

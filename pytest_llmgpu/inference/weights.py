@@ -183,8 +183,7 @@ def filled_in_turn(
 ) -> Iterator[None]:
     """Return a context manager in which iterating over a list of layers fills each layer when it is reached.
 
-    All other parameters are filled when the context is entered. `on_layer` is called with each layer after it is
-    filled.
+    All other parameters are filled when the context is entered. `on_layer` is called with each filled layer.
     """
     import torch
 

@@ -256,8 +256,7 @@ def bound(address: str, port: int) -> socket.socket:
 def interface_of(address: str) -> dict[str, str]:
     """Return the variable with which gloo uses the network interface of an address; empty if it is not known.
 
-    Without it gloo looks up the name of the host, which is not known in many containers. NCCL finds the fastest
-    interface by itself.
+    Without it gloo looks up the name of the host, which many containers do not know. NCCL finds an interface itself.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():

@@ -65,6 +65,7 @@ _SCORING = "(scoring)"
 _ON_CPU = "kernels are recorded on CUDA devices only, and the case ran on a CPU"
 _NO_RECORDS = "torch.profiler recorded no kernel: CUPTI has no permission, or another profiler uses it"
 _BYPASSED = "kernels of this strategy are launched past torch's dispatcher, where FLOPs cannot be counted"
+_LATE = "a GPU waited in vain for the host, or layers were not called as often as before"
 _DEVICE_FIGURES = ("device_time_s", "copy_s", "idle_s", "busy", "kernels", "rows", "clock_ghz")
 _HOST_FIGURES = ("runtime_calls", "host_syncs")
 _DETACHING = "TEARDOWN_CUPTI"
@@ -190,14 +191,14 @@ class _HeldForward:
     """A forward in which a GPU waits before every eighth layer until the host has launched eight.
 
     Where the host launches more slowly than the GPU computes, the GPU would idle between kernels, at another clock than
-    theirs, by an amount that differs from launch to launch. Stamps stand around layers that run without such gaps. A
-    replayed graph does not call layers, and is not held.
+    theirs, by an amount that differs from launch to launch. Stamps stand around layers that run without such gaps.
+    Replayed graphs do not call layers, and compiled ones would trace the hooks: these are not held.
     """
 
     def __init__(self, forward: Forward, model: torch.nn.Module | None) -> None:
         decoder = getattr(model, "get_decoder", lambda: None)()
         stacks = (stack for _, stack in layer_stacks(decoder)) if decoder is not None else ()
-        self._layers = list(max(stacks, key=len, default=()))
+        self._layers = [one for one in max(stacks, key=len, default=()) if one._compiled_call_impl is None]  # noqa: SLF001
         self._forward = forward
         by_gpu = itertools.groupby(self._layers, lambda layer: next((one.device for one in layer.parameters()), None))
         self._groups = [(layer, device) for device, layers in by_gpu for layer in [*layers][::_LAYERS_AHEAD] if device]
@@ -208,12 +209,13 @@ class _HeldForward:
         self._last: tuple[torch.device, int] | None = None
         """The groups of each GPU that are to be held, those that have begun, and the one that is held."""
 
-    def prepare(self, devices: Sequence[torch.device], forwards: int) -> None:
-        """Hold so many forwards, all with as many groups of layers as those that have run."""
-        wanted = {device: self._begun[device] * forwards for device in devices}
+    def prepare(self, devices: Sequence[torch.device], forwards: int) -> bool:
+        """Hold so many forwards with as many groups as the last ones had, and return true; not if these were late."""
+        wanted = {device: 0 if self._is_late() else self._begun[device] * forwards for device in devices}
         self._wanted = wanted if all(wanted.values()) else {}
         self._clocks = {device: SmClock([device], 2 * groups) for device, groups in self._wanted.items()}
         self._begun.clear()
+        return bool(self._wanted)
 
     def __call__(self, batch: Batch) -> None:
         """Launch the work of a batch."""
@@ -221,10 +223,14 @@ class _HeldForward:
         handles += [layer.register_forward_hook(self._end) for layer in self._layers[-1:]]
         try:
             self._forward(batch)
-        finally:
             self._end()
+        finally:
+            self._release()
             for handle in handles:
                 handle.remove()
+
+    def _is_late(self) -> bool:
+        return any(clock.is_late() for clock in self._clocks.values())
 
     def _begin(self, device: torch.device, *_: object) -> None:
         import torch
@@ -232,20 +238,23 @@ class _HeldForward:
         before, number = self._last, self._begun[device]
         self._end()
         self._begun[device] += 1
-        # A forward that waits for a GPU is held once, and from there on runs as it would without.
-        if number < self._wanted.get(device, 0) and not any(clock.is_late() for clock in self._clocks.values()):
+        if number < self._wanted.get(device, 0) and not self._is_late():
             if before is not None and before[0] != device:
                 # Its stamp comes when the other GPU is done.
                 torch.cuda.current_stream(device).wait_stream(torch.cuda.current_stream(before[0]))
+            self._last = device, number
             self._clocks[device].hold(number)
             self._clocks[device].stamp(2 * number)
-            self._last = device, number
 
     def _end(self, *_: object) -> None:
         if self._last is not None:
-            (device, number), self._last = self._last, None
-            self._clocks[device].stamp(2 * number + 1)
-            self._clocks[device].release(number)
+            self._clocks[self._last[0]].stamp(2 * self._last[1] + 1)
+        self._release()
+
+    def _release(self) -> None:
+        if self._last is not None:
+            self._clocks[self._last[0]].release(self._last[1])
+        self._last = None
 
     def ghz(self, passes: int) -> list[list[float]] | None:
         """Return the mean clock [GPUs][passes] of the layers; None where one was not held."""
@@ -254,7 +263,7 @@ class _HeldForward:
             groups = self._wanted[device]
             pairs = [(2 * number, 2 * number + 1) for number in range(groups)]
             seconds, ghz = clock.seconds(pairs), clock.ghz(pairs)
-            if seconds is None or ghz is None or clock.is_late() or self._begun[device] != groups:
+            if seconds is None or ghz is None or self._is_late() or self._begun[device] != groups:
                 return None
             parts = [slice(begin, begin + groups // passes) for begin in range(0, groups, groups // passes)]
             cycles = list(map(operator.mul, ghz[0], seconds))
@@ -320,7 +329,9 @@ def record(
     # The first profile of a process initialises CUPTI, and its records are left out.
     with _recorded(first=first):
         _run(program.devices, [plan.batches[reply.eager_batches[0]]], held, on_batch)
-    held.prepare(program.devices, PASSES * len(batches))
+    if held.prepare(program.devices, 1):  # whether a forward waits for the GPU, so that the host is late
+        _run(program.devices, [plan.batches[reply.eager_batches[0]]], held, on_batch)
+    is_held = held.prepare(program.devices, PASSES * len(batches))
     kernels, seconds, unprofiled_s, why = [], [], [], None
     clock = SmClock(program.devices, 2 * PASSES)
     in_a_row, rows = SmClock(program.devices, PASSES), [(number - 1, number) for number in range(1, PASSES, 2)]
@@ -351,7 +362,8 @@ def record(
     if why:
         figures = msgspec.structs.replace(figures, why=dict.fromkeys(_DEVICE_FIGURES, why))
         return msgspec.structs.replace(reply, work=figures)
-    held_ghz = held.ghz(PASSES)
+    # The time of a wait is in the other clock.
+    clock_ghz = held.ghz(PASSES) if is_held else clock.ghz([(2 * number, 2 * number + 1) for number in range(PASSES)])
     if not replayed:
         seconds = [min(unprofiled_s)] * PASSES
     covered = [(one.covered_s, pass_s) for one, pass_s in zip(kernels, seconds, strict=True)]
@@ -361,10 +373,10 @@ def record(
         copy_s=[one.copy_s for one in kernels],
         idle_s=[max(0.0, pass_s - covered_s) for covered_s, pass_s in covered],
         busy=statistics.median(min(1.0, covered_s / pass_s) for covered_s, pass_s in covered),
-        launched_ahead=held_ghz is not None,
+        launched_ahead=is_held and clock_ghz is not None,
         kernels=sum(calls.calls for name, calls in kernels[-1].kernels.items() if not _COPY.match(name)),
-        clock_ghz=held_ghz or clock.ghz([(2 * number, 2 * number + 1) for number in range(PASSES)]),
-        why={} if clock.why is None else {"clock_ghz": clock.why},
+        clock_ghz=clock_ghz,
+        why={} if clock_ghz is not None else {"clock_ghz": clock.why or _LATE},
     )
     collective_s = [one.collective_s for one in kernels]
     return msgspec.structs.replace(reply, work=figures, rows=pass_rows(kernels), collective_s=collective_s)

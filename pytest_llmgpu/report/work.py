@@ -46,8 +46,7 @@ class WorkRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     `layers.*.mlp.down_proj`. Null: the row holds all calls of the kernel in a pass over `batches` in the execution of
     the case (the median over the passes)."""
     kernel: Count | None
-    """The number of the kernel in `environment.kernel_names`. Null: the row sums the kernels of the family that have no
-    row of their own."""
+    """The number of the kernel in `environment.kernel_names`. Null: the sum of kernels of the family without a row."""
     family: KernelFamily
     """The family of the kernel, or of all kernels that the row sums."""
     calls: Count
@@ -109,8 +108,7 @@ class RankWork(msgspec.Struct, frozen=True, kw_only=True):
     copy_s: list[Seconds] | None = None
     """For each pass, the sum of the durations of copies within a GPU and with the host, and of memsets, in seconds."""
     idle_s: list[Seconds] | None = None
-    """For each pass, the time during which no kernel ran on any GPU of the rank, in seconds, in a pass of the length of
-    `busy`."""
+    """For each pass of the length of `busy`, the time during which no kernel ran on any GPU of the rank, in seconds."""
     clock_ghz: list[list[Amount]] | None = None
     """The mean clock of the SMs in each pass in GHz [GPUs][passes]: the median over the SMs of their cycles divided by
     the time. Null in older reports."""
@@ -125,8 +123,8 @@ class RankWork(msgspec.Struct, frozen=True, kw_only=True):
     the shortest of the same batches without the profiler; of CUDA graphs of one GPU with it, which makes a pass longer:
     that of LLaMA-7B at batch size 1 by 7 %."""
     launched_ahead: bool = False
-    """Whether `clock_ghz` is that of the layers, which the host had launched before the GPU began with them: in eager
-    forwards of one rank on one GPU. False in older reports."""
+    """Whether `clock_ghz` is that of the layers, which the host had launched before a GPU began with them: in forwards
+    of one rank that are no CUDA graphs. False in older reports."""
     kernels: Count | None = None
     """The number of kernel calls in a pass, collectives included."""
     ops: dict[str, Count] | None = None

@@ -1,8 +1,7 @@
 """iok: DeepSpeed's fused CUDA kernels replace every decoder layer, on top of tensor parallelism.
 
 DeepSpeed's injection of LLaMA computes wrong numbers, and returns garbage without an error if memory is short. This
-module corrects both with the smallest change; `--llmgpu-iok-stock` and `--llmgpu-iok-min-tokens` turn the corrections
-off.
+module corrects both with the smallest change, unless `--llmgpu-iok-stock` and `--llmgpu-iok-min-tokens` say else.
 
 Source: DeepSpeed 0.19.8, `csrc/transformer/inference`.
 """

@@ -73,6 +73,23 @@ def test_one_kernel_that_became_slower_than_the_others_is_found_at_every_clock(e
     assert max(one.excess for one in program.slower_kernels(pairs(_BASE, _BASE.slower("", 1.2))[0])) < 1e-9
 
 
+def test_copies_between_gpus_are_no_slower_kernel() -> None:
+    """They wait, as collectives do; older reports call them copies. A softmax whose name is cut stays in its family."""
+    peer, softmax = "Memcpy PtoP (Device -> Device)", f"cunn_SoftMaxForward{'<float>' * 40}LogSoftMax"
+    base = _BASE.more("layers.*", peer, 8, 0.001).more("(scoring)", softmax, 2, 0.001)
+    before, after = measured(base), measured(base.slower(peer, 3))
+    rows: Any = before.works[0].ranks[0].rows
+    for number, row in enumerate(rows):
+        if row.kernel is not None and before.kernel_names[row.kernel] == peer:
+            rows[number] = msgspec.structs.replace(row, family="copy")
+    (pair,) = between(before, after)
+    assert max(one.excess for one in program.slower_kernels(pair)) < 1e-3
+    assert pair.before.kernels.keys() == pair.after.kernels.keys()
+    cut = next(name for name in after.kernel_names if name.startswith("cunn"))
+    assert "LogSoftMax" not in cut
+    assert ("other", cut) in pair.after.kernels
+
+
 def test_a_kernel_with_most_of_the_time_is_compared_with_the_others() -> None:
     """Not with itself."""
     name, share = "nvjet_hsh_128x256", 0.016 / _DEVICE_S

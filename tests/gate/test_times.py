@@ -10,7 +10,7 @@ from unittest.mock import patch
 import msgspec
 import pytest
 from support.prose import Prose
-from support.report_factory import make_result, make_work
+from support.report_factory import known, make_result, make_work
 from support.verdict_factory import BATCHES, make_invalid, with_latencies, with_launches
 
 from pytest_llmgpu.analysis import noise_regime
@@ -24,7 +24,7 @@ from pytest_llmgpu.gate.times import Timed
 from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.result import Batches, CaseResult, HostUse, Launch
 from pytest_llmgpu.report.verdicts import Row
-from pytest_llmgpu.report.work import RankWork
+from pytest_llmgpu.report.work import CollectiveWork, RankWork
 
 _QUIET = Prior(s0=0.001, df0=1000.0)
 _FAST, _SLOW = (1735, 1700, 1771), (1590, 1560, 1620)
@@ -495,9 +495,13 @@ def test_device_time_that_cannot_be_compared() -> None:
     assert _device(bare, worked) == "only the candidate has it"
     lost.launches[0].why = {"work": "work passes are switched off for this case (--llmgpu-work=off)"}
     make_invalid(disturbed.launches[0], "processes of other programs")
+    sending, moved = _worked(1.0), CollectiveWork(collective="send_recv", calls=8, transfer_s=[0.1], wait_s=[0.0])
+    launch = sending.launches[0]
+    launch.work = msgspec.structs.replace(known(launch.work), collectives=[moved])
     for head, verdict, words in (
         (lost, "MISSING", "--llmgpu-work=off"),
-        (_worked(1.0, batches=(0, 5)), "NOT_COMPARABLE", "other batches or ranks"),
+        (_worked(1.0, batches=(0, 5)), "NOT_COMPARABLE", "other batches, ranks or transfers"),
+        (sending, "NOT_COMPARABLE", "make the newer report the baseline"),
         (disturbed, "UNDECIDED", "processes of other programs"),
     ):
         found = _device(worked, head)

@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -30,3 +34,35 @@ def test_without_a_clock_there_is_a_reason(monkeypatch: pytest.MonkeyPatch, devi
     assert clock.ghz([(0, 1)]) is None
     assert clock.seconds([(0, 1)]) is None
     assert reason in (clock.why or "")
+
+
+def test_gpus_are_stamped_and_wait_until_they_are_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that waits in vain writes the second word of the wait."""
+    launched = list[tuple[int | None, str, int]]()
+
+    def launcher(gpu: torch.device, name: str, blocks: int) -> Callable[[int], None]:
+        return lambda parameter: launched.append((gpu.index, f"{name} x{blocks}", parameter))
+
+    def word(place: int) -> ctypes.c_int64:
+        return ctypes.c_int64.from_address(launched[0][2] + 8 * place)
+
+    monkeypatch.setattr(sm_clock, "_launcher", launcher)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=3))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    clock = SmClock([torch.device("cuda", 0), torch.device("cuda", 1)], stamps=2)
+    clock.hold(1)
+    clock.stamp(1)
+    assert [one[:2] for one in launched] == [
+        *[(gpu, f"{sm_clock.HOLD} x1") for gpu in (0, 1)],
+        *[(gpu, f"{sm_clock.STAMP} x6") for gpu in (0, 1)],
+    ]
+    assert launched[0][2] == launched[1][2], "both wait for one release"
+    assert (word(0).value, clock.is_late()) == (0, False)
+    clock.release(1)
+    assert (word(0).value, word(1).value) == (1, 0)
+    word(1).value = 1
+    assert clock.is_late()
+    for number, cycles, ns in ((0, 0, 10), (1, 1600, 1010)):
+        clock._stamps[0][number] = torch.tensor([[cycles, ns]] * 3)
+    assert clock.seconds([(0, 1)]) == pytest.approx([1e-6])
+    assert clock.ghz([(0, 1)]) == [pytest.approx([1.6]), [0.0]], "the second GPU has no stamp"

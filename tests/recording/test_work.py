@@ -245,16 +245,16 @@ def test_graphs_are_replayed_in_a_row(gpu: Loaded, monkeypatch: pytest.MonkeyPat
 
 
 class _Clock:
-    """A clock that notes what is launched on its GPU, and whose GPU waits in vain from a given hold on."""
+    """A clock that notes what is launched on its GPU, and whose GPU waits in vain in one hold."""
 
     why = None
 
-    def __init__(self, gpu: int | None, order: list[object], late_at: int | None = None) -> None:
-        self._gpu, self._order, self._late_at, self._late = gpu, order, late_at, False
+    def __init__(self, gpu: int | None, order: list[object], is_late: bool) -> None:
+        self._gpu, self._order, self._comes_late, self._late = gpu, order, is_late, False
 
     def hold(self, number: int) -> None:
         self._order.append(f"hold {self._gpu}.{number}")
-        self._late |= number == self._late_at
+        self._late |= self._comes_late
 
     def release(self, number: int) -> None:
         self._order.append(f"release {self._gpu}.{number}")
@@ -277,7 +277,7 @@ def _held(
     order: list[object],
     *,
     gpus: Sequence[int] = (0, 0),
-    late_at: int | None = None,
+    late_clock: int | None = None,
     hook: Callable[..., None] | None = None,
 ) -> RankWork:
     """Run passes of two batches of two layers on given GPUs, of which one is launched ahead; the second has a hook."""
@@ -286,10 +286,12 @@ def _held(
     monkeypatch.setattr(torch.profiler, "profile", _Profiler(_recordings()))
     monkeypatch.setattr(work, "batches_used", lambda _: [0, 1])
     monkeypatch.setattr(work, "_LAYERS_AHEAD", 1)
-    monkeypatch.setattr(work, "SmClock", lambda of, *_: _Clock(of[0].index, order, late_at))
+    made = itertools.count()
+    monkeypatch.setattr(work, "SmClock", lambda of, *_: _Clock(of[0].index, order, next(made) == late_clock))
     hooks = [layer.register_forward_hook(lambda *_: order.append("layer")) for layer in layers]
     for layer, device in zip(layers, devices, strict=True):
         monkeypatch.setattr(layer, "parameters", lambda device=device: iter([SimpleNamespace(device=device)]))
+    model.lm_head.register_forward_hook(lambda *_: order.append("head"))
     if hook is not None:
         layers[1].input_layernorm.register_forward_pre_hook(hook)
     program = work.Program(tuple(dict.fromkeys(devices)), dispatched=True, model=model)
@@ -303,15 +305,23 @@ def _held(
         assert not any(layer._forward_pre_hooks or layer._forward_hooks for layer in layers)
 
 
+def _group(number: int, gpu: int = 0) -> list[object]:
+    return [f"hold {gpu}.{number}", 2 * number, "layer", 2 * number + 1, f"release {gpu}.{number}"]
+
+
+_PLAIN = ["layer", "layer", "head"]
+
+
 @pytest.mark.usefixtures("gpu")
-def test_eager_forwards_are_launched_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The GPU waits in the passes alone, until layers are launched. The clock of a pass is that of its layers."""
+def test_forwards_are_launched_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After one that counts the groups of layers and one that tries it. The clock of a pass is that of its layers."""
     order = list[object]()
     found = _held(monkeypatch, order)
-    groups = [[f"hold 0.{one}", 2 * one, "layer", 2 * one + 1, f"release 0.{one}"] for one in range(3 * 4)]
-    first = ["layer", "layer", 0, *itertools.chain(*groups[:4]), 1, *["layer"] * 4]
+    one, other = [*_group(0), *_group(1), "head"], [*_group(2), *_group(3), "head"]
+    first = [*_PLAIN, *one, 0, *one, *other, 1, *_PLAIN, *_PLAIN, 1]
     assert order[: len(first)] == first
-    assert [one for one in order if "hold" in str(one)] == [f"hold 0.{number}" for number in range(3 * 4)]
+    holds = [one for one in order if "hold" in str(one)]
+    assert holds == [f"hold 0.{number}" for number in [*range(2), *range(3 * 4)]]
     assert known(found.clock_ghz)[0] == pytest.approx([(10 * 1 + 30 * 3) / 40] * 3)
     assert found.launched_ahead
 
@@ -326,7 +336,7 @@ def test_each_gpu_of_a_model_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.cuda, "current_stream", stream)
     found = _held(monkeypatch, order, gpus=[0, 1])
-    first = ["layer", "layer", 0, "hold 0.0", 0, "layer", 1, "release 0.0", (1, 0), "hold 1.0", 0, "layer", 1]
+    first = [*_PLAIN, *_group(0), (1, 0), *_group(0, gpu=1), "head"]
     assert order[: len(first)] == first
     assert found.launched_ahead
     assert known(found.clock_ghz) == [[pytest.approx((10 * 1 + 30 * 3) / 40)] * 3] * 2
@@ -334,17 +344,37 @@ def test_each_gpu_of_a_model_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("gpu")
 def test_a_forward_that_waits_for_the_gpu_is_held_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others run as they would without, and the clock of a pass is that of the whole pass."""
+    """Passes run as they would without, and their clock is that of the whole pass."""
     order = list[object]()
-    found = _held(monkeypatch, order, late_at=0)
+    found = _held(monkeypatch, order, late_clock=0)
     assert [one for one in order if str(one).startswith(("hold", "release"))] == ["hold 0.0", "release 0.0"]
     assert not found.launched_ahead
-    assert found.clock_ghz == [[1.0, 3.0, 1.0]], "of the stamps around the passes"
+    assert found.clock_ghz == [[1.0, 1.0 + 2, 1.0]], "of the stamps around the passes"
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("is_late", [True, False])
+def test_passes_of_which_some_were_held_have_no_clock(monkeypatch: pytest.MonkeyPatch, is_late: bool) -> None:
+    """A GPU waited in vain in one of them, or a layer was not called: the clock of a pass has the time of the wait."""
+    order, calls = list[object](), itertools.count()
+
+    found = _held(monkeypatch, order, late_clock=1) if is_late else None
+    if found is None:
+        run = work._run
+
+        def skip(devices: Any, batches: Any, forward: Any, on_batch: Any, **ways: Any) -> float:
+            return run(devices, batches[: 1 if next(calls) == 2 else None], forward, on_batch, **ways)
+
+        monkeypatch.setattr(work, "_run", skip)
+        found = _held(monkeypatch, order)
+    assert found.clock_ghz is None
+    assert "waited in vain for the host" in found.why["clock_ghz"]
+    assert not found.launched_ahead
 
 
 @pytest.mark.usefixtures("gpu")
 def test_a_forward_that_fails_releases_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else what frees its memory would wait for the GPU in vain."""
+    """Else what frees its memory would wait for the GPU in vain. Nothing is launched after a fault of the device."""
     order = list[object]()
 
     def fail(*_: object) -> None:
@@ -353,7 +383,7 @@ def test_a_forward_that_fails_releases_the_gpu(monkeypatch: pytest.MonkeyPatch) 
 
     with pytest.raises(torch.OutOfMemoryError):
         _held(monkeypatch, order, hook=fail)
-    assert order[-1] == "release 0.1"
+    assert order[-3:] == ["hold 0.1", 2, "release 0.1"]
 
 
 def test_traces_are_of_the_last_pass_and_of_the_pass_by_modules(

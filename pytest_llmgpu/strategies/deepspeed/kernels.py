@@ -87,8 +87,7 @@ def check(environ: Mapping[str, str] = os.environ) -> None:
 def search_path(environ: Mapping[str, str]) -> str:
     """Return PATH with the scripts folder of this Python at its end.
 
-    DeepSpeed runs `ninja` from PATH. If the virtual environment is not activated, the ninja that pip installed is not
-    on PATH.
+    DeepSpeed runs `ninja` from PATH, where that of a virtual environment is only if it is activated.
     """
     return os.pathsep.join([environ.get("PATH", os.defpath), sysconfig.get_path("scripts")])
 
