@@ -1,7 +1,6 @@
 """Launches of a measuring command by `llmgpu ab` and `bisect`, of a commit in a temporary git worktree.
 
-The user's own working tree is not touched. The report and the log of each launch are kept. Ctrl-C ends a command before
-this process.
+The user's own working tree is not touched. Reports and logs of launches are kept. Ctrl-C ends a command, then this.
 """
 
 from __future__ import annotations

@@ -44,8 +44,7 @@ LARGEST_UNSEEN = 0.5
 """The largest slowdown of a case that may stay unseen, as a fraction: else the gate does not pass."""
 
 Level = Literal["failure", "warning", "info"]
-"""Severity of a row: it fails the gate; it is worse or unclear, which the policy lets pass; it is unchanged, better or
-new."""
+"""Severity of a row: it fails the gate; it is worse or unclear, which the policy lets pass; it is neither."""
 
 
 class ExitStatus(enum.IntEnum):

@@ -144,8 +144,7 @@ class Profiler:
     ) -> Profile:
         """Return the profile between two times. Wait up to 2 s until the stream has passed the end.
 
-        They are not in the future. Without `held_bytes` those of the profiler are subtracted. ValueError if the end is
-        before the start.
+        Neither is in the future, nor the end before the start (ValueError). `held_bytes`: those to subtract, if others.
         """
         (start_s,), (end_s,) = starts_s, ends_s
         if end_s < start_s:

@@ -69,8 +69,7 @@ class BenchmarkSession:
         """Make the session of a pytest run; no process starts.
 
         `paths` has the path of `storage` and, of `json`, `policy`, `html` and `trace`, of those that are chosen.
-        `peers` is None if ranks run on this machine only. ValueError if a path cannot be written, or the policy is
-        invalid.
+        `peers` is None if ranks run on this machine only. ValueError if a path or the policy is wrong.
         """
         self._devices = None if peers is None else Devices(peers)
         find_machine = environment.machine if self._devices is None else self._devices.machine
@@ -123,9 +122,8 @@ class BenchmarkSession:
         """Check a test that will run; called in the order of the run.
 
         The node id is None for a test that measures nothing, and the batch size where the test chooses it. `scored` are
-        the tasks whose items, chosen by the options, the test scores; none where the test has its own items. Something
-        of a group should fit unless `may_fit_nowhere` is true for all of its tests. ValueError if the test cannot be
-        measured.
+        the tasks whose items, chosen by the options, the test scores; none where the test has its own items. Some of
+        a group should fit unless `may_fit_nowhere` is true for all. ValueError if the test cannot be measured.
         """
         strategy, options = group
         # A test that names no strategy measures an engine of its own, which is known when it runs.

@@ -117,6 +117,8 @@ def content(reference: str | Path, repository: Path) -> bytes:
         while (beside := _run(repository, "ls-tree", "-z", "--name-only", f"{tree}:{folder}")).returncode and folder:
             folder, _, last = folder.rpartition("/")
         similar = guess_file(last, beside.stdout.decode(errors="replace").split("\0"))
+        every = _run(repository, "ls-tree", "-r", "-z", "--name-only", tree).stdout.decode(errors="replace").split("\0")
+        similar = similar or next((f" (did you mean {one}?)" for one in every if one.endswith(f"/{path}")), "")
         text = f"{name}: {revision!r} has no file {path!r}{similar}; give the path from the root of the repository"
         raise (MisspeltError if similar else AbsentError)(text)
     if kind[1] != b"blob":

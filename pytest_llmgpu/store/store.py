@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import datetime
+import glob
 import hashlib
 import os
 import re
@@ -344,6 +345,9 @@ def _of_path(path: Path) -> Source:
     except FileNotFoundError as error:
         absent = next(one for one in (path, *path.parents) if one.parent.is_dir())  # it, or a folder above it
         similar = guess_file(absent.name, [one.name for one in absent.parent.iterdir()])
+        # A folder above it may be left out.
+        for deeper in absent.parent.glob(f"*/{glob.escape(str(path.relative_to(absent.parent)))}"):
+            similar = similar or f" (did you mean {deeper}?)"
         text = f"report {path}: cannot be read: {error.strerror}{similar}"
         raise (git.MisspeltError if similar else git.AbsentError)(text) from None
     except OSError as error:

@@ -324,13 +324,15 @@ def test_the_last_run_is_the_latest_whether_it_was_kept_or_not() -> None:
         ("baselines/kept.json", False),
         ("git:main:baselines/kept.json.gz", False),
         ("git:main:baselines/mian.json", True),
+        ("deep.json", True),
+        ("git:main:main.json", True),
     ],
 )
 def test_a_name_may_be_misspelt_where_another_one_is_there(repository: Path, reference: str, misspelt: bool) -> None:
     """A name is beside a similar name of the store, a file beside a similar one; a commit may not be measured yet."""
     save(measured(), _STORE, "base")
     Path("reports").mkdir()
-    for name in ("kept.json.gz", "head.json.gz"):
+    for name in ("kept.json.gz", "head.json.gz", "reports/deep.json"):
         Path(name).touch()
     with pytest.raises(AbsentError) as caught:
         resolve(reference, _STORE, repository=repository)
@@ -381,6 +383,7 @@ def test_a_baseline_is_read_from_its_commit(repository: Path, reference: str) ->
             r"git:.* no file .baselines/mian\.json. \(did you mean main\.json\?\); give",
         ),
         ("git:main:baseline/main.json", r"git:.* has no file 'baseline/main\.json' \(did you mean baselines\?\); give"),
+        ("git:main:main.json", r"git:.* has no file 'main\.json' \(did you mean baselines/main\.json\?\); give"),
         ("git:nope:a", "git:nope:a: there is no commit 'nope' in this repository; fetch it"),
         ("git:main:baselines", "git:main:baselines: is not a file"),
         ("git:main", "'git:main': the form git:REV:PATH is needed, such as git:origin/main:"),
