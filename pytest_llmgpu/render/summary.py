@@ -136,7 +136,8 @@ def cases_in_words(report: Report, *, explained: bool) -> str:
         text += f"; {disturbed} disturbed"
     if report.session.exit_status and not explained:
         text += f"; pytest ended with exit status {report.session.exit_status}"
-    return f"{text}." if report.session.complete else f"{text}; the run is incomplete."
+    ended = "was interrupted" if report.session.interrupted else "is incomplete"
+    return f"{text}." if report.session.complete else f"{text}; the run {ended}."
 
 
 def _order(problem: Problem) -> tuple[int, bool]:

@@ -10,7 +10,7 @@ from support.verdict_factory import make_row, make_verdicts
 
 from pytest_llmgpu.gate.policy import Policy, dump_policy, policy_of
 from pytest_llmgpu.render.exports import export
-from pytest_llmgpu.render.summary import conclude
+from pytest_llmgpu.render.summary import cases_in_words, conclude
 from pytest_llmgpu.render.table import make_time_table
 from pytest_llmgpu.render.terminal.report import tables
 from pytest_llmgpu.report.report import Report, Session
@@ -118,3 +118,16 @@ def test_the_policy_of_the_verdicts_decides_what_fails() -> None:
     assert policy_of(strict) == Policy(strict=True)
     assert conclude(_report(), strict).problems != []
     assert conclude(_report(), strict, Policy()).problems == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"complete": True}, "The case completed."),
+        ({}, "The case completed; the run is incomplete."),
+        ({"interrupted": True, "duration_s": 70.0}, "The case completed in 70 s; the run was interrupted."),
+    ],
+)
+def test_a_run_that_ended_early_says_how(fields: dict[str, Any], text: str) -> None:
+    """All of its cases may have completed, with fewer launches or without work passes."""
+    assert cases_in_words(make_report([make_result()], session=Session(**fields)), explained=True) == text

@@ -37,8 +37,7 @@ def figures(result: CaseResult) -> list[tuple[MetricSpec, Figure]]:
 def names(results: Sequence[CaseResult]) -> list[str]:
     """Return one line as the name of each result: `mp-bs8 (llama-7b, float16, 4 x cuda, hellaswag)`.
 
-    The name has only what the user chose, and a case has the same name in every report. The second of two equal names
-    ends in `#2`.
+    The name has only what the user chose, and is the same in every report. The second of two equal ones ends in `#2`.
     """
     return _numbered(f"{result.case.id} ({describe(result.case)})" for result in results)
 
