@@ -271,7 +271,7 @@ def _place_in_words(cause: Cause) -> str:
     for of, found, why in calls:
         if of == place and found is not None:
             return _call_in_words(found) + why
-    words = {"device": "kernels", "transfer": "collectives", "waiting": "ranks that wait for each other"}
+    words = {"device": "kernels", "transfer": "transfers between GPUs", "waiting": "ranks that wait for each other"}
     text = "idle time of the GPU" if place == "host" else words.get(place, place)
     if cause.before_s is not None and cause.after_s is not None:
         text += f" {1e3 * (cause.after_s - cause.before_s):+.3g} ms in a work pass of "

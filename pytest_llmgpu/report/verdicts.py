@@ -49,7 +49,7 @@ NO_COMMON = "no case in common"
 
 Place = Literal["device", "kernel", "transfer", "waiting", "copies", "host", "program"]
 """The place of a difference. device: kernels that are no collective. kernel: one of them, called as often as before.
-transfer: collectives while all ranks are inside.
+transfer: collectives while all ranks are inside, and copies between GPUs.
 waiting: collectives of ranks that wait for another one. copies: copies and memsets. host: the GPU is idle and waits for
 the host. program: the number of ops, kernels or runtime calls changed, and no time was compared."""
 
