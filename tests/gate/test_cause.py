@@ -89,6 +89,14 @@ def test_calls_outside_of_modules_are_named_as_such(module: str) -> None:
     assert cause.describe(Cause(place="program", ops=[named])) == f"1 more aten::cat in {module}.mlp"
 
 
+def test_transfers_that_take_longer_and_more_of_them_are_named() -> None:
+    """They are collectives and copies between GPUs."""
+    longer = Cause(place="transfer", before_s=0.001, after_s=0.003, forwards=4)
+    assert cause.describe(longer) == "transfers between GPUs +2 ms in a work pass of 4 forwards"
+    more = CallsChange(name="Memcpy PtoP (Device -> Device)", module=None, before=8, after=12)
+    assert cause.describe(msgspec.structs.replace(longer, kernels=[more])) == "4 more send_recv"
+
+
 def test_one_launch_that_differs_does_not_change_the_cause() -> None:
     """Every figure is the median of the launches."""
     programs = (_BASE, _BASE.more(MLP, ADD, 64, 0.01, op="aten::mul"), _BASE.more(MLP, ADD, 999, 9.0))
