@@ -367,9 +367,9 @@ def device_times(
     launches = [*used[0], *used[1]]
     works = [one.work for one in launches if one.work is not None]
     # In older reports copies between GPUs are device time.
-    sends = [[one.collective for one in work.collectives or ()].count("send_recv") for work in works]
-    if len({(*work.batches, -len(work.ranks), sent) for work, sent in zip(works, sends, strict=True)}) > 1:
-        reason = "The work passes ran other batches, ranks or transfers: make the newer report the baseline."
+    copies = [[one.collective for one in work.collectives or ()].count("peer_copy") for work in works]
+    if len({(*work.batches, -len(work.ranks), copied) for work, copied in zip(works, copies, strict=True)}) > 1:
+        reason = "The work passes ran other batches, ranks or copies between GPUs: make the newer report the baseline."
         return Row.of(head, "device_time", "NOT_COMPARABLE", reason, gated=rule.gate)
     same = len({tuple(tuple(rank.uuids) for rank in launch.ranks) for launch in launches}) == 1
     fits = [] if in_a_row else _fitted(used)

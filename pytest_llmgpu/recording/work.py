@@ -311,8 +311,7 @@ def record(
 
     Every rank must do so at the same time. `first` is true for the first passes of the case. Where a forward generates
     `whole_texts`, one batch is run. `replayed` forwards, CUDA graphs of one rank on one GPU, are also timed in a row.
-    Eager forwards of a rank that is `alone` are held (`_HeldForward`). `trace` is the file for the trace
-    of the last pass.
+    Those of a rank that is `alone` are held (`_HeldForward`). `trace` is the file for the trace of the last pass.
     """
     import torch
 

@@ -40,7 +40,8 @@ _COLLECTIVES = (
     ("reduce_scatter", r"Reduce_?Scatter|reduce_scatter"),
     ("broadcast", r"Broadcast|broadcast"),
     ("all_to_all", r"All_?[Tt]o_?All|all_to_all"),
-    ("send_recv", r"SendRecv|^Memcpy PtoP"),
+    ("send_recv", r"SendRecv"),
+    ("peer_copy", r"^Memcpy PtoP"),
     ("reduce", r"Reduce_"),
 )
 

@@ -62,7 +62,7 @@ class CollectiveWork(msgspec.Struct, frozen=True, kw_only=True):
     """The time of one kind of collective in the work passes, over all ranks."""
 
     collective: str
-    """The kind of the collective, such as `all_reduce`, by the name of its kernel; `send_recv`: copies between GPUs."""
+    """The kind of the collective, such as `all_reduce`, by the name of its kernel; `peer_copy`: copies between GPUs."""
     calls: Count
     """The number of calls on each rank in one pass."""
     transfer_s: list[Seconds]

@@ -41,7 +41,7 @@ class MisspeltError(AbsentError):
     """There is none, and another file or name, which may be meant."""
 
 
-FIRST = "; for a first run beside it measure without a baseline, then promote the report"
+FIRST = "; for a new baseline, measure without one, then promote the report"
 """What to do where the other one is not meant."""
 
 

@@ -94,7 +94,7 @@ def test_transfers_that_take_longer_and_more_of_them_are_named() -> None:
     longer = Cause(place="transfer", before_s=0.001, after_s=0.003, forwards=4)
     assert cause.describe(longer) == "transfers between GPUs +2 ms in a work pass of 4 forwards"
     more = CallsChange(name="Memcpy PtoP (Device -> Device)", module=None, before=8, after=12)
-    assert cause.describe(msgspec.structs.replace(longer, kernels=[more])) == "4 more send_recv"
+    assert cause.describe(msgspec.structs.replace(longer, kernels=[more])) == "4 more peer_copy"
 
 
 def test_one_launch_that_differs_does_not_change_the_cause() -> None:

@@ -495,12 +495,12 @@ def test_device_time_that_cannot_be_compared() -> None:
     assert _device(bare, worked) == "only the candidate has it"
     lost.launches[0].why = {"work": "work passes are switched off for this case (--llmgpu-work=off)"}
     make_invalid(disturbed.launches[0], "processes of other programs")
-    sending, moved = _worked(1.0), CollectiveWork(collective="send_recv", calls=8, transfer_s=[0.1], wait_s=[0.0])
+    sending, moved = _worked(1.0), CollectiveWork(collective="peer_copy", calls=8, transfer_s=[0.1], wait_s=[0.0])
     launch = sending.launches[0]
     launch.work = msgspec.structs.replace(known(launch.work), collectives=[moved])
     for head, verdict, words in (
         (lost, "MISSING", "--llmgpu-work=off"),
-        (_worked(1.0, batches=(0, 5)), "NOT_COMPARABLE", "other batches, ranks or transfers"),
+        (_worked(1.0, batches=(0, 5)), "NOT_COMPARABLE", "other batches, ranks or copies between GPUs"),
         (sending, "NOT_COMPARABLE", "make the newer report the baseline"),
         (disturbed, "UNDECIDED", "processes of other programs"),
     ):

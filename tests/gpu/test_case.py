@@ -422,6 +422,11 @@ def test_two_gpus_are_measured(tmp_path: Path, model: Path, strategy: str) -> No
     ranks = _work(case).ranks
     if strategy == "mp":
         assert len(ranks[0].uuids) == 2
+        assert ranks[0].launched_ahead
+        assert all(0.3 < clock_ghz < 4 for of_gpu in known(ranks[0].clock_ghz) for clock_ghz in of_gpu), (
+            "each of its layers"
+        )
+        assert [one.collective for one in known(_work(case).collectives)] == ["peer_copy"]
         assert 0 < (ranks[0].busy or 0) <= 1
     elif strategy == "iok":
         for rank in ranks:

@@ -577,7 +577,7 @@ def test_the_time_of_a_pass_is_that_of_its_kernels() -> None:
     calls = {_GEMM: 2, _REDUCED: 2, _ADD: 1, "Memcpy HtoD (Pinned -> Device)": 1, "Memcpy PtoP (Device -> Device)": 1}
     assert {name: calls.calls for name, calls in found.kernels.items()} == calls
     assert found.kernels[_GEMM].time_s == pytest.approx(400e-9)
-    by_kind = {"all_reduce": pytest.approx([100e-9, 40e-9]), "send_recv": pytest.approx([70e-9])}
+    by_kind = {"all_reduce": pytest.approx([100e-9, 40e-9]), "peer_copy": pytest.approx([70e-9])}
     assert found.collective_s == by_kind, "in the order of their start"
     assert work.of_pass([]) == PassKernels(0.0, 0.0, 0.0, {}, {})
 

@@ -86,7 +86,7 @@ def test_a_kernel_has_the_family_of_its_name(family: str, name: str) -> None:
         ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "reduce_scatter"),
         ("ncclDevKernel_Broadcast_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "broadcast"),
         ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "send_recv"),
-        ("Memcpy PtoP (Device -> Device)", "send_recv"),
+        ("Memcpy PtoP (Device -> Device)", "peer_copy"),
         ("ncclDevKernel_Reduce_Sum_f16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "reduce"),
         ("void c10d::symmetric_memory::two_shot_all_reduce_kernel<c10::BFloat16>(Params)", "all_reduce"),
         ("ncclDevKernel_Generic_4(ncclDevKernelArgsStorage<4096ul>)", "other"),
