@@ -231,8 +231,7 @@ def _reserved_bytes(launch: Launch) -> _Figures:
 
 def _used_bytes(launch: Launch) -> _Figures:
     """Return the most that NVML reported in use on each device; empty where other programs disturbed the launch."""
-    disturbed = launch.profile is not None and disturbances.disturbed(launch.profile) is not None
-    return [] if disturbed else [device.nvml_used_max_bytes for device in launch.memory]
+    return [] if disturbances.disturbed(launch) else [device.nvml_used_max_bytes for device in launch.memory]
 
 
 _OUTSIDE_TENSORS = (

@@ -92,18 +92,18 @@ def comparable(
 ) -> tuple[list[Launch], list[Launch]] | Row | str:
     """Return the launches of two completed results whose times can be compared, or a row or a reason without any.
 
-    They have the time, and ran the same batches, undisturbed. Launches that power or heat throttled count: times are
-    compared at a fixed clock, and without clocks the prior has the noise of GPUs at their limit. `fields` are those of
-    the row.
+    They have the time, and ran the same batches, undisturbed: by a busy CPU too, which makes no kernel longer, where
+    the metric is no device time. Launches that power or heat throttled count: times are compared at a fixed clock, and
+    without clocks the prior has the noise of GPUs at their limit. `fields` are those of the row.
     """
     timed = [[one for one in result.launches if one.batches.latency_s and has(one)] for result in (base, head)]
     if (missing := absent(head, metric, *timed, **fields)) is not None:
         return missing
-    sides = []
+    sides, why_not = [], disturbances.disturbed if metric == "device_time" else disturbances.untimed
     for name, launches in zip(("baseline", "candidate"), timed, strict=True):
-        valid = [launch for launch in launches if disturbances.untimed(launch) is None]
+        valid = [launch for launch in launches if why_not(launch) is None]
         if not valid:
-            disturbance = disturbances.untimed(launches[0]) or ""
+            disturbance = why_not(launches[0]) or ""
             reason = f"The launches of the {name} were disturbed: {disturbance}."
             remedy = disturbances.remedy(disturbance)
             step = f"{remedy} Then measure the {name} again." if remedy else f"Measure the {name} again."
@@ -360,8 +360,8 @@ def device_times(
     """
     if head.case.device == "cpu":
         return None
-    has = noise_regime.has_replays if in_a_row else device_times_s
-    used = comparable(base, head, "device_time", has, gated=rule.gate)
+    metric: MetricName = "time" if in_a_row else "device_time"
+    used = comparable(base, head, metric, noise_regime.has_replays if in_a_row else device_times_s, gated=rule.gate)
     if not isinstance(used, tuple):
         return used
     launches = [*used[0], *used[1]]
@@ -396,7 +396,7 @@ def device_times(
         prior = msgspec.structs.replace(prior, s0=math.hypot(prior.s0, fits[slowest].sd))
     return Timed(
         result=head,
-        metric="time" if in_a_row else "device_time",
+        metric=metric,
         gated=rule.gate,
         ranks=ranks,
         prior=prior,

@@ -117,21 +117,20 @@ def of_profile(profile: Profile) -> list[str]:
     return list(dict.fromkeys([*profile.invalid, *find(profile)]))
 
 
-def disturbed(profile: Profile) -> str | None:
-    """Return the first disturbance that concerns all figures of the GPUs.
+def disturbed(launch: Launch, *, by_host: bool = False) -> str | None:
+    """Return the first disturbance of the GPUs of a launch, or also of its host, without a full stop.
 
-    A GPU under full load reaches its power limit, and a busy CPU changes times only.
+    A GPU under full load reaches its power limit. A busy CPU changes wall times, not memory or the time of kernels.
     """
-    found = of_profile(profile)
-    return next((text for text in found if not is_power(text) and not text.startswith(TITLES["cpu"])), None)
+    found = [] if launch.profile is None else of_profile(launch.profile)
+    texts = (text for text in found if not is_power(text) and (by_host or not text.startswith(TITLES["cpu"])))
+    return next((text.rstrip(".") for text in texts), None)
 
 
 def untimed(launch: Launch) -> str | None:
-    """Return the reason why the times of a launch are not used, without a full stop; None if they are used."""
-    invalid = [] if launch.profile is None else of_profile(launch.profile)
-    texts = (text.rstrip(".") for text in invalid if not is_power(text))
+    """Return the reason why the wall times of a launch are not used, without a full stop; None if they are used."""
     no_time = bool(launch.batches.latency_s) and min(launch.batches.latency_s) <= 0
-    return next(texts, "the time of a batch is 0 s" if no_time else None)
+    return disturbed(launch, by_host=True) or ("the time of a batch is 0 s" if no_time else None)
 
 
 def of_case(result: CaseResult) -> str | None:

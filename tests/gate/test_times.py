@@ -170,6 +170,14 @@ def test_disturbed_launches_are_left_out() -> None:
         assert found.reason.endswith("were disturbed: GPU 0 was throttled for 2 s.")
 
 
+def test_a_busy_cpu_disturbs_wall_time_alone() -> None:
+    """No kernel takes longer on a busy host: device time is judged, and launches on a busy host count."""
+    base, busy = _worked(1.0), _worked(1.1)
+    make_invalid(busy.launches[0], "CPU cores too busy: rank 0 waited for a core for 42 % of the time")
+    assert _judged(_device(base, busy)).result == "REGRESSED"
+    assert _wall(base, busy).verdict == "UNDECIDED"
+
+
 def test_extreme_times_give_finite_ratios() -> None:
     """Ratios beyond the range of a float are limited."""
     base, head = (with_latencies([[each] * BATCHES] * 2) for each in (1e-300, 1e300))

@@ -207,8 +207,7 @@ def test_a_case_after_a_fault_of_the_device_is_measured(tmp_path: Path) -> None:
     cases = {(case.case.strategy, case.case.batch_size): case for case in written.cases}
     assert [case.outcome for case in written.cases].count("error") == 1
     assert _ASSERTION["cuda"] in known(cases["asserting", 1].failure).message
-    profile = known(cases["asserting", 2].launches[0].profile)
-    assert disturbances.disturbed(profile) is None, "the next case is alone on the device"
+    assert disturbances.disturbed(cases["asserting", 2].launches[0]) is None, "the next case is alone on the device"
     for batch_size in (1, 2):
         launch = cases["profiled", batch_size].launches[0]
         assert launch.work is not None, launch.why

@@ -111,7 +111,7 @@ _CPU = "CPU cores too busy: rank 1 waited for a core for 15 % of the time"
     [
         ([], 0.5, None, None),
         ([_POWER, "SM clock differs: GPU 1 ran at 1,000 MHz"], 0.5, None, None),
-        ([_POWER, "another: GPU 0."], 0.5, "another: GPU 0.", "another: GPU 0"),
+        ([_POWER, "another: GPU 0."], 0.5, "another: GPU 0", "another: GPU 0"),
         ([_CPU], 0.5, None, _CPU),
         ([], 0.0, None, "the time of a batch is 0 s"),
     ],
@@ -119,11 +119,11 @@ _CPU = "CPU cores too busy: rank 1 waited for a core for 15 % of the time"
 def test_a_disturbance_spoils_all_figures_or_times_only(
     invalid: list[str], latency_s: float, disturbed: str | None, untimed: str | None
 ) -> None:
-    """Throttling alone keeps the times. Memory and traffic are the same on a busy machine."""
+    """Throttling alone keeps the times. Memory, traffic and the time of kernels are the same on a busy machine."""
     launch: Launch = make_result().launches[0]
     launch.profile = msgspec.structs.replace(_profile(), invalid=invalid)
     launch.batches.latency_s[0] = latency_s
-    assert disturbances.disturbed(launch.profile) == disturbed
+    assert disturbances.disturbed(launch) == disturbed
     assert disturbances.untimed(launch) == untimed
 
 
@@ -133,5 +133,5 @@ def test_a_counter_of_errors_disturbs_without_a_sentence(counter: str, kind: str
     launch: Launch = make_result().launches[0]
     launch.profile = _profile(counters={counter: 2.0})
     text = f"{TITLES[kind]}: GPU 7 had 2"
-    assert disturbances.untimed(launch) == disturbances.disturbed(launch.profile) == text
+    assert disturbances.untimed(launch) == disturbances.disturbed(launch) == text
     assert disturbances.of_profile(msgspec.structs.replace(launch.profile, invalid=[text])) == [text]
