@@ -13,7 +13,7 @@ from pytest_llmgpu.gate.exact import NAMED
 from pytest_llmgpu.gate.judge import LARGEST_UNSEEN, TIMES, ExitStatus, exit_status, fails
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.gate.program import FLOPS, SYNCS
-from pytest_llmgpu.gate.times import CLOCK, PRACTICAL_LAUNCHES
+from pytest_llmgpu.gate.times import CLOCK, MEASURE_HERE, PRACTICAL_LAUNCHES
 from pytest_llmgpu.report.text import FACTORS_FROM, listed, percent, plural, signed_percent, slowdown
 from pytest_llmgpu.report.verdicts import DIFFERS, NEITHER, NO_COMMON, ONLY_CANDIDATE, Row, Verdicts, worst_first
 
@@ -221,14 +221,14 @@ def _of_pass(verdicts: Verdicts) -> str:
         is_quiet = least.clock_ratio is not None and smallest < _QUIET
         one = f", from {percent(KERNEL_SEEN)} in one kernel" if is_quiet else ""
         seen.append(f"{slowdown(smallest)} of device time ({least.id}{one})")
-    quiet = [row for row in timed if row.metric == "time" and row.verdict != "UNDECIDED"]
-    if quiet:
-        loudest = max(quiet, key=attrgetter("smallest_seen"))
+    quiet = (row for row in timed if row.metric == "time" and row.verdict != "UNDECIDED")
+    if (loudest := max(quiet, key=attrgetter("smallest_seen"), default=None)) is not None:
         seen.append(f"{slowdown(loudest.smallest_seen or 0.0)} of wall time ({loudest.id})")
     undecided = sum(row.gated and row.verdict == "UNDECIDED" and row.allowed is None for row in verdicts.rows)
     allowed = sum(row.allowed is not None for row in verdicts.rows)
     if seen:
-        parts.append(f"slowdowns from {' and '.join(seen)} would have been seen")
+        others = " (the baseline is from other GPUs)" if any(row.next_step == MEASURE_HERE for row in timed) else ""
+        parts.append(f"slowdowns from {' and '.join(seen)} would have been seen{others}")
     elif not (undecided or timed):
         parts.append("no gated time was compared")
     if undecided:

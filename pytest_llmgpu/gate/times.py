@@ -45,6 +45,8 @@ pairs of H200 differed by 0.02 to 1.1 %, five H200 by up to 2 % else."""
 
 PRACTICAL_LAUNCHES = 20
 
+MEASURE_HERE = "Measure the baseline on these GPUs."
+
 _IN_TURN, _REPLAYED = 0.02, 0.01
 """Thresholds of wall time where launches of both reports alternated, or in parts that the host's drift does not change,
 and of CUDA graphs replayed in a row. Else one comparison in eleven had a false alarm with 2 %, one in 200 with 4 %."""
@@ -92,18 +94,17 @@ def comparable(
 ) -> tuple[list[Launch], list[Launch]] | Row | str:
     """Return the launches of two completed results whose times can be compared, or a row or a reason without any.
 
-    They have the time, and ran the same batches, undisturbed: by a busy CPU too, which makes no kernel longer, where
-    the metric is no device time. Launches that power or heat throttled count: times are compared at a fixed clock, and
-    without clocks the prior has the noise of GPUs at their limit. `fields` are those of the row.
+    They have the time, and ran the same batches, undisturbed. Throttled launches count: times are compared at a fixed
+    clock, or the prior has the noise of GPUs at their limit. `fields` are those of the row.
     """
     timed = [[one for one in result.launches if one.batches.latency_s and has(one)] for result in (base, head)]
     if (missing := absent(head, metric, *timed, **fields)) is not None:
         return missing
-    sides, why_not = [], disturbances.disturbed if metric == "device_time" else disturbances.untimed
+    sides = []
     for name, launches in zip(("baseline", "candidate"), timed, strict=True):
-        valid = [launch for launch in launches if why_not(launch) is None]
+        valid = [launch for launch in launches if disturbances.untimed(launch, metric) is None]
         if not valid:
-            disturbance = why_not(launches[0]) or ""
+            disturbance = disturbances.untimed(launches[0], metric) or ""
             reason = f"The launches of the {name} were disturbed: {disturbance}."
             remedy = disturbances.remedy(disturbance)
             step = f"{remedy} Then measure the {name} again." if remedy else f"Measure the {name} again."
@@ -218,7 +219,7 @@ class Timed(msgspec.Struct, frozen=True):
         unclear, step = result in {"OK", "UNDECIDED"}, ""
         if unclear and self.machine_sd:
             # An OK row has a step as well: behind so much noise that a slowdown would not have been seen, it is not OK.
-            step = "Measure the baseline on these GPUs."
+            step = MEASURE_HERE
         elif unclear and self.slope_sd < self.threshold / 4:
             rule = {"threshold": self.threshold, "family": tests, "confidence": confidence}
             rule["change"] = _ratio(change) - 1 if change - half > limit else 0.0

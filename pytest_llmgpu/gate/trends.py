@@ -246,7 +246,7 @@ def _steps(
             marks[place] = ("better" if fits else "worse", reason)
     quiet: dict[frozenset[str], list[int]] = {}
     for place in (place for place, value in values.items() if value > 0):
-        if (disturbed := disturbances.of_case(results[place])) is not None:
+        if (disturbed := disturbances.of_case(results[place], spec.name)) is not None:
             marks[place] = ("disturbed", f"{disturbed}.")
         else:
             quiet.setdefault(frozenset(gpu.uuid for gpu in kept[place][1].environment.gpus), []).append(place)

@@ -8,16 +8,14 @@ from pytest_llmgpu.report.result import CaseResult, HostUse, Launch, Profile
 from pytest_llmgpu.report.text import GIB, MIB
 
 _THROTTLED = 0.005
-"""Throttling up to this fraction of a window is ignored. NVML also counts the milliseconds of power capping with which
-many steps from idle to busy begin, and a time changes by no more than this fraction, a quarter of the 2 % by which
-launches differ."""
+"""Throttling up to this fraction of a window is ignored: a time changes by no more than it. NVML also counts the
+milliseconds of power capping with which many steps from idle to busy begin."""
 
 _IDLE_BYTES = 64 * MIB
-"""An idle GPU uses a few MiB besides the memory that the driver reserves; a CUDA context needs over 100 MiB."""
+"""An idle GPU uses a few MiB besides what the driver reserves; a CUDA context needs over 100 MiB."""
 
 _BUSY = 0.1
-"""A thread that waits for a core for more than this fraction of a window makes the window longer. On an idle machine it
-is below 0.01."""
+"""A thread that waits for a core for a larger part makes a window longer; on an idle machine it is below 0.01."""
 
 _LOST = ("GPU is lost", "GPU requires restart")
 """NVML's messages for a GPU that is no longer on the bus or must be reset."""
@@ -51,9 +49,8 @@ def find(
 ) -> list[str]:
     """Return one sentence for each kind of disturbance of a profile, with all its devices and without a full stop.
 
-    A value that could not be read is no disturbance. `ranks_per_device` has the number of this run's processes by the
-    UUID of a device, if there are any; None if it is not known. `used_before` has the bytes in use before any rank was
-    started, if known.
+    A value that could not be read is no disturbance. By the UUID of a device, `ranks_per_device` has the number of this
+    run's processes, None if it is not known, and `used_before` the bytes in use before any rank was started.
     """
     found: dict[str, list[str]] = {}
     for device in profile.devices:
@@ -120,20 +117,24 @@ def of_profile(profile: Profile) -> list[str]:
 def disturbed(launch: Launch, *, by_host: bool = False) -> str | None:
     """Return the first disturbance of the GPUs of a launch, or also of its host, without a full stop.
 
-    A GPU under full load reaches its power limit. A busy CPU changes wall times, not memory or the time of kernels.
+    A GPU under full load reaches its power limit. A busy CPU changes times, not memory.
     """
     found = [] if launch.profile is None else of_profile(launch.profile)
     texts = (text for text in found if not is_power(text) and (by_host or not text.startswith(TITLES["cpu"])))
     return next((text.rstrip(".") for text in texts), None)
 
 
-def untimed(launch: Launch) -> str | None:
-    """Return the reason why the wall times of a launch are not used, without a full stop; None if they are used."""
+def untimed(launch: Launch, metric: str = "time") -> str | None:
+    """Return the reason why a time of a launch is not used, without a full stop; None if it is used.
+
+    A busy CPU does not change the device time of forwards that were launched ahead.
+    """
+    ahead = metric == "device_time" and bool(launch.ranks) and all(rank.launched_ahead for rank in launch.ranks)
     no_time = bool(launch.batches.latency_s) and min(launch.batches.latency_s) <= 0
-    return disturbed(launch, by_host=True) or ("the time of a batch is 0 s" if no_time else None)
+    return disturbed(launch, by_host=not ahead) or ("the time of a batch is 0 s" if no_time else None)
 
 
-def of_case(result: CaseResult) -> str | None:
-    """Return why the times of a case are not used: half of its launches are disturbed; else the median is not."""
-    found = list(filter(None, map(untimed, result.launches)))
+def of_case(result: CaseResult, metric: str = "time") -> str | None:
+    """Return why a time of a case is not used: half of its launches are disturbed; else the median is not."""
+    found = [why for launch in result.launches if (why := untimed(launch, metric)) is not None]
     return found[0] if found and 2 * len(found) >= len(result.launches) else None

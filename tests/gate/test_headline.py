@@ -12,6 +12,7 @@ from support.verdict_factory import make_row, make_verdicts
 from pytest_llmgpu.gate.headline import headline, next_steps, row_in_words, step_of
 from pytest_llmgpu.gate.judge import ExitStatus
 from pytest_llmgpu.gate.policy import Policy
+from pytest_llmgpu.gate.times import MEASURE_HERE
 from pytest_llmgpu.report.metrics import MetricName, spec_of
 from pytest_llmgpu.report.verdicts import (
     DIFFERS,
@@ -250,3 +251,10 @@ def test_a_gate_that_compared_no_gated_time_states_it() -> None:
     loud = _headline(_row("OK", smallest_seen=3.0))
     assert "slowdowns from 300 % of wall time (tp-bs8) would have been seen" in loud
     assert silent not in _headline(_row("UNDECIDED", smallest_seen=0.6))
+
+
+def test_what_would_have_been_seen_against_other_gpus_has_its_reason() -> None:
+    """GPUs of one kind differ, so that a pass promises less there."""
+    reason = "would have been seen (the baseline is from other GPUs)"
+    assert reason in _headline(_row("OK", smallest_seen=0.99, next_step=MEASURE_HERE))
+    assert reason not in _headline(_row("OK", smallest_seen=0.02))

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from support.prose import Prose
 from support.report_factory import GIB, make_memory, make_traffic, make_work
-from support.verdict_factory import noise, on_h200, timed
+from support.verdict_factory import make_invalid, noise, on_h200, timed
 
 from pytest_llmgpu.gate import promotion
 from pytest_llmgpu.gate.judge import ExitStatus, exit_status, judge
@@ -177,6 +177,19 @@ def test_a_growth_is_measured_from_the_last_one_that_was_accepted(metric: str | 
     later = [_report(number, mib=now + 60 * (number - 20), wire=0.0016) for number in (21, 22, 23)]
     assert _row(_chain([base, *later[:1]]), later[1]) is None
     assert _row(_chain([base, *later[:2]]), later[2]) is not None
+
+
+@pytest.mark.parametrize(
+    ("disturbance", "ahead", "kept"),
+    [("CPU cores too busy: rank 0", True, True), ("CPU cores too busy: rank 0", False, False), ("Xid", True, False)],
+)
+def test_a_device_time_that_is_not_judged_is_no_reference(disturbance: str, ahead: bool, kept: bool) -> None:
+    """It is not what creeps; the memory of a launch on a busy host is."""
+    reports = [_report(number, ahead=ahead) for number in range(2)]
+    make_invalid(reports[0].cases[0].launches[0], disturbance)
+    (promoted,) = _chain(reports).promotions
+    (case,) = promoted.cases.values()
+    assert ("device_time" in case.figures, "memory" in case.figures) == (kept, True)
 
 
 def test_the_last_fifty_baselines_are_kept() -> None:

@@ -170,12 +170,31 @@ def test_disturbed_launches_are_left_out() -> None:
         assert found.reason.endswith("were disturbed: GPU 0 was throttled for 2 s.")
 
 
-def test_a_busy_cpu_disturbs_wall_time_alone() -> None:
-    """No kernel takes longer on a busy host: device time is judged, and launches on a busy host count."""
-    base, busy = _worked(1.0), _worked(1.1)
-    make_invalid(busy.launches[0], "CPU cores too busy: rank 0 waited for a core for 42 % of the time")
-    assert _judged(_device(base, busy)).result == "REGRESSED"
-    assert _wall(base, busy).verdict == "UNDECIDED"
+def _on_a_busy_host(result: CaseResult, *, ahead: bool) -> CaseResult:
+    """Return a result of launches whose ranks waited for a core, with forwards that were launched ahead, or not."""
+    for launch in result.launches:
+        make_invalid(launch, "CPU cores too busy: rank 0 waited for a core for 42 % of the time")
+        ranks = [msgspec.structs.replace(rank, launched_ahead=ahead) for rank in launch.ranks]
+        launch.work = msgspec.structs.replace(known(launch.work), ranks=ranks)
+    return result
+
+
+def test_a_busy_cpu_leaves_the_device_time_of_forwards_that_were_launched_ahead() -> None:
+    """Else the clock of a pass is not that of its kernels, in which the GPU idles. Wall times are never judged."""
+    base = _worked(1.0, mhz=_FAST)
+    ahead, waiting = (_on_a_busy_host(_worked(1.02, mhz=_FAST), ahead=one) for one in (True, False))
+    assert _judged(_device(base, ahead)).result == "REGRESSED"
+    assert "waited for a core" in _device(base, waiting).reason
+    assert _wall(base, ahead).verdict == "UNDECIDED"
+
+
+def test_a_busy_launch_without_a_clock_takes_it_from_no_other_one() -> None:
+    """Only launches whose forwards were launched ahead, and so have a clock, join the quiet ones."""
+    quiet, busy = _worked(1.02, mhz=_FAST), _on_a_busy_host(_worked(1.02), ahead=False)
+    quiet.launches += busy.launches
+    row = _judged(_device(_worked(1.0, mhz=_FAST), quiet))
+    assert (row.result, row.n, row.clock_ratio) == ("REGRESSED", 1, 1.0)
+    assert "1 of 2 launches of the candidate are used" in row.reason
 
 
 def test_extreme_times_give_finite_ratios() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 from support.prose import Prose
-from support.report_factory import make_profile, make_result
+from support.report_factory import make_profile, make_result, make_work
 
 from pytest_llmgpu.report import disturbances
 from pytest_llmgpu.report.disturbances import TITLES, busy_cpu, find
@@ -125,6 +125,21 @@ def test_a_disturbance_spoils_all_figures_or_times_only(
     launch.batches.latency_s[0] = latency_s
     assert disturbances.disturbed(launch) == disturbed
     assert disturbances.untimed(launch) == untimed
+
+
+@pytest.mark.parametrize("metric", ["time", "first_token", "token_time", "device_time"])
+def test_a_busy_cpu_leaves_device_time_where_every_rank_launched_ahead(metric: str) -> None:
+    """Wall times are longer there; so is the time of kernels whose GPU waits for the host between them."""
+    result = make_result()
+    (launch,) = result.launches
+    launch.profile = msgspec.structs.replace(_profile(), invalid=[_CPU])
+    for ahead, used in (([True, True], metric == "device_time"), ([True, False], False), ([], False)):
+        ranks = [msgspec.structs.replace(make_work().ranks[0], launched_ahead=one) for one in ahead]
+        launch.work = msgspec.structs.replace(make_work(), ranks=ranks)
+        assert disturbances.untimed(launch, metric) == (None if used else _CPU)
+        assert disturbances.of_case(result, metric) == (None if used else _CPU)
+    launch.profile = msgspec.structs.replace(_profile(), invalid=[_CPU, "another: GPU 0"])
+    assert disturbances.untimed(launch, "device_time") is not None
 
 
 @pytest.mark.parametrize(("counter", "kind"), [("ecc_uncorrected", "ecc"), ("xids", "xid")])
