@@ -44,7 +44,6 @@ OTHER_GPU_SD = {"fixed_clock": 0.003, "device": 0.006}
 pairs of H200 differed by 0.02 to 1.1 %, five H200 by up to 2 % else."""
 
 PRACTICAL_LAUNCHES = 20
-
 MEASURE_HERE = "Measure the baseline on these GPUs."
 
 _IN_TURN, _REPLAYED = 0.02, 0.01
@@ -362,9 +361,12 @@ def device_times(
     if head.case.device == "cpu":
         return None
     metric: MetricName = "time" if in_a_row else "device_time"
-    used = comparable(base, head, metric, noise_regime.has_replays if in_a_row else device_times_s, gated=rule.gate)
-    if not isinstance(used, tuple):
-        return used
+    sides = comparable(base, head, metric, noise_regime.has_replays if in_a_row else device_times_s, gated=rule.gate)
+    if not isinstance(sides, tuple):
+        return sides
+    # One launch without a clock, whose GPU waited in vain for the host, would take it from the others.
+    clocked = [[launch for launch in side if all(_kernels([launch]))] for side in sides]
+    used: Sequence[Sequence[Launch]] = clocked if all(clocked) else sides
     launches = [*used[0], *used[1]]
     works = [one.work for one in launches if one.work is not None]
     # In older reports copies between GPUs are device time.
@@ -388,8 +390,7 @@ def device_times(
     else:
         logs = [[list(map(math.log, device_times_s(one) or [])) for one in side] for side in used]
         ranks = [Samples(*([one[number] for one in side] for side in logs)) for number in range(len(launches[0].ranks))]
-    # The rank that shows most: another one may seem slower, whose GPU idles. On other GPUs that which shows least:
-    # a slower program is slower on every rank, and one GPU may be slower than the others.
+    # The rank that shows most: another's GPU may idle. On other GPUs the least: a program is slower on every rank.
     errors = [math.hypot(prior.s0, one.sd, one.idle_sd) for one in fits] or [1.0] * len(ranks)
     shown = [one.change / error for one, error in zip(ranks, errors, strict=True)]
     slowest = shown.index(max(shown) if same else min(shown, key=abs))
@@ -460,8 +461,7 @@ def _described(case: Timed, row: Row, why: str) -> str:
 def with_power(row: Row, base: CaseResult, head: CaseResult) -> Row:
     """Return a row on device time as CHANGED where the candidate lowers its own clock: it draws more power.
 
-    At an equal clock such a program is as fast as before. The clocks are those of launches in turn, each of the
-    candidate right after one of the baseline: a drift of the machine is much smaller than `_LOWER` between the two.
+    At an equal clock such a program is as fast as before. A machine drifts by much less than `_LOWER` between turns.
     """
     if row.metric != "device_time" or row.verdict != "OK" or row.clock_ratio is None:
         return row
