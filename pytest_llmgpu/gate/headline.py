@@ -33,7 +33,7 @@ _NEXT_STEPS = {
 }
 """The next step of the verdicts without a comparison; for the others it is in the table of metrics."""
 
-SAME_ENVIRONMENT = "Measure again in the environment of the baseline, or make this report the baseline."
+SAME_ENVIRONMENT = "Measure again in the environment of the baseline, or the baseline in this one."
 """The next step where the environment differs from that of the baseline and no other cause is known."""
 
 _QUIET = 0.015
@@ -58,8 +58,6 @@ def headline(verdicts: Verdicts, policy: Policy) -> Headline:
     worst: list[Row] = []
     if status is ExitStatus.REGRESSED:
         worst = [row for row in failing if row.verdict in {"REGRESSED", "MISSING"}]
-        if not any(row.compared for row in verdicts.rows):  # Why the others cannot be compared explains more.
-            worst = [row for row in failing if row.verdict == "NOT_COMPARABLE"] or worst
         # Of each verdict outcomes and wrong answers come first, and rows that have a number.
         first = {"outcome", "accuracy", "texts"}
         worst.sort(key=lambda row: (row.verdict == "MISSING", row.metric not in first, row.ratio is None))
@@ -121,12 +119,14 @@ def row_in_words(row: Row) -> str:
     if is_same or not row.compared or row.base is None or row.head is None or ratio is None:
         return f"{name}: {row.reason.splitlines()[0].rstrip('.')}" if row.reason else name
     change = f"{100 * (row.head - row.base):+.2f} pt" if spec.points else signed_percent(ratio - 1)
-    return f"{name} {change} ({spec.written(row.head)}, was {spec.written(row.base)}){why}"
+    # At an equal speed of the host no time is one that a run took.
+    times = "" if row.part == "host at equal speed" else f" ({spec.written(row.head)}, was {spec.written(row.base)})"
+    return f"{name} {change}{times}{why}"
 
 
 def next_steps(verdicts: Verdicts, policy: Policy) -> str:
     """Return what to run next in one line; empty if there is nothing to do."""
-    failing = worst_first(row for row in verdicts.rows if fails(row, policy))
+    failing = headline(verdicts, policy).worst
     unclear = [row for row in verdicts.rows if row.verdict == "UNDECIDED" and row.gated]
     worst = next(iter(failing or worst_first(row for row in unclear if not row.compared)), None)
     base, head = (None if one is None else one.commit for one in (verdicts.baseline, verdicts.head))

@@ -78,7 +78,8 @@ def fails(row: Row, policy: Policy) -> bool:
 def exit_status(verdicts: Verdicts, policy: Policy) -> ExitStatus:
     """Return the exit status that all verdicts come to."""
     failing = {row.verdict for row in verdicts.rows if fails(row, policy)}
-    if failing & {"REGRESSED", "MISSING"}:
+    explained = "NOT_COMPARABLE" in failing and not any(row.compared for row in verdicts.rows)  # why others are missing
+    if failing & {"REGRESSED", "MISSING"} and not explained:
         return ExitStatus.REGRESSED
     compared = any(row.compared and row.gated for row in verdicts.rows)
     if verdicts.baseline is None:
@@ -353,6 +354,11 @@ class Comparison:
 
     def _why_absent(self, gone: CaseResult) -> str | None:
         """Return the reason why a case of the baseline is absent; None where it is missing."""
+        if not self._shares:
+            reports = (self.base, self.head) if self.base is not None and self.head.cases else ()
+            ids = (listed([result.id for result in report.cases], NAMED) for report in reports)
+            where = map("{} in the {}".format, ids, ("baseline", "candidate"))
+            return f"{NO_COMMON}: {', '.join(where)}" if reports else "the candidate has no case"
         # Each run probes other sizes for the largest that fits, in the test whose own case was out of memory. This run
         # has to have a result for the size: at most the largest that fits, or at least the smallest that does not.
         series, nodeid = gone.case.series, gone.nodeid
@@ -373,11 +379,6 @@ class Comparison:
                     return f"left out: {entry}"
         if gone.outcome != "completed" and gone.outcome not in OUT_OF_MEMORY:
             return "the baseline's case failed and is absent"
-        if not self._shares:
-            reports = (self.base, self.head) if self.base is not None and self.head.cases else ()
-            ids = (listed([result.id for result in report.cases], NAMED) for report in reports)
-            where = map("{} in the {}".format, ids, ("baseline", "candidate"))
-            return f"{NO_COMMON}: {', '.join(where)}" if reports else "the candidate has no case"
         return None
 
     def _finished(self) -> list[Row]:

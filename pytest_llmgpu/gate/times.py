@@ -3,8 +3,7 @@
 The datum is the log time of a launch, because clocks, allocator and host are the same within a launch. Where the SM
 clock is known, times are those at the clock of the candidate (`fixed_clock`). A few launches estimate their own
 deviation badly, and one launch not at all. The deviation of a row is therefore a mean of two variances, weighted by
-their degrees of freedom: that of its launches, and the prior of its noise regime (empirical Bayes, as in limma: Smyth
-2004). The degrees of the prior are small where machines differ in their deviation.
+their degrees of freedom: that of its launches, and the prior of its noise regime (empirical Bayes: Smyth 2004, limma).
 
 A row is REGRESSED if its change is statistically significant and exceeds the threshold. All gated rows of times are one
 family of tests (Holm). `comparable` selects the launches, and `judge.decided` has the rows of all.

@@ -137,7 +137,8 @@ def cases_in_words(report: Report, *, explained: bool) -> str:
     if report.session.exit_status and not explained:
         text += f"; pytest ended with exit status {report.session.exit_status}"
     ended = "was interrupted" if report.session.interrupted else "is incomplete"
-    return f"{text}." if report.session.complete else f"{text}; the run {ended}."
+    left = f" before {plural(report.session.collected - total, 'more case')}" * (report.session.collected > total)
+    return f"{text}." if report.session.complete else f"{text}; the run {ended}{left}."
 
 
 def _order(problem: Problem) -> tuple[int, bool]:
@@ -183,9 +184,8 @@ def figures(row: Row) -> Figures:
 class Group(NamedTuple):
     """Rows with one cause.
 
-    Rows that are worse have one cause if the work passes name the same module for them; the other worse rows of these
-    cases belong to it. Without a module they have one cause if the environment differs from the baseline and they were
-    compared with it, else if their reasons differ in their numbers alone.
+    It is the module that the work passes name; the other worse rows of these cases belong to it. Without a module it is
+    the difference of the environment for rows that were compared, else reasons that differ in their numbers alone.
     """
 
     rows: list[Row]

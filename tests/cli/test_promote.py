@@ -50,7 +50,7 @@ def test_a_report_becomes_the_baseline(capsys: pytest.CaptureFixture[str]) -> No
     report = on_h200([timed(), make_failed("oom", batch_size=2)], session=passed)
     assert _to_file(report) == 0
     step = f"next: pytest --llmgpu-compare={TARGET}"
-    assert capsys.readouterr().out == f"promoted: new.json is the baseline {TARGET}\n{step}\n"
+    assert capsys.readouterr().out == f"promoted: new.json is the baseline {TARGET}; commit it\n{step}\n"
     assert load(TARGET) == report
     old = resolve(str(TARGET), Path(".llmgpu")).sha256
     assert _to_file(on_h200([timed(0.9), make_failed("oom", batch_size=2)], sha="b" * 40)) == 0

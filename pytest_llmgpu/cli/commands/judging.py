@@ -187,7 +187,7 @@ def run_promote(arguments: argparse.Namespace) -> int:
     promotions = [] if refused else promotions  # a growth that was accepted by force is not stated again
     promoted = msgspec.structs.replace(candidate, verdicts=verdicts, promotion=forced, promotions=promotions)
     written = _write(promoted, arguments.to, store)
-    show(f"promoted: {arguments.report} is the baseline {written}")
+    show(f"promoted: {arguments.report} is the baseline {written}{'; commit it' if arguments.to is not None else ''}")
     bad = [(one, list(filter(None, map(disturbances.untimed, one.launches)))) for one in candidate.cases]
     if why := {f"{one.id} ({len(found)} of {len(one.launches)})": found[0] for one, found in bad if found}:
         text = f"note: disturbed launches, whose times are not compared: {listed(why, exact.NAMED)}. "

@@ -132,6 +132,7 @@ def test_commits_that_cannot_be_measured_hide_no_other(project: Project) -> None
         (_row("traffic"), _row("traffic", "OK"), "good"),
         (_row("traffic"), _row("traffic", "IMPROVED"), "good"),
         (_row("traffic"), _row("traffic", "NOT_COMPARABLE"), "skip"),
+        (_row("program", ratio=1.035), _row("program", "CHANGED"), "good"),
         (_row("outcome"), None, "good"),
         (_row("execution"), None, "good"),
         (_row("time", ratio=1.1), None, "skip"),
