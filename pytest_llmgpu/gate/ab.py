@@ -88,8 +88,7 @@ def is_open(row: Row) -> bool:
 def left_out(report: Report, keys: Collection[str]) -> list[str]:
     """Return the node ids of the tests that measured none of these cases, for `--deselect`.
 
-    pytest also deselects all node ids with the same beginning. A node id that is the beginning of a wanted one is
-    therefore not returned.
+    pytest also deselects all node ids with the same beginning: one that is the beginning of a wanted one is left out.
     """
     wanted = {result.nodeid for result in report.cases if result.key in keys and result.nodeid is not None}
     others = dict.fromkeys(result.nodeid for result in report.cases if result.nodeid is not None)

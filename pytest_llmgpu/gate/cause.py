@@ -112,7 +112,9 @@ def _of_rank(head: CaseResult, pair: Pair, rule: ProgramRule, *, gain: float, be
     if changed is None:
         return Row.of(head, "program", "OK", "The program is equal.", gated=rule.gate)
     limit, before, after = max(rule.threshold, changed.price_error or 0.0), pair.before, pair.after
-    ratio = None if changed.price is None else 1 + changed.price
+    equal_flops = bool(before.flops) and before.flops == after.flops and not (before.device_s or after.device_s)
+    free = not changed.kernels if pair.is_priced else equal_flops
+    ratio = 1 + (changed.price or 0.0) if changed.price is not None or free else None
     flops = after.flops / before.flops if before.flops and after.flops else 1.0
     result: Decided = "CHANGED"
     reason = "The program changed; its kernels are the same, or their time is not known."
@@ -131,8 +133,7 @@ def _of_rank(head: CaseResult, pair: Pair, rule: ProgramRule, *, gain: float, be
         result = "REGRESSED" if flops - 1 > rule.flops else "CHANGED"
     figures: dict[str, Any] = {"ratio": ratio, "threshold": rule.threshold, "cause": changed}
     if changed.price is not None:
-        total_s = before.device_s or 0.0
-        figures |= {"base": total_s, "head": total_s * (1 + changed.price)}
+        figures |= {"base": before.device_s, "head": (before.device_s or 0.0) * (1 + changed.price)}
     return Row.of(head, "program", result, reason, gated=rule.gate, **figures)
 
 

@@ -14,6 +14,7 @@ from pytest_llmgpu.gate.judge import LARGEST_UNSEEN, TIMES, ExitStatus, exit_sta
 from pytest_llmgpu.gate.policy import Policy
 from pytest_llmgpu.gate.program import FLOPS, SYNCS
 from pytest_llmgpu.gate.times import CLOCK, MEASURE_HERE, PRACTICAL_LAUNCHES
+from pytest_llmgpu.report.disturbances import TITLES
 from pytest_llmgpu.report.text import FACTORS_FROM, listed, percent, plural, signed_percent, slowdown
 from pytest_llmgpu.report.verdicts import DIFFERS, NEITHER, NO_COMMON, ONLY_CANDIDATE, Row, Verdicts, worst_first
 
@@ -27,7 +28,7 @@ _STATES: dict[str, str] = {
 
 _NEXT_STEPS = {
     "MISSING": "Measure it again; if it was removed on purpose, promote this report or allow it in the policy.",
-    "NOT_COMPARABLE": "Measure both with the same settings and files, or make this report the baseline.",
+    "NOT_COMPARABLE": "Measure both on one kind of machine with equal settings and files, or promote this report.",
     "UNDECIDED": "Measure again.",
     "NEW": "Make this report the baseline: llmgpu promote.",
 }
@@ -62,7 +63,7 @@ def headline(verdicts: Verdicts, policy: Policy) -> Headline:
         first = {"outcome", "accuracy", "texts"}
         worst.sort(key=lambda row: (row.verdict == "MISSING", row.metric not in first, row.ratio is None))
     elif status is ExitStatus.NOT_JUDGED:
-        worst = [row for row in failing if row.verdict == "NOT_COMPARABLE"] or failing
+        worst = sorted(failing, key=lambda row: row.verdict != "NOT_COMPARABLE")
     states = [] if verdicts.head is None else verdicts.head.states
     # Items of the gate fail tests themselves: where the gate fails, failed tests state nothing new.
     states = [state for state in states if state != "failed" or status is ExitStatus.PASSED]
@@ -224,15 +225,15 @@ def _of_pass(verdicts: Verdicts) -> str:
     quiet = (row for row in timed if row.metric == "time" and row.verdict != "UNDECIDED")
     if (loudest := max(quiet, key=attrgetter("smallest_seen"), default=None)) is not None:
         seen.append(f"{slowdown(loudest.smallest_seen or 0.0)} of wall time ({loudest.id})")
-    undecided = sum(row.gated and row.verdict == "UNDECIDED" and row.allowed is None for row in verdicts.rows)
-    allowed = sum(row.allowed is not None for row in verdicts.rows)
+    undecided = [row for row in verdicts.rows if row.gated and row.verdict == "UNDECIDED" and row.allowed is None]
     if seen:
-        others = " (the baseline is from other GPUs)" if any(row.next_step == MEASURE_HERE for row in timed) else ""
-        parts.append(f"slowdowns from {' and '.join(seen)} would have been seen{others}")
+        others = any(one is not None and one.next_step == MEASURE_HERE for one in (least, loudest))
+        parts.append(f"{'against other GPUs ' * others}slowdowns from {' and '.join(seen)} would have been seen")
     elif not (undecided or timed):
         parts.append("no gated time was compared")
     if undecided:
-        parts.append(f"{plural(undecided, 'row')} undecided")
-    if allowed:
+        busy = " (CPU cores too busy)" if any(TITLES["cpu"] in row.reason for row in undecided) else ""
+        parts.append(f"{plural(len(undecided), 'row')} undecided{busy}")
+    if allowed := sum(row.allowed is not None for row in verdicts.rows):
         parts.append(f"{plural(allowed, 'allowed regression')}")
     return f"{start} {'; '.join(parts)}"

@@ -78,10 +78,9 @@ def fails(row: Row, policy: Policy) -> bool:
 def exit_status(verdicts: Verdicts, policy: Policy) -> ExitStatus:
     """Return the exit status that all verdicts come to."""
     failing = {row.verdict for row in verdicts.rows if fails(row, policy)}
-    explained = "NOT_COMPARABLE" in failing and not any(row.compared for row in verdicts.rows)  # why others are missing
-    if failing & {"REGRESSED", "MISSING"} and not explained:
-        return ExitStatus.REGRESSED
     compared = any(row.compared and row.gated for row in verdicts.rows)
+    if failing & {"REGRESSED", "MISSING"} and (compared or "NOT_COMPARABLE" not in failing):
+        return ExitStatus.REGRESSED
     if verdicts.baseline is None:
         compared = policy.allow_no_baseline and bool(verdicts.rows)
     return ExitStatus.PASSED if compared and not failing else ExitStatus.NOT_JUDGED
@@ -200,8 +199,7 @@ def decided(tests: Sequence[Timed | Answered], confidence: float) -> list[Row]:
 
 
 _Entry = Row | Timed | Answered | tuple[CaseResult, CaseResult]
-"""A row of a case, what one is judged from once all cases are known, or the two completed results where the row of
-their program comes."""
+"""A row, what one is judged from once all cases are known, or two results where the row of their program is."""
 
 
 class Comparison:
@@ -354,11 +352,6 @@ class Comparison:
 
     def _why_absent(self, gone: CaseResult) -> str | None:
         """Return the reason why a case of the baseline is absent; None where it is missing."""
-        if not self._shares:
-            reports = (self.base, self.head) if self.base is not None and self.head.cases else ()
-            ids = (listed([result.id for result in report.cases], NAMED) for report in reports)
-            where = map("{} in the {}".format, ids, ("baseline", "candidate"))
-            return f"{NO_COMMON}: {', '.join(where)}" if reports else "the candidate has no case"
         # Each run probes other sizes for the largest that fits, in the test whose own case was out of memory. This run
         # has to have a result for the size: at most the largest that fits, or at least the smallest that does not.
         series, nodeid = gone.case.series, gone.nodeid
@@ -370,6 +363,11 @@ class Comparison:
         ran, deselected = {result.nodeid for result in self.head.cases}, self.head.session.deselected
         if nodeid in deselected:
             return "deselected in this run"
+        if not self._shares:
+            reports = (self.base, self.head) if self.base is not None and self.head.cases else ()
+            ids = (listed([result.id for result in report.cases], NAMED) for report in reports)
+            where = map("{} in the {}".format, ids, ("baseline", "candidate"))
+            return f"{NO_COMMON}: {', '.join(where)}" if reports else "the candidate has no case"
         if nodeid is not None and nodeid not in ran:
             # An entry without `::` is no node id: it narrowed the run without a name for each test. Where the function
             # was named as a whole, only a named parameter, or --lf, leaves others out.

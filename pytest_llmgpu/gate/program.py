@@ -30,8 +30,7 @@ _N = TypeVar("_N", int, float)
 RENAMED = 0.015
 """Error of the price of kernels that were only renamed, as a fraction of their own time: it was 1.6 % at most."""
 _SMALL, _LARGE = 0.001, 0.1
-"""A kernel below the first share of device time in both reports cannot become a regression. One above the second is
-compared with the others alone."""
+"""Shares of device time: a kernel below cannot become a regression, one above is compared with the others alone."""
 _MOST = 10
 """Most changes of calls of one kind in a record."""
 _FOLDED = "*"

@@ -163,6 +163,7 @@ def growths(earlier: Sequence[Promoted], result: CaseResult, policy: Policy) -> 
 def _promoted(result: CaseResult) -> PromotedCase:
     """Return the figures of a completed result, and what has to be equal where they are compared."""
     launches = [launch for launch in result.launches if disturbances.untimed(launch, "device_time") is None]
+    launches = [one for one in launches if all(rank.clock_ghz for rank in one.ranks)] or launches
     timed = msgspec.structs.replace(result, launches=launches)
     figures = {metric: spec_of(metric).of(timed if metric == "device_time" else result) for metric in FOLLOWED}
     ranks = [rank for launch in launches for rank in launch.ranks]

@@ -284,7 +284,7 @@ def wall_times(
     means, fit_sd = None, 0.0
     ghz = [[of_launch for _, of_launch in side] for side in timed]
     points = [[*map(fixed_clock.mean_pass, *both)] for both in zip(logs, ghz, strict=True)]
-    kernels = _kernels(launch for one in results for launch in one.launches)
+    kernels = [found for one in results for found in _kernels(one.launches) if found]  # a slope needs some with a clock
     if regime in {"replayed", "eager_device"} and kernels and all(map(all, (*points, kernels))):
         fitted = fixed_clock.fit(points[0], points[1], kernels)
         logs, means, fit_sd = [*map(list, fitted.samples)], (fitted.base_ghz, fitted.head_ghz), fitted.sd
@@ -365,7 +365,8 @@ def device_times(
         return sides
     # One launch without a clock, whose GPU waited in vain for the host, would take it from the others.
     clocked = [[launch for launch in side if all(_kernels([launch]))] for side in sides]
-    used: Sequence[Sequence[Launch]] = clocked if all(clocked) else sides
+    most = all(2 * len(some) >= len(side) for some, side in zip(clocked, sides, strict=True))
+    used: Sequence[Sequence[Launch]] = clocked if most else sides
     launches = [*used[0], *used[1]]
     works = [one.work for one in launches if one.work is not None]
     # In older reports copies between GPUs are device time.

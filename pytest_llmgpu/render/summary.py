@@ -137,8 +137,9 @@ def cases_in_words(report: Report, *, explained: bool) -> str:
     if report.session.exit_status and not explained:
         text += f"; pytest ended with exit status {report.session.exit_status}"
     ended = "was interrupted" if report.session.interrupted else "is incomplete"
-    left = f" before {plural(report.session.collected - total, 'more case')}" * (report.session.collected > total)
-    return f"{text}." if report.session.complete else f"{text}; the run {ended}{left}."
+    left = report.session.collected - len({result.nodeid for result in report.cases})
+    ended += f" before {plural(left, 'more test')}" * (left > 0 and report.session.interrupted)
+    return f"{text}." if report.session.complete else f"{text}; the run {ended}."
 
 
 def _order(problem: Problem) -> tuple[int, bool]:

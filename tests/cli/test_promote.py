@@ -89,7 +89,7 @@ def test_disturbed_launches_are_noted(launches: int, capsys: pytest.CaptureFixtu
     result.launches[0].profile = make_profile(invalid=["processes of other programs: GPU 0 has 1"])
     assert _to_file(on_h200([result])) == 0
     out = capsys.readouterr().out
-    assert f"note: disturbed launches, whose times are not compared: {result.id} (1 of {launches}). " in out
+    assert f"note: disturbed launches, whose wall times are not compared: {result.id} (1 of {launches}). " in out
     assert "End the other programs on these GPUs" in out
 
 

@@ -64,6 +64,12 @@ def _headline(*rows: Row, policy: Policy | None = None, **fields: Any) -> str:
         ([_row("UNDECIDED", unseen=True, smallest_seen=1.3)], ExitStatus.NOT_JUDGED, "UNDECIDED: tp"),
         ([_row("UNDECIDED", "outcome")], ExitStatus.NOT_JUDGED, "UNDECIDED: tp-bs8"),
         ([_row("NOT_COMPARABLE", "outcome")], ExitStatus.NOT_JUDGED, "NOT COMPARABLE: tp-bs8: "),
+        (
+            [_row("MISSING", "outcome", "mp"), _row("NOT_COMPARABLE", "outcome")],
+            ExitStatus.NOT_JUDGED,
+            "NOT COMPARABLE",
+        ),
+        ([_row("MISSING", "outcome", "mp"), _row("NOT_COMPARABLE"), _row("OK")], ExitStatus.REGRESSED, "MISSING: mp: "),
         ([_row("NEW", "outcome")], ExitStatus.NOT_JUDGED, "NOTHING COMPARED: 2 x time: why"),
     ],
 )
@@ -253,8 +259,18 @@ def test_a_gate_that_compared_no_gated_time_states_it() -> None:
     assert silent not in _headline(_row("UNDECIDED", smallest_seen=0.6))
 
 
+def test_a_pass_on_a_busy_host_has_the_reason_of_its_undecided_rows() -> None:
+    """Wall time was not compared."""
+    device, busy = (
+        _row("OK", "device_time", smallest_seen=0.01),
+        "The launches were disturbed: CPU cores too busy: rank 0.",
+    )
+    assert _headline(device, _row("UNDECIDED", reason=busy)).endswith("1 row undecided (CPU cores too busy)")
+    assert _headline(device, _row("UNDECIDED")).endswith("1 row undecided")
+
+
 def test_what_would_have_been_seen_against_other_gpus_has_its_reason() -> None:
     """GPUs of one kind differ, so that a pass promises less there."""
-    reason = "would have been seen (the baseline is from other GPUs)"
+    reason = "; against other GPUs slowdowns from 99 % of wall time"
     assert reason in _headline(_row("OK", smallest_seen=0.99, next_step=MEASURE_HERE))
     assert reason not in _headline(_row("OK", smallest_seen=0.02))

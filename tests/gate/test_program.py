@@ -239,21 +239,31 @@ def test_a_program_that_lowers_its_own_clock_is_stated(
 
 
 @pytest.mark.parametrize(
-    ("after", "verdict", "words"),
+    ("after", "verdict", "ratio", "words"),
     [
-        (_BASE, "OK", "equal"),
-        (dataclasses.replace(_BASE, flops={PROJECTION: 1020}), "REGRESSED", "FLOPs +2.00 %"),
-        (dataclasses.replace(_BASE, flops={PROJECTION: 1000, MLP: 1}), "CHANGED", "FLOPs +0.10 %"),
-        (_HOOK, "CHANGED", "own/hooks.py"),
-        (dataclasses.replace(_BASE, files={**_BASE.files, "<string>": 2}), "CHANGED", "Cause: 2 more <string>."),
-        (_CLONES, "CHANGED", "1 more aten::clone in each layers.*.mlp"),
+        (_BASE, "OK", None, "equal"),
+        (dataclasses.replace(_BASE, flops={PROJECTION: 1020}), "REGRESSED", 1.02, "FLOPs +2.00 %"),
+        (dataclasses.replace(_BASE, flops={PROJECTION: 1000, MLP: 1}), "CHANGED", 1.001, "FLOPs +0.10 %"),
+        (_HOOK, "CHANGED", 1.0, "own/hooks.py"),
+        (dataclasses.replace(_BASE, files={**_BASE.files, "<string>": 2}), "CHANGED", 1.0, "Cause: 2 more <string>."),
+        (_CLONES, "CHANGED", 1.0, "1 more aten::clone in each layers.*.mlp"),
     ],
 )
-def test_without_device_time_flops_decide(after: Program, verdict: str, words: str) -> None:
+def test_without_device_time_flops_decide(after: Program, verdict: str, ratio: float | None, words: str) -> None:
     """On a CPU ops and calls of the host are the cause of a longer time, and fail nothing by themselves."""
     row = _rows(measured(_BASE, on_cpu=True), measured(after, on_cpu=True))["program"]
-    assert row.verdict == verdict
+    assert (row.verdict, row.ratio) == (verdict, ratio)
     assert words in row.reason
+
+
+def test_a_change_without_another_kernel_is_free_where_kernels_are_known() -> None:
+    """Where they were not recorded, nothing is known of its price."""
+    head = measured(_CLONES)
+    (rank,) = head.works[0].ranks
+    head.works[0].ranks[0] = msgspec.structs.replace(rank, rows=None, device_time_s=None)
+    for after, ratio in ((measured(_HOOK), 1.0), (head, None)):
+        row = _rows(measured(_BASE), after)["program"]
+        assert (row.verdict, row.ratio) == ("CHANGED", ratio)
 
 
 def test_other_versions_of_python_make_other_calls() -> None:

@@ -192,6 +192,17 @@ def test_a_device_time_that_is_not_judged_is_no_reference(disturbance: str, ahea
     assert ("device_time" in case.figures, "memory" in case.figures) == (kept, True)
 
 
+def test_a_launch_without_a_clock_is_no_reference_where_others_have_one() -> None:
+    """Else no baseline after it would have a clock at which times can be compared."""
+    reports = [_report(number) for number in range(2)]
+    late = _report(ghz=None, slower=0.5).cases[0].launches[0]
+    reports[0].cases[0].launches.append(late)
+    (promoted,) = _chain(reports).promotions
+    (case,) = promoted.cases.values()
+    assert case.clock_ghz == pytest.approx(1.7)
+    assert case.figures["device_time"] == pytest.approx(0.5, rel=0.01)
+
+
 def test_the_last_fifty_baselines_are_kept() -> None:
     """A growth since an earlier one is no longer stated."""
     base = _chain([_report(number, mib=200 if number < 2 else 100) for number in range(2)])

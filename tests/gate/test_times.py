@@ -198,6 +198,21 @@ def test_a_launch_without_a_clock_takes_it_from_no_other_one() -> None:
     assert "1 of 2 launches of the candidate are used" in row.reason
     row = _judged(_device(late, head))
     assert (row.clock_ratio, "are used" in row.reason) == (None, False)
+    head.launches += late.launches
+    assert _judged(_device(base, head)).clock_ratio is None, "most have none"
+
+
+def test_a_launch_whose_passes_have_no_clock_takes_none_from_wall_time() -> None:
+    """The passes of the others have the slope, and the batches of all have clocks."""
+    base, head, late = (_worked(1.0, mhz=mhz, execution="cuda_graphs") for mhz in (_FAST, _SLOW, ()))
+    head.launches += late.launches
+    for result, mhz in ((base, 1735), (head, 1590)):
+        for launch in result.launches:
+            launch.batches.latency_s = [(mhz / 1735) ** -0.8] * BATCHES
+            launch.batches.clock_ghz = [[mhz / 1000] * BATCHES]
+    row = _judged(_wall(base, head))
+    assert (row.verdict, row.n) == ("OK", 1)
+    assert row.clock_ratio == pytest.approx(1590 / 1735)
 
 
 def test_extreme_times_give_finite_ratios() -> None:

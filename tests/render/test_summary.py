@@ -126,7 +126,7 @@ def test_the_policy_of_the_verdicts_decides_what_fails() -> None:
         ({"complete": True}, "The case completed."),
         ({}, "The case completed; the run is incomplete."),
         ({"interrupted": True, "duration_s": 70.0}, "The case completed in 70 s; the run was interrupted."),
-        ({"interrupted": True, "collected": 3}, "The case completed; the run was interrupted before 2 more cases."),
+        ({"interrupted": True, "collected": 3}, "The case completed; the run was interrupted before 2 more tests."),
     ],
 )
 def test_a_run_that_ended_early_says_how(fields: dict[str, Any], text: str) -> None:

@@ -345,4 +345,4 @@ def mark_of(end: Row, verdicts: Verdicts, report: Report, bad: Report) -> tuple[
         return "bad" if (row.ratio - 1) / (end.ratio - 1) > 1 / 2 else "good", ""
     if row.verdict == end.verdict and (end.metric != "outcome" or outcomes[0] == outcomes[1]):
         return "bad", ""
-    return ("good", "") if row.verdict in {"OK", "CHANGED"} or row.improved else ("skip", row.reason)
+    return ("good", "") if row.verdict == "OK" or row.improved else ("skip", row.reason)

@@ -174,7 +174,7 @@ def run_promote(arguments: argparse.Namespace) -> int:
         promotions = promotion.promotions(base, candidate, verdicts, policy)
     for one in promotion.judged(candidate, verdicts, policy, today()):
         if found := exit_status(one, policy):
-            refused.append(headline.headline(one, policy).text)
+            refused = list(dict.fromkeys([*refused, headline.headline(one, policy).text]))
             remedy = remedy or headline.next_steps(one, policy)
             status = status or found
     if status and arguments.force is None:
@@ -190,7 +190,7 @@ def run_promote(arguments: argparse.Namespace) -> int:
     show(f"promoted: {arguments.report} is the baseline {written}{'; commit it' if arguments.to is not None else ''}")
     bad = [(one, list(filter(None, map(disturbances.untimed, one.launches)))) for one in candidate.cases]
     if why := {f"{one.id} ({len(found)} of {len(one.launches)})": found[0] for one, found in bad if found}:
-        text = f"note: disturbed launches, whose times are not compared: {listed(why, exact.NAMED)}. "
+        text = f"note: disturbed launches, whose wall times are not compared: {listed(why, exact.NAMED)}. "
         show(f"{text}{disturbances.remedy(next(iter(why.values())))}".rstrip())
     if refused:
         show(f"by force, in spite of: {'; '.join(refused)}")

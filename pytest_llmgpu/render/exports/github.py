@@ -1,8 +1,7 @@
 """GitHub: a page for the step summary, the same page as a comment on a pull request, annotations at the tests.
 
 `llmgpu export github-summary latest >> "$GITHUB_STEP_SUMMARY"`. GitHub rejects what is larger than 1024 KiB, and
-a page has a quarter of that. The worst rows come first, and each table is cut at its end to fit, with the number of
-lines left out.
+a page has a quarter of that. Worst rows come first, and each table is cut to fit, with the number of lines left out.
 
 Annotations are workflow commands that a step prints, shown at the line of the test. GitHub shows the first 10 of a
 step: the worst come first, and the last one has the number of those that are left out.
