@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -44,8 +45,10 @@ def cluster() -> Iterator[Any]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
+        before = signal.getsignal(signal.SIGTERM)
         made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
         made.add_node(num_cpus=1)
+        signal.signal(signal.SIGTERM, before)  # each node has a handler that ends the process
         yield made
         made.shutdown()
 
