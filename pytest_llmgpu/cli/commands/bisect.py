@@ -272,8 +272,7 @@ def worst(verdicts: Verdicts, metric: str | None = None, case: str | None = None
 
     The worst verdict comes first. Among equal verdicts exact metrics come first and noisy ones last, because they need
     the fewest launches; then the row with the smallest p, which is the least hidden by noise, and then the one with the
-    largest change. A row over several cases, which needs launches of all of them, comes last. A metric that is named
-    need not be gated.
+    largest change. A row over several cases, which needs launches of all, comes last. A named metric may be not gated.
     """
 
     def order(row: Row) -> tuple[bool, int, int, float, float]:
@@ -300,8 +299,7 @@ def find(
     """Measure the commits that the bisection proposes until one is left, and yield them in that order.
 
     A commit is launched again while its row is undecided, up to eight times. One that cannot be measured is skipped.
-    Only the test of the case is launched, and all commits together have at most `launches` launches. `end` is the row
-    of the ends that is to be explained.
+    Only the test of the case is launched; all commits have at most `launches` launches; `end` is the row to explain.
     """
     deselected = ab.left_out(ends.base, {end.key}) if end.nodeid is not None else []
     while (sha := history.candidate()) is not None:

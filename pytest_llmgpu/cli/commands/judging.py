@@ -59,10 +59,12 @@ def run_gate(arguments: argparse.Namespace) -> int:
         for word in _OF_JUDGING:
             if getattr(arguments, word.strip("-").replace("-", "_").lower()):
                 raise ValueError(f"--verdicts: cannot be combined with {word}: nothing is judged again")
-        if (verdicts := source(arguments.verdicts, arguments).report().verdicts) is None:
+        report = source(arguments.verdicts, arguments).report()
+        if (verdicts := report.verdicts) is None:
             remedy = f"pass --llmgpu-compare=REF to pytest, or run llmgpu gate BASE {arguments.verdicts}"
             raise ValueError(f"{arguments.verdicts}: has no verdicts, because its run was not compared: {remedy}")
         policy = parse_policy(verdicts)
+        line = f"measured: {report.created}; a run that measures no case leaves the report of the run before"
     else:
         policy, in_words = policy_of(arguments)
         if arguments.dump_policy:

@@ -80,7 +80,7 @@ def test_json_has_the_verdicts(llmgpu: Callable[..., str]) -> None:
     ],
 )
 def test_verdicts_are_not_judged_again(llmgpu: Callable[..., str], head: CaseResult, policy: str, status: int) -> None:
-    """A report that pytest compared has the table and the status of that day and policy."""
+    """A report that pytest compared has the table and the status of that day and policy, and states when it was."""
     Path("policy.toml").write_text(policy)
     _write(head=on_h200([head]))
     judged = llmgpu(*_GATE, "--policy", "policy.toml", "--json", "verdicts.json", ends=status)
@@ -89,7 +89,9 @@ def test_verdicts_are_not_judged_again(llmgpu: Callable[..., str], head: CaseRes
     dump(report, Path("last.json.gz"))
     Path("base.json").unlink()
     printed = llmgpu("gate", "--verdicts", "last.json.gz", ends=status)
-    assert judged.replace("\npolicy: policy.toml", "") == printed
+    table, _, line = printed.rstrip("\n").rpartition("\n")
+    assert judged.replace("\npolicy: policy.toml", "") == f"{table}\n"
+    assert line.startswith(f"measured: {report.created}; "), "it may be that of an earlier run"
     again = llmgpu("gate", "--verdicts", "last.json.gz", "--json", "-", ends=status)
     assert msgspec.json.decode(again, type=Verdicts) == report.verdicts
 
