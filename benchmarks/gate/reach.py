@@ -52,9 +52,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("recordings", type=Path, nargs="+", help="recordings of one GPU each")
     parser.add_argument("--slower", type=Path, nargs="*", default=[], help="recordings with one slower kernel")
     parser.add_argument("--trials", type=int, default=200, help="reports of 21 cases of each recording (200)")
+    parser.add_argument("--passes", type=int, help="use the first work passes alone, as if no others were run")
     given = parser.parse_args(arguments)
-    sessions = {path: file.load(path) for path in given.recordings}
-    slower = {path: file.load(path) for path in given.slower}
+    sessions, slower = ({path: file.load(path) for path in paths} for paths in (given.recordings, given.slower))
+    if given.passes is not None:
+        for session in [*sessions.values(), *slower.values()]:
+            _keep_passes(session, given.passes)
     chance = random.Random(0)  # noqa: S311 - trials, repeated with the same numbers
     drawn_from = [session for session in sessions.values() if len(session.cases[0].launches) > 1]
     answer: dict[str, Any] = {
@@ -76,6 +79,18 @@ def main(arguments: Sequence[str]) -> int:
     json.dump(answer, sys.stdout, indent=1)
     print()
     return 0
+
+
+def _keep_passes(session: Report, passes: int) -> None:
+    """Drop the later work passes of each launch."""
+    for launch in (launch for case in session.cases for launch in case.launches if launch.work is not None):
+        ranks = []
+        for rank in launch.ranks:
+            times = {name: (getattr(rank, name) or [])[:passes] for name in ("device_time_s", "copy_s", "idle_s")}
+            clocks = None if rank.clock_ghz is None else [one[:passes] for one in rank.clock_ghz]
+            rows = [msgspec.structs.replace(row, passes_s=(row.passes_s or [])[:passes]) for row in rank.rows or ()]
+            ranks.append(msgspec.structs.replace(rank, **times, clock_ghz=clocks, rows=rows))
+        launch.work = msgspec.structs.replace(launch.work, ranks=ranks, passes=passes)
 
 
 def _scatter(case: CaseResult) -> dict[str, float]:

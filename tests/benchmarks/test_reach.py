@@ -196,6 +196,17 @@ def test_recorded_launches_show_what_the_gate_finds(capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.slow
+def test_fewer_passes_scatter_more(capsys: pytest.CaptureFixture[str]) -> None:
+    """With the first two of four passes alone launches differ by more at a fixed clock."""
+    scatter = []
+    for flags in ([], ["--passes=2"]):
+        assert import_module("reach").main([str(REPORTS / "mp-7b-2xH200-ahead.json.gz"), "--trials=1", *flags]) == 0
+        (found,) = json.loads(capsys.readouterr().out)["device_time"].values()
+        scatter.append([case["fixed_clock_pct"] for case in found.values()])
+    assert all(many < few for many, few in zip(*scatter, strict=True))
+
+
+@pytest.mark.slow
 def test_two_gpus_of_one_host_are_other_gpus() -> None:
     """Both recordings name both GPUs of their host, and each used one. The program is the same: nothing is worse."""
     one, two = (file.load(REPORTS / f"replayed-7b-gpu-{number}.json.gz") for number in (1, 2))
