@@ -125,5 +125,5 @@ def pytest_llmgpu_metrics(config: pytest.Config) -> Mapping[str, Mapping[str, An
 
     `better` is needed: `larger` or `smaller`. `unit` is short (16 letters). `rule` is `exact` (default) or `time`, for
     a figure above 0 that varies by chance. `threshold` is the change for the worse that is allowed, as a fraction; the
-    default is 0, and 0.04 with the rule `time`. Others of one name are refused. `config` may be omitted.
+    default is 0, and 0.04 with the rule `time`. Two that differ for one name are refused. `config` may be omitted.
     """

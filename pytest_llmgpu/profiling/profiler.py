@@ -144,7 +144,7 @@ class Profiler:
     ) -> Profile:
         """Return the profile between two times. Wait up to 2 s until the stream has passed the end.
 
-        Neither is in the future, nor the end before the start (ValueError). `held_bytes`: those to subtract, if others.
+        Neither is in the future; ValueError if the end is first. Without `held_bytes` those of the profiler count.
         """
         (start_s,), (end_s,) = starts_s, ends_s
         if end_s < start_s:

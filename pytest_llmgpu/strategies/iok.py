@@ -1,7 +1,7 @@
 """iok: DeepSpeed's fused CUDA kernels replace every decoder layer, on top of tensor parallelism.
 
 DeepSpeed's injection of LLaMA computes wrong numbers, and returns garbage without an error if memory is short. This
-module corrects both with the smallest change, unless `--llmgpu-iok-stock` and `--llmgpu-iok-min-tokens` say else.
+module corrects both with the smallest change; `--llmgpu-iok-stock` and `--llmgpu-iok-min-tokens` turn that off.
 
 Source: DeepSpeed 0.19.8, `csrc/transformer/inference`.
 """
@@ -239,7 +239,7 @@ def _correct_residual_add(layer: Any) -> None:
     """Make a layer add the output of the attention to the residual once.
 
     The CUDA op `rms_mlp_gemm` adds it in place, and `ResidualAddOp.forward` adds it again (0.15.2, DeepSpeed's pull
-    request 5490): x + 2 * attention + mlp. An op without `residual + attention_output` is not changed.
+    request 5490): x + 2 * attention + mlp. One without `residual + attention_output` is not changed: this can go then.
     """
     residual_add = layer.mlp.residual_add_func
     if "residual + attention_output" not in inspect.getsource(type(residual_add).forward):

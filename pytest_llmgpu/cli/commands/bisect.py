@@ -272,7 +272,7 @@ def worst(verdicts: Verdicts, metric: str | None = None, case: str | None = None
 
     The worst verdict comes first. Among equal verdicts exact metrics come first and noisy ones last, because they need
     the fewest launches; then the row with the smallest p, which is the least hidden by noise, and then the one with the
-    largest change. A row over several cases, which needs launches of all, comes last. A named metric may be not gated.
+    largest change. A row over several cases, which needs launches of all, comes last. A named metric need not be gated.
     """
 
     def order(row: Row) -> tuple[bool, int, int, float, float]:

@@ -64,7 +64,7 @@ def run_gate(arguments: argparse.Namespace) -> int:
             remedy = f"pass --llmgpu-compare=REF to pytest, or run llmgpu gate BASE {arguments.verdicts}"
             raise ValueError(f"{arguments.verdicts}: has no verdicts, because its run was not compared: {remedy}")
         policy = parse_policy(verdicts)
-        line = f"measured: {report.created}; a run that measures no case leaves the report of the run before"
+        line = f"measured: {report.created}"
     else:
         policy, in_words = policy_of(arguments)
         if arguments.dump_policy:

@@ -91,7 +91,7 @@ def test_verdicts_are_not_judged_again(llmgpu: Callable[..., str], head: CaseRes
     printed = llmgpu("gate", "--verdicts", "last.json.gz", ends=status)
     table, _, line = printed.rstrip("\n").rpartition("\n")
     assert judged.replace("\npolicy: policy.toml", "") == f"{table}\n"
-    assert line.startswith(f"measured: {report.created}; "), "it may be that of an earlier run"
+    assert line == f"measured: {report.created}", "it may be that of an earlier run"
     again = llmgpu("gate", "--verdicts", "last.json.gz", "--json", "-", ends=status)
     assert msgspec.json.decode(again, type=Verdicts) == report.verdicts
 
